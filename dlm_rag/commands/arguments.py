@@ -102,9 +102,9 @@ def parse_command_line(
             values[name] = [word for word in words if "," in word]
     questions = [word for word in given["words"] if not is_setting(word)]
     for word in questions:
-        _reject_mistaken_word(word)
         if not typed:
             raise ConfigError(f"'{word}' is neither a flag nor KEY=VALUE")
+        _reject_mistaken_word(word)
     settings, effects = _collect_settings(given, flags), "compare" not in reads
     check_read(settings, reads)
     file, config = given["config"], load_config(given["config"], settings, effects=effects)

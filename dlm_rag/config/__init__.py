@@ -9,6 +9,7 @@ other room of the package, but the tables that a setting names.
 import dataclasses  # whose `fields` has the name of a module here
 import re
 from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import asdict, field
 from functools import cache
 from operator import attrgetter
@@ -106,22 +107,17 @@ def list_setting_fields(node: Any = Config, prefix: str = "") -> dict[str, Any]:
 
 def find_config_file(name: str) -> Path:
     """The YAML file called `name`: as given, with `.yaml`, or one that ships; else `ConfigError`."""
-    for folder in (Path(), CONFIG_FOLDER):
-        for path in (folder / name, folder / f"{name}.yaml"):
-            if _is_file(path):
+    with suppress(OSError, ValueError):  # what cannot be a path
+        for path in (
+            Path(name),
+            Path(f"{name}.yaml"),
+            CONFIG_FOLDER / name,
+            CONFIG_FOLDER / f"{name}.yaml",
+        ):
+            if path.is_file():
                 return path
-    there = sorted(path.name for path in CONFIG_FOLDER.glob("*.yaml"))
-    raise ConfigError(
-        f"config '{name}' was not found as a file, here or among the shipped{suggest_nearest(name, there)}"
-    )
-
-
-def _is_file(path: str | Path) -> bool:
-    """Whether there is a file at a path; False also for what cannot be a path."""
-    try:
-        return Path(path).is_file()
-    except (OSError, ValueError):
-        return False
+    nearest = suggest_nearest(name, sorted(path.name for path in CONFIG_FOLDER.glob("*.yaml")))
+    raise ConfigError(f"config '{name}' was not found as a file, here or among the shipped{nearest}")
 
 
 def load_config(
@@ -183,13 +179,12 @@ def _parse_yaml(text: str, what: str) -> Any:
 
 
 def _read_config_file(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{path} is too large for a config: {path.stat().st_size >> 20} MiB")
     try:
-        text = path.read_text(encoding="utf-8")
+        if (size := path.stat().st_size) > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path} is too large for a config: {size >> 20} MiB")
+        tree = _parse_yaml(path.read_text(encoding="utf-8"), f"{path} is not valid YAML") or {}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {summarize_error(error)}") from None
-    tree = _parse_yaml(text, f"{path} is not valid YAML") or {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no settings: write `section: {{key: value}}`")
     return tree

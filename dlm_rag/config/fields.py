@@ -31,7 +31,6 @@ from dlm_rag.errors import ConfigError, suggest_nearest
 
 MAX_SHOWN_CHARS = 60  # characters of a value
 SET = object()  # in `only_with`: any value but null, 0, false and the empty one
-Entry = TypeVar("Entry")
 Need = dict[str, Any]  # the values of other settings, by dotted key: `SET`, or a tuple of values
 _SETTINGS_RULES = ConfigDict(
     extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, coerce_numbers_to_str=True
@@ -180,7 +179,7 @@ def import_object(path: str, key: str) -> Any:
         raise ConfigError(f"{key}={path} cannot be imported: {error}") from error
 
 
-def look_up(table: Mapping[str, Entry], value: str, key: str) -> Entry | Any:
+def look_up(table: Mapping[str, Any], value: str, key: str) -> Any:
     """The entry of `table` called `value`, or the user's own at `module:name`, which may be a file of the
     working folder; else `ConfigError`."""
     if value in table:
