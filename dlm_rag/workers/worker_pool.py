@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 MAX_DEATHS = 5  # of workers with a question, the first with others, until it is given up
 MAX_FAILED_STARTS = 5  # in a row, for each worker
 PLACEMENT_TIMEOUT_SECONDS = 60.0  # in which a worker must find a place
-RESTART_TIMEOUT_SECONDS = 600.0  # in which one worker must be ready again once all have died
+RESTART_TIMEOUT_SECONDS = 600.0  # in which a worker must be ready when none has a question
 ENERGY_TIMEOUT_SECONDS = 10.0
 
 
@@ -201,10 +201,8 @@ class WorkerPool:
 
         try:
             ended, _ = ray.wait([*self._calls], timeout=RESTART_TIMEOUT_SECONDS)
-            if not ended and not self._ready:
-                raise RunError(
-                    f"all workers died, and Ray at {self._address} found no place for another one"
-                )
+            if not ended and not any(self._ready.values()):
+                raise RunError(f"workers died, and Ray at {self._address} found no place for other ones")
             if not ended:
                 return []
             worker, question = self._calls.pop(ended[0])

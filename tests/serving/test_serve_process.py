@@ -13,20 +13,17 @@ import httpx
 import openai
 import pytest
 
+from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
-from dlm_rag.config import DecodeConfig, RetrievalConfig
-from dlm_rag.decode.decoder import Decoder
-from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.config import DecodeConfig
 from dlm_rag.questions import read_questions
-from dlm_rag.retrieval import load_retriever
-from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.serving import http_server, middleware
-from dlm_rag.tokenizer import Tokenizer
 from tests.support.headless_chromium import HeadlessChromium, find_chromium
 from tests.support.paths import ROOT
 from tests.support.processes import wait_until
 from tests.support.serving import (
     ASKED,
+    Slow,
     chat_body,
     find_free_port,
     made_decoder,
@@ -36,18 +33,18 @@ from tests.support.serving import (
 )
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 
-WORLD = SHIPPED_FOLDER / "world"
-
 
 @pytest.fixture(scope="module")
 def shipped():
     """Questions of the shipped world, and the text of each by the decoder."""
-    questions = read_questions(WORLD / "questions.jsonl")[:160]
-    retriever = load_retriever(RetrievalConfig(), open_corpus(WORLD / "corpus.jsonl"))
-    model = Denoiser.from_pretrained(SHIPPED_FOLDER / "model")
-    tokenizer = Tokenizer.from_pretrained(SHIPPED_FOLDER / "model")
-    decoder = Decoder(model, retriever, tokenizer, DecodeConfig(batch_size=32))
-    return {r.question: r.response for r in decoder.decode(questions)}
+    world, model = SHIPPED_FOLDER / "world", SHIPPED_FOLDER / "model"
+    parts = (
+        Denoiser.from_pretrained(model),
+        load_retriever(world / "corpus.jsonl"),
+        Tokenizer.from_pretrained(model),
+    )
+    decoder = Decoder(*parts, DecodeConfig(batch_size=32))
+    return {r.question: r.response for r in decoder.decode(read_questions(world / "questions.jsonl")[:160])}
 
 
 @pytest.fixture
@@ -202,7 +199,8 @@ def served(service, client):
         try:
             return await asyncio.wait_for(client(port), 60)
         finally:
-            os.kill(os.getpid(), signal.SIGTERM)
+            if not service.engine.draining:
+                os.kill(os.getpid(), signal.SIGTERM)
 
     with socket.create_server(("127.0.0.1", 0)) as sock:
         running = []
@@ -237,6 +235,26 @@ def test_rows_of_many_requests_share_a_batch(corpus):
     assert texts == [known[question] for question in questions]
     assert found["row_steps_total"] / found["steps_total"] > 12, "of 32 rows"
     assert found['answers_total{outcome="cancelled"}'] == 1
+
+
+def test_a_signal_lets_what_was_taken_be_answered(corpus):
+    decoder = made_decoder(corpus)
+    decoder.model_runner = Slow(decoder.model_runner)
+
+    async def clients(port):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            asked = asyncio.ensure_future(client.post("/v1/chat/completions", json=chat_body()))
+            while not service.engine.num_running:
+                await asyncio.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.5)
+            with pytest.raises(httpx.ConnectError):
+                await client.get("/health")
+            decoder.model_runner.free.set()
+            return (await asked).status_code
+
+    with serve_decoder(decoder) as service:
+        assert served(service, clients) == 200
 
 
 def test_who_is_slow_is_dropped_and_delays_nobody(corpus, monkeypatch):

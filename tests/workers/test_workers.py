@@ -69,8 +69,6 @@ class FakePool(WorkerPool):
 
 
 class FakeWorker:
-    """Notes nothing: `FakePool` knows what it holds."""
-
     answer = SimpleNamespace(remote=lambda question: object())
 
 
