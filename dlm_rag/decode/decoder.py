@@ -97,9 +97,8 @@ class Decoder:
 
     def resolve_settings(self, settings: DecodeConfig | None = None) -> DecodeConfig:
         """`settings`, or its own, as this decoder takes them; raises `ConfigError` where it cannot."""
-        shape, found = self.denoiser.config, self.config
-        if settings is not None:
-            found = resolve_settings(settings, shape)
+        shape = self.denoiser.config
+        found = self.config if settings is None else resolve_settings(settings, shape)
         assert found.finished_block_context is not None
         check_finished_blocks(shape, found.finished_block_context, self.evidence_layout)
         check_policy_heads(found, self.denoiser.heads is not None)
@@ -170,9 +169,7 @@ class StepEvent(NamedTuple):
 
 
 @dataclass
-class RowGroup:
-    """Rows that take their steps together, and their search."""
-
+class RowGroup:  # that take their steps together
     rows: list[Row] = field(default_factory=list)
     search: PendingSearch = NO_SEARCH
 

@@ -16,13 +16,11 @@ from tests.support.rollouts import make_committed_token, make_two_step_rollout
 
 
 def test_replay_shows_the_canvas_after_each_step():
-    states = [{p: t.token for p, t in state.items()} for state in make_two_step_rollout().replay()]
-    assert states == [{}, {0: "x", 1: "y"}, {0: "x", 1: "z"}]
-    assert list(make_two_step_rollout().canvases(mask_id=9)) == [[9, 9, 9], [5, 6, 9], [5, 7, 9]]
-
-
-def test_tokens_of_a_step_were_committed_with_the_evidence_of_the_step_before():
+    """Tokens of a step were committed with the evidence of the step before."""
     rollout = make_two_step_rollout()
+    states = [{p: t.token for p, t in state.items()} for state in rollout.replay()]
+    assert states == [{}, {0: "x", 1: "y"}, {0: "x", 1: "z"}]
+    assert list(rollout.canvases(mask_id=9)) == [[9, 9, 9], [5, 6, 9], [5, 7, 9]]
     assert rollout.commit_steps() == {0: 1, 1: 2}
     assert rollout.evidence_at(1) == ("a", "b") and rollout.evidence_at(2) == ("b", "c")
     with pytest.raises(ValueError, match="step 0 commits nothing"):
@@ -30,37 +28,25 @@ def test_tokens_of_a_step_were_committed_with_the_evidence_of_the_step_before():
 
 
 def test_an_edit_is_the_token_from_its_step_on():
+    """And no commit, where the last steps that committed within a block are counted."""
     rollout = make_two_step_rollout()
-    rollout.steps.append(
-        RolloutStep(3, None, ("c",), False, edited=(make_committed_token(0, 8, "w", 0.9),))
-    )
+    assert [rollout.count_steps_within(*span) for span in ((0, 2), (1, 2), (2, 3))] == [2, 1, 0]
+    edited = (make_committed_token(0, 8, "w", 0.9),)
+    rollout.steps.append(RolloutStep(3, None, ("c",), False, edited=edited))
     assert list(rollout.canvases(mask_id=9))[-1] == [8, 7, 9]
     assert rollout.commit_steps() == {0: 3, 1: 2} and rollout.tokens_committed == 2
-
-
-def test_the_last_steps_that_have_committed_within_a_block():
-    rollout = make_two_step_rollout()
-    assert rollout.count_steps_within(0, 2) == 2 and rollout.count_steps_within(1, 2) == 1
-    assert rollout.count_steps_within(2, 3) == 0
-    rollout.steps.append(
-        RolloutStep(3, None, ("c",), False, edited=(make_committed_token(0, 8, "w", 0.9),))
-    )
     assert rollout.count_steps_within(0, 2) == 0
 
 
-def test_counts():
+def test_counts_and_the_line_of_the_answers_file():
     rollout = make_two_step_rollout()
-    assert (rollout.forwards, rollout.retrievals, rollout.tokens_committed) == (2, 2, 2)
-    assert rollout.answer == "z" and rollout.evidence == ("b", "c") and rollout.seconds == {"retrieve": 0.5}
-
-
-def test_answer_line_has_the_fields_of_the_contract():
-    record = make_two_step_rollout().answer_record()
-    assert {
-        "id", "question", "answer", "response", "evidence", "citations", "steps", "forwards", "retrievals",
-        "seconds",
-    } <= set(record)  # fmt: skip
-    assert record["steps"] == 2 and record["evidence"] == ["b", "c"]
+    assert rollout.seconds == {"retrieve": 0.5}
+    expected = {
+        "id": "q1", "question": "Who?", "answer": "z", "response": "x ### z", "evidence": ["b", "c"],
+        "citations": [], "steps": 2, "forwards": 2, "retrievals": 2, "tokens": 2,
+        "seconds": {"retrieve": 0.5},
+    }  # fmt: skip
+    assert rollout.answer_record() == expected
 
 
 @pytest.mark.parametrize(
@@ -85,23 +71,17 @@ def test_sentences_end_at_stops_line_ends_and_the_marker():
     assert extract_sentences("A b. C d! \n E ### F ... ") == ["A b.", "C d!", "E", "F ..."]
 
 
-def test_exact_match_and_f1_by_squads_rule():
+def test_scores_by_squads_rule():
     assert normalize_answer("The  Eiffel-Tower!") == "eiffeltower"
     assert compute_exact_match("the Beatles.", ["A", "Beatles"]) == 1.0
     assert compute_exact_match("", [""]) == 0.0, "no answer never matches"
     assert compute_f1("red big house", ["big house"]) == pytest.approx(0.8), "precision 2/3, recall 1"
     assert compute_f1("x", ["y", "x"]) == 1.0 and compute_f1("x", []) == 0.0
-
-
-def test_evidence_recall_counts_supporting_passages():
     assert compute_evidence_recall(["a", "b"], ["b", "c"]) == 0.5
     assert compute_evidence_recall(["a"], []) is None, "nothing to find, nothing to score"
-
-
-def test_mean_score_leaves_out_what_could_not_be_scored():
     scored = score_rollout(make_two_step_rollout(), Question("q1", "Who?", ("z",), ("a", "c")))
     blind = score_rollout(make_two_step_rollout(), Question("q1", "Who?", ("y",)))
     assert scored.recall_first == 0.5 and scored.recall_last == 0.5
     mean = compute_mean_score([scored, blind])
     assert (mean.exact_match, mean.recall_first) == (0.5, 0.5)
-    assert compute_mean_score([blind]).recall_first is None
+    assert compute_mean_score([blind]).recall_first is None, "what could not be scored is left out"

@@ -166,14 +166,22 @@ def test_a_trace_line_has_the_fields_of_the_contract(tmp_path):
     assert line["steps"][2]["remasked"] == [1]
 
 
-def test_a_row_has_settings_of_its_own(tmp_path):
-    other = make_rollout_with(
-        id="q2", settings=make_rollout_with().settings | {"temperature": 0.7, "seed": 5}
-    )
-    path = write_rollouts(tmp_path / "t.jsonl", HEADER, [make_rollout_with(), other])
+def test_rows_differ_in_settings_texts_and_errors(tmp_path):
+    """A search engine may say something else under the same id an hour later."""
+    first = make_rollout_with()
+    own = make_rollout_with(id="q2", settings=first.settings | {"temperature": 0.7, "seed": 5})
+    later = make_rollout_with(id="q3", passages=first.passages | {"b": "news of b"})
+    failed = make_rollout_with(id="q4", error="the search failed", response="", steps=[], passages={})
+    path = write_rollouts(tmp_path / "t.jsonl", HEADER, [first, own, later, failed])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert "settings" not in lines[-2] and lines[-1]["settings"] == {"temperature": 0.7, "seed": 5}
-    assert list(read_trace(path)) == [make_rollout_with(), other]
+    settings = [line.get("settings") for line in lines if "id" in line]
+    assert settings == [None, {"temperature": 0.7, "seed": 5}, None, None]
+    with path.open("a") as file:
+        file.write("not a line\n")
+    reading = read_trace(path)
+    assert [next(reading) for _ in range(4)] == [first, own, later, failed], "what follows is not read yet"
+    with pytest.raises(TraceError):
+        next(reading)
 
 
 def test_a_text_is_written_once_however_often_the_file_is_opened(tmp_path):
@@ -183,20 +191,6 @@ def test_a_text_is_written_once_however_often_the_file_is_opened(tmp_path):
     lines = path.read_text().splitlines()
     assert len(lines) == 1 + 3 + 3 and sum('"trace": 2' in line for line in lines) == 1
     assert [rollout.id for rollout in read_trace(path)] == ["q1", "q2", "q3"]
-
-
-def test_a_text_that_has_changed_is_written_again(tmp_path):
-    """A search engine may say something else under the same id an hour later."""
-    later = make_rollout_with(id="q2")
-    later.passages = later.passages | {"b": "news of b"}
-    path = write_rollouts(tmp_path / "t.jsonl", HEADER, [make_rollout_with(), later])
-    assert [rollout.passages["b"] for rollout in read_trace(path)] == ["text of b", "news of b"]
-
-
-def test_a_question_that_failed_keeps_its_reason(tmp_path):
-    failed = make_rollout_with(error="the search failed", response="", steps=[])
-    path = write_rollouts(tmp_path / "t.jsonl", HEADER, [failed])
-    assert next(read_trace(path)).error == "the search failed" and '"passage"' not in path.read_text()
 
 
 def test_version_1_is_still_read(tmp_path):
@@ -250,13 +244,3 @@ def test_a_last_line_cut_short_is_left_out_wherever_the_cut(tmp_path):
         assert [rollout.id for rollout in read_trace(path)] == ["q1"]
     path.write_bytes(whole[:-1])
     assert [rollout.id for rollout in read_trace(path)] == ["q1", "q2"], "only the line break is missing"
-
-
-def test_rollouts_are_read_one_by_one(tmp_path):
-    path = write_rollouts(tmp_path / "t.jsonl", HEADER, [make_rollout_with()])
-    with path.open("a") as file:
-        file.write("not a line\n")
-    reading = read_trace(path)
-    assert next(reading).id == "q1", "what follows is not read yet"
-    with pytest.raises(TraceError):
-        next(reading)

@@ -38,38 +38,31 @@ def choose(rule, found, **settings):
     return chosen.positions.tolist()
 
 
-def test_threshold_takes_all_that_clear_it():
-    assert select_by_threshold(values(0.95, 0.2, 0.9), 0.9).tolist() == [0, 2]
+ENTROPY = values(0.5, 0.01, 0.06, 0.04)  # ascending: the sums without the largest are 0, 0.01, 0.05, 0.11
 
 
-def test_threshold_takes_the_most_confident_when_none_clears_and_the_earlier_of_two():
-    assert select_by_threshold(values(0.1, 0.5, 0.5), 0.9).tolist() == [1]
-
-
-def test_a_commit_threshold_above_one_commits_one_token_a_call():
-    assert select_by_threshold(values(1.0, 1.0, 1.0), 1.01).tolist() == [0]
-
-
-def test_highest_keeps_canvas_order():
-    assert select_highest(values(0.1, 0.9, 0.5, 0.9), 3).tolist() == [1, 2, 3]
-    assert select_highest(values(0.1), 3).tolist() == [0]
-
-
-def test_entropy_bound_by_hand():
-    """Ascending 0.01, 0.04, 0.06, 0.5: the sums without the largest are 0, 0.01, 0.05, 0.11."""
-    entropy = values(0.5, 0.01, 0.06, 0.04)
-    assert select_by_entropy_bound(entropy, 0.1).tolist() == [1, 2, 3]
-    assert select_by_entropy_bound(entropy, 0.11 + 1e-9).tolist() == [0, 1, 2, 3]
-    assert select_by_entropy_bound(entropy, 0.0).tolist() == [1]
-
-
-def test_grounded_takes_only_what_the_evidence_holds():
-    confidence = values(0.99, 0.95, 0.3)
-    assert select_grounded(confidence, [False, True, True], 0.9).tolist() == [1]
-    assert select_grounded(confidence, [False, False, True], 0.9).tolist() == [2], (
-        "none clears: best held one"
-    )
-    assert select_grounded(confidence, [False, False, False], 0.9).tolist() == [0], "none held: the best"
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        (select_by_threshold(values(0.95, 0.2, 0.9), 0.9), [0, 2]),
+        (select_by_threshold(values(0.1, 0.5, 0.5), 0.9), [1]),  # none clears: the earlier of two equals
+        (select_by_threshold(values(1.0, 1.0, 1.0), 1.01), [0]),  # one token a call
+        (select_by_threshold(values(0.95, 0.5, 0.92, 0.91), 0.9, least=2), [0, 2, 3]),
+        (select_highest(values(0.1, 0.9, 0.5, 0.9), 3), [1, 2, 3]),  # in canvas order
+        (select_highest(values(0.1), 3), [0]),
+        (select_by_entropy_bound(ENTROPY, 0.1), [1, 2, 3]),
+        (select_by_entropy_bound(ENTROPY, 0.11 + 1e-9), [0, 1, 2, 3]),
+        (select_by_entropy_bound(ENTROPY, 0.0), [1]),
+        (select_grounded(values(0.99, 0.95, 0.3), [False, True, True], 0.9), [1]),
+        (
+            select_grounded(values(0.99, 0.95, 0.3), [False, False, True], 0.9),
+            [2],
+        ),  # none clears: best held
+        (select_grounded(values(0.99, 0.95, 0.3), [False, False, False], 0.9), [0]),  # none held: the best
+    ],
+)
+def test_rules_by_hand(chosen, expected):
+    assert chosen.tolist() == expected
 
 
 def test_steps_of_a_block():
@@ -111,10 +104,6 @@ def test_the_least_that_a_step_commits(rule, expected):
     assert choose(rule, found, least=3, held=[True] * 4) == expected
     assert len(choose(rule, found, held=[True] * 4)) == 1
     assert len(choose(rule, found, least=9, held=[True] * 4)) == 4, "never more than there are"
-
-
-def test_what_clears_is_committed_where_it_is_more_than_the_least():
-    assert choose("threshold", proposals((0.95, 0.5, 0.92, 0.91)), least=2) == [0, 2, 3]
 
 
 def test_select_reads_the_value_that_belongs_to_the_rule():
