@@ -46,7 +46,7 @@ class MetricsLogger:
         self._last: Metrics = {}
         if not quiet and self._path.is_file():
             self._rewrite(lambda metrics: metrics if metrics["step"] < from_step else None)
-            self._last = next(reversed(self.read_history()), {})
+            self._last = next(reversed(read_metrics(self._path)), {})
         self._steps = sum(phase.max_steps for phase in config.train.get_phase_configs().values())
         self._recent: deque[Metrics] = deque(maxlen=SCREEN_WINDOW_STEPS)
         self._validated: Metrics = {}
@@ -102,10 +102,6 @@ class MetricsLogger:
         if self._wandb is not None:
             self._wandb.log(scores, step=self._last["step"])
         self._validated = select_validation_metrics(self._last)
-
-    def read_history(self) -> list[Metrics]:
-        """The metrics of all steps, of this process and those before it."""
-        return read_metrics(self._path)
 
     def _rewrite(self, change: Callable[[Metrics], Metrics | None]) -> None:
         """Rewrites the file with what `change` makes of the metrics of each step; None leaves it out."""

@@ -16,7 +16,7 @@ from dlm_rag.training.checkpoints import find_resume_point
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.energy import EnergyWindows
 from dlm_rag.training.initial_weights import InitialModel
-from dlm_rag.training.metrics_logger import MetricsLogger
+from dlm_rag.training.metrics_logger import MetricsLogger, read_metrics
 from dlm_rag.training.model_card import write_model_card
 from dlm_rag.training.task import Validation
 from dlm_rag.training.trainer import Trainer, free_memory, open_phase
@@ -61,7 +61,13 @@ def run_training(
                 with open_atomic_folder(model) if processes.is_main else nullcontext(model) as scratch:
                     trainer.export(scratch)
                     if processes.is_main:
-                        write_model_card(scratch, trainer.denoiser, config, report.read_history(), commit)
+                        write_model_card(
+                            scratch,
+                            trainer.denoiser,
+                            config,
+                            read_metrics(folder / "metrics.jsonl"),
+                            commit,
+                        )
                 say(f"the model is in {model}: sample --model reads it")
             del trainer
             free_memory()
