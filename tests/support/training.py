@@ -1,12 +1,16 @@
 """Micro settings of training and their trainers."""
 
 import json
+import subprocess
+import sys
 
 import torch
 
 from dlm_rag.config import load_config
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.trainer import open_trainer
+from tests.support.paths import ROOT
+from tests.support.processes import TORCHRUN_COMMAND
 
 MICRO_SETTINGS = [
     "train.hidden_size=64", "train.num_hidden_layers=2", "train.vocab_size=400",
@@ -22,6 +26,13 @@ SINGLE_PROCESS = DistributedContext(0, 1, 0)
 
 
 CPU = torch.device("cpu")
+
+
+def run_train_program(folder, *words, processes=1, **more):
+    """`train.py --out folder`, to its end; under torchrun where there are several processes."""
+    launcher = [sys.executable] if processes == 1 else [*TORCHRUN_COMMAND, str(processes)]
+    command = [*launcher, "train.py", "--out", str(folder), *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **more)
 
 
 def make_trainer(folder, *words):

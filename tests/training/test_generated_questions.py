@@ -35,6 +35,7 @@ from tests.support.painters import PAINTERS, TOWNS, painter_sentence
 from tests.support.passages import write_jsonl_file
 from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
+from tests.support.training import run_train_program
 from tests.support.training_data import write_own_data
 
 FAR = "Much was said of it in the papers of that time, for and against, and more was sung of it. "
@@ -230,12 +231,12 @@ def test_a_fresh_denoiser_begins_with_the_layers_of_another(tmp_path, web):
 @pytest.mark.slow
 def test_the_way_from_a_corpus_to_answers(tmp_path, web):
     words = [
-        "--config", "corpus.yaml", "--out", str(tmp_path / "run"), f"data.corpus={web}",
+        "--config", "corpus.yaml", f"data.corpus={web}",
         "data.held_out=0.4", "train.max_steps=4", "train.eval_steps=4", "train.save_steps=4",
         "train.passage_sets_per_step=2", "train.rows_per_set=2", "train.vocab_size=300", "energy=none",
         "train.init_layers_from=null", "train.hidden_size=64", "train.num_hidden_layers=2",
     ]  # fmt: skip
-    done = subprocess.run([sys.executable, "train.py", *words], cwd=ROOT, capture_output=True, text=True)
+    done = run_train_program(tmp_path / "run", *words)
     assert done.returncode == 0, done.stderr
     *_, last = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert {"exact_match", "exact_match_2_hops", "name_accuracy", "nelbo_per_token"} <= {*last}

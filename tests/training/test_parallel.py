@@ -22,6 +22,7 @@ from tests.support.paths import ROOT
 from tests.support.processes import TORCHRUN_COMMAND, count_lines, wait_until
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 from tests.support.torchrun_training_cases import TRAINING_CASES, run_training_case
+from tests.support.training import run_train_program
 
 ALONE = DistributedContext(0, 1, 0)
 SAME = {  # case on two processes -> case on one
@@ -208,14 +209,10 @@ def test_phases_go_from_copies_to_shards_to_shared_sequences(tmp_path):
         "train.phases.last.parallel=fsdp", "train.phases.last.context_parallel=2",
     ]  # fmt: skip
     losses = []
-    for folder, launcher, more in (
-        ("one", [sys.executable], []),
-        ("two", [*TORCHRUN_COMMAND, "2"], spread),
-    ):
-        command = [*launcher, "train.py", "--out", str(tmp_path / folder), *words, *more]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    for processes, more in ((1, []), (2, spread)):
+        done = run_train_program(tmp_path / str(processes), *words, *more, processes=processes)
         assert done.returncode == 0, done.stderr[-4000:]
-        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        lines = (tmp_path / str(processes) / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in lines])
     assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], rel=1e-3)
 
@@ -229,18 +226,15 @@ def test_a_reference_in_shards_is_what_the_phase_began_with(tmp_path):
         "train.objective=sft", "train.passage_sets_per_step=4", "train.rows_per_set=4", "train.worlds=1",
     ]  # fmt: skip
     found = []
-    for folder, launcher, steps in (
-        ("one", [sys.executable], [3]),
-        ("two", [*TORCHRUN_COMMAND, "2"], [2, 3]),
-    ):
-        more = ["train.parallel=fsdp"] if folder == "two" else []
+    for processes, steps in ((1, [3]), (2, [2, 3])):
+        folder = tmp_path / str(processes)
         for number in steps:
-            command = [*launcher, "train.py", "--out", str(tmp_path / folder), *words, *more]
-            command += [f"train.phases.{phase}".format(number) for phase in phases]
-            command += ["--resume"] if number != steps[0] else []
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+            more = [f"train.phases.{phase}".format(number) for phase in phases]
+            more += ["train.parallel=fsdp"] if processes == 2 else []
+            more += ["--resume"] if number != steps[0] else []
+            done = run_train_program(folder, *words, *more, processes=processes, timeout=300)
             assert done.returncode == 0, done.stderr[-4000:]
-        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
         found.append([json.loads(line) for line in lines][2:])
     for name in ("loss", "divergence"):
         one, two = ([metrics[name] for metrics in lines] for lines in found)
@@ -299,10 +293,8 @@ def test_what_happens_while_python_ends_does_not_fail_a_run(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, os\nif 'RANK' in os.environ: atexit.register(os.abort)\n"
     )
-    words = ["--out", str(tmp_path / "run"), *TRAINING_CASES["sft"], "train.max_steps=1"]
-    command = [*TORCHRUN_COMMAND, "2", "train.py", *words]
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    words, env = [*TRAINING_CASES["sft"], "train.max_steps=1"], os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = run_train_program(tmp_path / "run", *words, processes=2, env=env)
     assert done.returncode == 0 and (tmp_path / "run/model").is_dir(), done.stderr
 
 
@@ -323,8 +315,5 @@ def test_a_dead_process_is_named_and_the_checkpoint_stays(tmp_path):
     os.kill(workers_of(process)[-1], signal.SIGKILL)
     _, error = process.communicate(timeout=300)
     assert process.returncode != 0 and "another process of this run has died" in error, error
-    done = subprocess.run(
-        [sys.executable, "train.py", "--out", str(tmp_path), "--resume", *words, "train.max_steps=3"],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+    done = run_train_program(tmp_path, "--resume", *words, "train.max_steps=3")
     assert done.returncode == 0 and "going on from step" in done.stderr, (error, done.stderr)

@@ -1,23 +1,16 @@
 """Runs of several phases, and the configs of real machines shrunk to a toy size."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from dlm_rag import Denoiser, Tokenizer
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
-from tests.support.paths import ROOT
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 from tests.support.training import MICRO_SETTINGS
+from tests.support.training import run_train_program as train
 from tests.support.training_data import write_own_data
-
-
-def train(folder, *words):
-    command = [sys.executable, "train.py", "--out", str(folder), *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 def metrics_of(folder):

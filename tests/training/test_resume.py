@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import struct
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,11 +20,15 @@ from dlm_rag.training.fingerprint import CHANGEABLE_KEYS, collect_phase_settings
 from dlm_rag.training.initial_weights import InitialModel
 from dlm_rag.training.tasks import TASKS, find_task
 from dlm_rag.training.trainer import Trainer, open_trainer
-from tests.support.paths import ROOT
-from tests.support.processes import TORCHRUN_COMMAND
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 from tests.support.torchrun_training_cases import TRAINING_CASES
-from tests.support.training import METRICS_LINES, MICRO_SETTINGS, SINGLE_PROCESS, make_trainer
+from tests.support.training import (
+    METRICS_LINES,
+    MICRO_SETTINGS,
+    SINGLE_PROCESS,
+    make_trainer,
+    run_train_program,
+)
 from tests.support.training_data import write_own_data
 
 FOUR = [*MICRO_SETTINGS, "train.max_steps=4"]  # with checkpoints of steps 2 and 4
@@ -174,9 +177,8 @@ def test_a_damaged_shard_of_two_is_found_by_whoever_reads_it(tmp_path):
     """Each process digests what it writes, and reads its part of what is checked."""
 
     def both(*words):
-        out = ["--out", str(tmp_path), *TRAINING_CASES["sft sharded"], *words]
-        command = [*TORCHRUN_COMMAND, "2", "train.py", *out]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        words = [*TRAINING_CASES["sft sharded"], *words]
+        done = run_train_program(tmp_path, *words, processes=2, timeout=300)
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stderr
 
