@@ -84,12 +84,9 @@ def find_paper_column(config: Config) -> str | None:
 def list_paper_deviations(config: Config, dtype: str) -> list[str]:
     """In what a resolved setting leaves the paper's, which is `configs/sardi.yaml`, a text each."""
     paper = load_config(str(CONFIG_FOLDER / "sardi.yaml"))
-    ours = _flatten_settings(config) | {"model.dtype": dtype}
-    found = [
-        f"{key}={ours[key]} (paper: {value})"
-        for key, value in (_flatten_settings(paper) | {"model.dtype": PAPER_DTYPE}).items()
-        if value is not None and ours[key] != value
-    ]
+    ours, theirs = _flatten_settings(config, dtype), _flatten_settings(paper, PAPER_DTYPE)
+    differing = {key: value for key, value in theirs.items() if value is not None and ours[key] != value}
+    found = [f"{key}={ours[key]} (paper: {value})" for key, value in differing.items()]
     if find_paper_column(config) is None:
         columns = ", ".join(f"{query} {tau}" for query, tau in PAPER_COLUMNS.values())
         said = f"{config.decode.query_policy} {config.decode.commit_threshold}"
@@ -99,13 +96,14 @@ def list_paper_deviations(config: Config, dtype: str) -> list[str]:
     return found
 
 
-def _flatten_settings(config: Config) -> dict[str, Any]:
-    return {"model.evidence_layout": config.model.evidence_layout} | {
-        f"{section}.{key}": value
-        for section in ("retrieval", "decode")
-        for key, value in asdict(getattr(config, section)).items()
-        if key not in UNCOMPARED_SETTINGS
-    }
+def _flatten_settings(config: Config, dtype: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"model.evidence_layout": config.model.evidence_layout}
+    for section in ("retrieval", "decode"):
+        values = asdict(getattr(config, section))
+        found |= {
+            f"{section}.{key}": value for key, value in values.items() if key not in UNCOMPARED_SETTINGS
+        }
+    return found | {"model.dtype": dtype}
 
 
 def check_paper_index(corpus: Corpus) -> list[str]:
