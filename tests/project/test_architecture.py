@@ -33,7 +33,7 @@ FLOORS = [  # lowest first; a room knows the floors below it
 ]
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms.split()}
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
-MOST_LINES, MOST_PARAMETERS, MOST_FUNCTION_LINES = 370, 7, 60
+MOST_LINES, MOST_PARAMETERS, MOST_FUNCTION_LINES = 350, 7, 60
 
 
 def modules() -> dict[str, Path]:
