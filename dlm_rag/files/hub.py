@@ -2,10 +2,12 @@
 
 import logging
 import re
+import socket
 import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from dlm_rag.errors import CheckpointError, summarize_error
 from dlm_rag.files.checked_json import parse_json
@@ -65,17 +67,19 @@ def resolve_hub_folder(name: str | Path, what: str) -> Path:
 
 
 def _is_reachable(url: str) -> bool:
-    """Whether the server of a URL, or the proxy before it, answers in time, with whatever status."""
-    from urllib.error import HTTPError
-    from urllib.request import Request, urlopen
+    """Whether the server of a URL, or the proxy before it, takes up a connection in time."""
+    from urllib.request import getproxies, proxy_bypass  # brings the client of the web along
 
     met: list[bool] = []
 
     def meet() -> None:
         try:
-            urlopen(Request(url, method="HEAD"), timeout=HUB_CONNECT_SECONDS).close()
-            met.append(True)
-        except HTTPError:
+            parts, proxies = urlsplit(url), getproxies()
+            proxy = proxies.get(parts.scheme) or proxies.get("all")
+            if proxy and not proxy_bypass(parts.netloc):
+                parts = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+            port = parts.port or {"http": 80}.get(parts.scheme, 443)
+            socket.create_connection((parts.hostname, port), HUB_CONNECT_SECONDS).close()
             met.append(True)
         except (OSError, ValueError):
             pass

@@ -42,7 +42,7 @@ CASES = [
         ("are the same file", "--questions questions.jsonl --out ./questions.jsonl"),
         ("are the same file", "--out a --trace b", {"a": "", "b": lambda path: os.link(path.with_name("a"), path)}),
         ("out and trace are the same file", "--out a --trace a"),
-        ("trace and the stamp of out", "--out a --trace a.run.json"),
+        ("trace and the run.json of out", "--out a --trace a.run.json"),
         ("trace and the lock of out", "--out a --trace a.lock"),
         ("trace and html are the same file", "--trace a --html a"),
         ("out and html are the same file", "--out a --trace t --html a"),

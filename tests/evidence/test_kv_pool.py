@@ -2,6 +2,7 @@
 
 import random
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -165,6 +166,48 @@ def test_under_autocast_contexts_are_kept_in_its_dtype():
         found, expected, stored = hidden_of(denoiser, contexts, (0,), laid)
     assert stored.cache.keys_values.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected)
+
+
+class FakeStream:
+    """A CUDA stream that only writes down what it waits for."""
+
+    def __init__(self, name, log):
+        self.name, self.log, self.events = name, log, 0
+
+    def record_event(self):
+        self.events += 1
+        return f"{self.name} {self.events}"
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event}")
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """The copies' stream and the denoiser's, for a pool on a CPU."""
+    log = []
+    copies, here = FakeStream("copies", log), FakeStream("denoiser", log)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: here)
+    monkeypatch.setattr("torch.cuda.stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    return copies, log
+
+
+def test_a_copy_waits_for_what_the_denoiser_was_asked_before(streams):
+    """The memory that it writes to was the denoiser's until now, and may still be read."""
+    copies, log = streams
+    pool = EvidencePool(CPU, 10 * PASSAGE_TOKENS, 10 * PASSAGE_TOKENS)
+    pool._copies = copies
+    one = torch.randn(1, 2, 10, 2, 8)
+    pool.add(segment(1), one)
+    pool.add(segment(2), kept())
+    assert log == ["copies waits for denoiser 1"]
+    pool.prefetch([segment(1)])
+    assert log[1:] == ["copies waits for denoiser 2", "copies waits for denoiser 3"], "1 comes, 2 goes"
+    torch.testing.assert_close(pool.get(segment(1)), one)
+    assert log[3:] == ["denoiser waits for copies 2"]
+    pool.get(segment(1))
+    assert len(log) == 4, "once is enough"
 
 
 def test_what_a_decoder_kept_is_free_before_it_asks_how_much_is(monkeypatch):

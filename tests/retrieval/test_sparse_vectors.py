@@ -1,5 +1,6 @@
 """BM25 scores as sparse vectors: those of bm25s to the bit, whatever is in the text, in little memory."""
 
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -117,3 +118,22 @@ def test_counting_in_small_parts_changes_nothing(size, monkeypatch):
     parts = compute_corpus_statistics(TEXTS)
     assert np.array_equal(parts.ids, whole.ids) and np.array_equal(parts.idf, whole.idf)
     assert (np.diff(parts.ids.astype(np.int64)) > 0).all()
+
+
+def test_passages_are_read_one_by_one():
+    """The pass keeps no text but the one it is at."""
+
+    class Text(str):
+        pass
+
+    earlier: list[weakref.ref] = []
+
+    def texts():
+        for number in range(5):
+            assert not any(text() for text in earlier[:-1])
+            text = Text(f"passage number{number}")
+            earlier.append(weakref.ref(text))
+            yield text
+            del text
+
+    assert compute_corpus_statistics(texts()).passages == 5
