@@ -31,7 +31,7 @@ parts = Denoiser.from_pretrained(model), load_retriever(f"{world}/corpus.jsonl")
 decoder = Decoder(*parts, Tokenizer.from_pretrained(model), config.decode, engine=config.engine)
 print("ready", flush=True)
 for _ in sys.stdin:
-    decoder.reset_cache()
+    decoder.model_runner.reset_cache()
     begun = time.process_time()
     rollouts = decoder.decode(questions)
     print(json.dumps([time.process_time() - begun, [r.answer for r in rollouts]]), flush=True)
