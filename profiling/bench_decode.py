@@ -49,7 +49,7 @@ from decode_replay import (
 )
 
 from dlm_rag.cli import print_note, run_program
-from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, gather_questions, prepare_decoder
+from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, gather_questions, prepare_decoder
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.rollout import Rollout
@@ -127,7 +127,7 @@ class BenchSetting:
 
 def main(argv: list[str]) -> None:
     words, out = parse_bench_args(__doc__ or "", argv, OPTIONS)
-    config, shape = apply_shipped_defaults(words.config, []), words.options["shape"]
+    config, shape = fill_in_shipped_files(words.config, []), words.options["shape"]
     if config.retrieval.url is not None:
         raise ConfigError("the benchmark replays the passages of a corpus: leave retrieval.url out")
     if shape not in ("", *RANDOM_MODEL_SHAPES):

@@ -24,7 +24,7 @@ from bench_tools import TableRow, print_table, run_server
 
 from dlm_rag.cli import run_program
 from dlm_rag.commands.arguments import parse_command_line
-from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, gather_questions, prepare_decoder
+from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, gather_questions, prepare_decoder
 from dlm_rag.errors import RunError
 from dlm_rag.machine import get_machine_name
 
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> None:
     settings = words.settings
     if not any(word.startswith("decode.batch_size=") for word in settings):
         settings = ["decode.batch_size=32", *settings]
-    config = apply_shipped_defaults(words.config_with(settings), [])
+    config = fill_in_shipped_files(words.config_with(settings), [])
     known = gather_questions(config, [])
     asked = [known[n % len(known)] for n in range(clients * each)]
     torch.set_num_threads(1)

@@ -31,7 +31,7 @@ from dlm_rag.cli import print_note, run_program
 from dlm_rag.config import Config, TrainConfig
 from dlm_rag.machine import describe_machine, get_code_commit
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.simulated_memory import MemoryTracker
+from dlm_rag.model.memory_tracker import MemoryTracker
 from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.training.data.documents import PackedDocuments, open_token_file
 from dlm_rag.training.data.examples import Example

@@ -26,7 +26,7 @@ from decode_replay import (
 )
 from profile_readers import read_profile_session
 
-from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, gather_questions, prepare_decoder
+from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, gather_questions, prepare_decoder
 from dlm_rag.config import Config, EngineConfig, load_config
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.evidence.segment_kv_cache import default_pool_bytes, measure_free_bytes
@@ -76,7 +76,7 @@ class PartRecord:
 
 
 def load_shipped_config(*words: str) -> Config:
-    return apply_shipped_defaults(load_config(None, list(words)), [])
+    return fill_in_shipped_files(load_config(None, list(words)), [])
 
 
 def count_millions(model: torch.nn.Module) -> str:

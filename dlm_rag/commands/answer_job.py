@@ -31,8 +31,8 @@ from dlm_rag.questions import Question
 
 if TYPE_CHECKING:
     from dlm_rag.config import ModelConfig
+    from dlm_rag.decode.answers_file import AnswersFile
     from dlm_rag.decode.decoder import AnyDenoiser, Decoder
-    from dlm_rag.decode.results_file import AnswersFile
     from dlm_rag.workers.worker_pool import WorkerPool
 
 Machine = dict[str, str | int]  # as `describe_machine`
@@ -236,7 +236,7 @@ def plan_answer_job(
     check_output_files(config)
     once = once or ResourceCache()
     open_search_source(config.retrieval, once)
-    from dlm_rag.decode.results_file import AnswersFile
+    from dlm_rag.decode.answers_file import AnswersFile
 
     file = AnswersFile(Path(config.out), Path(config.trace) if config.trace else None)
     file.remaining(questions)

@@ -17,7 +17,7 @@ from dlm_rag.config import (
     list_setting_fields,
     load_config,
 )
-from dlm_rag.config.fields import get_rule, list_choices
+from dlm_rag.config.fields import get_field_metadata, list_choices
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.hub import SHIPPED_FOLDER
 from dlm_rag.files.paths import expand_path
@@ -151,7 +151,7 @@ def _build_parser(description: str, argv: list[str], options: Options, typed: bo
 
 
 def _describe(key: str) -> str:
-    return f"{get_rule(list_setting_fields()[key], 'help')} ({key})"
+    return f"{get_field_metadata(list_setting_fields()[key], 'help')} ({key})"
 
 
 def is_read(key: str, reads: Sequence[str]) -> bool:
@@ -208,9 +208,9 @@ def _reject_mistaken_word(word: str) -> None:
 def _list_keys() -> str:
     lines = []
     for key, item in list_setting_fields().items():
-        own = ", module:function" * bool(get_rule(item, "table"))
+        own = ", module:function" * bool(get_field_metadata(item, "table"))
         choices = f" [{', '.join(found)}{own}]" if (found := list_choices(item)) else ""
         default = repr(item.default_factory() if item.default is MISSING else item.default)
         shown = "unset" if default == "None" else default
-        lines.append(f"  {key}={shown}\n      {get_rule(item, 'help')}{choices}")
+        lines.append(f"  {key}={shown}\n      {get_field_metadata(item, 'help')}{choices}")
     return "\n".join(lines)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from dlm_rag import __version__
 from dlm_rag.commands.arguments import parse_command_line
-from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, prepare_decoder
+from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_decoder
 from dlm_rag.config import Config
 from dlm_rag.errors import summarize_error
 from dlm_rag.files.paths import get_cache_folder
@@ -182,7 +182,7 @@ def check_answer(config: Config) -> Iterator[Finding]:
 
     with tempfile.TemporaryDirectory() as folder:
         own = Config(model=replace(config.model, dtype="auto"))
-        asked = apply_shipped_defaults(replace(own, retrieval=replace(own.retrieval, index_dir=folder)), [])
+        asked = fill_in_shipped_files(replace(own, retrieval=replace(own.retrieval, index_dir=folder)), [])
         question = read_questions(str(asked.questions))[0]
         decoder = prepare_decoder(asked, [question]).load()
         start = time.perf_counter()

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dlm_rag.cli import check_writable, print_note
 from dlm_rag.commands.answer_job import AnswerJob, open_engines, plan_answer_job
 from dlm_rag.commands.arguments import ANSWER_SETTINGS, READER_CONFIG, CommandLine, parse_command_line
-from dlm_rag.commands.prepare_decoder import ResourceCache, apply_shipped_defaults, gather_questions
+from dlm_rag.commands.prepare_decoder import ResourceCache, fill_in_shipped_files, gather_questions
 from dlm_rag.config import dump_config, load_config
 from dlm_rag.config.ineffective_settings import check_effects
 from dlm_rag.errors import ConfigError
@@ -80,7 +80,7 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] 
     from dlm_rag.evaluation.metrics import choose_f1_rule
     from dlm_rag.evaluation.stored_results import SAVED_CONFIG_FILE, make_setting_folder_name
 
-    config, then = apply_shipped_defaults(wanted.config, []), wanted.reproduced_result
+    config, then = fill_in_shipped_files(wanted.config, []), wanted.reproduced_result
     if config.questions is None:
         raise ConfigError("evaluation of a model or corpus of your own needs --questions FILE")
     questions = gather_questions(config, [])
@@ -184,7 +184,7 @@ def plan_answer_jobs(
     once, jobs = ResourceCache(), {}
     for name, folder in folders.items():
         make_folder(folder, "out=")
-        config = apply_shipped_defaults(wanted.settings[name], [])
+        config = fill_in_shipped_files(wanted.settings[name], [])
         config = replace(config, out=str(folder / "answers.jsonl"), trace=str(folder / "trace.jsonl"))
         jobs[name] = plan_answer_job(config, questions, once)
     return jobs

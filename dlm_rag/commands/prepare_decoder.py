@@ -31,8 +31,8 @@ from dlm_rag.progress import format_bytes, show_status
 from dlm_rag.questions import Question, parse_typed_questions, read_questions, select_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import CorpusRetriever, Retriever
+from dlm_rag.retrieval.composite import OracleRetriever
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.retrieval.hybrid import OracleRetriever
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.tokenizer import Tokenizer
 
@@ -168,7 +168,7 @@ def gather_questions(config: Config, typed: list[str]) -> list[Question]:
     return questions
 
 
-def apply_shipped_defaults(config: Config, typed: list[str]) -> Config:
+def fill_in_shipped_files(config: Config, typed: list[str]) -> Config:
     """The config with what ships with the package where nothing is named.
 
     The model by itself, its world for no other model, the world's questions for no other corpus.
@@ -194,13 +194,13 @@ def prepare_decoder(
     once = once or ResourceCache()
     find = open_search_source(config.retrieval, once)
     show_status("checking the model")
-    from dlm_rag.decode.settings import resolve_settings
+    from dlm_rag.decode.resolve_settings import resolve_settings
     from dlm_rag.diffusion.commit_rules import check_policy_heads
     from dlm_rag.evidence.prompt_segments import check_finished_blocks
     from dlm_rag.model.checkpoint import open_checkpoint
     from dlm_rag.model.policy_heads import read_heads
 
-    assert config.model.path is not None, "see apply_shipped_defaults"
+    assert config.model.path is not None, "see fill_in_shipped_files"
     weights = config.model.path, config.model.block_size
     checkpoint = once(lambda: open_checkpoint(*weights), "checkpoint", *weights)
     decode, shape = resolve_settings(config.decode, checkpoint.config), checkpoint.config

@@ -28,7 +28,7 @@ from dlm_rag.commands.answer_job import check_output_files, open_engines, plan_a
 from dlm_rag.commands.arguments import ANSWER_SETTINGS, parse_command_line
 from dlm_rag.commands.prepare_decoder import (
     SHIPPED_FOLDER,
-    apply_shipped_defaults,
+    fill_in_shipped_files,
     gather_questions,
     prepare_decoder,
 )
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
     words = parse_command_line(__doc__ or "", argv, (*ANSWER_SETTINGS, "trace", "html"), typed=True)
     if words.config.workers is not None and words.config.out is None:
         raise ConfigError("workers= answers into a file, not to the screen: add --out FILE")
-    config = apply_shipped_defaults(words.config, words.questions)
+    config = fill_in_shipped_files(words.config, words.questions)
     show_status("reading questions")
     questions = gather_questions(config, words.questions)
     if words.config.model.path is None and asks_beyond_shipped_world(words.config, questions):
@@ -108,7 +108,7 @@ def decode_to_screen(
     ready()
     from rich.console import Console
 
-    from dlm_rag.decode.results_file import write_json_line
+    from dlm_rag.decode.answers_file import write_json_line
     from dlm_rag.decode.terminal import LiveView, RunTotals
     from dlm_rag.decode.trace_file import TraceWriter
     from dlm_rag.energy.meter import open_meter

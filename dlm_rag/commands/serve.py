@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dlm_rag.cli import print_note
 from dlm_rag.commands.arguments import parse_command_line
-from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, apply_shipped_defaults, prepare_decoder
+from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, fill_in_shipped_files, prepare_decoder
 from dlm_rag.errors import ConfigError, summarize_error
 from dlm_rag.files.hub import SHIPPED_PREFIX
 from dlm_rag.progress import show_status
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
     words = parse_command_line(__doc__ or "", argv, SERVE_SETTINGS, options=SERVE_OPTIONS)
     if words.config.retrieval.oracle:
         raise ConfigError("retrieval.oracle needs supporting_ids, which no client's question has")
-    config = apply_shipped_defaults(words.config, [""])
+    config = fill_in_shipped_files(words.config, [""])
     try:
         from dlm_rag.serving.app import AnswerService
         from dlm_rag.serving.http_server import run_server

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dlm_rag.cli import print_note
 from dlm_rag.commands.answer_job import PreparedQuestions, open_engines
 from dlm_rag.commands.arguments import ANSWER_SETTINGS, check_read, parse_command_line
-from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, gather_questions, prepare_decoder
+from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, gather_questions, prepare_decoder
 from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.machine import get_code_commit
 from dlm_rag.progress import report_progress, show_status
@@ -78,9 +78,9 @@ def main(argv: list[str]) -> None:
         check_read(words.settings, ("retrieval", "questions", "limit", "quick", "out", "synthesis"))
     if config.out in (None, "-"):
         raise ConfigError("synthesis needs --out FOLDER")
-    from dlm_rag.synthesis.shards import RowsFolder, check_packages
+    from dlm_rag.synthesis.shards import RowsFolder, check_synthesis_packages
 
-    check_packages(config.synthesis)
+    check_synthesis_packages(config.synthesis)
     depends_on = collect_row_settings(config)  # reads evaluation sets: errors in them come before the work
     plans = {"traces": plan_trace_rows, "corpus": plan_corpus_rows, "writer": plan_writer_rows}
     plan = plans[config.synthesis.method](config)
@@ -151,7 +151,7 @@ def make_run_stamp() -> dict[str, Any]:
 
 def plan_trace_rows(config: "Config") -> SynthesisPlan:
     """Questions to be decoded. Raises `UserError`."""
-    config = apply_shipped_defaults(config, [])
+    config = fill_in_shipped_files(config, [])
     if config.questions is None:
         raise ConfigError("traces of a model or corpus of your own need --questions FILE")
     questions, settings = gather_questions(config, []), config.synthesis

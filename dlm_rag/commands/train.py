@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
     prepare_run_folder(folder, resume)
     from dlm_rag.decode.memory_budget import limit_cuda_allocator
     from dlm_rag.training.checkpoints import find_latest_checkpoint, skip_damaged_checkpoints
-    from dlm_rag.training.distributed import DistributedContext, translate_failures
+    from dlm_rag.training.distributed import DistributedContext, translate_distributed_errors
     from dlm_rag.training.initial_model import open_initial_model
     from dlm_rag.training.planning.plan import check_run_fits
     from dlm_rag.training.run import run_training
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
     processes = DistributedContext.init(config.train.timeout_minutes)
     with ExitStack() as stack:
         stack.callback(processes.destroy)
-        stack.enter_context(translate_failures())
+        stack.enter_context(translate_distributed_errors())
 
         def lock_folder() -> None:
             lock = acquire_file_lock(folder / "train.lock", f"the run in {folder}")

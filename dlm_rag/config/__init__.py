@@ -25,7 +25,7 @@ from dlm_rag.config.fields import (
     SET,
     CheckedSettings,
     explain_validation_error,
-    get_rule,
+    get_field_metadata,
     merge_settings,
     setting,
     settings_dataclass,
@@ -149,7 +149,7 @@ def load_config(
         raise ConfigError(sentence) from None
     for key, item in list_setting_fields().items() if stored else ():
         value = str(attrgetter(key)(config))
-        if get_rule(item, "table") and ":" in value and key not in keys_of_words:
+        if get_field_metadata(item, "table") and ":" in value and key not in keys_of_words:
             raise ConfigError(f"{key}={value} is code that a stored result names: give it as a word too")
     if effects:
         check_effects([(config, keys_of_words)])

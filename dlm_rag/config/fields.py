@@ -59,14 +59,14 @@ def setting(
     return dataclasses.field(**{kind: default}, metadata=metadata)
 
 
-def get_rule(item: "dataclasses.Field[Any]", name: str) -> Any:
+def get_field_metadata(item: "dataclasses.Field[Any]", name: str) -> Any:
     """`choices`, `table`, `only_with` or `help` of a field; empty for one that holds a section."""
     return item.metadata.get("json_schema_extra", {}).get(name, ())
 
 
 def list_choices(item: "dataclasses.Field[Any]") -> tuple[str, ...]:
     """The names that a field accepts; none where it accepts any value."""
-    table, choices = get_rule(item, "table"), get_rule(item, "choices")
+    table, choices = get_field_metadata(item, "table"), get_field_metadata(item, "choices")
     return tuple(import_object(table, item.name) if table else choices)
 
 
@@ -87,11 +87,11 @@ class CheckedSettings:
             raise ValueError("is empty: give it a value, or leave it out")  # an unset variable of a shell
         if value is None or value == item.default:
             return value
-        own = get_rule(item, "table") and isinstance(value, str) and ":" in value
+        own = get_field_metadata(item, "table") and isinstance(value, str) and ":" in value
         if (choices := list_choices(item)) and value not in choices and not own:
             if new := find_new_value(item.name, value):
                 raise ValueError(f"is now {item.name}={new}: write that")
-            names = ", ".join(choices) + " or module:function" * bool(get_rule(item, "table"))
+            names = ", ".join(choices) + " or module:function" * bool(get_field_metadata(item, "table"))
             raise ValueError(f"is not one of {names}{suggest_nearest(value, choices)}")
         return value
 
@@ -179,7 +179,7 @@ def import_object(path: str, key: str) -> Any:
         raise ConfigError(f"{key}={path} cannot be imported: {error}") from error
 
 
-def look_up(table: Mapping[str, Any], value: str, key: str) -> Any:
+def resolve_or_import(table: Mapping[str, Any], value: str, key: str) -> Any:
     """The entry of `table` called `value`, or the user's own at `module:name`, which may be a file of the
     working folder; else `ConfigError`."""
     if value in table:

@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from dlm_rag.config.fields import SET, CheckedSettings, Need, get_rule, import_object
+from dlm_rag.config.fields import SET, CheckedSettings, Need, get_field_metadata, import_object
 from dlm_rag.errors import ConfigError
 
 FACTS: dict[str, dict[Any, str]] = {  # about a checkpoint, as a sentence on it ends
@@ -91,10 +91,10 @@ def _explain_idle(
 @cache
 def _list_needs(section: str, holder: Any, name: str) -> tuple[Need, ...]:
     """What a setting needs: as its field declares, and as the tables of its section say."""
-    needs: tuple[Need, ...] = get_rule(holder.__dataclass_fields__[name], "only_with")
+    needs: tuple[Need, ...] = get_field_metadata(holder.__dataclass_fields__[name], "only_with")
     from_tables: Need = {}
     for item in fields(holder):
-        table = get_rule(item, "table")
+        table = get_field_metadata(item, "table")
         entries = import_object(table, item.name) if table else {}
         readers = [key for key, each in entries.items() if name in (getattr(each, "settings", None) or ())]
         if readers:

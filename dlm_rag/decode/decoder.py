@@ -24,9 +24,9 @@ from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.config.fields import replace_settings
 from dlm_rag.decode.model_runner import DecodeBudget, DecoderStats, MaskedModelRunner, ModelRunner
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
+from dlm_rag.decode.resolve_settings import resolve_settings
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.row import Canvas, Row, Ticket
-from dlm_rag.decode.settings import resolve_settings
 from dlm_rag.decode.steps import NO_SEARCH, DenoiseStep, PendingSearch, RetrievalStep
 from dlm_rag.decode.uniform_noise import UniformModelRunner, UniformNoiseCanvas, uniform_tokens
 from dlm_rag.diffusion.commit_rules import check_policy_heads

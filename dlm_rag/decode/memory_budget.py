@@ -2,7 +2,7 @@
 
 Weights; slots of keys and values for the rows of the batch; what a step computes on the way. What is left
 of a budget is the pool's. Bytes of a token on the way are found by running the real code on tensors
-without contents (`model/simulated_memory.py`); the rest is counted from shapes. Bounds, not means: every
+without contents (`model/memory_tracker.py`); the rest is counted from shapes. Bounds, not means: every
 row has its longest prompt, every passage its full length.
 """
 
@@ -31,12 +31,12 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.model.kv_store import round_up_to_page
 from dlm_rag.model.layers import count_weight_bytes
-from dlm_rag.model.packed_batch import Segment, pack_rows
-from dlm_rag.model.simulated_memory import (
+from dlm_rag.model.memory_tracker import (
     RESERVED_MEMORY_FRACTION,
     measure_simulated_peak,
     replace_with_empty_weights,
 )
+from dlm_rag.model.packed_batch import Segment, pack_rows
 
 
 @dataclass(frozen=True)

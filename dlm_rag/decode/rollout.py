@@ -52,7 +52,7 @@ class CommittedToken:
 @dataclass(frozen=True)
 class Action:
     """What was decided by lot at a step, and how likely it was (`diffusion/policy.py`,
-    `policy_sampling.py`).
+    `policy_features.py`).
 
     candidates: canvas positions that might have been committed; those that were are the step's. forced:
     whether none would have been, so that one had to. log_prob: of commits and stays, in nats. features: of

@@ -11,7 +11,7 @@ import numpy as np
 
 from dlm_rag.decode.copy_sources import CopySources, SeparatorTokens
 from dlm_rag.decode.model_runner import ModelInput, ModelRunner
-from dlm_rag.decode.policy_sampling import ask_commit_head, decide_search
+from dlm_rag.decode.policy_features import ask_commit_head, decide_search
 from dlm_rag.decode.rollout import Action, CommittedToken, find_grounded_tokens
 from dlm_rag.decode.row import Row
 from dlm_rag.diffusion.commit_rules import (

@@ -224,9 +224,9 @@ class StepExample:
 
     step: int
     prompt: Prompt
-    canvas: tuple[int, ...]  # as the denoiser saw it, the mask where `hidden`
+    canvas: tuple[int, ...]  # as the denoiser saw it, the mask where `masked`
     target: tuple[int, ...]  # after the last step, the mask where nothing was committed
-    hidden: tuple[int, ...]  # positions
+    masked: tuple[int, ...]  # positions
     committed: tuple[CommittedToken, ...]
 
 
@@ -252,7 +252,7 @@ def make_step_examples(
             prompt=fitted.prompt,
             canvas=tuple(canvas),
             target=tuple(canvases[-1]),
-            hidden=tuple(n for n, token in enumerate(canvas) if token == header.mask_id),
+            masked=tuple(n for n, token in enumerate(canvas) if token == header.mask_id),
             committed=step.committed,
         )
 

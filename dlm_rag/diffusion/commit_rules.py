@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.config.fields import look_up
+from dlm_rag.config.fields import resolve_or_import
 from dlm_rag.errors import ConfigError
 
 FloatArray = NDArray[np.float64]
@@ -277,7 +277,7 @@ def find_rule(name: str) -> Rule:
 
     Raises `ConfigError` where there is none.
     """
-    found = look_up(RULES, name, "decode.commit_rule")
+    found = resolve_or_import(RULES, name, "decode.commit_rule")
     return found if isinstance(found, Rule) else Rule(found, ("spread",))
 
 

@@ -109,7 +109,7 @@ def check_checkpoint_files(folder: Path, patterns: Iterable[str]) -> None:
             )
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_checkpoint_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; raises `CheckpointError` for anything else, also for a key given twice."""
     value = read_any_json(path)
     if not isinstance(value, dict):
@@ -118,7 +118,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_any_json(path: Path) -> Any:
-    """What a JSON file holds; raises `CheckpointError` as `read_json` does."""
+    """What a JSON file holds; raises `CheckpointError` as `read_checkpoint_json` does."""
     if not path.exists():
         raise CheckpointError(f"{path.parent} is not a checkpoint: it has no {path.name}")
     check_checkpoint_files(path.parent, [path.name])

@@ -25,18 +25,23 @@ from dlm_rag.config.fields import explain_validation_error
 from dlm_rag.config.renamed import upgrade_checkpoint
 from dlm_rag.errors import CheckpointError, suggest_nearest, translate_failures
 from dlm_rag.files.digest import digest_file
-from dlm_rag.files.hub import HUB_FILE_PATTERNS, check_checkpoint_files, read_json, resolve_hub_folder
+from dlm_rag.files.hub import (
+    HUB_FILE_PATTERNS,
+    check_checkpoint_files,
+    read_checkpoint_json,
+    resolve_hub_folder,
+)
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families import FAMILIES, get_family_name
 from dlm_rag.model.families.base import BLOCK_SIZE_KEY, Family, find_mask_token_id
-from dlm_rag.model.headers import (
+from dlm_rag.model.layers import compute_rope_frequencies, count_weight_bytes, list_tensor_shapes
+from dlm_rag.model.match_tensors import (
     INDEX_FILE,
     WEIGHTS_FILE,
     TensorSources,
     match_tensors,
     match_tensors_by_name,
 )
-from dlm_rag.model.layers import compute_rope_frequencies, count_weight_bytes, list_tensor_shapes
 from dlm_rag.model.policy_heads import HEADS_FILE, HEADS_PREFIX, save_heads
 from dlm_rag.progress import report_progress
 
@@ -137,7 +142,7 @@ class Checkpoint:
         Raises `CheckpointError` for ids outside the vocabulary.
         """
         path, last = self.folder / "generation_config.json", self.config.vocab_size - 1
-        found = read_json(path).get("eos_token_id") if path.exists() else None
+        found = read_checkpoint_json(path).get("eos_token_id") if path.exists() else None
         if found is None:
             path, found = self.folder / "config.json", self.raw_config.get("eos_token_id")
         ids = [] if found is None else found if isinstance(found, list) else [found]
@@ -164,7 +169,7 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
         )
         hint = f": did you mean {inner[0]}?" if inner else ""
         raise CheckpointError(f"{folder} has no config.json{hint}")
-    raw = upgrade_checkpoint(read_json(place))
+    raw = upgrade_checkpoint(read_checkpoint_json(place))
     if raw.get("model_type") is None:
         raise CheckpointError(f"{place}: the key 'model_type' is missing")
     kind = get_family_name(raw)

@@ -1,6 +1,6 @@
 """Policy heads: two small networks that decide what to commit and when to search.
 
-They see a few numbers that the decoder has anyway (`decode/policy_sampling.py`), never hidden states: the
+They see a few numbers that the decoder has anyway (`decode/policy_features.py`), never hidden states: the
 denoiser may stay frozen, and an update needs no pass of it (cf. arXiv 2512.09106). A fresh head is the rule
 that training starts from: the soft commit threshold; to search nearly always.
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from dlm_rag.config import RetrievalConfig
-from dlm_rag.config.fields import import_object, look_up
+from dlm_rag.config.fields import import_object, resolve_or_import
 from dlm_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def load_retriever(
         corpus = open_corpus(config.corpus, config.index_dir)
     if config.top_k > len(corpus):
         log.warning("top_k=%d, but the corpus has %d passages: all are used", config.top_k, len(corpus))
-    return look_up(RETRIEVERS, config.method, "retrieval.method")(config, corpus)
+    return resolve_or_import(RETRIEVERS, config.method, "retrieval.method")(config, corpus)
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,10 @@ RETRIEVERS = {
     "bm25": RetrieverLoader("dlm_rag.retrieval.bm25:open_bm25_retriever", ("top_k", "bm25_query")),
     "dense": RetrieverLoader("dlm_rag.retrieval.dense:open_dense_retriever", _DENSE_SETTINGS),
     "hybrid": RetrieverLoader(
-        "dlm_rag.retrieval.hybrid:open_hybrid_retriever", ("bm25_query", *_DENSE_SETTINGS, "fusion_depth")
+        "dlm_rag.retrieval.composite:open_hybrid_retriever",
+        ("bm25_query", *_DENSE_SETTINGS, "fusion_depth"),
     ),
-    "none": RetrieverLoader("dlm_rag.retrieval.hybrid:open_no_retriever"),
+    "none": RetrieverLoader("dlm_rag.retrieval.composite:open_no_retriever"),
 }
 # By the scheme of `retrieval.url`: what makes a retriever of a config.
 SEARCH_SERVICES = {

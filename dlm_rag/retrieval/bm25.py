@@ -21,8 +21,8 @@ from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import show_status, track_progress
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking
 from dlm_rag.retrieval.build_once import build_once, load_array, make_folder_name, make_foreign_file_error
+from dlm_rag.retrieval.composite import MultiQueryRetriever
 from dlm_rag.retrieval.corpus import Corpus
-from dlm_rag.retrieval.hybrid import MultiQueryRetriever
 from dlm_rag.retrieval.query import Query
 
 log = logging.getLogger(__name__)

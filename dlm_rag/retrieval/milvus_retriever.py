@@ -30,8 +30,8 @@ from dlm_rag.retrieval.base import (
     select_top_hits,
 )
 from dlm_rag.retrieval.build_once import build_once, make_folder_name
+from dlm_rag.retrieval.composite import fuse_rankings
 from dlm_rag.retrieval.corpus import Corpus, Passage
-from dlm_rag.retrieval.hybrid import fuse_rankings
 from dlm_rag.retrieval.milvus_collection import (
     MAX_SEARCH_HITS,
     MAX_TEXT_BYTES,

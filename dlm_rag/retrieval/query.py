@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from dlm_rag.config.fields import look_up
+from dlm_rag.config.fields import resolve_or_import
 from dlm_rag.text import drop_repeated_words, extract_sentences, normalize_whitespace
 
 
@@ -79,7 +79,7 @@ def find_query_policy(name: str) -> QueryPolicy:
 
     Raises `ConfigError` where there is none.
     """
-    found = look_up(QUERIES, name, "decode.query_policy")
+    found = resolve_or_import(QUERIES, name, "decode.query_policy")
     return found if isinstance(found, QueryPolicy) else QueryPolicy(found, reads_guesses=True)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import BaseModel, BeforeValidator, Field, create_model
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.config.fields import get_rule, replace_settings
+from dlm_rag.config.fields import get_field_metadata, replace_settings
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.errors import UserError
 from dlm_rag.serving.middleware import ApiError, RequestBody, parse_body
@@ -147,7 +147,11 @@ class RequestParser:
         own, shape = self.decoder.config, self.decoder.denoiser.config
         given = {name: getattr(asked, name) for name in asked.model_fields_set if name in _SETTINGS}
         for name, value in given.items():  # a client must not choose what code the server imports
-            if get_rule(_SETTINGS[name], "table") and ":" in str(value) and value != getattr(own, name):
+            if (
+                get_field_metadata(_SETTINGS[name], "table")
+                and ":" in str(value)
+                and value != getattr(own, name)
+            ):
                 raise ApiError(400, f"{name}={value!s:.60} is not one of this server's choices", name)
             if value is None:  # which OpenAI's clients send for the default
                 given[name] = _SETTINGS[name].default

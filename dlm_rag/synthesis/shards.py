@@ -62,12 +62,12 @@ FLUSH_BLOCK_ROWS = 10_000  # rows in memory
 if TYPE_CHECKING:
     from filelock import FileLock
 
-    Row = dict[str, Any]
+    DatasetRow = dict[str, Any]
 else:  # as a line of the journal has it
     KINDS = {"string": str | None, "int64": int | None, "list": list[str] | None}
     COLUMNS = QUESTION_COLUMNS | TEXT_COLUMNS
     FIELDS = {name: KINDS[kind] for name, kind in COLUMNS.items()} | {"held_out": bool}
-    Row = TypedDict("Row", FIELDS, total=False)
+    DatasetRow = TypedDict("DatasetRow", FIELDS, total=False)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class SourceOutcome:
 
     place: int
     source: str
-    rows: list[Row]
+    rows: list[DatasetRow]
     dropped: dict[str, int] = field(default_factory=dict)  # rows by reason
     spent: dict[str, int] = field(default_factory=dict)  # tokens, requests
 
@@ -282,7 +282,7 @@ def write_shard(path: Path, rows: list[dict[str, Any]], columns: dict[str, str])
     parquet.write_table(pyarrow.Table.from_pylist(rows, schema), path)
 
 
-def check_packages(config: SynthesisConfig) -> None:
+def check_synthesis_packages(config: SynthesisConfig) -> None:
     """Raises `ConfigError` where a package that the settings need is not installed."""
     needs = {
         "pyarrow": (config.format == "parquet", "synthesis.format=jsonl"),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_rag.errors import CheckpointError, QuestionError, translate_failures
-from dlm_rag.files.hub import read_json
+from dlm_rag.files.hub import read_checkpoint_json
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.tokenizer.chat_template import render_chat_affixes
 from dlm_rag.tokenizer.safe_encode import PlainTextEncoder
@@ -236,7 +236,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         if (folder / name).exists():
-            read_json(folder / name)  # says which of the files it is
+            read_checkpoint_json(folder / name)  # says which of the files it is
     with translate_failures(CheckpointError, f"the tokenizer in {folder} cannot be read"):
         if (folder / "tokenizer.json").is_file():
             return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -43,7 +43,7 @@ _GONE = re.compile(
 
 
 @contextmanager
-def translate_failures() -> Iterator[None]:
+def translate_distributed_errors() -> Iterator[None]:
     """Turns what torch and the system say of a dead process, full memory or a full disk into `RunError`."""
     try:
         yield

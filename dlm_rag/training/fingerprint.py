@@ -12,7 +12,7 @@ from typing import Any
 from blake3 import blake3
 
 from dlm_rag.config import Config, TrainConfig
-from dlm_rag.config.fields import get_rule
+from dlm_rag.config.fields import get_field_metadata
 from dlm_rag.config.renamed import upgrade_settings
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.files.digest import digest_file
@@ -72,7 +72,9 @@ def collect_phase_settings(config: Config, train: TrainConfig, task: type[Task])
 
 def _is_read(item: "Field[Any]", train: TrainConfig) -> bool:
     """Whether the objective of a phase reads a setting, as far as its field declares; all of one's own."""
-    accepted = [need.get("train.objective", (train.objective,)) for need in get_rule(item, "only_with")]
+    accepted = [
+        need.get("train.objective", (train.objective,)) for need in get_field_metadata(item, "only_with")
+    ]
     return not accepted or ":" in train.objective or any(train.objective in names for names in accepted)
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from dlm_rag.config import Config
 from dlm_rag.config.ineffective_settings import check_checkpoint_effects
 from dlm_rag.data.synthetic_world import make_world, make_world_question
-from dlm_rag.decode.settings import resolve_settings
+from dlm_rag.decode.resolve_settings import resolve_settings
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint

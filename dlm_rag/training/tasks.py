@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from dlm_rag.config import Config, TrainConfig
-from dlm_rag.config.fields import import_object, look_up
+from dlm_rag.config.fields import import_object, resolve_or_import
 from dlm_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def find_task(train: TrainConfig, noise: "UniformNoiseConfig | None" = None) -> 
     """The task of a phase; noise: the model's, None for masks. Raises `ConfigError`."""
     from dlm_rag.training.task import Task
 
-    found = look_up(TASKS if noise is None else UNIFORM_TASKS, train.objective, "train.objective")
+    found = resolve_or_import(TASKS if noise is None else UNIFORM_TASKS, train.objective, "train.objective")
     if isinstance(found, str):
         found = import_object(found, "train.objective")
     if not (isinstance(found, type) and issubclass(found, Task)):

@@ -25,8 +25,8 @@ from dlm_rag.commands import evaluate, sample, synthesize, train
 from dlm_rag.commands.arguments import READER_CONFIG, parse_command_line
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import Config, load_config
+from dlm_rag.decode.answers_file import AnswersFile
 from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.results_file import AnswersFile
 from dlm_rag.decode.trace_file import make_step_examples, read_trace, read_trace_header
 from dlm_rag.errors import RunError
 from dlm_rag.machine import get_code_commit

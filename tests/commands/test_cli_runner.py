@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dlm_rag.cli import check_writable, print_note, run_program
-from dlm_rag.decode.results_file import write_json_line
+from dlm_rag.decode.answers_file import write_json_line
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.files import journal
 from dlm_rag.files.paths import open_atomic_file, open_atomic_folder, write_text_atomic

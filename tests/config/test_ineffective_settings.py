@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from dlm_rag.config import list_setting_fields, load_config
-from dlm_rag.config.fields import CheckedSettings, get_rule, setting, settings_dataclass
+from dlm_rag.config.fields import CheckedSettings, get_field_metadata, setting, settings_dataclass
 from dlm_rag.config.ineffective_settings import FACTS, check_checkpoint_effects, check_effects
 from dlm_rag.config.inference import DecodeConfig
 from dlm_rag.errors import ConfigError
@@ -20,7 +20,7 @@ def load(words: str, file: str | None = None):
 def test_every_declared_need_is_a_setting_or_a_fact_of_checkpoints():
     fields = list_setting_fields()
     for item in fields.values():
-        for need in get_rule(item, "only_with"):
+        for need in get_field_metadata(item, "only_with"):
             assert {*need} <= {*fields, *FACTS}, item.name
 
 

@@ -17,7 +17,7 @@ from dlm_rag.decode.copy_sources import (
     batch_copy_sources,
 )
 from dlm_rag.diffusion.copy_crf import CopyCRF, apply_copy_crf, estimate_crf_bytes
-from dlm_rag.model.simulated_memory import MemoryTracker
+from dlm_rag.model.memory_tracker import MemoryTracker
 from dlm_rag.tokenizer import Prompt
 from tests.support.decoding import QUESTIONS, make_decoder, rollout_records
 from tests.support.tiny_models import tiny_tokenizer

@@ -9,12 +9,12 @@ import torch
 from dlm_rag import Decoder, load_retriever
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.model_runner import MaskedModelRunner, SamplingMetadata, sample_proposals
-from dlm_rag.decode.settings import resolve_settings
+from dlm_rag.decode.resolve_settings import resolve_settings
 from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.errors import QuestionError
 from dlm_rag.questions import Question
+from dlm_rag.retrieval.composite import HybridRetriever
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.retrieval.hybrid import HybridRetriever
 from dlm_rag.retrieval.query import Query
 from dlm_rag.tokenizer import PromptTemplate
 from tests.support.decoding import (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, apply_shipped_defaults, prepare_decoder
+from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, fill_in_shipped_files, prepare_decoder
 from dlm_rag.config import EngineConfig, load_config
 from dlm_rag.decode.model_runner import MaskedModelRunner
 from dlm_rag.questions import read_questions
@@ -57,7 +57,7 @@ def test_the_shipped_model_answers_with_and_without_a_pool_alike():
             f"retrieval.corpus={world / 'corpus.jsonl'}",
             f"engine.prefix_cache_gib={prefix_cache_gib}",
         ]
-        config = apply_shipped_defaults(load_config(None, [*settings, "decode.batch_size=16"]), [])
+        config = fill_in_shipped_files(load_config(None, [*settings, "decode.batch_size=16"]), [])
         rollouts = prepare_decoder(config, asked).load().decode(asked)
         decoded.append([flat([[step.committed for step in rollout.steps]]) for rollout in rollouts])
     to_the_bit = sum(one == two for one, two in zip(*decoded, strict=True))

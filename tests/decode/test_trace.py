@@ -84,7 +84,7 @@ def test_every_prompt_and_training_row_is_made_again(
         for row in make_step_examples(rollout, header, tokenizer):
             laid = lay_out_prompt(row.prompt, header.shape, header.prompt_layout)
             made[rollout.id, row.step] = laid, list(row.canvas)
-            assert row.hidden == tuple(n for n, token in enumerate(row.canvas) if token == 256)
+            assert row.masked == tuple(n for n, token in enumerate(row.canvas) if token == 256)
             assert row.committed == rollout.steps[row.step].committed
             for token in row.committed:
                 assert row.target[token.position] == token.token_id

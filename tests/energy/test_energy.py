@@ -14,7 +14,7 @@ import torch
 from dlm_rag.commands import answer_job, doctor
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import Config
-from dlm_rag.decode.results_file import AnswersFile
+from dlm_rag.decode.answers_file import AnswersFile
 from dlm_rag.decode.terminal import RunTotals
 from dlm_rag.energy import meter as meters
 from dlm_rag.energy import sensors

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
-from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, prepare_decoder
+from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_decoder
 from dlm_rag.config import DecodeConfig, EngineConfig, load_config
 from dlm_rag.decode.model_runner import MaskedModelRunner, ModelInput
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
@@ -285,7 +285,7 @@ def test_the_shipped_model_is_read_onto_the_device_and_answers(monkeypatch, capa
     # Which waits for the contents of weights.
     monkeypatch.setattr("dlm_rag.model.checkpoint._check_values", lambda *_: None)
     with fake_cuda(capability) as seen:
-        config = apply_shipped_defaults(
+        config = fill_in_shipped_files(
             load_config(None, ["model.device=cuda", "decode.max_new_tokens=4"]), []
         )
         asked = read_questions(config.questions)[:2]

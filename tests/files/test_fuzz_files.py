@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dlm_rag.cli import describe_expected_error
 from dlm_rag.commands import page as page_command
-from dlm_rag.decode.results_file import AnswersFile
+from dlm_rag.decode.answers_file import AnswersFile
 from dlm_rag.evaluation.metrics import SCORE_METRICS
 from dlm_rag.evaluation.stored_results import read_result, render_results_page
 from dlm_rag.files.digest import digest_file

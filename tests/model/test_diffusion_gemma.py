@@ -18,7 +18,7 @@ from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.diffusion_gemma import DiffusionGemma, load_diffusion_gemma
 from dlm_rag.questions import Question
 from dlm_rag.randomness import make_keyed_generator
-from dlm_rag.retrieval.hybrid import NoRetriever
+from dlm_rag.retrieval.composite import NoRetriever
 from dlm_rag.retrieval.query import build_query
 from tests.support.gemma_decoding import QueryHashRetriever, make_gemma_decoder
 from tests.support.paths import ROOT

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from dlm_rag import Denoiser
 from dlm_rag.errors import CheckpointError
 from dlm_rag.model.checkpoint import open_checkpoint, save_tensors
-from dlm_rag.model.simulated_memory import MemoryTracker
+from dlm_rag.model.memory_tracker import MemoryTracker
 from tests.golden.tiny_checkpoints import write_checkpoint
 from tests.support.attention import run_with_mask
 from tests.support.family_checkpoints import change

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, prepare_decoder
+from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_decoder
 from dlm_rag.config import EngineConfig, load_config
 from dlm_rag.decode.memory_budget import GIB
 from dlm_rag.decode.model_runner import MaskedModelRunner
@@ -378,14 +378,12 @@ def test_training_steps_wait_in_the_marked_place_only(device, way, dtype, tmp_pa
 def test_a_budget_holds_all_that_decoding_allocates(device, batch):
     """What torch's allocator held at most, weights included; the same answers as without a budget."""
     words = [f"model.device={device}", f"decode.batch_size={batch}", "model.dtype=float32"]
-    asked = read_questions(apply_shipped_defaults(load_config(None, words), []).questions)[:32]
-    plain = (
-        prepare_decoder(apply_shipped_defaults(load_config(None, words), []), asked).load().decode(asked)
-    )
+    asked = read_questions(fill_in_shipped_files(load_config(None, words), []).questions)[:32]
+    plain = prepare_decoder(fill_in_shipped_files(load_config(None, words), []), asked).load().decode(asked)
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    given = apply_shipped_defaults(load_config(None, [*words, "engine.memory_gib=0.5"]), [])
+    given = fill_in_shipped_files(load_config(None, [*words, "engine.memory_gib=0.5"]), [])
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     try:
         decoder = prepare_decoder(given, asked).load()
@@ -400,7 +398,7 @@ def test_a_budget_holds_all_that_decoding_allocates(device, batch):
 @DEVICES
 def test_the_shipped_model_answers(device):
     """As it is chosen by itself: bfloat16 and the fastest kernel on a GPU, float32 on a CPU."""
-    config = apply_shipped_defaults(
+    config = fill_in_shipped_files(
         load_config(None, [f"model.device={device}", "decode.batch_size=16"]), []
     )
     asked = read_questions(config.questions)[: 16 if device.type == "cpu" else 64]

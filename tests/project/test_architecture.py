@@ -63,7 +63,7 @@ def imported(source: str, known: set[str]) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"line {node.lineno}: a relative import"
             base = node.module or ""
-            # `from dlm_rag.decode import results_file` names a module, `import load_retriever` a thing in
+            # `from dlm_rag.decode import answers_file` names a module, `import load_retriever` a thing in
             # one.
             names = [name if (name := f"{base}.{a.name}") in known else base for a in node.names]
         else:

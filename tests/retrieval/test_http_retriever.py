@@ -12,8 +12,8 @@ from dlm_rag.config import DecodeConfig, RetrievalConfig
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import http_retriever
+from dlm_rag.retrieval.composite import HybridRetriever
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.retrieval.hybrid import HybridRetriever
 from dlm_rag.retrieval.query import Query
 from dlm_rag.serving.search_app import SearchService
 from tests.support.decoding import rollout_records

@@ -22,7 +22,7 @@ pytest.importorskip("milvus_lite")
 
 from dlm_rag.__main__ import dispatch
 from dlm_rag.commands.answer_job import LocalEngines, plan_answer_job
-from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, apply_shipped_defaults
+from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, fill_in_shipped_files
 from dlm_rag.config import DecodeConfig, RetrievalConfig, load_config
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.errors import ConfigError, CorpusError, UserError
@@ -30,10 +30,10 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever, milvus_collection, milvus_retriever, retry
 from dlm_rag.retrieval.base import PartialSearchError, select_top_hits
+from dlm_rag.retrieval.composite import HybridRetriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import DenseRetriever
 from dlm_rag.retrieval.encoder import TextEncoder
-from dlm_rag.retrieval.hybrid import HybridRetriever
 from dlm_rag.retrieval.milvus_collection import CollectionInfo, MilvusCollection
 from dlm_rag.retrieval.milvus_retriever import (
     MilvusRetriever,
@@ -477,7 +477,7 @@ def test_a_server_that_is_killed_or_stopped_20_times_costs_no_answer(own_server,
         url = own_server.url("world")
         words = [f"out={tmp_path / out}", f"retrieval.url={url}", f"retrieval.timeout={SECONDS}"]
         return plan_answer_job(
-            apply_shipped_defaults(load_config(None, [*words, "decode.batch_size=8"]), []), questions
+            fill_in_shipped_files(load_config(None, [*words, "decode.batch_size=8"]), []), questions
         )
 
     here, chaos, failed = LocalEngines(), None, []

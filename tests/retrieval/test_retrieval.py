@@ -18,9 +18,9 @@ from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import RETRIEVERS
 from dlm_rag.retrieval.base import MemoizedBatchFunction, interleave_rankings
 from dlm_rag.retrieval.bm25 import BM25Retriever, extract_terms
+from dlm_rag.retrieval.composite import HybridRetriever, NoRetriever, fuse_rankings
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import DenseRetriever
-from dlm_rag.retrieval.hybrid import HybridRetriever, NoRetriever, fuse_rankings
 from dlm_rag.retrieval.query import Query
 from tests.support.passages import write_jsonl_file
 from tests.support.retrievers import letters, list_passage_ids, make_letter_retriever, make_query

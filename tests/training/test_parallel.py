@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.training.checkpoints import find_latest_checkpoint
-from dlm_rag.training.distributed import DistributedContext, translate_failures
+from dlm_rag.training.distributed import DistributedContext, translate_distributed_errors
 from dlm_rag.training.planning.plan import check_run_fits
 from tests.support.paths import ROOT
 from tests.support.processes import TORCHRUN_COMMAND, count_lines, wait_until
@@ -188,7 +188,7 @@ def test_a_run_goes_on_with_another_number_of_processes(alone, together, folders
     ],
 )
 def test_only_a_dead_process_is_called_dead_and_the_cause_is_kept(said, gone):
-    with pytest.raises(RuntimeError) as caught, translate_failures():
+    with pytest.raises(RuntimeError) as caught, translate_distributed_errors():
         raise RuntimeError(f"{said}\nException raised from somewhere")
     assert isinstance(caught.value, RunError) == gone
     assert str(caught.value).partition("\n")[0].count(said) == 1

@@ -14,7 +14,7 @@ import yaml
 from dlm_rag.config import PlanConfig, load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import ExpertsConfig
-from dlm_rag.model.simulated_memory import MemoryTracker
+from dlm_rag.model.memory_tracker import MemoryTracker
 from dlm_rag.training.initial_model import open_initial_model
 from dlm_rag.training.initial_weights import add_lora_adapters
 from dlm_rag.training.losses import LossWeights, MaskedObjective, count_examples

@@ -30,8 +30,8 @@ from dlm_rag.diffusion.policy import (
 )
 from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.memory_tracker import MemoryTracker, replace_with_empty_weights
 from dlm_rag.model.packed_batch import Segment
-from dlm_rag.model.simulated_memory import MemoryTracker, replace_with_empty_weights
 from dlm_rag.retrieval.base import Query
 from dlm_rag.retrieval.bm25 import BM25Retriever
 from dlm_rag.retrieval.corpus import open_corpus

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from dlm_rag import Denoiser
 from dlm_rag.config import DecodeConfig, EngineConfig, TrainConfig, load_config
 from dlm_rag.decode.model_runner import MaskedModelRunner
+from dlm_rag.decode.resolve_settings import resolve_settings
 from dlm_rag.decode.rollout import Action, Rollout, RolloutStep
-from dlm_rag.decode.settings import resolve_settings
 from dlm_rag.decode.trace_file import TraceWriter, build_trace_header, read_trace
 from dlm_rag.diffusion.commit_rules import base_gate_logit
 from dlm_rag.diffusion.policy import gate_log_prob

@@ -21,7 +21,7 @@ import torch
 
 from dlm_rag.commands import evaluate
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
-from dlm_rag.decode.results_file import AnswersFile
+from dlm_rag.decode.answers_file import AnswersFile
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.errors import ConfigError, CorpusError, RunError
 from dlm_rag.questions import Question

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from dlm_rag.errors import CheckpointError, suggest_nearest
-from dlm_rag.files.hub import read_json
+from dlm_rag.files.hub import read_checkpoint_json
 from dlm_rag.model.denoiser_config import AttentionPattern, DenoiserConfig
 
 NamedShapes = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
@@ -150,7 +150,7 @@ def find_mask_token_id(folder: Path, usual: str) -> int:
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json"):
         if name == "tokenizer.json" and (declared or usual) in ids:
             break  # it is long, and needed only where the others do not say it
-        raw = read_json(folder / name) if (folder / name).exists() else {}
+        raw = read_checkpoint_json(folder / name) if (folder / name).exists() else {}
         declared = declared or _get_content(raw.get("mask_token"))
         added = [(token, token.get("id")) for token in raw.get("added_tokens") or []]
         added += [(token, int(n)) for n, token in (raw.get("added_tokens_decoder") or {}).items()]

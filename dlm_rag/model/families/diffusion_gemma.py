@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dlm_rag.errors import CheckpointError, suggest_nearest, translate_failures
-from dlm_rag.files.hub import read_json
+from dlm_rag.files.hub import read_checkpoint_json
 from dlm_rag.model.denoiser_config import DenoiserConfig, UniformNoiseConfig
 from dlm_rag.model.families.base import Family, NamedShapes, require_key
 
@@ -67,7 +67,7 @@ def add_noise_config(folder: Path, config: DenoiserConfig) -> DenoiserConfig:
         raise CheckpointError(
             f"{folder} has no generation_config.json, which has the settings of its decoding: fetch it too"
         )
-    raw = read_json(path)
+    raw = read_checkpoint_json(path)
     with translate_failures(CheckpointError, str(path)):
         found: Any = generation.DiffusionGemmaGenerationConfig.from_dict(raw)
         found.update(**found._get_default_generation_params(), defaults_only=True)

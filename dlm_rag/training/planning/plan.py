@@ -18,7 +18,7 @@ from dlm_rag.machine import choose_dtype
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families import FAMILIES
 from dlm_rag.model.flops import FlopCount, count_encode_flops, count_head_flops
-from dlm_rag.model.simulated_memory import RESERVED_MEMORY_FRACTION
+from dlm_rag.model.memory_tracker import RESERVED_MEMORY_FRACTION
 from dlm_rag.training.data.examples import LONG_QUESTION_TOKENS, Example
 from dlm_rag.training.distributed import check_parallelism
 from dlm_rag.training.initial_model import make_training_shape, open_initial_model

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dlm_rag.config import TrainConfig
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.memory_tracker import MemoryTracker, replace_with_empty_weights
 from dlm_rag.model.packed_batch import ContextParallel
-from dlm_rag.model.simulated_memory import MemoryTracker, replace_with_empty_weights
 from dlm_rag.progress import report_progress
 from dlm_rag.training.initial_weights import build_meta_denoiser
 from dlm_rag.training.losses import make_autocast

@@ -23,7 +23,7 @@ from torch.nn.functional import logsigmoid
 from torch.utils.checkpoint import checkpoint
 
 from dlm_rag.config import DecodeConfig, TrainConfig
-from dlm_rag.decode.policy_sampling import INITIAL_SEARCH_LOGIT
+from dlm_rag.decode.policy_features import INITIAL_SEARCH_LOGIT
 from dlm_rag.decode.trace_file import TraceHeader, make_step_examples
 from dlm_rag.diffusion.commit_rules import base_gate_logit
 from dlm_rag.diffusion.policy import (

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlm_rag.config import TrainConfig
-from dlm_rag.config.fields import look_up
+from dlm_rag.config.fields import resolve_or_import
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.evaluation.metrics import compute_evidence_recall, compute_exact_match, compute_f1
 from dlm_rag.questions import Question
@@ -30,8 +30,9 @@ PRICES = {"forwards": "forward_cost", "searches": "search_cost"}  # and those th
 def compute_reward_parts(rollout: Rollout, question: Question, reward: str) -> dict[str, float]:
     """Every entry of `REWARDS`, and as `base` the one called `reward`, of a rollout without an error."""
     found = {name: float(score(rollout, question)) for name, score in REWARDS.items()}
-    base = found[reward] if reward in found else look_up(REWARDS, reward, "train.reward")(rollout, question)
-    return found | {"base": float(base)}
+    if reward in found:
+        return found | {"base": found[reward]}
+    return found | {"base": float(resolve_or_import(REWARDS, reward, "train.reward")(rollout, question))}
 
 
 def compute_reward(parts: Mapping[str, float], train: TrainConfig, priced: bool) -> float:

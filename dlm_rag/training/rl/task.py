@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
-from dlm_rag.config.fields import look_up
+from dlm_rag.config.fields import resolve_or_import
 from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.settings import resolve_settings
+from dlm_rag.decode.resolve_settings import resolve_settings
 from dlm_rag.decode.trace_file import build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.machine import choose_device, choose_dtype
@@ -69,7 +69,7 @@ class RlTask(Task):
     @classmethod
     def check_settings(cls, config: Config, train: TrainConfig) -> None:
         super().check_settings(config, train)
-        look_up(REWARDS, train.reward, "train.reward")
+        resolve_or_import(REWARDS, train.reward, "train.reward")
         if trains_denoiser(train) and config.decode.copy_penalty is not None:
             raise ConfigError(
                 "rl of the denoiser computes steps again without decode.copy_penalty: leave it out, or set "

@@ -13,7 +13,7 @@ import torch
 from filelock import FileLock
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.results_file import AnswersFile
+from dlm_rag.decode.answers_file import AnswersFile
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.errors import ConfigError, RunError, TraceError

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from safetensors import safe_open
 
 from dlm_rag.errors import CheckpointError, suggest_nearest, translate_failures
-from dlm_rag.files.hub import read_json
+from dlm_rag.files.hub import read_checkpoint_json
 from dlm_rag.files.paths import resolve_path_inside
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families.base import Family, NamedShapes, TensorSource
@@ -102,7 +102,7 @@ def _read_headers(folder: Path) -> dict[str, _Header]:
 def _list_shards(folder: Path) -> list[Path]:
     weights, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
     if index.is_file():
-        weight_map = read_json(index).get("weight_map")
+        weight_map = read_checkpoint_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
             raise CheckpointError(f"{index} has no weight_map from tensors to files")
         names = sorted({*weight_map.values()})
