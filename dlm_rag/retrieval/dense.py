@@ -2,6 +2,7 @@
 
 import io
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 EmbedFunction = Callable[[list[str]], Tensor]  # n texts -> (n, width) float32 unit vectors on one device
 
 VECTORS_FILE = "vectors.npy"
+OLD_COUNT_FILE = "finished"  # stood beside vectors that older versions had not all computed
 SEARCH_BLOCK_BYTES = 256 << 20  # of passage vectors that one product reads
 
 
@@ -113,13 +115,17 @@ def _embed_corpus(corpus: Corpus, path: Path, embed: EmbedFunction, block: int) 
     """Writes the vectors of all passages, `block` at a time; resumes a build that was stopped.
 
     The name of the folder tells encoders and corpora apart, so what lies there is of these; its size says
-    how many vectors there are.
+    how many vectors there are. The last block is computed again: after a power cut a file may have its size
+    and not its bytes. Older versions gave it its full size at once; such a file is not resumed.
     """
     width = embed(["width"]).shape[1]
     header = io.BytesIO()
     layout = {"descr": "<f4", "fortran_order": False, "shape": (len(corpus), width)}
     np.lib.format.write_array_header_1_0(header, layout)
     head = header.getvalue()
+    if (count := path.with_name(OLD_COUNT_FILE)).exists():
+        path.unlink(missing_ok=True)  # before the mark that it is not to be taken
+        count.unlink()
     with path.open("ab+") as file:
         begun = max(0, file.tell() - len(head)) // (4 * width)
         file.seek(0)
@@ -127,6 +133,7 @@ def _embed_corpus(corpus: Corpus, path: Path, embed: EmbedFunction, block: int) 
             file.truncate(0)
             file.write(head)
             begun = 0
+        begun = max(0, begun - block)
         file.truncate(len(head) + begun * 4 * width)
         if begun:
             log.info("%s of them are there from before", f"{begun:,}")
@@ -135,4 +142,5 @@ def _embed_corpus(corpus: Corpus, path: Path, embed: EmbedFunction, block: int) 
                 texts = [passage.text for passage in corpus[start : start + block]]
                 file.write(embed(texts).cpu().numpy().tobytes())
                 file.flush()
+                os.fsync(file.fileno())  # so that the last block alone may lack its bytes
                 advance(len(texts))

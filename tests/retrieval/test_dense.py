@@ -78,7 +78,7 @@ def test_a_build_that_was_killed_goes_on_and_gives_the_same_bytes(corpus, build)
     assert worker.exitcode == -signal.SIGKILL
     second = Encoder()
     ((name, resumed),) = build(corpus, second).items()
-    assert second.embedded == [f"passage {n}" for n in range(3 * BLOCK, PASSAGES)]
+    assert second.embedded == [f"passage {n}" for n in range(2 * BLOCK, PASSAGES)]
     for path in (corpus.folder / name).iterdir():
         path.unlink()
     (corpus.folder / name).rmdir()
@@ -105,7 +105,8 @@ def test_another_encoder_or_corpus_begins_anew(corpus, build, tmp_path):
         (lambda data: b"x", 0),
         (lambda data: b"", 0),
         (lambda data: data.replace(b"(300, 32)", b"(301, 32)"), 0),
-        (lambda data: data[:-7], 2 * BLOCK - 1),
+        (lambda data: data[:-7], BLOCK - 1),
+        (lambda data: data[: -BLOCK * 128] + bytes(BLOCK * 128), BLOCK),
         (lambda data: data * 9, 0),
     ],
 )
@@ -120,6 +121,22 @@ def test_what_a_build_left_is_taken_as_far_as_it_is_whole(corpus, build, left, k
     (path,) = corpus.folder.glob("*/vectors.npy")
     expected = Encoder().encode([passage.text for passage in corpus]).numpy()
     assert np.array_equal(np.load(path), expected)
+
+
+def test_a_half_built_index_of_an_older_version_begins_anew(corpus, build):
+    """Its file has its full size from the start, and a file beside it says how many vectors there are."""
+    with pytest.raises(KeyboardInterrupt):
+        build(corpus, Encoder(die=(100, interrupt)))
+    (path,) = corpus.folder.glob("*.building/vectors.npy")
+    shape = (PASSAGES, 32)
+    np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape).flush()
+    path.with_name("finished").write_text("128")
+    second = Encoder()
+    build(corpus, second)
+    assert len(second.embedded) == PASSAGES
+    (path,) = corpus.folder.glob("*/vectors.npy")
+    assert [each.name for each in sorted(path.parent.iterdir())] == ["vectors.npy", "whole.json"]
+    assert np.load(path).any(axis=1).all()
 
 
 def test_vectors_that_are_no_numbers_are_refused(corpus, build):
