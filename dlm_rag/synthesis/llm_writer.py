@@ -8,10 +8,10 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from multiprocessing.pool import ThreadPool
+from threading import Event, Semaphore
 from typing import Any, TypeVar
 
 import httpx2
@@ -44,6 +44,7 @@ WRITER_PROMPTS = {
 COPIED_QUESTION_FIELDS = ("golden_answers", "supporting_ids", "hops", "response")
 COUNTED = ("prompt", "completion")  # tokens, in the usage that a server reports
 T = TypeVar("T")
+WriterRequest = tuple[int, str, Question | Passage]  # its index, its key, and what it is about
 _NUMBER = re.compile(r"\d+")
 REFUSED_TEXT_STATUSES = (400, 413, 422)  # of this text alone
 INITIAL_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 30.0  # pauses between attempts
@@ -161,29 +162,46 @@ class LlmWriter:
     def outcomes(self, done: set[str]) -> Generator[SourceOutcome]:
         """What becomes of each request that is not done, as it is answered.
 
-        Raises `RunError` once so many in a row came to nothing that the server must be gone.
+        At most twice `concurrency` of them are under way, or answered and not yet taken. Raises `RunError`
+        once so many in a row came to nothing that the server must be gone.
         """
-        ask, in_a_row = partial(self._ask, {*done}), 0  # the caller adds to `done`
+        waiting = self._requests(
+            {*done}, stopped := Event(), window := Semaphore(2 * self._config.concurrency)
+        )
+        in_a_row = 0
         # Its threads are daemons: whoever stops this need not wait for answers that are under way.
         with ThreadPool(self._config.concurrency) as pool:
-            for found in pool.imap_unordered(ask, range(len(self))):
-                if isinstance(found, SourceOutcome):
-                    in_a_row = 0
-                    yield found
-                elif found is not None:
-                    self.failed, in_a_row = self.failed + 1, in_a_row + 1
-                    if in_a_row > self._config.concurrency:
-                        raise RunError(f"{found}: the same command resumes here")
+            try:
+                for found in pool.imap_unordered(self._ask, waiting):
+                    if isinstance(found, SourceOutcome):
+                        in_a_row = 0
+                        yield found
+                    else:
+                        self.failed, in_a_row = self.failed + 1, in_a_row + 1
+                        if in_a_row > self._config.concurrency:
+                            raise RunError(f"{found}: the same command resumes here")
+                    window.release()
+            finally:  # the pool waits for its thread that reads requests
+                stopped.set()
+                window.release()
 
-    def _ask(self, done: set[str], index: int) -> SourceOutcome | ChatError | None:
-        """What becomes of a request; the error where every attempt failed, None where it is done already.
+    def _requests(self, done: set[str], stopped: Event, window: Semaphore) -> Iterator[WriterRequest]:
+        """The requests that are not done, each as soon as the window has room for it, until stopped."""
+        window.acquire()
+        for index in range(len(self)):
+            if stopped.is_set():
+                return
+            source, number = self._sources[index // self._config.n], index % self._config.n
+            if (key := f"{source.id}#{self._config.template}{number}") not in done:
+                yield index, key, source
+                window.acquire()
+
+    def _ask(self, request: WriterRequest) -> SourceOutcome | ChatError:
+        """What becomes of a request; the error where every attempt failed.
 
         Raises `RunError` where the server refuses all requests.
         """
-        source, number = self._sources[index // self._config.n], index % self._config.n
-        key = f"{source.id}#{self._config.template}{number}"
-        if key in done:
-            return None
+        index, key, source = request
         seed = int(hashlib.sha256(key.encode()).hexdigest()[:7], 16)  # another for each text
         try:
             reply = self.client.complete(format_writer_prompt(source, self._config.template), seed)

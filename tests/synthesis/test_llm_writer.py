@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,6 +20,7 @@ from dlm_rag.synthesis.llm_writer import (
     ChatClient,
     ChatCompletion,
     ChatError,
+    LlmWriter,
     check_written_text,
     format_writer_prompt,
 )
@@ -184,6 +186,35 @@ def test_a_server_that_is_none_and_a_model_that_is_not_there(server):
     server.process.wait()
     with pytest.raises(ChatError, match="failed 2 times, at last with .*refused"):
         client(max_retries=2).complete("Who?", 0)
+
+
+def test_requests_wait_until_answers_are_taken(monkeypatch):
+    """Twice as many as are asked at once are under way or answered, and no more begin after a stop."""
+    begun = []
+
+    def complete(client, prompt, seed):
+        begun.append(prompt)
+        return ChatCompletion(f"Please say: Who wrote volume {len(begun)}?", "stop", 1, 1)
+
+    monkeypatch.setattr(ChatClient, "complete", complete)
+    config = SynthesisConfig(
+        method="writer", writer_url="http://127.0.0.1:1/v1", writer_model="w", concurrency=2
+    )
+    questions = [Question(f"q{n}", f"Who wrote volume {n}?") for n in range(40)]
+    writer, done = LlmWriter(questions, config), {f"q{n}#paraphrase0" for n in range(0, 40, 2)}
+    threads = threading.active_count()
+    outcomes = writer.outcomes(done)
+    for taken in range(1, 6):
+        assert next(outcomes).source not in done
+        time.sleep(0.05)
+        assert len(begun) <= taken + 4
+    outcomes.close()
+    for _ in range(100):
+        if threading.active_count() == threads:
+            break
+        time.sleep(0.02)
+    assert threading.active_count() == threads and len(begun) <= 5 + 4
+    assert len([*writer.outcomes(done)]) == 20
 
 
 @pytest.mark.parametrize(
