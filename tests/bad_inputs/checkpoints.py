@@ -15,6 +15,10 @@ ASK_GEMMA = "sample 'Who wrote Emma?' --model gemma --corpus corpus.jsonl"
 DENSE = f"{SAMPLE_COMMAND} retrieval.method=dense retrieval.embedding_model="
 # What makes a config of that family of the tiny model's.
 LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-6}
+LLADA = {
+    "model_type": "llada", "n_heads": 4, "d_model": 32, "n_layers": 2, "mlp_hidden_size": 64,
+    "max_sequence_length": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+}  # fmt: skip
 SDAR = LLAMA | {"model_type": "sdar", "block_size": 4}
 LLADA2 = LLAMA | {
     "model_type": "llada2_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
@@ -106,7 +110,11 @@ CASES = [
             ("gives no rotary positions", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "x"}}),
             ("layer_types may be", LLAMA | {"layer_types": ["full_attention", "sliding_attention"]}),
             ("tie_word_embeddings=no must be", {"tie_word_embeddings": "no"}),
-            ("tie_word_embeddings=no must be", LLAMA | {"tie_word_embeddings": "no"}),
+            *(
+                (f"tie_word_embeddings={shown} must be", family | {key: value})
+                for value, shown in (("no", "no"), ("", ""), (0, "0"))
+                for family, key in ((LLAMA, "tie_word_embeddings"), (LLADA, "weight_tying"))
+            ),
             ("canvas_length=0.5 must be", {"canvas_length": 0.5}),
             ("must hold texts", {"prompt": {"head": 3}}),
             ("block_length=eight must be", {"block_length": "eight"}),
