@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 MAX_DEATHS = 5  # of workers with a question, the first with others, until it is given up
 MAX_FAILED_STARTS = 5  # in a row, for each worker
 PLACEMENT_TIMEOUT_SECONDS = 60.0  # in which a worker must find a place
-RESTART_TIMEOUT_SECONDS = 600.0  # in which a worker must be ready when none has a question
+RESTART_TIMEOUT_SECONDS = 600.0  # in which one for a dead worker must find a place; it may load for longer
 ENERGY_TIMEOUT_SECONDS = 10.0
 
 
@@ -53,6 +53,7 @@ class WorkerPool:
         self._workers: list[Any] = []  # handles of Ray
         self._ready: dict[Any, list[Question]] = {}  # opened workers, and what they have not answered
         self._calls: dict[Any, tuple[Any, Question | None]] = {}  # by reference; None opens the worker
+        self._places: dict[Any, Any] = {}  # by replacement: a call that ends once it has a place
         self._machines: list[dict[str, str | int]] = []
         self._stats: dict[Any, DecoderStats] = {}  # of this job by worker, those that died too
         self._failed_starts, self._cause = 0, ""  # in a row; of the last death
@@ -84,7 +85,7 @@ class WorkerPool:
         import ray
 
         self._job, self._batch_size, self._energy = (factory, model), batch_size, energy
-        self._calls, self._ready, self._stats, self._machines = {}, {}, {}, []
+        self._calls, self._ready, self._places, self._stats, self._machines = {}, {}, {}, {}, []
         first = not self._workers
         if first:
             self._start()
@@ -201,7 +202,7 @@ class WorkerPool:
 
         try:
             ended, _ = ray.wait([*self._calls], timeout=RESTART_TIMEOUT_SECONDS)
-            if not ended and not any(self._ready.values()):
+            if not ended and not any(self._ready.values()) and not self._is_any_loading():
                 raise RunError(f"workers died, and Ray at {self._address} found no place for other ones")
             if not ended:
                 return []
@@ -225,6 +226,16 @@ class WorkerPool:
         self._stats[worker] = answer.stats
         return answer
 
+    def _is_any_loading(self) -> bool:
+        """Whether a worker that is being opened has a place: weights and indexes may take long."""
+        import ray
+
+        opening = [worker for worker, question in self._calls.values() if question is None]
+        return any(
+            worker not in self._places or ray.wait([self._places[worker]], timeout=0)[0]
+            for worker in opening
+        )
+
     def _replace(self, worker: Any) -> list[Question]:
         """Starts a worker for one that died; returns what that had not answered. Raises `RunError`."""
         if worker in self._ready:
@@ -235,6 +246,8 @@ class WorkerPool:
         self._failed_starts += worker not in self._ready
         self._has_lost_worker = True
         self._calls = {call: asked for call, asked in self._calls.items() if asked[0] != worker}
-        self._workers[self._workers.index(worker)] = other = self._make_worker()
+        other: Any = self._make_worker()
+        self._workers[self._workers.index(worker)] = other
+        self._places[other] = other.__ray_ready__.remote()  # before `open`, which keeps the worker busy
         self._open(other)
         return self._ready.pop(worker, [])
