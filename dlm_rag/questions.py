@@ -90,10 +90,12 @@ def parse_typed_questions(texts: list[str]) -> list[Question]:
     """
     questions = []
     for number, text in enumerate(texts, start=1):
-        data = text.encode(errors="surrogateescape")
-        questions.append(
-            Question(f"q{number}", decode_utf8(data, f"question {number}", QuestionError, "text"))
-        )
+        place = f"question {number}"
+        try:
+            data = text.encode(errors="surrogateescape")
+        except UnicodeEncodeError:
+            raise QuestionError(f"{place}: the text holds half of a character (a lone surrogate)") from None
+        questions.append(Question(f"q{number}", decode_utf8(data, place, QuestionError, "text")))
         if not text.strip():
             raise QuestionError(f"question {number} is blank")
     return questions

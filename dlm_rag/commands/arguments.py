@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -196,6 +197,11 @@ def is_setting(word: str) -> bool:
 
 def _reject_mistaken_word(word: str) -> None:
     """Raises `ConfigError` for what is rather a setting, a file or a flag than a question."""
+    with suppress(OSError, ValueError):  # what cannot be a path is no file
+        if Path(word).is_file():
+            raise ConfigError(
+                f"'{word}' is not a question but a file: give it after its flag, as in --questions FILE"
+            )
     bare = word.strip("“”‘’„«»")
     is_one_word = bare.isascii() and not re.search(r"[\s?]", bare)
     if is_one_word or re.match(r"[‐-―−]|\w+\.[\w.]+\s*=", bare):  # a text editor makes one dash of two

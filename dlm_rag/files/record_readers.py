@@ -154,21 +154,27 @@ def _read_plain_lines(file: IO[bytes], path: str, error: type[UserError], field:
 
 
 def _read_table(file: IO[bytes], path: str, error: type[UserError], delimiter: str) -> Iterator[Record]:
-    """The rows below a header, which is the first line; an empty cell is a field that is not there."""
+    """The rows below a header, blank lines left out; an empty cell is a field that is not there."""
     csv.field_size_limit(2**31 - 1)  # `iter_lines` has the limit
     lines = iter_lines(file, path, error, blank=True)
     text = (decode_utf8(line, place, error) for place, _, line in lines)
-    reader, before = csv.DictReader(text, delimiter=delimiter, strict=True), 0
+    reader, before = csv.reader(text, delimiter=delimiter, strict=True), 0
+    header: list[str] = []
+    number = 0
     try:
-        columns = [name for name in reader.fieldnames or () if name]
-        _check_columns(columns, f"{path}, line 1", error)
-        before = reader.line_num
-        for number, row in enumerate(reader, start=1):
+        for cells in reader:
             place, before = f"{path}, line {before + 1}", reader.line_num
-            if None in row or None in row.values():
+            if not cells:
+                continue
+            if not header:
+                header = cells
+                _check_columns([name for name in header if name], place, error)
+                continue
+            if len(cells) != len(header):
                 raise error(f"{place}: the row has more or fewer cells than the header")
-            cells = {name: cell for name, cell in row.items() if name and cell}
-            yield place, _with_row_id(cells, columns, number)
+            number += 1
+            row = {name: cell for name, cell in zip(header, cells, strict=True) if name and cell}
+            yield place, _with_row_id(row, header, number)
     except csv.Error as problem:
         raise error(
             f"{path}, line {before + 1}: the row cannot be read ({problem}); put a cell that holds "

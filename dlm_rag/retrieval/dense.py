@@ -134,6 +134,9 @@ def _embed_corpus(corpus: Corpus, path: Path, embed: EmbedFunction, block: int) 
             file.write(head)
             begun = 0
         begun = max(0, begun - block)
+        if begun:
+            file.seek(len(head) + (begun - 1) * 4 * width)
+            begun *= any(file.read(4 * width))  # zeros: an older version was killed before it had counted
         file.truncate(len(head) + begun * 4 * width)
         if begun:
             log.info("%s of them are there from before", f"{begun:,}")

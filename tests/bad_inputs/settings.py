@@ -59,6 +59,10 @@ CASES = [
             "decode,seed=3", "“decode.seed=3”", "—out a.jsonl", "-",
         )
     )),
+    *table(SAMPLE_COMMAND, *(
+        ("is not a question but a file: give it after its flag", f"'{name}'", {name: "Who?"})
+        for name in ("my questions.jsonl", "frågor.jsonl", "who?")
+    )),
     # Flags.
     *table(SAMPLE_COMMAND,
         ("compare has no effect here", "--compare all"),

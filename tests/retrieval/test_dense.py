@@ -123,14 +123,16 @@ def test_what_a_build_left_is_taken_as_far_as_it_is_whole(corpus, build, left, k
     assert np.array_equal(np.load(path), expected)
 
 
-def test_a_half_built_index_of_an_older_version_begins_anew(corpus, build):
-    """Its file has its full size from the start, and a file beside it says how many vectors there are."""
+@pytest.mark.parametrize("count", ["128", None])
+def test_a_half_built_index_of_an_older_version_begins_anew(corpus, build, count):
+    """Its file has its full size at once, and a file beside it soon says how many vectors there are."""
     with pytest.raises(KeyboardInterrupt):
         build(corpus, Encoder(die=(100, interrupt)))
     (path,) = corpus.folder.glob("*.building/vectors.npy")
     shape = (PASSAGES, 32)
     np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape).flush()
-    path.with_name("finished").write_text("128")
+    if count:
+        path.with_name("finished").write_text(count)
     second = Encoder()
     build(corpus, second)
     assert len(second.embedded) == PASSAGES

@@ -62,9 +62,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def running(context=None, handler=Handler):
+def running(context=None, handler=Handler, host="127.0.0.1"):
     """A service with its `port`."""
-    with Service(("127.0.0.1", 0), handler) as service:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with type("Bound", (Service,), {"address_family": family})((host, 0), handler) as service:
         if context:
             service.socket = context.wrap_socket(
                 service.socket, server_side=True, do_handshake_on_connect=False
@@ -159,6 +160,33 @@ def test_what_is_no_token_is_refused_before_anything_is_sent(monkeypatch, token)
     with pytest.raises(ConfigError, match="DLM_RAG_RETRIEVAL_TOKEN .* is not a bearer token") as error:
         load_retriever(url="http://127.0.0.1:1/retrieve")
     assert token not in str(error.value)
+
+
+def address(host, port):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return family, socket.SOCK_STREAM, 6, "", (host, port, 0, 0) if ":" in host else (host, port)
+
+
+def has_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_localhost_is_whichever_address_answers(host, monkeypatch):
+    with running(host=host) as service:
+        port = service.port
+        if ":" in host:
+            assert found_at(f"http://[::1]:{port}/retrieve") == [["a"], ["a"]]
+        both = [address("::1", port), address("127.0.0.1", port)]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+        assert found_at(f"http://localhost:{port}/retrieve") == [["a"], ["a"]]
+    with pytest.raises(ConfigError, match="cannot be searched: Connection refused"):
+        found_at(f"http://localhost:{port}/retrieve")
 
 
 def test_one_connection_serves_a_whole_run_and_one_that_was_closed_is_made_again():
