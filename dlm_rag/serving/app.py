@@ -161,6 +161,7 @@ class AnswerService:
                     async with asyncio.timeout_at(deadline):
                         await job.news.wait()
                 except TimeoutError:
+                    self.engine.cancel(job, "failed")
                     reason = f"the question took longer than {self.limits.timeout:g} seconds"
                     raise ApiError(504, reason) from None
                 job.news.clear()

@@ -105,11 +105,11 @@ class AsyncEngine:
             self._driver = asyncio.get_running_loop().create_task(self._run())
         return job
 
-    def cancel(self, job: EngineRequest) -> None:
-        """Gives up a question; its row is free before the next step."""
+    def cancel(self, job: EngineRequest, outcome: str = "cancelled") -> None:
+        """Gives up a question, counted as `outcome`; its row is free before the next step."""
         if not job.done and not job.cancelled:
             job.cancelled = True
-            self.counts["cancelled"] += 1
+            self.counts[outcome] += 1
             line = self._waiting.get(job.key)
             if line and job in line:
                 line.remove(job)

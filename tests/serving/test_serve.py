@@ -448,6 +448,7 @@ def test_time_is_bounded(slow):
     with serve_decoder(slow, timeout=0.05) as service:
         response = send_request(service, chat_body(commit_threshold=1.0))
         assert response.status_code == 504 and "0.05 seconds" in response.json()["error"]["message"]
+        assert service.engine.counts["failed"] == 1 and not service.engine.counts["cancelled"]
         slow.model_runner.free.set()
         wait_until(lambda: not service.engine.num_running)
 
