@@ -65,7 +65,7 @@ class CopySources:
         first, last = positions[[0, -1]]
         around = np.arange(first - COPY_CONTEXT_POSITIONS, last + 1 + COPY_CONTEXT_POSITIONS)
         inside = (around >= 0) & (around < len(canvas))
-        ids = np.where(inside, canvas[np.clip(around, 0, len(canvas) - 1)], mask_id)
+        ids = np.append(canvas, mask_id)[np.where(inside, around, len(canvas))]
         source = np.where(ids != mask_id, SOURCE_FIXED, SOURCE_UNKNOWN)
         source[positions - around[0]] = np.arange(len(positions))
         return np.stack([source, ids])

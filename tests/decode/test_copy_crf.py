@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from dlm_rag import Decoder
 from dlm_rag.decode import model_runner
 from dlm_rag.decode.copy_sources import (
     SOURCE_FIXED,
@@ -20,7 +21,7 @@ from dlm_rag.diffusion.copy_crf import CopyCRF, apply_copy_crf, estimate_crf_byt
 from dlm_rag.model.memory_tracker import MemoryTracker
 from dlm_rag.tokenizer import Prompt
 from tests.support.decoding import QUESTIONS, make_decoder, rollout_records
-from tests.support.tiny_models import tiny_tokenizer
+from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 
 V, END, JOINT = 7, 4, 5  # tokens; one behind which any may begin, one that may follow any
 ROWS = [  # texts, what stands around positions that are asked about (None), prices
@@ -101,6 +102,16 @@ def enumerated(probability, texts, stands, price):
         for n, token in enumerate(tokens):
             found[n, token] += weight
     return found / found.sum(-1, keepdims=True)
+
+
+def test_a_model_that_predicts_the_next_token_in_blocks_may_copy(corpus_file):
+    """Its first token is predicted before any of the canvas is shown."""
+    parts = make_decoder(corpus_file, copy_penalty=3.0)
+    denoiser = tiny_denoiser(shifted=True, block_size=3)
+    (rollout,) = Decoder(denoiser, parts.retriever, parts.tokenizer, parts.config, "joint").decode(
+        QUESTIONS[:1]
+    )
+    assert rollout.finished and not rollout.error
 
 
 @pytest.mark.parametrize("seed", range(3))
