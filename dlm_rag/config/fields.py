@@ -26,7 +26,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from dlm_rag.config.renamed import find_new_value
+from dlm_rag.config.renamed import explain_old_value
 from dlm_rag.errors import ConfigError, suggest_nearest
 
 MAX_SHOWN_CHARS = 60  # characters of a value
@@ -89,8 +89,6 @@ class CheckedSettings:
             return value
         own = get_field_metadata(item, "table") and isinstance(value, str) and ":" in value
         if (choices := list_choices(item)) and value not in choices and not own:
-            if new := find_new_value(item.name, value):
-                raise ValueError(f"is now {item.name}={new}: write that")
             names = ", ".join(choices) + " or module:function" * bool(get_field_metadata(item, "table"))
             raise ValueError(f"is not one of {names}{suggest_nearest(value, choices)}")
         return value
@@ -128,6 +126,8 @@ def explain_validation_error(error: ValidationError) -> tuple[str, str, str]:
     key, cause = ".".join(map(str, first["loc"])), first.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):  # of several fields together
         return key, str(cause), first["type"]
+    if reason := explain_old_value(key.rpartition(".")[2], first["input"]):
+        return key, f"{key}={first['input']} {reason}", first["type"]
     reason = str(cause or first["msg"]).replace("Input should", "must").replace("String should", "must")
     return key, f"{key}={shorten_value(first['input'])} {reason}", first["type"]
 

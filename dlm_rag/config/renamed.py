@@ -64,6 +64,13 @@ _RENAMED_VALUES = {
     "retrieval_gate": {"head": "policy_head"},
     "trainable": {"heads": "policy_heads"},
 }
+# Values that are gone: a sentence on each, by the setting that had them, without its section.
+_REMOVED_VALUES = {
+    "finished_block_context": dict.fromkeys(
+        ("append", "frozen", "kept"),
+        "finished blocks that see evidence are always run again with new evidence: set it to recompute",
+    )
+}
 _OF_REWARD = {"groups": "prompts_per_step", "rows": "num_generations"}  # of `train` with objective=rl
 _OF_CHECKPOINTS = {"finished_blocks": "finished_block_context", "search": "retrieval_gate"}
 
@@ -90,6 +97,14 @@ def explain_old_key(key: str) -> str | None:
 def find_new_value(name: str, value: Any) -> str | None:
     """The present name of a value of the setting `name`; None for any other value."""
     return _RENAMED_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
+
+
+def explain_old_value(name: str, value: Any) -> str | None:
+    """What has become of a value of the setting `name`, and the remedy; None for any other value."""
+    if new := find_new_value(name, value):
+        return f"is now {name}={new}: write that"
+    reason = _REMOVED_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
+    return reason and f"was removed: {reason}"
 
 
 def upgrade_settings(settings: dict[str, Any], path: str = "") -> dict[str, Any]:

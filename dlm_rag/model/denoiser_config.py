@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Lt
-from pydantic import ConfigDict, Field, Strict
+from pydantic import ConfigDict, GetPydanticSchema, Strict
 from pydantic.dataclasses import dataclass
+from pydantic_core.core_schema import literal_schema
 
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
@@ -25,12 +26,19 @@ Size = Annotated[int, Strict(), Ge(1)]
 SizeOrZero = Annotated[int, Strict(), Ge(0)]
 Real = Annotated[float, Strict(), Gt(1e-37), Lt(1e38)]  # which float32 can hold
 Flag = Annotated[bool, Strict()]
-Layout = Annotated[str, Field(pattern=f"^({'|'.join(EVIDENCE_LAYOUTS)})$")]
-Grid = Annotated[str, Field(pattern="^(prompt|canvas)$")]
-FinishedBlocks = Annotated[str, Field(pattern="^(recompute|no_evidence)$")]
-CommitRule = Annotated[str, Field(pattern="^(threshold|policy_head|entropy_bound)$")]
-ScoreFunction = Annotated[str, Field(pattern="^(softmax|sigmoid)$")]
-Gate = Annotated[str, Field(pattern="^(always|policy_head)$")]
+
+
+def _one_of(*choices: str) -> GetPydanticSchema:
+    """Checks as `Literal` does, for a field whose type is a text."""
+    return GetPydanticSchema(lambda *_: literal_schema([*choices]))
+
+
+Layout = Annotated[str, _one_of(*EVIDENCE_LAYOUTS)]
+Grid = Annotated[str, _one_of("prompt", "canvas")]
+FinishedBlocks = Annotated[str, _one_of("recompute", "no_evidence")]
+CommitRule = Annotated[str, _one_of("threshold", "policy_head", "entropy_bound")]
+ScoreFunction = Annotated[str, _one_of("softmax", "sigmoid")]
+Gate = Annotated[str, _one_of("always", "policy_head")]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

@@ -125,6 +125,16 @@ def test_a_run_that_an_older_version_began_goes_on(objective):
         assert {key: upgrade_settings(flat)[key] for key in held} == held
 
 
+@pytest.mark.parametrize("value", ["append", "frozen", "kept"])
+def test_a_removed_value_is_answered_with_a_remedy(value, tmp_path):
+    says = f"decode.finished_block_context={value} was removed: .*: set it to recompute"
+    with pytest.raises(ConfigError, match=says):
+        load_config(None, [f"decode.finished_block_context={value}"])
+    (tmp_path / "stored.yaml").write_text(f"decode: {{finished_blocks: {value}}}")
+    with pytest.raises(ConfigError, match=says):
+        load_config(str(tmp_path / "stored.yaml"), stored=True)
+
+
 def test_a_removed_setting_is_explained_and_dropped_from_stored_files():
     with pytest.raises(ConfigError, match=r"retrieval\.bm25_cache_gib .* removed: .*leave it out"):
         load_config(None, ["retrieval.bm25_cache_gib=0"])
