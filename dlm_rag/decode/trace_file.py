@@ -132,7 +132,7 @@ class TraceWriter:
 
     def __init__(self, path: Path, header: TraceHeader, held: TraceContents | None = None) -> None:
         held = held or scan_trace(path)
-        if held.questions and held.header is None:
+        if (held.questions or held.passages) and held.header is None:
             raise TraceError(f"{path} is a trace of version 1, which nothing can be added to: name another")
         self.file, self._written = Journal(path), dict(held.passages)
         self._common = (held.header or header).settings

@@ -44,6 +44,11 @@ def make_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
+def make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 def make_hole(path: Path) -> None:
     """A file of 300 MB that takes no room."""
     with path.open("wb") as file:
@@ -67,6 +72,12 @@ def change_tensor(name, change):
     return apply
 
 
+def add_token(path: Path) -> None:
+    """One more row for the weights of the vocabulary."""
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        change_tensor(name, lambda old: old[[*range(len(old)), 0]])(path)
+
+
 def change_text(old: str, new: str):
     return lambda path: path.write_text(path.read_text().replace(old, new))
 
@@ -81,12 +92,15 @@ CASES = [
         (says, {CONFIG: content}) for says, content in (
             ("'secret' model", {"model_type": "secret"}),
             ("code of its own that is never executed", {"model_type": "secret", "auto_map": {"AutoModel": "evil.M"}}),
+            ("is a '['llama']' model", {"model_type": ["llama"]}),
             ("nearest: 'llada'", {"model_type": "LLaDA"}),
             ("config.json: the key 'model_type' is missing", {"model_type": ABSENT}),
             ("config.json: the file is not JSON", "[" * 100_000),
+            ("config.json: the file is not JSON", "9" * 5000),
             ("the key 'a' occurs a second time", '{"a": 1, "a": 2}'),
             ("config.json: the file is not UTF-8", b"\xff\xfe{}"),
             ("config.json is not a regular file", make_pipe),
+            ("config.json is not a regular file", make_folder),
             ("config.json is larger than", make_hole),
             ("for the 10000000 layers", {"num_hidden_layers": 10**7}),
             ("num_attention_heads='4' must be a whole", LLAMA | {"num_attention_heads": "4"}),
@@ -199,6 +213,7 @@ CASES = [
             )
         ),
         ("model.safetensors is not a regular file", {WEIGHTS: make_pipe}),
+        ("mask_token_id=258 is not a token", {CONFIG: {"mask_token_id": 258, "vocab_size": 259}, WEIGHTS: add_token}),
         ("norm.weight has the type I16", {WEIGHTS: change_tensor("norm.weight", lambda old: old.short())}),
         ("pickled", {WEIGHTS: None, "model/pytorch_model.bin": b"\x80\x04"}),
         ("there is model.gguf", {WEIGHTS: None, "model/model.gguf": b"GGUF"}),
@@ -231,6 +246,7 @@ CASES = [
             for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
             for text in ("[]", "{")
         ),
+        ("is not a regular file", {"model/chat_template.jinja": make_pipe}),
         ("chat template must show", {"model/chat_template.jinja": "hello"}),
         *(
             (f"chat template{says}", {TOKENIZER_CONFIG: {"chat_template": template}})

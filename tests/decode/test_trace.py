@@ -210,6 +210,13 @@ def test_version_1_is_still_read(tmp_path):
         TraceWriter(path, HEADER)
 
 
+def test_nothing_is_added_to_texts_without_a_header(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"passage": "emma", "text": "Austen"}\n')
+    with pytest.raises(TraceError, match="which nothing can be added to"):
+        TraceWriter(path, HEADER)
+
+
 def test_a_bad_trace_is_one_sentence(tmp_path):
     path = write_rollouts(tmp_path / "t.jsonl", HEADER, [make_rollout_with()])
     header, *passages, line = path.read_text().splitlines(keepends=True)

@@ -185,6 +185,22 @@ MASK_FILES = {
         "special_tokens_map.json": {"mask_token": {"content": "<hole>", "lstrip": False}},
         "tokenizer.json": {"added_tokens": [token("<|MASK|>", 6), token("<hole>", 7)]},
     },
+    # What is no token is passed over.
+    "beside numbers": {
+        "tokenizer_config.json": {"added_tokens": [1, 2]}, "added_tokens.json": {"<|MASK|>": 7}
+    },
+    "beside a number in letters": {
+        "tokenizer_config.json": {"added_tokens_decoder": {"x": "<|x|>", "7": "<|MASK|>"}}
+    },
+    "declared as a number": {
+        "tokenizer_config.json": {"mask_token": 5}, "added_tokens.json": {"<|MASK|>": 7}
+    },
+    "declared as a list": {
+        "special_tokens_map.json": {"mask_token": ["a"]}, "added_tokens.json": {"<|MASK|>": 7}
+    },
+    "list with tokens called as keys are": {
+        "added_tokens.json": {"added_tokens": 5, "mask_token": 6, "<|MASK|>": 7}
+    },
 }  # fmt: skip
 
 

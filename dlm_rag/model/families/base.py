@@ -151,16 +151,16 @@ def find_mask_token_id(folder: Path, usual: str) -> int:
 
     Raises `CheckpointError` where the files know neither.
     """
-    declared, ids = None, dict[Any, Any]()
+    declared, ids = None, dict[str, Any]()
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json"):
         if name == "tokenizer.json" and (declared or usual) in ids:
             break  # it is long, and needed only where the others do not say it
         raw = read_checkpoint_json(folder / name) if (folder / name).exists() else {}
+        if name == "added_tokens.json":
+            ids |= raw  # ids by text, and nothing else
+            continue
         declared = declared or _get_content(raw.get("mask_token"))
-        added = [(token, token.get("id")) for token in raw.get("added_tokens") or []]
-        added += [(token, int(n)) for n, token in (raw.get("added_tokens_decoder") or {}).items()]
-        added += raw.items() if name == "added_tokens.json" else ()
-        ids |= {_get_content(token): number for token, number in added}
+        ids |= _read_added_tokens(raw)
     found = ids.get(declared or usual)
     if type(found) is not int:
         raise CheckpointError(
@@ -170,6 +170,17 @@ def find_mask_token_id(folder: Path, usual: str) -> int:
     return found
 
 
-def _get_content(token: Any) -> Any:
-    """The text of a token, which these files give as it is or with its settings."""
-    return token.get("content") if isinstance(token, dict) else token
+def _read_added_tokens(raw: dict[str, Any]) -> dict[str, Any]:
+    """Ids by text of the tokens that a file adds to the vocabulary; all else is passed over."""
+    listed, by_id = raw.get("added_tokens"), raw.get("added_tokens_decoder")
+    tokens = [token for token in listed if isinstance(token, dict)] if isinstance(listed, list) else []
+    added = [(token, token.get("id")) for token in tokens]
+    if isinstance(by_id, dict):
+        added += [(token, int(number)) for number, token in by_id.items() if number.isdecimal()]
+    return {text: number for token, number in added if (text := _get_content(token)) is not None}
+
+
+def _get_content(token: Any) -> str | None:
+    """The text of a token, which these files give as it is or with its settings, if it is one."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
