@@ -197,11 +197,13 @@ def is_setting(word: str) -> bool:
 
 def _reject_mistaken_word(word: str) -> None:
     """Raises `ConfigError` for what is rather a setting, a file or a flag than a question."""
+    is_file = False
     with suppress(OSError, ValueError):  # what cannot be a path is no file
-        if Path(word).is_file():
-            raise ConfigError(
-                f"'{word}' is not a question but a file: give it after its flag, as in --questions FILE"
-            )
+        is_file = Path(word).is_file()
+    if is_file:
+        raise ConfigError(
+            f"'{word}' is not a question but a file: give it after its flag, as in --questions FILE"
+        )
     bare = word.strip("“”‘’„«»")
     is_one_word = bare.isascii() and not re.search(r"[\s?]", bare)
     if is_one_word or re.match(r"[‐-―−]|\w+\.[\w.]+\s*=", bare):  # a text editor makes one dash of two
