@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 POWERCAP = Path("/sys/class/powercap")
+BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 MAX_WRAP_SECONDS = 60.0  # after so long without a reading a counter may have wrapped twice
 SHARED_SCOPE = " and perhaps its CPU"  # GH200's counter includes it (zeus #172); GB's may
 INSTALL_COMMAND = "pip install 'dlm_rag[energy]'"
@@ -105,10 +106,18 @@ def _find_rapl_counters() -> list[EnergyCounter]:
         except (OSError, ValueError) as error:
             raise SensorError(f"{folder} cannot be read: {summarize_error(error)}") from None
         scope = f"CPU {name.replace('-', ' ')} without its memory"
-        counters[name] = EnergyCounter(f"{platform.node()}:{name}", scope, "RAPL", read, 0.001, wraps_at)
+        counters[name] = EnergyCounter(f"{_identify_host()}:{name}", scope, "RAPL", read, 0.001, wraps_at)
     if not counters:
         raise SensorError(f"no RAPL in {POWERCAP}")
     return list(counters.values())
+
+
+def _identify_host() -> str:
+    """The same for all that runs on a machine, its containers included; hosts may share a hostname."""
+    try:
+        return BOOT_ID_FILE.read_text()[:8]
+    except OSError:
+        return platform.node()
 
 
 def _find_gpu_counter(device: torch.device) -> EnergyCounter:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from io import FileIO
 from pathlib import Path
 
@@ -52,14 +52,18 @@ def digest_open_file(file: FileIO, path: Path) -> str:
     return found
 
 
-def compute_file_digest(file: FileIO, path: Path) -> str:
-    """The same of what the disk gives now: one that loses a bit changes no time of the file."""
+def compute_file_digest(file: FileIO, path: Path, draws: bool = True) -> str:
+    """The same of what the disk gives now: one that loses a bit changes no time of the file.
+
+    draws: a progress bar.
+    """
     size = read_file_state(file.fileno())["size"]
     digest = create_hasher(size)
     block = memoryview(bytearray(min(READ_BLOCK_BYTES, size + 1)))
     file.seek(0)
     # Read, not mapped: a file that is cut short meanwhile ends the mapping's process.
-    with report_progress(replace_control_chars(f"reading {path.name}"), size, "bytes") as advance:
+    words = replace_control_chars(f"reading {path.name}")
+    with report_progress(words, size, "bytes") if draws else nullcontext(lambda count: None) as advance:
         while count := file.readinto(block):
             digest.update(block[:count])
             advance(count)

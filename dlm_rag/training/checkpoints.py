@@ -160,13 +160,28 @@ def find_damaged_files(path: Path, record: CheckpointRecord, processes: Distribu
 
 
 def _share_files(path: Path, processes: DistributedContext) -> list[Path]:
-    """The files of a checkpoint that this process reads."""
-    return sorted(path.glob("*.safetensors"))[processes.rank :: processes.world_size]
+    """The files of a checkpoint that this process reads; all must call.
+
+    A process may not see yet what another has written, so all share one list.
+    """
+    listed = processes.all_gather_object([file.name for file in path.glob("*.safetensors")])
+    names = sorted(set().union(*listed))
+    return [path / name for name in names[processes.rank :: processes.world_size]]
 
 
-def _compute_digest(path: Path) -> str:
+def _compute_digest(path: Path, draws: bool = True) -> str:
     with path.open("rb", buffering=0) as file:
-        return compute_file_digest(file, path)
+        return compute_file_digest(file, path, draws)
+
+
+def _check_digests(path: Path, digests: dict[str, str]) -> None:
+    """Raises `RunError` where the files of a checkpoint are not those that have digests."""
+    odd = {file.name for file in path.glob("*.safetensors")} ^ digests.keys()
+    if odd:
+        raise RunError(
+            f"{path} could not be written: its processes do not see the same files ({min(odd)}); the "
+            "checkpoint before is intact: --resume"
+        )
 
 
 def _find_damage(path: Path, digest: str | None) -> str:
@@ -241,8 +256,10 @@ class Checkpoints:
                 f"the checkpoint of step {step} could not be written to {target.parent} "
                 f"({_last_line(error)}); the one before is intact: make room and --resume"
             ) from error
-        own = {file.name: _compute_digest(file) for file in _share_files(scratch, self._processes)}
+        # Without a progress bar: the caller has its own.
+        own = {file.name: _compute_digest(file, False) for file in _share_files(scratch, self._processes)}
         digests = dict(ChainMap(*self._processes.all_gather_object(own)))
+        self._processes.check_on_main(lambda: _check_digests(scratch, digests))
         if self._processes.is_main:
             files = {file.name: file.stat().st_size for file in scratch.iterdir()}
             raw = {"format": CHECKPOINT_FORMAT, **asdict(replace(record, files=files, digests=digests))}

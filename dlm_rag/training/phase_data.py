@@ -44,8 +44,6 @@ def open_questions(phase: Phase) -> tuple[TrainingQuestions, CorpusRetriever, Qu
     """Questions of `data.questions`, or made from `data.corpus`; some are held out for validation."""
     config, train = phase.config, phase.train
     assert config.data.corpus is not None
-    if config.data.questions is None and train.max_hops == 1:
-        raise ConfigError("train.max_hops=1: questions made from data.corpus need 2 passages or more")
     corpus = open_corpus(config.data.corpus, config.retrieval.index_dir)
     if config.data.questions is None:
         questions = generate_corpus_questions(corpus, phase.builder, train.max_hops, config.data.held_out)

@@ -85,6 +85,8 @@ class Task:
                 f"trainable={train.trainable} does not go with objective={train.objective}: set it to "
                 f"{' or '.join(sorted(cls.trainable))}"
             )
+        if config.data.corpus is not None and config.data.questions is None and train.max_hops == 1:
+            raise ConfigError("train.max_hops=1: questions made from data.corpus need 2 passages or more")
 
     @classmethod
     def rollout_settings(cls, config: Config, train: TrainConfig) -> DecodeConfig | None:

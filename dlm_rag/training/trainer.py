@@ -276,13 +276,13 @@ class Trainer:
             return self._checkpoints.save(record, self.root, self.optimizers, keep=start)
 
     def restore(self) -> bool:
-        """Goes on from the checkpoint that was the newest, of this phase or the one before; False without.
+        """Goes on from the newest checkpoint, of this phase or the one before; False without.
 
         Raises `CheckpointError` where it is broken.
         """
-        if self._begun is None:
+        if (found := find_latest_checkpoint(self.task.phase.folder)) is None:
             return False
-        path, record = self._begun
+        path, record = found
         state, name = record.state, self.state.phase
         same = state.phase == name
         kept = same or record.phase.get("train.optimizer") == self.train.optimizer

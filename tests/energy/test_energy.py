@@ -285,6 +285,18 @@ def test_a_cpu_is_measured_without_the_gpus_that_are_not_used(rapl):
     assert "mps" in describe_sensors(torch.device("mps"))[0]
 
 
+def test_two_machines_of_one_hostname_have_two_cpus(rapl, tmp_path, monkeypatch):
+    rapl("intel-rapl:0")
+    monkeypatch.setattr(sensors, "BOOT_ID_FILE", tmp_path / "boot_id")
+    monkeypatch.setattr(sensors.platform, "node", lambda: "localhost")
+    names = [find_counters(CPU)[0][0].device]
+    for boot_id in ("11111111-2222", "33333333-2222"):
+        sensors.BOOT_ID_FILE.write_text(boot_id)
+        names.append(find_counters(CPU)[0][0].device)
+    assert names == ["localhost:package-0", "11111111:package-0", "33333333:package-0"]
+    assert merge_readings([part(name) for name in names[1:]]).joules == 200
+
+
 def test_a_device_that_cannot_be_waited_for_is_no_error_of_the_meter():
     def gone():
         raise RuntimeError("CUDA error: device-side assert triggered")

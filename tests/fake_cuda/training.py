@@ -1,13 +1,16 @@
 """Training on a CUDA device that is not there; run by tests/fake_cuda/test_fake_cuda.py."""
 
+import traceback
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
+from dlm_rag.training.losses import MaskedObjective
 from tests.fake_cuda.checked_kernels import checked_kernels
 from tests.fake_cuda.decode import STEP_TRAFFIC
-from tests.fake_cuda.device import fake_cuda
+from tests.fake_cuda.device import PACKAGE, fake_cuda
 from tests.support.setup_matrix import (
     TRAINING_SETUPS,
     force_mixed_rewards,
@@ -110,3 +113,46 @@ def test_gradients_flow_through_the_kernels(tmp_path, folder, kernel):
         trainer, _ = make_fake_cuda_trainer(tmp_path, folder, "sft", *words)
         trainer.step()
     assert set(calls) == {kernel.split(",")[0]}
+
+
+# Faults that are planted.
+
+
+def leave_on_host(monkeypatch, denoiser):
+    denoiser.inverse_frequencies = torch.zeros(denoiser.inverse_frequencies.shape)
+
+
+def wait_for_the_loss(monkeypatch, denoiser):
+    forward = MaskedObjective.forward
+
+    def waits(self, *part):
+        loss, sums = forward(self, *part)
+        assert loss.item() == 0
+        return loss, sums
+
+    monkeypatch.setattr(MaskedObjective, "forward", waits)
+
+
+def narrow_a_product(monkeypatch, denoiser):
+    denoiser.layers[0].mlp.up_proj.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("plant", "says", "file", "line"),
+    [
+        (leave_on_host, "two devices, c", "denoiser.py", "self.inverse_frequencies"),
+        (wait_for_the_loss, "_local_scalar_dense.default waits", "training.py", "loss.item()"),
+        (narrow_a_product, "aten.mm.default got numbers of", "layers.py", ""),
+    ],
+)
+def test_a_fault_is_found_where_it_is(tmp_path, folder, monkeypatch, plant, says, file, line):
+    """Autocast would hide a product of two dtypes, so in float32 there."""
+    words = ["train.dtype=float32"] if plant is narrow_a_product else []
+    with fake_cuda():
+        trainer, _ = make_fake_cuda_trainer(tmp_path, folder, "sft", *words)
+        plant(monkeypatch, trainer.denoiser)
+        with pytest.raises(RuntimeError, match=says) as found:
+            trainer.step()
+    frames = traceback.extract_tb(found.value.__traceback__)
+    last = [frame for frame in frames if frame.filename.startswith((PACKAGE, __file__))][-1]
+    assert Path(last.filename).name == file and line in last.line

@@ -51,6 +51,12 @@ class Regression(Task):
         return {"target": self.conditions(state) - 0.25, "steps": state.get("steps", 0) + 1}
 
 
+class OldSource(Regression):
+    @classmethod
+    def open_source(cls, phase):
+        return None, None
+
+
 class Distance(nn.Module):
     def __init__(self, denoiser):
         super().__init__()
@@ -83,6 +89,10 @@ def test_a_task_of_ones_own_is_stepped_saved_and_resumed(tmp_path):
     assert again.restore() and again.task_state == {"target": 1.5, "steps": 2}
     assert [again.step() for _ in range(2)] == rest
     assert again.state == trainer.state
+    assert again.restore() and again.state.step == 2 and again.task_state == {"target": 1.5, "steps": 2}
+    assert trainer.restore() and trainer.state == again.state, "and so does one that began from nothing"
+    rest = [again.step() for _ in range(2)]
+    assert [trainer.step() for _ in range(2)] == rest
     assert torch.equal(again.denoiser.norm.weight, trainer.denoiser.norm.weight)
 
 
@@ -128,6 +138,9 @@ def test_an_objective_of_ones_own_is_named_on_the_command_line(tmp_path, monkeyp
         (["train.objective=math:floor"], "Task"),
         (["train.objective=no_such_module:Task"], "no_such_module"),
         (["train.trainable=policy_heads"], "trainable"),
+        (["train.objective=tests.training.test_custom_task:OldSource"], "open_data"),
+        (["data.corpus=x", "train.max_hops=1"], "max_hops"),
+        (["train.objective=rl", "model.path=x", "data.corpus=x", "train.max_hops=1"], "max_hops"),
         (["train.objective=rl"], "model.path"),
         (["train.objective=rl", "model.path=x", "train.reward=math:no_such"], "train.reward"),
         (["train.objective=rl", "model.path=x", "train.min_hops=4", "train.max_hops=2"], "min_hops"),

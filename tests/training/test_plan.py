@@ -238,7 +238,7 @@ def test_rollouts_count_where_they_take_more_than_the_update():
 
 
 def run_measured(*command):
-    """Runs a command; its exit status, output, processor seconds and peak memory in bytes.
+    """Runs a command; its exit status, output, errors, processor seconds and peak memory in bytes.
 
     By way of a small process: a child begins with the peak of the process that it was made by.
     """
@@ -248,7 +248,7 @@ def run_measured(*command):
         "used = resource.getrusage(resource.RUSAGE_CHILDREN)\n"
         "size = used.ru_maxrss * (1 if sys.platform == 'darwin' else 1024)\n"
         "seconds = used.ru_utime + used.ru_stime\n"
-        "print(json.dumps([done.returncode, done.stdout + done.stderr, seconds, size]))"
+        "print(json.dumps([done.returncode, done.stdout, done.stderr, seconds, size]))"
     )
     command = [sys.executable, "-c", script, *map(str, command)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -266,8 +266,11 @@ LINE = (
 def test_a_plan_takes_less_than_a_gigabyte_and_half_a_minute(words):
     """Of which importing torch and what trains takes 0.3 GB and 3 s of one core."""
     data = ["data.corpus=examples/passages.jsonl"] if "corpus.yaml" in words else []
-    status, said, seconds, size = run_measured(sys.executable, "train.py", "--plan", *words.split(), *data)
-    assert status == 0, said
-    for text in ("parameters", "optimizer", "it sends", "network", "together", "kWh"):
-        assert text in said, text
+    command = [sys.executable, "train.py", "--plan", *words.split(), *data]
+    asked = ["plan.devices=2", "plan.days=1"] if words == "--config tiny.yaml" else []
+    status, said, errors, seconds, size = run_measured(*command, *asked)
+    assert status == 0 and not errors, errors
+    texts = ["parameters", "optimizer", "it sends", "network", "together", "kWh"]
+    for text in (*texts, *(["wait for no link", "2 x gb300 ask for"] if asked else [])):
+        assert text in " ".join(said.split()), text
     assert size < 1e9 and seconds < 30

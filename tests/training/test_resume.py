@@ -6,6 +6,7 @@ import shutil
 import struct
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,13 @@ from safetensors.torch import load_file, save_file
 from dlm_rag.commands import train as train_command
 from dlm_rag.config import list_setting_fields, load_config
 from dlm_rag.errors import CheckpointError, ConfigError
-from dlm_rag.training.checkpoints import RECORD_FILE, find_resume_point, skip_damaged_checkpoints
+from dlm_rag.training.checkpoints import (
+    RECORD_FILE,
+    find_damaged_files,
+    find_latest_checkpoint,
+    find_resume_point,
+    skip_damaged_checkpoints,
+)
 from dlm_rag.training.fingerprint import CHANGEABLE_KEYS, collect_phase_settings, collect_run_settings
 from dlm_rag.training.initial_weights import InitialModel
 from dlm_rag.training.tasks import TASKS, find_task
@@ -138,6 +145,24 @@ def test_a_checkpoint_that_is_not_what_was_written_gives_way_to_the_one_before(f
     assert find_resume_point(folder, [""])[0] == 2
     assert len(told) == 1 and "step-00000004" in told[0] and says in told[0], told
     assert skip_damaged_checkpoints(folder, SINGLE_PROCESS) == told
+
+
+def test_every_file_is_read_where_a_process_does_not_see_all(folder, tmp_path):
+    """The second does not list the first of three files yet."""
+    whole, late = folder / "checkpoints" / "step-00000004", tmp_path / "late"
+    record = find_latest_checkpoint(folder)[1]
+    for name in "ab":
+        save_file({"x": torch.full((1,), float("nan"))}, whole / f"{name}.safetensors")
+    shutil.copytree(whole, late)
+    (late / "a.safetensors").unlink()
+    listed, found = [[file.name for file in path.glob("*.safetensors")] for path in (whole, late)], []
+    for rank, path in enumerate((whole, late)):
+        gathered = iter([listed])
+        processes = SimpleNamespace(
+            rank=rank, world_size=2, all_gather_object=lambda own, left=gathered: next(left, [own])
+        )
+        found += find_damaged_files(path, replace(record, digests=dict.fromkeys(listed[0], "")), processes)
+    assert sorted(line.split()[0] for line in found) == sorted(listed[0])
 
 
 @pytest.mark.parametrize("what", FOREIGN)

@@ -36,6 +36,7 @@ from dlm_rag.training.rl.policy_loss import (
 )
 from dlm_rag.training.rl.reward import compute_advantages, compute_reward, compute_reward_parts
 from dlm_rag.training.rl.rollouts import WeightedStep, fill_rollout_buffer, sample_rollout_steps
+from dlm_rag.training.rl.task import ALARM_PATIENCE_STEPS, find_alarms
 from dlm_rag.training.trainer import open_trainer
 from tests.support.decoding import LAYOUTS, QUESTIONS, make_decoder, rollout_records
 from tests.support.passages import write_jsonl_file
@@ -297,6 +298,16 @@ def test_rollouts_with_an_error_leave_their_group_and_are_counted(corpus_file, m
     buffer = fill_rollout_buffer(decoder, asked, TrainConfig(num_generations=3, f1_weight=1.0), 0.0)
     assert buffer.sums["failed"] == 3 and buffer.sums["rollouts"] == 3 and buffer.sums["groups"] == 2
     assert all(taken.rollout.id.startswith("a.") for taken in buffer.steps)
+
+
+def test_alarms_by_hand():
+    calm = {"unmixed": 0, "certain": 0, "searches_at_first": 5.0, "searches": 6.0}
+    assert find_alarms(calm, False) == {}
+    unmixed = calm | {"unmixed": ALARM_PATIENCE_STEPS}
+    assert "nothing was learned" in find_alarms(unmixed, False)["unmixed"]
+    assert "only prices were learned" in find_alarms(unmixed, True)["unmixed"]
+    assert "nothing new is tried" in find_alarms(calm | {"certain": ALARM_PATIENCE_STEPS}, False)["certain"]
+    assert "search_cost" in find_alarms(calm | {"searches": 10.5}, False)["searches"]
 
 
 def test_an_alarm_is_reported_once_for_each_cause_of_a_run(tmp_path, model):
