@@ -272,7 +272,7 @@ class Engine(AbstractContextManager["Engine"]):
         for group in self._groups:
             for row in list(group.rows):
                 self.cancel(row.ticket)
-            self._retrieval.apply_search(group.search)
+            group.search = NO_SEARCH  # nobody takes what it finds, nor what it raises
         self._retrieval.close()
 
     def step(self) -> list[StepEvent]:

@@ -15,6 +15,7 @@ from dlm_rag import Decoder
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.model_runner import MaskedModelRunner
 from dlm_rag.diffusion.commit_rules import Proposals
+from dlm_rag.errors import CorpusError
 from dlm_rag.questions import Question
 from tests.support.decoding import (
     QUESTIONS,
@@ -132,6 +133,24 @@ def test_a_server_that_is_down_is_asked_once(corpus):
     found = Decoder(tiny_denoiser(), retriever, tiny_tokenizer()).decode(QUESTIONS)
     assert {r.error for r in found} == {"the search failed: ConnectionError: nobody answers"}
     assert retriever.calls == 1
+
+
+def test_a_search_that_ends_the_run_is_raised_once(corpus):
+    """With a search of the other half under way that fails alike."""
+
+    class Failing(CountingRetriever):
+        def search(self, queries):
+            raise CorpusError(f"the corpus has changed: {queries[0].text}")
+
+    config = DecodeConfig(max_new_tokens=8, batch_size=2, overlap="pipeline")
+    engine = Decoder(tiny_denoiser(), Failing(corpus), tiny_tokenizer(), config).new_engine()
+    with pytest.raises(CorpusError) as caught, engine:
+        for question in ASKED[:2]:
+            engine.submit(question)
+        while engine.busy:
+            engine.step()
+    assert QUESTIONS[0] in str(caught.value) and caught.value.__context__ is None
+    assert not engine.busy and "_worker" not in vars(engine._retrieval)
 
 
 class Trivial:
@@ -276,6 +295,7 @@ WAYS = [
     {"max_new_tokens": 12, "block_length": 4, "retrieval_interval": 2},
     {"max_new_tokens": 30, "query_policy": "feedback", "retrieval_threshold": 0.9},
     {"max_new_tokens": 11, "query_policy": "two_rounds", "commit_threshold": 0.5},
+    {"max_new_tokens": 8, "commit_rule": "margin", "tokens_per_step": 2},
     {"max_new_tokens": 9, "temperature": 1.3, "commit_rule": "grounded", "query_policy": "response"},
 ]
 

@@ -1,5 +1,7 @@
 """The transformer against the public models, and its two ways of running against each other."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -83,3 +85,20 @@ def test_only_the_tokens_that_are_read_go_through_the_last_layer():
         nothing, again = denoiser.encode(packed(ids, read=[()] * 3), keep=True)
     assert nothing.shape == (0, 32)
     torch.testing.assert_close(again, kept)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_a_few_graphs_serve_all_layers_and_lengths():
+    plain, compiled = tiny_denoiser(num_hidden_layers=3), tiny_denoiser(num_hidden_layers=3)
+    torch._dynamo.reset()  # graphs of other tests would serve
+    compiled.compile_layers()
+    compiled.compile_layers()
+    assert plain.compilations is None and compiled.compilations == 0
+    with torch.inference_mode():
+        for lengths in ([7], [3, 9], [5, 2, 6], [30, 31]):
+            read = [range(0, length, 2) for length in lengths]
+            rows = packed([torch.arange(length) for length in lengths], read=read)
+            found, expected = (d.encode(rows)[0] for d in (compiled, plain))
+            torch.testing.assert_close(found, expected)
+    assert 2 <= compiled.compilations <= 6

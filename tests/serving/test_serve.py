@@ -16,10 +16,12 @@ from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.errors import RunError
 from dlm_rag.questions import Question
+from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.serving.async_engine import EngineRequest
 from dlm_rag.serving.middleware import read_api_keys
 from dlm_rag.serving.responses import find_stop
+from tests.support.block_attention import block_denoiser
 from tests.support.gemma_decoding import QueryHashRetriever, make_gemma_decoder
 from tests.support.passages import PASSAGES, write_jsonl_file
 from tests.support.processes import wait_until
@@ -42,6 +44,7 @@ from tests.support.serving import (
     serve_decoder,
 )
 from tests.support.tiny_diffusion_gemma import write_tiny_gemma
+from tests.support.tiny_models import tiny_tokenizer
 
 KEYS = ["a-key-of-the-first-one", "a-key-of-another-one"]
 
@@ -58,11 +61,16 @@ def decoder(corpus):
 
 @pytest.fixture
 def make_decoder_of(corpus, gemma_folder):
-    """A decoder of a masked model, or of one that denoises from uniform noise, with settings of its own."""
+    """A decoder of a masked model, of one that edits, or of one of uniform noise, with own settings."""
 
     def make(kind, **settings):
         if kind == "masked":
             return made_decoder(corpus, replace(SETTINGS, **settings))
+        if kind == "edits":
+            own = replace(SETTINGS, edit_threshold=0.1, **settings)
+            return Decoder(
+                block_denoiser(), load_retriever(RetrievalConfig(top_k=2), corpus), tiny_tokenizer(), own
+            )
         retriever = QueryHashRetriever(corpus, 2)
         return make_gemma_decoder(gemma_folder, retriever, **(GEMMA_SETTINGS | settings))
 
@@ -111,6 +119,7 @@ def test_answers_and_figures_are_those_of_the_decoder(make_decoder_of, kind):
         ("masked", {"temperature": 1.0, "seed": 3}),
         ("masked", {"block_length": 4}),
         ("masked", {"max_tokens": 5}),
+        ("edits", {}),
         pytest.param("uniform", {}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -142,10 +151,12 @@ def test_a_stream_shows_every_step_and_text_that_is_never_taken_back(make_decode
                 later = zip(*canvases[step:], strict=True)
                 kept = "".join(tokens[0] or "" for tokens in takewhile(lambda t: len({*t}) == 1, later))
                 assert len("".join(texts[: step + 1])) <= len(kept)
-            taken_back += sum(len(step.remasked) for step in rollout.steps)
+            taken_back += sum(len(step.remasked) + len(step.edited) for step in rollout.steps)
             early += any(texts[:-1])
     if kind == "uniform":
         assert early and taken_back > 10, "else nothing of it was tested"
+    if kind == "edits":
+        assert not early and taken_back, "what may be edited is not shown as text"
 
 
 def test_stop_texts_cut_the_stream_and_the_whole_alike(decoder):
