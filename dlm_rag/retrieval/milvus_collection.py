@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -32,7 +32,8 @@ INDEX_PARAMS: dict[str, dict[str, Any]] = {"sparse": {"inverted_index_algo": "DA
 SEARCH_PARAMS: dict[str, dict[str, Any]] = {"sparse": {"drop_ratio_search": 0.0}, "dense": {}}
 # Limits of the engine: hits of a search, bytes of a text.
 MAX_SEARCH_HITS, MAX_TEXT_BYTES = 16_384, 65_535
-MAX_FETCHED_ROWS = 1000  # by one call
+MAX_REQUEST_ITEMS = 1000  # vectors of a search, keys of a query
+MAX_REQUEST_HITS = 1_000_000  # of a search: less than the 64 MiB that gRPC takes
 MAX_CONNECT_SECONDS = 1.0  # a wrong address is reported within two
 MAX_BUILD_SECONDS = 600.0  # for an index, for loading
 # A channel that waits up to 2 minutes, as by default, is still closed when the server is back.
@@ -195,15 +196,41 @@ class MilvusCollection:
                 entity[field] = vector
         self._call("upsert", entities)
 
-    def search(self, field: str, vectors: Sequence[Any], limit: int) -> list[Hits]:
-        """The best `limit` hits of each vector; of sparse ones those that share a word with it."""
-        found = self._call(
-            "search", list(vectors), anns_field=field, limit=limit, output_fields=["row"],
-            search_params={"metric_type": "IP", "params": SEARCH_PARAMS[field]},
-            consistency_level="Bounded",  # nothing is written any more
-        )  # fmt: skip
-        every = [[(hit["distance"], self._row(hit["row"])) for hit in hits] for hits in found]
-        return [[hit for hit in hits if field == "dense" or hit[0] > 0] for hits in every]
+    def search(self, asked: dict[str, list[Any]], limit: int) -> dict[str, list[Hits]]:
+        """Field -> the best `limit` hits of each of its vectors; of sparse ones those that share a word.
+
+        All are asked for together, in one call.
+        """
+
+        def send(field: str, vectors: list[Any], seconds: float) -> Any:
+            return self._client.search(
+                self.name, vectors, anns_field=field, limit=limit, output_fields=["row"], timeout=seconds,
+                search_params={"metric_type": "IP", "params": SEARCH_PARAMS[field]},
+                consistency_level="Bounded", _async=True,  # nothing is written any more
+            )  # fmt: skip
+
+        def search(seconds: float) -> dict[str, list[Any]]:
+            size = max(1, min(MAX_REQUEST_ITEMS, MAX_REQUEST_HITS // limit))
+            sent = {
+                field: [send(field, vectors[n : n + size], seconds) for n in range(0, len(vectors), size)]
+                for field, vectors in asked.items()
+            }
+            return {
+                field: [hits for part in parts for hits in part.result()] for field, parts in sent.items()
+            }
+
+        found = self._call(search)
+        return {
+            field: [
+                [
+                    (hit["distance"], self._row(hit["row"]))
+                    for hit in hits
+                    if field == "dense" or hit["distance"] > 0
+                ]
+                for hits in every
+            ]
+            for field, every in found.items()
+        }
 
     def fetch_rows(self, rows: Sequence[int], fields: Sequence[str] = ()) -> list[dict[str, Any]]:
         """Of each row "passage", a `Passage`, and its vectors `fields`.
@@ -211,8 +238,8 @@ class MilvusCollection:
         Raises `SearchUnavailableError` for missing rows: the engine leaves them out silently.
         """
         found: dict[int, dict[str, Any]] = {}
-        for start in range(0, len(rows), MAX_FETCHED_ROWS):
-            keys = [self._key(row) for row in rows[start : start + MAX_FETCHED_ROWS]]
+        for start in range(0, len(rows), MAX_REQUEST_ITEMS):
+            keys = [self._key(row) for row in rows[start : start + MAX_REQUEST_ITEMS]]
             names = ["row", *TEXT_FIELDS, *fields]
             for entity in self._call(
                 "query", filter=f"row in {keys}", output_fields=names, consistency_level="Bounded"
@@ -241,11 +268,16 @@ class MilvusCollection:
             "begin again with the one that is there"
         )
 
-    def _call(self, method: str, *given: Any, **settings: Any) -> Any:
-        """What a method of the client says of the collection; raises as the class says."""
+    def _call(self, method: str | Callable[[float], Any], *given: Any, **settings: Any) -> Any:
+        """What a method of the client says of the collection; raises as the class says.
+
+        method: its name, or what is called with the seconds that it may take.
+        """
 
         def attempt(seconds: float) -> Any:
             try:
+                if not isinstance(method, str):
+                    return method(seconds)
                 return getattr(self._client, method)(self.name, *given, **{"timeout": seconds} | settings)
             except Exception as error:
                 code = getattr(error, "code", None)

@@ -8,7 +8,6 @@ they end among equals.
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -78,7 +77,7 @@ class MilvusRetriever(RowRetriever):
         self._read: MemoizedBatchFunction[int, Passage] = MemoizedBatchFunction(
             lambda rows: [entity["passage"] for entity in collection.fetch_rows(rows)]
         )
-        self._pool, self._count_due = ThreadPoolExecutor(len(self._fields), "milvus"), 0.0
+        self._count_due = 0.0
 
     def read_rows(self, rows: Sequence[int]) -> list[Passage]:
         with profile_stage("retrieve/search"):
@@ -86,48 +85,53 @@ class MilvusRetriever(RowRetriever):
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         """As in `RowRetriever`; raises `RunError` where equals have no end."""
+        single = len(self._fields) == 1
+        deep = depth if single else max(depth, self._fusion_depth)
+        texts = {
+            field: [(query.text,) if field == "sparse" else query.parts for query in queries]
+            for field in self._fields
+        }
         with profile_stage("retrieve/search"):
-            if len(self._fields) == 1:
-                return self._rank_by_field(self._fields[0], queries, depth)
-            deep = max(depth, self._fusion_depth)
-            both = self._pool.map(lambda field: self._rank_by_field(field, queries, deep), self._fields)
-            return [
-                fuse_rankings(rankings, depth, self._fusion_depth) for rankings in zip(*both, strict=True)
-            ]
+            found = self._rank_vectors(
+                {field: self._vectorize(field, texts[field]) for field in texts}, deep
+            )
+        rankings = [
+            [interleave_rankings([found[field].get(text, []) for text in each], deep) for each in parts]
+            for field, parts in texts.items()
+        ]
+        if single:
+            return rankings[0]
+        return [fuse_rankings(both, depth, self._fusion_depth) for both in zip(*rankings, strict=True)]
 
-    def _rank_by_field(self, field: str, queries: Sequence[Query], depth: int) -> list[Ranking]:
-        parts = [(query.text,) if field == "sparse" else query.parts for query in queries]
+    def _vectorize(self, field: str, parts: Sequence[tuple[str, ...]]) -> dict[str, Any]:
+        """Text -> its vector, without the texts that have none."""
         texts = list(dict.fromkeys(text for each in parts for text in each))
         if field == "sparse":
-            vectors: dict[str, Any] = {text: words for text in texts if (words := count_query_words(text))}
-        else:
-            assert self._embed is not None
-            vectors = {text: v.tolist() for text, v in zip(texts, self._embed(texts), strict=True)}
-        hits = self._find_hits(field, list(vectors.values()), depth)
-        found = {
-            text: [row for _, row in select_top_hits(each, depth, SCORE_TIE_DECIMALS[field])]
-            for text, each in zip(vectors, hits, strict=True)
-        }
-        return [interleave_rankings([found.get(text, []) for text in each], depth) for each in parts]
+            return {text: words for text in texts if (words := count_query_words(text))}
+        assert self._embed is not None
+        return {text: v.tolist() for text, v in zip(texts, self._embed(texts), strict=True)}
 
-    def _find_hits(self, field: str, vectors: list[Any], depth: int) -> list[Hits]:
-        """Hits of each vector, down to where no other can have the score of the last that is wanted."""
-        limit, digits = depth + EXTRA_HITS, SCORE_TIE_DECIMALS[field]
-        while vectors:
+    def _rank_vectors(self, asked: dict[str, dict[str, Any]], depth: int) -> dict[str, dict[str, Ranking]]:
+        """Field -> text -> its best rows; asks again where the last wanted hit may have more equals."""
+        found: dict[str, dict[str, Ranking]] = {field: {} for field in asked}
+        limit = depth + EXTRA_HITS
+        while any(asked.values()):
             limit = min(limit, MAX_SEARCH_HITS)
-            found = self._collection.search(field, vectors, limit)
-            for hits in found:
-                self._check_hits(field, hits, limit)
-            scores = [[round(score, digits) for score, _ in hits] for hits in found]
-            if not any(len(each) == limit and each[-1] == each[depth - 1] for each in scores):
-                return found
-            if limit == MAX_SEARCH_HITS:
+            sent = {field: list(vectors.values()) for field, vectors in asked.items() if vectors}
+            for field, answers in self._collection.search(sent, limit).items():
+                digits = SCORE_TIE_DECIMALS[field]
+                for text, hits in zip(list(asked[field]), answers, strict=True):
+                    self._check_hits(field, hits, limit)
+                    if len(hits) < limit or not _ends_in_tie(hits, depth, digits):
+                        found[field][text] = [row for _, row in select_top_hits(hits, depth, digits)]
+                        del asked[field][text]
+            if limit == MAX_SEARCH_HITS and any(asked.values()):
                 raise RunError(
                     f"more than {MAX_SEARCH_HITS:,} passages have the same score, and Milvus gives no "
                     "more: their order is unknown"
                 )
             limit *= EXTRA_HITS_GROWTH
-        return []
+        return found
 
     def _check_hits(self, field: str, hits: Hits, limit: int) -> None:
         """Raises `SearchUnavailableError` where hits are missing."""
@@ -139,6 +143,10 @@ class MilvusRetriever(RowRetriever):
         if not hits and time.monotonic() >= self._count_due:  # nothing found, or nothing there?
             self._collection.check_row_count()
             self._count_due = time.monotonic() + COUNT_CHECK_SECONDS
+
+
+def _ends_in_tie(hits: Hits, depth: int, digits: int) -> bool:
+    return round(hits[-1][0], digits) == round(hits[depth - 1][0], digits)
 
 
 def open_milvus_retriever(config: RetrievalConfig) -> MilvusRetriever:
@@ -205,7 +213,7 @@ def check_engine_scores(collection: MilvusCollection, fields: Sequence[str]) -> 
         vector = count_query_words(entity["passage"].text) if field == "sparse" else entity[field]
         right = field == "dense" or entity[field].keys() == (vector.keys() or {EMPTY_PASSAGE_WORD_ID})
         if right and vector:
-            (hits,) = collection.search(field, [vector], min(EXTRA_HITS, count))
+            (hits,) = collection.search({field: [vector]}, min(EXTRA_HITS, count))[field]
             scores, found = [score for score, _ in hits], [other for _, other in hits]
             itself, *ours = (
                 _multiply_vectors(vector, stored[field])
@@ -236,13 +244,8 @@ def ingest_corpus(collection: MilvusCollection, corpus: Corpus, config: Retrieva
     fields = VECTOR_FIELDS[config.method]
     wanted = CollectionInfo(corpus.fingerprint, config.method, len(corpus))  # type: ignore[arg-type]
     vectorize: dict[str, Callable[[list[str]], Sequence[Any]]] = {}
-    there = collection.describe()
-    if there and there.fingerprint != corpus.fingerprint:
-        raise CorpusError(f"{collection.url} holds other passages than {corpus.path}: give another name")
-    if there and there.kind != config.method:
-        raise ConfigError(
-            f"{collection.url} is built with retrieval.method={there.kind}: give that, or another name"
-        )
+    if there := collection.describe():
+        _check_same_corpus(there, collection.url, corpus, config)
     if "dense" in fields:
         from dlm_rag.retrieval.encoder import TextEncoder
 
@@ -255,7 +258,7 @@ def ingest_corpus(collection: MilvusCollection, corpus: Corpus, config: Retrieva
     if there is None:
         _check_text_sizes(corpus)
         collection.create(wanted)
-        collection.describe()
+        _check_same_corpus(collection.describe(), collection.url, corpus, config)  # another may be faster
     check_collection_encoder(collection, config.embedding_model, wanted.encoder)
     collection.check_indexes(create=True)
     collection.load()  # what is not loaded cannot be counted
@@ -274,6 +277,16 @@ def ingest_corpus(collection: MilvusCollection, corpus: Corpus, config: Retrieva
     collection.finish_build()
     check_engine_scores(collection, fields)
     return len(corpus) - start
+
+
+def _check_same_corpus(
+    info: CollectionInfo | None, url: str, corpus: Corpus, config: RetrievalConfig
+) -> None:
+    """Raises `UserError` where a collection is of other passages or of another kind."""
+    if info is None or info.fingerprint != corpus.fingerprint:
+        raise CorpusError(f"{url} holds other passages than {corpus.path}: give another name")
+    if info.kind != config.method:
+        raise ConfigError(f"{url} is built with retrieval.method={info.kind}: give that, or another name")
 
 
 def count_complete_rows(collection: MilvusCollection) -> int:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.passages import write_jsonl_file
 from tests.support.paths import ROOT
@@ -274,7 +275,9 @@ def test_an_engine_that_is_not_exact_is_found_at_the_start(server, few, monkeypa
     """As an index that drops small numbers would be."""
     search = MilvusCollection.search
     monkeypatch.setattr(
-        MilvusCollection, "search", lambda *given: [change(hits) for hits in search(*given)]
+        MilvusCollection,
+        "search",
+        lambda *given: {field: [change(hits) for hits in every] for field, every in search(*given).items()},
     )
     refused(server.url("few"), "does not give the scores of its passages (sparse, row 0)")
     monkeypatch.undo()
@@ -548,3 +551,45 @@ def test_builds_that_are_killed_lose_nothing(own_server, tmp_path):
     _, said = last.communicate(timeout=120)
     assert last.returncode == 0, said
     assert found_ids(own_server, "killed") == [f"p{n}" for n in range(6000)]
+
+
+# ---------------------------------------------------------------------------------- what is asked for
+
+
+class Answers:
+    """A client whose every search finds 200 hits: equal ones for the vector 1, others for the rest."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int, int]] = []  # field, vectors, limit
+
+    def search(self, _, vectors, anns_field, limit, **settings):
+        self.asked.append((anns_field, len(vectors), limit))
+        hits = [
+            [{"distance": 1.0 if vector == [1.0] else 300.0 - n, "row": n} for n in range(min(limit, 200))]
+            for vector in vectors
+        ]
+        return type("Future", (), {"result": lambda _: hits})()
+
+
+def fake_retriever(method: str) -> tuple[MilvusRetriever, Answers]:
+    collection, client = MilvusCollection.__new__(MilvusCollection), Answers()
+    collection.url, collection.name, collection._client = "milvus://here/a", "a", client
+    collection._breaker = CircuitBreaker("a", 1.0)
+    collection.info = CollectionInfo("f", method, 200)
+    config = RetrievalConfig(method=method, top_k=3, fusion_depth=3)
+    vectors = [torch.tensor([1.0]), torch.tensor([0.5]), torch.tensor([0.25])]
+    return MilvusRetriever(collection, config, lambda texts: vectors[: len(texts)]), client
+
+
+def test_a_search_on_trial_may_ask_for_both_fields():
+    found, client = fake_retriever("hybrid")
+    found._collection._breaker._failed = retry.CIRCUIT_FAILURE_THRESHOLD
+    assert found.rank([Query("herbert dune", ("herbert", "dune"))], 3)
+    assert {field for field, *_ in client.asked} == {"sparse", "dense"}
+
+
+def test_only_what_ends_among_equals_is_asked_for_again(monkeypatch):
+    found, client = fake_retriever("dense")
+    monkeypatch.setattr(milvus_collection, "MAX_REQUEST_ITEMS", 2)
+    assert found.rank([Query("a b c", ("a", "b", "c"))], 3) == [[0, 1, 2]]
+    assert client.asked == [("dense", 2, 28), ("dense", 1, 28), ("dense", 1, 112), ("dense", 1, 448)]
