@@ -16,7 +16,7 @@ from dlm_rag import __version__
 from dlm_rag.config import Config, RetrievalConfig
 from dlm_rag.decode.trace_file import TraceHeader, build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
-from dlm_rag.evidence.prompt_segments import ContextBudget, truncate_evidence
+from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
 from dlm_rag.files.hub import SHIPPED_FOLDER
 from dlm_rag.machine import (
     choose_device,

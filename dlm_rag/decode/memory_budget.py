@@ -24,8 +24,8 @@ from dlm_rag.diffusion.commit_rules import samples_actions
 from dlm_rag.diffusion.copy_crf import estimate_crf_bytes
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.batch_kv_cache import PREFILL_SCRATCH_TOKENS
-from dlm_rag.evidence.prompt_segments import ContextBudget
 from dlm_rag.evidence.segment_kv_cache import has_unified_memory, measure_free_bytes
+from dlm_rag.evidence.truncation import ContextBudget
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS

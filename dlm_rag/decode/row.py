@@ -17,7 +17,8 @@ from dlm_rag.decode.copy_sources import CopySources
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout, RolloutStep, cite_passages
 from dlm_rag.diffusion.commit_rules import Proposals, samples_actions
-from dlm_rag.evidence.prompt_segments import FittedPrompt, LaidOutPrompt
+from dlm_rag.evidence.prompt_segments import LaidOutPrompt
+from dlm_rag.evidence.truncation import FittedPrompt
 from dlm_rag.questions import Question
 from dlm_rag.randomness import sample_uniform
 from dlm_rag.retrieval.corpus import Passage

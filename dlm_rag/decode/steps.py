@@ -23,15 +23,8 @@ from dlm_rag.diffusion.commit_rules import (
     samples_actions,
 )
 from dlm_rag.errors import QuestionError, UserError
-from dlm_rag.evidence.prompt_segments import (
-    ContextBudget,
-    FittedPrompt,
-    LaidOutPrompt,
-    fit_passages,
-    keep_shorter_texts,
-    lay_out_prompt,
-    order_by_arrival,
-)
+from dlm_rag.evidence.prompt_segments import LaidOutPrompt, lay_out_prompt, order_by_arrival
+from dlm_rag.evidence.truncation import ContextBudget, FittedPrompt, fit_passages, keep_shorter_texts
 from dlm_rag.model.policy_heads import PolicyHeads
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.retrieval.base import PartialSearchError, Retriever, interleave_rankings

@@ -24,7 +24,7 @@ from dlm_rag.config import ServingConfig
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.energy.meter import EnergyMeter
 from dlm_rag.errors import QuestionError
-from dlm_rag.evidence.prompt_segments import ContextBudget, truncate_evidence
+from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
 from dlm_rag.page.render import render_live_page
 from dlm_rag.questions import Question
 from dlm_rag.serving.async_engine import AsyncEngine, EngineRequest

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from dlm_rag.decode.rollout import CommittedToken, Rollout
-from dlm_rag.evidence.prompt_segments import ContextBudget, fit_passages
+from dlm_rag.evidence.truncation import ContextBudget, fit_passages
 from dlm_rag.page.render import (
     build_end_record,
     build_start_record,

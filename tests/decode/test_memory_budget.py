@@ -20,8 +20,8 @@ from dlm_rag.decode.memory_budget import (
 )
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence import batch_kv_cache
-from dlm_rag.evidence.prompt_segments import ContextBudget
 from dlm_rag.evidence.segment_kv_cache import has_unified_memory, measure_free_bytes
+from dlm_rag.evidence.truncation import ContextBudget
 from dlm_rag.model.memory_tracker import MemoryTracker
 from dlm_rag.tokenizer import PromptTemplate
 from dlm_rag.training.planning.plan import check_run_fits

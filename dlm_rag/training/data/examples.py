@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import takewhile
 
-from dlm_rag.evidence.prompt_segments import ContextBudget, lay_out_prompt, truncate_evidence
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
+from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.tokenizer import Prompt, Tokenizer

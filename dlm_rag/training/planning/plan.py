@@ -11,8 +11,9 @@ import torch
 from dlm_rag.config import Config, TrainConfig
 from dlm_rag.decode.memory_budget import GIB, DecodeMemory, LongestRow, count_kv_bytes
 from dlm_rag.errors import ConfigError
-from dlm_rag.evidence.prompt_segments import ContextBudget, lay_out_prompt
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.evidence.segment_kv_cache import measure_free_bytes
+from dlm_rag.evidence.truncation import ContextBudget
 from dlm_rag.machine import choose_dtype
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families import FAMILIES

@@ -1,0 +1,107 @@
+"""What of a prompt fits into the context, and what is cut by a fixed rule."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dlm_rag.errors import QuestionError
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
+from dlm_rag.tokenizer import Prompt, Tokenizer
+
+
+@dataclass(frozen=True)
+class ContextBudget:
+    """How evidence is laid out and what must hold it next to the canvas; lengths in tokens."""
+
+    layout: str
+    context_length: int
+    canvas_length: int
+    passage_length: int
+    passage_order: str = "best_first"  # as `decode.passage_order`
+
+    @classmethod
+    def from_config(
+        cls,
+        shape: DenoiserConfig,
+        layout: str | None = None,
+        canvas: int | None = None,
+        passage_order: str = "best_first",
+    ) -> "ContextBudget":
+        """The room in a denoiser's context; by default with its own layout and canvas."""
+        return cls(
+            layout or shape.evidence_layout, shape.max_position_embeddings, canvas or shape.canvas_length,
+            shape.passage_length, passage_order,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """What of the evidence did not fit into the context."""
+
+    tokens: int = 0
+    passages_shortened: int = 0
+    passages_dropped: int = 0
+
+
+def truncate_evidence(prompt: Prompt, room: ContextBudget) -> tuple[Prompt, Truncation]:
+    """The prompt with as much evidence as the context holds, and what was cut.
+
+    Passages keep their tokens in rank order until the context is full; the one that crosses the end is
+    shortened, later ones are dropped. Where they are separate, each is shortened to `passage_length`. What
+    is dropped leaves an empty fact. Raises `QuestionError` when the question alone does not fit.
+    """
+    left = room.context_length - len(prompt.head) - len(prompt.tail) - room.canvas_length
+    if EVIDENCE_LAYOUTS[room.layout].separate_passages:
+        left -= room.passage_length
+        facts = [fact[: room.passage_length] for fact in prompt.facts]
+    else:
+        facts = []
+        for fact in prompt.facts:
+            facts.append(fact[: max(0, left - sum(map(len, facts)))])
+    if left < 0:
+        raise QuestionError(
+            f"the question is {-left} tokens too long: the context of {room.context_length} must hold it "
+            f"and the canvas of {room.canvas_length}"
+        )
+    lost = [len(fact) - len(kept) for fact, kept in zip(prompt.facts, facts, strict=True)]
+    shortened = sum(1 for kept, n in zip(facts, lost, strict=True) if n and kept)
+    cut = Truncation(sum(lost), shortened, sum(1 for kept in facts if not kept))
+    return Prompt(prompt.head, tuple(facts), prompt.tail), cut
+
+
+@dataclass(frozen=True)
+class FittedPrompt:
+    """A prompt that fits, and what became of each passage."""
+
+    prompt: Prompt
+    texts: dict[str, str]  # by id, in rank order: what of each passage is in the prompt
+    dropped: tuple[str, ...]  # ids of the passages without a place, which rank after all others
+    truncation: Truncation
+
+
+def fit_passages(
+    tokenizer: Tokenizer, question: str, passages: Mapping[str, str], room: ContextBudget
+) -> FittedPrompt:
+    """The prompt for a question and its passages (id -> text as found, in rank order).
+
+    They are cut by rank, whatever their order in the prompt. A passage without a place still shapes the
+    prompt: the one before it is not the last fact, which alone has no line break after it where facts are
+    numbered. Raises `QuestionError` when the question alone does not fit.
+    """
+    step = -1 if room.passage_order == "best_last" else 1
+    prompt = tokenizer.build_prompt(question, list(passages.values())[::step])
+    ranked = Prompt(prompt.head, prompt.facts[::step], prompt.tail)
+    fitted, cut = truncate_evidence(ranked, room)
+    texts = {
+        name: text if kept == fact else tokenizer.decode_with_offsets(list(kept))[0]
+        for (name, text), fact, kept in zip(passages.items(), ranked.facts, fitted.facts, strict=True)
+        if kept
+    }
+    placed = Prompt(fitted.head, fitted.facts[::step], fitted.tail)
+    return FittedPrompt(placed, texts, tuple(name for name in passages if name not in texts), cut)
+
+
+def keep_shorter_texts(texts: dict[str, str], more: Mapping[str, str]) -> None:
+    """Takes texts up; of a passage cut twice the shorter stays, which makes for a safe citation."""
+    for name, text in more.items():
+        texts[name] = min(texts.get(name, text), text, key=len)
