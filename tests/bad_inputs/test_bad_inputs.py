@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers  # noqa: F401 - its log handler keeps the stderr of its first import
 
 from dlm_rag.__main__ import dispatch
 from dlm_rag.cli import run_program
