@@ -194,6 +194,9 @@ class EngineConfig(CheckedSettings):
         0.0, low=0, only_with=MASKED | {"engine.prefix_cache_gib": (None, SET)}
     )
     """host memory in GiB for cached evidence that leaves the device"""
+    cache_dtype: str = setting("auto", choices=("auto", "int8"), only_with=MASKED)
+    """dtype of cached keys and values of evidence: auto (that of the model) or int8 (half of bfloat16;
+    scales by token and head)"""
     compile: bool = setting(False, only_with=MASKED)
     """compile around attention with torch.compile: faster after half a minute; changes rounding"""
 

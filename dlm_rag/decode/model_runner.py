@@ -17,11 +17,14 @@ from dlm_rag.diffusion.commit_rules import ACTION_STATISTICS, STATISTICS, Propos
 from dlm_rag.diffusion.copy_crf import CopyCRF, apply_copy_crf
 from dlm_rag.diffusion.policy import SoftThreshold, draw_actions, sample_at_quantile
 from dlm_rag.evidence.batch_kv_cache import CacheRequest, ForwardSpan, KVCacheManager
+from dlm_rag.evidence.kv_tiers import KVArena
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
 from dlm_rag.evidence.segment_kv_cache import CacheStats, EvidencePool, default_pool_bytes
+from dlm_rag.model.attention import KERNELS_WITH_LSE
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_host
+from dlm_rag.model.kv_format import KVFormat
 from dlm_rag.model.packed_batch import pack_rows
 from dlm_rag.nvtx_ranges import profile_stage
 
@@ -128,7 +131,8 @@ class MaskedModelRunner(ModelRunner):
     def reset_cache(self) -> None:
         device, engine, budget = self.denoiser.device, self._engine, self._budget
         # What was kept is freed first: the pool is a share of what is free.
-        self.pool, self._contexts = None, KVCacheManager(self.denoiser, None)
+        format = KVFormat(self.denoiser, engine.cache_dtype)
+        self.pool, self._contexts = None, KVCacheManager(self.denoiser, None, format)
         if budget is not None:
             near = budget.pool_bytes
         elif engine.prefix_cache_gib is None:
@@ -136,8 +140,11 @@ class MaskedModelRunner(ModelRunner):
         else:
             near = int(engine.prefix_cache_gib * GIB)
         if near:
-            self.pool = EvidencePool(device, near, int(engine.cpu_offload_gib * GIB))
-        self._contexts = KVCacheManager(self.denoiser, self.pool)
+            shares = self.denoiser.backend in KERNELS_WITH_LSE
+            self.pool = EvidencePool(
+                device, KVArena(near, format) if shares else near, int(engine.cpu_offload_gib * GIB)
+            )
+        self._contexts = KVCacheManager(self.denoiser, self.pool, format)
         if budget is not None and budget.slot_tokens:  # slots that grow exist twice for a moment
             self._contexts.reserve(budget.slot_count, budget.slot_tokens, budget.scratch_tokens)
         self._dtype = self.denoiser.compute_dtype
@@ -156,6 +163,10 @@ class MaskedModelRunner(ModelRunner):
     def propose(self, views: Sequence[ModelInput]) -> list[Proposals]:
         if self.denoiser.compute_dtype != self._dtype:
             self.reset_cache()  # an autocast has begun or ended since
+        parts = self._contexts.split_rows([view.laid_out_prompt for view in views])
+        return [found for part in parts for found in self._propose(views[part])]
+
+    def _propose(self, views: Sequence[ModelInput]) -> list[Proposals]:
         with profile_stage("encode_evidence"):
             runs, context = self._contexts.prepare_rows([self._cache_request(view) for view in views])
         with profile_stage("denoise"):

@@ -1,12 +1,15 @@
-"""The contexts of the rows in a batch, each in its slot: only what changed is written, or computed.
+"""The contexts of the rows in a batch: only what changed is written, or computed.
 
 A slot holds what a row sees in the order in which it stands: segments that see themselves alone, the
 finished part of the chain of lead and canvas, whose blocks see what stands before them, and segments that
 only the window after them sees. What an earlier call left there stays where nothing before it has changed;
 else segments are moved or come from the pool, and the chain runs again, in the same call as the window.
+
+Where the kernel gives log-sum-exps (varlen, flash), the pool is an arena in which all rows read the same
+segments; a slot holds the chain alone, and without blocks there are no slots.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -14,12 +17,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from dlm_rag.errors import RunError
 from dlm_rag.evidence.encode_segments import encode_segments
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
 from dlm_rag.evidence.segment_kv_cache import CacheStats, EvidencePool
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.kv_format import KVFormat
 from dlm_rag.model.kv_store import CachedRows, SlotKVCache, round_up_to_page
 from dlm_rag.model.packed_batch import Segment
+from dlm_rag.model.shared_segments import SharedSegments
 
 PREFILL_SCRATCH_TOKENS = 8192  # in whole pages: of new segments that may run in the same call as the rows
 
@@ -57,10 +63,13 @@ class _SlotLayout:
     first: int = 0
     chain: tuple[int, ...] = ()  # its finished tokens
     later: tuple[Segment, ...] = ()
+    shared: bool = False  # whether segments lie in the arena
 
     @cached_property
     def places(self) -> tuple[int, list[tuple[Segment, int]], int]:
         """Where the chain begins, where each segment stands, and where the window goes on."""
+        if self.shared:
+            return 0, [], len(self.chain)
         lengths = [len(segment.ids) for segment in (*self.context, *self.later)]
         lengths.insert(len(self.context), len(self.chain))
         at = list(accumulate(lengths, initial=0))
@@ -74,9 +83,10 @@ class KVCacheManager:
     Without a `pool` everything is encoded again at every step, as a plain implementation does.
     """
 
-    def __init__(self, denoiser: Denoiser, pool: EvidencePool | None) -> None:
+    def __init__(self, denoiser: Denoiser, pool: EvidencePool | None, format: KVFormat) -> None:
         config = denoiser.config
-        self._denoiser, self._pool = denoiser, pool
+        self._denoiser, self._pool, self._format = denoiser, pool, format
+        self._arena = None if pool is None else pool.arena
         self._store = SlotKVCache(
             config.num_hidden_layers, config.num_key_value_heads, config.head_dim, denoiser.device,
             denoiser.compute_dtype,
@@ -97,7 +107,30 @@ class KVCacheManager:
         """A row has left its slot."""
         self._held.pop(slot, None)
 
-    def prepare_rows(self, shown: Sequence[CacheRequest]) -> tuple[list[ForwardSpan], CachedRows | None]:
+    def split_rows(self, prompts: Sequence[LaidOutPrompt]) -> list[slice]:
+        """Rows in parts whose segments fit into the arena together, as few as come in this order.
+
+        Raises `RunError` for a row whose segments do not.
+        """
+        if self._arena is None:
+            return [slice(0, len(prompts))]
+        parts, seen, start = list[slice](), set[Segment](), 0
+        for row, laid in enumerate(prompts):
+            own = {*laid.context_segments, *laid.later_segments}
+            if seen and not self._arena.holds(seen | own):
+                parts.append(slice(start, row))
+                seen, start = set(), row
+            seen |= own
+            if not self._arena.holds(seen):
+                raise RunError(
+                    f"a prompt has {sum(len(segment.ids) for segment in own):,} tokens, and the cache of "
+                    f"evidence holds {self._arena.tokens:,}: raise engine.prefix_cache_gib"
+                )
+        return [*parts, slice(start, len(prompts))]
+
+    def prepare_rows(
+        self, shown: Sequence[CacheRequest]
+    ) -> tuple[list[ForwardSpan], CachedRows | SharedSegments | None]:
         """Writes what changed into the slots of these rows.
 
         Returns what is left to run, first segments that nothing holds, then row by row; and what these runs
@@ -111,7 +144,7 @@ class KVCacheManager:
         orders = [
             _SlotLayout(
                 laid.context_segments, row.canvas_segment.first,
-                row.canvas_segment.ids[: row.finished_tokens], laid.later_segments,
+                row.canvas_segment.ids[: row.finished_tokens], laid.later_segments, self._arena is not None,
             )
             for laid, row in zip(prompts, shown, strict=True)
         ]  # fmt: skip
@@ -119,11 +152,13 @@ class KVCacheManager:
         self.cache_stats.requested_tokens += sum(
             len(segment.ids) for order in orders for segment in (*order.context, *order.later)
         )
-        room = [
-            order.places[2] + len(row.canvas_segment.ids) - len(order.chain)
-            for row, order in zip(shown, orders, strict=True)
-        ]
-        self._store.reserve(max(row.slot for row in shown) + 1, max(room))
+        uses_slots = self._arena is None or any(laid.block_size is not None for laid in prompts)
+        if uses_slots:
+            room = [
+                order.places[2] + len(row.canvas_segment.ids) - len(order.chain)
+                for row, order in zip(shown, orders, strict=True)
+            ]
+            self._store.reserve(max(row.slot for row in shown) + 1, max(room))
         lacking, spans = list[tuple[Segment, int]](), []
         for number, (row, order, held) in enumerate(zip(shown, orders, before, strict=True)):
             held = held if self._pool is not None else _SlotLayout()
@@ -131,19 +166,31 @@ class KVCacheManager:
             valid = _count_reusable_tokens(row, held, order)
             spans += [(number, *span) for span in self._remaining_spans(row, order, valid)]
             self._next[row.slot] = order
-        self._new = self._fetch_from_pool(lacking)
-        number_of = {segment: n for n, segment in enumerate(self._new)}
-        copies = [(number_of[segment], place) for segment, place in lacking if segment in number_of]
+        new = self._fetch_from_pool(lacking) if self._arena is None else self._fetch_into_arena(orders)
+        sizes = [round_up_to_page(len(segment.ids)) * uses_slots for segment in new]
+        self._store.reserve(0, 0, sum(sizes))
+        scratch = self._store.slots * self._store.capacity
+        self._new = dict(zip(new, accumulate(sizes, initial=scratch), strict=False))
         runs = [ForwardSpan(None, 0, segment) for segment in self._new]
         runs += [ForwardSpan(n, begin, segment) for n, begin, segment, _ in spans]
         starts = [*self._new.values(), *(shown[n].slot * self._store.capacity for n, *_ in spans)]
         seen = [*[0] * len(self._new), *(place for *_, place in spans)]
-        return runs, CachedRows(self._store, starts, seen, copies)
+        number_of = {segment: n for n, segment in enumerate(self._new)}
+        copies = [(number_of[segment], place) for segment, place in lacking if segment in number_of]
+        slots = CachedRows(self._store, starts, seen, copies) if uses_slots else None
+        if self._arena is None:
+            return runs, slots
+        read = [_visible_segments(orders[n], begin) for n, begin, *_ in spans]
+        ranges = [*[()] * len(new), *(tuple(map(self._arena.range_of, row)) for row in read)]
+        written = [(n, self._arena.range_of(segment).start) for segment, n in number_of.items()]
+        return runs, SharedSegments(self._arena, ranges, written, slots)
 
     def store_computed(self) -> None:
         """Keeps what the call has computed."""
         self._held |= self._next
-        if self._pool is not None:
+        if self._pool is not None and self._arena is not None:
+            self._pool.commit()
+        elif self._pool is not None:
             for segment, place in self._new.items():
                 self._pool.add(segment, self._store.read_tokens(place, len(segment.ids)))
         self._new, self._next = {}, {}
@@ -175,19 +222,15 @@ class KVCacheManager:
                     begin = piece.start - chain.start
                     yield begin, piece, begin + ahead
 
-    def _fetch_from_pool(self, lacking: Sequence[tuple[Segment, int]]) -> dict[Segment, int]:
-        """Puts segments from the pool where they are lacking.
-
-        Returns those that the pool does not hold, each with its place in the scratch room: they run in the
-        same call as the rows, or, where they are too many, here.
-        """
+    def _fetch_from_pool(self, lacking: Sequence[tuple[Segment, int]]) -> list[Segment]:
+        """Puts segments from the pool where they are lacking; returns those that are left to run."""
         wanted: dict[Segment, list[int]] = {}
         for segment, place in lacking:
             wanted.setdefault(segment, []).append(place)
 
         def put(segment: Segment, kept: Tensor) -> None:
             for place in wanted[segment]:
-                self._store.write_tokens(place, kept)
+                self._store.write_tokens(place, self._format.unpack(kept, segment.start))
 
         new = []
         for segment in wanted:
@@ -196,18 +239,38 @@ class KVCacheManager:
                 new.append(segment)
             else:
                 put(segment, kept)
+        return self._run_ahead(new, put)
+
+    def _fetch_into_arena(self, orders: Sequence[_SlotLayout]) -> list[Segment]:
+        """Brings what the rows see into the arena; returns the segments that are left to run."""
+        assert self._pool is not None and self._arena is not None
+        seen = dict.fromkeys(segment for order in orders for segment in (*order.context, *order.later))
+        new = self._run_ahead(self._pool.locate(list(seen)), self._arena.write)
+        if not new:
+            self._pool.commit()
+        return new
+
+    def _run_ahead(self, new: list[Segment], put: Callable[[Segment, Tensor], None]) -> list[Segment]:
+        """Runs new segments here where they are too many for the call of the rows, or are kept compressed.
+
+        Then the rows see the same numbers now and later. Returns what is left to run in that call.
+        """
         self.cache_stats.encoded_tokens += sum(len(segment.ids) for segment in new)
-        sizes = [round_up_to_page(len(segment.ids)) for segment in new]
-        if sum(sizes) > PREFILL_SCRATCH_TOKENS:
-            for part in _scratch_batches(new):
-                for segment, kept in zip(part, encode_segments(self._denoiser, part), strict=True):
-                    put(segment, kept)
-                    if self._pool is not None:
-                        self._pool.add(segment, kept)
-            new, sizes = [], []
-        self._store.reserve(0, 0, sum(sizes))
-        scratch = self._store.slots * self._store.capacity
-        return dict(zip(new, accumulate(sizes, initial=scratch), strict=False))
+        tokens = sum(round_up_to_page(len(segment.ids)) for segment in new)
+        if tokens <= PREFILL_SCRATCH_TOKENS and not self._format.is_compressed:
+            return new
+        for part in _scratch_batches(new):
+            for segment, computed in zip(part, encode_segments(self._denoiser, part), strict=True):
+                kept = self._format.pack(computed, segment.start)
+                put(segment, kept)
+                if self._pool is not None and self._arena is None:
+                    self._pool.add(segment, kept)
+        return []
+
+
+def _visible_segments(order: _SlotLayout, token: int) -> tuple[Segment, ...]:
+    """What a token of the chain sees: one of a finished block nothing of what stands after it."""
+    return order.context if token < len(order.chain) else (*order.context, *order.later)
 
 
 def _scratch_batches(segments: Sequence[Segment]) -> Iterator[list[Segment]]:

@@ -3,16 +3,19 @@
 import math
 import os
 import re
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from dlm_rag.evidence.kv_tiers import KVArena, Tier
 from dlm_rag.model.packed_batch import Segment
+
+if TYPE_CHECKING:
+    from dlm_rag.evidence.evidence_store import EvidenceStore
 
 _CGROUP = Path("/sys/fs/cgroup")
 CGROUP_MEMORY_FILES = (  # limit and usage of a container, in version 2 and in version 1
@@ -29,6 +32,7 @@ class CacheStats:
     requested_tokens: int = 0  # tokens that rows saw, summed over steps
     encoded_tokens: int = 0  # tokens that the denoiser had to run for
     host_tokens: int = 0  # tokens that came back from host memory
+    store_tokens: int = 0  # tokens that came from files
     evicted_segments: int = 0  # segments that had to make room
 
     @property
@@ -76,18 +80,27 @@ def default_pool_bytes(device: torch.device) -> int:
 
 
 class EvidencePool:
-    """Keys and values (N, 2, n, Hk, D) of segments, the least recently used leaving first.
+    """Keys and values of segments, as a `KVFormat` keeps them, the least recently used leaving first.
 
-    The first tier lies on the denoiser's device; what leaves it goes to a second one in host memory,
-    pinned for CUDA. No tier ever holds more than its budget in bytes. Copies between the tiers run on a
-    stream of their own, while the denoiser runs.
+    The first tier lies on the denoiser's device: tensors, or a `KVArena` that rows read in place. What
+    leaves it goes to a second one in host memory, pinned for CUDA. A `store` of files holds all that was
+    computed. No tier ever holds more than its budget in bytes. Copies between the tiers run on a stream of
+    their own, while the denoiser runs.
     """
 
-    def __init__(self, device: torch.device, device_bytes: int, host_bytes: int = 0) -> None:
-        self._device = device
-        self._near, self._far = _Tier(device_bytes), _Tier(host_bytes, pinned=device.type == "cuda")
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" and host_bytes else None
-        self._done: dict[Segment, Any] = {}  # events: of the last copy of a segment
+    def __init__(
+        self, device: torch.device, near: "int | KVArena", host_bytes: int = 0,
+        store: "EvidenceStore | None" = None,
+    ) -> None:  # fmt: skip
+        """near: bytes on the device, or an arena there."""
+        self._device, self.store = device, store
+        self.arena = near if isinstance(near, KVArena) else None
+        self._near: Tier = Tier(near) if isinstance(near, int) else near
+        self._far = Tier(host_bytes, pinned=device.type == "cuda")
+        self._copies = (
+            torch.cuda.Stream(device) if device.type == "cuda" and (host_bytes or store) else None
+        )
+        self._arriving: dict[Segment, Any] = {}  # events: after which a segment is on the device
         self.cache_stats = CacheStats()
 
     @property
@@ -101,87 +114,112 @@ class EvidencePool:
         return self._near.budget
 
     def prefetch(self, segments: Iterable[Segment]) -> None:
-        """Starts the copies of what lies in host memory, so that `get` need not wait for them."""
-        for segment in segments:
-            self._onload(segment)
+        """Starts to bring what lies in host memory or in files, so that `get` need not wait."""
+        away = [segment for segment in segments if segment not in self._near.kept]
+        if self.store is not None:
+            self.store.prefetch(segment for segment in away if segment not in self._far.kept)
+        for segment in away:
+            if segment in self._far.kept:
+                self._onload(segment)
 
     def get(self, segment: Segment) -> Tensor | None:
-        """The keys and values of a segment on the device, or None."""
+        """What is kept of a segment, on the device, or None."""
         found = self._near.kept.get(segment)
         if found is None:
             found = self._onload(segment)
         else:
             self._near.kept.move_to_end(segment)
-        if found is not None and self._copies is not None and (done := self._done.pop(segment, None)):
+        if found is not None and (event := self._arriving.pop(segment, None)):
             here = torch.cuda.current_stream(self._device)
-            here.wait_event(done)
+            here.wait_event(event)
             found.record_stream(here)
         return found
 
     def add(self, segment: Segment, kept: Tensor) -> None:
-        """Keeps a segment's keys and values, at the cost of what was used longest ago."""
-        for old, tensor in self._near.add(segment, kept):
+        """Keeps what was computed of a segment, at the cost of what was used longest ago."""
+        self._keep(segment, kept)
+        self._write_to_store(segment, kept)
+
+    def locate(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Gives each of these segments a range of the arena; returns the new ones, which are to be written.
+
+        All of them stay there until the next `locate`; new ones are kept if `commit` follows. Raises
+        `RunError` where they do not fit together.
+        """
+        assert self.arena is not None
+        self.arena.protect(segments)
+        new = [segment for segment in segments if self.get(segment) is None]
+        for event in self._arriving.values():  # of what was prefetched: it comes into the same memory
+            torch.cuda.current_stream(self._device).wait_event(event)
+        self._arriving.clear()
+        for segment in new:
+            self._make_room(self.arena.bytes_of(len(segment.ids)))
+            self.arena.take(segment)
+        return new
+
+    def commit(self) -> None:
+        """The call has written what `locate` said is new."""
+        assert self.arena is not None
+        for segment, kept in self.arena.commit():
+            self._write_to_store(segment, kept)
+
+    def _keep(self, segment: Segment, kept: Tensor) -> Tensor:
+        """Takes it into the first tier; returns what lies there, or `kept` where it is too large."""
+        self._near.drop(segment)
+        cost = self._near.cost(kept)
+        if cost > self._near.budget:
+            return kept
+        self._make_room(cost)
+        return self._near.put(segment, kept)
+
+    def _make_room(self, cost: int) -> None:
+        for old, tensor in self._near.make_room(cost):
+            self._arriving.pop(old, None)
             self.cache_stats.evicted_segments += 1
-            if self._far.cost(tensor) > self._far.budget:
-                self._done.pop(old, None)
-                continue
-            aside = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            self._copy(old, tensor, aside)
-            for lost, _ in self._far.add(old, aside):
-                self._done.pop(lost, None)
+            if (taken := self._far.cost(tensor)) <= self._far.budget:
+                self._far.make_room(taken)
+                self._far.put(old, self._to_host(tensor)[0])
+        if self.arena is not None and self._copies is not None:  # that read what is written next
+            torch.cuda.current_stream(self._device).wait_stream(self._copies)
 
     def _onload(self, segment: Segment) -> Tensor | None:
-        """A segment from host memory to the device, or None where it is not there."""
-        aside = self._far.drop(segment)
+        """A segment from host memory or a file to the device, or None where it is not there."""
+        if (aside := self._far.drop(segment)) is not None:
+            self.cache_stats.host_tokens += aside.shape[2]
+        elif self.store is not None and (aside := self.store.get(segment)) is not None:
+            self.cache_stats.store_tokens += aside.shape[2]
         if aside is None:
             return None
-        self.cache_stats.host_tokens += aside.shape[2]
-        found = self._copy(segment, aside, torch.empty_like(aside, device=self._device))
-        self.add(segment, found)
+        found = self._keep(segment, torch.empty_like(aside, device=self._device))
+        if (event := self._copy(aside, found)) is not None:
+            self._arriving[segment] = event
         return found
 
-    def _copy(self, segment: Segment, source: Tensor, target: Tensor) -> Tensor:
+    def _write_to_store(self, segment: Segment, kept: Tensor) -> None:
+        if self.store is not None:
+            self.store.add(segment, *self._to_host(kept))
+
+    def _to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """A copy in host memory, and the event after which it is there."""
+        contiguous = torch.contiguous_format
+        aside = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, memory_format=contiguous)
+        return aside, self._copy(tensor, aside)
+
+    def _copy(self, source: Tensor, target: Tensor) -> Any:
         """Copies between the tiers, after all that the denoiser has been asked until now.
 
-        It may still be writing the source, or reading what lay in the target's memory before.
+        It may still be writing the source, or reading what lay in the target's memory before. Returns the
+        event after which the copy is made; None: it is made.
         """
         if self._copies is None:
-            return target.copy_(source)
+            target.copy_(source)
+            return None
         here = torch.cuda.current_stream(self._device)
         self._copies.wait_event(here.record_event())
         with torch.cuda.stream(self._copies):
             target.copy_(source, non_blocking=True)
-            self._done[segment] = self._copies.record_event()
+            event = self._copies.record_event()
         for tensor in (source, target):
             if tensor.is_cuda:  # its memory is not given away before the copy is over
                 tensor.record_stream(self._copies)
-        return target
-
-
-class _Tier:
-    """Tensors under a byte budget, in the order of their last use."""
-
-    def __init__(self, budget: int, pinned: bool = False) -> None:
-        self.budget, self.bytes, self._pinned = budget, 0, pinned
-        self.kept: OrderedDict[Segment, Tensor] = OrderedDict()
-
-    def cost(self, tensor: Tensor) -> int:
-        """Bytes that a tensor takes here: torch rounds pinned blocks up to a power of two."""
-        return 1 << (tensor.nbytes - 1).bit_length() if self._pinned else tensor.nbytes
-
-    def add(self, segment: Segment, tensor: Tensor) -> list[tuple[Segment, Tensor]]:
-        """Takes a tensor in; returns what had to leave, the tensor itself where it is too large."""
-        self.drop(segment)
-        self.kept[segment] = tensor
-        self.bytes += self.cost(tensor)
-        gone = []
-        while self.bytes > self.budget:
-            gone.append(self.kept.popitem(last=False))
-            self.bytes -= self.cost(gone[-1][1])
-        return gone
-
-    def drop(self, segment: Segment) -> Tensor | None:
-        """Takes a tensor out, where it is here."""
-        if (found := self.kept.pop(segment, None)) is not None:
-            self.bytes -= self.cost(found)
-        return found
+        return event

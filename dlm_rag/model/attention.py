@@ -4,7 +4,8 @@ Rows are packed one after another without padding, so a question gets the same a
 batch. Rows that need a mask run under SDPA with a boolean mask on a CPU, on a GPU under FlexAttention:
 there SDPA would compute grouped heads with a mask from whole matrices of scores.
 
-Shapes: Tq, Tk packed query and key tokens; H query heads; Hk key-value heads; D head width.
+Shapes: Tq, Tk packed query and key tokens; H query heads; Hk key-value heads; D head width. With `with_lse`
+a kernel returns log-sum-exps (H, Tq) too, in float32.
 
 Read in the sources of torch 2.11 to 2.13 and flash-attn, not yet confirmed on a GPU: torch's own
 FlashAttention 2 reads block tables from 2.12 on (pages of a multiple of 256 tokens) and needs the ends of
@@ -32,25 +33,33 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import AttentionPattern
 from dlm_rag.model.kv_store import PAGE_TOKENS
 from dlm_rag.model.packed_batch import AttentionMetadata
+from dlm_rag.model.shared_segments import merge_attention
 
 log = logging.getLogger(__name__)
 
 FLASH_MODULE = "flash_attn.flash_attn_interface"
 ATTENTION_BACKENDS = ("flash", "varlen", "sdpa")  # the first that works is taken
+KERNELS_WITH_LSE = ("flash", "varlen")  # which say what it takes to merge attention to parts of the keys
 FLEX_MIN_HEAD_DIM = 16  # FlexAttention has no narrower heads on a GPU
 MaskRule = Callable[[Any, Any, Any, Any], Tensor]  # (row, head, query, key) -> whether it is seen
 
 
 def compute_attention(
     q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, backend: str,
-    pattern: AttentionPattern | None = None,
+    pattern: AttentionPattern | None = None, shared: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Row r of `q` (Tq, H, D) attends to row r of `k`, `v` (Tk, Hk, D); returns (Tq, H, D).
 
     With `sight.cached_rows`, `k` and `v` are all that a `SlotKVCache` holds, (tokens, Hk, D): row r sees
     the tokens from its start on, as many as its keys. `backend`: one of `choose_backend`'s. `pattern`: what
-    else hides keys, for rows whose keys are their own tokens.
+    else hides keys, for rows whose keys are their own tokens. `shared`: keys and values, each (tokens, Hk,
+    D), of segments that rows see in addition, as `sight.shared` says; not for sdpa.
     """
+    if shared is not None and (reads := sight.shared) is not None:
+        attend = _KERNELS[backend]
+        seen = [x[: sum(reads.sight.key_lengths)] for x in shared]
+        parts = attend(q[reads.query_index], *seen, reads.sight, with_lse=True)
+        return merge_attention(attend(q, k, v, sight, with_lse=True), parts, reads.merge_index)
     if sight.has_block_mask or pattern is not None:  # no other kernel takes a mask
         return _KERNELS["sdpa"](q, k, v, sight, pattern)
     return _KERNELS[backend](q, k, v, sight)
@@ -147,34 +156,36 @@ def _import_flex(compiled: bool) -> tuple[Any, ...]:
     return tuple(map(torch.compile, functions)) if compiled else functions
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, with_lse: bool = False) -> Any:
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     reads_block_table, needs_key_ends, options = get_paged_attention_support(q.device)
     ends: Tensor | None = sight.key_ends
+    if with_lse:
+        options = options | {"return_aux": AuxRequest(lse=True)}
     if sight.cached_rows is not None and reads_block_table:
         k, v = (x.unflatten(0, (-1, PAGE_TOKENS)) for x in (k, v))
         options = options | {"seqused_k": sight.key_counts, "block_table": sight.block_table}
         ends = ends if needs_key_ends else None
     elif sight.cached_rows is not None:
         k, v = (torch.cat(sight.cached_rows.slice_rows(x, sight.key_lengths)) for x in (k, v))
-    out = varlen_attn(
+    return varlen_attn(
         q, k, v, sight.query_ends, ends, _longest_query(sight), max(sight.key_lengths),
         window_size=(-1, 0 if sight.causal else -1), enable_gqa=q.shape[1] != k.shape[-2], **options,
     )  # fmt: skip
-    assert isinstance(out, Tensor)
-    return out
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, with_lse: bool = False) -> Any:
     from flash_attn.flash_attn_interface import flash_attn_varlen_func
 
     if sight.cached_rows is not None:
         k, v = (x.unflatten(0, (-1, PAGE_TOKENS)) for x in (k, v))
-    return flash_attn_varlen_func(
+    out = flash_attn_varlen_func(
         q, k, v, sight.query_ends, sight.key_ends, _longest_query(sight), max(sight.key_lengths),
         window_size=(-1, 0 if sight.causal else -1), block_table=sight.block_table,
+        **({"return_attn_probs": True} if with_lse else {}),
     )  # fmt: skip
+    return out[:2] if with_lse else out
 
 
 def _longest_query(sight: AttentionMetadata) -> int:
@@ -184,7 +195,7 @@ def _longest_query(sight: AttentionMetadata) -> int:
     return max(2, *sight.query_lengths)
 
 
-_KERNELS: dict[str, Callable[..., Tensor]] = {"sdpa": _sdpa, "varlen": _varlen, "flash": _flash}
+_KERNELS: dict[str, Callable[..., Any]] = {"sdpa": _sdpa, "varlen": _varlen, "flash": _flash}
 
 
 @cache

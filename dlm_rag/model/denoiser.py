@@ -27,6 +27,7 @@ from dlm_rag.model.kv_store import KeysValues
 from dlm_rag.model.layers import (
     AttentionProbe,
     ForwardContext,
+    Rope,
     TransformerWeights,
     compute_rope_frequencies,
     get_compute_dtype,
@@ -188,9 +189,7 @@ class Denoiser(TransformerWeights):
             (sight.num_attention_pairs, last.num_attention_pairs),
         )  # fmt: skip
         call = ForwardContext(rows, self.backend, probe, self.config.attention_patterns)
-        angles = rows.positions.float()[:, None, None] * self.inverse_frequencies
-        angles = torch.cat((angles, angles), dim=-1)
-        rope = (angles.cos() * self.rope_gain, angles.sin() * self.rope_gain)
+        rope = self.compute_rope(rows.positions)
         x = self.embed_tokens(rows.ids)
         if is_autocast(x):
             # Sums stay in float32, whether weights are full copies or shards that are cast and gathered.
@@ -203,6 +202,12 @@ class Denoiser(TransformerWeights):
         if rows.output_indices is not None and last is sight:
             x = x[rows.output_indices]
         return x, kept
+
+    def compute_rope(self, positions: Tensor) -> Rope:
+        """Cos and sin of the rotary positions (T,), each (T, 1, `rotary_dim`) in float32."""
+        angles = positions.float()[:, None, None] * self.inverse_frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * self.rope_gain, angles.sin() * self.rope_gain
 
     def _run_layer(self, block: nn.Module, *inputs: Any) -> Any:
         """One layer; with `activation_checkpointing`, backward computes its activations again."""

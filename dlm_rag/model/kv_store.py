@@ -5,7 +5,7 @@ step to step: `SlotKVCache` has a slot for each row, the context first, then roo
 step copies nothing but the keys and values of the canvas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -42,12 +42,10 @@ class SharedContext:
         starts = np.array([part.start for part in seen])
         return {"places": concatenate_ranges(starts, [len(part) for part in seen])}
 
-    def extend(
-        self, layer: int, k: Tensor, v: Tensor, places: Tensor, sources: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """For each row its context, then its own k and v (T, Hk, D)."""
+    def extend(self, layer: int, k: Tensor, v: Tensor, at: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """For each row its context, then its own k and v (T, Hk, D); at: what `build_arrays` made."""
         kept_k, kept_v = self.keys_values[layer]
-        return GatherConcat.apply(kept_k, k, places), GatherConcat.apply(kept_v, v, places)
+        return GatherConcat.apply(kept_k, k, at["places"]), GatherConcat.apply(kept_v, v, at["places"])
 
 
 class GatherConcat(torch.autograd.Function):
@@ -144,17 +142,14 @@ class CachedRows:
         table = np.where(pages * PAGE_TOKENS < counts[:, None], there, 0).astype(np.int32)
         return found | {"table": table, "counts": counts}
 
-    def extend(
-        self, layer: int, k: Tensor, v: Tensor, places: Tensor, sources: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def extend(self, layer: int, k: Tensor, v: Tensor, at: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Writes the rows' own keys and values (T, Hk, D) after their contexts, and the copies.
 
-        sources: which tokens go to `places`; None: all in order. Returns all keys and values of the cache,
-        each (tokens, Hk, D).
+        at: what `build_arrays` made. Returns all keys and values of the cache, each (tokens, Hk, D).
         """
-        both = self.cache.keys_values[layer]
+        both, sources = self.cache.keys_values[layer], at.get("sources")
         for side, own in zip(both, (k, v), strict=True):
-            side.index_copy_(0, places, own if sources is None else own[sources])
+            side.index_copy_(0, at["places"], own if sources is None else own[sources])
         return both[0], both[1]
 
     def slice_rows(self, stored: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:

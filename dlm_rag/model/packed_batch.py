@@ -4,10 +4,10 @@ Rows follow one another without padding. All that a call needs to know about the
 rows end, where keys go) is made on the host and goes to the device in one copy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from dlm_rag.model.device_io import to_device
 from dlm_rag.model.kv_store import CachedRows, SharedContext, concatenate_ranges
+from dlm_rag.model.shared_segments import EMPTY_PLAN, SharedReadPlan, SharedSegments
 
-CachedContext = SharedContext | CachedRows
+CachedContext = SharedContext | CachedRows | SharedSegments
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ class AttentionMetadata:
     cached_rows: the rows whose keys are in slots; block_table: (rows, pages) int32 where they are,
     key_counts: (rows,) int32 how many there are.
     positions, output_indices, prompt_lengths: as in `PackedRows` and `Segment`, for attention patterns.
+    shared: what rows see in addition, of segments that they share.
     masks: those of this call, made once for all layers that share them.
     """
 
@@ -144,6 +146,7 @@ class AttentionMetadata:
     positions: Tensor | None = None
     output_indices: Tensor | None = None
     prompt_lengths: Tensor | None = None
+    shared: "SharedReads | None" = None
     masks: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
@@ -152,14 +155,25 @@ class AttentionMetadata:
         return any(self.partial_view_rows) and not self.causal
 
 
+class SharedReads(NamedTuple):
+    """Who sees which segments of a memory that rows share; see `shared_segments.SharedReadPlan`.
+
+    sight: of the queries `query_index` (S,), segment by segment.
+    """
+
+    sight: AttentionMetadata
+    query_index: Tensor
+    merge_index: Tensor
+    gathered: Tensor
+
+
 @dataclass(frozen=True)
 class PackedRows:
     """The rows of one call, made by `pack_rows`.
 
     ids, positions: (T,). attention_metadata: of all tokens; last_layer_metadata: of those that go through
-    the last layer, `output_indices` (n,) being their places, None where all do. cache_indices: where keys
-    and values go in a `SlotKVCache`, those of the tokens `source_indices`, or of all in order; of
-    `SharedContext` where they come from. extra_tensors: what else went to the device with them.
+    the last layer, `output_indices` (n,) being their places, None where all do. context_tensors: the arrays
+    of the context, by name. extra_tensors: what else went to the device with them.
     """
 
     ids: Tensor
@@ -168,8 +182,7 @@ class PackedRows:
     last_layer_metadata: AttentionMetadata
     output_indices: Tensor | None = None
     context: CachedContext | None = None
-    cache_indices: Tensor | None = None
-    source_indices: Tensor | None = None
+    context_tensors: Mapping[str, Tensor] = field(default_factory=dict)
     context_parallel: ContextParallel | None = None
     gather_order: Tensor | None = None
     extra_tensors: tuple[Tensor, ...] = ()
@@ -187,8 +200,7 @@ class PackedRows:
             k, v = self.context_parallel.gather(torch.stack((k, v), 1), whole, self.gather_order).unbind(1)
         if self.context is None:
             return k, v
-        assert self.cache_indices is not None
-        return self.context.extend(layer, k, v, self.cache_indices, self.source_indices)
+        return self.context.extend(layer, k, v, self.context_tensors)
 
 
 def pack_rows(
@@ -226,29 +238,44 @@ def pack_rows(
         sent["reads"] = _ends(reads)
         if any(partial):
             sent["last_limits"] = sent["limits"][sent["read"]]
-    if context is not None:
-        sent |= context.build_arrays(lengths, keys)
+    kept = {} if context is None else context.build_arrays(lengths, keys)
+    plans = [EMPTY_PLAN, EMPTY_PLAN]  # of all tokens, and of those that go through the last layer
+    if isinstance(context, SharedSegments):
+        plans = [context.plan_reads(lengths), context.plan_reads(lengths if read is None else reads)]
+    sent |= kept | {f"{n} {name}": x for n, plan in enumerate(plans) for name, x in plan.arrays.items()}
     if share is not None:
         sent["order"] = share[0].gather_order(own)
     there = to_device([*sent.values(), *add], device)
     at = dict(zip(sent, there, strict=False))
     causal = any(partial) and context is None and all(run.block == 1 for run in runs)
+    slots = context.slots if isinstance(context, SharedSegments) else context
+    shared = [_to_shared_reads(plan, f"{n} ", at) for n, plan in enumerate(plans)]
     sight = AttentionMetadata(
-        lengths, keys, at["queries"], at["keys"], _count_pairs(lengths, keys, sent.get("limits")), partial,
-        at.get("limits"), causal, context if isinstance(context, CachedRows) else None, at.get("table"),
-        at.get("counts"), at["positions"], None, at["prompts"],
+        lengths, keys, at["queries"], at["keys"],
+        _count_pairs(lengths, keys, sent.get("limits")) + plans[0].pairs, partial, at.get("limits"), causal,
+        slots if isinstance(slots, CachedRows) else None, at.get("table"), at.get("counts"),
+        at["positions"], None, at["prompts"], shared[0],
     )  # fmt: skip
     last = sight
     if read is not None and not causal:  # the kernels' own causal rule is for whole rows
         last = replace(
             sight, query_lengths=reads, query_ends=at["reads"], visible_counts=at.get("last_limits"),
-            num_attention_pairs=_count_pairs(reads, keys, sent.get("last_limits")),
-            output_indices=at["read"],
+            num_attention_pairs=_count_pairs(reads, keys, sent.get("last_limits")) + plans[1].pairs,
+            output_indices=at["read"], shared=shared[1],
         )  # fmt: skip
     return PackedRows(
-        at["ids"], at["positions"], sight, last, at.get("read"), context, at.get("places"),
-        at.get("sources"), share and share[0], at.get("order"), tuple(there[len(sent) :]),
+        at["ids"], at["positions"], sight, last, at.get("read"), context, {name: at[name] for name in kept},
+        share and share[0], at.get("order"), tuple(there[len(sent) :]),
     )  # fmt: skip
+
+
+def _to_shared_reads(plan: SharedReadPlan, prefix: str, at: Mapping[str, Tensor]) -> SharedReads | None:
+    """The plan with its arrays on the device; None where nobody reads anything."""
+    if not plan.pairs:
+        return None
+    index, queries, keys, merge, gathered = (at[prefix + name] for name in plan.arrays)
+    sight = AttentionMetadata(plan.query_lengths, plan.key_lengths, queries, keys, plan.pairs)
+    return SharedReads(sight, index, merge, gathered)
 
 
 def _count_pairs(queries: Sequence[int], keys: Sequence[int], limits: NDArray[Any] | None) -> int:

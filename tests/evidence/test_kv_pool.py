@@ -11,9 +11,11 @@ from dlm_rag.config import EngineConfig
 from dlm_rag.decode.model_runner import MaskedModelRunner
 from dlm_rag.evidence.batch_kv_cache import CacheRequest, KVCacheManager
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
+from dlm_rag.evidence.kv_tiers import Tier
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt, lay_out_prompt
-from dlm_rag.evidence.segment_kv_cache import EvidencePool, _Tier, default_pool_bytes, measure_free_bytes
+from dlm_rag.evidence.segment_kv_cache import EvidencePool, default_pool_bytes, measure_free_bytes
 from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.kv_format import KVFormat
 from dlm_rag.model.packed_batch import Segment, pack_rows
 from dlm_rag.tokenizer import Prompt
 from tests.support.tiny_models import tiny_denoiser
@@ -115,7 +117,7 @@ STEPS = [
 def test_kept_contexts_give_what_fresh_ones_give(layout, shifted, budget):
     denoiser = tiny_denoiser(shifted=shifted)
     pool = EvidencePool(CPU, budget, budget // 2) if budget else None
-    contexts = KVCacheManager(denoiser, pool)
+    contexts = KVCacheManager(denoiser, pool, KVFormat(denoiser))
     slots = (2, 0, 1)
     with torch.inference_mode():
         for evidence in STEPS:
@@ -129,7 +131,7 @@ def test_kept_contexts_give_what_fresh_ones_give(layout, shifted, budget):
 
 def test_a_segment_is_encoded_once_for_all_rows_and_steps():
     denoiser = tiny_denoiser()
-    contexts = KVCacheManager(denoiser, EvidencePool(CPU, 10**9))
+    contexts = KVCacheManager(denoiser, EvidencePool(CPU, 10**9), KVFormat(denoiser))
     laid = [laid_out("independent", facts, False) for facts in ((A, B), (B, A), (A,))]
     with torch.inference_mode():
         hidden_of(denoiser, contexts, (0, 1, 2), laid)
@@ -141,7 +143,8 @@ def test_a_segment_is_encoded_once_for_all_rows_and_steps():
 
 
 def test_without_a_pool_every_step_encodes_everything_and_without_context_there_is_no_store():
-    contexts = KVCacheManager(tiny_denoiser(), None)
+    denoiser = tiny_denoiser()
+    contexts = KVCacheManager(denoiser, None, KVFormat(denoiser))
     with torch.inference_mode():
         for _ in range(3):
             contexts.prepare_rows(shown_of((0,), [laid_out("independent", (A, B), False)]))
@@ -153,16 +156,18 @@ def test_without_a_pool_every_step_encodes_everything_and_without_context_there_
 
 def test_pinned_blocks_count_what_the_allocator_takes_for_them():
     """torch rounds them up to a power of two: 10 tokens of 128 bytes take 2,048 bytes."""
-    tier = _Tier(5000, pinned=True)
-    gone = [tier.add(segment(name), kept()) for name in (1, 2, 3)]
-    assert tier.bytes == 4096 and [[s.ids[0] for s, _ in lost] for lost in gone] == [[], [], [1]]
+    tier, gone = Tier(5000, pinned=True), []
+    for name in (1, 2, 3):
+        gone.append([lost.ids[0] for lost, _ in tier.make_room(tier.cost(kept()))])
+        tier.put(segment(name), kept())
+    assert tier.bytes == 4096 and gone == [[], [], [1]]
 
 
 def test_under_autocast_contexts_are_kept_in_its_dtype():
     """As in the validation of a training whose weights are float32."""
     denoiser, laid = tiny_denoiser(), [laid_out("independent", (A, B), False)]
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        contexts = KVCacheManager(denoiser, EvidencePool(CPU, 10**9))
+        contexts = KVCacheManager(denoiser, EvidencePool(CPU, 10**9), KVFormat(denoiser))
         found, expected, stored = hidden_of(denoiser, contexts, (0,), laid)
     assert stored.cache.keys_values.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected)
@@ -203,9 +208,9 @@ def test_a_copy_waits_for_what_the_denoiser_was_asked_before(streams):
     pool.add(segment(2), kept())
     assert log == ["copies waits for denoiser 1"]
     pool.prefetch([segment(1)])
-    assert log[1:] == ["copies waits for denoiser 2", "copies waits for denoiser 3"], "1 comes, 2 goes"
+    assert log[1:] == ["copies waits for denoiser 2", "copies waits for denoiser 3"], "2 goes, 1 comes"
     torch.testing.assert_close(pool.get(segment(1)), one)
-    assert log[3:] == ["denoiser waits for copies 2"]
+    assert log[3:] == ["denoiser waits for copies 3"]
     pool.get(segment(1))
     assert len(log) == 4, "once is enough"
 

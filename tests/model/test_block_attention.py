@@ -10,8 +10,6 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.batch_kv_cache import PREFILL_SCRATCH_TOKENS
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
-from dlm_rag.model.attention import _KERNELS
-from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.questions import Question
 from dlm_rag.tokenizer import Prompt
 from tests.support.block_attention import (
@@ -195,18 +193,6 @@ def test_a_call_that_fails_leaves_nothing_behind(corpus_file, monkeypatch):
             broken.setattr(denoiser, "encode", lambda *_: (_ for _ in ()).throw(MemoryError))
             proposer.propose([view])
         check_proposals(denoiser, proposer, view)
-
-
-def test_kernels_that_take_no_masks_get_rows_that_see_all_they_are_given(corpus_file, monkeypatch):
-    expected = decode(corpus_file, query_window=8)
-
-    def rows_only(q, k, v, sight):
-        assert not any(sight.partial_view_rows)
-        return _KERNELS["sdpa"](q, k, v, sight)
-
-    monkeypatch.setattr(Denoiser, "backend", property(lambda _: "varlen"))
-    monkeypatch.setitem(_KERNELS, "varlen", rows_only)
-    assert decode(corpus_file, query_window=8) == expected
 
 
 def test_settings_of_the_checkpoint_count_where_no_others_are_named(corpus_file):

@@ -1,10 +1,14 @@
 """Rows, masks and a reference for attention."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 
+import pytest
 import torch
 
+from dlm_rag.model.attention import _KERNELS
+from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.packed_batch import AttentionMetadata, Segment, pack_rows
 
 
@@ -20,6 +24,33 @@ def by_the_book(q, k, v, limits=None, allowed=None):
     if allowed is not None:
         scores = scores.masked_fill(~allowed, float("-inf"))
     return (scores.softmax(-1) @ v.transpose(0, 1)).transpose(0, 1)
+
+
+def ragged_by_the_book(q, k, v, sight, with_lse=False):
+    """A ragged kernel: each row alone; with the log-sum-exps (H, Tq) of its scores."""
+    if sight.cached_rows is None:
+        keys, values = (x.split(sight.key_lengths) for x in (k, v))
+    else:
+        keys, values = (sight.cached_rows.slice_rows(x, sight.key_lengths) for x in (k, v))
+    assert not any(sight.partial_view_rows), "no kernel but SDPA takes masks"
+    rows = list(zip(q.split(sight.query_lengths), keys, values, strict=True))
+    found = torch.cat([by_the_book(*row) for row in rows])
+    if not with_lse:
+        return found
+    scores = [
+        torch.einsum("qhd,khd->hqk", mine, seen.repeat_interleave(q.shape[1] // k.shape[1], 1))
+        for mine, seen, _ in rows
+    ]
+    return found, torch.cat([part.div(q.shape[-1] ** 0.5).logsumexp(-1) for part in scores], dim=1)
+
+
+@contextmanager
+def shared_segments():
+    """While it is open, denoisers on a CPU have such a kernel, and rows read segments in place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Denoiser, "backend", property(lambda _: "varlen"))
+        patch.setitem(_KERNELS, "varlen", ragged_by_the_book)
+        yield
 
 
 def random_rows(query_lengths, key_lengths, heads=4, key_heads=2, width=8):

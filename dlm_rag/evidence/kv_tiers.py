@@ -1,0 +1,185 @@
+"""Where keys and values of segments are kept: tensors, or one block of memory that rows read in place."""
+
+from bisect import bisect
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from dlm_rag.model.kv_format import KVFormat
+from dlm_rag.model.packed_batch import Segment
+
+ARENA_UNIT_TOKENS = 8  # in which segments lie: freed room is likelier to fit the next one
+
+
+class Tier:
+    """Tensors under a byte budget, in the order of their last use."""
+
+    def __init__(self, budget: int, pinned: bool = False) -> None:
+        self.budget, self.bytes, self._pinned = budget, 0, pinned
+        self.kept: OrderedDict[Segment, Tensor] = OrderedDict()
+
+    def cost(self, tensor: Tensor) -> int:
+        """Bytes that a tensor takes here: torch rounds pinned blocks up to a power of two."""
+        return 1 << (tensor.nbytes - 1).bit_length() if self._pinned else tensor.nbytes
+
+    def make_room(self, cost: int) -> list[tuple[Segment, Tensor]]:
+        """Gives up what was used longest ago until `cost` bytes, at most the budget, fit; returns it."""
+        gone = []
+        while self.bytes + cost > self.budget:
+            gone.append(self.kept.popitem(last=False))
+            self.bytes -= self.cost(gone[-1][1])
+        return gone
+
+    def put(self, segment: Segment, tensor: Tensor) -> Tensor:
+        """Takes a tensor in, for which there is room; returns where it lies."""
+        self.kept[segment] = tensor
+        self.bytes += self.cost(tensor)
+        return tensor
+
+    def drop(self, segment: Segment) -> Tensor | None:
+        """Takes a tensor out, where it is here."""
+        if (found := self.kept.pop(segment, None)) is not None:
+            self.bytes -= self.cost(found)
+        return found
+
+
+class KVArena(Tier):
+    """A tier in one block of memory, in which each segment has consecutive tokens; rows read it in place.
+
+    It is taken at its first use. `protect`ed segments stay.
+    """
+
+    def __init__(self, budget: int, format: KVFormat) -> None:
+        super().__init__(budget)
+        self.format, self.is_compressed = format, format.is_compressed
+        self.tokens = budget // format.token_bytes // ARENA_UNIT_TOKENS * ARENA_UNIT_TOKENS
+        self._memory: Tensor | None = None
+        self._positions: Tensor | None = None  # of each token, where keys are kept without their bias
+        self._ranges: dict[Segment, range] = {}
+        self._holes = [range(self.tokens)]  # ascending, none touches the next
+        self._protected: set[Segment] = set()
+        self._written: list[Segment] = []  # by the call under way
+
+    def round_up(self, tokens: int) -> int:
+        """The tokens that so many take here."""
+        return -(-tokens // ARENA_UNIT_TOKENS) * ARENA_UNIT_TOKENS
+
+    def bytes_of(self, tokens: int) -> int:
+        """The bytes that so many tokens take here."""
+        return self.round_up(tokens) * self.format.token_bytes
+
+    def cost(self, tensor: Tensor) -> int:
+        return self.bytes_of(tensor.shape[2])
+
+    def holds(self, segments: Iterable[Segment]) -> bool:
+        """Whether so many segments fit together."""
+        return sum(self.round_up(len(segment.ids)) for segment in segments) <= self.tokens
+
+    def range_of(self, segment: Segment) -> range:
+        """Its tokens."""
+        return self._ranges[segment][: len(segment.ids)]
+
+    def protect(self, segments: Sequence[Segment]) -> None:
+        """These stay until the next time. What a failed call has not written is given up."""
+        for segment in self._written:
+            self._give_back(segment)
+        self._written, self._protected = [], set(segments)
+
+    def make_room(self, cost: int) -> list[tuple[Segment, Tensor]]:
+        """As `Tier.make_room`, until there is a hole, or only protected segments are left."""
+        tokens, gone = cost // self.format.token_bytes, []
+        old = iter([segment for segment in self.kept if segment not in self._protected])
+        while not self._find_hole(tokens) and (segment := next(old, None)) is not None:
+            gone.append((segment, self.kept[segment]))
+            self.drop(segment)
+        return gone
+
+    def take(self, segment: Segment) -> Tensor:
+        """Room for a segment, that a call is going to write."""
+        tokens = self.round_up(len(segment.ids))
+        if not self._find_hole(tokens):
+            self._move_together()
+        number = next(n for n, hole in enumerate(self._holes) if len(hole) >= tokens)
+        hole = self._holes[number]
+        self._ranges[segment], rest = hole[:tokens], hole[tokens:]
+        self._holes[number : number + 1] = [rest] if rest else []
+        self.bytes += tokens * self.format.token_bytes
+        self._written.append(segment)
+        return self._place(segment)
+
+    def put(self, segment: Segment, tensor: Tensor) -> Tensor:
+        view = self.take(segment).copy_(tensor)
+        self._written.pop()
+        self.kept[segment] = view
+        return view
+
+    def write(self, segment: Segment, kept: Tensor) -> None:
+        """Writes a segment for which there is room."""
+        self._view(segment).copy_(kept)
+
+    def commit(self) -> list[tuple[Segment, Tensor]]:
+        """What calls have written since `protect` is kept from now on."""
+        found = [(segment, self._view(segment)) for segment in self._written]
+        self.kept.update(found)
+        self._written = []
+        return found
+
+    def drop(self, segment: Segment) -> Tensor | None:
+        if (found := self.kept.pop(segment, None)) is not None:
+            self._give_back(segment)
+        return found
+
+    def write_layer(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
+        assert self._memory is not None and not self.is_compressed
+        for side, own in zip(self._memory[layer], (k, v), strict=True):
+            side.index_copy_(0, places, own)
+
+    def read_layer(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
+        assert self._memory is not None and self._positions is not None
+        k, v = self._memory[layer]
+        if not self.is_compressed:
+            return k, v
+        return self.format.unpack_layer(k[places], v[places], layer, self._positions[places])
+
+    def _find_hole(self, tokens: int) -> bool:
+        return any(len(hole) >= tokens for hole in self._holes)
+
+    def _view(self, segment: Segment) -> Tensor:
+        assert self._memory is not None
+        place = self.range_of(segment)
+        return self._memory[:, :, place.start : place.stop]
+
+    def _place(self, segment: Segment) -> Tensor:
+        """Where a segment lies from now on."""
+        if self._memory is None:
+            self._memory = self.format.empty(self.tokens)
+            self._positions = torch.empty(self.tokens, dtype=torch.int32, device=self._memory.device)
+        assert self._positions is not None
+        place = self.range_of(segment)
+        torch.arange(segment.start, segment.end, out=self._positions[place.start : place.stop])
+        return self._view(segment)
+
+    def _give_back(self, segment: Segment) -> None:
+        freed = self._ranges.pop(segment)
+        self.bytes -= len(freed) * self.format.token_bytes
+        at = bisect(self._holes, freed.start, key=lambda hole: hole.start)
+        around = [*self._holes[max(0, at - 1) : at], freed, *self._holes[at : at + 1]]
+        merged = [around[0]]
+        for hole in around[1:]:
+            if merged[-1].stop == hole.start:
+                merged[-1] = range(merged[-1].start, hole.stop)
+            else:
+                merged.append(hole)
+        self._holes[max(0, at - 1) : at + 1] = merged
+
+    def _move_together(self) -> None:
+        end = 0
+        for segment, place in sorted(self._ranges.items(), key=lambda item: item[1].start):
+            kept = self._view(segment).clone()
+            self._ranges[segment] = range(end, end + len(place))
+            self._place(segment).copy_(kept)
+            end += len(place)
+        self.kept.update((segment, self._view(segment)) for segment in self.kept)
+        self._holes = [range(end, self.tokens)] if end < self.tokens else []

@@ -1,0 +1,105 @@
+"""Segments that rows read in place: the same attention, the same tokens, each segment in memory once."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from dlm_rag.evidence.kv_tiers import KVArena
+from dlm_rag.evidence.segment_kv_cache import EvidencePool
+from dlm_rag.model.kv_format import KVFormat
+from dlm_rag.model.packed_batch import Segment, pack_rows
+from dlm_rag.model.shared_segments import SharedSegments, merge_attention
+from tests.model.test_block_attention import ASKED, ORDERS, make_decoder, what_happened
+from tests.support.attention import by_the_book, ragged_by_the_book, random_rows, shared_segments, sight_of
+from tests.support.tiny_models import tiny_denoiser
+
+CPU = torch.device("cpu")
+
+
+def test_merged_parts_are_attention_to_all_keys():
+    """Each of five queries sees its own 3 keys, and none to two of three further parts."""
+    q, k, v = random_rows((5,), (3 + 4 + 2 + 7,))
+    parts = [range(3), range(3, 7), range(7, 9), range(9, 16)]
+    seen_by = [(), (1,), (2, 3), (3, 1), (1,)]  # which of the parts, in this order
+    asked = [(query, part) for query, row in enumerate(seen_by) for part in row]
+    merge = torch.full((5, 2), len(asked))
+    for n, (query, part) in enumerate(asked):
+        merge[query, seen_by[query].index(part)] = n
+    own = ragged_by_the_book(q, k[:3], v[:3], sight_of((5,), (3,)), with_lse=True)
+    rows = [
+        (q[n][None], k[parts[p].start : parts[p].stop], v[parts[p].start : parts[p].stop]) for n, p in asked
+    ]
+    sight = sight_of((1,) * len(rows), tuple(len(row[1]) for row in rows))
+    shared = ragged_by_the_book(*(torch.cat(x) for x in zip(*rows, strict=True)), sight, with_lse=True)
+    for query, row in enumerate(seen_by):
+        keys = torch.tensor([n for part in (0, *row) for n in parts[part]])
+        expected = by_the_book(q[query][None], k[keys], v[keys])
+        torch.testing.assert_close(merge_attention(own, shared, merge)[query][None], expected)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_plan_asks_each_segment_once_for_all_its_readers(int8):
+    arena = KVArena(10**6, KVFormat(tiny_denoiser(), "int8" if int8 else "auto"))
+    context = SharedSegments(arena, [(range(8, 11), range(4)), (), (range(4),)])
+    plan = context.plan_reads([2, 3, 1])
+    assert plan.arrays["query_index"].tolist() == [0, 1, 5, 0, 1]
+    assert plan.query_lengths == ((3, 2) if int8 else (3, 0, 2)), "in between lies what nobody reads"
+    assert plan.key_lengths == ((4, 3) if int8 else (4, 4, 3)) and plan.pairs == 3 * 4 + 2 * 3
+    assert plan.arrays["merge_index"].tolist() == [[3, 0], [4, 1], [5, 5], [5, 5], [5, 5], [2, 5]]
+    assert plan.arrays["gathered"].tolist() == ([0, 1, 2, 3, 8, 9, 10] if int8 else [])
+    rows = pack_rows([Segment((1,) * n, 0) for n in (2, 3, 1)], CPU, [[0], [], []], context)
+    assert rows.last_layer_metadata.shared.query_index.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("host_bytes", [0, 9000])
+def test_an_arena_keeps_what_it_holds_apart_and_within_its_budget(host_bytes):
+    rng, denoiser = random.Random(0), tiny_denoiser()
+    format = KVFormat(denoiser)
+    pool = EvidencePool(
+        CPU, KVArena(100 * format.token_bytes, format), host_bytes and 100 * format.token_bytes
+    )
+    arena = pool.arena
+    for _ in range(3000):
+        wanted, room = [], arena.tokens
+        for _ in range(rng.randrange(1, 5)):
+            name = rng.randrange(40)
+            segment = Segment((name,) * (name % 23 + 1), 0)
+            if segment not in wanted and arena.round_up(len(segment.ids)) <= room:
+                wanted.append(segment)
+                room -= arena.round_up(len(segment.ids))
+        for segment in pool.locate(wanted):
+            arena.write(segment, torch.full_like(arena._view(segment), float(segment.ids[0])))
+        if rng.random() < 0.9:  # else the call fails
+            pool.commit()
+            assert all((arena._view(segment) == segment.ids[0]).all() for segment in wanted)
+        places = sorted(arena._ranges.values(), key=lambda place: place.start)
+        assert all(one.stop <= other.start for one, other in pairwise(places))
+        assert sum(map(len, places)) + sum(map(len, arena._holes)) == arena.tokens
+        assert arena.bytes == sum(map(len, places)) * format.token_bytes <= arena.budget
+        assert all((kept == segment.ids[0]).all() for segment, kept in arena.kept.items())
+    assert pool.cache_stats.evicted_segments > 100
+    assert bool(pool.cache_stats.host_tokens) == bool(host_bytes)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("shape", [{}, {"block_size": None}], ids=["blocks", "whole"])
+@pytest.mark.parametrize("layout", ["independent", "prefix"])
+def test_rows_that_share_segments_get_the_same_tokens(corpus_file, shape, layout, order):
+    settings = {} if shape or layout == "prefix" else {"finished_block_context": order}
+
+    def decode(size, pool, **engine):
+        decoder = make_decoder(corpus_file, layout, pool, shape, batch_size=size, **settings, **engine)
+        return what_happened(decoder.decode(ASKED)), decoder.model_runner
+
+    expected, _ = decode(4, 0.0)
+    with shared_segments():
+        assert decode(4, 0.0)[0] == expected, "without a pool the kernel reads slots"
+        token_gib = decode(1, 1.0)[1].pool.arena.format.token_bytes / 2**30
+        for size, pool in ((4, 1.0), (1, 1.0), (4, 40 * token_gib)):
+            found, runner = decode(size, pool)
+            assert runner.pool.arena is not None and found == expected
+        assert layout == "prefix" or runner.cache_stats.evicted_segments
+        if shape:
+            assert runner._contexts._store.keys_values.numel() == 0, "a row keeps nothing of its own"
