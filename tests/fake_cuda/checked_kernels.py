@@ -30,10 +30,10 @@ def checked_kernels(flash: bool = False, implementation: str | None = None) -> I
     calls, sights, varlen = list[str](), [], of_torch.varlen_attn
 
     def known(name: str, kernel: Any) -> Any:
-        def called(q: Any, k: Any, v: Any, sight: Any, *more: Any) -> Any:
+        def called(q: Any, k: Any, v: Any, sight: Any, *more: Any, **options: Any) -> Any:
             calls.extend(["sdpa"] if name == "sdpa" else [])
             sights.append(sight)
-            return kernel(q, k, v, sight, *more)
+            return kernel(q, k, v, sight, *more, **options)
 
         return called
 
@@ -48,10 +48,18 @@ def checked_kernels(flash: bool = False, implementation: str | None = None) -> I
             check_numbers(options["seqused_k"], (len(sights[-1].key_lengths),))
         return varlen(q, k, v, *ends, **options)
 
-    def of_flash(q: Any, k: Any, v: Any, *ends: Any, window_size: Any, block_table: Any) -> Any:
+    def of_flash(
+        q: Any, k: Any, v: Any, *ends: Any, window_size: Any, block_table: Any,
+        return_attn_probs: bool = False,
+    ) -> Any:  # fmt: skip
         calls.append("flash" if block_table is None else "flash, paged")
         check(sights[-1], (q, k, v), ends, window_size, block_table)
-        return q + 0 * (k.mean() + v.mean())
+        out = q + 0 * (k.mean() + v.mean())
+        return (
+            (out, out.new_zeros(q.shape[1], len(q), dtype=torch.float32), None)
+            if return_attn_probs
+            else out
+        )
 
     def of_flex(q: Any, k: Any, v: Any, mask: Any) -> Any:
         calls.append("flex")
