@@ -268,7 +268,10 @@ def _plan_budget(
     row = memory_budget.LongestRow.from_budget(
         room, shape, longest or None, (config.retrieval.top_k, passage)
     )
-    memory = memory_budget.DecodeMemory.from_config(shape, prepared.dtype, config.decode, row)
+    shared = memory_budget.SharedSegmentBytes.from_config(
+        shape, prepared.dtype, prepared.attention, config.engine
+    )
+    memory = memory_budget.DecodeMemory.from_config(shape, prepared.dtype, config.decode, row, shared)
     rows = min(config.decode.batch_size, questions or config.decode.batch_size)
     return memory_budget.plan_decode_budget(memory, config.engine, prepared.device, rows)
 

@@ -6,6 +6,7 @@ without contents (`model/memory_tracker.py`); the rest is counted from shapes. B
 row has its longest prompt, every passage its full length.
 """
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,11 +25,14 @@ from dlm_rag.diffusion.commit_rules import samples_actions
 from dlm_rag.diffusion.copy_crf import estimate_crf_bytes
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.batch_kv_cache import PREFILL_SCRATCH_TOKENS
+from dlm_rag.evidence.kv_tiers import round_up_to_unit
 from dlm_rag.evidence.segment_kv_cache import has_unified_memory, measure_free_bytes
 from dlm_rag.evidence.truncation import ContextBudget
+from dlm_rag.model.attention import KERNELS_WITH_LSE
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
+from dlm_rag.model.kv_format import SCALE_BYTES
 from dlm_rag.model.kv_store import round_up_to_page
 from dlm_rag.model.layers import count_weight_bytes
 from dlm_rag.model.memory_tracker import (
@@ -76,6 +80,42 @@ class LongestRow:
 
 
 @dataclass(frozen=True)
+class SharedSegmentBytes:
+    """What rows take that read segments in place, in the pool.
+
+    token_bytes: keys and values of a token, as the pool keeps them. query_bytes: a query with its attention
+    and log-sum-exp, in one layer. unpacked_bytes: of a token, in one layer, where the pool is compressed.
+    has_chains: whether finished blocks stay in slots.
+    """
+
+    token_bytes: int
+    query_bytes: int
+    unpacked_bytes: int
+    has_chains: bool
+
+    @classmethod
+    def from_config(
+        cls, shape: DenoiserConfig, dtype: torch.dtype, attention: str, engine: EngineConfig
+    ) -> "SharedSegmentBytes | None":
+        """None where a kernel, or a decoder without a pool, does not share segments."""
+        if attention not in KERNELS_WITH_LSE or engine.prefix_cache_gib == 0:
+            return None
+        values, packed = shape.head_dim * dtype.itemsize, engine.cache_dtype == "int8"
+        width = shape.head_dim + SCALE_BYTES if packed else values
+        heads = 2 * shape.num_key_value_heads
+        return cls(
+            shape.num_hidden_layers * heads * width,
+            shape.num_attention_heads * (2 * values + 4),
+            heads * (values + width) * packed,
+            bool(shape.block_size),
+        )
+
+    def step_bytes(self, queries: int, tokens: int) -> int:
+        """Of a step in which queries ask segments so often, and see so many of their tokens."""
+        return self.query_bytes * queries + self.unpacked_bytes * tokens
+
+
+@dataclass(frozen=True)
 class DecodeMemory:
     """Bytes on one device, as functions of the rows in the batch."""
 
@@ -87,11 +127,13 @@ class DecodeMemory:
     # What every position of a canvas takes in addition where neighbours are to agree.
     crf_bytes_per_position: float = 0.0
     has_mask: bool = False  # whether attention in a step takes a mask
+    shared: SharedSegmentBytes | None = None  # where rows read segments in place
 
     @classmethod
     def from_config(
-        cls, shape: DenoiserConfig, dtype: torch.dtype, decode: DecodeConfig, row: LongestRow
-    ) -> "DecodeMemory":
+        cls, shape: DenoiserConfig, dtype: torch.dtype, decode: DecodeConfig, row: LongestRow,
+        shared: SharedSegmentBytes | None = None,
+    ) -> "DecodeMemory":  # fmt: skip
         """For a denoiser with weights and arithmetic in `dtype`; nothing is allocated."""
         token, position = _measure_activation_bytes(shape, dtype, decode)
         asked = linked = 0
@@ -99,18 +141,34 @@ class DecodeMemory:
             asked, linked = estimate_crf_bytes(shape.vocab_size, row.total_tokens)
         return cls(
             row, count_weight_bytes(shape, dtype.itemsize), count_kv_bytes(shape, dtype.itemsize), token,
-            position + asked, linked, bool(shape.block_size or shape.attention_patterns),
+            position + asked, linked, bool(shape.block_size or shape.attention_patterns), shared,
         )  # fmt: skip
 
+    @property
+    def slot_tokens(self) -> int:
+        """Tokens of the slot of a row, which it has where something of the row stays from step to step."""
+        if not self.row.has_kv_slot or (self.shared is not None and not self.shared.has_chains):
+            return 0
+        return self.row.total_tokens if self.shared is None else self.row.step_tokens
+
+    def shared_segment_bytes(self, rows: int, passages: float = math.inf) -> int:
+        """What the pool has to hold for these rows at a time, of which at most so many passages differ."""
+        if self.shared is None or not self.row.segment_tokens:
+            return 0
+        *found, question = map(round_up_to_unit, self.row.segment_tokens)
+        return self.shared.token_bytes * int(
+            rows * question + min(passages, rows * len(found)) * max(found, default=0)
+        )
+
     def scratch_tokens(self, rows: int) -> int:
-        """Tokens of room for segments that run in the same call as the rows."""
+        """Tokens of room in slots for segments that run in the same call as the rows."""
         new = rows * sum(map(round_up_to_page, self.row.segment_tokens))
-        return min(round_up_to_page(PREFILL_SCRATCH_TOKENS), new)
+        return min(round_up_to_page(PREFILL_SCRATCH_TOKENS), new) * bool(self.slot_tokens)
 
     def kv_slot_bytes(self, rows: int) -> float:
         """Keys and values of the rows, and of what is being computed for them."""
-        tokens = rows * round_up_to_page(self.row.total_tokens) + self.scratch_tokens(rows)
-        return self.kv_bytes_per_token * tokens * self.row.has_kv_slot
+        tokens = rows * round_up_to_page(self.slot_tokens) + self.scratch_tokens(rows)
+        return self.kv_bytes_per_token * tokens
 
     def step_bytes(self, rows: int) -> float:
         """The most that is alive during a step, in addition to weights, slots and pool."""
@@ -126,7 +184,9 @@ class DecodeMemory:
         apart = min(new, max(PREFILL_SCRATCH_TOKENS, longest)) if new > PREFILL_SCRATCH_TOKENS else 0
         prefill = apart * (kv + max(token, kv))
         # A slot whose segments change places; what enters the pool before something leaves it.
-        moved = kv * row.total_tokens * row.has_kv_slot
+        moved = kv * self.slot_tokens
+        if self.shared is not None:
+            call += self.shared.step_bytes(rows * row.step_tokens * len(row.segment_tokens), new)
         return max(call, read, prefill, moved) + kv * longest
 
     def bytes_without_pool(self, rows: int) -> float:
@@ -198,7 +258,7 @@ def plan_decode_budget(
     room = given * (1 - RESERVED_MEMORY_FRACTION if device.type == "cuda" else 1)
     host = engine.cpu_offload_gib * GIB if has_unified_memory(device) else 0.0
     left = room - memory.bytes_without_pool(rows) - host
-    asked = 0 if engine.prefix_cache_gib is None else int(engine.prefix_cache_gib * GIB)
+    asked = max(int((engine.prefix_cache_gib or 0.0) * GIB), memory.shared_segment_bytes(1))
     if left < asked:
         most = memory.max_batch_size(room - host - asked)
         kept = f", pools {_gib(asked + host)}" if asked + host else ""
@@ -209,9 +269,8 @@ def plan_decode_budget(
             f"{_gib(memory.kv_slot_bytes(rows))}, a step {_gib(memory.step_bytes(rows))}{kept}; {remedy}"
         )
     return DecodeBudget(
-        int(left) if engine.prefix_cache_gib is None else asked, rows,
-        memory.row.total_tokens * memory.row.has_kv_slot,
-        memory.scratch_tokens(rows) * memory.row.has_kv_slot,
+        int(left) if engine.prefix_cache_gib is None else asked, rows, memory.slot_tokens,
+        memory.scratch_tokens(rows),
     )  # fmt: skip
 
 

@@ -62,20 +62,16 @@ class KVArena(Tier):
         self._protected: set[Segment] = set()
         self._written: list[Segment] = []  # by the call under way
 
-    def round_up(self, tokens: int) -> int:
-        """The tokens that so many take here."""
-        return -(-tokens // ARENA_UNIT_TOKENS) * ARENA_UNIT_TOKENS
-
     def bytes_of(self, tokens: int) -> int:
         """The bytes that so many tokens take here."""
-        return self.round_up(tokens) * self.format.token_bytes
+        return round_up_to_unit(tokens) * self.format.token_bytes
 
     def cost(self, tensor: Tensor) -> int:
         return self.bytes_of(tensor.shape[2])
 
     def holds(self, segments: Iterable[Segment]) -> bool:
         """Whether so many segments fit together."""
-        return sum(self.round_up(len(segment.ids)) for segment in segments) <= self.tokens
+        return sum(round_up_to_unit(len(segment.ids)) for segment in segments) <= self.tokens
 
     def range_of(self, segment: Segment) -> range:
         """Its tokens."""
@@ -98,7 +94,7 @@ class KVArena(Tier):
 
     def take(self, segment: Segment) -> Tensor:
         """Room for a segment, that a call is going to write."""
-        tokens = self.round_up(len(segment.ids))
+        tokens = round_up_to_unit(len(segment.ids))
         if not self._find_hole(tokens):
             self._move_together()
         number = next(n for n, hole in enumerate(self._holes) if len(hole) >= tokens)
@@ -183,3 +179,8 @@ class KVArena(Tier):
             end += len(place)
         self.kept.update((segment, self._view(segment)) for segment in self.kept)
         self._holes = [range(end, self.tokens)] if end < self.tokens else []
+
+
+def round_up_to_unit(tokens: int) -> int:
+    """The tokens that so many take in an arena."""
+    return -(-tokens // ARENA_UNIT_TOKENS) * ARENA_UNIT_TOKENS

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from dlm_rag.evidence.kv_tiers import KVArena
+from dlm_rag.evidence.kv_tiers import KVArena, round_up_to_unit
 from dlm_rag.evidence.segment_kv_cache import EvidencePool
 from dlm_rag.model.kv_format import KVFormat
 from dlm_rag.model.packed_batch import Segment, pack_rows
@@ -66,9 +66,9 @@ def test_an_arena_keeps_what_it_holds_apart_and_within_its_budget(host_bytes):
         for _ in range(rng.randrange(1, 5)):
             name = rng.randrange(40)
             segment = Segment((name,) * (name % 23 + 1), 0)
-            if segment not in wanted and arena.round_up(len(segment.ids)) <= room:
+            if segment not in wanted and round_up_to_unit(len(segment.ids)) <= room:
                 wanted.append(segment)
-                room -= arena.round_up(len(segment.ids))
+                room -= round_up_to_unit(len(segment.ids))
         for segment in pool.locate(wanted):
             arena.write(segment, torch.full_like(arena._view(segment), float(segment.ids[0])))
         if rng.random() < 0.9:  # else the call fails

@@ -12,15 +12,20 @@ import torch
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_decoder
 from dlm_rag.config import DecodeConfig, EngineConfig, load_config
-from dlm_rag.decode.model_runner import MaskedModelRunner, ModelInput
+from dlm_rag.decode.memory_budget import DecodeMemory, LongestRow, SharedSegmentBytes
+from dlm_rag.decode.model_runner import DecodeBudget, MaskedModelRunner, ModelInput
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.evidence.segment_kv_cache import EvidencePool
 from dlm_rag.machine import choose_dtype
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.diffusion_gemma import DiffusionGemma
+from dlm_rag.model.families import FAMILIES
+from dlm_rag.model.memory_tracker import replace_with_empty_weights
 from dlm_rag.model.packed_batch import Segment
 from dlm_rag.questions import read_questions
 from dlm_rag.tokenizer import Prompt
+from dlm_rag.training.initial_weights import build_meta_denoiser
+from dlm_rag.training.planning.plan import KNOWN_CHECKPOINTS
 from tests.fake_cuda.checked_kernels import checked_kernels
 from tests.fake_cuda.device import CUDA, PACKAGE, SAME_DTYPE_OPS, fake_cuda
 from tests.support.decoding import LAYOUTS, QUESTIONS
@@ -249,6 +254,39 @@ def test_the_kernel_and_the_dtype_follow_the_generation(there, layout, heads, po
     # Without a context there is nothing in slots, so no pages; nor where rows read the pool in place.
     in_slots = layout != "joint" and not pool
     assert set(calls) == {called if in_slots else called.split(",")[0]}
+
+
+@pytest.mark.parametrize(("cache_dtype", "most_gib"), [("auto", 12), ("int8", 8)])
+def test_64_rows_of_llada_8b_share_200_passages(cache_dtype, most_gib):
+    """Each sees 7 of them; in slots of their own, keys and values would take 36 GiB."""
+    public = KNOWN_CHECKPOINTS["GSAI-ML/LLaDA-8B-Instruct"]
+    shape = replace(
+        FAMILIES[public["model_type"]].read_config(public),
+        passage_length=100,
+        evidence_layout="independent",
+    )
+    engine, rng = EngineConfig(cache_dtype=cache_dtype), np.random.default_rng(0)
+    memory = DecodeMemory.from_config(
+        shape, torch.bfloat16, DecodeConfig(max_new_tokens=100), LongestRow((*[100] * 7, 32), 101, 100, True),
+        SharedSegmentBytes.from_config(shape, torch.bfloat16, "varlen", engine),
+    )  # fmt: skip
+    planned = memory.shared_segment_bytes(64, 200)
+    with fake_cuda(), checked_kernels() as calls:
+        denoiser = build_meta_denoiser(shape, 0, torch.bfloat16)
+        denoiser = replace_with_empty_weights(denoiser.to_empty(device=CUDA))
+        runner = MaskedModelRunner(denoiser, 126336, engine, DecodeBudget(planned, 0, 0, 0))
+        views = []
+        for row in range(64):
+            facts = [(int(n), *[7] * 99) for n in rng.choice(200, 7, replace=False)]
+            laid = lay_out_prompt(Prompt((row, *[1] * 27), tuple(facts), (2,) * 4), shape)
+            views.append(ModelInput(row, laid, np.full(100, 126336), np.arange(100)))
+        for _ in range(2):  # the first step is the one that encodes
+            before = denoiser.flop_count.calls
+            runner.propose(views)
+        assert denoiser.flop_count.calls == before + 1, "all rows in one call"
+    assert set(calls) == {"varlen"}
+    assert 0.9 * planned < runner.pool.used_bytes[0] <= planned < most_gib * 2**30
+    assert runner._contexts._store.keys_values.numel() == 0 < memory.kv_bytes_per_token
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
