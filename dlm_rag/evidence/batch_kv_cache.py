@@ -257,7 +257,7 @@ class KVCacheManager:
         """
         self.cache_stats.encoded_tokens += sum(len(segment.ids) for segment in new)
         tokens = sum(round_up_to_page(len(segment.ids)) for segment in new)
-        if tokens <= PREFILL_SCRATCH_TOKENS and not self._format.is_compressed:
+        if not new or (tokens <= PREFILL_SCRATCH_TOKENS and not self._format.is_compressed):
             return new
         for part in _scratch_batches(new):
             for segment, computed in zip(part, encode_segments(self._denoiser, part), strict=True):

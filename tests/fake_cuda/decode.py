@@ -24,7 +24,6 @@ from dlm_rag.model.memory_tracker import replace_with_empty_weights
 from dlm_rag.model.packed_batch import Segment
 from dlm_rag.questions import read_questions
 from dlm_rag.tokenizer import Prompt
-from dlm_rag.training.initial_weights import build_meta_denoiser
 from dlm_rag.training.planning.plan import KNOWN_CHECKPOINTS
 from tests.fake_cuda.checked_kernels import checked_kernels
 from tests.fake_cuda.device import CUDA, PACKAGE, SAME_DTYPE_OPS, fake_cuda
@@ -266,14 +265,17 @@ def test_64_rows_of_llada_8b_share_200_passages(cache_dtype, most_gib):
         evidence_layout="independent",
     )
     engine, rng = EngineConfig(cache_dtype=cache_dtype), np.random.default_rng(0)
-    memory = DecodeMemory.from_config(
-        shape, torch.bfloat16, DecodeConfig(max_new_tokens=100), LongestRow((*[100] * 7, 32), 101, 100, True),
-        SharedSegmentBytes.from_config(shape, torch.bfloat16, "varlen", engine),
-    )  # fmt: skip
+    row, decode = LongestRow((*[100] * 7, 32), 101, 100, True), DecodeConfig(max_new_tokens=100)
+    shared = SharedSegmentBytes.from_config(shape, torch.bfloat16, "varlen", engine)
+    memory = DecodeMemory.from_config(shape, torch.bfloat16, decode, row, shared)
     planned = memory.shared_segment_bytes(64, 200)
     with fake_cuda(), checked_kernels() as calls:
-        denoiser = build_meta_denoiser(shape, 0, torch.bfloat16)
-        denoiser = replace_with_empty_weights(denoiser.to_empty(device=CUDA))
+        with torch.device("meta"):
+            denoiser = Denoiser(shape).to(torch.bfloat16)
+        with CUDA:
+            denoiser = replace_with_empty_weights(denoiser)
+        denoiser.attention = "auto"
+        denoiser.set_rope_theta(shape.rope_theta)
         runner = MaskedModelRunner(denoiser, 126336, engine, DecodeBudget(planned, 0, 0, 0))
         views = []
         for row in range(64):

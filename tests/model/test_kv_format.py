@@ -1,0 +1,71 @@
+"""Keys and values in int8: close to what they were, half as large, the same in every step and tier."""
+
+import pytest
+import torch
+
+from dlm_rag.config import EngineConfig
+from dlm_rag.decode.model_runner import MaskedModelRunner
+from dlm_rag.evidence.encode_segments import encode_segments
+from dlm_rag.model.kv_format import KVFormat, dequantize_int8, quantize_int8
+from dlm_rag.model.packed_batch import Segment
+from tests.model.test_block_attention import ASKED, make_decoder, what_happened
+from tests.support.attention import shared_segments
+from tests.support.tiny_models import tiny_denoiser
+
+SEGMENTS = [Segment((7, 8, 9), 0), Segment((7, 8, 9, 10), 40)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
+def test_a_number_moves_by_half_a_step_of_its_token_and_head(dtype, size):
+    x = (torch.randn(50, 2, 128, generator=torch.Generator().manual_seed(0)) * size).to(dtype)
+    kept = quantize_int8(x)
+    assert kept.dtype == torch.int8 and kept.nbytes <= 0.52 * 2 * x.numel(), "of bfloat16"
+    off = (dequantize_int8(kept, dtype).double() - x.double()).abs()
+    step = x.double().abs().amax(-1, keepdim=True) / 127
+    rounding = x.double().abs() * torch.finfo(dtype).eps
+    assert (off <= 0.51 * step + rounding + 2.0**-24).all()
+
+
+def test_zeros_stay_zeros():
+    assert not dequantize_int8(quantize_int8(torch.zeros(3, 128)), torch.float32).any()
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_a_bias_of_the_keys_is_kept_exactly(qk_norm):
+    """A channel that is large for all tokens, as in Qwen2, leaves the others their precision."""
+    denoiser = tiny_denoiser(qkv_bias=True, qk_norm=qk_norm)
+    plain = KVFormat(tiny_denoiser(), "int8")
+    with torch.inference_mode():
+        for block in denoiser.layers:
+            block.self_attn.k_proj.bias.zero_()
+            block.self_attn.k_proj.bias[3::8] = 300.0
+        format = KVFormat(denoiser, "int8")
+        for segment, kept in zip(SEGMENTS, encode_segments(denoiser, SEGMENTS), strict=True):
+            ours, theirs = (
+                (f.unpack(f.pack(kept, segment.start), segment.start)[:, 0] - kept[:, 0]).abs().max()
+                for f in (format, plain)
+            )
+            assert qk_norm or ours < theirs / 30
+            packed, positions = format.pack(kept, segment.start), torch.arange(segment.start, segment.end)
+            whole = format.unpack(packed, segment.start)
+            for layer, found in enumerate(whole):
+                torch.testing.assert_close(
+                    format.unpack_layer(*packed[layer], layer, positions), found.unbind()
+                )
+
+
+@pytest.mark.parametrize("shape", [{}, {"block_size": None}, {"block_size": None, "qkv_bias": True}])
+def test_tokens_are_the_same_in_every_batch_pool_and_memory(corpus_file, shape):
+    """What is kept is what every step reads, the first one too."""
+
+    def decode(size, pool):
+        decoder = make_decoder(corpus_file, "independent", pool, shape, batch_size=size)
+        engine = EngineConfig(prefix_cache_gib=pool, cache_dtype="int8")
+        decoder.model_runner = MaskedModelRunner(decoder.denoiser, decoder.tokenizer.mask_id, engine)
+        return what_happened(decoder.decode(ASKED))
+
+    expected = decode(4, 0.0)
+    assert [decode(1, 1.0), decode(4, 1.0), decode(3, 1e-5)] == [expected] * 3
+    with shared_segments():
+        assert [decode(1, 1.0), decode(4, 1.0)] == [expected] * 2
