@@ -197,6 +197,14 @@ class EngineConfig(CheckedSettings):
     cache_dtype: str = setting("auto", choices=("auto", "int8"), only_with=MASKED)
     """dtype of cached keys and values of evidence: auto (that of the model) or int8 (half of bfloat16;
     scales by token and head)"""
+    store: str | None = setting(None, only_with=MASKED | {"engine.prefix_cache_gib": (None, SET)})
+    """folder in which keys and values of evidence are kept for other runs; unset: none"""
+    store_gib: float | None = setting(None, low=2**-20, high=2**30, only_with={"engine.store": SET})
+    """maximum size of that folder in GiB, the least recently used leaving; unset: half of what is free
+    on its disk"""
+    store_read: str = setting("auto", choices=("auto", "always", "never"), only_with={"engine.store": SET})
+    """when the folder is read: auto (if that is faster than computing on this machine; else it is not
+    written either), always or never (it is written for others)"""
     compile: bool = setting(False, only_with=MASKED)
     """compile around attention with torch.compile: faster after half a minute; changes rounding"""
 

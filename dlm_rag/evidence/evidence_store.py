@@ -2,42 +2,61 @@
 
 An entry is a safetensors file, named by a digest of all that its numbers depend on, so that a change of one
 byte is another entry. It is written under another name and renamed: a kill or a full disk leaves no half
-entry, and two writers of one entry write the same. Its checksum is verified at every read. An embedded
-database would be one file to copy, but LMDB's tree has no checksums (a flipped bit can end the process),
-its size is set ahead, and what leaves it gives no space back.
+entry, and two writers of one entry write the same. Its checksum is verified at every read. It is read and
+not mapped: a file that is cut short would end a process that maps it. An embedded database would be one
+file to copy, but LMDB's tree has no checksums (a flipped bit can end the process), its size is set ahead,
+and what leaves it gives no space back.
 """
 
+import json
 import logging
 import os
+import platform
+import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from blake3 import blake3
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
+from dlm_rag.config import EngineConfig
+from dlm_rag.errors import ConfigError
+from dlm_rag.evidence.store_speed import StoreSpeed, drop_cached_pages, synchronize, time_encoding
 from dlm_rag.files.digest import create_hasher
+from dlm_rag.files.paths import expand_path, make_folder
+from dlm_rag.machine import get_machine_name
+from dlm_rag.model.checkpoint import DLM_RAG_FIELDS
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.layers import is_autocast
 from dlm_rag.model.packed_batch import Segment
+from dlm_rag.progress import format_bytes
 
 log = logging.getLogger(__name__)
 
-MAX_PENDING_ENTRIES = 64  # that wait to be written; the next one waits for a place
+GIB = 2**30
+MAX_PENDING_ENTRIES = 64  # that wait to be written, or were read ahead and not asked for
+READER_THREADS = 8
+SMALL_ENTRY_BYTES = 2**20  # below which a thread costs more than it saves
 EVICT_TO_SHARE = 0.9  # of the budget, so that not every entry has to look through the folder
+SHARE_OF_FREE_DISK = 0.5  # that a store without a budget may take, with what it has
+USE_RESOLUTION_SECONDS = 3600  # a read that is no later than this after the last one is not noted
 STALE_SCRATCH_SECONDS = 3600  # after which an unfinished file was left by a process that was killed
 SUFFIX = ".safetensors"
 
 
 @dataclass
 class StoreStats:
-    """Counts of one process: bytes, and seconds that a caller or the writing thread spent on them."""
+    """Counts of one process; seconds: that callers of `get` have waited for what was read."""
 
     read_entries: int = 0
     read_bytes: int = 0
@@ -49,57 +68,131 @@ class StoreStats:
 
 
 class EvidenceStore:
-    """Keys and values (N, 2, n, Hk, D) of segments below `folder`, under a budget in bytes.
+    """Keys and values of segments below `folder`, tensors of any dtype, under a budget in bytes.
 
-    context: what the numbers depend on besides the segment (digest of the weights, precision, kernel).
-    Entries that were read or written longest ago leave first. Any number of processes may share a folder.
+    context: what the numbers depend on besides the segment (`describe_context`). budget_bytes: None for
+    half of what is free. Entries that were read or written longest ago leave first. Any number of processes
+    may share a folder. `reads` and `writes` say whether it is used.
     """
 
-    def __init__(self, folder: Path, context: str, budget_bytes: float) -> None:
-        self.folder, self._context, self._budget = folder, context, budget_bytes
+    def __init__(self, folder: Path, context: str, budget_bytes: float | None) -> None:
+        self.folder, self._budget = folder, budget_bytes
+        self._context = blake3(context.encode()).hexdigest()
         self.stats = StoreStats()
-        self._since_scan: float = budget_bytes  # bytes added since all were counted: the first adds count
+        self.reads = self.writes = True
+        self.speed: StoreSpeed | None = None  # where it was to decide
+        self._since_scan: float | None = None  # bytes added since all were counted: the first adds count
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="evidence-store")
+        self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="evidence-store-reader")
+        self._reading: dict[Path, Future[Tensor | None]] = {}
         self._places = threading.BoundedSemaphore(MAX_PENDING_ENTRIES)
         self._full = False  # whether the disk refused an entry
 
+    def prefetch(self, segments: Iterable[Segment]) -> None:
+        """Starts to read segments that `get` will be asked for; small ones are not worth a thread."""
+        for path in map(self.path, segments) if self.reads else ():
+            with suppress(OSError):  # it is not there
+                if path not in self._reading and path.stat().st_size >= SMALL_ENTRY_BYTES:
+                    if len(self._reading) >= MAX_PENDING_ENTRIES:  # nobody came for the oldest
+                        self._reading.pop(next(iter(self._reading))).cancel()
+                    self._reading[path] = self._readers.submit(self._read, path)
+
     def get(self, segment: Segment) -> Tensor | None:
-        """The memory-mapped keys and values of a segment, or None; a damaged entry is removed."""
-        path, begin = self._path(segment), time.perf_counter()
-        try:
-            with safe_open(path, framework="pt") as file:
-                kept, stamp = file.get_tensor("keys_values"), (file.metadata() or {}).get("blake3")
-            if stamp != _checksum(kept):
-                raise SafetensorError("its checksum differs")
-            os.utime(path)
-        except FileNotFoundError:
+        """The tensor of a segment in host memory; None: not there, or damaged, or the store is not read.
+
+        A damaged entry is removed.
+        """
+        if not self.reads:
             return None
-        except (OSError, SafetensorError) as problem:
-            log.warning("%s is damaged (%s); it is computed again", path, problem)
-            self.stats.damaged_entries += 1
-            with suppress(OSError):
-                path.unlink()
-            return None
-        self.stats.read_entries += 1
-        self.stats.read_bytes += kept.nbytes
-        self.stats.read_seconds += time.perf_counter() - begin
+        begin, path = time.perf_counter(), self.path(segment)
+        started = self._reading.pop(path, None)
+        kept = self._read(path) if started is None else started.result()
+        if kept is not None:
+            self.stats.read_entries += 1
+            self.stats.read_bytes += kept.nbytes
+            self.stats.read_seconds += time.perf_counter() - begin
         return kept
 
     def __contains__(self, segment: Segment) -> bool:
-        return self._path(segment).exists()
+        return self.path(segment).exists()
 
     def add(self, segment: Segment, kept: Tensor, ready: torch.cuda.Event | None = None) -> None:
         """Writes an entry in a thread of its own; `kept` lies in host memory and no longer changes.
 
         ready: the event after which `kept` holds its numbers.
         """
-        if not self._full:
+        if self.writes and not self._full:
             self._places.acquire()
-            self._writer.submit(self._write, self._path(segment), kept, ready).add_done_callback(self._done)
+            self._writer.submit(self._write, self.path(segment), kept, ready).add_done_callback(self._done)
 
     def flush(self) -> None:
         """Returns when all entries that were added are on the disk."""
         self._writer.submit(lambda: None).result()
+
+    def path(self, segment: Segment) -> Path:
+        """The file of a segment. Tokenizer and layout show in its ids, its start and its blocks."""
+        key = blake3(f"{self._context} {segment.start} {segment.first} {segment.block}".encode())
+        name = key.update(np.array(segment.ids, dtype=np.int64).tobytes()).hexdigest()
+        return self.folder / name[:2] / (name + SUFFIX)
+
+    def describe(self) -> str:
+        """What was read and written, or why nothing is, in words for a person."""
+        done, speed = self.stats, self.speed
+        if speed is not None and not speed.reading_is_faster:
+            why = f"not used, for {speed.describe()} here (engine.store_read=always reads it)"
+            return f"evidence store: {why}"
+        read = f"{done.read_entries:,} read ({format_bytes(done.read_bytes)}, {done.read_seconds:.1f} s)"
+        damaged = f", {done.damaged_entries:,} damaged" if done.damaged_entries else ""
+        full = ", the disk takes no more" if self._full else ""
+        return f"evidence store: {read}, {done.written_entries:,} written{damaged}{full}"
+
+    def measure_speed(self, denoiser: Denoiser, cache_dtype: str) -> StoreSpeed | None:
+        """Encodes some passages, and writes and reads them; None where nothing can be written."""
+        device = denoiser.device
+        encode_seconds, kept = time_encoding(denoiser, cache_dtype)
+        store = EvidenceStore(self.folder, "speed", None)
+        store._since_scan = 0.0  # nothing leaves for these
+        for segment, tensor in kept.items():
+            store.add(segment, tensor)
+        store.flush()
+        paths = [store.path(segment) for segment in kept]
+        try:
+            for path in paths:
+                drop_cached_pages(path)
+            begin = time.perf_counter()
+            store.prefetch(kept)
+            for segment in kept:
+                if (found := store.get(segment)) is None:
+                    return None
+                found.to(device)
+            synchronize(device)
+            read_seconds = (time.perf_counter() - begin) / len(kept)
+        except OSError:
+            return None
+        finally:
+            for path in paths:
+                path.unlink(missing_ok=True)
+        return StoreSpeed(encode_seconds, read_seconds)
+
+    def _read(self, path: Path) -> Tensor | None:
+        try:
+            with path.open("rb", buffering=0) as file:
+                data, used = file.readall(), os.fstat(file.fileno()).st_mtime
+            kept: Tensor = load(data)["keys_values"]
+            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            if header["__metadata__"]["blake3"] != _checksum(kept):
+                raise SafetensorError("its checksum differs")
+            if time.time() - used > USE_RESOLUTION_SECONDS:
+                os.utime(path)
+        except (FileNotFoundError, PermissionError):
+            return None
+        except (OSError, SafetensorError, LookupError, ValueError, TypeError) as problem:
+            log.warning("%s is damaged (%s); it is computed again", path, problem)
+            self.stats.damaged_entries += 1
+            with suppress(OSError):
+                path.unlink()
+            return None
+        return kept
 
     def _done(self, written: Future[None]) -> None:
         self._places.release()
@@ -107,58 +200,128 @@ class EvidenceStore:
             log.warning("the evidence store %s takes no more entries: %s", self.folder, error)
             self._full = True
 
-    def _path(self, segment: Segment) -> Path:
-        key = blake3(f"{self._context} {segment.start} {segment.first} {segment.block}".encode())
-        name = key.update(np.array(segment.ids, dtype=np.int64).tobytes()).hexdigest()
-        return self.folder / name[:2] / (name + SUFFIX)
-
     def _write(self, path: Path, kept: Tensor, ready: torch.cuda.Event | None) -> None:
         if path.exists():
             return
         if ready is not None:
             ready.synchronize()
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(f".part-{os.getpid()}-{path.name}")
+        scratch, kept = path.with_name(f".part-{os.getpid()}-{path.name}"), kept.contiguous()
         try:
             # Not forced to the disk: after a power cut the checksum tells what is missing.
-            save_file({"keys_values": kept.contiguous()}, scratch, {"blake3": _checksum(kept)})
-            size = scratch.stat().st_size
+            size = scratch.write_bytes(save({"keys_values": kept}, {"blake3": _checksum(kept)}))
             scratch.replace(path)
         except BaseException:
             scratch.unlink(missing_ok=True)
             raise
         self.stats.written_entries += 1
         self.stats.written_bytes += size
-        self._since_scan += size
-        if self._since_scan > (1 - EVICT_TO_SHARE) * self._budget:
+        if self._since_scan is not None:
+            self._since_scan += size
+        if self._since_scan is None or (
+            self._budget is not None and self._since_scan > (1 - EVICT_TO_SHARE) * self._budget
+        ):
             self._evict()
 
     def _evict(self) -> None:
         """Removes the entries used longest ago if those of all processes are more than the budget."""
-        entries = sorted(self._entries())
+        entries = sorted(list_entries(self.folder))
         total, self._since_scan = sum(size for _, size, _ in entries), 0.0
+        if self._budget is None:
+            self._budget = default_budget_bytes(self.folder, total)
         if total <= self._budget:
             return
         for _, size, path in entries:
             if total <= EVICT_TO_SHARE * self._budget:
                 break
             with suppress(OSError):  # another process removed it
-                path.unlink()
+                Path(path).unlink()
                 self.stats.evicted_entries += 1
             total -= size
 
-    def _entries(self) -> Iterator[tuple[float, int, Path]]:
-        """Time of the last use, bytes and path of each entry; removes what killed processes left."""
-        for path in self.folder.glob("??/*"):
+
+def list_entries(folder: Path) -> Iterator[tuple[float, int, str]]:
+    """Time of the last use, bytes and path of each entry; removes what killed processes left."""
+    for part in folder.glob("??"):
+        for file in os.scandir(part):
             with suppress(OSError):
-                found = path.stat()
-                if path.suffix == SUFFIX and not path.name.startswith(".part-"):
-                    yield found.st_mtime, found.st_size, path
+                found = file.stat()
+                if not file.name.startswith(".part-"):
+                    yield found.st_mtime, found.st_size, file.path
                 elif time.time() - found.st_mtime > STALE_SCRATCH_SECONDS:
-                    path.unlink()
+                    Path(file.path).unlink()
+
+
+def default_budget_bytes(folder: Path, used: int) -> float:
+    """What a store may take whose size nobody has named; used: bytes that it takes now."""
+    return SHARE_OF_FREE_DISK * (shutil.disk_usage(folder).free + used)
 
 
 def _checksum(kept: Tensor) -> str:
     hasher = create_hasher(kept.nbytes)
-    hasher.update(kept.contiguous().view(torch.uint8).numpy().data)
+    hasher.update(f"{kept.dtype} {[*kept.shape]}".encode())
+    hasher.update(kept.view(torch.uint8).numpy().data)
     return hasher.hexdigest()
+
+
+def check_store(engine: EngineConfig, shape: DenoiserConfig | None = None, item_bytes: int = 1) -> None:
+    """Raises `ConfigError` for a store that cannot be written, or cannot hold a passage of the model.
+
+    item_bytes: of a number that is cached.
+    """
+    if engine.store is None:
+        return
+    folder = make_folder(expand_path(engine.store, ConfigError, "engine.store"), "engine.store=")
+    probe = folder / f".part-{os.getpid()}"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"engine.store={folder} cannot be written: {error.strerror}") from None
+    if engine.store_gib is not None and shape is not None:
+        entry = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
+        entry *= shape.passage_length * (1 if engine.cache_dtype == "int8" else item_bytes)
+        if entry > EVICT_TO_SHARE * engine.store_gib * GIB:
+            raise ConfigError(
+                f"engine.store_gib={engine.store_gib} holds no passage of {format_bytes(entry)}: raise it"
+            )
+
+
+def describe_context(denoiser: Denoiser, cache_dtype: str) -> str:
+    """What keys and values depend on besides the segment; raises `ConfigError` for weights that changed.
+
+    What a config says of decoding alone does not count, nor do policy heads.
+    """
+    left_out = {*DLM_RAG_FIELDS.values(), "attention_patterns", "mask_token_id"}
+    shape = {name: value for name, value in asdict(denoiser.config).items() if name not in left_out}
+    how = {
+        "weights": denoiser.weights_fingerprint, "dtype": str(denoiser.dtype), "cache_dtype": cache_dtype,
+        "compute_dtype": str(denoiser.compute_dtype), "autocast": is_autocast(denoiser.embed_tokens.weight),
+        "compiled": denoiser.compilations is not None, "kernel": denoiser.backend,
+        "device": denoiser.device.type,
+    }  # fmt: skip
+    return json.dumps(shape | how, sort_keys=True)
+
+
+def open_evidence_store(engine: EngineConfig, denoiser: Denoiser) -> EvidenceStore | None:
+    """The store that the settings name, None without one.
+
+    With `store_read=auto` it is measured, once for a machine, device and model, whether it is to be used.
+    Raises `ConfigError` for weights that are not those of their checkpoint.
+    """
+    if engine.store is None:
+        return None
+    check_store(engine)
+    folder, context = expand_path(engine.store, ConfigError), describe_context(denoiser, engine.cache_dtype)
+    store = EvidenceStore(folder, context, engine.store_gib and engine.store_gib * GIB)
+    store.reads = engine.store_read != "never"
+    if engine.store_read == "auto":
+        machine = (
+            f"{platform.node()}, {get_machine_name(denoiser.device)}, {torch.get_num_threads()} threads"
+        )
+        path = folder / f"speed-{blake3((machine + context).encode()).hexdigest(8)}.json"
+        store.speed = StoreSpeed.load(path) or store.measure_speed(denoiser, engine.cache_dtype)
+        if store.speed is not None and not path.exists():
+            store.speed.save(path, machine)
+        store.reads = store.writes = store.speed is None or store.speed.reading_is_faster
+    return store

@@ -70,7 +70,7 @@ class Checkpoint:
 
     def iterate_tensors(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by our name, on the device; one at a time is in flight. Raises `CheckpointError`."""
-        paths = {path for parts in self.tensor_sources.values() for path, _ in parts}
+        paths = self._weight_files
         size = sum(path.stat().st_size for path in paths)
         with report_progress("reading weights", size, "bytes") as advance, ExitStack() as opened:
             at: Path | None = None
@@ -128,10 +128,21 @@ class Checkpoint:
         Texts are what a checkpoint consists of (`HUB_FILE_PATTERNS`) without what our own programs write.
         """
         excluded = [".*", "*.safetensors", *FINGERPRINT_EXCLUDED_GLOBS]
-        paths = {path for parts in self.tensor_sources.values() for path, _ in parts}
+        paths = self._weight_files
         for pattern in (*HUB_FILE_PATTERNS, "*/*.jinja"):
             paths |= {path for path in self.folder.glob(pattern) if not any(map(path.match, excluded))}
-        paths = {path for path in (*paths, self.folder / HEADS_FILE) if path.is_file()}
+        return self._digest({path for path in (*paths, self.folder / HEADS_FILE) if path.is_file()})
+
+    @cached_property
+    def weights_fingerprint(self) -> str:
+        """Digest of the shards with the tensors and of how they are read; heads and texts do not count."""
+        return self._digest(self._weight_files) + f" {self.raw_config['model_type']}"
+
+    @property
+    def _weight_files(self) -> set[Path]:
+        return {path for parts in self.tensor_sources.values() for path, _ in parts}
+
+    def _digest(self, paths: set[Path]) -> str:
         lines = [f"{path.relative_to(self.folder)} {digest_file(path)}" for path in sorted(paths)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

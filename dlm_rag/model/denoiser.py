@@ -8,16 +8,19 @@ The smallest run: `Denoiser(DenoiserConfig(vocab_size=64))(torch.zeros(1, 8, dty
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
+from dlm_rag.errors import ConfigError
 from dlm_rag.model.attention import FLASH_MODULE, choose_backend
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -34,7 +37,7 @@ from dlm_rag.model.layers import (
     is_autocast,
 )
 from dlm_rag.model.packed_batch import PackedRows, Segment, pack_rows
-from dlm_rag.model.policy_heads import PolicyHeads, read_heads
+from dlm_rag.model.policy_heads import HEADS_PREFIX, PolicyHeads, read_heads
 
 
 class Denoiser(TransformerWeights):
@@ -54,6 +57,8 @@ class Denoiser(TransformerWeights):
         self._compiled_before: int | None = None
         self.flop_count = FlopCount()  # of all calls since
         self.heads: PolicyHeads | None = None  # where a policy was trained
+        # What was loaded, and the parameters as they were then, with torch's count of changes.
+        self._origin: tuple[Checkpoint, dict[str, tuple[ref[nn.Parameter], int]]] | None = None
         self.tie_weights()
         self.set_rope_theta(config.rope_theta)
         if not self.embed_tokens.weight.is_meta:
@@ -116,6 +121,33 @@ class Denoiser(TransformerWeights):
         self.load_state_dict(values, strict=False, assign=True)
         self.tie_weights()
         self.to(device)
+        self.set_origin(checkpoint)
+
+    def set_origin(self, checkpoint: Checkpoint) -> None:
+        """Notes that the weights, apart from policy heads, are those of a checkpoint."""
+        self._origin = checkpoint, {name: (ref(x), version) for name, x, version in self._weight_versions()}
+
+    @property
+    def weights_fingerprint(self) -> str:
+        """That of the checkpoint whose weights these are, with any policy heads.
+
+        Raises `ConfigError` where they come from no checkpoint, or were changed since: in place, by an
+        optimizer say, or by new parameters. What is done to `parameter.data` is not noticed.
+        """
+        if self._origin is None:
+            raise ConfigError("these weights are of no checkpoint: load them with Denoiser.from_pretrained")
+        checkpoint, seen = self._origin
+        now = {name: (x, version) for name, x, version in self._weight_versions()}
+        if now.keys() != seen.keys() or any(
+            x is not seen[name][0]() or version != seen[name][1] for name, (x, version) in now.items()
+        ):
+            raise ConfigError(f"the weights have changed since they were loaded from {checkpoint.folder}")
+        return checkpoint.weights_fingerprint
+
+    def _weight_versions(self) -> Iterator[tuple[str, nn.Parameter, int]]:
+        for name, value in self.named_parameters():
+            if not name.startswith(HEADS_PREFIX):
+                yield name, value, -1 if value.is_inference() else value._version
 
     def save_pretrained(self, folder: str | Path, **extra: Any) -> None:
         """Writes `config.json` (with `extra` keys) and `model.safetensors`; see `save_tensors`."""

@@ -39,6 +39,11 @@ def find_task(train: TrainConfig, noise: "UniformNoiseConfig | None" = None) -> 
 
 def check_task_settings(config: Config) -> None:
     """Raises `ConfigError` for settings that do not go with the objectives of a run."""
+    if config.engine.store is not None and config.train.trainable != "policy_heads":
+        raise ConfigError(
+            "engine.store keeps what weights compute, which training changes: leave it out, or set "
+            "train.trainable=policy_heads"
+        )
     for number, train in enumerate(config.train.get_phase_configs().values()):
         task = find_task(train)
         if task.needs_trained_model and not number and config.model.path is None:

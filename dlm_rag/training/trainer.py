@@ -102,6 +102,8 @@ class Trainer:
             copy_weights(self.denoiser, self._reference)
         if self.processes.world_size > 1 and not sharded:
             self.root = wrap_in_ddp(self.root)
+        if origin.heads_only and origin.checkpoint is not None:
+            self.denoiser.set_origin(origin.checkpoint)  # its weights stay as they are
         for denoiser in filter(None, (self.denoiser, self._reference)):
             denoiser.attention = self.config.model.attn_implementation
             if train.rope_theta is not None:

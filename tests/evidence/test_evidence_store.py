@@ -80,7 +80,7 @@ def test_what_was_used_longest_ago_leaves(tmp_path):
     fill(tmp_path, range(8))
     size = next(tmp_path.glob("*/*.safetensors")).stat().st_size
     for number in range(8):
-        key = EvidenceStore(tmp_path, "tiny", GENEROUS)._path(segment(number))
+        key = EvidenceStore(tmp_path, "tiny", GENEROUS).path(segment(number))
         os.utime(key, (number + 10.0, number + 10.0))
     store = EvidenceStore(tmp_path, "tiny", 8 * size)
     assert store.get(segment(0)) is not None  # used just now
