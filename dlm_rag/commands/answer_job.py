@@ -136,7 +136,8 @@ def make_decoder_factory(asked: PreparedQuestions) -> CheckedDecoderFactory:
     model = replace(config.model, path=locate(config.model.path), device=prepared.device.type, dtype=dtype)
     names = ("corpus", "index_dir", "embedding_model")
     paths: dict[str, Any] = {name: locate(getattr(config.retrieval, name)) for name in names}
-    config = replace(config, model=model, retrieval=replace(config.retrieval, **paths))
+    engine = replace(config.engine, store=locate(config.engine.store))
+    config = replace(config, model=model, retrieval=replace(config.retrieval, **paths), engine=engine)
     questions = asked.questions if config.retrieval.oracle else []
     return CheckedDecoderFactory(config, questions, describe_dependencies(prepared))
 

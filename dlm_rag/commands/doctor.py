@@ -2,7 +2,7 @@
 
     dlm-rag doctor            # a line for each check
     dlm-rag doctor --json     # the same and torch's description of the machine, for an issue report
-    dlm-rag doctor model.device=cpu retrieval.index_dir=/scratch/indexes
+    dlm-rag doctor model.device=cpu retrieval.index_dir=/scratch/indexes engine.store=/scratch/store
 
 Nothing is fetched and nothing is changed. Where something that is needed fails, the exit status is 1.
 """
@@ -38,7 +38,10 @@ from dlm_rag.text import replace_control_chars
 
 OK, HINT, PROBLEM = "ok", "hint", "problem"
 LOW_MEMORY_BYTES, LOW_DISK_BYTES, FULL_DISK_BYTES = 2 * 10**9, 10**9, 50 * 10**6
-CHECKED_SETTINGS = ("model.device", "model.dtype", "model.attn_implementation", "retrieval.index_dir")
+CHECKED_SETTINGS = (
+    "model.device", "model.dtype", "model.attn_implementation", "retrieval.index_dir", "engine.store",
+    "engine.store_gib",
+)  # fmt: skip
 INSTALL_TORCH = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
 
 
@@ -176,6 +179,27 @@ def check_cache(config: Config) -> Iterator[Finding]:
     yield Finding("cache", state, text, "" if state == OK else "export DLM_RAG_CACHE=/a/folder/of/yours")
 
 
+def check_evidence_store(config: Config) -> Iterator[Finding]:
+    """The folder of `engine.store`, where one is named, its disk, and the speeds that decide on reading."""
+    from dlm_rag.evidence.evidence_store import GIB, default_budget_bytes, list_entries
+    from dlm_rag.evidence.store_speed import SPEED_FILES, StoreSpeed
+
+    if config.engine.store is None:
+        return
+    folder, given = Path(config.engine.store).expanduser().absolute(), config.engine.store_gib
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    sizes = [size for _, size, _ in list_entries(folder)]
+    free, budget = shutil.disk_usage(there).free, given and given * GIB
+    used, most = map(format_bytes, (sum(sizes), budget or default_budget_bytes(there, sum(sizes))))
+    text = f"{folder} has {len(sizes):,} entries, {used} of at most {most}, {format_bytes(free)} are free"
+    speeds = filter(None, map(StoreSpeed.load, sorted(folder.glob(SPEED_FILES))))
+    text += "".join(f"; {speed.machine}: {speed.describe()}" for speed in speeds)
+    if there.is_dir() and os.access(there, os.W_OK) and free > FULL_DISK_BYTES:
+        yield Finding("store", OK, text)
+    else:
+        yield Finding("store", HINT, f"{text}; it cannot be written", f"ls -ld {shlex.quote(str(there))}")
+
+
 def check_answer(config: Config) -> Iterator[Finding]:
     """The shipped model answers a question of its world, from nothing to the end."""
     from dlm_rag.questions import read_questions
@@ -202,5 +226,6 @@ DOCTOR_CHECKS: dict[str, Callable[[Config], Iterator[Finding]]] = {
     "cores": check_cores_and_memory,
     "energy": check_energy,
     "cache": check_cache,
+    "store": check_evidence_store,
     "an answer": check_answer,
 }

@@ -196,6 +196,7 @@ def prepare_decoder(
     show_status("checking the model")
     from dlm_rag.decode.resolve_settings import resolve_settings
     from dlm_rag.diffusion.commit_rules import check_policy_heads
+    from dlm_rag.evidence.evidence_store import check_store
     from dlm_rag.evidence.prompt_segments import check_finished_blocks
     from dlm_rag.model.checkpoint import open_checkpoint
     from dlm_rag.model.policy_heads import read_heads
@@ -209,6 +210,7 @@ def prepare_decoder(
     dtype = choose_dtype(config.model.dtype, device)
     attention = _choose_attention(config, checkpoint, device, dtype)
     check_weights_fit(checkpoint, device, dtype)
+    check_store(config.engine, shape, dtype.itemsize)
     show_status("reading the tokenizer")
     canvas, layout = decode.max_new_tokens, config.model.evidence_layout or shape.evidence_layout
     assert canvas is not None and decode.finished_block_context is not None

@@ -10,6 +10,7 @@ and what leaves it gives no space back.
 
 import json
 import logging
+import math
 import os
 import platform
 import shutil
@@ -86,7 +87,7 @@ class EvidenceStore:
         self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="evidence-store-reader")
         self._reading: dict[Path, Future[Tensor | None]] = {}
         self._places = threading.BoundedSemaphore(MAX_PENDING_ENTRIES)
-        self._full = False  # whether the disk refused an entry
+        self.is_full = False  # whether the disk refused an entry
 
     def prefetch(self, segments: Iterable[Segment]) -> None:
         """Starts to read segments that `get` will be asked for; small ones are not worth a thread."""
@@ -121,7 +122,7 @@ class EvidenceStore:
 
         ready: the event after which `kept` holds its numbers.
         """
-        if self.writes and not self._full:
+        if self.writes and not self.is_full:
             self._places.acquire()
             self._writer.submit(self._write, self.path(segment), kept, ready).add_done_callback(self._done)
 
@@ -143,36 +144,42 @@ class EvidenceStore:
             return f"evidence store: {why}"
         read = f"{done.read_entries:,} read ({format_bytes(done.read_bytes)}, {done.read_seconds:.1f} s)"
         damaged = f", {done.damaged_entries:,} damaged" if done.damaged_entries else ""
-        full = ", the disk takes no more" if self._full else ""
+        full = ", the disk takes no more" if self.is_full else ""
         return f"evidence store: {read}, {done.written_entries:,} written{damaged}{full}"
 
-    def measure_speed(self, denoiser: Denoiser, cache_dtype: str) -> StoreSpeed | None:
-        """Encodes some passages, and writes and reads them; None where nothing can be written."""
-        device = denoiser.device
+    def load_or_measure_speed(self, denoiser: Denoiser, cache_dtype: str) -> StoreSpeed | None:
+        """What some passages take, computed or read, for this machine, device and context.
+
+        None where nothing can be written. A measurement is kept in the folder.
+        """
+        threads = f"{torch.get_num_threads()} threads"
+        machine = f"{platform.node()}, {get_machine_name(denoiser.device)}, {threads}"
+        file = self.folder / f"speed-{blake3((machine + self._context).encode()).hexdigest(8)}.json"
+        if (known := StoreSpeed.load(file)) is not None:
+            return known
         encode_seconds, kept = time_encoding(denoiser, cache_dtype)
-        store = EvidenceStore(self.folder, "speed", None)
-        store._since_scan = 0.0  # nothing leaves for these
-        for segment, tensor in kept.items():
-            store.add(segment, tensor)
-        store.flush()
-        paths = [store.path(segment) for segment in kept]
+        store = EvidenceStore(self.folder, "speed", math.inf)
         try:
-            for path in paths:
-                drop_cached_pages(path)
+            for segment, tensor in kept.items():
+                store.add(segment, tensor)
+            store.flush()
+            for segment in kept:
+                drop_cached_pages(store.path(segment))
             begin = time.perf_counter()
             store.prefetch(kept)
             for segment in kept:
-                if (found := store.get(segment)) is None:
-                    return None
-                found.to(device)
-            synchronize(device)
+                if (found := store.get(segment)) is not None:
+                    found.to(denoiser.device)
+            synchronize(denoiser.device)
             read_seconds = (time.perf_counter() - begin) / len(kept)
+            speed = StoreSpeed(encode_seconds, read_seconds, machine)
+            speed.save(file)
         except OSError:
             return None
         finally:
-            for path in paths:
-                path.unlink(missing_ok=True)
-        return StoreSpeed(encode_seconds, read_seconds)
+            for segment in kept:
+                store.path(segment).unlink(missing_ok=True)
+        return speed
 
     def _read(self, path: Path) -> Tensor | None:
         try:
@@ -198,7 +205,7 @@ class EvidenceStore:
         self._places.release()
         if (error := written.exception()) is not None:
             log.warning("the evidence store %s takes no more entries: %s", self.folder, error)
-            self._full = True
+            self.is_full = True
 
     def _write(self, path: Path, kept: Tensor, ready: torch.cuda.Event | None) -> None:
         if path.exists():
@@ -225,7 +232,7 @@ class EvidenceStore:
 
     def _evict(self) -> None:
         """Removes the entries used longest ago if those of all processes are more than the budget."""
-        entries = sorted(list_entries(self.folder))
+        entries = sorted(list_entries(self.folder, clean=True))
         total, self._since_scan = sum(size for _, size, _ in entries), 0.0
         if self._budget is None:
             self._budget = default_budget_bytes(self.folder, total)
@@ -240,15 +247,15 @@ class EvidenceStore:
             total -= size
 
 
-def list_entries(folder: Path) -> Iterator[tuple[float, int, str]]:
-    """Time of the last use, bytes and path of each entry; removes what killed processes left."""
+def list_entries(folder: Path, clean: bool = False) -> Iterator[tuple[float, int, str]]:
+    """Time of the last use, bytes and path of each entry; clean: removes what killed processes left."""
     for part in folder.glob("??"):
         for file in os.scandir(part):
             with suppress(OSError):
                 found = file.stat()
                 if not file.name.startswith(".part-"):
                     yield found.st_mtime, found.st_size, file.path
-                elif time.time() - found.st_mtime > STALE_SCRATCH_SECONDS:
+                elif clean and time.time() - found.st_mtime > STALE_SCRATCH_SECONDS:
                     Path(file.path).unlink()
 
 
@@ -316,12 +323,6 @@ def open_evidence_store(engine: EngineConfig, denoiser: Denoiser) -> EvidenceSto
     store = EvidenceStore(folder, context, engine.store_gib and engine.store_gib * GIB)
     store.reads = engine.store_read != "never"
     if engine.store_read == "auto":
-        machine = (
-            f"{platform.node()}, {get_machine_name(denoiser.device)}, {torch.get_num_threads()} threads"
-        )
-        path = folder / f"speed-{blake3((machine + context).encode()).hexdigest(8)}.json"
-        store.speed = StoreSpeed.load(path) or store.measure_speed(denoiser, engine.cache_dtype)
-        if store.speed is not None and not path.exists():
-            store.speed.save(path, machine)
+        store.speed = store.load_or_measure_speed(denoiser, engine.cache_dtype)
         store.reads = store.writes = store.speed is None or store.speed.reading_is_faster
     return store

@@ -24,6 +24,7 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.packed_batch import Segment
 
 MEASURED_PASSAGES = 8  # that are encoded in one call, and read at once
+SPEED_FILES = "speed-*.json"  # in the folder of a store, one for each machine, device and model
 WARM_UP_SECONDS = 1.0  # from which on the first call counts, as on a slow machine
 
 
@@ -33,6 +34,7 @@ class StoreSpeed:
 
     encode_seconds: float
     read_seconds: float
+    machine: str = ""  # in words, for people
 
     def __post_init__(self) -> None:
         if not all(0 < seconds < math.inf for seconds in (self.encode_seconds, self.read_seconds)):
@@ -46,9 +48,9 @@ class StoreSpeed:
         except UserError:
             return None
 
-    def save(self, path: Path, machine: str) -> None:
-        """machine: in words, for people. Raises `OSError`."""
-        write_text_atomic(path, json.dumps({"machine": machine, **asdict(self)}) + "\n")
+    def save(self, path: Path) -> None:
+        """Raises `OSError`."""
+        write_text_atomic(path, json.dumps(asdict(self)) + "\n")
 
     @property
     def reading_is_faster(self) -> bool:
