@@ -32,6 +32,8 @@ from dlm_rag.progress import format_bytes, format_duration, report_progress, sho
 from dlm_rag.retrieval.base import CorpusRetriever
 
 if TYPE_CHECKING:
+    from dlm_rag.evidence.evidence_store import EvidenceStore
+    from dlm_rag.model.denoiser import Denoiser
     from dlm_rag.model.packed_batch import Segment
 
 READS = (
@@ -109,26 +111,23 @@ class PassageEncoder:
         from dlm_rag.evidence.store_speed import encode_for_store
 
         store, denoiser = self._store
-        wanted = [self._build_segment(passage.text) for passage in self.corpus.read_passages(rows)]
-        lacking = [segment for segment in dict.fromkeys(wanted) if segment not in store]
-        before, batch = replace(store.stats), list["Segment"]()
-        for segment in lacking:
-            batch.append(segment)
-            if segment is lacking[-1] or sum(len(each.ids) for each in batch) >= BATCH_TOKENS:
-                kept = encode_for_store(denoiser, batch, self.config.engine.cache_dtype)
-                for each, tensor in zip(batch, kept, strict=True):
-                    store.add(each, tensor)
-                batch = []
+        passages = [self._find_segment(passage.text) for passage in self.corpus.read_passages(rows)]
+        lacking = [segment for segment in dict.fromkeys(passages) if segment not in store]
+        before, size = replace(store.stats), max(1, BATCH_TOKENS // self._room.passage_length)
+        for start in range(0, len(lacking), size):
+            batch = lacking[start : start + size]
+            kept = encode_for_store(denoiser, batch, self.config.engine.cache_dtype)
+            for segment, tensor in zip(batch, kept, strict=True):
+                store.add(segment, tensor)
         store.flush()
         if store.is_full:
             raise RunError(f"{store.folder} takes no more entries; with more room the same command goes on")
         evicted = store.stats.evicted_entries - before.evicted_entries
-        size = store.stats.written_bytes - before.written_bytes
-        return PartCounts(len(lacking), len(wanted) - len(lacking), evicted, size)
+        written = store.stats.written_bytes - before.written_bytes
+        return PartCounts(len(lacking), len(passages) - len(lacking), evicted, written)
 
     @cached_property
-    def _store(self) -> tuple[Any, Any]:
-        """The store and the denoiser."""
+    def _store(self) -> "tuple[EvidenceStore, Denoiser]":
         show_status("reading weights")
         from dlm_rag.evidence.evidence_store import open_evidence_store
         from dlm_rag.model.denoiser import Denoiser
@@ -139,12 +138,12 @@ class PassageEncoder:
             denoiser.compile_layers()
         store = open_evidence_store(engine, denoiser)
         assert store is not None
-        if not store.writes:  # here it is not read, elsewhere it may be
-            print_note(store.describe())
+        if not store.writes:
+            print_note(f"{store.describe()}; it is filled for other machines")
             store.writes = True
         return store, denoiser
 
-    def _build_segment(self, text: str) -> "Segment":
+    def _find_segment(self, text: str) -> "Segment":
         """What decoding asks for, of a passage."""
         from dlm_rag.evidence.prompt_segments import lay_out_prompt
         from dlm_rag.evidence.truncation import truncate_evidence

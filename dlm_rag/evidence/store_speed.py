@@ -5,7 +5,6 @@ large GPU computes sooner than a disk gives it.
 """
 
 import json
-import math
 import os
 import random
 import time
@@ -21,10 +20,11 @@ from dlm_rag.evidence.encode_segments import encode_segments
 from dlm_rag.files.checked_json import read_json_or_empty, validate_json_value
 from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.kv_format import KVFormat
 from dlm_rag.model.packed_batch import Segment
 
-MEASURED_PASSAGES = 8  # that are encoded in one call, and read at once
 SPEED_FILES = "speed-*.json"  # in the folder of a store, one for each machine, device and model
+MEASURED_PASSAGES = 8  # that are encoded in one call, and read at once
 WARM_UP_SECONDS = 1.0  # from which on the first call counts, as on a slow machine
 
 
@@ -34,19 +34,16 @@ class StoreSpeed:
 
     encode_seconds: float
     read_seconds: float
-    machine: str = ""  # in words, for people
-
-    def __post_init__(self) -> None:
-        if not all(0 < seconds < math.inf for seconds in (self.encode_seconds, self.read_seconds)):
-            raise ValueError("seconds must be above 0")
+    machine: str  # in words, for people
 
     @classmethod
     def load(cls, path: Path) -> "StoreSpeed | None":
         """What `save` has written; None where there is nothing, or something else."""
         try:
-            return validate_json_value(cls, read_json_or_empty(path), str(path), UserError)
+            found = validate_json_value(cls, read_json_or_empty(path), str(path), UserError)
         except UserError:
             return None
+        return found if min(found.encode_seconds, found.read_seconds) > 0 else None
 
     def save(self, path: Path) -> None:
         """Raises `OSError`."""
@@ -65,37 +62,29 @@ class StoreSpeed:
 @torch.inference_mode()
 def encode_for_store(denoiser: Denoiser, segments: Sequence[Segment], cache_dtype: str) -> list[Tensor]:
     """The keys and values of segments as the evidence pool keeps them, in host memory."""
-
-    def pack_for_cache(kept: Tensor, segment: Segment) -> Tensor:
-        return kept  # as `cache_dtype` says
-
-    encoded = zip(segments, encode_segments(denoiser, segments), strict=True)
-    return [pack_for_cache(kept, segment).cpu() for segment, kept in encoded]
+    form, encoded = KVFormat(denoiser, cache_dtype), encode_segments(denoiser, segments)
+    return [form.pack(kept, each.start).cpu() for each, kept in zip(segments, encoded, strict=True)]
 
 
 def time_encoding(denoiser: Denoiser, cache_dtype: str) -> tuple[float, dict[Segment, Tensor]]:
-    """Seconds a passage, on the device alone; and some random passages with what was encoded of them."""
-    length, rng = denoiser.config.passage_length, random.Random()
-    vocabulary = denoiser.config.vocab_size
-    segments = [
-        Segment(tuple(rng.choices(range(vocabulary), k=length)), 0) for _ in range(MEASURED_PASSAGES)
-    ]
-    begin = time.perf_counter()
-    kept = encode_for_store(denoiser, segments, cache_dtype)  # copies to the host, which waits for it
-    seconds = time.perf_counter() - begin
-    if seconds < WARM_UP_SECONDS:
+    """Seconds a passage on the device; and some random passages with what was encoded of them."""
+    rng, shape = random.Random(), denoiser.config
+    texts = [rng.choices(range(shape.vocab_size), k=shape.passage_length) for _ in range(MEASURED_PASSAGES)]
+    segments, begin = [Segment(tuple(ids), 0) for ids in texts], time.perf_counter()
+    kept = encode_for_store(denoiser, segments, cache_dtype)
+    if (seconds := time.perf_counter() - begin) < WARM_UP_SECONDS:
+        begin = time.perf_counter()
         with torch.inference_mode():
-            begin = time.perf_counter()
             encode_segments(denoiser, segments)
-            synchronize(denoiser.device)
-            seconds = time.perf_counter() - begin
+        synchronize(denoiser.device)
+        seconds = time.perf_counter() - begin
     return seconds / len(segments), dict(zip(segments, kept, strict=True))
 
 
 def synchronize(device: torch.device) -> None:
     """Waits for all that the device was asked."""
-    if device.type in ("cuda", "mps"):
-        getattr(torch, device.type).synchronize()
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
 
 
 def drop_cached_pages(path: Path) -> None:

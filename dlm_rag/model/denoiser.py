@@ -58,7 +58,7 @@ class Denoiser(TransformerWeights):
         self.flop_count = FlopCount()  # of all calls since
         self.heads: PolicyHeads | None = None  # where a policy was trained
         # What was loaded, and the parameters as they were then, with torch's count of changes.
-        self._origin: tuple[Checkpoint, dict[str, tuple[ref[nn.Parameter], int]]] | None = None
+        self._origin: tuple[Checkpoint, dict[str, tuple[ref[nn.Parameter], Any]]] | None = None
         self.tie_weights()
         self.set_rope_theta(config.rope_theta)
         if not self.embed_tokens.weight.is_meta:
@@ -79,7 +79,9 @@ class Denoiser(TransformerWeights):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Denoiser:
         """As torch's, for `to` and the like; rotary frequencies stay in float32."""
-        found: Denoiser = super()._apply(fn, recurse)
+        dtype, found = self.dtype, super()._apply(fn, recurse)
+        if self._origin is not None and self.dtype != dtype:  # which may have been a finer one
+            self._origin = self._origin[0], {}
         if self.inverse_frequencies.dtype != torch.float32:
             self.set_rope_theta(self.config.rope_theta)
         return found
@@ -144,10 +146,10 @@ class Denoiser(TransformerWeights):
             raise ConfigError(f"the weights have changed since they were loaded from {checkpoint.folder}")
         return checkpoint.weights_fingerprint
 
-    def _weight_versions(self) -> Iterator[tuple[str, nn.Parameter, int]]:
+    def _weight_versions(self) -> Iterator[tuple[str, nn.Parameter, Any]]:
         for name, value in self.named_parameters():
             if not name.startswith(HEADS_PREFIX):
-                yield name, value, -1 if value.is_inference() else value._version
+                yield name, value, (value.dtype, -1 if value.is_inference() else value._version)
 
     def save_pretrained(self, folder: str | Path, **extra: Any) -> None:
         """Writes `config.json` (with `extra` keys) and `model.safetensors`; see `save_tensors`."""

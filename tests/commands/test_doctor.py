@@ -16,7 +16,7 @@ from dlm_rag.__main__ import dispatch
 from dlm_rag.commands import doctor
 from dlm_rag.commands.doctor import HINT, OK, PROBLEM, Finding
 from dlm_rag.config import Config
-from dlm_rag.config.inference import RetrievalConfig
+from dlm_rag.config.inference import EngineConfig, RetrievalConfig
 from dlm_rag.machine import choose_dtype
 from dlm_rag.model import attention
 
@@ -140,6 +140,20 @@ def test_the_cache_its_disk_and_whether_it_can_be_written(tmp_path, monkeypatch)
     assert (
         finding.state == PROBLEM and "0 kB are free" in finding.what and "DLM_RAG_CACHE" in finding.remedy
     )
+
+
+def test_the_evidence_store_where_one_is_named(tmp_path, monkeypatch):
+    assert not [*doctor.check_evidence_store(Config())]
+    (tmp_path / "ab").mkdir()
+    (tmp_path / "ab" / "1.safetensors").write_bytes(bytes(2_000_000))
+    (tmp_path / "speed-1.json").write_text('{"encode_seconds": 1, "read_seconds": 2, "machine": "here"}')
+    (tmp_path / "speed-2.json").write_text("{")
+    config = Config(engine=EngineConfig(store=tmp_path, store_gib=1))
+    finding = found(doctor.check_evidence_store, config)
+    assert finding.state == OK and "1 entries, 2.0 MB of at most 1.1 GB" in finding.what
+    assert finding.what.count("reading a passage takes") == 1
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert found(doctor.check_evidence_store, config).state == HINT
 
 
 def test_too_many_threads_and_little_memory_are_hints(monkeypatch):

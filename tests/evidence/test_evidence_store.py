@@ -10,8 +10,15 @@ import time
 import pytest
 import torch
 
-from dlm_rag.evidence.evidence_store import EvidenceStore
+from dlm_rag.config import EngineConfig
+from dlm_rag.errors import ConfigError
+from dlm_rag.evidence import evidence_store, store_speed
+from dlm_rag.evidence.evidence_store import EvidenceStore, list_entries, open_evidence_store
+from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.packed_batch import Segment
+from dlm_rag.model.policy_heads import PolicyHeads
+from tests.support.processes import wait_until
+from tests.support.tiny_models import tiny_denoiser
 
 GENEROUS = 2**30
 SPAWN = multiprocessing.get_context("spawn")
@@ -134,3 +141,95 @@ def test_two_writers_that_are_killed_leave_a_store_that_is_right(tmp_path):
     assert count_right(tmp_path, range(200)) > 0
     fill(tmp_path, range(200))
     assert count_right(tmp_path, range(200)) == 200
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    tiny_denoiser(evidence_layout="independent").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def open_store(tmp_path, denoiser, **settings):
+    return open_evidence_store(EngineConfig(store=str(tmp_path / "store"), **settings), denoiser)
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 1e9])
+def test_what_is_sooner_is_done_unless_it_is_said(tmp_path, checkpoint, monkeypatch, seconds):
+    """The measured seconds of encoding are made up; reading takes its time."""
+    measured = []
+
+    def time_encoding(*given):
+        measured.append(found := (seconds, store_speed.time_encoding(*given)[1]))
+        return found
+
+    monkeypatch.setattr(evidence_store, "time_encoding", time_encoding)
+    denoiser = Denoiser.from_pretrained(checkpoint)
+    for _ in range(2):
+        found = open_store(tmp_path, denoiser)
+        assert found.reads == found.writes == (seconds > 1)
+        assert ("not used" in found.describe()) == (seconds < 1)
+    assert len(measured) == 1 and not [*list_entries(found.folder)], "what was measured with is gone"
+    for file in found.folder.glob(store_speed.SPEED_FILES):
+        file.write_text('{"encode_seconds": "soon"}')
+    assert open_store(tmp_path, denoiser).speed.encode_seconds == seconds and len(measured) == 2
+    always, never = (open_store(tmp_path, denoiser, store_read=choice) for choice in ("always", "never"))
+    assert always.reads and always.writes and never.writes and not never.reads
+    assert len(measured) == 2
+
+
+def test_large_entries_are_read_ahead(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence_store, "SMALL_ENTRY_BYTES", 1)
+    fill(tmp_path, range(100))
+    store = EvidenceStore(tmp_path, "tiny", GENEROUS)
+    store.prefetch(map(segment, range(101)))  # most of which nobody comes for, and one that is not there
+    assert all(torch.equal(store.get(segment(n)), kept(n)) for n in range(100))
+    assert store.stats.read_entries == 100 and store.get(segment(100)) is None
+
+
+def test_entries_belong_to_weights_and_not_to_heads(tmp_path, checkpoint):
+    denoiser = Denoiser.from_pretrained(checkpoint)
+    open_store(tmp_path, denoiser, store_read="always").add(segment(1), kept(1))
+
+    def is_there(path, **changes):
+        other = Denoiser.from_pretrained(path, **changes)
+        return segment(1) in open_store(tmp_path, other, store_read="always")
+
+    with_heads = tmp_path / "heads"
+    heads = tiny_denoiser(evidence_layout="independent", commit_rule="policy_head")
+    heads.heads = PolicyHeads()
+    heads.save_pretrained(with_heads)
+    tiny_denoiser(1).save_pretrained(tmp_path / "other")
+    wait_until(lambda: is_there(checkpoint), seconds=10)
+    assert is_there(with_heads) and not is_there(tmp_path / "other")
+    assert not is_there(checkpoint, dtype=torch.bfloat16)
+
+
+def step(denoiser):
+    for parameter in denoiser.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(denoiser.parameters(), lr=1e-3).step()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        step,
+        lambda denoiser: denoiser.load_state_dict(tiny_denoiser(1).state_dict()),
+        lambda denoiser: denoiser.load_state_dict(tiny_denoiser(1).state_dict(), assign=True),
+        lambda denoiser: denoiser.bfloat16().float(),
+        lambda denoiser: (
+            denoiser.layers[0].self_attn.k_proj.register_parameter("bias", None)
+            or setattr(denoiser.layers[0].self_attn.k_proj, "bias", torch.nn.Parameter(torch.ones(16)))
+        ),
+    ],
+    ids=["an optimizer step", "copied", "assigned", "rounded", "another parameter"],
+)
+def test_weights_that_changed_are_refused(tmp_path, checkpoint, change):
+    denoiser = Denoiser.from_pretrained(checkpoint)
+    denoiser.requires_grad_(True)
+    assert open_store(tmp_path, denoiser, store_read="always") is not None
+    change(denoiser)
+    with pytest.raises(ConfigError, match="have changed since"):
+        open_store(tmp_path, denoiser, store_read="always")
+    with pytest.raises(ConfigError, match="of no checkpoint"):
+        open_store(tmp_path, tiny_denoiser())

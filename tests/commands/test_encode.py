@@ -1,0 +1,123 @@
+"""Encoding ahead: what decoding asks for is there, once, whoever wrote it and however it was stopped."""
+
+import subprocess
+import sys
+
+import pytest
+
+from dlm_rag.commands import encode
+from dlm_rag.config import EngineConfig
+from dlm_rag.decode.decoder import Decoder
+from dlm_rag.evidence.evidence_store import list_entries, open_evidence_store
+from dlm_rag.evidence.segment_kv_cache import EvidencePool
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.tokenizer import Tokenizer
+from tests.support.commands import call, model  # noqa: F401 - fixtures
+from tests.support.passages import PASSAGES, write_jsonl_file
+from tests.support.paths import ROOT
+from tests.support.processes import wait_until
+
+INDEPENDENT = "model.evidence_layout=independent"
+
+
+@pytest.fixture
+def store(tmp_path):
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def fill(call, store, model, corpus_file):
+    """Runs the program in this process; returns its exit code and standard error."""
+
+    def invoke(*words, corpus=corpus_file):
+        given = ("--model", model, "--corpus", corpus, f"engine.store={store}", *words)
+        code, out, err = call(*given, program=encode, defaults=False)
+        assert not out
+        return code, err
+
+    return invoke
+
+
+def open_to_read(store, model):
+    return open_evidence_store(
+        EngineConfig(store=str(store), store_read="always"), Denoiser.from_pretrained(model)
+    )
+
+
+@pytest.fixture
+def asked(monkeypatch, model, corpus_file):
+    """The segments of passages that decoding asks for."""
+    segments = []
+    get = EvidencePool.get
+    monkeypatch.setattr(
+        EvidencePool, "get", lambda pool, segment: segments.append(segment) or get(pool, segment)
+    )
+    tokenizer = Tokenizer.from_pretrained(model, "independent")
+    retriever = load_retriever(corpus_file, top_k=3)
+    decoder = Decoder(Denoiser.from_pretrained(model), retriever, tokenizer, None, "independent")
+    decoder.decode(["Who wrote Emma?", "Who was born in Tacoma?"])
+    return {segment for segment in segments if not segment.start}
+
+
+def test_what_decoding_asks_for_is_encoded_once(fill, store, model, asked):
+    code, err = fill(INDEPENDENT)
+    assert code == 0 and f"{len(PASSAGES)} passages encoded, 0 there already" in err
+    found = open_to_read(store, model)
+    assert len(asked) >= 3 and all(found.get(segment) is not None for segment in asked)
+    assert f"0 passages encoded, {len(PASSAGES)} there already" in fill(INDEPENDENT)[1]
+    assert len([*list_entries(store)]) == len(PASSAGES)
+    fill(INDEPENDENT, "engine.cache_dtype=int8")
+    assert len([*list_entries(store)]) == 2 * len(PASSAGES), "of another dtype they are others"
+
+
+def test_only_the_independent_layout_can_be_encoded_ahead(fill):
+    code, err = fill("model.evidence_layout=prefix")
+    assert code == 2 and "set model.evidence_layout=independent" in err
+
+
+def test_entries_that_have_to_leave_are_counted(fill):
+    code, err = fill(INDEPENDENT, "engine.store_gib=5e-5")
+    assert code == 0 and "had to leave (engine.store_gib)" in err
+
+
+@pytest.fixture
+def many(tmp_path):
+    """A corpus that takes a second or two."""
+    rows = [
+        {"id": str(n), "contents": f"Passage {n} is about the number {n}, and " * 2} for n in range(3000)
+    ]
+    return write_jsonl_file(tmp_path / "many.jsonl", rows)
+
+
+def start(model, corpus, store, *words):
+    command = [sys.executable, "-m", "dlm_rag", "encode", "--model", model, "--corpus", corpus, INDEPENDENT]
+    return subprocess.Popen(
+        [*map(str, command), f"engine.store={store}", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+
+
+def count_entries(store):
+    return sum(1 for _ in list_entries(store))
+
+
+@pytest.mark.slow
+def test_a_fill_that_is_killed_is_gone_on_with_by_two_processes_at_once(fill, model, many, store):
+    killed = start(model, many, store)
+    wait_until(lambda: count_entries(store) > 100, killed)
+    killed.kill()
+    killed.communicate()
+    there = count_entries(store)
+    assert there < 3000
+    both = [start(model, many, store) for _ in range(2)]
+    assert all("3,000" not in process.communicate()[1] and not process.returncode for process in both)
+    assert count_entries(store) == 3000
+    code, err = fill(INDEPENDENT, corpus=many)
+    assert code == 0 and "0 passages encoded, 3,000 there already" in err
+
+
+@pytest.mark.slow
+def test_workers_take_parts_in_turn(model, many, store):
+    process = start(model, many, store, "workers=2")
+    assert "3,000 passages encoded, 0 there already" in process.communicate()[1]
+    assert count_entries(store) == 3000 and process.returncode == 0
