@@ -12,20 +12,19 @@ this machine, each with a model of its own: on GPUs one on each.
 import multiprocessing
 import os
 import signal
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from dlm_rag.cli import print_note
 from dlm_rag.commands.arguments import parse_command_line
-from dlm_rag.commands.prepare_decoder import (
-    fill_in_shipped_files,
-    prepare_decoder,
-)
+from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_decoder
 from dlm_rag.config import Config, RetrievalConfig
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.progress import format_bytes, format_duration, report_progress, show_status
@@ -45,15 +44,6 @@ BATCH_TOKENS = 4096  # of passages that are encoded in one call
 PART_PASSAGES = 128  # that a process takes at a time
 
 
-class PartCounts(NamedTuple):
-    """What became of some passages: how many were encoded, were there, had to leave; bytes written."""
-
-    encoded: int = 0
-    present: int = 0
-    evicted: int = 0
-    bytes: int = 0
-
-
 def main(argv: list[str]) -> None:
     words = parse_command_line(__doc__ or "", argv, READS)
     config = fill_in_shipped_files(words.config, [])
@@ -63,21 +53,21 @@ def main(argv: list[str]) -> None:
         raise ConfigError("workers= of encode are processes of this machine: give a number, or auto")
     encoder = PassageEncoder(config)
     words.announce_reader()
-    passages, start, found = len(encoder.corpus), time.perf_counter(), PartCounts()
+    passages, start, found = len(encoder.corpus), time.perf_counter(), Counter[str]()
     parts = [range(n, min(n + PART_PASSAGES, passages)) for n in range(0, passages, PART_PASSAGES)]
     try:
         results = map(encoder.encode_rows, parts) if config.workers is None else _share(encoder, parts)
         with report_progress("encoding passages", passages) as advance:
             for counts in results:
-                found = PartCounts(*map(sum, zip(found, counts, strict=True)))
-                advance(counts.encoded + counts.present)
+                found.update(counts)
+                advance(counts["encoded"] + counts["present"])
     except KeyboardInterrupt:
-        print_note(f"{found.encoded:,} passages encoded; the same command goes on from here")
+        print_note(f"{found['encoded']:,} passages encoded; the same command goes on from here")
         raise
-    left = f", {found.evicted:,} had to leave (engine.store_gib)" if found.evicted else ""
+    left = f", {found['evicted']:,} had to leave (engine.store_gib)" if found["evicted"] else ""
     print_note(
-        f"{found.encoded:,} passages encoded, {found.present:,} there already{left}, "
-        f"{format_bytes(found.bytes)} in {format_duration(time.perf_counter() - start)}"
+        f"{found['encoded']:,} passages encoded, {found['present']:,} there already{left}, "
+        f"{format_bytes(found['bytes'])} in {format_duration(time.perf_counter() - start)}"
     )
 
 
@@ -103,10 +93,11 @@ class PassageEncoder:
             )
         self._room = ContextBudget.from_config(self.prepared.checkpoint.config, layout)
 
-    def encode_rows(self, rows: Sequence[int]) -> PartCounts:
+    def encode_rows(self, rows: Sequence[int]) -> dict[str, int]:
         """Encodes those of some passages that the store lacks; returns when they are written.
 
-        Raises `RunError` where the disk takes no more.
+        Counts what was encoded, was there, and had to leave, and bytes written. Raises `RunError` where the
+        disk takes no more.
         """
         from dlm_rag.evidence.store_speed import encode_for_store
 
@@ -122,9 +113,12 @@ class PassageEncoder:
         store.flush()
         if store.is_full:
             raise RunError(f"{store.folder} takes no more entries; with more room the same command goes on")
-        evicted = store.stats.evicted_entries - before.evicted_entries
-        written = store.stats.written_bytes - before.written_bytes
-        return PartCounts(len(lacking), len(passages) - len(lacking), evicted, written)
+        return {
+            "encoded": len(lacking),
+            "present": len(passages) - len(lacking),
+            "evicted": store.stats.evicted_entries - before.evicted_entries,
+            "bytes": store.stats.written_bytes - before.written_bytes,
+        }
 
     @cached_property
     def _store(self) -> "tuple[EvidenceStore, Denoiser]":
@@ -154,15 +148,16 @@ class PassageEncoder:
         return next(segment for segment in segments if segment.ids == prompt.facts[0])
 
 
-def _share(encoder: PassageEncoder, parts: Sequence[range]) -> Iterator[PartCounts]:
+def _share(encoder: PassageEncoder, parts: Sequence[range]) -> Iterator[dict[str, int]]:
     """Encodes in processes, which take the next part when they have done one. Raises `RunError`."""
     from dlm_rag.workers.placement import describe_local_node, plan_workers
 
-    prepared, config, spawn = encoder.prepared, encoder.config, multiprocessing.get_context("spawn")
-    nodes = [describe_local_node(prepared.device)]
-    place = plan_workers(str(config.workers), nodes, prepared.device, prepared.weight_bytes)
+    made, config, spawn = encoder.prepared, encoder.config, multiprocessing.get_context("spawn")
+    place = plan_workers(
+        str(config.workers), [describe_local_node(made.device)], made.device, made.weight_bytes
+    )
     os.environ["OMP_NUM_THREADS"] = str(place.threads_per_worker)  # read when torch loads
-    # They would measure one another.
+    # Else each would measure the speed of the store, and the others with it.
     config = replace(config, engine=replace(config.engine, store_read="never"))
     start = (config, spawn.Value("i", 0), place.gpus_per_worker)
     with ProcessPoolExecutor(place.num_workers, spawn, _start_worker, start) as pool:
@@ -178,6 +173,7 @@ def _share(encoder: PassageEncoder, parts: Sequence[range]) -> Iterator[PartCoun
 def _start_worker(config: Config, started: Any, gpus: int) -> None:
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process takes it
+    threading.Thread(target=_end_with_first_process, daemon=True).start()
     os.environ["RANK"] = "1"  # which draws nothing
     with started.get_lock():
         number, started.value = started.value, started.value + 1
@@ -186,7 +182,14 @@ def _start_worker(config: Config, started: Any, gpus: int) -> None:
     _encoder = PassageEncoder(config)
 
 
-def _encode_part(rows: range) -> PartCounts:
+def _end_with_first_process() -> None:
+    first = multiprocessing.parent_process()
+    assert first is not None
+    first.join()
+    os._exit(1)  # it was killed: nobody hands out parts any more
+
+
+def _encode_part(rows: range) -> dict[str, int]:
     return _encoder.encode_rows(rows)
 
 

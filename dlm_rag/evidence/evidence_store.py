@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import platform
+import re
 import shutil
 import threading
 import time
@@ -53,6 +54,8 @@ SHARE_OF_FREE_DISK = 0.5  # that a store without a budget may take, with what it
 USE_RESOLUTION_SECONDS = 3600  # a read that is no later than this after the last one is not noted
 STALE_SCRATCH_SECONDS = 3600  # after which an unfinished file was left by a process that was killed
 SUFFIX = ".safetensors"
+ENTRY_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")  # other files are not ours
+SCRATCH_NAME = re.compile(r"\.part-\d+-[0-9a-f]{64}\.safetensors")
 
 
 @dataclass
@@ -82,7 +85,7 @@ class EvidenceStore:
         self.stats = StoreStats()
         self.reads = self.writes = True
         self.speed: StoreSpeed | None = None  # where it was to decide
-        self._since_scan: float | None = None  # bytes added since all were counted: the first adds count
+        self._since_scan = math.inf  # bytes added since all were counted: the first entry has them counted
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="evidence-store")
         self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="evidence-store-reader")
         self._reading: dict[Path, Future[Tensor | None]] = {}
@@ -140,8 +143,8 @@ class EvidenceStore:
         """What was read and written, or why nothing is, in words for a person."""
         done, speed = self.stats, self.speed
         if speed is not None and not speed.reading_is_faster:
-            why = f"not used, for {speed.describe()} here (engine.store_read=always reads it)"
-            return f"evidence store: {why}"
+            why = f"{speed.describe()} here (engine.store_read=always reads it)"
+            return f"evidence store: not used, for {why}"
         read = f"{done.read_entries:,} read ({format_bytes(done.read_bytes)}, {done.read_seconds:.1f} s)"
         damaged = f", {done.damaged_entries:,} damaged" if done.damaged_entries else ""
         full = ", the disk takes no more" if self.is_full else ""
@@ -152,8 +155,8 @@ class EvidenceStore:
 
         None where nothing can be written. A measurement is kept in the folder.
         """
-        threads = f"{torch.get_num_threads()} threads"
-        machine = f"{platform.node()}, {get_machine_name(denoiser.device)}, {threads}"
+        names = platform.node(), get_machine_name(denoiser.device), f"{torch.get_num_threads()} threads"
+        machine = ", ".join(names)
         file = self.folder / f"speed-{blake3((machine + self._context).encode()).hexdigest(8)}.json"
         if (known := StoreSpeed.load(file)) is not None:
             return known
@@ -223,11 +226,8 @@ class EvidenceStore:
             raise
         self.stats.written_entries += 1
         self.stats.written_bytes += size
-        if self._since_scan is not None:
-            self._since_scan += size
-        if self._since_scan is None or (
-            self._budget is not None and self._since_scan > (1 - EVICT_TO_SHARE) * self._budget
-        ):
+        self._since_scan += size
+        if self._budget is None or self._since_scan >= (1 - EVICT_TO_SHARE) * self._budget:
             self._evict()
 
     def _evict(self) -> None:
@@ -249,14 +249,14 @@ class EvidenceStore:
 
 def list_entries(folder: Path, clean: bool = False) -> Iterator[tuple[float, int, str]]:
     """Time of the last use, bytes and path of each entry; clean: removes what killed processes left."""
-    for part in folder.glob("??"):
-        for file in os.scandir(part):
-            with suppress(OSError):
-                found = file.stat()
-                if not file.name.startswith(".part-"):
-                    yield found.st_mtime, found.st_size, file.path
-                elif clean and time.time() - found.st_mtime > STALE_SCRATCH_SECONDS:
-                    Path(file.path).unlink()
+    stale = time.time() - STALE_SCRATCH_SECONDS
+    for file in (file for part in folder.glob("[0-9a-f]" * 2) for file in os.scandir(part)):
+        with suppress(OSError):  # another process removed it
+            found = file.stat()
+            if ENTRY_NAME.fullmatch(file.name):
+                yield found.st_mtime, found.st_size, file.path
+            elif clean and SCRATCH_NAME.fullmatch(file.name) and found.st_mtime < stale:
+                Path(file.path).unlink()
 
 
 def default_budget_bytes(folder: Path, used: int) -> float:

@@ -84,7 +84,7 @@ def time_encoding(denoiser: Denoiser, cache_dtype: str) -> tuple[float, dict[Seg
 def synchronize(device: torch.device) -> None:
     """Waits for all that the device was asked."""
     if device.type != "cpu":
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize(device)
 
 
 def drop_cached_pages(path: Path) -> None:

@@ -145,7 +145,7 @@ def test_the_cache_its_disk_and_whether_it_can_be_written(tmp_path, monkeypatch)
 def test_the_evidence_store_where_one_is_named(tmp_path, monkeypatch):
     assert not [*doctor.check_evidence_store(Config())]
     (tmp_path / "ab").mkdir()
-    (tmp_path / "ab" / "1.safetensors").write_bytes(bytes(2_000_000))
+    (tmp_path / "ab" / f"{'0' * 64}.safetensors").write_bytes(bytes(2_000_000))
     (tmp_path / "speed-1.json").write_text('{"encode_seconds": 1, "read_seconds": 2, "machine": "here"}')
     (tmp_path / "speed-2.json").write_text("{")
     config = Config(engine=EngineConfig(store=tmp_path, store_gib=1))

@@ -98,6 +98,17 @@ def test_what_was_used_longest_ago_leaves(tmp_path):
     assert store.stats.evicted_entries == 9 - len(there)
 
 
+def test_files_of_others_do_not_leave(tmp_path):
+    fill(tmp_path, range(3))
+    others = [tmp_path / name for name in ("ab/model.safetensors", "ab/.part-1-x.txt", "zz/x")]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+        os.utime(path, (0, 0))
+    fill(tmp_path, range(3, 9), budget=3000)
+    assert all(path.exists() for path in others) and count_right(tmp_path, range(9)) <= 1
+
+
 def _fill_until_the_disk_is_full(folder, pipe):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     store = fill(folder, range(3))
