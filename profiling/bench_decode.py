@@ -8,7 +8,9 @@
 The reference is the published algorithm: one question at a time, nothing kept, the whole model at all
 positions. Mechanisms are switched on one after another; the exact ones must give its tokens. Settings take
 turns on the same questions, each round begins with another one. Times are medians over the rounds with
-their range, speed-ups of the ratios within a round. engine.compile=true adds compiled layers.
+their range, speed-ups of the ratios within a round. engine.compile=true adds compiled layers. Pools are
+emptied before every turn; "store filled" reads what an earlier run has left in files, of the same
+questions.
 
 --shape: a denoiser of that size with random weights follows the commits and the evidence of decodes of
 the shipped model (canvas 64, 7 passages of 100 tokens), with attention whole and in blocks.
@@ -73,6 +75,7 @@ REPLAYED: tuple[tuple[str, str, str | None, tuple[str, ...]], ...] = (
     ("blocks, no_evidence", "independent", "no_evidence", ("+ evidence pool", "+ batch")),
 )  # fmt: skip
 SHOWN = ("setting", "answers/s", "speed-up", "same tokens", "EM %", "forwards", "ms/forward", "reused %")
+INEXACT = ("batch, compiled", "batch, int8")  # which round otherwise
 OPTIONS: dict[str, tuple[str | int, str]] = {
     "rounds": (5, "times that every setting has its turn"),
     "before": (0, "questions that every pool has seen before the first round"),
@@ -122,6 +125,7 @@ class BenchSetting:
     name: str
     decoder: Decoder
     exact: bool = True  # whether its tokens must be those of the first setting
+    fills_store: bool = False  # whether all questions are asked once before the first round
     rounds: list[Round] = field(default_factory=list)
 
 
@@ -146,10 +150,13 @@ def main(argv: list[str]) -> None:
         settings = make_replay_settings(source, gib)
     else:
         source = open_checkpoint_source(prepared)
-        ways = list_ways(source, prepared.evidence_layout, gib, config.engine.compile)
+        ways = list_ways(source, prepared.evidence_layout, gib, config.engine.compile, out / "store")
         settings = [
             BenchSetting(
-                name, source.make(prepared.evidence_layout, decode, engine), "compiled" not in name
+                name,
+                source.make(prepared.evidence_layout, decode, engine),
+                name not in INEXACT,
+                fills_store="store" in name,
             )
             for name, (decode, engine) in ways.items()
         ]
@@ -164,9 +171,16 @@ def main(argv: list[str]) -> None:
 
 
 def list_ways(
-    source: DecoderSource, layout: str, prefix_cache_gib: float, compiled: bool = False
+    source: DecoderSource,
+    layout: str,
+    prefix_cache_gib: float,
+    compiled: bool = False,
+    store: Path | None = None,
 ) -> dict[str, tuple[DecodeConfig, EngineConfig | None]]:
-    """What is done by name, each with one more thing switched on, and how (None: plainly)."""
+    """What is done by name, each with one more thing switched on, and how (None: plainly).
+
+    store: the folder of an evidence store, where one is to be measured.
+    """
     decode = replace(source.decode, overlap="none", retrieval_interval=1, retrieval_threshold=None)
     single, batch = replace(decode, batch_size=1), decode
     if batch.batch_size == 1:
@@ -183,6 +197,9 @@ def list_ways(
     }
     if compiled:
         ways["batch, compiled"] = (batch, replace(best, compile=True))
+    if store is not None and layout != "joint":
+        ways["batch, store filled"] = (batch, replace(best, store=str(store), store_read="always"))
+        ways["batch, int8"] = (batch, replace(best, cache_dtype="int8"))
     if layout == "joint":
         del ways["+ evidence pool"], ways["batch, no pool"]
     return ways
@@ -212,9 +229,12 @@ def measure_in_rounds(
             asked = turns[number] if number >= 0 else [*(earlier or turns[0])]
             if runner is not None and not earlier:
                 runner.reset_cache()
-            if number < 0 and (runner is None or runner.pool is None or not earlier):
+            keeps_nothing = runner is None or runner.pool is None or not earlier
+            if number < 0 and keeps_nothing and not setting.fills_store:
                 asked = asked[:2]
             found = measure_round(setting.decoder, asked)
+            if runner is not None and runner.pool is not None and runner.pool.store is not None:
+                runner.pool.store.flush()
             if number >= 0:
                 setting.rounds.append(found)
                 print_note(

@@ -119,7 +119,9 @@ class Decoder:
         """What this decoder works with, and what came of it until now."""
         denoiser, dtype = self.denoiser, str(self.denoiser.dtype).removeprefix("torch.")
         used = f"{denoiser.device.type} {dtype} {denoiser.backend}, {self.evidence_layout} evidence"
-        return DecoderStats(used, self.model_runner.cache_stats, denoiser.compilations)
+        pool = self.model_runner.pool
+        store = "" if pool is None or pool.store is None else pool.store.describe()
+        return DecoderStats(used, self.model_runner.cache_stats, denoiser.compilations, store)
 
     def describe(self) -> str:
         """Device, dtype, kernel and layout, in words for a person, and what was reused."""

@@ -17,6 +17,7 @@ from dlm_rag.diffusion.commit_rules import ACTION_STATISTICS, STATISTICS, Propos
 from dlm_rag.diffusion.copy_crf import CopyCRF, apply_copy_crf
 from dlm_rag.diffusion.policy import SoftThreshold, draw_actions, sample_at_quantile
 from dlm_rag.evidence.batch_kv_cache import CacheRequest, ForwardSpan, KVCacheManager
+from dlm_rag.evidence.evidence_store import open_evidence_store
 from dlm_rag.evidence.kv_tiers import KVArena
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
 from dlm_rag.evidence.segment_kv_cache import CacheStats, EvidencePool, default_pool_bytes
@@ -27,6 +28,7 @@ from dlm_rag.model.device_io import to_host
 from dlm_rag.model.kv_format import KVFormat
 from dlm_rag.model.packed_batch import pack_rows
 from dlm_rag.nvtx_ranges import profile_stage
+from dlm_rag.progress import format_bytes
 
 GIB = 2**30
 LOGITS_CHUNK_POSITIONS = 1024  # logits that exist at a time: the vocabulary is the memory
@@ -63,23 +65,44 @@ class ModelInput:
 
 @dataclass(frozen=True)
 class DecoderStats:
-    """What a decoder, or many of them, work with, in words; what they have reused and compiled."""
+    """What a decoder, or many of them, work with, in words; what they have reused and compiled.
+
+    store: how the evidence store is used, in words; empty without one.
+    """
 
     runtime: str
     cache_stats: CacheStats
     compiled_graphs: int | None = None
+    store: str = ""
 
     def __add__(self, other: "DecoderStats") -> "DecoderStats":
         """Both together; `runtime` is the same for decoders of one job."""
         counts = zip(astuple(self.cache_stats), astuple(other.cache_stats), strict=True)
         graphs = [n for n in (self.compiled_graphs, other.compiled_graphs) if n is not None]
-        return DecoderStats(self.runtime, CacheStats(*map(sum, counts)), sum(graphs) if graphs else None)
+        summed = CacheStats(*map(sum, counts))
+        return DecoderStats(self.runtime, summed, sum(graphs) if graphs else None, self.store)
 
     def describe(self) -> str:
         """In words for a person."""
         used, reuse = self.runtime, self.cache_stats
         if reuse.requested_tokens:
             used += f", {reuse.reused_share:.1%} of it reused"
+        if reuse.host_segments or self.store:
+            tiers = {
+                "on the device": (reuse.device_segments, ""),
+                "from host memory": (reuse.host_segments, format_bytes(reuse.host_bytes)),
+                "from files": (
+                    reuse.store_segments, f"{format_bytes(reuse.store_bytes)}, {reuse.store_seconds:.1f} s"
+                ),
+                "encoded": (reuse.encoded_segments, ""),
+            }  # fmt: skip
+            parts = [
+                f"{count:,} {name}" + (f" ({size})" if size else "")
+                for name, (count, size) in tiers.items()
+                if count or name == "encoded"
+            ]
+            used += f"; passages: {', '.join(parts)}"
+        used += f"; {self.store}" if self.store else ""
         if reuse.evicted_segments:
             used += f", {reuse.evicted_segments:,} passages left the pool (engine.prefix_cache_gib)"
         return used if self.compiled_graphs is None else f"{used}, {self.compiled_graphs} graphs compiled"
@@ -142,8 +165,9 @@ class MaskedModelRunner(ModelRunner):
         if near:
             shares = self.denoiser.backend in KERNELS_WITH_LSE
             self.pool = EvidencePool(
-                device, KVArena(near, format) if shares else near, int(engine.cpu_offload_gib * GIB)
-            )
+                device, KVArena(near, format) if shares else near, int(engine.cpu_offload_gib * GIB),
+                open_evidence_store(engine, self.denoiser),
+            )  # fmt: skip
         self._contexts = KVCacheManager(self.denoiser, self.pool, format)
         if budget is not None and budget.slot_tokens:  # slots that grow exist twice for a moment
             self._contexts.reserve(budget.slot_count, budget.slot_tokens, budget.scratch_tokens)

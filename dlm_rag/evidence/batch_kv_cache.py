@@ -256,6 +256,7 @@ class KVCacheManager:
         Then the rows see the same numbers now and later. Returns what is left to run in that call.
         """
         self.cache_stats.encoded_tokens += sum(len(segment.ids) for segment in new)
+        self.cache_stats.encoded_segments += len(new)
         tokens = sum(round_up_to_page(len(segment.ids)) for segment in new)
         if not new or (tokens <= PREFILL_SCRATCH_TOKENS and not self._format.is_compressed):
             return new

@@ -140,15 +140,13 @@ class EvidenceStore:
         return self.folder / name[:2] / (name + SUFFIX)
 
     def describe(self) -> str:
-        """What was read and written, or why nothing is, in words for a person."""
-        done, speed = self.stats, self.speed
-        if speed is not None and not speed.reading_is_faster:
-            why = f"{speed.describe()} here (engine.store_read=always reads it)"
-            return f"evidence store: not used, for {why}"
-        read = f"{done.read_entries:,} read ({format_bytes(done.read_bytes)}, {done.read_seconds:.1f} s)"
-        damaged = f", {done.damaged_entries:,} damaged" if done.damaged_entries else ""
+        """How it is used, with what was measured, in words for a person."""
+        speed = "" if self.speed is None else f" ({self.speed.describe()})"
+        if not (self.reads or self.writes):
+            return f"engine.store is not used{speed}; engine.store_read=always reads it"
+        damaged = f", {self.stats.damaged_entries:,} damaged" if self.stats.damaged_entries else ""
         full = ", the disk takes no more" if self.is_full else ""
-        return f"evidence store: {read}, {done.written_entries:,} written{damaged}{full}"
+        return f"engine.store {'is read' if self.reads else 'is only written'}{speed}{damaged}{full}"
 
     def load_or_measure_speed(self, denoiser: Denoiser, cache_dtype: str) -> StoreSpeed | None:
         """What some passages take, computed or read, for this machine, device and context.

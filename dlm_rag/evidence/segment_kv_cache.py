@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +28,19 @@ POOL_SHARE_OF_FREE_MEMORY = {"cuda": 0.5, "cpu": 0.25}  # of the memory that is 
 
 @dataclass
 class CacheStats:
-    """Counts over a run: of context tokens, and of segments that left the device."""
+    """Counts over a run: of context tokens, and of segments by the tier that they came from."""
 
     requested_tokens: int = 0  # tokens that rows saw, summed over steps
     encoded_tokens: int = 0  # tokens that the denoiser had to run for
     host_tokens: int = 0  # tokens that came back from host memory
-    store_tokens: int = 0  # tokens that came from files
     evicted_segments: int = 0  # segments that had to make room
+    device_segments: int = 0  # that were asked for and lay on the device
+    host_segments: int = 0  # that came back from host memory
+    host_bytes: int = 0
+    store_segments: int = 0  # that were read from the store
+    store_bytes: int = 0
+    store_seconds: float = 0.0  # seconds that the engine waited for them
+    encoded_segments: int = 0  # that the denoiser had to run for
 
     @property
     def reused_share(self) -> float:
@@ -117,7 +124,7 @@ class EvidencePool:
         """Starts to bring what lies in host memory or in files, so that `get` need not wait."""
         away = [segment for segment in segments if segment not in self._near.kept]
         if self.store is not None:
-            self.store.prefetch(segment for segment in away if segment not in self._far.kept)
+            self.store.prefetch([segment for segment in away if segment not in self._far.kept])
         for segment in away:
             if segment in self._far.kept:
                 self._onload(segment)
@@ -129,6 +136,7 @@ class EvidencePool:
             found = self._onload(segment)
         else:
             self._near.kept.move_to_end(segment)
+            self.cache_stats.device_segments += 1
         if found is not None and (event := self._arriving.pop(segment, None)):
             here = torch.cuda.current_stream(self._device)
             here.wait_event(event)
@@ -184,10 +192,15 @@ class EvidencePool:
 
     def _onload(self, segment: Segment) -> Tensor | None:
         """A segment from host memory or a file to the device, or None where it is not there."""
+        stats, begin = self.cache_stats, time.perf_counter()
         if (aside := self._far.drop(segment)) is not None:
-            self.cache_stats.host_tokens += aside.shape[2]
+            stats.host_tokens += aside.shape[2]
+            stats.host_segments += 1
+            stats.host_bytes += aside.nbytes
         elif self.store is not None and (aside := self.store.get(segment)) is not None:
-            self.cache_stats.store_tokens += aside.shape[2]
+            stats.store_segments += 1
+            stats.store_bytes += aside.nbytes
+            stats.store_seconds += time.perf_counter() - begin
         if aside is None:
             return None
         found = self._keep(segment, torch.empty_like(aside, device=self._device))
@@ -196,7 +209,7 @@ class EvidencePool:
         return found
 
     def _write_to_store(self, segment: Segment, kept: Tensor) -> None:
-        if self.store is not None:
+        if self.store is not None and self.store.writes:
             self.store.add(segment, *self._to_host(kept))
 
     def _to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:

@@ -222,15 +222,7 @@ def pack_rows(
     own = lengths if share is None else share[1]
     keys = tuple(a + b for a, b in zip(seen, own, strict=True))
     partial = tuple(run.has_partial_view for run in runs)
-    sent: dict[str, NDArray[Any]] = {
-        "ids": np.fromiter(chain.from_iterable(run.ids for run in runs), np.int64, sum(lengths)),
-        "positions": concatenate_ranges(np.array([run.start for run in runs], dtype=np.int64), lengths),
-        "queries": _ends(lengths),
-        "keys": _ends(keys),
-        "prompts": np.array([run.prompt_length for run in runs], dtype=np.int32),
-    }
-    if any(partial):
-        sent["limits"] = np.concatenate([n + run.visible_counts for n, run in zip(seen, runs, strict=True)])
+    sent = _collect_tokens(runs, seen) | {"queries": _ends(lengths), "keys": _ends(keys)}
     reads = () if read is None else tuple(map(len, read))
     if read is not None:
         places = np.fromiter(chain.from_iterable(read), np.int64, sum(reads))
@@ -267,6 +259,20 @@ def pack_rows(
         at["ids"], at["positions"], sight, last, at.get("read"), context, {name: at[name] for name in kept},
         share and share[0], at.get("order"), tuple(there[len(sent) :]),
     )  # fmt: skip
+
+
+def _collect_tokens(runs: Sequence[Segment], seen: Sequence[int]) -> dict[str, NDArray[Any]]:
+    """Ids and positions of the packed tokens, how many keys each sees where not all, lengths of prompts."""
+    lengths = [len(run.ids) for run in runs]
+    found: dict[str, NDArray[Any]] = {
+        "ids": np.fromiter(chain.from_iterable(run.ids for run in runs), np.int64, sum(lengths)),
+        "positions": concatenate_ranges(np.array([run.start for run in runs], dtype=np.int64), lengths),
+        "prompts": np.array([run.prompt_length for run in runs], dtype=np.int32),
+    }
+    if any(run.has_partial_view for run in runs):
+        limits = [n + run.visible_counts for n, run in zip(seen, runs, strict=True)]
+        found["limits"] = np.concatenate(limits)
+    return found
 
 
 def _to_shared_reads(plan: SharedReadPlan, prefix: str, at: Mapping[str, Tensor]) -> SharedReads | None:
