@@ -24,6 +24,10 @@ class Tier:
         """Bytes that a tensor takes here: torch rounds pinned blocks up to a power of two."""
         return 1 << (tensor.nbytes - 1).bit_length() if self._pinned else tensor.nbytes
 
+    def can_hold(self, cost: int) -> bool:
+        """Whether so many bytes fit, when all that may leave has left."""
+        return cost <= self.budget
+
     def make_room(self, cost: int) -> list[tuple[Segment, Tensor]]:
         """Gives up what was used longest ago until `cost` bytes, at most the budget, fit; returns it."""
         gone = []
@@ -82,6 +86,10 @@ class KVArena(Tier):
         for segment in self._written:
             self._give_back(segment)
         self._written, self._protected = [], set(segments)
+
+    def can_hold(self, cost: int) -> bool:
+        stay = sum(len(self._ranges[segment]) for segment in self._protected if segment in self._ranges)
+        return stay * self.format.token_bytes + cost <= self.budget
 
     def make_room(self, cost: int) -> list[tuple[Segment, Tensor]]:
         """As `Tier.make_room`, until there is a hole, or only protected segments are left."""

@@ -126,7 +126,8 @@ class EvidencePool:
         if self.store is not None:
             self.store.prefetch([segment for segment in away if segment not in self._far.kept])
         for segment in away:
-            if segment in self._far.kept:
+            kept = self._far.kept.get(segment)
+            if kept is not None and self._near.can_hold(self._near.cost(kept)):
                 self._onload(segment)
 
     def get(self, segment: Segment) -> Tensor | None:
@@ -172,22 +173,23 @@ class EvidencePool:
             self._write_to_store(segment, kept)
 
     def _keep(self, segment: Segment, kept: Tensor) -> Tensor:
-        """Takes it into the first tier; returns what lies there, or `kept` where it is too large."""
+        """Takes it into the first tier; returns what lies there, or `kept` where there is no room."""
         self._near.drop(segment)
         cost = self._near.cost(kept)
-        if cost > self._near.budget:
+        if not self._near.can_hold(cost):
             return kept
         self._make_room(cost)
         return self._near.put(segment, kept)
 
     def _make_room(self, cost: int) -> None:
-        for old, tensor in self._near.make_room(cost):
+        gone = self._near.make_room(cost)
+        for old, tensor in gone:
             self._arriving.pop(old, None)
             self.cache_stats.evicted_segments += 1
             if (taken := self._far.cost(tensor)) <= self._far.budget:
                 self._far.make_room(taken)
                 self._far.put(old, self._to_host(tensor)[0])
-        if self.arena is not None and self._copies is not None:  # that read what is written next
+        if gone and self.arena is not None and self._copies is not None:  # which read what is written next
             torch.cuda.current_stream(self._device).wait_stream(self._copies)
 
     def _onload(self, segment: Segment) -> Tensor | None:

@@ -2,18 +2,23 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
 from dlm_rag.commands import encode
 from dlm_rag.config import EngineConfig
 from dlm_rag.decode.decoder import Decoder
+from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.evidence_store import list_entries, open_evidence_store
 from dlm_rag.evidence.segment_kv_cache import EvidencePool
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.tokenizer import Tokenizer
+from tests.evidence.test_evidence_store import step
+from tests.support.attention import shared_segments
 from tests.support.commands import call, model  # noqa: F401 - fixtures
+from tests.support.decoding import rollout_records
 from tests.support.passages import PASSAGES, write_jsonl_file
 from tests.support.paths import ROOT
 from tests.support.processes import wait_until
@@ -121,3 +126,34 @@ def test_workers_take_parts_in_turn(model, many, store):
     process = start(model, many, store, "workers=2")
     assert "3,000 passages encoded, 0 there already" in process.communicate()[1]
     assert count_entries(store) == 3000 and process.returncode == 0
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("memory", [nullcontext, shared_segments], ids=["slots", "shared"])
+def test_a_second_decoder_encodes_nothing_and_gives_the_same_tokens(
+    store, model, corpus_file, memory, cache_dtype
+):
+    tokenizer = Tokenizer.from_pretrained(model, "independent")
+    retriever = load_retriever(corpus_file, top_k=3)
+
+    def decode(**settings):
+        engine = EngineConfig(cache_dtype=cache_dtype, **settings)
+        denoiser = Denoiser.from_pretrained(model)
+        decoder = Decoder(denoiser, retriever, tokenizer, None, "independent", engine)
+        found = rollout_records(decoder.decode(["Who wrote Emma?", "Who was born in Tacoma?"]))
+        if decoder.model_runner.pool.store is not None:
+            decoder.model_runner.pool.store.flush()
+        return found, decoder
+
+    with memory():
+        plain, _ = decode()
+        first, writer = decode(store=str(store), store_read="always")
+        second, reader = decode(store=str(store), store_read="always")
+    assert plain == first == second
+    written, read = writer.model_runner.cache_stats, reader.model_runner.cache_stats
+    assert written.encoded_segments == read.store_segments == len([*list_entries(store)]) > 3
+    assert not written.store_segments and not read.encoded_segments and not read.encoded_tokens
+    assert f"{read.store_segments} from files" in reader.describe()
+    step(reader.denoiser)
+    with pytest.raises(ConfigError, match="have changed since"):
+        reader.model_runner.reset_cache()

@@ -340,9 +340,10 @@ def test_the_shipped_model_is_read_onto_the_device_and_answers(monkeypatch, capa
 # Streams.
 
 
-def test_passages_that_leave_and_come_back_are_waited_for(corpus_file):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["slots", "shared"])
+def test_passages_that_leave_and_come_back_are_waited_for(corpus_file, dtype):
     with fake_cuda() as seen:
-        decoder = decoder_on_gpu(corpus_file, "independent", torch.float32)
+        decoder = decoder_on_gpu(corpus_file, "independent", dtype)
         decoder.decode(QUESTIONS * 2)
         reuse = decoder.model_runner.cache_stats
     assert reuse.evicted_segments > 5 and reuse.host_tokens > 50
