@@ -21,11 +21,19 @@ def run_benchmark(name, *words):
 def test_every_exact_mechanism_gives_the_tokens_of_the_reference(tmp_path):
     run_benchmark("bench_decode", "--out", tmp_path, "--limit", 3, "--rounds", 1, "decode.batch_size=2")
     found = json.loads((tmp_path / "scores.json").read_text())["settings"]
-    assert [line["same tokens"] for line in found if line["exact"]] == [3] * 6
+    assert [line["same tokens"] for line in found if line["exact"]] == [3] * 7
     by_name = {line["setting"]: line for line in found}
     plain, pooled = by_name["+ masked positions only"], by_name["+ evidence pool"]
+    assert by_name["batch, store filled"]["reused %"] == 100
     assert pooled["reused %"] > 50 and pooled["tokens run"] < plain["tokens run"] / 2
     assert (tmp_path / "picture.png").stat().st_size > 10_000 and (tmp_path / "table.md").exists()
+
+
+@pytest.mark.slow
+def test_every_tier_of_evidence_is_timed(tmp_path):
+    run_benchmark("bench_store", "--out", tmp_path, "--shapes", "shipped", "engine.cache_dtype=int8")
+    (row,) = json.loads((tmp_path / "scores.json").read_text())["rows"]
+    assert min(list(row.values())[1:]) > 0 and (tmp_path / "picture.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
