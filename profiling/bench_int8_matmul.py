@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
         c = open_checkpoint(SHIPPED_FOLDER / "model").config
         widths = [(c.hidden_size, out) for out in (c.hidden_size, c.intermediate_size, c.vocab_size)]
         widths.insert(2, (c.intermediate_size, c.hidden_size))
-    print_table([measure(*pair, rows) for pair in widths for rows in ROWS])
+    print_table([measure(width, out, rows) for width, out in widths for rows in ROWS])
 
 
 def parse_widths(word: str) -> tuple[int, int]:
