@@ -141,14 +141,17 @@ class KVCacheManager:
         prompts = [row.laid_out_prompt for row in shown]
         if all(laid.block_size is None and not laid.context_segments for laid in prompts):
             return [ForwardSpan(number, 0, row.canvas_segment) for number, row in enumerate(shown)], None
+        before = [self._held.pop(row.slot, _SlotLayout()) for row in shown]  # until the call has been made
+        if self._pool is None:
+            before = [_SlotLayout()] * len(shown)
         orders = [
             _SlotLayout(
-                laid.context_segments, row.canvas_segment.first,
-                row.canvas_segment.ids[: row.finished_tokens], laid.later_segments, self._arena is not None,
+                _order_by_arrival(held.context, laid.context_segments), row.canvas_segment.first,
+                row.canvas_segment.ids[: row.finished_tokens],
+                _order_by_arrival(held.later, laid.later_segments), self._arena is not None,
             )
-            for laid, row in zip(prompts, shown, strict=True)
+            for laid, row, held in zip(prompts, shown, before, strict=True)
         ]  # fmt: skip
-        before = [self._held.pop(row.slot, _SlotLayout()) for row in shown]  # until the call has been made
         self.cache_stats.requested_tokens += sum(
             len(segment.ids) for order in orders for segment in (*order.context, *order.later)
         )
@@ -161,7 +164,6 @@ class KVCacheManager:
             self._store.reserve(max(row.slot for row in shown) + 1, max(room))
         lacking, spans = list[tuple[Segment, int]](), []
         for number, (row, order, held) in enumerate(zip(shown, orders, before, strict=True)):
-            held = held if self._pool is not None else _SlotLayout()
             lacking += self._move_kept_segments(row.slot, held, order)
             valid = _count_reusable_tokens(row, held, order)
             spans += [(number, *span) for span in self._remaining_spans(row, order, valid)]
@@ -272,6 +274,14 @@ class KVCacheManager:
 def _visible_segments(order: _SlotLayout, token: int) -> tuple[Segment, ...]:
     """What a token of the chain sees: one of a finished block nothing of what stands after it."""
     return order.context if token < len(order.chain) else (*order.context, *order.later)
+
+
+def _order_by_arrival(held: Sequence[Segment], now: Sequence[Segment]) -> tuple[Segment, ...]:
+    """Those of `now` with what was there before in its old order in front: attention asks for no order."""
+    wanted = dict.fromkeys(now)
+    if len(wanted) < len(now):  # one is there twice
+        return tuple(now)
+    return tuple(dict.fromkeys([*(segment for segment in held if segment in wanted), *now]))
 
 
 def _scratch_batches(segments: Sequence[Segment]) -> Iterator[list[Segment]]:

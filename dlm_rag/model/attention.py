@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -72,16 +72,14 @@ def _sdpa(
     shapes = list(zip(sight.query_lengths, sight.key_lengths, partial, strict=True))
     if sight.cached_rows is None:  # consecutive rows of equal lengths are one call
         runs = [(len(list(same)), *shape) for shape, same in groupby(shapes)]
-        run_keys, run_values = (x.split([rows * n for rows, _, n, _ in runs]) for x in (k, v))
+        starts = accumulate((rows * seen for rows, _, seen, _ in runs), initial=0)
     else:
-        runs = [(1, *shape) for shape in shapes]
-        run_keys, run_values = (sight.cached_rows.slice_rows(x, sight.key_lengths) for x in (k, v))
+        runs, starts = [(1, *shape) for shape in shapes], sight.cached_rows.starts
     found, at, row = [], 0, 0
-    run_queries = q.split([rows * n for rows, n, *_ in runs])
-    for (rows, n, seen, bounded), *packed in zip(runs, run_queries, run_keys, run_values, strict=True):
-        run_q, run_k, run_v = (
-            x.unflatten(0, (rows, length)).transpose(1, 2)
-            for x, length in zip(packed, (n, seen, seen), strict=True)
+    for (rows, n, seen, bounded), start in zip(runs, starts, strict=False):
+        run_q = q[at : at + rows * n].unflatten(0, (rows, n)).transpose(1, 2)
+        run_k, run_v = (
+            x[start : start + rows * seen].unflatten(0, (rows, seen)).transpose(1, 2) for x in (k, v)
         )
         if n and (pattern is not None or (bounded and not sight.causal)):
             rule = build_mask_rule(sight, slice(row, row + rows), slice(at, at + rows * n), pattern)

@@ -36,6 +36,8 @@ from dlm_rag.retrieval.chunking import fingerprint_text_folder, list_text_files,
 
 log = logging.getLogger(__name__)
 
+MAX_PARSED_PASSAGES = 4096  # that are kept in memory
+
 MANIFEST_FILE = "corpus.json"
 CONVERTED_CORPUS_VERSION = 1  # raise it when other forms become other JSON lines
 
@@ -89,6 +91,7 @@ class Corpus(Sequence[Passage]):
         self._file = path.open("rb", buffering=0)
         weakref.finalize(self, self._file.close)
         self._hashed, self._lock = state, threading.Lock()
+        self._parsed: dict[int, Passage] = {}  # a batch finds the same ones at every step
         self.check_unchanged()
 
     def __len__(self) -> int:
@@ -106,14 +109,21 @@ class Corpus(Sequence[Passage]):
     def __getitem__(self, row: int | slice) -> Passage | list[Passage]:
         if isinstance(row, slice):
             return self.read_passages(range(*row.indices(len(self))))
-        start, stop = self._offsets[range(len(self))[row] :][:2].tolist()
+        row = range(len(self))[row]
+        if (known := self._parsed.get(row)) is not None:
+            return known
+        start, stop = self._offsets[row : row + 2].tolist()
         place = f"{self.path}, row {row}"
         try:
             line = os.pread(self._file.fileno(), stop - start, start)
-            return parse_passage(parse_json_object(line, place, CorpusError), place)
+            found = parse_passage(parse_json_object(line, place, CorpusError), place)
         except CorpusError:
             self.check_unchanged()
             raise
+        if len(self._parsed) >= MAX_PARSED_PASSAGES:
+            self._parsed = {}
+        self._parsed[row] = found
+        return found
 
     def __iter__(self) -> Iterator[Passage]:
         yield from (self[row] for row in range(len(self)))
