@@ -105,7 +105,7 @@ class PreparedDecoder:
             "evidence_layout": self.evidence_layout,
             "block_size": self.checkpoint.config.block_size,
             "engine.compile": self.config.engine.compile,
-            **({"engine.cache_dtype": "int8"} if self.config.engine.cache_dtype == "int8" else {}),
+            "engine.cache_dtype": self.config.engine.cache_dtype,
         }
 
     def trace_header(self) -> TraceHeader:
