@@ -28,7 +28,6 @@ from dlm_rag.model.device_io import to_host
 from dlm_rag.model.kv_format import KVFormat
 from dlm_rag.model.packed_batch import pack_rows
 from dlm_rag.nvtx_ranges import profile_stage
-from dlm_rag.progress import format_bytes
 
 GIB = 2**30
 LOGITS_CHUNK_POSITIONS = 1024  # logits that exist at a time: the vocabulary is the memory
@@ -88,20 +87,7 @@ class DecoderStats:
         if reuse.requested_tokens:
             used += f", {reuse.reused_share:.1%} of it reused"
         if reuse.host_segments or self.store:
-            tiers = {
-                "on the device": (reuse.device_segments, ""),
-                "from host memory": (reuse.host_segments, format_bytes(reuse.host_bytes)),
-                "from files": (
-                    reuse.store_segments, f"{format_bytes(reuse.store_bytes)}, {reuse.store_seconds:.1f} s"
-                ),
-                "encoded": (reuse.encoded_segments, ""),
-            }  # fmt: skip
-            parts = [
-                f"{count:,} {name}" + (f" ({size})" if size else "")
-                for name, (count, size) in tiers.items()
-                if count or name == "encoded"
-            ]
-            used += f"; passages: {', '.join(parts)}"
+            used += f"; passages: {reuse.describe_tiers()}"
         used += f"; {self.store}" if self.store else ""
         if reuse.evicted_segments:
             used += f", {reuse.evicted_segments:,} passages left the pool (engine.prefix_cache_gib)"

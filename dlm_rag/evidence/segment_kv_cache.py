@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dlm_rag.evidence.kv_tiers import KVArena, Tier
 from dlm_rag.model.packed_batch import Segment
+from dlm_rag.progress import format_bytes
 
 if TYPE_CHECKING:
     from dlm_rag.evidence.evidence_store import EvidenceStore
@@ -46,6 +47,18 @@ class CacheStats:
     def reused_share(self) -> float:
         """The share of the wanted tokens that needed no run of their own."""
         return 1 - self.encoded_tokens / self.requested_tokens if self.requested_tokens else 0.0
+
+    def describe_tiers(self) -> str:
+        """Which tiers passages came from, in words."""
+        read = f"{format_bytes(self.store_bytes)}, {self.store_seconds:.1f} s"
+        found = {
+            f"{self.device_segments:,} on the device": self.device_segments,
+            f"{self.host_segments:,} from host memory ({format_bytes(self.host_bytes)})": self.host_segments,
+            f"{self.store_segments:,} from files ({read})": self.store_segments,
+        }
+        return ", ".join(
+            [*(text for text, count in found.items() if count), f"{self.encoded_segments:,} encoded"]
+        )
 
 
 def measure_free_bytes(device: torch.device) -> float:

@@ -72,9 +72,9 @@ def _sdpa(
     shapes = list(zip(sight.query_lengths, sight.key_lengths, partial, strict=True))
     if sight.cached_rows is None:  # consecutive rows of equal lengths are one call
         runs = [(len(list(same)), *shape) for shape, same in groupby(shapes)]
-        starts = accumulate((rows * seen for rows, _, seen, _ in runs), initial=0)
+        starts = [*accumulate((rows * seen for rows, _, seen, _ in runs), initial=0)]
     else:
-        runs, starts = [(1, *shape) for shape in shapes], sight.cached_rows.starts
+        runs, starts = [(1, *shape) for shape in shapes], [*sight.cached_rows.starts]
     found, at, row = [], 0, 0
     for (rows, n, seen, bounded), start in zip(runs, starts, strict=False):
         run_q = q[at : at + rows * n].unflatten(0, (rows, n)).transpose(1, 2)
