@@ -51,14 +51,13 @@ class CacheStats:
     def describe_tiers(self) -> str:
         """Which tiers passages came from, in words."""
         read = f"{format_bytes(self.store_bytes)}, {self.store_seconds:.1f} s"
-        found = {
-            f"{self.device_segments:,} on the device": self.device_segments,
-            f"{self.host_segments:,} from host memory ({format_bytes(self.host_bytes)})": self.host_segments,
-            f"{self.store_segments:,} from files ({read})": self.store_segments,
+        tiers = {
+            "on the device": self.device_segments,
+            f"from host memory ({format_bytes(self.host_bytes)})": self.host_segments,
+            f"from files ({read})": self.store_segments,
         }
-        return ", ".join(
-            [*(text for text, count in found.items() if count), f"{self.encoded_segments:,} encoded"]
-        )
+        found = [f"{count:,} {tier}" for tier, count in tiers.items() if count]
+        return ", ".join([*found, f"{self.encoded_segments:,} encoded"])
 
 
 def measure_free_bytes(device: torch.device) -> float:
