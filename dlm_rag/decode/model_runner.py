@@ -163,6 +163,7 @@ class MaskedModelRunner(ModelRunner):
     def cache_stats(self) -> CacheStats:
         return self._contexts.cache_stats
 
+    @torch.inference_mode()  # as `propose`, whose tensors it writes to
     def prefetch(self, laid: LaidOutPrompt) -> None:
         self._contexts.prefetch(laid)
 

@@ -6,6 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+from dlm_rag.config import EngineConfig
+from dlm_rag.decode.model_runner import MaskedModelRunner
 from dlm_rag.evidence.kv_tiers import KVArena, round_up_to_unit
 from dlm_rag.evidence.segment_kv_cache import EvidencePool
 from dlm_rag.model.kv_format import KVFormat
@@ -13,6 +15,8 @@ from dlm_rag.model.packed_batch import Segment, pack_rows
 from dlm_rag.model.shared_segments import SharedSegments, merge_attention
 from tests.model.test_block_attention import ASKED, ORDERS, make_decoder, what_happened
 from tests.support.attention import by_the_book, ragged_by_the_book, random_rows, shared_segments, sight_of
+from tests.support.decoding import QUESTIONS, rollout_records
+from tests.support.setup_matrix import DECODING_SETUPS, make_setup_decoder
 from tests.support.tiny_models import tiny_denoiser
 
 CPU = torch.device("cpu")
@@ -105,3 +109,20 @@ def test_rows_that_share_segments_get_the_same_tokens(corpus_file, shape, layout
         assert layout == "prefix" or runner.cache_stats.evicted_segments
         if shape:
             assert runner._contexts._store.keys_values.numel() == 0, "a row keeps nothing of its own"
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("way", [way for way, setup in DECODING_SETUPS.items() if setup[0] != "joint"])
+def test_every_way_of_decoding_finds_what_went_to_host_memory(corpus_file, way, cache_dtype):
+    def decode():
+        torch.manual_seed(0)  # of the policy heads
+        decoder = make_setup_decoder(corpus_file, way)
+        gib = 400 * KVFormat(decoder.denoiser, cache_dtype).token_bytes / 2**30
+        engine = EngineConfig(prefix_cache_gib=gib, cpu_offload_gib=1e-4, cache_dtype=cache_dtype)
+        decoder.model_runner = MaskedModelRunner(decoder.denoiser, decoder.tokenizer.mask_id, engine)
+        return rollout_records(decoder.decode(QUESTIONS * 2)), decoder.model_runner.cache_stats
+
+    expected, _ = decode()
+    with shared_segments():
+        found, stats = decode()
+    assert found == expected and (stats.host_segments or DECODING_SETUPS[way][0] == "prefix")
