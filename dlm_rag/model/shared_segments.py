@@ -133,10 +133,12 @@ def merge_attention(
     are in float32, in this order.
     """
     (found, weight), (parts, weights) = own, shared
-    index = merge_index.clamp(max=len(parts) - 1)
-    there = torch.where(merge_index < len(parts), weights[:, index], -torch.inf)  # (H, Tq, P)
+    absent = merge_index == len(parts)
+    index = merge_index.masked_fill(absent, 0)
+    there = weights[:, index].masked_fill(absent, -torch.inf)  # (H, Tq, P)
     shares = torch.cat((weight[..., None], there), dim=-1).softmax(-1).movedim(0, 1)  # (Tq, H, 1 + P)
     total = found.float() * shares[..., :1]
     for rank in range(index.shape[1]):
-        total += parts[index[:, rank]] * shares[..., rank + 1, None]
+        part = parts[index[:, rank]] * shares[..., rank + 1, None]
+        total += part.masked_fill_(absent[:, rank, None, None], 0.0)  # another row's may be no number
     return total.to(found.dtype)
