@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dlm_rag.errors import RunError
 from dlm_rag.evidence.encode_segments import encode_segments
+from dlm_rag.evidence.kv_tiers import count_arena_tokens
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
 from dlm_rag.evidence.segment_kv_cache import CacheStats, EvidencePool
 from dlm_rag.model.denoiser import Denoiser
@@ -114,18 +115,19 @@ class KVCacheManager:
         """
         if self._arena is None:
             return [slice(0, len(prompts))]
-        parts, seen, start = list[slice](), set[Segment](), 0
+        parts, seen, start, left = list[slice](), set[Segment](), 0, self._arena.tokens
         for row, laid in enumerate(prompts):
             own = {*laid.context_segments, *laid.later_segments}
-            if seen and not self._arena.holds(seen | own):
+            if (new := count_arena_tokens(own - seen)) > left and seen:
                 parts.append(slice(start, row))
-                seen, start = set(), row
-            seen |= own
-            if not self._arena.holds(seen):
+                seen, start, left, new = set(), row, self._arena.tokens, count_arena_tokens(own)
+            if new > left:
                 raise RunError(
                     f"a prompt has {sum(len(segment.ids) for segment in own):,} tokens, and the cache of "
                     f"evidence holds {self._arena.tokens:,}: raise engine.prefix_cache_gib"
                 )
+            seen |= own
+            left -= new
         return [*parts, slice(start, len(prompts))]
 
     def prepare_rows(
@@ -191,7 +193,8 @@ class KVCacheManager:
         """Keeps what the call has computed."""
         self._held |= self._next
         if self._pool is not None and self._arena is not None:
-            self._pool.commit()
+            if self._next:  # else this call has not asked for room, and one before it may have failed
+                self._pool.commit()
         elif self._pool is not None:
             for segment, place in self._new.items():
                 self._pool.add(segment, self._store.read_tokens(place, len(segment.ids)))

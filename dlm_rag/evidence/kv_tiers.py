@@ -24,8 +24,8 @@ class Tier:
         """Bytes that a tensor takes here: torch rounds pinned blocks up to a power of two."""
         return 1 << (tensor.nbytes - 1).bit_length() if self._pinned else tensor.nbytes
 
-    def can_hold(self, cost: int) -> bool:
-        """Whether so many bytes fit, when all that may leave has left."""
+    def can_hold(self, segment: Segment, cost: int) -> bool:
+        """Whether a segment of so many bytes fits, when all that may leave has left."""
         return cost <= self.budget
 
     def make_room(self, cost: int) -> list[tuple[Segment, Tensor]]:
@@ -63,7 +63,7 @@ class KVArena(Tier):
         self._positions: Tensor | None = None  # of each token, where keys are kept without their bias
         self._ranges: dict[Segment, range] = {}
         self._holes = [range(self.tokens)]  # ascending, none touches the next
-        self._protected: set[Segment] = set()
+        self._protected, self._protected_bytes = set[Segment](), 0
         self._written: list[Segment] = []  # by the call under way
 
     def bytes_of(self, tokens: int) -> int:
@@ -72,10 +72,6 @@ class KVArena(Tier):
 
     def cost(self, tensor: Tensor) -> int:
         return self.bytes_of(tensor.shape[2])
-
-    def holds(self, segments: Iterable[Segment]) -> bool:
-        """Whether so many segments fit together."""
-        return sum(round_up_to_unit(len(segment.ids)) for segment in segments) <= self.tokens
 
     def range_of(self, segment: Segment) -> range:
         """Its tokens."""
@@ -86,24 +82,31 @@ class KVArena(Tier):
         for segment in self._written:
             self._give_back(segment)
         self._written, self._protected = [], set(segments)
+        self._protected_bytes = count_arena_tokens(self._protected) * self.format.token_bytes
 
-    def can_hold(self, cost: int) -> bool:
-        stay = sum(len(self._ranges[segment]) for segment in self._protected if segment in self._ranges)
-        return stay * self.format.token_bytes + cost <= self.budget
+    def can_hold(self, segment: Segment, cost: int) -> bool:
+        return segment in self._protected or self._protected_bytes + cost <= self.budget
 
     def make_room(self, cost: int) -> list[tuple[Segment, Tensor]]:
         """As `Tier.make_room`, until there is a hole, or only protected segments are left."""
-        tokens, gone = cost // self.format.token_bytes, []
-        old = iter([segment for segment in self.kept if segment not in self._protected])
-        while not self._find_hole(tokens) and (segment := next(old, None)) is not None:
+        gone = []
+        while not self.has_hole(cost):
+            segment = next((each for each in self.kept if each not in self._protected), None)
+            if segment is None:
+                break
             gone.append((segment, self.kept[segment]))
             self.drop(segment)
         return gone
 
+    def has_hole(self, cost: int) -> bool:
+        """Whether so many bytes fit into one place as things lie; else `take` moves them together."""
+        tokens = cost // self.format.token_bytes
+        return any(len(hole) >= tokens for hole in self._holes)
+
     def take(self, segment: Segment) -> Tensor:
         """Room for a segment, that a call is going to write."""
         tokens = round_up_to_unit(len(segment.ids))
-        if not self._find_hole(tokens):
+        if not self.has_hole(tokens * self.format.token_bytes):
             self._move_together()
         number = next(n for n, hole in enumerate(self._holes) if len(hole) >= tokens)
         hole = self._holes[number]
@@ -114,10 +117,10 @@ class KVArena(Tier):
         return self._place(segment)
 
     def put(self, segment: Segment, tensor: Tensor) -> Tensor:
-        view = self.take(segment).copy_(tensor)
+        """Room for a tensor, which the caller copies there."""
+        self.kept[segment] = self.take(segment)
         self._written.pop()
-        self.kept[segment] = view
-        return view
+        return self.kept[segment]
 
     def write(self, segment: Segment, kept: Tensor) -> None:
         """Writes a segment for which there is room."""
@@ -146,9 +149,6 @@ class KVArena(Tier):
         if not self.is_compressed:
             return k, v
         return self.format.unpack_layer(k[places], v[places], layer, self._positions[places])
-
-    def _find_hole(self, tokens: int) -> bool:
-        return any(len(hole) >= tokens for hole in self._holes)
 
     def _view(self, segment: Segment) -> Tensor:
         assert self._memory is not None
@@ -192,3 +192,8 @@ class KVArena(Tier):
 def round_up_to_unit(tokens: int) -> int:
     """The tokens that so many take in an arena."""
     return -(-tokens // ARENA_UNIT_TOKENS) * ARENA_UNIT_TOKENS
+
+
+def count_arena_tokens(segments: Iterable[Segment]) -> int:
+    """The tokens that segments take in an arena."""
+    return sum(round_up_to_unit(len(segment.ids)) for segment in segments)

@@ -139,7 +139,7 @@ class EvidencePool:
             self.store.prefetch([segment for segment in away if segment not in self._far.kept])
         for segment in away:
             kept = self._far.kept.get(segment)
-            if kept is not None and self._near.can_hold(self._near.cost(kept)):
+            if kept is not None and self._near.can_hold(segment, self._near.cost(kept)):
                 self._onload(segment)
 
     def get(self, segment: Segment) -> Tensor | None:
@@ -164,8 +164,8 @@ class EvidencePool:
     def locate(self, segments: Sequence[Segment]) -> list[Segment]:
         """Gives each of these segments a range of the arena; returns the new ones, which are to be written.
 
-        All of them stay there until the next `locate`; new ones are kept if `commit` follows. Raises
-        `RunError` where they do not fit together.
+        They must fit together. All of them stay there until the next `locate`; new ones are kept if
+        `commit` follows.
         """
         assert self.arena is not None
         self.arena.protect(segments)
@@ -188,7 +188,7 @@ class EvidencePool:
         """Takes it into the first tier; returns what lies there, or `kept` where there is no room."""
         self._near.drop(segment)
         cost = self._near.cost(kept)
-        if not self._near.can_hold(cost):
+        if not self._near.can_hold(segment, cost):
             return kept
         self._make_room(cost)
         return self._near.put(segment, kept)
@@ -201,7 +201,9 @@ class EvidencePool:
             if (taken := self._far.cost(tensor)) <= self._far.budget:
                 self._far.make_room(taken)
                 self._far.put(old, self._to_host(tensor)[0])
-        if gone and self.arena is not None and self._copies is not None:  # which read what is written next
+        if self._copies is None or self.arena is None:
+            return
+        if gone or not self.arena.has_hole(cost):  # copies are made where others will be written or moved
             torch.cuda.current_stream(self._device).wait_stream(self._copies)
 
     def _onload(self, segment: Segment) -> Tensor | None:
@@ -217,7 +219,8 @@ class EvidencePool:
             stats.store_seconds += time.perf_counter() - begin
         if aside is None:
             return None
-        found = self._keep(segment, torch.empty_like(aside, device=self._device))
+        room = aside if self.arena is not None else torch.empty_like(aside, device=self._device)
+        found = self._keep(segment, room)
         if (event := self._copy(aside, found)) is not None:
             self._arriving[segment] = event
         return found

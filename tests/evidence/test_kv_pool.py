@@ -11,7 +11,7 @@ from dlm_rag.config import EngineConfig
 from dlm_rag.decode.model_runner import MaskedModelRunner
 from dlm_rag.evidence.batch_kv_cache import CacheRequest, KVCacheManager
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
-from dlm_rag.evidence.kv_tiers import Tier
+from dlm_rag.evidence.kv_tiers import KVArena, Tier
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt, lay_out_prompt
 from dlm_rag.evidence.segment_kv_cache import EvidencePool, default_pool_bytes, measure_free_bytes
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -186,6 +186,9 @@ class FakeStream:
     def wait_event(self, event):
         self.log.append(f"{self.name} waits for {event}")
 
+    def wait_stream(self, stream):
+        self.wait_event(stream.name)
+
 
 @pytest.fixture
 def streams(monkeypatch):
@@ -213,6 +216,21 @@ def test_a_copy_waits_for_what_the_denoiser_was_asked_before(streams):
     assert log[3:] == ["denoiser waits for copies 3"]
     pool.get(segment(1))
     assert len(log) == 4, "once is enough"
+
+
+def test_nothing_is_moved_in_an_arena_before_its_copies_are_made(streams):
+    """Of a store, say, that still reads what the call before has written."""
+    copies, log = streams
+    format = KVFormat(tiny_denoiser())
+    pool = EvidencePool(CPU, KVArena(40 * format.token_bytes, format))
+    pool._copies = copies
+    for segments in ([segment(1, 24), segment(2, 8)], [segment(2, 8), segment(3, 16)]):
+        pool.locate(segments)
+        pool.commit()
+    del log[:]
+    assert pool.arena.range_of(segment(2, 8)).start == 24
+    pool.locate([segment(3, 16), segment(2, 8), segment(4, 16)])
+    assert pool.arena.range_of(segment(2, 8)).start == 16 and log == ["denoiser waits for copies"]
 
 
 def test_what_a_decoder_kept_is_free_before_it_asks_how_much_is(monkeypatch):

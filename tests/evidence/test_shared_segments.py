@@ -1,6 +1,7 @@
 """Segments that rows read in place: the same attention, the same tokens, each segment in memory once."""
 
 import random
+from collections import OrderedDict
 from itertools import pairwise
 
 import pytest
@@ -8,11 +9,14 @@ import torch
 
 from dlm_rag.config import EngineConfig
 from dlm_rag.decode.model_runner import MaskedModelRunner
+from dlm_rag.evidence.batch_kv_cache import KVCacheManager
 from dlm_rag.evidence.kv_tiers import KVArena, round_up_to_unit
+from dlm_rag.evidence.prompt_segments import LaidOutPrompt
 from dlm_rag.evidence.segment_kv_cache import EvidencePool
 from dlm_rag.model.kv_format import KVFormat
 from dlm_rag.model.packed_batch import Segment, pack_rows
 from dlm_rag.model.shared_segments import SharedSegments, merge_attention
+from tests.evidence.test_kv_pool import laid_out, shown_of
 from tests.model.test_block_attention import ASKED, ORDERS, make_decoder, what_happened
 from tests.support.attention import by_the_book, ragged_by_the_book, random_rows, shared_segments, sight_of
 from tests.support.decoding import QUESTIONS, rollout_records
@@ -41,6 +45,16 @@ def test_merged_parts_are_attention_to_all_keys():
         keys = torch.tensor([n for part in (0, *row) for n in parts[part]])
         expected = by_the_book(q[query][None], k[keys], v[keys])
         torch.testing.assert_close(merge_attention(own, shared, merge)[query][None], expected)
+
+
+def test_a_query_takes_nothing_from_parts_of_others():
+    """The number that stands for no part must not read one: another row's may be no number."""
+    own, shared = (
+        (torch.ones(2, 1, 4), torch.zeros(1, 2)),
+        (torch.full((1, 1, 4), torch.nan), torch.zeros(1, 1)),
+    )
+    found = merge_attention(own, shared, torch.tensor([[0], [1]]))
+    assert found[0].isnan().all() and (found[1] == 1).all()
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -87,6 +101,29 @@ def test_an_arena_keeps_what_it_holds_apart_and_within_its_budget(host_bytes):
         assert all((kept == segment.ids[0]).all() for segment, kept in arena.kept.items())
     assert pool.cache_stats.evicted_segments > 100
     assert bool(pool.cache_stats.host_tokens) == bool(host_bytes)
+
+
+def test_room_that_is_there_is_found_without_a_look_at_all_that_is_kept():
+    class Kept(OrderedDict):
+        def __iter__(self):
+            raise AssertionError("a pool has thousands of passages")
+
+    format = KVFormat(tiny_denoiser())
+    pool = EvidencePool(CPU, KVArena(100 * format.token_bytes, format))
+    pool.arena.kept = Kept()
+    assert len(pool.locate([Segment((name,) * 9, 0) for name in range(6)])) == 6
+
+
+def test_what_a_failed_call_was_to_write_is_not_kept():
+    denoiser = tiny_denoiser()
+    format, empty = KVFormat(denoiser), LaidOutPrompt((), Segment((1, 2), 0))
+    pool = EvidencePool(CPU, KVArena(100 * format.token_bytes, format))
+    contexts = KVCacheManager(denoiser, pool, format)
+    with torch.inference_mode():
+        contexts.prepare_rows(shown_of((0,), [laid_out("independent", ((10, 11),), False)]))  # and it fails
+        contexts.prepare_rows(shown_of((0,), [empty]))
+        contexts.store_computed()
+    assert not pool.arena.kept
 
 
 @pytest.mark.parametrize("order", ORDERS)
