@@ -14,6 +14,7 @@ import math
 import os
 import platform
 import re
+import secrets
 import shutil
 import threading
 import time
@@ -30,6 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from dlm_rag import __version__
 from dlm_rag.config import EngineConfig
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.store_speed import StoreSpeed, drop_cached_pages, synchronize, time_encoding
@@ -47,6 +49,7 @@ log = logging.getLogger(__name__)
 
 GIB = 2**30
 MAX_PENDING_ENTRIES = 64  # that wait to be written, or were read ahead and not asked for
+MAX_WAIT_SECONDS = 60  # after which nobody will come for what was read ahead
 READER_THREADS = 8
 SMALL_ENTRY_BYTES = 2**20  # below which a thread costs more than it saves
 EVICT_TO_SHARE = 0.9  # of the budget, so that not every entry has to look through the folder
@@ -88,7 +91,7 @@ class EvidenceStore:
         self._since_scan = math.inf  # bytes added since all were counted: the first entry has them counted
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="evidence-store")
         self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="evidence-store-reader")
-        self._reading: dict[Path, Future[Tensor | None]] = {}
+        self._reading: dict[Path, tuple[float, Future[Tensor | None]]] = {}  # since when
         self._places = threading.BoundedSemaphore(MAX_PENDING_ENTRIES)
         self.is_full = False  # whether the disk refused an entry
 
@@ -97,9 +100,13 @@ class EvidenceStore:
         for path in map(self.path, segments) if self.reads else ():
             with suppress(OSError):  # it is not there
                 if path not in self._reading and path.stat().st_size >= SMALL_ENTRY_BYTES:
-                    if len(self._reading) >= MAX_PENDING_ENTRIES:  # nobody came for the oldest
-                        self._reading.pop(next(iter(self._reading))).cancel()
-                    self._reading[path] = self._readers.submit(self._read, path)
+                    now = time.monotonic()
+                    if len(self._reading) >= MAX_PENDING_ENTRIES:
+                        oldest = next(iter(self._reading))  # which `get` is likely to be asked for first
+                        if now - self._reading[oldest][0] < MAX_WAIT_SECONDS:
+                            return
+                        self._reading.pop(oldest)[1].cancel()
+                    self._reading[path] = now, self._readers.submit(self._read, path)
 
     def get(self, segment: Segment) -> Tensor | None:
         """The tensor of a segment in host memory; None: not there, or damaged, or the store is not read.
@@ -110,7 +117,7 @@ class EvidenceStore:
             return None
         begin, path = time.perf_counter(), self.path(segment)
         started = self._reading.pop(path, None)
-        kept = self._read(path) if started is None else started.result()
+        kept = self._read(path) if started is None else started[1].result()
         if kept is not None:
             self.stats.read_entries += 1
             self.stats.read_bytes += kept.nbytes
@@ -191,7 +198,8 @@ class EvidenceStore:
             if header["__metadata__"]["blake3"] != _checksum(kept):
                 raise SafetensorError("its checksum differs")
             if time.time() - used > USE_RESOLUTION_SECONDS:
-                os.utime(path)
+                with suppress(OSError):  # of another user, or on a disk that is read only
+                    os.utime(path)
         except (FileNotFoundError, PermissionError):
             return None
         except (OSError, SafetensorError, LookupError, ValueError, TypeError) as problem:
@@ -214,7 +222,8 @@ class EvidenceStore:
         if ready is not None:
             ready.synchronize()
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch, kept = path.with_name(f".part-{os.getpid()}-{path.name}"), kept.contiguous()
+        # Processes of other machines have the same numbers, and a process may have two stores.
+        scratch, kept = path.with_name(f".part-{secrets.randbits(64)}-{path.name}"), kept.contiguous()
         try:
             # Not forced to the disk: after a power cut the checksum tells what is missing.
             size = scratch.write_bytes(save({"keys_values": kept}, {"blake3": _checksum(kept)}))
@@ -280,7 +289,7 @@ def check_store(engine: EngineConfig, shape: DenoiserConfig | None = None, item_
     probe = folder / f".part-{os.getpid()}"
     try:
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another process may have removed it
     except OSError as error:
         raise ConfigError(f"engine.store={folder} cannot be written: {error.strerror}") from None
     if engine.store_gib is not None and shape is not None:
@@ -303,7 +312,7 @@ def describe_context(denoiser: Denoiser, cache_dtype: str) -> str:
         "weights": denoiser.weights_fingerprint, "dtype": str(denoiser.dtype), "cache_dtype": cache_dtype,
         "compute_dtype": str(denoiser.compute_dtype), "autocast": is_autocast(denoiser.embed_tokens.weight),
         "compiled": denoiser.compilations is not None, "kernel": denoiser.backend,
-        "device": denoiser.device.type,
+        "device": denoiser.device.type, "dlm_rag": __version__,  # another may compute otherwise
     }  # fmt: skip
     return json.dumps(shape | how, sort_keys=True)
 

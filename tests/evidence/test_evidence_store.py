@@ -197,6 +197,49 @@ def test_large_entries_are_read_ahead(tmp_path, monkeypatch):
     assert store.stats.read_entries == 100 and store.get(segment(100)) is None
 
 
+def test_what_is_read_ahead_is_read_once(tmp_path, monkeypatch):
+    """However many rows ask for it before the first call."""
+    monkeypatch.setattr(evidence_store, "SMALL_ENTRY_BYTES", 1)
+    fill(tmp_path, range(100))
+    store, read = EvidenceStore(tmp_path, "tiny", GENEROUS), []
+    monkeypatch.setattr(store, "_read", lambda path: read.append(path))
+    for number in range(100):
+        store.prefetch([segment(number)])
+        store._readers.submit(lambda: None).result()
+    for number in range(100):
+        store.get(segment(number))
+    assert len(read) == 100
+
+
+def test_an_entry_of_another_user_is_read(tmp_path, monkeypatch):
+    fill(tmp_path, [1])
+    (path,) = tmp_path.glob("*/*.safetensors")
+    os.utime(path, (0, 0))
+
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert count_right(tmp_path, [1]) == 1
+
+
+def test_two_stores_of_a_process_write_the_same_entries(tmp_path):
+    stores = [EvidenceStore(tmp_path, "tiny", GENEROUS) for _ in range(8)]
+    for number in range(30):
+        for store in stores:
+            store.add(segment(number), kept(number))
+    for store in stores:
+        store.flush()
+    assert not any(store.is_full for store in stores) and count_right(tmp_path, range(30)) == 30
+
+
+def test_what_another_version_has_computed_is_not_read(tmp_path, checkpoint, monkeypatch):
+    denoiser = Denoiser.from_pretrained(checkpoint)
+    before = evidence_store.describe_context(denoiser, "auto")
+    monkeypatch.setattr(evidence_store, "__version__", "next")
+    assert evidence_store.describe_context(denoiser, "auto") != before
+
+
 def test_entries_belong_to_weights_and_not_to_heads(tmp_path, checkpoint):
     denoiser = Denoiser.from_pretrained(checkpoint)
     open_store(tmp_path, denoiser, store_read="always").add(segment(1), kept(1))
