@@ -44,6 +44,11 @@ def check_task_settings(config: Config) -> None:
             "engine.store keeps what weights compute, which training changes: leave it out, or set "
             "train.trainable=policy_heads"
         )
+    if config.engine.store is not None and config.engine.for_training_rollouts.prefix_cache_gib == 0:
+        raise ConfigError(
+            "engine.store needs a cache, for which engine.memory_gib leaves no room in training: set "
+            "engine.prefix_cache_gib"
+        )
     for number, train in enumerate(config.train.get_phase_configs().values()):
         task = find_task(train)
         if task.needs_trained_model and not number and config.model.path is None:

@@ -170,6 +170,8 @@ CASES = [
         ("engine.store keeps what weights compute", "engine.store=s"),
         ("engine.store=corpus.jsonl cannot be a folder",
          f"{RL} train.trainable=policy_heads engine.store=corpus.jsonl"),
+        ("set engine.prefix_cache_gib",
+         f"{RL} train.trainable=policy_heads engine.store=s engine.memory_gib=1"),
         ("rl begins with a model that answers: set model.path", "train.objective=rl"),
         ("decode.copy_penalty", f"{RL} decode.copy_penalty=4"),
         ("train.kl_coef=1.0 has no effect", f"{RL} train.trainable=policy_heads train.kl_coef=1"),
