@@ -52,7 +52,8 @@ MAX_PENDING_ENTRIES = 64  # that wait to be written, or were read ahead and not 
 MAX_WAIT_SECONDS = 60  # after which nobody will come for what was read ahead
 READER_THREADS = 8
 SMALL_ENTRY_BYTES = 2**20  # below which a thread costs more than it saves
-EVICT_TO_SHARE = 0.9  # of the budget, so that not every entry has to look through the folder
+EVICT_TO_SHARE = 0.9  # of the budget, so that not every entry makes others leave
+SCAN_SHARE = 0.02  # of the budget, that a process adds before it looks through the folder
 SHARE_OF_FREE_DISK = 0.5  # that a store without a budget may take, with what it has
 USE_RESOLUTION_SECONDS = 3600  # a read that is no later than this after the last one is not noted
 STALE_SCRATCH_SECONDS = 3600  # after which an unfinished file was left by a process that was killed
@@ -234,36 +235,36 @@ class EvidenceStore:
         self.stats.written_entries += 1
         self.stats.written_bytes += size
         self._since_scan += size
-        if self._budget is None or self._since_scan >= (1 - EVICT_TO_SHARE) * self._budget:
+        if self._budget is None or self._since_scan >= SCAN_SHARE * self._budget:
             self._evict()
 
     def _evict(self) -> None:
-        """Removes the entries used longest ago if those of all processes are more than the budget."""
+        """Removes the entries used longest ago if those of all processes may soon pass the budget."""
         entries = sorted(list_entries(self.folder, clean=True))
         total, self._since_scan = sum(size for _, size, _ in entries), 0.0
         if self._budget is None:
             self._budget = default_budget_bytes(self.folder, total)
-        if total <= self._budget:
+        if total <= (1 - SCAN_SHARE) * self._budget:
             return
         for _, size, path in entries:
             if total <= EVICT_TO_SHARE * self._budget:
                 break
             with suppress(OSError):  # another process removed it
-                Path(path).unlink()
+                path.unlink()
                 self.stats.evicted_entries += 1
             total -= size
 
 
-def list_entries(folder: Path, clean: bool = False) -> Iterator[tuple[float, int, str]]:
+def list_entries(folder: Path, clean: bool = False) -> Iterator[tuple[float, int, Path]]:
     """Time of the last use, bytes and path of each entry; clean: removes what killed processes left."""
     stale = time.time() - STALE_SCRATCH_SECONDS
-    for file in (file for part in folder.glob("[0-9a-f]" * 2) for file in os.scandir(part)):
+    for path in folder.glob("[0-9a-f][0-9a-f]/*"):
         with suppress(OSError):  # another process removed it
-            found = file.stat()
-            if ENTRY_NAME.fullmatch(file.name):
-                yield found.st_mtime, found.st_size, file.path
-            elif clean and SCRATCH_NAME.fullmatch(file.name) and found.st_mtime < stale:
-                Path(file.path).unlink()
+            found = path.stat()
+            if ENTRY_NAME.fullmatch(path.name):
+                yield found.st_mtime, found.st_size, path
+            elif clean and SCRATCH_NAME.fullmatch(path.name) and found.st_mtime < stale:
+                path.unlink()
 
 
 def default_budget_bytes(folder: Path, used: int) -> float:

@@ -100,13 +100,24 @@ def test_what_was_used_longest_ago_leaves(tmp_path):
 
 def test_files_of_others_do_not_leave(tmp_path):
     fill(tmp_path, range(3))
-    others = [tmp_path / name for name in ("ab/model.safetensors", "ab/.part-1-x.txt", "zz/x")]
+    others = [tmp_path / name for name in ("ab/model.safetensors", "ab/.part-1-x.txt", "zz/x", "a0")]
     for path in others:
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
         os.utime(path, (0, 0))
     fill(tmp_path, range(3, 9), budget=3000)
     assert all(path.exists() for path in others) and count_right(tmp_path, range(9)) <= 1
+
+
+def test_a_store_never_passes_its_budget(tmp_path):
+    store, most = fill(tmp_path, [0]), 0
+    budget = 40 * next(list_entries(tmp_path))[1]
+    store = EvidenceStore(tmp_path, "tiny", budget)
+    for number in range(1, 120):
+        store.add(segment(number), kept(number))
+        store.flush()
+        most = max(most, sum(size for _, size, _ in list_entries(tmp_path)))
+    assert 0.9 * budget < most <= budget
 
 
 def _fill_until_the_disk_is_full(folder, pipe):
