@@ -32,7 +32,7 @@ from dlm_rag.model.attention import KERNELS_WITH_LSE
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
-from dlm_rag.model.kv_format import SCALE_BYTES
+from dlm_rag.model.kv_format import SCALE_BYTES, has_plain_key_bias
 from dlm_rag.model.kv_store import round_up_to_page
 from dlm_rag.model.layers import count_weight_bytes
 from dlm_rag.model.memory_tracker import (
@@ -103,10 +103,12 @@ class SharedSegmentBytes:
         values, packed = shape.head_dim * dtype.itemsize, engine.cache_dtype == "int8"
         width = shape.head_dim + SCALE_BYTES if packed else values
         heads = 2 * shape.num_key_value_heads
+        # A bias is turned to the token's position in float32, of which four tensors are alive.
+        bias = shape.num_key_value_heads * shape.head_dim * 4 * 4 * has_plain_key_bias(shape)
         return cls(
             shape.num_hidden_layers * heads * width,
             shape.num_attention_heads * (2 * values + 4),
-            heads * (values + width) * packed,
+            (heads * (values + width) + bias) * packed,
             bool(shape.block_size),
         )
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.layers import Attention, apply_rope
 
 SCALE_BYTES = 2  # float16
@@ -28,7 +29,7 @@ class KVFormat:
         self.kept_dtype = torch.int8 if self.is_compressed else self.dtype
         width = shape.head_dim + SCALE_BYTES * self.is_compressed
         self.layers_and_heads = shape.num_hidden_layers, shape.num_key_value_heads, width
-        self._has_key_bias = self.is_compressed and shape.qkv_bias and not shape.qk_norm
+        self._has_key_bias = self.is_compressed and has_plain_key_bias(shape)
 
     def empty(self, tokens: int) -> Tensor:
         """Room for so many tokens, (N, 2, tokens, Hk, D or a little more), as they are kept."""
@@ -77,6 +78,11 @@ class KVFormat:
         assert isinstance(attention, Attention) and attention.k_proj.bias is not None
         bias = attention.k_proj.bias.to(self.dtype).view(1, -1, attention.head_dim)
         return apply_rope(bias.expand(len(positions), -1, -1), self._denoiser.compute_rope(positions))
+
+
+def has_plain_key_bias(shape: DenoiserConfig) -> bool:
+    """Whether keys have a bias, which no norm scales."""
+    return shape.qkv_bias and not shape.qk_norm
 
 
 def quantize_int8(x: Tensor) -> Tensor:
