@@ -31,7 +31,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from dlm_rag import __version__
 from dlm_rag.config import EngineConfig
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.store_speed import StoreSpeed, drop_cached_pages, synchronize, time_encoding
@@ -57,6 +56,7 @@ SCAN_SHARE = 0.02  # of the budget, that a process adds before it looks through 
 SHARE_OF_FREE_DISK = 0.5  # that a store without a budget may take, with what it has
 USE_RESOLUTION_SECONDS = 3600  # a read that is no later than this after the last one is not noted
 STALE_SCRATCH_SECONDS = 3600  # after which an unfinished file was left by a process that was killed
+KEYS_VALUES_VERSION = 1  # raise it when the same weights compute others, or keep them otherwise
 SUFFIX = ".safetensors"
 ENTRY_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")  # other files are not ours
 SCRATCH_NAME = re.compile(r"\.part-\d+-[0-9a-f]{64}\.safetensors")
@@ -313,7 +313,7 @@ def describe_context(denoiser: Denoiser, cache_dtype: str) -> str:
         "weights": denoiser.weights_fingerprint, "dtype": str(denoiser.dtype), "cache_dtype": cache_dtype,
         "compute_dtype": str(denoiser.compute_dtype), "autocast": is_autocast(denoiser.embed_tokens.weight),
         "compiled": denoiser.compilations is not None, "kernel": denoiser.backend,
-        "device": denoiser.device.type, "dlm_rag": __version__,  # another may compute otherwise
+        "device": denoiser.device.type, "version": KEYS_VALUES_VERSION,
     }  # fmt: skip
     return json.dumps(shape | how, sort_keys=True)
 
