@@ -57,16 +57,26 @@ class LocalEngines:
     def open(self, asked: PreparedQuestions) -> list[Machine]:
         """Reads the weights, unless they are loaded; returns every other machine that answers.
 
-        Then there are `stream` and `describe`, as a decoder has them, and `read_energy` for that since now.
+        Then there is `read_energy`, for that since now.
         """
         config = asked.prepared.config
         kept = self._decoder.denoiser if self._decoder and config.model == self._model else None
+        self._decoder = None  # frees the pool: the next one is a share of what is free
         self._decoder, self._model = asked.prepared.load(kept), config.model
-        self.stream, self.describe = self._decoder.stream, self._decoder.describe
         meter = open_meter(config.energy, asked.prepared.device)
         meter.start()
         self.read_energy = meter.stop
         return []
+
+    def stream(self, questions: Sequence[Question]) -> Iterator[Rollout]:
+        """As `Decoder.stream`."""
+        assert self._decoder is not None
+        return self._decoder.stream(questions)
+
+    def describe(self) -> str:
+        """As `Decoder.describe`."""
+        assert self._decoder is not None
+        return self._decoder.describe()
 
 
 class WorkerEngines:

@@ -3,10 +3,12 @@
 import random
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dlm_rag.commands.answer_job import LocalEngines
 from dlm_rag.config import EngineConfig
 from dlm_rag.decode.model_runner import MaskedModelRunner
 from dlm_rag.evidence.batch_kv_cache import CacheRequest, KVCacheManager
@@ -247,6 +249,30 @@ def test_what_a_decoder_kept_is_free_before_it_asks_how_much_is(monkeypatch):
     held.append(weakref.ref(proposer.pool))
     proposer.reset_cache()
     assert proposer.pool._near.budget == 10**6
+
+
+class DecoderOfNothing:
+    denoiser = None
+
+    def stream(self, questions):
+        return iter(questions)
+
+    def describe(self):
+        return ""
+
+
+def test_the_decoder_of_one_setting_is_gone_before_that_of_the_next_is_made():
+    engines, config, made = LocalEngines(), SimpleNamespace(model=None, energy="none"), []
+
+    def load(_):
+        assert all(decoder() is None for decoder in made)
+        decoder = DecoderOfNothing()
+        made.append(weakref.ref(decoder))
+        return decoder
+
+    for _ in range(3):
+        engines.open(SimpleNamespace(prepared=SimpleNamespace(config=config, device=CPU, load=load)))
+        assert [*engines.stream([1, 2])] == [1, 2]
 
 
 def test_what_is_free_is_what_the_container_may_take(tmp_path, monkeypatch):
