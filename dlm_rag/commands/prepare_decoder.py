@@ -198,7 +198,7 @@ def prepare_decoder(
     from dlm_rag.decode.resolve_settings import resolve_settings
     from dlm_rag.diffusion.commit_rules import check_policy_heads
     from dlm_rag.evidence.evidence_store import check_store
-    from dlm_rag.evidence.prompt_segments import check_finished_blocks
+    from dlm_rag.evidence.prompt_segments import check_finished_blocks, check_kept_evidence
     from dlm_rag.model.checkpoint import open_checkpoint
     from dlm_rag.model.policy_heads import read_heads
 
@@ -216,6 +216,7 @@ def prepare_decoder(
     canvas, layout = decode.max_new_tokens, config.model.evidence_layout or shape.evidence_layout
     assert canvas is not None and decode.finished_block_context is not None
     check_finished_blocks(shape, decode.finished_block_context, layout)
+    check_kept_evidence(config.engine, shape, layout)
     tokenizer = once(lambda: Tokenizer.from_pretrained(checkpoint, layout), "tokenizer", *weights, layout)
     room = ContextBudget.from_config(shape, layout, canvas)
     longest = _measure_longest_prompt(questions, tokenizer, room)

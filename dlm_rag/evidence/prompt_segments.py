@@ -13,6 +13,7 @@ changes. `no_evidence` has question, finished blocks, passages, window; nothing 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dlm_rag.config import EngineConfig
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
@@ -109,7 +110,7 @@ def lay_out_prompt(
     *placed, question = (Segment(tuple(ids), at) for ids, at in own.place(prompt, shape.passage_length))
     context, later = tuple(segment for segment in placed if segment.ids), tuple[Segment, ...]()
     lead = question
-    if not (own.runs_with_canvas or (block is not None and not own.separate_passages)):
+    if not runs_with_canvas(shape, layout):
         keep = len(question.ids) - shape.shifted
         lead = Segment(question.ids[keep:], question.start + keep)
         question = Segment(question.ids[:keep], question.start)
@@ -124,6 +125,22 @@ def lay_out_prompt(
         context, lead, (0 if from_prompt else len(lead.ids) % block) or block, block, later, shape.shifted,
         from_prompt or shape.noise is not None,
     )  # fmt: skip
+
+
+def runs_with_canvas(shape: DenoiserConfig, layout: str | None = None) -> bool:
+    """Whether the prompt runs with the canvas at every step, so that nothing of evidence can be kept."""
+    own = EVIDENCE_LAYOUTS[layout or shape.evidence_layout]
+    return own.runs_with_canvas or (shape.block_size is not None and not own.separate_passages)
+
+
+def check_kept_evidence(engine: EngineConfig, shape: DenoiserConfig, layout: str) -> None:
+    """Raises `ConfigError` for settings of what is kept of evidence where nothing is."""
+    for name, given in (("store", engine.store), ("cache_dtype", engine.cache_dtype)):
+        if given not in (None, "auto") and runs_with_canvas(shape, layout):
+            raise ConfigError(
+                f"engine.{name}={given} has no effect with evidence_layout={layout}, in which this model "
+                "keeps nothing of its evidence: leave it out, or set model.evidence_layout=independent"
+            )
 
 
 def order_by_arrival(before: Sequence[Passage], now: Sequence[Passage]) -> list[Passage]:

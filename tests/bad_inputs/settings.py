@@ -38,6 +38,8 @@ CASES = [
         ("engine.memory_gib", "engine.memory_gib=1e5"),
         (("engine.memory_gib", "decode.batch_size=1"), "engine.memory_gib=1e-5"),
         ("pools 2 GiB", "engine.memory_gib=1 engine.prefix_cache_gib=2"),
+        ("engine.store=s has no effect", "engine.store=s model.evidence_layout=joint"),
+        ("engine.cache_dtype=int8 has no effect", "engine.cache_dtype=int8 model.evidence_layout=joint"),
         ("must be between 0 and 1", "decode.commit_rule=sampled decode.commit_threshold=1"),
         ("commit_rule=policy_head needs policy heads", "decode.commit_rule=policy_head"),
         ("is not a safetensors file", "decode.commit_rule=policy_head", {"model/heads.safetensors": "x"}),
