@@ -10,6 +10,7 @@ and, on a CPU the same, from the device. Medians over eight passages. Writes tab
 picture.png into --out.
 """
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,7 @@ from decode_replay import PASSAGE_LENGTH, RANDOM_MODEL_SHAPES, make_random_denoi
 from dlm_rag.cli import run_program
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.encode_segments import encode_segments
-from dlm_rag.evidence.evidence_store import EvidenceStore
+from dlm_rag.evidence.evidence_store import EvidenceStore, list_entries
 from dlm_rag.evidence.store_speed import drop_cached_pages
 from dlm_rag.files.hub import SHIPPED_FOLDER
 from dlm_rag.files.paths import write_text_atomic
@@ -40,7 +41,9 @@ from dlm_rag.model.kv_format import KVFormat
 from dlm_rag.model.packed_batch import Segment
 
 PASSAGES = 8
+ENTRY_BYTES, LOOKUPS = 40_000, 2000
 OPTIONS: dict[str, tuple[str | int, str]] = {
+    "entries": (0, "fill a store with so many, and look them up"),
     "shapes": ("shipped,100m,1b", f"shipped, or random weights: {', '.join(RANDOM_MODEL_SHAPES)}"),
 }
 TIERS = ("computed", "file, from the disk", "file, in the page cache", "host memory", "device")
@@ -49,6 +52,9 @@ TIERS = ("computed", "file, from the disk", "file, in the page cache", "host mem
 def main(argv: list[str]) -> None:
     words, out = parse_bench_args(__doc__ or "", argv, OPTIONS)
     config, rows = words.config, list[TableRow]()
+    if words.options["entries"]:
+        print_table([measure_lookups(out / "store", int(words.options["entries"]))])
+        return
     device = choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, device)
     for shape in str(words.options["shapes"]).split(","):
@@ -74,6 +80,33 @@ def main(argv: list[str]) -> None:
     origin = ", ".join(f"{name} {value}" for name, value in stamp.items())
     write_text_atomic(out / "table.md", f"Milliseconds.\n\n{format_markdown_table(rows)}\n\n{origin}\n")
     plot_tiers(out / "picture.png", rows)
+
+
+def measure_lookups(folder: Path, entries: int) -> TableRow:
+    """Fills a store, then looks entries up at random, and as many that are not there."""
+    store, kept = EvidenceStore(folder, "lookups", 2.0**40), torch.zeros(1, 2, 10, 1, ENTRY_BYTES // 80)
+    begin = time.perf_counter()
+    for number in range(entries):
+        store.add(Segment((number,) * 10, 0), kept)
+    store.flush()
+    row: TableRow = {"entries": entries, "filled in s": time.perf_counter() - begin}
+    begin = time.perf_counter()
+    found = sum(1 for _ in list_entries(folder))
+    row |= {"found": found, "looked through in s": time.perf_counter() - begin}
+    generator, before = torch.Generator().manual_seed(0), get_resident_bytes()
+    for what, first in (("hit", 0), ("miss", entries)):
+        numbers = torch.randint(first, first + entries, (LOOKUPS,), generator=generator).tolist()
+        begin = time.perf_counter()
+        hits = sum(store.get(Segment((number,) * 10, 0)) is not None for number in numbers)
+        row[f"{what}, ms"] = 1e3 * (time.perf_counter() - begin) / LOOKUPS
+        assert hits == (LOOKUPS if what == "hit" else 0)
+    return row | {"more memory, MB": (get_resident_bytes() - before) / 1e6}
+
+
+def get_resident_bytes() -> int:
+    """What this process has in memory now."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure_tiers(denoiser: Denoiser, form: KVFormat, store: EvidenceStore) -> TableRow:
