@@ -49,6 +49,12 @@ def check_task_settings(config: Config) -> None:
             "engine.store needs a cache, for which engine.memory_gib leaves no room in training: set "
             "engine.prefix_cache_gib"
         )
+    for name, given in (("store", config.engine.store), ("cache_dtype", config.engine.cache_dtype)):
+        if given not in (None, "auto") and config.train.parallel == "fsdp":
+            raise ConfigError(
+                f"engine.{name}={given} needs whole weights, and train.parallel=fsdp has shards of them: "
+                "leave it out, or set train.parallel=ddp"
+            )
     for number, train in enumerate(config.train.get_phase_configs().values()):
         task = find_task(train)
         if task.needs_trained_model and not number and config.model.path is None:
