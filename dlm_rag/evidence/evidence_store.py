@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,7 @@ from dlm_rag.progress import format_bytes
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-MAX_PENDING_ENTRIES = 64  # that wait to be written, or were read ahead and not asked for
+MAX_PENDING_BYTES = 2**30  # that wait to be written; and that were read ahead and not asked for
 MAX_WAIT_SECONDS = 60  # after which nobody will come for what was read ahead
 READER_THREADS = 8
 SMALL_ENTRY_BYTES = 2**20  # below which a thread costs more than it saves
@@ -93,16 +94,16 @@ class EvidenceStore:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="evidence-store")
         self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="evidence-store-reader")
         self._reading: dict[Path, tuple[float, Future[Tensor | None]]] = {}  # since when
-        self._places = threading.BoundedSemaphore(MAX_PENDING_ENTRIES)
+        self._pending, self._room = 0, threading.Condition()  # bytes that wait to be written
         self.is_full = False  # whether the disk refused an entry
 
     def prefetch(self, segments: Iterable[Segment]) -> None:
         """Starts to read segments that `get` will be asked for; small ones are not worth a thread."""
         for path in map(self.path, segments) if self.reads else ():
             with suppress(OSError):  # it is not there
-                if path not in self._reading and path.stat().st_size >= SMALL_ENTRY_BYTES:
+                if path not in self._reading and (size := path.stat().st_size) >= SMALL_ENTRY_BYTES:
                     now = time.monotonic()
-                    if len(self._reading) >= MAX_PENDING_ENTRIES:
+                    if self._reading and (len(self._reading) + 1) * size > MAX_PENDING_BYTES:
                         oldest = next(iter(self._reading))  # which `get` is likely to be asked for first
                         if now - self._reading[oldest][0] < MAX_WAIT_SECONDS:
                             return
@@ -134,8 +135,12 @@ class EvidenceStore:
         ready: the event after which `kept` holds its numbers.
         """
         if self.writes and not self.is_full:
-            self._places.acquire()
-            self._writer.submit(self._write, self.path(segment), kept, ready).add_done_callback(self._done)
+            size = kept.nbytes
+            with self._room:
+                self._room.wait_for(lambda: not self._pending or self._pending + size <= MAX_PENDING_BYTES)
+                self._pending += size
+            written = self._writer.submit(self._write, self.path(segment), kept, ready)
+            written.add_done_callback(partial(self._done, size))
 
     def flush(self) -> None:
         """Returns when all entries that were added are on the disk."""
@@ -211,8 +216,10 @@ class EvidenceStore:
             return None
         return kept
 
-    def _done(self, written: Future[None]) -> None:
-        self._places.release()
+    def _done(self, size: int, written: Future[None]) -> None:
+        with self._room:
+            self._pending -= size
+            self._room.notify()
         if (error := written.exception()) is not None:
             log.warning("the evidence store %s takes no more entries: %s", self.folder, error)
             self.is_full = True
