@@ -79,6 +79,7 @@ INEXACT = ("batch, compiled", "batch, int8")  # which round otherwise
 OPTIONS: dict[str, tuple[str | int, str]] = {
     "rounds": (5, "times that every setting has its turn"),
     "before": (0, "questions that every pool has seen before the first round"),
+    "only": ("", "settings to be measured, by words in their names, separated by commas (all)"),
     "shape": ("", f"random weights: {', '.join(RANDOM_MODEL_SHAPES)}"),
 }
 
@@ -160,6 +161,11 @@ def main(argv: list[str]) -> None:
             )
             for name, (decode, engine) in ways.items()
         ]
+    if chosen := words.options["only"]:
+        names = str(chosen).split(",")
+        settings = [each for each in settings if any(name in each.name for name in names)]
+        if not settings:
+            raise ConfigError(f"--only {chosen} is in the name of no setting")
     measure_in_rounds(settings, turns, earlier)
     roofline = measure_roofline(source.denoiser.device, source.denoiser.dtype)
     rows = [summarise_setting(setting, settings[0], turns[-1], roofline) for setting in settings]
