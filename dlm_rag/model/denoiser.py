@@ -8,13 +8,13 @@ The smallest run: `Denoiser(DenoiserConfig(vocab_size=64))(torch.zeros(1, 8, dty
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, partial, wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 from weakref import ref
 
 import torch
@@ -38,6 +38,24 @@ from dlm_rag.model.layers import (
 )
 from dlm_rag.model.packed_batch import PackedRows, Segment, pack_rows
 from dlm_rag.model.policy_heads import HEADS_PREFIX, PolicyHeads, read_heads
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def with_float32_sums(method: Method) -> Method:
+    """A method of a denoiser, which runs float16 weights under autocast: sums of layers are float32.
+
+    A residual of Qwen2-like models passes 65,504, the most that float16 holds.
+    """
+
+    @wraps(method)
+    def run(self: Denoiser, *args: Any, **options: Any) -> Any:
+        if self.dtype != torch.float16 or is_autocast(self.embed_tokens.weight):
+            return method(self, *args, **options)
+        with torch.autocast(self.device.type, torch.float16):
+            return method(self, *args, **options)
+
+    return cast(Method, run)
 
 
 class Denoiser(TransformerWeights):
@@ -207,6 +225,7 @@ class Denoiser(TransformerWeights):
             hidden = torch.cat((hidden[:, :1], hidden[:, :-1]), dim=1)
         return self.compute_token_logits(hidden.flatten(0, 1)).view(rows, length, -1)
 
+    @with_float32_sums
     def encode(
         self, rows: PackedRows, keep: bool = False, probe: AttentionProbe | None = None
     ) -> tuple[Tensor, KeysValues]:
@@ -254,6 +273,7 @@ class Denoiser(TransformerWeights):
             options["context_fn"] = partial(create_selective_checkpoint_contexts, _list_saved_ops())
         return checkpoint(block, *inputs, use_reentrant=False, **options)
 
+    @with_float32_sums
     def compute_token_logits(self, hidden: Tensor) -> Tensor:
         """Logits (n, V) from hidden states (n, hidden), through norm and head.
 

@@ -102,3 +102,17 @@ def test_a_few_graphs_serve_all_layers_and_lengths():
             found, expected = (d.encode(rows)[0] for d in (compiled, plain))
             torch.testing.assert_close(found, expected)
     assert 2 <= compiled.compilations <= 6
+
+
+def test_a_residual_beyond_float16_keeps_its_tokens_in_float16():
+    """Each layer adds 40,000 to one number of the residual, as models of the Qwen2 line do."""
+    found, ids = [], torch.arange(40).view(2, 20)
+    for dtype in (torch.float32, torch.float16):
+        denoiser = tiny_denoiser().to(dtype)
+        first = torch.zeros(denoiser.config.hidden_size)
+        first[0] = 40_000
+        for block in denoiser.layers:
+            block.mlp.register_forward_hook(lambda _, given, out, more=first: out + more)
+        with torch.inference_mode():
+            found.append(denoiser(ids).float())
+    assert found[1].isfinite().all() and torch.equal(found[0].argmax(-1), found[1].argmax(-1))
