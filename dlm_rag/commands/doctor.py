@@ -158,6 +158,17 @@ def check_cores_and_memory(_: Config) -> Iterator[Finding]:
         yield Finding("memory", HINT if remedy else OK, text, remedy)
 
 
+def check_ranks(_: Config) -> Iterator[Finding]:
+    """Over how many devices `engine.tensor_parallel` splits a model here, and by which library."""
+    import torch
+    from torch import distributed
+
+    library = "NCCL" if torch.cuda.is_available() and distributed.is_nccl_available() else "gloo"
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    devices = f"{torch.cuda.device_count()} GPUs, engine.tensor_parallel takes {library}"
+    yield Finding("ranks", OK, f"this is rank {rank} of {size}; {devices}")
+
+
 def check_energy(config: Config) -> Iterator[Finding]:
     from dlm_rag.energy.sensors import describe_sensors
 
@@ -224,6 +235,7 @@ DOCTOR_CHECKS: dict[str, Callable[[Config], Iterator[Finding]]] = {
     "torch": check_torch,
     "attention": check_attention_kernel,
     "cores": check_cores_and_memory,
+    "ranks": check_ranks,
     "energy": check_energy,
     "cache": check_cache,
     "store": check_evidence_store,

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 READS = (
     "model", "engine", "-engine.memory_gib", "-engine.prefix_cache_gib", "-engine.cpu_offload_gib",
+    "-engine.tensor_parallel",
     "retrieval.corpus", "retrieval.index_dir", "workers",
     "decode", "-decode", "out", "-out",  # as sample: without a model the shipped reader
 )  # fmt: skip

@@ -29,6 +29,7 @@ from dlm_rag.cli import check_writable, print_note
 from dlm_rag.commands.answer_job import AnswerJob, open_engines, plan_answer_job
 from dlm_rag.commands.arguments import ANSWER_SETTINGS, READER_CONFIG, CommandLine, parse_command_line
 from dlm_rag.commands.prepare_decoder import ResourceCache, fill_in_shipped_files, gather_questions
+from dlm_rag.commands.tensor_parallel import run_on_ranks
 from dlm_rag.config import dump_config, load_config
 from dlm_rag.config.ineffective_settings import check_effects
 from dlm_rag.errors import ConfigError
@@ -63,9 +64,14 @@ class EvaluationPlan(NamedTuple):
 def main(argv: list[str]) -> None:
     reads = (*ANSWER_SETTINGS, "compare", "f1_rule")
     words = parse_command_line(__doc__ or "", argv, reads, options=EVALUATE_OPTIONS)
-    out = words.config.out
-    if out in (None, "-"):
+    if words.config.out in (None, "-"):
         raise ConfigError("evaluation needs --out FOLDER")
+    run_on_ranks(words.config, lambda: evaluate_settings(words, argv))
+
+
+def evaluate_settings(words: CommandLine, argv: list[str]) -> None:
+    """Runs what the command line asks for, and reports. Raises `UserError`, `RunError`."""
+    out = words.config.out
     if words.options["reproduce"] and words.file == READER_CONFIG:  # who answers, the result says
         words = replace(words, file=None)
     wanted = plan_from_result(words) if words.options["reproduce"] else plan_from_command_line(words)

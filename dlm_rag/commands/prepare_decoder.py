@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dlm_rag import __version__
+from dlm_rag.commands.tensor_parallel import check_tensor_parallel
 from dlm_rag.config import Config, RetrievalConfig
 from dlm_rag.decode.trace_file import TraceHeader, build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
@@ -73,17 +74,24 @@ class PreparedDecoder:
         show_status("reading weights")
         from dlm_rag.decode.decoder import Decoder
         from dlm_rag.decode.memory_budget import limit_cuda_allocator
-        from dlm_rag.model.denoiser import load_denoiser
+        from dlm_rag.decode.tensor_parallel import LeadingModelRunner, load_on_all_ranks
+        from dlm_rag.model.denoiser import Denoiser, load_denoiser
 
         limit_cuda_allocator(self.config.engine, self.device)
-        if denoiser is None:
-            denoiser = load_denoiser(self.checkpoint, self.device, self.dtype, self.attention)
         config, engine = self.config, replace(self.config.engine, memory_gib=None)
+        split = engine.tensor_parallel > 1
+        if denoiser is None:
+            load = load_on_all_ranks if split else load_denoiser
+            denoiser = load(self.checkpoint, self.device, self.dtype, self.attention)
         decoder = Decoder(
             denoiser, self.retriever, self.tokenizer, config.decode, self.evidence_layout, engine
         )
         decoder.record_provisional = config.record_provisional or config.html is not None
-        if self.budget is not None:
+        if split:
+            assert isinstance(denoiser, Denoiser)
+            mask_id, budget = self.tokenizer.mask_id, self.budget
+            decoder.model_runner = LeadingModelRunner(denoiser, mask_id, config.engine, budget)
+        elif self.budget is not None:
             decoder.set_memory_budget(self.budget)
         return decoder
 
@@ -192,6 +200,7 @@ def prepare_decoder(
     questions: empty where all has been checked before, in another process. once: of the jobs that share
     what they need. Raises `UserError`.
     """
+    check_tensor_parallel(config.engine)
     once = once or ResourceCache()
     find = open_search_source(config.retrieval, once)
     show_status("checking the model")
@@ -201,6 +210,7 @@ def prepare_decoder(
     from dlm_rag.evidence.prompt_segments import check_finished_blocks, check_kept_evidence
     from dlm_rag.model.checkpoint import open_checkpoint
     from dlm_rag.model.policy_heads import read_heads
+    from dlm_rag.model.tensor_parallel import split_checkpoint
 
     assert config.model.path is not None, "see fill_in_shipped_files"
     weights = config.model.path, config.model.block_size
@@ -210,7 +220,10 @@ def prepare_decoder(
     config, device = replace(config, decode=decode), choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, device)
     attention = _choose_attention(config, checkpoint, device, dtype)
-    check_weights_fit(checkpoint, device, dtype)
+    whole, ranks = checkpoint, config.engine.tensor_parallel
+    checkpoint = once(lambda: split_checkpoint(whole, 0, ranks), "rank", ranks, *weights)
+    shape = checkpoint.config
+    check_weights_fit(checkpoint, device, dtype, ranks)
     check_store(config.engine, shape, dtype.itemsize)
     show_status("reading the tokenizer")
     canvas, layout = decode.max_new_tokens, config.model.evidence_layout or shape.evidence_layout
@@ -298,15 +311,23 @@ def open_search_source(config: RetrievalConfig, once: ResourceCache) -> Callable
     return lambda: once(lambda: load_retriever(plain, corpus), "retriever", plain)
 
 
-def check_weights_fit(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises `ConfigError` for weights that a device cannot hold, whatever else is on it."""
+def check_weights_fit(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, ranks: int = 1
+) -> None:
+    """Raises `ConfigError` for weights that a device cannot hold, whatever else is on it.
+
+    ranks: that have as much each, in one memory where devices have none of their own.
+    """
+    from dlm_rag.evidence.segment_kv_cache import has_unified_memory
+
     need, have = checkpoint.count_weight_bytes(dtype.itemsize), get_device_memory_bytes(device)
+    have /= ranks if has_unified_memory(device) else 1
     if need > have:
         half = "" if dtype.itemsize < 4 else "set model.dtype=bfloat16, or "
         raise ConfigError(
             f"the weights of {checkpoint.folder} take {format_bytes(need)} in {str(dtype)[6:]}, and this "
             f"{device.type} has {format_bytes(have)} of memory: {half}choose a smaller model or a larger "
-            "device; a model is not split between devices"
+            "device, or split the model over several (engine.tensor_parallel)"
         )
 
 

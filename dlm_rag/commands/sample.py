@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING
 
 from dlm_rag.cli import print_note
 from dlm_rag.commands.answer_job import check_output_files, open_engines, plan_answer_job
-from dlm_rag.commands.arguments import ANSWER_SETTINGS, parse_command_line
+from dlm_rag.commands.arguments import ANSWER_SETTINGS, CommandLine, parse_command_line
 from dlm_rag.commands.prepare_decoder import (
     SHIPPED_FOLDER,
     fill_in_shipped_files,
     gather_questions,
     prepare_decoder,
 )
+from dlm_rag.commands.tensor_parallel import run_on_ranks
 from dlm_rag.errors import ConfigError
 from dlm_rag.page.render import TraceRun, read_trace_runs, write_page
 from dlm_rag.progress import show_status
@@ -46,6 +47,11 @@ def main(argv: list[str]) -> None:
     words = parse_command_line(__doc__ or "", argv, (*ANSWER_SETTINGS, "trace", "html"), typed=True)
     if words.config.workers is not None and words.config.out is None:
         raise ConfigError("workers= answers into a file, not to the screen: add --out FILE")
+    run_on_ranks(words.config, lambda: answer_questions(words))
+
+
+def answer_questions(words: CommandLine) -> None:
+    """Answers to the screen or into a file. Raises `UserError`, `RunError`."""
     config = fill_in_shipped_files(words.config, words.questions)
     show_status("reading questions")
     questions = gather_questions(config, words.questions)

@@ -16,8 +16,9 @@ import socket
 from pathlib import Path
 
 from dlm_rag.cli import print_note
-from dlm_rag.commands.arguments import parse_command_line
+from dlm_rag.commands.arguments import CommandLine, parse_command_line
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, fill_in_shipped_files, prepare_decoder
+from dlm_rag.commands.tensor_parallel import run_on_ranks
 from dlm_rag.errors import ConfigError, summarize_error
 from dlm_rag.files.hub import SHIPPED_PREFIX
 from dlm_rag.progress import show_status
@@ -31,6 +32,11 @@ SERVE_SETTINGS = ("model", "retrieval", "-retrieval.oracle", "decode", "engine",
 
 def main(argv: list[str]) -> None:
     words = parse_command_line(__doc__ or "", argv, SERVE_SETTINGS, options=SERVE_OPTIONS)
+    run_on_ranks(words.config, lambda: serve_answers(words))
+
+
+def serve_answers(words: CommandLine) -> None:
+    """Answers until it is told to end. Raises `UserError`, `RunError`."""
     if words.config.retrieval.oracle:
         raise ConfigError("retrieval.oracle needs supporting_ids, which no client's question has")
     config = fill_in_shipped_files(words.config, [""])

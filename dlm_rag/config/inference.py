@@ -181,7 +181,7 @@ class DecodeConfig(CheckedSettings):
 
 @settings_dataclass
 class EngineConfig(CheckedSettings):
-    """How decoding is run. It changes no token, except by the rounding of `compile`."""
+    """How decoding is run. It changes no token but by rounding (`compile`, `tensor_parallel`)."""
 
     memory_gib: float | None = setting(None, low=2**-20, high=2**20, only_with=MASKED)
     """memory limit for decoding or training on the device in GiB, for weights, batch, cache and a step
@@ -205,6 +205,8 @@ class EngineConfig(CheckedSettings):
     store_read: str = setting("auto", choices=("auto", "always", "never"), only_with={"engine.store": SET})
     """when the folder is read: auto (if that is faster than computing on this machine; else it is not
     written either), always or never (it is written for others)"""
+    tensor_parallel: int = setting(1, low=1, high=1024, only_with=MASKED)
+    """number of devices that one model is split over, each with a process that torchrun starts"""
     compile: bool = setting(False, only_with=MASKED)
     """compile around attention with torch.compile: faster after half a minute; changes rounding"""
 

@@ -117,11 +117,10 @@ class Decoder:
     @property
     def stats(self) -> DecoderStats:
         """What this decoder works with, and what came of it until now."""
-        denoiser, dtype = self.denoiser, str(self.denoiser.dtype).removeprefix("torch.")
+        denoiser, runner, dtype = self.denoiser, self.model_runner, str(self.denoiser.dtype)[6:]
         used = f"{denoiser.device.type} {dtype} {denoiser.backend}, {self.evidence_layout} evidence"
-        pool = self.model_runner.pool
-        store = "" if pool is None or pool.store is None else pool.store.describe()
-        return DecoderStats(used, self.model_runner.cache_stats, denoiser.compilations, store)
+        store = "" if runner.pool is None or runner.pool.store is None else runner.pool.store.describe()
+        return DecoderStats(used + runner.ranks, runner.cache_stats, denoiser.compilations, store)
 
     def describe(self) -> str:
         """Device, dtype, kernel and layout, in words for a person, and what was reused."""

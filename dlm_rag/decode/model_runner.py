@@ -16,6 +16,7 @@ from dlm_rag.decode.copy_sources import CopySources, batch_copy_sources
 from dlm_rag.diffusion.commit_rules import ACTION_STATISTICS, STATISTICS, Proposals
 from dlm_rag.diffusion.copy_crf import CopyCRF, apply_copy_crf
 from dlm_rag.diffusion.policy import SoftThreshold, draw_actions, sample_at_quantile
+from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.batch_kv_cache import CacheRequest, ForwardSpan, KVCacheManager
 from dlm_rag.evidence.evidence_store import open_evidence_store
 from dlm_rag.evidence.kv_tiers import KVArena
@@ -99,6 +100,7 @@ class ModelRunner:
 
     denoiser: AnyDenoiser
     pool: EvidencePool | None = None
+    ranks = ""  # on how many of them it runs, in words
 
     @property
     def shape(self) -> DenoiserConfig:
@@ -134,6 +136,8 @@ class MaskedModelRunner(ModelRunner):
         self, denoiser: Denoiser, mask_id: int, engine: EngineConfig, budget: DecodeBudget | None = None
     ) -> None:
         """budget: what `plan_decode_budget` has found for `engine.memory_gib`."""
+        if engine.tensor_parallel > 1 and denoiser.tensor_parallel is None:
+            raise ConfigError("engine.tensor_parallel is for sample, evaluate and serve under torchrun")
         self.denoiser, self._engine, self._budget, self._mask_id = denoiser, engine, budget, mask_id
         self.reset_cache()
 

@@ -43,6 +43,7 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.layers import is_autocast
 from dlm_rag.model.packed_batch import Segment
+from dlm_rag.model.tensor_parallel import TensorParallel
 from dlm_rag.progress import format_bytes
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class EvidenceStore:
         self.stats = StoreStats()
         self.reads = self.writes = True
         self.speed: StoreSpeed | None = None  # where it was to decide
+        self.ranks: TensorParallel | None = None  # all of which must find an entry
         self._since_scan = math.inf  # bytes added since all were counted: the first entry has them counted
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="evidence-store")
         self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="evidence-store-reader")
@@ -113,13 +115,15 @@ class EvidenceStore:
     def get(self, segment: Segment) -> Tensor | None:
         """The tensor of a segment in host memory; None: not there, or damaged, or the store is not read.
 
-        A damaged entry is removed.
+        A damaged entry is removed. With tensor parallel, what one rank does not find is not there.
         """
         if not self.reads:
             return None
         begin, path = time.perf_counter(), self.path(segment)
         started = self._reading.pop(path, None)
         kept = self._read(path) if started is None else started[1].result()
+        if self.ranks is not None and not self.ranks.least(kept is not None, self.ranks.group):
+            return None
         if kept is not None:
             self.stats.read_entries += 1
             self.stats.read_bytes += kept.nbytes
@@ -322,6 +326,8 @@ def describe_context(denoiser: Denoiser, cache_dtype: str) -> str:
         "compiled": denoiser.compilations is not None, "kernel": denoiser.backend,
         "device": denoiser.device.type, "version": KEYS_VALUES_VERSION,
     }  # fmt: skip
+    if (ranks := denoiser.tensor_parallel) is not None:
+        how |= {"rank": ranks.rank, "ranks": ranks.size}
     return json.dumps(shape | how, sort_keys=True)
 
 
@@ -336,7 +342,7 @@ def open_evidence_store(engine: EngineConfig, denoiser: Denoiser) -> EvidenceSto
     check_store(engine)
     folder, context = expand_path(engine.store, ConfigError), describe_context(denoiser, engine.cache_dtype)
     store = EvidenceStore(folder, context, engine.store_gib and engine.store_gib * GIB)
-    store.reads = engine.store_read != "never"
+    store.reads, store.ranks = engine.store_read != "never", denoiser.tensor_parallel
     if engine.store_read == "auto":
         store.speed = store.load_or_measure_speed(denoiser, engine.cache_dtype)
         store.reads = store.writes = store.speed is None or store.speed.reading_is_faster

@@ -86,7 +86,7 @@ class Checkpoint:
                     value = value.to(device, dtype)  # no second copy is held
                     _check_values(path, part.name, value, ours)
                     if not part.target_index:
-                        whole = value
+                        whole = value.contiguous()  # columns are not
                         continue
                     if whole is None:
                         whole = torch.empty(self._shapes[ours], device=device, dtype=dtype)

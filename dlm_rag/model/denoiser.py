@@ -38,6 +38,7 @@ from dlm_rag.model.layers import (
 )
 from dlm_rag.model.packed_batch import PackedRows, Segment, pack_rows
 from dlm_rag.model.policy_heads import HEADS_PREFIX, PolicyHeads, read_heads
+from dlm_rag.model.tensor_parallel import TensorParallel
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -75,6 +76,7 @@ class Denoiser(TransformerWeights):
         self._compiled_before: int | None = None
         self.flop_count = FlopCount()  # of all calls since
         self.heads: PolicyHeads | None = None  # where a policy was trained
+        self.tensor_parallel: TensorParallel | None = None  # where it is a rank's part of a model
         # What was loaded, and the parameters as they were then, with torch's count of changes.
         self._origin: tuple[Checkpoint, dict[str, tuple[ref[nn.Parameter], Any]]] | None = None
         self.tie_weights()

@@ -43,8 +43,8 @@ def match_tensors(folder: Path, config: DenoiserConfig, family: Family) -> Tenso
         for part in parts:
             cut = [at.stop - at.start for at in part.target_index if isinstance(at, slice)]
             shape = (*cut, *wanted[ours][len(part.target_index) :])
-            if part.source_rows is not None:  # its other rows are those of other tensors
-                shape = (max(part.source_rows.stop, *asked.get(part.name, ())[:1], 0), *shape[1:])
+            if part.source_index:  # its other rows are those of other tensors
+                shape = (max(part.source_index[0].stop, *asked.get(part.name, ())[:1], 0), *shape[1:])
             asked[part.name] = shape
     paths = {name: _take_header(folder, found, (name,), shape) for name, shape in asked.items()}
     # Old Llama folders store the rotary frequencies, which follow from the config.

@@ -17,21 +17,21 @@ BLOCK_SIZE_KEY = "attention_block"  # our key: a public `block_size` may be some
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor of a public checkpoint, or some of its rows, and where it goes in a tensor of ours."""
+    """A tensor of a public checkpoint, or a part of it, and where it goes in a tensor of ours."""
 
     name: str
-    source_rows: slice | None = None  # of theirs, None: all
+    source_index: tuple[slice, ...] = ()  # of theirs; empty: all
     target_index: tuple[Any, ...] = ()  # in ours: the number of the expert, then its rows; else all of it
 
     @property
     def first_source_row(self) -> int:
         """The first of their rows."""
-        return 0 if self.source_rows is None else int(self.source_rows.start)
+        return int(self.source_index[0].start) if self.source_index else 0
 
     def read(self, file: Any) -> Tensor:
         """From an open file of safetensors."""
-        rows, name = self.source_rows, self.name
-        found: Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+        index, name = self.source_index, self.name
+        found: Tensor = file.get_slice(name)[index] if index else file.get_tensor(name)
         return found
 
 
@@ -65,12 +65,12 @@ class Family:
                 for n in range(config.experts.num_experts)
                 for name, rows in pieces.items()
             ]
-        rows = None
+        rows: tuple[slice, ...] = ()
         if self.fused_qkv and path.endswith(("q_proj", "k_proj", "v_proj")):
             queries = config.num_attention_heads * config.head_dim
             keys = config.num_key_value_heads * config.head_dim
             start = {"q": 0, "k": queries, "v": queries + keys}[path[-6]]
-            rows = slice(start, start + (keys if start else queries))
+            rows = (slice(start, start + (keys if start else queries)),)
         return [TensorSource(self.rename_tensor(ours), rows)]
 
 

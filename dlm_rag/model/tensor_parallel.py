@@ -1,0 +1,116 @@
+"""One model on several devices: each rank has some of the heads and a part of every feed-forward net.
+
+Rows of the q, k, v, gate and up projections and columns of o and down are split; what o_proj and a
+feed-forward net give is summed over the ranks. Experts are split inside, so every rank has all of them.
+Embeddings, norms, routers and the head are whole on every rank. A `DenoiserConfig` with the heads and
+widths of one rank makes all else local: layers, keys and values, and what is counted of them.
+"""
+
+import pickle
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dlm_rag.errors import ConfigError
+from dlm_rag.model.checkpoint import Checkpoint
+from dlm_rag.model.denoiser_config import GROUPED_MATMUL_MULTIPLE, DenoiserConfig
+from dlm_rag.model.families.base import TensorSource
+from dlm_rag.model.layers import list_tensor_shapes
+
+STEP_TIMEOUT = timedelta(seconds=30)  # for which a rank waits for another within a step
+
+
+@dataclass
+class TensorParallel:
+    """This rank among those that share a model.
+
+    group: of sums, which are waited for as long as `STEP_TIMEOUT`; messages of rank 0, which has none while
+    nothing is asked, go over the default group. in_step: whether rank 0 has begun a step and not ended it.
+    """
+
+    rank: int
+    size: int
+    group: Any = None
+    in_step: bool = False
+
+    def all_reduce(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        """A forward hook: the sum of what this module gives on all ranks."""
+        dist.all_reduce(output, group=self.group)
+        return output
+
+    def least(self, number: float, group: Any = None) -> float:
+        """The least number of all ranks, each of which must call; group: None to wait however late."""
+        value = torch.tensor(number, dtype=torch.float64)
+        dist.all_reduce(value, dist.ReduceOp.MIN, group=group)
+        return value.item()
+
+    def broadcast(self, message: Any = None, timeout: timedelta | None = None) -> Any:
+        """The message of rank 0, on every rank; timeout: for which rank 0 waits for the others."""
+        data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+        size = torch.tensor(len(data))
+        limit = () if timeout is None else (timeout,)
+        dist.broadcast(size, 0, async_op=True).wait(*limit)
+        if self.rank:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, 0, async_op=True).wait(*limit)
+        return pickle.loads(data.numpy().tobytes()) if self.rank else message
+
+
+@cache
+def get_tensor_parallel() -> TensorParallel:
+    """This process among all of its default group, which must exist; all make their first call together."""
+    return TensorParallel(dist.get_rank(), dist.get_world_size(), dist.new_group(timeout=STEP_TIMEOUT))
+
+
+def split_config(config: DenoiserConfig, size: int) -> DenoiserConfig:
+    """With the heads and widths of one of `size` ranks; raises `ConfigError` where they do not divide."""
+
+    def divide(holder: Any, **units: int) -> Any:
+        for name, unit in units.items():
+            if (value := getattr(holder, name)) % (size * unit):
+                parts = f" into multiples of {unit}" if unit > 1 else ""
+                raise ConfigError(f"engine.tensor_parallel={size} must divide {name}={value}{parts}")
+        return replace(holder, **{name: getattr(holder, name) // size for name in units})
+
+    if config.experts is not None:
+        inner = {"moe_intermediate_size": GROUPED_MATMUL_MULTIPLE, "shared_intermediate_size": 1}
+        config = replace(config, experts=divide(config.experts, **inner))
+    dense = {"intermediate_size": 1} if config.dense_layers else {}
+    local: DenoiserConfig = divide(config, num_key_value_heads=1, num_attention_heads=1, **dense)
+    return local
+
+
+def split_checkpoint(checkpoint: Checkpoint, rank: int, size: int) -> Checkpoint:
+    """What a rank reads of a checkpoint, as a checkpoint of its own. Raises `ConfigError`."""
+    if size == 1:
+        return checkpoint
+    config, sources = split_config(checkpoint.config, size), {}
+    whole, local = list_tensor_shapes(checkpoint.config), list_tensor_shapes(config)
+    for ours, parts in checkpoint.tensor_sources.items():
+        pieces = ((path, _split_source(part, whole[ours], local[ours], rank)) for path, part in parts)
+        sources[ours] = [(path, piece) for path, found in pieces for piece in found]
+    return replace(checkpoint, config=config, tensor_sources=sources)
+
+
+def _split_source(
+    part: TensorSource, whole: tuple[int, ...], local: tuple[int, ...], rank: int
+) -> list[TensorSource]:
+    """What a rank reads of a part of a tensor; whole, local: the shape of ours, of all and of one rank."""
+    axis = next((n for n, length in enumerate(whole) if length != local[n]), None)
+    if axis is None:
+        return [part]
+    expert, stacked = part.target_index[:1], len(whole) == 3 and axis == 1  # gate, then up, in one tensor
+    width, own = whole[axis] // (1 + stacked), local[axis] // (1 + stacked)
+    halves = [part.target_index[1].start // width] if len(part.target_index) > 1 else range(1 + stacked)
+    found = []
+    for half in halves:
+        start = part.first_source_row + rank * own + (0 if expert else half * width)
+        source = (*[slice(None)] * (axis - len(expert)), slice(start, start + own))
+        target = (*(expert or [slice(None)] * axis), slice(half * own, (half + 1) * own))
+        found.append(TensorSource(part.name, source, target if stacked else expert))
+    return found
