@@ -146,6 +146,25 @@ def check_attention_kernel(config: Config) -> Iterator[Finding]:
     yield Finding("attention", HINT if install else OK, text, install)
 
 
+def check_quantization(config: Config) -> Iterator[Finding]:
+    """Which values of `model.quantize` work here, each tried on a small product, and why others do not."""
+    import torch
+
+    from dlm_rag.model.quantize import METHODS, QuantizedLinear, find_problem
+
+    device = choose_device(config.model.device)
+    problems = {name: find_problem(name, device) for name in METHODS}
+    for name in [name for name, problem in problems.items() if not problem]:
+        try:
+            weight = torch.ones(64, 64, dtype=torch.bfloat16, device=device)
+            QuantizedLinear(weight, None, name)(weight).sum().item()
+        except Exception as error:  # of whatever package computes it
+            problems[name] = summarize_error(error)
+    text = f"{', '.join(name for name, why in problems.items() if not why) or 'nothing'} on {device.type}"
+    text += "".join(f"; not {name}: {why.partition(':')[0]}" for name, why in problems.items() if why)
+    yield Finding("quantize", OK, text)
+
+
 def check_cores_and_memory(_: Config) -> Iterator[Finding]:
     import torch
 
@@ -234,6 +253,7 @@ DOCTOR_CHECKS: dict[str, Callable[[Config], Iterator[Finding]]] = {
     "packages": check_packages,
     "torch": check_torch,
     "attention": check_attention_kernel,
+    "quantize": check_quantization,
     "cores": check_cores_and_memory,
     "ranks": check_ranks,
     "energy": check_energy,

@@ -128,7 +128,9 @@ class PassageEncoder:
         from dlm_rag.model.denoiser import Denoiser
 
         made, engine = self.prepared, self.config.engine
-        denoiser = Denoiser.from_pretrained(made.checkpoint, made.device, made.dtype, made.attention)
+        denoiser = Denoiser.from_pretrained(
+            made.checkpoint, made.device, made.dtype, made.attention, self.config.model.quantize
+        )
         if engine.compile:
             denoiser.compile_layers()
         store = open_evidence_store(engine, denoiser)

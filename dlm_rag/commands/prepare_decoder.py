@@ -67,7 +67,7 @@ class PreparedDecoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights once they are loaded."""
-        return self.checkpoint.count_weight_bytes(self.dtype.itemsize)
+        return self.checkpoint.count_weight_bytes(self.dtype.itemsize, self.config.model.quantize)
 
     def load(self, denoiser: AnyDenoiser | None = None) -> Decoder:
         """Reads the weights, where they are not given."""
@@ -82,7 +82,9 @@ class PreparedDecoder:
         split = engine.tensor_parallel > 1
         if denoiser is None:
             load = load_on_all_ranks if split else load_denoiser
-            denoiser = load(self.checkpoint, self.device, self.dtype, self.attention)
+            denoiser = load(
+                self.checkpoint, self.device, self.dtype, self.attention, self.config.model.quantize
+            )
         decoder = Decoder(
             denoiser, self.retriever, self.tokenizer, config.decode, self.evidence_layout, engine
         )
@@ -110,6 +112,7 @@ class PreparedDecoder:
             "model": self.checkpoint.fingerprint,
             "corpus": self.retriever.fingerprint,
             "dtype": str(self.dtype).removeprefix("torch."),
+            "model.quantize": self.config.model.quantize,
             "evidence_layout": self.evidence_layout,
             "block_size": self.checkpoint.config.block_size,
             "engine.compile": self.config.engine.compile,
@@ -210,6 +213,7 @@ def prepare_decoder(
     from dlm_rag.evidence.prompt_segments import check_finished_blocks, check_kept_evidence
     from dlm_rag.model.checkpoint import open_checkpoint
     from dlm_rag.model.policy_heads import read_heads
+    from dlm_rag.model.quantize import check_quantize
     from dlm_rag.model.tensor_parallel import split_checkpoint
 
     assert config.model.path is not None, "see fill_in_shipped_files"
@@ -223,7 +227,8 @@ def prepare_decoder(
     whole, ranks = checkpoint, config.engine.tensor_parallel
     checkpoint = once(lambda: split_checkpoint(whole, 0, ranks), "rank", ranks, *weights)
     shape = checkpoint.config
-    check_weights_fit(checkpoint, device, dtype, ranks)
+    check_quantize(config.model.quantize, device, shape)
+    check_weights_fit(checkpoint, device, dtype, ranks, config.model.quantize)
     check_store(config.engine, shape, dtype.itemsize)
     show_status("reading the tokenizer")
     canvas, layout = decode.max_new_tokens, config.model.evidence_layout or shape.evidence_layout
@@ -288,7 +293,9 @@ def _plan_budget(
     shared = memory_budget.SharedSegmentBytes.from_config(
         shape, prepared.dtype, prepared.attention, config.engine
     )
-    memory = memory_budget.DecodeMemory.from_config(shape, prepared.dtype, config.decode, row, shared)
+    memory = memory_budget.DecodeMemory.from_config(
+        shape, prepared.dtype, config.decode, row, shared, config.model.quantize
+    )
     rows = min(config.decode.batch_size, questions or config.decode.batch_size)
     return memory_budget.plan_decode_budget(memory, config.engine, prepared.device, rows)
 
@@ -312,18 +319,16 @@ def open_search_source(config: RetrievalConfig, once: ResourceCache) -> Callable
 
 
 def check_weights_fit(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, ranks: int = 1
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, ranks: int = 1, quantize: str = "none"
 ) -> None:
-    """Raises `ConfigError` for weights that a device cannot hold, whatever else is on it.
-
-    ranks: that have as much each, in one memory where devices have none of their own.
-    """
+    """Raises `ConfigError` for weights that a device cannot hold, or a memory that all `ranks` share."""
     from dlm_rag.evidence.segment_kv_cache import has_unified_memory
 
-    need, have = checkpoint.count_weight_bytes(dtype.itemsize), get_device_memory_bytes(device)
-    have /= ranks if has_unified_memory(device) else 1
+    need = checkpoint.count_weight_bytes(dtype.itemsize, quantize)
+    have = get_device_memory_bytes(device) / (ranks if has_unified_memory(device) else 1)
     if need > have:
         half = "" if dtype.itemsize < 4 else "set model.dtype=bfloat16, or "
+        half += "set model.quantize=int8, or " * (quantize == "none" and checkpoint.config.noise is None)
         raise ConfigError(
             f"the weights of {checkpoint.folder} take {format_bytes(need)} in {str(dtype)[6:]}, and this "
             f"{device.type} has {format_bytes(have)} of memory: {half}choose a smaller model or a larger "

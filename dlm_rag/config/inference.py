@@ -25,6 +25,12 @@ class ModelConfig(CheckedSettings):
     """device to run on: cpu, cuda, cuda:1 or mps; auto takes CUDA if available"""
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
     """dtype of the weights; auto takes bfloat16 on CUDA (float16 before Ampere) and float32 elsewhere"""
+    quantize: str = setting(
+        "none", choices=("none", "int8", "int8_weight", "fp8", "mxfp8", "nvfp4", "nvfp4_weight"),
+        only_with=MASKED,
+    )  # fmt: skip
+    """low precision of the linear layers inside the transformer layers, for decoding: weights and
+    activations (int8, fp8, mxfp8, nvfp4) or weights alone (int8_weight, nvfp4_weight)"""
     attn_implementation: str = setting("auto", choices=("auto", "flash", "varlen", "sdpa"))
     """attention kernel: flash (flash-attn), varlen (torch's own) or sdpa; auto takes the first that
     works"""

@@ -35,6 +35,7 @@ from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.model.policy_heads import copy_heads_to_cpu
+from dlm_rag.model.quantize import describe_precision
 from dlm_rag.nvtx_ranges import StageClock, mark_event, profile_stage, profile_step
 from dlm_rag.questions import Question, as_questions
 from dlm_rag.randomness import make_keyed_generator, sample_uniform
@@ -117,8 +118,8 @@ class Decoder:
     @property
     def stats(self) -> DecoderStats:
         """What this decoder works with, and what came of it until now."""
-        denoiser, runner, dtype = self.denoiser, self.model_runner, str(self.denoiser.dtype)[6:]
-        used = f"{denoiser.device.type} {dtype} {denoiser.backend}, {self.evidence_layout} evidence"
+        denoiser, runner = self.denoiser, self.model_runner
+        used = f"{describe_precision(denoiser)} {denoiser.backend}, {self.evidence_layout} evidence"
         store = "" if runner.pool is None or runner.pool.store is None else runner.pool.store.describe()
         return DecoderStats(used + runner.ranks, runner.cache_stats, denoiser.compilations, store)
 

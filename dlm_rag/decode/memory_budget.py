@@ -34,13 +34,13 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.model.kv_format import SCALE_BYTES, has_plain_key_bias
 from dlm_rag.model.kv_store import round_up_to_page
-from dlm_rag.model.layers import count_weight_bytes
 from dlm_rag.model.memory_tracker import (
     RESERVED_MEMORY_FRACTION,
     measure_simulated_peak,
     replace_with_empty_weights,
 )
 from dlm_rag.model.packed_batch import Segment, pack_rows
+from dlm_rag.model.quantize import count_weight_bytes, quantize_linear_layers
 
 
 @dataclass(frozen=True)
@@ -134,16 +134,16 @@ class DecodeMemory:
     @classmethod
     def from_config(
         cls, shape: DenoiserConfig, dtype: torch.dtype, decode: DecodeConfig, row: LongestRow,
-        shared: SharedSegmentBytes | None = None,
+        shared: SharedSegmentBytes | None = None, quantize: str = "none",
     ) -> "DecodeMemory":  # fmt: skip
         """For a denoiser with weights and arithmetic in `dtype`; nothing is allocated."""
-        token, position = _measure_activation_bytes(shape, dtype, decode)
+        token, position = _measure_activation_bytes(shape, dtype, decode, quantize)
         asked = linked = 0
         if decode.copy_penalty is not None:
             asked, linked = estimate_crf_bytes(shape.vocab_size, row.total_tokens)
         return cls(
-            row, count_weight_bytes(shape, dtype.itemsize), count_kv_bytes(shape, dtype.itemsize), token,
-            position + asked, linked, bool(shape.block_size or shape.attention_patterns), shared,
+            row, count_weight_bytes(shape, dtype.itemsize, quantize), count_kv_bytes(shape, dtype.itemsize),
+            token, position + asked, linked, bool(shape.block_size or shape.attention_patterns), shared,
         )  # fmt: skip
 
     @property
@@ -206,7 +206,7 @@ def count_kv_bytes(shape: DenoiserConfig, size: int) -> int:
 
 
 def _measure_activation_bytes(
-    shape: DenoiserConfig, dtype: torch.dtype, decode: DecodeConfig
+    shape: DenoiserConfig, dtype: torch.dtype, decode: DecodeConfig, quantize: str
 ) -> tuple[float, float]:
     """Bytes that one more token in a call takes, and one more position whose logits are read."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -218,6 +218,8 @@ def _measure_activation_bytes(
         denoiser = Denoiser(small).to(dtype)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         denoiser = replace_with_empty_weights(denoiser)
+        if quantize != "none":  # all methods take about as much on the way; experts take turns
+            quantize_linear_layers(denoiser, "int8")
         less, more = (measure_simulated_peak(partial(_call_layers, denoiser, n)) for n in (128, 256))
         few, many = (measure_simulated_peak(partial(_read_logits, denoiser, decode, n)) for n in (64, 128))
     return (more - less) / (3 * 128), (many - few) / 64

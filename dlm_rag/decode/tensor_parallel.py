@@ -32,19 +32,20 @@ from dlm_rag.model.tensor_parallel import (
 
 
 def load_on_all_ranks(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, attention: str
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, attention: str, quantize: str = "none"
 ) -> Denoiser:
     """Reads the weights on every rank; for rank 0, whose part of the model `checkpoint` is."""
     ranks, block_size = get_tensor_parallel(), checkpoint.raw_config.get(BLOCK_SIZE_KEY)
-    ranks.broadcast([("load", (str(checkpoint.folder), block_size, dtype, attention))])
-    return load_rank(ranks, checkpoint, device, dtype, attention)
+    ranks.broadcast([("load", (str(checkpoint.folder), block_size, dtype, attention, quantize))])
+    return load_rank(ranks, checkpoint, device, dtype, attention, quantize)
 
 
 def load_rank(
-    ranks: TensorParallel, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, attention: str
-) -> Denoiser:
+    ranks: TensorParallel, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, attention: str,
+    quantize: str = "none",
+) -> Denoiser:  # fmt: skip
     """A rank's part of a model; checkpoint: as `split_checkpoint` gives it."""
-    denoiser = Denoiser.from_pretrained(checkpoint, device, dtype, attention)
+    denoiser = Denoiser.from_pretrained(checkpoint, device, dtype, attention, quantize)
     denoiser.tensor_parallel = ranks
     layer: Any
     for layer in denoiser.layers:

@@ -245,5 +245,6 @@ def check_uniform_settings(model: ModelConfig, engine: EngineConfig) -> str:
                 f"model.{name}={value} is not supported by a model of uniform noise: set "
                 f"model.{name}={values[1]}"
             )
+    check_checkpoint_effects("model", model, {"noise": "uniform"})
     check_checkpoint_effects("engine", engine, {"noise": "uniform"})
     return DiffusionGemma.backend

@@ -324,7 +324,7 @@ def describe_context(denoiser: Denoiser, cache_dtype: str) -> str:
         "weights": denoiser.weights_fingerprint, "dtype": str(denoiser.dtype), "cache_dtype": cache_dtype,
         "compute_dtype": str(denoiser.compute_dtype), "autocast": is_autocast(denoiser.embed_tokens.weight),
         "compiled": denoiser.compilations is not None, "kernel": denoiser.backend,
-        "device": denoiser.device.type, "version": KEYS_VALUES_VERSION,
+        "device": denoiser.device.type, "quantize": denoiser.quantize, "version": KEYS_VALUES_VERSION,
     }  # fmt: skip
     if (ranks := denoiser.tensor_parallel) is not None:
         how |= {"rank": ranks.rank, "ranks": ranks.size}

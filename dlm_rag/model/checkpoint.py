@@ -8,7 +8,7 @@ with a checkpoint is never run, pickled weights are never opened.
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -34,7 +34,7 @@ from dlm_rag.files.hub import (
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families import FAMILIES, get_family_name
 from dlm_rag.model.families.base import BLOCK_SIZE_KEY, Family, find_mask_token_id
-from dlm_rag.model.layers import compute_rope_frequencies, count_weight_bytes, list_tensor_shapes
+from dlm_rag.model.layers import compute_rope_frequencies, list_tensor_shapes
 from dlm_rag.model.match_tensors import (
     INDEX_FILE,
     WEIGHTS_FILE,
@@ -43,10 +43,13 @@ from dlm_rag.model.match_tensors import (
     match_tensors_by_name,
 )
 from dlm_rag.model.policy_heads import HEADS_FILE, HEADS_PREFIX, save_heads
+from dlm_rag.model.quantize import count_weight_bytes
+from dlm_rag.model.stored_scales import REMEDY, read_stored_scales
 from dlm_rag.progress import report_progress
 
 FINGERPRINT_EXCLUDED_GLOBS = ["training.json", "scores.json", "*.run.json"]  # which our programs write
 SHARD_BYTES = 5 * 10**9
+MAX_MAPPED_BYTES = 2**26  # read of a file before it is opened again, for what was read leaves memory then
 SAMPLED_VALUES_PER_TENSOR = 256  # that are checked: the rest stays on disk until it is needed
 # By their key in config.json, fields that no public architecture has and a checkpoint trained here carries.
 DLM_RAG_FIELDS = {
@@ -68,22 +71,28 @@ class Checkpoint:
     config: DenoiserConfig
     tensor_sources: TensorSources
 
-    def iterate_tensors(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor by our name, on the device; one at a time is in flight. Raises `CheckpointError`."""
+    def iterate_tensors(
+        self, device: torch.device, dtype: torch.dtype, copied: Collection[str] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor by our name, on the device; one at a time is in flight. Raises `CheckpointError`.
+
+        copied: names of those that are no pages of their file, which stays in memory as long as one is.
+        """
         paths = self._weight_files
         size = sum(path.stat().st_size for path in paths)
         with report_progress("reading weights", size, "bytes") as advance, ExitStack() as opened:
-            at: Path | None = None
+            at, mapped_bytes = None, 0
             for ours, parts in self.tensor_sources.items():
                 whole = None
                 for path, part in parts:
-                    if path != at:
+                    if path != at or mapped_bytes > MAX_MAPPED_BYTES:
                         opened.close()  # no more of a file than is read stays in memory
                         file = opened.enter_context(safe_open(path, framework="pt", device=str(device)))
-                        at = path
-                    value = part.read(file)
-                    advance(value.nbytes)
-                    value = value.to(device, dtype)  # no second copy is held
+                        at, mapped_bytes = path, 0
+                    value = part.read(file, path)
+                    advance(value.nbytes if part.scales is None else value.numel())
+                    mapped_bytes += value.nbytes
+                    value = value.to(device, dtype, copy=ours in copied)  # no second copy is held
                     _check_values(path, part.name, value, ours)
                     if not part.target_index:
                         whole = value.contiguous()  # columns are not
@@ -98,24 +107,22 @@ class Checkpoint:
         """Some rows of the tensor with our `name`, as the file has them; nothing else is read."""
         (path, part), *_ = parts = self.tensor_sources[name]
         if not part.target_index:
-            first = part.first_source_row
             with safe_open(path, framework="pt") as file:
-                found: Tensor = file.get_slice(part.name)[first + rows.start : first + rows.stop]
-            return found
+                return part.read(file, path, rows)
         found = torch.empty(rows.stop - rows.start, *self._shapes[name][1:])
         for path, part in parts:
             number, *place = part.target_index
             if rows.start <= number < rows.stop:
                 with safe_open(path, framework="pt") as file:
-                    found[(number - rows.start, *place)] = part.read(file)
+                    found[(number - rows.start, *place)] = part.read(file, path)
         return found
 
-    def count_weight_bytes(self, size: int) -> int:
-        """Bytes of the weights that are used, with numbers of `size` bytes; a tied head is there once."""
+    def count_weight_bytes(self, size: int, quantize: str = "none") -> int:
+        """Bytes of the weights that are used, a tied head once; size: of a number that is not quantised."""
         if self.family.list_named_shapes is not None:
             named = self.family.list_named_shapes(self.raw_config, self.folder / "config.json")
             return size * sum(math.prod(shape) for shape, _ in named.values())
-        return count_weight_bytes(self.config, size)
+        return count_weight_bytes(self.config, size, quantize)
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -179,6 +186,8 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
             path.parent for path in (*folder.glob("*/config.json"), *folder.glob("*/*/config.json"))
         )
         hint = f": did you mean {inner[0]}?" if inner else ""
+        if next(folder.glob("*.gguf"), None) is not None:
+            hint = f"; GGUF is not read: {REMEDY}"
         raise CheckpointError(f"{folder} has no config.json{hint}")
     raw = upgrade_checkpoint(read_checkpoint_json(place))
     if raw.get("model_type") is None:
@@ -194,6 +203,7 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
             raise CheckpointError(f"block_size={block_size} has no effect on {folder}: leave it out")
         raw[BLOCK_SIZE_KEY] = block_size
     try:
+        scales = read_stored_scales(raw)
         config = _read_config(folder, raw, family)
     except ValidationError as error:
         raise CheckpointError(f"{place}: {explain_validation_error(error)[1]}") from None
@@ -204,7 +214,7 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
     if family.list_named_shapes is not None:
         homes = match_tensors_by_name(folder, family.list_named_shapes(raw, place))
     else:
-        homes = match_tensors(folder, config, family)
+        homes = match_tensors(folder, config, family, scales)
     if config.rope_scaling is not None:
         problem = f"{place}: rope_scaling={config.rope_scaling!r:.200} gives no rotary positions"
         with translate_failures(CheckpointError, problem):

@@ -38,6 +38,7 @@ from dlm_rag.model.layers import (
 )
 from dlm_rag.model.packed_batch import PackedRows, Segment, pack_rows
 from dlm_rag.model.policy_heads import HEADS_PREFIX, PolicyHeads, read_heads
+from dlm_rag.model.quantize import check_quantize, list_quantized_weights, quantize_weight
 from dlm_rag.model.tensor_parallel import TensorParallel
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -71,7 +72,7 @@ class Denoiser(TransformerWeights):
     def __init__(self, config: DenoiserConfig) -> None:
         super().__init__(config)
         self.config = config
-        self.attention = "auto"
+        self.attention, self.quantize = "auto", "none"  # as the settings of `model`
         self.activation_checkpointing = "none"  # while gradients are recorded: none, selective, full
         self._compiled_before: int | None = None
         self.flop_count = FlopCount()  # of all calls since
@@ -122,24 +123,36 @@ class Denoiser(TransformerWeights):
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
         attention: str = "auto",
+        quantize: str = "none",
     ) -> Denoiser:
         """The denoiser in a Hugging Face style folder or hub id (see `families.FAMILIES`).
 
-        Reads safetensors straight into `dtype` on `device`. Never runs code from a checkpoint and
-        never unpickles. Raises `CheckpointError` naming any missing, extra or misshapen tensor.
+        Reads safetensors straight into `dtype` on `device`, and into the precision that `quantize` names.
+        Never runs code from a checkpoint and never unpickles. Raises `CheckpointError` naming any missing,
+        extra or misshapen tensor.
         """
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
         device = torch.device(device)
         choose_backend(attention, device, dtype)
+        check_quantize(quantize, device, checkpoint.config)
         with torch.device("meta"):
             denoiser = cls(checkpoint.config)
-        denoiser.load(checkpoint, device, dtype)
+        denoiser.load(checkpoint, device, dtype, quantize)
         denoiser.attention, denoiser.heads = attention, read_heads(checkpoint.folder)
         return denoiser.eval()
 
-    def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
-        """Takes the weights of a checkpoint, in `dtype` on `device`."""
-        values = {name: nn.Parameter(value) for name, value in checkpoint.iterate_tensors(device, dtype)}
+    def load(
+        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quantize: str = "none"
+    ) -> None:
+        """Takes the weights of a checkpoint, in `dtype` on `device`, some quantised as they are read."""
+        self.quantize, values = quantize, dict[str, nn.Parameter]()
+        quantized = {*list_quantized_weights(self)} if quantize != "none" else set()
+        kept = {*checkpoint.tensor_sources} - quantized if quantized else set()
+        for name, value in checkpoint.iterate_tensors(device, dtype, kept):
+            if name in quantized:
+                quantize_weight(self, name, value, quantize)
+            else:
+                values[name] = nn.Parameter(value)
         self.load_state_dict(values, strict=False, assign=True)
         self.tie_weights()
         self.to(device)
@@ -172,7 +185,12 @@ class Denoiser(TransformerWeights):
                 yield name, value, (value.dtype, -1 if value.is_inference() else value._version)
 
     def save_pretrained(self, folder: str | Path, **extra: Any) -> None:
-        """Writes `config.json` (with `extra` keys) and `model.safetensors`; see `save_tensors`."""
+        """Writes `config.json` (with `extra` keys) and `model.safetensors`; see `save_tensors`.
+
+        Raises `ConfigError` for quantised weights.
+        """
+        if self.quantize != "none":
+            raise ConfigError("quantised weights are not saved: load them with model.quantize=none")
         save_tensors(self.state_dict(), self.config, Path(folder), extra)
 
     @property
@@ -286,12 +304,13 @@ class Denoiser(TransformerWeights):
 
 
 def load_denoiser(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, attention: str = "auto"
-) -> AnyDenoiser:
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, attention: str = "auto",
+    quantize: str = "none",
+) -> AnyDenoiser:  # fmt: skip
     """The model of a checkpoint with its weights, of the class that its family runs on."""
     if checkpoint.config.noise is not None:
         return DiffusionGemma.from_pretrained(checkpoint, device, dtype)
-    return Denoiser.from_pretrained(checkpoint, device, dtype, attention)
+    return Denoiser.from_pretrained(checkpoint, device, dtype, attention, quantize)
 
 
 @cache

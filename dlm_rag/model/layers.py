@@ -3,8 +3,8 @@
 Shapes: T packed tokens, H heads, Hk key-value heads, D head width, W model width, E experts, k a token.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -143,7 +143,7 @@ def _looped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 class ExpertStack(nn.Module):
     """The weights of all experts of a layer, stacked."""
 
-    matmul_by_expert = staticmethod(grouped_matmul)
+    matmul_by_expert: Callable[..., Tensor] = staticmethod(grouped_matmul)
 
     def __init__(self, experts: ExpertsConfig, width: int) -> None:
         super().__init__()
@@ -275,11 +275,6 @@ def list_tensor_shapes(config: DenoiserConfig) -> dict[str, tuple[int, ...]]:
     if config.tie_word_embeddings:
         del weights["lm_head.weight"]
     return {name: tuple(value.shape) for name, value in weights.items()}
-
-
-def count_weight_bytes(config: DenoiserConfig, size: int) -> int:
-    """Bytes of all weights with numbers of `size` bytes; a tied head is there once."""
-    return size * sum(map(prod, list_tensor_shapes(config).values()))
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:

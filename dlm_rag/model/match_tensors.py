@@ -1,5 +1,7 @@
 """The tensors that a checkpoint's files hold, compared with those that its config asks for."""
 
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +13,7 @@ from dlm_rag.files.paths import resolve_path_inside
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families.base import Family, NamedShapes, TensorSource
 from dlm_rag.model.layers import list_tensor_shapes
+from dlm_rag.model.stored_scales import REMEDY, STORED_DTYPES, ScaleSource, StoredScales
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
@@ -24,8 +27,13 @@ class _Header(NamedTuple):
     dtype: str
 
 
-def match_tensors(folder: Path, config: DenoiserConfig, family: Family) -> TensorSources:
-    """Where every tensor of the denoiser is, after checking names, shapes and types."""
+def match_tensors(
+    folder: Path, config: DenoiserConfig, family: Family, stored: StoredScales | None = None
+) -> TensorSources:
+    """Where every tensor of the denoiser is, after checking names, shapes and types.
+
+    stored: how scales are called where some weights are quantised.
+    """
     found = _read_headers(folder)
     experts = config.experts.num_experts if config.experts is not None and family.separate_experts else 0
     for number, what in ((config.num_hidden_layers, "layers"), (experts, "experts")):
@@ -46,11 +54,20 @@ def match_tensors(folder: Path, config: DenoiserConfig, family: Family) -> Tenso
             if part.source_index:  # its other rows are those of other tensors
                 shape = (max(part.source_index[0].stop, *asked.get(part.name, ())[:1], 0), *shape[1:])
             asked[part.name] = shape
-    paths = {name: _take_header(folder, found, (name,), shape) for name, shape in asked.items()}
-    # Old Llama folders store the rotary frequencies, which follow from the config.
-    if extra := sorted(name for name in found if not name.endswith("rotary_emb.inv_freq")):
+    scales = {name: source for name in asked if (source := _take_scales(folder, found, name, stored))}
+    paths = {
+        name: _take_header(folder, found, (name,), shape, STORED_DTYPES if name in scales else FLOAT_DTYPES)
+        for name, shape in asked.items()
+    }
+    # Old Llama folders store the rotary frequencies, which follow from the config; where scales of
+    # activations are stored, they are not needed.
+    idle = ("rotary_emb.inv_freq", *[".input_scale"] * (stored is not None))
+    if extra := sorted(name for name in found if not name.endswith(idle)):
         raise CheckpointError(f"{folder} has the tensor {extra[0]}, which does not belong to its config")
-    return {ours: [(paths[part.name], part) for part in parts] for ours, parts in sources.items()}
+    return {
+        ours: [(paths[part.name], replace(part, scales=scales.get(part.name))) for part in parts]
+        for ours, parts in sources.items()
+    }
 
 
 def match_tensors_by_name(folder: Path, wanted: NamedShapes) -> TensorSources:
@@ -65,9 +82,26 @@ def match_tensors_by_name(folder: Path, wanted: NamedShapes) -> TensorSources:
     return {name: [(header.path, TensorSource(name))] for name, header in found.items()}
 
 
+def _take_scales(
+    folder: Path, found: dict[str, _Header], name: str, stored: StoredScales | None
+) -> ScaleSource | None:
+    """The scales of the tensor `name`, taken out of `found`; None where it has none."""
+    if stored is None or name not in found or f"{name}{stored.suffix}" not in found:
+        return None
+    path, given, _ = found.pop(own := f"{name}{stored.suffix}")
+    shape = found[name].shape
+    if len(shape) != 2 or prod(given) != stored.count(shape):
+        raise CheckpointError(
+            f"{path.name} in {folder}: {own} has shape {list(given)}, which does not fit {list(shape)} of "
+            f"{name} and the quantization_config"
+        )
+    return ScaleSource(path, own, stored.block)
+
+
 def _take_header(
-    folder: Path, found: dict[str, _Header], names: tuple[str, ...], shape: tuple[int, ...]
-) -> Path:
+    folder: Path, found: dict[str, _Header], names: tuple[str, ...], shape: tuple[int, ...],
+    dtypes: tuple[str, ...] = FLOAT_DTYPES,
+) -> Path:  # fmt: skip
     """The file of the first of these names, taken out of `found`, with the shape and a type that fits."""
     name = next((name for name in names if name in found), None)
     if name is None:
@@ -77,11 +111,9 @@ def _take_header(
     place = f"{path.name} in {folder}: {name}"
     if given != shape:
         raise CheckpointError(f"{place} has shape {list(given)}, its config asks for {list(shape)}")
-    if dtype not in FLOAT_DTYPES:
-        known = ", ".join(FLOAT_DTYPES)
-        raise CheckpointError(
-            f"{place} has the type {dtype}: only {known} are supported, no quantised weights"
-        )
+    if dtype not in dtypes:
+        known = ", ".join(dtypes)
+        raise CheckpointError(f"{place} has the type {dtype}, only {known} are supported here: {REMEDY}")
     return path
 
 
@@ -119,6 +151,8 @@ def _list_shards(folder: Path) -> list[Path]:
     for path in sorted(folder.iterdir()):
         if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
             hint = f"; pickled ones ({path.name}) are never opened: convert them to safetensors"
-        elif path.suffix in (".safetensors", ".gguf"):
+        elif path.suffix == ".gguf":
+            hint = f"; GGUF is not read: {REMEDY}"
+        elif path.suffix == ".safetensors":
             hint = f"; there is {path.name}" + f", fetch {INDEX_FILE} too" * ("-of-" in path.name)
     raise CheckpointError(f"{folder} has no weights: {WEIGHTS_FILE} is missing{hint}")

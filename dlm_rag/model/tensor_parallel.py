@@ -112,5 +112,5 @@ def _split_source(
         start = part.first_source_row + rank * own + (0 if expert else half * width)
         source = (*[slice(None)] * (axis - len(expert)), slice(start, start + own))
         target = (*(expert or [slice(None)] * axis), slice(half * own, (half + 1) * own))
-        found.append(TensorSource(part.name, source, target if stacked else expert))
+        found.append(replace(part, source_index=source, target_index=target if stacked else expert))
     return found

@@ -39,6 +39,8 @@ def find_task(train: TrainConfig, noise: "UniformNoiseConfig | None" = None) -> 
 
 def check_task_settings(config: Config) -> None:
     """Raises `ConfigError` for settings that do not go with the objectives of a run."""
+    if config.model.quantize != "none":
+        raise ConfigError(f"model.quantize={config.model.quantize} is for decoding alone: leave it out")
     if config.engine.store is not None and config.train.trainable != "policy_heads":
         raise ConfigError(
             "engine.store keeps what weights compute, which training changes: leave it out, or set "

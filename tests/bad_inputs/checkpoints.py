@@ -216,7 +216,22 @@ CASES = [
         ("mask_token_id=258 is not a token", {CONFIG: {"mask_token_id": 258, "vocab_size": 259}, WEIGHTS: add_token}),
         ("norm.weight has the type I16", {WEIGHTS: change_tensor("norm.weight", lambda old: old.short())}),
         ("pickled", {WEIGHTS: None, "model/pytorch_model.bin": b"\x80\x04"}),
-        ("there is model.gguf", {WEIGHTS: None, "model/model.gguf": b"GGUF"}),
+        *(
+            (("GGUF is not read: take the model's own safetensors", "model.quantize=int8"),
+             {name: None, "model/model.gguf": b"GGUF"})
+            for name in (WEIGHTS, CONFIG)
+        ),
+        *(
+            ((says, "model.quantize=int8 for less memory"), {CONFIG: {"quantization_config": config}, **files})
+            for says, config, files in (
+                ("{'quant_method': 'gptq', 'bits': 4} is not read", {"quant_method": "gptq", "bits": 4}, {}),
+                ("quantization_config='int8' is not read", "int8", {}),
+                ("'weight_block_size': [0, 0]} is not read", {"quant_method": "fp8", "weight_block_size": [0, 0]}, {}),
+                ("q_proj.weight has the type I8", {"quant_method": "fp8"}, {
+                    WEIGHTS: change_tensor("layers.0.self_attn.q_proj.weight", lambda old: old.char()),
+                }),
+            )
+        ),
         ("fetch model.safetensors.index.json",
          {WEIGHTS: None, "model/model-00001-of-00002.safetensors": header(b"{}")}),
         ("index.json must hold a JSON object", {INDEX: "[]"}),
@@ -334,6 +349,7 @@ CASES = [
             ("model.attn_implementation", "varlen", "=varlen is not supported by a model of uniform noise"),
             ("model.evidence_layout", "joint", "evidence_layout=joint is not supported by a model of uniform noise"),
             ("model.block_size", 4, "block_size=4 has no effect on"),
+            ("model.quantize", "int8", "quantize=int8 has no effect on a model that denoises from uniform noise"),
             ("engine.prefix_cache_gib", 1, "engine.prefix_cache_gib=1.0 has no effect"),
         )
     )),

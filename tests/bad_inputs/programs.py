@@ -175,6 +175,8 @@ CASES = [
         ("engine.store=s needs whole weights",
          f"{RL} train.trainable=policy_heads engine.store=s train.parallel=fsdp"),
         ("engine.cache_dtype=int8 needs whole weights", "engine.cache_dtype=int8 train.parallel=fsdp"),
+        ("model.quantize=int8 is for decoding alone: leave it out", "model.quantize=int8"),
+        ("model.quantize=fp8 is for decoding alone", "--config own.yaml", {"own.yaml": "model: {quantize: fp8}"}),
         ("rl begins with a model that answers: set model.path", "train.objective=rl"),
         ("decode.copy_penalty", f"{RL} decode.copy_penalty=4"),
         ("train.kl_coef=1.0 has no effect", f"{RL} train.trainable=policy_heads train.kl_coef=1"),

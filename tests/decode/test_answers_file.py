@@ -217,6 +217,13 @@ def test_a_trace_that_another_run_writes_is_left_alone(files, tmp_path):
     assert ids(files) == [["q0", "q1"]] * 2 and not list(tmp_path.glob("*.lock"))
 
 
+def test_answers_from_before_precisions_are_of_none(files):
+    run(files, [answer("q0")], dtype="float32")
+    assert run(files, dtype="float32", **{"model.quantize": "none"}) == ["q1", "q2"]
+    with pytest.raises(ConfigError, match="answers with model.quantize=none, this run has int8"):
+        run(files, dtype="float32", **{"model.quantize": "int8"})
+
+
 def test_a_trace_of_version_1_is_not_gone_on_with(files):
     files[1].write_text(VERSION_1_LINE)
     record = {"id": "q1", "question": "Who wrote Emma?", "response": "M"}

@@ -103,17 +103,19 @@ class ThreadRanks(TensorParallel):
         return self._gather(message)[0]
 
 
-def split_on_all_ranks(folder, denoiser):
+def split_on_all_ranks(folder, denoiser, quantize="none"):
     """The part of rank 0, once the others are asked for theirs."""
     denoiser.save_pretrained(folder)
     own = split_checkpoint(open_checkpoint(folder), 0, tensor_parallel.get_tensor_parallel().size)
-    return load_on_all_ranks(own, CPU, torch.float32, "auto")
+    return load_on_all_ranks(own, CPU, torch.float32, "auto", quantize)
 
 
-def decode_on_ranks(corpus_file, way, folder, questions=QUESTIONS):
+def decode_on_ranks(corpus_file, way, folder, questions=QUESTIONS, quantize="none"):
     torch.manual_seed(0)  # of the policy heads
     with mock.patch("dlm_rag.decode.decoder.MaskedModelRunner", LeadingModelRunner):
-        decoder = make_setup_decoder(corpus_file, way, partial(split_on_all_ranks, folder))
+        decoder = make_setup_decoder(
+            corpus_file, way, partial(split_on_all_ranks, folder, quantize=quantize)
+        )
     return decoder.decode(questions), decoder
 
 
@@ -131,6 +133,20 @@ def test_two_ranks_give_the_tokens_of_one(corpus_file, tmp_path, monkeypatch, wa
     other.join(30)
     assert not other.is_alive() and rollout_records(found) == rollout_records(whole)
     assert "tensor parallel on 2 ranks" in decoder.describe()
+
+
+@pytest.mark.parametrize("way", ["independent", "experts"])
+def test_every_rank_quantises_its_part(corpus_file, tmp_path, monkeypatch, way):
+    values, barrier = [None, None], threading.Barrier(2)
+    first, second = (ThreadRanks(rank, values, barrier) for rank in range(2))
+    monkeypatch.setattr(tensor_parallel, "get_tensor_parallel", lambda: first)
+    other = threading.Thread(target=follow_rank_0, args=(second, CPU))
+    other.start()
+    found, decoder = decode_on_ranks(corpus_file, way, tmp_path / "model", quantize="int8")
+    first.broadcast([])
+    other.join(30)
+    assert not other.is_alive() and not any(rollout.error for rollout in found)
+    assert "with int8 in the linear layers" in decoder.describe() and "on 2 ranks" in decoder.describe()
 
 
 @pytest.mark.parametrize("size", [4, 8])

@@ -29,7 +29,7 @@ from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.layers import count_weight_bytes
+from dlm_rag.model.quantize import count_weight_bytes
 from dlm_rag.questions import Question
 from dlm_rag.workers.placement import (
     WorkerPlacement,
@@ -206,8 +206,12 @@ def test_weights_that_a_device_cannot_hold_are_refused_before_they_are_read(conf
     monkeypatch.setattr(
         "dlm_rag.commands.prepare_decoder.get_device_memory_bytes", lambda device: size / 2 - 1
     )
-    with pytest.raises(ConfigError, match="of memory: choose a smaller model or a larger device"):
+    with pytest.raises(ConfigError, match="of memory: set model.quantize=int8, or choose a smaller model"):
         check_weights_fit(checkpoint, CPU, torch.bfloat16)
+    check_weights_fit(checkpoint, CPU, torch.bfloat16, quantize="int8")
+    monkeypatch.setattr("dlm_rag.commands.prepare_decoder.get_device_memory_bytes", lambda device: 1.0)
+    with pytest.raises(ConfigError, match="in bfloat16, .* of memory: choose a smaller model"):
+        check_weights_fit(checkpoint, CPU, torch.bfloat16, quantize="int8")
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from torch import Tensor
 from dlm_rag.errors import CheckpointError, suggest_nearest
 from dlm_rag.files.hub import read_checkpoint_json
 from dlm_rag.model.denoiser_config import AttentionPattern, DenoiserConfig
+from dlm_rag.model.stored_scales import ScaleSource
 
 NamedShapes = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
 BLOCK_SIZE_KEY = "attention_block"  # our key: a public `block_size` may be something else
@@ -22,16 +23,24 @@ class TensorSource:
     name: str
     source_index: tuple[slice, ...] = ()  # of theirs; empty: all
     target_index: tuple[Any, ...] = ()  # in ours: the number of the expert, then its rows; else all of it
+    scales: ScaleSource | None = None  # where it is stored quantised
 
     @property
     def first_source_row(self) -> int:
         """The first of their rows."""
         return int(self.source_index[0].start) if self.source_index else 0
 
-    def read(self, file: Any) -> Tensor:
-        """From an open file of safetensors."""
-        index, name = self.source_index, self.name
-        found: Tensor = file.get_slice(name)[index] if index else file.get_tensor(name)
+    def read(self, file: Any, path: Path, rows: slice | None = None) -> Tensor:
+        """From an open file of safetensors, at `path`; rows: of those that it consists of, None: all."""
+        index = self.source_index
+        if rows is not None:
+            begin = self.first_source_row
+            index = (slice(begin + rows.start, begin + rows.stop),)
+        found: Tensor
+        if self.scales is not None:
+            found = self.scales.dequantize(file.get_tensor(self.name), file, path)
+            return found[index].clone() if index else found
+        found = file.get_slice(self.name)[index] if index else file.get_tensor(self.name)
         return found
 
 

@@ -1,0 +1,255 @@
+"""Low precision: close to a dequantised reference, rows alone as in a batch, counted to the byte."""
+
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+
+from dlm_rag import Denoiser
+from dlm_rag.commands import doctor
+from dlm_rag.commands.encode import PassageEncoder
+from dlm_rag.commands.prepare_decoder import prepare_decoder
+from dlm_rag.config import Config, ModelConfig, load_config
+from dlm_rag.config.fields import list_choices
+from dlm_rag.errors import ConfigError
+from dlm_rag.evidence.evidence_store import describe_context
+from dlm_rag.model.checkpoint import open_checkpoint
+from dlm_rag.model.layers import Embedding, Linear, Router
+from dlm_rag.model.memory_tracker import MemoryTracker
+from dlm_rag.model.quantize import (
+    METHODS,
+    QuantizedLinear,
+    check_quantize,
+    count_weight_bytes,
+    describe_precision,
+    find_problem,
+    list_quantized_weights,
+)
+from dlm_rag.questions import Question
+from tests.golden.tiny_checkpoints import CONFIGS, write_checkpoint
+from tests.model.test_block_attention import ASKED, make_decoder, what_happened
+from tests.model.test_families import PUBLIC, write_public
+from tests.support.setup_matrix import EXPERTS
+from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
+
+CPU = torch.device("cpu")
+HERE = ["int8", "int8_weight", "fp8"]
+TORCHAO = pytest.param(
+    "nvfp4_weight", marks=pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
+)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def random(*shape, dtype=torch.float32, size=1.0, seed=0):
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * size).to(dtype)
+
+
+def round_rows(x, method):
+    """What a row becomes that is stored in 8 bits with a scale of its own, in float64."""
+    x = x.double()
+    if method == "fp8":
+        scale = x.abs().amax(1, keepdim=True) / 448
+        return (x / scale).float().to(torch.float8_e4m3fn).double() * scale
+    scale = x.abs().amax(1, keepdim=True) / 127
+    return (x / scale).round() * scale
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("method", HERE)
+def test_a_product_is_that_of_the_rounded_rows(method, dtype):
+    weight, x, bias = (
+        random(96, 64, dtype=dtype, size=0.02),
+        random(70, 64, dtype=dtype, seed=1),
+        random(96),
+    )
+    tokens = x.double() if method == "int8_weight" else round_rows(x, method)
+    expected = tokens @ round_rows(weight, method).T + bias.double()
+    found = QuantizedLinear(weight, nn.Parameter(bias.to(dtype)), method)(x)
+    assert found.dtype == dtype
+    # A number half-way between two may be rounded either way, in float32 and in float64.
+    off, unit = (found.double() - expected).abs(), torch.finfo(dtype).eps
+    assert (off <= 2e-3 + 4 * unit * expected.abs().clamp(min=1)).all() and off.mean() < 2e-4 + unit
+
+
+@pytest.mark.parametrize("method", [*HERE, TORCHAO])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_its_batch(method, dtype):
+    """Nor on a neighbour a thousand times larger, nor on one that is not finite, which stays so."""
+    layer, x = QuantizedLinear(random(96, 64), None, method), random(40, 64, dtype=dtype, seed=1)
+    x[7] *= 1000
+    whole, alone = layer(x), torch.cat([layer(row[None]) for row in x])
+    if method == "int8":
+        assert torch.equal(whole, alone)
+    else:  # whose sums are as exact as those that are not quantised
+        largest = alone.double().abs().amax(1, keepdim=True)
+        assert ((whole.double() - alone.double()).abs() <= 8 * torch.finfo(dtype).eps * largest).all()
+    x[3, 5], x[4, 6] = torch.inf, torch.nan
+    spoilt = layer(x)
+    assert not spoilt[3:5].isfinite().any()
+    others = [n for n in range(40) if n not in (3, 4)]
+    assert torch.equal(spoilt[others], whole[others])
+    assert layer(x[:0]).shape == (0, 96) and not layer(torch.zeros(2, 64, dtype=dtype)).any()
+
+
+def load(folder, **settings):
+    return Denoiser.from_pretrained(folder, **settings)
+
+
+@pytest.mark.parametrize("method", HERE)
+@pytest.mark.parametrize("family", sorted({*CONFIGS, *PUBLIC}))
+def test_every_family_loads_quantised(tmp_path, family, method):
+    """All that multiplies inside the layers, nothing else; counted as it is held; close to what it was."""
+    write_public(tmp_path, family) if family in PUBLIC else write_checkpoint(family, tmp_path)
+    multiple = METHODS[method].multiple
+    plain, config = load(tmp_path), open_checkpoint(tmp_path).config
+    if any(width % multiple for w in list_quantized_weights(plain).values() for width in w.shape[-2:]):
+        with pytest.raises(ConfigError, match=f"widths that are multiples of {multiple}, and layers.0"):
+            load(tmp_path, quantize=method)
+        return
+    denoiser = load(tmp_path, quantize=method)
+    plain_kinds = [m for m in denoiser.modules() if isinstance(m, Linear | Embedding | Router)]
+    assert {type(m) for m in plain_kinds if m not in (denoiser.lm_head, denoiser.embed_tokens)} <= {Router}
+    assert sum(p.nbytes for p in denoiser.parameters()) == count_weight_bytes(config, 4, method)
+    assert (denoiser.lm_head.weight is denoiser.embed_tokens.weight) == config.tie_word_embeddings
+    ids = torch.arange(30)[None]
+    with torch.inference_mode():
+        found, expected = denoiser(ids), plain(ids)
+    assert found.isfinite().all()
+    if config.experts is None:  # a token that goes to another expert is another one
+        assert (found - expected).norm() < {"fp8": 0.3}.get(method, 0.1) * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("method", ["int8", "fp8"])
+def test_loading_takes_no_second_copy(tmp_path, monkeypatch, method, experts, dtype):
+    monkeypatch.setattr("dlm_rag.model.checkpoint.MAX_MAPPED_BYTES", 10_000)
+    wide = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 24, "experts": experts}
+    tiny_denoiser(**wide).to(torch.bfloat16).save_pretrained(tmp_path)
+    with MemoryTracker() as alive:
+        denoiser = load(tmp_path, dtype=dtype, quantize=method)
+    held = sum(p.nbytes for p in denoiser.parameters())
+    assert held <= alive.peak_bytes <= 1.15 * held
+    assert held == open_checkpoint(tmp_path).count_weight_bytes(dtype.itemsize, method)
+
+
+@pytest.mark.parametrize("method", HERE)
+@pytest.mark.parametrize("shape", [{}, {"block_size": None, "qkv_bias": True}, {"experts": EXPERTS}])
+def test_tokens_are_the_same_in_every_batch(corpus_file, tmp_path, shape, method):
+    tiny_denoiser(**{"block_size": 4} | shape).save_pretrained(tmp_path)
+
+    def decode(size):
+        decoder = make_decoder(corpus_file, "independent", 1.0, shape, batch_size=size)
+        denoiser = load(tmp_path, quantize=method)
+        decoder.denoiser = decoder.model_runner.denoiser = denoiser
+        decoder.model_runner.reset_cache()
+        return what_happened(decoder.decode(ASKED))
+
+    assert decode(1) == decode(4)
+
+
+@pytest.mark.parametrize("method", [*HERE, TORCHAO])
+def test_in_float16_sums_of_layers_are_float32_here_too(tmp_path, method):
+    """Which is an autocast, in which inputs are wider than results."""
+    tiny_denoiser(qkv_bias=True, qk_norm=True).save_pretrained(tmp_path)
+    ids, wide = torch.arange(30)[None], load(tmp_path, quantize=method)
+    low = load(tmp_path, dtype=torch.float16, quantize=method)
+    with torch.inference_mode():
+        expected, found = wide(ids), low(ids)
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = wide(ids)
+    assert found.dtype == torch.float16 and cast.dtype == torch.bfloat16
+    for each in (found, cast):
+        assert (each.float() - expected).norm() < 0.15 * expected.norm()
+
+
+def test_what_is_quantised_is_said_and_kept_apart(tmp_path):
+    tiny_denoiser().save_pretrained(tmp_path)
+    plain, denoiser = load(tmp_path), load(tmp_path, quantize="int8")
+    assert describe_precision(plain) == "cpu float32"
+    size = sum(p.nbytes for p in denoiser.parameters()) / 1000
+    assert describe_precision(denoiser) == (
+        f"cpu float32 with int8 in the linear layers of 2 transformer layers (weights of {size:.0f} kB)"
+    )
+    contexts = [json.loads(describe_context(each, "auto")) for each in (plain, denoiser)]
+    assert [context.pop("quantize") for context in contexts] == ["none", "int8"]
+    assert contexts[0] == contexts[1], "the same weights"
+    denoiser.layers[0].self_attn.q_proj.weight_scale.mul_(2)
+    with pytest.raises(ConfigError, match="have changed since"):
+        describe_context(denoiser, "auto")
+
+
+def test_a_job_loads_counts_and_names_its_precision(tmp_path, corpus_file):
+    folder = tmp_path / "model"
+    tiny_denoiser(evidence_layout="independent").save_pretrained(folder, eos_token_id=257)
+    byte_tokenizer().save_pretrained(folder)
+    words = [f"model.path={folder}", f"retrieval.corpus={corpus_file}", "decode.max_new_tokens=8"]
+    config = load_config(None, [*words, "model.quantize=int8", f"engine.store={tmp_path / 'store'}"])
+    prepared = prepare_decoder(config, [Question("1", "Who wrote Emma?")])
+    assert prepared.answers_depend_on()["model.quantize"] == "int8"
+    decoder = prepared.load()
+    assert prepared.weight_bytes == sum(p.nbytes for p in decoder.denoiser.parameters())
+    assert "cpu float32 with int8 in the linear layers of 2 transformer layers" in decoder.describe()
+    _, denoiser = PassageEncoder(config)._store
+    assert describe_context(denoiser, "auto") == describe_context(decoder.denoiser, "auto")
+    engine = replace(config.engine, memory_gib=1.0)
+    budgets = [
+        prepare_decoder(replace(config, engine=engine, model=model), []).budget
+        for model in (config.model, replace(config.model, quantize="none"))
+    ]
+    assert budgets[0].pool_bytes != budgets[1].pool_bytes, "what is left of a budget is the pool's"
+
+
+def test_quantised_numbers_are_neither_converted_nor_saved(tmp_path):
+    tiny_denoiser().save_pretrained(tmp_path)
+    for method in ("int8", "fp8"):
+        denoiser = load(tmp_path, quantize=method).to(CPU)
+        with pytest.raises(ConfigError, match="quantised weights keep their dtype"):
+            denoiser.to(torch.bfloat16)
+        with pytest.raises(ConfigError, match="quantised weights are not saved"):
+            denoiser.save_pretrained(tmp_path / "again")
+    denoiser.layers = nn.ModuleList()
+    with pytest.raises(ConfigError, match="finds no linear layers"):
+        list_quantized_weights(denoiser)
+
+
+def test_the_names_of_the_setting_are_those_of_the_table():
+    assert list_choices(ModelConfig.__dataclass_fields__["quantize"]) == ("none", *METHODS)
+
+
+CAPABILITIES = {
+    (7, 0): "int8_weight", (7, 5): "int8, int8_weight", (8, 9): "int8, int8_weight, fp8",
+    (12, 1): "int8, int8_weight, fp8",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_what_a_gpu_cannot_compute_is_refused_with_what_it_can(monkeypatch, capability):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("dlm_rag.model.quantize.find_spec", lambda name: None)
+    gpu, config = torch.device("cuda"), tiny_denoiser().config
+    works = CAPABILITIES[capability]
+    for method in METHODS:
+        if method in works.split(", "):
+            check_quantize(method, gpu, config)
+            continue
+        with pytest.raises(ConfigError, match=f"set one that works here: {works}$"):
+            check_quantize(method, gpu, config)
+    assert ("torchao" in find_problem("nvfp4", gpu)) == (capability >= (10, 0))
+
+
+def test_the_doctor_tries_every_method(monkeypatch):
+    (finding,) = doctor.check_quantization(Config())
+    assert finding.state == doctor.OK and finding.what.startswith("int8, int8_weight, fp8")
+    assert "not mxfp8: it needs a GPU of compute capability 10.0" in finding.what
+
+    def fail(*_):
+        raise RuntimeError("no kernel image")
+
+    broken = METHODS["fp8"]._replace(matmul=fail)
+    monkeypatch.setitem(METHODS, "fp8", broken)
+    (finding,) = doctor.check_quantization(Config())
+    assert "not fp8: no kernel image" in finding.what
