@@ -42,7 +42,8 @@ CHECKED_SETTINGS = (
     "model.device", "model.dtype", "model.attn_implementation", "retrieval.index_dir", "engine.store",
     "engine.store_gib",
 )  # fmt: skip
-INSTALL_TORCH = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
+INSTALL_TORCH = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/"
+VOLTA_INDEX, CUDA_INDEX = "cu126", "cu130"  # of torch's builds, the first with code below capability 7.5
 
 
 class Finding(NamedTuple):
@@ -117,7 +118,7 @@ def check_torch(_: Config) -> Iterator[Finding]:
                 torch.cuda.init()
             yield Finding("torch", OK, build)
         except (AssertionError, RuntimeError) as error:
-            remedy = "nvidia-smi" if torch.version.cuda else INSTALL_TORCH
+            remedy = "nvidia-smi" if torch.version.cuda else INSTALL_TORCH + CUDA_INDEX
             yield Finding("torch", HINT, f"{build}: not on the GPU here ({summarize_error(error)})", remedy)
     for number in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(number)
@@ -127,7 +128,8 @@ def check_torch(_: Config) -> Iterator[Finding]:
             yield Finding(f"GPU {number}", OK, text)
         except RuntimeError as error:  # the build has no code for it, say
             reason = f"{text}: torch {build} does not compute on it ({summarize_error(error)})"
-            yield Finding(f"GPU {number}", PROBLEM, reason, INSTALL_TORCH)
+            index = VOLTA_INDEX if (gpu.major, gpu.minor) < (7, 5) else CUDA_INDEX
+            yield Finding(f"GPU {number}", PROBLEM, reason, INSTALL_TORCH + index)
 
 
 def check_attention_kernel(config: Config) -> Iterator[Finding]:

@@ -71,11 +71,13 @@ def gpu(monkeypatch):
     attention._first_working.cache_clear()
 
 
-def test_a_gpu_on_which_torch_does_not_compute_is_a_problem(gpu):
-    gpu((13, 0), RuntimeError("CUDA error: no kernel image is available for execution on the device"))
+@pytest.mark.parametrize(("capability", "index"), [((13, 0), "cu130"), ((7, 0), "cu126")])
+def test_a_gpu_on_which_torch_does_not_compute_is_a_problem(gpu, capability, index):
+    """torch has code for a V100 in its builds for CUDA 12.6 alone."""
+    gpu(capability, RuntimeError("CUDA error: no kernel image is available for execution on the device"))
     finding = found(doctor.check_torch)
     assert finding.state == PROBLEM and "no kernel image" in finding.what
-    assert finding.remedy.startswith("pip install")
+    assert finding.remedy.startswith("pip install") and finding.remedy.endswith(index)
     gpu((12, 1))
     finding = found(doctor.check_torch)
     assert finding.state == OK and "96 GB, compute capability 12.1" in finding.what
