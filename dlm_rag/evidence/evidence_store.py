@@ -66,11 +66,8 @@ SCRATCH_NAME = re.compile(r"\.part-\d+-[0-9a-f]{64}\.safetensors")
 
 @dataclass
 class StoreStats:
-    """Counts of one process; seconds: that callers of `get` have waited for what was read."""
+    """Counts of one process; what was read is in the pool's `CacheStats`."""
 
-    read_entries: int = 0
-    read_bytes: int = 0
-    read_seconds: float = 0.0
     written_entries: int = 0
     written_bytes: int = 0
     damaged_entries: int = 0
@@ -119,15 +116,11 @@ class EvidenceStore:
         """
         if not self.reads:
             return None
-        begin, path = time.perf_counter(), self.path(segment)
+        path = self.path(segment)
         started = self._reading.pop(path, None)
         kept = self._read(path) if started is None else started[1].result()
         if self.ranks is not None and not self.ranks.least(kept is not None, self.ranks.group):
             return None
-        if kept is not None:
-            self.stats.read_entries += 1
-            self.stats.read_bytes += kept.nbytes
-            self.stats.read_seconds += time.perf_counter() - begin
         return kept
 
     def __contains__(self, segment: Segment) -> bool:
