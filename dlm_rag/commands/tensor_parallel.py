@@ -71,7 +71,7 @@ def run_on_ranks(config: Config, answer: Callable[[], None]) -> None:
 
 def _lead(answer: Callable[[], None]) -> None:
     """Runs `answer`, and tells the others when it is over, unless they are within a step."""
-    from dlm_rag.model.tensor_parallel import STEP_TIMEOUT, get_tensor_parallel
+    from dlm_rag.model.tensor_parallel import get_tensor_parallel
 
     ranks = get_tensor_parallel()
     try:
@@ -79,4 +79,4 @@ def _lead(answer: Callable[[], None]) -> None:
     finally:
         if not ranks.in_step:
             with suppress(RuntimeError):  # of one that has died
-                ranks.broadcast([], STEP_TIMEOUT)
+                ranks.broadcast([], in_step=True)

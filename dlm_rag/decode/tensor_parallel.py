@@ -24,7 +24,6 @@ from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.families.base import BLOCK_SIZE_KEY
 from dlm_rag.model.tensor_parallel import (
-    STEP_TIMEOUT,
     TensorParallel,
     get_tensor_parallel,
     split_checkpoint,
@@ -105,7 +104,7 @@ class LeadingModelRunner(ModelRunner):
         if self._ranks.in_step:  # a step has ended here, and elsewhere perhaps not
             raise RunError("a step has failed, after which the ranks of engine.tensor_parallel are apart")
         self._ranks.in_step = True
-        self._ranks.broadcast([*self._requests, ("propose", (views,))], STEP_TIMEOUT)
+        self._ranks.broadcast([*self._requests, ("propose", (views,))], in_step=True)
         self._requests.clear()
         try:
             found = self._own.propose(views)

@@ -6,7 +6,6 @@ Embeddings, norms, routers and the head are whole on every rank. A `DenoiserConf
 widths of one rank makes all else local: layers, keys and values, and what is counted of them.
 """
 
-import pickle
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
@@ -49,16 +48,13 @@ class TensorParallel:
         dist.all_reduce(value, dist.ReduceOp.MIN, group=group)
         return value.item()
 
-    def broadcast(self, message: Any = None, timeout: timedelta | None = None) -> Any:
-        """The message of rank 0, on every rank; timeout: for which rank 0 waits for the others."""
-        data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
-        size = torch.tensor(len(data))
-        limit = () if timeout is None else (timeout,)
-        dist.broadcast(size, 0, async_op=True).wait(*limit)
-        if self.rank:
-            data = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, 0, async_op=True).wait(*limit)
-        return pickle.loads(data.numpy().tobytes()) if self.rank else message
+    def broadcast(self, message: Any = None, in_step: bool = False) -> Any:
+        """The message of rank 0, on every rank; in_step: whether rank 0 waits `STEP_TIMEOUT` at most."""
+        limited = torch.tensor(int(in_step))
+        dist.broadcast(limited, 0)  # small enough not to wait for whoever does not read it
+        box = [message]
+        dist.broadcast_object_list(box, 0, group=self.group if limited.item() else None)
+        return box[0]
 
 
 @cache

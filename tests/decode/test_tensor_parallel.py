@@ -99,7 +99,7 @@ class ThreadRanks(TensorParallel):
     def least(self, number, group=None):
         return min(self._gather(number))
 
-    def broadcast(self, message=None, timeout=None):
+    def broadcast(self, message=None, in_step=False):
         return self._gather(message)[0]
 
 
