@@ -64,13 +64,20 @@ def run_program(main: Callable[[list[str]], None]) -> NoReturn:
         else:
             print_note(f"error: {normalize_whitespace(replace_control_chars(said))}")
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        # Threads of torch.distributed may outlive their group (pytorch issue 179291), and such a one can
-        # end a process that has done all of its work by SIGABRT while Python takes itself down.
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):
-                stream.flush()
-        os._exit(code)
+        exit_rank(code)
     raise SystemExit(code)
+
+
+def exit_rank(code: int = 0) -> NoReturn:
+    """Ends a process of torchrun, without what Python takes down at its end.
+
+    Threads of torch.distributed may outlive their group (pytorch issue 179291), and such a one can end a
+    process that has done all of its work by SIGABRT while Python takes itself down.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
 
 
 def describe_expected_error(error: Exception) -> str:

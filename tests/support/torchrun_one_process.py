@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from dlm_rag.cli import exit_rank
 from dlm_rag.training.distributed import DistributedContext, apply_fsdp
 from tests.support.torchrun_training_cases import TRAINING_CASES, run_training_case
 
@@ -28,6 +29,7 @@ def main() -> None:
         assert sharding.called
         (folder / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+    exit_rank()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from dlm_rag.cli import exit_rank
 from dlm_rag.config import EngineConfig
 from dlm_rag.decode.model_runner import MaskedModelRunner
 from dlm_rag.decode.tensor_parallel import LeadingModelRunner, follow_rank_0, load_on_all_ranks
@@ -183,6 +184,7 @@ def main() -> None:
     if not ranks.rank:
         (folder / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+    exit_rank()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dlm_rag.cli import exit_rank
 from dlm_rag.config import load_config
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.task import Validation
@@ -162,6 +163,7 @@ def main() -> None:
             print(case, found["loss"], found["norm"], flush=True)
         processes.barrier()
     processes.destroy()
+    exit_rank()
 
 
 if __name__ == "__main__":
