@@ -2,7 +2,8 @@
 
 from typing import Any
 
-# Section, old name, new name; the section "" has the settings of no section.
+# Section, old name, new name; the section "" has the settings of no section. A name with blanks is a
+# sentence on a setting that is gone, in stored files too.
 _RENAMED = {
     "": {"f1": "f1_rule", "guesses": "record_provisional"},
     "model": {"attention": "attn_implementation", "attention_block": "block_size"},
@@ -10,6 +11,10 @@ _RENAMED = {
         "kind": "method", "index_folder": "index_dir", "dense_model": "embedding_model",
         "dense_batch_size": "embedding_batch_size", "words_of": "bm25_query",
         "url_seconds": "timeout",
+        **dict.fromkeys(
+            ("bm25_cache_gib", "search_memory_gib"),
+            "BM25 keeps no scores any more, and finds the same: leave it out",
+        ),
     },
     "decode": {
         "canvas_length": "max_new_tokens", "finished_blocks": "finished_block_context",
@@ -18,6 +23,10 @@ _RENAMED = {
         "copy_price": "copy_penalty", "stable_steps": "convergence_steps",
         "confident_below": "stop_entropy", "query": "query_policy", "retrieve_every": "retrieval_interval",
         "retrieve_below": "retrieval_threshold", "search": "retrieval_gate", "stop_early": "early_stopping",
+        **dict.fromkeys(
+            ("remask_threshold", "revision_threshold"),
+            "committed tokens are masked no more: leave it out, or set decode.edit_threshold",
+        ),
     },
     "engine": {"pool_gib": "prefix_cache_gib", "host_pool_gib": "cpu_offload_gib"},
     "train": {
@@ -29,10 +38,15 @@ _RENAMED = {
         "steps_of_rollout": "train_steps_per_rollout", "least_hops": "min_hops", "hops": "max_hops",
         "crossed": "counterfactual_share", "matrix_learning_rate": "muon_learning_rate",
         "decay_share": "decay_fraction", "opening_share": "attention_anneal_fraction",
-        "end_weight": "eos_weight", "late_end_weight": "final_eos_weight",
         "pointer_weight": "pointer_loss_weight", "late_pointer_weight": "final_pointer_loss_weight",
         "save_every": "save_steps", "validate_every": "eval_steps",
-        "validation_questions": "eval_questions", "next_stage_accuracy": "curriculum_accuracy",
+        "validation_questions": "eval_questions",
+        "committed_only": "it learned less than whole steps (docs/rl.md): leave it out",
+        **dict.fromkeys(
+            ("eos_weight", "final_eos_weight", "end_weight", "late_end_weight", "curriculum_accuracy",
+             "next_stage_accuracy"),
+            "it has one value now: leave it out",
+        ),
     },
     "plan": {"link_gbit": "network_gbit", "kwh_price": "price_per_kwh", "hour_price": "price_per_hour"},
     "synthesis": {
@@ -45,66 +59,54 @@ _RENAMED = {
         "tokens": "max_tokens", "connections": "max_connections",
     },
 }  # fmt: skip
-# Settings that are gone, in stored files too: a sentence on each, by its dotted key.
-_REMOVED = {
-    f"{section}.{name}": reason
-    for section, names, reason in (
-        ("decode", ("remask_threshold", "revision_threshold"),
-         "committed tokens are masked no more: leave it out, or set decode.edit_threshold"),
-        ("retrieval", ("bm25_cache_gib", "search_memory_gib"),
-         "BM25 keeps no scores any more, and finds the same: leave it out"),
-    )
-    for name in names
-}  # fmt: skip
-# Values that had other names, by the setting that has them, without its section.
+# By setting, without its section: values that had other names, or are gone, likewise.
 _RENAMED_VALUES = {
     "bm25_query": {"query": "whole", "parts": "sentences"},
-    "finished_block_context": {"reread": "recompute", "text": "no_evidence"},
+    "finished_block_context": {
+        "reread": "recompute", "text": "no_evidence",
+        **dict.fromkeys(
+            ("append", "frozen", "kept"),
+            "finished blocks that see evidence are always run again with new evidence: set it to recompute",
+        ),
+    },
     "commit_rule": {"head": "policy_head"},
     "retrieval_gate": {"head": "policy_head"},
     "trainable": {"heads": "policy_heads"},
-}
-# Values that are gone: a sentence on each, by the setting that had them, without its section.
-_REMOVED_VALUES = {
-    "finished_block_context": dict.fromkeys(
-        ("append", "frozen", "kept"),
-        "finished blocks that see evidence are always run again with new evidence: set it to recompute",
-    )
-}
+}  # fmt: skip
 _OF_REWARD = {"groups": "prompts_per_step", "rows": "num_generations"}  # of `train` with objective=rl
+_OF_HEADERS = _RENAMED[""] | {"attention_block": "block_size"}  # of traces
 _OF_CHECKPOINTS = {"finished_blocks": "finished_block_context", "search": "retrieval_gate"}
 
 
-def _get_section(path: str) -> str:
-    """The section whose settings a dotted path has: the phases of training have those of `train`."""
-    return "train" if path.startswith("train.phases.") else path
+def _split_key(key: str) -> tuple[str, str, str]:
+    """What stands before the last part of a dotted key; the section whose settings it has, which for a
+    phase of training is `train`; the last part."""
+    path, _, leaf = key.rpartition(".")
+    return path, "train" if path.startswith("train.phases.") else path, leaf
 
 
 def explain_old_key(key: str) -> str | None:
     """What has become of a dotted key that was a setting, and the remedy; None for any other key."""
-    path, _, leaf = key.rpartition(".")
-    section = _get_section(path)
-    if key in _REMOVED:
-        return f"was removed: {_REMOVED[key]}"
+    path, section, leaf = _split_key(key)
     if (name := _RENAMED.get(section, {}).get(leaf)) is None:
         return None
+    if " " in name:
+        return f"was removed: {name}"
     new = f"{path}.{name}".removeprefix(".")
     if section == "train" and leaf in _OF_REWARD:
         new += f" (with objective=rl {path}.{_OF_REWARD[leaf]})"
     return f"is now called {new}: write that"
 
 
-def find_new_value(name: str, value: Any) -> str | None:
-    """The present name of a value of the setting `name`; None for any other value."""
-    return _RENAMED_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
-
-
 def explain_old_value(name: str, value: Any) -> str | None:
     """What has become of a value of the setting `name`, and the remedy; None for any other value."""
-    if new := find_new_value(name, value):
-        return f"is now {name}={new}: write that"
-    reason = _REMOVED_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
-    return reason and f"was removed: {reason}"
+    new = _RENAMED_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
+    return new and (f"was removed: {new}" if " " in new else f"is now {name}={new}: write that")
+
+
+def _upgrade_value(name: str, value: Any) -> Any:
+    new = _RENAMED_VALUES.get(name, {}).get(value, " ") if isinstance(value, str) else " "
+    return value if " " in new else new  # what is gone is refused where it is read
 
 
 def upgrade_settings(settings: dict[str, Any], path: str = "") -> dict[str, Any]:
@@ -115,19 +117,19 @@ def upgrade_settings(settings: dict[str, Any], path: str = "") -> dict[str, Any]
     upgraded: dict[str, Any] = {}
     for key, value in settings.items():
         whole = f"{path}.{key}".removeprefix(".")
-        if whole in _REMOVED and (value is None or not whole.startswith("decode.")):
-            continue  # else it has changed answers, with which no others are mixed
-        above, _, leaf = whole.rpartition(".")
-        section = _get_section(above)
-        renamed = _RENAMED.get(section, {}) | ({} if section else {"attention_block": "block_size"})
+        _, section, leaf = _split_key(whole)
+        names = _RENAMED.get(section, {}) if section else _OF_HEADERS
+        name = names.get(leaf, leaf)
+        if " " in name:
+            if value is None or section != "decode":
+                continue
+            name = leaf  # it has changed answers, with which no others are mixed
         if isinstance(value, dict):
             value = upgrade_settings(value, whole)
-        names = [renamed.get(leaf, leaf)]
-        if section == "train" and leaf in _OF_REWARD:
-            names.append(_OF_REWARD[leaf])
-        for name in names:
-            new = find_new_value(name, value) if section in _RENAMED else None
-            upgraded[str(key).removesuffix(leaf) + name] = new or value
+        also = [_OF_REWARD[leaf]] if section == "train" and leaf in _OF_REWARD else []
+        for each in (name, *also):
+            new = _upgrade_value(each, value) if section in _RENAMED else value
+            upgraded[str(key).removesuffix(leaf) + each] = new
     return upgraded
 
 
@@ -136,4 +138,4 @@ def upgrade_checkpoint(raw: dict[str, Any]) -> dict[str, Any]:
     if "evidence_layout" not in raw:
         return raw
     named = {_OF_CHECKPOINTS.get(name, name): value for name, value in raw.items()}
-    return {name: find_new_value(name, value) or value for name, value in named.items()}
+    return {name: _upgrade_value(name, value) for name, value in named.items()}

@@ -148,13 +148,6 @@ class TrainConfig(CheckedSettings):
     context_parallel: int = setting(1, low=1, only_with=PRETRAIN | MASKED)
     """pretrain: number of processes that share each sequence, for very long ones"""
     # Training on worlds.
-    curriculum_accuracy: float = setting(0.62, low=0, only_with=SFT | WORLDS)
-    """running accuracy on names at which prompts get more passages: first 2, then 2 to 4, then 4 to
-    top_k"""
-    eos_weight: float = setting(0.15, low=0, only_with=SFT)
-    """loss weight of an end token"""
-    final_eos_weight: float = setting(0.4, low=0, only_with=SFT)
-    """loss weight of an end token at the end of training, reached as the learning rate falls"""
     pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT | MASKED)
     """weight of the pointer loss; unset: 0.3 for a new model, 0 for a checkpoint"""
     final_pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT | MASKED)
@@ -197,8 +190,6 @@ class TrainConfig(CheckedSettings):
     """rl: clipping range of the probability ratio of a step, with several updates"""
     kl_coef: float = setting(0.0, low=0, only_with=RL_OF_DENOISER)
     """rl: coefficient of the KL divergence from the policy at the start of the phase, in nats per step"""
-    committed_only: bool = setting(False, only_with=RL_OF_DENOISER)
-    """rl: train on the committed tokens alone, as if their positions were given (biased; a control)"""
     # Checkpoints and evaluation.
     save_steps: int = setting(200, low=1)
     """number of steps between checkpoints"""

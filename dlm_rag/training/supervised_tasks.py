@@ -20,7 +20,9 @@ from dlm_rag.training.task import Phase, Sums, Task, TaskState, Validation
 from dlm_rag.training.validation import DocumentValidation
 
 CURRICULUM_STAGES = ((2, 2), (2, 4), (4, None))  # passages in a prompt, at least and at most; None: top_k
-STAGE_START_ACCURACY = 0.3  # running accuracy that the next stage begins with
+STAGE_START_ACCURACY = 0.3  # running accuracy on names that the next stage begins with
+STAGE_END_ACCURACY = 0.62  # and at which it ends
+END_TOKEN_WEIGHT, FINAL_END_TOKEN_WEIGHT = 0.15, 0.4  # in the loss, the latter once the rate has fallen
 
 
 class MaskedTask(Task):
@@ -122,7 +124,7 @@ class SftTask(MaskedTask):
         train, (pointer, final_pointer) = self.train, self._pointers
         left = compute_decay_factor(step, train.max_steps, train.decay_fraction)
         return LossWeights(
-            end_token=train.final_eos_weight + left * (train.eos_weight - train.final_eos_weight),
+            end_token=FINAL_END_TOKEN_WEIGHT + left * (END_TOKEN_WEIGHT - FINAL_END_TOKEN_WEIGHT),
             pointer=final_pointer + left * (pointer - final_pointer),
         )
 
@@ -140,6 +142,6 @@ class SftTask(MaskedTask):
         stage, accuracy = state.get("stage", 0), state.get("name_accuracy", 0.0)
         if counts["pointed"]:
             accuracy = 0.97 * accuracy + 0.03 * metrics["name_accuracy"]
-        if accuracy > self.train.curriculum_accuracy and stage + 1 < len(CURRICULUM_STAGES):
+        if accuracy > STAGE_END_ACCURACY and stage + 1 < len(CURRICULUM_STAGES):
             stage, accuracy = stage + 1, STAGE_START_ACCURACY
         return {"stage": stage, "name_accuracy": accuracy}

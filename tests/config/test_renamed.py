@@ -21,8 +21,20 @@ KEYS = [
     (f"{section}.{old}".removeprefix("."), f"{section}.{new}".removeprefix("."))
     for section, names in table._RENAMED.items()
     for old, new in names.items()
+    if " " not in new
 ]
-VALUES = [(name, old, new) for name, values in table._RENAMED_VALUES.items() for old, new in values.items()]
+VALUES = [
+    (name, old, new)
+    for name, values in table._RENAMED_VALUES.items()
+    for old, new in values.items()
+    if " " not in new
+]
+REMOVED = [
+    (f"{section}.{old}", reason)
+    for section, names in table._RENAMED.items()
+    for old, reason in names.items()
+    if " " in reason
+]
 
 
 def test_every_new_name_is_a_setting_and_no_old_one_is():
@@ -135,9 +147,16 @@ def test_a_removed_value_is_answered_with_a_remedy(value, tmp_path):
         load_config(str(tmp_path / "stored.yaml"), stored=True)
 
 
-def test_a_removed_setting_is_explained_and_dropped_from_stored_files():
-    with pytest.raises(ConfigError, match=r"retrieval\.bm25_cache_gib .* removed: .*leave it out"):
-        load_config(None, ["retrieval.bm25_cache_gib=0"])
-    assert upgrade_settings({"retrieval.bm25_cache_gib": 1.0, "retrieval.top_k": 3}) == {
-        "retrieval.top_k": 3
-    }
+@pytest.mark.parametrize(("key", "reason"), REMOVED)
+def test_a_removed_setting_is_explained_and_dropped_from_stored_files(key, reason):
+    with pytest.raises(ConfigError, match=f"{key} .* removed: .*leave it out"):
+        load_config(None, [f"{key}=0"])
+    assert upgrade_settings({key: None, "retrieval.top_k": 3}) == {"retrieval.top_k": 3}
+    kept = {key: 1.0} if key.startswith("decode.") else {}  # which has changed answers
+    assert upgrade_settings({key: 1.0}) == kept
+    section, _, leaf = key.partition(".")
+    tree = {section: {leaf: 1.0}} if section != "train" else {"train": {"phases": {"a": {leaf: 1.0}}}}
+    expected = (
+        {section: {leaf: 1.0} if kept else {}} if section != "train" else {"train": {"phases": {"a": {}}}}
+    )
+    assert upgrade_settings(tree) == expected

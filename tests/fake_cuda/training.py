@@ -24,7 +24,7 @@ V100, H200, GB10 = (7, 0), (9, 0), (12, 1)
 WAITS_BY_SETUP = {
     "sft": 3, "sft, joint": 2, "sft, prefix": 3, "sft in parts": 6, "sft in blocks, reread": 3,
     "sft in blocks, text": 3, "sft, checkpointing": 3, "sft, selective, sdpa": 3, "adapters": 3,
-    "experts": 3, "pretrain": 2, "adapt": 2, "rl": 3, "rl in parts": 6, "rl of what was committed": 3,
+    "experts": 3, "pretrain": 2, "adapt": 2, "rl": 3, "rl in parts": 6,
     "rl with several updates": 6, "rl near the first weights": 5, "rl of heads": 2,
 }  # fmt: skip
 UNIFORM = ["uniform noise", "uniform noise, nelbo"]

@@ -71,7 +71,6 @@ TRAINING_SETUPS = {
         "train.gradient_accumulation_steps=2",
         "train.activation_checkpointing=full",
     ],
-    "rl of what was committed": [*DENOISER, "train.committed_only=true"],
     "rl with several updates": [*DENOISER, "train.num_iterations=2"],
     "rl near the first weights": [*DENOISER, "train.kl_coef=0.1"],
     "rl of heads": [

@@ -27,6 +27,7 @@ from dlm_rag.decode.policy_features import INITIAL_SEARCH_LOGIT
 from dlm_rag.decode.trace_file import TraceHeader, make_step_examples
 from dlm_rag.diffusion.commit_rules import base_gate_logit
 from dlm_rag.diffusion.policy import (
+    ActionDistribution,
     SoftThreshold,
     compute_action_distribution,
     gate_log_prob,
@@ -43,10 +44,9 @@ from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.rl.rollouts import WeightedStep
 
-POLICY_LOSS_SUMS = ("policy", "ratio_error", "clipped", "entropy", "divergence", "scale_score", "learned")
+POLICY_LOSS_SUMS = ("policy", "ratio_error", "clipped", "entropy", "divergence", "learned")
 MAX_LOGIT_BYTES = 4 * 2**30  # of logits that exist at a time, with all that is computed of them
 LOGIT_COPIES = 20  # numbers of float32 for each logit at the peak, which is in backward, with a reference
-LOGIT_SCALE_NUDGE = 1e-2  # by which the scale of logits is moved, to see what the score along it is
 
 
 class GateDecisions(NamedTuple):
@@ -218,19 +218,16 @@ class PolicyObjective(nn.Module):
             taken, step, forced, numbers, mask_id = to_device(arrays, hidden.device)
             weights, recorded, stands_for = numbers
             pieces = zip(*(x.split(self.logit_chunk) for x in (taken, hidden, *seen)), strict=True)
-            found, looked = [], []
+            found, entropy = [], torch.zeros_like(weights[0])
             for at, *views in pieces:
                 # Logits exist a chunk at a time: backward computes them again.
                 found.append(checkpoint(self._picked, at, mask_id, *views, use_reentrant=False))
                 with torch.no_grad():
-                    looked.append(self._entropy_and_scale(at, mask_id, views[0]))
-            parts, notes = torch.cat(found, 1), torch.cat(looked, 1)
+                    entropy += self._find_actions(self.denoiser, views[0], mask_id).entropy().sum()
+            parts = torch.cat(found, 1)
             took = taken >= 0
             log_prob = step_log_prob(parts[:4], step, took, forced)
-            learned = log_prob
-            if self.train_config.committed_only:
-                learned = log_prob.new_zeros(len(forced)).index_add(0, step, parts[3].where(took, 0.0))
-            gained, clipped = compute_clipped_surrogate(learned, recorded, weights, self.train_config)
+            gained, clipped = compute_clipped_surrogate(log_prob, recorded, weights, self.train_config)
             loss, divergence = -gained, torch.zeros_like(gained)
             if reference is not None:
                 own = torch.cat((parts[1:3], parts[4:6]))
@@ -244,37 +241,27 @@ class PolicyObjective(nn.Module):
                 sums["policy"] += gained
                 sums["clipped"] += clipped
                 add_ratio_sums(sums, log_prob.double(), recorded.double())
-                sums["entropy"] += notes[0].sum()
+                sums["entropy"] += entropy
                 sums["divergence"] += divergence
-                up, down = (step_log_prob(x, step, took, forced) for x in notes[1:].split(4))
-                sums["scale_score"] += ((up - down) / (2 * LOGIT_SCALE_NUDGE)).sum()
         return loss, sums
 
     def _picked(self, taken: Tensor, mask_id: Tensor, hidden: Tensor, seen: Tensor | None = None) -> Tensor:
         """(4, n): `gather_action_log_probs`; with hidden states of the reference (7, n): the two rows of
         the divergence from it, and its urge, too."""
-        found = compute_action_distribution(compute_logits(self.denoiser, hidden), mask_id, self.soft)
+        found = self._find_actions(self.denoiser, hidden, mask_id)
         parts = gather_action_log_probs(found, taken)
         if self.reference is None or seen is None:
             return parts
         with torch.no_grad():
-            other = compute_action_distribution(compute_logits(self.reference, seen), mask_id, self.soft)
+            other = self._find_actions(self.reference, seen, mask_id)
         return torch.cat((parts, found.kl_divergence(other), other.forced_logit[None]))
 
-    def _entropy_and_scale(self, taken: Tensor, mask_id: Tensor, hidden: Tensor) -> Tensor:
-        """(9, n): entropy; `gather_action_log_probs` with the scale of the logits moved up, and down."""
-        logits = compute_logits(self.denoiser, hidden)
-        parts = [compute_action_distribution(logits, mask_id, self.soft).entropy()[None]]
-        for by in (LOGIT_SCALE_NUDGE, -LOGIT_SCALE_NUDGE):
-            moved = compute_action_distribution(logits * (1 + by), mask_id, self.soft)
-            parts.append(gather_action_log_probs(moved, taken))
-        return torch.cat(parts)
-
-
-def compute_logits(denoiser: Denoiser, hidden: Tensor) -> Tensor:
-    """Logits (n, V) of hidden states (n, hidden), in float32; the trainer counts the work of the head."""
-    found: Tensor = denoiser.lm_head(denoiser.norm(hidden))
-    return found.float()
+    def _find_actions(self, denoiser: Denoiser, hidden: Tensor, mask_id: Tensor) -> ActionDistribution:
+        """Of hidden states (n, hidden); in float32. The trainer counts the work of the head."""
+        # No name for the logits: it would keep them while all else is computed.
+        return compute_action_distribution(
+            denoiser.lm_head(denoiser.norm(hidden)).float(), mask_id, self.soft
+        )
 
 
 def compute_clipped_surrogate(

@@ -75,8 +75,6 @@ class RlTask(Task):
                 "rl of the denoiser computes steps again without decode.copy_penalty: leave it out, or set "
                 "train.trainable=policy_heads"
             )
-        if train.committed_only and train.num_iterations > 1:
-            raise ConfigError("committed_only has no ratio to clip: set num_iterations=1")
         if train.min_hops > train.max_hops:
             raise ConfigError(f"min_hops={train.min_hops} is more than max_hops={train.max_hops}")
 
@@ -182,7 +180,8 @@ class RlTask(Task):
             **{name: counts[name] / groups for name in ("groups_right", "groups_wrong", "groups_mixed")},
             "forced_share": counts["forced"] / max(1.0, counts["steps"]),
             "clipped_share": learned["clipped"],
-            **{name: learned[name] for name in ("ratio_error", "entropy", "scale_score")},
+            "ratio_error": learned["ratio_error"],
+            "entropy": learned["entropy"],
         }
         if self.train.kl_coef:
             found["divergence"] = sums["divergence"] / max(1.0, counts["visited"])
