@@ -15,19 +15,18 @@ from bm25s.stopwords import STOPWORDS_EN
 
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError
-from dlm_rag.files.checked_json import read_json_or_empty
 from dlm_rag.files.paths import get_cache_folder
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import show_status, track_progress
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking
-from dlm_rag.retrieval.build_once import build_once, load_array, make_folder_name, make_foreign_file_error
+from dlm_rag.retrieval.build_once import build_once, make_folder_name
 from dlm_rag.retrieval.composite import MultiQueryRetriever
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.query import Query
 
 log = logging.getLogger(__name__)
 
-VOCABULARY_FILE = "vocab.index.json"
+INDEX_ARRAYS = ("data", "indices", "indptr")
 INDEX_FORM = "columns.json"  # a part of the folder's name; another text makes every index be built again
 # The rule of bm25s: lower case, runs of two or more word characters, English stop words left out.
 _find_words = re.compile(r"(?u)\b\w\w+\b").findall
@@ -73,7 +72,9 @@ class BM25Retriever(CorpusRetriever):
             corpus.folder / make_folder_name("bm25", bm25s.__version__, INDEX_FORM),
             lambda scratch: _build_bm25_index(corpus, scratch),
         )
-        self._index = _open_bm25_index(folder, len(corpus))
+        self._index = bm25s.BM25.load(folder, mmap=True, show_progress=False, backend="numba")
+        # As plain arrays: a memmap is slow at single numbers.
+        self._index.scores |= {name: np.asarray(self._index.scores[name]) for name in INDEX_ARRAYS}
         self._search_ids([[0]], 1)  # loads the compiled search, so that the first question need not wait
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
@@ -101,26 +102,6 @@ def open_bm25_retriever(config: RetrievalConfig, corpus: Corpus) -> CorpusRetrie
     """BM25 by whole queries, or by `Query.parts` in turn."""
     retriever = BM25Retriever(corpus, config.top_k)
     return MultiQueryRetriever(retriever) if config.bm25_query == "sentences" else retriever
-
-
-def _open_bm25_index(folder: Path, passages: int) -> bm25s.BM25:
-    """The index in a folder. Raises `CorpusError` for one that somebody else made, and not of this corpus:
-    the compiled search would follow its numbers out of its own memory.
-    """
-    paths = {name: folder / f"{name}.csc.index.npy" for name in ("data", "indices", "indptr")}
-    scores, rows = load_array(paths["data"], np.float32), load_array(paths["indices"], np.int32)
-    starts = load_array(paths["indptr"], np.int64, offsets_into=len(rows))
-    # Rows below 0 are too large as well, without their sign.
-    if len(rows) != len(scores) or rows.view(np.uint32).max(initial=0) >= passages:
-        raise make_foreign_file_error(paths["indices"])
-    words = read_json_or_empty(folder / VOCABULARY_FILE)
-    if {*map(type, words.values())} != {int} or sorted(words.values()) != [*range(len(starts) - 1)]:
-        raise make_foreign_file_error(folder / VOCABULARY_FILE)
-    index = bm25s.BM25(backend="numba")  # its own loader takes settings from the folder as well
-    index.scores = {"data": scores, "indices": rows, "indptr": starts, "num_docs": passages}
-    index.vocab_dict, index.unique_token_ids_set = words, {*words.values()}
-    index.nonoccurrence_array = None
-    return index
 
 
 def _build_bm25_index(corpus: Corpus, scratch: Path) -> None:

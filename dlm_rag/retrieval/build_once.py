@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 from filelock import FileLock
 
 from dlm_rag.errors import CorpusError
@@ -60,39 +59,14 @@ def build_once(folder: Path, build: Callable[[Path], None], resumable: bool = Fa
 def _find_damage(folder: Path) -> str:
     """The file of a folder that is damaged, in words; empty if none is."""
     digests, name = read_json_or_empty(folder / DIGESTS_FILE), DIGESTS_FILE
-    whole = bool(digests)
     try:
         for name, digest in digests.items():
             path = resolve_path_inside(folder, name, DIGESTS_FILE, CorpusError)
             if not (path.is_file() and digest_file(path) == digest):  # a pipe would wait for ever
                 return f"{name} is damaged"
     except (OSError, CorpusError):
-        whole = False
-    return "" if whole else f"{name} is damaged"
-
-
-def load_array(path: Path, dtype: type[np.generic], offsets_into: int | None = None) -> np.ndarray:
-    """The numbers (n,) of an index, mapped from disk, as a plain array: a memmap is slow at single numbers.
-
-    offsets_into: what they are offsets into, at most, ascending from 0. Raises `CorpusError` for what no
-    build has written; a pickle is not opened.
-    """
-    try:
-        found = np.asarray(np.load(path, mmap_mode="r"))
-    except Exception:  # its header is parsed as Python, which raises many unrelated types
-        found = np.empty(0)
-    fits = found.dtype == dtype and found.ndim == 1
-    if fits and offsets_into is not None:
-        fits = len(found) > 1 and found[0] >= 0 and found[-1] <= offsets_into
-        fits = bool(fits and (found[1:] >= found[:-1]).all())
-    if not fits:
-        raise make_foreign_file_error(path)
-    return found
-
-
-def make_foreign_file_error(path: Path) -> CorpusError:
-    """The error for an index file that no build of this corpus has written."""
-    return CorpusError(f"{path} is not of this corpus: remove {path.parent}, and it is built again")
+        return f"{name} is damaged"
+    return "" if digests else f"{name} is damaged"
 
 
 def make_folder_name(*parts: object) -> str:

@@ -16,22 +16,12 @@ import numpy as np
 from blake3 import blake3
 
 from dlm_rag.errors import CorpusError, suggest_nearest
-from dlm_rag.files.checked_json import (
-    iter_lines,
-    parse_json_object,
-    read_json_or_empty,
-)
+from dlm_rag.files.checked_json import iter_lines, parse_json_object, read_json_or_empty
 from dlm_rag.files.digest import digest_file, digest_open_file, read_file_state
 from dlm_rag.files.paths import expand_path, get_cache_folder, resolve_regular_file, write_text_atomic
-from dlm_rag.files.record_readers import (
-    Record,
-    get_field,
-    get_record_id,
-    is_json_lines,
-    read_records,
-)
+from dlm_rag.files.record_readers import Record, get_field, get_record_id, is_json_lines, read_records
 from dlm_rag.progress import report_progress
-from dlm_rag.retrieval.build_once import build_once, load_array, make_folder_name, make_foreign_file_error
+from dlm_rag.retrieval.build_once import build_once, make_folder_name
 from dlm_rag.retrieval.chunking import fingerprint_text_folder, list_text_files, read_text_passages
 
 log = logging.getLogger(__name__)
@@ -84,10 +74,8 @@ class Corpus(Sequence[Passage]):
     def __init__(self, path: Path, folder: Path, fingerprint: str, state: dict[str, int]) -> None:
         """state: of the file before it was hashed."""
         self.path, self.folder, self.fingerprint = path, folder, fingerprint
-        offsets = folder / "offsets" / "offsets.npy"  # of each passage, and the end
-        self._offsets = load_array(offsets, np.int64, offsets_into=state["size"])
-        if self._offsets[-1] != state["size"]:
-            raise make_foreign_file_error(offsets)
+        # Of each passage, and the end; as a plain array, for a memmap is slow at single numbers.
+        self._offsets = np.asarray(np.load(folder / "offsets" / "offsets.npy", mmap_mode="r"))
         self._file = path.open("rb", buffering=0)
         weakref.finalize(self, self._file.close)
         self._hashed, self._lock = state, threading.Lock()

@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 EmbedFunction = Callable[[list[str]], Tensor]  # n texts -> (n, width) float32 unit vectors on one device
 
 VECTORS_FILE = "vectors.npy"
-OLD_COUNT_FILE = "finished"  # stood beside vectors that older versions had not all computed
 SEARCH_BLOCK_BYTES = 256 << 20  # of passage vectors that one product reads
 
 
@@ -116,27 +115,21 @@ def _embed_corpus(corpus: Corpus, path: Path, embed: EmbedFunction, block: int) 
 
     The name of the folder tells encoders and corpora apart, so what lies there is of these; its size says
     how many vectors there are. The last block is computed again: after a power cut a file may have its size
-    and not its bytes. Older versions gave it its full size at once; such a file is not resumed.
+    and not its bytes.
     """
     width = embed(["width"]).shape[1]
-    header = io.BytesIO()
+    header, partial = io.BytesIO(), path.with_suffix(".part")
     layout = {"descr": "<f4", "fortran_order": False, "shape": (len(corpus), width)}
     np.lib.format.write_array_header_1_0(header, layout)
     head = header.getvalue()
-    if (count := path.with_name(OLD_COUNT_FILE)).exists():
-        path.unlink(missing_ok=True)  # before the mark that it is not to be taken
-        count.unlink()
-    with path.open("ab+") as file:
-        begun = max(0, file.tell() - len(head)) // (4 * width)
+    with partial.open("ab+") as file:
+        begun = (file.tell() - len(head)) // (4 * width)
         file.seek(0)
         if file.read(len(head)) != head or begun > len(corpus):
+            begun = 0
             file.truncate(0)
             file.write(head)
-            begun = 0
         begun = max(0, begun - block)
-        if begun:
-            file.seek(len(head) + (begun - 1) * 4 * width)
-            begun *= any(file.read(4 * width))  # zeros: an older version was killed before it had counted
         file.truncate(len(head) + begun * 4 * width)
         if begun:
             log.info("%s of them are there from before", f"{begun:,}")
@@ -147,3 +140,4 @@ def _embed_corpus(corpus: Corpus, path: Path, embed: EmbedFunction, block: int) 
                 file.flush()
                 os.fsync(file.fileno())  # so that the last block alone may lack its bytes
                 advance(len(texts))
+    partial.rename(path)

@@ -11,11 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from dlm_rag.errors import CorpusError
-from dlm_rag.files.digest import digest_file
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.build_once import DIGESTS_FILE, build_once
 from dlm_rag.retrieval.query import build_query
@@ -185,61 +183,3 @@ def test_a_user_who_can_write_nothing_but_the_cache_can_search():
         known = compiled()
         assert search(folder / "cache") == "" and known and compiled() == known, "compiled once"
         assert "NUMBA_CACHE_DIR" in search("/proc/x")
-
-
-def saved(change):
-    """Writes an array back with a change."""
-    return lambda path: np.save(path, change(np.load(path)))
-
-
-def said(text):
-    return lambda path: path.write_text(text)
-
-
-OFFSETS, WORDS = "offsets.npy", "vocab.index.json"
-SCORES, ROWS, STARTS = (f"{name}.csc.index.npy" for name in ("data", "indices", "indptr"))
-FORGED = {
-    "offsets of floats": (OFFSETS, saved(lambda old: old.astype(float))),
-    "offsets of nothing": (OFFSETS, saved(lambda old: old[:0])),
-    "offsets beyond the file": (OFFSETS, saved(lambda old: old * 10**15)),
-    "offsets that fall": (OFFSETS, saved(lambda old: old[[0, 3, 2, 1, 4, 5]])),
-    "a pickle": (OFFSETS, lambda path: np.save(path, np.array([{}]), allow_pickle=True)),
-    "a vocabulary in a list": (WORDS, said("[]")),
-    "words beyond all columns": (WORDS, said('{"wrote": 10000000}')),
-    "words that are texts": (WORDS, said('{"wrote": "a"}')),
-    "a word that is a large number": (WORDS, said(f'{{"wrote": 1{"0" * 30}}}')),
-    "scores as integers": (SCORES, saved(lambda old: old.astype(np.int32))),
-    "fewer scores": (SCORES, saved(lambda old: old[:-1])),
-    "rows beyond the corpus": (ROWS, saved(lambda old: old + 10**8)),
-    "one row beyond the corpus": (ROWS, saved(lambda old: old + (old == 4))),
-    "columns beyond the scores": (STARTS, saved(lambda old: old + 10**8)),
-    "columns that fall": (STARTS, saved(lambda old: old[::-1].copy())),
-    "no columns": (STARTS, saved(lambda old: old[:0])),
-}
-
-
-def agree(path):
-    """Makes the digests of a folder agree with a changed file."""
-    digests = json.loads((path.parent / DIGESTS_FILE).read_text())
-    (path.parent / DIGESTS_FILE).write_text(json.dumps(digests | {path.name: digest_file(path)}))
-
-
-@pytest.mark.parametrize("forged", FORGED)
-def test_an_index_that_somebody_else_made_is_refused(corpus_file, tmp_path, forged):
-    name, harm = FORGED[forged]
-    load_retriever(corpus_file, index_dir=str(tmp_path / "index"))
-    (path,) = (tmp_path / "index").rglob(name)
-    harm(path)
-    agree(path)
-    with pytest.raises(CorpusError, match="remove .*, and it is built again"):
-        load_retriever(corpus_file, index_dir=str(tmp_path / "index"))
-
-
-def test_settings_of_an_index_are_not_taken_from_it(corpus_file, tmp_path):
-    """They could ask for word ids of 8 bits; what bm25s has written beside the columns is not read."""
-    load_retriever(corpus_file, index_dir=str(tmp_path / "index"))
-    (path,) = (tmp_path / "index").rglob("params.index.json")
-    path.write_text('{"int_dtype": "int8", "num_docs": 100000000, "method": "bm25+"}')
-    agree(path)
-    retriever = load_retriever(corpus_file, top_k=1, index_dir=str(tmp_path / "index"))
-    assert [p.id for p in retriever.search([build_query("question", "who wrote dune")])[0]] == ["dune"]

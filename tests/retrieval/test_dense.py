@@ -113,7 +113,7 @@ def test_another_encoder_or_corpus_begins_anew(corpus, build, tmp_path):
 def test_what_a_build_left_is_taken_as_far_as_it_is_whole(corpus, build, left, kept):
     with pytest.raises(KeyboardInterrupt):
         build(corpus, Encoder(die=(100, interrupt)))
-    (path,) = corpus.folder.glob("*.building/vectors.npy")
+    (path,) = corpus.folder.glob("*.building/vectors.part")
     path.write_bytes(left(path.read_bytes()))
     second = Encoder()
     build(corpus, second)
@@ -121,24 +121,6 @@ def test_what_a_build_left_is_taken_as_far_as_it_is_whole(corpus, build, left, k
     (path,) = corpus.folder.glob("*/vectors.npy")
     expected = Encoder().encode([passage.text for passage in corpus]).numpy()
     assert np.array_equal(np.load(path), expected)
-
-
-@pytest.mark.parametrize("count", ["128", None])
-def test_a_half_built_index_of_an_older_version_begins_anew(corpus, build, count):
-    """Its file has its full size at once, and a file beside it soon says how many vectors there are."""
-    with pytest.raises(KeyboardInterrupt):
-        build(corpus, Encoder(die=(100, interrupt)))
-    (path,) = corpus.folder.glob("*.building/vectors.npy")
-    shape = (PASSAGES, 32)
-    np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape).flush()
-    if count:
-        path.with_name("finished").write_text(count)
-    second = Encoder()
-    build(corpus, second)
-    assert len(second.embedded) == PASSAGES
-    (path,) = corpus.folder.glob("*/vectors.npy")
-    assert [each.name for each in sorted(path.parent.iterdir())] == ["vectors.npy", "whole.json"]
-    assert np.load(path).any(axis=1).all()
 
 
 def test_vectors_that_are_no_numbers_are_refused(corpus, build):
