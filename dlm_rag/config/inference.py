@@ -47,7 +47,7 @@ class RetrievalConfig(CheckedSettings):
     """Which passages can become evidence, and how they are found."""
 
     corpus: str | None = setting(None, only_with=NO_URL)
-    """passages to search: a file, a folder of texts, or an index folder built from one"""
+    """passages to search: a file, or a folder of texts"""
     method: str = setting("bm25", table="dlm_rag.retrieval:RETRIEVERS", only_with=NO_SERVICE)
     """search method"""
     top_k: int = setting(7, low=1)

@@ -16,9 +16,9 @@ import numpy as np
 from blake3 import blake3
 
 from dlm_rag.errors import CorpusError, suggest_nearest
-from dlm_rag.files.checked_json import iter_lines, parse_json_object, read_json_or_empty
+from dlm_rag.files.checked_json import iter_lines, parse_json_object
 from dlm_rag.files.digest import digest_file, digest_open_file, read_file_state
-from dlm_rag.files.paths import expand_path, get_cache_folder, resolve_regular_file, write_text_atomic
+from dlm_rag.files.paths import expand_path, get_cache_folder, resolve_regular_file
 from dlm_rag.files.record_readers import Record, get_field, get_record_id, is_json_lines, read_records
 from dlm_rag.progress import report_progress
 from dlm_rag.retrieval.build_once import build_once, make_folder_name
@@ -27,8 +27,6 @@ from dlm_rag.retrieval.chunking import fingerprint_text_folder, list_text_files,
 log = logging.getLogger(__name__)
 
 MAX_PARSED_PASSAGES = 4096  # that are kept in memory
-
-MANIFEST_FILE = "corpus.json"
 CONVERTED_CORPUS_VERSION = 1  # raise it when other forms become other JSON lines
 
 
@@ -138,35 +136,28 @@ class Corpus(Sequence[Passage]):
 
 
 def open_corpus(path: str | Path, index_dir: str | Path | None = None) -> Corpus:
-    """The corpus in a file or a folder of texts, or the file that an index folder was built from.
+    """The corpus in a file or a folder of texts.
 
     Files are in any form of `read_records`; what is not JSON lines yet is written as such once, next to
     the indexes. The file is hashed at every start, so an index over other bytes is never used. The first
     start also reads every line. Raises `CorpusError` naming file and line.
     """
-    path, folder, expected = expand_path(path, CorpusError), None, None
+    path = expand_path(path, CorpusError)
     root = expand_path(index_dir, CorpusError, "retrieval.index_dir") if index_dir else get_cache_folder()
     try:
-        if path.is_dir() and ((path / MANIFEST_FILE).is_file() or not list_text_files(path)):
-            folder = path
-            path, expected = _read_manifest(folder)
-        elif path.is_dir():
+        if path.is_dir():
+            if not list_text_files(path):
+                raise CorpusError(f"the folder {path} has no .txt or .md files: name a file")
             path = _convert_to_jsonl(path, fingerprint_text_folder(path), read_text_passages, root)
         path = resolve_regular_file(path, "corpus", CorpusError)
         state, fingerprint = read_file_state(path), digest_file(path)
-        if expected not in (None, fingerprint):
-            raise CorpusError(
-                f"{path} has changed since that index was built: give the file itself as corpus, and the "
-                "index is built again"
-            )
         if not is_json_lines(path, CorpusError):
             path = _convert_to_jsonl(path, fingerprint, partial(read_records, error=CorpusError), root)
             state, fingerprint = read_file_state(path), digest_file(path)
     except OSError as error:
         raise CorpusError(f"corpus '{error.filename or path}' cannot be read ({error.strerror})") from None
-    folder = folder or root / make_folder_name(path.stem, fingerprint)
+    folder = root / make_folder_name(path.stem, fingerprint)
     build_once(folder / "offsets", lambda scratch: np.save(scratch / "offsets.npy", _scan_offsets(path)))
-    _write_manifest(folder, {"corpus": str(path.resolve()), "fingerprint": fingerprint})
     return Corpus(path, folder, fingerprint, state)
 
 
@@ -187,27 +178,6 @@ def _convert_to_jsonl(
 
     parts = (Path(name).stem, "lines", CONVERTED_CORPUS_VERSION, path.name, fingerprint)
     return build_once(root / make_folder_name(*parts), build) / name
-
-
-def _write_manifest(folder: Path, manifest: dict[str, str]) -> None:
-    """Notes which file the folder was last used for, so that the folder can stand for the file."""
-    if read_json_or_empty(folder / MANIFEST_FILE) == manifest:
-        return
-    try:
-        write_text_atomic(folder / MANIFEST_FILE, json.dumps(manifest))
-    except OSError as error:  # a shared index that may only be read serves all the same
-        log.info("%s cannot be written (%s)", folder, error.strerror)
-
-
-def _read_manifest(folder: Path) -> tuple[Path, str]:
-    manifest = read_json_or_empty(folder / MANIFEST_FILE)
-    path, fingerprint = manifest.get("corpus"), manifest.get("fingerprint")
-    if not isinstance(path, str) or not isinstance(fingerprint, str):
-        raise CorpusError(
-            f"{folder} is not an index folder (no readable {MANIFEST_FILE}) and has no .txt or .md files: "
-            "name a file"
-        )
-    return expand_path(path, CorpusError), fingerprint
 
 
 def _scan_offsets(path: Path) -> np.ndarray:

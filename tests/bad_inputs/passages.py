@@ -136,22 +136,9 @@ CASES = [
     *table(f"{SAMPLE_WITH_MODEL} --corpus",
         ("is a pipe or a device", "pipe", {"pipe": os.mkfifo}),
         ("is a pipe or a device", "/dev/null"),
-        ("model is not an index folder", "model", {"model/README.md": lambda path: path.unlink(missing_ok=True)}),
+        ("model has no .txt or .md files", "model", {"model/README.md": lambda path: path.unlink(missing_ok=True)}),
         ("d holds no passages", "d", {"d/a.md": "\n# A\n"}),
         ("d/b.txt: the text is not UTF-8", "d", {"d/a.md": "x", "d/b.txt": b"\xff"}),
-        *(
-            (says, "index", {"index/corpus.json": content})
-            for says, content in (
-                ("is not an index folder", "[]"),
-                ("is not an index folder", '{"corpus": 3}'),
-                ("is not an index folder", os.mkfifo),
-                ("is not an index folder", DEEP),
-                ("is not an index folder", '{"corpus": "corpus.jsonl", "fingerprint": null}'),
-                ("the name of a file is empty", '{"corpus": "", "fingerprint": ""}'),
-                ("'gone.jsonl' was not found", '{"corpus": "gone.jsonl", "fingerprint": ""}'),
-                ("has changed since that index", '{"corpus": "corpus.jsonl", "fingerprint": ""}'),
-            )
-        ),
     ),
     # Standard input.
     *(

@@ -99,24 +99,13 @@ def test_a_damaged_index_is_reported_and_built_again(corpus_file, tmp_path, capl
     found = search()
     files = [path for path in (tmp_path / "index").rglob("*") if path.is_file() and path.suffix != ".lock"]
     kept = {path: path.read_bytes() for path in files}
-    assert len(kept) > 8
+    assert len(kept) == 8
     for path in kept:
         caplog.clear()
         HARMS[harm](path)
-        if path.name == "corpus.json" and harm == "a pipe":
-            path.unlink()  # nobody reads or replaces it, and here it could not be read back
         assert search() == found == ["dune"]
-        assert path.name == "corpus.json" or (path.name in caplog.text and "built again" in caplog.text)
+        assert path.name in caplog.text and "built again" in caplog.text
         assert {path: path.read_bytes() for path in kept} == kept, path
-
-
-def test_a_manifest_that_is_a_link_to_itself_is_written_again(corpus_file, tmp_path):
-    folder = load_retriever(corpus_file, index_dir=str(tmp_path / "index")).corpus.folder
-    written = (folder / "corpus.json").read_text()
-    (folder / "corpus.json").unlink()
-    (folder / "corpus.json").symlink_to("corpus.json")
-    load_retriever(corpus_file, index_dir=str(tmp_path / "index"))
-    assert (folder / "corpus.json").read_text() == written
 
 
 def test_a_build_that_goes_on_finds_what_it_has_left(tmp_path):

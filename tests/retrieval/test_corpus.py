@@ -64,18 +64,6 @@ def test_a_text_without_an_end_takes_no_time(tmp_path, name, text):
     )
 
 
-def test_an_index_folder_stands_for_its_corpus_until_the_file_changes(corpus_file):
-    corpus = open_corpus(corpus_file)
-    again = open_corpus(corpus.folder)
-    assert (again.fingerprint, again.folder) == (corpus.fingerprint, corpus.folder)
-    with corpus_file.open("a") as file:
-        file.write(json.dumps({"id": "new", "contents": "new"}) + "\n")
-    with pytest.raises(CorpusError, match="has changed since that index was built"):
-        open_corpus(corpus.folder)
-    with pytest.raises(CorpusError, match="is not an index folder"):
-        open_corpus(corpus_file.parent)
-
-
 CHANGES = {
     "cut short": lambda data: data[:100],
     "other bytes": lambda data: data.replace(b"Austen", b"Bronte"),
