@@ -2,12 +2,9 @@
 
 import logging
 import re
-import socket
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from dlm_rag.errors import CheckpointError, summarize_error
 from dlm_rag.files.checked_json import parse_json
@@ -24,7 +21,7 @@ LFS_POINTER_PREFIX = (
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]{0,95}/\w[\w.-]{0,95})(?<![.-])")
 SHIPPED_FOLDER = Path(__file__).resolve().parents[1] / "shipped"
 SHIPPED_PREFIX = "dlm_rag/shipped/"
-HUB_CONNECT_SECONDS = 3.0  # in which the hub must answer; a download may take longer
+HUB_ANSWER_SECONDS = 3.0  # in which the hub must answer; a download may take longer
 
 
 def resolve_hub_folder(name: str | Path, what: str) -> Path:
@@ -43,52 +40,27 @@ def resolve_hub_folder(name: str | Path, what: str) -> Path:
         raise CheckpointError(f"{what} '{text}' is a file: name the folder that it is in")
     if folder.is_symlink() or folder.exists() or not _HUB_ID.fullmatch(text):
         raise CheckpointError(f"{what} '{text}' is neither a folder nor a hub id (OWNER/NAME)")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+    from huggingface_hub import HfApi, constants, snapshot_download
 
     try:
         return Path(snapshot_download(text, allow_patterns=HUB_FILE_PATTERNS, local_files_only=True))
     except Exception as error:  # the hub client raises a dozen unrelated types
         log.debug("'%s' is not in the hub's cache: %s", text, error)
-    if HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
         reason = "HF_HUB_OFFLINE is set"
-    elif not _is_reachable(ENDPOINT):
-        reason = f"{ENDPOINT} does not answer"
     else:
-        log.info("fetching %s '%s' from %s", what, text, ENDPOINT)
         try:
+            HfApi().model_info(
+                text, timeout=HUB_ANSWER_SECONDS
+            )  # a download alone would try again for minutes
+            log.info("fetching %s '%s' from %s", what, text, constants.ENDPOINT)
             return Path(snapshot_download(text, allow_patterns=HUB_FILE_PATTERNS))
         except Exception as error:
-            reason = summarize_error(error)
+            reason = f"{constants.ENDPOINT}: {summarize_error(error)}"
     raise CheckpointError(
         f"{what} '{text}' is not a folder here and could not be fetched from the hub: {reason}; name "
         f"a folder, or run `hf download {text}` where there is a network"
     )
-
-
-def _is_reachable(url: str) -> bool:
-    """Whether the server of a URL, or the proxy before it, takes up a connection in time."""
-    from urllib.request import getproxies, proxy_bypass  # brings the client of the web along
-
-    met: list[bool] = []
-
-    def meet() -> None:
-        try:
-            parts, proxies = urlsplit(url), getproxies()
-            proxy = proxies.get(parts.scheme) or proxies.get("all")
-            if proxy and not proxy_bypass(parts.netloc):
-                parts = urlsplit(proxy if "//" in proxy else f"//{proxy}")
-            port = parts.port or {"http": 80}.get(parts.scheme, 443)
-            socket.create_connection((parts.hostname, port), HUB_CONNECT_SECONDS).close()
-            met.append(True)
-        except (OSError, ValueError):
-            pass
-
-    # On a thread, for nothing bounds the time in which a name is looked up.
-    thread = threading.Thread(target=meet, daemon=True)
-    thread.start()
-    thread.join(HUB_CONNECT_SECONDS)
-    return bool(met)
 
 
 def check_checkpoint_files(folder: Path, patterns: Iterable[str]) -> None:

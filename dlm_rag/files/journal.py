@@ -6,7 +6,6 @@ A journal whose lines depend on settings has a note beside it, a JSON file that 
 import json
 import logging
 import os
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,11 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Journal:
-    """JSON lines that this process alone appends to; the first append creates the file.
-
-    Before each append the file is checked: if it was removed or renamed it is restored, if it was
-    replaced or cut short it is left as it is.
-    """
+    """JSON lines that this process alone appends to; the first append creates the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -46,33 +41,20 @@ class Journal:
         """Appends lines, unbuffered. Raises `OSError`, and `RunError` if another process changed it."""
         data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
         file = self._file or self._open()
-        try:
-            now = self._path.stat()
-        except FileNotFoundError:
-            file = self._restore(file)
-        else:
-            if now.st_size != self._size or not os.path.samestat(now, os.fstat(file.fileno())):
-                raise RunError(
-                    f"{self._path} was cut short or replaced by another process while it was written: it "
-                    "is left as it is, and the same command adds what is missing"
-                )
+        now = self._path.stat() if self._path.exists() else None
+        if now is None or now.st_size != self._size or not os.path.samestat(now, os.fstat(file.fileno())):
+            raise RunError(
+                f"{self._path} was removed, replaced or cut short by another process while it was written: "
+                "it is left as it is, and the same command adds what is missing"
+            )
         while data:
             count = file.write(data)
             self._size, data = self._size + count, data[count:]
 
     def _open(self) -> FileIO:
-        self._file = FileIO(self._path, "ab+")
+        self._file = FileIO(self._path, "ab")
         self._size = os.fstat(self._file.fileno()).st_size
         return self._file
-
-    def _restore(self, file: FileIO) -> FileIO:
-        log.warning("%s was removed or renamed while it was written: it is restored", self._path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        file.seek(0)
-        with open_atomic_file(self._path) as scratch, scratch.open("wb") as copy:
-            shutil.copyfileobj(file, copy)
-        file.close()
-        return self._open()
 
     def close(self) -> None:
         if self._file is not None:

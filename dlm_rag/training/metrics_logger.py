@@ -2,23 +2,19 @@
 
 import json
 import secrets
-import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dlm_rag.cli import print_note
 from dlm_rag.config import Config
 from dlm_rag.energy.meter import format_three_digits
 from dlm_rag.errors import ConfigError, summarize_error
 from dlm_rag.files.checked_json import parse_json_object
-from dlm_rag.files.journal import rewrite_lines
 from dlm_rag.files.paths import write_text_atomic
+from dlm_rag.progress import report_progress
 
 Metrics = dict[str, Any]
 
@@ -35,39 +31,28 @@ VALIDATION_FORMATS = {"exact_match": "EM {:.1%}", "nelbo_per_token": "NELBO {:.3
 
 
 class MetricsLogger:
-    """Writes `metrics.jsonl` in `folder`; a resumed run replaces what it computes again.
-
-    Other lines stay and are skipped, except a last one that a kill cut short.
-    """
+    """Writes `metrics.jsonl` in `folder`; a resumed run replaces what it computes again."""
 
     def __init__(self, folder: Path, config: Config, from_step: int, quiet: bool = False) -> None:
         """quiet: nothing is written, as on all processes but the first."""
         self._path, self._quiet = folder / "metrics.jsonl", quiet
         self._last: Metrics = {}
         if not quiet and self._path.is_file():
-            self._rewrite(lambda metrics: metrics if metrics["step"] < from_step else None)
-            self._last = next(reversed(read_metrics(self._path)), {})
+            kept = [metrics for metrics in read_metrics(self._path) if metrics["step"] < from_step]
+            self._write(kept)
+            self._last = kept[-1] if kept else {}
         self._steps = sum(phase.max_steps for phase in config.train.get_phase_configs().values())
         self._recent: deque[Metrics] = deque(maxlen=SCREEN_WINDOW_STEPS)
         self._validated: Metrics = {}
         self._wandb = None if quiet else start_wandb(config, folder)
-        self._progress = Progress(
-            TextColumn("step {task.completed:,}/{task.total:,}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[figures]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            disable=quiet or not sys.stderr.isatty(),
-        )
-        self._task = self._progress.add_task("train", total=self._steps, completed=from_step, figures="")
+        self._bar = report_progress("training", self._steps, done=from_step)
 
     def __enter__(self) -> "MetricsLogger":
-        self._progress.start()
+        self._advance = self._bar.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._progress.stop()
+        self._bar.__exit__(None, None, None)
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -83,10 +68,9 @@ class MetricsLogger:
         if "alarm" in metrics:
             print_note(f"step {done:,}: {metrics['alarm']}")
         self._recent.append(metrics)
-        text = describe_steps(self._recent, self._validated)
-        self._progress.update(self._task, completed=done, figures=text)
-        if self._progress.disable and done % SCREEN_WINDOW_STEPS == 0:
-            print_note(f"step {done:,}/{self._steps:,} {text}")
+        if done % SCREEN_WINDOW_STEPS == 0:
+            print_note(f"step {done:,}/{self._steps:,} {describe_steps(self._recent, self._validated)}")
+        self._advance(1)
 
     @property
     def has_validation(self) -> bool:
@@ -98,24 +82,14 @@ class MetricsLogger:
         if self._quiet:
             return
         self._last |= scores
-        self._rewrite(lambda metrics: self._last if metrics["step"] == self._last["step"] else metrics)
+        self._write([*read_metrics(self._path)[:-1], self._last])
         if self._wandb is not None:
             self._wandb.log(scores, step=self._last["step"])
         self._validated = select_validation_metrics(self._last)
 
-    def _rewrite(self, change: Callable[[Metrics], Metrics | None]) -> None:
-        """Rewrites the file with what `change` makes of the metrics of each step; None leaves it out."""
-
-        def rewrite(line: bytes) -> bytes | None:
-            metrics = parse_metrics(line)
-            if metrics is None:
-                return line if line.endswith(b"\n") else None
-            changed = change(metrics)
-            if changed is None or changed == metrics:
-                return None if changed is None else line
-            return json.dumps(changed).encode()
-
-        rewrite_lines(self._path, rewrite)
+    def _write(self, metrics: list[Metrics]) -> None:
+        """Writes the file anew, at once or not at all."""
+        write_text_atomic(self._path, "".join(json.dumps(line) + "\n" for line in metrics))
 
 
 def describe_steps(recent: Sequence[Metrics], validated: Metrics) -> str:
@@ -172,16 +146,14 @@ def select_validation_metrics(metrics: Metrics) -> Metrics:
 def start_wandb(config: Config, folder: Path) -> Any:
     """A W&B run, or None when metrics go to JSON lines alone; `offline` needs no account.
 
-    Its id is kept in `folder`, so that --resume adds to the same run. Raises `ConfigError` where W&B is
-    not installed, or takes no run.
+    Its id is kept in `folder`, so that --resume adds to the same run. Raises `ConfigError` where W&B
+    takes no run.
     """
     mode: Any = config.train.wandb
     if mode == "off":
         return None
-    try:
-        import wandb
-    except ImportError:
-        raise ConfigError("train.wandb needs wandb: install it with `pip install wandb`") from None
+    import wandb  # takes a second
+
     kept = folder / "wandb.id"
     if not kept.is_file():
         write_text_atomic(kept, secrets.token_hex(4))

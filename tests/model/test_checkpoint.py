@@ -179,11 +179,8 @@ def test_from_the_hub_only_data_is_fetched_never_code_or_pickles(monkeypatch, fo
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    with socket.create_server(("127.0.0.1", 0)) as hub:
-        monkeypatch.setattr(
-            "huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}"
-        )
-        assert open_checkpoint("owner/model").folder == folder
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: None)
+    assert open_checkpoint("owner/model").folder == folder
 
 
 def test_a_hub_id_out_of_reach_says_so():
@@ -195,7 +192,7 @@ def test_a_hub_id_out_of_reach_says_so():
 def test_without_a_network_the_remedy_is_said_at_once(monkeypatch, silent):
     """A black hole takes no connection up and refuses none: the queue of a server that never answers."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("dlm_rag.files.hub.HUB_CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr("dlm_rag.files.hub.HUB_ANSWER_SECONDS", 0.5)
     with contextlib.ExitStack() as stack:
         hub = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         place = hub.getsockname()
@@ -207,7 +204,7 @@ def test_without_a_network_the_remedy_is_said_at_once(monkeypatch, silent):
             hub.close()
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{place[1]}")
         start = time.perf_counter()
-        with pytest.raises(CheckpointError, match="does not answer; name a folder, or run `hf download"):
+        with pytest.raises(CheckpointError, match="from the hub: .*; name a folder, or run `hf download"):
             open_checkpoint("nobody/nothing-at-all")
     assert time.perf_counter() - start < 20
 

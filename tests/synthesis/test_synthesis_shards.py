@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dlm_rag.config import SynthesisConfig
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.questions import read_questions
 from dlm_rag.synthesis.dedup import DuplicateFilter
 from dlm_rag.synthesis.shards import JOURNAL, QUESTION_COLUMNS, TEXT_COLUMNS, RowsFolder, SourceOutcome
@@ -97,17 +97,19 @@ def test_a_kill_at_any_byte_of_the_journal_loses_and_repeats_nothing(tmp_path):
         assert found == whole, end
 
 
-def test_a_journal_that_is_taken_away_meanwhile_is_put_back(tmp_path):
+def test_a_journal_that_is_taken_away_meanwhile_ends_the_run_and_the_next_makes_all(tmp_path):
     every = [make_outcome(place) for place in range(6)]
     make(tmp_path / "whole" / "rows", every)
 
     def losing():
         for each in every:
             yield each
-            if each.place in (0, 3, 5):
+            if each.place == 3:
                 (tmp_path / "rows" / JOURNAL).unlink()
 
-    make(tmp_path / "rows", losing())
+    with pytest.raises(RunError, match="was removed"):
+        make(tmp_path / "rows", losing())
+    make(tmp_path / "rows", every)
     check_same(tmp_path / "rows", tmp_path / "whole" / "rows", 6)
 
 
