@@ -38,7 +38,12 @@ from dlm_rag.model.layers import (
 )
 from dlm_rag.model.packed_batch import PackedRows, Segment, pack_rows
 from dlm_rag.model.policy_heads import HEADS_PREFIX, PolicyHeads, read_heads
-from dlm_rag.model.quantize import check_quantize, list_quantized_weights, quantize_weight
+from dlm_rag.model.quantize import (
+    check_dtypes_kept,
+    check_quantize,
+    list_quantized_weights,
+    quantize_weight,
+)
 from dlm_rag.model.tensor_parallel import TensorParallel
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -99,7 +104,11 @@ class Denoiser(TransformerWeights):
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Denoiser:
-        """As torch's, for `to` and the like; rotary frequencies stay in float32."""
+        """As torch's, for `to` and the like; rotary frequencies stay in float32.
+
+        Raises `ConfigError` where quantised weights would be given another dtype.
+        """
+        check_dtypes_kept(self, fn)  # before anything is changed
         dtype, found = self.dtype, super()._apply(fn, recurse)
         if self._origin is not None and self.dtype != dtype:  # which may have been a finer one
             self._origin = self._origin[0], {}

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import ConfigError, suggest_nearest
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.layers import (
     ExpertStack,
@@ -125,7 +125,8 @@ METHODS = {
     "int8_weight": QuantizationMethod(_int8, _matmul_int8_weight, 1.0, 8, (0, 0)),
     "fp8": QuantizationMethod(_fp8, _matmul_fp8, 1.0, 16, (8, 9)),
     "mxfp8": QuantizationMethod(_mxfp8, _matmul_by_torchao, 1 + 1 / 32, 32, (10, 0), on_cpu=False),
-    "nvfp4": QuantizationMethod(_nvfp4, _matmul_by_torchao, 0.5 + 1 / 16, 16, (10, 0), on_cpu=False),
+    # Two numbers lie in a byte, and `torch._scaled_mm` wants rows of a multiple of 16 bytes.
+    "nvfp4": QuantizationMethod(_nvfp4, _matmul_by_torchao, 0.5 + 1 / 16, 32, (10, 0), on_cpu=False),
     "nvfp4_weight": QuantizationMethod(_nvfp4_weight, _matmul_by_torchao, 0.5 + 1 / 16, 16, (0, 0)),
 }
 
@@ -148,12 +149,13 @@ class QuantizedLinear(nn.Module):
         y = METHODS[self.method].matmul(x.contiguous(), self.weight, self.weight_scale)
         return (y if self.bias is None else y + self.bias).to(dtype)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "QuantizedLinear":
-        """Raises `ConfigError` for what would change the dtype of quantised numbers."""
-        for value in (self.weight, self.weight_scale):
-            if fn(torch.empty(0, dtype=value.dtype, device=value.device)).dtype != value.dtype:
-                raise ConfigError("quantised weights keep their dtype: load the model in the one wanted")
-        return super()._apply(fn, recurse)
+
+def check_dtypes_kept(model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+    """Raises `ConfigError` for a change, as of `Module.to`, of the dtype of quantised numbers."""
+    layers = (module for module in model.modules() if isinstance(module, QuantizedLinear))
+    for value in (value for layer in layers for value in (layer.weight, layer.weight_scale)):
+        if fn(torch.empty(0, dtype=value.dtype, device=value.device)).dtype != value.dtype:
+            raise ConfigError("quantised weights keep their dtype: load the model in the one wanted")
 
 
 def multiply_by_expert(x: Tensor, experts: nn.ModuleList, ends: Tensor) -> Tensor:
@@ -213,9 +215,12 @@ def find_problem(method: str, device: torch.device) -> str:
 
 
 def check_quantize(method: str, device: torch.device, config: DenoiserConfig) -> None:
-    """Raises `ConfigError` for a method that does not work on a device, or with the widths of a model."""
+    """Raises `ConfigError` for an unknown method, or one that a device or a model's widths do not allow."""
     if method == "none":
         return
+    if method not in METHODS:
+        nearest = suggest_nearest(str(method), METHODS)
+        raise ConfigError(f"quantize={method} is not one of none, {', '.join(METHODS)}{nearest}")
     if problem := find_problem(method, device):
         works = ", ".join(name for name in METHODS if not find_problem(name, device))
         raise ConfigError(f"model.quantize={method}: {problem}; set one that works here: {works or 'none'}")

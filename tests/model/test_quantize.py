@@ -94,6 +94,67 @@ def test_a_row_does_not_depend_on_its_batch(method, dtype):
     assert layer(x[:0]).shape == (0, 96) and not layer(torch.zeros(2, 64, dtype=dtype)).any()
 
 
+def unswizzle(scales, rows, columns):
+    """Scales (rows, columns) in float32 out of cuBLAS's tiles of 128 x 4."""
+    row, column = torch.arange(rows)[:, None], torch.arange(columns)
+    tile = row // 128 * -(-columns // 4) + column // 4
+    flat = (scales if scales.is_contiguous() else scales.t()).flatten()
+    return flat[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4].float()
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def scaled_mm(a, b, scale_a, scale_b, bias=None, out_dtype=None):
+    """`torch._scaled_mm` with scales of blocks as CUDA computes it, in float32, and what that refuses."""
+    assert a.is_contiguous() and b.t().is_contiguous()
+    assert not any(width % 16 for width in (a.shape[1], *b.shape)), "as in torch's ScaledBlas.cpp"
+    factors = []
+    for numbers, scales in ((a, scale_a), (b.t(), scale_b)):
+        block = 32
+        if numbers.dtype == torch.float4_e2m1fn_x2:  # the first of a pair is in the lower half
+            block, packed = 16, numbers.view(torch.uint8).int()
+            numbers = E2M1[torch.stack((packed & 15, packed >> 4), 2).flatten(1)]
+        rows, columns = len(numbers), numbers.shape[1] // block
+        assert scales.numel() == -(-rows // 128) * -(-columns // 4) * 512
+        factors.append(numbers.float() * unswizzle(scales, rows, columns).repeat_interleave(block, 1))
+    return (factors[0] @ factors[1].t()).to(out_dtype)
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
+@pytest.mark.parametrize("shape", [(256, 128, 40), (160, 64, 5), (32, 96, 130)])
+@pytest.mark.parametrize(("method", "rounding"), [("mxfp8", 1 / 16), ("nvfp4", 1 / 4)])
+def test_what_blackwell_is_given_is_the_product(monkeypatch, method, rounding, shape):
+    """Numbers and layout of scales, read here as cuBLAS does, for rows and blocks of very different size.
+
+    rounding: at most so much of a row's norm is rounded away, of a token's and of a weight's.
+    """
+    monkeypatch.setattr("torchao.prototype.mx_formats.inference_workflow.is_sm_at_least_100", lambda: True)
+    monkeypatch.setattr("torch._scaled_mm", scaled_mm)
+    rows, width, tokens = shape
+    weight, x = random(rows, width, size=0.02), random(tokens, width, seed=1)
+    for value in (weight, x):
+        value *= torch.exp2(random(len(value), width // 16, size=3).round()).repeat_interleave(16, 1)
+    weight[1] *= 1e-4
+    x[:3] *= torch.tensor([[1e-5], [1e5], [0]])
+    layer = QuantizedLinear(weight, None, method)
+    found, expected = layer(x), x.double() @ weight.double().T
+    norms = x.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)
+    assert ((found - expected).abs() <= (2 * rounding + rounding**2) * norms).all()
+    alone = torch.cat([layer(row[None]) for row in x])
+    assert ((alone - found).abs() <= 2**-7 * norms).all()
+
+
+def test_widths_that_torch_refuses_are_refused_before_weights_are_read(monkeypatch):
+    """Rows of NVFP4 with 16 bytes or more: 48 numbers are 24 of them."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr("dlm_rag.model.quantize.find_spec", lambda name: True)
+    config = tiny_denoiser(hidden_size=48, intermediate_size=96, head_dim=32).config
+    check_quantize("nvfp4_weight", torch.device("cuda"), config)
+    with pytest.raises(ConfigError, match="multiples of 32"):
+        check_quantize("nvfp4", torch.device("cuda"), config)
+
+
 def load(folder, **settings):
     return Denoiser.from_pretrained(folder, **settings)
 
@@ -209,6 +270,7 @@ def test_quantised_numbers_are_neither_converted_nor_saved(tmp_path):
         denoiser = load(tmp_path, quantize=method).to(CPU)
         with pytest.raises(ConfigError, match="quantised weights keep their dtype"):
             denoiser.to(torch.bfloat16)
+        assert denoiser.dtype == torch.float32, "nothing is changed by what is refused"
         with pytest.raises(ConfigError, match="quantised weights are not saved"):
             denoiser.save_pretrained(tmp_path / "again")
     denoiser.layers = nn.ModuleList()
@@ -218,6 +280,12 @@ def test_quantised_numbers_are_neither_converted_nor_saved(tmp_path):
 
 def test_the_names_of_the_setting_are_those_of_the_table():
     assert list_choices(ModelConfig.__dataclass_fields__["quantize"]) == ("none", *METHODS)
+
+
+def test_a_name_that_is_no_precision_is_refused_with_the_nearest(tmp_path):
+    tiny_denoiser().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="nearest: 'int8'"):
+        load(tmp_path, quantize="int9")
 
 
 CAPABILITIES = {
