@@ -44,7 +44,7 @@ from dlm_rag.model.match_tensors import (
 )
 from dlm_rag.model.policy_heads import HEADS_FILE, HEADS_PREFIX, save_heads
 from dlm_rag.model.quantize import count_weight_bytes
-from dlm_rag.model.stored_scales import REMEDY, read_stored_scales
+from dlm_rag.model.stored_scales import REMEDY, read_scale_block
 from dlm_rag.progress import report_progress
 
 FINGERPRINT_EXCLUDED_GLOBS = ["training.json", "scores.json", "*.run.json"]  # which our programs write
@@ -203,7 +203,7 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
             raise CheckpointError(f"block_size={block_size} has no effect on {folder}: leave it out")
         raw[BLOCK_SIZE_KEY] = block_size
     try:
-        scales = read_stored_scales(raw)
+        block = read_scale_block(raw)
         config = _read_config(folder, raw, family)
     except ValidationError as error:
         raise CheckpointError(f"{place}: {explain_validation_error(error)[1]}") from None
@@ -214,7 +214,7 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
     if family.list_named_shapes is not None:
         homes = match_tensors_by_name(folder, family.list_named_shapes(raw, place))
     else:
-        homes = match_tensors(folder, config, family, scales)
+        homes = match_tensors(folder, config, family, block)
     if config.rope_scaling is not None:
         problem = f"{place}: rope_scaling={config.rope_scaling!r:.200} gives no rotary positions"
         with translate_failures(CheckpointError, problem):

@@ -13,7 +13,15 @@ from dlm_rag.files.paths import resolve_path_inside
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families.base import Family, NamedShapes, TensorSource
 from dlm_rag.model.layers import list_tensor_shapes
-from dlm_rag.model.stored_scales import REMEDY, STORED_DTYPES, ScaleSource, StoredScales
+from dlm_rag.model.stored_scales import (
+    REMEDY,
+    STORED_DTYPES,
+    SUFFIXES,
+    UNUSED_SUFFIXES,
+    Block,
+    ScaleSource,
+    count_scales,
+)
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
@@ -28,11 +36,11 @@ class _Header(NamedTuple):
 
 
 def match_tensors(
-    folder: Path, config: DenoiserConfig, family: Family, stored: StoredScales | None = None
+    folder: Path, config: DenoiserConfig, family: Family, block: Block | None = None
 ) -> TensorSources:
     """Where every tensor of the denoiser is, after checking names, shapes and types.
 
-    stored: how scales are called where some weights are quantised.
+    block: what shares a scale where some weights are quantised.
     """
     found = _read_headers(folder)
     experts = config.experts.num_experts if config.experts is not None and family.separate_experts else 0
@@ -54,14 +62,13 @@ def match_tensors(
             if part.source_index:  # its other rows are those of other tensors
                 shape = (max(part.source_index[0].stop, *asked.get(part.name, ())[:1], 0), *shape[1:])
             asked[part.name] = shape
-    scales = {name: source for name in asked if (source := _take_scales(folder, found, name, stored))}
+    scales = {name: source for name in asked if (source := _take_scales(folder, found, name, block))}
     paths = {
         name: _take_header(folder, found, (name,), shape, STORED_DTYPES if name in scales else FLOAT_DTYPES)
         for name, shape in asked.items()
     }
-    # Old Llama folders store the rotary frequencies, which follow from the config; where scales of
-    # activations are stored, they are not needed.
-    idle = ("rotary_emb.inv_freq", *[".input_scale"] * (stored is not None))
+    # Old Llama folders store the rotary frequencies, which follow from the config.
+    idle = ("rotary_emb.inv_freq", *UNUSED_SUFFIXES * (block is not None))
     if extra := sorted(name for name in found if not name.endswith(idle)):
         raise CheckpointError(f"{folder} has the tensor {extra[0]}, which does not belong to its config")
     return {
@@ -83,19 +90,20 @@ def match_tensors_by_name(folder: Path, wanted: NamedShapes) -> TensorSources:
 
 
 def _take_scales(
-    folder: Path, found: dict[str, _Header], name: str, stored: StoredScales | None
+    folder: Path, found: dict[str, _Header], name: str, block: Block | None
 ) -> ScaleSource | None:
     """The scales of the tensor `name`, taken out of `found`; None where it has none."""
-    if stored is None or name not in found or f"{name}{stored.suffix}" not in found:
+    own = next((own for suffix in SUFFIXES if (own := name + suffix) in found), None)
+    if block is None or name not in found or own is None:
         return None
-    path, given, _ = found.pop(own := f"{name}{stored.suffix}")
+    path, given, _ = found.pop(own)
     shape = found[name].shape
-    if len(shape) != 2 or prod(given) != stored.count(shape):
+    if len(shape) != 2 or prod(given) != count_scales(shape, block):
         raise CheckpointError(
             f"{path.name} in {folder}: {own} has shape {list(given)}, which does not fit {list(shape)} of "
             f"{name} and the quantization_config"
         )
-    return ScaleSource(path, own, stored.block)
+    return ScaleSource(path, own, block)
 
 
 def _take_header(

@@ -1,15 +1,16 @@
 """Checkpoints whose weights are stored quantised: each is dequantised as it is read, or all are refused.
 
-Read are compressed-tensors in int8 or float8 (`X.weight` with `X.weight_scale`: a scale for a tensor, a
-row, a group of columns or a block) and DeepSeek's float8 blocks (`X.weight_scale_inv`; numbers are
-multiplied by it, too). What a config says of activations does not count: they are not quantised.
+Read are compressed-tensors in int8 or float8 (a scale for a tensor, a row, a group of columns or a block)
+and `fp8` (float8: a scale for a tensor, as AutoFP8 has it, or DeepSeek's blocks). Scales of `X.weight` are
+`X.weight_scale` or `X.weight_scale_inv`: numbers are multiplied by both. What a config says of activations,
+keys and values does not count: they are not quantised.
 """
 
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
@@ -17,19 +18,15 @@ from torch import Tensor
 from dlm_rag.errors import CheckpointError
 
 STORED_DTYPES = ("I8", "F8_E4M3")
+SUFFIXES = ("_scale", "_scale_inv")  # of the name of a weight, where its scales are
+UNUSED_SUFFIXES = (".input_scale", ".k_scale", ".v_scale")  # scales of what is not quantised here
 REMEDY = "take the model's own safetensors, with model.quantize=int8 for less memory"
 Block = tuple[int | None, int | None]  # rows and columns that share a scale; None: all
 
 
-class StoredScales(NamedTuple):
-    """How the scales of quantised weights are called, and what shares one."""
-
-    suffix: str
-    block: Block
-
-    def count(self, shape: tuple[int, ...]) -> int:
-        """The scales of a weight."""
-        return prod(-(-size // (each or size)) for size, each in zip(shape, self.block, strict=True))
+def count_scales(shape: tuple[int, ...], block: Block) -> int:
+    """The scales of a weight (rows, columns)."""
+    return prod(-(-size // (each or size)) for size, each in zip(shape, block, strict=True))
 
 
 @dataclass(frozen=True)
@@ -52,8 +49,10 @@ class ScaleSource:
         return found
 
 
-def read_stored_scales(raw: dict[str, Any]) -> StoredScales | None:
-    """What a config says of quantised weights, which is taken out of it; None: they are not.
+def read_scale_block(raw: dict[str, Any]) -> Block | None:
+    """What shares a scale, by what a config says of quantised weights, which is taken out of it.
+
+    None: they are not quantised.
 
     Raises `CheckpointError` for a format that is not read.
     """
@@ -62,7 +61,7 @@ def read_stored_scales(raw: dict[str, Any]) -> StoredScales | None:
     found: Any = None
     try:
         if said["quant_method"] == "fp8":
-            found = "_scale_inv", said.get("weight_block_size") or (None, None)
+            found = said.get("weight_block_size") or (None, None)
         elif said["quant_method"] == "compressed-tensors" and said.get("format") != "pack-quantized":
             kind, *others = [group["weights"] for group in said["config_groups"].values()]
             if (
@@ -76,10 +75,10 @@ def read_stored_scales(raw: dict[str, Any]) -> StoredScales | None:
                     "group": (1, kind.get("group_size")),
                 }
                 blocks["block"] = kind.get("block_structure")
-                found = "_scale", blocks[kind["strategy"]]
-        suffix, (rows, columns) = found
+                found = blocks[kind["strategy"]]
+        rows, columns = found
         if all(each is None or (type(each) is int and each > 0) for each in (rows, columns)):
-            return StoredScales(suffix, (rows, columns))
+            return rows, columns
     except (AttributeError, LookupError, TypeError, ValueError):  # it is not what these formats say
         pass
     raise CheckpointError(

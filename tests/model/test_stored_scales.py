@@ -40,6 +40,7 @@ FORMATS = {
     ),
     "DeepSeek's blocks": (FP8, FLOAT8, "scale_inv", (16, 32)),
     "DeepSeek's, one": (FP8 | {"weight_block_size": None}, FLOAT8, "scale_inv", (None, None)),
+    "AutoFP8": ({"quant_method": "fp8", "activation_scheme": "static"}, FLOAT8, "scale", (None, None)),
 }  # fmt: skip
 
 
@@ -69,6 +70,8 @@ def store(folder, name):
             stored[key], scales, expected[key] = quantise(value, dtype, block)
             stored[f"{key}_{suffix}"] = scales.flatten() if block == (None, None) else scales
             stored[f"{key.removesuffix('weight')}input_scale"] = torch.ones(1)
+        if key.endswith("k_proj.weight"):
+            stored[key.replace("k_proj.weight", "k_scale")] = torch.ones(1)
     (folder / "model.safetensors").unlink()
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     change(folder, quantization_config=config)
@@ -156,9 +159,13 @@ def test_scales_of_another_shape_or_none_are_refused(tmp_path):
     change(tmp_path, quantization_config=compressed_tensors(strategy="group", group_size=8))
     with pytest.raises(CheckpointError, match=r"has shape \[\d+, 1\], which does not fit \[\d+, 48\] of"):
         open_checkpoint(tmp_path)
-    change(tmp_path, quantization_config=FP8)
-    with pytest.raises(CheckpointError, match="has the type I8, only F64.* model.quantize=int8"):
-        open_checkpoint(tmp_path)
     change(tmp_path, quantization_config=None)
     with pytest.raises(CheckpointError, match="has the type I8, only F64"):
+        open_checkpoint(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    bare = {key: value for key, value in stored.items() if not key.endswith("_scale")}
+    save_file(bare, tmp_path / "model.safetensors")
+    change(tmp_path, quantization_config=compressed_tensors())
+    with pytest.raises(CheckpointError, match="has the type I8, only F64.* model.quantize=int8"):
         open_checkpoint(tmp_path)
