@@ -79,12 +79,10 @@ class PreparedDecoder:
 
         limit_cuda_allocator(self.config.engine, self.device)
         config, engine = self.config, replace(self.config.engine, memory_gib=None)
-        split = engine.tensor_parallel > 1
+        split, quantize = engine.tensor_parallel > 1, config.model.quantize
         if denoiser is None:
             load = load_on_all_ranks if split else load_denoiser
-            denoiser = load(
-                self.checkpoint, self.device, self.dtype, self.attention, self.config.model.quantize
-            )
+            denoiser = load(self.checkpoint, self.device, self.dtype, self.attention, quantize)
         decoder = Decoder(
             denoiser, self.retriever, self.tokenizer, config.decode, self.evidence_layout, engine
         )
@@ -108,11 +106,13 @@ class PreparedDecoder:
         }
         if settings["decode.overlap"] == "pipeline":  # the same tokens
             settings["decode.overlap"] = "none"
+        quantize, ranks = self.config.model.quantize, self.config.engine.tensor_parallel
+        quantize += f" on {ranks} ranks" * (quantize != "none" and ranks > 1)  # each has its own scales
         return settings | {
             "model": self.checkpoint.fingerprint,
             "corpus": self.retriever.fingerprint,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "model.quantize": self.config.model.quantize,
+            "model.quantize": quantize,
             "evidence_layout": self.evidence_layout,
             "block_size": self.checkpoint.config.block_size,
             "engine.compile": self.config.engine.compile,
@@ -219,7 +219,7 @@ def prepare_decoder(
     assert config.model.path is not None, "see fill_in_shipped_files"
     weights = config.model.path, config.model.block_size
     checkpoint = once(lambda: open_checkpoint(*weights), "checkpoint", *weights)
-    decode, shape = resolve_settings(config.decode, checkpoint.config), checkpoint.config
+    decode = resolve_settings(config.decode, checkpoint.config)
     check_policy_heads(decode, read_heads(checkpoint.folder) is not None)
     config, device = replace(config, decode=decode), choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, device)
