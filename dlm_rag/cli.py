@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dlm_rag.errors import ConfigError, RunError, UserError, summarize_error
-from dlm_rag.progress import clear_progress, show_status
+from dlm_rag.progress import show_status
 from dlm_rag.text import normalize_whitespace, replace_control_chars
 
 # What torch says of full memory, of the host and of a device.
@@ -50,7 +50,7 @@ def run_program(main: Callable[[list[str]], None]) -> NoReturn:
         try:
             main(sys.argv[1:])
         finally:
-            clear_progress()
+            show_status()
         sys.stdout.flush()
     except KeyboardInterrupt:
         print_note("interrupted")

@@ -5,22 +5,20 @@
             ...
             advance(len(batch))
 
-`status` is for what cannot say how far it is. All of it goes to standard error, drawn by whoever calls: no
-thread, and no import of rich before there is a bar to be shown.
+`show_status` is for what cannot say how far it is. All of it goes to one line of standard error, drawn by
+whoever calls.
 """
 
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import IO, TypeVar
 
 from dlm_rag.text import replace_control_chars
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -28,7 +26,8 @@ T = TypeVar("T")
 SHOW_AFTER_SECONDS, DRAW_EVERY_SECONDS, LOG_EVERY_SECONDS = 2.0, 0.1, 60.0  # seconds
 ANNOUNCE_FROM_SECONDS = 60.0  # seconds that a build has to take to be announced with its costs
 
-_bars: "Progress | None" = None  # of all tasks that are shown: a terminal has one place for bars
+BAR_CHARS = 20
+_tasks: dict[object, str] = {}  # what is shown of each task under way: a terminal has one line for all
 _status: IO[str] | None = None  # the terminal in which a status line stands
 
 
@@ -63,36 +62,28 @@ def report_progress(
     May be nested. Of the processes of a run only the first draws.
     """
     what, draws, start = replace_control_chars(what), _draws(), perf_counter()
-    count, row = done, None
+    count, task = done, object()
     due = start + (SHOW_AFTER_SECONDS if draws else LOG_EVERY_SECONDS)
 
     def advance(more: float = 1) -> None:  # called in inner loops: it reads the clock, and rarely does more
-        nonlocal count, due, row
-        global _bars
+        nonlocal count, due
         count += more
         if perf_counter() < due:
             return
         how_far = _describe_progress(count, total, unit, count - done, perf_counter() - start)
-        if not draws:
-            log.info("%s: %s", what, how_far)
+        if draws:
+            bar = f"[{'#' * round(BAR_CHARS * min(1, count / total)):{BAR_CHARS}}] " if total else ""
+            _tasks[task] = f"{what} {bar}{how_far}"
+            show_status(" · ".join(_tasks.values()))
         else:
-            if _bars is None:
-                show_status()
-                _bars = _new_bars()
-                _bars.start()
-            if row is None:
-                row = _bars.add_task(what, total=total, how_far="")
-            _bars.update(row, completed=count, how_far=how_far)
-            _bars.refresh()
+            log.info("%s: %s", what, how_far)
         due = perf_counter() + (DRAW_EVERY_SECONDS if draws else LOG_EVERY_SECONDS)
 
     try:
         yield advance
     finally:
-        if _bars is not None and row is not None:
-            _bars.remove_task(row)
-            if not _bars.tasks:
-                clear_progress()
+        if _tasks.pop(task, None):
+            show_status(" · ".join(_tasks.values()))
 
 
 def _describe_progress(count: float, total: float | None, unit: str, new: float, elapsed: float) -> str:
@@ -123,35 +114,11 @@ def show_status(text: str = "") -> None:
         _status.write("\r\x1b[2K")
         _status.flush()
         _status = None
-    if text and _bars is None and _draws():
+    if text and _draws():
         _status = sys.stderr
-        _status.write(text)
+        _status.write(text[: shutil.get_terminal_size().columns - 1])  # a line that is wrapped would stay
         _status.flush()
-
-
-def clear_progress() -> None:
-    """Takes away whatever is drawn, also for tasks that an error has left open: the end of a program."""
-    global _bars
-    show_status()
-    if _bars is not None:
-        bars, _bars = _bars, None
-        bars.stop()
 
 
 def _draws() -> bool:
     return is_drawable(sys.stderr) and os.environ.get("RANK", "0") == "0"
-
-
-def _new_bars() -> "Progress":
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=20),
-        TextColumn("{task.fields[how_far]}", markup=False),
-        console=Console(stderr=True),
-        auto_refresh=False,
-        transient=True,
-        redirect_stdout=False,  # results go there, and it may be a file
-    )

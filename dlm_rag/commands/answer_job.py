@@ -22,7 +22,7 @@ from dlm_rag.commands.prepare_decoder import (
 )
 from dlm_rag.config import Config
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.energy.meter import EnergyReading, open_meter
+from dlm_rag.energy.meter import open_meter
 from dlm_rag.errors import ConfigError
 from dlm_rag.machine import compute_code_digest, describe_machine
 from dlm_rag.page.render import check_page_target
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dlm_rag.config import ModelConfig
     from dlm_rag.decode.answers_file import AnswersFile
     from dlm_rag.decode.decoder import AnyDenoiser, Decoder
+    from dlm_rag.decode.terminal import RunTotals
     from dlm_rag.workers.worker_pool import WorkerPool
 
 Machine = dict[str, str | int]  # as `describe_machine`
@@ -68,10 +69,12 @@ class LocalEngines:
         self.read_energy = meter.stop
         return []
 
-    def stream(self, questions: Sequence[Question]) -> Iterator[Rollout]:
+    def stream(
+        self, questions: Sequence[Question], step: Callable[[Rollout], None] | None = None
+    ) -> Iterator[Rollout]:
         """As `Decoder.stream`."""
         assert self._decoder is not None
-        return self._decoder.stream(questions)
+        return self._decoder.stream(questions, step)
 
     def describe(self) -> str:
         """As `Decoder.describe`."""
@@ -132,6 +135,20 @@ def open_engines(
     torch.set_num_threads(threads)  # the stamp names a worker's
     with pool:
         yield WorkerEngines(pool)
+
+
+@contextmanager
+def count_answers(engines: LocalEngines | WorkerEngines, prepared: PreparedDecoder) -> Iterator[RunTotals]:
+    """Totals of what is answered in the block, which add it; its energy and a line on it at the end."""
+    from dlm_rag.decode.terminal import RunTotals
+
+    tally, start = RunTotals(prepared.tokenizer.end_ids), time.perf_counter()
+    try:
+        yield tally
+    finally:
+        tally.wall_seconds, reading = time.perf_counter() - start, engines.read_energy()
+        tally.energy = tally.energy_record(reading)
+        tally.summary = tally.summary_line(tally.wall_seconds, engines.describe(), reading)
 
 
 def make_decoder_factory(asked: PreparedQuestions) -> CheckedDecoderFactory:
@@ -196,10 +213,7 @@ class AnswerJob(PreparedQuestions):
         self, engines: LocalEngines | WorkerEngines, advance: Callable[[float], None] | None = None
     ) -> None:
         """Answers what remains; advance: called for every answer, instead of a progress bar."""
-        from dlm_rag.decode.terminal import RunTotals
-
-        tally, remaining = RunTotals(self.prepared.tokenizer.end_ids), self.file.remaining(self.questions)
-        reading = EnergyReading(0.0)
+        remaining, tally = self.file.remaining(self.questions), None
         try:
             if remaining:
                 self.file.open_run(self.prepared.stamp(), self.prepared.trace_header())
@@ -210,25 +224,22 @@ class AnswerJob(PreparedQuestions):
                 return
             for machine in engines.open(self):
                 self.file.add_machine(machine)
-            start = time.perf_counter()
-            try:
-                bar = nullcontext(advance) if advance else report_progress("answering", len(remaining))
-                with bar as count_answers:
-                    for rollout in engines.stream(remaining):
-                        self.file.append(rollout)
-                        tally.add(rollout)
-                        count_answers(1)
-            finally:
-                reading = engines.read_energy()
+            bar = nullcontext(advance) if advance else report_progress("answering", len(remaining))
+            with bar as draw, count_answers(engines, self.prepared) as tally:
+                for rollout in engines.stream(remaining):
+                    self.file.append(rollout)
+                    tally.add(rollout)
+                    draw(1)
         except KeyboardInterrupt:
-            print_note(f"{tally.answers} of {len(remaining)} answered; the same command goes on from here")
+            count = tally.answers if tally else 0
+            print_note(f"{count} of {len(remaining)} answered; the same command goes on from here")
             raise
         finally:
-            if tally.answers:
-                self.file.add_energy(tally.energy_record(reading))
+            if tally and tally.answers:
+                self.file.add_energy(tally.energy)
             self.file.close()
         self.failed = tally.failed
-        print_note(tally.summary_line(time.perf_counter() - start, engines.describe(), reading))
+        print_note(tally.summary)
 
 
 def plan_answer_job(

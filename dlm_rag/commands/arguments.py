@@ -11,13 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dlm_rag.cli import CommandParser, parse_int, print_note
-from dlm_rag.config import (
-    CONFIG_FOLDER,
-    Config,
-    dump_config,
-    list_setting_fields,
-    load_config,
-)
+from dlm_rag.config import CONFIG_FOLDER, Config, dump_config, list_setting_fields, load_config
 from dlm_rag.config.fields import get_field_metadata, list_choices
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.hub import SHIPPED_FOLDER
@@ -144,10 +138,8 @@ def _build_parser(description: str, argv: list[str], options: Options, typed: bo
     parser.add_argument("--config", metavar="NAME", help="YAML file, as given or one that ships")
     for name, (default, help_text) in options.items():
         shown = help_text if default in ("", ()) else f"{help_text} ({default})"
-        form: dict[str, Any] = (
-            {"nargs": "+", "metavar": "WORD"} if default == () else {"metavar": name.upper()}
-        )
-        parser.add_argument(f"--{name}", default=default, help=shown, **form)
+        count, metavar = ("+", "WORD") if default == () else (None, name.upper())
+        parser.add_argument(f"--{name}", default=default, help=shown, nargs=count, metavar=metavar)
     return parser
 
 
@@ -167,14 +159,10 @@ def check_read(settings: Sequence[str], reads: Sequence[str]) -> None:
     keys = list_setting_fields()
     for key in (word.partition("=")[0] for word in settings):
         if key in keys and not is_read(key, reads):
-            raise _unread(key, reads)
-
-
-def _unread(key: str, reads: Sequence[str]) -> ConfigError:
-    leaf = key.rpartition(".")[2]
-    others = [each for each in list_setting_fields() if each.endswith(f".{leaf}") and is_read(each, reads)]
-    remedy = f"set {others[0]}" if others and others[0] != key else "leave it out"
-    return ConfigError(f"{key} has no effect here, for this program does not read it: {remedy}")
+            leaf = key.rpartition(".")[2]
+            others = [each for each in keys if each.endswith(f".{leaf}") and is_read(each, reads)]
+            remedy = f"set {others[0]}" if others else "leave it out"
+            raise ConfigError(f"{key} has no effect here, for this program does not read it: {remedy}")
 
 
 def _uses_shipped_reader(config: Config, settings: list[str]) -> bool:
@@ -197,13 +185,11 @@ def is_setting(word: str) -> bool:
 
 def _reject_mistaken_word(word: str) -> None:
     """Raises `ConfigError` for what is rather a setting, a file or a flag than a question."""
-    is_file = False
-    with suppress(OSError, ValueError):  # what cannot be a path is no file
-        is_file = Path(word).is_file()
-    if is_file:
-        raise ConfigError(
-            f"'{word}' is not a question but a file: give it after its flag, as in --questions FILE"
-        )
+    with suppress(OSError):  # too long for a path
+        if Path(word).is_file():
+            raise ConfigError(
+                f"'{word}' is not a question but a file: give it after its flag, as in --questions FILE"
+            )
     bare = word.strip("“”‘’„«»")
     is_one_word = bare.isascii() and not re.search(r"[\s?]", bare)
     if is_one_word or re.match(r"[‐-―−]|\w+\.[\w.]+\s*=", bare):  # a text editor makes one dash of two

@@ -2,29 +2,24 @@
 
     dlm-rag encode --corpus passages.jsonl engine.store=FOLDER
     dlm-rag encode --corpus passages.jsonl engine.store=FOLDER --model DIR_OR_HUB_ID \\
-        model.evidence_layout=independent workers=auto
+        model.evidence_layout=independent
+    torchrun --nproc-per-node 4 -m dlm_rag encode ...      # four processes, on GPUs one on each
 
 What decodes with the same model, precision and engine.store reads them there. Passages that are there are
-skipped, so a run that was stopped goes on when the same command is given again. workers= are processes of
-this machine, each with a model of its own: on GPUs one on each.
+skipped, so a run that was stopped goes on when the same command is given again.
 """
 
-import multiprocessing
-import os
-import signal
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dlm_rag.cli import print_note
 from dlm_rag.commands.arguments import parse_command_line
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_decoder
+from dlm_rag.commands.tensor_parallel import IDLE_MINUTES
 from dlm_rag.config import Config, RetrievalConfig
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.progress import format_bytes, format_duration, report_progress, show_status
@@ -38,11 +33,12 @@ if TYPE_CHECKING:
 READS = (
     "model", "engine", "-engine.memory_gib", "-engine.prefix_cache_gib", "-engine.cpu_offload_gib",
     "-engine.tensor_parallel",
-    "retrieval.corpus", "retrieval.index_dir", "workers",
+    "retrieval.corpus", "retrieval.index_dir",
     "decode", "-decode", "out", "-out",  # as sample: without a model the shipped reader
 )  # fmt: skip
 BATCH_TOKENS = 4096  # of passages that are encoded in one call
-PART_PASSAGES = 128  # that a process takes at a time
+COUNTED = ("encoded", "present", "evicted", "bytes")  # passages, entries of the store
+PART_PASSAGES = 128  # that are encoded before they are counted
 
 
 def main(argv: list[str]) -> None:
@@ -50,21 +46,32 @@ def main(argv: list[str]) -> None:
     config = fill_in_shipped_files(words.config, [])
     if config.engine.store is None:
         raise ConfigError("name the folder that is to be filled: engine.store=FOLDER")
-    if config.workers is not None and config.workers.startswith("ray://"):
-        raise ConfigError("workers= of encode are processes of this machine: give a number, or auto")
+    from dlm_rag.training.distributed import DistributedContext
+
+    processes = DistributedContext.init(IDLE_MINUTES)
+    device = str(processes.local_device(config.model.device))
+    config = replace(config, model=replace(config.model, device=device))
+    if processes.world_size > 1:  # else each would measure the speed of the store, and the others with it
+        config = replace(config, engine=replace(config.engine, store_read="never"))
     encoder = PassageEncoder(config)
-    words.announce_reader()
-    passages, start, found = len(encoder.corpus), time.perf_counter(), Counter[str]()
+    if processes.is_main:
+        words.announce_reader()
+    passages, start = len(encoder.corpus), time.perf_counter()
     parts = [range(n, min(n + PART_PASSAGES, passages)) for n in range(0, passages, PART_PASSAGES)]
+    mine, found = parts[processes.rank :: processes.world_size], Counter(dict.fromkeys(COUNTED, 0))
     try:
-        results = map(encoder.encode_rows, parts) if config.workers is None else _share(encoder, parts)
-        with report_progress("encoding passages", passages) as advance:
-            for counts in results:
-                found.update(counts)
-                advance(counts["encoded"] + counts["present"])
+        with report_progress("encoding passages", sum(map(len, mine))) as advance:
+            for part in mine:
+                found.update(encoder.encode_rows(part))
+                advance(len(part))
     except KeyboardInterrupt:
         print_note(f"{found['encoded']:,} passages encoded; the same command goes on from here")
         raise
+    sums = processes.all_reduce_sum([found[name] for name in COUNTED])
+    processes.destroy()
+    if not processes.is_main:
+        return
+    found = Counter({name: int(value) for name, value in zip(COUNTED, sums, strict=True)})
     left = f", {found['evicted']:,} had to leave (engine.store_gib)" if found["evicted"] else ""
     print_note(
         f"{found['encoded']:,} passages encoded, {found['present']:,} there already{left}, "
@@ -114,12 +121,10 @@ class PassageEncoder:
         store.flush()
         if store.is_full:
             raise RunError(f"{store.folder} takes no more entries; with more room the same command goes on")
-        return {
-            "encoded": len(lacking),
-            "present": len(passages) - len(lacking),
-            "evicted": store.stats.evicted_entries - before.evicted_entries,
-            "bytes": store.stats.written_bytes - before.written_bytes,
-        }
+        evicted = store.stats.evicted_entries - before.evicted_entries
+        written = store.stats.written_bytes - before.written_bytes
+        counts = len(lacking), len(passages) - len(lacking), evicted, written
+        return dict(zip(COUNTED, counts, strict=True))
 
     @cached_property
     def _store(self) -> "tuple[EvidenceStore, Denoiser]":
@@ -149,51 +154,3 @@ class PassageEncoder:
         laid = lay_out_prompt(prompt, self.prepared.checkpoint.config, self._room.layout)
         segments = (*laid.context_segments, *laid.later_segments)
         return next(segment for segment in segments if segment.ids == prompt.facts[0])
-
-
-def _share(encoder: PassageEncoder, parts: Sequence[range]) -> Iterator[dict[str, int]]:
-    """Encodes in processes, which take the next part when they have done one. Raises `RunError`."""
-    from dlm_rag.workers.placement import describe_local_node, plan_workers
-
-    made, config, spawn = encoder.prepared, encoder.config, multiprocessing.get_context("spawn")
-    place = plan_workers(
-        str(config.workers), [describe_local_node(made.device)], made.device, made.weight_bytes
-    )
-    os.environ["OMP_NUM_THREADS"] = str(place.threads_per_worker)  # read when torch loads
-    # Else each would measure the speed of the store, and the others with it.
-    config = replace(config, engine=replace(config.engine, store_read="never"))
-    start = (config, spawn.Value("i", 0), place.gpus_per_worker)
-    with ProcessPoolExecutor(place.num_workers, spawn, _start_worker, start) as pool:
-        try:
-            for done in as_completed([pool.submit(_encode_part, part) for part in parts]):
-                yield done.result()
-        except BrokenProcessPool:
-            raise RunError("a worker died: the same command goes on with what is left") from None
-        finally:
-            pool.shutdown(cancel_futures=True)  # what is under way is finished
-
-
-def _start_worker(config: Config, started: Any, gpus: int) -> None:
-    global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process takes it
-    threading.Thread(target=_end_with_first_process, daemon=True).start()
-    os.environ["RANK"] = "1"  # which draws nothing
-    with started.get_lock():
-        number, started.value = started.value, started.value + 1
-    if gpus:
-        config = replace(config, model=replace(config.model, device=f"cuda:{number}"))
-    _encoder = PassageEncoder(config)
-
-
-def _end_with_first_process() -> None:
-    first = multiprocessing.parent_process()
-    assert first is not None
-    first.join()
-    os._exit(1)  # it was killed: nobody hands out parts any more
-
-
-def _encode_part(rows: range) -> dict[str, int]:
-    return _encoder.encode_rows(rows)
-
-
-_encoder: PassageEncoder  # of a worker process

@@ -97,11 +97,10 @@ class PreparedDecoder:
 
     def answers_depend_on(self) -> dict[str, Any]:
         """All that can change an answer; batch size, device and names of files and hosts cannot."""
-        sections = {"retrieval": self.config.retrieval, "decode": self.config.decode}
         settings = {
             f"{section}.{key}": value
-            for section, holder in sections.items()
-            for key, value in asdict(holder).items()
+            for section in ("retrieval", "decode")
+            for key, value in asdict(getattr(self.config, section)).items()
             if key not in FREE_SETTINGS
         }
         if settings["decode.overlap"] == "pipeline":  # the same tokens
@@ -121,10 +120,11 @@ class PreparedDecoder:
 
     def trace_header(self) -> TraceHeader:
         """What the questions of a trace of this job have in common."""
-        found = {"model": self.checkpoint.fingerprint, "corpus": self.retriever.fingerprint}
-        config, shape, top_k = self.config, self.checkpoint.config, self.config.retrieval.top_k
-        layout = self.evidence_layout
-        return build_trace_header(shape, self.tokenizer, layout, config.decode, top_k=top_k, **found)
+        return build_trace_header(
+            self.checkpoint.config, self.tokenizer, self.evidence_layout, self.config.decode,
+            top_k=self.config.retrieval.top_k, model=self.checkpoint.fingerprint,
+            corpus=self.retriever.fingerprint,
+        )  # fmt: skip
 
     def stamp(self) -> dict[str, Any]:
         """What a result must carry to be understood later: code, settings, versions, machine."""
@@ -208,9 +208,11 @@ def prepare_decoder(
     find = open_search_source(config.retrieval, once)
     show_status("checking the model")
     from dlm_rag.decode.resolve_settings import resolve_settings
+    from dlm_rag.decode.uniform_noise import check_uniform_settings
     from dlm_rag.diffusion.commit_rules import check_policy_heads
     from dlm_rag.evidence.evidence_store import check_store
     from dlm_rag.evidence.prompt_segments import check_finished_blocks, check_kept_evidence
+    from dlm_rag.model.attention import choose_backend
     from dlm_rag.model.checkpoint import open_checkpoint
     from dlm_rag.model.policy_heads import read_heads
     from dlm_rag.model.quantize import check_quantize
@@ -223,7 +225,10 @@ def prepare_decoder(
     check_policy_heads(decode, read_heads(checkpoint.folder) is not None)
     config, device = replace(config, decode=decode), choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, device)
-    attention = _choose_attention(config, checkpoint, device, dtype)
+    if checkpoint.config.noise is None:
+        attention = choose_backend(config.model.attn_implementation, device, dtype)
+    else:
+        attention = check_uniform_settings(config.model, config.engine)
     whole, ranks = checkpoint, config.engine.tensor_parallel
     checkpoint = once(lambda: split_checkpoint(whole, 0, ranks), "rank", ranks, *weights)
     shape = checkpoint.config
@@ -247,17 +252,6 @@ def prepare_decoder(
     if config.engine.memory_gib is None:
         return prepared
     return replace(prepared, budget=_plan_budget(prepared, found, room, longest, len(questions)))
-
-
-def _choose_attention(
-    config: Config, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
-) -> str:
-    from dlm_rag.decode.uniform_noise import check_uniform_settings
-    from dlm_rag.model.attention import choose_backend
-
-    if checkpoint.config.noise is not None:
-        return check_uniform_settings(config.model, config.engine)
-    return choose_backend(config.model.attn_implementation, device, dtype)
 
 
 def _measure_longest_prompt(questions: list[Question], tokenizer: Tokenizer, room: ContextBudget) -> int:

@@ -16,15 +16,21 @@ In a checkout `python sample.py` is the same program.
 
 import re
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlm_rag.cli import print_note
-from dlm_rag.commands.answer_job import check_output_files, open_engines, plan_answer_job
+from dlm_rag.commands.answer_job import (
+    LocalEngines,
+    PreparedQuestions,
+    check_output_files,
+    count_answers,
+    open_engines,
+    plan_answer_job,
+)
 from dlm_rag.commands.arguments import ANSWER_SETTINGS, CommandLine, parse_command_line
 from dlm_rag.commands.prepare_decoder import (
     SHIPPED_FOLDER,
@@ -36,6 +42,9 @@ from dlm_rag.commands.tensor_parallel import run_on_ranks
 from dlm_rag.errors import ConfigError
 from dlm_rag.page.render import TraceRun, read_trace_runs, write_page
 from dlm_rag.progress import show_status
+from dlm_rag.questions import select_questions
+
+SHOWN_QUESTIONS = 8  # of those that ship, where nobody asks any
 
 if TYPE_CHECKING:
     from dlm_rag.config import Config
@@ -63,7 +72,7 @@ def answer_questions(words: CommandLine) -> None:
         )
     show_status("loading torch")
     if not (words.config.questions or words.questions or config.limit or config.quick):
-        questions = select_few_per_hop(questions)
+        questions = select_questions(questions, replace(config, limit=SHOWN_QUESTIONS))
     if config.out is not None:
         job = plan_answer_job(config, questions)
         words.announce_reader()
@@ -89,17 +98,6 @@ def asks_beyond_shipped_world(given: "Config", questions: "list[Question]") -> b
     return any(not known.issuperset(re.findall(r"(?<=\s)[A-Z]\w+", q.question)) for q in questions)
 
 
-def select_few_per_hop(questions: "list[Question]", each: int = 2) -> "list[Question]":
-    """The first questions of every number of hops."""
-    seen: Counter[int | None] = Counter()
-    kept = []
-    for question in questions:
-        seen[question.hops] += 1
-        if seen[question.hops] <= each:
-            kept.append(question)
-    return kept
-
-
 def decode_to_screen(
     config: "Config", questions: "list[Question]", ready: Callable[[], None] = lambda: None
 ) -> int:
@@ -115,24 +113,21 @@ def decode_to_screen(
     from rich.console import Console
 
     from dlm_rag.decode.answers_file import write_json_line
-    from dlm_rag.decode.terminal import LiveView, RunTotals
+    from dlm_rag.decode.terminal import LiveView
     from dlm_rag.decode.trace_file import TraceWriter
-    from dlm_rag.energy.meter import open_meter
 
-    decoder = prepared.load()
+    engines, console = LocalEngines(), Console()
+    engines.open(PreparedQuestions(config, questions, prepared))
     show_status("taking the first step")
-    tally, console = RunTotals(decoder.tokenizer.end_ids), Console()
-    meter = open_meter(config.energy, decoder.denoiser.device)
     shown: list[Rollout] = []
     try:
         with ExitStack() as stack:
             trace = TraceWriter(Path(config.trace), prepared.trace_header()) if config.trace else None
             if trace:
                 stack.callback(trace.file.close)
-            stack.enter_context(meter)
-            start = time.perf_counter()
+            tally = stack.enter_context(count_answers(engines, prepared))
             view = stack.enter_context(LiveView(console)) if console.is_terminal else None
-            for rollout in decoder.stream(questions, view.step if view else None):
+            for rollout in engines.stream(questions, view.step if view else None):
                 tally.add(rollout)
                 if trace:
                     trace.write(rollout)
@@ -151,11 +146,10 @@ def decode_to_screen(
     finally:
         if config.html and shown:
             write_run_page(config.html, [TraceRun("", prepared.trace_header(), shown)])
-    figures = tally.summary_line(time.perf_counter() - start, decoder.describe(), meter.reading)
     if view:
-        console.print(figures, markup=False, highlight=False)
+        console.print(tally.summary, markup=False, highlight=False)
     else:
-        print_note(figures)
+        print_note(tally.summary)
     return tally.failed
 
 

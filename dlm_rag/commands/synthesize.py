@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dlm_rag.cli import print_note
-from dlm_rag.commands.answer_job import PreparedQuestions, open_engines
+from dlm_rag.commands.answer_job import PreparedQuestions, count_answers, open_engines
 from dlm_rag.commands.arguments import ANSWER_SETTINGS, check_read, parse_command_line
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, gather_questions, prepare_decoder
 from dlm_rag.errors import ConfigError, CorpusError
@@ -180,21 +180,16 @@ def decode_rollouts(
     asked: PreparedQuestions, questions: list[Question], source: "TraceRowGenerator"
 ) -> "Iterator[Rollout]":
     """Finished rollouts as they come, then a line on their time and energy, which `source` gets too."""
-    from dlm_rag.decode.terminal import RunTotals
-
-    tally = RunTotals(asked.prepared.tokenizer.end_ids)
     with open_engines(asked.config.workers, [asked.prepared]) as engines:
         engines.open(asked)
-        start = time.perf_counter()
         try:
-            for rollout in engines.stream(questions):
-                tally.add(rollout)
-                yield rollout
+            with count_answers(engines, asked.prepared) as tally:
+                for rollout in engines.stream(questions):
+                    tally.add(rollout)
+                    yield rollout
         finally:
-            seconds, reading = time.perf_counter() - start, engines.read_energy()
-            source.energy = tally.energy_record(reading)
-            summary = tally.summary_line(seconds, engines.describe(), reading)
-            print_note(f"{tally.text_tokens / seconds:,.1f} tokens/s · {summary}")
+            source.energy = tally.energy
+            print_note(f"{tally.text_tokens / tally.wall_seconds:,.1f} tokens/s · {tally.summary}")
 
 
 def digest_questions(questions: list[Question]) -> str:

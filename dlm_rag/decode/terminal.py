@@ -154,6 +154,9 @@ class RunTotals:
         self._end_ids = end_ids
         self.answers = self.forwards = self.tokens = self.failed = 0
         self.text_tokens = 0  # before the end
+        # Of all, once it has ended.
+        self.wall_seconds, self.summary = 0.0, ""
+        self.energy: dict[str, Any] | None = None
         self.seconds: Counter[str] = Counter()
 
     def add(self, rollout: Rollout) -> None:

@@ -263,7 +263,7 @@ CASES = [
         ("engine.store=FOLDER",),
         ("engine.store=corpus.jsonl cannot be a folder", "engine.store=corpus.jsonl"),
         ("holds no passage of 25 kB", "engine.store=s engine.store_gib=2e-5"),
-        ("processes of this machine", "engine.store=s workers=ray://host:10001"),
+        ("workers has no effect here", "engine.store=s workers=2"),
         ("decode.seed has no effect here", "engine.store=s decode.seed=1"),
         ("engine.store_gib=1.0 has no effect without engine.store", "engine.store_gib=1"),
     ),

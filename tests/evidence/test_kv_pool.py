@@ -254,7 +254,7 @@ def test_what_a_decoder_kept_is_free_before_it_asks_how_much_is(monkeypatch):
 class DecoderOfNothing:
     denoiser = None
 
-    def stream(self, questions):
+    def stream(self, questions, step=None):
         return iter(questions)
 
     def describe(self):
