@@ -27,7 +27,9 @@ from dlm_rag.model.tensor_parallel import (
     split_checkpoint,
     split_config,
 )
-from tests.golden.tiny_checkpoints import write_checkpoint
+from tests.golden.tiny_checkpoints import CONFIGS, write_checkpoint
+from tests.model.test_families import PUBLIC, write_public
+from tests.support import golden_traces
 from tests.support.decoding import QUESTIONS, rollout_records
 from tests.support.passages import PASSAGES, write_jsonl_file
 from tests.support.paths import ROOT, SHARED
@@ -49,12 +51,12 @@ def slice_of(name, value, rank, size):
     return value.chunk(size, -1)[rank] if re.search(r"\b(o|down)_proj", name) else value
 
 
-@pytest.mark.parametrize("family", ["sdar_moe", "llada2", "fast-dllm-v2", 4, 8])
+@pytest.mark.parametrize("family", [*sorted({*CONFIGS, *PUBLIC}), 4, 8])
 def test_each_rank_reads_its_slices(tmp_path, family):
     """Of public checkpoints on two ranks, of our own with stacked experts on more."""
     size = 2 if isinstance(family, str) else family
     if isinstance(family, str):
-        write_checkpoint(family, tmp_path)
+        write_checkpoint(family, tmp_path) if family in CONFIGS else write_public(tmp_path, family)
     else:
         heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "qkv_bias": True}
         tiny_denoiser(experts=EXPERTS, **heads).save_pretrained(tmp_path)
@@ -185,7 +187,7 @@ def test_two_processes_decode_as_one(tmp_path):
     store = found["store"]
     assert store["filled"]["read"] == 0 < store["read"]["read"] and store["read"]["encoded"] == 0
     assert store["damaged"]["read"] == 0 < store["damaged"]["encoded"], "what one rank lacks, none reads"
-    assert len(found["golden"]) >= 18 + 2 * len(golden)
+    assert len(found["golden"]) >= 18 + len(golden_traces.TRACES) * len(golden)
     (said,) = found["what does not fit"]
     assert "raise engine.prefix_cache_gib" in said
     assert (tmp_path / "rank-0").read_text() == (tmp_path / "rank-1").read_text(), "to the bit"

@@ -126,7 +126,7 @@ def compare_golden(folder, golden):
             (place := folder / f"golden {name}").mkdir()
             test_block_golden.test_every_step_is_the_public_one(place, corpus, name, 8, None)
             checked.append(name)
-        for name in ("sardi", "llada") if golden else ():
+        for name in golden_traces.TRACES if golden else ():
             golden_traces.check_trace(golden, name)
             checked.append(name)
     return checked
