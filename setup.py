@@ -47,6 +47,7 @@ setup(
         "matplotlib>=3.9,<4",
         "einops>=0.8,<1",
         "filelock>=3.13,<5",
+        "joblib>=1.4,<2",
         "httpx2>=2.12,<3",
         "pydantic>=2.11,<3",
         "pyyaml>=6,<7",

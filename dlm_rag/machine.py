@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import platform
 import re
@@ -90,24 +89,6 @@ def get_device_memory_bytes(device: torch.device) -> float:
 
         return float(torch.cuda.get_device_properties(device).total_memory)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-def count_usable_cores() -> int:
-    """Cores that this process may keep busy: by its affinity, and by the quota of its container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min(cores, _read_cgroup_cpu_quota())))
-
-
-def _read_cgroup_cpu_quota(root: Path = Path("/")) -> float:
-    """Cores' worth of time of the tightest control group around this process; version 2, or version 1."""
-    groups = root / "sys/fs/cgroup"
-    own = re.search(r"^0::/(.*)$", _read_text_or_empty(root / "proc/self/cgroup"), re.M)
-    inner = groups / (own[1] if own else "")
-    folders = [path for path in (inner, *inner.parents) if path.is_relative_to(groups)]
-    limits = [_read_text_or_empty(path / "cpu.max") for path in folders]
-    parts = [_read_text_or_empty(groups / f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]
-    quotas = [re.fullmatch(r"\s*(\d+)\s+(\d+)\s*", limit) for limit in (*limits, " ".join(parts))]
-    return min((int(found[1]) / int(found[2]) for found in quotas if found), default=math.inf)
 
 
 def _read_text_or_empty(path: Path) -> str:

@@ -20,6 +20,8 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import NamedTuple
 
+from joblib import cpu_count
+
 from dlm_rag import __version__
 from dlm_rag.commands.arguments import parse_command_line
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_decoder
@@ -29,7 +31,6 @@ from dlm_rag.files.paths import get_cache_folder
 from dlm_rag.machine import (
     choose_device,
     choose_dtype,
-    count_usable_cores,
     get_code_commit,
     read_host_memory,
 )
@@ -170,7 +171,7 @@ def check_quantization(config: Config) -> Iterator[Finding]:
 def check_cores_and_memory(_: Config) -> Iterator[Finding]:
     import torch
 
-    cores, threads, memory = count_usable_cores(), torch.get_num_threads(), read_host_memory()
+    cores, threads, memory = cpu_count(), torch.get_num_threads(), read_host_memory()
     remedy = f"export OMP_NUM_THREADS={cores}" if threads > cores else ""
     yield Finding("cores", HINT if remedy else OK, f"{cores}, and torch uses {threads} threads", remedy)
     if memory:

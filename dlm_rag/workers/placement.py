@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
+from joblib import cpu_count
+
 from dlm_rag.errors import ConfigError
-from dlm_rag.machine import count_usable_cores, get_device_memory_bytes, read_host_memory
+from dlm_rag.machine import get_device_memory_bytes, read_host_memory
 from dlm_rag.progress import format_bytes
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ def describe_local_node(device: torch.device) -> dict[str, float]:
     import torch
 
     memory = read_host_memory().get("available") or get_device_memory_bytes(torch.device("cpu"))
-    node = {"CPU": count_usable_cores(), "memory": memory}
+    node = {"CPU": cpu_count(), "memory": memory}
     return node | ({"GPU": torch.cuda.device_count()} if device.type == "cuda" else {})
 
 

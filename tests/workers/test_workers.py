@@ -84,28 +84,6 @@ def test_every_question_is_answered_or_given_up_once_whoever_dies(data):
     assert given_up == {name for name, count in pool.deaths.items() if count == MAX_DEATHS}
 
 
-def test_cores_are_those_of_the_affinity_and_of_every_control_group_around(tmp_path, monkeypatch):
-    groups, own = tmp_path / "sys/fs/cgroup", tmp_path / "proc/self/cgroup"
-    (groups / "a/b").mkdir(parents=True)
-    own.parent.mkdir(parents=True)
-    assert machine._read_cgroup_cpu_quota(tmp_path) == float("inf")
-    (groups / "cpu.max").write_text("max 100000\n")
-    own.write_text("0::/a/b\n")
-    assert machine._read_cgroup_cpu_quota(tmp_path) == float("inf")
-    (groups / "a/cpu.max").write_text("350000 100000\n")
-    (groups / "a/b/cpu.max").write_text("800000 100000\n")
-    assert machine._read_cgroup_cpu_quota(tmp_path) == 3.5
-    own.write_text("")  # version 1
-    (groups / "cpu").mkdir()
-    (groups / "cpu/cpu.cfs_quota_us").write_text("150000\n")
-    (groups / "cpu/cpu.cfs_period_us").write_text("100000\n")
-    assert machine._read_cgroup_cpu_quota(tmp_path) == 1.5
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
-    for quota, cores in ((float("inf"), 8), (3.5, 3), (0.2, 1)):
-        monkeypatch.setattr(machine, "_read_cgroup_cpu_quota", lambda quota=quota: quota)
-        assert machine.count_usable_cores() == cores
-
-
 @pytest.mark.parametrize(("system", "counted"), [("linux", 3 * 2**20), ("darwin", 3 * 2**30)])
 def test_peak_memory_is_in_bytes_whatever_the_system_counts(monkeypatch, system, counted):
     monkeypatch.setattr("resource.getrusage", lambda _: SimpleNamespace(ru_maxrss=counted))
@@ -136,7 +114,7 @@ GPU = torch.device("cuda")
 def test_workers_share_the_cores_and_the_memory_of_this_machine(
     monkeypatch, workers, device, weights, placement
 ):
-    monkeypatch.setattr("dlm_rag.workers.placement.count_usable_cores", lambda: 8)
+    monkeypatch.setattr("dlm_rag.workers.placement.cpu_count", lambda: 8)
     monkeypatch.setattr("dlm_rag.workers.placement.read_host_memory", lambda: {"available": 32 * 10**9})
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
