@@ -26,7 +26,6 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from dlm_rag.config.renamed import explain_old_value
 from dlm_rag.errors import ConfigError, suggest_nearest
 
 MAX_SHOWN_CHARS = 60  # characters of a value
@@ -126,8 +125,6 @@ def explain_validation_error(error: ValidationError) -> tuple[str, str, str]:
     key, cause = ".".join(map(str, first["loc"])), first.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):  # of several fields together
         return key, str(cause), first["type"]
-    if reason := explain_old_value(key.rpartition(".")[2], first["input"]):
-        return key, f"{key}={first['input']} {reason}", first["type"]
     reason = str(cause or first["msg"]).replace("Input should", "must").replace("String should", "must")
     return key, f"{key}={shorten_value(first['input'])} {reason}", first["type"]
 

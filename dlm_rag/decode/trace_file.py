@@ -272,7 +272,7 @@ def _entries(path: Path, kind: type[Line]) -> Iterator[tuple[str, TraceHeader | 
             )
         none = f"{place}: this is no line of a trace"
         if not number and "trace" in record:
-            header = validate_json_value(TraceHeader, upgrade_settings(record), none, TraceError)
+            header = validate_json_value(TraceHeader, record, none, TraceError)
             yield place, replace(header, settings=upgrade_settings(header.settings, "decode"))
         elif "passage" in record:
             yield place, validate_json_value(PassageText, record, none, TraceError)

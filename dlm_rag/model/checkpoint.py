@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dlm_rag.config.fields import explain_validation_error
-from dlm_rag.config.renamed import upgrade_checkpoint
 from dlm_rag.errors import CheckpointError, suggest_nearest, translate_failures
 from dlm_rag.files.digest import digest_file
 from dlm_rag.files.hub import (
@@ -189,7 +188,7 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
         if next(folder.glob("*.gguf"), None) is not None:
             hint = f"; GGUF is not read: {REMEDY}"
         raise CheckpointError(f"{folder} has no config.json{hint}")
-    raw = upgrade_checkpoint(read_checkpoint_json(place))
+    raw = read_checkpoint_json(place)
     if raw.get("model_type") is None:
         raise CheckpointError(f"{place}: the key 'model_type' is missing")
     kind = get_family_name(raw)

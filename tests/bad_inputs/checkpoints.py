@@ -133,13 +133,7 @@ CASES = [
             ("must hold texts", {"prompt": {"head": 3}}),
             ("block_length=eight must be", {"block_length": "eight"}),
             ("block_grid=middle must be 'prompt' or 'canvas'", {"block_grid": "middle"}),
-            *(
-                (f"finished_block_context={value} was removed: finished blocks", {key: value})
-                for key, value in (
-                    ("finished_block_context", "append"), ("finished_block_context", "frozen"),
-                    ("finished_blocks", "kept"),
-                )
-            ),
+            ("finished_block_context=append", {"finished_block_context": "append"}),
             ("noise={'steps': 4} is not supported", {"noise": {"steps": 4}}),
             ("experts.num_experts_per_tok", {"experts": {"num_experts": 8}}),
             ("experts.number=8 Unexpected", {"experts": {"number": 8}}),

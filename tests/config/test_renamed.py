@@ -8,7 +8,6 @@ import yaml
 
 from dlm_rag.config import dump_config, list_setting_fields, load_config
 from dlm_rag.config import renamed as table
-from dlm_rag.config.fields import list_choices
 from dlm_rag.config.renamed import upgrade_settings
 from dlm_rag.decode.trace_file import read_trace, read_trace_header
 from dlm_rag.errors import ConfigError
@@ -23,12 +22,6 @@ KEYS = [
     for old, new in names.items()
     if " " not in new
 ]
-VALUES = [
-    (name, old, new)
-    for name, values in table._RENAMED_VALUES.items()
-    for old, new in values.items()
-    if " " not in new
-]
 REMOVED = [
     (f"{section}.{old}", reason)
     for section, names in table._RENAMED.items()
@@ -40,9 +33,6 @@ REMOVED = [
 def test_every_new_name_is_a_setting_and_no_old_one_is():
     known = list_setting_fields()
     assert {new for _, new in KEYS} <= set(known) and not {old for old, _ in KEYS} & set(known)
-    for name, old, new in VALUES:
-        (choices,) = {list_choices(item) for key, item in known.items() if key.endswith(f".{name}")}
-        assert new in choices and old not in choices
 
 
 @pytest.mark.parametrize(("old", "new"), KEYS)
@@ -53,16 +43,9 @@ def test_an_old_key_is_answered_with_the_new_one(old, new, tmp_path):
     (tmp_path / "old.yaml").write_text(yaml.safe_dump({section: {leaf: 1}} if section else {leaf: 1}))
     with pytest.raises(ConfigError, match=f"{new}\\b"):
         load_config(str(tmp_path / "old.yaml"))
-    if section == "train" and leaf not in ("layers", "vocabulary", "learn"):
+    if section == "train" and leaf != "vocabulary":
         with pytest.raises(ConfigError, match=new.replace("train.", "train.phases.a.")):
             load_config(None, [f"train.phases.a.{leaf}=1"])
-
-
-@pytest.mark.parametrize(("name", "old", "new"), VALUES)
-def test_an_old_value_is_answered_with_the_new_one(name, old, new):
-    (key,) = [key for key in list_setting_fields() if key.endswith(f".{name}")]
-    with pytest.raises(ConfigError, match=f"{name}={new}"):
-        load_config(None, [f"{key}={old}"])
 
 
 WORDS = [
@@ -79,7 +62,6 @@ WORDS = [
 def with_old_names(tree: dict) -> dict:
     """A tree of settings as versions before the table wrote it."""
     back = {name: {new: old for old, new in names.items()} for name, names in table._RENAMED.items()}
-    values = {name: {new: old for old, new in of.items()} for name, of in table._RENAMED_VALUES.items()}
 
     def renamed(section: str, settings: dict) -> dict:
         found = {}
@@ -87,9 +69,7 @@ def with_old_names(tree: dict) -> dict:
             if section == "train" and name == "phases":
                 value = {phase: renamed("train", own) for phase, own in value.items()}
             old = back.get(section, {}).get(name, name)
-            found[old] = values.get(name, {}).get(value, value) if isinstance(value, str) else value
-        for name in ("prompts_per_step", "num_generations") if section == "train" else ():
-            found.pop(name, None)
+            found[old] = value
         return found
 
     sections = {name: renamed(name, own) for name, own in tree.items() if isinstance(own, dict)}
@@ -111,7 +91,6 @@ def test_a_trace_that_an_older_version_wrote_is_the_same_trace(tmp_path):
     rollouts = [make_rollout_with(), replace(make_rollout_with(settings=own), id="q2")]
     new = write_rollouts(tmp_path / "new.jsonl", HEADER, rollouts)
     header, *lines = map(json.loads, new.read_text().splitlines())
-    header["attention_block"] = header.pop("block_size")
     for line in (header, *(line for line in lines if "settings" in line)):
         line["settings"] = with_old_names({"decode": line["settings"]})["decode"]
     old = write_jsonl_file(tmp_path / "old.jsonl", [header, *lines])
@@ -131,20 +110,8 @@ def test_a_run_that_an_older_version_began_goes_on(objective):
             section, _, name = key.partition(".")
             tree.setdefault(section, {})[name] = value
         old = with_old_names(tree)
-        if objective == "rl":  # which one pair of names was for, too
-            old["train"] |= {"groups": phase.prompts_per_step, "rows": phase.num_generations}
         flat = {f"{section}.{name}": value for section, own in old.items() for name, value in own.items()}
         assert {key: upgrade_settings(flat)[key] for key in held} == held
-
-
-@pytest.mark.parametrize("value", ["append", "frozen", "kept"])
-def test_a_removed_value_is_answered_with_a_remedy(value, tmp_path):
-    says = f"decode.finished_block_context={value} was removed: .*: set it to recompute"
-    with pytest.raises(ConfigError, match=says):
-        load_config(None, [f"decode.finished_block_context={value}"])
-    (tmp_path / "stored.yaml").write_text(f"decode: {{finished_blocks: {value}}}")
-    with pytest.raises(ConfigError, match=says):
-        load_config(str(tmp_path / "stored.yaml"), stored=True)
 
 
 @pytest.mark.parametrize(("key", "reason"), REMOVED)
