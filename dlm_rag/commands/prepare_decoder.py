@@ -87,7 +87,7 @@ class PreparedDecoder:
             denoiser, self.retriever, self.tokenizer, config.decode, self.evidence_layout, engine
         )
         decoder.record_provisional = config.record_provisional or config.html is not None
-        if split:
+        if split and self.budget is not None:
             assert isinstance(denoiser, Denoiser)
             mask_id, budget = self.tokenizer.mask_id, self.budget
             decoder.model_runner = LeadingModelRunner(denoiser, mask_id, config.engine, budget)

@@ -11,13 +11,13 @@ from dlm_rag.config.fields import (
     setting,
     settings_dataclass,
 )
-from dlm_rag.config.inference import MASKED, UNIFORM
 from dlm_rag.config.renamed import explain_old_key
 from dlm_rag.errors import ConfigError, suggest_nearest
 
 # What settings need, as `only_with` says it.
 SFT, RL, PRETRAIN, ADAPT = ({"train.objective": (name,)} for name in ("sft", "rl", "pretrain", "adapt"))
 ANSWERING, READING = {"train.objective": ("sft", "rl")}, {"train.objective": ("pretrain", "adapt")}
+MASKED, UNIFORM = {"noise": ("mask",)}, {"noise": ("uniform",)}
 RL_OF_DENOISER = RL | {"train.trainable": (None, "all", "lora")}
 TRACES, CORPUS, WRITER = ({"synthesis.method": (name,)} for name in ("traces", "corpus", "writer"))
 NEW_MODEL = {"model.path": (None,)}
@@ -147,6 +147,8 @@ class TrainConfig(CheckedSettings):
     single (one process)"""
     context_parallel: int = setting(1, low=1, only_with=PRETRAIN | MASKED)
     """pretrain: number of processes that share each sequence, for very long ones"""
+    tensor_parallel: int = setting(1, low=1, high=1024, only_with=MASKED)
+    """number of processes that one model is split over; parallel says how others share each part"""
     # Training on worlds.
     pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT | MASKED)
     """weight of the pointer loss; unset: 0.3 for a new model, 0 for a checkpoint"""

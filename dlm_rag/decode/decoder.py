@@ -28,6 +28,7 @@ from dlm_rag.decode.resolve_settings import resolve_settings
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.row import Canvas, Row, Ticket
 from dlm_rag.decode.steps import NO_SEARCH, DenoiseStep, PendingSearch, RetrievalStep
+from dlm_rag.decode.tensor_parallel import LeadingModelRunner
 from dlm_rag.decode.uniform_noise import UniformModelRunner, UniformNoiseCanvas, uniform_tokens
 from dlm_rag.diffusion.commit_rules import check_policy_heads
 from dlm_rag.errors import ConfigError
@@ -83,9 +84,8 @@ class Decoder:
         if not isinstance(denoiser, Denoiser):
             self.model_runner = UniformModelRunner(denoiser)
             return
-        if self._engine.compile:
-            denoiser.compile_layers()
-        self.model_runner = MaskedModelRunner(denoiser, tokenizer.mask_id, self._engine)
+        runner = MaskedModelRunner if denoiser.tensor_parallel is None else LeadingModelRunner
+        self.model_runner = runner(denoiser, tokenizer.mask_id, self._engine)
 
     @property
     def config(self) -> DecodeConfig:

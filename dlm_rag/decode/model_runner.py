@@ -139,6 +139,8 @@ class MaskedModelRunner(ModelRunner):
         if engine.tensor_parallel > 1 and denoiser.tensor_parallel is None:
             raise ConfigError("engine.tensor_parallel is for sample, evaluate and serve under torchrun")
         self.denoiser, self._engine, self._budget, self._mask_id = denoiser, engine, budget, mask_id
+        if engine.compile:
+            denoiser.compile_layers()
         self.reset_cache()
 
     def reset_cache(self) -> None:

@@ -6,10 +6,10 @@ not enter. What a call does must depend on nothing but what was sent: pools are 
 evidence store only what all ranks find there is read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +29,8 @@ from dlm_rag.model.tensor_parallel import (
     split_checkpoint,
 )
 
+Result = TypeVar("Result")
+
 
 def load_on_all_ranks(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, attention: str, quantize: str = "none"
@@ -45,11 +47,7 @@ def load_rank(
 ) -> Denoiser:  # fmt: skip
     """A rank's part of a model; checkpoint: as `split_checkpoint` gives it."""
     denoiser = Denoiser.from_pretrained(checkpoint, device, dtype, attention, quantize)
-    denoiser.tensor_parallel = ranks
-    layer: Any
-    for layer in denoiser.layers:
-        layer.self_attn.o_proj.register_forward_hook(ranks.all_reduce)
-        layer.mlp.register_forward_hook(ranks.all_reduce)
+    ranks.join(denoiser)
     return denoiser
 
 
@@ -63,8 +61,6 @@ def _open_runner(
     pool = ranks.least(default_pool_bytes(device) / (ranks.size if has_unified_memory(device) else 1))
     if budget is None and engine.prefix_cache_gib is None:
         engine = replace(engine, prefix_cache_gib=pool / GIB)
-    if engine.compile:
-        denoiser.compile_layers()
     return MaskedModelRunner(denoiser, mask_id, engine, budget)
 
 
@@ -115,9 +111,26 @@ class LeadingModelRunner(ModelRunner):
         return found
 
 
-def follow_rank_0(ranks: TensorParallel, device: torch.device) -> None:
-    """Does on another rank what rank 0 asks for, until that is done."""
-    denoiser: Any = None
+def lead_ranks(denoiser: Any, work: Callable[[], Result]) -> Result:
+    """What `work` gives on rank 0 of those that share a denoiser, on each of them; all must call.
+
+    `work` may decode: the others do meanwhile what its decoder asks of them.
+    """
+    ranks: TensorParallel | None = getattr(denoiser, "tensor_parallel", None)
+    if ranks is None:
+        return work()
+    found = None
+    if ranks.rank:
+        follow_rank_0(ranks, denoiser.device, denoiser)
+    else:
+        found = work()
+        ranks.broadcast([])
+    result: Result = ranks.broadcast(found)
+    return result
+
+
+def follow_rank_0(ranks: TensorParallel, device: torch.device, denoiser: Any = None) -> None:
+    """Does on another rank what rank 0 asks for, until that is done; denoiser: one that is loaded."""
     runner: Any = None
     while requests := ranks.broadcast():
         for name, args in requests:

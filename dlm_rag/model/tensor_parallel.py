@@ -6,7 +6,8 @@ Embeddings, norms, routers and the head are whole on every rank. A `DenoiserConf
 widths of one rank makes all else local: layers, keys and values, and what is counted of them.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -28,33 +29,76 @@ STEP_TIMEOUT = timedelta(seconds=30)  # for which a rank waits for another withi
 class TensorParallel:
     """This rank among those that share a model.
 
-    group: of sums, which are waited for as long as `STEP_TIMEOUT`; messages of rank 0, which has none while
-    nothing is asked, go over the default group. in_step: whether rank 0 has begun a step and not ended it.
+    group: of sums, which are waited for as long as its timeout. idle_group: of messages of rank 0, which
+    has none while nothing is asked; None: the default group. in_step: whether rank 0 has begun a step and
+    not ended it. axes: of a model in training, which axis of a parameter is split, by its name.
     """
 
     rank: int
     size: int
     group: Any = None
     in_step: bool = False
+    idle_group: Any = None
+    axes: dict[str, int] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: Any) -> "TensorParallel":
+        return self  # copies of a denoiser are on the same ranks
+
+    def join(self, denoiser: Any) -> None:
+        """Makes a denoiser of this rank's shapes a part of the whole one."""
+        denoiser.tensor_parallel = self
+        for layer in denoiser.layers:
+            layer.self_attn.o_proj.register_forward_hook(self.all_reduce)
+            layer.mlp.register_forward_hook(self.all_reduce)
 
     def all_reduce(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        """A forward hook: the sum of what this module gives on all ranks."""
+        """A forward hook: the sum of what this module gives on all ranks; of its gradients in backward."""
+        if output.requires_grad:
+            summed: Tensor = _AllReduce.apply(output, self.group)
+            return summed
         dist.all_reduce(output, group=self.group)
         return output
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a parameter; a view."""
+        return whole.chunk(self.size, self.axes[name])[self.rank] if name in self.axes else whole
+
+    def whole_shape(self, name: str, part: Sequence[int]) -> list[int]:
+        """The shape of a parameter of whose parts each has the shape `part`."""
+        return [n * self.size if axis == self.axes.get(name) else n for axis, n in enumerate(part)]
 
     def least(self, number: float, group: Any = None) -> float:
         """The least number of all ranks, each of which must call; group: None to wait however late."""
         value = torch.tensor(number, dtype=torch.float64)
-        dist.all_reduce(value, dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(value, dist.ReduceOp.MIN, group=group or self.idle_group)
         return value.item()
 
     def broadcast(self, message: Any = None, in_step: bool = False) -> Any:
         """The message of rank 0, on every rank; in_step: whether rank 0 waits `STEP_TIMEOUT` at most."""
         limited = torch.tensor(int(in_step))
-        dist.broadcast(limited, 0)  # small enough not to wait for whoever does not read it
+        # Small enough not to wait for whoever does not read it.
+        dist.broadcast(limited, group=self.idle_group, group_src=0)
         box = [message]
-        dist.broadcast_object_list(box, 0, group=self.group if limited.item() else None)
+        dist.broadcast_object_list(
+            box, group=self.group if limited.item() else self.idle_group, group_src=0
+        )
         return box[0]
+
+
+class _AllReduce(torch.autograd.Function):
+    """A sum over ranks, whose gradient on a rank is the sum of what each has of it."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group, summed = group, part.clone()
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        slope = slope.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(slope, group=ctx.group)
+        return slope, None
 
 
 @cache
@@ -63,14 +107,16 @@ def get_tensor_parallel() -> TensorParallel:
     return TensorParallel(dist.get_rank(), dist.get_world_size(), dist.new_group(timeout=STEP_TIMEOUT))
 
 
-def split_config(config: DenoiserConfig, size: int) -> DenoiserConfig:
+def split_config(
+    config: DenoiserConfig, size: int, setting: str = "engine.tensor_parallel"
+) -> DenoiserConfig:
     """With the heads and widths of one of `size` ranks; raises `ConfigError` where they do not divide."""
 
     def divide(holder: Any, **units: int) -> Any:
         for name, unit in units.items():
             if (value := getattr(holder, name)) % (size * unit):
                 parts = f" into multiples of {unit}" if unit > 1 else ""
-                raise ConfigError(f"engine.tensor_parallel={size} must divide {name}={value}{parts}")
+                raise ConfigError(f"{setting}={size} must divide {name}={value}{parts}")
         return replace(holder, **{name: getattr(holder, name) // size for name in units})
 
     if config.experts is not None:

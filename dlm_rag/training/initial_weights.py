@@ -6,7 +6,7 @@ whoever has it, bit for bit.
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,8 +23,10 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.diffusion_gemma import DiffusionGemma
 from dlm_rag.model.families.diffusion_gemma import to_checkpoint_names
 from dlm_rag.model.policy_heads import HEADS_PREFIX, PolicyHeads, read_heads
+from dlm_rag.model.tensor_parallel import TensorParallel, split_checkpoint, split_config
 from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.training.tensor_parallel import get_local
 
 LORA_TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 EMBEDDING_NAMES = ("embed_tokens.weight", "lm_head.weight")
@@ -78,7 +80,7 @@ def copy_weights(source: Denoiser, target: Denoiser) -> None:
     """Gives a placed denoiser the weights of another that lies in memory alike; frozen ones are shared."""
     for theirs, ours in zip(source.parameters(), target.parameters(), strict=True):
         if theirs.requires_grad or hasattr(theirs, "device_mesh"):
-            _local_shard(ours).copy_(_local_shard(theirs))
+            get_local(ours).copy_(get_local(theirs))
         else:
             ours.data = theirs.data
 
@@ -92,7 +94,7 @@ def allocate_denoiser(denoiser: Denoiser, device: torch.device) -> None:
 
 def _read_local_rows(value: Tensor, checkpoint: Checkpoint, name: str) -> None:
     """Reads this process's rows; tokens that the checkpoint did not have get the mean of all others."""
-    own, local = _local_rows(value), _local_shard(value)
+    own, local = _local_rows(value), get_local(value)
     old = checkpoint.config.vocab_size if name in EMBEDDING_NAMES else value.shape[0]
     kept = slice(min(own.start, old), min(own.stop, old))
     if kept.start < kept.stop:
@@ -124,7 +126,7 @@ def draw_fresh_weights(config: DenoiserConfig, seed: int) -> Iterator[tuple[str,
         yield name, value
 
 
-def _draw_adapter(name: str, shape: torch.Size, seed: int) -> Tensor:
+def _draw_adapter(name: str, shape: Sequence[int], seed: int) -> Tensor:
     """A uniform with variance 1 / (3 fan-in), as a linear layer's; B zero, so that nothing changes yet."""
     value = torch.zeros(shape)
     if ".lora_A." in name:
@@ -139,16 +141,12 @@ def _local_rows(value: Tensor) -> slice:
         return slice(0, value.shape[0])
     size = -(-value.shape[0] // value.device_mesh.size())
     start = min(value.device_mesh.get_local_rank() * size, value.shape[0])
-    return slice(start, start + len(_local_shard(value)))
-
-
-def _local_shard(value: Tensor) -> Tensor:
-    return value.to_local() if hasattr(value, "to_local") else value
+    return slice(start, start + len(get_local(value)))
 
 
 def _copy_local_rows(value: Tensor, whole: Tensor) -> None:
     """Copies this process's rows of a whole tensor into their place."""
-    _local_shard(value).copy_(whole[_local_rows(value)])
+    get_local(value).copy_(whole[_local_rows(value)])
 
 
 @dataclass(frozen=True)
@@ -163,11 +161,23 @@ class InitialModel:
     heads_only: bool = False  # the weights stay as they are
     layers_checkpoint: Checkpoint | None = None  # of which a fresh denoiser has the layers
 
-    def build_on_meta(self, frozen: torch.dtype) -> Any:
-        """The denoiser on the meta device; frozen: the dtype of weights that are not trained."""
+    def build_on_meta(self, frozen: torch.dtype, ranks: TensorParallel | None = None) -> Any:
+        """The denoiser on the meta device, or its part on one of `ranks`, whose `axes` are noted.
+
+        frozen: the dtype of weights that are not trained.
+        """
         if self.config.noise is not None and self.checkpoint is not None:
             return DiffusionGemma.build_on_meta(self.checkpoint)
-        return build_meta_denoiser(self.config, self.lora_rank, frozen, self.heads_only)
+        whole = build_meta_denoiser(self.config, self.lora_rank, frozen, self.heads_only)
+        if ranks is None or ranks.size == 1:
+            return whole
+        config = split_config(self.config, ranks.size, "train.tensor_parallel")
+        own = build_meta_denoiser(config, self.lora_rank, frozen, self.heads_only)
+        for (name, value), part in zip(whole.named_parameters(), own.parameters(), strict=True):
+            if value.shape != part.shape:
+                ranks.axes[name] = 0 if len(value) != len(part) else 1
+        ranks.join(own)
+        return own
 
     def materialize(self, denoiser: Any, device: torch.device, trained: bool = True) -> None:
         """Gives a meta denoiser, or its shards, memory on the device and the first weights.
@@ -185,22 +195,24 @@ class InitialModel:
         """The checkpoint's weights, or fresh ones that depend on the seed; heads, adapters and layers of
         `layers_checkpoint` besides.
         """
-        fresh: dict[str, Tensor] = {}
+        fresh, ranks = dict[str, Tensor](), denoiser.tensor_parallel or TensorParallel(0, 1)
+        checkpoint = self.checkpoint and split_checkpoint(self.checkpoint, ranks.rank, ranks.size)
         for name, value in denoiser.named_parameters():
             if value.requires_grad and not trained:
                 continue
             if ".lora_" in name:
-                _copy_local_rows(value, _draw_adapter(name, value.shape, self.seed))
+                drawn = _draw_adapter(name, ranks.whole_shape(name, value.shape), self.seed)
+                _copy_local_rows(value, ranks.cut(name, drawn))
             elif name.startswith(HEADS_PREFIX):
                 _copy_local_rows(value, self._first_heads[name.removeprefix(HEADS_PREFIX)])
-            elif self.checkpoint is not None:
-                _read_local_rows(value, self.checkpoint, name.replace(".base_layer", ""))
+            elif checkpoint is not None:
+                _read_local_rows(value, checkpoint, name.replace(".base_layer", ""))
             else:
                 fresh[name] = value
-        for name, made in draw_fresh_weights(denoiser.config, self.seed) if fresh else ():
+        for name, made in draw_fresh_weights(self.config, self.seed) if fresh else ():
             if self.layers_checkpoint is not None and name not in EMBEDDING_NAMES:
                 made = self.layers_checkpoint.read_tensor_rows(name, slice(0, made.shape[0])).float()
-            _copy_local_rows(fresh[name], made)
+            _copy_local_rows(fresh[name], ranks.cut(name, made))
 
     @cached_property
     def _first_heads(self) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_device
 from dlm_rag.model.layers import AttentionProbe, get_compute_dtype
 from dlm_rag.model.packed_batch import ContextParallel, Segment
+from dlm_rag.model.tensor_parallel import TensorParallel
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.training.data.examples import Example
 
@@ -100,19 +101,23 @@ def locate_pointers(
 
 
 def compute_pointer_loss(
-    counts: Sequence[int], places: Tensor, probe: AttentionProbe
+    counts: Sequence[int], places: Tensor, probe: AttentionProbe, ranks: TensorParallel | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sum of -log(mass on the passage) - log(mass on the token), and the sum of masses on the passage.
 
     counts, places: of `locate_pointers`, the latter on the device. In float32, whatever autocast says: the
-    log of a small mass is what is asked for.
+    log of a small mass is what is asked for. ranks: of a split model, the mean of whose losses is the loss;
+    a head counts on the rank that has it.
     """
     assert probe.queries is not None and probe.keys is not None
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    own, group = probe.queries.shape[1], probe.queries.shape[1] // probe.keys.shape[1]
+    heads = [min(max(head - rank * own, 0), own - 1) for head in (PASSAGE_HEAD, TOKEN_HEAD)]
+    of_passage, of_token = (size * (head // own == rank) for head in (PASSAGE_HEAD, TOKEN_HEAD))
     off: Any = torch.autocast(probe.queries.device.type, enabled=False)
     with off:
-        queries, keys = probe.queries[:, :2].float(), probe.keys.float()
-        group = probe.queries.shape[1] // keys.shape[1]
-        keys = keys.repeat_interleave(group, dim=1)[:, :2] if group > 1 else keys[:, :2]
+        queries = torch.stack([probe.queries[:, head] for head in heads], 1).float()
+        keys = torch.stack([probe.keys[:, head // group] for head in heads], 1).float()
         scale = 1 / math.sqrt(queries.shape[-1])
         losses, mass = queries.new_zeros(()), queries.new_zeros(())
         rows = zip(places.split(list(counts), dim=1), keys.split(probe.key_lengths), strict=True)
@@ -127,8 +132,8 @@ def compute_pointer_loss(
             outside = (place < first[:, None]) | (place >= last[:, None])
             on_passage = log_mass[PASSAGE_HEAD].masked_fill(outside, -math.inf).logsumexp(-1)
             on_token = log_mass[TOKEN_HEAD].gather(1, token[:, None]).squeeze(1)
-            losses = losses - (on_passage + on_token).sum()
-            mass = mass + on_passage.detach().exp().sum()
+            losses = losses - (of_passage * on_passage + of_token * on_token).sum()
+            mass = mass + of_passage * on_passage.detach().exp().sum()
     return losses, mass
 
 
@@ -247,7 +252,8 @@ class MaskedObjective(nn.Module):
             loss = summed / counts["divisor"]
             pointed, mass = summed.new_zeros(()), summed.new_zeros(())
             if probe is not None:
-                pointed, mass = compute_pointer_loss(pointers, places, probe)
+                ranks = self.denoiser.tensor_parallel
+                pointed, mass = compute_pointer_loss(pointers, places, probe, ranks)
                 loss = loss + pointed * (terms.pointer / counts["pointed"])
             names = (right & copied).sum().float()
         sums = {"tokens": summed, "pointers": pointed, "passage_mass": mass, "names_right": names}

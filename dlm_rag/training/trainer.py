@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlm_rag.config import Config
+from dlm_rag.decode.tensor_parallel import lead_ranks
 from dlm_rag.errors import RunError
 from dlm_rag.machine import choose_dtype, get_peak_memory_bytes
 from dlm_rag.model.denoiser import Denoiser
@@ -52,6 +54,7 @@ from dlm_rag.training.optimizers import make_optimizers, set_learning_rates
 from dlm_rag.training.planning.gpu_specs import find_gpu_spec
 from dlm_rag.training.task import Phase, Task, TaskState, Validation
 from dlm_rag.training.tasks import find_task
+from dlm_rag.training.tensor_parallel import compute_gradient_norm
 
 
 class Trainer:
@@ -71,8 +74,9 @@ class Trainer:
         if self._begun is not None:
             record, held = self._begun[1], self._fingerprints
             processes.check_on_main(lambda: check_resume_settings(record, phase, held, type(task)))
-        self.processes, share = processes.with_context_parallel(train.context_parallel)
         self.device = processes.local_device(self.config.model.device)
+        self.processes, share = processes.with_context_parallel(train.context_parallel)
+        self.processes = self.processes.with_tensor_parallel(train.tensor_parallel, self.device)
         self.dtype = choose_dtype(train.dtype, self.device)
         self.state = TrainState(0, phase.name, 0, {})
         self._build_denoiser(share)
@@ -82,26 +86,26 @@ class Trainer:
         self._peak = None if machine is None else machine.flops.get(self.dtype)
         self.optimizers = make_optimizers(self.denoiser, train)
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
-        self._checkpoints = Checkpoints(phase.folder, processes)
+        self._checkpoints = Checkpoints(phase.folder, self.processes)
         self._worker = ThreadPoolExecutor(1, "parts")  # which prepares the parts of the next step
         self._ahead: dict[tuple[int, Hashable], Future[list[Any]]] = {}  # at most one
 
     def _build_denoiser(self, share: Any) -> None:
         """The denoiser in its loss, in copies or shards, with the first weights of what is trained anew."""
-        train, device, origin = self.train, self.device, self.origin
-        self.denoiser = origin.build_on_meta(self.dtype)
+        train, device, origin, processes = self.train, self.device, self.origin, self.processes
+        self.denoiser = origin.build_on_meta(self.dtype, processes.tensor_parallel)
         self.root = self.task.objective(self.denoiser, share)
         self._reference: Denoiser | None = getattr(self.root, "reference", None)
         sharded = train.parallel == "fsdp" and dist.is_initialized()
         if sharded:
-            apply_fsdp(self.root, self.denoiser, self.processes.world_size, device, self.dtype)
+            apply_fsdp(self.root, self.denoiser, processes, device, self.dtype)
         trained = self._begun is None or self._reference is not None
         origin.materialize(self.denoiser, device, trained=trained)
         if self._reference is not None:
             allocate_denoiser(self._reference, device)
             copy_weights(self.denoiser, self._reference)
-        if self.processes.world_size > 1 and not sharded:
-            self.root = wrap_in_ddp(self.root)
+        if processes.world_size > processes.tensor_parallel.size and not sharded:
+            self.root = wrap_in_ddp(self.root, processes)
         if origin.heads_only and origin.checkpoint is not None:
             self.denoiser.set_origin(origin.checkpoint)  # its weights stay as they are
         for denoiser in filter(None, (self.denoiser, self._reference)):
@@ -132,18 +136,18 @@ class Trainer:
             with profile_stage("data"):
                 parts, terms = self._microbatches(), task.loss_weights(state.phase_step)
                 mine = sum_counts([task.count_microbatch(part, terms) for part in parts])
-                counts = self._all_reduce(mine, self.processes.context_parallel_size)
+                counts = self._all_reduce(mine, self.processes.sharing)
             before = replace(self.denoiser.flop_count)
             share = set_learning_rates(self.optimizers, self.train, state.phase_step)
             for _ in range(task.updates):
                 found = self._run_backward(parts, counts, terms)
                 with profile_stage("optimizer"):
                     norm, own = self._clip_gradients(found)
-                    sums = self._all_reduce(own)
+                    sums = self._all_reduce(own, self.processes.tensor_parallel.size)
                     found_metrics = task.metrics(sums, counts, self.task_state)
                     self._check_finite(found_metrics["loss"], "loss")
                     self._update(norm)
-            supervised = mine["supervised"] * task.updates / self.processes.context_parallel_size
+            supervised = mine["supervised"] * task.updates / self.processes.sharing
             head = count_head_flops(self.denoiser.config, supervised, 4)
             spent = self.denoiser.flop_count - before + head
             self.flops = spent.flops_with_backward(self.train.is_denoiser_frozen)
@@ -162,11 +166,16 @@ class Trainer:
         return metrics
 
     def _microbatches(self) -> list[Any]:
-        """This process's parts of the step; begins on those of the next, where the task allows it."""
+        """This process's parts of the step, of ranks that share a model the same ones."""
+        if self.task.can_prefetch:
+            return lead_ranks(self.denoiser, self._take_prefetched)
         step, conditions = self.state.phase_step, self.task.conditions(self.task_state)
-        if not self.task.can_prefetch:
-            with self.evaluation_mode():
-                return self._make_microbatches(step, conditions)
+        with self.evaluation_mode():
+            return lead_ranks(self.denoiser, partial(self._make_microbatches, step, conditions))
+
+    def _take_prefetched(self) -> list[Any]:
+        """The parts of this step; begins on those of the next."""
+        step, conditions = self.state.phase_step, self.task.conditions(self.task_state)
         wait(self._ahead.values())
         ready = self._ahead.get((step, conditions))
         parts = self._make_microbatches(step, conditions) if ready is None else ready.result()
@@ -189,14 +198,15 @@ class Trainer:
         self, parts: list[Any], counts: dict[str, float], terms: Any
     ) -> list[dict[str, Tensor]]:
         """Adds up the gradients of all parts and, with the last, of all processes; returns their sums."""
-        sums = []
+        sums, ranks = [], self.processes.tensor_parallel.size
+        # DDP and FSDP take means over the processes. Ranks of a model each have a part of its loss.
+        scale = self.processes.world_size / ranks**2
         for number, part in enumerate(parts, start=1):
             with nullcontext() if number == len(parts) else skip_gradient_sync(self.root):
                 with profile_stage("forward"), self.autocast():
                     loss, found = self.root(part, counts, terms)
                 with profile_stage("backward"):
-                    # DDP and FSDP take means over the processes.
-                    self._scaler.scale(loss * self.processes.world_size).backward()
+                    self._scaler.scale(loss * scale).backward()
             sums.append(found)
         return sums
 
@@ -205,11 +215,13 @@ class Trainer:
 
         The one wait for the device in a step.
         """
+        trained = {n: p for n, p in self.denoiser.named_parameters() if p.requires_grad}
+        norm = compute_gradient_norm(trained, self.processes)
+        # Not a number on one process is so on all, whose scales stay the same.
+        norm = norm.where(norm.isfinite(), math.nan) / self._scaler.scale(torch.ones_like(norm))
+        torch.nn.utils.clip_grads_with_norm_(trained.values(), 1.0, norm)
         for optimizer in self.optimizers:
             self._scaler.unscale_(optimizer)
-        trained = [p for p in self.denoiser.parameters() if p.requires_grad]
-        norm: Any = torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         sums = torch.stack([torch.stack(list(part.values())).double() for part in found]).sum(0)
         first, *rest = to_host(torch.cat((norm.double()[None], sums))).tolist()
         return first, dict(zip(found[0], rest, strict=True))
@@ -300,7 +312,7 @@ class Trainer:
 
     def export(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """A folder that `sample.py --model` reads; every process takes part."""
-        tensors = gather_full_state_dict(self.denoiser)
+        tensors = gather_full_state_dict(self.denoiser, self.processes)
         if self.processes.is_main:
             self.origin.export(folder, tensors, self.denoiser.config.rope_theta, dtype)
         self.processes.barrier()

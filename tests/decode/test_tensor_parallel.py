@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dlm_rag.decode import tensor_parallel
 from dlm_rag.decode.memory_budget import count_kv_bytes
-from dlm_rag.decode.tensor_parallel import LeadingModelRunner, follow_rank_0, load_on_all_ranks
+from dlm_rag.decode.tensor_parallel import follow_rank_0, load_on_all_ranks
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.tensor_parallel import (
@@ -114,10 +114,7 @@ def split_on_all_ranks(folder, denoiser, quantize="none"):
 
 def decode_on_ranks(corpus_file, way, folder, questions=QUESTIONS, quantize="none"):
     torch.manual_seed(0)  # of the policy heads
-    with mock.patch("dlm_rag.decode.decoder.MaskedModelRunner", LeadingModelRunner):
-        decoder = make_setup_decoder(
-            corpus_file, way, partial(split_on_all_ranks, folder, quantize=quantize)
-        )
+    decoder = make_setup_decoder(corpus_file, way, partial(split_on_all_ranks, folder, quantize=quantize))
     return decoder.decode(questions), decoder
 
 

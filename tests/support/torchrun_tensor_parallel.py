@@ -6,7 +6,7 @@ torchrun --nproc-per-node 2 -m tests.support.torchrun_tensor_parallel FOLDER [GO
 import hashlib
 import json
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -39,13 +39,6 @@ class SplitDenoiser:
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
         own = split_checkpoint(checkpoint, 0, get_tensor_parallel().size)
         return load_on_all_ranks(own, torch.device(device), torch.float32, "auto")
-
-
-@contextmanager
-def on_all_ranks():
-    """While it is open on rank 0, decoders are made of denoisers on all ranks."""
-    with mock.patch("dlm_rag.decode.decoder.MaskedModelRunner", LeadingModelRunner):
-        yield
 
 
 def decode_setup(folder, way, split=False, **engine):
@@ -82,8 +75,7 @@ def compare_setups(folder, ways=DECODING_SETUPS, **engine):
     found = {}
     for way in ways:
         whole, plain = decode_setup(folder, way, **engine)
-        with on_all_ranks():
-            split, decoder = decode_setup(folder, way, True, **engine)
+        split, decoder = decode_setup(folder, way, True, **engine)
         found[way] = compare(whole, split)
         if engine:
             runners = plain.model_runner, decoder.model_runner
@@ -102,8 +94,7 @@ def compare_with_store(folder):
     whole, _ = decode_setup(folder, "shifted")
     found = {}
     for name in ("filled", "read", "damaged"):
-        with on_all_ranks():
-            split, decoder = decode_setup(folder, "shifted", True, **engine)
+        split, decoder = decode_setup(folder, "shifted", True, **engine)
         runner = decoder.model_runner
         runner.pool.store.flush()
         own = {runner.pool.store.path(segment) for segment in runner.pool._near.kept}
@@ -121,7 +112,7 @@ def compare_golden(folder, golden):
     patches = [mock.patch.object(test_block_golden, "Denoiser", SplitDenoiser)]
     patches.append(mock.patch.object(golden_traces, "Denoiser", SplitDenoiser))
     corpus, checked = open_corpus(folder / "corpus.jsonl"), []
-    with on_all_ranks(), patches[0], patches[1]:
+    with patches[0], patches[1]:
         for name in test_block_golden.TRACES:
             (place := folder / f"golden {name}").mkdir()
             test_block_golden.test_every_step_is_the_public_one(place, corpus, name, 8, None)
@@ -134,17 +125,16 @@ def compare_golden(folder, golden):
 
 def refuse_what_does_not_fit(folder):
     """What no rank can run ends no rank: the next call is made by all."""
-    with on_all_ranks():
-        _, decoder = decode_setup(folder, "independent", True)
-        failed = []
-        for gib in (1e-6, 1.0):
-            engine = EngineConfig(prefix_cache_gib=gib)
-            decoder.model_runner = LeadingModelRunner(decoder.denoiser, decoder.tokenizer.mask_id, engine)
-            try:
-                decoder.decode(QUESTIONS)
-            except RunError as error:
-                failed.append(str(error))
-        return failed
+    _, decoder = decode_setup(folder, "independent", True)
+    failed = []
+    for gib in (1e-6, 1.0):
+        engine = EngineConfig(prefix_cache_gib=gib)
+        decoder.model_runner = LeadingModelRunner(decoder.denoiser, decoder.tokenizer.mask_id, engine)
+        try:
+            decoder.decode(QUESTIONS)
+        except RunError as error:
+            failed.append(str(error))
+    return failed
 
 
 def main() -> None:

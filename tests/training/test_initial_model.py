@@ -1,6 +1,7 @@
 """What a run begins with: public checkpoints in, public checkpoints out."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.checkpoint import Checkpoint
 from dlm_rag.training.checkpoints import gather_full_state_dict
-from dlm_rag.training.distributed import apply_fsdp
+from dlm_rag.training.distributed import DistributedContext, apply_fsdp
 from dlm_rag.training.initial_model import open_initial_model
 from dlm_rag.training.initial_weights import merge_lora_weights
 from dlm_rag.training.optimizers import make_optimizers
+from dlm_rag.training.tensor_parallel import place_tensor
 from tests.support.tiny_models import write_autoregressive_checkpoint
+from tests.support.training import SINGLE_PROCESS
 
 CPU = torch.device("cpu")
 IDS = torch.arange(24).view(2, 12) * 7 % 256
@@ -46,7 +49,9 @@ def test_an_export_is_read_by_us_and_by_the_public_class(autoregressive, tmp_pat
     denoiser = origin.build_denoiser(CPU)
     with torch.no_grad():
         denoiser.layers[0].mlp.up_proj.weight.mul_(1.1)
-    origin.export(tmp_path / "out", gather_full_state_dict(denoiser), 20000.0, torch.float32)
+    origin.export(
+        tmp_path / "out", gather_full_state_dict(denoiser, SINGLE_PROCESS), 20000.0, torch.float32
+    )
     again = Denoiser.from_pretrained(tmp_path / "out")
     assert again.config.rope_theta == 20000.0 and again.config.evidence_layout == "independent"
     assert Tokenizer.from_pretrained(tmp_path / "out").mask_id == 257
@@ -78,7 +83,8 @@ def test_a_public_denoiser_goes_out_as_it_came_in(golden, tmp_path, name):
     folder = golden / "checkpoints" / name
     origin = open_initial_model(load_config(None, [f"model.path={folder}", "model.evidence_layout=joint"]))
     denoiser = origin.build_denoiser(CPU)
-    origin.export(tmp_path, gather_full_state_dict(denoiser), origin.config.rope_theta, torch.float32)
+    tensors = gather_full_state_dict(denoiser, SINGLE_PROCESS)
+    origin.export(tmp_path, tensors, origin.config.rope_theta, torch.float32)
     ids = torch.arange(40).view(2, 20) * 13 % 1500
     with torch.no_grad():
         torch.testing.assert_close(
@@ -114,11 +120,13 @@ def test_adapters_alone_are_trained_and_merge_into_the_weights(golden):
 @pytest.fixture
 def as_rank():
     """Lets this process be one of several, whose collectives do nothing."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def be(rank, count):
         if dist.is_initialized():
             dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # which knows meshes of the rank before
         dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
 
     yield be
@@ -155,7 +163,8 @@ def test_a_process_has_its_rows_of_the_same_weights_and_reads_no_others(
         as_rank(rank, 3)
         asked.clear()
         denoiser = origin.build_on_meta(torch.bfloat16)
-        apply_fsdp(torch.nn.Sequential(denoiser), denoiser, 3, CPU, torch.float32)
+        processes = DistributedContext(rank, 3, rank)
+        apply_fsdp(torch.nn.Sequential(denoiser), denoiser, processes, CPU, torch.float32)
         origin.materialize(denoiser, CPU)
         for name, value in denoiser.named_parameters():
             whole, own = expected[name], value.to_local()
@@ -166,3 +175,42 @@ def test_a_process_has_its_rows_of_the_same_weights_and_reads_no_others(
         means = 2 * 257 * 32 * 4 if rank == 2 and origin.checkpoint else 0
         assert sum(size for _, size in asked) <= sum(whole_bytes) / 3 * 1.05 + means
         assert not asked or max(size for _, size in asked) < sum(whole_bytes) / 3
+
+
+WIDE = ["train.hidden_size=256", "train.head_dim=16", "train.num_hidden_layers=2", "train.vocab_size=401"]
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "words"),
+    [
+        (4, 2, ["model.path={folder}", "train.objective=adapt"]),
+        (4, 2, ["model.path={folder}", "train.objective=adapt", "train.lora_rank=4"]),
+        (6, 2, ["model.path={folder}", "train.objective=adapt"]),
+        (8, 4, WIDE),
+        pytest.param(128, 8, WIDE, marks=pytest.mark.slow),
+    ],
+)
+def test_shards_of_parts_are_pieces_of_the_same_weights(autoregressive_qwen, as_rank, count, size, words):
+    """Each has its place in the whole, and without what ranks share the places are all of it, once."""
+    words = [word.format(folder=autoregressive_qwen) for word in words]
+    origin = open_initial_model(load_config(None, words))
+    expected = origin.build_denoiser(CPU, torch.bfloat16).state_dict()
+    covered = {name: torch.zeros(value.shape) for name, value in expected.items()}
+    for rank in range(count):
+        as_rank(rank, count)
+        processes = DistributedContext(rank, count, rank).with_tensor_parallel(size, CPU)
+        denoiser = origin.build_on_meta(torch.bfloat16, processes.tensor_parallel)
+        apply_fsdp(torch.nn.Sequential(denoiser), denoiser, processes, CPU, torch.float32)
+        origin.materialize(denoiser, CPU)
+        for name, value in denoiser.named_parameters():
+            placed = place_tensor(name, value, processes)
+            (item,) = placed.__create_write_items__(name, placed)
+            chunk, own = item.tensor_data.chunk, placed.to_local()
+            place = tuple(slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            assert item.tensor_data.size == expected[name].shape
+            assert own.dtype == expected[name].dtype and torch.equal(own, expected[name][place]), name
+            covered[name][place] += 1
+    for name, _ in denoiser.named_parameters():
+        split = name in processes.tensor_parallel.axes
+        assert (covered[name] == (1 if split else size)).all(), name
+        assert split == (not re.search(r"norm|embed|lm_head|[qkvpe]_proj.lora_A|[on]_proj.lora_B", name))

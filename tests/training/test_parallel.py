@@ -27,7 +27,7 @@ from tests.support.training import run_train_program
 ALONE = DistributedContext(0, 1, 0)
 SAME = {  # case on two processes -> case on one
     **{case: case for case in ("sft", "sft muon", "sft bfloat16", "adapters", "uneven", "rl", "adapt")},
-    **{case: case for case in TRAINING_CASES if "rows on one" in case},
+    **{case: case for case in TRAINING_CASES if "rows on one" in case or "split" in case},
     "sft bfloat16 sharded": "sft bfloat16",
     **dict.fromkeys(("sft accumulated", "sft sharded", "sft sharded, accumulated, checkpointed"), "sft"),
     "adapters sharded": "adapters",
@@ -36,7 +36,12 @@ SAME = {  # case on two processes -> case on one
     **{case: "pretrain" for case in TRAINING_CASES if case.startswith("pretrain")},
 }
 FAILING = "uneven, searches fail on one"
-FAST = ["sft", "sft bfloat16 sharded", FAILING]
+ADAMW = "train.optimizer=adamw"
+FAST = ["sft", "sft bfloat16 sharded", "sft split", FAILING]
+SPLIT_BY_FOUR = [
+    "sft split", "sft split, sharded, accumulated, checkpointed", "rl split, sharded, rows on one",
+    "adapters split",
+]  # fmt: skip
 slow = pytest.mark.slow
 
 
@@ -82,9 +87,10 @@ def together(folders):
     def launched(cases):
         return torchrun(folders[1], *cases)
 
-    rewarded = tuple(case for case in SAME if case.startswith(("rl", "heads")))
-    rest = tuple(case for case in SAME if case not in FAST and case not in rewarded)
-    launches = (tuple(FAST), rewarded, rest)
+    split = tuple(case for case in SAME if "split" in case and case not in FAST)
+    rewarded = tuple(case for case in SAME if case.startswith(("rl", "heads")) and case not in split)
+    rest = tuple(case for case in SAME if case not in (*FAST, *split, *rewarded))
+    launches = (tuple(FAST), split, rewarded, rest)
     return lambda case: launched(next(cases for cases in launches if case in cases))[case]
 
 
@@ -93,10 +99,29 @@ def together(folders):
 )
 def test_two_processes_take_the_steps_of_one(alone, together, case):
     """Up to the order of additions; in bfloat16, shards round gains and embeddings before they are used."""
-    theirs, ours = alone(SAME[case]), together(case)
-    low = 3 if "bfloat16" in case or "adapters" in case else 1
+    check_same_steps(case, alone(SAME[case]), together(case))
+
+
+@slow
+def test_four_processes_take_the_steps_of_one(alone, folders, tmp_path):
+    """Two by two: a model in two parts, each in two copies or shards; one process goes on from there."""
+    make_checkpoint(tmp_path)
+    together = torchrun(tmp_path, *SPLIT_BY_FOUR, processes=4)
+    for case in SPLIT_BY_FOUR:
+        check_same_steps(case, alone(case), together[case])
+        (tmp_path / "again" / case).mkdir(parents=True)
+        shutil.copytree(tmp_path / case / "checkpoints", tmp_path / "again" / case / "checkpoints")
+        (tmp_path / "again/checkpoint").unlink(missing_ok=True)
+        (tmp_path / "again/checkpoint").symlink_to(tmp_path / "checkpoint")
+        found = run_training_case(case, tmp_path / "again" / case, ALONE)
+        assert found["from"] == 2 and found["loss"] == pytest.approx(alone(case)["loss"][2:], rel=3e-3)
+
+
+def check_same_steps(case, theirs, ours):
+    low = 3 if "bfloat16" in case or "adapters" in case or "float16" in case else 1
+    assert ours["shared"] > 1 and not ours["apart"], "what ranks of a model share is equal bit for bit"
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=low * 1e-3)
-    assert ours["norm"] == pytest.approx(theirs["norm"], rel=low * 1e-2)
+    assert ours["norm"] == pytest.approx(theirs["norm"], rel=low * 1e-2, nan_ok=True)
     assert ours["scores"].keys() == theirs["scores"].keys()
     assert ours["scores"]["nelbo_per_token"] == pytest.approx(
         theirs["scores"]["nelbo_per_token"], rel=low * 1e-3
@@ -133,6 +158,15 @@ def test_the_work_of_all_processes_is_that_of_one(alone, together, case):
             "a step of 7 has no work for 4 processes in 2 part",
         ),
         (2, ["train.phases={a: {}, b: {parallel: single}}"], "parallel=single is one process"),
+        (3, [ADAMW, "train.tensor_parallel=2"], "tensor_parallel=2 must divide the number of processes, 3"),
+        (4, [ADAMW, "train.tensor_parallel=4"], "tensor_parallel=4 must divide num_key_value_heads=6$"),
+        (2, ["train.tensor_parallel=2"], "muon needs whole: set train.optimizer=adamw"),
+        (4, [ADAMW, "train.tensor_parallel=2", "train.compile=true"], "leave that out"),
+        (
+            4,
+            [ADAMW, "train.tensor_parallel=2", "train.objective=pretrain", "train.context_parallel=2"],
+            "context_parallel sequences",
+        ),
     ],
 )
 def test_what_cannot_be_shared_is_refused_before_anything_is_read(processes, words, said):
@@ -141,7 +175,9 @@ def test_what_cannot_be_shared_is_refused_before_anything_is_read(processes, wor
 
 
 @slow
-@pytest.mark.parametrize("case", ["sft sharded", "pretrain shared, sharded", "adapters sharded"])
+@pytest.mark.parametrize(
+    "case", ["sft sharded", "pretrain shared, sharded", "adapters sharded", "sft split", "adapters split"]
+)
 def test_what_shards_export_is_whole(alone, together, folders, case):
     assert alone(SAME[case]) and together(case)
     ours, theirs = (
@@ -157,13 +193,18 @@ def test_what_shards_export_is_whole(alone, together, folders, case):
 
 @slow
 @pytest.mark.parametrize(
-    ("begun", "resumed"), [("sft sharded", "sft"), ("sft", "sft sharded"), ("rl sharded", "rl")]
-)
+    ("begun", "resumed"),
+    [
+        ("sft sharded", "sft"), ("sft", "sft sharded"), ("rl sharded", "rl"), ("sft split", "sft"),
+        ("sft", "sft split"), ("sft sharded", "sft split"), ("sft split", "sft sharded"),
+    ],
+)  # fmt: skip
 def test_a_run_goes_on_with_another_number_of_processes(alone, together, folders, tmp_path, begun, resumed):
-    """Two in shards -> one; one -> two in shards: the losses of the second half are the same."""
-    whole, shards = SAME[begun], begun.endswith("sharded")
-    assert alone(whole) and (not shards or together(begun))
-    source = folders[1 if shards else 0] / begun
+    """Whole, in two shards or in two parts of a model: the losses of the second half are the same."""
+    whole, apart = SAME[begun], begun not in ("sft", "rl")
+    whole = whole.removesuffix(" split")
+    assert alone(whole) and (not apart or together(begun))
+    source = folders[1 if apart else 0] / begun
     shutil.copytree(source / "checkpoints", tmp_path / resumed / "checkpoints")
     (tmp_path / "checkpoint").symlink_to(source.parent / "checkpoint")
     found = (

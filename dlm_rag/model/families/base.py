@@ -28,14 +28,14 @@ class TensorSource:
     @property
     def first_source_row(self) -> int:
         """The first of their rows."""
-        return int(self.source_index[0].start) if self.source_index else 0
+        return int(self.source_index[0].start or 0) if self.source_index else 0
 
     def read(self, file: Any, path: Path, rows: slice | None = None) -> Tensor:
         """From an open file of safetensors, at `path`; rows: of those that it consists of, None: all."""
         index = self.source_index
         if rows is not None:
             begin = self.first_source_row
-            index = (slice(begin + rows.start, begin + rows.stop),)
+            index = (slice(begin + rows.start, begin + rows.stop), *index[1:])
         found: Tensor
         if self.scales is not None:
             found = self.scales.dequantize(file.get_tensor(self.name), file, path)

@@ -19,6 +19,7 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families import FAMILIES
 from dlm_rag.model.flops import FlopCount, count_encode_flops, count_head_flops
 from dlm_rag.model.memory_tracker import RESERVED_MEMORY_FRACTION
+from dlm_rag.model.tensor_parallel import split_config
 from dlm_rag.training.data.examples import LONG_QUESTION_TOKENS, Example
 from dlm_rag.training.distributed import check_parallelism
 from dlm_rag.training.initial_model import make_training_shape, open_initial_model
@@ -32,6 +33,7 @@ from dlm_rag.training.planning.step_memory import (
 )
 from dlm_rag.training.task import Phase, Task
 from dlm_rag.training.tasks import find_task
+from dlm_rag.training.tensor_parallel import check_tensor_parallel
 
 GB = 1e9
 ROLLOUT_EXTRA_KEY = "rollouts, beyond these"
@@ -79,7 +81,8 @@ class PhasePlan:
     @property
     def device_bytes(self) -> dict[str, float]:
         """Bytes on each device, by what they are for."""
-        memory, shards = self.memory, self.devices if self.train.parallel == "fsdp" else 1
+        copies = self.devices // self.train.tensor_parallel
+        memory, shards = self.memory, copies if self.train.parallel == "fsdp" else 1
         layer = (memory.parameters - memory.outside_parameters) / self.shape.num_hidden_layers
         # What shards are gathered into: the layer at work, the next one, and the rest.
         gathered = self.size * (2 * layer + memory.outside_parameters * (2 if memory.reference else 1))
@@ -150,15 +153,17 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
         train = replace(train, dtype=str(dtype).removeprefix("torch."))
         task = make_planned_task(config, train, shape)
         check_parallelism(train, task.items, devices)
+        check_tensor_parallel(config, train, shape)
+        own = split_config(shape, train.tensor_parallel)
         parts = devices * train.gradient_accumulation_steps
-        part = math.ceil(task.items * train.context_parallel / parts)
-        memory = estimate_step_memory(task, shape, dtype, part)
+        part = math.ceil(task.items * train.context_parallel * train.tensor_parallel / parts)
+        memory = estimate_step_memory(task, own, dtype, part)
         decoded, layout = task.sample_decoding(shape), task.layout(shape)
         forward = count_forward_flops(shape, task.sample_examples(shape, 1), layout)
         flops = forward.flops_with_backward(train.is_denoiser_frozen)
         flops += forward.flops if memory.reference else 0
         flops += count_forward_flops(shape, decoded, layout).flops if decoded else 0
-        decode_bytes = estimate_rollout_bytes(config, task, shape, dtype, part)
+        decode_bytes = estimate_rollout_bytes(config, task, own, dtype, part)
         found.append(
             PhasePlan(
                 name, train, shape, dtype.itemsize, devices, task.items, part,
@@ -237,14 +242,17 @@ def check_run_fits(config: Config, count: int, device: torch.device) -> None:
             )
 
     shape = resolve_shape(config)
-    if shape.noise is None:
-        denoiser = build_meta_denoiser(shape, 0, torch.float32)
-    else:
-        denoiser = open_initial_model(config).build_on_meta(torch.float32)
-    weights = FLOAT32_BYTES * sum(p.numel() for p in denoiser.parameters())
     for train in config.train.get_phase_configs().values():
         check_parallelism(train, find_task(train, shape.noise).count_items(train)[0], count)
-        frozen, shards = train.is_denoiser_frozen, count if train.parallel == "fsdp" else 1
+        check_tensor_parallel(config, train, shape)
+        if shape.noise is None:
+            own = split_config(shape, train.tensor_parallel)
+            denoiser = build_meta_denoiser(own, 0, torch.float32)
+        else:
+            denoiser = open_initial_model(config).build_on_meta(torch.float32)
+        weights = FLOAT32_BYTES * sum(p.numel() for p in denoiser.parameters())
+        copies = count // train.tensor_parallel
+        frozen, shards = train.is_denoiser_frozen, copies if train.parallel == "fsdp" else 1
         need = weights / 2 if frozen else 2 * weights + count_optimizer_bytes(denoiser, train)
         check(need / shards, "weights, gradients and optimizer alone take")
     if shape.noise is not None or (device.type == "cpu" and engine.memory_gib is None):
