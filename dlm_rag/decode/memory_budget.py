@@ -40,7 +40,7 @@ from dlm_rag.model.memory_tracker import (
     replace_with_empty_weights,
 )
 from dlm_rag.model.packed_batch import Segment, pack_rows
-from dlm_rag.model.quantize import count_weight_bytes, quantize_linear_layers
+from dlm_rag.model.quantize import count_scratch_bytes, count_weight_bytes, quantize_linear_layers
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ class DecodeMemory:
     crf_bytes_per_position: float = 0.0
     has_mask: bool = False  # whether attention in a step takes a mask
     shared: SharedSegmentBytes | None = None  # where rows read segments in place
+    dequantized_bytes: int = 0  # of the one layer whose weights are dequantised at a time
 
     @classmethod
     def from_config(
@@ -144,6 +145,7 @@ class DecodeMemory:
         return cls(
             row, count_weight_bytes(shape, dtype.itemsize, quantize), count_kv_bytes(shape, dtype.itemsize),
             token, position + asked, linked, bool(shape.block_size or shape.attention_patterns), shared,
+            count_scratch_bytes(shape, quantize),
         )  # fmt: skip
 
     @property
@@ -189,7 +191,7 @@ class DecodeMemory:
         moved = kv * self.slot_tokens
         if self.shared is not None:
             call += self.shared.step_bytes(rows * row.step_tokens * len(row.segment_tokens), new)
-        return max(call, read, prefill, moved) + kv * longest
+        return max(call, read, prefill, moved) + kv * longest + self.dequantized_bytes
 
     def bytes_without_pool(self, rows: int) -> float:
         """All but the pool."""

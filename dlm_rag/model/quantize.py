@@ -38,7 +38,8 @@ class QuantizationMethod(NamedTuple):
 
     pack: a weight (out, in) -> its numbers, and the scales of its rows (out, 1). matmul: tokens (n, in),
     numbers, scales -> the product (n, out). multiple: what widths must be multiples of. capability: compute
-    capability of CUDA devices from which it works.
+    capability of CUDA devices from which it works. scratch: bytes a weight of the one layer that is
+    dequantised at a time.
     """
 
     pack: Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -47,6 +48,7 @@ class QuantizationMethod(NamedTuple):
     multiple: int
     capability: tuple[int, int]
     on_cpu: bool = True
+    scratch: int = 0
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -122,12 +124,14 @@ _nvfp4_weight = partial(_nvfp4, config="NVFP4WeightOnlyConfig")
 _nvfp4 = partial(_nvfp4, config="NVFP4DynamicActivationNVFP4WeightConfig", use_triton_kernel=False)
 METHODS = {
     "int8": QuantizationMethod(_int8, _matmul_int8, 1.0, 8, (7, 5)),
-    "int8_weight": QuantizationMethod(_int8, _matmul_int8_weight, 1.0, 8, (0, 0)),
+    "int8_weight": QuantizationMethod(_int8, _matmul_int8_weight, 1.0, 8, (0, 0), scratch=4),
     "fp8": QuantizationMethod(_fp8, _matmul_fp8, 1.0, 16, (8, 9)),
     "mxfp8": QuantizationMethod(_mxfp8, _matmul_by_torchao, 1 + 1 / 32, 32, (10, 0), on_cpu=False),
     # Two numbers lie in a byte, and `torch._scaled_mm` wants rows of a multiple of 16 bytes.
     "nvfp4": QuantizationMethod(_nvfp4, _matmul_by_torchao, 0.5 + 1 / 16, 32, (10, 0), on_cpu=False),
-    "nvfp4_weight": QuantizationMethod(_nvfp4_weight, _matmul_by_torchao, 0.5 + 1 / 16, 16, (0, 0)),
+    "nvfp4_weight": QuantizationMethod(  # torchao 0.18 unpacks by many operators, whose peak this is
+        _nvfp4_weight, _matmul_by_torchao, 0.5 + 1 / 16, 16, (0, 0), scratch=30
+    ),
 }
 
 
@@ -243,6 +247,15 @@ def count_weight_bytes(config: DenoiserConfig, size: int, quantize: str = "none"
         weights = list_quantized_weights(TransformerWeights(config)).values()
     saved = (size - METHODS[quantize].bytes_per_weight) * sum(value.numel() for value in weights)
     return whole - int(saved) + SCALE_BYTES * sum(value.numel() // value.shape[-1] for value in weights)
+
+
+def count_scratch_bytes(config: DenoiserConfig, quantize: str) -> int:
+    """The most bytes that dequantised weights take during a step."""
+    if quantize == "none" or not METHODS[quantize].scratch:
+        return 0
+    with torch.device("meta"):
+        weights = list_quantized_weights(TransformerWeights(config)).values()
+    return METHODS[quantize].scratch * max(prod(value.shape[-2:]) for value in weights)
 
 
 def describe_precision(denoiser: Any) -> str:

@@ -12,8 +12,9 @@ from dlm_rag import Denoiser
 from dlm_rag.commands import doctor
 from dlm_rag.commands.encode import PassageEncoder
 from dlm_rag.commands.prepare_decoder import prepare_decoder
-from dlm_rag.config import Config, ModelConfig, load_config
+from dlm_rag.config import Config, DecodeConfig, ModelConfig, load_config
 from dlm_rag.config.fields import list_choices
+from dlm_rag.decode.memory_budget import DecodeMemory, LongestRow
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.evidence_store import describe_context
 from dlm_rag.model.checkpoint import open_checkpoint
@@ -23,6 +24,7 @@ from dlm_rag.model.quantize import (
     METHODS,
     QuantizedLinear,
     check_quantize,
+    count_scratch_bytes,
     count_weight_bytes,
     describe_precision,
     find_problem,
@@ -241,6 +243,21 @@ def test_what_is_quantised_is_said_and_kept_apart(tmp_path):
     denoiser.layers[0].self_attn.q_proj.weight_scale.mul_(2)
     with pytest.raises(ConfigError, match="have changed since"):
         describe_context(denoiser, "auto")
+
+
+def test_the_layer_that_is_dequantised_at_a_time_is_counted():
+    config = tiny_denoiser(hidden_size=256, intermediate_size=2048).config
+    layer, x = QuantizedLinear(random(2048, 256), None, "int8_weight"), random(1, 256)
+    with MemoryTracker() as alive, torch.inference_mode():
+        layer(x)
+    counted = count_scratch_bytes(config, "int8_weight")
+    assert counted <= alive.peak_bytes < 1.05 * counted
+    row = LongestRow((), 8, 8, False)
+    steps = [
+        DecodeMemory.from_config(config, torch.float32, DecodeConfig(), row, None, method).step_bytes(1)
+        for method in ("int8", "int8_weight")
+    ]
+    assert steps[1] - steps[0] == counted
 
 
 def test_a_job_loads_counts_and_names_its_precision(tmp_path, corpus_file):
