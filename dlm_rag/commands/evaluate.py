@@ -221,16 +221,14 @@ def compare_with_paper(
 ) -> "list[Question]":
     """Warns of all in which the settings leave the paper's, and notes it in `said`.
 
-    Returns the questions, with the support that the corpus has. Raises `ConfigError` for an index that is
-    not of the corpus.
+    Returns the questions, with the support that the corpus has.
     """
     from dlm_rag.evaluation import published
     from dlm_rag.retrieval.corpus import open_corpus
 
     said["columns"], said["departures"] = {}, {}
     retrieval = next(iter(jobs.values())).prepared.config.retrieval
-    corpus = open_corpus(str(retrieval.corpus), retrieval.index_dir)
-    common = published.check_paper_index(corpus)
+    corpus, common = open_corpus(str(retrieval.corpus), retrieval.index_dir), list[str]()
     if (count := published.PUBLISHED_DATASETS[dataset].questions) != len(questions):
         common.append(f"{len(questions)} questions (paper: {count})")
     for name, job in jobs.items():

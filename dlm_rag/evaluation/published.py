@@ -14,7 +14,6 @@ from dlm_rag.config import CONFIG_FOLDER, Config, load_config
 from dlm_rag.errors import ConfigError, suggest_nearest
 from dlm_rag.evaluation.metrics import Estimate
 from dlm_rag.evaluation.tables import ResultTable, format_metric
-from dlm_rag.files.checked_json import read_json_or_empty
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Corpus
 
@@ -24,8 +23,6 @@ DOWNLOAD_DATA_COMMAND = "hf download pauljngr/sardi-data --repo-type dataset --l
 PAPER_DTYPE = "bfloat16"
 # (query, commit_threshold) of each column of the table.
 PAPER_COLUMNS = {"tau_c 0.9": ("proxy", 0.9), "tau_c 0.95": ("proxy", 0.95), "static": ("question", 0.9)}
-# as BM25 scores here, and by bm25s's defaults
-PAPER_INDEX_SETTINGS = {"k1": 1.5, "b": 0.75, "method": "lucene"}
 # What answers do not depend on, and what stands for itself below.
 UNCOMPARED_SETTINGS = {"corpus", "index_dir", "embedding_batch_size", "query_policy", "commit_threshold"}
 
@@ -104,22 +101,6 @@ def _flatten_settings(config: Config, dtype: str) -> dict[str, Any]:
             f"{section}.{key}": value for key, value in values.items() if key not in UNCOMPARED_SETTINGS
         }
     return found | {"model.dtype": dtype}
-
-
-def check_paper_index(corpus: Corpus) -> list[str]:
-    """How the bm25s index next to a corpus scores otherwise than ours; nothing if there is no index.
-
-    Raises `ConfigError` for an index over another number of passages.
-    """
-    path = corpus.path.with_name("params.index.json")
-    said = read_json_or_empty(path)
-    if said.get("num_docs", len(corpus)) != len(corpus):
-        raise ConfigError(
-            f"{path} is of {said['num_docs']} passages, {corpus.path} has {len(corpus)}: one of them is of "
-            "something else"
-        )
-    return [f"BM25 {key}={value} (paper: {said[key]})" for key, value in PAPER_INDEX_SETTINGS.items()
-            if said.get(key, value) != value]  # fmt: skip
 
 
 def drop_incomplete_support(questions: Sequence[Question], corpus: Corpus) -> list[Question]:

@@ -11,8 +11,8 @@ from typing import Any
 from dlm_rag.cli import CommandParser, run_program
 from dlm_rag.config.renamed import upgrade_settings
 from dlm_rag.errors import ConfigError
-from dlm_rag.evaluation.compare import QuestionGroups, compute_paired_differences
-from dlm_rag.evaluation.metrics import SCORE_METRICS, Estimate, Score
+from dlm_rag.evaluation.compare import GroupSummary, QuestionGroups, compute_paired_differences
+from dlm_rag.evaluation.metrics import SCORE_METRICS, Score
 from dlm_rag.evaluation.published import PUBLISHED_DATASETS
 from dlm_rag.evaluation.tables import (
     ResultTable,
@@ -28,11 +28,6 @@ SAVED_CONFIG_FILE = "config.yaml"  # beside the answers: the settings as they we
 
 
 @dataclass(frozen=True)
-class _Groups:
-    all: dict[str, Estimate | None]
-
-
-@dataclass(frozen=True)
 class _Stamp:
     versions: dict[str, Any] = field(default_factory=dict)
     answers_depend_on: dict[str, Any] = field(default_factory=dict)
@@ -40,22 +35,17 @@ class _Stamp:
 
 @dataclass(frozen=True)
 class _Setting:
-    groups: _Groups
+    groups: GroupSummary
     stamp: _Stamp
 
 
 @dataclass(frozen=True)
-class _Count:
-    all: int
-
-
-@dataclass(frozen=True)
 class StoredScores:
-    """What is read again of a scores.json: the means of all questions, by setting, and their number."""
+    """What is read again of a scores.json: the means of each setting by group, and how many questions."""
 
-    questions: _Count
+    questions: dict[str, int]
     settings: dict[str, _Setting]
-    first_minus: dict[str, _Groups]
+    first_minus: dict[str, GroupSummary]
     swept: dict[str, list[str]] = field(default_factory=dict)
     dataset: str | None = None
 
@@ -93,7 +83,10 @@ def read_result(path: Path) -> StoredResult:
         raise ConfigError(none)
     record = parse_json_object(file.read_bytes(), str(file), ConfigError)
     found = validate_json_value(StoredScores, record, none, ConfigError)
-    if not found.settings or found.dataset not in (None, *PUBLISHED_DATASETS):
+    grouped: list[Mapping[str, Any]] = [found.questions, *found.first_minus.values()]
+    grouped += [setting.groups for setting in found.settings.values()]
+    whole = bool(found.settings) and all("all" in groups for groups in grouped)
+    if not whole or found.dataset not in (None, *PUBLISHED_DATASETS):
         raise ConfigError(none)
     for name in found.settings:
         resolve_path_inside(file.parent, make_setting_folder_name(name), str(file), ConfigError)
@@ -106,9 +99,9 @@ def render_results_page(results: Sequence[StoredResult]) -> str:
     parts = [f"# Results, {max(days) or 'undated'}\n"]
     for result in results:
         scores, none = result.scores, dict.fromkeys(SCORE_METRICS)
-        summaries = {name: none | setting.groups.all for name, setting in scores.settings.items()}
-        against = {name: groups.all for name, groups in scores.first_minus.items()}
-        shown = build_overview_table(scores.questions.all, summaries, against, scores.swept)
+        summaries = {name: none | setting.groups["all"] for name, setting in scores.settings.items()}
+        against = {name: groups["all"] for name, groups in scores.first_minus.items()}
+        shown = build_overview_table(scores.questions["all"], summaries, against, scores.swept)
         command, stamp = result.record.get("command"), result.get_stamp(next(iter(summaries)))
         parts += [f"## {result.folder.name}\n", *([f"    {command}\n"] if command else [])]
         parts += [render_markdown_table(shown), format_provenance(stamp)]

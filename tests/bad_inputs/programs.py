@@ -32,13 +32,6 @@ WRITER_ROWS = (
 )
 
 
-def write_paper_question(path: Path) -> None:
-    """A question of the paper's layout."""
-    from pyarrow import Table, parquet
-
-    parquet.write_table(Table.from_pylist([{"question": "Who?", "answer": "x"}]), path)
-
-
 @cache
 def _make_gemma_once() -> Path:
     from transformers.utils import logging
@@ -112,11 +105,6 @@ CASES = [
         (("checkpoints/sardi-dream-7b is not there", "hf download pauljngr/sardi-dream-7b"), "cofca",
          {"data/cofca/test.parquet": "", "data/cofca/corpus/index_chunked/corpus.jsonl": ""}),
         ("names questions and corpus: leave retrieval.corpus out", "cofca --corpus corpus.jsonl"),
-        (("params.index.json is of 7 passages", "has 1"), "cofca --model model decode.max_new_tokens=8", {
-            "data/cofca/test.parquet": write_paper_question,
-            "data/cofca/corpus/index_chunked/corpus.jsonl": '{"id": 0, "text": "x"}\n',
-            "data/cofca/corpus/index_chunked/params.index.json": '{"num_docs": 7}',
-        }),
     ),
     # A result that is run again, or shown.
     *table(REPRODUCE,

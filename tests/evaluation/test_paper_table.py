@@ -15,7 +15,6 @@ from dlm_rag.evaluation.published import (
     PAPER_CHECKPOINT,
     PUBLISHED_DATASETS,
     build_paper_table,
-    check_paper_index,
     drop_incomplete_support,
     find_paper_column,
     list_paper_deviations,
@@ -116,26 +115,13 @@ def test_our_index_ranks_as_the_one_beside_the_corpus(tmp_path):
     texts = [f"The {' '.join(kind)} {'and more ' * n}." for n, kind in enumerate(kinds)]
     index = lay_out(tmp_path, "cofca", texts, [{"question": "?"}]) / "corpus" / "index_chunked"
     theirs, corpus = bm25s.BM25.load(index, load_corpus=True), open_corpus(index / "corpus.jsonl")
-    assert check_paper_index(corpus) == [] and [p.contents for p in corpus] == texts
+    assert [p.contents for p in corpus] == texts
     retriever = load_retriever(index / "corpus.jsonl", top_k=3)
     for text in ("red house Oslo", "the bridge", "Rome old"):
         tokens = bm25s.tokenize(text, stopwords="en", show_progress=False)
         rows = theirs.retrieve(tokens, k=3, show_progress=False, return_as="documents")[0]
         (found,) = retriever.search([Query(text, (text,))])
         assert [passage.id for passage in found] == [str(row["id"]) for row in rows]
-
-
-def test_an_index_of_something_else(tmp_path):
-    index = lay_out(tmp_path, "cofca", ["one", "two"], [{"question": "?"}]) / "corpus" / "index_chunked"
-    corpus, params = open_corpus(index / "corpus.jsonl"), index / "params.index.json"
-    said = json.loads(params.read_text())
-    params.write_text(json.dumps(said | {"k1": 0.9}))
-    assert check_paper_index(corpus) == ["BM25 k1=1.5 (paper: 0.9)"]
-    params.write_text(json.dumps(said | {"num_docs": 3}))
-    with pytest.raises(ConfigError, match=r"params.index.json is of 3 passages, .*corpus.jsonl has 2"):
-        check_paper_index(corpus)
-    params.unlink()
-    assert check_paper_index(corpus) == []
 
 
 def test_the_files_of_each_data_set(tmp_path, monkeypatch):
