@@ -33,7 +33,7 @@ from dlm_rag.questions import Question, parse_typed_questions, read_questions, s
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import CorpusRetriever, Retriever
 from dlm_rag.retrieval.composite import OracleRetriever
-from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.retrieval.corpus import Corpus, open_corpus
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.tokenizer import Tokenizer
 
@@ -279,8 +279,8 @@ def _plan_budget(
 
     config, shape = prepared.config, prepared.checkpoint.config
     passage = room.context_length  # nothing is known of the passages of a service
-    if isinstance(found, CorpusRetriever):  # in bytes: a token has at least one
-        passage = found.corpus.longest_line_bytes + len(prepared.tokenizer.template.fact)
+    if isinstance(found, CorpusRetriever) and config.retrieval.url is None:
+        passage = found.corpus.longest_line_bytes + len(prepared.tokenizer.template.fact)  # in bytes
     row = memory_budget.LongestRow.from_budget(
         room, shape, longest or None, (config.retrieval.top_k, passage)
     )
@@ -331,7 +331,7 @@ def check_weights_fit(
 
 
 def _wrap_oracle(inner: Retriever, questions: list[Question], query: str) -> Retriever:
-    if not isinstance(inner, CorpusRetriever):
+    if not isinstance(inner, CorpusRetriever) or not isinstance(inner.corpus, Corpus):
         raise ConfigError("retrieval.oracle=true needs --corpus FILE, not retrieval.url")
     if query != "question":
         raise ConfigError(

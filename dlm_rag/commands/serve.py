@@ -60,7 +60,8 @@ def serve_answers(words: CommandLine) -> None:
             raise ConfigError(f"serving.max_tokens={most} is less than decode.max_new_tokens={canvas}")
         decoder, name = prepared.load(), get_served_model_name(config.model.path or "")
         service = AnswerService(decoder, name, config.serving, access)
-        if isinstance(decoder.retriever, CorpusRetriever) and config.retrieval.method != "none":
+        searched = config.retrieval.url is None and config.retrieval.method != "none"
+        if searched and isinstance(decoder.retriever, CorpusRetriever):
             search = SearchService(decoder.retriever, config.retrieval, config.serving, access)
             service.offer_search(search)
         with open_meter(config.energy, prepared.device) as service.meter:

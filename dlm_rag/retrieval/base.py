@@ -52,24 +52,24 @@ class PartialSearchError(RuntimeError):
         self.results = results
 
 
-class RowRetriever(ABC):
-    """A `Retriever` of the `top_k` best of `passages` rows. Subclasses rank rows and read them.
+class CorpusRetriever(ABC):
+    """A `Retriever` of the `top_k` best passages of a corpus; subclasses need `rank` alone.
 
     query_fields: the fields of `Query` that a result depends on.
     """
 
     query_fields: tuple[str, ...] = ("text",)
 
-    def __init__(self, passages: int, top_k: int) -> None:
-        self.passages, self.top_k = passages, min(top_k, passages)
+    def __init__(self, corpus: Corpus, top_k: int) -> None:
+        self.corpus, self.top_k = corpus, min(top_k, len(corpus))
+
+    @property
+    def fingerprint(self) -> str:
+        return self.corpus.fingerprint
 
     @abstractmethod
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         """For each query the best `depth` rows or fewer, best first; ties in corpus order."""
-
-    @abstractmethod
-    def read_rows(self, rows: Sequence[int]) -> list[Passage]:
-        """The passages of some rows."""
 
     def key(self, query: Query) -> Hashable:
         return tuple(getattr(query, name) for name in self.query_fields)
@@ -102,26 +102,12 @@ class RowRetriever(ABC):
 
     def _search(self, queries: Sequence[Query]) -> list[list[Passage]]:
         rankings = [
-            append_unranked_rows(rows, self.top_k, self.passages) for rows in self.rank(queries, self.top_k)
+            append_unranked_rows(rows, self.top_k, len(self.corpus))
+            for rows in self.rank(queries, self.top_k)
         ]
         rows = sorted({row for ranking in rankings for row in ranking})
-        passages = dict(zip(rows, self.read_rows(rows), strict=True))
+        passages = dict(zip(rows, self.corpus.read_passages(rows), strict=True))
         return [[passages[row] for row in ranking] for ranking in rankings]
-
-
-class CorpusRetriever(RowRetriever):
-    """A `RowRetriever` of a corpus in this process; subclasses need `rank` alone."""
-
-    def __init__(self, corpus: Corpus, top_k: int) -> None:
-        super().__init__(len(corpus), top_k)
-        self.corpus = corpus
-
-    @property
-    def fingerprint(self) -> str:
-        return self.corpus.fingerprint
-
-    def read_rows(self, rows: Sequence[int]) -> list[Passage]:
-        return self.corpus.read_passages(rows)
 
     def rank_scored(self, queries: Sequence[Query], depth: int) -> list[dict[int, float]]:
         """The rows of `rank` in that order with their scores: 1 / rank where nothing else is known."""
@@ -129,11 +115,11 @@ class CorpusRetriever(RowRetriever):
 
     def search_scored(self, queries: Sequence[Query], depth: int) -> list[list[tuple[Passage, float]]]:
         """As `search` with `depth` for `top_k`, each passage with its score, 0 where it was not found."""
-        depth, results = min(depth, self.passages), []
+        depth, results = min(depth, len(self.corpus)), []
         for scores in self.rank_scored(queries, depth):
-            rows = append_unranked_rows(scores, depth, self.passages)
+            rows = append_unranked_rows(scores, depth, len(self.corpus))
             scored = (scores.get(row, 0.0) for row in rows)
-            results.append(list(zip(self.read_rows(rows), scored, strict=True)))
+            results.append(list(zip(self.corpus.read_passages(rows), scored, strict=True)))
         return results
 
 

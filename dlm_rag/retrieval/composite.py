@@ -56,8 +56,8 @@ def open_no_retriever(config: RetrievalConfig, corpus: Corpus) -> "NoRetriever":
 class MultiQueryRetriever(CorpusRetriever):
     """Each of `Query.parts` is a search of its own: the best of each, then the second of each, and so on.
 
-    One long query counts the words of the question in every search, so that a name just begun at its end
-    weighs little; alone it is nearly all of a query. What a part finds is remembered by its text.
+    One long sparse query counts the words of the question in every search, so that a name just begun at
+    its end weighs little; alone it is nearly all of a query. What a part finds is remembered by its text.
     """
 
     query_fields = ("parts",)

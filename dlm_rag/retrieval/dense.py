@@ -13,16 +13,9 @@ from torch import Tensor
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import report_progress
-from dlm_rag.retrieval.base import (
-    SCORE_TIE_DECIMALS,
-    CorpusRetriever,
-    Hits,
-    MemoizedBatchFunction,
-    Ranking,
-    interleave_rankings,
-    select_top_hits,
-)
+from dlm_rag.retrieval.base import SCORE_TIE_DECIMALS, CorpusRetriever, Hits, Ranking, select_top_hits
 from dlm_rag.retrieval.build_once import build_once
+from dlm_rag.retrieval.composite import MultiQueryRetriever
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.encoder import TextEncoder
 from dlm_rag.retrieval.query import Query
@@ -36,36 +29,26 @@ SEARCH_BLOCK_BYTES = 256 << 20  # of passage vectors that one product reads
 
 
 class DenseRetriever(CorpusRetriever):
-    """Cosine similarity of each query part with every passage; the parts take turns.
-
-    Question and sentences are separate short queries (`Query.parts`), since one vector of all of
-    them points at none of them. The best passage of each part comes first, then the second of each:
-    on HotpotQA and 2WikiMultiHopQA that finds more than reciprocal rank fusion, which favours what
-    is middling for every part (`profiling/bench_retrieval.py`, docs/log.md).
-    """
-
-    query_fields = ("parts",)
+    """Cosine similarity of each query, one short text, with every passage."""
 
     def __init__(
         self, corpus: Corpus, top_k: int, embed: EmbedFunction, vectors: np.ndarray, device: torch.device
     ) -> None:
-        """embed: of query parts. vectors: (passages, width) float32, of unit length."""
+        """embed: of queries. vectors: (passages, width) float32, of unit length."""
         super().__init__(corpus, top_k)
-        self._embed = MemoizedBatchFunction(embed)
+        self._embed = embed
         # On the CPU this is a view of the mapped file: the system reads and drops its pages.
         self._vectors, self._device = torch.from_numpy(vectors), device
         if device.type == "cuda" and vectors.nbytes < torch.cuda.mem_get_info(device)[0] // 2:
             self._vectors = self._vectors.to(device)
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
-        parts = list(dict.fromkeys(part for query in queries for part in query.parts))
-        if not parts:
-            return [[] for _ in queries]
+        if not queries:
+            return []
         with profile_stage("retrieve/embed"):
-            vectors = torch.stack(self._embed(parts))
+            vectors = self._embed([query.text for query in queries])
         with profile_stage("retrieve/search"):
-            found = dict(zip(parts, self._find_nearest(vectors, depth), strict=True))
-            return [interleave_rankings([found[part] for part in query.parts], depth) for query in queries]
+            return self._find_nearest(vectors, depth)
 
     @torch.inference_mode()
     def _find_nearest(self, vectors: Tensor, depth: int) -> list[Ranking]:
@@ -94,8 +77,14 @@ class DenseRetriever(CorpusRetriever):
         return [[row for _, row in found] for found in hits]
 
 
-def open_dense_retriever(config: RetrievalConfig, corpus: Corpus) -> DenseRetriever:
-    """Dense retrieval; the passage vectors are computed once for these passages and weights, and kept."""
+def open_dense_retriever(config: RetrievalConfig, corpus: Corpus) -> MultiQueryRetriever:
+    """Dense retrieval; the passage vectors are computed once for these passages and weights, and kept.
+
+    Question and sentences are separate short queries (`Query.parts`), since one vector of all of
+    them points at none of them. The best passage of each part comes first, then the second of each:
+    on HotpotQA and 2WikiMultiHopQA that finds more than reciprocal rank fusion, which favours what
+    is middling for every part (`profiling/bench_retrieval.py`, docs/log.md).
+    """
     encoder = TextEncoder(config)
 
     def build(scratch: Path) -> None:
@@ -107,7 +96,9 @@ def open_dense_retriever(config: RetrievalConfig, corpus: Corpus) -> DenseRetrie
     folder = build_once(corpus.folder / encoder.index_folder_name, build, resumable=True)
     # "c" maps the file privately, as torch asks for writable memory; nothing writes to it.
     vectors = np.load(folder / VECTORS_FILE, mmap_mode="c")
-    return DenseRetriever(corpus, config.top_k, encoder.encode_queries, vectors, encoder.device)
+    return MultiQueryRetriever(
+        DenseRetriever(corpus, config.top_k, encoder.encode_queries, vectors, encoder.device)
+    )
 
 
 def _embed_corpus(corpus: Corpus, path: Path, embed: EmbedFunction, block: int) -> None:

@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 from pydantic import TypeAdapter, ValidationError
 
 from dlm_rag.errors import ConfigError, CorpusError
-from dlm_rag.retrieval.base import Hits
+from dlm_rag.nvtx_ranges import profile_stage
+from dlm_rag.retrieval.base import Hits, MemoizedBatchFunction
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.retry import CircuitBreaker, RetryableFailure, SearchUnavailableError
 from dlm_rag.retrieval.sparse_vectors import SPARSE_VECTOR_VERSION
@@ -76,6 +77,9 @@ class MilvusCollection:
     def __init__(self, url: str, seconds: float) -> None:
         """seconds: that a call may take. Raises `ConfigError` where no Milvus answers."""
         self.url, self._breaker = url, CircuitBreaker(url, seconds)
+        self._read: MemoizedBatchFunction[int, Passage] = MemoizedBatchFunction(
+            lambda rows: [entity["passage"] for entity in self.fetch_rows(rows)]
+        )
         parts = urlsplit(url)
         *database, self.name = parts.path.strip("/").split("/")
         if not re.fullmatch(r"[A-Za-z_]\w{0,254}", self.name, re.ASCII) or len(database) > 1:
@@ -196,41 +200,29 @@ class MilvusCollection:
                 entity[field] = vector
         self._call("upsert", entities)
 
-    def search(self, asked: dict[str, list[Any]], limit: int) -> dict[str, list[Hits]]:
-        """Field -> the best `limit` hits of each of its vectors; of sparse ones those that share a word.
+    def search(self, field: str, vectors: list[Any], limit: int) -> list[Hits]:
+        """The best `limit` hits of each vector; of sparse ones those that share a word."""
+        size = max(1, min(MAX_REQUEST_ITEMS, MAX_REQUEST_HITS // limit))
 
-        All are asked for together, in one call.
-        """
+        def search(seconds: float) -> list[Any]:
+            sent = [
+                self._client.search(
+                    self.name, vectors[n : n + size], anns_field=field, limit=limit, output_fields=["row"],
+                    search_params={"metric_type": "IP", "params": SEARCH_PARAMS[field]}, timeout=seconds,
+                    consistency_level="Bounded", _async=True,  # nothing is written any more
+                )
+                for n in range(0, len(vectors), size)
+            ]  # fmt: skip
+            return [hits for part in sent for hits in part.result()]
 
-        def send(field: str, vectors: list[Any], seconds: float) -> Any:
-            return self._client.search(
-                self.name, vectors, anns_field=field, limit=limit, output_fields=["row"], timeout=seconds,
-                search_params={"metric_type": "IP", "params": SEARCH_PARAMS[field]},
-                consistency_level="Bounded", _async=True,  # nothing is written any more
-            )  # fmt: skip
-
-        def search(seconds: float) -> dict[str, list[Any]]:
-            size = max(1, min(MAX_REQUEST_ITEMS, MAX_REQUEST_HITS // limit))
-            sent = {
-                field: [send(field, vectors[n : n + size], seconds) for n in range(0, len(vectors), size)]
-                for field, vectors in asked.items()
-            }
-            return {
-                field: [hits for part in parts for hits in part.result()] for field, parts in sent.items()
-            }
-
-        found = self._call(search)
-        return {
-            field: [
-                [
-                    (hit["distance"], self._row(hit["row"]))
-                    for hit in hits
-                    if field == "dense" or hit["distance"] > 0
-                ]
-                for hits in every
+        return [
+            [
+                (hit["distance"], self._row(hit["row"]))
+                for hit in hits
+                if field == "dense" or hit["distance"] > 0
             ]
-            for field, every in found.items()
-        }
+            for hits in self._call(search)
+        ]
 
     def fetch_rows(self, rows: Sequence[int], fields: Sequence[str] = ()) -> list[dict[str, Any]]:
         """Of each row "passage", a `Passage`, and its vectors `fields`.
@@ -251,6 +243,21 @@ class MilvusCollection:
                 f"{self.url} does not give {len(missing)} of {len(rows)} passages, first row {missing[0]}"
             )
         return [found[row] for row in rows]
+
+    # What a `CorpusRetriever` needs of a corpus.
+
+    def __len__(self) -> int:
+        return self.info.passages
+
+    @property
+    def fingerprint(self) -> str:
+        """The corpus and the order of equals: the same wherever the collection is."""
+        return f"milvus-{self.info.form}-{self.info.fingerprint}"
+
+    def read_passages(self, rows: Sequence[int]) -> list[Passage]:
+        """The passages of some rows, each fetched once; raises as `fetch_rows` does."""
+        with profile_stage("retrieve/search"):
+            return self._read(rows)
 
     def _key(self, row: int) -> int:
         return self.info.build << 32 | row

@@ -1,13 +1,13 @@
 """Search in a collection of a Milvus by our own scores, and how one is built from a corpus.
 
-Rankings are the same on any shards. A refresh takes two round trips: one for all searches, one for the
-passages that were not seen before. Equal scores are taken in corpus order, so more hits are asked for where
-they end among equals.
+Rankings are the same on any shards. A refresh takes two round trips, hybrid three: one for all searches by
+a field, one for the passages that were not seen before. Equal scores are taken in corpus order, so more
+hits are asked for where they end among equals.
 """
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,18 +19,10 @@ from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError, CorpusError, RunError
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import report_progress, track_progress
-from dlm_rag.retrieval.base import (
-    SCORE_TIE_DECIMALS,
-    Hits,
-    MemoizedBatchFunction,
-    Ranking,
-    RowRetriever,
-    interleave_rankings,
-    select_top_hits,
-)
+from dlm_rag.retrieval.base import SCORE_TIE_DECIMALS, CorpusRetriever, Hits, Ranking, select_top_hits
 from dlm_rag.retrieval.build_once import build_once, make_folder_name
-from dlm_rag.retrieval.composite import fuse_rankings
-from dlm_rag.retrieval.corpus import Corpus, Passage
+from dlm_rag.retrieval.composite import HybridRetriever, MultiQueryRetriever
+from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.milvus_collection import (
     MAX_SEARCH_HITS,
     MAX_TEXT_BYTES,
@@ -56,87 +48,56 @@ SCORE_CHECK_QUERIES = 8  # queries that check an engine's scores
 SCORE_RELATIVE_TOLERANCE, SCORE_ABSOLUTE_TOLERANCE = 1e-5, 1e-4  # how far these may be from ours
 
 
-class MilvusRetriever(RowRetriever):
-    """A `Retriever` of the best passages of a collection, equal ones in corpus order.
+class MilvusRetriever(CorpusRetriever):
+    """The best passages of a collection by one of its fields of vectors, equal ones in corpus order.
 
     A search that fails raises `SearchUnavailableError`, for all of its queries; `CorpusError` says that the
     collection is another than it was. Any number of threads may search.
     """
 
     def __init__(
-        self, collection: MilvusCollection, config: RetrievalConfig,
-        embed: Callable[[list[str]], Iterable[Any]] | None = None,
+        self, collection: MilvusCollection, field: str, top_k: int,
+        vectorize: Callable[[list[str]], Sequence[Any]],
     ) -> None:  # fmt: skip
-        """embed: parts of queries to a unit vector each, where dense vectors are searched."""
-        super().__init__(collection.info.passages, config.top_k)
-        self._collection, self._embed, self._fusion_depth = collection, embed, config.fusion_depth
-        self._fields = VECTOR_FIELDS[config.method]
-        self.query_fields = tuple({"sparse": "text", "dense": "parts"}[field] for field in self._fields)
-        # The corpus and the order of equals: the same wherever the collection is.
-        self.fingerprint = f"milvus-{collection.info.form}-{collection.info.fingerprint}"
-        self._read: MemoizedBatchFunction[int, Passage] = MemoizedBatchFunction(
-            lambda rows: [entity["passage"] for entity in collection.fetch_rows(rows)]
-        )
+        """vectorize: texts to a vector each, which is empty where there is nothing to be asked."""
+        super().__init__(collection, top_k)  # type: ignore[arg-type]  # what is read of a corpus, it has
+        self._collection, self._field, self._vectorize = collection, field, vectorize
         self._count_due = 0.0
 
-    def read_rows(self, rows: Sequence[int]) -> list[Passage]:
-        with profile_stage("retrieve/search"):
-            return self._read(rows)
-
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
-        """As in `RowRetriever`; raises `RunError` where equals have no end."""
-        single = len(self._fields) == 1
-        deep = depth if single else max(depth, self._fusion_depth)
-        texts = {
-            field: [(query.text,) if field == "sparse" else query.parts for query in queries]
-            for field in self._fields
-        }
+        """As in `CorpusRetriever`; asks again where the last wanted hit may have more equals.
+
+        Raises `RunError` where equals have no end.
+        """
+        texts, digits = (
+            list(dict.fromkeys(query.text for query in queries)),
+            SCORE_TIE_DECIMALS[self._field],
+        )
+        found: dict[str, Ranking] = {}
+        limit = min(depth + EXTRA_HITS, MAX_SEARCH_HITS)
         with profile_stage("retrieve/search"):
-            found = self._rank_vectors(
-                {field: self._vectorize(field, texts[field]) for field in texts}, deep
-            )
-        rankings = [
-            [interleave_rankings([found[field].get(text, []) for text in each], deep) for each in parts]
-            for field, parts in texts.items()
-        ]
-        if single:
-            return rankings[0]
-        return [fuse_rankings(both, depth, self._fusion_depth) for both in zip(*rankings, strict=True)]
-
-    def _vectorize(self, field: str, parts: Sequence[tuple[str, ...]]) -> dict[str, Any]:
-        """Text -> its vector, without the texts that have none."""
-        texts = list(dict.fromkeys(text for each in parts for text in each))
-        if field == "sparse":
-            return {text: words for text in texts if (words := count_query_words(text))}
-        assert self._embed is not None
-        return {text: v.tolist() for text, v in zip(texts, self._embed(texts), strict=True)}
-
-    def _rank_vectors(self, asked: dict[str, dict[str, Any]], depth: int) -> dict[str, dict[str, Ranking]]:
-        """Field -> text -> its best rows; asks again where the last wanted hit may have more equals."""
-        found: dict[str, dict[str, Ranking]] = {field: {} for field in asked}
-        limit = depth + EXTRA_HITS
-        while any(asked.values()):
-            limit = min(limit, MAX_SEARCH_HITS)
-            sent = {field: list(vectors.values()) for field, vectors in asked.items() if vectors}
-            for field, answers in self._collection.search(sent, limit).items():
-                digits = SCORE_TIE_DECIMALS[field]
-                for text, hits in zip(list(asked[field]), answers, strict=True):
-                    self._check_hits(field, hits, limit)
+            asked = {
+                text: vector for text, vector in zip(texts, self._vectorize(texts), strict=True) if vector
+            }
+            while asked:
+                answers = self._collection.search(self._field, [*asked.values()], limit)
+                for text, hits in zip([*asked], answers, strict=True):
+                    self._check_hits(hits, limit)
                     if len(hits) < limit or not _ends_in_tie(hits, depth, digits):
-                        found[field][text] = [row for _, row in select_top_hits(hits, depth, digits)]
-                        del asked[field][text]
-            if limit == MAX_SEARCH_HITS and any(asked.values()):
-                raise RunError(
-                    f"more than {MAX_SEARCH_HITS:,} passages have the same score, and Milvus gives no "
-                    "more: their order is unknown"
-                )
-            limit *= EXTRA_HITS_GROWTH
-        return found
+                        found[text] = [row for _, row in select_top_hits(hits, depth, digits)]
+                        del asked[text]
+                if asked and limit == MAX_SEARCH_HITS:
+                    raise RunError(
+                        f"more than {MAX_SEARCH_HITS:,} passages have the same score, and Milvus gives no "
+                        "more: their order is unknown"
+                    )
+                limit = min(limit * EXTRA_HITS_GROWTH, MAX_SEARCH_HITS)
+        return [found.get(query.text, []) for query in queries]
 
-    def _check_hits(self, field: str, hits: Hits, limit: int) -> None:
+    def _check_hits(self, hits: Hits, limit: int) -> None:
         """Raises `SearchUnavailableError` where hits are missing."""
-        whole = min(limit, self.passages)
-        if field == "dense" and len(hits) != whole:  # every passage has a similarity
+        whole = min(limit, len(self._collection))
+        if self._field == "dense" and len(hits) != whole:  # every passage has a similarity
             raise SearchUnavailableError(
                 f"{self._collection.url} gives {len(hits)} of {whole} hits: a part of it may be down"
             )
@@ -149,7 +110,7 @@ def _ends_in_tie(hits: Hits, depth: int, digits: int) -> bool:
     return round(hits[-1][0], digits) == round(hits[depth - 1][0], digits)
 
 
-def open_milvus_retriever(config: RetrievalConfig) -> MilvusRetriever:
+def open_milvus_retriever(config: RetrievalConfig) -> CorpusRetriever:
     """The collection of `config.url`, after everything about it has been checked; loads it where it has to.
 
     Raises `UserError` for what is wrong, with the remedy.
@@ -179,13 +140,23 @@ def open_milvus_retriever(config: RetrievalConfig) -> MilvusRetriever:
     except (SearchUnavailableError, RunError) as error:
         reason = str(error).removeprefix(f"{url}: ")
         raise ConfigError(f"{url} cannot be searched: {reason}") from None
+    sparse = MilvusRetriever(
+        collection, "sparse", config.top_k, lambda texts: [count_query_words(text) for text in texts]
+    )
     if config.method == "bm25":
-        return MilvusRetriever(collection, config)
+        return sparse
     from dlm_rag.retrieval.encoder import TextEncoder
 
     encoder = TextEncoder(config)
     check_collection_encoder(collection, config.embedding_model, encoder.index_folder_name)
-    return MilvusRetriever(collection, config, MemoizedBatchFunction(encoder.encode_queries))
+    dense = MultiQueryRetriever(
+        MilvusRetriever(
+            collection, "dense", config.top_k, lambda texts: encoder.encode_queries(texts).tolist()
+        )
+    )
+    if config.method == "dense":
+        return dense
+    return HybridRetriever([sparse, dense], config.top_k, config.fusion_depth)
 
 
 def check_collection_encoder(collection: MilvusCollection, model: str, encoder: str) -> None:
@@ -213,7 +184,7 @@ def check_engine_scores(collection: MilvusCollection, fields: Sequence[str]) -> 
         vector = count_query_words(entity["passage"].text) if field == "sparse" else entity[field]
         right = field == "dense" or entity[field].keys() == (vector.keys() or {EMPTY_PASSAGE_WORD_ID})
         if right and vector:
-            (hits,) = collection.search({field: [vector]}, min(EXTRA_HITS, count))[field]
+            (hits,) = collection.search(field, [vector], min(EXTRA_HITS, count))
             scores, found = [score for score, _ in hits], [other for _, other in hits]
             itself, *ours = (
                 _multiply_vectors(vector, stored[field])

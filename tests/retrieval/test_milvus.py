@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.passages import write_jsonl_file
 from tests.support.paths import ROOT
@@ -30,8 +29,8 @@ from dlm_rag.errors import ConfigError, CorpusError, UserError
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever, milvus_collection, milvus_retriever, retry
-from dlm_rag.retrieval.base import PartialSearchError, select_top_hits
-from dlm_rag.retrieval.composite import HybridRetriever
+from dlm_rag.retrieval.base import PartialSearchError, Retriever, select_top_hits
+from dlm_rag.retrieval.composite import HybridRetriever, MultiQueryRetriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import DenseRetriever
 from dlm_rag.retrieval.encoder import TextEncoder
@@ -76,14 +75,12 @@ def own_server(tmp_path):
     found.kill()
 
 
-def build(server: MilvusServer, name: str, path: Path, **settings) -> MilvusRetriever:
+def build(server: MilvusServer, name: str, path: Path, **settings) -> Retriever:
     """A collection of the passages of a file, and search in it."""
     ingest_corpus(
         MilvusCollection(server.url(name), SECONDS), open_corpus(path), RetrievalConfig(**settings)
     )
-    found = load_retriever(url=server.url(name), timeout=SECONDS, **settings)
-    assert isinstance(found, MilvusRetriever)
-    return found
+    return load_retriever(url=server.url(name), timeout=SECONDS, **settings)
 
 
 def spread(server: MilvusServer, name: str, path: Path, seed: int) -> None:
@@ -199,7 +196,7 @@ def test_dense_and_hybrid_find_what_they_find_here(server, few, minilm, tmp_path
     corpus = open_corpus(path)
     encoder = TextEncoder(RetrievalConfig(**settings))
     vectors = encoder.encode_passages([passage.text for passage in corpus]).numpy()
-    dense = DenseRetriever(corpus, 5, encoder.encode_queries, vectors, encoder.device)
+    dense = MultiQueryRetriever(DenseRetriever(corpus, 5, encoder.encode_queries, vectors, encoder.device))
     sparse = LocalBM25Retriever(corpus, 5)
     local = {"bm25": sparse, "dense": dense, "hybrid": HybridRetriever([sparse, dense], 5, 50)}
     build(server, "all_kinds", path, method="hybrid", **settings)
@@ -277,7 +274,7 @@ def test_an_engine_that_is_not_exact_is_found_at_the_start(server, few, monkeypa
     monkeypatch.setattr(
         MilvusCollection,
         "search",
-        lambda *given: {field: [change(hits) for hits in every] for field, every in search(*given).items()},
+        lambda *given: [change(hits) for hits in search(*given)],
     )
     refused(server.url("few"), "does not give the scores of its passages (sparse, row 0)")
     monkeypatch.undo()
@@ -571,25 +568,27 @@ class Answers:
         return type("Future", (), {"result": lambda _: hits})()
 
 
-def fake_retriever(method: str) -> tuple[MilvusRetriever, Answers]:
+def fake_retriever(field: str) -> tuple[MilvusRetriever, Answers]:
     collection, client = MilvusCollection.__new__(MilvusCollection), Answers()
     collection.url, collection.name, collection._client = "milvus://here/a", "a", client
     collection._breaker = CircuitBreaker("a", 1.0)
-    collection.info = CollectionInfo("f", method, 200)
-    config = RetrievalConfig(method=method, top_k=3, fusion_depth=3)
-    vectors = [torch.tensor([1.0]), torch.tensor([0.5]), torch.tensor([0.25])]
-    return MilvusRetriever(collection, config, lambda texts: vectors[: len(texts)]), client
+    collection.info = CollectionInfo("f", "hybrid", 200)
+    vectors = {"a": [1.0], "b": [0.5], "c": [0.25]}
+    return MilvusRetriever(collection, field, 3, lambda texts: [vectors[text] for text in texts]), client
 
 
-def test_a_search_on_trial_may_ask_for_both_fields():
-    found, client = fake_retriever("hybrid")
-    found._collection._breaker._failed = retry.CIRCUIT_FAILURE_THRESHOLD
-    assert found.rank([Query("herbert dune", ("herbert", "dune"))], 3)
+def test_a_search_on_trial_that_succeeds_lets_the_other_field_be_asked():
+    (sparse, _), (dense, client) = fake_retriever("sparse"), fake_retriever("dense")
+    dense._collection = sparse._collection
+    sparse._collection._client = client
+    sparse._collection._breaker._failed = retry.CIRCUIT_FAILURE_THRESHOLD
+    assert HybridRetriever([sparse, dense], 3, 3).rank([asked("b")], 3)
     assert {field for field, *_ in client.asked} == {"sparse", "dense"}
 
 
 def test_only_what_ends_among_equals_is_asked_for_again(monkeypatch):
     found, client = fake_retriever("dense")
     monkeypatch.setattr(milvus_collection, "MAX_REQUEST_ITEMS", 2)
-    assert found.rank([Query("a b c", ("a", "b", "c"))], 3) == [[0, 1, 2]]
+    ranked = MultiQueryRetriever(found).rank([Query("a b c", ("a", "b", "c"))], 3)
+    assert ranked == [[0, 1, 2]]
     assert client.asked == [("dense", 2, 28), ("dense", 1, 28), ("dense", 1, 112), ("dense", 1, 448)]

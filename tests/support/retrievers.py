@@ -2,6 +2,7 @@
 
 import torch
 
+from dlm_rag.retrieval.composite import MultiQueryRetriever
 from dlm_rag.retrieval.dense import DenseRetriever
 from dlm_rag.retrieval.query import Query
 
@@ -22,4 +23,4 @@ def letters(texts):
 
 def make_letter_retriever(corpus, top_k, embed=letters):
     vectors = letters([passage.text for passage in corpus]).numpy()
-    return DenseRetriever(corpus, top_k, embed, vectors, torch.device("cpu"))
+    return MultiQueryRetriever(DenseRetriever(corpus, top_k, embed, vectors, torch.device("cpu")))
