@@ -20,39 +20,34 @@ TEMPLATE_DESCRIPTIONS = {
 
 def render_dataset_card(folder: Path, counts: dict[str, int], note: dict[str, Any]) -> str:
     """The Markdown of README.md; note: what rows.json says."""
-    depends_on, stamp = note["depends_on"], note.get("stamp", {})
-    made = []
+    stamp, parts = note.get("stamp", {}), note.get("energy", [])
+    made, rest = [], []
     for key, n in counts.items():
         side, _, name = key.partition(": ")
         if side in ("rows", "held out"):
             made.append(f"| {name} | {side} | {n:,} | {TEMPLATE_DESCRIPTIONS.get(name, '')} |")
-    parts = note.get("energy", [])
-    energy = (
-        [f"{format_energy(summarise_energy(parts), str(parts[-1].get('reason')))}.", ""] if parts else []
-    )
-    rest = {key: n for key, n in counts.items() if key.startswith(("left out: ", "spent: "))}
-    lines = [
-        f"# {folder.resolve().name}: rows to train on",
-        "",
-        f"Made by `{stamp.get('command', 'dlm-rag synthesize')}` of {counts['sources']:,} sources, "
-        f"{stamp.get('date', '')}, commit {stamp.get('commit', 'unknown')}.",
-        "",
-        "| template | for | rows | what it is |",
-        "|---|---|---|---|",
-        *(made or ["| none | | 0 | |"]),
-        "",
-        "`rows` are to be trained on; `held out` ones are in held_out/: no passage of theirs is in a row.",
-        "",
-        "| left out, or spent | |",
-        "|---|---|",
-        *(f"| {key} | {n:,} |" for key, n in rest.items()),
-        "",
-        *energy,
-        "    dlm-rag train data.questions=" + str(folder) + " data.corpus=FILE ...",
-        "",
-        "What the rows depend on:",
-        "",
-        "    " + json.dumps(depends_on, indent=2, ensure_ascii=False).replace("\n", "\n    "),
-        "",
-    ]
-    return "\n".join(lines)
+        elif side in ("left out", "spent"):
+            rest.append(f"\n| {key} | {n:,} |")
+    energy = format_energy(summarise_energy(parts), str(parts[-1].get("reason"))) if parts else ""
+    depends_on = json.dumps(note["depends_on"], indent=2, ensure_ascii=False).replace("\n", "\n    ")
+    return f"""\
+# {folder.resolve().name}: rows to train on
+
+Made by `{stamp.get("command", "dlm-rag synthesize")}` of {counts["sources"]:,} sources, \
+{stamp.get("date", "")}, commit {stamp.get("commit", "unknown")}.
+
+| template | for | rows | what it is |
+|---|---|---|---|
+{chr(10).join(made) or "| none | | 0 | |"}
+
+`rows` are to be trained on; `held out` ones are in held_out/: no passage of theirs is in a row.
+
+| left out, or spent | |
+|---|---|{"".join(rest)}
+
+{energy and f"{energy}.{chr(10) * 2}"}    dlm-rag train data.questions={folder} data.corpus=FILE ...
+
+What the rows depend on:
+
+    {depends_on}
+"""
