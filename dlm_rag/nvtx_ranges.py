@@ -76,16 +76,18 @@ class CaptureWindow:
     steps: int = 0  # begun until now
     open: bool = False
 
-    def begin_step(self) -> None:
+    @contextmanager
+    def count_step(self) -> Iterator[None]:
         if self.steps == self.first:
             self.open = True
             self.begin()
         self.steps += 1
-
-    def end_step(self) -> None:
-        if self.open and self.steps - 1 == self.last:
-            self.open = False
-            self.end()
+        try:
+            yield
+        finally:
+            if self.open and self.steps - 1 == self.last:
+                self.open = False
+                self.end()
 
 
 def _open_capture_window(window: str) -> CaptureWindow:
@@ -123,10 +125,8 @@ def _open_range(name: str, annotation: nvtx.annotate, is_step: bool = False) -> 
     """A named range for NVTX and, while it runs, torch's profiler; closes on errors too."""
     depth = _depth.get()
     entered, window = _depth.set(depth + 1), capture_window if is_step and not depth else None
-    if window is not None:
-        window.begin_step()
     try:
-        with annotation, _torch_range(name):
+        with window.count_step() if window else nullcontext(), annotation, _torch_range(name):
             start = time.perf_counter()
             try:
                 yield
@@ -136,8 +136,6 @@ def _open_range(name: str, annotation: nvtx.annotate, is_step: bool = False) -> 
                     clock.seconds[name] = clock.seconds.get(name, 0.0) + time.perf_counter() - start
     finally:
         _depth.reset(entered)
-        if window is not None:
-            window.end_step()
 
 
 def profile_stage(name: str) -> AbstractContextManager[None]:

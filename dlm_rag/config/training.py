@@ -11,13 +11,13 @@ from dlm_rag.config.fields import (
     setting,
     settings_dataclass,
 )
+from dlm_rag.config.inference import MASKED, UNIFORM
 from dlm_rag.config.renamed import explain_old_key
 from dlm_rag.errors import ConfigError, suggest_nearest
 
 # What settings need, as `only_with` says it.
 SFT, RL, PRETRAIN, ADAPT = ({"train.objective": (name,)} for name in ("sft", "rl", "pretrain", "adapt"))
 ANSWERING, READING = {"train.objective": ("sft", "rl")}, {"train.objective": ("pretrain", "adapt")}
-MASKED, UNIFORM = {"noise": ("mask",)}, {"noise": ("uniform",)}
 RL_OF_DENOISER = RL | {"train.trainable": (None, "all", "lora")}
 TRACES, CORPUS, WRITER = ({"synthesis.method": (name,)} for name in ("traces", "corpus", "writer"))
 NEW_MODEL = {"model.path": (None,)}

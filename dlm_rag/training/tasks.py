@@ -29,11 +29,6 @@ def find_task(train: TrainConfig, noise: "UniformNoiseConfig | None" = None) -> 
         found = import_object(found, "train.objective")
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise ConfigError(f"train.objective={train.objective} is not a subclass of training.task.Task")
-    if hasattr(found, "open_source"):
-        raise ConfigError(
-            f"train.objective={train.objective} defines open_source, which nothing calls: let open_data "
-            "open the data and return the validation"
-        )
     return found
 
 

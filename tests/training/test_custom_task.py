@@ -51,12 +51,6 @@ class Regression(Task):
         return {"target": self.conditions(state) - 0.25, "steps": state.get("steps", 0) + 1}
 
 
-class OldSource(Regression):
-    @classmethod
-    def open_source(cls, phase):
-        return None, None
-
-
 class Distance(nn.Module):
     def __init__(self, denoiser):
         super().__init__()
@@ -138,7 +132,6 @@ def test_an_objective_of_ones_own_is_named_on_the_command_line(tmp_path, monkeyp
         (["train.objective=math:floor"], "Task"),
         (["train.objective=no_such_module:Task"], "no_such_module"),
         (["train.trainable=policy_heads"], "trainable"),
-        (["train.objective=tests.training.test_custom_task:OldSource"], "open_data"),
         (["data.corpus=x", "train.max_hops=1"], "max_hops"),
         (["train.objective=rl", "model.path=x", "data.corpus=x", "train.max_hops=1"], "max_hops"),
         (["train.objective=rl"], "model.path"),

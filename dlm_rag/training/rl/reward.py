@@ -30,9 +30,8 @@ PRICES = {"forwards": "forward_cost", "searches": "search_cost"}  # and those th
 def compute_reward_parts(rollout: Rollout, question: Question, reward: str) -> dict[str, float]:
     """Every entry of `REWARDS`, and as `base` the one called `reward`, of a rollout without an error."""
     found = {name: float(score(rollout, question)) for name, score in REWARDS.items()}
-    if reward in found:
-        return found | {"base": found[reward]}
-    return found | {"base": float(resolve_or_import(REWARDS, reward, "train.reward")(rollout, question))}
+    base = resolve_or_import(REWARDS, reward, "train.reward")
+    return found | {"base": float(base(rollout, question))}
 
 
 def compute_reward(parts: Mapping[str, float], train: TrainConfig, priced: bool) -> float:

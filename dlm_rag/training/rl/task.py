@@ -9,7 +9,6 @@ from torch import nn
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
 from dlm_rag.config.fields import resolve_or_import
 from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.resolve_settings import resolve_settings
 from dlm_rag.decode.trace_file import build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.machine import choose_device, choose_dtype
@@ -132,11 +131,13 @@ class RlTask(Task):
         return PolicyObjective(denoiser, settings, self._tokenizer.mask_id, self.train, reference)
 
     def make_microbatch(self, step: int, items: Sequence[int], conditions: None) -> RolloutBuffer:
-        buffer, layout = self.collect_rollouts(step, items)
-        return replace(buffer, rows=self._make_rows(buffer.steps, layout)) if self.runs_denoiser else buffer
+        buffer, decoder = self.collect_rollouts(step, items)
+        return (
+            replace(buffer, rows=self._make_rows(buffer.steps, decoder)) if self.runs_denoiser else buffer
+        )
 
-    def collect_rollouts(self, step: int, items: Sequence[int]) -> tuple[RolloutBuffer, str]:
-        """The rollouts of some questions of a step, and how their evidence was laid out.
+    def collect_rollouts(self, step: int, items: Sequence[int]) -> tuple[RolloutBuffer, Decoder]:
+        """The rollouts of some questions of a step, and what made them.
 
         They come from the weights as they are now: the decoder keeps nothing of older ones.
         """
@@ -145,15 +146,13 @@ class RlTask(Task):
         asked, retriever = self._source(step, items)
         settings = make_rollout_settings(self._config, train)
         decoder = Decoder(self._denoiser, retriever, self._tokenizer, settings, engine=engine)
-        return fill_rollout_buffer(decoder, asked, train, step / train.max_steps), decoder.evidence_layout
+        return fill_rollout_buffer(decoder, asked, train, step / train.max_steps), decoder
 
-    def _make_rows(self, taken: Sequence[WeightedStep], layout: str) -> list[PolicyRow]:
+    def _make_rows(self, taken: Sequence[WeightedStep], decoder: Decoder) -> list[PolicyRow]:
         """What the denoiser learns from steps that were taken."""
-        assert self._denoiser is not None
-        shape, top_k = self._denoiser.config, self._config.retrieval.top_k
-        settings = resolve_settings(make_rollout_settings(self._config, self.train), shape)
+        shape, settings, top_k = decoder.denoiser.config, decoder.config, self._config.retrieval.top_k
         header = build_trace_header(
-            shape, self._tokenizer, layout, settings, top_k=top_k, model="", corpus=""
+            shape, self._tokenizer, decoder.evidence_layout, settings, top_k=top_k, model="", corpus=""
         )
         assert settings.finished_block_context is not None
         return make_policy_rows(taken, header, self._tokenizer, shape, settings.finished_block_context)
