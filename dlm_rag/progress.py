@@ -31,11 +31,6 @@ _tasks: dict[object, str] = {}  # what is shown of each task under way: a termin
 _status: IO[str] | None = None  # the terminal in which a status line stands
 
 
-def is_drawable(stream: IO[str]) -> bool:
-    """Whether a stream is a terminal on which a line can be drawn over."""
-    return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-
-
 def format_duration(seconds: float) -> str:
     """A time in words, in the largest unit of which there is more than one."""
     for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
@@ -121,4 +116,6 @@ def show_status(text: str = "") -> None:
 
 
 def _draws() -> bool:
-    return is_drawable(sys.stderr) and os.environ.get("RANK", "0") == "0"
+    """Whether standard error is a terminal on which a line can be drawn over, in the first process."""
+    is_plain = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+    return sys.stderr.isatty() and not is_plain and os.environ.get("RANK", "0") == "0"

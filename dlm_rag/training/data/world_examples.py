@@ -9,8 +9,8 @@ has to be saved to go on, and any process can make any group.
 import json
 import random
 import tempfile
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from dlm_rag.config import TrainConfig
@@ -68,7 +68,7 @@ class WorldExamples:
         self._builder, self._train, self._top_k = builder, train, top_k
         self._hops = [n for n in HOPS if n <= train.max_hops]
         self._side_hops = [n for n in SIDE_HOPS if n <= train.max_hops]
-        self._open: OrderedDict[int, IndexedWorld] = OrderedDict()
+        self._world = lru_cache(train.worlds)(self._make_world)
 
     def examples(self, step: int, items: Iterable[int], passages: tuple[int, int]) -> list[Example]:
         """Some groups of a step, with between passages[0] and passages[1] passages in each prompt."""
@@ -80,13 +80,9 @@ class WorldExamples:
             examples.extend(self._group(rng, world, rng.randint(*passages)))
         return examples
 
-    def _world(self, number: int) -> IndexedWorld:
-        if number not in self._open:
-            while len(self._open) >= self._train.worlds:
-                self._open.popitem(last=False)
-            seed = self._train.seed * 1_000_003 + number
-            self._open[number] = IndexedWorld(seed, self._train.world_passages, self._top_k)
-        return self._open[number]
+    def _make_world(self, number: int) -> IndexedWorld:
+        seed = self._train.seed * 1_000_003 + number
+        return IndexedWorld(seed, self._train.world_passages, self._top_k)
 
     def _group(self, rng: random.Random, indexed: IndexedWorld, count: int) -> Iterator[Example]:
         question = draw_world_question(rng, indexed, rng.choice(self._hops))
