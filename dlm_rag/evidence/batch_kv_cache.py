@@ -4,6 +4,7 @@ A slot holds what a row sees in the order in which it stands: segments that see 
 finished part of the chain of lead and canvas, whose blocks see what stands before them, and segments that
 only the window after them sees. What an earlier call left there stays where nothing before it has changed;
 else segments are moved or come from the pool, and the chain runs again, in the same call as the window.
+Where a row may begin anywhere in a slot (SDPA), what the window alone sees stands in front of all.
 
 Where the kernel gives log-sum-exps (varlen, flash), the pool is an arena in which all rows read the same
 segments; a slot holds the chain alone, and without blocks there are no slots.
@@ -58,24 +59,36 @@ class ForwardSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class _SlotLayout:
-    """What stands in a slot, in order; first: tokens of the first block of the chain."""
+    """What stands in a slot; first: tokens of the first block of the chain.
+
+    later_first: whether what the window alone sees stands in front, where it stays as the chain grows. A
+    finished block then sees from `first_seen` on, which begins no page: not for kernels that want pages.
+    """
 
     context: tuple[Segment, ...] = ()
     first: int = 0
     chain: tuple[int, ...] = ()  # its finished tokens
     later: tuple[Segment, ...] = ()
     shared: bool = False  # whether segments lie in the arena
+    later_first: bool = False
 
     @cached_property
     def places(self) -> tuple[int, list[tuple[Segment, int]], int]:
         """Where the chain begins, where each segment stands, and where the window goes on."""
         if self.shared:
             return 0, [], len(self.chain)
-        lengths = [len(segment.ids) for segment in (*self.context, *self.later)]
-        lengths.insert(len(self.context), len(self.chain))
+        ahead = (*self.later, *self.context) if self.later_first else self.context
+        after = () if self.later_first else self.later
+        lengths = [len(segment.ids) for segment in (*ahead, *after)]
+        lengths.insert(len(ahead), len(self.chain))
         at = list(accumulate(lengths, initial=0))
-        chain = at.pop(len(self.context))
-        return chain, list(zip((*self.context, *self.later), at, strict=False)), at[-1]
+        chain = at.pop(len(ahead))
+        return chain, list(zip((*ahead, *after), at, strict=False)), at[-1]
+
+    @cached_property
+    def first_seen(self) -> int:
+        """From where on a finished block sees."""
+        return sum(len(segment.ids) for segment in self.later) * self.later_first
 
 
 class KVCacheManager:
@@ -151,6 +164,7 @@ class KVCacheManager:
                 _order_by_arrival(held.context, laid.context_segments), row.canvas_segment.first,
                 row.canvas_segment.ids[: row.finished_tokens],
                 _order_by_arrival(held.later, laid.later_segments), self._arena is not None,
+                self._denoiser.backend == "sdpa",
             )
             for laid, row, held in zip(prompts, shown, before, strict=True)
         ]  # fmt: skip
@@ -166,8 +180,8 @@ class KVCacheManager:
             self._store.reserve(max(row.slot for row in shown) + 1, max(room))
         lacking, spans = list[tuple[Segment, int]](), []
         for number, (row, order, held) in enumerate(zip(shown, orders, before, strict=True)):
-            lacking += self._move_kept_segments(row.slot, held, order)
             valid = _count_reusable_tokens(row, held, order)
+            lacking += self._move_kept_segments(row.slot, held, order, valid)
             spans += [(number, *span) for span in self._remaining_spans(row, order, valid)]
             self._next[row.slot] = order
         new = self._fetch_from_pool(lacking) if self._arena is None else self._fetch_into_arena(orders)
@@ -176,18 +190,19 @@ class KVCacheManager:
         scratch = self._store.slots * self._store.capacity
         self._new = dict(zip(new, accumulate(sizes, initial=scratch), strict=False))
         runs = [ForwardSpan(None, 0, segment) for segment in self._new]
-        runs += [ForwardSpan(n, begin, segment) for n, begin, segment, _ in spans]
-        starts = [*self._new.values(), *(shown[n].slot * self._store.capacity for n, *_ in spans)]
-        seen = [*[0] * len(self._new), *(place for *_, place in spans)]
+        runs += [ForwardSpan(n, begin, segment) for n, begin, segment, *_ in spans]
+        slots = [row.slot * self._store.capacity for row in shown]
+        starts = [*self._new.values(), *(slots[n] + first for n, _, _, first, _ in spans)]
+        seen = [*[0] * len(self._new), *(tokens for *_, tokens in spans)]
         number_of = {segment: n for n, segment in enumerate(self._new)}
         copies = [(number_of[segment], place) for segment, place in lacking if segment in number_of]
-        slots = CachedRows(self._store, starts, seen, copies) if uses_slots else None
+        cached = CachedRows(self._store, starts, seen, copies) if uses_slots else None
         if self._arena is None:
-            return runs, slots
+            return runs, cached
         read = [_visible_segments(orders[n], begin) for n, begin, *_ in spans]
         ranges = [*[()] * len(new), *(tuple(map(self._arena.range_of, row)) for row in read)]
         written = [(n, self._arena.range_of(segment).start) for segment, n in number_of.items()]
-        return runs, SharedSegments(self._arena, ranges, written, slots)
+        return runs, SharedSegments(self._arena, ranges, written, cached)
 
     def store_computed(self) -> None:
         """Keeps what the call has computed."""
@@ -201,31 +216,35 @@ class KVCacheManager:
         self._new, self._next = {}, {}
 
     def _move_kept_segments(
-        self, slot: int, held: _SlotLayout, order: _SlotLayout
+        self, slot: int, held: _SlotLayout, order: _SlotLayout, chain: int
     ) -> list[tuple[Segment, int]]:
-        """Moves what the slot holds to its place; returns what it does not hold, with its place."""
-        store, start = self._store, slot * self._store.capacity
+        """Moves what the slot holds to its place, and as many tokens of the chain as are kept.
+
+        Returns what it does not hold, with its place.
+        """
+        start = slot * self._store.capacity
         there, wanted = dict(held.places[1]), order.places[1]
         moves = [(start + there[s], start + at, len(s.ids)) for s, at in wanted if s in there]
-        read = [(to, store.read_tokens(at, tokens)) for at, to, tokens in moves if at != to]
-        for place, kept in read:  # all are read before any is written
-            store.write_tokens(place, kept)
+        self._store.move_tokens([*moves, (start + held.places[0], start + order.places[0], chain)])
         return [(segment, start + at) for segment, at in wanted if segment not in there]
 
     def _remaining_spans(
         self, row: CacheRequest, order: _SlotLayout, valid: int
-    ) -> Iterator[tuple[int, Segment, int]]:
-        """What of a chain has to run: where it begins in the chain, its tokens, its place in the slot."""
+    ) -> Iterator[tuple[int, Segment, int, int]]:
+        """What of a chain has to run: where it begins in the chain, its tokens, and what of the slot stands
+        before them and is seen: from where on, how many.
+        """
         # Only SDPA takes masks, and on a GPU it is fast without them alone.
         split = self._denoiser.backend != "sdpa" or self._denoiser.device.type == "cuda"
         chain, (place, _, window) = row.canvas_segment, order.places
         done = len(order.chain) if order.later else valid  # else the window follows without a gap
-        for start, stop, ahead in ((valid, done, place), (done, len(chain.ids), window - len(order.chain))):
+        finished = valid, done, place, order.first_seen
+        for start, stop, ahead, first in (finished, (done, len(chain.ids), window - len(order.chain), 0)):
             if start < stop:
                 run = chain.slice_tokens(start, stop)
                 for piece in run.split_into_blocks() if split else [run]:
                     begin = piece.start - chain.start
-                    yield begin, piece, begin + ahead
+                    yield begin, piece, first, begin + ahead - first
 
     def _fetch_from_pool(self, lacking: Sequence[tuple[Segment, int]]) -> list[Segment]:
         """Puts segments from the pool where they are lacking; returns those that are left to run."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 PAGE_TOKENS = 256  # tokens; the paged kernels want a multiple
+MIN_MOVE_TOKENS = 16  # below it, copying by way of other memory takes fewer calls
 KeysValues = Sequence[tuple[Tensor, Tensor]]  # for each layer, each (n, Hk, D)
 
 
@@ -97,6 +98,25 @@ class SlotKVCache:
     def write_tokens(self, place: int, kept: Tensor) -> None:
         """Writes keys and values (N, 2, n, Hk, D) from a place on."""
         self.keys_values[:, :, place : place + kept.shape[2]] = kept
+
+    def move_tokens(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Moves keys and values as if at once; each (from, to, tokens)."""
+        moves = sorted(move for move in moves if move[0] != move[1] and move[2])
+        places = [place for _, place, _ in moves]
+        if places != sorted(places):  # they pass each other: all are read before any is written
+            read = [(place, self.read_tokens(source, tokens)) for source, place, tokens in moves]
+            for place, kept in read:
+                self.write_tokens(place, kept)
+            return
+        # In this order nothing is overwritten that is still to be moved.
+        left = [move for move in moves if move[1] < move[0]]
+        right = [move for move in reversed(moves) if move[1] > move[0]]
+        for source, place, tokens in (*left, *right):
+            step = source - place
+            piece = step if step >= MIN_MOVE_TOKENS else tokens
+            for at in range(0, tokens, piece):
+                kept = self.keys_values[:, :, source + at : source + min(at + piece, tokens)]
+                self.write_tokens(place + at, kept if abs(step) >= kept.shape[2] else kept.clone())
 
     def read_tokens(self, place: int, tokens: int) -> Tensor:
         """A copy of the keys and values (N, 2, n, Hk, D) from a place on."""
