@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_rag import __version__
 from dlm_rag.cli import check_writable, print_note
+from dlm_rag.commands.arguments import CommandLine, check_read, parse_command_line
 from dlm_rag.commands.prepare_decoder import (
     PreparedDecoder,
     ResourceCache,
+    fill_in_shipped_files,
     open_search_source,
     prepare_decoder,
 )
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from dlm_rag.decode.terminal import RunTotals
     from dlm_rag.workers.worker_pool import WorkerPool
 
+PLAN_SETTINGS = ("plan.machine", "plan.devices", "plan.network_gbit", "plan.mfu")  # of decoding
 Machine = dict[str, str | int]  # as `describe_machine`
 
 
@@ -240,6 +243,21 @@ class AnswerJob(PreparedQuestions):
             self.file.close()
         self.failed = tally.failed
         print_note(tally.summary)
+
+
+def parse_answer_command_line(
+    description: str, argv: list[str], reads: Sequence[str], **more: Any
+) -> CommandLine:
+    """As `parse_command_line`; with --plan prints what decoding takes, and exits. Raises `UserError`."""
+    switches = {"plan": "print what decoding takes on plan.machine, and how devices should share it"}
+    words = parse_command_line(description, argv, (*reads, *PLAN_SETTINGS), switches=switches, **more)
+    if "plan" in words.switches:
+        from dlm_rag.training.planning.plan_report import print_decode_plan
+
+        print_decode_plan(fill_in_shipped_files(words.config, words.questions))
+        raise SystemExit(0)
+    check_read(words.settings, reads)
+    return words
 
 
 def plan_answer_job(

@@ -26,8 +26,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dlm_rag.cli import check_writable, print_note
-from dlm_rag.commands.answer_job import AnswerJob, open_engines, plan_answer_job
-from dlm_rag.commands.arguments import ANSWER_SETTINGS, READER_CONFIG, CommandLine, parse_command_line
+from dlm_rag.commands.answer_job import (
+    AnswerJob,
+    open_engines,
+    parse_answer_command_line,
+    plan_answer_job,
+)
+from dlm_rag.commands.arguments import ANSWER_SETTINGS, READER_CONFIG, CommandLine
 from dlm_rag.commands.prepare_decoder import ResourceCache, fill_in_shipped_files, gather_questions
 from dlm_rag.commands.tensor_parallel import run_on_ranks
 from dlm_rag.config import dump_config, load_config
@@ -63,7 +68,7 @@ class EvaluationPlan(NamedTuple):
 
 def main(argv: list[str]) -> None:
     reads = (*ANSWER_SETTINGS, "compare", "f1_rule")
-    words = parse_command_line(__doc__ or "", argv, reads, options=EVALUATE_OPTIONS)
+    words = parse_answer_command_line(__doc__ or "", argv, reads, options=EVALUATE_OPTIONS)
     if words.config.out in (None, "-"):
         raise ConfigError("evaluation needs --out FOLDER")
     run_on_ranks(words.config, lambda: evaluate_settings(words, argv))

@@ -29,9 +29,10 @@ from dlm_rag.commands.answer_job import (
     check_output_files,
     count_answers,
     open_engines,
+    parse_answer_command_line,
     plan_answer_job,
 )
-from dlm_rag.commands.arguments import ANSWER_SETTINGS, CommandLine, parse_command_line
+from dlm_rag.commands.arguments import ANSWER_SETTINGS, CommandLine
 from dlm_rag.commands.prepare_decoder import (
     SHIPPED_FOLDER,
     fill_in_shipped_files,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> None:
-    words = parse_command_line(__doc__ or "", argv, (*ANSWER_SETTINGS, "trace", "html"), typed=True)
+    words = parse_answer_command_line(__doc__ or "", argv, (*ANSWER_SETTINGS, "trace", "html"), typed=True)
     if words.config.workers is not None and words.config.out is None:
         raise ConfigError("workers= answers into a file, not to the screen: add --out FILE")
     run_on_ranks(words.config, lambda: answer_questions(words))

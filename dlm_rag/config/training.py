@@ -246,7 +246,7 @@ class TrainConfig(CheckedSettings):
 
 @settings_dataclass
 class PlanConfig(CheckedSettings):
-    """What `train.py --plan` assumes."""
+    """What `--plan` assumes."""
 
     machine: str | None = setting(None, choices=("gb300", "gb10", "h100", "h200", "b200", "v100"))
     """machine to plan for; unset: all known ones"""
@@ -255,7 +255,7 @@ class PlanConfig(CheckedSettings):
     network_gbit: float | None = setting(None, low=1e-3, high=1e6)
     """bandwidth of the network between devices in Gb/s, one way; unset takes the machine's own"""
     mfu: float = setting(0.4, low=0.01, high=1)
-    """assumed model FLOPs utilisation of training"""
+    """assumed model FLOPs utilisation"""
     tokens: float | None = setting(None, low=1)
     """number of tokens of the whole run; unset: what its steps add up to"""
     days: float | None = setting(None, low=0.001)

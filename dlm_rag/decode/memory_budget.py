@@ -218,10 +218,10 @@ def _measure_activation_bytes(
     small = replace(shape, num_hidden_layers=min(shape.num_hidden_layers, dense + 2))
     with torch.device("meta"):
         denoiser = Denoiser(small).to(dtype)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        denoiser = replace_with_empty_weights(denoiser)
         if quantize != "none":  # all methods take about as much on the way; experts take turns
             quantize_linear_layers(denoiser, "int8")
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        denoiser = replace_with_empty_weights(denoiser)
         less, more = (measure_simulated_peak(partial(_call_layers, denoiser, n)) for n in (128, 256))
         few, many = (measure_simulated_peak(partial(_read_logits, denoiser, decode, n)) for n in (64, 128))
     return (more - less) / (3 * 128), (many - few) / 64

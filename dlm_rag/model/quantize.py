@@ -63,7 +63,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def _pack_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     numbers = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     scales = torch.empty(len(weight), 1, device=weight.device)
-    step = max(1, PACKED_AT_ONCE // weight.shape[1])
+    step = len(weight) if weight.is_meta else max(1, PACKED_AT_ONCE // weight.shape[1])
     for at in range(0, len(weight), step):
         rows = slice(at, at + step)
         numbers[rows], scales[rows] = quantize_rows(weight[rows], dtype)

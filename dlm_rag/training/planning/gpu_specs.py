@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from dlm_rag.model.memory_tracker import RESERVED_MEMORY_FRACTION
+
 
 class GpuSpec(NamedTuple):
     """One device and how several of them are joined. Its name is part of the one that CUDA gives."""
@@ -19,6 +21,11 @@ class GpuSpec(NamedTuple):
     link: float  # bytes/s to other devices, one way
     watts: float  # of one device at full load
     source: str
+
+    @property
+    def usable_memory(self) -> float:
+        """Bytes that torch's allocator can have."""
+        return (1 - RESERVED_MEMORY_FRACTION) * self.memory
 
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
@@ -46,6 +53,12 @@ GPU_SPECS = {
     )
     for name, peaks, memory, bandwidth, link, watts, source in _SPECS
 }  # fmt: skip
+
+
+def choose_planned_dtype(name: str, machine: GpuSpec | None) -> torch.dtype:
+    """The dtype of the arithmetic; "auto" is the first of `DTYPES` that the machine computes in."""
+    named = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+    return named.get(name) or next(d for d in DTYPES if machine is None or d in machine.flops)
 
 
 def find_gpu_spec(device: torch.device) -> GpuSpec | None:

@@ -18,7 +18,6 @@ from dlm_rag.machine import choose_dtype
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families import FAMILIES
 from dlm_rag.model.flops import FlopCount, count_encode_flops, count_head_flops
-from dlm_rag.model.memory_tracker import RESERVED_MEMORY_FRACTION
 from dlm_rag.model.tensor_parallel import split_config
 from dlm_rag.training.data.examples import LONG_QUESTION_TOKENS, Example
 from dlm_rag.training.distributed import check_parallelism
@@ -36,6 +35,7 @@ from dlm_rag.training.tasks import find_task
 from dlm_rag.training.tensor_parallel import check_tensor_parallel
 
 GB = 1e9
+COLLECTIVE_SECONDS = 2e-5  # assumed: until a sum over devices has gone round, were there nothing in it
 ROLLOUT_EXTRA_KEY = "rollouts, beyond these"
 MEMORY_REMEDY = (
     "see what fits with --plan (gradient_accumulation_steps, activation_checkpointing, parallel=fsdp, "
@@ -46,6 +46,7 @@ _QWEN_7B = {
     "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
     "intermediate_size": 18_944, "vocab_size": 152_064, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
 }  # fmt: skip
+_QWEN_2 = {"model_type": "qwen2", "max_position_embeddings": 32_768, "mask_token_id": 151_665}
 KNOWN_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "GSAI-ML/LLaDA-8B-Instruct": {
         "model_type": "llada", "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32,
@@ -55,8 +56,18 @@ KNOWN_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "Dream-org/Dream-v0-Instruct-7B": _QWEN_7B | {
         "model_type": "Dream", "max_position_embeddings": 131_072, "mask_token_id": 151_666,
     },
-    "Qwen/Qwen2.5-7B-Instruct": _QWEN_7B | {
-        "model_type": "qwen2", "max_position_embeddings": 32_768, "mask_token_id": 151_665,
+    "Qwen/Qwen2.5-7B-Instruct": _QWEN_7B | _QWEN_2,
+    "Qwen/Qwen2.5-72B-Instruct": _QWEN_7B | _QWEN_2 | {
+        "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "intermediate_size": 29_568,
+    },
+    "inclusionAI/LLaDA2.0-flash": {
+        "model_type": "llada2_moe", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 9216, "first_k_dense_replace": 1,
+        "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 1024,
+        "num_shared_experts": 1, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+        "vocab_size": 157_184, "rms_norm_eps": 1e-6, "rope_theta": 6e5, "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 16_384, "mask_token_id": 156_895,
     },
 }  # fmt: skip
 
@@ -67,22 +78,26 @@ class PhasePlan:
 
     name: str
     train: TrainConfig
-    shape: DenoiserConfig
+    shape: DenoiserConfig  # of a device: its heads and widths, where a model is split
     size: int  # bytes of a number of the arithmetic
     devices: int
     items: int
     microbatch_items: int  # items that a device, or all that share sequences, compute at once
     tokens: float  # prompts and canvases
-    flops: float  # forward and backward, nothing computed twice
+    flops: float  # forward and backward, nothing computed twice; of one rank of each model
     layer_calls: int  # of the layers in a forward: passages run before what sees them
     memory: StepMemory  # of a part
     decode_bytes: float  # of keys, values and a decoding step of those that are decoded together
 
     @property
+    def models(self) -> int:
+        """Models, whole or in shards, that a step is divided among."""
+        return self.devices // self.train.tensor_parallel
+
+    @property
     def device_bytes(self) -> dict[str, float]:
         """Bytes on each device, by what they are for."""
-        copies = self.devices // self.train.tensor_parallel
-        memory, shards = self.memory, copies if self.train.parallel == "fsdp" else 1
+        memory, shards = self.memory, self.models if self.train.parallel == "fsdp" else 1
         layer = (memory.parameters - memory.outside_parameters) / self.shape.num_hidden_layers
         # What shards are gathered into: the layer at work, the next one, and the rest.
         gathered = self.size * (2 * layer + memory.outside_parameters * (2 if memory.reference else 1))
@@ -109,8 +124,9 @@ class PhasePlan:
 
     @property
     def network_traffic(self) -> float:
-        """Bytes that a device sends in a step, in rings: sums of gradients, shards, keys and values."""
-        train, memory, others = self.train, self.memory, (self.devices - 1) / self.devices
+        """Bytes that a device sends in a step, in rings: sums of gradients, shards, keys and values; those
+        of tensor parallel are apart."""
+        train, memory, others = self.train, self.memory, (self.models - 1) / self.models
         parts, apart = train.gradient_accumulation_steps, train.context_parallel
         each = 2 * others * memory.gradients
         if train.parallel == "fsdp":
@@ -119,21 +135,28 @@ class PhasePlan:
             outside, passes = memory.outside_parameters, 3 if memory.reference else 2  # has no backward
             numbers = passes * self.layer_calls * (memory.parameters - outside) + (passes - 1) * outside
             each = others * (self.size * numbers + FLOAT32_BYTES * memory.trained) * parts
-        passes = 3 if train.activation_checkpointing == "full" else 2
-        rows = passes * self.microbatch_items * parts * train.sequence_length
+        rows = self._passes * self.microbatch_items * parts * train.sequence_length
         return each + rows * count_kv_bytes(self.shape, self.size) * (apart - 1) / apart
+
+    @property
+    def _passes(self) -> int:
+        """Through the layers: forward, backward, and forward again for what was not kept."""
+        return 3 if self.train.activation_checkpointing == "full" else 2
 
     def step_seconds(self, machine: GpuSpec, dtype: torch.dtype, mfu: float) -> dict[str, float]:
         """Of a step, were it bound by nothing else: arithmetic at `mfu`, memory, network at their peaks."""
-        return {
-            "compute": self.flops / (self.devices * machine.flops[dtype] * mfu),
-            "memory": self.memory_traffic / machine.bandwidth,
-            "network": self.network_traffic / machine.link if self.devices > 1 else 0.0,
-        }
+        calls = self._passes * self.layer_calls * self.train.gradient_accumulation_steps
+        tokens = self._passes * self.tokens / self.models
+        return combine_seconds(
+            self.flops / (self.models * machine.flops[dtype] * mfu),
+            self.memory_traffic / machine.bandwidth,
+            self.network_traffic / machine.link if self.devices > 1 else 0.0,
+            time_layer_sums(self.shape, self.train.tensor_parallel, tokens, calls, self.size, machine),
+        )  # fmt: skip
 
     def max_microbatch_items(self, machine: GpuSpec) -> int:
         """Items that fit into one part of a step on a device; 0 where not one does."""
-        have, need = (1 - RESERVED_MEMORY_FRACTION) * machine.memory, sum(self.device_bytes.values())
+        have, need = machine.usable_memory, sum(self.device_bytes.values())
         rollouts, more = self.device_bytes[ROLLOUT_EXTRA_KEY], self.memory.activations_per_item
         room = have - (need - rollouts - more * (self.microbatch_items - 1))
         if room < 0 or (rollouts and need > have):  # which are as large however small a part is
@@ -141,36 +164,58 @@ class PhasePlan:
         return 1 + int(room / more) if more else self.items
 
 
+def combine_seconds(compute: float, memory: float, network: float, waits: float) -> dict[str, float]:
+    """What the longest of three hides of the others, after which `waits`, which nothing hides."""
+    together = max(compute, memory, network) + waits
+    return {"compute": compute, "memory": memory, "network": network + waits, "together": together}
+
+
+def time_layer_sums(
+    shape: DenoiserConfig, ranks: int, tokens: float, calls: int, size: int, machine: GpuSpec
+) -> float:  # fmt: skip
+    """Seconds of the two sums over `ranks` in each layer, in rings, of `tokens` tokens in so many calls.
+
+    size: bytes of a number. The next layer waits for them.
+    """
+    if ranks == 1:
+        return 0.0
+    sent = 2 * (ranks - 1) / ranks * tokens * shape.hidden_size * size
+    return 2 * shape.num_hidden_layers * (sent / machine.link + calls * COLLECTIVE_SECONDS)
+
+
 def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> list[PhasePlan]:
     """The plan of every phase, with the arithmetic in `dtype`; pointer supervision is left out.
 
     Raises `ConfigError` where so many devices cannot share a phase.
     """
-    if shape.noise is not None:
+    phases = config.train.get_phase_configs().items()
+    return [plan_phase(config, name, train, shape, dtype) for name, train in phases]
+
+
+def plan_phase(
+    config: Config, name: str, train: TrainConfig, whole: DenoiserConfig, dtype: torch.dtype
+) -> PhasePlan:
+    """The plan of a phase of the model `whole`, of which a device has its part."""
+    if whole.noise is not None:
         raise ConfigError("a plan is made for denoisers of masks, and this is a model of uniform noise")
-    found, devices = [], config.plan.devices
-    for name, train in config.train.get_phase_configs().items():
-        train = replace(train, dtype=str(dtype).removeprefix("torch."))
-        task = make_planned_task(config, train, shape)
-        check_parallelism(train, task.items, devices)
-        check_tensor_parallel(config, train, shape)
-        own = split_config(shape, train.tensor_parallel)
-        parts = devices * train.gradient_accumulation_steps
-        part = math.ceil(task.items * train.context_parallel * train.tensor_parallel / parts)
-        memory = estimate_step_memory(task, own, dtype, part)
-        decoded, layout = task.sample_decoding(shape), task.layout(shape)
-        forward = count_forward_flops(shape, task.sample_examples(shape, 1), layout)
-        flops = forward.flops_with_backward(train.is_denoiser_frozen)
-        flops += forward.flops if memory.reference else 0
-        flops += count_forward_flops(shape, decoded, layout).flops if decoded else 0
-        decode_bytes = estimate_rollout_bytes(config, task, own, dtype, part)
-        found.append(
-            PhasePlan(
-                name, train, shape, dtype.itemsize, devices, task.items, part,
-                float(task.items * forward.tokens), task.items * flops, forward.calls, memory, decode_bytes,
-            )
-        )  # fmt: skip
-    return found
+    check_tensor_parallel(config, train, whole)
+    devices, shape = config.plan.devices, split_config(whole, train.tensor_parallel)
+    train = replace(train, dtype=str(dtype).removeprefix("torch."))
+    task = make_planned_task(config, train, shape)
+    check_parallelism(train, task.items, devices)
+    parts = devices * train.gradient_accumulation_steps
+    part = math.ceil(task.items * train.context_parallel * train.tensor_parallel / parts)
+    memory = estimate_step_memory(task, shape, dtype, part)
+    decoded, layout = task.sample_decoding(shape), task.layout(shape)
+    forward = count_forward_flops(shape, task.sample_examples(shape, 1), layout)
+    flops = forward.flops_with_backward(train.is_denoiser_frozen)
+    flops += forward.flops if memory.reference else 0
+    flops += count_forward_flops(shape, decoded, layout).flops if decoded else 0
+    decode_bytes = estimate_rollout_bytes(config, task, shape, dtype, part)
+    return PhasePlan(
+        name, train, shape, dtype.itemsize, devices, task.items, part,
+        float(task.items * forward.tokens), task.items * flops, forward.calls, memory, decode_bytes,
+    )  # fmt: skip
 
 
 def make_planned_task(config: Config, train: TrainConfig, shape: DenoiserConfig) -> Task:
@@ -188,11 +233,20 @@ def estimate_rollout_bytes(
     settings = task.rollout_settings(config, task.train)
     if settings is None:
         return 0.0
-    passages = config.retrieval.top_k, task.train.passage_length
-    row = LongestRow.from_budget(ContextBudget.from_config(shape), shape, LONG_QUESTION_TOKENS, passages)
-    memory = DecodeMemory.from_config(shape, dtype, settings, row)
+    memory = plan_decode_memory(replace(config, decode=settings), shape, dtype, task.train.passage_length)
     rows = min(settings.batch_size, part * task.rows // task.items)
     return memory.kv_slot_bytes(rows) + memory.step_bytes(rows)
+
+
+def plan_decode_memory(
+    config: Config, shape: DenoiserConfig, dtype: torch.dtype, passage: int, quantize: str = "none"
+) -> DecodeMemory:
+    """What decoding takes with long questions and `top_k` passages of so many tokens; the pool is not
+    known, nor what kernel shares it."""
+    layout, decode = config.model.evidence_layout, config.decode
+    room = ContextBudget.from_config(shape, layout, decode.max_new_tokens)
+    row = LongestRow.from_budget(room, shape, LONG_QUESTION_TOKENS, (config.retrieval.top_k, passage))
+    return DecodeMemory.from_config(shape, dtype, decode, row, None, quantize)
 
 
 def count_forward_flops(shape: DenoiserConfig, examples: list[Example], layout: str) -> FlopCount:
@@ -266,9 +320,12 @@ def check_run_fits(config: Config, count: int, device: torch.device) -> None:
 
 def resolve_shape(config: Config) -> DenoiserConfig:
     """The architecture that a run would train; of well-known checkpoints without network or folder."""
-    path = config.model.path
+    known = read_known_config(config.model.path)
+    return open_initial_model(config).config if known is None else make_training_shape(config, known)
+
+
+def read_known_config(path: str | None) -> DenoiserConfig | None:
+    """The architecture of a well-known checkpoint, unless a folder has its name; None of others."""
     if path is None or path not in KNOWN_CHECKPOINTS or Path(path).exists():
-        return open_initial_model(config).config
-    return make_training_shape(
-        config, FAMILIES[KNOWN_CHECKPOINTS[path]["model_type"]].read_config(KNOWN_CHECKPOINTS[path])
-    )
+        return None
+    return FAMILIES[KNOWN_CHECKPOINTS[path]["model_type"]].read_config(KNOWN_CHECKPOINTS[path])

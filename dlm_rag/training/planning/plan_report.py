@@ -1,6 +1,8 @@
-"""The page that `train.py --plan` prints: a step of every phase, and the run on known machines.
+"""What `--plan` prints: a step of every phase and the run on known machines, or a step of decoding; and of
+the ways to use several devices the best.
 
 python train.py --config gb300.yaml --plan [plan.machine=gb10 plan.devices=20 plan.days=18 ...]
+python sample.py --model GSAI-ML/LLaDA-8B-Instruct --plan plan.machine=v100 plan.devices=4
 """
 
 import sys
@@ -12,9 +14,16 @@ from rich.table import Column, Table
 
 from dlm_rag.config import Config, PlanConfig
 from dlm_rag.energy.meter import format_three_digits
+from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.training.metrics_logger import read_metrics
-from dlm_rag.training.planning.gpu_specs import GPU_SPECS, GpuSpec
-from dlm_rag.training.planning.plan import GB, PhasePlan, plan_phases, resolve_shape
+from dlm_rag.training.planning.gpu_specs import GPU_SPECS, GpuSpec, choose_planned_dtype
+from dlm_rag.training.planning.parallel_choice import (
+    Choice,
+    compare_decoding,
+    compare_training,
+    explain_choice,
+)
+from dlm_rag.training.planning.plan import GB, PhasePlan, plan_phases, read_known_config, resolve_shape
 
 SECONDS_PER_DAY = 86_400.0  # seconds
 BYTES_PER_GBIT = 1e9 / 8  # bytes
@@ -23,12 +32,10 @@ BYTES_PER_GBIT = 1e9 / 8  # bytes
 def print_plan(config: Config) -> None:
     """The page."""
     shape, plan = resolve_shape(config), config.plan
-    machines = [GPU_SPECS[plan.machine]] if plan.machine else list(GPU_SPECS.values())
-    if plan.network_gbit is not None:
-        machines = [machine._replace(link=plan.network_gbit * BYTES_PER_GBIT) for machine in machines]
-    dtype = {"float32": torch.float32, "float16": torch.float16}.get(config.train.dtype, torch.bfloat16)
+    machines = list_planned_machines(plan)
+    dtype = choose_planned_dtype(config.train.dtype, machines[0] if plan.machine else None)
     phases = plan_phases(config, shape, dtype)
-    console, memory = Console(width=None if sys.stdout.isatty() else 100), phases[0].memory
+    console, memory = make_console(), phases[0].memory
     console.print(
         f"{config.model.path or 'fresh weights'}: {_format_with_prefix(memory.parameters)} parameters, "
         f"{_format_with_prefix(memory.trained)} of them trained, "
@@ -52,17 +59,62 @@ def print_plan(config: Config) -> None:
         if plan.days is not None:
             console.print(describe_days_claim(machine, flops, dtype, plan.devices, plan.days))
         console.print(f"[dim]{machine.name}: {machine.source}[/dim]", highlight=False)
+    if plan.machine and dtype in machines[0].flops:
+        choices = compare_training(config, shape, dtype, machines[0])
+        print_choices(console, "training", choices, machines[0], plan.devices)
+
+
+def print_decode_plan(config: Config) -> None:
+    """The ways to decode on the machines of the plan."""
+    assert config.model.path is not None, "see fill_in_shipped_files"
+    shape = read_known_config(config.model.path)
+    shape = shape or open_checkpoint(config.model.path, config.model.block_size).config
+    console = make_console()
+    console.print(f"{config.model.path}: a step of decode.batch_size={config.decode.batch_size} rows")
+    for machine in list_planned_machines(config.plan):
+        dtype = choose_planned_dtype(config.model.dtype, machine)
+        if dtype in machine.flops:
+            choices = compare_decoding(config, shape, dtype, machine)
+            print_choices(console, "decoding", choices, machine, config.plan.devices)
+
+
+def list_planned_machines(plan: PlanConfig) -> list[GpuSpec]:
+    """The machines that are planned for, with the network that is assumed."""
+    machines = [GPU_SPECS[plan.machine]] if plan.machine else list(GPU_SPECS.values())
+    if plan.network_gbit is None:
+        return machines
+    return [machine._replace(link=plan.network_gbit * BYTES_PER_GBIT) for machine in machines]
+
+
+def make_console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+
+
+def print_choices(
+    console: Console, what: str, choices: list[Choice], machine: GpuSpec, devices: int
+) -> None:
+    """The ways, a line each, and the reason for the best."""
+    right = [Column(name, justify="right") for name in ("on a device", "a step")]
+    table = Table(what, *right, "bound by", "fits", "settings")
+    for choice in choices:
+        numbers = ["", "", ""]
+        if choice.seconds:
+            numbers = [_format_bytes(choice.memory), _format_duration(choice.step_seconds), choice.bound]
+        table.add_row(choice.name, *numbers, "no" if choice.problem else "yes", choice.settings)
+    console.print(table)
+    console.print(explain_choice(what, choices, machine, devices), soft_wrap=False)
 
 
 def _make_step_table(phases: list[PhasePlan]) -> Table:
     table = Table("a step", *(Column(p.name or p.train.objective, justify="right") for p in phases))
     needed = [phase.device_bytes for phase in phases]
+    sums = ", but for sums in layers" * any(p.train.tensor_parallel > 1 for p in phases)
     rows = {
         "steps": [f"{p.train.max_steps:,}" for p in phases],
         "tokens": [_format_with_prefix(p.tokens) for p in phases],
         "FLOPs": [f"{p.flops:.2e}" for p in phases],
         "a device reads and writes": [_format_bytes(p.memory_traffic) for p in phases],
-        "it sends": [_format_bytes(p.network_traffic) for p in phases],
+        f"it sends{sums}": [_format_bytes(p.network_traffic) for p in phases],
         "items a part": [f"{p.microbatch_items:,}" for p in phases],
         **{
             f"on a device: {name}": [_format_bytes(need[name]) for need in needed]
@@ -92,12 +144,12 @@ def _make_machine_table(
             for phase in phases
         ]
         times = {kind: sum(n * step[kind] for n, step in steps) for kind in steps[0][1]}
-        whole = sum(n * max(step.values()) for n, step in steps)
+        whole = times["together"]
         energy = whole * machine.watts * plan.devices / 3.6e6
         cost = energy * plan.price_per_kwh + whole / 3600 * plan.devices * plan.price_per_hour
         table.add_row(
             machine.name, f"{machine.flops[dtype] / 1e12:,.0f}", size, largest,
-            *(_format_duration(x) for x in (*times.values(), whole)),
+            *map(_format_duration, times.values()),
             format_three_digits(energy), f"${cost:,.2f}",
         )  # fmt: skip
     return table
@@ -153,10 +205,10 @@ def describe_days_claim(
 
 
 def _format_duration(seconds: float) -> str:
-    for size, unit in ((SECONDS_PER_DAY, "d"), (3600.0, "h"), (60.0, "min")):
+    for size, unit in ((SECONDS_PER_DAY, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s")):
         if seconds >= size:
             return f"{seconds / size:,.3g} {unit}"
-    return f"{seconds:.2g} s"
+    return f"{1e3 * seconds:.3g} ms"
 
 
 def _format_with_prefix(number: float, letters: str = "kMBT") -> str:

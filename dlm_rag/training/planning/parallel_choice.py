@@ -1,0 +1,201 @@
+"""Whole copies, shards, tensor parallel, or both: what each takes on several devices, and which is best.
+
+What fits is chosen by the seconds of a step, in which all devices together do the same work: the rows of a
+training step, or one denoising step of `decode.batch_size` rows.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dlm_rag.config import Config, TrainConfig
+from dlm_rag.decode.memory_budget import GIB
+from dlm_rag.decode.resolve_settings import resolve_settings
+from dlm_rag.errors import ConfigError
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.flops import count_encode_flops, count_head_flops
+from dlm_rag.model.quantize import METHODS, count_weight_bytes
+from dlm_rag.model.tensor_parallel import split_config
+from dlm_rag.progress import format_bytes
+from dlm_rag.training.planning.gpu_specs import GpuSpec
+from dlm_rag.training.planning.plan import (
+    PhasePlan,
+    combine_seconds,
+    plan_decode_memory,
+    plan_phase,
+    time_layer_sums,
+)
+
+REPLANNINGS = 3  # with more parts of a step, until one fits
+REMEDIES = {
+    "training": "train.lora_rank, train.optimizer=muon and more devices take less on each",
+    "decoding": "model.quantize, a smaller decode.batch_size and more devices take less on each",
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way to use the devices.
+
+    settings: that ask for it; empty where no program does it so. memory: bytes on a device. seconds: of a
+    step, as `combine_seconds`. problem: why it cannot be, in words.
+    """
+
+    name: str
+    settings: str = ""
+    memory: float = math.inf
+    seconds: dict[str, float] | None = None
+    problem: str = ""
+
+    @property
+    def step_seconds(self) -> float:
+        return math.inf if self.seconds is None else self.seconds["together"]
+
+    @property
+    def bound(self) -> str:
+        """What takes the longest."""
+        found = {name: time for name, time in (self.seconds or {}).items() if name != "together"}
+        return max(found, key=lambda name: found[name]) if found else ""
+
+    @property
+    def is_possible(self) -> bool:
+        return bool(self.settings) and not self.problem
+
+
+def compare_ways(devices: int, consider: Callable[[str, int], Choice]) -> list[Choice]:
+    """What `consider` finds of each way and its ranks of tensor parallel; of several that are "both" the
+    best one."""
+    inner = [ranks for ranks in range(2, devices) if devices % ranks == 0]
+    ways = [("whole", 1)]
+    if devices > 1:
+        ways += [("shards", 1), ("tensor parallel", devices), *(("both", ranks) for ranks in inner)]
+    found: dict[str, Choice] = {}
+    for name, ranks in ways:
+        try:
+            choice = consider(name, ranks)
+        except ConfigError as error:
+            choice = Choice(name, problem=str(error))
+        found[name] = min(found.get(name, choice), choice, key=_rank_choice)
+    return list(found.values())
+
+
+def _rank_choice(choice: Choice) -> tuple[bool, float]:
+    """The smaller the better; of equals the first is taken, which sends less."""
+    possible = choice.is_possible
+    return not possible, choice.step_seconds if possible else choice.memory
+
+
+def check_room(need: float, machine: GpuSpec) -> str:
+    """Why so many bytes do not fit on a device, in words; empty where they do."""
+    have = machine.usable_memory
+    return f"{format_bytes(need)} of {format_bytes(have)}" if need > have else ""
+
+
+def compare_training(
+    config: Config, shape: DenoiserConfig, dtype: torch.dtype, machine: GpuSpec
+) -> list[Choice]:
+    """The ways to train, each with as many `gradient_accumulation_steps` as it needs to fit."""
+    phases, plan = config.train.get_phase_configs(), config.plan
+
+    def consider(name: str, ranks: int) -> Choice:
+        parallel = "fsdp" if name in ("shards", "both") else "ddp"
+        way: dict[str, Any] = {"parallel": parallel, "tensor_parallel": ranks}
+        planned = [
+            _fit_phase(config, at, replace(train, **way), (shape, dtype), machine)
+            for at, train in phases.items()
+        ]
+        steps = sum(phase.train.max_steps for phase in planned)
+        times = [(p.train.max_steps / steps, p.step_seconds(machine, dtype, plan.mfu)) for p in planned]
+        parts = max(phase.train.gradient_accumulation_steps for phase in planned)
+        need = max(sum(phase.device_bytes.values()) for phase in planned)
+        return Choice(
+            name,
+            f"train.parallel={parallel}" + f" train.tensor_parallel={ranks}" * (ranks > 1)
+            + f" train.gradient_accumulation_steps={parts}" * (parts > 1),
+            need,
+            {kind: sum(share * step[kind] for share, step in times) for kind in times[0][1]},
+            check_room(need, machine),
+        )  # fmt: skip
+
+    return compare_ways(plan.devices, consider)
+
+
+def _fit_phase(
+    config: Config, name: str, train: TrainConfig, how: tuple[DenoiserConfig, torch.dtype], machine: GpuSpec
+) -> PhasePlan:
+    """The plan of a phase in so many parts that one fits, if any does; how: as of `plan_phase`."""
+    phase = plan_phase(config, name, train, *how)
+    for _ in range(REPLANNINGS):
+        most = phase.max_microbatch_items(machine)
+        if not 0 < most < phase.microbatch_items:
+            break
+        parts = math.ceil(phase.items * train.context_parallel / (phase.models * most))
+        phase = plan_phase(config, name, replace(train, gradient_accumulation_steps=parts), *how)
+    return phase
+
+
+def compare_decoding(
+    config: Config, shape: DenoiserConfig, dtype: torch.dtype, machine: GpuSpec
+) -> list[Choice]:
+    """The ways to decode `decode.batch_size` rows at a time, which whole models share."""
+    plan, quantize = config.plan, config.model.quantize
+    decode = resolve_settings(config.decode, shape)
+    config = replace(config, decode=decode)
+    size, devices = dtype.itemsize, plan.devices
+
+    def consider(name: str, ranks: int) -> Choice:
+        local, models = split_config(shape, ranks), devices // ranks
+        rows = math.ceil(decode.batch_size / models)
+        memory = plan_decode_memory(config, local, dtype, local.passage_length, quantize)
+        need = memory.bytes_without_pool(rows) + GIB * (config.engine.prefix_cache_gib or 0.0)
+        row, network = memory.row, 0.0
+        if name == "shards":
+            layer = count_weight_bytes(replace(local, num_hidden_layers=1), size, quantize)
+            network = (models - 1) / models * memory.weight_bytes / machine.link
+            need -= (1 - 1 / models) * memory.weight_bytes - 2 * layer  # gathered: this layer and the next
+        lengths, seen = [row.step_tokens] * rows, [row.total_tokens] * rows
+        work = count_encode_flops(local, lengths, seen, [row.canvas_tokens] * rows, size)
+        head = count_head_flops(local, rows * row.canvas_tokens, size)
+        keys = memory.kv_bytes_per_token * sum(seen)
+        packed = 1.0 if quantize == "none" else METHODS[quantize].bytes_per_weight / size
+        moved = keys + packed * (work.bytes_moved - keys) + head.bytes_moved
+        seconds = combine_seconds(
+            (work.flops + head.flops) / (machine.flops[dtype] * plan.mfu),
+            moved / machine.bandwidth,
+            network,
+            time_layer_sums(shape, ranks, sum(lengths), 1, size, machine),
+        )
+        settings = {
+            "whole": f"workers={devices}" if devices > 1 else "one process",
+            "shards": "",  # no program decodes with them
+            "tensor parallel": f"engine.tensor_parallel={ranks}",
+            "both": f"{models} programs of engine.tensor_parallel={ranks}",
+        }[name]
+        batch = f" decode.batch_size={rows}" * bool(settings and rows != decode.batch_size)
+        return Choice(name, settings + batch, need, seconds, check_room(need, machine))
+
+    return compare_ways(devices, consider)
+
+
+def explain_choice(what: str, choices: list[Choice], machine: GpuSpec, devices: int) -> str:
+    """One sentence on which is the best and why the others are not; what: training or decoding."""
+    best = min(choices, key=_rank_choice)
+    where = f"{what.capitalize()} on {devices} x {machine.name}:"
+    if not best.is_possible:
+        least = min(choices, key=lambda choice: choice.memory)
+        return f"{where} nothing fits; {least.name} takes least ({least.problem}); {REMEDIES[what]}."
+    others = []
+    for choice in choices:
+        slower = choice.step_seconds / best.step_seconds
+        if choice.problem:
+            cannot = "does not fit" if choice.seconds else "cannot be"
+            others.append(f"{choice.name} {cannot} ({choice.problem})")
+        elif not choice.settings:
+            others.append(f"no program decodes with {choice.name}")
+        elif choice is not best:
+            took = f"takes {slower:.3g} times as long" if slower > 1.005 else "is no faster"
+            others.append(f"{choice.name} {took}")
+    return "; ".join([f"{where} {best.name} ({best.settings}), bound by {best.bound}", *others]) + "."
