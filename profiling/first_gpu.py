@@ -36,6 +36,7 @@ from first_gpu_parts import (
     measure_decoding,
     measure_denoising,
     measure_exactness,
+    measure_precision,
     measure_training,
 )
 
@@ -65,10 +66,11 @@ FULL_PARTS = {
     "machine": ReportPart(30, inspect_machine),
     "shipped": ReportPart(75, partial(measure_decoding, shape="", questions_by_batch={0: 8, **BATCHES})),
     "exactness": ReportPart(40, partial(measure_exactness, questions=40, batch=16)),
-    "training": ReportPart(130, partial(measure_training, settings=BILLION, vocabulary=32_000)),
-    "1b": ReportPart(105, partial(measure_decoding, shape="1b", questions_by_batch={0: 6, **BATCHES})),
-    "7b": ReportPart(130, partial(measure_decoding, shape="7b", questions_by_batch={0: 4, **BATCHES})),
-    "gemma": ReportPart(60, partial(measure_denoising, shape="26b-a4b", rows=(1, 4, 16), prompt=2000)),
+    "training": ReportPart(110, partial(measure_training, settings=BILLION, vocabulary=32_000)),
+    "1b": ReportPart(85, partial(measure_decoding, shape="1b", questions_by_batch={0: 6, **BATCHES})),
+    "7b": ReportPart(120, partial(measure_decoding, shape="7b", questions_by_batch={0: 4, **BATCHES})),
+    "precision": ReportPart(60, partial(measure_precision, shape="7b", rows=(1, 16, 64))),
+    "gemma": ReportPart(50, partial(measure_denoising, shape="26b-a4b", rows=(1, 4, 16), prompt=2000)),
 }
 QUICK_PARTS = {
     "machine": ReportPart(60, inspect_machine),
@@ -90,6 +92,7 @@ QUICK_PARTS = {
     "tiny": ReportPart(
         60, partial(decode_few, shape="tiny", questions_by_batch={0: 1, 4: 4, 1: 2}, warmup=2)
     ),
+    "precision": ReportPart(30, partial(measure_precision, shape="tiny", rows=(1, 4), repeats=2)),
     "gemma": ReportPart(20, partial(measure_denoising, shape="tiny", rows=(1, 3), prompt=40, repeats=2)),
 }
 

@@ -5,7 +5,7 @@ import random
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -20,6 +20,7 @@ from bench_tools import TableRow, read_and_reset_peak_gib, time_calls
 from decode_replay import (
     committed_tokens_by_step,
     find_caching_runner,
+    make_random_denoiser,
     open_checkpoint_source,
     open_replay_source,
     select_evenly,
@@ -38,6 +39,8 @@ from dlm_rag.model.attention import (
     get_backend_problem,
     get_paged_attention_support,
 )
+from dlm_rag.model.packed_batch import Segment, pack_rows
+from dlm_rag.model.quantize import METHODS, find_problem, quantize_linear_layers
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_model import open_initial_model
 from dlm_rag.training.initial_weights import InitialModel, allocate_denoiser
@@ -77,6 +80,34 @@ class PartRecord:
 
 def load_shipped_config(*words: str) -> Config:
     return fill_in_shipped_files(load_config(None, list(words)), [])
+
+
+def measure_precision(
+    record: PartRecord, shape: str, rows: Sequence[int], tokens: int = 64, repeats: int = 5
+) -> None:
+    """Milliseconds of the layers for `rows` of `tokens` tokens, in every precision that works here."""
+    device = choose_device("auto")
+    works = [name for name in METHODS if not find_problem(name, device)]
+    for name in ("none", *works):
+        free_memory()
+        denoiser = make_random_denoiser(shape, device, torch.bfloat16)
+        if name != "none":
+            quantize_linear_layers(denoiser, name)
+        free_memory()
+        record.add(
+            title="Low precision",
+            text=f"{shape}: {count_millions(denoiser)}, the rest in bfloat16. Milliseconds of all layers "
+            f"for rows of {tokens} tokens, without a context; medians of {repeats}.",
+        )
+        row: TableRow = {"precision": name}
+        row["weights GiB"] = sum(p.nbytes for p in denoiser.parameters()) / GIB
+        for count in rows:
+            packed = pack_rows([Segment((1,) * tokens, 0)] * count, device)
+            with torch.inference_mode():
+                seconds = time_calls(partial(denoiser.encode, packed), device, repeats)
+            row[f"rows: {count}"] = 1e3 * median(seconds)
+        record.add(row | {"peak GiB": read_and_reset_peak_gib(device)})
+        del denoiser
 
 
 def count_millions(model: torch.nn.Module) -> str:

@@ -288,5 +288,6 @@ def _gib(number: float) -> str:
 def limit_cuda_allocator(engine: EngineConfig, device: torch.device) -> None:
     """Makes torch's own allocator refuse more than the budget, where it can: on CUDA."""
     if engine.memory_gib is not None and device.type == "cuda":
-        whole = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, engine.memory_gib * GIB / whole), device)
+        place = torch.cuda.current_device() if device.index is None else device.index
+        whole = torch.cuda.get_device_properties(place).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, engine.memory_gib * GIB / whole), place)

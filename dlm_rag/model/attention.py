@@ -37,6 +37,8 @@ from dlm_rag.model.shared_segments import merge_attention
 
 log = logging.getLogger(__name__)
 
+torch.backends.cuda.enable_cudnn_sdp(False)  # SDPA prefers it on Hopper, where it plans each new shape anew
+
 FLASH_MODULE = "flash_attn.flash_attn_interface"
 ATTENTION_BACKENDS = ("flash", "varlen", "sdpa")  # the first that works is taken
 KERNELS_WITH_LSE = ("flash", "varlen")  # which say what it takes to merge attention to parts of the keys
@@ -162,6 +164,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, with_lse:
     ends: Tensor | None = sight.key_ends
     if with_lse:
         options = options | {"return_aux": AuxRequest(lse=True)}
+    if get_torch_version() >= (2, 12):  # before, grouped heads need no word
+        options = options | {"enable_gqa": q.shape[1] != k.shape[-2]}
     if sight.cached_rows is not None and reads_block_table:
         k, v = (x.unflatten(0, (-1, PAGE_TOKENS)) for x in (k, v))
         options = options | {"seqused_k": sight.key_counts, "block_table": sight.block_table}
@@ -170,7 +174,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, with_lse:
         k, v = (torch.cat(sight.cached_rows.slice_rows(x, sight.key_lengths)) for x in (k, v))
     return varlen_attn(
         q, k, v, sight.query_ends, ends, _longest_query(sight), max(sight.key_lengths),
-        window_size=(-1, 0 if sight.causal else -1), enable_gqa=q.shape[1] != k.shape[-2], **options,
+        window_size=(-1, 0 if sight.causal else -1), **options,
     )  # fmt: skip
 
 
@@ -245,8 +249,6 @@ def get_backend_problem(backend: str, device: torch.device, dtype: torch.dtype) 
         return "it needs compute capability 8.0 or newer; set attention=sdpa"
     if backend == "flash" and not _has_flash_attn():
         return "install it with `pip install 'dlm_rag[flash]'` (FlashAttention 4 alone is another package)"
-    if backend == "varlen" and get_torch_version() < (2, 12):
-        return "it needs torch 2.12 or newer; set attention=sdpa"
     return ""
 
 

@@ -1,12 +1,14 @@
 """Sparse retrieval: BM25 by bm25s, its index built once and mapped from disk."""
 
 import logging
+import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # bm25s starts JAX, which reserves most of a GPU's memory
 import bm25s
 import numba
 import numpy as np

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +273,7 @@ def apply_fsdp(
             for block in module.layers:
                 fully_shard(block, mesh=mesh, mp_policy=policy)
     root: Any = fully_shard(objective, mesh=mesh, mp_policy=policy)
-    root.small_call = partial(_encode_one_token, denoiser)
+    root.small_call = _encode_one_token
     register_fsdp_forward_method(root, "small_call")  # as the root's own: it may be the first call of all
 
 
@@ -302,7 +301,7 @@ def allow_independent_forwards(
         return
     # Layers find their root, and get the memory that they are gathered into, at their first call. Were it a
     # decoder's, each would be a root, in memory of torch.inference_mode that no backward can use.
-    module.small_call()
+    module.small_call(denoiser)  # FSDP fails on a GPU where a call has no argument
     module.unshard()
     agree = denoiser.layers[0].register_forward_pre_hook(
         lambda *_: processes.any_rank(True) and None, prepend=True

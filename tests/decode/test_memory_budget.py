@@ -152,7 +152,9 @@ def test_a_gpu_in_the_memory_of_the_host_has_what_the_host_has_free(monkeypatch)
     limit_cuda_allocator(EngineConfig(memory_gib=2), device)
     limit_cuda_allocator(EngineConfig(), device)
     limit_cuda_allocator(EngineConfig(memory_gib=2), CPU)
-    assert shares == [(0.25, device)]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    limit_cuda_allocator(EngineConfig(memory_gib=4), torch.device("cuda"))
+    assert shares == [(0.25, 0), (0.5, 3)], "torch takes a number here, not `cuda`"
 
 
 @pytest.mark.slow

@@ -174,7 +174,7 @@ def find_apart(trainer: Trainer) -> dict:
     for name, value in trainer.denoiser.named_parameters():
         if name not in ranks.axes:
             digests[name] = hashlib.sha256(
-                get_local(value.detach()).view(torch.uint8).numpy().tobytes()
+                get_local(value.detach()).cpu().view(torch.uint8).numpy().tobytes()
             ).hexdigest()
     digests["scale"] = trainer._scaler.get_scale()
     every = trainer.processes.all_gather_object(digests)
