@@ -40,7 +40,7 @@ from dlm_rag.model.attention import (
     get_paged_attention_support,
 )
 from dlm_rag.model.packed_batch import Segment, pack_rows
-from dlm_rag.model.quantize import METHODS, find_problem, quantize_linear_layers
+from dlm_rag.model.quantize import METHODS, count_weight_bytes, find_problem, quantize_linear_layers
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_model import open_initial_model
 from dlm_rag.training.initial_weights import InitialModel, allocate_denoiser
@@ -50,6 +50,7 @@ from dlm_rag.training.task import Phase
 from dlm_rag.training.trainer import Trainer, free_memory
 
 GIB = 2**30
+COMPILED = ("none", "int8", "fp8")  # precisions whose layers are timed compiled, too
 decode_replay.RANDOM_MODEL_SHAPES["tiny"] = (64, 2, 4, 2, 128, 2048)
 
 
@@ -100,12 +101,15 @@ def measure_precision(
             f"for rows of {tokens} tokens, without a context; medians of {repeats}.",
         )
         row: TableRow = {"precision": name}
-        row["weights GiB"] = sum(p.nbytes for p in denoiser.parameters()) / GIB
-        for count in rows:
-            packed = pack_rows([Segment((1,) * tokens, 0)] * count, device)
-            with torch.inference_mode():
-                seconds = time_calls(partial(denoiser.encode, packed), device, repeats)
-            row[f"rows: {count}"] = 1e3 * median(seconds)
+        row["weights GiB"] = count_weight_bytes(denoiser.config, 2, name) / GIB
+        for way in ("", ", compiled") if name in COMPILED else ("",):
+            if way:
+                denoiser.compile_layers()
+            for count in rows:
+                packed = pack_rows([Segment((1,) * tokens, 0)] * count, device)
+                with torch.inference_mode():
+                    seconds = time_calls(partial(denoiser.encode, packed), device, repeats)
+                row[f"rows: {count}{way}"] = 1e3 * median(seconds)
         record.add(row | {"peak GiB": read_and_reset_peak_gib(device)})
         del denoiser
 

@@ -43,6 +43,7 @@ FLASH_MODULE = "flash_attn.flash_attn_interface"
 ATTENTION_BACKENDS = ("flash", "varlen", "sdpa")  # the first that works is taken
 KERNELS_WITH_LSE = ("flash", "varlen")  # which say what it takes to merge attention to parts of the keys
 FLEX_MIN_HEAD_DIM = 16  # FlexAttention has no narrower heads on a GPU
+FLEX_GRAPHS = 64  # of one process: lengths below and above a tile, one row or more, dtypes, with gradients
 MaskRule = Callable[[Any, Any, Any, Any], Tensor]  # (row, head, query, key) -> whether it is seen
 
 
@@ -153,8 +154,12 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
 def _import_flex(compiled: bool) -> tuple[Any, ...]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    functions: tuple[Any, ...] = (create_block_mask, flex_attention)
-    return tuple(map(torch.compile, functions)) if compiled else functions
+    if not compiled:
+        return create_block_mask, flex_attention
+    # Beyond its limit torch runs what is left uncompiled, with whole matrices of scores.
+    torch._dynamo.config.recompile_limit = max(FLEX_GRAPHS, torch._dynamo.config.recompile_limit)
+    attend = torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    return torch.compile(create_block_mask, dynamic=True), attend
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, with_lse: bool = False) -> Any:

@@ -53,10 +53,9 @@ class QuantizationMethod(NamedTuple):
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x (n, in) in int8 or float8, and the scale (n, 1) of each row, not finite where the row is not."""
-    x = x.float()
     largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
-    scale = x.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_ABSOLUTE) / largest
-    numbers = x / scale
+    scale = x.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST_ABSOLUTE) / largest
+    numbers = x / scale  # in float32
     return (numbers.round_() if dtype == torch.int8 else numbers).to(dtype), scale
 
 
@@ -74,7 +73,7 @@ def _matmul_int8(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     numbers, token_scale = quantize_rows(x, torch.int8)
     if x.is_cuda and len(x) < INT8_MIN_ROWS:
         numbers = F.pad(numbers, (0, 0, 0, INT8_MIN_ROWS - len(x)))
-    return torch._int_mm(numbers, weight.t())[: len(x)].float().mul_(token_scale).mul_(scale.t())
+    return torch._int_mm(numbers, weight.t())[: len(x)].mul(token_scale).mul_(scale.t())
 
 
 def _matmul_int8_weight(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:

@@ -419,7 +419,7 @@ def test_a_budget_holds_all_that_decoding_allocates(device, batch):
             assert torch.cuda.max_memory_allocated(device) - before <= 0.5 * GIB
     finally:
         if device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
+            torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @DEVICES
