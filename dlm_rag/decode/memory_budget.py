@@ -128,7 +128,7 @@ class DecodeMemory:
     logit_bytes_per_position: float  # what a position takes whose logits are read
     # What every position of a canvas takes in addition where neighbours are to agree.
     crf_bytes_per_position: float = 0.0
-    has_mask: bool = False  # whether attention in a step takes a mask
+    mask_bytes: int = 0  # of a query and a key, where attention takes a mask: added, and as a rule
     shared: SharedSegmentBytes | None = None  # where rows read segments in place
     dequantized_bytes: int = 0  # of the one layer whose weights are dequantised at a time
 
@@ -139,12 +139,13 @@ class DecodeMemory:
     ) -> "DecodeMemory":  # fmt: skip
         """For a denoiser with weights and arithmetic in `dtype`; nothing is allocated."""
         token, position = _measure_activation_bytes(shape, dtype, decode, quantize)
+        masked = bool(shape.block_size or shape.attention_patterns)
         asked = linked = 0
         if decode.copy_penalty is not None:
             asked, linked = estimate_crf_bytes(shape.vocab_size, row.total_tokens)
         return cls(
             row, count_weight_bytes(shape, dtype.itemsize, quantize), count_kv_bytes(shape, dtype.itemsize),
-            token, position + asked, linked, bool(shape.block_size or shape.attention_patterns), shared,
+            token, position + asked, linked, masked * (dtype.itemsize + 1), shared,
             count_scratch_bytes(shape, quantize),
         )  # fmt: skip
 
@@ -179,8 +180,7 @@ class DecodeMemory:
         row, kv, token = self.row, self.kv_bytes_per_token, self.activation_bytes_per_token
         longest, new = max((*row.segment_tokens, 0)), rows * sum(row.segment_tokens)
         call = token * (rows * row.step_tokens + min(PREFILL_SCRATCH_TOKENS, new))
-        if self.has_mask:  # a byte for each query and key, kept for all layers
-            call += rows * row.step_tokens * row.total_tokens
+        call += self.mask_bytes * rows * row.step_tokens * row.total_tokens  # kept for all layers
         asked = rows * row.canvas_tokens
         read = self.logit_bytes_per_position * min(LOGITS_CHUNK_POSITIONS, asked)
         read += self.crf_bytes_per_position * asked

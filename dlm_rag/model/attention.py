@@ -134,7 +134,7 @@ def build_dense_mask(rule: MaskRule, q: Tensor, k: Tensor) -> Tensor:
     """(rows, 1, n, m): 0 where a query sees a key, else minus infinity; all layers add it."""
     rows, queries, keys = (torch.arange(x, device=q.device) for x in (len(q), q.shape[2], k.shape[2]))
     seen = rule(rows[:, None, None, None], None, queries[:, None], keys)
-    return q.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+    return q.new_full(seen.shape, float("-inf")).masked_fill_(seen, 0.0)
 
 
 def build_flex_mask(rule: MaskRule, q: Tensor, k: Tensor) -> Any:
