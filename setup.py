@@ -58,7 +58,6 @@ setup(
         "nvtx>=0.2.10,<0.2.12",
     ],
     extras_require={
-        # Builds after 2.8 may split the keys of paged rows: some stay unwritten (flash-attention #2550).
         "flash": ["flash-attn>=2.7,<2.9"],
         "parquet": ["pyarrow>=15"],
         "synthesis": ["pyarrow>=15", "datasketch>=2,<3"],

@@ -37,7 +37,6 @@ from dlm_rag.model.attention import (
     ATTENTION_BACKENDS,
     describe_kernel_version,
     get_backend_problem,
-    get_paged_attention_support,
 )
 from dlm_rag.model.packed_batch import Segment, pack_rows
 from dlm_rag.model.quantize import METHODS, count_weight_bytes, find_problem, quantize_linear_layers
@@ -128,9 +127,6 @@ def inspect_machine(record: PartRecord) -> None:
     for name in ATTENTION_BACKENDS:
         problem = get_backend_problem(name, device, prepared.dtype)
         facts[f"kernel {name}"] = problem or describe_kernel_version(name)
-    if prepared.attention == "varlen":
-        reads = get_paged_attention_support(torch.device(device))[0]
-        facts["varlen reads pages"] = "yes" if reads else "no"
     facts["memory free, GiB"] = measure_free_bytes(device) / GIB
     facts["default pool, GiB"] = default_pool_bytes(device) / GIB
     text = f"Commit {stamp['commit']}, {stamp['date']}."

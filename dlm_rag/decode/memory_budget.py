@@ -28,7 +28,7 @@ from dlm_rag.evidence.batch_kv_cache import PREFILL_SCRATCH_TOKENS
 from dlm_rag.evidence.kv_tiers import round_up_to_unit
 from dlm_rag.evidence.segment_kv_cache import has_unified_memory, measure_free_bytes
 from dlm_rag.evidence.truncation import ContextBudget
-from dlm_rag.model.attention import KERNELS_WITH_LSE
+from dlm_rag.model.attention import RAGGED_KERNELS
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
@@ -81,24 +81,22 @@ class LongestRow:
 
 @dataclass(frozen=True)
 class SharedSegmentBytes:
-    """What rows take that read segments in place, in the pool.
+    """What rows take whose segments lie in the pool alone.
 
-    token_bytes: keys and values of a token, as the pool keeps them. query_bytes: a query with its attention
-    and log-sum-exp, in one layer. unpacked_bytes: of a token, in one layer, where the pool is compressed.
-    has_chains: whether finished blocks stay in slots.
+    token_bytes: keys and values of a token, as the pool keeps them. gathered_bytes: of a token that a row
+    sees, in the one layer that is under way. block_size: of finished blocks, which stay in slots.
     """
 
     token_bytes: int
-    query_bytes: int
-    unpacked_bytes: int
-    has_chains: bool
+    gathered_bytes: int
+    block_size: int | None
 
     @classmethod
     def from_config(
         cls, shape: DenoiserConfig, dtype: torch.dtype, attention: str, engine: EngineConfig
     ) -> "SharedSegmentBytes | None":
         """None where a kernel, or a decoder without a pool, does not share segments."""
-        if attention not in KERNELS_WITH_LSE or engine.prefix_cache_gib == 0:
+        if attention not in RAGGED_KERNELS or engine.prefix_cache_gib == 0:
             return None
         values, packed = shape.head_dim * dtype.itemsize, engine.cache_dtype == "int8"
         width = shape.head_dim + SCALE_BYTES if packed else values
@@ -107,14 +105,15 @@ class SharedSegmentBytes:
         bias = shape.num_key_value_heads * shape.head_dim * 4 * 4 * has_plain_key_bias(shape)
         return cls(
             shape.num_hidden_layers * heads * width,
-            shape.num_attention_heads * (2 * values + 4),
-            (heads * (values + width) + bias) * packed,
-            bool(shape.block_size),
+            heads * values + (heads * width + bias) * packed,
+            shape.block_size,
         )
 
-    def step_bytes(self, queries: int, tokens: int) -> int:
-        """Of a step in which queries ask segments so often, and see so many of their tokens."""
-        return self.query_bytes * queries + self.unpacked_bytes * tokens
+    def step_bytes(self, row: "LongestRow") -> int:
+        """Of a row, of which each block runs as a row of its own; what slots hold is there twice."""
+        runs = 1 if self.block_size is None else -(-row.step_tokens // self.block_size) + 1
+        kept = row.step_tokens * (self.block_size is not None)
+        return self.gathered_bytes * runs * (row.total_tokens + kept)
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ class DecodeMemory:
     @property
     def slot_tokens(self) -> int:
         """Tokens of the slot of a row, which it has where something of the row stays from step to step."""
-        if not self.row.has_kv_slot or (self.shared is not None and not self.shared.has_chains):
+        if not self.row.has_kv_slot or (self.shared is not None and not self.shared.block_size):
             return 0
         return self.row.total_tokens if self.shared is None else self.row.step_tokens
 
@@ -190,7 +189,8 @@ class DecodeMemory:
         # A slot whose segments change places; what enters the pool before something leaves it.
         moved = kv * self.slot_tokens
         if self.shared is not None:
-            call += self.shared.step_bytes(rows * row.step_tokens * len(row.segment_tokens), new)
+            call += rows * self.shared.step_bytes(row)
+            call += self.shared.gathered_bytes * min(PREFILL_SCRATCH_TOKENS, new)
         return max(call, read, prefill, moved) + kv * longest + self.dequantized_bytes
 
     def bytes_without_pool(self, rows: int) -> float:

@@ -22,7 +22,7 @@ from dlm_rag.evidence.evidence_store import open_evidence_store
 from dlm_rag.evidence.kv_tiers import KVArena
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
 from dlm_rag.evidence.segment_kv_cache import CacheStats, EvidencePool, default_pool_bytes
-from dlm_rag.model.attention import KERNELS_WITH_LSE
+from dlm_rag.model.attention import RAGGED_KERNELS
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_host
@@ -155,7 +155,7 @@ class MaskedModelRunner(ModelRunner):
         else:
             near = int(engine.prefix_cache_gib * GIB)
         if near:
-            shares = self.denoiser.backend in KERNELS_WITH_LSE
+            shares = self.denoiser.backend in RAGGED_KERNELS
             self.pool = EvidencePool(
                 device, KVArena(near, format) if shares else near, int(engine.cpu_offload_gib * GIB),
                 open_evidence_store(engine, self.denoiser),

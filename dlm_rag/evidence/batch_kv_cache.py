@@ -4,10 +4,10 @@ A slot holds what a row sees in the order in which it stands: segments that see 
 finished part of the chain of lead and canvas, whose blocks see what stands before them, and segments that
 only the window after them sees. What an earlier call left there stays where nothing before it has changed;
 else segments are moved or come from the pool, and the chain runs again, in the same call as the window.
-Where a row may begin anywhere in a slot (SDPA), what the window alone sees stands in front of all.
+What the window alone sees stands in front of all, where it stays as the chain grows.
 
-Where the kernel gives log-sum-exps (varlen, flash), the pool is an arena in which all rows read the same
-segments; a slot holds the chain alone, and without blocks there are no slots.
+With a ragged kernel (varlen, flash), the pool is an arena from which all rows gather the same segments; a
+slot holds the chain alone, and without blocks there are no slots.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +23,7 @@ from dlm_rag.evidence.encode_segments import encode_segments
 from dlm_rag.evidence.kv_tiers import count_arena_tokens
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
 from dlm_rag.evidence.segment_kv_cache import CacheStats, EvidencePool
+from dlm_rag.model.attention import RAGGED_KERNELS
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.kv_format import KVFormat
 from dlm_rag.model.kv_store import CachedRows, SlotKVCache, round_up_to_page
@@ -59,36 +60,25 @@ class ForwardSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class _SlotLayout:
-    """What stands in a slot; first: tokens of the first block of the chain.
-
-    later_first: whether what the window alone sees stands in front, where it stays as the chain grows. A
-    finished block then sees from `first_seen` on, which begins no page: not for kernels that want pages.
-    """
+    """What stands in a slot; first: tokens of the first block of the chain."""
 
     context: tuple[Segment, ...] = ()
     first: int = 0
     chain: tuple[int, ...] = ()  # its finished tokens
     later: tuple[Segment, ...] = ()
     shared: bool = False  # whether segments lie in the arena
-    later_first: bool = False
 
     @cached_property
     def places(self) -> tuple[int, list[tuple[Segment, int]], int]:
         """Where the chain begins, where each segment stands, and where the window goes on."""
-        if self.shared:
-            return 0, [], len(self.chain)
-        ahead = (*self.later, *self.context) if self.later_first else self.context
-        after = () if self.later_first else self.later
-        lengths = [len(segment.ids) for segment in (*ahead, *after)]
-        lengths.insert(len(ahead), len(self.chain))
-        at = list(accumulate(lengths, initial=0))
-        chain = at.pop(len(ahead))
-        return chain, list(zip((*ahead, *after), at, strict=False)), at[-1]
+        ahead = () if self.shared else (*self.later, *self.context)
+        *at, chain = accumulate((len(segment.ids) for segment in ahead), initial=0)
+        return chain, list(zip(ahead, at, strict=True)), chain + len(self.chain)
 
     @cached_property
     def first_seen(self) -> int:
         """From where on a finished block sees."""
-        return sum(len(segment.ids) for segment in self.later) * self.later_first
+        return 0 if self.shared else sum(len(segment.ids) for segment in self.later)
 
 
 class KVCacheManager:
@@ -164,7 +154,6 @@ class KVCacheManager:
                 _order_by_arrival(held.context, laid.context_segments), row.canvas_segment.first,
                 row.canvas_segment.ids[: row.finished_tokens],
                 _order_by_arrival(held.later, laid.later_segments), self._arena is not None,
-                self._denoiser.backend == "sdpa",
             )
             for laid, row, held in zip(prompts, shown, before, strict=True)
         ]  # fmt: skip
@@ -196,7 +185,8 @@ class KVCacheManager:
         seen = [*[0] * len(self._new), *(tokens for *_, tokens in spans)]
         number_of = {segment: n for n, segment in enumerate(self._new)}
         copies = [(number_of[segment], place) for segment, place in lacking if segment in number_of]
-        cached = CachedRows(self._store, starts, seen, copies) if uses_slots else None
+        gathered = self._denoiser.backend in RAGGED_KERNELS
+        cached = CachedRows(self._store, starts, seen, copies, gathered) if uses_slots else None
         if self._arena is None:
             return runs, cached
         read = [_visible_segments(orders[n], begin) for n, begin, *_ in spans]

@@ -143,12 +143,12 @@ class KVArena(Tier):
         for side, own in zip(self._memory[layer], (k, v), strict=True):
             side.index_copy_(0, places, own)
 
-    def read_layer(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
+    def read_layer(self, layer: int, places: Tensor) -> Tensor:
         assert self._memory is not None and self._positions is not None
-        k, v = self._memory[layer]
+        held = self._memory[layer]
         if not self.is_compressed:
-            return k, v
-        return self.format.unpack_layer(k[places], v[places], layer, self._positions[places])
+            return held.index_select(1, places)
+        return self.format.unpack_layer(held.index_select(1, places), layer, self._positions[places])
 
     def _view(self, segment: Segment) -> Tensor:
         assert self._memory is not None

@@ -4,16 +4,11 @@ Rows are packed one after another without padding, so a question gets the same a
 batch. Rows that need a mask run under SDPA with a boolean mask on a CPU, on a GPU under FlexAttention:
 there SDPA would compute grouped heads with a mask from whole matrices of scores.
 
-Shapes: Tq, Tk packed query and key tokens; H query heads; Hk key-value heads; D head width. With `with_lse`
-a kernel returns log-sum-exps (H, Tq) too, in float32.
+Shapes: Tq, Tk packed query and key tokens; H query heads; Hk key-value heads; D head width.
 
-Read in the sources of torch 2.11 to 2.13 and flash-attn, not yet confirmed on a GPU: torch's own
-FlashAttention 2 reads block tables from 2.12 on (pages of a multiple of 256 tokens) and needs the ends of
-the keys too. In 2.12 it refuses `num_splits`, even 1 (pytorch #179760). From 2.13 on it must be 1: split
-rows of paged keys may not be written at all (pytorch #194167), and how a row is split depends on the other
-rows. FlashAttention 3 reads block tables on compute capability 9, FlashAttention 4 in torch only on 10;
-both refuse the ends of the keys with them. FlashAttention 4 alone is also named `flash_attn` but has
-another function than flash-attn (2.x), so we look for the module with the function.
+No block tables: kernels want pages of 256 tokens, while a passage has about 100; rows are gathered.
+FlashAttention 4 alone is also named `flash_attn` but has another function than flash-attn (2.x), so we look
+for the module with the function.
 """
 
 import logging
@@ -31,9 +26,7 @@ from torch import Tensor
 
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import AttentionPattern
-from dlm_rag.model.kv_store import PAGE_TOKENS
 from dlm_rag.model.packed_batch import AttentionMetadata
-from dlm_rag.model.shared_segments import merge_attention
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +34,7 @@ torch.backends.cuda.enable_cudnn_sdp(False)  # SDPA prefers it on Hopper, where 
 
 FLASH_MODULE = "flash_attn.flash_attn_interface"
 ATTENTION_BACKENDS = ("flash", "varlen", "sdpa")  # the first that works is taken
-KERNELS_WITH_LSE = ("flash", "varlen")  # which say what it takes to merge attention to parts of the keys
+RAGGED_KERNELS = ("flash", "varlen")  # which take consecutive rows of any lengths, and no masks
 FLEX_MIN_HEAD_DIM = 16  # FlexAttention has no narrower heads on a GPU
 FLEX_GRAPHS = 64  # of one process: lengths below and above a tile, one row or more, dtypes, with gradients
 MaskRule = Callable[[Any, Any, Any, Any], Tensor]  # (row, head, query, key) -> whether it is seen
@@ -49,20 +42,14 @@ MaskRule = Callable[[Any, Any, Any, Any], Tensor]  # (row, head, query, key) -> 
 
 def compute_attention(
     q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, backend: str,
-    pattern: AttentionPattern | None = None, shared: tuple[Tensor, Tensor] | None = None,
+    pattern: AttentionPattern | None = None,
 ) -> Tensor:  # fmt: skip
     """Row r of `q` (Tq, H, D) attends to row r of `k`, `v` (Tk, Hk, D); returns (Tq, H, D).
 
-    With `sight.cached_rows`, `k` and `v` are all that a `SlotKVCache` holds, (tokens, Hk, D): row r sees
-    the tokens from its start on, as many as its keys. `backend`: one of `choose_backend`'s. `pattern`: what
-    else hides keys, for rows whose keys are their own tokens. `shared`: keys and values, each (tokens, Hk,
-    D), of segments that rows see in addition, as `sight.shared` says; not for sdpa.
+    With `sight.cached_rows`, for sdpa alone, `k` and `v` are all that a `SlotKVCache` holds, (tokens, Hk,
+    D): row r sees the tokens from its start on, as many as its keys. `backend`: one of `choose_backend`'s.
+    `pattern`: what else hides keys, for rows whose keys are their own tokens.
     """
-    if shared is not None and (reads := sight.shared) is not None:
-        attend = _KERNELS[backend]
-        seen = [x[: sum(reads.sight.key_lengths)] for x in shared]
-        parts = attend(q[reads.query_index], *seen, reads.sight, with_lse=True)
-        return merge_attention(attend(q, k, v, sight, with_lse=True), parts, reads.merge_index)
     if sight.has_block_mask or pattern is not None:  # no other kernel takes a mask
         return _KERNELS["sdpa"](q, k, v, sight, pattern)
     return _KERNELS[backend](q, k, v, sight)
@@ -162,65 +149,48 @@ def _import_flex(compiled: bool) -> tuple[Any, ...]:
     return torch.compile(create_block_mask, dynamic=True), attend
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, with_lse: bool = False) -> Any:
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Any:
+    from torch.nn.attention.varlen import varlen_attn
 
-    reads_block_table, needs_key_ends, options = get_paged_attention_support(q.device)
-    ends: Tensor | None = sight.key_ends
-    if with_lse:
-        options = options | {"return_aux": AuxRequest(lse=True)}
-    if get_torch_version() >= (2, 12):  # before, grouped heads need no word
-        options = options | {"enable_gqa": q.shape[1] != k.shape[-2]}
-    if sight.cached_rows is not None and reads_block_table:
-        k, v = (x.unflatten(0, (-1, PAGE_TOKENS)) for x in (k, v))
-        options = options | {"seqused_k": sight.key_counts, "block_table": sight.block_table}
-        ends = ends if needs_key_ends else None
-    elif sight.cached_rows is not None:
-        k, v = (torch.cat(sight.cached_rows.slice_rows(x, sight.key_lengths)) for x in (k, v))
-    return varlen_attn(
-        q, k, v, sight.query_ends, ends, _longest_query(sight), max(sight.key_lengths),
-        window_size=(-1, 0 if sight.causal else -1), **options,
-    )  # fmt: skip
+    active = torch.nn.attention.current_flash_attention_impl()
+    options = get_varlen_options(torch.__version__, active, q.shape[1] != k.shape[1])
+    return varlen_attn(q, k, v, *_row_ends(sight), window_size=_window(sight), **options)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, with_lse: bool = False) -> Any:
+def _flash(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
     from flash_attn.flash_attn_interface import flash_attn_varlen_func
 
-    if sight.cached_rows is not None:
-        k, v = (x.unflatten(0, (-1, PAGE_TOKENS)) for x in (k, v))
-    out = flash_attn_varlen_func(
-        q, k, v, sight.query_ends, sight.key_ends, _longest_query(sight), max(sight.key_lengths),
-        window_size=(-1, 0 if sight.causal else -1), block_table=sight.block_table,
-        **({"return_attn_probs": True} if with_lse else {}),
-    )  # fmt: skip
-    return out[:2] if with_lse else out
+    found: Tensor = flash_attn_varlen_func(q, k, v, *_row_ends(sight), window_size=_window(sight))
+    return found
 
 
-def _longest_query(sight: AttentionMetadata) -> int:
-    """At least 2: for single queries FlashAttention 2 has a path for grouped heads that fails where a row
+def _row_ends(sight: AttentionMetadata) -> tuple[Tensor, Tensor, int, int]:
+    """Ends of queries and keys, and the longest of each.
+
+    At least 2 queries: for single ones FlashAttention 2 has a path for grouped heads that fails where a row
     has no query, and that may split keys by how many rows there are.
     """
-    return max(2, *sight.query_lengths)
+    queries, keys = sight.longest
+    return sight.query_ends, sight.key_ends, max(2, queries), keys
+
+
+def _window(sight: AttentionMetadata) -> tuple[int, int]:
+    return -1, 0 if sight.causal else -1
 
 
 _KERNELS: dict[str, Callable[..., Any]] = {"sdpa": _sdpa, "varlen": _varlen, "flash": _flash}
 
 
 @cache
-def get_paged_attention_support(device: torch.device) -> tuple[bool, bool, dict[str, Any]]:
-    """How the kernel of torch that is active on a device is called: whether it reads a block table, whether
-    it needs the ends of the keys with one, and its options.
+def get_varlen_options(torch_version: str, implementation: str | None, grouped: bool) -> dict[str, Any]:
+    """Of torch's own kernel, by its version and the implementation that is active; grouped: heads.
+
+    How a row is split depends on the other rows, so it is not, where that can be said: torch 2.12 refuses
+    `num_splits`, even 1, of FlashAttention 2 (pytorch #179760).
     """
-    implementation = torch.nn.attention.current_flash_attention_impl()
-    if generation := {"FA3": 9, "FA4": 10}.get(implementation or ""):
-        return torch.cuda.get_device_capability(device)[0] == generation, False, {"num_splits": 1}
-    options = {"num_splits": 1} if get_torch_version() >= (2, 13) else {}
-    return get_torch_version() >= (2, 12), True, options
-
-
-def get_torch_version() -> tuple[int, ...]:
-    """Major and minor."""
-    return tuple(map(int, torch.__version__.split(".")[:2]))
+    made = tuple(map(int, torch_version.split(".")[:2]))
+    options: dict[str, Any] = {"num_splits": 1} if implementation or made >= (2, 13) else {}
+    return options | ({"enable_gqa": grouped} if made >= (2, 12) else {})  # before, it goes without saying
 
 
 def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> str:

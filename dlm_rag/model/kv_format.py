@@ -62,10 +62,12 @@ class KVFormat:
             found[:, 0] += self._key_bias(start, kept.shape[2])
         return found
 
-    def unpack_layer(self, k: Tensor, v: Tensor, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Of one layer the keys and values (n, Hk, D) of tokens at `positions` (n,)."""
-        k, v = dequantize_int8(k, self.dtype), dequantize_int8(v, self.dtype)
-        return (k + self._layer_key_bias(layer, positions), v) if self._has_key_bias else (k, v)
+    def unpack_layer(self, kept: Tensor, layer: int, positions: Tensor) -> Tensor:
+        """Of one layer the keys and values (2, n, Hk, D) of tokens at `positions` (n,)."""
+        kept = dequantize_int8(kept, self.dtype)
+        if self._has_key_bias:
+            kept[0] += self._layer_key_bias(layer, positions)
+        return kept
 
     def _key_bias(self, start: int, tokens: int) -> Tensor:
         """(N, tokens, Hk, D)"""

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-PAGE_TOKENS = 256  # tokens; the paged kernels want a multiple
+PAGE_TOKENS = 256  # of which slots have a whole number, so that they grow seldom
 MIN_MOVE_TOKENS = 16  # below it, copying by way of other memory takes fewer calls
 KeysValues = Sequence[tuple[Tensor, Tensor]]  # for each layer, each (n, Hk, D)
 
@@ -131,23 +131,24 @@ def round_up_to_page(tokens: int) -> int:
 @dataclass(frozen=True)
 class CachedRows:
     """The rows of one call in a `SlotKVCache`: each sees its `context_lengths` first tokens from its start
-    on, which begins a page.
+    on.
 
     copies: rows whose keys and values are also written elsewhere, each (row, place), for other rows of the
-    call: in every layer all keys are written before any row attends.
+    call: in every layer all keys are written before any row attends. gathered: whether what the rows see is
+    copied out of the slots, for kernels that want consecutive rows.
     """
 
     cache: SlotKVCache
     starts: Sequence[int]
     context_lengths: Sequence[int]
     copies: Sequence[tuple[int, int]] = ()
+    gathered: bool = False
 
     def build_arrays(self, lengths: Sequence[int], keys: Sequence[int]) -> dict[str, NDArray[Any]]:
         """Where packed tokens of rows of `lengths` go, and where `keys` of each row lie.
 
         places, sources: (T + copied,) of tokens and of where they go, all in order, then those that are
-        copied; sources are left out where there are none. table: (rows, pages of the longest) int32 pages
-        of each row's keys. counts: (rows,) int32 how many these are.
+        copied; sources are left out where there are none. kept: (sum of keys,) what is gathered.
         """
         rows = [*range(len(lengths)), *(row for row, _ in self.copies)]
         own = [start + seen for start, seen in zip(self.starts, self.context_lengths, strict=True)]
@@ -157,20 +158,21 @@ class CachedRows:
         if self.copies:
             first = np.cumsum(lengths, dtype=np.int64) - np.array(lengths, dtype=np.int64)
             found["sources"] = concatenate_ranges(first[rows], taken)
-        counts, pages = np.array(keys, dtype=np.int32), np.arange(-(-max(keys) // PAGE_TOKENS))
-        there = np.array(self.starts)[:, None] // PAGE_TOKENS + pages
-        table = np.where(pages * PAGE_TOKENS < counts[:, None], there, 0).astype(np.int32)
-        return found | {"table": table, "counts": counts}
+        if self.gathered:
+            found["kept"] = concatenate_ranges(np.array(self.starts, dtype=np.int64), keys)
+        return found
 
     def extend(self, layer: int, k: Tensor, v: Tensor, at: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Writes the rows' own keys and values (T, Hk, D) after their contexts, and the copies.
 
-        at: what `build_arrays` made. Returns all keys and values of the cache, each (tokens, Hk, D).
+        at: what `build_arrays` made. Returns all keys and values of the cache, each (tokens, Hk, D), or
+        those that are gathered.
         """
         both, sources = self.cache.keys_values[layer], at.get("sources")
         for side, own in zip(both, (k, v), strict=True):
             side.index_copy_(0, at["places"], own if sources is None else own[sources])
-        return both[0], both[1]
+        keys, values = (both.index_select(1, at["kept"]) if self.gathered else both).unbind()
+        return keys, values
 
     def slice_rows(self, stored: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
         """What each row sees of `stored` (tokens, Hk, D): (length, Hk, D)."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from dlm_rag.model.attention import compute_attention
 from dlm_rag.model.denoiser_config import AttentionPattern, DenoiserConfig, ExpertsConfig
 from dlm_rag.model.packed_batch import AttentionMetadata, PackedRows
-from dlm_rag.model.shared_segments import SharedSegments
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, D or what is turned of it), float32
 
@@ -203,10 +202,9 @@ class ForwardContext:
         if (probe := self.probe) is not None and probe.layer == layer:
             probe.queries, probe.keys = q, k
             probe.key_lengths, probe.visible_counts = sight.key_lengths, sight.visible_counts
-        pattern, shared = self.patterns[layer] if self.patterns else None, None
-        if sight.shared is not None and isinstance(self.rows.context, SharedSegments):
-            shared = self.rows.context.memory.read_layer(layer, sight.shared.gathered)
-        return compute_attention(q, k, v, sight, self.backend, pattern, shared)
+        return compute_attention(
+            q, k, v, sight, self.backend, self.patterns[layer] if self.patterns else None
+        )
 
 
 class TransformerLayer(nn.Module):

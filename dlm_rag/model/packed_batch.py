@@ -6,8 +6,9 @@ rows end, where keys go) is made on the host and goes to the device in one copy.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from dlm_rag.model.device_io import to_device
 from dlm_rag.model.kv_store import CachedRows, SharedContext, concatenate_ranges
-from dlm_rag.model.shared_segments import EMPTY_PLAN, SharedReadPlan, SharedSegments
+from dlm_rag.model.shared_segments import SharedSegments
 
 CachedContext = SharedContext | CachedRows | SharedSegments
 
@@ -125,10 +126,8 @@ class AttentionMetadata:
     0 and the end of each row. num_attention_pairs: of a query and a key that it sees, patterns aside.
     partial_view_rows: rows with tokens that see only their first keys, `visible_counts` (Tq,) of them;
     causal: these rows have no context, and each token sees itself and what precedes it.
-    cached_rows: the rows whose keys are in slots; block_table: (rows, pages) int32 where they are,
-    key_counts: (rows,) int32 how many there are.
+    cached_rows: the rows whose keys are in slots, and are not gathered.
     positions, output_indices, prompt_lengths: as in `PackedRows` and `Segment`, for attention patterns.
-    shared: what rows see in addition, of segments that they share.
     masks: those of this call, made once for all layers that share them.
     """
 
@@ -141,12 +140,9 @@ class AttentionMetadata:
     visible_counts: Tensor | None = None
     causal: bool = False
     cached_rows: CachedRows | None = None
-    block_table: Tensor | None = None
-    key_counts: Tensor | None = None
     positions: Tensor | None = None
     output_indices: Tensor | None = None
     prompt_lengths: Tensor | None = None
-    shared: "SharedReads | None" = None
     masks: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
@@ -154,17 +150,10 @@ class AttentionMetadata:
         """Whether some token sees only a part of its row's keys, in a way that only a mask can say."""
         return any(self.partial_view_rows) and not self.causal
 
-
-class SharedReads(NamedTuple):
-    """Who sees which segments of a memory that rows share; see `shared_segments.SharedReadPlan`.
-
-    sight: of the queries `query_index` (S,), segment by segment.
-    """
-
-    sight: AttentionMetadata
-    query_index: Tensor
-    merge_index: Tensor
-    gathered: Tensor
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """Queries and keys of the longest row."""
+        return max(self.query_lengths), max(self.key_lengths)
 
 
 @dataclass(frozen=True)
@@ -231,29 +220,23 @@ def pack_rows(
         if any(partial):
             sent["last_limits"] = sent["limits"][sent["read"]]
     kept = {} if context is None else context.build_arrays(lengths, keys)
-    plans = [EMPTY_PLAN, EMPTY_PLAN]  # of all tokens, and of those that go through the last layer
-    if isinstance(context, SharedSegments):
-        plans = [context.plan_reads(lengths), context.plan_reads(lengths if read is None else reads)]
-    sent |= kept | {f"{n} {name}": x for n, plan in enumerate(plans) for name, x in plan.arrays.items()}
+    sent |= kept
     if share is not None:
         sent["order"] = share[0].gather_order(own)
     there = to_device([*sent.values(), *add], device)
     at = dict(zip(sent, there, strict=False))
     causal = any(partial) and context is None and all(run.block == 1 for run in runs)
-    slots = context.slots if isinstance(context, SharedSegments) else context
-    shared = [_to_shared_reads(plan, f"{n} ", at) for n, plan in enumerate(plans)]
+    in_slots = context if isinstance(context, CachedRows) and not context.gathered else None
     sight = AttentionMetadata(
-        lengths, keys, at["queries"], at["keys"],
-        _count_pairs(lengths, keys, sent.get("limits")) + plans[0].pairs, partial, at.get("limits"), causal,
-        slots if isinstance(slots, CachedRows) else None, at.get("table"), at.get("counts"),
-        at["positions"], None, at["prompts"], shared[0],
+        lengths, keys, at["queries"], at["keys"], _count_pairs(lengths, keys, sent.get("limits")), partial,
+        at.get("limits"), causal, in_slots, at["positions"], None, at["prompts"],
     )  # fmt: skip
     last = sight
     if read is not None and not causal:  # the kernels' own causal rule is for whole rows
         last = replace(
             sight, query_lengths=reads, query_ends=at["reads"], visible_counts=at.get("last_limits"),
-            num_attention_pairs=_count_pairs(reads, keys, sent.get("last_limits")) + plans[1].pairs,
-            output_indices=at["read"], shared=shared[1],
+            num_attention_pairs=_count_pairs(reads, keys, sent.get("last_limits")),
+            output_indices=at["read"],
         )  # fmt: skip
     return PackedRows(
         at["ids"], at["positions"], sight, last, at.get("read"), context, {name: at[name] for name in kept},
@@ -273,15 +256,6 @@ def _collect_tokens(runs: Sequence[Segment], seen: Sequence[int]) -> dict[str, N
         limits = [n + run.visible_counts for n, run in zip(seen, runs, strict=True)]
         found["limits"] = np.concatenate(limits)
     return found
-
-
-def _to_shared_reads(plan: SharedReadPlan, prefix: str, at: Mapping[str, Tensor]) -> SharedReads | None:
-    """The plan with its arrays on the device; None where nobody reads anything."""
-    if not plan.pairs:
-        return None
-    index, queries, keys, merge, gathered = (at[prefix + name] for name in plan.arrays)
-    sight = AttentionMetadata(plan.query_lengths, plan.key_lengths, queries, keys, plan.pairs)
-    return SharedReads(sight, index, merge, gathered)
 
 
 def _count_pairs(queries: Sequence[int], keys: Sequence[int], limits: NDArray[Any] | None) -> int:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +16,11 @@ from dlm_rag.decode.memory_budget import (
     GIB,
     DecodeMemory,
     LongestRow,
+    SharedSegmentBytes,
     limit_cuda_allocator,
     plan_decode_budget,
 )
+from dlm_rag.decode.model_runner import DecodeBudget
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence import batch_kv_cache
 from dlm_rag.evidence.segment_kv_cache import has_unified_memory, measure_free_bytes
@@ -26,6 +29,7 @@ from dlm_rag.model.memory_tracker import MemoryTracker
 from dlm_rag.model.quantize import quantize_linear_layers
 from dlm_rag.tokenizer import PromptTemplate
 from dlm_rag.training.planning.plan import check_run_fits
+from tests.support.attention import shared_segments
 from tests.support.decoding import QUESTIONS, rollout_records
 from tests.support.passages import write_jsonl_file
 from tests.support.paths import ROOT
@@ -81,6 +85,22 @@ def test_a_decoder_takes_what_is_reckoned_and_not_more(tmp_path, layout, rows, b
         )
     reckoned = memory.kv_slot_bytes(rows) + memory.step_bytes(rows) + kept
     assert 0.5 * reckoned < alive.peak_bytes <= reckoned
+
+
+@pytest.mark.parametrize("block", [None, 8])
+def test_rows_that_gather_what_they_see_take_what_is_reckoned(tmp_path, block):
+    """Where segments lie in the pool alone, with room for those of all rows."""
+    decoder, memory = make(tmp_path, "independent", 3, block_size=block, head_dim=64, num_hidden_layers=2)
+    plain = rollout_records(decoder.decode(QUESTIONS))
+    shape, engine = decoder.denoiser.config, EngineConfig()
+    shared = SharedSegmentBytes.from_config(shape, torch.float32, "varlen", engine)
+    memory = replace(memory, shared=shared)
+    found = DecodeBudget(memory.shared_segment_bytes(3), 3, memory.slot_tokens, memory.scratch_tokens(3))
+    with shared_segments(), MemoryTracker() as alive:
+        decoder.set_memory_budget(found)
+        assert rollout_records(decoder.decode(QUESTIONS)) == plain
+    reckoned = memory.kv_slot_bytes(3) + memory.step_bytes(3) + found.pool_bytes
+    assert 0.4 * reckoned < alive.peak_bytes <= reckoned
 
 
 def test_many_new_passages_run_a_few_at_a_time(tmp_path, monkeypatch):

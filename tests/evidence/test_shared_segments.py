@@ -1,24 +1,29 @@
-"""Segments that rows read in place: the same attention, the same tokens, each segment in memory once."""
+"""Segments that rows share: the same keys and values, the same tokens, each segment in memory once."""
 
 import random
 from collections import OrderedDict
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.decode.model_runner import MaskedModelRunner
+from dlm_rag.decode.model_runner import MaskedModelRunner, ModelInput
 from dlm_rag.evidence.batch_kv_cache import KVCacheManager
 from dlm_rag.evidence.kv_tiers import KVArena, round_up_to_unit
-from dlm_rag.evidence.prompt_segments import LaidOutPrompt
+from dlm_rag.evidence.prompt_segments import LaidOutPrompt, lay_out_prompt
 from dlm_rag.evidence.segment_kv_cache import EvidencePool
+from dlm_rag.model.attention import _KERNELS
 from dlm_rag.model.kv_format import KVFormat
+from dlm_rag.model.kv_store import CachedRows, SlotKVCache
 from dlm_rag.model.packed_batch import Segment, pack_rows
-from dlm_rag.model.shared_segments import SharedSegments, merge_attention
+from dlm_rag.model.shared_segments import SharedSegments
+from dlm_rag.tokenizer import Prompt
 from tests.evidence.test_kv_pool import laid_out, shown_of
 from tests.model.test_block_attention import ASKED, ORDERS, make_decoder, what_happened
-from tests.support.attention import by_the_book, ragged_by_the_book, random_rows, shared_segments, sight_of
+from tests.support.attention import shared_segments
 from tests.support.decoding import QUESTIONS, rollout_records
 from tests.support.setup_matrix import DECODING_SETUPS, make_setup_decoder
 from tests.support.tiny_models import tiny_denoiser
@@ -26,49 +31,48 @@ from tests.support.tiny_models import tiny_denoiser
 CPU = torch.device("cpu")
 
 
-def test_merged_parts_are_attention_to_all_keys():
-    """Each of five queries sees its own 3 keys, and none to two of three further parts."""
-    q, k, v = random_rows((5,), (3 + 4 + 2 + 7,))
-    parts = [range(3), range(3, 7), range(7, 9), range(9, 16)]
-    seen_by = [(), (1,), (2, 3), (3, 1), (1,)]  # which of the parts, in this order
-    asked = [(query, part) for query, row in enumerate(seen_by) for part in row]
-    merge = torch.full((5, 2), len(asked))
-    for n, (query, part) in enumerate(asked):
-        merge[query, seen_by[query].index(part)] = n
-    own = ragged_by_the_book(q, k[:3], v[:3], sight_of((5,), (3,)), with_lse=True)
-    rows = [
-        (q[n][None], k[parts[p].start : parts[p].stop], v[parts[p].start : parts[p].stop]) for n, p in asked
-    ]
-    sight = sight_of((1,) * len(rows), tuple(len(row[1]) for row in rows))
-    shared = ragged_by_the_book(*(torch.cat(x) for x in zip(*rows, strict=True)), sight, with_lse=True)
-    for query, row in enumerate(seen_by):
-        keys = torch.tensor([n for part in (0, *row) for n in parts[part]])
-        expected = by_the_book(q[query][None], k[keys], v[keys])
-        torch.testing.assert_close(merge_attention(own, shared, merge)[query][None], expected)
+class OperatorCount(TorchDispatchMode):
+    """How many operators torch is asked for while it is open."""
 
+    total = 0
 
-def test_a_query_takes_nothing_from_parts_of_others():
-    """The number that stands for no part must not read one: another row's may be no number."""
-    own, shared = (
-        (torch.ones(2, 1, 4), torch.zeros(1, 2)),
-        (torch.full((1, 1, 4), torch.nan), torch.zeros(1, 1)),
-    )
-    found = merge_attention(own, shared, torch.tensor([[0], [1]]))
-    assert found[0].isnan().all() and (found[1] == 1).all()
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.total += 1
+        return operator(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_a_plan_asks_each_segment_once_for_all_its_readers(int8):
-    arena = KVArena(10**6, KVFormat(tiny_denoiser(), "int8" if int8 else "auto"))
-    context = SharedSegments(arena, [(range(8, 11), range(4)), (), (range(4),)])
-    plan = context.plan_reads([2, 3, 1])
-    assert plan.arrays["query_index"].tolist() == [0, 1, 5, 0, 1]
-    assert plan.query_lengths == ((3, 2) if int8 else (3, 0, 2)), "in between lies what nobody reads"
-    assert plan.key_lengths == ((4, 3) if int8 else (4, 4, 3)) and plan.pairs == 3 * 4 + 2 * 3
-    assert plan.arrays["merge_index"].tolist() == [[3, 0], [4, 1], [5, 5], [5, 5], [5, 5], [2, 5]]
-    assert plan.arrays["gathered"].tolist() == ([0, 1, 2, 3, 8, 9, 10] if int8 else [])
+@pytest.mark.parametrize("block", [None, 2])
+def test_a_row_sees_what_it_names_in_the_memory_its_slot_and_itself(int8, block):
+    """Segments that others see too, in its own order, of a memory and a store without other numbers."""
+    denoiser = tiny_denoiser(block_size=block)
+    format = KVFormat(denoiser, "int8" if int8 else "auto")
+    arena, store = KVArena(10**6, format), SlotKVCache(2, 2, 8, CPU, torch.float32)
+    held = [Segment((n,) * n, 10 * n) for n in (3, 9, 5)]
+    numbers = [torch.randn(2, 2, len(segment.ids), 2, 8) for segment in held]
+    for segment, values in zip(held, numbers, strict=True):
+        arena.take(segment)
+        arena.write(segment, format.pack(values, segment.start))
+    store.reserve(2, 300)
+    store.keys_values.fill_(torch.nan)
+    kept = torch.randn(2, 2, 4, 2, 8)
+    store.write_tokens(store.capacity + 7, kept)
+    seen = [(0, 2), (), (2, 1)]  # segments of each row
+    slots = CachedRows(store, (0, 2 * 300, store.capacity + 7), (0, 0, 4), (), True) if block else None
+    ranges = [tuple(arena.range_of(held[n]) for n in row) for row in seen]
+    context = SharedSegments(arena, ranges, (), slots)
+    own = torch.randn(2, 6, 2, 8)
     rows = pack_rows([Segment((1,) * n, 0) for n in (2, 3, 1)], CPU, [[0], [], []], context)
-    assert rows.last_layer_metadata.shared.query_index.tolist() == [0, 0]
+    for layer in range(2):
+        found = torch.stack(rows.gather_keys_values(*own, layer))
+        expected = []
+        for n, (row, mine) in enumerate(zip(seen, own.split((2, 3, 1), dim=1), strict=True)):
+            before = [kept[layer]] if block and n == 2 else []
+            expected += [*(numbers[m][layer] for m in row), *before, mine]
+        torch.testing.assert_close(found, torch.cat(expected, dim=1), atol=0.03 * int8, rtol=0.0)
+    lengths = (2 + 3 + 5, 3, 5 + 9 + (4 if block else 0) + 1)
+    assert rows.attention_metadata.key_lengths == rows.last_layer_metadata.key_lengths == lengths
+    assert rows.last_layer_metadata.num_attention_pairs == lengths[0]
 
 
 @pytest.mark.parametrize("host_bytes", [0, 9000])
@@ -138,7 +142,7 @@ def test_rows_that_share_segments_get_the_same_tokens(corpus_file, shape, layout
 
     expected, _ = decode(4, 0.0)
     with shared_segments():
-        assert decode(4, 0.0)[0] == expected, "without a pool the kernel reads slots"
+        assert decode(4, 0.0)[0] == expected, "without a pool rows are gathered from slots"
         token_gib = decode(1, 1.0)[1].pool.arena.format.token_bytes / 2**30
         for size, pool in ((4, 1.0), (1, 1.0), (4, 40 * token_gib)):
             found, runner = decode(size, pool)
@@ -163,3 +167,31 @@ def test_every_way_of_decoding_finds_what_went_to_host_memory(corpus_file, way, 
     with shared_segments():
         found, stats = decode()
     assert found == expected and (stats.host_segments or DECODING_SETUPS[way][0] == "prefix")
+
+
+@pytest.mark.parametrize("block", [None, 3])
+@pytest.mark.parametrize("pool", [0.0, 1.0])
+def test_a_layer_asks_for_as_many_operators_for_many_rows_as_for_one(monkeypatch, block, pool):
+    """And for as many with many passages: on a GPU the host is waited for."""
+    denoisers = [tiny_denoiser(block_size=block, num_hidden_layers=layers) for layers in (2, 3)]
+
+    def count_in_a_layer(rows, passages):
+        found = []
+        for denoiser in denoisers:
+            runner = MaskedModelRunner(denoiser, 256, EngineConfig(prefix_cache_gib=pool))
+            facts = tuple((10 + n, 20 + n) for n in range(passages))
+            views = []
+            for slot in range(rows):
+                laid = lay_out_prompt(Prompt((1, slot), facts, (4,)), denoiser.config, "independent")
+                views.append(ModelInput(slot, laid, np.full(6, 256), np.arange(6)))
+            runner.propose(views)  # which computes all segments where there is a pool
+            calls = denoiser.flop_count.calls
+            with OperatorCount() as seen:
+                runner.propose(views)
+            assert denoiser.flop_count.calls == calls + 1
+            found.append(seen.total)
+        return found[1] - found[0]
+
+    with shared_segments():
+        monkeypatch.setitem(_KERNELS, "varlen", lambda q, k, v, sight: torch.zeros_like(q))
+        assert 0 < count_in_a_layer(1, 2) == count_in_a_layer(5, 2) == count_in_a_layer(3, 6) <= 50

@@ -18,14 +18,12 @@ import torch.nn.attention.varlen as of_torch
 from dlm_rag.model import attention
 from tests.fake_cuda.device import CUDA
 
-PAGE = 256  # a page of keys is a multiple of so many tokens
-
 
 @contextmanager
 def checked_kernels(flash: bool = False, implementation: str | None = None) -> Iterator[list[str]]:
     """While it is open, flash-attn is there or not (`flash`), and torch's own kernel is `implementation`.
 
-    Yields what was called, in order: "sdpa", "varlen", "varlen, paged", "flash", "flash, paged", "flex".
+    Yields what was called, in order: "sdpa", "varlen", "flash", "flex".
     """
     calls, sights, varlen = list[str](), [], of_torch.varlen_attn
 
@@ -38,28 +36,15 @@ def checked_kernels(flash: bool = False, implementation: str | None = None) -> I
         return called
 
     def of_varlen(q: Any, k: Any, v: Any, *ends: Any, **options: Any) -> Any:
-        paged = options.get("block_table") is not None
-        calls.append("varlen, paged" if paged else "varlen")
-        check(sights[-1], (q, k, v), ends, options["window_size"], options.get("block_table"))
-        assert options["enable_gqa"] == (q.shape[1] != k.shape[-2])
-        assert (ends[1] is None) == (paged and implementation is not None)
-        assert (options.get("seqused_k") is not None) == paged
-        if paged:
-            check_numbers(options["seqused_k"], (len(sights[-1].key_lengths),))
+        calls.append("varlen")
+        check(sights[-1], (q, k, v), ends, options["window_size"])
+        assert options["enable_gqa"] == (q.shape[1] != k.shape[1])
         return varlen(q, k, v, *ends, **options)
 
-    def of_flash(
-        q: Any, k: Any, v: Any, *ends: Any, window_size: Any, block_table: Any,
-        return_attn_probs: bool = False,
-    ) -> Any:  # fmt: skip
-        calls.append("flash" if block_table is None else "flash, paged")
-        check(sights[-1], (q, k, v), ends, window_size, block_table)
-        out = q + 0 * (k.mean() + v.mean())
-        return (
-            (out, out.new_zeros(q.shape[1], len(q), dtype=torch.float32), None)
-            if return_attn_probs
-            else out
-        )
+    def of_flash(q: Any, k: Any, v: Any, *ends: Any, window_size: Any) -> Any:
+        calls.append("flash")
+        check(sights[-1], (q, k, v), ends, window_size)
+        return q + 0 * (k.mean() + v.mean())
 
     def of_flex(q: Any, k: Any, v: Any, mask: Any) -> Any:
         calls.append("flex")
@@ -85,26 +70,21 @@ def checked_kernels(flash: bool = False, implementation: str | None = None) -> I
         yield calls
 
 
-def check(sight: Any, heads: Any, ends: Any, window: tuple[int, int], table: Any) -> None:
+def check(sight: Any, heads: Any, ends: Any, window: tuple[int, int]) -> None:
     """What the kernels have in common; `ends`: of queries and keys, and the longest of each."""
     (q, k, v), (ends_q, ends_k, longest_q, longest_k) = heads, ends
     queries, keys = sight.query_lengths, sight.key_lengths
     for x in heads:
         assert x.device == CUDA and x.dtype == q.dtype and x.dtype in (torch.float16, torch.bfloat16)
         assert x.stride(-1) == 1 and x.shape[-1] == q.shape[-1] and x.shape[-1] % 8 == 0
-    assert q.shape[1] % k.shape[-2] == 0 and k.shape == v.shape and q.shape[0] == sum(queries)
+    assert q.shape[1] % k.shape[1] == 0 and k.shape == v.shape and q.shape[0] == sum(queries)
     check_numbers(ends_q, (len(queries) + 1,))
     assert type(longest_q) is type(longest_k) is int
     assert longest_q >= max(2, *queries) and longest_k == max(keys)
     assert len(queries) == len(keys) and min(keys) > 0
     assert window == ((-1, 0) if sight.causal else (-1, -1)), "to the right only what a causal model sees"
-    if ends_k is not None:
-        check_numbers(ends_k, (len(keys) + 1,))
-    if table is None:
-        assert k.dim() == 3 and k.shape[0] == sum(keys)
-    else:
-        assert k.dim() == 4 and k.shape[1] % PAGE == 0 and k.is_contiguous() and v.is_contiguous()
-        check_numbers(table, (len(keys), -(-max(keys) // k.shape[1])))
+    check_numbers(ends_k, (len(keys) + 1,))
+    assert k.dim() == 3 and k.shape[0] == sum(keys)
 
 
 def check_numbers(x: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -223,7 +223,6 @@ def _patched(capability: tuple[int, int], count: int, streams: Streams) -> Itera
         # The threads with which transformers reads weights do not see this mode.
         stack.enter_context(mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))
         for function in (
-            attention.get_paged_attention_support,
             attention.get_backend_problem,
             attention._first_working,
         ):

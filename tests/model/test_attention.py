@@ -14,7 +14,6 @@ from dlm_rag.model.attention import (
     compute_attention,
     describe_kernel_version,
     get_backend_problem,
-    get_paged_attention_support,
 )
 from dlm_rag.model.denoiser import _list_saved_ops
 from dlm_rag.model.kv_store import CachedRows, SlotKVCache
@@ -63,20 +62,12 @@ def is_causal(window_size):
     return window_size[1] == 0
 
 
-def read_pages(x, table, lengths):
-    """Rows from pages (pages, page size, Hk, D) by a block table, as paged kernels are documented."""
-    assert table.dtype == torch.int32 and x.shape[1] % 256 == 0
-    return torch.cat([x[pages].flatten(0, 1)[:n] for pages, n in zip(table, lengths, strict=True)])
-
-
-# torch's own kernel by version and active implementation, on the GPUs that it is for.
+# torch's own kernel by version and active implementation
 VARLEN = {
-    "2.11": ("2.11.0", None, (9, 0)),
-    "2.12": ("2.12.1", None, (9, 0)),
-    "2.13": ("2.13.0+cu130", None, (9, 0)),
-    "FA3": ("2.13.0", "FA3", (9, 0)),
-    "FA4": ("2.13.0", "FA4", (10, 0)),
-    "FA4 on a Hopper": ("2.13.0", "FA4", (9, 0)),
+    "2.11": ("2.11.0", None),
+    "2.12": ("2.12.1", None),
+    "2.13": ("2.13.0+cu130", None),
+    "FA3": ("2.13.0", "FA3"),
 }
 
 
@@ -84,10 +75,8 @@ VARLEN = {
 def gpu_kernel(request, monkeypatch):
     """The kernels themselves need a GPU; here stand-ins refuse what they refuse, and do the sum."""
 
-    def flash(q, k, v, *ends_and_longest, window_size=(-1, -1), block_table=None):
+    def flash(q, k, v, *ends_and_longest, window_size=(-1, -1)):
         cq, ck, *longest = ends_and_longest
-        if block_table is not None:
-            k, v = (read_pages(x, block_table, ck.diff()) for x in (k, v))
         return varlen_reference(q, k, v, (cq, ck), longest, is_causal(window_size))
 
     if request.param == "flash":
@@ -96,35 +85,23 @@ def gpu_kernel(request, monkeypatch):
         monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", module)
         yield "flash"
         return
-    version, active, capability = VARLEN[request.param]
+    version, active = VARLEN[request.param]
 
     def varlen(q, k, v, *ends_and_longest, window_size=(-1, -1), **options):
         cq, ck, *longest = ends_and_longest
         assert options.pop("enable_gqa", None) == (True if version >= "2.12" else None)
-        num_splits, paged = options.pop("num_splits", None), options
+        num_splits = options.pop("num_splits", None)
+        assert not options
         if active is None and version < "2.13":
             assert num_splits is None, "num_splits requires FA3"
         else:
-            assert num_splits == 1, "batch invariant, and all of the pages are written"
-        if paged:
-            assert version >= "2.12" and request.param != "FA4 on a Hopper"
-            assert (ck is None) == (active is not None), "both set or both not set"
-            used = paged["seqused_k"]
-            k, v = (read_pages(x, paged["block_table"], used) for x in (k, v))
-            ck = torch.cat((used.new_zeros(1), used.cumsum(0, dtype=torch.int32)))
-        pages.append(bool(paged))
+            assert num_splits == 1, "batch invariant"
         return varlen_reference(q, k, v, (cq, ck), longest, is_causal(window_size))
 
-    pages = []
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     monkeypatch.setattr("torch.__version__", version)
     monkeypatch.setattr("torch.nn.attention.current_flash_attention_impl", lambda: active)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
-    get_paged_attention_support.cache_clear()
     yield "varlen"
-    if request.node.originalname == "test_every_kernel_reads_the_slots_of_a_store":
-        assert pages == [request.param not in ("2.11", "FA4 on a Hopper")], "no copy where pages are read"
-    get_paged_attention_support.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -149,11 +126,10 @@ def test_every_kernel_reads_the_slots_of_a_store(gpu_kernel):
     store.keys_values.fill_(torch.nan)
     store.write_tokens(2 * store.capacity, torch.stack((k[:3], v[:3]))[None])
     starts = [slot * store.capacity for slot in slots]
-    rows = pack_rows(
-        [Segment((1,) * n, 0) for n in queries], CPU, context=CachedRows(store, starts, (3, 0))
-    )
-    seen = rows.gather_keys_values(k[3:], v[3:], 0)
     for kernel in (gpu_kernel, "sdpa"):
+        context = CachedRows(store, starts, (3, 0), gathered=kernel != "sdpa")
+        rows = pack_rows([Segment((1,) * n, 0) for n in queries], CPU, context=context)
+        seen = rows.gather_keys_values(k[3:], v[3:], 0)
         out = compute_attention(q, *seen, rows.attention_metadata, kernel)
         expected = compute_attention(q, k, v, sight_of(queries, keys), "sdpa")
         torch.testing.assert_close(out, expected)

@@ -21,7 +21,12 @@ from dlm_rag.decode.memory_budget import GIB
 from dlm_rag.decode.model_runner import MaskedModelRunner
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.evidence.segment_kv_cache import EvidencePool, default_pool_bytes, measure_free_bytes
-from dlm_rag.model.attention import ATTENTION_BACKENDS, compute_attention, get_backend_problem
+from dlm_rag.model.attention import (
+    ATTENTION_BACKENDS,
+    RAGGED_KERNELS,
+    compute_attention,
+    get_backend_problem,
+)
 from dlm_rag.model.kv_store import CachedRows, SlotKVCache
 from dlm_rag.model.packed_batch import Segment, pack_rows
 from dlm_rag.model.quantize import METHODS, QuantizedLinear, find_problem
@@ -124,7 +129,7 @@ STORED = {  # tokens of each row that lie in its slot already, its own, the slot
 @pytest.mark.parametrize("rows", STORED)
 @pytest.mark.parametrize("reads", ["all", "few"])
 def test_every_kernel_reads_rows_that_lie_in_slots(device, kernel, dtype, rows, reads):
-    """Pages as large as a slot, in which nothing but the rows is a number."""
+    """Slots in which nothing but the rows is a number."""
     usable(kernel, device, dtype)
     seen, own, slots = STORED[rows]
     keys = tuple(a + b for a, b in zip(seen, own, strict=True))
@@ -142,7 +147,8 @@ def test_every_kernel_reads_rows_that_lie_in_slots(device, kernel, dtype, rows, 
         )
         own_keys.append(row_k[n:])
         own_values.append(row_v[n:])
-    context = CachedRows(store, [slot * store.capacity for slot in slots], seen)
+    starts = [slot * store.capacity for slot in slots]
+    context = CachedRows(store, starts, seen, gathered=kernel in RAGGED_KERNELS)
     packed = pack_rows([Segment((1,) * n, 0) for n in own], device, read=read, context=context)
     there = packed.gather_keys_values(*(torch.cat(x).to(device, dtype) for x in (own_keys, own_values)), 0)
     close(compute_attention(q.to(device, dtype), *there, packed.last_layer_metadata, kernel), expected, v)

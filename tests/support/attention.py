@@ -26,27 +26,18 @@ def by_the_book(q, k, v, limits=None, allowed=None):
     return (scores.softmax(-1) @ v.transpose(0, 1)).transpose(0, 1)
 
 
-def ragged_by_the_book(q, k, v, sight, with_lse=False):
-    """A ragged kernel: each row alone; with the log-sum-exps (H, Tq) of its scores."""
-    if sight.cached_rows is None:
-        keys, values = (x.split(sight.key_lengths) for x in (k, v))
-    else:
-        keys, values = (sight.cached_rows.slice_rows(x, sight.key_lengths) for x in (k, v))
+def ragged_by_the_book(q, k, v, sight):
+    """A ragged kernel: each row alone."""
+    keys, values = (x.split(sight.key_lengths) for x in (k, v))
     assert not any(sight.partial_view_rows), "no kernel but SDPA takes masks"
-    rows = list(zip(q.split(sight.query_lengths), keys, values, strict=True))
-    found = torch.cat([by_the_book(*row) for row in rows])
-    if not with_lse:
-        return found
-    scores = [
-        torch.einsum("qhd,khd->hqk", mine, seen.repeat_interleave(q.shape[1] // k.shape[1], 1))
-        for mine, seen, _ in rows
-    ]
-    return found, torch.cat([part.div(q.shape[-1] ** 0.5).logsumexp(-1) for part in scores], dim=1)
+    assert sight.cached_rows is None, "rows are consecutive"
+    rows = zip(q.split(sight.query_lengths), keys, values, strict=True)
+    return torch.cat([by_the_book(*row) for row in rows])
 
 
 @contextmanager
 def shared_segments():
-    """While it is open, denoisers on a CPU have such a kernel, and rows read segments in place."""
+    """While it is open, denoisers on a CPU have such a kernel, and rows gather what they see."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Denoiser, "backend", property(lambda _: "varlen"))
         patch.setitem(_KERNELS, "varlen", ragged_by_the_book)
