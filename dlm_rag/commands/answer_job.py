@@ -22,6 +22,7 @@ from dlm_rag.commands.prepare_decoder import (
     open_search_source,
     prepare_decoder,
 )
+from dlm_rag.commands.tensor_parallel import join_ranks_in_worker
 from dlm_rag.config import Config
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.energy.meter import open_meter
@@ -126,14 +127,17 @@ def open_engines(
     from dlm_rag.workers.worker_pool import WorkerPool
 
     jobs = list(jobs)
-    device, weights = jobs[0].device, max(job.weight_bytes for job in jobs)
+    device, ranks = jobs[0].device, max(job.config.engine.tensor_parallel for job in jobs)
+    weights = max(job.weight_bytes for job in jobs)  # of a rank
     if len({job.device for job in jobs}) > 1:
         raise ConfigError("workers= has one device for all settings: leave model.device out of compare")
     if workers.startswith("ray://"):
-        pool = WorkerPool(workers, partial(plan_workers, "auto", device=device, weights=weights))
+        pool = WorkerPool(
+            workers, partial(plan_workers, "auto", device=device, weights=weights, ranks=ranks)
+        )
         threads = 1
     else:
-        placement = plan_workers(workers, [describe_local_node(device)], device, weights)
+        placement = plan_workers(workers, [describe_local_node(device)], device, weights, ranks)
         pool, threads = WorkerPool("local", placement), placement.threads_per_worker
     torch.set_num_threads(threads)  # the stamp names a worker's
     with pool:
@@ -190,8 +194,10 @@ class CheckedDecoderFactory:
 
     def __call__(self, denoiser: AnyDenoiser | None, workers_per_machine: int) -> tuple[Decoder, Machine]:
         """As `workers.worker.DecoderFactory`. Raises `UserError` for what is missing here or differs."""
-        from dlm_rag.evidence.segment_kv_cache import default_pool_bytes
+        from dlm_rag.evidence.segment_kv_cache import default_pool_bytes, has_unified_memory
 
+        if (ranks := self.config.engine.tensor_parallel) > 1:
+            join_ranks_in_worker(ranks, self.config.model.device)
         prepared = prepare_decoder(self.config, self.questions)
         here = describe_dependencies(prepared)
         for key, value in self.depends_on.items():
@@ -199,7 +205,8 @@ class CheckedDecoderFactory:
                 raise ConfigError(f"{key} is {here.get(key)}, and {value} in the main process")
         engine = prepared.config.engine
         if engine.prefix_cache_gib is None:
-            gib = default_pool_bytes(prepared.device) / 2**30 / workers_per_machine
+            sharing = workers_per_machine * (ranks if has_unified_memory(prepared.device) else 1)
+            gib = default_pool_bytes(prepared.device) / 2**30 / sharing
             engine = replace(engine, prefix_cache_gib=gib)
             prepared = replace(prepared, config=replace(prepared.config, engine=engine))
         return prepared.load(denoiser), describe_machine(prepared.device, prepared.attention)

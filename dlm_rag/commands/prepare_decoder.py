@@ -203,7 +203,7 @@ def prepare_decoder(
     questions: empty where all has been checked before, in another process. once: of the jobs that share
     what they need. Raises `UserError`.
     """
-    check_tensor_parallel(config.engine)
+    check_tensor_parallel(config)
     once = once or ResourceCache()
     find = open_search_source(config.retrieval, once)
     show_status("checking the model")

@@ -212,7 +212,7 @@ class EngineConfig(CheckedSettings):
     """when the folder is read: auto (if that is faster than computing on this machine; else it is not
     written either), always or never (it is written for others)"""
     tensor_parallel: int = setting(1, low=1, high=1024, only_with=MASKED)
-    """number of devices that one model is split over, each with a process that torchrun starts"""
+    """number of devices that one model is split over, each with a process (with `workers`, of each)"""
     compile: bool = setting(False, only_with=MASKED)
     """compile around attention with torch.compile: faster after half a minute; changes rounding"""
 

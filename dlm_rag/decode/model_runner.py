@@ -137,7 +137,7 @@ class MaskedModelRunner(ModelRunner):
     ) -> None:
         """budget: what `plan_decode_budget` has found for `engine.memory_gib`."""
         if engine.tensor_parallel > 1 and denoiser.tensor_parallel is None:
-            raise ConfigError("engine.tensor_parallel is for sample, evaluate and serve under torchrun")
+            raise ConfigError("engine.tensor_parallel is for sample, evaluate and serve")
         self.denoiser, self._engine, self._budget, self._mask_id = denoiser, engine, budget, mask_id
         if engine.compile:
             denoiser.compile_layers()

@@ -6,6 +6,7 @@ Embeddings, norms, routers and the head are whole on every rank. A `DenoiserConf
 widths of one rank makes all else local: layers, keys and values, and what is counted of them.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -16,13 +17,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.model.checkpoint import Checkpoint
 from dlm_rag.model.denoiser_config import GROUPED_MATMUL_MULTIPLE, DenoiserConfig
 from dlm_rag.model.families.base import TensorSource
 from dlm_rag.model.layers import list_tensor_shapes
 
-STEP_TIMEOUT = timedelta(seconds=30)  # for which a rank waits for another within a step
+MEETING_TIMEOUT = timedelta(seconds=15)  # for which ranks wait for one that does not say it is there
+STEP_TIMEOUT = timedelta(seconds=20)  # for which a rank waits for another within a step
+# What gloo, NCCL and torch's store say only of a lost process: NCCL's name is in all of its errors, and
+# `socket` in those of any system call.
+_GONE = re.compile(
+    r"(connection|socket) (was |is )?(closed|reset|refused|aborted)|closed by (the )?peer|reset by peer"
+    r"|broken pipe|timed? ?out|recv, got 0 bytes|ncclRemoteError|remote process exit",
+    re.IGNORECASE,
+)
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Whether an error of torch's is that another process is gone."""
+    return not isinstance(error, RunError) and _GONE.search(str(error)) is not None
 
 
 @dataclass

@@ -33,7 +33,8 @@ from dlm_rag.errors import CheckpointError, ConfigError, RunError, summarize_err
 from dlm_rag.files.checked_json import parse_json_object, validate_json_value
 from dlm_rag.files.digest import compute_file_digest
 from dlm_rag.files.paths import write_text_atomic
-from dlm_rag.training.distributed import DistributedContext, is_peer_lost, make_peer_lost_error
+from dlm_rag.model.tensor_parallel import is_peer_lost
+from dlm_rag.training.distributed import DistributedContext, make_peer_lost_error
 from dlm_rag.training.task import TaskState
 from dlm_rag.training.tensor_parallel import gather_shards, place_tensor
 

@@ -9,7 +9,6 @@ float32, and up to what shards round before they are gathered in the dtypes belo
 
 import inspect
 import os
-import re
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -31,15 +30,7 @@ from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.machine import choose_device
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.packed_batch import ContextParallel, Segment
-from dlm_rag.model.tensor_parallel import TensorParallel
-
-# What gloo, NCCL and torch's store say only of a lost process: NCCL's name is in all of its errors, and
-# `socket` in those of any system call.
-_GONE = re.compile(
-    r"(connection|socket) (was |is )?(closed|reset|refused|aborted)|closed by (the )?peer|reset by peer"
-    r"|broken pipe|timed? ?out|recv, got 0 bytes|ncclRemoteError|remote process exit",
-    re.IGNORECASE,
-)
+from dlm_rag.model.tensor_parallel import TensorParallel, is_peer_lost
 
 
 @contextmanager
@@ -53,7 +44,7 @@ def translate_distributed_errors() -> Iterator[None]:
             "(gradient_accumulation_steps, activation_checkpointing, parallel=fsdp), then --resume"
         ) from error
     except RuntimeError as error:
-        if isinstance(error, RunError) or not is_peer_lost(error):
+        if not is_peer_lost(error):
             raise
         raise make_peer_lost_error(error) from error
     except (ConnectionError, TimeoutError):  # of a search, say: no file
@@ -70,11 +61,6 @@ def make_peer_lost_error(error: BaseException) -> RunError:
         f"another process of this run has died or lost its connection ({summarize_error(error)}); the last "
         "checkpoint is intact: start the run again with --resume"
     )
-
-
-def is_peer_lost(error: BaseException) -> bool:
-    """Whether an error of torch's is that another process is gone."""
-    return _GONE.search(str(error)) is not None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import httpx
@@ -205,10 +206,35 @@ def children_of(process):
     return sorted(map(int, listed.split()))
 
 
+def ranks_of(process):
+    """The process ids of the ranks: rank 0 is torchrun's first child, or has been started itself."""
+    children = children_of(process)
+    return children if TORCHRUN_COMMAND[2] in process.args else [process.pid, *children]
+
+
+def has_ended(number):
+    """Whether a process is gone, or waits for nothing but its parent's notice."""
+    try:
+        return (Path("/proc") / str(number) / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("killed", "sent"), [(0, "SIGKILL"), (1, "SIGKILL"), (1, "SIGSTOP")])
-def test_a_rank_that_dies_ends_the_run_which_goes_on_from_there(tmp_path, killed, sent):
-    """A rank that is stopped is waited for as long as for a sum; then torchrun ends it."""
+@pytest.mark.parametrize(
+    ("start", "killed", "sent"),
+    [
+        ("torchrun", 0, "SIGKILL"),
+        ("torchrun", 1, "SIGKILL"),
+        ("torchrun", 1, "SIGSTOP"),
+        ("torchrun", 0, "SIGSTOP"),
+        ("rank 0", 0, "SIGKILL"),
+        ("rank 0", 1, "SIGKILL"),
+        ("rank 0", 0, "SIGSTOP"),
+        ("rank 0", 1, "SIGSTOP"),
+    ],
+)
+def test_a_rank_that_is_lost_ends_all_and_the_run_goes_on_from_there(tmp_path, start, killed, sent):
     write_corpus(tmp_path)
     write_model(tmp_path)
     asked = [{"id": f"q{n}", "question": f"Who wrote book {n}?"} for n in range(60)]
@@ -220,17 +246,21 @@ def test_a_rank_that_dies_ends_the_run_which_goes_on_from_there(tmp_path, killed
     ]  # fmt: skip
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     run = partial(subprocess.Popen, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
-    out = tmp_path / "killed.jsonl"
-    split = [*TORCHRUN_COMMAND, "2", *words, "--out", str(out), "engine.tensor_parallel=2"]
+    out, python = tmp_path / "killed.jsonl", TORCHRUN_COMMAND[0]
+    launch = [*TORCHRUN_COMMAND, "2"] if start == "torchrun" else [python]
+    split = [*launch, *words, "--out", str(out), "engine.tensor_parallel=2"]
     process = run(split)
     wait_until(lambda: count_lines(out) >= 4, process)
-    os.kill(children_of(process)[killed], getattr(signal, sent))
-    start = time.monotonic()
-    _, error = process.communicate(timeout=120)
-    assert process.returncode and time.monotonic() - start < (30 if sent == "SIGKILL" else 70)
+    ranks = ranks_of(process)
+    assert len(ranks) == 2
+    os.kill(ranks[killed], getattr(signal, sent))
+    begin = time.monotonic()
+    _, error = process.communicate(timeout=120)  # standard error is closed when the last rank has ended
+    assert process.returncode and time.monotonic() - begin < 30
+    assert all(map(has_ended, ranks))
     assert re.search("another rank has died|answered; the same command goes on from here", error), error
     assert 4 <= count_lines(out) < 60
-    for command in (split, [TORCHRUN_COMMAND[0], *words, "--out", str(tmp_path / "whole.jsonl")]):
+    for command in (split, [python, *words, "--out", str(tmp_path / "whole.jsonl")]):
         _, error = (process := run(command)).communicate(timeout=120)
         assert process.returncode == 0, error
         if command is split:
