@@ -140,7 +140,7 @@ def main(argv: list[str]) -> None:
 
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        TCPStore(*address, is_master=False, timeout=timedelta(seconds=10)).add("ready", 1)
+        TCPStore(*address, is_master=False, timeout=timedelta(seconds=5)).add("ready", 1)
     except RuntimeError as error:
         raise RunError(_describe_lost_rank(error)) from error
     _follow(argv[0])
