@@ -119,3 +119,14 @@ def _draws() -> bool:
     """Whether standard error is a terminal on which a line can be drawn over, in the first process."""
     is_plain = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
     return sys.stderr.isatty() and not is_plain and os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Logs nothing below an error: torchao, which peft imports too, tells at length what it lacks."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

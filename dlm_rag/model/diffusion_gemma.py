@@ -64,7 +64,8 @@ class DiffusionGemma(nn.Module):
     Decoding calls `extend_cache`, `stack_caches` and `compute_canvas_logits`; training calls `forward`.
     """
 
-    backend, compilations, heads, quantize = "sdpa", None, None, "none"
+    backend, quantize = "sdpa", "none"
+    compilations = heads = tensor_parallel = None
 
     def __init__(self, model: Any, config: DenoiserConfig) -> None:
         """model: as `load_diffusion_gemma` and `build_on_meta` give it."""

@@ -24,7 +24,7 @@ from dlm_rag.model.layers import (
     get_compute_dtype,
     list_tensor_shapes,
 )
-from dlm_rag.progress import format_bytes
+from dlm_rag.progress import format_bytes, quiet_imports
 
 PACKED_AT_ONCE = 2**18  # numbers: what is made of them on the way is small and leaves no holes in memory
 SMALLEST_ABSOLUTE = 1e-12  # of a row that is divided by its largest value
@@ -98,8 +98,9 @@ def _row_powers_of_two(x: Tensor) -> Tensor:
 
 
 def _pack_by_torchao(weight: Tensor, config: str, **settings: bool) -> tuple[Tensor, Tensor]:
-    from torchao.prototype import mx_formats
-    from torchao.quantization import quantize_
+    with quiet_imports():
+        from torchao.prototype import mx_formats
+        from torchao.quantization import quantize_
 
     scale = _row_powers_of_two(weight)
     with torch.device("meta"):

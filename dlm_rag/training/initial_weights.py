@@ -24,6 +24,7 @@ from dlm_rag.model.diffusion_gemma import DiffusionGemma
 from dlm_rag.model.families.diffusion_gemma import to_checkpoint_names
 from dlm_rag.model.policy_heads import HEADS_PREFIX, PolicyHeads, read_heads
 from dlm_rag.model.tensor_parallel import TensorParallel, split_checkpoint, split_config
+from dlm_rag.progress import quiet_imports
 from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.training.tensor_parallel import get_local
@@ -53,7 +54,8 @@ def build_meta_denoiser(
 def add_lora_adapters(denoiser: Denoiser, rank: int) -> None:
     """Low-rank adapters (LoRA, arXiv 2106.09685) on all matrices of the layers, which are frozen."""
     try:
-        from peft import LoraConfig, inject_adapter_in_model
+        with quiet_imports():
+            from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         raise ConfigError("lora_rank needs peft: install it with `pip install 'dlm_rag[lora]'`") from None
     inject_adapter_in_model(

@@ -5,6 +5,7 @@ and two moments in float32. A card has 92 % of its memory for that.
 """
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from dlm_rag.commands.sample import main as sample
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
+from dlm_rag.training.planning import step_memory
 from dlm_rag.training.planning.gpu_specs import GPU_SPECS, choose_planned_dtype
 from dlm_rag.training.planning.parallel_choice import (
     Choice,
@@ -24,6 +26,7 @@ from dlm_rag.training.planning.parallel_choice import (
 from dlm_rag.training.planning.plan import (
     COLLECTIVE_SECONDS,
     plan_phase,
+    plan_phases,
     read_known_config,
     resolve_shape,
 )
@@ -155,7 +158,7 @@ def test_a_way_has_as_many_parts_as_it_needs_to_fit():
     words = [*MICRO_SETTINGS, "train.passage_sets_per_step=8", "plan.machine=h100", "plan.devices=1"]
     config = load_config(None, words)
     shape, dtype = resolve_shape(config), torch.float32
-    whole = plan_phase(config, "", config.train, shape, dtype)
+    whole = plan_phase(config, "", config.train, (shape, dtype), {})
     need = sum(whole.device_bytes.values()) - 3.5 * whole.memory.activations_per_item
     machine = GPU_SPECS["h100"]._replace(memory=need / 0.92)
     (found,) = compare_training(config, shape, dtype, machine)
@@ -198,3 +201,24 @@ def test_a_plan_of_decoding_reads_no_weights_and_its_settings_nobody_else(capsys
     for wrong in (words, [*words, "--plan", "plan.days=2"]):
         with pytest.raises(ConfigError, match="has no effect here"):
             sample(wrong)
+
+
+def test_no_part_of_a_step_is_run_twice(monkeypatch):
+    """A step of one item in two parts is as one in many; ways that cannot be are not planned."""
+    runs, simulate = [], step_memory._simulate
+
+    def count(task, shape, dtype, items, layers):
+        runs.append((task.train.parallel == "fsdp", shape, items, layers))
+        return simulate(task, shape, dtype, items, layers)
+
+    monkeypatch.setattr(step_memory, "_simulate", count)
+    words = ["train.passage_sets_per_step=64", "train.gradient_accumulation_steps=2", "train.parallel=ddp"]
+    config = load_config(None, [*MICRO_SETTINGS, *words, "plan.machine=h100", "plan.devices=3"])
+    shape, dtype, simulated = resolve_shape(config), torch.float32, {}
+    (planned,) = plan_phases(config, shape, dtype, simulated)
+    alone = len(runs)
+    found = {c.name: c for c in compare_training(config, shape, dtype, GPU_SPECS["h100"], simulated)}
+    assert found["tensor parallel"].problem and len(runs) == len(set(runs)) == 2 * alone
+    assert found["whole"].memory == sum(planned.device_bytes.values())
+    (apart,) = plan_phases(replace(config, train=replace(config.train, parallel="fsdp")), shape, dtype)
+    assert found["shards"].memory == sum(apart.device_bytes.values())

@@ -7,6 +7,7 @@ training step, or one denoising step of `decode.batch_size` rows.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +24,13 @@ from dlm_rag.progress import format_bytes
 from dlm_rag.training.planning.gpu_specs import GpuSpec
 from dlm_rag.training.planning.plan import (
     PhasePlan,
+    check_phase,
     combine_seconds,
     plan_decode_memory,
     plan_phase,
     time_layer_sums,
 )
+from dlm_rag.training.planning.step_memory import Simulations
 
 REPLANNINGS = 3  # with more parts of a step, until one fits
 REMEDIES = {
@@ -95,17 +98,30 @@ def check_room(need: float, machine: GpuSpec) -> str:
 
 
 def compare_training(
-    config: Config, shape: DenoiserConfig, dtype: torch.dtype, machine: GpuSpec
+    config: Config,
+    shape: DenoiserConfig,
+    dtype: torch.dtype,
+    machine: GpuSpec,
+    simulated: Simulations | None = None,
 ) -> list[Choice]:
-    """The ways to train, each with as many `gradient_accumulation_steps` as it needs to fit."""
+    """The ways to train, each with as many `gradient_accumulation_steps` as it needs to fit.
+
+    simulated: what is known of this configuration.
+    """
     phases, plan = config.train.get_phase_configs(), config.plan
+    simulated = {} if simulated is None else simulated
 
     def consider(name: str, ranks: int) -> Choice:
         parallel = "fsdp" if name in ("shards", "both") else "ddp"
         way: dict[str, Any] = {"parallel": parallel, "tensor_parallel": ranks}
+        trained = {at: replace(train, **way) for at, train in phases.items()}
+        for train in trained.values():  # all, before the first is planned
+            check_phase(config, train, shape)
         planned = [
-            _fit_phase(config, at, replace(train, **way), (shape, dtype), machine)
-            for at, train in phases.items()
+            _fit_phase(
+                partial(plan_phase, config, at, how=(shape, dtype), simulated=simulated), train, machine
+            )
+            for at, train in trained.items()
         ]
         steps = sum(phase.train.max_steps for phase in planned)
         times = [(p.train.max_steps / steps, p.step_seconds(machine, dtype, plan.mfu)) for p in planned]
@@ -123,17 +139,15 @@ def compare_training(
     return compare_ways(plan.devices, consider)
 
 
-def _fit_phase(
-    config: Config, name: str, train: TrainConfig, how: tuple[DenoiserConfig, torch.dtype], machine: GpuSpec
-) -> PhasePlan:
-    """The plan of a phase in so many parts that one fits, if any does; how: as of `plan_phase`."""
-    phase = plan_phase(config, name, train, *how)
+def _fit_phase(plan: Callable[..., PhasePlan], train: TrainConfig, machine: GpuSpec) -> PhasePlan:
+    """The plan of a phase in so many parts that one fits, if any does; plan: gives that of `train`."""
+    phase = plan(train=train)
     for _ in range(REPLANNINGS):
         most = phase.max_microbatch_items(machine)
         if not 0 < most < phase.microbatch_items:
             break
         parts = math.ceil(phase.items * train.context_parallel / (phase.models * most))
-        phase = plan_phase(config, name, replace(train, gradient_accumulation_steps=parts), *how)
+        phase = plan(train=replace(train, gradient_accumulation_steps=parts))
     return phase
 
 

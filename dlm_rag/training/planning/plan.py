@@ -26,6 +26,7 @@ from dlm_rag.training.initial_weights import InitialModel, build_meta_denoiser
 from dlm_rag.training.planning.gpu_specs import GpuSpec
 from dlm_rag.training.planning.step_memory import (
     FLOAT32_BYTES,
+    Simulations,
     StepMemory,
     count_optimizer_bytes,
     estimate_step_memory,
@@ -183,29 +184,46 @@ def time_layer_sums(
     return 2 * shape.num_hidden_layers * (sent / machine.link + calls * COLLECTIVE_SECONDS)
 
 
-def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> list[PhasePlan]:
+def plan_phases(
+    config: Config, shape: DenoiserConfig, dtype: torch.dtype, simulated: Simulations | None = None
+) -> list[PhasePlan]:
     """The plan of every phase, with the arithmetic in `dtype`; pointer supervision is left out.
 
-    Raises `ConfigError` where so many devices cannot share a phase.
+    simulated: what is known of this configuration. Raises `ConfigError` where so many devices cannot share
+    a phase.
     """
     phases = config.train.get_phase_configs().items()
-    return [plan_phase(config, name, train, shape, dtype) for name, train in phases]
+    simulated = {} if simulated is None else simulated
+    return [plan_phase(config, name, train, (shape, dtype), simulated) for name, train in phases]
 
 
-def plan_phase(
-    config: Config, name: str, train: TrainConfig, whole: DenoiserConfig, dtype: torch.dtype
-) -> PhasePlan:
-    """The plan of a phase of the model `whole`, of which a device has its part."""
+def check_phase(config: Config, train: TrainConfig, whole: DenoiserConfig) -> None:
+    """Raises `ConfigError` for a phase that has no plan, or that so many devices cannot share."""
     if whole.noise is not None:
         raise ConfigError("a plan is made for denoisers of masks, and this is a model of uniform noise")
     check_tensor_parallel(config, train, whole)
+    check_parallelism(train, find_task(train).count_items(train)[0], config.plan.devices)
+
+
+def plan_phase(
+    config: Config,
+    name: str,
+    train: TrainConfig,
+    how: tuple[DenoiserConfig, torch.dtype],
+    simulated: Simulations,
+) -> PhasePlan:
+    """The plan of a phase; how: the whole model, of which a device has its part, and the arithmetic.
+
+    simulated: what is known of this configuration, and gets to be. Raises `ConfigError`.
+    """
+    whole, dtype = how
+    check_phase(config, train, whole)
     devices, shape = config.plan.devices, split_config(whole, train.tensor_parallel)
     train = replace(train, dtype=str(dtype).removeprefix("torch."))
     task = make_planned_task(config, train, shape)
-    check_parallelism(train, task.items, devices)
     parts = devices * train.gradient_accumulation_steps
     part = math.ceil(task.items * train.context_parallel * train.tensor_parallel / parts)
-    memory = estimate_step_memory(task, shape, dtype, part)
+    memory = estimate_step_memory(task, shape, dtype, part, simulated)
     decoded, layout = task.sample_decoding(shape), task.layout(shape)
     forward = count_forward_flops(shape, task.sample_examples(shape, 1), layout)
     flops = forward.flops_with_backward(train.is_denoiser_frozen)

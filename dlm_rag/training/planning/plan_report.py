@@ -24,6 +24,7 @@ from dlm_rag.training.planning.parallel_choice import (
     explain_choice,
 )
 from dlm_rag.training.planning.plan import GB, PhasePlan, plan_phases, read_known_config, resolve_shape
+from dlm_rag.training.planning.step_memory import Simulations
 
 SECONDS_PER_DAY = 86_400.0  # seconds
 BYTES_PER_GBIT = 1e9 / 8  # bytes
@@ -34,7 +35,8 @@ def print_plan(config: Config) -> None:
     shape, plan = resolve_shape(config), config.plan
     machines = list_planned_machines(plan)
     dtype = choose_planned_dtype(config.train.dtype, machines[0] if plan.machine else None)
-    phases = plan_phases(config, shape, dtype)
+    simulated: Simulations = {}
+    phases = plan_phases(config, shape, dtype, simulated)
     console, memory = make_console(), phases[0].memory
     console.print(
         f"{config.model.path or 'fresh weights'}: {_format_with_prefix(memory.parameters)} parameters, "
@@ -60,7 +62,7 @@ def print_plan(config: Config) -> None:
             console.print(describe_days_claim(machine, flops, dtype, plan.devices, plan.days))
         console.print(f"[dim]{machine.name}: {machine.source}[/dim]", highlight=False)
     if plan.machine and dtype in machines[0].flops:
-        choices = compare_training(config, shape, dtype, machines[0])
+        choices = compare_training(config, shape, dtype, machines[0], simulated)
         print_choices(console, "training", choices, machines[0], plan.devices)
 
 

@@ -34,6 +34,8 @@ MIN_LOGIT_CHUNKS = 2  # of logits from which on the loss grows evenly with items
 # Bytes alive, and those of logits among them, at each moment of a step.
 MemoryTimeline = dict[tuple[str | int, ...], tuple[float, float]]
 MOVED_BYTES_KEY = ("moved",)
+# Of parts of a step that were run, by all that they depend on; settings hold lists, which have no hash.
+Simulations = dict[str, MemoryTimeline]
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,13 @@ class StepMemory:
     activations_per_item: float  # activations that another item adds
 
 
-def estimate_step_memory(task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: int) -> StepMemory:
+def estimate_step_memory(
+    task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: int, simulated: Simulations | None = None
+) -> StepMemory:
     """What a part of `items` items needs, with the arithmetic in `dtype`; nothing is allocated.
 
     Of shared sequences: what one of the processes needs that share them. Of heads: the weights alone,
-    for no layer is run.
+    for no layer is run. simulated: what is known of the tasks of one configuration, and gets to be.
     """
     train, root = task.train, _build_objective(task, shape, dtype, shape.num_hidden_layers)
     named = list(root.denoiser.named_parameters())
@@ -70,7 +74,8 @@ def estimate_step_memory(task: Task, shape: DenoiserConfig, dtype: torch.dtype, 
     if task.runs_denoiser:
         other = items // 2 or 2
         chunk = root.logit_chunk * train.context_parallel
-        course, less = _estimate_timelines(task, shape, dtype, (items, other), chunk)
+        known = {} if simulated is None else simulated
+        course, less = _estimate_timelines(task, (shape, dtype), (items, other), chunk, known)
         (moved, _), _ = course.pop(MOVED_BYTES_KEY), less.pop(MOVED_BYTES_KEY)
         (peak, logits), (lower, _) = max(course.values()), max(less.values())
         per_item = max(0.0, (peak - lower) / (items - other))
@@ -98,14 +103,21 @@ def _accumulates(train: TrainConfig) -> bool:
 
 
 def _estimate_timelines(
-    task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: Sequence[int], chunk: int
+    task: Task,
+    how: tuple[DenoiserConfig, torch.dtype],
+    items: Sequence[int],
+    chunk: int,
+    simulated: Simulations,
 ) -> list[MemoryTimeline]:
     """The courses of parts of so many items, from runs of as few layers and items as tell of them.
 
-    chunk: positions whose logits are there at a time.
+    how: shape and dtype. chunk: positions whose logits are there at a time.
     """
-    terms = task.loss_weights(int(task.train.attention_anneal_fraction * task.train.max_steps / 2))
+    shape, dtype = how
+    terms = _choose_terms(task)
     each = task.count_microbatch(task.sample_microbatch(shape, 1), terms)["supervised"]
+    parallel, parts = "fsdp" if task.train.parallel == "fsdp" else "ddp", 1 + _accumulates(task.train)
+    like = replace(task.train, parallel=parallel, gradient_accumulation_steps=parts)  # no more differs
     few = math.ceil(MIN_LOGIT_CHUNKS * chunk / each)
     low, high = counts = items if max(items) <= 2 * few else (few, 2 * few)
     layers, least = shape.num_hidden_layers, _count_uneven_layers(shape) + 1 + TAIL_LAYERS
@@ -113,11 +125,12 @@ def _estimate_timelines(
     found = []
     with report_progress("planning a step", len(counts) * len(depths)) as advance:
         for number in counts:
-            part, runs = task.sample_microbatch(shape, number), []
+            runs = []
             for depth in depths:
-                runs.append(
-                    _simulate(_build_objective(task, shape, dtype, depth), task, dtype, part, terms)
-                )
+                key = repr((like, shape, dtype, number, depth))
+                if key not in simulated:
+                    simulated[key] = _simulate(task, shape, dtype, number, depth)
+                runs.append(simulated[key])
                 advance(1)
             found.append(_interpolate(runs[0], runs[-1], (layers - least) * (len(runs) - 1)))
     less, more = found
@@ -132,8 +145,17 @@ def _interpolate(a: MemoryTimeline, b: MemoryTimeline, t: float) -> MemoryTimeli
     }
 
 
-def _simulate(root: Any, task: Task, dtype: torch.dtype, part: Any, terms: Any) -> MemoryTimeline:
-    """A part of a step, forward and backward."""
+def _choose_terms(task: Task) -> Any:
+    """The loss in the middle of its course."""
+    return task.loss_weights(int(task.train.attention_anneal_fraction * task.train.max_steps / 2))
+
+
+def _simulate(
+    task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: int, layers: int
+) -> MemoryTimeline:
+    """A part of a step of so many items and layers, forward and backward."""
+    part, terms = task.sample_microbatch(shape, items), _choose_terms(task)
+    root = _build_objective(task, shape, dtype, layers)
     counts = task.count_microbatch(part, terms)
     if task.train.parallel == "fsdp":  # as weights are gathered
         for parameter in root.parameters():
