@@ -286,10 +286,10 @@ class Denoiser(TransformerWeights):
         return x, kept
 
     def compute_rope(self, positions: Tensor) -> Rope:
-        """Cos and sin of the rotary positions (T,), each (T, 1, `rotary_dim`) in float32."""
+        """Cos and sin of the rotary positions (T,), as `apply_rope` takes them."""
         angles = positions.float()[:, None, None] * self.inverse_frequencies
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos() * self.rope_gain, angles.sin() * self.rope_gain
+        cos, sin = angles.cos() * self.rope_gain, angles.sin() * self.rope_gain
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
     def _run_layer(self, block: nn.Module, *inputs: Any) -> Any:
         """One layer; with `activation_checkpointing`, backward computes its activations again."""

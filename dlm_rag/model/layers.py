@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from dlm_rag.model.attention import compute_attention
 from dlm_rag.model.denoiser_config import AttentionPattern, DenoiserConfig, ExpertsConfig
 from dlm_rag.model.packed_batch import AttentionMetadata, PackedRows
 
-Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, D or what is turned of it), float32
+# cos, and sin that is negative in the first half, each (T, 1, D or what is turned of it), float32
+Rope = tuple[Tensor, Tensor]
 
 
 def is_autocast(x: Tensor) -> bool:
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         return apply_rope(self.k_norm(k), rope).to(k.dtype), v
 
     def _heads(self, x: Tensor) -> Tensor:
-        return rearrange(x, "t (h d) -> t h d", d=self.head_dim)
+        return x.unflatten(-1, (-1, self.head_dim))
 
 
 class FeedForward(nn.Module):
@@ -249,7 +249,7 @@ class TransformerLayer(nn.Module):
 
     def apply_attention_output(self, x: Tensor, attended: Tensor) -> Tensor:
         """What follows it: attended (n, H, D) comes in, then the feed-forward."""
-        x = x + self.self_attn.o_proj(rearrange(attended, "t h d -> t (h d)"))
+        x = x + self.self_attn.o_proj(attended.flatten(1))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -283,8 +283,8 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     cos, sin = rope
     if (turned := cos.shape[-1]) < x.shape[-1]:
         return torch.cat((apply_rope(x[..., :turned], rope), x[..., turned:]), dim=-1)
-    first, second = x.float().chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos).add_(torch.cat((second, first), dim=-1) * sin).to(x.dtype)
 
 
 def compute_rope_frequencies(config: DenoiserConfig) -> tuple[Tensor, float]:
