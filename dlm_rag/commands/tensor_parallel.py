@@ -1,5 +1,6 @@
 """Programs on the ranks of `engine.tensor_parallel`, which torchrun has started, or else rank 0 starts."""
 
+import ctypes
 import os
 import platform
 import select
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
 
     from dlm_rag.training.distributed import DistributedContext
 
-START_MINUTES = 10  # for which ranks wait for one another at the start
+START_MINUTES = 10  # for which ranks wait for one another to be ready
+JOIN_SECONDS = 20  # in which ranks that are ready meet first
 IDLE_MINUTES = 14 * 24 * 60  # for which ranks wait for rank 0, which may have no question for them
 MEETING_SECONDS = 1.0  # between two meetings of the ranks
 GRACE_SECONDS = 5.0  # in which a rank without the others ends by itself
+PR_SET_PDEATHSIG = 1  # of Linux: a signal that a process gets when its parent ends
 
 
 def check_tensor_parallel(config: Config) -> None:
@@ -65,9 +68,9 @@ def run_on_ranks(config: Config, answer: Callable[[], None]) -> None:
     _, others = (None, []) if count > 1 else start_other_ranks(size, device)
     if os.environ.get("RANK") == "0":
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # of torchrun, when a rank has died
-        _meet_and_run(lambda _: _lead(answer))
+        _meet_and_run(lambda _: _lead(answer), 60 * START_MINUTES if count > 1 else JOIN_SECONDS)
     else:
-        _follow(device)
+        _follow(device, 60 * START_MINUTES)
     for process in others:
         with suppress(subprocess.TimeoutExpired):
             process.wait(2 * GRACE_SECONDS)
@@ -81,7 +84,7 @@ def join_ranks_in_worker(size: int, device: str) -> "tuple[TCPStore, RankMeeting
     another worker is started."""
     try:
         store, _ = start_other_ranks(size, device)
-        return store, RankMeetings()
+        return store, RankMeetings(JOIN_SECONDS)
     except RuntimeError as error:
         print_note(f"error: {error}")
         exit_rank(1)
@@ -114,6 +117,8 @@ def start_other_ranks(size: int, device: str) -> "tuple[TCPStore, list[subproces
         for rank in range(1, size)
     ]  # fmt: skip
     try:
+        import dlm_rag.training.distributed  # noqa: F401 - what takes time comes before others are waited for
+
         _wait_for_others(store, others)
     except BaseException:
         for process in others:
@@ -136,33 +141,37 @@ def main(argv: list[str]) -> None:
 
     from torch.distributed import TCPStore
 
-    import dlm_rag.decode.tensor_parallel  # noqa: F401 - what takes time comes before it is ready
+    import dlm_rag.decode.tensor_parallel  # what takes time comes before it is ready
+    import dlm_rag.training.distributed  # noqa: F401
 
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # if stopped: rank 0 is gone
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         TCPStore(*address, is_master=False, timeout=timedelta(seconds=5)).add("ready", 1)
     except RuntimeError as error:
         raise RunError(_describe_lost_rank(error)) from error
-    _follow(argv[0])
+    _follow(argv[0], JOIN_SECONDS)
 
 
-def _follow(device: str) -> None:
-    """Does what rank 0 asks for, until that is done."""
+def _follow(device: str, join_seconds: float) -> None:
+    """Does what rank 0 asks for, until that is done. `join_seconds`: as of `RankMeetings`."""
     from dlm_rag.decode.tensor_parallel import follow_rank_0
     from dlm_rag.model.tensor_parallel import get_tensor_parallel
 
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 takes them, and ends the others
         signal.signal(number, signal.SIG_IGN)
-    _meet_and_run(lambda processes: follow_rank_0(get_tensor_parallel(), processes.local_device(device)))
+    _meet_and_run(
+        lambda processes: follow_rank_0(get_tensor_parallel(), processes.local_device(device)), join_seconds
+    )
 
 
-def _meet_and_run(work: "Callable[[DistributedContext], None]") -> None:
+def _meet_and_run(work: "Callable[[DistributedContext], None]", join_seconds: float) -> None:
     """Runs this rank's part once all have met. Raises `RunError` for a rank that is lost."""
     from dlm_rag.model.tensor_parallel import is_peer_lost
 
     meetings = None
     try:
-        meetings = RankMeetings()
+        meetings = RankMeetings(join_seconds)
         work(meetings.processes)
     except RuntimeError as error:
         if not is_peer_lost(error):
@@ -202,8 +211,8 @@ class RankMeetings:
     A rank that waits for rank 0 may wait for long, and a sum on a GPU does not see that a process is gone.
     """
 
-    def __init__(self) -> None:
-        """Joins the process group; all ranks must call."""
+    def __init__(self, join_seconds: float) -> None:
+        """Joins the process group; all ranks must call, each within so many seconds of the first."""
         from datetime import timedelta
 
         import torch.distributed as dist
@@ -211,6 +220,10 @@ class RankMeetings:
         from dlm_rag.model.tensor_parallel import MEETING_TIMEOUT, get_tensor_parallel
         from dlm_rag.training.distributed import DistributedContext
 
+        self._leaving, self._lost = threading.Event(), False
+        overdue = threading.Timer(join_seconds, self._end, [TimeoutError(f"for {join_seconds} s")])
+        overdue.daemon = True
+        overdue.start()
         self.processes = DistributedContext.init(START_MINUTES)
         get_tensor_parallel().idle_group = dist.new_group(timeout=timedelta(minutes=IDLE_MINUTES))
         self._group = dist.new_group(timeout=MEETING_TIMEOUT, backend="gloo")
@@ -218,7 +231,7 @@ class RankMeetings:
         ranks = self.processes.all_gather_object((*place, os.getpid()))
         here = [pid for *where, pid in ranks if tuple(where) == place and pid != os.getpid()]
         self._neighbours = [os.pidfd_open(pid) for pid in here]
-        self._leaving, self._lost = threading.Event(), False
+        overdue.cancel()
         self._thread = threading.Thread(target=self._meet, daemon=True)
         self._thread.start()
 
@@ -245,8 +258,11 @@ class RankMeetings:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(process, signal.SIGKILL)
         if not self._leaving.wait(GRACE_SECONDS):
-            print_note(f"error: {_describe_lost_rank(error)}")
-            exit_rank(1)
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        print_note(f"error: {_describe_lost_rank(error)}")
+        exit_rank(1)
 
 
 if __name__ == "__main__":

@@ -273,6 +273,22 @@ def test_a_rank_that_is_lost_ends_all_and_the_run_goes_on_from_there(tmp_path, s
 
 
 @pytest.mark.slow
+def test_a_rank_that_no_other_joins_ends():
+    alone = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(find_free_port()),
+    }
+    program = "from dlm_rag.commands.tensor_parallel import RankMeetings; RankMeetings(1)"
+    done = subprocess.run(
+        [TORCHRUN_COMMAND[0], "-c", program], cwd=ROOT, env=os.environ | alone, timeout=60,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1 and "another rank has died or does not answer" in done.stderr
+
+
+@pytest.mark.slow
 def test_a_server_on_two_ranks_answers_and_ends(corpus_file, tmp_path):
     write_model(tmp_path)
     port, program = find_free_port(), (*TORCHRUN_COMMAND[1:], "2", "-m", "dlm_rag")
