@@ -226,7 +226,8 @@ def prepare_decoder(
     config, device = replace(config, decode=decode), choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, device)
     if checkpoint.config.noise is None:
-        attention = choose_backend(config.model.attn_implementation, device, dtype)
+        causal_context = checkpoint.config.causal_context
+        attention = choose_backend(config.model.attn_implementation, device, dtype, causal_context)
     else:
         attention = check_uniform_settings(config.model, config.engine)
     whole, ranks = checkpoint, config.engine.tensor_parallel

@@ -218,15 +218,16 @@ class MaskedModelRunner(ModelRunner):
     def _cache_request(self, view: ModelInput) -> CacheRequest:
         """The chain of a row's lead and canvas, and what of it is finished."""
         laid, lead = view.laid_out_prompt, len(view.laid_out_prompt.canvas_prefix.ids)
-        segment = laid.build_canvas_segment(view.canvas.tolist())
+        segment = laid.build_canvas_segment(view.canvas.tolist(), view.finished_length)
         finished = segment.block_start(lead + view.finished_length)
-        first = int(view.positions[0]) if len(view.positions) else view.finished_length
-        return CacheRequest(view.slot, laid, segment, finished, lead + first - self.denoiser.config.shifted)
+        asked = view.positions if len(view.positions) else np.array([view.finished_length])
+        first = int(laid.find_states(asked, len(view.canvas), self.denoiser.config.shifted)[0])
+        return CacheRequest(view.slot, laid, segment, finished, first)
 
     def _read_tokens(self, run: ForwardSpan, view: ModelInput) -> list[int]:
         """The tokens of a run whose states predict positions that are asked for."""
-        first = len(view.laid_out_prompt.canvas_prefix.ids) - self.denoiser.config.shifted - run.begin
-        at = view.positions + first
+        shown, shifted = len(view.canvas), self.denoiser.config.shifted
+        at = view.laid_out_prompt.find_states(view.positions, shown, shifted) - run.begin
         return at[(at >= 0) & (at < len(run.segment.ids))].tolist()
 
 

@@ -13,6 +13,9 @@ changes. `no_evidence` has question, finished blocks, passages, window; nothing 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dlm_rag.config import EngineConfig
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -32,6 +35,7 @@ class LaidOutPrompt:
     the finished blocks. canvas_prefix: what runs before the canvas; lead and canvas are one chain, whose
     blocks are `first_block_length` tokens and then `block_size` each (None: one block).
     predicts_next_block: whether the last token of a block predicts the first of the next.
+    causal_context: whether all before the current block is causal.
     complete_last_block: whether the last block must be whole.
     """
 
@@ -42,12 +46,17 @@ class LaidOutPrompt:
     later_segments: tuple[Segment, ...] = ()
     predicts_next_block: bool = False
     complete_last_block: bool = False
+    causal_context: bool = False
 
-    def build_canvas_segment(self, canvas: Sequence[int]) -> Segment:
-        """Lead and canvas."""
-        lead = self.canvas_prefix
-        ids = (*lead.ids, *canvas)
-        return Segment(ids, lead.start, self.first_block_length, self.block_size, len(lead.ids))
+    def build_canvas_segment(self, canvas: Sequence[int], finished: int) -> Segment:
+        """Lead and canvas, whose first `finished` positions are whole finished blocks."""
+        lead, at = self.canvas_prefix, len(self.canvas_prefix.ids)
+        causal, ids = (at + finished) * self.causal_context, (*lead.ids, *canvas)
+        return Segment(ids, lead.start, self.first_block_length, self.block_size, at, causal)
+
+    def find_states(self, positions: NDArray[np.int64], shown: int, shifted: bool) -> NDArray[np.int64]:
+        """Where in the chain the states are that predict canvas positions, of which `shown` are seen."""
+        return len(self.canvas_prefix.ids) + positions - (shifted | (positions >= shown))
 
     def block_bounds(self, position: int) -> tuple[int, int]:
         """The canvas positions, from and up to, of the block that a canvas position is in.
@@ -69,13 +78,14 @@ class LaidOutPrompt:
 
     def build_row(self, canvas: Sequence[int], finished: int, shifted: bool) -> "LaidOutRow":
         """The canvas at a moment when its first `finished` positions are whole finished blocks."""
-        chain, at = self.build_canvas_segment(canvas), len(self.canvas_prefix.ids)
+        chain, at = self.build_canvas_segment(canvas, finished), len(self.canvas_prefix.ids)
         if not finished or not self.later_segments:
             return LaidOutRow((*self.context_segments, *self.later_segments), chain, at - shifted)
         assert self.block_size is not None and not shifted, "this is for blocks that predict themselves"
         *others, question = self.context_segments
         stands, block = at + finished, self.block_size
-        text = Segment((*question.ids, *chain.ids[:stands]), question.start, len(question.ids), block)
+        ids = (*question.ids, *chain.ids[:stands])
+        text = Segment(ids, question.start, len(question.ids), block, causal=len(ids) * self.causal_context)
         window = Segment(chain.ids[stands:], chain.start + stands, block, block)
         return LaidOutRow((*others, text, *self.later_segments), window, -finished)
 
@@ -101,19 +111,21 @@ def lay_out_prompt(
 ) -> LaidOutPrompt:
     """Lays a prompt out for a denoiser, in its own layout and order where no others are named.
 
-    In a `shifted` denoiser the row before a position predicts it, so the last prompt token runs
-    with the canvas whose first token it predicts. Where attention runs in blocks, a prompt whose passages
-    are not separate does too: `joint` and `prefix` are the same.
+    Where the state before a block predicts its first token, the last prompt token runs with the canvas.
+    Where attention runs in blocks, a prompt whose passages are not separate does too: `joint` and `prefix`
+    are the same.
     """
     own, block = EVIDENCE_LAYOUTS[layout or shape.evidence_layout], shape.block_size
     order = finished_block_context or shape.finished_block_context
-    *placed, question = (Segment(tuple(ids), at) for ids, at in own.place(prompt, shape.passage_length))
+    alone = 1 if shape.causal_context else None
+    placed = [Segment(tuple(ids), at, block=alone) for ids, at in own.place(prompt, shape.passage_length)]
+    *placed, question = placed
     context, later = tuple(segment for segment in placed if segment.ids), tuple[Segment, ...]()
     lead = question
     if not runs_with_canvas(shape, layout):
-        keep = len(question.ids) - shape.shifted
+        keep = len(question.ids) - shape.predicts_next_block
         lead = Segment(question.ids[keep:], question.start + keep)
-        question = Segment(question.ids[:keep], question.start)
+        question = Segment(question.ids[:keep], question.start, block=alone)
         if block is not None and order == "no_evidence":
             context, later = (question,), context
         else:
@@ -122,8 +134,9 @@ def lay_out_prompt(
         return LaidOutPrompt(context, lead)
     from_prompt = shape.block_grid == "prompt"
     return LaidOutPrompt(
-        context, lead, (0 if from_prompt else len(lead.ids) % block) or block, block, later, shape.shifted,
-        from_prompt or shape.noise is not None,
+        context, lead, (0 if from_prompt else len(lead.ids) % block) or block, block, later,
+        shape.predicts_next_block, from_prompt or shape.noise is not None or shape.causal_context,
+        shape.causal_context,
     )  # fmt: skip
 
 

@@ -193,11 +193,18 @@ def get_varlen_options(torch_version: str, implementation: str | None, grouped: 
     return options | ({"enable_gqa": grouped} if made >= (2, 12) else {})  # before, it goes without saying
 
 
-def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> str:
+def choose_backend(
+    requested: str, device: torch.device, dtype: torch.dtype, causal_context: bool = False
+) -> str:
     """The kernel to use: `requested`, or for "auto" the first of flash, varlen, sdpa that works here.
 
+    causal_context: as in `DenoiserConfig`; in one call some rows are causal then, which only SDPA can mask.
     Raises `ConfigError` when a kernel is asked for by name and cannot run here.
     """
+    if causal_context and requested not in ("auto", "sdpa"):
+        raise ConfigError(f"attention={requested} has no masks, which this model needs: set attention=sdpa")
+    if causal_context:
+        return "sdpa"
     if requested == "auto":
         return _first_working(device, dtype)
     if reason := get_backend_problem(requested, device, dtype):

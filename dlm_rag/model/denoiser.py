@@ -32,6 +32,7 @@ from dlm_rag.model.layers import (
     ForwardContext,
     Rope,
     TransformerWeights,
+    compute_rope,
     compute_rope_frequencies,
     get_compute_dtype,
     is_autocast,
@@ -142,7 +143,7 @@ class Denoiser(TransformerWeights):
         """
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
         device = torch.device(device)
-        choose_backend(attention, device, dtype)
+        choose_backend(attention, device, dtype, checkpoint.config.causal_context)
         check_quantize(quantize, device, checkpoint.config)
         with torch.device("meta"):
             denoiser = cls(checkpoint.config)
@@ -218,7 +219,7 @@ class Denoiser(TransformerWeights):
     @property
     def backend(self) -> str:
         """The attention kernel in use, as stamped on results."""
-        return choose_backend(self.attention, self.device, self.compute_dtype)
+        return choose_backend(self.attention, self.device, self.compute_dtype, self.config.causal_context)
 
     def compile_layers(self) -> None:
         """Compiles what comes before and after attention, once for all layers and lengths.
@@ -245,13 +246,15 @@ class Denoiser(TransformerWeights):
 
         block: length of the blocks, counted from the first token; 1 is the attention of autoregressive
         models. None: the config's `block_size`, or where it has none, every position sees every other.
+        With `causal_context`, all blocks but the last are causal.
         """
-        rows, length = input_ids.shape
-        row = Segment((0,) * length, 0, block=block or self.config.block_size)
+        (rows, length), block = input_ids.shape, block or self.config.block_size
+        causal = (length - 1) // block * block if self.config.causal_context and block else 0
+        row = Segment((0,) * length, 0, block=block, causal=causal)
         packed = pack_rows([row] * rows, input_ids.device)
         hidden = self.encode(replace(packed, ids=input_ids.flatten()))[0].view(rows, length, -1)
-        if self.config.shifted:
-            hidden = torch.cat((hidden[:, :1], hidden[:, :-1]), dim=1)
+        ahead = length - 1 if self.config.shifted else causal  # tokens whose states predict the next one
+        hidden = torch.cat((hidden[:, :1], hidden[:, :ahead], hidden[:, ahead + 1 :]), dim=1)
         return self.compute_token_logits(hidden.flatten(0, 1)).view(rows, length, -1)
 
     @with_float32_sums
@@ -286,10 +289,8 @@ class Denoiser(TransformerWeights):
         return x, kept
 
     def compute_rope(self, positions: Tensor) -> Rope:
-        """Cos and sin of the rotary positions (T,), as `apply_rope` takes them."""
-        angles = positions.float()[:, None, None] * self.inverse_frequencies
-        cos, sin = angles.cos() * self.rope_gain, angles.sin() * self.rope_gain
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        """Cos and sin of the rotary positions (T,), as in `layers.compute_rope`."""
+        return compute_rope(positions, self.inverse_frequencies, self.rope_gain, self.config.rope_scaling)
 
     def _run_layer(self, block: nn.Module, *inputs: Any) -> Any:
         """One layer; with `activation_checkpointing`, backward computes its activations again."""

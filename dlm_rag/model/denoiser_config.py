@@ -21,6 +21,7 @@ ROPE_SCALINGS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
 }
+QUERY_SCALE_KEY = "llama_4_scaling_beta"  # queries grow with the logarithm of the position
 GROUPED_MATMUL_MULTIPLE = 8  # numbers: grouped matrix products take rows of a multiple of 16 bytes
 Size = Annotated[int, Strict(), Ge(1)]
 SizeOrZero = Annotated[int, Strict(), Ge(0)]
@@ -115,6 +116,9 @@ class DenoiserConfig:
     # (1: causal), counted from the first token of the prompt or of the canvas.
     block_size: Size | None = None
     block_grid: Grid = "canvas"
+    # Of a model trained in both ways, with one head: tokens before the current block see only themselves
+    # and what is before them, and the state of the last of them predicts the first token of the block.
+    causal_context: Flag = False
     # What a family's layers hide otherwise, one pattern a layer (None: nothing); empty: all see all. Only a
     # family's file sets it: it is not written to config.json.
     attention_patterns: tuple[AttentionPattern | None, ...] = ()
@@ -143,6 +147,11 @@ class DenoiserConfig:
                 f"attention_patterns has {patterns}, not one a layer",
             ),
             (joint or not patterns, "attention_patterns need evidence_layout=joint and no block_size"),
+            (
+                not self.causal_context
+                or bool(self.block_size and self.block_grid == "canvas" and not self.shifted),
+                "causal_context needs a block_size, block_grid=canvas and shifted=false",
+            ),
         )
         if self.experts is not None:
             _require(_is_multiple("hidden_size", self.hidden_size))
@@ -154,6 +163,11 @@ class DenoiserConfig:
     def rotary_dim(self) -> int:
         """Numbers of each head that positions turn."""
         return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def predicts_next_block(self) -> bool:
+        """Whether the state before a block predicts its first token."""
+        return self.shifted or self.causal_context
 
     @property
     def dense_layers(self) -> int:
@@ -178,7 +192,8 @@ def _check_scaling(scaling: dict[str, Any]) -> None:
     kind = str(scaling.get("rope_type"))
     known = f"null, {', '.join(ROPE_SCALINGS)} are; others depend on the length of the text"
     _require((kind in ROPE_SCALINGS, f"rope_scaling of type {kind!r:.60} is not supported ({known})"))
-    for key in ROPE_SCALINGS[kind]:
+    needed = (QUERY_SCALE_KEY, "original_max_position_embeddings") if QUERY_SCALE_KEY in scaling else ()
+    for key in (*ROPE_SCALINGS[kind], *needed):
         value = scaling.get(key)
         holds = isinstance(value, int | float) and not isinstance(value, bool) and 1e-37 < value < 1e38
         _require(

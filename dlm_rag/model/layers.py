@@ -5,17 +5,24 @@ Shapes: T packed tokens, H heads, Hk key-value heads, D head width, W model widt
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlm_rag.model.attention import compute_attention
-from dlm_rag.model.denoiser_config import AttentionPattern, DenoiserConfig, ExpertsConfig
+from dlm_rag.model.denoiser_config import (
+    QUERY_SCALE_KEY,
+    AttentionPattern,
+    DenoiserConfig,
+    ExpertsConfig,
+)
 from dlm_rag.model.packed_batch import AttentionMetadata, PackedRows
 
-# cos, and sin that is negative in the first half, each (T, 1, D or what is turned of it), float32
-Rope = tuple[Tensor, Tensor]
+# cos, and sin that is negative in the first half, each (T, 1, D or what is turned of it), float32; behind
+# them those of queries, where they differ.
+Rope = tuple[Tensor, ...]
 
 
 def is_autocast(x: Tensor) -> bool:
@@ -70,7 +77,7 @@ class Attention(nn.Module):
     def project_queries(self, x: Tensor, rope: Rope) -> Tensor:
         """x (n, W) -> queries (n, H, D)."""
         q = self._heads(self.q_proj(x))
-        return apply_rope(self.q_norm(q), rope).to(q.dtype)
+        return apply_rope(self.q_norm(q), rope[-2:]).to(q.dtype)
 
     def project_keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """x (T, W) -> keys and values, each (T, Hk, D)."""
@@ -244,7 +251,7 @@ class TransformerLayer(nn.Module):
         normed = self.input_layernorm(x)
         k, v = self.self_attn.project_keys_values(normed, rope)
         if read is not None:
-            x, normed, rope = x[read], normed[read], (rope[0][read], rope[1][read])
+            x, normed, rope = x[read], normed[read], tuple(part[read] for part in rope)
         return x, self.self_attn.project_queries(normed, rope), k, v
 
     def apply_attention_output(self, x: Tensor, attended: Tensor) -> Tensor:
@@ -280,11 +287,29 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
 
     Of a head wider than `rope`, the first numbers are turned.
     """
-    cos, sin = rope
+    cos, sin, *_ = rope
     if (turned := cos.shape[-1]) < x.shape[-1]:
         return torch.cat((apply_rope(x[..., :turned], rope), x[..., turned:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return (x * cos).add_(torch.cat((second, first), dim=-1) * sin).to(x.dtype)
+
+
+def compute_rope(
+    positions: Tensor, frequencies: Tensor, gain: float, scaling: dict[str, Any] | None
+) -> Rope:
+    """Cos and sin of positions (T,), each of the width `rotary_dim`.
+
+    Where queries grow with the position, as in Llama 4, those of queries are behind them.
+    """
+    places = positions.float()[:, None, None]
+    angles = places * frequencies
+    cos, sin = angles.cos() * gain, angles.sin() * gain
+    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    if not scaling or QUERY_SCALE_KEY not in scaling:
+        return cos, sin
+    steps = (places / scaling["original_max_position_embeddings"]).floor()
+    scale = 1 + scaling[QUERY_SCALE_KEY] * steps.log1p()
+    return cos, sin, cos * scale, sin * scale
 
 
 def compute_rope_frequencies(config: DenoiserConfig) -> tuple[Tensor, float]:
@@ -292,7 +317,8 @@ def compute_rope_frequencies(config: DenoiserConfig) -> tuple[Tensor, float]:
 
     Plain rotary positions by formula; scaled ones (llama3, yarn, linear) by transformers' own code.
     """
-    kind = (config.rope_scaling or {}).get("rope_type", "default")
+    scaling = {key: value for key, value in (config.rope_scaling or {}).items() if key != QUERY_SCALE_KEY}
+    kind = scaling.get("rope_type", "default")
     if kind == "default":
         steps = torch.arange(0, config.rotary_dim, 2, device="cpu").float() / config.rotary_dim
         return 1.0 / config.rope_theta**steps, 1.0
@@ -304,7 +330,7 @@ def compute_rope_frequencies(config: DenoiserConfig) -> tuple[Tensor, float]:
         num_attention_heads=config.num_attention_heads,
         head_dim=config.head_dim,
         max_position_embeddings=config.max_position_embeddings,
-        rope_parameters={"rope_theta": config.rope_theta, **(config.rope_scaling or {})},
+        rope_parameters={"rope_theta": config.rope_theta, **scaling},
     )
     with torch.device("cpu"):  # the caller may be building on the meta device
         frequencies, gain = ROPE_INIT_FUNCTIONS[kind](llama, torch.device("cpu"))

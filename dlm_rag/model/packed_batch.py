@@ -28,7 +28,7 @@ class Segment:
 
     With a `block`, a token sees its own block and everything before it: the `first` tokens are one block,
     then every `block` of them. Without, each token sees all. The first `prompt_length` tokens are the
-    prompt, for families with attention patterns.
+    prompt, for families with attention patterns. The first `causal` tokens are a block each.
     """
 
     ids: tuple[int, ...]
@@ -36,6 +36,7 @@ class Segment:
     first: int = 0
     block: int | None = None
     prompt_length: int = 0
+    causal: int = 0
 
     @property
     def end(self) -> int:
@@ -44,10 +45,10 @@ class Segment:
     @property
     def block_ends(self) -> list[int]:
         """Where its blocks end, ascending."""
-        length = len(self.ids)
-        if self.block is None or self.first >= length:
-            return [length]
-        return [*range(self.first or self.block, length, self.block), length]
+        length, ends = len(self.ids), range(0)
+        if self.block is not None and self.first < length:
+            ends = range(self.first or self.block, length, self.block)
+        return [*range(1, min(self.causal, length - 1) + 1), *(e for e in ends if e > self.causal), length]
 
     @property
     def visible_counts(self) -> NDArray[np.int32]:
@@ -58,10 +59,14 @@ class Segment:
     @property
     def has_partial_view(self) -> bool:
         """Whether some token does not see all."""
-        return self.block is not None and len(self.ids) > (self.first or self.block)
+        length = len(self.ids)
+        blocks = self.block is not None and length > (self.first or self.block)
+        return blocks or min(self.causal, length - 1) > 0
 
     def block_start(self, token: int) -> int:
         """The last place up to `token` at which a block begins."""
+        if token < self.causal:
+            return token
         if self.block is None or token < self.first:
             return 0
         return self.first + (token - self.first) // self.block * self.block
@@ -71,11 +76,14 @@ class Segment:
         first = self.first
         if self.block is not None:
             first = first - start if start < first else self.block - (start - first) % self.block
-        return Segment(self.ids[start:stop], self.start + start, first, self.block)
+        causal = max(0, min(self.causal, stop) - start)
+        return Segment(self.ids[start:stop], self.start + start, first, self.block, causal=causal)
 
     def split_into_blocks(self) -> "list[Segment]":
-        """Its blocks, each a segment whose tokens see all of it."""
-        return [Segment(self.ids[a:b], self.start + a) for a, b in pairwise([0, *self.block_ends])]
+        """Its blocks, each a segment whose tokens see all of it; what is causal stays one."""
+        head, ends = [self.slice_tokens(0, self.causal)] * (self.causal > 0), self.block_ends
+        ends = [self.causal, *(end for end in ends if end > self.causal)]
+        return [*head, *(Segment(self.ids[a:b], self.start + a) for a, b in pairwise(ends))]
 
 
 @dataclass(frozen=True)

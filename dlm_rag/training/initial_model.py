@@ -159,7 +159,16 @@ def _open_base_model(config: Config, path: str) -> InitialModel:
 
 
 def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
-    """An architecture with what training gives it: layout, lengths, room for long contexts."""
+    """An architecture with what training gives it: layout, lengths, room for long contexts.
+
+    Raises `ConfigError` for a model whose causal pass would not be trained.
+    """
+    if own.causal_context and any(
+        t.trainable != "policy_heads" for t in config.train.get_phase_configs().values()
+    ):
+        raise ConfigError(
+            "this model predicts the next token too, which no objective trains: set trainable=policy_heads"
+        )
     train, decode, block = config.train, config.decode, config.model.block_size
     canvas, heads = decode.max_new_tokens or own.canvas_length, train.trainable == "policy_heads"
     if own.noise is not None:  # its layout and its blocks are its own
@@ -219,7 +228,7 @@ def _open_layers_checkpoint(path: str) -> Checkpoint:
     reasons = {
         "denoises from uniform noise": found.config.noise is not None,
         "has attention patterns of its own": bool(found.config.attention_patterns),
-        "predicts the next token": found.config.shifted,
+        "predicts the next token": found.config.predicts_next_block,
     }
     if why := [reason for reason, holds in reasons.items() if holds]:
         raise CheckpointError(

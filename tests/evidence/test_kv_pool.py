@@ -84,7 +84,9 @@ def laid_out(layout, facts, shifted, question=(1, 2, 3)):
 def shown_of(slots, laid):
     """The rows with their canvases, of which all states may be asked for."""
     rows = zip(slots, laid, CANVASES, strict=False)
-    return [CacheRequest(slot, row, row.build_canvas_segment(canvas), 0, 0) for slot, row, canvas in rows]
+    return [
+        CacheRequest(slot, row, row.build_canvas_segment(canvas, 0), 0, 0) for slot, row, canvas in rows
+    ]
 
 
 def hidden_of(denoiser, contexts, slots, laid):
@@ -153,7 +155,9 @@ def test_without_a_pool_every_step_encodes_everything_and_without_context_there_
     assert contexts.cache_stats.reused_share == 0
     laid = [LaidOutPrompt((), Segment((1, 2), 0))]
     runs, stored = contexts.prepare_rows(shown_of((0,), laid))
-    assert stored is None and [run.segment for run in runs] == [laid[0].build_canvas_segment(CANVASES[0])]
+    assert stored is None and [run.segment for run in runs] == [
+        laid[0].build_canvas_segment(CANVASES[0], 0)
+    ]
 
 
 def test_pinned_blocks_count_what_the_allocator_takes_for_them():

@@ -78,10 +78,18 @@ def llada21(public):
     }  # fmt: skip
 
 
+def nemotron(public):
+    return "nemotron_labs_diffusion.yaml", public["block_length"], {
+        "max_new_tokens": public["gen_length"],
+        "commit_threshold": public["threshold"],
+        "steps_per_block": public["steps"],
+    }  # fmt: skip
+
+
 # By the beginning of a trace's name: config, length of attention's blocks, settings of a public case.
 FAMILIES = {
     "sdar": sdar, "fast-dllm-v2": fast_dllm_v2, "a2d-bd3lm": bd3lm, "a2d-mdlm": a2d, "lladamoe": a2d,
-    "llada21": llada21, "llada2": llada2,
+    "llada21": llada21, "llada2": llada2, "nemotron": nemotron,
 }  # fmt: skip
 
 

@@ -43,14 +43,14 @@ def write_checkpoint(family: str, folder: Path) -> None:
     config = CONFIGS[family]
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", {"bos_token_id": PAD, "eos_token_id": [END, PAD]})
-    save_file(dict(_weights(config)), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(_list_weights(config)), folder / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(folder, family)
 
 
 def digest_checkpoint(family: str) -> str:
     """A digest of the family's names and weights: a trace holds for these alone."""
     found = hashlib.sha256()
-    for name, value in _weights(CONFIGS[family]):
+    for name, value in _list_weights(CONFIGS[family]):
         found.update(name.encode() + value.tobytes())
     return found.hexdigest()
 
@@ -64,7 +64,13 @@ SPREADS = {
 }  # fmt: skip
 
 
-def _weights(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+def _list_weights(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Names, as the family has them, and values."""
+    for name, value in _draw_weights(config):
+        yield _rename(config, name), value
+
+
+def _draw_weights(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Names of Qwen2, Qwen3, Qwen3-MoE or LLaDA2, whose queries, keys and values are one matrix.
 
     The mask's embedding is small: what is guessed at a mask comes from its place and its context; no mask
@@ -88,6 +94,8 @@ def _weights(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
             yield name, values.astype(np.float32)
             continue
         spread = next((size for end, size in SPREADS.items() if name.endswith(end)), 0.7 if tied else 1.0)
+        if "dlm_paradigm" in config and name.endswith(("q_proj.weight", "k_proj.weight")):
+            spread *= 0.6  # no norms follow: sharper attention would show how float32 is rounded
         values = (spread * (1 + 0.1 * values) if is_gain else spread * values).astype(np.float32)
         if name.endswith(("embed_tokens.weight", "lm_head.weight")):
             values[MASK] *= 0.1
@@ -116,13 +124,14 @@ def _list_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]
             yield f"{layer}.attention.query_layernorm.weight", (head_dim,)
             yield f"{layer}.attention.key_layernorm.weight", (head_dim,)
         else:
-            qwen2 = not experts and "attention_bias" not in config  # it has biases, the others have norms
+            qwen2 = not experts and "attention_bias" not in config  # it has biases, most others have norms
             for name, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
                 yield f"{layer}.self_attn.{name}.weight", (width, WIDTH)
                 if qwen2:
                     yield f"{layer}.self_attn.{name}.bias", (width,)
             yield f"{layer}.self_attn.o_proj.weight", (WIDTH, queries)
-            for name in () if qwen2 else ("q_norm", "k_norm"):
+            normed = not qwen2 and "dlm_paradigm" not in config
+            for name in ("q_norm", "k_norm") if normed else ():
                 yield f"{layer}.self_attn.{name}.weight", (head_dim,)
         yield f"{layer}.post_attention_layernorm.weight", (WIDTH,)
         if n < config.get("first_k_dense_replace", 0 if experts else LAYERS):
@@ -136,6 +145,13 @@ def _list_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]
             yield from mlp(f"{layer}.mlp.shared_experts", inner * config["num_shared_experts"])
     yield "model.norm.weight", (WIDTH,)
     yield "lm_head.weight", (VOCABULARY, WIDTH)
+
+
+def _rename(config: dict[str, Any], name: str) -> str:
+    """The name that a family has for a tensor of Qwen2 and its like."""
+    if config["model_type"] != "nemotron_labs_diffusion":
+        return name
+    return name.replace("model.", "encoder.").replace("lm_head.", "diffusion_head.")
 
 
 def special_tokens(family: str) -> dict[int, str]:

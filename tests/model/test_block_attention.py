@@ -35,6 +35,15 @@ SHAPES = {
     "joint, from the canvas": {},
     "joint, from the prompt, shifted": {"block_grid": "prompt", "shifted": True},
     "causal": {"block_size": 1},
+    "independent, causal context": {"evidence_layout": "independent", "causal_context": True},
+    "joint, causal context": {
+        "causal_context": True,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
+    "prefix, causal context": {"evidence_layout": "prefix", "causal_context": True},
 }  # fmt: skip
 ORDERS = ["recompute", "no_evidence"]
 ASKED = [
@@ -112,7 +121,10 @@ def test_the_same_tokens_alone_and_in_a_batch_with_and_without_a_pool(corpus_fil
     assert len({len(rollout) for rollout in found[0]}) > 1, "questions that take different numbers of steps"
 
 
-@pytest.mark.parametrize("shape", [{"block_grid": "prompt"}, {"shifted": True, "block_grid": "prompt"}, {}])
+@pytest.mark.parametrize(
+    "shape",
+    [{"block_grid": "prompt"}, {"shifted": True, "block_grid": "prompt"}, {}, {"causal_context": True}],
+)
 @pytest.mark.parametrize("query", ["proxy", "question"])
 def test_prompts_in_blocks_give_the_same_tokens_alone_and_in_a_batch(corpus_file, shape, query):
     first, *others = (

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dlm_rag import Denoiser
-from dlm_rag.errors import CheckpointError
+from dlm_rag.config import Config, load_config
+from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.model.checkpoint import open_checkpoint, save_tensors
 from dlm_rag.model.memory_tracker import MemoryTracker
+from dlm_rag.training.initial_model import make_training_shape
 from tests.golden.tiny_checkpoints import write_checkpoint
 from tests.support.attention import run_with_mask
 from tests.support.family_checkpoints import change
@@ -119,6 +121,71 @@ def test_logits_equal_those_of_the_public_modelling_code(tmp_path, name):
     assert (ours - theirs).abs().max() < 1e-5 * theirs.std()
 
 
+def test_the_logits_of_nemotron_labs_diffusion_in_both_its_ways(tmp_path):
+    """All in place, all causal, and a block in place behind causal text."""
+    golden, _ = write_golden(tmp_path, "nemotron-labs-diffusion")
+    denoiser, ids = Denoiser.from_pretrained(tmp_path).double(), golden["input_ids"]
+    assert denoiser.config.block_size == 32 and denoiser.config.predicts_next_block
+    for name, block, causal in (("whole", 48, 0), ("causal", 1, 47), ("logits", None, 32)):
+        with torch.no_grad():
+            ours, theirs = denoiser(ids, block), golden[name]
+        # Theirs are states row by row: a causal one predicts the next token.
+        expected = torch.cat((theirs[:, :causal], theirs[:, causal + 1 :]), 1)
+        assert (ours[:, 1:] - expected).abs().max() < 1e-5 * theirs.std()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_nemotron_labs_diffusion_has_the_layers_of_ministral_3(tmp_path, tied):
+    """The class of transformers, with other shapes; its scale of queries changes every few tokens."""
+    import transformers
+
+    torch.manual_seed(1)
+    rope = {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 8,
+        "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 0.5,
+    }  # fmt: skip
+    config = transformers.Ministral3Config(
+        vocab_size=100, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=12, max_position_embeddings=64, rope_parameters=rope,
+        sliding_window=None, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = transformers.Ministral3ForCausalLM(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = {
+        name: name.replace("model.", "encoder.").replace("lm_head", "diffusion_head") for name in tensors
+    }
+    save_file({names[name]: value for name, value in tensors.items()}, tmp_path / "model.safetensors")
+    change(tmp_path, model_type="nemotron_labs_diffusion", mask_token_id=MASK, block_size=8)
+    denoiser, ids = Denoiser.from_pretrained(tmp_path), torch.randint(0, 100, (2, 40))
+    places = torch.arange(40)
+    blocks = (places <= places[:, None]) | ((places >= 32) & (places[:, None] >= 32))
+    with torch.no_grad():
+        found, theirs = denoiser(ids), model(ids, attention_mask=blocks.float().log()[None, None]).logits
+        causal, their_causal = denoiser(ids, 1), model(ids).logits
+    expected = torch.cat((theirs[:, :32], theirs[:, 33:]), 1)
+    torch.testing.assert_close(found[:, 1:], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(causal[:, 1:], their_causal[:, :-1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"model_type": "nemotron_labs_diffusion_vlm"}, {"dlm_paradigm": "autoregressive"},
+        {"sliding_window": 8}, {"mask_token_id": None}, {"attention_block": 0}, {"vision_config": {"a": 1}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_nemotron_labs_diffusion_cannot_be_is_refused(tmp_path, wrong):
+    write_checkpoint("nemotron-labs-diffusion", tmp_path)
+    change(tmp_path, **wrong)
+    with pytest.raises(CheckpointError) as found:
+        open_checkpoint(tmp_path)
+    assert "\n" not in str(found.value)
+
+
 def test_stacks_of_experts_are_read_into_their_place(tmp_path):
     """Beside what is loaded nothing is held but the one tensor that is being read."""
     write_public(tmp_path, "sdar_moe")
@@ -130,12 +197,19 @@ def test_stacks_of_experts_are_read_into_their_place(tmp_path):
     assert whole <= alive.peak_bytes <= whole + largest < whole + stack
 
 
-@pytest.mark.parametrize("name", ["llada2", "lladamoe", "sdar_moe", "fast-dllm-v2"])
-@pytest.mark.parametrize("whole", [False, True], ids=["its blocks", "whole"])
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        (name, whole)
+        for name in ("llada2", "lladamoe", "sdar_moe", "fast-dllm-v2")
+        for whole in (False, True)
+    ]
+    + [("nemotron-labs-diffusion", False)],
+)
 def test_a_public_folder_that_is_written_again_holds_the_same(tmp_path, name, whole, monkeypatch):
     """Whole, and in shards that cut through a layer's experts; any rows of a tensor alike."""
     write_golden(tmp_path / "first", name)
-    first = open_checkpoint(tmp_path / "first", 0 if whole else GOLDEN[name][0])
+    first = open_checkpoint(tmp_path / "first", 0 if whole else GOLDEN.get(name, (16,))[0])
     tensors = dict(first.iterate_tensors(torch.device("cpu"), torch.float32))
     for size in (10**9, 40_000):
         monkeypatch.setattr("dlm_rag.model.checkpoint.SHARD_BYTES", size)
@@ -214,3 +288,12 @@ def test_the_mask_is_the_tokenizers_where_the_config_does_not_say_it(tmp_path, f
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     assert open_checkpoint(tmp_path).config.mask_token_id == 7
+
+
+def test_the_causal_pass_of_nemotron_labs_diffusion_is_not_left_behind_by_training(tmp_path):
+    write_checkpoint("nemotron-labs-diffusion", tmp_path)
+    shape = open_checkpoint(tmp_path).config
+    with pytest.raises(ConfigError):
+        make_training_shape(Config(), shape)
+    config = load_config("search_rl.yaml", ["train.trainable=policy_heads"])
+    assert make_training_shape(config, shape).causal_context

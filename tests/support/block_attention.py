@@ -29,16 +29,27 @@ def dense_reference_states(denoiser, view):
     """The states that predict the positions of a view: one sequence, one mask, one list of positions.
 
     A token of the chain of lead and canvas sees the chain up to the end of its block, all segments in
-    front, and those after the finished blocks that stand before it; a segment sees itself.
+    front, and those after the finished blocks that stand before it; a segment sees itself. With causal
+    context, a segment and the chain up to the current block are causal.
     """
-    laid, chain = view.laid_out_prompt, view.laid_out_prompt.build_canvas_segment(view.canvas.tolist())
+    laid = view.laid_out_prompt
+    chain = laid.build_canvas_segment(view.canvas.tolist(), view.finished_length)
     finished = chain.block_start(len(laid.canvas_prefix.ids) + view.finished_length)
+    causal = denoiser.config.causal_context
     segments = [(0, s) for s in laid.context_segments] + [(finished, s) for s in laid.later_segments]
     names = [(n, at) for n, (at, s) in enumerate(segments) for _ in s.ids]
     ids = [token for _, s in segments for token in s.ids]
     positions = [s.start + n for _, s in segments for n in range(len(s.ids))]
     ends = np.searchsorted(chain.block_ends, np.arange(len(chain.ids)), "right")
-    allowed = [[mine == other for other, _ in names] + [False] * len(chain.ids) for mine, _ in names]
+    if causal:
+        ends = np.array(
+            [n if n < finished else finished + (n - finished) // BLOCK for n in range(len(ends))]
+        )
+    allowed = [
+        [names[n] == names[m] and (not causal or m <= n) for m in range(len(ids))]
+        + [False] * len(chain.ids)
+        for n in range(len(ids))
+    ]
     for n, own in enumerate(ends):
         seen = [n >= at for _, at in names]
         allowed.append([*seen, *(other <= own for other in ends)])
@@ -48,7 +59,8 @@ def dense_reference_states(denoiser, view):
         torch.tensor([*positions, *range(chain.start, chain.end)]),
         torch.tensor(allowed),
     )
-    first = len(ids) + len(laid.canvas_prefix.ids) - denoiser.config.shifted
+    ahead = denoiser.config.shifted or view.positions[0] == len(view.canvas)
+    first = len(ids) + len(laid.canvas_prefix.ids) - ahead
     return hidden[first + view.positions]
 
 
@@ -69,6 +81,9 @@ def walk_decode_views(shape, order, seed):
         laid = lay_out_prompt(Prompt((1, 2, 3), facts, (4,)), shape, finished_block_context=order)
         begin, end = laid.block_bounds(finished)
         begin, end = max(0, begin), min(end, LENGTH)
+        if shape.causal_context and canvas[begin] == MASK:
+            yield ModelInput(1, laid, canvas[:begin].copy(), np.array([begin]), finished_length=begin)
+            canvas[begin] = 60 + begin
         masked = begin + np.flatnonzero(canvas[begin:end] == MASK)
         looks = min(LENGTH, end + rng.choice((0, BLOCK, 2 * BLOCK)))
         asked = np.flatnonzero(canvas[:looks] == MASK)

@@ -1,7 +1,7 @@
 """Public architectures: how their configs and tensor names read in our words.
 
-With layers that are all alike: LLaDA, Dream, SDAR, Fast-dLLM v2, Tiny-A2D, WeDLM, Qwen, Llama. With
-mixtures of experts: LLaDA2, LLaDA-MoE, SDAR-MoE.
+With layers that are all alike: LLaDA, Dream, SDAR, Fast-dLLM v2, Tiny-A2D, WeDLM, Nemotron-Labs-Diffusion,
+Qwen, Llama. With mixtures of experts: LLaDA2, LLaDA-MoE, SDAR-MoE.
 """
 
 from dataclasses import fields
@@ -21,6 +21,7 @@ from dlm_rag.model.families.base import (
     to_transformers_name,
 )
 from dlm_rag.model.families.diffusion_gemma import DIFFUSION_GEMMA_FAMILY
+from dlm_rag.model.families.nemotron_labs_diffusion import NEMOTRON_FAMILIES
 
 
 def _read_dlm_rag_config(raw: dict[str, Any]) -> DenoiserConfig:
@@ -215,6 +216,7 @@ FAMILIES = {
     "lladamoe": Family(_llada_moe, _llada_moe_name, mask_token="<|mask|>"),
     "llada2_moe": Family(_llada2, _llada2_name, mask_token="<|mask|>", fused_qkv=True),
     "diffusion_gemma": DIFFUSION_GEMMA_FAMILY,
+    **NEMOTRON_FAMILIES,
 } | {
     # Autoregressive families trained to predict in place (Tiny-A2D), with whole attention or in blocks:
     # the config does not say which.

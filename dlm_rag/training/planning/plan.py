@@ -54,6 +54,16 @@ KNOWN_CHECKPOINTS: dict[str, dict[str, Any]] = {
         "mlp_hidden_size": 12_288, "vocab_size": 126_464, "embedding_size": 126_464, "rms_norm_eps": 1e-5,
         "max_sequence_length": 4096, "rope_theta": 500_000.0, "mask_token_id": 126_336,
     },
+    "nvidia/Nemotron-Labs-Diffusion-8B": {
+        "model_type": "nemotron_labs_diffusion", "vocab_size": 131_072, "hidden_size": 4096,
+        "intermediate_size": 14_336, "num_hidden_layers": 34, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 16_384, "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+        "block_size": 32, "mask_token_id": 100,
+    },
     "Dream-org/Dream-v0-Instruct-7B": _QWEN_7B | {
         "model_type": "Dream", "max_position_embeddings": 131_072, "mask_token_id": 151_666,
     },

@@ -119,10 +119,10 @@ class RlTask(Task):
     def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> nn.Module:
         self._denoiser = denoiser
         settings, shape = make_rollout_settings(self._config, self.train), denoiser.config
-        if self.runs_denoiser and shape.block_size and shape.shifted:
+        if self.runs_denoiser and shape.block_size and shape.predicts_next_block:
             raise ConfigError(
-                "rl of the denoiser computes steps again from the canvas alone, which excludes shifted "
-                "models in blocks: set trainable=policy_heads"
+                "rl of the denoiser computes steps again from the canvas alone, which excludes models that "
+                "predict the first token of a block from before it: set trainable=policy_heads"
             )
         if not self.runs_denoiser:
             return HeadsObjective(denoiser, settings, self.train)
