@@ -25,7 +25,7 @@ from dlm_rag.model.packed_batch import Segment
 from dlm_rag.model.quantize import quantize_linear_layers
 from dlm_rag.questions import read_questions
 from dlm_rag.tokenizer import Prompt
-from dlm_rag.training.planning.plan import KNOWN_CHECKPOINTS
+from dlm_rag.training.planning.known_checkpoints import KNOWN_CHECKPOINTS
 from tests.fake_cuda.checked_kernels import checked_kernels
 from tests.fake_cuda.device import CUDA, PACKAGE, SAME_DTYPE_OPS, fake_cuda
 from tests.support.decoding import LAYOUTS, QUESTIONS

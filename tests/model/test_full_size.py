@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from dlm_rag.model.families import FAMILIES
 from dlm_rag.model.layers import list_tensor_shapes
-from dlm_rag.training.planning.plan import KNOWN_CHECKPOINTS
+from dlm_rag.training.planning.known_checkpoints import KNOWN_CHECKPOINTS
 from tests.support.passages import write_jsonl_file
 from tests.support.paths import ROOT
 from tests.support.tiny_models import byte_tokenizer

@@ -16,6 +16,7 @@ from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.training.planning import step_memory
 from dlm_rag.training.planning.gpu_specs import GPU_SPECS, choose_planned_dtype
+from dlm_rag.training.planning.known_checkpoints import read_known_config
 from dlm_rag.training.planning.parallel_choice import (
     Choice,
     compare_decoding,
@@ -27,7 +28,6 @@ from dlm_rag.training.planning.plan import (
     COLLECTIVE_SECONDS,
     plan_phase,
     plan_phases,
-    read_known_config,
     resolve_shape,
 )
 from tests.support.training import MICRO_SETTINGS

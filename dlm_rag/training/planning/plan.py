@@ -16,7 +16,6 @@ from dlm_rag.evidence.segment_kv_cache import measure_free_bytes
 from dlm_rag.evidence.truncation import ContextBudget
 from dlm_rag.machine import choose_dtype
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.families import FAMILIES
 from dlm_rag.model.flops import FlopCount, count_encode_flops, count_head_flops
 from dlm_rag.model.tensor_parallel import split_config
 from dlm_rag.training.data.examples import LONG_QUESTION_TOKENS, Example
@@ -24,6 +23,7 @@ from dlm_rag.training.distributed import check_parallelism
 from dlm_rag.training.initial_model import make_training_shape, open_initial_model
 from dlm_rag.training.initial_weights import InitialModel, build_meta_denoiser
 from dlm_rag.training.planning.gpu_specs import GpuSpec
+from dlm_rag.training.planning.known_checkpoints import read_known_config
 from dlm_rag.training.planning.step_memory import (
     FLOAT32_BYTES,
     Simulations,
@@ -42,45 +42,6 @@ MEMORY_REMEDY = (
     "see what fits with --plan (gradient_accumulation_steps, activation_checkpointing, parallel=fsdp, "
     "lora_rank)"
 )
-# The shapes of checkpoints that people begin with, so that a plan needs neither network nor weights.
-_QWEN_7B = {
-    "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
-    "intermediate_size": 18_944, "vocab_size": 152_064, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-}  # fmt: skip
-_QWEN_2 = {"model_type": "qwen2", "max_position_embeddings": 32_768, "mask_token_id": 151_665}
-KNOWN_CHECKPOINTS: dict[str, dict[str, Any]] = {
-    "GSAI-ML/LLaDA-8B-Instruct": {
-        "model_type": "llada", "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32,
-        "mlp_hidden_size": 12_288, "vocab_size": 126_464, "embedding_size": 126_464, "rms_norm_eps": 1e-5,
-        "max_sequence_length": 4096, "rope_theta": 500_000.0, "mask_token_id": 126_336,
-    },
-    "nvidia/Nemotron-Labs-Diffusion-8B": {
-        "model_type": "nemotron_labs_diffusion", "vocab_size": 131_072, "hidden_size": 4096,
-        "intermediate_size": 14_336, "num_hidden_layers": 34, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5,
-        "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "llama_4_scaling_beta": 0.1,
-            "original_max_position_embeddings": 16_384, "mscale": 1.0, "mscale_all_dim": 1.0,
-        },
-        "block_size": 32, "mask_token_id": 100,
-    },
-    "Dream-org/Dream-v0-Instruct-7B": _QWEN_7B | {
-        "model_type": "Dream", "max_position_embeddings": 131_072, "mask_token_id": 151_666,
-    },
-    "Qwen/Qwen2.5-7B-Instruct": _QWEN_7B | _QWEN_2,
-    "Qwen/Qwen2.5-72B-Instruct": _QWEN_7B | _QWEN_2 | {
-        "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
-        "intermediate_size": 29_568,
-    },
-    "inclusionAI/LLaDA2.0-flash": {
-        "model_type": "llada2_moe", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 9216, "first_k_dense_replace": 1,
-        "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 1024,
-        "num_shared_experts": 1, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
-        "vocab_size": 157_184, "rms_norm_eps": 1e-6, "rope_theta": 6e5, "partial_rotary_factor": 0.5,
-        "max_position_embeddings": 16_384, "mask_token_id": 156_895,
-    },
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -350,10 +311,3 @@ def resolve_shape(config: Config) -> DenoiserConfig:
     """The architecture that a run would train; of well-known checkpoints without network or folder."""
     known = read_known_config(config.model.path)
     return open_initial_model(config).config if known is None else make_training_shape(config, known)
-
-
-def read_known_config(path: str | None) -> DenoiserConfig | None:
-    """The architecture of a well-known checkpoint, unless a folder has its name; None of others."""
-    if path is None or path not in KNOWN_CHECKPOINTS or Path(path).exists():
-        return None
-    return FAMILIES[KNOWN_CHECKPOINTS[path]["model_type"]].read_config(KNOWN_CHECKPOINTS[path])

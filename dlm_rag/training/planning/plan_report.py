@@ -17,13 +17,14 @@ from dlm_rag.energy.meter import format_three_digits
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.training.metrics_logger import read_metrics
 from dlm_rag.training.planning.gpu_specs import GPU_SPECS, GpuSpec, choose_planned_dtype
+from dlm_rag.training.planning.known_checkpoints import read_known_config
 from dlm_rag.training.planning.parallel_choice import (
     Choice,
     compare_decoding,
     compare_training,
     explain_choice,
 )
-from dlm_rag.training.planning.plan import GB, PhasePlan, plan_phases, read_known_config, resolve_shape
+from dlm_rag.training.planning.plan import GB, PhasePlan, plan_phases, resolve_shape
 from dlm_rag.training.planning.step_memory import Simulations
 
 SECONDS_PER_DAY = 86_400.0  # seconds
