@@ -5,12 +5,14 @@ import os
 import platform
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING
 from dlm_rag.cli import exit_rank, parse_int, print_note, run_program
 from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError, RunError, summarize_error
+from dlm_rag.machine import choose_device
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -99,13 +102,13 @@ def start_other_ranks(size: int, device: str) -> "tuple[TCPStore, list[subproces
     import torch
     from torch.distributed import TCPStore
 
-    from dlm_rag.machine import choose_device
-
     if choose_device(device).type == "cuda" and (found := torch.cuda.device_count()) < size:
         raise ConfigError(f"engine.tensor_parallel={size} needs {size} CUDA devices, {found} are visible")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    os.environ |= address | {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(size)}
+    door = socket.create_server(("127.0.0.1", 0))  # of this machine alone, as what is sent over gloo
+    host, port = door.getsockname()
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(size)}
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
     modules = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     others = [
@@ -117,7 +120,7 @@ def start_other_ranks(size: int, device: str) -> "tuple[TCPStore, list[subproces
         for rank in range(1, size)
     ]  # fmt: skip
     try:
-        import dlm_rag.training.distributed  # noqa: F401 - what takes time comes before others are waited for
+        import dlm_rag.training.distributed  # noqa: F401 - which takes time, as for the others
 
         _wait_for_others(store, others)
     except BaseException:
@@ -137,8 +140,6 @@ def _wait_for_others(store: "TCPStore", others: "list[subprocess.Popen[bytes]]")
 
 def main(argv: list[str]) -> None:
     """A rank that rank 0 has started; argv: its device."""
-    from datetime import timedelta
-
     from torch.distributed import TCPStore
 
     import dlm_rag.decode.tensor_parallel  # what takes time comes before it is ready
@@ -213,8 +214,6 @@ class RankMeetings:
 
     def __init__(self, join_seconds: float) -> None:
         """Joins the process group; all ranks must call, each within so many seconds of the first."""
-        from datetime import timedelta
-
         import torch.distributed as dist
 
         from dlm_rag.model.tensor_parallel import MEETING_TIMEOUT, get_tensor_parallel
