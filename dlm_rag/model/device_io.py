@@ -18,23 +18,25 @@ def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
     They travel in one copy from pinned memory and are views of one buffer; on a CPU they share the memory
     of the arrays.
     """
-    tensors = [torch.from_numpy(np.asarray(array, order="C")) for array in arrays]
+    arrays = [np.asarray(array, order="C") for array in arrays]
+    tensors = [torch.from_numpy(array) for array in arrays]
     if device.type == "cpu" or not tensors:
         return tensors
-    sizes = [-(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for tensor in tensors]
+    sizes = [-(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for array in arrays]
     starts = list(accumulate(sizes, initial=0))
-
-    def view_parts(packed: Tensor) -> list[Tensor]:
-        return [
-            packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip(starts, tensors, strict=False)
-        ]
-
     packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for view, tensor in zip(view_parts(packed), tensors, strict=True):
-        view.copy_(tensor)
+    room = packed.numpy()
+    for start, array in zip(starts, arrays, strict=False):
+        room[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
     # Pinned memory is kept until it has been read; on MPS nothing does that (pytorch #189690).
-    return view_parts(packed.to(device, non_blocking=device.type != "mps"))
+    there = packed.to(device, non_blocking=device.type != "mps")
+    typed = {dtype: there.view(dtype) for dtype in {tensor.dtype for tensor in tensors}}
+    found = []
+    for start, tensor in zip(starts, tensors, strict=False):
+        first = start // tensor.itemsize
+        part = typed[tensor.dtype][first : first + tensor.numel()]
+        found.append(part if tensor.dim() == 1 else part.view(tensor.shape))
+    return found
 
 
 def to_host(tensor: Tensor) -> NDArray[Any]:

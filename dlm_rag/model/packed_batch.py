@@ -38,6 +38,13 @@ class Segment:
     prompt_length: int = 0
     causal: int = 0
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.ids, self.start, self.first, self.block or 0, self.prompt_length))
+
+    def __hash__(self) -> int:
+        return self._hash  # a step looks at each segment of each row dozens of times
+
     @property
     def end(self) -> int:
         return self.start + len(self.ids)
