@@ -171,7 +171,7 @@ def test_every_way_of_decoding_finds_what_went_to_host_memory(corpus_file, way, 
 
 @pytest.mark.parametrize("block", [None, 3])
 @pytest.mark.parametrize("pool", [0.0, 1.0])
-def test_a_layer_asks_for_as_many_operators_for_many_rows_as_for_one(monkeypatch, block, pool):
+def test_a_layer_asks_for_as_many_operators_for_many_rows_as_for_one(block, pool):
     """And for as many with many passages: on a GPU the host is waited for."""
     denoisers = [tiny_denoiser(block_size=block, num_hidden_layers=layers) for layers in (2, 3)]
 
@@ -192,6 +192,6 @@ def test_a_layer_asks_for_as_many_operators_for_many_rows_as_for_one(monkeypatch
             found.append(seen.total)
         return found[1] - found[0]
 
-    with shared_segments():
-        monkeypatch.setitem(_KERNELS, "varlen", lambda q, k, v, sight: torch.zeros_like(q))
+    with shared_segments(), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(_KERNELS, "varlen", lambda q, k, v, sight: torch.zeros_like(q))
         assert 0 < count_in_a_layer(1, 2) == count_in_a_layer(5, 2) == count_in_a_layer(3, 6) <= 50
