@@ -37,14 +37,21 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The torch dtype called `name`; "auto" is float32 on a CPU, on CUDA bfloat16, which GPUs compute from
-    compute capability 8.0 on, and before it float16.
+    """The torch dtype called `name`; "auto" is float32 on a CPU, on CUDA bfloat16 or, where a GPU does not
+    compute it, float16.
     """
     import torch
 
     if name == "auto" and device.type == "cuda":
-        name = "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
+        name = "bfloat16" if has_bfloat16(device) else "float16"
     return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name, torch.float32)
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a device computes in bfloat16; GPUs below compute capability 8.0 only emulate it."""
+    import torch
+
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def get_machine_name(device: torch.device) -> str:

@@ -32,7 +32,8 @@ from dlm_rag.config import Config, EngineConfig, load_config
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.evidence.segment_kv_cache import default_pool_bytes, measure_free_bytes
 from dlm_rag.files.paths import make_folder, write_text_atomic
-from dlm_rag.machine import choose_device
+from dlm_rag.machine import choose_device, has_bfloat16
+from dlm_rag.model.activation_range import ActivationRange, describe_range
 from dlm_rag.model.attention import (
     ATTENTION_BACKENDS,
     describe_kernel_version,
@@ -82,21 +83,27 @@ def load_shipped_config(*words: str) -> Config:
     return fill_in_shipped_files(load_config(None, list(words)), [])
 
 
+def choose_low_dtype(device: torch.device) -> str:
+    """bfloat16 or, where a GPU only emulates it, float16."""
+    return "bfloat16" if has_bfloat16(device) else "float16"
+
+
 def measure_precision(
     record: PartRecord, shape: str, rows: Sequence[int], tokens: int = 64, repeats: int = 5
 ) -> None:
     """Milliseconds of the layers for `rows` of `tokens` tokens, in every precision that works here."""
     device = choose_device("auto")
+    low = choose_low_dtype(device)
     works = [name for name in METHODS if not find_problem(name, device)]
     for name in ("none", *works):
         free_memory()
-        denoiser = make_random_denoiser(shape, device, torch.bfloat16)
+        denoiser = make_random_denoiser(shape, device, getattr(torch, low))
         if name != "none":
             quantize_linear_layers(denoiser, name)
         free_memory()
         record.add(
             title="Low precision",
-            text=f"{shape}: {count_millions(denoiser)}, the rest in bfloat16. Milliseconds of all layers "
+            text=f"{shape}: {count_millions(denoiser)}, the rest in {low}. Milliseconds of all layers "
             f"for rows of {tokens} tokens, without a context; medians of {repeats}.",
         )
         row: TableRow = {"precision": name}
@@ -280,7 +287,7 @@ def measure_exactness(record: PartRecord, questions: int, batch: int) -> None:
     }
     text = "The shipped model. Confidences are compared where all tokens are the same."
     record.add(title="The same tokens?", text=text)
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", choose_low_dtype(choose_device("auto"))):
         config, alone = load_shipped_config(f"model.dtype={dtype}"), list[Rollout]()
         asked = select_evenly(gather_questions(config, []), questions)
         prepared = prepare_decoder(config, asked)
@@ -298,6 +305,10 @@ def measure_exactness(record: PartRecord, questions: int, batch: int) -> None:
                 "same tokens as alone": f"{len(same)} of {len(asked)}",
                 "confidences differ by, at most": farthest,
             })  # fmt: skip
+        with ActivationRange(source.denoiser) as seen:
+            source.make(prepared.evidence_layout, source.decode, EngineConfig()).decode(asked[:8])
+        text += f" Numbers of its layers in {dtype}: {describe_range(seen.largest_by_layer())}."
+        record.add(text=text)
 
 
 def compute_confidence_gap(one: Rollout, other: Rollout) -> float:

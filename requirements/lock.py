@@ -4,9 +4,12 @@
 
 cpu.txt: torch's CPU build, from its own index, which the file names (options given here stand in for
 that index, as `--find-links DIR` with a wheel at hand). cuda.txt: what PyPI has, with its hashes, the
-same for x86_64 and aarch64. Both are for Linux and Python 3.11 and have wheels only: nothing is built.
+same for x86_64 and aarch64. v100.txt: the same versions, but torch's build for CUDA 12.6, the last with
+code for a V100, from its own index; the libraries of CUDA it pins itself. All are for Linux and Python 3.11
+and have wheels only: nothing is built.
 """
 
+import re
 import subprocess
 import sys
 from distutils.core import run_setup
@@ -16,6 +19,8 @@ from typing import Any
 HERE = Path(__file__).parent
 EXTRAS = ("parquet", "lora", "serve")  # what runs may need; flash-attn is built where it is used
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+VOLTA_BUILD = "cu126"
+VOLTA_INDEX = f"https://download.pytorch.org/whl/{VOLTA_BUILD}"
 HEAD = "# {0}, Linux, Python 3.11: made by requirements/lock.py, not by hand.\n--only-binary :all:\n{1}\n"
 
 
@@ -37,6 +42,17 @@ def resolve(machine: str, *options: str) -> str:
     ).stdout
 
 
+def make_volta_lock(cuda: str) -> str:
+    """v100.txt of what is in cuda.txt; without hashes, of which pip takes all or none: those of torch's
+    build are in its index alone.
+    """
+    pins = [pin for pin in re.findall(r"^\S+==\S+", cuda, re.M) if not pin.startswith(("cuda-", "nvidia-"))]
+    pins = [f"{pin}+{VOLTA_BUILD}" if pin.startswith("torch==") else pin for pin in pins]
+    return (
+        HEAD.format("CUDA of a V100, x86_64", f"--extra-index-url {VOLTA_INDEX}\n") + "\n".join(pins) + "\n"
+    )
+
+
 def main() -> None:
     cpu = resolve("x86_64", *(sys.argv[1:] or ["--torch-backend=cpu"]))
     assert "+cpu" in cpu, "torch's CPU build was not found"
@@ -44,6 +60,7 @@ def main() -> None:
     assert cuda == same, "x86_64 and aarch64 need lock files of their own"
     (HERE / "cpu.txt").write_text(HEAD.format("CPU", f"--extra-index-url {CPU_INDEX}\n") + cpu)
     (HERE / "cuda.txt").write_text(HEAD.format("CUDA, x86_64 and aarch64", "") + cuda)
+    (HERE / "v100.txt").write_text(make_volta_lock(cuda))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     dlm-rag doctor            # a line for each check
     dlm-rag doctor --json     # the same and torch's description of the machine, for an issue report
     dlm-rag doctor model.device=cpu retrieval.index_dir=/scratch/indexes engine.store=/scratch/store
+    dlm-rag doctor --range model.path=DIR_OR_HUB_ID    # do the numbers of its layers fit into float16?
 
 Nothing is fetched and nothing is changed. Where something that is needed fails, the exit status is 1.
 """
@@ -10,11 +11,12 @@ Nothing is fetched and nothing is changed. Where something that is needed fails,
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -24,14 +26,19 @@ from joblib import cpu_count
 
 from dlm_rag import __version__
 from dlm_rag.commands.arguments import parse_command_line
-from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_decoder
+from dlm_rag.commands.prepare_decoder import (
+    fill_in_shipped_files,
+    gather_questions,
+    prepare_decoder,
+)
 from dlm_rag.config import Config
-from dlm_rag.errors import summarize_error
+from dlm_rag.errors import ConfigError, summarize_error
 from dlm_rag.files.paths import get_cache_folder
 from dlm_rag.machine import (
     choose_device,
     choose_dtype,
     get_code_commit,
+    has_bfloat16,
     read_host_memory,
 )
 from dlm_rag.progress import format_bytes, show_status
@@ -41,10 +48,11 @@ OK, HINT, PROBLEM = "ok", "hint", "problem"
 LOW_MEMORY_BYTES, LOW_DISK_BYTES, FULL_DISK_BYTES = 2 * 10**9, 10**9, 50 * 10**6
 CHECKED_SETTINGS = (
     "model.device", "model.dtype", "model.attn_implementation", "retrieval.index_dir", "engine.store",
-    "engine.store_gib",
+    "engine.store_gib", "model.path", "retrieval.corpus", "questions",
 )  # fmt: skip
 INSTALL_TORCH = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/"
 VOLTA_INDEX, CUDA_INDEX = "cu126", "cu130"  # of torch's builds, the first with code below capability 7.5
+NEAR_FLOAT16_MAX = 0.5  # of the most that float16 holds: other questions may lead to twice as much
 
 
 class Finding(NamedTuple):
@@ -57,10 +65,23 @@ class Finding(NamedTuple):
 
 
 def main(argv: list[str]) -> None:
-    switches = {"json": "print JSON, for an issue report"}
+    switches = {
+        "json": "print JSON, for an issue report",
+        "range": "the largest numbers of the layers of `model.path`, against what float16 holds",
+    }
     words = parse_command_line(__doc__ or "", argv, CHECKED_SETTINGS, switches=switches)
+    given, looks_at_range = words.config, "range" in words.switches
+    of_range = {
+        "model.path": given.model.path,
+        "retrieval.corpus": given.retrieval.corpus,
+        "questions": given.questions,
+    }
+    for name, value in of_range.items():
+        if value is not None and not looks_at_range:
+            raise ConfigError(f"{name} has no effect here without --range: add it, or leave {name} out")
     logging.getLogger("dlm_rag").setLevel(logging.WARNING)
-    findings = list(run_checks(words.config))
+    names = ["range"] if looks_at_range else [name for name in DOCTOR_CHECKS if name != "range"]
+    findings = list(run_checks(given, names))
     show_status()
     if "json" in words.switches:
         from torch.utils.collect_env import get_pretty_env_info
@@ -76,12 +97,12 @@ def main(argv: list[str]) -> None:
         raise SystemExit(1)
 
 
-def run_checks(config: Config) -> Iterator[Finding]:
+def run_checks(config: Config, names: Iterable[str]) -> Iterator[Finding]:
     """What every check finds; one that fails is a problem of its own."""
-    for name, check in DOCTOR_CHECKS.items():
+    for name in names:
         show_status(f"looking at: {name}")
         try:
-            yield from check(config)
+            yield from DOCTOR_CHECKS[name](config)
         except Exception as error:
             yield Finding(name, PROBLEM, f"cannot be looked at: {summarize_error(error)}")
 
@@ -124,6 +145,12 @@ def check_torch(_: Config) -> Iterator[Finding]:
     for number in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(number)
         text = f"{gpu.name}, {format_bytes(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"
+        built = [int(name) for name in re.findall(r"_(\d+)", " ".join(torch.cuda.get_arch_list()))]
+        if built and 10 * gpu.major + gpu.minor < min(built):
+            least = min(built) / 10
+            reason = f"{text}: it is older than what torch {build} was built for, {least:.1f} and later"
+            yield Finding(f"GPU {number}", PROBLEM, reason, INSTALL_TORCH + VOLTA_INDEX)
+            continue
         try:
             torch.ones(1, device=f"cuda:{number}").add(1).item()
             yield Finding(f"GPU {number}", OK, text)
@@ -159,7 +186,8 @@ def check_quantization(config: Config) -> Iterator[Finding]:
     problems = {name: find_problem(name, device) for name in METHODS}
     for name in [name for name, problem in problems.items() if not problem]:
         try:
-            weight = torch.ones(64, 64, dtype=torch.bfloat16, device=device)
+            dtype = torch.bfloat16 if has_bfloat16(device) else torch.float16
+            weight = torch.ones(64, 64, dtype=dtype, device=device)
             QuantizedLinear(weight, None, name)(weight).sum().item()
         except Exception as error:  # of whatever package computes it
             problems[name] = summarize_error(error)
@@ -233,6 +261,37 @@ def check_evidence_store(config: Config) -> Iterator[Finding]:
         yield Finding("store", HINT, f"{text}; it cannot be written", f"ls -ld {shlex.quote(str(there))}")
 
 
+def check_range(config: Config) -> Iterator[Finding]:
+    """The largest numbers of every layer while the model answers the questions that `sample` shows."""
+    import torch
+
+    from dlm_rag.commands.sample import select_few_per_hop
+    from dlm_rag.model.activation_range import FLOAT16_MAX, ActivationRange, describe_range
+    from dlm_rag.model.denoiser import Denoiser
+
+    asked = fill_in_shipped_files(config, [])
+    world = fill_in_shipped_files(Config(), [])
+    if asked.retrieval.corpus is None and asked.retrieval.url is None:
+        asked = replace(asked, retrieval=replace(asked.retrieval, corpus=world.retrieval.corpus))
+    asked = replace(asked, questions=asked.questions or world.questions)
+    questions = select_few_per_hop(gather_questions(asked, []))
+    decoder = prepare_decoder(asked, questions).load()
+    denoiser = decoder.denoiser
+    if not isinstance(denoiser, Denoiser):
+        raise ConfigError("--range looks into models of masks, and this is one of uniform noise")
+    with ActivationRange(denoiser) as seen:
+        decoder.decode(questions)
+    largest, low = seen.largest_by_layer(), denoiser.dtype == torch.float16
+    text = f"{len(questions)} questions in {denoiser.dtype}: {describe_range(largest)}"
+    if all(value < NEAR_FLOAT16_MAX * FLOAT16_MAX for value in largest):
+        yield Finding("range", OK, text)
+    else:
+        overflows = not all(value <= FLOAT16_MAX for value in largest)  # not finite in float16 itself
+        remedy = f"dlm-rag sample --model {shlex.quote(str(asked.model.path))} model.dtype=float32"
+        state = PROBLEM if overflows and low else HINT
+        yield Finding("range", state, f"{text}: no room for float16", remedy if low else "")
+
+
 def check_answer(config: Config) -> Iterator[Finding]:
     """The shipped model answers a question of its world, from nothing to the end."""
     from dlm_rag.questions import read_questions
@@ -263,4 +322,5 @@ DOCTOR_CHECKS: dict[str, Callable[[Config], Iterator[Finding]]] = {
     "cache": check_cache,
     "store": check_evidence_store,
     "an answer": check_answer,
+    "range": check_range,
 }

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlm_rag.errors import ConfigError, suggest_nearest
+from dlm_rag.machine import has_bfloat16
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.layers import (
     ExpertStack,
@@ -117,6 +118,13 @@ def _matmul_by_torchao(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return y.float().mul_(token_scale).mul_(scale.t())
 
 
+def _matmul_nvfp4_weight(x: Tensor, weight: Any, scale: Tensor) -> Tensor:
+    if has_bfloat16(x.device):
+        return _matmul_by_torchao(x, weight, scale)
+    wide = weight.dequantize(torch.float32).mul_(scale).to(get_compute_dtype(x))
+    return F.linear(x, wide)
+
+
 _int8, _fp8 = partial(_pack_rows, dtype=torch.int8), partial(_pack_rows, dtype=torch.float8_e4m3fn)
 _nvfp4 = partial(_pack_by_torchao, use_dynamic_per_tensor_scale=False)
 _mxfp8 = partial(_pack_by_torchao, config="MXDynamicActivationMXWeightConfig")
@@ -130,7 +138,7 @@ METHODS = {
     # Two numbers lie in a byte, and `torch._scaled_mm` wants rows of a multiple of 16 bytes.
     "nvfp4": QuantizationMethod(_nvfp4, _matmul_by_torchao, 0.5 + 1 / 16, 32, (10, 0), on_cpu=False),
     "nvfp4_weight": QuantizationMethod(  # torchao 0.18 unpacks by many operators, whose peak this is
-        _nvfp4_weight, _matmul_by_torchao, 0.5 + 1 / 16, 16, (0, 0), scratch=30
+        _nvfp4_weight, _matmul_nvfp4_weight, 0.5 + 1 / 16, 16, (0, 0), scratch=30
     ),
 }
 
@@ -213,7 +221,7 @@ def find_problem(method: str, device: torch.device) -> str:
     if not works:
         or_cpu = " or a CPU" if needs.on_cpu else ""
         return f"it needs a GPU of compute capability {needs.capability[0]}.{needs.capability[1]}{or_cpu}"
-    if needs.matmul is _matmul_by_torchao and find_spec("torchao") is None:
+    if needs.matmul in (_matmul_by_torchao, _matmul_nvfp4_weight) and find_spec("torchao") is None:
         return "it needs torchao: pip install 'dlm_rag[quantize]'"
     return ""
 

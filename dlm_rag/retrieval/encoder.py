@@ -17,6 +17,7 @@ from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import CheckpointError, RunError, is_failure, summarize_error
 from dlm_rag.files.hub import HUB_FILE_PATTERNS, check_checkpoint_files, read_any_json, resolve_hub_folder
 from dlm_rag.files.paths import expand_path, resolve_path_inside
+from dlm_rag.machine import has_bfloat16
 from dlm_rag.retrieval.build_once import make_folder_name
 
 if TYPE_CHECKING:
@@ -84,6 +85,10 @@ def load_sentence_transformer(name: str, device: str | None = None) -> SentenceT
                 str(folder), device=device, trust_remote_code=False, local_files_only=True,
                 model_kwargs={"use_safetensors": True},
             )  # fmt: skip
+        if not has_bfloat16(encoder.device) and any(
+            p.dtype == torch.bfloat16 for p in encoder.parameters()
+        ):
+            encoder.float()  # which would only be emulated; float16 may be too narrow
         tried = encoder.encode(PROBE_TEXTS, show_progress_bar=False)
         if not (abs(tried) < float("inf")).all() or not tried.any():
             raise CheckpointError("its vector of a text is zero or not finite: its weights are damaged")

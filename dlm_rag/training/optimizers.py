@@ -8,6 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 from dlm_rag.config import TrainConfig
 from dlm_rag.errors import ConfigError
+from dlm_rag.machine import has_bfloat16
 from dlm_rag.model.denoiser import Denoiser
 
 
@@ -41,7 +42,8 @@ def make_optimizers(denoiser: Denoiser, train: TrainConfig) -> list[torch.optim.
     ]  # fmt: skip
     found: list[torch.optim.Optimizer] = []
     if matrices:
-        kind = torch.optim.Muon if matrices[0].device.type != "cpu" else MuonInFloat32
+        device = matrices[0].device
+        kind = torch.optim.Muon if device.type != "cpu" and has_bfloat16(device) else MuonInFloat32
         found.append(kind(matrices, lr=train.muon_learning_rate, weight_decay=decay))
     if groups := [group for group in groups if group["params"]]:  # adapters are matrices of the layers only
         fused = not any(value.is_meta for value in (*rest, *gains, *decayed))
@@ -54,8 +56,8 @@ def make_optimizers(denoiser: Denoiser, train: TrainConfig) -> list[torch.optim.
 class MuonInFloat32(torch.optim.Muon):
     """torch's Muon, which orthogonalises in bfloat16, as it is without that.
 
-    For CPUs: one without products in bfloat16 takes ten times as long for them as for those in float32,
-    more than for the forward and backward of a small denoiser.
+    For GPUs that only emulate bfloat16, and CPUs: one without products in bfloat16 takes ten times as long
+    for them as for those in float32, more than for the forward and backward of a small denoiser.
     """
 
     def step(self, closure: Any = None) -> Any:

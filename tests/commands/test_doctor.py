@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from dlm_rag.__main__ import dispatch
 from dlm_rag.commands import doctor
 from dlm_rag.commands.doctor import HINT, OK, PROBLEM, Finding
 from dlm_rag.config import Config
-from dlm_rag.config.inference import EngineConfig, RetrievalConfig
+from dlm_rag.config.inference import EngineConfig, ModelConfig, RetrievalConfig
 from dlm_rag.machine import choose_dtype
 from dlm_rag.model import attention
 
@@ -83,6 +84,32 @@ def test_a_gpu_on_which_torch_does_not_compute_is_a_problem(gpu, capability, ind
     assert finding.state == OK and "96 GB, compute capability 12.1" in finding.what
 
 
+def test_a_gpu_older_than_all_that_torch_was_built_for_is_told_so(gpu, monkeypatch):
+    """Before anything is computed on it; the build for CUDA 12.6 has code for it."""
+    gpu((7, 0))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90a", "compute_120"])
+    finding = found(doctor.check_torch)
+    assert finding.state == PROBLEM and "7.5 and later" in finding.what and finding.remedy.endswith("cu126")
+    assert not torch.ones.called
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_50", "sm_70", "sm_90"])
+    assert found(doctor.check_torch).state == OK
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_range_of_the_shipped_model_is_looked_at_while_it_answers(monkeypatch, dtype):
+    config = Config(model=ModelConfig(dtype=dtype))
+    finding = found(doctor.check_range, config)
+    assert finding.state == OK and finding.what.startswith("8 questions") and "65,504" in finding.what
+    monkeypatch.setattr(doctor, "NEAR_FLOAT16_MAX", 0.01)
+    finding = found(doctor.check_range, config)
+    assert finding.state == HINT and ("model.dtype=float32" in finding.remedy) == (dtype == "float16")
+    monkeypatch.setattr(
+        "dlm_rag.model.activation_range.ActivationRange.largest_by_layer", lambda _: [1.0, math.nan]
+    )
+    assert found(doctor.check_range, config).state == (PROBLEM if dtype == "float16" else HINT)
+
+
 @pytest.mark.parametrize(
     ("build", "error", "remedy"),
     [
@@ -104,7 +131,6 @@ def test_the_kernel_comes_with_why_not_a_better_one(gpu, monkeypatch):
     assert "not flash: it needs a CUDA device" in finding.what
     gpu((9, 0))
     monkeypatch.setattr(attention, "find_spec", lambda name: None)
-    monkeypatch.setattr(attention, "get_torch_version", lambda: (2, 13))
     finding = found(doctor.check_attention_kernel)
     assert finding.state == HINT and finding.what.startswith("varlen") and "not flash: " in finding.what
     assert "flash" in finding.remedy

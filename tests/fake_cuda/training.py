@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_rag.training.losses import MaskedObjective
 from tests.fake_cuda.checked_kernels import checked_kernels
@@ -81,6 +82,31 @@ def test_a_training_step_waits_for_the_device_once(tmp_path, folder, way, on):
             }
         assert trainer.dtype == dtype and trainer._scaler.is_enabled() == (dtype == torch.float16)
         assert {p.device.type for p in trainer.denoiser.parameters()} == {"cuda"}
+
+
+class ComputedDtypes(TorchDispatchMode):
+    """The dtypes of floating-point results."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        made = operator(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.is_floating_point():
+            self.seen.add(made.dtype)
+        return made
+
+
+@pytest.mark.parametrize(("on", "way"), [("V100", "sft"), ("V100", "adapters"), ("H200", "sft")])
+def test_nothing_is_computed_in_a_bfloat16_that_a_gpu_only_emulates(tmp_path, folder, on, way):
+    """Muon's steps and the answers of validation included."""
+    with fake_cuda(ON[on][0]), checked_kernels():
+        trainer, validation = make_fake_cuda_trainer(tmp_path, folder, way, "train.optimizer=muon")
+        with ComputedDtypes() as computed:
+            trainer.step()
+            assert validation.compute_scores(trainer)
+    assert (torch.bfloat16 in computed.seen) == (on == "H200")
 
 
 @pytest.mark.parametrize("way", UNIFORM)

@@ -368,7 +368,7 @@ def without_waits(device):
 
 @DEVICES
 @pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("block", "price"), [(None, None), (4, None), (4, 3.0)])
 def test_decode_steps_wait_in_the_marked_place_only(corpus_file, device, layout, dtype, block, price):
     engine = EngineConfig(prefix_cache_gib=4e-5, cpu_offload_gib=4e-5)
@@ -394,7 +394,7 @@ TRAINED = {
 
 @SLOW_HERE
 @pytest.mark.parametrize("way", TRAINED)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_training_steps_wait_in_the_marked_place_only(device, way, dtype, tmp_path):
     case, words = TRAINED[way]
     config = load_config(None, words_for(case, device, f"train.dtype={dtype}", *words))

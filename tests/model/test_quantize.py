@@ -124,6 +124,21 @@ def scaled_mm(a, b, scale_a, scale_b, bias=None, out_dtype=None):
 
 
 @pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_nvfp4_weights_are_multiplied_in_the_tokens_dtype_where_bfloat16_is_emulated(monkeypatch, dtype):
+    """The same weights as elsewhere, where the tokens are rounded to bfloat16."""
+    layer, x = (
+        QuantizedLinear(random(64, 128, size=0.02), None, "nvfp4_weight"),
+        random(8, 128, dtype=dtype, seed=1),
+    )
+    weights, rounded = layer(torch.eye(128)).t(), layer(x)
+    monkeypatch.setattr("dlm_rag.model.quantize.has_bfloat16", lambda device: False)
+    found, true = layer(x), x.double() @ weights.double().t()
+    assert torch.equal(layer(torch.eye(128)).t(), weights) and found.dtype == dtype
+    assert (found - true).abs().max() < (rounded - true).abs().max() / 3
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 @pytest.mark.parametrize("shape", [(256, 128, 40), (160, 64, 5), (32, 96, 130)])
 @pytest.mark.parametrize(("method", "rounding"), [("mxfp8", 1 / 16), ("nvfp4", 1 / 4)])
 def test_what_blackwell_is_given_is_the_product(monkeypatch, method, rounding, shape):

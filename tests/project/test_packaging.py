@@ -38,12 +38,20 @@ def test_every_range_is_locked_within_itself(lock):
 def test_locks_name_public_places_only():
     for lock in LOCKS:
         text = lock.read_text()
-        assert set(re.findall(r"\S+://\S+", text)) <= {"https://download.pytorch.org/whl/cpu"}
+        indexes = {f"https://download.pytorch.org/whl/{build}" for build in ("cpu", "cu126")}
+        assert set(re.findall(r"\S+://\S+", text)) <= indexes
         assert not re.search(r"(?:^|\s|=)/\w|find-links|index-url https?://(?!download\.pytorch)", text)
     cpu, cuda = (pinned(ROOT / "requirements" / name) for name in ("cpu.txt", "cuda.txt"))
     assert cpu["torch"] == cuda["torch"] + "+cpu"
     assert "nvidia-nccl-cu13" in cuda and not [name for name in cpu if name.startswith("nvidia")]
     assert {name: version for name, version in cpu.items() if name != "torch"}.items() <= cuda.items()
+
+
+def test_a_v100_gets_the_versions_of_others_and_torchs_last_build_with_code_for_it():
+    cuda, v100 = (pinned(ROOT / "requirements" / name) for name in ("cuda.txt", "v100.txt"))
+    assert v100.pop("torch") == cuda.pop("torch") + "+cu126" and v100.items() <= cuda.items()
+    assert all(name.startswith(("cuda-", "nvidia-")) for name in cuda.keys() - v100.keys())
+    assert "requirements/v100.txt" in (ROOT / "configs" / "v100x4.yaml").read_text()
 
 
 def test_the_container_is_made_of_what_is_there():

@@ -4,6 +4,7 @@ import json
 import pickle
 
 import pytest
+import torch
 
 from dlm_rag.errors import CheckpointError
 from dlm_rag.retrieval.encoder import load_sentence_transformer
@@ -45,6 +46,18 @@ def put(folder, name, settings):
 
 def test_an_ordinary_folder_loads(folder):
     assert load_sentence_transformer(str(folder), "cpu").encode(["a b"]).shape == (1, 16)
+
+
+@pytest.mark.parametrize(("computed", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_an_encoder_in_a_bfloat16_that_is_only_emulated_computes_in_float32(
+    folder, monkeypatch, computed, dtype
+):
+    from transformers import BertModel
+
+    BertModel.from_pretrained(folder).bfloat16().save_pretrained(folder)
+    monkeypatch.setattr("dlm_rag.retrieval.encoder.has_bfloat16", lambda device: computed)
+    encoder = load_sentence_transformer(str(folder), "cpu")
+    assert {p.dtype for p in encoder.parameters()} == {dtype}
 
 
 HARMS = {  # files, with what they say
