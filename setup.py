@@ -45,6 +45,7 @@ setup(
         "numpy>=2,<3",
         "scipy>=1.15,<2",
         "matplotlib>=3.9,<4",
+        "einops>=0.8,<1",
         "filelock>=3.13,<5",
         "joblib>=1.4,<2",
         "httpx2>=2.12,<3",

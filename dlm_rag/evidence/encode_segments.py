@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
-import torch
+from einops import rearrange
 from torch import Tensor
 
 from dlm_rag.evidence.prompt_segments import LaidOutRow
@@ -22,7 +22,7 @@ def encode_segments(denoiser: Denoiser, segments: Sequence[Segment]) -> list[Ten
     kept, lengths = _keys_values(denoiser, segments), [len(segment.ids) for segment in segments]
     # Each a tensor of its own: a view would keep the keys and values of the whole call alive.
     rows = zip(*(x.split(lengths) for layer in kept for x in layer), strict=True)
-    return [torch.stack(row).unflatten(0, (-1, 2)) for row in rows]
+    return [rearrange([*row], "(layers kv) n h d -> layers kv n h d", kv=2) for row in rows]
 
 
 def _keys_values(denoiser: Denoiser, segments: Sequence[Segment]) -> KeysValues:

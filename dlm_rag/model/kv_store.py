@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -90,8 +91,10 @@ class SlotKVCache:
         layers, two, _, *rest = self.keys_values.shape
         room = self.keys_values.new_empty((layers, two, slots * capacity + scratch, *rest))
         if self.slots:
-            there = room[:, :, : slots * capacity].unflatten(2, (slots, capacity))
-            held = self.keys_values[:, :, : self.slots * self.capacity].unflatten(2, (self.slots, -1))
+            by_slot = "layers kv (slots tokens) h d -> layers kv slots tokens h d"
+            there = rearrange(room[:, :, : slots * capacity], by_slot, slots=slots)
+            held = self.keys_values[:, :, : self.slots * self.capacity]
+            held = rearrange(held, by_slot, slots=self.slots)
             there[:, :, : self.slots, : self.capacity] = held
         self.keys_values, self.slots, self.capacity = room, slots, capacity
 

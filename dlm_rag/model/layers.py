@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from dlm_rag.model.attention import compute_attention
@@ -120,7 +121,7 @@ class Router(nn.Module):
             scores = F.linear(x, self.weight).softmax(dim=-1, dtype=torch.float32)
         preferred = scores if self.expert_bias is None else scores + self.expert_bias
         if e.n_group > 1:  # the groups whose two best experts are best together
-            grouped = preferred.unflatten(1, (e.n_group, -1))
+            grouped = rearrange(preferred, "tokens (group expert) -> tokens group expert", group=e.n_group)
             best = grouped.topk(2, dim=-1).values.sum(-1).topk(e.topk_group, dim=-1).indices
             kept = torch.zeros_like(grouped[..., 0]).scatter(1, best, 1.0).bool()
             preferred = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
