@@ -1,13 +1,14 @@
 """Bytes that a training step holds at its peak, found by running it on tensors without contents.
 
-Neither all layers nor all items are run. The bytes alive at any moment of a step grow evenly with both, so
-two depths and two numbers of items tell what they are for others, and the peak is the largest of them, at
-whichever moment.
+Neither all layers nor all items are run. The bytes alive at any moment of a step grow evenly with both: two
+numbers of items tell what they are for others, and what a layer in the middle has made by then is what each
+layer more adds. The peak is the largest of them, at whichever moment.
 
 torch's own MemTracker stops at frozen weights (docs/log.md).
 """
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +31,9 @@ from dlm_rag.training.task import Task
 
 FLOAT32_BYTES = 4  # bytes: weights under training, their gradients, what an optimizer keeps
 TAIL_LAYERS = 2  # layers: the last is spared what nobody reads, and the one before is as all others
+# Two that stand for all between the first and the last ones, counted from the end. What the nearer one has
+# made may be in the hands of its neighbour, where a layer more would add nothing: the other one is asked.
+EARLY, LATE = -TAIL_LAYERS - 2, -TAIL_LAYERS - 1
 MIN_LOGIT_CHUNKS = 2  # of logits from which on the loss grows evenly with items
 # Bytes alive, and those of logits among them, at each moment of a step.
 MemoryTimeline = dict[tuple[str | int, ...], tuple[float, float]]
@@ -120,25 +124,21 @@ def _estimate_timelines(
     like = replace(task.train, parallel=parallel, gradient_accumulation_steps=parts)  # no more differs
     few = math.ceil(MIN_LOGIT_CHUNKS * chunk / each)
     low, high = counts = items if max(items) <= 2 * few else (few, 2 * few)
-    layers, least = shape.num_hidden_layers, _count_uneven_layers(shape) + 1 + TAIL_LAYERS
-    depths = [layers] if layers <= least + 1 else [least, least + 1]
+    depth = min(shape.num_hidden_layers, _count_uneven_layers(shape) + 1 + 2 + TAIL_LAYERS)
     found = []
-    with report_progress("planning a step", len(counts) * len(depths)) as advance:
+    with report_progress("planning a step", len(counts)) as advance:
         for number in counts:
-            runs = []
-            for depth in depths:
-                key = repr((like, shape, dtype, number, depth))
-                if key not in simulated:
-                    simulated[key] = _simulate(task, shape, dtype, number, depth)
-                runs.append(simulated[key])
-                advance(1)
-            found.append(_interpolate(runs[0], runs[-1], (layers - least) * (len(runs) - 1)))
+            key = repr((like, shape, dtype, number, depth))
+            if key not in simulated:
+                simulated[key] = _simulate(task, shape, dtype, number, depth)
+            found.append(simulated[key])
+            advance(1)
     less, more = found
     return [_interpolate(less, more, (number - low) / (high - low)) for number in items]
 
 
 def _interpolate(a: MemoryTimeline, b: MemoryTimeline, t: float) -> MemoryTimeline:
-    """What a course is at `t` that is `a` at 0 and `b` at 1; moments of b alone lie between others."""
+    """What a course is at `t` that is `a` at 0 and `b` at 1."""
     return {
         moment: (alive + t * (b[moment][0] - alive), wide + t * (b[moment][1] - wide))
         for moment, (alive, wide) in a.items()
@@ -153,7 +153,7 @@ def _choose_terms(task: Task) -> Any:
 def _simulate(
     task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: int, layers: int
 ) -> MemoryTimeline:
-    """A part of a step of so many items and layers, forward and backward."""
+    """A part of a step of so many items, forward and backward, run with so many layers and told of all."""
     part, terms = task.sample_microbatch(shape, items), _choose_terms(task)
     root = _build_objective(task, shape, dtype, layers)
     counts = task.count_microbatch(part, terms)
@@ -167,12 +167,13 @@ def _simulate(
         for parameter in root.parameters():
             if parameter.requires_grad and _accumulates(task.train):
                 parameter.grad = torch.zeros_like(parameter)
-        with StepMemoryTracker(root) as alive:
+        with StepMemoryTracker(root, shape.num_hidden_layers - layers) as alive:
             with make_autocast("cpu", dtype):
                 loss, _ = root(part, counts, terms)
             alive.enter("backward of the loss")
             loss.backward()
-    return alive.timeline | {MOVED_BYTES_KEY: (alive.bytes_moved, 0)}
+    alive.enter("end")
+    return alive.timeline | {MOVED_BYTES_KEY: (alive.bytes_moved + alive.bytes_moved_by_more, 0)}
 
 
 def _build_objective(task: Task, shape: DenoiserConfig, dtype: torch.dtype, layers: int) -> Any:
@@ -199,12 +200,15 @@ class StepMemoryTracker(MemoryTracker):
 
     A moment is where the step is (a layer, forward or backward, of a call) and how many storages were made
     there before. The loss takes more operators the more items there are: it is one moment, at its highest.
+    With more layers than run, the middle ones have no moments: theirs lie between others.
     """
 
-    def __init__(self, root: Any) -> None:
-        """root: a task's objective, whose denoisers are watched."""
+    def __init__(self, root: Any, more: int) -> None:
+        """root: a task's objective, whose denoisers are watched. more: layers that are told of, not run."""
         super().__init__(root.denoiser.config.vocab_size)
         self.timeline: MemoryTimeline = {}
+        self.bytes_moved_by_more, self._more, self._moved_before = 0, more, 0
+        self._made_by = {EARLY: 0, LATE: 0}  # bytes alive
         self._at: tuple[str | int, ...] = ("before",)
         self._made = self._calls = 0
         for denoiser in root.modules():
@@ -218,13 +222,26 @@ class StepMemoryTracker(MemoryTracker):
 
     def enter(self, *at: str | int) -> None:
         if "backward" in str(at[0]) or "backward" not in str(self._at[0]):  # checkpoints run forward again
-            self._at, self._made = at, 0
+            if self._at[-1] == EARLY:
+                self.bytes_moved_by_more += self._more * (self.bytes_moved - self._moved_before)
+            self._at, self._made, self._moved_before = at, 0, self.bytes_moved
 
     def track_tensor(self, tensor: Tensor) -> None:
+        before, layer = self.live_bytes, self._at[-1]
         super().track_tensor(tensor)
         self._made += 1
+        if layer in (EARLY, LATE) and self._more:
+            size = self.live_bytes - before
+            self._made_by[layer] += size
+            weakref.finalize(tensor.untyped_storage(), self._forget, layer, size)
+            return
+        above = self._at[0] == "backward" and layer not in range(-TAIL_LAYERS, 0)  # and the middle is done
+        alive = self.live_bytes + self._more * self._made_by[LATE if above else EARLY]
         moment = self._at if "loss" in str(self._at[0]) else (*self._at, self._made)
-        self.timeline[moment] = max(self.timeline.get(moment, (0, 0)), (self.live_bytes, self._wide_now))
+        self.timeline[moment] = max(self.timeline.get(moment, (0, 0)), (alive, self._wide_now))
+
+    def _forget(self, layer: int, size: int) -> None:
+        self._made_by[layer] -= size
 
     def _enter_layer(self, name: int, *_: Any) -> None:
         self._calls += name == 0
