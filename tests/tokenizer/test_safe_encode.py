@@ -231,6 +231,7 @@ def test_what_marks_a_turn_is_no_text_though_nobody_declares_it(kind):
 QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</tool_call>")
 LLAMA = ("<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>")
 ROLES = ("<|endoftext|>", "<role>", "</role>", "<|role_end|>")
+TEKKEN = ("<SPECIAL_100>", "</s>", "<s>", "[INST]", "[/INST]")
 SPECIAL = {  # of the public tokenizers: the mask, what ends texts, what else has a meaning
     "dlm_rag": ("<mask>", "<end>"),
     "llada": ("<|mdm_mask|>", "<|endoftext|>", "<|eot_id|>", "<|start_header_id|>", "[gMASK]"),
@@ -242,6 +243,7 @@ SPECIAL = {  # of the public tokenizers: the mask, what ends texts, what else ha
     **dict.fromkeys(("qwen2", "qwen3", "a2d-qwen2", "a2d-qwen3", "wedlm"), ("<|mask|>", *QWEN)),
     **dict.fromkeys(("llama", "a2d-llama"), ("<|mask|>", *LLAMA)),
     **dict.fromkeys(("llada2_moe", "lladamoe"), ("<|mask|>", *ROLES)),
+    **dict.fromkeys(("nemotron_labs_diffusion", "nemotron_labs_diffusion_vlm"), TEKKEN),
 }
 
 
