@@ -462,7 +462,7 @@ def widen_the_head(monkeypatch, denoiser):
 @pytest.mark.parametrize(
     ("plant", "says", "file", "line"),
     [
-        (move_frequencies, "two devices, c", "denoiser.py", "self.inverse_frequencies"),
+        (move_frequencies, "two devices, c", "layers.py", "places * frequencies"),
         (wait_for_a_value, "_local_scalar_dense.default waits", "decode.py", "hidden.sum().item()"),
         (widen_the_head, "aten.mm.default got numbers of", "denoiser.py", "self.lm_head"),
     ],
