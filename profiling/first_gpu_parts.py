@@ -3,6 +3,7 @@
 import json
 import random
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -16,7 +17,7 @@ from attribute import write_attribution_report
 from attribution import attribute_session
 from bench_decode import BenchSetting, Roofline, measure_in_rounds, measure_roofline, summarise_setting
 from bench_diffusion_gemma import make_gemma_runner, make_random_inputs, measure_step_ms
-from bench_tools import TableRow, read_and_reset_peak_gib, time_calls
+from bench_tools import TableRow, read_and_reset_peak_gib, synchronize_device, time_calls
 from decode_replay import (
     committed_tokens_by_step,
     find_caching_runner,
@@ -144,6 +145,28 @@ def inspect_machine(record: PartRecord) -> None:
     best = measure_roofline(device, prepared.dtype)
     record.add({"machine": "matrix products, TFLOP/s", "value": best.flops / 1e12})
     record.add({"machine": "copies, GB/s", "value": best.bytes / 1e9})
+    for cudnn, name in ((False, "as here"), (True, "with cuDNN")):
+        value = measure_new_shapes_ms(device, prepared.dtype, cudnn)
+        record.add({"machine": f"SDPA of a new shape, {name}, ms", "value": value})
+
+
+def measure_new_shapes_ms(device: torch.device, dtype: torch.dtype, cudnn: bool, shapes: int = 40) -> float:
+    """Mean milliseconds of attention of 64 queries to keys of which there were as many never before.
+
+    cudnn: whether SDPA may take cuDNN, which `model/attention.py` switches off.
+    """
+    lengths = range(300 + cudnn, 300 + 7 * shapes, 7)
+    q, kv = (torch.randn(1, 8, n, 64, device=device, dtype=dtype) for n in (64, lengths[-1]))
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    try:
+        synchronize_device(device)
+        begin = time.perf_counter()
+        for n in lengths:
+            torch.nn.functional.scaled_dot_product_attention(q, kv[:, :, :n], kv[:, :, :n])
+        synchronize_device(device)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return 1e3 * (time.perf_counter() - begin) / len(lengths)
 
 
 def measure_decoding(

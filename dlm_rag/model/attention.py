@@ -1,8 +1,8 @@
 """Attention over ragged rows, and the kernel that computes it here.
 
 Rows are packed one after another without padding, so a question gets the same arithmetic alone and in a
-batch. Rows that need a mask run under SDPA with a boolean mask on a CPU, on a GPU under FlexAttention:
-there SDPA would compute grouped heads with a mask from whole matrices of scores.
+batch. Rows that need a mask run under SDPA on a CPU, which adds it, and under FlexAttention on a GPU: there
+SDPA would compute grouped heads with a mask from whole matrices of scores.
 
 Shapes: Tq, Tk packed query and key tokens; H query heads; Hk key-value heads; D head width.
 
