@@ -22,14 +22,15 @@ from typing import NamedTuple
 
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.config.fields import replace_settings
+from dlm_rag.decode.canvas import Canvas
 from dlm_rag.decode.model_runner import DecodeBudget, DecoderStats, MaskedModelRunner, ModelRunner
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.resolve_settings import resolve_settings
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.decode.row import Canvas, Row, Ticket
+from dlm_rag.decode.row import Row, Ticket
 from dlm_rag.decode.steps import NO_SEARCH, DenoiseStep, PendingSearch, RetrievalStep
 from dlm_rag.decode.tensor_parallel import LeadingModelRunner
-from dlm_rag.decode.uniform_noise import UniformModelRunner, UniformNoiseCanvas, uniform_tokens
+from dlm_rag.decode.uniform_noise import UniformModelRunner, UniformNoiseCanvas
 from dlm_rag.diffusion.commit_rules import check_policy_heads
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
@@ -39,7 +40,7 @@ from dlm_rag.model.policy_heads import copy_heads_to_cpu
 from dlm_rag.model.quantize import describe_precision
 from dlm_rag.nvtx_ranges import StageClock, mark_event, profile_stage, profile_step
 from dlm_rag.questions import Question, as_questions
-from dlm_rag.randomness import make_keyed_generator, sample_uniform
+from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.tokenizer import Tokenizer
 
@@ -240,8 +241,7 @@ class Engine(AbstractContextManager["Engine"]):
         if shape.noise is None:
             canvas = Canvas(length, mask_id, frozen_length=None if own.edit_threshold is None else 0)
         else:
-            noise = uniform_tokens(sample_uniform(generator, 1, length)[0], shape.vocab_size)
-            canvas = UniformNoiseCanvas(length, mask_id, 0, noise=noise, vocab_size=shape.vocab_size)
+            canvas = UniformNoiseCanvas.draw(length, mask_id, shape.vocab_size, generator)
         row = Row(
             ticket=Ticket(next(_tickets)),
             question=question,

@@ -7,6 +7,7 @@ others again, also those accepted before.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Self
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from dlm_rag.config import DecodeConfig, EngineConfig, ModelConfig
 from dlm_rag.config.ineffective_settings import check_checkpoint_effects
+from dlm_rag.decode.canvas import Canvas, CanvasChange, Choose, TokenIds
 from dlm_rag.decode.model_runner import ModelInput, ModelRunner
-from dlm_rag.decode.row import Canvas, CanvasChange, Choose, TokenIds
 from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.diffusion.policy import sample_at_quantile
 from dlm_rag.errors import ConfigError
@@ -40,6 +41,12 @@ class UniformNoiseCanvas(Canvas):
     next_noise: TokenIds | None = field(init=False, default=None)
     block_steps: int = 0  # steps of the current block
     argmax_history: list[TokenIds] = field(default_factory=list)  # its most probable tokens at these steps
+
+    @classmethod
+    def draw(cls, length: int, mask_id: int, vocab_size: int, generator: torch.Generator) -> Self:
+        """A fresh one."""
+        noise = uniform_tokens(sample_uniform(generator, 1, length)[0], vocab_size)
+        return cls(length, mask_id, 0, noise=noise, vocab_size=vocab_size)
 
     @property
     def model_ids(self) -> TokenIds:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.row import Canvas
+from dlm_rag.decode.canvas import Canvas
 from dlm_rag.diffusion.commit_rules import Proposals
 
 MASK, END = 256, 257
