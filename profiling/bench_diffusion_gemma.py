@@ -18,7 +18,7 @@ import torch
 from bench_tools import time_calls
 from torch import nn
 
-from dlm_rag.decode.model_runner import ModelInput
+from dlm_rag.decode.sampling import ModelInput
 from dlm_rag.decode.uniform_noise import UniformModelRunner
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.model.denoiser_config import DenoiserConfig

@@ -18,15 +18,15 @@ from dlm_rag.cli import print_note
 from dlm_rag.commands.prepare_decoder import PreparedDecoder
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.model_runner import (
-    MaskedModelRunner,
+from dlm_rag.decode.model_runner import MaskedModelRunner
+from dlm_rag.decode.rollout import Rollout
+from dlm_rag.decode.sampling import (
     ModelInput,
     SamplingMetadata,
     collect_crf_inputs,
     collect_sampling_metadata,
     sample_proposals,
 )
-from dlm_rag.decode.rollout import Rollout
 from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.diffusion.copy_crf import CopyCRF, apply_copy_crf
 from dlm_rag.errors import ConfigError

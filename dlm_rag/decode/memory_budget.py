@@ -14,13 +14,8 @@ from functools import partial
 import torch
 
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.decode.model_runner import (
-    GIB,
-    LOGITS_CHUNK_POSITIONS,
-    DecodeBudget,
-    SamplingMetadata,
-    sample_proposals,
-)
+from dlm_rag.decode.model_runner import GIB, DecodeBudget
+from dlm_rag.decode.sampling import LOGITS_CHUNK_POSITIONS, SamplingMetadata, sample_proposals
 from dlm_rag.diffusion.commit_rules import samples_actions
 from dlm_rag.diffusion.copy_crf import estimate_crf_bytes
 from dlm_rag.errors import ConfigError

@@ -1,21 +1,23 @@
-"""What a step asks of a model, and how a masked-diffusion denoiser answers: tokens for canvas positions."""
+"""How a model answers a step: a masked-diffusion denoiser in one call over all rows."""
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from itertools import chain, islice
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.decode.copy_sources import CopySources, batch_copy_sources
-from dlm_rag.diffusion.commit_rules import ACTION_STATISTICS, STATISTICS, Proposals
+from dlm_rag.decode.sampling import (
+    ModelInput,
+    SamplingMetadata,
+    collect_crf_inputs,
+    collect_sampling_metadata,
+    sample_proposals,
+    split_logit_chunks,
+)
+from dlm_rag.diffusion.commit_rules import STATISTICS, Proposals
 from dlm_rag.diffusion.copy_crf import CopyCRF, apply_copy_crf
-from dlm_rag.diffusion.policy import SoftThreshold, draw_actions, sample_at_quantile
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.batch_kv_cache import CacheRequest, ForwardSpan, KVCacheManager
 from dlm_rag.evidence.evidence_store import open_evidence_store
@@ -31,8 +33,6 @@ from dlm_rag.model.packed_batch import pack_rows
 from dlm_rag.nvtx_ranges import profile_stage
 
 GIB = 2**30
-LOGITS_CHUNK_POSITIONS = 1024  # logits that exist at a time: the vocabulary is the memory
-Arrays = list[NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,6 @@ class DecodeBudget:
     slot_count: int
     slot_tokens: int
     scratch_tokens: int
-
-
-@dataclass(frozen=True)
-class ModelInput:
-    """What a model is shown of a row that is to take a step."""
-
-    slot: int  # the row's own: what is kept for it is kept under this number
-    laid_out_prompt: LaidOutPrompt
-    canvas: NDArray[np.int64]  # (length,) the ids that stand there now, as far as the model is to look
-    positions: NDArray[np.int64]  # those to propose for, ascending; (length,) alone: the masked one behind
-    temperature: float = 0.0
-    # At which tokens are drawn: (n,) with a temperature; (2, n) of a policy, the second where it is forced.
-    quantiles: NDArray[np.float64] | None = None
-    soft_threshold: tuple[float, float, float] | None = None  # of a policy: temperature, threshold, width
-    needs_entropy: bool = False  # whether entropy and margin are wanted
-    finished_length: int = 0  # positions in front that are whole blocks and change no more
-    copy_sources: CopySources | None = None  # what is to be copied where it can be
-    copy_penalty: float = 0.0  # nats, of what is not
 
 
 @dataclass(frozen=True)
@@ -229,122 +211,3 @@ class MaskedModelRunner(ModelRunner):
         shown, shifted = len(view.canvas), self.denoiser.config.shifted
         at = view.laid_out_prompt.find_states(view.positions, shown, shifted) - run.begin
         return at[(at >= 0) & (at < len(run.segment.ids))].tolist()
-
-
-def split_logit_chunks(views: Sequence[ModelInput]) -> Iterator[list[ModelInput]]:
-    """The views in chunks of at most `LOGITS_CHUNK_POSITIONS` positions; only longer rows are divided."""
-    most, chunk, room = LOGITS_CHUNK_POSITIONS, list[ModelInput](), LOGITS_CHUNK_POSITIONS
-    for view in views:
-        for start in range(0, len(view.positions), most):
-            part, piece = slice(start, start + most), view
-            if len(view.positions) > most:
-                quantiles = None if view.quantiles is None else view.quantiles[..., part]
-                piece = replace(view, positions=view.positions[part], quantiles=quantiles)
-            if len(piece.positions) > room:
-                yield chunk
-                chunk, room = [], most
-            chunk.append(piece)
-            room -= len(piece.positions)
-    yield chunk
-
-
-def collect_crf_inputs(views: Sequence[ModelInput], mask_id: int) -> Arrays:
-    """The fields of `CopyCRF` for these views; empty where none copies."""
-    sources, chains, first, penalties, begin = [], [], [], [], 0
-    for view in views:
-        if view.copy_sources is not None:
-            sources.append(view.copy_sources)
-            chains.append(view.copy_sources.build_chain(view.canvas, view.positions, mask_id))
-            first.append(begin)
-            penalties.append(view.copy_penalty)
-        begin += len(view.positions)
-    if not sources:
-        return []
-    return [*batch_copy_sources(sources, chains, first), np.array(penalties, np.float32)]
-
-
-def collect_sampling_metadata(views: Sequence[ModelInput], mask_id: int, policy: bool) -> Arrays:
-    """The fields of `SamplingMetadata` for these views; policy: whether any row of the call has one."""
-    counts, soft = [len(view.positions) for view in views], [view.soft_threshold for view in views]
-    current = np.concatenate([np.append(view.canvas, mask_id)[view.positions] for view in views])
-    temperature = np.repeat([view.temperature for view in views], counts)
-    drawn, quantiles = np.flatnonzero(temperature), np.zeros((2, len(current)))
-    for view, end in zip(views, np.cumsum(counts), strict=True):
-        if view.quantiles is not None:
-            quantiles[:, end - len(view.positions) : end] = view.quantiles
-    entropy = np.flatnonzero(np.repeat([view.needs_entropy for view in views], counts))
-    sampled = (values[drawn].astype(np.float32) for values in (temperature, quantiles[0]))
-    arrays: Arrays = [np.array([mask_id]), current, drawn, *sampled, entropy]
-    if policy:
-        index = np.flatnonzero(np.repeat([each is not None for each in soft], counts))
-        params = np.repeat([each or (1.0, 0.5, 1.0) for each in soft], counts, axis=0).T
-        arrays += [index, np.concatenate((params, quantiles)).astype(np.float32)[:, index]]
-    return arrays
-
-
-@dataclass(frozen=True)
-class SamplingMetadata:
-    """What is wanted of n positions; tensors lie on the device of the logits.
-
-    mask_id: (1,), never proposed. current_ids: (n,) the token that stands there now. sampled_index: (m,)
-    which positions take a token at random, at the quantile `quantiles` (m,) of the distribution at
-    `temperature` (m,), above 0; the others take the most probable one. entropy_index: (s,) of which
-    positions entropy and margin are wanted. policy_index: (k,) for which positions a policy draws, None
-    where there is none in the call; policy_params: (5, k) its temperature, threshold and width, and the
-    two quantiles that it draws at.
-    """
-
-    mask_id: Tensor
-    current_ids: Tensor
-    sampled_index: Tensor
-    temperature: Tensor
-    quantiles: Tensor
-    entropy_index: Tensor
-    policy_index: Tensor | None = None
-    policy_params: Tensor | None = None
-
-
-def sample_proposals(logits: Tensor, wanted: SamplingMetadata) -> Tensor:
-    """A row (n,) for each of `STATISTICS`, then, where a policy draws, for each of `ACTION_STATISTICS`.
-
-    logits: (n, V) float32. The mask itself is never proposed. Confidence is a token's probability at
-    temperature 1, whatever it was sampled at; the log-probability is finite where that underflows. Entropy
-    and margin cost a pass over the whole distribution, and are 0 where nobody wants them.
-    """
-    # The largest weight is 1 and confidences near 1 stay apart, which log-sum-exp would round away.
-    highest = logits.amax(-1, keepdim=True)
-    weights = (logits - highest).exp_()
-    total = weights.sum(-1)
-    entropy, margin = torch.zeros_like(total), torch.zeros_like(total)
-    if len(wanted.entropy_index):
-        probability = weights[wanted.entropy_index] / total[wanted.entropy_index, None]
-        best = probability.topk(2, dim=-1).values
-        entropy.index_copy_(0, wanted.entropy_index, torch.special.entr(probability).sum(-1))
-        margin.index_copy_(0, wanted.entropy_index, best[:, 0] - best[:, 1])
-    allowed = logits.index_fill(1, wanted.mask_id, -math.inf)
-    token = allowed.argmax(-1)
-    if len(wanted.sampled_index):
-        above = allowed[wanted.sampled_index]
-        above = above - above.amax(-1, keepdim=True)
-        exact = above if above.device.type == "mps" else above.double()
-        tempered = exact / wanted.temperature[:, None].to(exact.dtype)
-        token = token.index_copy(0, wanted.sampled_index, sample_at_quantile(tempered, wanted.quantiles))
-    log_prob = (allowed.gather(1, token[:, None]) - highest).squeeze(1) - total.log()
-    confidence, current = (
-        weights.gather(1, ids[:, None]).squeeze(1) / total for ids in (token, wanted.current_ids)
-    )
-    # As in `STATISTICS`. Token ids are exact in float32 below 2 ** 24; not every device has float64.
-    found = torch.stack([token.float(), confidence, log_prob, entropy, margin, current])
-    if wanted.policy_index is None or wanted.policy_params is None:
-        return found
-    draws = found.new_zeros(len(ACTION_STATISTICS), len(logits))
-    if len(wanted.policy_index):
-        temperature, threshold, width, uniform, forced = wanted.policy_params
-        draws[:, wanted.policy_index] = draw_actions(
-            logits[wanted.policy_index],
-            wanted.mask_id,
-            SoftThreshold(temperature, threshold, width),
-            uniform,
-            forced,
-        )
-    return torch.cat((found, draws))

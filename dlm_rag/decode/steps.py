@@ -10,10 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from dlm_rag.decode.copy_sources import CopySources, SeparatorTokens
-from dlm_rag.decode.model_runner import ModelInput, ModelRunner
+from dlm_rag.decode.model_runner import ModelRunner
 from dlm_rag.decode.policy_features import ask_commit_head, decide_search
 from dlm_rag.decode.rollout import Action, CommittedToken, find_grounded_tokens
 from dlm_rag.decode.row import Row
+from dlm_rag.decode.sampling import ModelInput
 from dlm_rag.diffusion.commit_rules import (
     Proposals,
     RuleContext,

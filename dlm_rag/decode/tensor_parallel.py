@@ -15,7 +15,8 @@ import torch
 
 from dlm_rag.config import EngineConfig
 from dlm_rag.decode.memory_budget import limit_cuda_allocator
-from dlm_rag.decode.model_runner import GIB, DecodeBudget, MaskedModelRunner, ModelInput, ModelRunner
+from dlm_rag.decode.model_runner import GIB, DecodeBudget, MaskedModelRunner, ModelRunner
+from dlm_rag.decode.sampling import ModelInput
 from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.errors import RunError
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt

@@ -17,7 +17,8 @@ from torch import Tensor
 from dlm_rag.config import DecodeConfig, EngineConfig, ModelConfig
 from dlm_rag.config.ineffective_settings import check_checkpoint_effects
 from dlm_rag.decode.canvas import Canvas, CanvasChange, Choose, TokenIds
-from dlm_rag.decode.model_runner import ModelInput, ModelRunner
+from dlm_rag.decode.model_runner import ModelRunner
+from dlm_rag.decode.sampling import ModelInput
 from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.diffusion.policy import sample_at_quantile
 from dlm_rag.errors import ConfigError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dlm_rag import Decoder
-from dlm_rag.decode import model_runner
+from dlm_rag.decode import sampling
 from dlm_rag.decode.copy_sources import (
     SOURCE_FIXED,
     SOURCE_UNKNOWN,
@@ -156,7 +156,7 @@ def test_rows_share_nothing_but_the_call(corpus_file, layout, monkeypatch):
     alone = make_decoder(corpus_file, layout, batch_size=1, copy_penalty=3.0).decode(QUESTIONS)
     decoder = make_decoder(corpus_file, layout, batch_size=3, copy_penalty=3.0)
     assert rollout_records(decoder.decode(QUESTIONS)) == rollout_records(alone)
-    monkeypatch.setattr(model_runner, "LOGITS_CHUNK_POSITIONS", 13)
+    monkeypatch.setattr(sampling, "LOGITS_CHUNK_POSITIONS", 13)
     assert rollout_records(decoder.decode(QUESTIONS)) == rollout_records(alone)
     assert rollout_records(make_decoder(corpus_file, layout).decode(QUESTIONS)) != rollout_records(alone)
 

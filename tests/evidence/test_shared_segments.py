@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.decode.model_runner import MaskedModelRunner, ModelInput
+from dlm_rag.decode.model_runner import MaskedModelRunner
+from dlm_rag.decode.sampling import ModelInput
 from dlm_rag.evidence.batch_kv_cache import KVCacheManager
 from dlm_rag.evidence.kv_tiers import KVArena, round_up_to_unit
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt, lay_out_prompt

@@ -13,7 +13,8 @@ from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_decoder
 from dlm_rag.config import DecodeConfig, EngineConfig, load_config
 from dlm_rag.decode.memory_budget import DecodeMemory, LongestRow, SharedSegmentBytes
-from dlm_rag.decode.model_runner import DecodeBudget, MaskedModelRunner, ModelInput
+from dlm_rag.decode.model_runner import DecodeBudget, MaskedModelRunner
+from dlm_rag.decode.sampling import ModelInput
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.evidence.segment_kv_cache import EvidencePool
 from dlm_rag.machine import choose_dtype

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.decode.model_runner import MaskedModelRunner, ModelInput
+from dlm_rag.decode.model_runner import MaskedModelRunner
+from dlm_rag.decode.sampling import ModelInput
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.batch_kv_cache import PREFILL_SCRATCH_TOKENS
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts

@@ -7,7 +7,7 @@ import torch
 
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.model_runner import ModelInput
+from dlm_rag.decode.sampling import ModelInput
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.retrieval import load_retriever

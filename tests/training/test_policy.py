@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlm_rag.config import DecodeConfig, TrainConfig
-from dlm_rag.decode.model_runner import SamplingMetadata, sample_proposals
 from dlm_rag.decode.rollout import Action, Rollout, RolloutStep
+from dlm_rag.decode.sampling import SamplingMetadata, sample_proposals
 from dlm_rag.diffusion.commit_rules import Proposals, RuleContext, choose_commits, select_by_threshold
 from dlm_rag.diffusion.policy import (
     ActionDistribution,
