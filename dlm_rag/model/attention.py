@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -62,15 +62,16 @@ def _sdpa(
     shapes = list(zip(sight.query_lengths, sight.key_lengths, partial, strict=True))
     if sight.cached_rows is None:  # consecutive rows of equal lengths are one call
         runs = [(len(list(same)), *shape) for shape, same in groupby(shapes)]
-        starts = [*accumulate((rows * seen for rows, _, seen, _ in runs), initial=0)]
+        # Not slices: the gradient of each would be as long as all keys.
+        keys, values = (x.split([rows * seen for rows, _, seen, _ in runs]) for x in (k, v))
     else:
-        runs, starts = [(1, *shape) for shape in shapes], [*sight.cached_rows.starts]
-    found, at, row = [], 0, 0
-    for (rows, n, seen, bounded), start in zip(runs, starts, strict=False):
-        run_q = q[at : at + rows * n].unflatten(0, (rows, n)).transpose(1, 2)
-        run_k, run_v = (
-            x[start : start + rows * seen].unflatten(0, (rows, seen)).transpose(1, 2) for x in (k, v)
-        )
+        runs, starts = [(1, *shape) for shape in shapes], sight.cached_rows.starts
+        places = [slice(start, start + seen) for start, (_, seen, _) in zip(starts, shapes, strict=True)]
+        keys, values = (tuple(x[place] for place in places) for x in (k, v))
+    found, at, row, queries = [], 0, 0, q.split([rows * n for rows, n, _, _ in runs])
+    for (rows, n, seen, bounded), own, *seen_by_it in zip(runs, queries, keys, values, strict=True):
+        run_q = own.unflatten(0, (rows, n)).transpose(1, 2)
+        run_k, run_v = (x.unflatten(0, (rows, seen)).transpose(1, 2) for x in seen_by_it)
         if n and (pattern is not None or (bounded and not sight.causal)):
             rule = build_mask_rule(sight, slice(row, row + rows), slice(at, at + rows * n), pattern)
             out = attend_masked(run_q, run_k, run_v, rule, sight.masks, (row, pattern))

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.attention import (
@@ -39,6 +40,26 @@ def test_each_row_attends_to_what_it_sees_alone(queries, block, more):
     limits = None if more else block
     expected = torch.cat([by_the_book(*row, limits_of(len(row[0]), limits)) for row in rows])
     torch.testing.assert_close(out, expected)
+
+
+def test_gradients_of_a_row_are_no_longer_than_the_row():
+    """A slice's gradient is as long as what it is a slice of: many rows would cost their square."""
+
+    class Recorder(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = set()
+
+        def __torch_dispatch__(self, op, kinds, args=(), kwargs=None):
+            self.names.add(op._schema.name)
+            return op(*args, **(kwargs or {}))
+
+    lengths = (3, 7, 1, 5)
+    inputs = [x.requires_grad_() for x in random_rows(lengths, lengths)]
+    with Recorder() as found:
+        compute_attention(*inputs, sight_of(lengths, lengths, 2), "sdpa").sum().backward()
+    assert "aten::slice_backward" not in found.names
+    assert {"aten::split_with_sizes", "aten::cat"} <= found.names
 
 
 def varlen_reference(q, k, v, cumulative, longest, causal):
