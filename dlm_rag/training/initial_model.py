@@ -125,7 +125,8 @@ def _check_hidden_tokens(config: Config, shape: DenoiserConfig) -> None:
         )
     if shape.attention_patterns and pointed:
         raise ConfigError("pointer_loss_weight: this model's layers hide tokens by a pattern; set it to 0")
-    if shape.shifted and shape.finished_block_context == "no_evidence":
+    causal = any(find_task(train).has_causal_loss and train.causal_loss_weight for train in phases)
+    if (shape.shifted or causal) and shape.finished_block_context == "no_evidence":
         raise ConfigError(
             "finished_block_context=no_evidence cannot be trained on a model that predicts the next token: "
             "set decode.finished_block_context=recompute"
@@ -161,21 +162,29 @@ def _open_base_model(config: Config, path: str) -> InitialModel:
 def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
     """An architecture with what training gives it: layout, lengths, room for long contexts.
 
-    Raises `ConfigError` for a model whose causal pass would not be trained.
+    Raises `ConfigError` for a model whose causal pass would not be trained, or cannot be.
     """
-    if own.causal_context and any(
-        t.trainable != "policy_heads" for t in config.train.get_phase_configs().values()
-    ):
-        raise ConfigError(
-            "this model predicts the next token too, which no objective trains: set trainable=policy_heads"
-        )
     train, decode, block = config.train, config.decode, config.model.block_size
+    block = own.block_size if block is None else block or None
+    phases = train.get_phase_configs().values()
+    causal = [find_task(phase).has_causal_loss and phase.causal_loss_weight > 0 for phase in phases]
+    if any(causal) and (not block or own.shifted or own.block_grid != "canvas"):
+        raise ConfigError(
+            "train.causal_loss_weight needs a model that predicts in place, in blocks counted from the "
+            "canvas: set model.block_size, or another model.path"
+        )
+    frozen = [phase.trainable == "policy_heads" for phase in phases]
+    if (any(causal) or own.causal_context) and not all(a or b for a, b in zip(causal, frozen, strict=True)):
+        raise ConfigError(
+            "this model predicts the next token too, which a phase would unlearn: set "
+            "train.causal_loss_weight above 0 with objective=sft, or trainable=policy_heads"
+        )
     canvas, heads = decode.max_new_tokens or own.canvas_length, train.trainable == "policy_heads"
     if own.noise is not None:  # its layout and its blocks are its own
         return replace(own, canvas_length=canvas)
     longest = [
         phase.sequence_length + 1
-        for phase in train.get_phase_configs().values()
+        for phase in phases
         if find_task(phase).reads_sequences and (phase.rope_theta or config.model.path is None)
     ]
     return replace(
@@ -184,7 +193,8 @@ def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
         passage_length=train.passage_length,
         canvas_length=canvas,
         block_length=own.block_length if decode.block_length is None else decode.block_length,
-        block_size=own.block_size if block is None else block or None,
+        block_size=block,
+        causal_context=own.causal_context or any(causal),
         finished_block_context=decode.finished_block_context or own.finished_block_context,
         commit_rule="policy_head" if heads else "threshold",
         retrieval_gate=(decode.retrieval_gate or own.retrieval_gate) if heads else "always",

@@ -22,7 +22,7 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_device
 from dlm_rag.model.layers import AttentionProbe, get_compute_dtype
-from dlm_rag.model.packed_batch import ContextParallel, Segment
+from dlm_rag.model.packed_batch import ContextParallel
 from dlm_rag.model.tensor_parallel import TensorParallel
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.training.data.examples import Example
@@ -91,10 +91,10 @@ def locate_pointers(
         # Where the prompt is in one piece, the passages follow its head; else each is a segment.
         bounds = dict(zip(range(len(facts)), accumulate(map(len, facts), initial=head), strict=False))
         ends = accumulate((len(segment.ids) for segment in state.context_segments), initial=0)
-        at = dict(zip(state.context_segments, ends, strict=False))
+        at = dict(zip(((s.ids, s.start) for s in state.context_segments), ends, strict=False))
         for pointer in example.supervised_pointers:
             fact = facts[pointer.fact]
-            first = at.get(Segment(fact, 0), bounds[pointer.fact])
+            first = at.get((fact, 0), bounds[pointer.fact])
             found.append((start + pointer.position, first, first + len(fact), first + pointer.token))
     counts = [len(example.supervised_pointers) for example in examples]
     return counts, np.array(found, dtype=np.int64).reshape(-1, 4).T
@@ -152,6 +152,7 @@ class LossWeights:
 
     end_token: float = 1.0  # of an end token, where a token counts 1
     pointer: float = 0.0
+    causal: float = 0.0  # of the mean loss of next tokens, where that of masked tokens counts 1
     block_size: int | None = None  # attention in blocks of so many tokens; None: as the denoiser has it
 
 
@@ -161,14 +162,16 @@ def count_examples(
     """What is known of examples before the denoiser has seen them.
 
     supervised: tokens. divisor: of their losses, which counts them by weight, or all of a document.
+    causal: the same of next tokens, in causal rows.
     pointed: those that a passage in the prompt spells out. tokens: of prompts and canvases.
     """
-    found = dict.fromkeys(("supervised", "divisor", "pointed", "tokens", "rows"), 0.0)
+    found = dict.fromkeys(("supervised", "divisor", "causal", "pointed", "tokens", "rows"), 0.0)
     for example in examples:
         targets = [example.target[n] for n in example.supervised_positions]
         counted = sum(eos_weight if token in end_ids else 1.0 for token in targets)
         found["supervised"] += len(targets)
-        found["divisor"] += counted if example.divisor is None else example.divisor
+        name = "causal" if example.causal else "divisor"
+        found[name] += counted if example.divisor is None else example.divisor
         found["pointed"] += len({pointer.position for pointer in example.supervised_pointers})
         found["tokens"] += len(example.prompt) + len(example.target)
         found["rows"] += 1
@@ -214,7 +217,7 @@ def lay_out_examples(
     assert shape.mask_token_id is not None
     return [
         lay_out_prompt(example.prompt, shape, layout).build_row(
-            example.canvas(shape.mask_token_id), example.finished, shape.shifted
+            example.canvas(shape.mask_token_id), example.finished, shape.shifted or example.causal
         )
         for example in examples
     ]
@@ -236,9 +239,10 @@ class MaskedObjective(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """What these examples add to the loss of a step, a scalar; and sums that only the denoiser tells.
 
-        counts: of the whole step, in all its parts on all processes. Sums, in nats and counts: the token
-        losses by weight, the pointer losses, the mass of the passage head on the right passage, the tokens
-        to be copied that the denoiser finds most probable.
+        examples: masked rows, then causal ones. counts: of the whole step, in all its parts on all
+        processes. Sums, in nats and counts: the losses of masked and of next tokens by weight, the pointer
+        losses, the mass of the passage head on the right passage, the tokens to be copied that the denoiser
+        finds most probable.
         """
         layers = self.denoiser.config.num_hidden_layers
         probe = AttentionProbe(max(0, layers - 2)) if terms.pointer and counts["pointed"] else None
@@ -248,15 +252,26 @@ class MaskedObjective(nn.Module):
             arrays = [*self._supervision(examples, seen.positions, terms.end_token), indices]
             targets, weights, copied, places = to_device(arrays, seen.hidden.device)
             normed, head = self.denoiser.norm(seen.hidden), self.denoiser.lm_head.weight
-            summed, right = ChunkedCrossEntropy.apply(normed, head, targets, weights, self.logit_chunk)
+            rows = zip(examples, seen.positions, strict=True)
+            first = sum(len(places) for example, places in rows if not example.causal)  # of causal rows
+            groups = [x.tensor_split((first,)) for x in (normed, targets, weights)]
+            (masked, causal), chunk = zip(*groups, strict=True), self.logit_chunk
+            summed, right = ChunkedCrossEntropy.apply(masked[0], head, *masked[1:], chunk)
             loss = summed / counts["divisor"]
-            pointed, mass = summed.new_zeros(()), summed.new_zeros(())
+            predicted, pointed, mass = summed.new_zeros(3)
+            if first < len(targets):
+                predicted, found = ChunkedCrossEntropy.apply(causal[0], head, *causal[1:], chunk)
+                loss = loss + predicted * (terms.causal / counts["causal"])
+                right = torch.cat((right, found))
             if probe is not None:
                 ranks = self.denoiser.tensor_parallel
                 pointed, mass = compute_pointer_loss(pointers, places, probe, ranks)
                 loss = loss + pointed * (terms.pointer / counts["pointed"])
             names = (right & copied).sum().float()
-        sums = {"tokens": summed, "pointers": pointed, "passage_mass": mass, "names_right": names}
+        sums = {
+            "tokens": summed, "causal": predicted, "pointers": pointed, "passage_mass": mass,
+            "names_right": names,
+        }  # fmt: skip
         return loss, {name: value.detach() for name, value in sums.items()}
 
     def _supervision(

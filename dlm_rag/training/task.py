@@ -64,6 +64,7 @@ class Task:
     needs_trained_model: ClassVar[bool] = False
     reads_sequences: ClassVar[bool] = False  # a model needs positions for `train.sequence_length`
     opens_causal_attention: ClassVar[bool] = False  # can begin with an autoregressive checkpoint
+    has_causal_loss: ClassVar[bool] = False  # whether it reads `train.causal_loss_weight`
     updates = 1  # weight updates per step
     runs_denoiser = True  # whether the loss runs its layers
 

@@ -26,7 +26,19 @@ from tests.support.training import run_train_program
 
 ALONE = DistributedContext(0, 1, 0)
 SAME = {  # case on two processes -> case on one
-    **{case: case for case in ("sft", "sft muon", "sft bfloat16", "adapters", "uneven", "rl", "adapt")},
+    **{
+        case: case
+        for case in (
+            "sft",
+            "sft both objectives",
+            "sft muon",
+            "sft bfloat16",
+            "adapters",
+            "uneven",
+            "rl",
+            "adapt",
+        )
+    },
     **{case: case for case in TRAINING_CASES if "rows on one" in case or "split" in case},
     "sft bfloat16 sharded": "sft bfloat16",
     **dict.fromkeys(("sft accumulated", "sft sharded", "sft sharded, accumulated, checkpointed"), "sft"),

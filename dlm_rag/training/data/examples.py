@@ -3,7 +3,7 @@
 import random
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import takewhile
 
@@ -47,6 +47,8 @@ class Example:
     divisor: float | None = None
     supervised: tuple[bool, ...] | None = None  # None: what is hidden
     finished: int = 0  # positions at its start that are whole finished blocks, where attention has blocks
+    response: tuple[int, ...] = ()  # the whole response and an end token, where the target may end before
+    causal: bool = False  # whether each token is predicted from those before it, all of which are seen
 
     @cached_property
     def supervised_positions(self) -> tuple[int, ...]:
@@ -59,6 +61,12 @@ class Example:
         """The pointers of supervised positions."""
         places = set(self.supervised_positions)
         return [pointer for pointer in self.pointers if pointer.position in places]
+
+    def make_causal(self) -> "Example":
+        """The same prompt with the whole response, whose tokens are each predicted from those before."""
+        ids = self.response or self.target
+        shown, counted = (False,) * len(ids), (True,) * len(ids)
+        return replace(self, target=ids, masked=shown, supervised=counted, finished=len(ids), causal=True)
 
     def canvas(self, mask_id: int) -> list[int]:
         """What the denoiser sees of the target."""
@@ -135,8 +143,9 @@ class ExampleBuilder:
             blocks = shape.canvas_length, shape.block_size, first
             masked, finished = draw_block_mask(rng, len(ids), stands, *blocks)
         target = (*ids, *[end_id] * len(masked))[: len(masked)]
-        there = tuple(pointer for pointer in pointers if pointer.position < len(target))
-        return Example(prompt, target, masked, there, finished=finished)
+        response = (*ids, end_id)[: shape.canvas_length]
+        there = tuple(pointer for pointer in pointers if pointer.position < len(response))
+        return Example(prompt, target, masked, there, finished=finished, response=response)
 
 
 def sample_passages(

@@ -214,6 +214,8 @@ class QuestionExamples:
         pointers = find_copy_pointers(ids, prompt.facts)
         row = self._builder.build_example(rng, prompt, ids, standing, pointers)
         told = self._count_supported_tokens(question, ids, {p.id for p in evidence})
+        if told < len(ids):
+            row = replace(row, response=row.response[: told + MAX_UNSUPPORTED_TOKENS])
         if not row.finished <= told < len(ids):
             return row
         hidden = tuple(hide or place >= told for place, hide in enumerate(row.masked))
