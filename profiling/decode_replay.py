@@ -98,7 +98,7 @@ class ReferenceModelRunner:
             for view, row, every in zip(views, states, whole.split(packed.lengths), strict=True):
                 at = torch.from_numpy(row.canvas_start + view.positions).to(every.device)
                 drawing = view.soft_threshold is not None
-                arrays = collect_sampling_metadata([view], self._mask_id, drawing)
+                arrays = collect_sampling_metadata([view], self._mask_id, self.shape.vocab_size, drawing)
                 wanted, logits = to_device(arrays, every.device), every[at]
                 if copied := collect_crf_inputs([view], self._mask_id):
                     logits = apply_copy_crf(logits, CopyCRF(*to_device(copied, every.device)))

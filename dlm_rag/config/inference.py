@@ -10,9 +10,12 @@ SEARCH_SCHEMES = ("http", "https", "milvus")  # of `retrieval.url`
 NO_URL = {"retrieval.url": (None,)}
 NO_SERVICE = {"retrieval.url": (None, "milvus://")}
 MASKED, UNIFORM = {"noise": ("mask",)}, {"noise": ("uniform",)}
-IN_BLOCKS = MASKED | {"attention_blocks": (True,)}
+BY_DIFFUSION = MASKED | {"decode.mode": ("diffusion",)}
+IN_BLOCKS = BY_DIFFUSION | {"attention_blocks": (True,)}
 ROLLOUTS = MASKED | {"train.objective": ("rl",)}  # which sample what they commit
-HEADS = tuple(MASKED | {f"decode.{name}": ("policy_head",)} for name in ("commit_rule", "retrieval_gate"))
+HEADS = tuple(
+    BY_DIFFUSION | {f"decode.{name}": ("policy_head",)} for name in ("commit_rule", "retrieval_gate")
+)
 
 
 @settings_dataclass
@@ -89,14 +92,18 @@ DEFAULT_ENTROPY_BOUND_NATS = 0.1  # nats, where neither settings nor checkpoint 
 class DecodeConfig(CheckedSettings):
     """The denoising loop: what is committed, what is searched for, when evidence is refreshed."""
 
+    mode: str | None = setting(None, choices=("diffusion", "autoregressive", "speculative"))
+    """how the response is written: by diffusion, from left to right (autoregressive), or from left to
+    right with the model's own drafts, which are queries (speculative; the same text at temperature 0);
+    unset takes what the checkpoint was trained for, of both ways diffusion"""
     max_new_tokens: int | None = setting(None, low=1, high=2**20)
     """length of the response canvas in tokens, all masked at first; unset takes the checkpoint's own
     (100)"""
-    block_length: int | None = setting(None, low=0, only_with=MASKED)
+    block_length: int | None = setting(None, low=0, only_with=BY_DIFFUSION)
     """commit tokens only within the first unfinished block of this length, 0 for anywhere; unset takes
     the checkpoint's own"""
     finished_block_context: str | None = setting(
-        None, choices=("recompute", "no_evidence"), only_with=IN_BLOCKS
+        None, choices=("recompute", "no_evidence"), only_with=MASKED | {"attention_blocks": (True,)}
     )
     """what finished blocks attend to after new evidence arrives, in checkpoints with block attention:
     recompute (they are run again with the new evidence) or no_evidence (response text only); unset takes
@@ -104,24 +111,28 @@ class DecodeConfig(CheckedSettings):
     query_window: int = setting(8, low=0, high=2**20, only_with=IN_BLOCKS)
     """number of positions after the current block whose predictions may enter a query, in checkpoints
     with block attention"""
-    commit_rule: str | None = setting(None, table="dlm_rag.diffusion.commit_rules:RULES", only_with=MASKED)
+    commit_rule: str | None = setting(
+        None, table="dlm_rag.diffusion.commit_rules:RULES", only_with=BY_DIFFUSION
+    )
     """rule that decides which masked positions are committed at a step; unset takes the checkpoint's
     own, else threshold"""
-    commit_threshold: float = setting(0.9, low=0, high=1, only_with=(MASKED, ROLLOUTS))
+    commit_threshold: float = setting(0.9, low=0, high=1, only_with=(BY_DIFFUSION, ROLLOUTS))
     """confidence at which a position is committed (tau_c), for the rules threshold and grounded; for
     sampled and policy_head the confidence at which a gate opens with probability 1/2"""
-    gate_temperature: float = setting(0.5, low=1e-3, high=100, only_with=(MASKED, ROLLOUTS))
+    gate_temperature: float = setting(0.5, low=1e-3, high=100, only_with=(BY_DIFFUSION, ROLLOUTS))
     """softness of that threshold for sampled and policy_head, in logits"""
     head_threshold: float | None = setting(0.5, low=0, high=1, only_with=HEADS)
     """probability at which a policy head says yes; unset (null) samples its decision"""
-    tokens_per_step: int | None = setting(None, low=1, only_with=MASKED)
+    tokens_per_step: int | None = setting(None, low=1, only_with=BY_DIFFUSION)
     """number of positions committed per step: exactly this many for top_k, entropy, margin and
     sequential (unset: 1), at most this many for threshold, entropy_bound and grounded (unset: no limit)"""
-    steps_per_block: int | None = setting(None, low=1, high=2**20)
+    steps_per_block: int | None = setting(
+        None, low=1, high=2**20, only_with={"decode.mode": ("diffusion",)}
+    )
     """number of steps per block (or per canvas, without blocks): sets what a step commits for top_k,
     entropy, margin and sequential, and the minimum for threshold, entropy_bound and grounded (unset: 1)"""
     schedule: str = setting(
-        "even", choices=("even", "rounded"), only_with=MASKED | {"decode.steps_per_block": SET}
+        "even", choices=("even", "rounded"), only_with=BY_DIFFUSION | {"decode.steps_per_block": SET}
     )
     """how the positions of a block are divided over steps_per_block if it does not divide evenly: the
     first steps take more, or each step takes its rounded share of the rest"""
@@ -130,9 +141,11 @@ class DecodeConfig(CheckedSettings):
     edit_threshold: float | None = setting(None, low=0, high=1, only_with=IN_BLOCKS)
     """confidence at which another token replaces a committed one within the current attention block;
     unset: never"""
-    max_edit_steps: int = setting(16, low=0, high=2**20, only_with=MASKED | {"decode.edit_threshold": SET})
+    max_edit_steps: int = setting(
+        16, low=0, high=2**20, only_with=BY_DIFFUSION | {"decode.edit_threshold": SET}
+    )
     """maximum number of steps that edit a block after its last mask is gone"""
-    copy_penalty: float | None = setting(None, low=0, high=50, only_with=MASKED)
+    copy_penalty: float | None = setting(None, low=0, high=50, only_with=BY_DIFFUSION)
     """cost in nats of a token that is in neither question nor evidence, and of each jump between places
     in them; unset: no cost"""
     temperature_high: float | None = setting(None, low=1e-6, high=2**20, only_with=UNIFORM)
@@ -156,10 +169,12 @@ class DecodeConfig(CheckedSettings):
     """number of steps between two refreshes of the evidence"""
     retrieval_threshold: float | None = setting(None, low=0, high=1)
     """refresh the evidence only if the lowest confidence is below this; unset: always"""
-    retrieval_gate: str | None = setting(None, choices=("always", "policy_head"), only_with=MASKED)
+    retrieval_gate: str | None = setting(None, choices=("always", "policy_head"), only_with=BY_DIFFUSION)
     """whether to search with a query that has changed: always, or if the policy head says so; unset
     takes the checkpoint's own, else always"""
-    temperature: float = setting(0.0, low=0, only_with=MASKED)
+    temperature: float = setting(
+        0.0, low=0, only_with=MASKED | {"decode.mode": ("diffusion", "autoregressive")}
+    )
     """sampling temperature of committed tokens; 0 takes the most probable token"""
     seed: int = setting(0)
     """random seed of sampling; every question has a generator of its own"""

@@ -60,6 +60,11 @@ class Canvas:
         return self.first_masked if self.frozen_length is None else self.frozen_length
 
     @property
+    def is_causal_pass(self) -> bool:
+        """Whether the next pass is causal throughout, and predicts each token from those before it."""
+        return False
+
+    @property
     def model_ids(self) -> TokenIds:
         """The ids that a model sees."""
         return self.ids

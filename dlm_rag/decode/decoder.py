@@ -22,15 +22,14 @@ from typing import NamedTuple
 
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.config.fields import replace_settings
-from dlm_rag.decode.canvas import Canvas
 from dlm_rag.decode.model_runner import DecodeBudget, DecoderStats, MaskedModelRunner, ModelRunner
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.resolve_settings import resolve_settings
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.decode.row import Row, Ticket
+from dlm_rag.decode.row import Row, Ticket, make_canvas
 from dlm_rag.decode.steps import NO_SEARCH, DenoiseStep, PendingSearch, RetrievalStep
 from dlm_rag.decode.tensor_parallel import LeadingModelRunner
-from dlm_rag.decode.uniform_noise import UniformModelRunner, UniformNoiseCanvas
+from dlm_rag.decode.uniform_noise import UniformModelRunner
 from dlm_rag.diffusion.commit_rules import check_policy_heads
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
@@ -235,19 +234,15 @@ class Engine(AbstractContextManager["Engine"]):
         if settings is not None:
             mine = replace_settings(settings, batch_size=own.batch_size, overlap=own.overlap)
             own = self.decoder.resolve_settings(mine)
-        length, mask_id, layout = own.max_new_tokens, self.tokenizer.mask_id, self.decoder.evidence_layout
+        length, layout = own.max_new_tokens, self.decoder.evidence_layout
         assert length is not None
         generator = make_keyed_generator(own.seed, question.id)
-        if shape.noise is None:
-            canvas = Canvas(length, mask_id, frozen_length=None if own.edit_threshold is None else 0)
-        else:
-            canvas = UniformNoiseCanvas.draw(length, mask_id, shape.vocab_size, generator)
         row = Row(
             ticket=Ticket(next(_tickets)),
             question=question,
             settings=own,
             slot=heappop(self._free),  # the lowest: memory is kept up to the highest in use
-            canvas=canvas,
+            canvas=make_canvas(own, shape, self.tokenizer, generator),
             generator=generator,
             rollout=Rollout(question.id, question.question, layout, length, settings=asdict(own)),
             end_ids=self.tokenizer.end_ids,

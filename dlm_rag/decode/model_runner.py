@@ -170,10 +170,11 @@ class MaskedModelRunner(ModelRunner):
             runs, context = self._contexts.prepare_rows([self._cache_request(view) for view in views])
         with profile_stage("denoise"):
             read = [[] if run.row is None else self._read_tokens(run, views[run.row]) for run in runs]
+            vocabulary = self.denoiser.config.vocab_size
             chunks, policy = list(split_logit_chunks(views)), any(view.soft_threshold for view in views)
             wanted = [
                 (
-                    collect_sampling_metadata(chunk, self._mask_id, policy),
+                    collect_sampling_metadata(chunk, self._mask_id, vocabulary, policy),
                     collect_crf_inputs(chunk, self._mask_id),
                 )
                 for chunk in chunks
@@ -200,14 +201,18 @@ class MaskedModelRunner(ModelRunner):
     def _cache_request(self, view: ModelInput) -> CacheRequest:
         """The chain of a row's lead and canvas, and what of it is finished."""
         laid, lead = view.laid_out_prompt, len(view.laid_out_prompt.canvas_prefix.ids)
-        segment = laid.build_canvas_segment(view.canvas.tolist(), view.finished_length)
+        segment = laid.build_canvas_segment(view.canvas.tolist(), view.finished_length, view.causal)
         finished = segment.block_start(lead + view.finished_length)
         asked = view.positions if len(view.positions) else np.array([view.finished_length])
-        first = int(laid.find_states(asked, len(view.canvas), self.denoiser.config.shifted)[0])
+        first = int(laid.find_states(asked, len(view.canvas), self._reads_before(view))[0])
         return CacheRequest(view.slot, laid, segment, finished, first)
+
+    def _reads_before(self, view: ModelInput) -> bool:
+        """Whether the state before a position predicts it."""
+        return self.denoiser.config.shifted or view.causal
 
     def _read_tokens(self, run: ForwardSpan, view: ModelInput) -> list[int]:
         """The tokens of a run whose states predict positions that are asked for."""
-        shown, shifted = len(view.canvas), self.denoiser.config.shifted
-        at = view.laid_out_prompt.find_states(view.positions, shown, shifted) - run.begin
+        shown, before = len(view.canvas), self._reads_before(view)
+        at = view.laid_out_prompt.find_states(view.positions, shown, before) - run.begin
         return at[(at >= 0) & (at < len(run.segment.ids))].tolist()

@@ -16,16 +16,23 @@ def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeCon
     Raises `ConfigError` for settings that the checkpoint cannot be decoded by or does not read, and for a
     rule or query policy that cannot be imported.
     """
-    noise, block = shape.noise, shape.block_size
+    noise, block, modes = shape.noise, shape.block_size, shape.decode_modes
+    if (mode := settings.mode or modes[0]) not in modes:
+        raise ConfigError(
+            f"decode.mode={mode}: this model was trained for {' and '.join(modes)} alone, leave it out"
+        )
     names = ("finished_block_context", "commit_rule", "retrieval_gate")
     own = {name: getattr(shape, name) for name in names}
     facts = {"noise": "mask" if noise is None else "uniform", "attention_blocks": bool(block)}
+    facts |= {"decode.mode": mode}
     facts |= {f"decode.{name}": own[name] for name in names[1:] if getattr(settings, name) is None}
     fixed = own | {"block_length": block, "query_window": 0}  # of noise, which has no choice
     accepted = {names[0]: own[names[0]]} if noise is None else fixed
     check_checkpoint_effects("decode", settings, facts, accepted)
 
-    defaults = own | {"max_new_tokens": shape.canvas_length, "entropy_bound": DEFAULT_ENTROPY_BOUND_NATS}
+    defaults = {"mode": mode, "max_new_tokens": shape.canvas_length, names[0]: own[names[0]]}
+    if mode == "diffusion":  # others read nothing else
+        defaults |= own | {"entropy_bound": DEFAULT_ENTROPY_BOUND_NATS}
     if noise is not None:
         defaults |= {
             "steps_per_block": noise.steps,
@@ -36,7 +43,7 @@ def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeCon
     if noise is not None:
         assert block is not None
         changes |= fixed | {"max_new_tokens": -(-length // block) * block}  # whole blocks
-    elif settings.block_length is None:
+    elif settings.block_length is None and mode == "diffusion":
         # Blocks of attention may be longer than the canvas, and are written whole.
         longest = length if block is None else 0
         changes["block_length"] = (
@@ -49,6 +56,6 @@ def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeCon
             f"temperature_low={low} is above temperature_high={high}: a block of noise cools down"
         )
     for find, name in ((find_rule, settings.commit_rule), (find_query_policy, settings.query_policy)):
-        assert name is not None
-        find(name)
+        if name is not None:
+            find(name)
     return settings

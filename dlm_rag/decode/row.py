@@ -11,12 +11,15 @@ from numpy.typing import NDArray
 
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.canvas import Canvas
+from dlm_rag.decode.causal_canvas import CausalCanvas
 from dlm_rag.decode.copy_sources import CopySources
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout, RolloutStep, cite_passages
+from dlm_rag.decode.uniform_noise import UniformNoiseCanvas
 from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
 from dlm_rag.evidence.truncation import FittedPrompt
+from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import query_uses_provisional_tokens
@@ -25,6 +28,21 @@ from dlm_rag.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 Ticket = NewType("Ticket", int)
+
+
+def make_canvas(
+    settings: DecodeConfig, shape: DenoiserConfig, tokenizer: Tokenizer, generator: torch.Generator
+) -> Canvas:
+    """A fresh canvas, as the settings want it; uniform noise is drawn from the generator."""
+    length, mask_id = settings.max_new_tokens, tokenizer.mask_id
+    assert length is not None
+    if shape.noise is not None:
+        return UniformNoiseCanvas.draw(length, mask_id, shape.vocab_size, generator)
+    if settings.mode == "diffusion":
+        return Canvas(length, mask_id, frozen_length=None if settings.edit_threshold is None else 0)
+    block = 1 if settings.mode == "autoregressive" else shape.block_size or 1
+    ends = tokenizer.end_ids if settings.early_stopping else frozenset[int]()
+    return CausalCanvas(length, mask_id, block_size=block, end_ids=ends)
 
 
 @dataclass(eq=False)
@@ -87,9 +105,12 @@ class Row:
     @property
     def window(self) -> tuple[int, int]:
         """The positions, from and up to, that the model sees: the current block, and whole blocks of
-        lookahead where the query takes provisional tokens.
+        lookahead where the query takes provisional tokens. From left to right: the last written token, and
+        what is drafted behind it.
         """
         assert self.laid_out_prompt is not None
+        if isinstance(self.canvas, CausalCanvas):
+            return self.canvas.first_masked - 1, self.canvas.seen_end
         settings, length, (begin, end) = self.settings, self.canvas.length, self.current_block
         if self.follows_last_block:
             return begin, begin
@@ -104,6 +125,8 @@ class Row:
         """The canvas positions that the next step asks about: the masked ones of the window, and with edits
         the committed ones of the block.
         """
+        if isinstance(self.canvas, CausalCanvas):
+            return self.canvas.positions_to_predict
         begin, end = self.window
         if begin == end:
             return np.array([begin])

@@ -33,6 +33,7 @@ class ModelInput:
     soft_threshold: tuple[float, float, float] | None = None  # of a policy: temperature, threshold, width
     needs_entropy: bool = False  # whether entropy and margin are wanted
     finished_length: int = 0  # positions in front that are whole blocks and change no more
+    causal: bool = False  # whether all is causal, and each position predicted by the token before it
     copy_sources: CopySources | None = None  # what is to be copied where it can be
     copy_penalty: float = 0.0  # nats, of what is not
 
@@ -69,8 +70,13 @@ def collect_crf_inputs(views: Sequence[ModelInput], mask_id: int) -> Arrays:
     return [*batch_copy_sources(sources, chains, first), np.array(penalties, np.float32)]
 
 
-def collect_sampling_metadata(views: Sequence[ModelInput], mask_id: int, policy: bool) -> Arrays:
-    """The fields of `SamplingMetadata` for these views; policy: whether any row of the call has one."""
+def collect_sampling_metadata(
+    views: Sequence[ModelInput], mask_id: int, vocab_size: int, policy: bool
+) -> Arrays:
+    """The fields of `SamplingMetadata` for these views; policy: whether any row of the call has one.
+
+    An autoregressive model may have no mask: then it is beyond the vocabulary, and stands for any token.
+    """
     counts, soft = [len(view.positions) for view in views], [view.soft_threshold for view in views]
     current = np.concatenate([np.append(view.canvas, mask_id)[view.positions] for view in views])
     temperature = np.repeat([view.temperature for view in views], counts)
@@ -80,7 +86,8 @@ def collect_sampling_metadata(views: Sequence[ModelInput], mask_id: int, policy:
             quantiles[:, end - len(view.positions) : end] = view.quantiles
     entropy = np.flatnonzero(np.repeat([view.needs_entropy for view in views], counts))
     sampled = (values[drawn].astype(np.float32) for values in (temperature, quantiles[0]))
-    arrays: Arrays = [np.array([mask_id]), current, drawn, *sampled, entropy]
+    never = np.array([mask_id] if mask_id < vocab_size else [], np.int64)
+    arrays: Arrays = [never, np.minimum(current, vocab_size - 1), drawn, *sampled, entropy]
     if policy:
         index = np.flatnonzero(np.repeat([each is not None for each in soft], counts))
         params = np.repeat([each or (1.0, 0.5, 1.0) for each in soft], counts, axis=0).T
@@ -92,12 +99,12 @@ def collect_sampling_metadata(views: Sequence[ModelInput], mask_id: int, policy:
 class SamplingMetadata:
     """What is wanted of n positions; tensors lie on the device of the logits.
 
-    mask_id: (1,), never proposed. current_ids: (n,) the token that stands there now. sampled_index: (m,)
-    which positions take a token at random, at the quantile `quantiles` (m,) of the distribution at
-    `temperature` (m,), above 0; the others take the most probable one. entropy_index: (s,) of which
-    positions entropy and margin are wanted. policy_index: (k,) for which positions a policy draws, None
-    where there is none in the call; policy_params: (5, k) its temperature, threshold and width, and the
-    two quantiles that it draws at.
+    mask_id: (1,), never proposed; (0,) of a model that has none. current_ids: (n,) the token that stands
+    there now. sampled_index: (m,) which positions take a token at random, at the quantile `quantiles` (m,)
+    of the distribution at `temperature` (m,), above 0; the others take the most probable one.
+    entropy_index: (s,) of which positions entropy and margin are wanted. policy_index: (k,) for which
+    positions a policy draws, None where there is none in the call; policy_params: (5, k) its temperature,
+    threshold and width, and the two quantiles that it draws at.
     """
 
     mask_id: Tensor

@@ -69,8 +69,8 @@ class DenoiseStep:
 
     def _write(self, row: Row, proposals: Proposals) -> None:
         canvas, record = row.canvas, row.record
-        # Where one token is asked for alone, the older provisional ones say more: of what comes after it.
-        if row.provisional is None or not row.follows_last_block:
+        # Where only what is next is asked for, the older provisional ones say more: of what comes after it.
+        if row.provisional is None or not (row.follows_last_block or canvas.is_causal_pass):
             masked = canvas.masked[proposals.positions]
             row.provisional = proposals.most_probable or proposals.subset(masked)
         change = canvas.write_step(proposals, row.settings, row.current_block, partial(self._choose, row))
@@ -117,9 +117,12 @@ class DenoiseStep:
 
 def build_model_input(row: Row) -> ModelInput:
     """What the model is shown of a row; draws the numbers that its sampling takes."""
-    assert row.laid_out_prompt is not None and row.settings.commit_rule is not None
+    assert row.laid_out_prompt is not None
     settings, positions, (begin, end) = row.settings, row.positions_to_predict, row.window
-    statistics = find_rule(settings.commit_rule).statistics
+    causal = row.canvas.is_causal_pass
+    if causal and not row.laid_out_prompt.later_segments:
+        begin = end  # what is accepted of a draft need not run again
+    statistics = find_rule(settings.commit_rule).statistics if settings.commit_rule else ()
     draws, temperature = row.canvas.draw_numbers(settings, row.generator)
     row.draws = draws if samples_actions(settings) else None
     quantiles, soft = None, None
@@ -134,6 +137,7 @@ def build_model_input(row: Row) -> ModelInput:
         canvas=row.canvas.model_ids[:end],
         positions=positions,
         finished_length=begin,
+        causal=causal,
         temperature=temperature,
         quantiles=quantiles,
         soft_threshold=soft,
@@ -296,7 +300,9 @@ class RetrievalStep:
         shape, settings = self.model_runner.shape, row.settings
         room = ContextBudget.from_config(shape, self.layout, row.canvas.length, settings.passage_order)
         fitted = fit_passages(self.tokenizer, row.question.question, texts, room)
-        laid = lay_out_prompt(fitted.prompt, shape, self.layout, settings.finished_block_context)
+        laid = lay_out_prompt(
+            fitted.prompt, shape, self.layout, settings.finished_block_context, settings.mode or "diffusion"
+        )
         return fitted, laid
 
 

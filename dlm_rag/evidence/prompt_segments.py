@@ -48,10 +48,16 @@ class LaidOutPrompt:
     complete_last_block: bool = False
     causal_context: bool = False
 
-    def build_canvas_segment(self, canvas: Sequence[int], finished: int) -> Segment:
-        """Lead and canvas, whose first `finished` positions are whole finished blocks."""
+    def build_canvas_segment(
+        self, canvas: Sequence[int], finished: int, causal_pass: bool = False
+    ) -> Segment:
+        """Lead and canvas, whose first `finished` positions are whole finished blocks.
+
+        causal_pass: whether all of it is causal.
+        """
         lead, at = self.canvas_prefix, len(self.canvas_prefix.ids)
-        causal, ids = (at + finished) * self.causal_context, (*lead.ids, *canvas)
+        ids = (*lead.ids, *canvas)
+        causal = len(ids) if causal_pass else (at + finished) * self.causal_context
         return Segment(ids, lead.start, self.first_block_length, self.block_size, at, causal)
 
     def find_states(self, positions: NDArray[np.int64], shown: int, shifted: bool) -> NDArray[np.int64]:
@@ -108,6 +114,7 @@ def lay_out_prompt(
     shape: DenoiserConfig,
     layout: str | None = None,
     finished_block_context: str | None = None,
+    mode: str = "diffusion",
 ) -> LaidOutPrompt:
     """Lays a prompt out for a denoiser, in its own layout and order where no others are named.
 
@@ -132,6 +139,8 @@ def lay_out_prompt(
             context = (*context, question)
     if block is None:
         return LaidOutPrompt(context, lead)
+    if mode != "diffusion":  # what is not causal is one block, wherever it begins
+        return LaidOutPrompt(context, lead, UNBOUNDED_POSITION, block, later, True, causal_context=True)
     from_prompt = shape.block_grid == "prompt"
     return LaidOutPrompt(
         context, lead, (0 if from_prompt else len(lead.ids) % block) or block, block, later,

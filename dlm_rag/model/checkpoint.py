@@ -229,6 +229,8 @@ def _read_config(folder: Path, raw: dict[str, Any], family: Family) -> DenoiserC
     if own.get("block_size") == 0:
         own["block_size"] = None
     config = replace(family.read_config(raw), **own)
+    if family.autoregressive and config.mask_token_id is None:
+        config = replace(config, shifted=False, causal_context=True, block_size=1)
     if config.block_length is None:  # tokens that see each other are written together
         config = replace(config, block_length=config.block_size)
     if config.mask_token_id is None and family.mask_token is not None:

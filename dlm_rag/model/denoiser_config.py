@@ -117,7 +117,8 @@ class DenoiserConfig:
     block_size: Size | None = None
     block_grid: Grid = "canvas"
     # Of a model trained in both ways, with one head: tokens before the current block see only themselves
-    # and what is before them, and the state of the last of them predicts the first token of the block.
+    # and what is before them, and the state of the last of them predicts the first token of the block. With
+    # blocks of 1 that is an autoregressive model.
     causal_context: Flag = False
     # What a family's layers hide otherwise, one pattern a layer (None: nothing); empty: all see all. Only a
     # family's file sets it: it is not written to config.json.
@@ -168,6 +169,15 @@ class DenoiserConfig:
     def predicts_next_block(self) -> bool:
         """Whether the state before a block predicts its first token."""
         return self.shifted or self.causal_context
+
+    @property
+    def decode_modes(self) -> tuple[str, ...]:
+        """The values of `decode.mode` that the model was trained for, first the one where none is named."""
+        if not self.causal_context:
+            return ("diffusion",)
+        return (
+            ("autoregressive",) if self.block_size == 1 else ("diffusion", "autoregressive", "speculative")
+        )
 
     @property
     def dense_layers(self) -> int:

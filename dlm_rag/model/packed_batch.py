@@ -75,7 +75,7 @@ class Segment:
         if token < self.causal:
             return token
         if self.block is None or token < self.first:
-            return 0
+            return self.causal
         return self.first + (token - self.first) // self.block * self.block
 
     def slice_tokens(self, start: int, stop: int) -> "Segment":

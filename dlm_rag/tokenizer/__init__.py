@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dlm_rag.model.checkpoint import Checkpoint
 
 _MARK = re.compile(r"\W?(<(?!0x)[^<>]{2,}>|\[[^][]{2,}\])")  # <|turn|>, [INST]; <0x0A> is a byte
+ADDED_MASK_TOKEN = "<|mask|>"  # for tokenizers that have none
 TEXT_CACHE_SIZE = 16384  # of passages, whose ids are kept: some 100 MB of texts of 100 words
 QUESTION_CACHE_SIZE = 1024  # of questions: each is asked about again while it is answered
 
@@ -157,16 +158,15 @@ class Tokenizer:
 
         checkpoint = open_checkpoint(path) if isinstance(path, str | Path) else path
         config = checkpoint.config
-        if config.mask_token_id is None:
-            raise CheckpointError(
-                f"{checkpoint.folder} has no mask_token_id: it is an autoregressive model, which "
-                "must be adapted by training first"
-            )
+        autoregressive = config.decode_modes == ("autoregressive",)
+        if config.mask_token_id is None and not autoregressive:
+            raise CheckpointError(f"{checkpoint.folder} has no mask_token_id")
         template = PromptTemplate.from_checkpoint(
             checkpoint.raw_config.get("prompt"), evidence_layout or config.evidence_layout
         )
         inner = load_tokenizer(checkpoint.folder)
-        return cls(inner, config.mask_token_id, template, checkpoint.end_token_ids, config.vocab_size)
+        mask_id = add_mask_token(inner) if config.mask_token_id is None else config.mask_token_id
+        return cls(inner, mask_id, template, checkpoint.end_token_ids, config.vocab_size)
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.inner.decode(ids, clean_up_tokenization_spaces=False))
@@ -243,3 +243,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
             return Qwen2Tokenizer.from_pretrained(folder)
     raise CheckpointError(f"{folder} has no tokenizer: tokenizer.json is missing")
+
+
+def add_mask_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id of a tokenizer's mask token, which is added where it has none."""
+    if tokenizer.mask_token is None:
+        tokenizer.add_special_tokens({"mask_token": ADDED_MASK_TOKEN})
+    return int(tokenizer.mask_token_id)

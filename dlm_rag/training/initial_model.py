@@ -19,7 +19,7 @@ from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.retrieval.corpus import Corpus, open_corpus
-from dlm_rag.tokenizer import PromptTemplate, Tokenizer, load_tokenizer
+from dlm_rag.tokenizer import PromptTemplate, Tokenizer, add_mask_token, load_tokenizer
 from dlm_rag.training.data.examples import LONG_QUESTION_TOKENS
 from dlm_rag.training.initial_weights import InitialModel
 from dlm_rag.training.tasks import find_task
@@ -73,7 +73,6 @@ def iterate_world_texts(seed: int, worlds: int = 60) -> Iterator[str]:
 
 DEFAULT_PROMPT_TEMPLATE = PromptTemplate(head="{question}\n", fact="{passage}")
 SIZE_FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "intermediate_size")
-ADDED_MASK_TOKEN = "<|mask|>"  # for tokenizers that have none
 # What goes with uniform noise, the value to set first: of `model`, and of every phase.
 UNIFORM_MODEL_VALUES = {"evidence_layout": ("prefix", None), "attn_implementation": ("sdpa", "auto")}
 UNIFORM_PHASE_VALUES = {
@@ -143,9 +142,8 @@ def _open_base_model(config: Config, path: str) -> InitialModel:
             raise ConfigError(
                 f"{base.folder} is an autoregressive model: begin with a phase of objective=adapt"
             )
-        if inner.mask_token is None:
-            inner.add_special_tokens({"mask_token": ADDED_MASK_TOKEN})
-        mask_id = int(inner.mask_token_id)
+        mask_id = add_mask_token(inner)
+        own = replace(own, shifted=True, causal_context=False, block_size=None)
     if mask_id > max(own.vocab_size, len(inner)):  # a row would be made for every id below it
         raise CheckpointError(
             f"the mask token in {base.folder} has the id {mask_id}, but the model {own.vocab_size}: "

@@ -86,10 +86,21 @@ def nemotron(public):
     }  # fmt: skip
 
 
+def speculative(public):
+    settings = {"mode": "speculative", "max_new_tokens": public["max_new_tokens"]}
+    return "nemotron_labs_diffusion.yaml", public["block_length"], settings
+
+
+def autoregressive(public):
+    return "nemotron_labs_diffusion.yaml", None, public | {"mode": "autoregressive"}
+
+
 # By the beginning of a trace's name: config, length of attention's blocks, settings of a public case.
 FAMILIES = {
     "sdar": sdar, "fast-dllm-v2": fast_dllm_v2, "a2d-bd3lm": bd3lm, "a2d-mdlm": a2d, "lladamoe": a2d,
-    "llada21": llada21, "llada2": llada2, "nemotron": nemotron,
+    "llada21": llada21, "llada2": llada2,
+    "nemotron-labs-diffusion-autoregressive": autoregressive,
+    "nemotron-labs-diffusion-speculative": speculative, "nemotron": nemotron,
 }  # fmt: skip
 
 
@@ -139,7 +150,8 @@ def decode(decoder, cases, batch, **changes):
 def ends_as_ours(name, public):
     """Whether its sampler ends where `early_stopping` does: at an end token with no mask before it."""
     early = public.get("settings", {}).get("eos_early_stop", False)
-    return name in ("fast-dllm-v2", "fast-dllm-v2-small") or (name == "llada21" and early)
+    from_left = name.startswith(("nemotron-labs-diffusion-a", "nemotron-labs-diffusion-sp"))
+    return from_left or name in ("fast-dllm-v2", "fast-dllm-v2-small") or (name == "llada21" and early)
 
 
 def check_step(ours, public):

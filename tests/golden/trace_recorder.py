@@ -89,7 +89,7 @@ class StepRecorder:
         self.forwards["store"] += 1
         if logits is not None and place is not None and place >= 0:
             best = logits.softmax(-1).max(-1)
-            self._add([place], [int(best.indices)], [float(best.values)])
+            self.add([place], [int(best.indices)], [float(best.values)])
             self.steps[-1]["store"] = True
 
     def settle(self) -> None:
@@ -111,30 +111,30 @@ class StepRecorder:
         assert (canvas[written] == guess[written]).all(), "the sampler is not greedy"
         filled = written & offered
         if self.threshold is not None and offered.any():
-            self._note("threshold", (confidence[offered] - self.threshold).abs().min())
+            self.note("threshold", (confidence[offered] - self.threshold).abs().min())
         if self.editing is not None:
             editable = torch.zeros_like(offered)
             editable[among] = True
             editable &= ~offered & (torch.arange(len(before)) >= -start)
             if editable.any():
-                self._note("threshold", (confidence[editable] - self.editing).abs().min())
+                self.note("threshold", (confidence[editable] - self.editing).abs().min())
         if self.ordered and filled.any() and (left := offered & ~written).any():
-            self._note("choice", confidence[filled].min() - confidence[left].max())
+            self.note("choice", confidence[filled].min() - confidence[left].max())
         if written.any():
             two = chances[written].topk(2).values
-            self._note("token", (two[:, 0] - two[:, 1]).min())
+            self.note("token", (two[:, 0] - two[:, 1]).min())
         places = torch.arange(start, start + len(before))
-        self._add(places[filled].tolist(), guess[filled].tolist(), confidence[filled].tolist())
+        self.add(places[filled].tolist(), guess[filled].tolist(), confidence[filled].tolist())
         if edited.any():
-            self._add(places[edited].tolist(), guess[edited].tolist(), confidence[edited].tolist())
+            self.add(places[edited].tolist(), guess[edited].tolist(), confidence[edited].tolist())
             edits = self.steps.pop()
             self.steps[-1]["edited"] = edits
 
-    def _add(self, places: list[int], tokens: list[int], confidences: list[float]) -> None:
+    def add(self, places: list[int], tokens: list[int], confidences: list[float]) -> None:
         assert min(places, default=0) >= 0, "the prompt has been written over"
         self.steps.append({"pos": places, "tok": tokens, "conf": [round(c, 7) for c in confidences]})
 
-    def _note(self, what: str, distance: Tensor) -> None:
+    def note(self, what: str, distance: Tensor) -> None:
         self.nearest[what] = min(float(distance), self.nearest.get(what, 1.0))
 
     def case(self, prompt_ids: list[int], tokens: list[int]) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class Family:
     # The name of its mask token, by which the tokenizer knows the id where the config does not say it;
     # None: autoregressive, or its configs always say it.
     mask_token: str | None = None
+    autoregressive: bool = False  # where its config has no mask
 
     fused_qkv: bool = False  # one tensor holds queries, keys and values, in this order
     separate_experts: bool = True  # each expert has tensors of its own
