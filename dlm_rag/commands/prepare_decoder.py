@@ -221,6 +221,10 @@ def prepare_decoder(
     assert config.model.path is not None, "see fill_in_shipped_files"
     weights = config.model.path, config.model.block_size
     checkpoint = once(lambda: open_checkpoint(*weights), "checkpoint", *weights)
+    if weights[1] is not None and checkpoint.config.decode_modes == ("autoregressive",):
+        raise ConfigError(
+            f"model.block_size={weights[1]} has no effect on an autoregressive model: leave it out"
+        )
     decode = resolve_settings(config.decode, checkpoint.config)
     check_policy_heads(decode, read_heads(checkpoint.folder) is not None)
     config, device = replace(config, decode=decode), choose_device(config.model.device)

@@ -9,13 +9,14 @@ entries say in `settings` what they read: a setting that only others of them rea
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from dlm_rag.config.fields import SET, CheckedSettings, Need, get_field_metadata, import_object
 from dlm_rag.errors import ConfigError
 
+Settings = TypeVar("Settings", bound=CheckedSettings)
 FACTS: dict[str, dict[Any, str]] = {  # about a checkpoint, as a sentence on it ends
     "noise": {
         "mask": "a model that denoises from masks", "uniform": "a model that denoises from uniform noise",
@@ -64,6 +65,16 @@ def check_checkpoint_effects(
             continue
         if reason := _explain_idle(section, type(settings), name, value, facts):
             raise ConfigError(f"{section}.{name}={reason}: leave it out")
+
+
+def reset_idle_settings(section: str, settings: Settings, facts: Mapping[str, Any]) -> Settings:
+    """`settings` with the defaults of those without effect; facts: as in `check_checkpoint_effects`."""
+    idle = {
+        name: type(settings).__dataclass_fields__[name].default
+        for name, value in _flatten(settings).items()
+        if _explain_idle(section, type(settings), name, value, facts)
+    }
+    return replace(settings, **idle)
 
 
 def _flatten(settings: Any, prefix: str = "") -> dict[str, Any]:

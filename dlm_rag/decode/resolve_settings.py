@@ -30,6 +30,10 @@ def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeCon
     accepted = {names[0]: own[names[0]]} if noise is None else fixed
     check_checkpoint_effects("decode", settings, facts, accepted)
 
+    if noise is None and block and settings.block_length and block % settings.block_length:
+        raise ConfigError(
+            f"block_length={settings.block_length} does not divide this model's blocks of {block} tokens"
+        )
     defaults = {"mode": mode, "max_new_tokens": shape.canvas_length, names[0]: own[names[0]]}
     if mode == "diffusion":  # others read nothing else
         defaults |= own | {"entropy_bound": DEFAULT_ENTROPY_BOUND_NATS}

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Field, create_model
 
 from dlm_rag.config import DecodeConfig
 from dlm_rag.config.fields import get_field_metadata, replace_settings
+from dlm_rag.config.ineffective_settings import reset_idle_settings
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.errors import UserError
 from dlm_rag.serving.middleware import ApiError, RequestBody, parse_body
@@ -155,6 +156,8 @@ class RequestParser:
                 raise ApiError(400, f"{name}={value!s:.60} is not one of this server's choices", name)
             if value is None:  # which OpenAI's clients send for the default
                 given[name] = _SETTINGS[name].default
+        if (mode := given.get("mode") or own.mode) != own.mode:
+            own = reset_idle_settings("decode", own, {"decode.mode": mode})
         try:
             settings = self.decoder.resolve_settings(replace_settings(own, **given))
             length = settings.max_new_tokens or 0
@@ -162,7 +165,7 @@ class RequestParser:
                 reason = f"max_new_tokens={length} is more than the {self.most} of this server"
                 raise ApiError(400, reason, "max_new_tokens")
             if most is not None and most < length:
-                if shape.block_size:
+                if shape.block_size and settings.mode == "diffusion":
                     raise UserError(f"max_tokens={most} is under the {length} that this model fills")
                 settings = replace_settings(settings, max_new_tokens=most)
         except UserError as error:
