@@ -32,9 +32,8 @@ from dlm_rag.progress import format_bytes, show_status
 from dlm_rag.questions import Question, parse_typed_questions, read_questions, select_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import CorpusRetriever, Retriever
-from dlm_rag.retrieval.composite import OracleRetriever
-from dlm_rag.retrieval.corpus import Corpus, open_corpus
-from dlm_rag.retrieval.query import build_query
+from dlm_rag.retrieval.composite import wrap_oracle
+from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -213,18 +212,13 @@ def prepare_decoder(
     from dlm_rag.evidence.evidence_store import check_store
     from dlm_rag.evidence.prompt_segments import check_finished_blocks, check_kept_evidence
     from dlm_rag.model.attention import choose_backend
-    from dlm_rag.model.checkpoint import open_checkpoint
     from dlm_rag.model.policy_heads import read_heads
     from dlm_rag.model.quantize import check_quantize
     from dlm_rag.model.tensor_parallel import split_checkpoint
 
     assert config.model.path is not None, "see fill_in_shipped_files"
     weights = config.model.path, config.model.block_size
-    checkpoint = once(lambda: open_checkpoint(*weights), "checkpoint", *weights)
-    if weights[1] is not None and checkpoint.config.decode_modes == ("autoregressive",):
-        raise ConfigError(
-            f"model.block_size={weights[1]} has no effect on an autoregressive model: leave it out"
-        )
+    checkpoint = once(lambda: _open_checkpoint(*weights), "checkpoint", *weights)
     decode = resolve_settings(config.decode, checkpoint.config)
     check_policy_heads(decode, read_heads(checkpoint.folder) is not None)
     config, device = replace(config, decode=decode), choose_device(config.model.device)
@@ -252,11 +246,22 @@ def prepare_decoder(
     warn_slow_compute(work.flops, f"a denoising step with max_new_tokens={canvas}", device.type)
     show_status("opening the index")
     found = find()
-    retriever = _wrap_oracle(found, questions, decode.query_policy) if config.retrieval.oracle else found
+    retriever = wrap_oracle(found, questions, decode.query_policy) if config.retrieval.oracle else found
     prepared = PreparedDecoder(checkpoint, tokenizer, retriever, device, dtype, attention, layout, config)
     if config.engine.memory_gib is None:
         return prepared
     return replace(prepared, budget=_plan_budget(prepared, found, room, longest, len(questions)))
+
+
+def _open_checkpoint(path: str, block_size: int | None) -> Checkpoint:
+    from dlm_rag.model.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(path, block_size)
+    if block_size is not None and checkpoint.config.decode_modes == ("autoregressive",):
+        raise ConfigError(
+            f"model.block_size={block_size} has no effect on an autoregressive model: leave it out"
+        )
+    return checkpoint
 
 
 def _measure_longest_prompt(questions: list[Question], tokenizer: Tokenizer, room: ContextBudget) -> int:
@@ -333,16 +338,3 @@ def check_weights_fit(
             f"{device.type} has {format_bytes(have)} of memory: {half}choose a smaller model or a larger "
             "device, or split the model over several (engine.tensor_parallel)"
         )
-
-
-def _wrap_oracle(inner: Retriever, questions: list[Question], query: str) -> Retriever:
-    if not isinstance(inner, CorpusRetriever) or not isinstance(inner.corpus, Corpus):
-        raise ConfigError("retrieval.oracle=true needs --corpus FILE, not retrieval.url")
-    if query != "question":
-        raise ConfigError(
-            "retrieval.oracle=true needs decode.query_policy=question: its evidence never changes"
-        )
-    for question in questions:
-        if not question.supporting_ids:
-            raise ConfigError(f"retrieval.oracle=true: question '{question.id}' has no supporting_ids")
-    return OracleRetriever(inner, {build_query(query, q.question).parts[0]: q for q in questions})

@@ -6,9 +6,15 @@ from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import Question
 from dlm_rag.retrieval import RETRIEVERS
-from dlm_rag.retrieval.base import CorpusRetriever, MemoizedBatchFunction, Ranking, interleave_rankings
+from dlm_rag.retrieval.base import (
+    CorpusRetriever,
+    MemoizedBatchFunction,
+    Ranking,
+    Retriever,
+    interleave_rankings,
+)
 from dlm_rag.retrieval.corpus import Corpus
-from dlm_rag.retrieval.query import Query
+from dlm_rag.retrieval.query import Query, build_query
 
 
 def fuse_rankings(
@@ -114,3 +120,17 @@ class OracleRetriever(CorpusRetriever):
             list(dict.fromkeys((*self._rows[query.parts[0]], *rows)))[:depth]
             for query, rows in zip(queries, found, strict=True)
         ]
+
+
+def wrap_oracle(inner: Retriever, questions: Sequence[Question], query: str) -> Retriever:
+    """`inner` with the supporting passages of questions first; query: the policy. Raises `ConfigError`."""
+    if not isinstance(inner, CorpusRetriever) or not isinstance(inner.corpus, Corpus):
+        raise ConfigError("retrieval.oracle=true needs --corpus FILE, not retrieval.url")
+    if query != "question":
+        raise ConfigError(
+            "retrieval.oracle=true needs decode.query_policy=question: its evidence never changes"
+        )
+    for question in questions:
+        if not question.supporting_ids:
+            raise ConfigError(f"retrieval.oracle=true: question '{question.id}' has no supporting_ids")
+    return OracleRetriever(inner, {build_query(query, q.question).parts[0]: q for q in questions})
