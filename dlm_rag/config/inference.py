@@ -136,7 +136,7 @@ class DecodeConfig(CheckedSettings):
     )
     """how the positions of a block are divided over steps_per_block if it does not divide evenly: the
     first steps take more, or each step takes its rounded share of the rest"""
-    entropy_bound: float | None = setting(None, low=0)
+    entropy_bound: float | None = setting(None, low=0, only_with={"decode.mode": ("diffusion",)})
     """joint entropy in nats that may be committed per step; unset takes the checkpoint's own, else 0.1"""
     edit_threshold: float | None = setting(None, low=0, high=1, only_with=IN_BLOCKS)
     """confidence at which another token replaces a committed one within the current attention block;

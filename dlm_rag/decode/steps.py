@@ -68,17 +68,18 @@ class DenoiseStep:
                     self._write(row, proposals)
 
     def _write(self, row: Row, proposals: Proposals) -> None:
-        canvas, record = row.canvas, row.record
+        canvas, record, causal = row.canvas, row.record, row.canvas.is_causal_pass
         # Where only what is next is asked for, the older provisional ones say more: of what comes after it.
-        if row.provisional is None or not (row.follows_last_block or canvas.is_causal_pass):
+        if row.provisional is None or not (row.follows_last_block or causal):
             masked = canvas.masked[proposals.positions]
             row.provisional = proposals.most_probable or proposals.subset(masked)
         change = canvas.write_step(proposals, row.settings, row.current_block, partial(self._choose, row))
         record.committed, record.edited = self._records(change.committed), self._records(change.edited)
         record.remasked = change.remasked
         still = row.provisional.subset(canvas.masked[row.provisional.positions])
+        sure = change.committed if causal and not len(still.positions) else still
         unseen = 0.0 if canvas.masked.any() else None  # nothing is known of what is after the window
-        row.lowest_confidence = float(still.confidence.min()) if len(still.positions) else unseen
+        row.lowest_confidence = float(sure.confidence.min()) if sure and len(sure.positions) else unseen
         if row.recorder is not None:
             record.guesses = row.recorder.record_step(still)
 

@@ -34,6 +34,10 @@ CASES = [
         ("committed tokens are masked no more", "decode.revision_threshold=0.5"),
         ("xxx... is not one of", f"decode.commit_rule={'x' * 10000}"),
         ("is longer than max_new_tokens", "decode.block_length=9"),
+        ("block_length=3 does not divide", "model.block_size=4 decode.block_length=3"),
+        (("decode.mode=left is not one of diffusion, autoregressive, speculative",), "decode.mode=left"),
+        *((f"decode.mode={mode}: this model was trained for diffusion alone", f"decode.mode={mode}")
+          for mode in ("autoregressive", "speculative")),
         ("both say how much a step commits: leave one", "decode.tokens_per_step=2 decode.steps_per_block=4"),
         (("edit_threshold=0.9 has no effect", "leave it out"), "decode.edit_threshold=0.9"),
         (("=no_evidence has no effect", "has no blocks"), "decode.finished_block_context=no_evidence"),

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from dlm_rag.config import RetrievalConfig
+from dlm_rag.config import DecodeConfig, RetrievalConfig
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.errors import RunError
@@ -61,11 +61,17 @@ def decoder(corpus):
 
 @pytest.fixture
 def make_decoder_of(corpus, gemma_folder):
-    """A decoder of a masked model, of one that edits, or of one of uniform noise, with own settings."""
+    """A decoder of a masked model, of one that edits, of one trained in both ways, or of one of uniform
+    noise, with own settings.
+    """
 
     def make(kind, **settings):
         if kind == "masked":
             return made_decoder(corpus, replace(SETTINGS, **settings))
+        if kind == "causal":
+            own = DecodeConfig(max_new_tokens=16, batch_size=4, **settings)
+            retriever = load_retriever(RetrievalConfig(top_k=2), corpus)
+            return Decoder(block_denoiser(causal_context=True), retriever, tiny_tokenizer(), own)
         if kind == "edits":
             own = replace(SETTINGS, edit_threshold=0.1, **settings)
             return Decoder(
@@ -120,6 +126,7 @@ def test_answers_and_figures_are_those_of_the_decoder(make_decoder_of, kind):
         ("masked", {"block_length": 4}),
         ("masked", {"max_tokens": 5}),
         ("edits", {}),
+        ("causal", {"mode": "speculative"}),
         pytest.param("uniform", {}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -174,8 +181,8 @@ def test_stop_texts_cut_the_stream_and_the_whole_alike(decoder):
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [("masked", {"commit_threshold": 0.9}), ("uniform", {})],
-    ids=["masked", "uniform"],
+    [("masked", {"commit_threshold": 0.9}), ("causal", {"mode": "speculative"}), ("uniform", {})],
+    ids=["masked", "causal", "uniform"],
 )
 def test_the_page_gets_the_records_of_a_trace(make_decoder_of, tmp_path, kind, settings):
     """Guesses with them, which nobody else's rows record."""
@@ -280,6 +287,7 @@ def test_what_asks_for_nothing_is_taken(refusing):
     [
         ("masked", {"commit_threshold": 0.99, "query_policy": "question"}),
         ("uniform", {"max_new_tokens": 12, "temperature_high": 0.8, "seed": 4}),
+        ("causal", {"mode": "speculative"}),
     ],
 )
 def test_settings_hold_for_one_request(make_decoder_of, kind, own):
