@@ -139,8 +139,8 @@ class DecodeConfig(CheckedSettings):
     entropy_bound: float | None = setting(None, low=0, only_with={"decode.mode": ("diffusion",)})
     """joint entropy in nats that may be committed per step; unset takes the checkpoint's own, else 0.1"""
     edit_threshold: float | None = setting(None, low=0, high=1, only_with=IN_BLOCKS)
-    """confidence at which another token replaces a committed one within the current attention block;
-    unset: never"""
+    """confidence at which another token replaces a committed one within the current attention block, or
+    deletes it or inserts a mask before it in models with such tokens (LLaDA2.2); unset: never"""
     max_edit_steps: int = setting(
         16, low=0, high=2**20, only_with=BY_DIFFUSION | {"decode.edit_threshold": SET}
     )

@@ -4,6 +4,7 @@ from dlm_rag.config import DecodeConfig
 from dlm_rag.config.fields import replace_settings
 from dlm_rag.config.ineffective_settings import check_checkpoint_effects
 from dlm_rag.config.inference import DEFAULT_ENTROPY_BOUND_NATS
+from dlm_rag.decode.levenshtein import check_edit_settings
 from dlm_rag.diffusion.commit_rules import find_rule
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -62,4 +63,6 @@ def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeCon
     for find, name in ((find_rule, settings.commit_rule), (find_query_policy, settings.query_policy)):
         if name is not None:
             find(name)
+    if settings.edit_threshold is not None and shape.edit_token_ids:
+        check_edit_settings(settings, shape)
     return settings

@@ -5,8 +5,9 @@ Files of trajectories are in `trace_file.py`.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 from typing_extensions import TypedDict  # that of Python 3.11 cannot be checked by pydantic
 
@@ -14,6 +15,7 @@ from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalToken, r
 from dlm_rag.text import FUNCTION_WORDS, find_answer_span, find_sentence_spans, find_word_spans, split_words
 
 Span = tuple[int, int]
+Written = TypeVar("Written")
 HeldWord = tuple[str, int, list[str]]  # a word, its last commit step, the passages that hold it, by rank
 
 
@@ -93,11 +95,37 @@ class RolloutStep:
     edited: tuple[CommittedToken, ...] = ()
     action: Action | None = None  # where a policy sampled
     guesses: ProvisionalDelta | None = None  # of positions that stay masked, where they are recorded
+    # What a model that edits has deleted, where it stood, and where masks were inserted, as it stands then;
+    # after all else of the step, each ascending, as many of one as of the other.
+    deleted: tuple[int, ...] = ()
+    inserted: tuple[int, ...] = ()
 
     @property
     def written_tokens(self) -> tuple[CommittedToken, ...]:
         """What the step put on the canvas."""
         return (*self.committed, *self.edited)
+
+    def move_position(self, position: int) -> int | None:
+        """Where what stood at a position stands after the step; None where it was deleted."""
+        if position in self.deleted:
+            return None
+        place = position - sum(gone < position for gone in self.deleted)
+        for mask in self.inserted:
+            place += mask <= place
+        return place
+
+    def apply(self, canvas: dict[int, Written], written: dict[int, Written]) -> dict[int, Written]:
+        """What stands at each position after the step, from what stood there and what is written down."""
+        gone = {*self.remasked}
+        now = {n: value for n, value in canvas.items() if n not in gone} | written
+        if not self.deleted:
+            return now
+        moved = ((self.move_position(position), value) for position, value in now.items())
+        return {position: value for position, value in moved if position is not None}
+
+    def write_tokens(self, canvas: dict[int, CommittedToken]) -> dict[int, CommittedToken]:
+        """The tokens of a canvas by position after the step; each names the one where it was written."""
+        return self.apply(canvas, {token.position: token for token in self.written_tokens})
 
 
 @dataclass
@@ -146,9 +174,8 @@ class Rollout:
 
     def tokens_before_end(self, end_ids: Collection[int]) -> int:
         """Of these, those before the first end token: the text, without what fills the canvas behind it."""
-        last = {token.position: token.token_id for step in self.steps for token in step.written_tokens}
-        held = self.commit_steps()
-        end = min((n for n in held if last[n] in end_ids), default=self.canvas_length)
+        held = self.final_tokens()
+        end = min((n for n, token in held.items() if token.token_id in end_ids), default=self.canvas_length)
         return sum(position < end for position in held)
 
     @property
@@ -164,10 +191,12 @@ class Rollout:
         """The committed tokens by position after each step, from step 0 (none) to the last."""
         canvas: dict[int, CommittedToken] = {}
         for step in self.steps:
-            for position in step.remasked:
-                canvas.pop(position, None)
-            canvas.update({token.position: token for token in step.written_tokens})
-            yield dict(canvas)
+            canvas = step.write_tokens(canvas)
+            yield canvas
+
+    def final_tokens(self) -> dict[int, CommittedToken]:
+        """The committed tokens by position after the last step."""
+        return reduce(lambda canvas, step: step.write_tokens(canvas), self.steps, {})
 
     def canvases(self, mask_id: int) -> Iterator[list[int]]:
         """The token ids of the canvas after each step, from step 0 (all masked) to the last."""
@@ -182,9 +211,7 @@ class Rollout:
         """For every position that holds a token after the last step, the step that wrote it."""
         steps: dict[int, int] = {}
         for step in self.steps:
-            for position in step.remasked:
-                steps.pop(position, None)
-            steps.update({token.position: step.step for token in step.written_tokens})
+            steps = step.apply(steps, {token.position: step.step for token in step.written_tokens})
         return steps
 
     def count_steps_within(self, begin: int, end: int) -> int:

@@ -13,6 +13,7 @@ from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.canvas import Canvas
 from dlm_rag.decode.causal_canvas import CausalCanvas
 from dlm_rag.decode.copy_sources import CopySources
+from dlm_rag.decode.levenshtein import LevenshteinCanvas
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout, RolloutStep, cite_passages
 from dlm_rag.decode.uniform_noise import UniformNoiseCanvas
@@ -39,7 +40,12 @@ def make_canvas(
     if shape.noise is not None:
         return UniformNoiseCanvas.draw(length, mask_id, shape.vocab_size, generator)
     if settings.mode == "diffusion":
-        return Canvas(length, mask_id, frozen_length=None if settings.edit_threshold is None else 0)
+        edits = shape.edit_token_ids
+        if settings.edit_threshold is None:
+            return Canvas(length, mask_id, excluded_ids=edits)
+        return (
+            LevenshteinCanvas(length, mask_id, 0, edit_ids=edits) if edits else Canvas(length, mask_id, 0)
+        )
     block = 1 if settings.mode == "autoregressive" else shape.block_size or 1
     ends = tokenizer.end_ids if settings.early_stopping else frozenset[int]()
     return CausalCanvas(length, mask_id, block_size=block, end_ids=ends)

@@ -26,7 +26,8 @@ class ModelInput:
     slot: int  # the row's own: what is kept for it is kept under this number
     laid_out_prompt: LaidOutPrompt
     canvas: NDArray[np.int64]  # (length,) the ids that stand there now, as far as the model is to look
-    positions: NDArray[np.int64]  # those to propose for, ascending; (length,) alone: the masked one behind
+    # Those to propose for, ascending; (length,) alone: the masked one behind; twice: with a second choice.
+    positions: NDArray[np.int64]
     temperature: float = 0.0
     # At which tokens are drawn: (n,) with a temperature; (2, n) of a policy, the second where it is forced.
     quantiles: NDArray[np.float64] | None = None
@@ -36,6 +37,12 @@ class ModelInput:
     causal: bool = False  # whether all is causal, and each position predicted by the token before it
     copy_sources: CopySources | None = None  # what is to be copied where it can be
     copy_penalty: float = 0.0  # nats, of what is not
+    excluded: tuple[tuple[int, ...], ...] = ()  # (n,) tokens that are not proposed there; empty: none
+
+    @property
+    def second_choices(self) -> NDArray[np.bool_]:
+        """Mask (n,) of the positions that are there for the second time."""
+        return np.diff(self.positions, prepend=-1) == 0
 
 
 def split_logit_chunks(views: Sequence[ModelInput]) -> Iterator[list[ModelInput]]:
@@ -46,7 +53,9 @@ def split_logit_chunks(views: Sequence[ModelInput]) -> Iterator[list[ModelInput]
             part, piece = slice(start, start + most), view
             if len(view.positions) > most:
                 quantiles = None if view.quantiles is None else view.quantiles[..., part]
-                piece = replace(view, positions=view.positions[part], quantiles=quantiles)
+                piece = replace(
+                    view, positions=view.positions[part], quantiles=quantiles, excluded=view.excluded[part]
+                )
             if len(piece.positions) > room:
                 yield chunk
                 chunk, room = [], most
@@ -88,11 +97,21 @@ def collect_sampling_metadata(
     sampled = (values[drawn].astype(np.float32) for values in (temperature, quantiles[0]))
     never = np.array([mask_id] if mask_id < vocab_size else [], np.int64)
     arrays: Arrays = [never, np.minimum(current, vocab_size - 1), drawn, *sampled, entropy]
+    arrays.extend(list_excluded_tokens(views))
     if policy:
         index = np.flatnonzero(np.repeat([each is not None for each in soft], counts))
         params = np.repeat([each or (1.0, 0.5, 1.0) for each in soft], counts, axis=0).T
         arrays += [index, np.concatenate((params, quantiles)).astype(np.float32)[:, index]]
     return arrays
+
+
+def list_excluded_tokens(views: Sequence[ModelInput]) -> NDArray[np.int64]:
+    """(2, m): of what is not proposed the place among all positions, and the token."""
+    if not any(view.excluded for view in views):
+        return np.zeros((2, 0), np.int64)
+    lists = [tokens for view in views for tokens in view.excluded or ((),) * len(view.positions)]
+    pairs = [(place, token) for place, tokens in enumerate(lists) for token in tokens]
+    return np.array(pairs, np.int64).reshape(-1, 2).T
 
 
 @dataclass(frozen=True)
@@ -102,9 +121,10 @@ class SamplingMetadata:
     mask_id: (1,), never proposed; (0,) of a model that has none. current_ids: (n,) the token that stands
     there now. sampled_index: (m,) which positions take a token at random, at the quantile `quantiles` (m,)
     of the distribution at `temperature` (m,), above 0; the others take the most probable one.
-    entropy_index: (s,) of which positions entropy and margin are wanted. policy_index: (k,) for which
-    positions a policy draws, None where there is none in the call; policy_params: (5, k) its temperature,
-    threshold and width, and the two quantiles that it draws at.
+    entropy_index: (s,) of which positions entropy and margin are wanted. excluded_index, excluded_ids: (e,)
+    positions at which a token is not proposed, and the token. policy_index: (k,) for which positions a
+    policy draws, None where there is none in the call; policy_params: (5, k) its temperature, threshold and
+    width, and the two quantiles that it draws at.
     """
 
     mask_id: Tensor
@@ -113,6 +133,8 @@ class SamplingMetadata:
     temperature: Tensor
     quantiles: Tensor
     entropy_index: Tensor
+    excluded_index: Tensor
+    excluded_ids: Tensor
     policy_index: Tensor | None = None
     policy_params: Tensor | None = None
 
@@ -135,6 +157,8 @@ def sample_proposals(logits: Tensor, wanted: SamplingMetadata) -> Tensor:
         entropy.index_copy_(0, wanted.entropy_index, torch.special.entr(probability).sum(-1))
         margin.index_copy_(0, wanted.entropy_index, best[:, 0] - best[:, 1])
     allowed = logits.index_fill(1, wanted.mask_id, -math.inf)
+    if len(wanted.excluded_index):
+        allowed[wanted.excluded_index, wanted.excluded_ids] = -math.inf
     token = allowed.argmax(-1)
     if len(wanted.sampled_index):
         above = allowed[wanted.sampled_index]

@@ -12,7 +12,7 @@ import numpy as np
 from dlm_rag.decode.copy_sources import CopySources, SeparatorTokens
 from dlm_rag.decode.model_runner import ModelRunner
 from dlm_rag.decode.policy_features import ask_commit_head, decide_search
-from dlm_rag.decode.rollout import Action, CommittedToken, find_grounded_tokens
+from dlm_rag.decode.rollout import Action, CommittedToken, RolloutStep, find_grounded_tokens
 from dlm_rag.decode.row import Row
 from dlm_rag.decode.sampling import ModelInput
 from dlm_rag.diffusion.commit_rules import (
@@ -65,6 +65,9 @@ class DenoiseStep:
                 elif not np.isfinite(proposals.confidence).all():
                     row.fail("the denoiser's output is not a number")
                 else:
+                    if (second := view.second_choices).any():
+                        others = proposals.subset(second)
+                        proposals = replace(proposals.subset(~second), second_choice=others)
                     self._write(row, proposals)
 
     def _write(self, row: Row, proposals: Proposals) -> None:
@@ -75,7 +78,8 @@ class DenoiseStep:
             row.provisional = proposals.most_probable or proposals.subset(masked)
         change = canvas.write_step(proposals, row.settings, row.current_block, partial(self._choose, row))
         record.committed, record.edited = self._records(change.committed), self._records(change.edited)
-        record.remasked = change.remasked
+        record.remasked, record.deleted, record.inserted = change.remasked, change.deleted, change.inserted
+        row.provisional = self._follow_edits(row.provisional, record)
         still = row.provisional.subset(canvas.masked[row.provisional.positions])
         sure = change.committed if causal and not len(still.positions) else still
         unseen = 0.0 if canvas.masked.any() else None  # nothing is known of what is after the window
@@ -83,11 +87,22 @@ class DenoiseStep:
         if row.recorder is not None:
             record.guesses = row.recorder.record_step(still)
 
+    def _follow_edits(self, provisional: Proposals, record: RolloutStep) -> Proposals:
+        """Where provisional tokens stand after a step; what deletes or splits is no text."""
+        if not self.model_runner.shape.edit_token_ids:
+            return provisional
+        places = [record.move_position(place) for place in provisional.positions.tolist()]
+        text = ~np.isin(provisional.token_ids, self.model_runner.shape.edit_token_ids)
+        kept = text & np.array([place is not None for place in places], dtype=bool)
+        moved = np.array([place or 0 for place in places], dtype=np.int64)
+        return replace(provisional, positions=moved).subset(kept)
+
     def _choose(self, row: Row, candidates: Proposals, span: tuple[int, int] | None) -> Proposals:
         settings, least = row.settings, 1
         if settings.steps_per_block is not None and span is not None:
             sizes = compute_step_sizes(span[1] - span[0], settings.steps_per_block, settings.schedule)
             least = sizes[min(row.rollout.count_steps_within(*span), len(sizes) - 1)]
+        least += row.canvas.introduced_masks
         grounded = partial(self._grounded_mask, row)
         head = None if self.heads is None else partial(ask_commit_head, row=row, heads=self.heads)
         context = RuleContext(settings, least, row.draws, grounded, head)
@@ -120,6 +135,8 @@ def build_model_input(row: Row) -> ModelInput:
     """What the model is shown of a row; draws the numbers that its sampling takes."""
     assert row.laid_out_prompt is not None
     settings, positions, (begin, end) = row.settings, row.positions_to_predict, row.window
+    again, excluded = row.canvas.second_choices(settings, row.current_block), row.canvas.excluded_ids
+    positions = np.sort(np.append(positions, np.array([*again], np.int64)))
     causal = row.canvas.is_causal_pass
     if causal and not row.laid_out_prompt.later_segments:
         begin = end  # what is accepted of a draft need not run again
@@ -132,7 +149,7 @@ def build_model_input(row: Row) -> ModelInput:
         quantiles, temperature = draws[:2, positions], 0.0
     elif draws is not None and temperature:
         quantiles = draws[0, positions]
-    return ModelInput(
+    view = ModelInput(
         slot=row.slot,
         laid_out_prompt=row.laid_out_prompt,
         canvas=row.canvas.model_ids[:end],
@@ -146,6 +163,10 @@ def build_model_input(row: Row) -> ModelInput:
         copy_sources=row.copy_sources,
         copy_penalty=settings.copy_penalty or 0.0,
     )
+    if not again and not excluded:
+        return view
+    told = zip(positions.tolist(), view.second_choices, strict=True)
+    return replace(view, excluded=tuple(again[place] if second else excluded for place, second in told))
 
 
 class PendingSearch(NamedTuple):

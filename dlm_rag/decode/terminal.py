@@ -64,10 +64,10 @@ def render_canvas(rollout: Rollout) -> Text:
 
     A token that stands many times in a row, as end tokens do, is shown once with its count.
     """
-    canvas = {token.position: token.token for step in rollout.steps for token in step.written_tokens}
+    canvas = {position: token.token for position, token in rollout.final_tokens().items()}
     when, steps = rollout.commit_steps(), len(rollout.steps) - 1
     text = Text(overflow="fold")
-    for token, run in groupby(range(rollout.canvas_length), lambda n: canvas[n] if n in when else None):
+    for token, run in groupby(range(rollout.canvas_length), canvas.get):
         places = list(run)
         if token is None:
             text.append("·" * len(places), style="dim")

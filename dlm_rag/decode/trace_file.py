@@ -28,7 +28,7 @@ from dlm_rag.tokenizer import Prompt, PromptTemplate, Tokenizer, load_tokenizer
 Line = TypeVar("Line")
 TRACE_VERSION = 2
 # left out of a step that has none
-OPTIONAL_STEP_KEYS = ("remasked", "dropped", "edited", "action", "guesses")
+OPTIONAL_STEP_KEYS = ("remasked", "dropped", "edited", "action", "guesses", "deleted", "inserted")
 
 
 @dataclass(frozen=True)
@@ -235,12 +235,17 @@ def make_step_examples(
 ) -> Iterator[StepExample]:
     """A row for each step that committed; parameters as in `rebuild_prompts`.
 
-    Raises `TraceError` for a trace of uniform noise.
+    Raises `TraceError` for a trace of uniform noise, and for one whose tokens have moved.
     """
     if header.settings.get("temperature_high") is not None:
         raise TraceError(
             f"the trace of question '{rollout.id}' is of a model that denoises from uniform noise, which "
             "is not in it: no rows with masks can be made from it"
+        )
+    if any(step.deleted for step in rollout.steps):
+        raise TraceError(
+            f"the trace of question '{rollout.id}' has deletions and insertions, so its tokens do not end "
+            "where they were committed: no rows can be made from it"
         )
     canvases = list(rollout.canvases(header.mask_id))
     prompts = rebuild_prompts(rollout, header, tokenizer)

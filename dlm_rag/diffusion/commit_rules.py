@@ -43,6 +43,7 @@ class Proposals:
     current_prob: FloatArray  # probability of the token that stands there now
     actions: dict[str, FloatArray] | None = None  # by `ACTION_STATISTICS`, where a rule draws actions
     most_probable: "Proposals | None" = None  # of the most probable tokens, where a step needs both
+    second_choice: "Proposals | None" = None  # of some positions, without tokens that are ruled out there
 
     @classmethod
     def from_rows(cls, positions: NDArray[np.int64], rows: FloatArray) -> "Proposals":

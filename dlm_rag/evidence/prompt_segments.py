@@ -178,9 +178,12 @@ def order_by_arrival(before: Sequence[Passage], now: Sequence[Passage]) -> list[
 def check_finished_blocks(shape: DenoiserConfig, finished_block_context: str, layout: str) -> None:
     """Raises `ConfigError` for a layout or an order of finished blocks that the attention rules out."""
     own = EVIDENCE_LAYOUTS[layout]
-    if shape.attention_patterns and not own.runs_with_canvas:
+    whole = "attention" if shape.attention_patterns and not own.runs_with_canvas else ""
+    if shape.routes_blocks and own.separate_passages:
+        whole = "choice of experts"
+    if whole:
         raise ConfigError(
-            f"evidence_layout={layout}: the attention of this model reads the prompt in one piece; set "
+            f"evidence_layout={layout}: the {whole} of this model reads the prompt in one piece; set "
             "evidence_layout=joint"
         )
     if shape.block_size and finished_block_context != "recompute" and not own.separate_passages:

@@ -268,7 +268,8 @@ class Denoiser(TransformerWeights):
         `kv_store.SharedContext`, else an empty list. `probe` is filled with the queries and keys of its
         layer.
         """
-        sight, last, size = rows.attention_metadata, rows.last_layer_metadata, self.compute_dtype.itemsize
+        sight, size = rows.attention_metadata, self.compute_dtype.itemsize
+        last = sight if self.config.routes_blocks else rows.last_layer_metadata
         self.flop_count += count_encode_flops(
             self.config, rows.lengths, sight.key_lengths, last.query_lengths, size,
             (sight.num_attention_pairs, last.num_attention_pairs),
@@ -276,8 +277,7 @@ class Denoiser(TransformerWeights):
         call = ForwardContext(rows, self.backend, probe, self.config.attention_patterns)
         rope = self.compute_rope(rows.positions)
         x = self.embed_tokens(rows.ids)
-        if is_autocast(x):
-            # Sums stay in float32, whether weights are full copies or shards that are cast and gathered.
+        if is_autocast(x):  # sums stay in float32, of full copies as of shards that are cast and gathered
             x = x.float()
         kept, top = [], len(self.layers) - 1
         for layer, block in enumerate(self.layers):

@@ -55,17 +55,25 @@ class ExpertsConfig:
     expert_bias: Flag = False  # added to the scores for the choice, not to the weights of the chosen
     n_group: Size = 1  # groups of experts; the best `topk_group` are chosen from
     topk_group: Size = 1
+    # A block of attention uses so many experts, those that one of its tokens scores highest; 0: all.
+    expert_capacity: SizeOrZero = 0
     norm_topk_prob: Flag = False  # the weights of the chosen sum to 1
     routed_scaling_factor: Real = 1.0
 
     def __post_init__(self) -> None:
         count, groups, chosen = self.num_experts, self.n_group, self.num_experts_per_tok
         best, choice = self.topk_group, count // groups * self.topk_group
+        most = self.expert_capacity
         _require(
             (count % groups == 0, f"n_group={groups} must divide num_experts={count}"),
             (groups == 1 or count >= 2 * groups, f"n_group={groups} leaves groups of less than 2 experts"),
             (best <= groups, f"topk_group={best} is more than n_group={groups}"),
             (chosen <= choice, f"num_experts_per_tok={chosen} is more than the {choice} to choose from"),
+            (not most or groups == 1, f"expert_capacity={most} needs n_group=1"),
+            (
+                not most or chosen <= most <= count,
+                f"expert_capacity={most} must be from num_experts_per_tok={chosen} to num_experts={count}",
+            ),
             _is_multiple("moe_intermediate_size", self.moe_intermediate_size),
         )
 
@@ -103,6 +111,9 @@ class DenoiserConfig:
     tie_word_embeddings: Flag = False
     experts: ExpertsConfig | None = None
     mask_token_id: SizeOrZero | None = None
+    # Tokens by which a model edits its text: one that takes a token away, one that puts a mask before it.
+    delete_token_id: SizeOrZero | None = None
+    split_token_id: SizeOrZero | None = None
     # True where the network's row i predicts token i + 1 (autoregressive ancestry: Dream, Qwen).
     # The denoiser un-shifts its output, so that logits[:, i] always predicts token i.
     shifted: Flag = False
@@ -133,6 +144,7 @@ class DenoiserConfig:
     def __post_init__(self) -> None:
         heads, kv_heads, mask = self.num_attention_heads, self.num_key_value_heads, self.mask_token_id
         share, turned, patterns = self.partial_rotary_factor, self.rotary_dim, len(self.attention_patterns)
+        edits = self.edit_token_ids
         even = share <= 1 and turned >= 2 and turned % 2 == 0
         joint = not self.block_size and EVIDENCE_LAYOUTS[self.evidence_layout].runs_with_canvas
         _require(
@@ -143,6 +155,14 @@ class DenoiserConfig:
             (self.head_dim % 2 == 0, f"head_dim={self.head_dim} must be even"),
             (even, f"partial_rotary_factor={share} of head_dim={self.head_dim} must be an even number"),
             (mask is None or mask < self.vocab_size, f"mask_token_id={mask} is outside the vocabulary"),
+            (
+                len(edits) in (0, 2) and len({*edits, mask}) == len(edits) + 1,
+                "delete_token_id and split_token_id must be two tokens, and not the mask",
+            ),
+            (
+                all(token < self.vocab_size for token in edits),
+                f"delete_token_id, split_token_id={edits} are not in the vocabulary",
+            ),
             (
                 patterns in (0, self.num_hidden_layers),
                 f"attention_patterns has {patterns}, not one a layer",
@@ -155,7 +175,11 @@ class DenoiserConfig:
             ),
         )
         if self.experts is not None:
-            _require(_is_multiple("hidden_size", self.hidden_size))
+            routed = not self.experts.expert_capacity or self.routes_blocks
+            _require(
+                _is_multiple("hidden_size", self.hidden_size),
+                (routed, "expert_capacity needs a block_size"),
+            )
         if self.rope_scaling is not None:
             _check_scaling(self.rope_scaling)
             _require((turned == self.head_dim, "rope_scaling needs partial_rotary_factor=1"))
@@ -164,6 +188,16 @@ class DenoiserConfig:
     def rotary_dim(self) -> int:
         """Numbers of each head that positions turn."""
         return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def routes_blocks(self) -> bool:
+        """Whether the tokens of a block of attention share a choice of experts."""
+        return bool(self.experts is not None and self.experts.expert_capacity and self.block_size)
+
+    @property
+    def edit_token_ids(self) -> tuple[int, ...]:
+        """The tokens that delete and split; empty where the model has none."""
+        return tuple(n for n in (self.delete_token_id, self.split_token_id) if n is not None)
 
     @property
     def predicts_next_block(self) -> bool:

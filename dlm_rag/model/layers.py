@@ -111,8 +111,11 @@ class Router(nn.Module):
         if experts.expert_bias:  # moved by how busy the experts are, never by gradients
             self.expert_bias = nn.Parameter(torch.empty(experts.num_experts), requires_grad=False)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (T, W) -> the weight of each chosen expert, float32, and their numbers; both (T, k)."""
+    def forward(self, x: Tensor, blocks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x (T, W) -> the weight of each chosen expert, float32, and their numbers; both (T, k).
+
+        blocks: (T,) the number of each token's block, which has an `expert_capacity`.
+        """
         e = self.experts
         # As in the public code: sigmoids are float32 from the weights on, softmax from their sums on.
         if e.score_function == "sigmoid":
@@ -120,6 +123,11 @@ class Router(nn.Module):
         else:
             scores = F.linear(x, self.weight).softmax(dim=-1, dtype=torch.float32)
         preferred = scores if self.expert_bias is None else scores + self.expert_bias
+        if blocks is not None:  # a row for each possible one: the host does not wait for their number
+            best = torch.full_like(preferred, -torch.inf)
+            best = best.scatter_reduce(0, blocks[:, None].expand_as(best), preferred, "amax")
+            kept = torch.zeros_like(best).scatter(1, best.topk(e.expert_capacity, dim=-1).indices, 1.0)
+            preferred = preferred.masked_fill(~kept.bool()[blocks], -torch.inf)
         if e.n_group > 1:  # the groups whose two best experts are best together
             grouped = rearrange(preferred, "tokens (group expert) -> tokens group expert", group=e.n_group)
             best = grouped.topk(2, dim=-1).values.sum(-1).topk(e.topk_group, dim=-1).indices
@@ -172,9 +180,9 @@ class MixtureOfExperts(nn.Module):
         shared = experts.shared_intermediate_size
         self.shared_experts = FeedForward(width, shared) if shared else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, blocks: Tensor | None = None) -> Tensor:
         """x (T, W) -> the weighted sum of the chosen experts, in float32; the host does not wait."""
-        counts, chosen = self.gate(x)
+        counts, chosen = self.gate(x, blocks)
         sent, order = chosen.flatten().sort(stable=True)
         numbers = torch.arange(len(self.gate.weight), device=x.device)
         ends = torch.searchsorted(sent, numbers, right=True, out_int32=True)
@@ -227,6 +235,7 @@ class TransformerLayer(nn.Module):
             self.mlp = FeedForward(width, config.intermediate_size)
         else:
             self.mlp = MixtureOfExperts(config.experts, width)
+        self.routes_blocks = config.routes_blocks and isinstance(self.mlp, MixtureOfExperts)
 
     def forward(
         self, x: Tensor, rope: Rope, call: ForwardContext, layer: int, last: bool
@@ -235,7 +244,7 @@ class TransformerLayer(nn.Module):
         keys and values of all of them, each (T, Hk, D).
         """
         rows, sight, read = call.rows, call.rows.attention_metadata, None
-        if last and rows.last_layer_metadata is not sight:
+        if last and rows.last_layer_metadata is not sight and not self.routes_blocks:
             sight, read = rows.last_layer_metadata, rows.output_indices
         x, q, k, v = self.project_qkv(x, rope, read)
         if not len(x) and rows.context_parallel is None:
@@ -243,7 +252,8 @@ class TransformerLayer(nn.Module):
                 return x, k, v
             # Processes sum the gradients of all weights: those of a part that hides nothing are zeros.
             return self.apply_attention_output(x, q + 0 * (k.sum() + v.sum())), k, v
-        return self.apply_attention_output(x, call.attend(q, k, v, layer, sight)), k, v
+        blocks = rows.attention_blocks if self.routes_blocks else None
+        return self.apply_attention_output(x, call.attend(q, k, v, layer, sight), blocks), k, v
 
     def project_qkv(
         self, x: Tensor, rope: Rope, read: Tensor | None
@@ -255,10 +265,11 @@ class TransformerLayer(nn.Module):
             x, normed, rope = x[read], normed[read], tuple(part[read] for part in rope)
         return x, self.self_attn.project_queries(normed, rope), k, v
 
-    def apply_attention_output(self, x: Tensor, attended: Tensor) -> Tensor:
+    def apply_attention_output(self, x: Tensor, attended: Tensor, blocks: Tensor | None = None) -> Tensor:
         """What follows it: attended (n, H, D) comes in, then the feed-forward."""
         x = x + self.self_attn.o_proj(attended.flatten(1))
-        return x + self.mlp(self.post_attention_layernorm(x))
+        normed = self.post_attention_layernorm(x)
+        return x + (self.mlp(normed) if blocks is None else self.mlp(normed, blocks))
 
 
 class TransformerWeights(nn.Module):

@@ -196,6 +196,17 @@ class PackedRows:
         """Tokens of each row."""
         return self.attention_metadata.query_lengths
 
+    @cached_property
+    def attention_blocks(self) -> Tensor:
+        """(T,) the number, from 0, of the block of attention that each token is in; without blocks, of its
+        row.
+        """
+        begins, seen = torch.zeros_like(self.ids), self.attention_metadata.visible_counts
+        begins[self.attention_metadata.query_ends[:-1].long()] = 1
+        if seen is not None:
+            begins[1:] |= seen[1:] != seen[:-1]
+        return begins.cumsum(0) - 1
+
     def gather_keys_values(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values that the rows see in a layer, their own k and v (T, Hk, D) included."""
         if self.context_parallel is not None:

@@ -76,11 +76,14 @@ def _is_sound(rollout: Rollout) -> bool:
     """Whether steps and positions of a line, which others may have written, are those of a decode."""
     steps, length = rollout.steps, rollout.canvas_length
     places = [token.position for step in steps for token in step.written_tokens]
-    places += [place for step in steps for place in step.remasked]
+    places += [
+        place for step in steps for part in (step.remasked, step.deleted, step.inserted) for place in part
+    ]
     return (
         0 <= length <= MAX_CANVAS_TOKENS
         and [step.step for step in steps] == [*range(len(steps))]
         and all(0 <= place < length for place in places)
+        and all(len({*step.deleted}) == len({*step.inserted}) for step in steps)
         and are_deltas_valid((step.guesses for step in steps), length)
     )
 
@@ -147,6 +150,8 @@ def build_step_record(
         "passages": step.passage_ids,
         "dropped": step.dropped,
         "remasked": step.remasked,
+        "deleted": step.deleted,
+        "inserted": step.inserted,
         "written": [
             (
                 token.position,
@@ -209,7 +214,7 @@ def attribute_words(rollout: Rollout) -> list[dict[str, Any]]:
     The passage is None for a word that no passage in context held. Words that only passages hold which are
     not cited, as the fewest are, are left out. Nothing for a trace without citations.
     """
-    (last,) = [*rollout.replay()][-1:] or ({},)
+    last = rollout.final_tokens()
     spans = align_tokens((last[n].token for n in takewhile(last.__contains__, count())), rollout.response)
     steps = rollout.commit_steps()
     found = []

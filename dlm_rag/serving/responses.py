@@ -107,10 +107,7 @@ class ChatResponse:
         """Brings the canvas to the next step, if there is one yet."""
         if self._taken == len(rollout.steps):
             return False
-        step = rollout.steps[self._taken]
-        for position in step.remasked:
-            self._canvas.pop(position, None)
-        self._canvas.update({token.position: token for token in step.written_tokens})
+        self._canvas = rollout.steps[self._taken].write_tokens(self._canvas)
         self._taken += 1
         return True
 

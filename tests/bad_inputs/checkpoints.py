@@ -146,10 +146,10 @@ CASES = [
             ("the key 'attention_bias' is missing", SDAR | {"model_type": "wedlm"}),
             # Experts.
             ("the tensor model.word_embeddings.weight is missing", LLADA2),
-            *(
-                (f"{key}=7 is of LLaDA2.2, which inserts and deletes", LLADA2 | {key: 7})
-                for key in ("delete_token_id", "split_token_id", "expert_capacity")
-            ),
+            ("delete_token_id and split_token_id must be two tokens", LLADA2 | {"delete_token_id": 7}),
+            ("must be two tokens", LLADA2 | {"delete_token_id": 7, "split_token_id": 7}),
+            ("(7, 999999) are not in the vocabulary", LLADA2 | {"delete_token_id": 7, "split_token_id": 999_999}),
+            ("expert_capacity=1 must be from num_experts_per_tok=", LLADA2 | {"expert_capacity": 1}),
             *((f"the key '{key}' is missing", LLADA2 | {key: None}) for key in LLADA2 if key not in (
                 "model_type", "rms_norm_eps", "num_shared_experts"
             )),

@@ -37,7 +37,8 @@ def wanted(written, mask_id, temperature=None, uniform=None, spread=False):
     sampled = nowhere if temperature is None else torch.nonzero(temperature).squeeze(1)
     tempered, drawn = (torch.zeros(0) if x is None else x[sampled] for x in (temperature, uniform))
     mask = torch.tensor([mask_id])
-    return SamplingMetadata(mask, written, sampled, tempered, drawn, everywhere if spread else nowhere)
+    spread_at = everywhere if spread else nowhere
+    return SamplingMetadata(mask, written, sampled, tempered, drawn, spread_at, nowhere, nowhere)
 
 
 WAYS = {  # of doing the same work

@@ -32,9 +32,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     for path in sorted((Path(__file__).parent / "configs").glob("*.json"))
 }
 MASK_TOKENS = {"sdar": "<|MASK|>", "sdar_moe": "<|MASK|>", "fast-dllm-v2": "|<MASK>|"}  # others: "<|mask|>"
+EDIT_TOKENS = ("delete_token_id", "split_token_id")  # often proposed, so that traces have edits
 END_TOKEN_IDS = {"fast-dllm-v2": END, "a2d-qwen3": END}  # what the tokenizer calls eos; others: PAD
 DEFAULT_TURNS = ("<|im_start|>", "<|im_end|>", CHAT)
-TURN_MARKERS = dict.fromkeys(("llada2", "lladamoe"), ("<role>", "<|role_end|>", CHAT_OF_ROLES))
+TURN_MARKERS = dict.fromkeys(("llada2", "llada22", "lladamoe"), ("<role>", "<|role_end|>", CHAT_OF_ROLES))
 
 
 def write_checkpoint(family: str, folder: Path) -> None:
@@ -91,6 +92,7 @@ def _draw_weights(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
                 values *= 2 / shape[1] ** 0.5
             if name == "lm_head.weight":
                 values[MASK] *= 0.1
+                values[[config[key] for key in EDIT_TOKENS if key in config]] *= 1.5
             yield name, values.astype(np.float32)
             continue
         spread = next((size for end, size in SPREADS.items() if name.endswith(end)), 0.7 if tied else 1.0)
@@ -166,7 +168,7 @@ def _write_tokenizer(folder: Path, family: str) -> None:
     Some do not say which of the special tokens is the mask: their code has the id.
     """
     special = special_tokens(family)
-    silent = family in ("fast-dllm-v2", "llada2", "lladamoe")
+    silent = family in ("fast-dllm-v2", "llada2", "llada22", "lladamoe")
     mask = special[MASK]
     masked = {"additional_special_tokens": [mask]} if silent else {"mask_token": mask}
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

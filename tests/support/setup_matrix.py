@@ -1,5 +1,7 @@
 """Every way of decoding and of training, of tiny models: for tests that run all of them."""
 
+from dataclasses import replace
+
 from dlm_rag import Decoder, load_retriever
 from dlm_rag.config import DecodeConfig, EngineConfig, load_config
 from dlm_rag.model.denoiser_config import ExpertsConfig
@@ -13,6 +15,7 @@ EXPERTS = ExpertsConfig(
     num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, shared_intermediate_size=32,
     score_function="sigmoid", expert_bias=True, n_group=2, topk_group=1,
 )  # fmt: skip
+ROUTED = replace(EXPERTS, n_group=1, expert_capacity=4)
 # a few passages each, which leave and come back
 TIERED_POOL_ENGINE = EngineConfig(prefix_cache_gib=4e-5, cpu_offload_gib=4e-5)
 DECODING_SETUPS = {  # layout of the evidence, shape of the model, settings
@@ -33,6 +36,11 @@ DECODING_SETUPS = {  # layout of the evidence, shape of the model, settings
         {"commit_rule": "policy_head", "retrieval_gate": "policy_head"},
     ),
     "copying": ("independent", {}, {"copy_penalty": 3.0, "max_new_tokens": 3}),
+    "deleting": (
+        "joint",
+        {"block_size": 3, "experts": ROUTED, "delete_token_id": 115, "split_token_id": 153},
+        {"edit_threshold": 0.1, "max_edit_steps": 2},
+    ),
     "edited": ("independent", {"block_size": 3}, {"edit_threshold": 0.5, "max_edit_steps": 2}),
     "one question at a time": ("joint", {"block_size": 3}, {"batch_size": 1}),
 }

@@ -152,13 +152,12 @@ def _llada_moe(raw: dict[str, Any]) -> DenoiserConfig:
 
 
 def _llada2(raw: dict[str, Any]) -> DenoiserConfig:
-    """LLaDA2.0 and 2.1: blocks of 32 counted from the first token of the prompt."""
-    for key in ("delete_token_id", "split_token_id", "expert_capacity"):
-        if raw.get(key) is not None:
-            raise CheckpointError(
-                f"{key}={raw[key]!r:.60} is of LLaDA2.2, which inserts and deletes tokens: the canvas has "
-                "fixed positions, take LLaDA2.0 or 2.1"
-            )
+    """LLaDA2.0 to 2.2: blocks of 32 counted from the first token of the prompt.
+
+    2.2 has tokens that edit, and an `expert_capacity`: its public class passes over groups of experts.
+    """
+    if capacity := raw.get("expert_capacity") or 0:
+        raw = raw | {"n_group": 1, "topk_group": 1}
     require_supported_values(
         raw, use_bias=False, norm_head=False, norm_topk_prob=True, score_function="sigmoid",
         moe_router_enable_expert_bias=True, rope_scaling=None,
@@ -167,7 +166,7 @@ def _llada2(raw: dict[str, Any]) -> DenoiserConfig:
     experts = _read_experts(
         raw, "first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor",
         moe_intermediate_size=inner, shared_intermediate_size=inner * (raw.get("num_shared_experts") or 0),
-        score_function="sigmoid", expert_bias=True,
+        score_function="sigmoid", expert_bias=True, expert_capacity=capacity,
         norm_topk_prob=raw.get("num_experts_per_tok") != 1,  # a single one counts what it scores
     )  # fmt: skip
     for key in ("num_key_value_heads", "rope_theta"):
@@ -176,7 +175,8 @@ def _llada2(raw: dict[str, Any]) -> DenoiserConfig:
         raw = raw | {"intermediate_size": inner}
     return read_transformers_config(
         raw, qkv_bias=raw.get("use_qkv_bias") or False, qk_norm=raw.get("use_qk_norm") is not False,
-        shifted=False, experts=experts, block_size=32, block_grid="prompt",
+        shifted=False, experts=experts, block_size=raw.get("block_size") or 32, block_grid="prompt",
+        **{key: raw[key] for key in ("delete_token_id", "split_token_id") if key in raw},
         partial_rotary_factor=require_key(raw, "partial_rotary_factor"),
     )  # fmt: skip
 

@@ -11,6 +11,14 @@ _QWEN_7B = {
     "intermediate_size": 18_944, "vocab_size": 152_064, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
 }  # fmt: skip
 _QWEN_2 = {"model_type": "qwen2", "max_position_embeddings": 32_768, "mask_token_id": 151_665}
+_LLADA2_FLASH = {
+    "model_type": "llada2_moe", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 9216, "first_k_dense_replace": 1,
+    "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 1024,
+    "num_shared_experts": 1, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+    "vocab_size": 157_184, "rms_norm_eps": 1e-6, "rope_theta": 6e5, "partial_rotary_factor": 0.5,
+    "max_position_embeddings": 16_384, "mask_token_id": 156_895,
+}  # fmt: skip
 KNOWN_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "GSAI-ML/LLaDA-8B-Instruct": {
         "model_type": "llada", "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32,
@@ -35,13 +43,10 @@ KNOWN_CHECKPOINTS: dict[str, dict[str, Any]] = {
         "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
         "intermediate_size": 29_568,
     },
-    "inclusionAI/LLaDA2.0-flash": {
-        "model_type": "llada2_moe", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 9216, "first_k_dense_replace": 1,
-        "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 1024,
-        "num_shared_experts": 1, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
-        "vocab_size": 157_184, "rms_norm_eps": 1e-6, "rope_theta": 6e5, "partial_rotary_factor": 0.5,
-        "max_position_embeddings": 16_384, "mask_token_id": 156_895,
+    "inclusionAI/LLaDA2.0-flash": _LLADA2_FLASH,
+    "inclusionAI/LLaDA2.2-flash": _LLADA2_FLASH | {
+        "rope_theta": 3e6, "max_position_embeddings": 131_072, "block_size": 32, "expert_capacity": 48,
+        "delete_token_id": 156_930, "split_token_id": 156_931,
     },
 }  # fmt: skip
 
