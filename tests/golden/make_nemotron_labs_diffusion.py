@@ -113,6 +113,7 @@ class CausalListener:
         self.recorder.note("token", (two[:, 0] - two[:, 1]).min())
         confidence, token = chances.max(-1)
         self.recorder.add([n - self.prompt_length for n in places], token.tolist(), confidence.tolist())
+        self.recorder.steps[-1]["store"] = True
         self.written, self.draft, self.open = stored + 1, None, None
 
 

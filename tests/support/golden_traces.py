@@ -8,15 +8,16 @@ from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.config import load_config
 from dlm_rag.questions import Question
 
+ASKS_ONCE = "decode.query_policy=question"
 TRACES = {
     "sardi": ("tiny-dream", "sardi", []),
-    "sardi-static": ("tiny-dream", "sardi", ["decode.query_policy=question"]),
+    "sardi-static": ("tiny-dream", "sardi", [ASKS_ONCE]),
     # Fast-dLLM's code for Dream bounds the tokens of a step where that for LLaDA has blocks.
     "fast-dllm-dream-none": (
-        "tiny-dream", "fast_dllm", ["decode.block_length=null", "decode.tokens_per_step=32"],
+        "tiny-dream", "fast_dllm", ["decode.block_length=null", "decode.tokens_per_step=32", ASKS_ONCE],
     ),
-    "fast-dllm-llada-none": ("tiny-llada", "fast_dllm", []),
-    "llada": ("tiny-llada", "llada", []),
+    "fast-dllm-llada-none": ("tiny-llada", "fast_dllm", [ASKS_ONCE]),
+    "llada": ("tiny-llada", "llada", [ASKS_ONCE]),
 }  # fmt: skip
 
 
