@@ -30,7 +30,8 @@ from dlm_rag.errors import ConfigError, suggest_nearest
 
 MAX_SHOWN_CHARS = 60  # characters of a value
 SET = object()  # in `only_with`: any value but null, 0, false and the empty one
-Need = dict[str, Any]  # the values of other settings, by dotted key: `SET`, or a tuple of values
+SEVERAL = object()  # in `only_with`: 2 or more
+Need = dict[str, Any]  # the values of other settings, by dotted key: `SET`, `SEVERAL`, or a tuple of values
 _SETTINGS_RULES = ConfigDict(
     extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, coerce_numbers_to_str=True
 )

@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
 
-from dlm_rag.config.fields import SET, CheckedSettings, Need, get_field_metadata, import_object
+from dlm_rag.config.fields import SET, SEVERAL, CheckedSettings, Need, get_field_metadata, import_object
 from dlm_rag.errors import ConfigError
 
 Settings = TypeVar("Settings", bound=CheckedSettings)
@@ -123,6 +123,10 @@ def _describe_missing(need: Need, known: Mapping[str, Any], is_recipe: bool) -> 
         if accepted is SET:
             if not value and not is_recipe:
                 return f"without {key}: set it too, or leave this out"
+            continue
+        if accepted is SEVERAL:
+            if value < 2 and not is_recipe:
+                return f"with {key}={_show(value)}: it needs {key}=2 or more"
             continue
         own = isinstance(value, str) and ":" in value and "://" not in value  # module:function
         if own or (value is None and None not in accepted) or _is_accepted(value, accepted):

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dlm_rag.config.fields import SET, CheckedSettings, check_url, setting, settings_dataclass
+from dlm_rag.config.fields import SET, SEVERAL, CheckedSettings, check_url, setting, settings_dataclass
 from dlm_rag.errors import ConfigError
 
 SEARCH_SCHEMES = ("http", "https", "milvus")  # of `retrieval.url`
@@ -12,6 +12,7 @@ NO_SERVICE = {"retrieval.url": (None, "milvus://")}
 MASKED, UNIFORM = {"noise": ("mask",)}, {"noise": ("uniform",)}
 BY_DIFFUSION = MASKED | {"decode.mode": ("diffusion",)}
 IN_BLOCKS = BY_DIFFUSION | {"attention_blocks": (True,)}
+AT_ONCE = {"decode.blocks_at_once": SEVERAL}
 ROLLOUTS = MASKED | {"train.objective": ("rl",)}  # which sample what they commit
 HEADS = tuple(
     BY_DIFFUSION | {f"decode.{name}": ("policy_head",)} for name in ("commit_rule", "retrieval_gate")
@@ -111,6 +112,16 @@ class DecodeConfig(CheckedSettings):
     query_window: int = setting(8, low=0, high=2**20, only_with=IN_BLOCKS)
     """number of positions after the current block whose predictions may enter a query, in checkpoints
     with block attention"""
+    blocks_at_once: int = setting(
+        1, low=1, high=2**20, only_with=IN_BLOCKS | {"decode.commit_rule": ("threshold", "grounded")}
+    )
+    """number of attention blocks in which tokens may be committed at a step: the first unfinished one and
+    those after it that have joined; a block just finished counts until its keys and values are computed"""
+    block_add_threshold: float = setting(0.1, low=0, high=1, only_with=AT_ONCE)
+    """share of a block that is committed when the next one joins"""
+    semi_complete_threshold: float = setting(0.9, low=0, high=1, only_with=AT_ONCE)
+    """share of a block that is committed when the next one commits at every step, however unsure; until
+    then it commits only what the threshold lets it"""
     commit_rule: str | None = setting(
         None, table="dlm_rag.diffusion.commit_rules:RULES", only_with=BY_DIFFUSION
     )
@@ -189,6 +200,11 @@ class DecodeConfig(CheckedSettings):
         if self.block_length and self.max_new_tokens and self.block_length > self.max_new_tokens:
             raise ConfigError(
                 f"block_length={self.block_length} is longer than max_new_tokens={self.max_new_tokens}"
+            )
+        if self.blocks_at_once > 1 and self.edit_threshold is not None:
+            raise ConfigError(
+                f"edit_threshold={self.edit_threshold} edits one block at a time: leave it out, or set "
+                "blocks_at_once=1"
             )
         if self.tokens_per_step and self.steps_per_block:
             raise ConfigError(

@@ -3,7 +3,7 @@
 That of a model of uniform noise is in `uniform_noise.py`.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,9 +16,10 @@ from dlm_rag.diffusion.commit_rules import Proposals, samples_actions
 from dlm_rag.randomness import sample_uniform
 
 TokenIds = NDArray[np.int64]
-# Of at least one candidate those to commit; with the positions, from and up to, of which the schedule of
-# `steps_per_block` says how many a step commits.
-Choose = Callable[[Proposals, tuple[int, int] | None], Proposals]
+Span = tuple[int, int]  # positions, from and up to
+# Of at least one candidate those to commit; with the positions of which the schedule of `steps_per_block`
+# says how many a step commits, and whether any must be.
+Choose = Callable[[Proposals, Span | None, bool], Proposals]
 
 
 class CanvasChange(NamedTuple):
@@ -99,30 +100,41 @@ class Canvas:
         count = 5 if samples_actions(settings) else int(settings.temperature > 0)
         return sample_uniform(generator, count, self.length) if count else None, settings.temperature
 
-    def commit_range(self, block_length: int | None, begin: int, end: int) -> tuple[int, int]:
+    def commit_range(self, block_length: int | None, begin: int, end: int) -> Span:
         """From where and up to where positions may be committed: the first block with a mask.
 
         Blocks of `block_length` (None or 0: one block) are counted from `begin`, which may be below 0, to
         `end`.
         """
         if block_length:
-            begin = self.first_masked - (self.first_masked - begin) % block_length
+            first = max(begin, 0) + int(np.argmax(self.masked[max(begin, 0) : end]))
+            begin = first - (first - begin) % block_length
             end = min(begin + block_length, end)
         return begin, end
 
+    def committed_share(self, begin: int, end: int) -> float:
+        """Of a block; what of it stands in the prompt counts as committed."""
+        return (end - begin - int(self.masked[max(begin, 0) : end].sum())) / (end - begin)
+
     def write_step(
-        self, proposals: Proposals, settings: DecodeConfig, block: tuple[int, int], choose: Choose
+        self, proposals: Proposals, settings: DecodeConfig, blocks: Sequence[Span], choose: Choose
     ) -> CanvasChange:
-        """Edits and commits within the current block, from and up to `block`."""
-        begin, end = self.commit_range(settings.block_length, *block)
-        at = proposals.positions
-        candidates = proposals.subset(self.masked[at] & (at >= begin) & (at < end))
-        waiting, edited, committed = len(candidates.positions) > 0, None, None
+        """Commits within blocks, of which the first is the current one, and edits in this."""
+        at, block, offers = proposals.positions, blocks[0], list[tuple[Proposals, Span, bool]]()
+        for n, span in enumerate(blocks):
+            begin, end = self.commit_range(settings.block_length, *span)
+            candidates = proposals.subset(self.masked[at] & (at >= begin) & (at < end))
+            must = not n or self.committed_share(*blocks[n - 1]) >= settings.semi_complete_threshold
+            if len(candidates.positions):
+                offers.append((candidates, (begin, end), must))
+        waiting, edited, committed = bool(offers), None, None
         if settings.edit_threshold is not None:
             edited = self.edit(proposals, settings.edit_threshold)
             self.edit_steps = 0 if waiting else self.edit_steps + 1
         if waiting:
-            committed = choose(candidates, (begin, end))
+            first, *others = [choose(*offer) for offer in offers]
+            written = np.concatenate([each.positions for each in (first, *others)])
+            committed = proposals.subset(np.isin(at, written)) if others else first
             self.commit(committed)
         settled = self.edit_steps > 0 and (edited is None or not len(edited.positions))
         over = settled or self.edit_steps >= settings.max_edit_steps

@@ -6,14 +6,14 @@ the draft has in common with these predictions stays, with one token more. So th
 autoregressive decoding, whatever the drafts are; these are what a query may hold besides it.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.canvas import Canvas, CanvasChange, Choose, TokenIds
+from dlm_rag.decode.canvas import Canvas, CanvasChange, Choose, Span, TokenIds
 from dlm_rag.diffusion.commit_rules import Proposals
 
 
@@ -56,7 +56,7 @@ class CausalCanvas(Canvas):
         return np.arange(self.first_masked, self.seen_end + self.is_causal_pass)
 
     def write_step(
-        self, proposals: Proposals, settings: DecodeConfig, block: tuple[int, int], choose: Choose
+        self, proposals: Proposals, settings: DecodeConfig, blocks: Sequence[Span], choose: Choose
     ) -> CanvasChange:
         """Takes proposals as the draft, or commits what the draft has in common with them and the next."""
         if self.drafts_next:

@@ -5,13 +5,14 @@ before it. The block under work keeps its length: what is lost at its end become
 it is lost. The rule is `JointThresholdInDel` of SGLang.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.canvas import Canvas, CanvasChange, Choose
+from dlm_rag.decode.canvas import Canvas, CanvasChange, Choose, Span
 from dlm_rag.diffusion.commit_rules import Proposals, find_rule
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -61,12 +62,13 @@ class LevenshteinCanvas(Canvas):
         return self.edit_steps + filled >= most or self.block_steps >= block[1] - block[0] + most
 
     def write_step(
-        self, proposals: Proposals, settings: DecodeConfig, block: tuple[int, int], choose: Choose
+        self, proposals: Proposals, settings: DecodeConfig, blocks: Sequence[Span], choose: Choose
     ) -> CanvasChange:
         """Edits and commits within the current block: while original masks are left those that the rule
         chooses, then all.
         """
         assert settings.edit_threshold is not None
+        block = blocks[0]
         begin, end = self._editable(block)
         found = proposals.subset((proposals.positions >= begin) & (proposals.positions < end))
         ids, masked = self.ids[begin:end], self.masked[begin:end]
@@ -75,7 +77,7 @@ class LevenshteinCanvas(Canvas):
         self.edit_steps += not left
         filling = masked.copy()
         if left and not last:
-            filling = np.isin(found.positions, choose(found.subset(masked), (begin, end)).positions)
+            filling = np.isin(found.positions, choose(found.subset(masked), (begin, end), True).positions)
         sure = found.confidence >= settings.edit_threshold
         writing = filling | (~masked & sure & (found.token_ids != ids))
         change, over = CanvasChange(), last or not writing.any()

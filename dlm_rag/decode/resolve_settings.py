@@ -5,7 +5,7 @@ from dlm_rag.config.fields import replace_settings
 from dlm_rag.config.ineffective_settings import check_checkpoint_effects
 from dlm_rag.config.inference import DEFAULT_ENTROPY_BOUND_NATS
 from dlm_rag.decode.levenshtein import check_edit_settings
-from dlm_rag.diffusion.commit_rules import find_rule
+from dlm_rag.diffusion.commit_rules import find_rule, samples_actions
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.retrieval.query import find_query_policy
@@ -65,4 +65,9 @@ def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeCon
             find(name)
     if settings.edit_threshold is not None and shape.edit_token_ids:
         check_edit_settings(settings, shape)
+    if settings.blocks_at_once > 1 and (shape.predicts_next_block or samples_actions(settings)):
+        why = "predicts the first token of the next" if shape.predicts_next_block else "is sampled alone"
+        raise ConfigError(
+            f"blocks_at_once={settings.blocks_at_once}: a finished block {why} here; set blocks_at_once=1"
+        )
     return settings

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.canvas import Canvas
+from dlm_rag.decode.canvas import Canvas, Span
 from dlm_rag.decode.causal_canvas import CausalCanvas
 from dlm_rag.decode.copy_sources import CopySources
 from dlm_rag.decode.levenshtein import LevenshteinCanvas
@@ -76,6 +76,7 @@ class Row:
     searched_words: frozenset[str] = frozenset()  # of the last query that was searched for
     provisional: Proposals | None = None
     lowest_confidence: float | None = None  # of provisional tokens; None where nothing is masked
+    blocks_just_finished: int = 0  # by the last step: their keys and values are computed in this one
 
     @property
     def step(self) -> int:
@@ -100,6 +101,20 @@ class Row:
         return begin, min(end, self.canvas.length)
 
     @property
+    def open_blocks(self) -> list[Span]:
+        """The blocks in which positions may be committed: the current one, and as many after it as
+        `decode.blocks_at_once` lets join, each once the one before is written far enough.
+        """
+        assert self.laid_out_prompt is not None
+        blocks, settings, length = [self.current_block], self.settings, self.canvas.length
+        for _ in range(settings.blocks_at_once - self.blocks_just_finished - 1):
+            _, end = blocks[-1]
+            if end == length or self.canvas.committed_share(*blocks[-1]) < settings.block_add_threshold:
+                break
+            blocks.append((end, min(self.laid_out_prompt.block_bounds(end)[1], length)))
+        return blocks
+
+    @property
     def follows_last_block(self) -> bool:
         """Whether the next token is the first of a block and the block before it predicts it: it is asked
         for alone, and the model sees nothing after it.
@@ -110,7 +125,7 @@ class Row:
 
     @property
     def window(self) -> tuple[int, int]:
-        """The positions, from and up to, that the model sees: the current block, and whole blocks of
+        """The positions, from and up to, that the model sees: the open blocks, and whole blocks of
         lookahead where the query takes provisional tokens. From left to right: the last written token, and
         what is drafted behind it.
         """
@@ -124,7 +139,7 @@ class Row:
         if settings.query_window and end < length and ahead:
             last = min(end + settings.query_window, length) - 1
             end = min(self.laid_out_prompt.block_bounds(last)[1], length)
-        return max(0, begin), end
+        return max(0, begin), max(end, self.open_blocks[-1][1])
 
     @property
     def positions_to_predict(self) -> NDArray[np.int64]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dlm_rag.decode.canvas import Span
 from dlm_rag.decode.copy_sources import CopySources, SeparatorTokens
 from dlm_rag.decode.model_runner import ModelRunner
 from dlm_rag.decode.policy_features import ask_commit_head, decide_search
@@ -76,7 +77,10 @@ class DenoiseStep:
         if row.provisional is None or not (row.follows_last_block or causal):
             masked = canvas.masked[proposals.positions]
             row.provisional = proposals.most_probable or proposals.subset(masked)
-        change = canvas.write_step(proposals, row.settings, row.current_block, partial(self._choose, row))
+        blocks = row.open_blocks
+        change = canvas.write_step(proposals, row.settings, blocks, partial(self._choose, row))
+        begin, end = blocks[0]
+        row.blocks_just_finished = (row.current_block[0] - begin) // (end - begin)
         record.committed, record.edited = self._records(change.committed), self._records(change.edited)
         record.remasked, record.deleted, record.inserted = change.remasked, change.deleted, change.inserted
         row.provisional = self._follow_edits(row.provisional, record)
@@ -97,9 +101,9 @@ class DenoiseStep:
         moved = np.array([place or 0 for place in places], dtype=np.int64)
         return replace(provisional, positions=moved).subset(kept)
 
-    def _choose(self, row: Row, candidates: Proposals, span: tuple[int, int] | None) -> Proposals:
-        settings, least = row.settings, 1
-        if settings.steps_per_block is not None and span is not None:
+    def _choose(self, row: Row, candidates: Proposals, span: Span | None, must: bool) -> Proposals:
+        settings, least = row.settings, int(must)
+        if must and settings.steps_per_block is not None and span is not None:
             sizes = compute_step_sizes(span[1] - span[0], settings.steps_per_block, settings.schedule)
             least = sizes[min(row.rollout.count_steps_within(*span), len(sizes) - 1)]
         least += row.canvas.introduced_masks

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dlm_rag.config import DecodeConfig, EngineConfig, ModelConfig
 from dlm_rag.config.ineffective_settings import check_checkpoint_effects
-from dlm_rag.decode.canvas import Canvas, CanvasChange, Choose, TokenIds
+from dlm_rag.decode.canvas import Canvas, CanvasChange, Choose, Span, TokenIds
 from dlm_rag.decode.model_runner import ModelRunner
 from dlm_rag.decode.sampling import ModelInput
 from dlm_rag.diffusion.commit_rules import Proposals
@@ -69,7 +69,7 @@ class UniformNoiseCanvas(Canvas):
         return numbers, anneal_temperature(self.block_steps, steps, high, low)
 
     def write_step(
-        self, proposals: Proposals, settings: DecodeConfig, block: tuple[int, int], choose: Choose
+        self, proposals: Proposals, settings: DecodeConfig, blocks: Sequence[Span], choose: Choose
     ) -> CanvasChange:
         """Accepts what the rule chooses; once the block has converged or its steps are taken, the most
         probable tokens.
@@ -80,11 +80,11 @@ class UniformNoiseCanvas(Canvas):
         sure = float(proposals.entropy.mean()) < settings.stop_entropy
         over = sure and has_converged(self.argmax_history, best.token_ids, settings.convergence_steps)
         over = over or self.block_steps + 1 == settings.steps_per_block
-        change = self.accept(best if over else choose(proposals, None))
+        change = self.accept(best if over else choose(proposals, None, True))
         self.block_steps, self.noise = self.block_steps + 1, self.next_noise
         self.argmax_history.append(best.token_ids)
         if over:
-            self.frozen_length, self.block_steps, self.argmax_history = block[1], 0, []
+            self.frozen_length, self.block_steps, self.argmax_history = blocks[0][1], 0, []
         return change
 
     def accept(self, chosen: Proposals) -> CanvasChange:

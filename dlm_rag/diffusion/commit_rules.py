@@ -67,10 +67,11 @@ class Proposals:
 class RuleContext:
     """What a rule may look at besides the candidates.
 
-    least: how many positions the schedule wants committed at this step. draws: (5, length) the step's
-    uniform numbers, by canvas position: 2 and 3 are for rules (0 and 1 draw tokens, 4 is for searches);
-    None where the rule draws none. grounded: of candidates whether question or evidence hold the words.
-    head: of candidates the features (n, F) that a policy head sees, and what it adds (n,) to the logits.
+    least: how many positions the schedule wants committed at this step, 0 in a block that may wait. draws:
+    (5, length) the step's uniform numbers, by canvas position: 2 and 3 are for rules (0 and 1 draw tokens,
+    4 is for searches); None where the rule draws none. grounded: of candidates whether question or evidence
+    hold the words. head: of candidates the features (n, F) that a policy head sees, and what it adds (n,)
+    to the logits.
     """
 
     settings: DecodeConfig

@@ -40,6 +40,8 @@ CASES = [
           for mode in ("autoregressive", "speculative")),
         ("both say how much a step commits: leave one", "decode.tokens_per_step=2 decode.steps_per_block=4"),
         (("edit_threshold=0.9 has no effect", "leave it out"), "decode.edit_threshold=0.9"),
+        (("blocks_at_once=2 has no effect", "has no blocks"), "decode.blocks_at_once=2"),
+        ("edits one block at a time", "model.block_size=4 decode.blocks_at_once=2 decode.edit_threshold=0.9"),
         (("=no_evidence has no effect", "has no blocks"), "decode.finished_block_context=no_evidence"),
         ("needs evidence_layout=independent", "model.block_size=4 decode.finished_block_context=no_evidence"),
         ("block_size=-1 must be", "model.block_size=-1"),

@@ -35,6 +35,8 @@ def test_every_declared_need_is_a_setting_or_a_fact_of_checkpoints():
         ("train.phases.a.kl_coef=0.1", "train.phases.a.kl_coef=0.1", "train.objective=rl"),
         ("decode.tokens_per_step=2 decode.commit_rule=sampled", "_per_step=2", "rule=threshold"),
         ("decode.schedule=rounded", "decode.schedule=rounded", "decode.steps_per_block"),
+        ("decode.block_add_threshold=0.5", "add_threshold=0.5", "decode.blocks_at_once=2 or more"),
+        ("decode.blocks_at_once=2 decode.commit_rule=top_k", "blocks_at_once=2", "commit_rule=threshold"),
         ("decode.query_threshold=1 decode.query_policy=question", "threshold=1.0", "policy=proxy"),
         ("decode.retrieval_interval=2 decode.query_policy=question", "interval", "query_policy=proxy"),
         ("retrieval.fusion_depth=9", "retrieval.fusion_depth=9", "retrieval.method=hybrid"),

@@ -25,6 +25,7 @@ EDITORS = {"delete_token_id": 115, "split_token_id": 153}  # tokens that the mod
 ROUTED = ExpertsConfig(
     num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, expert_capacity=3, expert_bias=True
 )
+AT_ONCE = {"blocks_at_once": 3}
 
 
 def make_decoder(corpus, layout="joint", prefix_cache_gib=1.0, shape=None, **settings):
@@ -59,6 +60,12 @@ def what_happened(rollout):
     ]
 
 
+def written_ahead(steps):
+    """Whether a position was committed before another one, a block and more in front of it."""
+    written = [position for *_, committed, _ in steps for position, _ in committed]
+    return any(later - BLOCK >= earlier for n, later in enumerate(written) for earlier in written[n:])
+
+
 @pytest.mark.parametrize(
     ("layout", "shape", "settings"),
     [
@@ -71,6 +78,10 @@ def what_happened(rollout):
         ("joint", EDITORS, EDITS),
         ("joint", EDITORS | {"experts": ROUTED}, EDITS),
         ("independent", EDITORS, EDITS | {"finished_block_context": "no_evidence"}),
+        ("joint", {}, AT_ONCE),
+        ("joint", {"block_grid": "canvas"}, AT_ONCE | {"commit_rule": "grounded"}),
+        ("independent", {}, AT_ONCE | {"semi_complete_threshold": 0.5}),
+        ("independent", {}, AT_ONCE | {"finished_block_context": "no_evidence", "temperature": 1.0}),
     ],
     ids=str,
 )
@@ -84,6 +95,8 @@ def test_the_same_tokens_alone_and_in_a_batch_with_and_without_a_pool(corpus, la
     if "edit_threshold" in settings:
         assert any(edited for rollout in found[0] for *_, edited in rollout)
     assert any(step[3] for rollout in found[0] for step in rollout) == ("delete_token_id" in shape)
+    if "blocks_at_once" in settings:
+        assert any(written_ahead(rollout) for rollout in found[0])
 
 
 @pytest.mark.parametrize(("threshold", "rounds_needed"), [(0.1, {3}), (0.6, {2, 3})])
@@ -133,7 +146,9 @@ def seen_by(decoder):
 
 
 @pytest.mark.parametrize(
-    ("settings", "shape"), [(EDITS, {}), ({}, {}), (EDITS, EDITORS)], ids=["edits", "none", "deletions"]
+    ("settings", "shape"),
+    [(EDITS, {}), (AT_ONCE, {}), ({}, {}), (EDITS, EDITORS)],
+    ids=["edits", "blocks at once", "none", "deletions"],
 )
 @pytest.mark.parametrize("context", [95, 512])
 def test_a_trace_gives_prompts_canvases_and_edits_again(corpus, tmp_path, settings, shape, context):
@@ -191,6 +206,62 @@ def test_a_token_that_follows_from_the_block_before_is_asked_for_alone(corpus, m
     monkeypatch.setattr(DenoiseStep, "run", spy)
     decoder.decode(ASKED)
     assert len(given) == len(ASKED) * 24 // BLOCK
+
+
+def decode_committed(corpus, layout="independent", **settings):
+    """By question, of each step what it committed; the same passages throughout."""
+    settings = {"early_stopping": False, "query_policy": "question", "max_new_tokens": 24} | settings
+    rollouts = make_decoder(corpus, layout, **settings).decode(ASKED)
+    return [[[t.position for t in s.committed] for s in rollout.steps[1:]] for rollout in rollouts]
+
+
+def test_blocks_join_and_wait_as_their_thresholds_say(corpus):
+    """From what each step has committed: which blocks were open, and which of them had to commit."""
+    n, joins, forces, waited, forced = 3, 0.5, 0.75, 0, 0
+    thresholds = {"block_add_threshold": joins, "semi_complete_threshold": forces, "commit_threshold": 0.35}
+    for steps in decode_committed(corpus, shape={"block_grid": "canvas"}, blocks_at_once=n, **thresholds):
+        left, finished_before = [BLOCK] * (24 // BLOCK), 0
+        for committed in steps:
+            first = next(block for block, masks in enumerate(left) if masks)
+            open_blocks = [first]
+            while (
+                open_blocks[-1] + 1 < min(len(left), max(first + 1, finished_before + n))
+                and 1 - left[open_blocks[-1]] / BLOCK >= joins
+            ):
+                open_blocks.append(open_blocks[-1] + 1)
+            written = {position // BLOCK for position in committed}
+            assert written <= {*open_blocks}
+            for block in open_blocks:
+                must = block == first or 1 - left[block - 1] / BLOCK >= forces
+                assert block in written or not must or not left[block]
+                waited += not must and block not in written
+                forced += must and block != first and block in written
+            finished_before = first
+            for position in committed:
+                left[position // BLOCK] -= 1
+        assert not any(left)
+    assert waited and forced
+
+
+def test_more_blocks_than_the_canvas_has_are_all_of_them(corpus):
+    few, many = (decode_committed(corpus, blocks_at_once=n, block_add_threshold=0) for n in (6, 1000))
+    assert few == many
+    alone = decode_committed(corpus)
+    assert sum(map(len, many)) < sum(map(len, alone)), "fewer steps"
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings", "error"),
+    [
+        ({"block_size": None}, {}, "blocks_at_once=2 has no effect on a model whose attention"),
+        (SHIFTED, {}, "blocks_at_once=2: a finished block predicts"),
+        ({}, {"commit_rule": "sampled"}, "blocks_at_once=2: a finished block is sampled"),
+        ({}, {"edit_threshold": 0.5}, "edits one block at a time"),
+    ],
+)
+def test_where_blocks_are_written_one_by_one_several_are_refused(corpus, shape, settings, error):
+    with pytest.raises(ConfigError, match=error):
+        make_decoder(corpus, shape=shape, blocks_at_once=2, **settings)
 
 
 def test_edits_are_for_attention_in_blocks(corpus):

@@ -24,7 +24,7 @@ def candidates(canvas, block_length, begin=0, end=6):
     canvas, everywhere = copy.deepcopy(canvas), np.arange(canvas.length)
     found = Proposals(everywhere, everywhere, *[np.ones(canvas.length)] * 5)
     settings = DecodeConfig(block_length=block_length)
-    change = canvas.write_step(found, settings, (begin, end), lambda candidates, span: candidates)
+    change = canvas.write_step(found, settings, [(begin, end)], lambda candidates, *_: candidates)
     return change.committed.positions.tolist()
 
 

@@ -7,6 +7,7 @@ there; where both end by the same rule, all of ours are theirs.
 
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from math import ceil
 from pathlib import Path
@@ -112,8 +113,20 @@ def autoregressive(public):
     return "nemotron_labs_diffusion.yaml", None, public | {"mode": "autoregressive"}
 
 
+def multi_block(public, config):
+    return config, public["block_size"], {
+        "max_new_tokens": public["max_new_tokens"],
+        "blocks_at_once": public["buffer_size"],
+        "block_add_threshold": public["add_block_threshold"] if public["buffer_size"] > 1 else 0.1,
+        "semi_complete_threshold": public["semi_complete_threshold"] if public["buffer_size"] > 1 else 0.9,
+        "commit_threshold": public["accept_threshold"],
+    }  # fmt: skip
+
+
 # By the beginning of a trace's name: config, length of attention's blocks, settings of a public case.
 FAMILIES = {
+    "multi-block-sdar": partial(multi_block, config="sdar.yaml"),
+    "multi-block-llada2": partial(multi_block, config="llada2.yaml"),
     "sdar": sdar, "fast-dllm-v2": fast_dllm_v2, "a2d-bd3lm": bd3lm, "a2d-mdlm": a2d, "lladamoe": a2d,
     "llada21": llada21, "llada22": llada22, "llada2": llada2,
     "nemotron-labs-diffusion-autoregressive": autoregressive,
@@ -216,7 +229,7 @@ def test_a_text_ends_no_later_than_the_public_one_and_costs_no_more_calls(tmp_pa
     """A finished block is a row of the next call; it runs once, and the window behind it once a step."""
     for decoder, cases in grouped(name, tmp_path, corpus):
         for case in cases:
-            number, public, block, _ = case
+            number, public, block, settings = case
             found, ran = decode(decoder, [case], 1, query_policy="question")
             assert len(ran) == found[number].forwards
             ends = bool(decoder.tokenizer.end_ids.intersection(public["tokens"]))
@@ -225,5 +238,5 @@ def test_a_text_ends_no_later_than_the_public_one_and_costs_no_more_calls(tmp_pa
             if ends and ends_as_ours(name, public):
                 assert len(ran) == len(public["steps"])
             if block is not None:
-                window = block if decoder.denoiser.config.shifted else 2 * block
+                window = block if decoder.denoiser.config.shifted else (1 + settings.blocks_at_once) * block
                 assert max(ran[1:], default=0) <= window

@@ -23,13 +23,17 @@ from torch import Tensor
 MIN_DECISION_MARGIN = 1e-4  # that a decision may be to the other one: a closer one could be rounding's
 
 
-def parse_arguments(description: str | None, *flags: str) -> argparse.Namespace:
-    """`--reference`, `--out` and flags; from here on torch computes without gradients, with one thread."""
+def parse_arguments(description: str | None, *flags: str, **required: type) -> argparse.Namespace:
+    """`--reference`, `--out`, flags and further options; from here on torch computes without gradients
+    and with one thread.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--reference", type=Path, required=True, help="a checkout of the public code")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     for flag in flags:
         parser.add_argument(flag, action="store_true")
+    for name, kind in required.items():
+        parser.add_argument(f"--{name}", type=kind, required=True)
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     return parser.parse_args()
