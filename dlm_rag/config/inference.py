@@ -64,6 +64,15 @@ class RetrievalConfig(CheckedSettings):
     """sentence-transformers model for dense search: a folder or a hub id"""
     embedding_batch_size: int = setting(64, low=1, only_with=NO_SERVICE)
     """number of texts embedded at once"""
+    embedding_dtype: str = setting(
+        "float32",
+        choices=("float32", "float16", "int8"),
+        only_with=NO_SERVICE | {"retrieval.faiss_index": (None,)},
+    )
+    """how vectors of passages are kept: float16 halves, int8 quarters them; searched in float32"""
+    faiss_index: str | None = setting(None, only_with=NO_SERVICE)
+    """flat index that FAISS has written of the passages, in their order, read in place of vectors of our
+    own"""
     query_prompt: str = setting("", only_with=NO_SERVICE)
     """prefix of every dense query ('query: ' for E5)"""
     passage_prompt: str = setting("", only_with=NO_SERVICE)

@@ -71,7 +71,10 @@ class RetrieverLoader:
         return found
 
 
-_DENSE_SETTINGS = ("top_k", "embedding_model", "embedding_batch_size", "query_prompt", "passage_prompt")
+_DENSE_SETTINGS = (
+    "top_k", "embedding_model", "embedding_batch_size", "embedding_dtype", "faiss_index", "query_prompt",
+    "passage_prompt",
+)  # fmt: skip
 
 # By `retrieval.method`, which may also be `module:function` with the arguments of a `RetrieverLoader`.
 RETRIEVERS = {

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,12 @@ from dlm_rag.retrieval.build_once import build_once
 from dlm_rag.retrieval.composite import MultiQueryRetriever
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.encoder import TextEncoder
+from dlm_rag.retrieval.passage_vectors import (
+    PassageVectors,
+    describe_rows,
+    open_faiss_flat_index,
+    pack_rows,
+)
 from dlm_rag.retrieval.query import Query
 
 log = logging.getLogger(__name__)
@@ -34,13 +41,10 @@ class DenseRetriever(CorpusRetriever):
     def __init__(
         self, corpus: Corpus, top_k: int, embed: EmbedFunction, vectors: np.ndarray, device: torch.device
     ) -> None:
-        """embed: of queries. vectors: (passages, width) float32, of unit length."""
+        """embed: of queries. vectors: of the passages, unit vectors as `passage_vectors` packs them."""
         super().__init__(corpus, top_k)
-        self._embed = embed
-        # On the CPU this is a view of the mapped file: the system reads and drops its pages.
-        self._vectors, self._device = torch.from_numpy(vectors), device
-        if device.type == "cuda" and vectors.nbytes < torch.cuda.mem_get_info(device)[0] // 2:
-            self._vectors = self._vectors.to(device)
+        self._embed, self._device = embed, device
+        self._vectors = PassageVectors(vectors, device)
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         if not queries:
@@ -65,7 +69,7 @@ class DenseRetriever(CorpusRetriever):
         worst = asked.new_full((len(asked), 1), -torch.inf)  # of the `depth` best so far
         hits: list[Hits] = [[] for _ in vectors]
         for start in range(0, len(self.corpus), block):
-            part = self._vectors[start : start + block].to(self._device)
+            part = self._vectors.read(start, start + block)
             scores = asked @ part.T
             if len(part) >= depth:
                 worst = worst.maximum(scores.topk(depth).values[:, -1:])
@@ -86,48 +90,67 @@ def open_dense_retriever(config: RetrievalConfig, corpus: Corpus) -> MultiQueryR
     is middling for every part (`profiling/bench_retrieval.py`, docs/log.md).
     """
     encoder = TextEncoder(config)
+    if config.faiss_index is not None:
+        width = encoder.encode_passages(["width"]).shape[1]
+        vectors = open_faiss_flat_index(config.faiss_index, width, len(corpus))
+        return _search_parts(corpus, config.top_k, encoder, vectors)
 
     def build(scratch: Path) -> None:
         log.info("embedding %s passages with %s", f"{len(corpus):,}", config.embedding_model)
         # Many batches at a time, for the encoder sorts texts by length to waste less padding.
         block = 64 * config.embedding_batch_size
-        _embed_corpus(corpus, scratch / VECTORS_FILE, encoder.encode_passages, block)
+        _embed_corpus(
+            corpus, scratch / VECTORS_FILE, encoder.encode_passages, block, config.embedding_dtype
+        )
 
-    folder = build_once(corpus.folder / encoder.index_folder_name, build, resumable=True)
+    own = "" if config.embedding_dtype == "float32" else f"-{config.embedding_dtype}"
+    folder = build_once(corpus.folder / f"{encoder.index_folder_name}{own}", build, resumable=True)
     # "c" maps the file privately, as torch asks for writable memory; nothing writes to it.
     vectors = np.load(folder / VECTORS_FILE, mmap_mode="c")
+    return _search_parts(corpus, config.top_k, encoder, vectors)
+
+
+def _search_parts(
+    corpus: Corpus, top_k: int, encoder: TextEncoder, vectors: np.ndarray
+) -> MultiQueryRetriever:
     return MultiQueryRetriever(
-        DenseRetriever(corpus, config.top_k, encoder.encode_queries, vectors, encoder.device)
+        DenseRetriever(corpus, top_k, encoder.encode_queries, vectors, encoder.device)
     )
 
 
-def _embed_corpus(corpus: Corpus, path: Path, embed: EmbedFunction, block: int) -> None:
+def _embed_corpus(
+    corpus: Corpus, path: Path, embed: EmbedFunction, block: int, dtype: str = "float32"
+) -> None:
     """Writes the vectors of all passages, `block` at a time; resumes a build that was stopped.
 
     The name of the folder tells encoders and corpora apart, so what lies there is of these; its size says
     how many vectors there are. The last block is computed again: after a power cut a file may have its size
     and not its bytes.
     """
-    width = embed(["width"]).shape[1]
-    header, partial = io.BytesIO(), path.with_suffix(".part")
-    layout = {"descr": "<f4", "fortran_order": False, "shape": (len(corpus), width)}
+    kind, row = describe_rows(dtype, embed(["width"]).shape[1])
+    header, partial, row_bytes = io.BytesIO(), path.with_suffix(".part"), kind.itemsize * math.prod(row)
+    layout = {
+        "descr": np.lib.format.dtype_to_descr(kind),
+        "fortran_order": False,
+        "shape": (len(corpus), *row),
+    }
     np.lib.format.write_array_header_1_0(header, layout)
     head = header.getvalue()
     with partial.open("ab+") as file:
-        begun = (file.tell() - len(head)) // (4 * width)
+        begun = (file.tell() - len(head)) // row_bytes
         file.seek(0)
         if file.read(len(head)) != head or begun > len(corpus):
             begun = 0
             file.truncate(0)
             file.write(head)
         begun = max(0, begun - block)
-        file.truncate(len(head) + begun * 4 * width)
+        file.truncate(len(head) + begun * row_bytes)
         if begun:
             log.info("%s of them are there from before", f"{begun:,}")
         with report_progress("embedding passages", len(corpus), done=begun) as advance:
             for start in range(begun, len(corpus), block):
                 texts = [passage.text for passage in corpus[start : start + block]]
-                file.write(embed(texts).cpu().numpy().tobytes())
+                file.write(pack_rows(embed(texts), dtype).tobytes())
                 file.flush()
                 os.fsync(file.fileno())  # so that the last block alone may lack its bytes
                 advance(len(texts))
