@@ -199,6 +199,11 @@ CASES = [
         *((f"{path} is a pointer of Git LFS", {path: POINTER}) for path in (CONFIG, WEIGHTS, TOKENIZER, INDEX)),
         *((f"{path} is a link that leads to nothing", {path: make_broken_link}) for path in (CONFIG, WEIGHTS)),
         ("model is an adapter: merge it", {"model/adapter_config.json": "{}"}),
+        *(
+            (f"{word} does not go with edit_threshold", f"decode.edit_threshold=0.5 decode.{word}",
+             {CONFIG: {"block_size": 4, "delete_token_id": 7, "split_token_id": 8}})
+            for word in ("copy_penalty=1.5", "commit_rule=sampled", "retrieval_gate=policy_head")
+        ),
         # Weights.
         *(
             ("not a complete safetensors file", {WEIGHTS: content})

@@ -205,7 +205,7 @@ def test_stacks_of_experts_are_read_into_their_place(tmp_path):
         for name in ("llada2", "lladamoe", "sdar_moe", "fast-dllm-v2")
         for whole in (False, True)
     ]
-    + [("nemotron-labs-diffusion", False)],
+    + [("nemotron-labs-diffusion", False), ("llada22", False)],
 )
 def test_a_public_folder_that_is_written_again_holds_the_same(tmp_path, name, whole, monkeypatch):
     """Whole, and in shards that cut through a layer's experts; any rows of a tensor alike."""
