@@ -122,18 +122,21 @@ def answer(
         else:
             recorder.store()
         chosen = rule.sample([request], logits[start:], torch.zeros(1), threshold=used["accept_threshold"])
-        note_forced(recorder, chosen, request, used["accept_threshold"])
+        note_decisions(recorder, chosen, request, used["accept_threshold"])
         scheduler.postprocess([request], chosen)
         canvas[:] = torch.tensor(request.token_ids[len(ids) : stop])
     return request.token_ids[len(ids) : end]
 
 
-def note_forced(recorder: StepRecorder, chosen: Any, request: Any, threshold: float) -> None:
-    """How near the second came where a block had to commit its most confident token."""
-    for offered in chosen.initial_confidence_map[str(request.req_id)].values():
-        if len(offered) > 1 and max(offered) <= threshold:
-            best, second = torch.tensor(offered).topk(2).values
-            recorder._note("choice", best - second)
+def note_decisions(recorder: StepRecorder, chosen: Any, request: Any, threshold: float) -> None:
+    """How near the sampler's confidences, of which the mask has no share, came to the threshold, and the
+    second of a block to the first where one had to be committed.
+    """
+    for offered in map(torch.tensor, chosen.initial_confidence_map[str(request.req_id)].values()):
+        recorder.note("threshold", (offered - threshold).abs().min())
+        if len(offered) > 1 and offered.max() <= threshold:
+            best, second = offered.topk(2).values
+            recorder.note("choice", best - second)
 
 
 def load_model(family: str, root: Path) -> Callable[[Tensor, int], Tensor]:

@@ -155,11 +155,13 @@ def test_a_step_is_one_call_of_the_model(corpus_file, monkeypatch, shape, prefix
     assert found[0] == found[1]
 
 
-def test_finished_blocks_run_once_where_they_see_text_alone(corpus_file, corpus):
+@pytest.mark.parametrize("blocks_at_once", [1, 3])
+def test_finished_blocks_run_once_where_they_see_text_alone(corpus_file, corpus, blocks_at_once):
     """Every token of the chain runs at most once as finished, whatever becomes of the evidence."""
     ran = {}
     for order in ORDERS:
-        decoder = make_decoder(corpus_file, finished_block_context=order, max_new_tokens=40)
+        settings = {"finished_block_context": order, "blocks_at_once": blocks_at_once}
+        decoder = make_decoder(corpus_file, max_new_tokens=40, **settings)
         decoder.retriever = RotatingRetriever(corpus, 2)
         contexts, counted = decoder.model_runner._contexts, []
         load = contexts.prepare_rows
