@@ -1,6 +1,7 @@
 """Questions: from files and pipes, typed by hand, or a sample of them."""
 
 import json
+import logging
 import random
 import re
 import sys
@@ -15,6 +16,13 @@ from dlm_rag.config import Config
 from dlm_rag.errors import QuestionError, suggest_nearest
 from dlm_rag.files.checked_json import decode_utf8
 from dlm_rag.files.paths import expand_path, resolve_regular_file
+from dlm_rag.files.public_layouts import (
+    count_hops,
+    flatten_layout,
+    get_type_label,
+    list_supporting_titles,
+    read_answer_aliases,
+)
 from dlm_rag.files.record_readers import (
     Record,
     get_field,
@@ -24,8 +32,11 @@ from dlm_rag.files.record_readers import (
     read_records,
 )
 
+log = logging.getLogger(__name__)
+
 IMAGE_FIELDS = ("image", "images", "image_url")
 QUICK_QUESTION_LIMIT = 200  # questions of --quick
+ALIASES_FILE = "id_aliases.json"  # of 2WikiMultihopQA, beside its questions
 _NESTED = re.compile(r"\s*(\[.*\]|\{\s*['\"]text['\"].*\})\s*", re.DOTALL)  # a list, SQuAD's object
 
 
@@ -39,8 +50,9 @@ class Question:
     supporting_ids: tuple[str, ...] = ()
     hops: int | None = None
     response: str | None = None  # what training is to teach: reasoning, `###`, the answer
-    labels: tuple[str, ...] = ()  # fields that are true, by which results can be told apart
+    labels: tuple[str, ...] = ()  # fields that are true, its type: by which results can be told apart
     place: str = field(default="", compare=False, repr=False)  # in its file, for errors
+    supporting_titles: tuple[str, ...] = ()  # of the supporting passages, where a file says no ids
 
 
 def read_questions(path: str | Path) -> list[Question]:
@@ -48,18 +60,32 @@ def read_questions(path: str | Path) -> list[Question]:
 
     A folder stands for the files in it, as `dlm-rag synthesize` leaves them (`list_row_files`). A pipe, and
     a file that is `.txt` or has no suffix, may also hold plain lines, one question each; they are called
-    q1, q2, ... Raises `QuestionError` naming file and line for what is not a question: a blank text, an id
-    that occurs twice; and for a file without questions.
+    q1, q2, ... What is marked `answerable: false` (MuSiQue-Full) is left out, and said so. Raises
+    `QuestionError` naming file and line for what is not a question: a blank text, an id that occurs twice;
+    and for a file without questions.
     """
     questions: dict[str, Question] = {}
+    aliases, unanswerable = _read_aliases(path), 0
     for place, row in read_question_records(path):
-        question = _parse_question(row, place)
+        row = flatten_layout(row)
+        if row.get("answerable") is False:
+            unanswerable += 1
+            continue
+        question = _parse_question(row, place, aliases.get(str(row.get("answer_id")), ()))
         if question.id in questions:
             raise QuestionError(f"{place}: the id '{question.id}' occurs a second time")
         questions[question.id] = question
+    if unanswerable:
+        log.info("%s: %s questions without an answer are left out", path, f"{unanswerable:,}")
     if not questions:
         raise QuestionError(f"{'standard input' if str(path) == '-' else path} holds no questions")
     return list(questions.values())
+
+
+def _read_aliases(path: str | Path) -> dict[str, list[str]]:
+    """Other names of answers by the `answer_id` of a question, from the file beside the questions."""
+    found = Path(path).expanduser().parent / ALIASES_FILE
+    return read_answer_aliases(read_records(found, QuestionError)) if found.is_file() else {}
 
 
 def read_question_records(path: str | Path) -> Iterator[Record]:
@@ -135,7 +161,7 @@ def _take_turns(lists: list[list[int]]) -> list[int]:
     return [place for turn in zip_longest(*lists) for place in turn if place is not None]
 
 
-def _parse_question(row: dict[str, Any], place: str) -> Question:
+def _parse_question(row: dict[str, Any], place: str, aliases: Sequence[str] = ()) -> Question:
     name, text = get_field(row, "question")
     if image := next((key for key in IMAGE_FIELDS if row.get(key)), None):
         raise QuestionError(f"{place}: the question comes with an '{image}', and only texts are answered")
@@ -146,14 +172,18 @@ def _parse_question(row: dict[str, Any], place: str) -> Question:
     response = row.get("response")
     if response is not None and (not isinstance(response, str) or not response.strip()):
         raise QuestionError(f"{place}: the 'response' is no text")
+    own, kind = get_record_id(row, "question", place, QuestionError), get_type_label(row)
+    answers, others = (_parse_texts(row, name, place) for name in ("golden_answers", "answer_aliases"))
+    labels = tuple(name for name, value in row.items() if value is True and name != "answerable")
     return Question(
-        id=get_record_id(row, "question", place, QuestionError),
+        id=own,
         question=text,
-        golden_answers=_parse_texts(row, "golden_answers", place),
+        golden_answers=tuple(dict.fromkeys((*answers, *others, *aliases))),
         supporting_ids=_parse_texts(row, "supporting_ids", place),
-        hops=_parse_hops(row.get("hops"), place),
+        supporting_titles=list_supporting_titles(row, place, QuestionError),
+        hops=_parse_hops(row.get("hops"), place) or count_hops(row, own),
         response=response,
-        labels=tuple(name for name, value in row.items() if value is True),
+        labels=(*labels, kind) if kind else labels,
         place=place,
     )
 

@@ -296,7 +296,9 @@ def check_output_files(config: Config) -> None:
     """Raises `ConfigError` when a file cannot be written, or is named for two purposes."""
     written = {"out": config.out, "trace": config.trace, "html": config.html}
     sidecars = {f"the {name} of out": f"{config.out}.{name}" for name in ("run.json", "lock") if config.out}
-    read = {"questions": config.questions, "corpus": config.retrieval.corpus}
+    read = {"questions": config.questions}
+    if config.retrieval.corpus != config.questions:  # whose contexts are searched
+        read["corpus"] = config.retrieval.corpus
     check_distinct_paths(written, sidecars | read)
     for path in sidecars.values():
         if os.path.lexists(path) and not Path(path).is_file():

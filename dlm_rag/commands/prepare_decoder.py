@@ -10,6 +10,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dlm_rag import __version__
@@ -182,9 +183,14 @@ def gather_questions(config: Config, typed: list[str]) -> list[Question]:
 def fill_in_shipped_files(config: Config, typed: list[str]) -> Config:
     """The config with what ships with the package where nothing is named.
 
-    The model by itself, its world for no other model, the world's questions for no other corpus.
+    The model by itself, its world for no other model, the world's questions for no other corpus. The
+    corpus "context" is the file of the questions. Raises `ConfigError`.
     """
     model, retrieval, questions = config.model, config.retrieval, config.questions
+    if retrieval.corpus == "context" and not Path("context").exists():
+        if questions in (None, "-"):
+            raise ConfigError("--corpus context is what comes with the questions of --questions FILE")
+        retrieval = replace(retrieval, corpus=questions)
     if model.path is None and retrieval.corpus is None and retrieval.url is None:
         retrieval = replace(retrieval, corpus=str(SHIPPED_FOLDER / "world" / "corpus.jsonl"))
         if questions is None and not typed:

@@ -51,13 +51,14 @@ class RetrievalConfig(CheckedSettings):
     """Which passages can become evidence, and how they are found."""
 
     corpus: str | None = setting(None, only_with=NO_URL)
-    """passages to search: a file, or a folder of texts"""
+    """passages to search: a file, a folder of texts, context (the passages that come with the questions),
+    or a corpus of `dlm-rag data`"""
     method: str = setting("bm25", table="dlm_rag.retrieval:RETRIEVERS", only_with=NO_SERVICE)
     """search method"""
     top_k: int = setting(7, low=1)
     """number of passages given as evidence (K)"""
     oracle: bool = setting(False, only_with=NO_URL)
-    """put the passages that support a question first (needs supporting_ids)"""
+    """put the passages that support a question first (needs their ids or titles in the questions)"""
     index_dir: str | None = setting(None, only_with=NO_URL)
     """folder where indexes are kept; unset takes $DLM_RAG_CACHE or ~/.cache/dlm_rag"""
     embedding_model: str = setting("sentence-transformers/all-MiniLM-L6-v2", only_with=NO_SERVICE)

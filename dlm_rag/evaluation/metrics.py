@@ -1,7 +1,7 @@
 """Scores of one rollout against its question; everything is read from the record, no model needed."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dlm_rag.decode.rollout import Rollout
+from dlm_rag.files.public_layouts import get_first_line_title, normalize_title
 from dlm_rag.nvtx_ranges import drop_nested_stages
 from dlm_rag.questions import Question
 from dlm_rag.text import normalize_answer
@@ -24,6 +25,15 @@ def compute_exact_match(prediction: str, golden_answers: Iterable[str]) -> float
     """1.0 if a golden answer equals the prediction as `_normalize` has them; empty never matches."""
     pairs = (_normalize(prediction, answer) for answer in golden_answers)
     return float(any(ours == theirs != "" for ours, theirs in pairs))
+
+
+def compute_cover_match(prediction: str, golden_answers: Iterable[str]) -> float:
+    """1.0 if a golden answer is part of the prediction as `_normalize` has them: cover-EM.
+
+    A part of a word counts, as it does in FlashRAG's `acc`.
+    """
+    pairs = (_normalize(prediction, answer) for answer in golden_answers)
+    return float(any(theirs and theirs in ours for ours, theirs in pairs))
 
 
 def compute_f1(prediction: str, golden_answers: Iterable[str], rule: str = "squad") -> float:
@@ -70,6 +80,19 @@ def compute_evidence_recall(evidence: Iterable[str], supporting_ids: Sequence[st
     return len(needed & set(evidence)) / len(needed) if needed else None
 
 
+def compute_support_recall(
+    evidence: Sequence[str], texts: Mapping[str, str], question: Question
+) -> float | None:
+    """`compute_evidence_recall` by ids where the question has some, else by titles; None without either.
+
+    evidence: ids. texts: of passages by id, each beginning with its title; any passage of a title counts.
+    """
+    if question.supporting_ids or not question.supporting_titles:
+        return compute_evidence_recall(evidence, question.supporting_ids)
+    found = [get_first_line_title(texts.get(name, "")) for name in evidence]
+    return compute_evidence_recall(found, [normalize_title(title) for title in question.supporting_titles])
+
+
 @dataclass(frozen=True)
 class Score:
     """What one rollout achieved (0 to 1) and what it took."""
@@ -82,6 +105,7 @@ class Score:
     searches: float
     tokens: float  # positions that hold a token at the end
     seconds: float  # this question's share of all stages
+    cover_match: float  # a golden answer is part of the answer
 
     @property
     def tokens_per_forward(self) -> float:
@@ -90,22 +114,23 @@ class Score:
 
 
 SCORE_METRICS = tuple(field.name for field in fields(Score))
-SHARE_METRICS = ("exact_match", "f1", "recall_first", "recall_last")  # between 0 and 1 for every question
+# between 0 and 1 for every question
+SHARE_METRICS = ("exact_match", "cover_match", "f1", "recall_first", "recall_last")
 
 
 def score_rollout(rollout: Rollout, question: Question, f1_rule: str = "squad") -> Score:
     """Scores a finished rollout, fresh or read back from a trace; one that failed has no answer."""
+    first = rollout.steps[0].passage_ids if rollout.steps else ()
     return Score(
         exact_match=compute_exact_match(rollout.answer, question.golden_answers),
         f1=compute_f1(rollout.answer, question.golden_answers, f1_rule),
-        recall_first=compute_evidence_recall(
-            rollout.steps[0].passage_ids if rollout.steps else (), question.supporting_ids
-        ),
-        recall_last=compute_evidence_recall(rollout.evidence, question.supporting_ids),
+        recall_first=compute_support_recall(first, rollout.passages, question),
+        recall_last=compute_support_recall(rollout.evidence, rollout.passages, question),
         forwards=rollout.forwards,
         searches=rollout.retrievals,
         tokens=rollout.tokens_committed,
         seconds=sum(drop_nested_stages(rollout.seconds).values()),
+        cover_match=compute_cover_match(rollout.answer, question.golden_answers),
     )
 
 

@@ -124,8 +124,8 @@ def build_comparison_tables(
     def overall(of: Mapping[str, GroupSummary], metrics: Iterable[str], signed: bool) -> list[list[str]]:
         return [[name, *format_metrics(summary["all"], metrics, signed)] for name, summary in of.items()]
 
-    names = ("f1", *COST_METRICS, "tokens_per_forward", "answers/s")
-    headings = ["setting", f"F1 ({f1_rule}) %", *COST_METRICS, "tokens/forward", "answers/s"]
+    names = ("f1", "cover_match", *COST_METRICS, "tokens_per_forward", "answers/s")
+    headings = ["setting", f"F1 ({f1_rule}) %", "cover-EM %", *COST_METRICS, "tokens/forward", "answers/s"]
     first, recall = next(iter(summaries)), "Evidence recall after the"
     found = [
         by_group("Exact match %, with 95 % intervals", summaries, "exact_match", False),

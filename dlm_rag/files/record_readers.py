@@ -29,6 +29,7 @@ FIELD_ALIASES = {
     "id": ("id", "_id"),
     "question": ("question", "text"),  # BEIR's queries
     "golden_answers": ("golden_answers", "answers", "answer"),
+    "answer_aliases": ("answer_aliases",),
     "supporting_ids": ("supporting_ids", "supporting_docs"),
     "contents": ("contents", "text"),
 }
@@ -42,8 +43,15 @@ RecordReader = Callable[[IO[bytes], str, type[UserError]], Iterator[Record]]
 
 
 def get_field(record: dict[str, Any], name: str) -> tuple[str, Any]:
-    """The name that a field goes by in a record, and its value; its first name and None where it is not."""
-    found = ((alias, record[alias]) for alias in FIELD_ALIASES[name] if record.get(alias) is not None)
+    """The name that a field goes by in a record, and its value; its first name and None where it is not.
+
+    Capitals make no difference where no name is there as it is written (`Question,Answer` of Bamboogle).
+    """
+    for alias in FIELD_ALIASES[name]:
+        if record.get(alias) is not None:
+            return alias, record[alias]
+    own = {key.lower(): key for key, value in record.items() if value is not None}
+    found = ((own[alias], record[own[alias]]) for alias in FIELD_ALIASES[name] if alias in own)
     return next(found, (name, None))
 
 
@@ -212,7 +220,7 @@ def _check_columns(names: list[str], place: str, error: type[UserError]) -> None
 
 
 def _with_row_id(row: dict[str, Any], columns: list[str], number: int) -> dict[str, Any]:
-    return row if {*FIELD_ALIASES["id"]} & {*columns} else {"id": number, **row}
+    return row if {*FIELD_ALIASES["id"]} & {name.lower() for name in columns} else {"id": number, **row}
 
 
 def _read_json_items(file: IO[bytes], path: str, error: type[UserError]) -> Iterator[Record]:

@@ -4,6 +4,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError
+from dlm_rag.files.public_layouts import get_first_line_title, normalize_title
 from dlm_rag.questions import Question
 from dlm_rag.retrieval import RETRIEVERS
 from dlm_rag.retrieval.base import (
@@ -94,22 +95,32 @@ class NoRetriever(CorpusRetriever):
 class OracleRetriever(CorpusRetriever):
     """First the passages that support a question, then what another retriever finds for it.
 
+    Of several passages with a supporting title the first of each title come first, then the second of each.
     `questions`: by the first part of their queries. Raises `ConfigError` for one whose supporting passages
     are not all in the corpus.
     """
 
     def __init__(self, inner: CorpusRetriever, questions: Mapping[str, Question]) -> None:
         super().__init__(inner.corpus, inner.top_k)
-        wanted = {name for question in questions.values() for name in question.supporting_ids}
-        rows = {passage.id: row for row, passage in enumerate(inner.corpus) if passage.id in wanted}
-        for question in questions.values():
-            for missing in {*question.supporting_ids} - {*rows}:
+        needed = {part: _list_supports(question) for part, question in questions.items()}
+        rows: dict[tuple[str, str], Ranking] = {key: [] for keys in needed.values() for key in keys}
+        titled = any(kind == "title" for kind, _ in rows)
+        for row, passage in enumerate(inner.corpus):
+            title = get_first_line_title(passage.text) if titled else ""
+            for key in (("id", passage.id), ("title", title)):
+                if key in rows:
+                    rows[key].append(row)
+        for part, question in questions.items():
+            for _, missing in (key for key in needed[part] if not rows[key]):
                 raise ConfigError(
                     f"{question.place or question.id}: the supporting passage '{missing}' is not in "
                     f"{inner.corpus.path}"
                 )
         self._inner = inner
-        self._rows = {part: [rows[i] for i in asked.supporting_ids] for part, asked in questions.items()}
+        self._rows = {
+            part: interleave_rankings([rows[key] for key in keys], len(inner.corpus))
+            for part, keys in needed.items()
+        }
 
     def key(self, query: Query) -> Hashable:
         return query.parts[0]
@@ -122,6 +133,13 @@ class OracleRetriever(CorpusRetriever):
         ]
 
 
+def _list_supports(question: Question) -> list[tuple[str, str]]:
+    """What the supporting passages of a question are known by: their ids, else their titles."""
+    if question.supporting_ids:
+        return [("id", name) for name in question.supporting_ids]
+    return [("title", normalize_title(title)) for title in question.supporting_titles]
+
+
 def wrap_oracle(inner: Retriever, questions: Sequence[Question], query: str) -> Retriever:
     """`inner` with the supporting passages of questions first; query: the policy. Raises `ConfigError`."""
     if not isinstance(inner, CorpusRetriever) or not isinstance(inner.corpus, Corpus):
@@ -131,6 +149,9 @@ def wrap_oracle(inner: Retriever, questions: Sequence[Question], query: str) -> 
             "retrieval.oracle=true needs decode.query_policy=question: its evidence never changes"
         )
     for question in questions:
-        if not question.supporting_ids:
-            raise ConfigError(f"retrieval.oracle=true: question '{question.id}' has no supporting_ids")
+        if not _list_supports(question):
+            raise ConfigError(
+                f"retrieval.oracle=true: question '{question.id}' has no supporting_ids, and no titles of "
+                "supporting passages"
+            )
     return OracleRetriever(inner, {build_query(query, q.question).parts[0]: q for q in questions})

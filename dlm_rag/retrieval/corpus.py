@@ -8,7 +8,6 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -19,6 +18,7 @@ from dlm_rag.errors import CorpusError, suggest_nearest
 from dlm_rag.files.checked_json import iter_lines, parse_json_object
 from dlm_rag.files.digest import digest_file, digest_open_file, read_file_state
 from dlm_rag.files.paths import expand_path, get_cache_folder, resolve_regular_file
+from dlm_rag.files.public_layouts import list_context_passages
 from dlm_rag.files.record_readers import Record, get_field, get_record_id, is_json_lines, read_records
 from dlm_rag.progress import report_progress
 from dlm_rag.retrieval.build_once import build_once, make_folder_name
@@ -139,8 +139,9 @@ def open_corpus(path: str | Path, index_dir: str | Path | None = None) -> Corpus
     """The corpus in a file or a folder of texts.
 
     Files are in any form of `read_records`; what is not JSON lines yet is written as such once, next to
-    the indexes. The file is hashed at every start, so an index over other bytes is never used. The first
-    start also reads every line. Raises `CorpusError` naming file and line.
+    the indexes. A file of questions that come with passages (`context` of HotpotQA, `paragraphs` of
+    MuSiQue) is the corpus of these. The file is hashed at every start, so an index over other bytes is
+    never used. The first start also reads every line. Raises `CorpusError` naming file and line.
     """
     path = expand_path(path, CorpusError)
     root = expand_path(index_dir, CorpusError, "retrieval.index_dir") if index_dir else get_cache_folder()
@@ -151,8 +152,8 @@ def open_corpus(path: str | Path, index_dir: str | Path | None = None) -> Corpus
             path = _convert_to_jsonl(path, fingerprint_text_folder(path), read_text_passages, root)
         path = resolve_regular_file(path, "corpus", CorpusError)
         state, fingerprint = read_file_state(path), digest_file(path)
-        if not is_json_lines(path, CorpusError):
-            path = _convert_to_jsonl(path, fingerprint, partial(read_records, error=CorpusError), root)
+        if not is_json_lines(path, CorpusError) or _holds_contexts(path):
+            path = _convert_to_jsonl(path, fingerprint, _read_passage_records, root)
             state, fingerprint = read_file_state(path), digest_file(path)
     except OSError as error:
         raise CorpusError(f"corpus '{error.filename or path}' cannot be read ({error.strerror})") from None
@@ -178,6 +179,35 @@ def _convert_to_jsonl(
 
     parts = (Path(name).stem, "lines", CONVERTED_CORPUS_VERSION, path.name, fingerprint)
     return build_once(root / make_folder_name(*parts), build) / name
+
+
+def _holds_contexts(path: Path) -> bool:
+    """Whether a file of JSON lines begins with a question that comes with passages."""
+    for place, row in read_records(path, CorpusError):
+        return (
+            get_field(row, "contents")[1] is None
+            and list_context_passages(row, place, CorpusError) is not None
+        )
+    return False
+
+
+def _read_passage_records(path: Path) -> Iterator[Record]:
+    """The passages of a file; those that come with questions each once, with their titles as ids.
+
+    Another text of the same title is `title#2`, and so on.
+    """
+    texts: dict[str, list[bytes]] = {}  # digests of the texts of each title
+    for place, row in read_records(path, CorpusError):
+        given = get_field(row, "contents")[1] is not None
+        passages = None if given else list_context_passages(row, place, CorpusError)
+        if passages is None:
+            yield place, row
+        for title, contents in passages or ():
+            known, digest = texts.setdefault(title, []), blake3(contents.encode()).digest(16)
+            if digest not in known:
+                known.append(digest)
+                name = f"{title or 'untitled'}#{len(known)}" if len(known) > 1 else title or "untitled"
+                yield place, {"id": name, "title": title, "contents": contents}
 
 
 def _scan_offsets(path: Path) -> np.ndarray:

@@ -90,7 +90,7 @@ def test_all_fields_and_the_names_that_other_data_sets_give_them(tmp_path):
         Question("1", "Who?", ("A", "B"), ("x",), 2),
         Question("a", "Who?"),
         Question("b", "Who?", ("x",)),
-        Question("c", "Who?", ("yes",)),
+        Question("c", "Who?", ("yes",), (), 2, labels=("bridge",), supporting_titles=("Emma",)),
         Question("d", "Who?", ("x", "y")),
         Question("e", "Who?", ("x",), hops=2),
     ]

@@ -39,7 +39,7 @@ from dlm_rag.questions import Question
 
 def a_score(exact_match, recall=1.0, searches=2.0):
     found = (exact_match, exact_match, recall, recall)
-    return Score(*found, forwards=3.0, searches=searches, tokens=60.0, seconds=0.5)
+    return Score(*found, forwards=3.0, searches=searches, tokens=60.0, seconds=0.5, cover_match=1.0)
 
 
 # prediction, golden answers, exact match, F1 by SQuAD's rule, F1 by HotpotQA's; each worked by hand.
@@ -157,8 +157,8 @@ def test_seconds_of_nested_stages_count_once():
 
 def test_tokens_per_forward_is_a_ratio_of_sums():
     """90 tokens in 3 forwards and 10 in 17 are 5 a forward, not the mean of 30 and 0.6."""
-    fast, slow = (Score(1.0, 1.0, None, None, n, n, tokens, 0.1) for n, tokens in ((3, 90), (17, 10)))
-    failed = Score(0.0, 0.0, None, None, 0, 0, 0, 0.1)
+    fast, slow = (Score(1.0, 1.0, None, None, n, n, tokens, 0.1, 1.0) for n, tokens in ((3, 90), (17, 10)))
+    failed = Score(0.0, 0.0, None, None, 0, 0, 0, 0.1, 0.0)
     scores = [fast, slow, failed]
     assert compute_mean_score(scores).tokens_per_forward == pytest.approx(5.0)
     found = summarize_scores(scores, {"all": [0, 1, 2], "failed": [2], "one": [1]})

@@ -203,4 +203,7 @@ def test_flashrag_questions_are_read_as_they_are(tmp_path):
                      "context": {"title": ["Ed Wood"], "sentences": [["Edward was.", " He is."]]}},
     }  # fmt: skip
     (question,) = read_questions(write_jsonl_file(tmp_path / "dev.jsonl", [row]))
-    assert question == Question("dev_0", row["question"], tuple(row["golden_answers"]))
+    assert question == Question(
+        "dev_0", row["question"], tuple(row["golden_answers"]), hops=2, labels=("comparison",),
+        supporting_titles=("Scott Derrickson", "Ed Wood"),
+    )  # fmt: skip

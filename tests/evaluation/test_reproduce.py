@@ -99,7 +99,7 @@ def test_other_questions_are_not_compared(here):
 
 
 def a_score(match: float, forwards: float) -> Score:
-    return Score(match, match, None, None, forwards, 1.0, 8.0, 0.1)
+    return Score(match, match, None, None, forwards, 1.0, 8.0, 0.1, match)
 
 
 def test_the_paired_difference_by_hand():

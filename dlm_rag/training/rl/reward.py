@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from dlm_rag.config import TrainConfig
 from dlm_rag.config.fields import resolve_or_import
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.evaluation.metrics import compute_evidence_recall, compute_exact_match, compute_f1
+from dlm_rag.evaluation.metrics import compute_exact_match, compute_f1, compute_support_recall
 from dlm_rag.questions import Question
 
 Reward = Callable[[Rollout, Question], float]
@@ -17,7 +17,7 @@ REWARDS: dict[str, Reward] = {  # each is logged as `rollout_NAME`; `train.rewar
     "f1": lambda rollout, question: compute_f1(rollout.answer, question.golden_answers),
     # of the supporting passages, in the last evidence; 0 where none is known
     "recall": lambda rollout, question: (
-        compute_evidence_recall(rollout.evidence, question.supporting_ids) or 0.0
+        compute_support_recall(rollout.evidence, rollout.passages, question) or 0.0
     ),
     "forwards": lambda rollout, _: float(rollout.forwards),
     "searches": lambda rollout, _: float(rollout.retrievals),

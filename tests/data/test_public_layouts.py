@@ -1,0 +1,569 @@
+"""Public layouts of questions, as people have the files: originals, the hub's parquet, FlashRAG, SARDI."""
+
+import csv
+import gzip
+import io
+import json
+import re
+import string
+from pathlib import Path
+
+import pytest
+
+from dlm_rag.errors import CorpusError, QuestionError
+from dlm_rag.evaluation.metrics import compute_support_recall
+from dlm_rag.questions import Question, read_questions
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.composite import wrap_oracle
+from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.retrieval.query import Query
+
+VESK, ORRA = ["Vesk", ["Vesk is a river.", " It ends in Orra."]], ["Orra", ["Orra is a lake."]]
+TULM, PARN = ["Tulm", ["Tulm wrote Parn."]], ["Parn (novel)", ["Parn is a novel.", "It has a sea."]]
+HOTPOT = {
+    "_id": "5a8b57f25542995d1e6f1371", "question": "Where does the river Vesk end?", "answer": "Orra",
+    "supporting_facts": [["Vesk", 1], ["Orra", 0], ["Vesk", 0]], "context": [VESK, TULM, ORRA],
+    "type": "bridge", "level": "hard",
+}  # fmt: skip
+TWOWIKI = {
+    "_id": "8813f87c0bdd11eba7f7acde48001122", "type": "compositional", "answer": "Parn",
+    "question": "What did the author of Parn write?", "context": [TULM, PARN, VESK],
+    "supporting_facts": [["Tulm", 0], ["Parn (novel)", 0]],
+    "evidences": [["Parn", "author", "Tulm"], ["Tulm", "wrote", "Parn"]],
+    "evidences_id": [["Q1", "author", "Q2"], ["Q2", "wrote", "Q1"]], "answer_id": "Q1",
+}  # fmt: skip
+MUSIQUE = {
+    "id": "2hop__482757_12019", "question": "Where does the river of Tulm end?", "answer": "Lake Orra",
+    "paragraphs": [
+        {"idx": 0, "title": "Vesk", "paragraph_text": "Vesk is a river of Tulm.", "is_supporting": True},
+        {"idx": 1, "title": "Parn", "paragraph_text": "Parn is a novel.", "is_supporting": False},
+        {"idx": 2, "title": "Orra", "paragraph_text": "Vesk ends in Orra.", "is_supporting": True},
+    ],
+    "question_decomposition": [
+        {"id": 482757, "question": "Tulm >> river", "answer": "Vesk", "paragraph_support_idx": 0},
+        {"id": 12019, "question": "Where does #1 end?", "answer": "Orra", "paragraph_support_idx": 2},
+    ],
+    "answer_aliases": ["Orra", "Lake Orra"], "answerable": True,
+}  # fmt: skip
+BAMBOOGLE = [
+    ("Who led the land of Vesk when Parn, the novel, appeared?", 'Tulm "the Old"'),
+    ("When did it?", "1815"),
+]
+HOTPOT_READ = Question(
+    HOTPOT["_id"], HOTPOT["question"], ("Orra",), hops=2, labels=("bridge",),
+    supporting_titles=("Vesk", "Orra"),
+)  # fmt: skip
+TWOWIKI_READ = Question(
+    TWOWIKI["_id"], TWOWIKI["question"], ("Parn",), hops=2, labels=("compositional",),
+    supporting_titles=("Tulm", "Parn (novel)"),
+)  # fmt: skip
+MUSIQUE_READ = Question(
+    MUSIQUE["id"], MUSIQUE["question"], ("Lake Orra", "Orra"), hops=2, supporting_titles=("Vesk", "Orra"),
+)  # fmt: skip
+BAMBOOGLE_READ = [Question(str(n), q, (a,)) for n, (q, a) in enumerate(BAMBOOGLE, start=1)]
+
+
+def changed(row, drop=(), **values):
+    return {key: value for key, value in (row | values).items() if key not in drop}
+
+
+def column_form(row):
+    """As the hub's `datasets` store nested lists in Parquet: an object of columns."""
+    facts, context = zip(*row["supporting_facts"], strict=True), zip(*row["context"], strict=True)
+    return changed(
+        row, ("_id", "evidences", "evidences_id"), id=row["_id"],
+        supporting_facts=dict(zip(("title", "sent_id"), map(list, facts), strict=True)),
+        context=dict(zip(("title", "sentences"), map(list, context), strict=True)),
+    )  # fmt: skip
+
+
+def text_form(row):
+    """As 2WikiMultihopQA's parquet on the hub: JSON in texts."""
+    names = ("supporting_facts", "context", "evidences")
+    return changed(row, ("evidences_id",), **{name: json.dumps(row.get(name, [])) for name in names})
+
+
+def flashrag(number, question, answers, **metadata):
+    return {"id": f"dev_{number}", "question": question, "golden_answers": answers, "metadata": metadata}
+
+
+def flashrag_form(row, content="sentences"):
+    columns = column_form(row)
+    context = {"title": columns["context"]["title"], content: columns["context"]["sentences"]}
+    more = {"type": row["type"], "level": "hard", "supporting_facts": columns["supporting_facts"]}
+    return flashrag(0, row["question"], [row["answer"]], **more, context=context)
+
+
+def as_json(rows):
+    return json.dumps(rows).encode()
+
+
+def as_lines(rows):
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def as_parquet(rows):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    return file.getvalue()
+
+
+def as_table(header, rows, delimiter=","):
+    text = io.StringIO()
+    csv.writer(text, delimiter=delimiter).writerows([header, *rows])
+    return text.getvalue().encode()
+
+
+def hop_case(name, hops, steps):
+    row = changed(MUSIQUE, id=name, question_decomposition=MUSIQUE["question_decomposition"][:1] * steps)
+    aliases = ("Lake Orra", "Orra")
+    read = Question(name, row["question"], aliases, hops=hops, supporting_titles=("Vesk", "Orra"))
+    return "musique_ans_v1.0_dev.jsonl", as_lines([row]), [read]
+
+
+def type_case(kind, hops):
+    read = Question(
+        TWOWIKI["_id"], TWOWIKI["question"], ("Parn",), hops=hops, labels=(kind,),
+        supporting_titles=("Tulm", "Parn (novel)"),
+    )  # fmt: skip
+    return "dev.json", as_json([changed(TWOWIKI, type=kind)]), [read]
+
+
+NO_GOLD = Question(HOTPOT["_id"], HOTPOT["question"])
+FLASHRAG_HOTPOT = Question(
+    "dev_0", HOTPOT["question"], ("Orra",), hops=2, labels=("bridge",), supporting_titles=("Vesk", "Orra"),
+)  # fmt: skip
+FLASHRAG_2WIKI = Question(
+    "dev_0", TWOWIKI["question"], ("Parn",), hops=2, labels=("compositional",),
+    supporting_titles=("Tulm", "Parn (novel)"),
+)  # fmt: skip
+STEPS = [
+    {"question": "Tulm >> river", "answer": "Vesk",
+     "support_paragraph": {"title": title, "paragraph_text": "x"}} for title in ("Vesk", "Orra", "Tulm")
+]  # fmt: skip
+SARDI = {"id": "s1", "question": "Where does Vesk end?", "answer": "Orra"}
+CASES = {
+    "hotpotqa distractor": ("hotpot_dev_distractor_v1.json", as_json([HOTPOT]), [HOTPOT_READ]),
+    "hotpotqa lines": ("hotpot.jsonl", as_lines([HOTPOT]), [HOTPOT_READ]),
+    "hotpotqa gzipped": ("hotpot.json.gz", gzip.compress(as_json([HOTPOT])), [HOTPOT_READ]),
+    "hotpotqa fullwiki test": (
+        "hotpot_test_fullwiki_v1.json",
+        as_json([changed(HOTPOT, ("answer", "supporting_facts", "type", "level"))]),
+        [NO_GOLD],
+    ),
+    "hotpotqa comparison": (
+        "dev.json",
+        as_json([changed(HOTPOT, type="comparison", answer="no")]),
+        [
+            Question(
+                HOTPOT["_id"],
+                HOTPOT["question"],
+                ("no",),
+                hops=2,
+                labels=("comparison",),
+                supporting_titles=("Vesk", "Orra"),
+            )
+        ],
+    ),
+    "hotpotqa hub parquet": (
+        "validation-00000-of-00001.parquet",
+        as_parquet([column_form(HOTPOT)]),
+        [HOTPOT_READ],
+    ),
+    "hotpotqa texts": ("hotpot.parquet", as_parquet([text_form(HOTPOT)]), [HOTPOT_READ]),
+    "hotpotqa csv": (
+        "hotpot.csv",
+        as_table(list(HOTPOT), [[v if isinstance(v, str) else json.dumps(v) for v in HOTPOT.values()]]),
+        [HOTPOT_READ],
+    ),
+    "2wiki": ("dev.json", as_json([TWOWIKI]), [TWOWIKI_READ]),
+    "2wiki lines": ("dev.jsonl", as_lines([TWOWIKI]), [TWOWIKI_READ]),
+    "2wiki without ids": (
+        "dev.json",
+        as_json([changed(TWOWIKI, ("evidences_id", "answer_id"))]),
+        [TWOWIKI_READ],
+    ),
+    "2wiki hub parquet": ("dev.parquet", as_parquet([text_form(TWOWIKI)]), [TWOWIKI_READ]),
+    "2wiki columns": ("dev.parquet", as_parquet([column_form(TWOWIKI)]), [TWOWIKI_READ]),
+    "2wiki test": (
+        "test.json",
+        as_json([changed(TWOWIKI, supporting_facts=[], evidences=[], answer="")]),
+        [Question(TWOWIKI["_id"], TWOWIKI["question"], hops=2, labels=("compositional",))],
+    ),
+    "2wiki comparison": type_case("comparison", 2),
+    "2wiki inference": type_case("inference", 2),
+    "2wiki bridge_comparison": type_case("bridge_comparison", 4),
+    "musique": ("musique_ans_v1.0_dev.jsonl", as_lines([MUSIQUE]), [MUSIQUE_READ]),
+    "musique gzipped": ("musique.jsonl.gz", gzip.compress(as_lines([MUSIQUE])), [MUSIQUE_READ]),
+    "musique json": ("musique.json", as_json([MUSIQUE]), [MUSIQUE_READ]),
+    "musique hub parquet": ("musique.parquet", as_parquet([MUSIQUE]), [MUSIQUE_READ]),
+    "musique full": (
+        "musique_full_v1.0_dev.jsonl",
+        as_lines([MUSIQUE, changed(MUSIQUE, answerable=False)]),
+        [MUSIQUE_READ],
+    ),
+    "musique test": (
+        "musique_ans_v1.0_test.jsonl",
+        as_lines(
+            [
+                changed(
+                    MUSIQUE,
+                    ("answer", "answer_aliases", "question_decomposition", "answerable"),
+                    paragraphs=[changed(p, ("is_supporting",)) for p in MUSIQUE["paragraphs"]],
+                )
+            ]
+        ),
+        [Question(MUSIQUE["id"], MUSIQUE["question"], hops=2)],
+    ),
+    "musique without aliases": (
+        "dev.jsonl",
+        as_lines([changed(MUSIQUE, answer_aliases=[])]),
+        [
+            Question(
+                MUSIQUE["id"],
+                MUSIQUE["question"],
+                ("Lake Orra",),
+                hops=2,
+                supporting_titles=("Vesk", "Orra"),
+            )
+        ],
+    ),
+    "musique 3hop1": hop_case("3hop1__305282_282081_73772", 3, 3),
+    "musique 3hop2": hop_case("3hop2__132710_120035_818", 3, 3),
+    "musique 4hop1": hop_case("4hop1__152562_5274_458768_33637", 4, 4),
+    "musique 4hop3": hop_case("4hop3__463724_100414_35260_54090", 4, 4),
+    "musique other ids": hop_case("q7", 3, 3),
+    "bamboogle": (
+        "Bamboogle Prerelease - Sheet1.csv",
+        as_table(["Question", "Answer"], BAMBOOGLE),
+        BAMBOOGLE_READ,
+    ),
+    "bamboogle small letters": (
+        "bamboogle.csv",
+        as_table(["question", "answer"], BAMBOOGLE),
+        BAMBOOGLE_READ,
+    ),
+    "bamboogle capitals": ("bamboogle.csv", as_table(["QUESTION", "ANSWER"], BAMBOOGLE), BAMBOOGLE_READ),
+    "bamboogle byte order mark": (
+        "bamboogle.csv",
+        b"\xef\xbb\xbf" + as_table(["Question", "Answer"], BAMBOOGLE),
+        BAMBOOGLE_READ,
+    ),
+    "bamboogle tabs": ("bamboogle.tsv", as_table(["Question", "Answer"], BAMBOOGLE, "\t"), BAMBOOGLE_READ),
+    "bamboogle gzipped": (
+        "bamboogle.csv.gz",
+        gzip.compress(as_table(["Question", "Answer"], BAMBOOGLE)),
+        BAMBOOGLE_READ,
+    ),
+    "bamboogle parquet": (
+        "test.parquet",
+        as_parquet([{"Question": q, "Answer": a} for q, a in BAMBOOGLE]),
+        BAMBOOGLE_READ,
+    ),
+    "bamboogle numbered": (
+        "bamboogle.csv",
+        as_table(["ID", "Question", "Answer"], [(f"b{n}", *row) for n, row in enumerate(BAMBOOGLE)]),
+        [Question(f"b{n}", q, (a,)) for n, (q, a) in enumerate(BAMBOOGLE)],
+    ),
+    "flashrag hotpotqa": ("dev.jsonl", as_lines([flashrag_form(HOTPOT)]), [FLASHRAG_HOTPOT]),
+    "flashrag hotpotqa parquet": ("dev.parquet", as_parquet([flashrag_form(HOTPOT)]), [FLASHRAG_HOTPOT]),
+    "flashrag 2wiki": ("dev.jsonl", as_lines([flashrag_form(TWOWIKI, "content")]), [FLASHRAG_2WIKI]),
+    "flashrag musique": (
+        "dev.jsonl",
+        as_lines([flashrag(3, "Where?", ["Orra", "the Orra"], question_decomposition=STEPS)]),
+        [
+            Question(
+                "dev_3", "Where?", ("Orra", "the Orra"), hops=3, supporting_titles=("Vesk", "Orra", "Tulm")
+            )
+        ],
+    ),
+    "flashrag bamboogle": (
+        "test.jsonl",
+        as_lines([{"id": "test_0", "question": "Who?", "golden_answers": ["Tulm"]}]),
+        [Question("test_0", "Who?", ("Tulm",))],
+    ),
+    "flashrag nq": (
+        "test.jsonl",
+        as_lines([{"id": "test_0", "question": "who wrote parn", "golden_answers": ["Tulm", "A. Tulm"]}]),
+        [Question("test_0", "who wrote parn", ("Tulm", "A. Tulm"))],
+    ),
+    "flashrag popqa": (
+        "test.jsonl",
+        as_lines([flashrag(0, "Who is the author of Parn?", ["Tulm"], prop="author", s_pop=7)]),
+        [Question("dev_0", "Who is the author of Parn?", ("Tulm",))],
+    ),
+    "flashrag empty metadata": (
+        "test.jsonl",
+        as_lines([flashrag(0, "Who?", ["Tulm"])]),
+        [Question("dev_0", "Who?", ("Tulm",))],
+    ),
+    "sardi ids and titles": (
+        "test.parquet",
+        as_parquet([SARDI | {"supporting_docs": [{"id": "7", "contents": '"Vesk"\nVesk ends.'}]}]),
+        [Question("s1", SARDI["question"], ("Orra",), ("7",), supporting_titles=("Vesk",))],
+    ),
+    "sardi titles": (
+        "test.parquet",
+        as_parquet(
+            [
+                SARDI
+                | {
+                    "supporting_docs": [
+                        {"contents": '"Vesk"\nVesk ends in Orra.'},
+                        {"contents": '"Orra"\nA lake.'},
+                    ]
+                }
+            ]
+        ),
+        [Question("s1", SARDI["question"], ("Orra",), supporting_titles=("Vesk", "Orra"))],
+    ),
+    "sardi without titles": (
+        "test.parquet",
+        as_parquet([SARDI | {"supporting_docs": [{"contents": "Vesk ends in Orra."}]}]),
+        [Question("s1", SARDI["question"], ("Orra",))],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_public_layout_is_read_as_it_is(tmp_path, case):
+    name, content, expected = CASES[case]
+    (tmp_path / name).write_bytes(content)
+    assert read_questions(tmp_path / name) == expected
+
+
+def test_2wiki_takes_the_names_of_its_answers_from_the_file_beside_it(tmp_path):
+    (tmp_path / "dev.json").write_bytes(as_json([TWOWIKI]))
+    names = {"Q_id": "Q1", "aliases": ["Parn", "The Parn"], "demonyms": ["Parnish"]}
+    (tmp_path / "id_aliases.json").write_bytes(as_lines([names, names | {"Q_id": "Q9", "aliases": ["No"]}]))
+    (question,) = read_questions(tmp_path / "dev.json")
+    assert question.golden_answers == ("Parn", "The Parn", "Parnish")
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ([["Vesk"]], "must be pairs"),
+        ("Vesk", "must be pairs"),
+        ({"title": ["a"], "sent_id": []}, "must be"),
+    ],
+)
+def test_support_in_another_layout_is_refused(tmp_path, facts, says):
+    (tmp_path / "dev.json").write_bytes(as_json([changed(HOTPOT, supporting_facts=facts)]))
+    with pytest.raises(QuestionError, match=f"item 1: 'supporting_facts' {says}"):
+        read_questions(tmp_path / "dev.json")
+
+
+MORE = changed(MUSIQUE, id="3hop1__1_2_3", paragraphs=[
+    {"idx": 0, "title": "Vesk", "paragraph_text": "Vesk is also a town.", "is_supporting": True},
+    *MUSIQUE["paragraphs"][1:],
+])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        (
+            "h.json",
+            as_json([HOTPOT, changed(TWOWIKI, question="?")]),
+            [
+                ("Vesk", "Vesk is a river. It ends in Orra."),
+                ("Tulm", "Tulm wrote Parn."),
+                ("Orra", "Orra is a lake."),
+                ("Parn (novel)", "Parn is a novel. It has a sea."),
+            ],
+        ),
+        (
+            "h.jsonl",
+            as_lines([HOTPOT]),
+            [
+                ("Vesk", "Vesk is a river. It ends in Orra."),
+                ("Tulm", "Tulm wrote Parn."),
+                ("Orra", "Orra is a lake."),
+            ],
+        ),
+        (
+            "h.parquet",
+            as_parquet([column_form(HOTPOT)]),
+            [
+                ("Vesk", "Vesk is a river. It ends in Orra."),
+                ("Tulm", "Tulm wrote Parn."),
+                ("Orra", "Orra is a lake."),
+            ],
+        ),
+        (
+            "f.jsonl",
+            as_lines([flashrag_form(TWOWIKI, "content")]),
+            [
+                ("Tulm", "Tulm wrote Parn."),
+                ("Parn (novel)", "Parn is a novel. It has a sea."),
+                ("Vesk", "Vesk is a river. It ends in Orra."),
+            ],
+        ),
+        (
+            "m.jsonl",
+            as_lines([MUSIQUE, MORE]),
+            [
+                ("Vesk", "Vesk is a river of Tulm."),
+                ("Parn", "Parn is a novel."),
+                ("Orra", "Vesk ends in Orra."),
+                ("Vesk#2", "Vesk is also a town."),
+            ],
+        ),
+    ],
+)
+def test_the_passages_that_come_with_questions_are_a_corpus(tmp_path, name, content, expected):
+    (tmp_path / name).write_bytes(content)
+    corpus = open_corpus(tmp_path / name, tmp_path / "index")
+    assert [(passage.id, passage.contents) for passage in corpus] == expected
+    assert all(passage.title == passage.id.partition("#")[0] for passage in corpus)
+
+
+def test_questions_without_passages_are_no_corpus(tmp_path):
+    (tmp_path / "b.csv").write_bytes(as_table(["Question", "Answer"], BAMBOOGLE))
+    with pytest.raises(CorpusError, match="the passage has no 'contents'"):
+        open_corpus(tmp_path / "b.csv", tmp_path / "index")
+
+
+def test_recall_by_title_counts_any_passage_of_a_title():
+    asked = Question("a", "?", supporting_titles=('"Vesk"', "R&amp;D"))
+    texts = {"1": '"Vesk"\nfirst', "2": "Vesk\nsecond", "3": "R&D\nx", "4": "Vesk is a river"}
+    for evidence, expected in {("4",): 0.0, ("1",): 0.5, ("1", "2"): 0.5, ("2", "3"): 1.0, (): 0.0}.items():
+        assert compute_support_recall(evidence, texts, asked) == expected
+    by_id = Question("a", "?", supporting_ids=("4",), supporting_titles=("Vesk",))
+    assert compute_support_recall(["4"], texts, by_id) == 1.0, "ids say it more exactly"
+    assert compute_support_recall(["4"], texts, Question("a", "?")) is None
+
+
+def test_oracle_evidence_by_titles(tmp_path):
+    """Titles take turns where they have several passages, as in a Wikipedia cut into parts."""
+    lines = [
+        {"id": n, "contents": f'"{title}"\npart {n}'}
+        for n, title in enumerate(["Vesk", "Vesk", "Tulm", "Orra"])
+    ]
+    (tmp_path / "c.jsonl").write_bytes(as_lines(lines))
+    inner = load_retriever(tmp_path / "c.jsonl", top_k=3)
+    asked = Question("a", "part 2", supporting_titles=("Orra", "Vesk"))
+    (found,) = wrap_oracle(inner, [asked], "question").search([Query("part 2", ("part 2",))])
+    assert [passage.id for passage in found] == ["3", "0", "1"]
+
+
+# An independent reference, as a script of its own would have it: json, csv, sets and bm25s.
+
+
+def script_hotpot(path):
+    rows = json.loads(Path(path).read_text())
+    asked = {r["_id"]: (r["question"], [r["answer"]], {t for t, _ in r["supporting_facts"]}) for r in rows}
+    return asked, {t: (" ".join(s.strip() for s in lines)) for r in rows for t, lines in r["context"]}
+
+
+def script_musique(path):
+    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    asked = {
+        r["id"]: (r["question"], [r["answer"], *r["answer_aliases"]],
+                  {p["title"] for p in r["paragraphs"] if p["is_supporting"]})
+        for r in rows
+    }  # fmt: skip
+    return asked, {p["title"]: p["paragraph_text"] for r in rows for p in r["paragraphs"]}
+
+
+def script_bamboogle(path):
+    rows = list(csv.DictReader(Path(path).read_text().splitlines()))
+    return {str(n): (r["Question"], [r["Answer"]], set()) for n, r in enumerate(rows, start=1)}, {}
+
+
+def tiny_copy(kind, folder):
+    """A file of 6 questions in the public layout, over 24 passages whose words tell them apart."""
+    words = [
+        f"{a}{b}" for a in ("vel", "tor", "mar", "sil", "kun", "ode") for b in ("ak", "is", "un", "er")
+    ]
+    pages = [
+        [
+            w.title(),
+            [
+                f"{w.title()} is near {words[n - 5]}.",
+                f" It has {'old ' * (n % 7)}{words[n - 9]} stones {n}.",
+            ],
+        ]
+        for n, w in enumerate(words)
+    ]
+    rows = []
+    for n in range(6):
+        own = [pages[4 * n + k] for k in (2, 0, 3, 1)]
+        text = f"What is near {words[4 * n]} and has {words[(4 * n + 11) % 24]} stones?"
+        if kind == "musique":
+            paragraphs = [
+                {
+                    "idx": k,
+                    "title": t,
+                    "paragraph_text": " ".join(s.strip() for s in lines),
+                    "is_supporting": k < 2,
+                }
+                for k, (t, lines) in enumerate(own)
+            ]
+            rows.append(changed(MUSIQUE, id=f"{2 + n % 3}hop__{n}_1", question=text, paragraphs=paragraphs))
+        else:
+            facts = [[own[0][0], 1], [own[1][0], 0]]
+            base = HOTPOT if kind == "hotpotqa" else TWOWIKI
+            rows.append(changed(base, _id=f"q{n}", question=text, context=own, supporting_facts=facts))
+    path = folder / ("musique.jsonl" if kind == "musique" else f"{kind}.json")
+    path.write_bytes(as_lines(rows) if kind == "musique" else as_json(rows))
+    return path
+
+
+@pytest.mark.parametrize("depth", [1, 3, 7])
+@pytest.mark.parametrize("kind", ["hotpotqa", "2wiki", "musique"])
+def test_questions_support_and_recall_are_those_of_an_independent_script(tmp_path, kind, depth):
+    import bm25s
+
+    path = tiny_copy(kind, tmp_path)
+    asked, pages = (script_musique if kind == "musique" else script_hotpot)(path)
+    index = bm25s.BM25()
+    texts = [f"{title}\n{text}" for title, text in pages.items()]
+    index.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)
+    questions = read_questions(path)
+    assert [q.id for q in questions] == [*asked]
+    retriever = load_retriever(open_corpus(path, tmp_path / "index").path, top_k=depth)
+    recalls = []
+    for question in questions:
+        text, answers, titles = asked[question.id]
+        assert (question.question, {*question.golden_answers}) == (text, {*answers})
+        assert {*question.supporting_titles} == titles and question.hops in (2, 3, 4)
+        tokens = bm25s.tokenize(text, stopwords="en", show_progress=False)
+        rows = index.retrieve(tokens, k=depth, show_progress=False).documents[0]
+        theirs = {[*pages][row] for row in rows}
+        (found,) = retriever.search([Query(text, (text,))])
+        ours = compute_support_recall([p.id for p in found], {p.id: p.text for p in found}, question)
+        assert ours == len(titles & theirs) / len(titles)
+        recalls.append(ours)
+    assert 0 < sum(recalls) / len(recalls) < 1 or depth == 7
+
+
+def test_bamboogle_is_what_an_independent_script_reads(tmp_path):
+    (tmp_path / "b.csv").write_bytes(as_table(["Question", "Answer"], BAMBOOGLE))
+    asked, _ = script_bamboogle(tmp_path / "b.csv")
+    read = {
+        q.id: (q.question, [*q.golden_answers], {*q.supporting_titles})
+        for q in read_questions(tmp_path / "b.csv")
+    }
+    assert read == asked
+
+
+def test_cover_match_is_containment_after_normalisation():
+    """Against a script of its own: lower case, no punctuation, no articles, then `in`."""
+    from dlm_rag.evaluation.metrics import compute_cover_match
+
+    def norm(text):
+        text = "".join(c for c in text.lower() if c not in string.punctuation)
+        return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+    pairs = [
+        ("The lake Orra, in Tulm", ["Orra"]), ("Orra", ["the lake Orra"]), ("", ["Orra"]), ("Orra", [""]),
+        ("about 1,815 of them", ["no", "1815"]), ("nothing", ["no"]), ("x", []),
+    ]  # fmt: skip
+    for said, golden in pairs:
+        expected = any(norm(each) and norm(each) in norm(said) for each in golden)
+        assert compute_cover_match(said, golden) == float(expected), said
