@@ -1,8 +1,9 @@
-"""Retrieval: recall by method, what search by URL costs.
+"""Retrieval: recall by method, what search by URL costs, what an index of many passages takes.
 
     python profiling/bench_retrieval.py recall --questions questions.jsonl --corpus corpus.jsonl \\
         retrieval.embedding_model=DIR_OR_HUB_ID
     python profiling/bench_retrieval.py remote [URL ...] [--limit 40] [--rounds 1]
+    python profiling/bench_retrieval.py index FOLDER [--passages 1000000] [--seed 0] [--reference]
 
 recall: `recall@k / questions with all supporting passages`, in percent, of BM25, dense and hybrid search:
 for the question alone; the question with the best passage found (`feedback`), and both searches taking
@@ -11,19 +12,28 @@ perfect response would add), as one long query, and part by part.
 remote: the shipped model's questions, searched here, over `dlm-rag retrieve-server` on this machine, and at
 each URL, which must serve dlm_rag/shipped/world/corpus.jsonl. `searching` is the share of all stages that
 rows wait for evidence; `equal` counts answers with the queries, passages and tokens of a local search.
+index: BM25 over invented passages of 100 words, kept in FOLDER: `dlm-rag index` from outside (memory is the
+sum of PSS of all its processes, and what of it is no file), then queries of 20 words of a passage, warm.
+--reference: how many of 500 rankings and their scores are those of bm25s's own index, built in memory.
 """
 
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 from bench_tools import TableRow, print_table, rotate, run_server, run_subcommand
+from bm25s.stopwords import STOPWORDS_EN
 
 from dlm_rag.cli import CommandParser, parse_int, print_note, run_program
 from dlm_rag.commands.arguments import parse_command_line
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
+from dlm_rag.config import RetrievalConfig
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.terminal import RunTotals
 from dlm_rag.errors import ConfigError, QuestionError, RunError, suggest_nearest
@@ -31,11 +41,14 @@ from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import Question, read_question_records, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking, interleave_rankings
+from dlm_rag.retrieval.bm25_build import extract_terms
 from dlm_rag.retrieval.composite import fuse_rankings
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.query import Query, build_query
 from dlm_rag.text import normalize_whitespace
 
+VOCABULARY, PASSAGE_WORDS, QUERY_WORDS = 5_000_000, 100, 20  # of invented passages
+SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 METHODS = ("bm25", "dense", "hybrid")
 CORPUS, TOP_K = SHIPPED_FOLDER / "world" / "corpus.jsonl", 7
 
@@ -178,8 +191,103 @@ def comparable_answer(rollout: Rollout) -> tuple[Any, ...]:
     return rollout.id, rollout.response, steps, rollout.passages
 
 
+def invent_word(rank: int) -> str:
+    """The word of a frequency rank: a stop word, then words of two or more syllables."""
+    if rank < len(STOPWORDS_EN):
+        return STOPWORDS_EN[rank]
+    rank, word = rank + len(SYLLABLES), ""
+    while rank:
+        rank, last = divmod(rank, len(SYLLABLES))
+        word = SYLLABLES[last] + word
+    return word
+
+
+def invent_corpus(path: Path, passages: int, seed: int) -> None:
+    """Passages of `PASSAGE_WORDS` words whose frequency falls with the power 1.1 of their rank."""
+    rng, words = np.random.default_rng(seed), [invent_word(rank) for rank in range(VOCABULARY)]
+    with path.with_suffix(".part").open("w") as file:
+        for start in range(0, passages, 10_000):
+            shape = (min(10_000, passages - start), PASSAGE_WORDS)
+            ranks = (1 - rng.random(shape) * (1 - (VOCABULARY + 1) ** -0.1)) ** -10
+            for n, row in enumerate(ranks.astype(int) - 1, start):
+                text = " ".join(map(words.__getitem__, row.tolist()))
+                file.write(f'{{"id": "{n}", "contents": "{text}"}}\n')
+    path.with_suffix(".part").rename(path)
+
+
+def watch_build(words: list[str], folder: Path) -> TableRow:
+    """Seconds of a command and the most memory and disk that it has, in GB."""
+    start, peaks = time.perf_counter(), np.zeros(4)
+    process = subprocess.Popen([sys.executable, "-m", "dlm_rag", *words])
+    while process.poll() is None:
+        pss, anonymous, most = 0, 0, 0
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        with suppress(OSError):  # it has ended
+            for pid in (process.pid, *children.read_text().split()):
+                lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+                sizes = {name: int(size.split()[0]) << 10 for name, size in (x.split(":") for x in lines)}
+                pss, anonymous = pss + sizes["Pss"], anonymous + sizes["Pss_Anon"]
+                most = max(most, sizes["Rss"])
+            disk = sum(path.stat().st_blocks * 512 for path in folder.rglob("*"))
+            peaks = np.maximum(peaks, (pss, anonymous, most, disk))
+        time.sleep(0.25)
+    if process.returncode:
+        raise RunError(f"{' '.join(words)} failed")
+    names = ("peak PSS", "of it no file", "largest RSS", "peak disk")
+    row: TableRow = {"seconds": f"{time.perf_counter() - start:.0f}"}
+    return row | {name: f"{peak / 1e9:.2f} GB" for name, peak in zip(names, peaks, strict=True)}
+
+
+def measure_index(argv: list[str]) -> None:
+    parser = CommandParser(__doc__ or "")
+    parser.add_argument("folder", type=Path)
+    for name, default in {"passages": 1_000_000, "seed": 0}.items():
+        parser.add_argument(f"--{name}", default=str(default), help=f"default {default}")
+    parser.add_argument("--reference", action="store_true")
+    given = parser.parse_args(argv)
+    passages, seed = (
+        parse_int(getattr(given, n), at, f"--{n} ") for n, at in (("passages", 1), ("seed", 0))
+    )
+    path, kept = (given.folder / f"{passages}-{seed}{end}" for end in (".jsonl", "-index"))
+    given.folder.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        invent_corpus(path, passages, seed)
+    row: TableRow = {"passages": f"{passages:,}", "corpus": f"{path.stat().st_size / 1e9:.2f} GB"}
+    row |= watch_build(["index", "--corpus", str(path), f"retrieval.index_dir={kept}"], kept)
+    row["index"] = f"{sum(file.stat().st_size for file in kept.rglob('*') if file.is_file()) / 1e9:.2f} GB"
+    corpus, start = open_corpus(path, kept), time.perf_counter()
+    retriever = load_retriever(RetrievalConfig(top_k=TOP_K), corpus)
+    row["open"], rng = f"{time.perf_counter() - start:.2f} s", np.random.default_rng(seed + 1)
+    texts = [corpus[int(n)].contents.split() for n in rng.integers(len(corpus), size=500)]
+    asked = [Query(" ".join(rng.permutation(words)[:QUERY_WORDS]), ()) for words in texts]
+    found, seconds = retriever.rank_scored(asked, TOP_K), []
+    for query in asked:
+        start = time.perf_counter()
+        retriever.rank([query], TOP_K)
+        seconds.append(time.perf_counter() - start)
+    row["query"] = f"{1000 * median(seconds):.1f} ms"
+    print_table([row], f"BM25 over passages of {PASSAGE_WORDS} words, seed {seed}")
+    if given.reference:
+        import bm25s
+
+        reference = bm25s.BM25(backend="numba")
+        reference.index([extract_terms(passage.text) for passage in corpus], show_progress=False)
+        terms = [[t for t in extract_terms(q.text) if t in reference.vocab_dict] for q in asked]
+        ids, scores = reference.retrieve(terms, k=TOP_K, n_threads=1, show_progress=False)
+        expected = [
+            [pair for pair in zip(*both, strict=True) if pair[1] > 0]
+            for both in zip(ids.tolist(), scores.tolist(), strict=True)
+        ]
+        equal = sum(list(a.items()) == b for a, b in zip(found, expected, strict=True))
+        print_note(f"{equal} of {len(asked)} rankings and their scores are those of bm25s")
+
+
 def main(argv: list[str]) -> None:
-    run_subcommand(__doc__ or "", argv, {"recall": measure_recall, "remote": measure_remote_search})
+    run_subcommand(
+        __doc__ or "",
+        argv,
+        {"recall": measure_recall, "remote": measure_remote_search, "index": measure_index},
+    )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import time
 from contextlib import nullcontext, suppress
 from io import FileIO
+from multiprocessing import parent_process
 from pathlib import Path
 
 from blake3 import blake3
@@ -73,9 +74,10 @@ def compute_file_digest(file: FileIO, path: Path, draws: bool = True) -> str:
 def create_hasher(size: int) -> blake3:
     """BLAKE3 of so many bytes to come, on threads if they are many.
 
-    A fork has not its parent's threads, and would wait for them: small files use none.
+    A fork has not its parent's threads, and would wait for them: small files use none, nor do workers.
     """
-    return blake3(max_threads=blake3.AUTO if size >= MIN_CACHED_FILE_BYTES else 1)
+    uses_threads = size >= MIN_CACHED_FILE_BYTES and parent_process() is None
+    return blake3(max_threads=blake3.AUTO if uses_threads else 1)
 
 
 def read_file_state(file: Path | int) -> dict[str, int]:

@@ -1,26 +1,31 @@
 """Sparse retrieval: BM25 by bm25s, its index built once and mapped from disk."""
 
 import logging
-import os
-import re
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # bm25s starts JAX, which reserves most of a GPU's memory
 import bm25s
 import numba
 import numpy as np
 from bm25s.numba import retrieve_utils
-from bm25s.stopwords import STOPWORDS_EN
 
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.paths import get_cache_folder
 from dlm_rag.nvtx_ranges import profile_stage
-from dlm_rag.progress import show_status, track_progress
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking
+from dlm_rag.retrieval.bm25_build import (
+    BM25_B,
+    BM25_K1,
+    ROWS,
+    SCORES,
+    STARTS,
+    WORDS,
+    build_bm25_index,
+    extract_terms,
+    hash_words,
+)
 from dlm_rag.retrieval.build_once import build_once, make_folder_name
 from dlm_rag.retrieval.composite import MultiQueryRetriever
 from dlm_rag.retrieval.corpus import Corpus
@@ -28,16 +33,7 @@ from dlm_rag.retrieval.query import Query
 
 log = logging.getLogger(__name__)
 
-INDEX_ARRAYS = ("data", "indices", "indptr")
-INDEX_FORM = "columns.json"  # a part of the folder's name; another text makes every index be built again
-# The rule of bm25s: lower case, runs of two or more word characters, English stop words left out.
-_find_words = re.compile(r"(?u)\b\w\w+\b").findall
-_STOP_WORDS = frozenset(STOPWORDS_EN)
-
-
-def extract_terms(text: str) -> list[str]:
-    """The BM25 terms of a text, in order, repeated ones kept."""
-    return [word for word in _find_words(text.lower()) if word not in _STOP_WORDS]
+INDEX_FORM = "hashed words"  # a part of the folder's name; another text makes every index be built again
 
 
 def _enable_numba_cache(function: Any) -> None:
@@ -72,11 +68,17 @@ class BM25Retriever(CorpusRetriever):
         super().__init__(corpus, top_k)
         folder = build_once(
             corpus.folder / make_folder_name("bm25", bm25s.__version__, INDEX_FORM),
-            lambda scratch: _build_bm25_index(corpus, scratch),
+            lambda scratch: build_bm25_index(corpus, scratch),
+            resumable=True,
         )
-        self._index = bm25s.BM25.load(folder, mmap=True, show_progress=False, backend="numba")
-        # As plain arrays: a memmap is slow at single numbers.
-        self._index.scores |= {name: np.asarray(self._index.scores[name]) for name in INDEX_ARRAYS}
+        # Mapped, but as plain arrays: a memmap is slow at single numbers.
+        names = (WORDS, STARTS, ROWS, SCORES)
+        arrays = (np.asarray(np.load(folder / name, mmap_mode="r")) for name in names)
+        self._words, starts, rows, scores = arrays
+        self._index = bm25s.BM25(BM25_K1, BM25_B, method="lucene", backend="numba")
+        self._index.scores = {"data": scores, "indices": rows, "indptr": starts, "num_docs": len(corpus)}
+        self._index.nonoccurrence_array = None
+        self._index.unique_token_ids_set = range(len(self._words))
         self._search_ids([[0]], 1)  # loads the compiled search, so that the first question need not wait
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
@@ -84,9 +86,15 @@ class BM25Retriever(CorpusRetriever):
 
     def rank_scored(self, queries: Sequence[Query], depth: int) -> list[dict[int, float]]:
         with profile_stage("retrieve/search"):
-            asked = [self._index.get_tokens_ids(extract_terms(query.text)) for query in queries]
+            asked = [self.find_word_ids(extract_terms(query.text)) for query in queries]
             found = iter(self._search_ids([ids for ids in asked if ids], min(depth, len(self.corpus))))
             return [next(found) if ids else {} for ids in asked]
+
+    def find_word_ids(self, terms: Sequence[str]) -> list[int]:
+        """The ids of those terms that the corpus has, in order, repeated ones kept."""
+        hashes = hash_words(terms)
+        ids = np.searchsorted(self._words, hashes).clip(max=len(self._words) - 1)
+        return ids[self._words[ids] == hashes].tolist()
 
     def _search_ids(self, asked: list[list[int]], depth: int) -> list[dict[int, float]]:
         if not asked:
@@ -104,18 +112,3 @@ def open_bm25_retriever(config: RetrievalConfig, corpus: Corpus) -> CorpusRetrie
     """BM25 by whole queries, or by `Query.parts` in turn."""
     retriever = BM25Retriever(corpus, config.top_k)
     return MultiQueryRetriever(retriever) if config.bm25_query == "sentences" else retriever
-
-
-def _build_bm25_index(corpus: Corpus, scratch: Path) -> None:
-    vocabulary: dict[str, int] = {}
-    documents = [
-        [vocabulary.setdefault(term, len(vocabulary)) for term in extract_terms(passage.text)]
-        for passage in track_progress(corpus, "finding terms")
-    ]
-    show_status("computing the scores of terms")
-    if not vocabulary:  # a corpus of stop words alone; bm25s wants a term, which no query has
-        vocabulary, documents = {"": 0}, [[0] for _ in documents]
-    index = bm25s.BM25()
-    index.index((documents, vocabulary), create_empty_token=False, show_progress=False)
-    index.save(scratch, show_progress=False)
-    show_status()

@@ -6,6 +6,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable
+from errno import ENOSPC
 from pathlib import Path
 
 from filelock import FileLock
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 
 # Raise it when what is put into indexes changes: terms, passage texts, vectors.
 INDEX_VERSION = 2
+PARTS_FOLDER = "parts"  # what a resumable build keeps until it is finished
 DIGESTS_FILE = "whole.json"  # the digest of every file of a folder, by its name
 
 
@@ -27,7 +29,8 @@ def build_once(folder: Path, build: Callable[[Path], None], resumable: bool = Fa
 
     The scratch folder gets its final name by one rename. A folder with a changed byte in any of its files
     is reported and built again; files added later are ignored. A second process waits for the first; the
-    lock of a process that died is free, and its half-built folder is removed unless `resumable`.
+    lock of a process that died is free, and its half-built folder is removed unless `resumable`. What is
+    in `PARTS_FOLDER` is removed at the end.
     """
     if not _find_damage(folder):
         return folder
@@ -43,14 +46,20 @@ def build_once(folder: Path, build: Callable[[Path], None], resumable: bool = Fa
                 shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(exist_ok=resumable)
             build(scratch)
-            files = sorted(path for path in scratch.rglob("*") if path.is_file())
-            digests = {str(path.relative_to(scratch)): digest_file(path) for path in files}
+            files = {str(path.relative_to(scratch)): path for path in sorted(scratch.rglob("*"))}
+            digests = {
+                name: digest_file(path)
+                for name, path in files.items()
+                if path.is_file() and not name.startswith(f"{PARTS_FOLDER}/")
+            }
             write_text_atomic(scratch / DIGESTS_FILE, json.dumps(digests))
             shutil.rmtree(folder, ignore_errors=True)
             scratch.rename(folder)
+            shutil.rmtree(folder / PARTS_FOLDER, ignore_errors=True)
     except OSError as error:
+        room = "make room there and give the same command again, or " if error.errno == ENOSPC else ""
         raise CorpusError(
-            f"no index can be written in {folder.parent} ({error.strerror}): set "
+            f"no index can be written in {folder.parent} ({error.strerror}): {room}set "
             "retrieval.index_dir, or DLM_RAG_CACHE in the environment, to a folder of yours"
         ) from None
     return folder

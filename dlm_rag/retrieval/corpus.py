@@ -88,6 +88,16 @@ class Corpus(Sequence[Passage]):
         """Bytes of the longest line of the file."""
         return int(np.diff(self._offsets).max())
 
+    def split_rows(self, passages: int, size: int) -> list[range]:
+        """All rows in ranges of so many passages and so many bytes of the file at most; one at least."""
+        found, start = list[range](), 0
+        while start < len(self):
+            fitting = int(np.searchsorted(self._offsets, self._offsets[start] + size, "right")) - 1
+            stop = min(len(self), start + passages, max(fitting, start + 1))
+            found.append(range(start, stop))
+            start = stop
+        return found
+
     @overload
     def __getitem__(self, row: int) -> Passage: ...
     @overload

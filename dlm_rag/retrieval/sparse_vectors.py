@@ -18,9 +18,8 @@ from functools import lru_cache
 import numpy as np
 from blake3 import blake3
 
-from dlm_rag.retrieval.bm25 import extract_terms
+from dlm_rag.retrieval.bm25_build import BM25_B, BM25_K1, extract_terms
 
-BM25_K1, BM25_B = 1.5, 0.75
 SPARSE_VECTOR_VERSION = 1  # raise it when words, their ids or scores become others
 
 SparseVector = dict[int, float]  # word id -> a float32

@@ -17,7 +17,8 @@ from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import RETRIEVERS
 from dlm_rag.retrieval.base import MemoizedBatchFunction, interleave_rankings
-from dlm_rag.retrieval.bm25 import BM25Retriever, extract_terms
+from dlm_rag.retrieval.bm25 import BM25Retriever
+from dlm_rag.retrieval.bm25_build import extract_terms
 from dlm_rag.retrieval.composite import HybridRetriever, NoRetriever, fuse_rankings
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import DenseRetriever

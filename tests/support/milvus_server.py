@@ -15,7 +15,8 @@ import numpy as np
 from pymilvus import MilvusClient, MilvusException
 
 from dlm_rag.retrieval.base import Ranking
-from dlm_rag.retrieval.bm25 import BM25Retriever, extract_terms
+from dlm_rag.retrieval.bm25 import BM25Retriever
+from dlm_rag.retrieval.bm25_build import extract_terms
 from dlm_rag.retrieval.milvus_collection import GRPC_CHANNEL_OPTIONS
 from dlm_rag.retrieval.query import Query
 
@@ -77,7 +78,7 @@ class LocalBM25Retriever(BM25Retriever):
     def _best(self, words: list[str], depth: int) -> Ranking:
         data, rows, starts = (self._index.scores[name] for name in ("data", "indices", "indptr"))
         scores = np.zeros(len(self.corpus))
-        for word in self._index.get_tokens_ids(words):
+        for word in self.find_word_ids(words):
             column = slice(starts[word], starts[word + 1])
             scores[rows[column]] += data[column]
         order = np.lexsort((np.arange(len(scores)), -scores.round(4)))[:depth]

@@ -1,0 +1,200 @@
+"""The BM25 index of a corpus of any size: built as a stream, on all cores, resumed after a kill.
+
+First each shard of the corpus is counted into a folder of its own: its words, and which passage has which
+how often. Then the words of all shards are merged, and the postings written word by word. Scores are those
+of bm25s to the bit, in its layout: for each word the rows that have it, ascending, and a score for each.
+
+Words are known by 64 bits of a hash. That any two of ten million words have the same one, and count as one
+word, has a probability of 3 in a million.
+"""
+
+import logging
+import os
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # bm25s starts JAX, which reserves most of a GPU's memory
+import numpy as np
+from blake3 import blake3
+from bm25s.scoring import _score_idf_lucene, _score_tfc_lucene
+from bm25s.stopwords import STOPWORDS_EN
+
+from dlm_rag.progress import ANNOUNCE_FROM_SECONDS, format_bytes, format_duration, report_progress
+from dlm_rag.retrieval.build_once import PARTS_FOLDER, build_once
+from dlm_rag.retrieval.corpus import Corpus
+from dlm_rag.retrieval.forked_workers import count_workers, map_in_processes
+
+log = logging.getLogger(__name__)
+
+BM25_K1, BM25_B = 1.5, 0.75
+WORDS, STARTS, ROWS, SCORES = "words.npy", "starts.npy", "rows.npy", "scores.npy"  # of an index
+SHARD_PASSAGES = 1 << 16  # that are counted at once; their rows are kept as uint16
+SHARD_BYTES = 64 << 20  # of the corpus, that are counted at once
+BUCKET_POSTINGS = 1 << 24  # that are written at once, 8 bytes each, besides those of one more word
+SAMPLE_PASSAGES = 2000  # that are counted to tell the costs of a build
+POSTING_BYTES = 20  # of disk while an index is built
+WORKER_BYTES = 400 << 20  # of memory of a process
+
+# The rule of bm25s: lower case, runs of two or more word characters, English stop words left out.
+_find_words = re.compile(r"(?u)\b\w\w+\b").findall
+_STOP_WORDS = frozenset(STOPWORDS_EN)
+
+Shard = tuple[range, Path]  # rows of the corpus, and the folder with what they hold
+
+
+def extract_terms(text: str) -> list[str]:
+    """The BM25 terms of a text, in order, repeated ones kept."""
+    return [word for word in _find_words(text.lower()) if word not in _STOP_WORDS]
+
+
+def hash_words(words: Iterable[str]) -> np.ndarray:
+    """uint64, one for each word."""
+    digests = (blake3(word.encode(errors="surrogatepass")).digest(8) for word in words)
+    return np.frombuffer(b"".join(digests), np.uint64)
+
+
+def build_bm25_index(corpus: Corpus, scratch: Path) -> None:
+    """Writes the index of a corpus into a scratch folder; what earlier attempts counted is used.
+
+    `WORDS`: (words,) uint64, ascending. `STARTS`: (words + 1,) int64, where the postings of each begin.
+    `ROWS`: (postings,) int32. `SCORES`: (postings,) float32. Raises `CorpusError` and `OSError`.
+    """
+    parts = scratch / PARTS_FOLDER
+    parts.mkdir(exist_ok=True)
+    cut = corpus.split_rows(SHARD_PASSAGES, SHARD_BYTES)
+    shards = [(rows, parts / f"{rows.start}-{rows.stop}") for rows in cut]
+    _announce_costs(corpus, len(shards))
+    with report_progress("finding terms", len(corpus)) as advance:
+        for count in map_in_processes(partial(_build_shard, corpus), shards):
+            advance(count)
+    words, starts = _merge_words([folder for _, folder in shards])
+    np.save(scratch / WORDS, words)
+    np.save(scratch / STARTS, starts)
+    for name, kind in ((ROWS, np.int32), (SCORES, np.float32)):
+        np.lib.format.open_memmap(scratch / name, "w+", kind, (int(starts[-1]),))
+    length = sum(int(np.load(folder / "lengths.npy").sum()) for _, folder in shards)
+    cuts = np.append(np.searchsorted(starts, np.arange(0, starts[-1], BUCKET_POSTINGS)), len(words))
+    write = partial(_write_bucket, scratch, shards, np.float64(length) / len(corpus))
+    with report_progress("writing the scores of terms", int(starts[-1])) as advance:
+        for count in map_in_processes(write, [*pairwise(np.unique(cuts).tolist())]):
+            advance(count)
+
+
+def _announce_costs(corpus: Corpus, shards: int) -> None:
+    """Says what a long build takes, from what a sample of the passages does."""
+    if len(corpus) <= SAMPLE_PASSAGES:
+        return
+    start, rows = perf_counter(), range(0, len(corpus), -(-len(corpus) // SAMPLE_PASSAGES))
+    sample, processes = _count_words(corpus, rows), count_workers(shards)
+    share = len(corpus) / len(rows)
+    seconds = share * (perf_counter() - start) / processes
+    if seconds > ANNOUNCE_FROM_SECONDS:
+        log.info(
+            "BM25 over %s passages: about %s in %d processes, %s of disk (%s are free) and %s of memory; "
+            "the same command resumes it when it was stopped",
+            f"{len(corpus):,}", format_duration(seconds), processes,
+            format_bytes(share * len(sample["rows"]) * POSTING_BYTES),
+            format_bytes(shutil.disk_usage(corpus.folder).free),
+            format_bytes(WORKER_BYTES * (processes + 1)),
+        )  # fmt: skip
+
+
+def _build_shard(corpus: Corpus, shard: Shard) -> int:
+    """Counts the words of a shard, unless its folder is there; gives the number of its passages."""
+    rows, folder = shard
+
+    def build(scratch: Path) -> None:
+        for name, array in _count_words(corpus, rows).items():
+            np.save(scratch / f"{name}.npy", array)
+
+    build_once(folder, build)
+    return len(rows)
+
+
+def _count_words(corpus: Corpus, rows: range) -> dict[str, np.ndarray]:
+    """What the passages of some rows hold.
+
+    words: (words,) ascending hashes. starts: (words + 1,) where the postings of each begin. rows:
+    (postings,) uint16, the passage, counted from the first of `rows`, ascending for each word. counts:
+    (postings,), how often it has the word. lengths: (passages,), its words, repeated ones counted.
+    """
+    ids: defaultdict[str, int] = defaultdict()
+    ids.default_factory = ids.__len__
+    found, lengths = [], np.empty(len(rows), np.uint32)
+    for n, row in enumerate(rows):
+        terms = extract_terms(corpus[row].text)
+        found.append(np.fromiter(map(ids.__getitem__, terms), np.uint32, len(terms)))
+        lengths[n] = len(terms)
+    corpus.check_unchanged()
+    words, rank = np.unique(hash_words(ids), return_inverse=True)
+    keys = rank[np.concatenate(found)] << 16 | np.repeat(np.arange(len(rows)), lengths)
+    keys.sort()
+    first = np.flatnonzero(np.diff(keys, prepend=-1))
+    counts, keys = np.diff(first, append=len(keys)), keys[first]
+    return {
+        "words": words,
+        "starts": np.searchsorted(keys, np.arange(len(words) + 1) << 16),
+        "rows": keys.astype(np.uint16),  # the lower 16 bits
+        "counts": counts.astype(np.min_scalar_type(counts.max(initial=0))),
+        "lengths": lengths,
+    }
+
+
+def _merge_words(folders: Sequence[Path]) -> tuple[np.ndarray, np.ndarray]:
+    """The words of all shards, ascending, and where the postings of each begin in the index."""
+    words = np.empty(0, np.uint64)
+    pending: list[np.ndarray] = []
+    for n, folder in enumerate(folders):
+        pending.append(np.load(folder / "words.npy"))
+        if n + 1 == len(folders) or sum(map(len, pending)) > len(words):
+            words = np.concatenate([words, *pending])
+            words.sort()  # np.unique would hash them, in many times the memory
+            words, pending = words[np.diff(words, prepend=words[:1] + 1) != 0], []
+    if not len(words):  # a corpus of stop words alone; a search wants a word, which no query has
+        words = hash_words([""])
+    starts = np.zeros(len(words) + 1, np.int64)
+    for folder in folders:
+        sizes = np.diff(np.load(folder / "starts.npy"))
+        starts[np.searchsorted(words, np.load(folder / "words.npy")) + 1] += sizes
+    return words, starts.cumsum(out=starts)
+
+
+def _write_bucket(
+    index: Path, shards: Sequence[Shard], mean_length: np.float64, bucket: tuple[int, int]
+) -> int:
+    """Writes the postings of the words from the first to before the last one; gives their number."""
+    starts = np.load(index / STARTS, mmap_mode="r")[bucket[0] : bucket[1] + 1].copy()
+    words = np.load(index / WORDS, mmap_mode="r")[slice(*bucket)].copy()
+    frequencies, which = np.unique(np.diff(starts), return_inverse=True)
+    passages = shards[-1][0].stop
+    idf = np.array([_score_idf_lucene(n, passages) for n in frequencies.tolist()], np.float32)[which]
+    begin, size = int(starts[0]), int(starts[-1] - starts[0])
+    heads = starts[:-1] - begin  # where the next posting of each word goes
+    rows, scores = np.empty(size, np.int32), np.empty(size, np.float32)
+    for shard, folder in shards:
+        held = np.load(folder / "words.npy", mmap_mode="r")
+        near = slice(np.searchsorted(held, words[0]), np.searchsorted(held, words[-1], "right"))
+        ends = np.load(folder / "starts.npy", mmap_mode="r")[near.start : near.stop + 1]
+        here, sizes = slice(ends[0], ends[-1]), np.diff(ends)
+        if here.start == here.stop:
+            continue
+        at = np.searchsorted(words, held[near])
+        slots = np.repeat(heads[at] - ends[:-1], sizes) + np.arange(here.start, here.stop)
+        heads[at] += sizes
+        counts, passage = (np.load(folder / f"{n}.npy", mmap_mode="r")[here] for n in ("counts", "rows"))
+        length = np.load(folder / "lengths.npy", mmap_mode="r")[passage]
+        saturated = _score_tfc_lucene(counts.astype(np.float32), length, mean_length, BM25_K1, BM25_B)
+        rows[slots] = passage.astype(np.int32) + shard.start
+        scores[slots] = np.repeat(idf[at], sizes) * saturated
+    for name, array in ((ROWS, rows), (SCORES, scores)):
+        head = np.load(index / name, mmap_mode="r").offset
+        with (index / name).open("r+b") as file:
+            file.seek(head + array.itemsize * begin)
+            file.write(array.data)
+    return size
