@@ -6,6 +6,7 @@
     dlm-rag synthesize         make rows to train on
     dlm-rag page               make a page of traces, which plays the decoding in a browser
     dlm-rag serve              answer questions over HTTP, as OpenAI's clients ask, and in a browser
+    dlm-rag data               bring the field's data sets here by name
     dlm-rag index              build the index of a corpus, here or in a Milvus
     dlm-rag encode             keep keys and values of a corpus's passages for the programs that answer
     dlm-rag retrieve-server    let others search a corpus over HTTP
@@ -23,8 +24,8 @@ from dlm_rag.cli import run_program
 from dlm_rag.errors import ConfigError, suggest_nearest
 
 PROGRAMS = (
-    "sample", "evaluate", "train", "synthesize", "page", "serve", "index", "encode", "retrieve-server",
-    "doctor",
+    "sample", "evaluate", "train", "synthesize", "page", "serve", "data", "index", "encode",
+    "retrieve-server", "doctor",
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@
     dlm-rag evaluate ... --out runs/two --compare interleaved,interleaved+decode.commit_threshold=0.8
     dlm-rag evaluate ... --out runs/swept --sweep decode.commit_threshold=0.9,0.8,0.7 retrieval.top_k=7,3
     dlm-rag evaluate --config sardi.yaml --dataset 2wiki --out runs/2wiki      # the paper's table
+    dlm-rag evaluate --dataset hotpotqa,2wiki --corpus wiki18 --model DIR --out runs/field
     dlm-rag evaluate --reproduce runs/shipped --out runs/again     # and what has become different
 
 --compare all: interleaved retrieval (decode.query_policy=proxy), committed tokens only, static retrieval,
@@ -37,6 +38,7 @@ from dlm_rag.commands.prepare_decoder import ResourceCache, fill_in_shipped_file
 from dlm_rag.commands.tensor_parallel import run_on_ranks
 from dlm_rag.config import dump_config, load_config
 from dlm_rag.config.ineffective_settings import check_effects
+from dlm_rag.data.hub_datasets import SPLIT_RULES, find_dataset
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.progress import report_progress
@@ -51,7 +53,12 @@ EVALUATE_OPTIONS: dict[str, tuple[str | tuple[()], str]] = {
         (),
         "KEY=VALUE,VALUE ...: every combination is a setting; the first is held against the others",
     ),
-    "dataset": ("", "one of the paper's, from data/: 2wiki, hotpotqa, musique, cofca, synthworlds"),
+    "dataset": (
+        "",
+        "NAME,NAME: with a corpus those of `dlm-rag data get`, each into a folder of --out; else the "
+        "paper's, from data/: 2wiki, hotpotqa, musique, cofca, synthworlds",
+    ),
+    "split": ("search_r1", f"which questions of them: {', '.join(SPLIT_RULES)}"),
     "reproduce": ("", "folder of an evaluation that is run again; prints what has become different"),
 }
 
@@ -79,9 +86,21 @@ def evaluate_settings(words: CommandLine, argv: list[str]) -> None:
     out = words.config.out
     if words.options["reproduce"] and words.file == READER_CONFIG:  # who answers, the result says
         words = replace(words, file=None)
-    wanted = plan_from_result(words) if words.options["reproduce"] else plan_from_command_line(words)
-    wanted.report_header["command"] = shlex.join(["dlm-rag", "evaluate", *argv])
-    run_evaluation(Path(str(out)), wanted, words.announce_reader)
+    names = [name.strip() for name in words.options["dataset"].split(",")]
+    if len({*names}) < len(names):
+        raise ConfigError(f"--dataset {words.options['dataset']} names a data set twice")
+    if words.options["reproduce"]:
+        plans = [plan_from_result(words)]
+    else:
+        plans = [plan_from_command_line(words, name) for name in names]
+    for name, wanted in zip(names, plans, strict=True):
+        wanted.report_header["command"] = shlex.join(["dlm-rag", "evaluate", *argv])
+        folder = Path(str(out)) / name if len(plans) > 1 else Path(str(out))
+        run_evaluation(folder, wanted, words.announce_reader)
+    if len(plans) > 1:
+        from dlm_rag.commands.evaluation_outputs import report_datasets
+
+        report_datasets(Path(str(out)), names)
 
 
 def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] = lambda: None) -> None:
@@ -128,17 +147,27 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] 
         outputs.report_reproduction(out, then, before, groups, scores)
 
 
-def plan_from_command_line(words: CommandLine) -> EvaluationPlan:
-    """The settings that the command line names. Raises `ConfigError`."""
+def plan_from_command_line(words: CommandLine, dataset: str) -> EvaluationPlan:
+    """The settings that the command line names, for one of its data sets if any. Raises `ConfigError`."""
     from dlm_rag.evaluation.compare import expand_sweep, parse_compared_settings, parse_sweep
 
     said: dict[str, Any] = {}
-    if dataset := words.options["dataset"]:
+    if dataset:
         from dlm_rag.evaluation.published import resolve_dataset_files
 
-        words = replace(words, settings=[*resolve_dataset_files(dataset, words.settings), *words.settings])
+        searched = words.config.retrieval.corpus or words.config.retrieval.url
+        if searched and words.config.questions:
+            raise ConfigError("--dataset names questions: leave --questions out")
+        if searched:
+            said["questions_of"] = f"{dataset}, {words.options['split']}"
+            more = [f"questions={find_dataset(dataset, words.options['split'])}"]
+        else:
+            said["dataset"] = dataset
+            more = resolve_dataset_files(dataset, words.settings)
+        words = replace(words, settings=[*more, *words.settings])
         words = replace(words, config=words.config_with([]))
-        said["dataset"] = dataset
+    if words.options["split"] != EVALUATE_OPTIONS["split"][0] and "questions_of" not in said:
+        raise ConfigError("--split has no effect without --dataset and --corpus: leave it out")
     config, given = words.config, [word.partition("=")[0] for word in words.settings]
     if words.options["sweep"] == []:
         raise ConfigError("sweep: no key has two values or more: write KEY=VALUE,VALUE")

@@ -93,6 +93,22 @@ def write_evaluation_report(
     print(f"scores.md, scores.json, {picture} and all answers are in {replace_control_chars(str(out))}")
 
 
+def report_datasets(out: Path, names: Sequence[str]) -> None:
+    """One table of all data sets that were evaluated into folders of `out`, a row for each setting."""
+    metrics = ("exact_match", "cover_match", "f1", "recall_last", *tables.COST_METRICS)
+    rows = []
+    for name in names:
+        found = read_result(out / name).scores
+        for setting, groups in found.settings.items():
+            cells = tables.format_metrics(groups.groups["all"], metrics)
+            rows.append([name, setting, f"{found.questions['all']:,}", *cells])
+    headings = ["data set", "setting", "questions", "exact match %", "cover-EM %", "F1 %",
+                "evidence recall %", *tables.COST_METRICS]  # fmt: skip
+    grid = tables.ResultTable("Data sets", headings, rows)
+    tables.print_tables(Console(), [grid])
+    _write_text(out / "datasets.md", tables.render_markdown_table(grid))
+
+
 def get_plot_file_name(said: dict[str, Any]) -> str:
     """The name of the picture: of a sweep, what exact match costs; else exact match by hops."""
     return "pareto.png" if "swept" in said else "scores.png"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dlm_rag import __version__
 from dlm_rag.commands.tensor_parallel import check_tensor_parallel
 from dlm_rag.config import Config, RetrievalConfig
+from dlm_rag.data.hub_datasets import find_named_corpus
 from dlm_rag.decode.trace_file import TraceHeader, build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
@@ -184,13 +185,14 @@ def fill_in_shipped_files(config: Config, typed: list[str]) -> Config:
     """The config with what ships with the package where nothing is named.
 
     The model by itself, its world for no other model, the world's questions for no other corpus. The
-    corpus "context" is the file of the questions. Raises `ConfigError`.
+    corpus "context" is the file of the questions, that of a name its file. Raises `ConfigError`.
     """
     model, retrieval, questions = config.model, config.retrieval, config.questions
     if retrieval.corpus == "context" and not Path("context").exists():
         if questions in (None, "-"):
             raise ConfigError("--corpus context is what comes with the questions of --questions FILE")
         retrieval = replace(retrieval, corpus=questions)
+    retrieval = replace(retrieval, corpus=find_named_corpus(retrieval.corpus))
     if model.path is None and retrieval.corpus is None and retrieval.url is None:
         retrieval = replace(retrieval, corpus=str(SHIPPED_FOLDER / "world" / "corpus.jsonl"))
         if questions is None and not typed:

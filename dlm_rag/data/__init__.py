@@ -1,1 +1,1 @@
-"""Invented worlds: passages, questions, and the way to every answer."""
+"""Questions and passages to work with: public data sets by name, invented worlds."""

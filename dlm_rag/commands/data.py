@@ -1,0 +1,146 @@
+"""Bring the field's data sets here by name.
+
+    dlm-rag data list                       # names, sizes, where they are from
+    dlm-rag data get hotpotqa 2wiki musique bamboogle wiki18
+    dlm-rag data get hotpotqa nq --split flashrag_1000
+    dlm-rag data get 2wiki --split sardi    # with its corpus
+
+Files come from the Hugging Face hub (HF_ENDPOINT, HF_HUB_OFFLINE, `hf auth login`), below --folder, each
+with a card beside it. A fetch that was stopped goes on with the same command. Then:
+
+    dlm-rag evaluate --dataset hotpotqa,2wiki --corpus wiki18 --model DIR_OR_HUB_ID --out runs/first
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from dlm_rag.cli import CommandParser, print_note
+from dlm_rag.data import hub_datasets, hub_download
+from dlm_rag.data.hub_datasets import DATASETS, SARDI_SETS, SPLIT_RULES, HubFile
+from dlm_rag.errors import ConfigError, UserError
+from dlm_rag.files.paths import expand_path, get_cache_folder
+from dlm_rag.progress import format_bytes
+
+
+class PlannedFile(NamedTuple):
+    """A file of the hub that is wanted here; missing: bytes, None where all of it is here."""
+
+    file: HubFile
+    target: Path
+    state: hub_download.HubState
+    missing: int | None
+
+
+def main(argv: list[str]) -> None:
+    parser = CommandParser(__doc__ or "", prog="dlm-rag data")
+    parser.add_argument("action", choices=("list", "get"))
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of `dlm-rag data list`")
+    rules = "; ".join(f"{rule}: {what}" for rule, what in SPLIT_RULES.items())
+    parser.add_argument("--split", default="search_r1", metavar="RULE", help=f"which questions. {rules}")
+    parser.add_argument("--folder", default=hub_datasets.DATA_FOLDER, help="where files are kept (data)")
+    given = parser.parse_args(argv)
+    if given.action == "list":
+        if given.names:
+            raise ConfigError(f"list takes no names: leave {given.names[0]} out, or write get")
+        list_datasets()
+    else:
+        if not given.names:
+            raise ConfigError("get needs names: `dlm-rag data list` has them")
+        get_datasets(given.names, given.split, expand_path(given.folder, ConfigError, "folder"))
+
+
+def list_datasets() -> None:
+    """Prints every data set and corpus, a line a file."""
+    rows = [("name", "split", "rows", "bytes", "layout", "licence", "file")]
+    named = [(name, split, file) for name, splits in DATASETS.items() for split, file in splits.items()]
+    sardi = [(name, "sardi", file) for name in SARDI_SETS
+             for file in hub_datasets.list_dataset_files(name, "sardi")]  # fmt: skip
+    for name, split, file in (*named, *sardi, *((n, "-", f) for n, f in hub_datasets.CORPORA.items())):
+        count = "-" if file.rows is None else f"{file.rows:,}"
+        size = "-" if file.size is None else format_bytes(file.size)
+        where = f"{file.repository}: {file.path}"
+        rows.append((name, split, count, size, file.layout, file.licence or "-", where))
+    print_columns(rows)
+
+
+def print_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Prints rows of cells in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
+    """Fetches what is not here, after saying what that is. Raises `ConfigError`."""
+    files = [file for name in dict.fromkeys(names) for file in hub_datasets.list_dataset_files(name, rule)]
+    planned = [plan_file(file, folder) for file in files]
+    rows = [("file", "bytes", "to fetch", "licence", "from")]
+    for file, target, state, missing in planned:
+        sizes = format_bytes(state.size), "-" if missing is None else format_bytes(missing)
+        source = f"{file.repository} @ {state.revision[:12]}"
+        rows.append((str(target), *sizes, state.licence or file.licence or "not said", source))
+    print_columns(rows)
+    check_disk(planned, folder)
+    for wanted in planned:
+        if wanted.missing is not None:
+            hub_download.fetch_file(wanted.file, wanted.state, wanted.target)
+        describe_file(wanted, rule, folder)
+
+
+def plan_file(file: HubFile, folder: Path) -> PlannedFile:
+    """What the hub says of a file and what of it is here. Raises `ConfigError` for another file there."""
+    target = folder / file.path
+    card = hub_datasets.read_card(target) if target.is_file() else None
+    state = hub_download.ask_hub(file, card)
+    if not target.exists():
+        return PlannedFile(file, target, state, hub_download.count_missing_bytes(target, state))
+    if hub_datasets.digest_like(target, state.digest) != state.digest:
+        own = f"of revision {str(card.get('revision'))[:12]}" if card else "not from the hub"
+        raise ConfigError(
+            f"{target} is {own}, and the hub has another one at revision {state.revision[:12]}: keep "
+            "yours, or delete it and its card to fetch that"
+        )
+    return PlannedFile(file, target, state, None)
+
+
+def check_disk(planned: Sequence[PlannedFile], folder: Path) -> None:
+    """Says what is needed and free; raises `ConfigError` where it is not enough."""
+    need = sum(wanted.missing or 0 for wanted in planned)
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    print(f"to fetch: {format_bytes(need)}; free in {folder}: {format_bytes(free)}")
+    if packed := sum(each.state.size for each in planned if each.target.suffix == ".gz"):
+        later = format_bytes(packed * hub_datasets.UNPACKED_RATIO)
+        print(f"later, for the unpacked corpus: about {later} in {get_cache_folder()}, and its index")
+    if need > free:
+        raise ConfigError(
+            f"{folder} has {format_bytes(free)} free, and {format_bytes(need)} are needed: make room"
+        )
+
+
+def describe_file(wanted: PlannedFile, rule: str, folder: Path) -> None:
+    """Makes of a file what the rule says, and writes the cards. Raises `UserError` for another layout."""
+    file, target, state, missing = wanted
+    try:
+        counts = hub_datasets.count_contents(target, file)
+    except UserError as error:
+        if missing is not None:  # nothing stays that cannot be read
+            target.unlink()
+        raise ConfigError(f"{file.repository} @ {state.revision[:12]}: {error}") from None
+    source = {
+        "repository": file.repository, "path": file.path, "revision": state.revision,
+        "licence": state.licence or file.licence,
+    }  # fmt: skip
+    if hub_datasets.read_card(target) is None:
+        hub_datasets.write_card(target, source, counts)
+    own, found = hub_datasets.get_local_path(file, rule, folder), counts.get("questions")
+    if own != target:
+        left = hub_datasets.take_first_questions(target, own)
+        counts = hub_datasets.count_contents(own, file)
+        counts["dropped"]["after the first"] = left
+        hub_datasets.write_card(own, source | {"rule": rule}, counts)
+    if found not in (None, file.rows):
+        print_note(f"warning: {target} has {found:,} questions, {file.rows:,} were published")
+    print(f"{own} is there, and {hub_datasets.get_card_path(own).name}")

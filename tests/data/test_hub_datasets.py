@@ -1,0 +1,380 @@
+"""`dlm-rag data` against a hub on this machine, by the public client; and evaluations by name."""
+
+import errno
+import gzip
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dlm_rag.commands import evaluate
+from dlm_rag.data import hub_datasets
+from dlm_rag.data.hub_download import explain_hub_errors
+from dlm_rag.errors import ConfigError
+from dlm_rag.questions import read_questions
+from tests.support.commands import model  # noqa: F401
+from tests.support.fake_hub import FakeHub, serve_hub
+from tests.support.passages import PASSAGES
+
+FLASHRAG, WIKI, SARDI = "RUC-NLPIR/FlashRAG_datasets", "PeterJinGo/wiki-18-corpus", "pauljngr/sardi-data"
+
+
+def lines(rows) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def multi_hop(count, *kinds):
+    """FlashRAG's lines over the passages of the tests."""
+    return lines(
+        {
+            "id": f"dev_{n}",
+            "question": f"Who wrote Emma, number {n}?",
+            "golden_answers": ["Jane Austen"],
+            "metadata": {
+                "type": kinds[n % len(kinds)],
+                "supporting_facts": {"title": ["Emma", "Jane Austen"], "sent_id": [0, 0]},
+                "context": {"title": ["Emma", "Dune"], "sentences": [["A novel."], ["Sand.", "Much."]]},
+            },
+        }
+        for n in range(count)
+    )
+
+
+def single_hop(count):
+    return lines(
+        {"id": f"test_{n}", "question": f"Who? {n}", "golden_answers": ["x"]} for n in range(count)
+    )
+
+
+def make_hub() -> FakeHub:
+    wiki = lines(
+        {"id": str(n), "contents": f'"{title}"\n{text}'} for n, (_, title, text) in enumerate(PASSAGES)
+    )
+    return FakeHub(
+        {
+            FLASHRAG: {
+                "README.md": b"# cards",
+                "hotpotqa/dev.jsonl": multi_hop(3, "bridge", "comparison"),
+                "hotpotqa/train.jsonl": single_hop(1),
+                "2wikimultihopqa/dev.jsonl": multi_hop(4, "compositional", "bridge_comparison"),
+                "bamboogle/test.jsonl": single_hop(2),
+                "nq/test.jsonl": single_hop(1003),
+                "nq/dev.jsonl": single_hop(1),
+            },
+            WIKI: {"wiki-18.jsonl.gz": gzip.compress(wiki)},
+        }
+    )
+
+
+@pytest.fixture
+def hub():
+    with serve_hub(make_hub()) as served:
+        yield served
+
+
+def start(hub, folder, *words, offline=False):
+    """`dlm-rag data` in a process of its own, which asks the hub of this machine."""
+    surroundings = {
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_OFFLINE": str(int(offline)),
+        "HF_HOME": str(folder / "hf"),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "dlm_rag", "data", *words], cwd=folder, env=os.environ | surroundings,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def call(hub, folder, *words, offline=False):
+    process = start(hub, folder, *words, offline=offline)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def found_files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in (folder / "data").rglob("*") if path.is_file()}
+
+
+def fetched(hub) -> list[str]:
+    return [
+        path.rpartition("/resolve/")[2][41:]
+        for method, path, _ in hub.asked
+        if method == "GET" and "/resolve/" in path
+    ]
+
+
+@pytest.mark.slow
+def test_what_is_fetched_is_said_before_and_stands_beside_it_after(hub, tmp_path):
+    code, out, err = call(hub, tmp_path, "get", "hotpotqa", "2wiki", "bamboogle", "wiki18")
+    assert code == 0, err
+    wanted = ["hotpotqa/dev.jsonl", "2wikimultihopqa/dev.jsonl", "bamboogle/test.jsonl", "wiki-18.jsonl.gz"]
+    assert fetched(hub) == wanted, "one split of each, nothing else of the repository"
+    for name in wanted:
+        repository = WIKI if "wiki-18" in name else FLASHRAG
+        data, card = (
+            (tmp_path / "data" / name).read_bytes(),
+            hub_datasets.read_card(tmp_path / "data" / name),
+        )
+        assert data == hub.files[repository][name]
+        assert (card["repository"], card["path"], card["revision"]) == (
+            repository,
+            name,
+            hub.revision(repository),
+        )
+        assert (card["bytes"], card["sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
+        assert card["licence"] == "cc-by-sa-4.0" and f"data/{name}" in out
+    card = hub_datasets.read_card(tmp_path / "data/hotpotqa/dev.jsonl")
+    assert (card["questions"], card["published_questions"], card["with_support"]) == (3, 7405, 3)
+    assert card["labels"] == {"bridge": 2, "comparison": 1} and card["hops"] == {"2": 3}
+    assert out.index("to fetch:") < out.index("is there") and "has 3 questions, 7,405 were published" in err
+    hub.asked.clear()
+    assert call(hub, tmp_path, "get", "hotpotqa", "wiki18")[0] == 0 and fetched(hub) == []
+
+
+def test_the_first_thousand_are_lines_of_the_whole(hub, tmp_path):
+    assert call(hub, tmp_path, "get", "nq", "--split", "flashrag_1000")[0] == 0
+    whole, first = (tmp_path / "data/nq" / name for name in ("test.jsonl", "test.first_1000.jsonl"))
+    assert whole.read_bytes().startswith(first.read_bytes())
+    assert [q.id for q in read_questions(first)] == [f"test_{n}" for n in range(1000)]
+    card = hub_datasets.read_card(first)
+    assert card["dropped"]["after the first"] == 3 and card["rule"] == "flashrag_1000"
+
+
+@pytest.mark.slow
+def test_sardis_own_come_with_their_corpus(hub, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = pyarrow.Table.from_pylist(
+        [{"id": "a", "question": "Who?", "answer": "x", "supporting_docs": []}]
+    )
+    parquet.write_table(table, tmp_path / "q.parquet")
+    corpus = "2wikimultihopqa/corpus/index_chunked/corpus.jsonl"
+    hub.files[SARDI] = {
+        "2wikimultihopqa/test.parquet": (tmp_path / "q.parquet").read_bytes(),
+        corpus: lines([{"id": 0, "text": "x"}]), "2wikimultihopqa/corpus/index_chunked/data.npy": b"pickle",
+    }  # fmt: skip
+    hub.lfs = False  # git's digests, of small files
+    code, _, err = call(hub, tmp_path, "get", "2wiki", "--split", "sardi")
+    assert code == 0, err
+    assert fetched(hub) == ["2wikimultihopqa/test.parquet", corpus]
+
+
+@pytest.mark.slow
+def test_a_fetch_that_was_killed_goes_on_where_it_was(hub, tmp_path):
+    """The hub's client writes in pieces of 10 MB."""
+    rows = ({"id": str(n), "contents": os.urandom(500).hex()} for n in range(24_000))
+    data = hub.files[WIKI]["wiki-18.jsonl.gz"] = gzip.compress(lines(rows), 1)
+    hub.stall_after = 11 << 20
+    process, end = start(hub, tmp_path, "get", "wiki18"), time.monotonic() + 60
+    while not (got := sum(part.stat().st_size for part in (tmp_path / "data").glob(".*.part"))):
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    (part,) = found_files(tmp_path)
+    got, hub.stall_after = (tmp_path / part).stat().st_size, None
+    hub.asked.clear()
+    code, out, err = call(hub, tmp_path, "get", "wiki18")
+    assert code == 0 and 0 < got < len(data), err
+    assert (tmp_path / "data/wiki-18.jsonl.gz").read_bytes() == data
+    assert [asked for _, path, asked in hub.asked if asked] == [f"bytes={got}-"]
+    assert found_files(tmp_path) == {"data/wiki-18.jsonl.gz", "data/wiki-18.jsonl.gz.card.json"}
+    assert "to fetch: " in out and "for the unpacked corpus" in out
+
+
+@pytest.mark.slow
+def test_offline_what_is_here_or_in_the_hubs_cache_is_enough(hub, tmp_path):
+    assert call(hub, tmp_path, "get", "bamboogle")[0] == 0
+    script = f"from huggingface_hub import hf_hub_download as get; get({FLASHRAG!r}, 'nq/test.jsonl', "
+    script += "repo_type='dataset')"
+    surroundings = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
+    subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | surroundings, check=True, capture_output=True
+    )
+    hub.asked.clear()
+    code, _, err = call(hub, tmp_path, "get", "bamboogle", "nq", offline=True)
+    assert code == 0 and not hub.asked, err
+    assert (tmp_path / "data/nq/test.jsonl").read_bytes() == hub.files[FLASHRAG]["nq/test.jsonl"]
+    assert hub_datasets.read_card(tmp_path / "data/nq/test.jsonl")["revision"] == hub.revision(FLASHRAG)
+    code, _, err = call(hub, tmp_path, "get", "2wiki", offline=True)
+    assert code == 2 and "HF_HUB_OFFLINE is set" in err
+
+
+def gate(hub):
+    hub.status[FLASHRAG] = (403, "GatedRepo")
+
+
+def remove(hub):
+    del hub.files[FLASHRAG]
+
+
+def say_more(hub):
+    hub.size = 10**15
+
+
+def send_other_bytes(hub):
+    hub.corrupt = True
+
+
+def put(content):
+    return lambda hub: hub.files[FLASHRAG].update({"hotpotqa/dev.jsonl": content})
+
+
+BAD = {
+    "gated": (gate, "get hotpotqa", "is gated: ask for access there"),
+    "missing repository": (remove, "get hotpotqa", "is not there, or it is private"),
+    "missing file": (
+        lambda hub: hub.files[FLASHRAG].pop("nq/test.jsonl"),
+        "get nq",
+        "has no nq/test.jsonl",
+    ),
+    "full disk": (say_more, "get hotpotqa", "are needed: make room"),
+    "other bytes": (send_other_bytes, "get hotpotqa", "came with other bytes"),
+    "no questions": (put(lines([{"id": 1, "query": "?"}])), "get hotpotqa", "there is no 'question'"),
+    "no answers": (put(lines([{"id": 1, "question": "?"}])), "get hotpotqa", "has no answers"),
+    "no lines": (put(b"<html>Sign in</html>"), "get hotpotqa", "is not"),
+    "unknown name": (lambda hub: None, "get hotpotq", "nearest: 'hotpotqa'"),
+    "unknown rule": (lambda hub: None, "get nq --split searchr1", "nearest: 'search_r1'"),
+    "no name": (lambda hub: None, "get", "get needs names"),
+    "a name too many": (lambda hub: None, "list nq", "list takes no names"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_goes_wrong_is_a_sentence_and_leaves_nothing(hub, tmp_path, case):
+    spoil, words, says = BAD[case]
+    spoil(hub)
+    code, _, err = call(hub, tmp_path, *words.split())
+    assert code == 2 and says in err and "Traceback" not in err and err.count("error: ") == 1
+    assert not (tmp_path / "data").exists() or not found_files(tmp_path)
+
+
+def test_a_hub_that_does_not_answer_is_a_sentence(hub, tmp_path):
+    hub.url = "http://127.0.0.1:9"
+    code, _, err = call(hub, tmp_path, "get", "hotpotqa")
+    assert code == 2 and "goes on from there" in err and "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_a_changed_revision_takes_nothing_away(hub, tmp_path):
+    assert call(hub, tmp_path, "get", "hotpotqa")[0] == 0
+    path, old = tmp_path / "data/hotpotqa/dev.jsonl", hub.revision(FLASHRAG)
+    before = path.read_bytes()
+    hub.files[FLASHRAG]["README.md"] = b"another commit, the same file"
+    assert call(hub, tmp_path, "get", "hotpotqa")[0] == 0
+    hub.files[FLASHRAG]["hotpotqa/dev.jsonl"] = multi_hop(5, "bridge")
+    code, _, err = call(hub, tmp_path, "get", "hotpotqa")
+    assert code == 2 and f"is of revision {old[:12]}" in err and hub.revision(FLASHRAG)[:12] in err
+    assert path.read_bytes() == before
+
+
+def test_a_disk_that_becomes_full_is_a_sentence():
+    with pytest.raises(ConfigError, match="the disk is full"), explain_hub_errors("a/b"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_search_r1_takes_test_else_dev_else_train():
+    chosen = {
+        name: hub_datasets.list_dataset_files(name, "search_r1")[0].path for name in hub_datasets.DATASETS
+    }
+    assert chosen == {
+        "hotpotqa": "hotpotqa/dev.jsonl",
+        "2wiki": "2wikimultihopqa/dev.jsonl",
+        "musique": "musique/dev.jsonl",
+        "bamboogle": "bamboogle/test.jsonl",
+        "nq": "nq/test.jsonl",
+        "popqa": "popqa/test.jsonl",
+        "triviaqa": "triviaqa/test.jsonl",
+    }
+
+
+@pytest.fixture
+def laid_out(tmp_path, monkeypatch):
+    """The files of `data get` without cards, as the hub's own client leaves them too."""
+    for files in make_hub().files.values():
+        for name, data in files.items():
+            path = tmp_path / "data" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DLM_RAG_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def evaluate_by_name(checkpoint, *words):
+    evaluate.main(
+        [
+            *words,
+            "--model",
+            str(checkpoint),
+            "--out",
+            "runs",
+            "decode.max_new_tokens=6",
+            "retrieval.top_k=2",
+        ]
+    )
+
+
+@pytest.mark.slow
+def test_data_sets_by_name_are_a_folder_and_a_row_each(laid_out, model, capsys):  # noqa: F811
+    evaluate_by_name(
+        model, "--dataset", "hotpotqa,2wiki", "--corpus", "wiki18", "--compare", "static,oracle"
+    )
+    table = Path("runs/datasets.md").read_text()
+    for name, count in (("hotpotqa", 3), ("2wiki", 4)):
+        record = json.loads(Path(f"runs/{name}/scores.json").read_text())
+        assert record["questions"]["all"] == count and record["questions_of"] == f"{name}, search_r1"
+        assert record["f1_rule"] == "hotpotqa"
+        recall = {key: s["groups"]["all"]["recall_last"]["mean"] for key, s in record["settings"].items()}
+        assert recall["oracle"] == 1.0 and recall["static"] > 0, "by title, on quoted titles"
+        assert f"| {name} | oracle | {count} |" in table
+    assert "4 hops" in json.loads(Path("runs/2wiki/scores.json").read_text())["questions"]
+    assert {"bridge", "comparison"} < {
+        *json.loads(Path("runs/hotpotqa/scores.json").read_text())["questions"]
+    }
+    evaluate.main(["--reproduce", "runs/2wiki", "--out", "again"])
+    assert "the same" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_corpus_context_is_what_comes_with_the_questions(laid_out, model):  # noqa: F811
+    evaluate_by_name(model, "--dataset", "hotpotqa", "--corpus", "context")
+    answers = [json.loads(line) for line in Path("runs/answers.jsonl").read_text().splitlines()]
+    assert {name for answer in answers for name in answer["evidence"]} == {"Emma", "Dune"}
+    record = json.loads(Path("runs/scores.json").read_text())
+    (setting,) = record["settings"].values()
+    assert setting["groups"]["all"]["recall_last"]["mean"] == 0.5, "'Jane Austen' is not among them"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--dataset musique --corpus wiki18", "`dlm-rag data get musique` brings it"),
+        ("--dataset nq --split flashrag_1000 --corpus wiki18", "data get nq --split flashrag_1000"),
+        ("--dataset hotpotqa,hotpotqa --corpus wiki18", "names a data set twice"),
+        ("--dataset hotpotqa,2wikki --corpus wiki18", "nearest: '2wiki'"),
+        ("--dataset nq --questions q.jsonl --corpus wiki18", "leave --questions out"),
+        ("--split sardi", "--split has no effect"),
+        ("--corpus context", "--questions FILE"),
+    ],
+)
+def test_a_name_without_its_files_says_what_brings_them(laid_out, model, words, says):  # noqa: F811
+    with pytest.raises(ConfigError, match=says):
+        evaluate_by_name(model, *words.split())
+    assert not Path("runs").exists()
+
+
+def test_a_file_that_is_not_what_its_card_says_is_refused(laid_out):
+    path = Path("data/hotpotqa/dev.jsonl")
+    hub_datasets.write_card(path, {}, {})
+    assert hub_datasets.find_dataset("hotpotqa", "search_r1") == path
+    path.write_bytes(path.read_bytes().replace(b"number 2", b"number 7"))
+    with pytest.raises(ConfigError, match="has changed since its card was written"):
+        hub_datasets.find_dataset("hotpotqa", "search_r1")
