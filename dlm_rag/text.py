@@ -19,6 +19,12 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\s*#{3,}\s*|\s*\n+\s*")
 _BRACKET = re.compile(r" ?\([^()]*\)$")
 _WORD = re.compile(r"[\w\u0300-\u036f]+")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ANSWER_MARKS = (
+    re.compile(r"\\boxed\{([^{}]*)\}"),
+    re.compile(r"<answer>(.*?)</answer>", re.DOTALL),
+    re.compile(r"answer is:?\s+([^\n]+)", re.IGNORECASE),
+)
+ANSWER_FORMS = ("marked", "whole")
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 
 
@@ -82,19 +88,20 @@ def extract_sentences(text: str) -> list[str]:
     return [text[start:stop].strip() for start, stop in find_sentence_spans(text)]
 
 
-def find_answer_span(response: str) -> tuple[int, int]:
+def find_answer_span(response: str, form: str = "marked") -> tuple[int, int]:
     r"""Character range of the answer in a response, empty at its end when there is none.
 
-    Read in this order: what follows the last `###`; the inside of the last `\boxed{}`; what follows
-    the last "answer is". Only the first line counts, without blanks around it and a final period.
+    `marked` is read in this order: what follows the last `###`; the inside of the last `\boxed{}`, then
+    of the last `<answer>`; what follows the last "answer is". Only the first line counts, without blanks
+    around it and a final period. In the form `whole` that is the response's first line.
     """
     marker = response.rfind("###")
-    if marker >= 0:
+    if form == "whole":
+        start, stop = 0, len(response)
+    elif marker >= 0:
         start, stop = marker + 3, len(response)
     else:
-        found = [*re.finditer(r"\\boxed\{([^{}]*)\}", response)] or [
-            *re.finditer(r"answer is:?\s+([^\n]+)", response, re.IGNORECASE)
-        ]
+        found = next((hits for mark in _ANSWER_MARKS if (hits := [*mark.finditer(response)])), [])
         if not found:
             return len(response), len(response)
         start, stop = found[-1].span(1)

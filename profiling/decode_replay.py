@@ -41,7 +41,8 @@ from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking
 from dlm_rag.retrieval.query import Query
 from dlm_rag.text import normalize_whitespace
-from dlm_rag.tokenizer import Prompt, PromptTemplate
+from dlm_rag.tokenizer import Prompt
+from dlm_rag.tokenizer.prompts import PromptTemplate
 
 SHAPE_FIELDS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",

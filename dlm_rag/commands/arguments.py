@@ -19,8 +19,8 @@ from dlm_rag.files.paths import expand_path
 
 # What programs that answer questions read; sections stand for all of their keys.
 ANSWER_SETTINGS = (
-    "model", "retrieval", "decode", "engine", "questions", "limit", "quick", "out", "record_provisional",
-    "workers", "energy",
+    "model", "prompt", "retrieval", "decode", "engine", "questions", "limit", "quick", "out",
+    "record_provisional", "workers", "energy",
 )  # fmt: skip
 Options = Mapping[str, tuple[str | int | tuple[()], str]]
 READER_CONFIG = str(CONFIG_FOLDER / "reader.yaml")

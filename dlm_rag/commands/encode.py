@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from dlm_rag.model.packed_batch import Segment
 
 READS = (
-    "model", "engine", "-engine.memory_gib", "-engine.prefix_cache_gib", "-engine.cpu_offload_gib",
-    "-engine.tensor_parallel",
+    "model", "prompt", "engine", "-engine.memory_gib", "-engine.prefix_cache_gib",
+    "-engine.cpu_offload_gib", "-engine.tensor_parallel",
     "retrieval.corpus", "retrieval.index_dir",
     "decode", "-decode", "out", "-out",  # as sample: without a model the shipped reader
 )  # fmt: skip

@@ -19,7 +19,7 @@ from dlm_rag.config import Config, RetrievalConfig
 from dlm_rag.data.hub_datasets import find_named_corpus
 from dlm_rag.decode.trace_file import TraceHeader, build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
-from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
+from dlm_rag.evidence.truncation import ContextBudget, check_prompt_room, truncate_evidence
 from dlm_rag.files.hub import SHIPPED_FOLDER
 from dlm_rag.machine import (
     choose_device,
@@ -107,6 +107,8 @@ class PreparedDecoder:
         if settings["decode.overlap"] == "pipeline":  # the same tokens
             settings["decode.overlap"] = "none"
         quantize, ranks = self.config.model.quantize, self.config.engine.tensor_parallel
+        if self.config.prompt is not None:
+            settings["prompt"] = asdict(self.tokenizer.template)
         quantize += f" on {ranks} ranks" * (quantize != "none" and ranks > 1)  # each has its own scales
         return settings | {
             "model": self.checkpoint.fingerprint,
@@ -247,7 +249,10 @@ def prepare_decoder(
     assert canvas is not None and decode.finished_block_context is not None
     check_finished_blocks(shape, decode.finished_block_context, layout)
     check_kept_evidence(config.engine, shape, layout)
-    tokenizer = once(lambda: Tokenizer.from_pretrained(checkpoint, layout), "tokenizer", *weights, layout)
+    written = layout, config.prompt
+    tokenizer = once(
+        lambda: Tokenizer.from_pretrained(checkpoint, *written), "tokenizer", *weights, *written
+    )
     room = ContextBudget.from_config(shape, layout, canvas)
     longest = _measure_longest_prompt(questions, tokenizer, room)
     work = count_encode_flops(shape, [longest + canvas], [longest + canvas], [canvas], dtype.itemsize)
@@ -277,6 +282,7 @@ def _measure_longest_prompt(questions: list[Question], tokenizer: Tokenizer, roo
 
     One that does not fit among others that do is recorded as failed once it is asked.
     """
+    check_prompt_room(tokenizer, room)
     lengths, error = [0], None
     for question in questions:
         try:

@@ -27,7 +27,9 @@ SERVE_OPTIONS: dict[str, tuple[str | int, str]] = {
     "port": (8000, "where it listens"),
     "host": ("127.0.0.1", "the address it listens at; 0.0.0.0 lets other machines in"),
 }
-SERVE_SETTINGS = ("model", "retrieval", "-retrieval.oracle", "decode", "engine", "serving", "energy")
+SERVE_SETTINGS = (
+    "model", "prompt", "retrieval", "-retrieval.oracle", "decode", "engine", "serving", "energy",
+)  # fmt: skip
 
 
 def main(argv: list[str]) -> None:

@@ -29,8 +29,9 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.files.journal import acquire_file_lock, release_file_lock
 
 TRAIN_SETTINGS = (
-    "model", "retrieval", "-retrieval.corpus", "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle",
-    "decode", "engine", "-engine.tensor_parallel", "train", "data", "plan", "out", "energy",
+    "model", "prompt", "retrieval", "-retrieval.corpus", "-retrieval.url", "-retrieval.timeout",
+    "-retrieval.oracle", "decode", "engine", "-engine.tensor_parallel", "train", "data", "plan", "out",
+    "energy",
 )  # fmt: skip
 TRAIN_SWITCHES = {
     "resume": "go on from the last checkpoint",

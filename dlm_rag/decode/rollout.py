@@ -145,11 +145,12 @@ class Rollout:
     cut: dict[str, int] = field(default_factory=dict)  # the largest cut of any step
     finished: bool = False
     error: str = ""  # why there is no answer
+    answer_form: str = "marked"  # where the answer stands in the response
 
     @property
     def answer(self) -> str:
         """The answer in the response (see `text.find_answer_span`), empty when there is none."""
-        start, stop = find_answer_span(self.response)
+        start, stop = find_answer_span(self.response, self.answer_form)
         return self.response[start:stop]
 
     @property
@@ -272,9 +273,9 @@ def find_grounded_tokens(
     return [token not in foreign for token in range(len(token_spans))]
 
 
-def split_citable_spans(response: str) -> list[tuple[Span, str]]:
+def split_citable_spans(response: str, answer_form: str = "marked") -> list[tuple[Span, str]]:
     """What is cited: each sentence of the reasoning, then the answer where there is one, with its kind."""
-    answer = find_answer_span(response)
+    answer = find_answer_span(response, answer_form)
     units = [(span, "reasoning") for span in find_sentence_spans(response[: answer[0]])]
     return [*units, (answer, "answer")] if answer[0] < answer[1] else units
 
@@ -286,6 +287,7 @@ def cite_passages(
     evidence_at: Callable[[int], Sequence[str]],
     texts: Mapping[str, str],
     question: str,
+    answer_form: str = "marked",
 ) -> list[Citation]:
     """For each sentence of the reasoning and for the answer, the passages that hold its words.
 
@@ -308,7 +310,7 @@ def cite_passages(
         return word, steps[-1], [name for name in ranked if word in passage_words[name]]
 
     units: list[Citation] = []
-    for unit, kind in split_citable_spans(response):
+    for unit, kind in split_citable_spans(response, answer_form):
         words = [find_holders(word, span) for word, span in content_words(response, *unit)]
         unheld = dict.fromkeys(word for word, _, names in words if not names)
         cited, text = _choose_passages(words, asked), response[slice(*unit)].strip()

@@ -177,7 +177,7 @@ class Row:
         end = next((n for n, token in enumerate(ids) if token in tokenizer.end_ids), len(ids))
         text, spans = tokenizer.decode_with_offsets(ids[:end])
         blanks = len(text) - len(text.lstrip())
-        rollout.response = text.strip()
+        rollout.response, rollout.answer_form = text.strip(), tokenizer.template.answer
         rollout.citations = cite_passages(
             rollout.response,
             [(start - blanks, stop - blanks) for start, stop in spans],
@@ -185,5 +185,6 @@ class Row:
             rollout.evidence_at,
             rollout.evidence_texts,
             rollout.question,
+            rollout.answer_form,
         )
         rollout.finished = True

@@ -23,7 +23,8 @@ from dlm_rag.evidence.truncation import ContextBudget, FittedPrompt, fit_passage
 from dlm_rag.files.checked_json import validate_json_value
 from dlm_rag.files.journal import Journal, read_json_lines
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.tokenizer import Prompt, PromptTemplate, Tokenizer, load_tokenizer
+from dlm_rag.tokenizer import Prompt, Tokenizer, load_tokenizer
+from dlm_rag.tokenizer.prompts import PromptTemplate
 
 Line = TypeVar("Line")
 TRACE_VERSION = 2
@@ -296,6 +297,8 @@ def _question_record(rollout: Rollout, common: Mapping[str, Any]) -> dict[str, A
     ]
     own = {k: v for k, v in rollout.settings.items() if k not in common or common[k] != v}
     optional = {"settings": own} | {k: getattr(rollout, k) for k in ("citations", "cut", "error")}
+    if rollout.answer_form != "marked":
+        optional["answer_form"] = rollout.answer_form
     return record | {key: value for key, value in optional.items() if value}
 
 

@@ -33,7 +33,7 @@ SETTING_PRESETS = {
     "none": ("retrieval.method=none", "decode.query_policy=question"),
     "oracle": ("retrieval.oracle=true", "decode.query_policy=question"),
 }
-COMPARED_SECTIONS = ("model.", "retrieval.", "decode.")  # what settings may differ in
+COMPARED_SECTIONS = ("model.", "retrieval.", "decode.", "prompt")  # what settings may differ in
 MAX_SWEEP_SETTINGS = 1000  # of a sweep; more are a slip of the hand
 QuestionGroups = dict[str, list[int]]  # name -> places in the list of questions
 SettingMetrics = Mapping[str, Estimate | None]  # of one setting in one group of questions

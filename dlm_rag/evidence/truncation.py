@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dlm_rag.errors import QuestionError
+from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.tokenizer import Prompt, Tokenizer
@@ -67,6 +67,18 @@ def truncate_evidence(prompt: Prompt, room: ContextBudget) -> tuple[Prompt, Trun
     shortened = sum(1 for kept, n in zip(facts, lost, strict=True) if n and kept)
     cut = Truncation(sum(lost), shortened, sum(1 for kept in facts if not kept))
     return Prompt(prompt.head, tuple(facts), prompt.tail), cut
+
+
+def check_prompt_room(tokenizer: Tokenizer, room: ContextBudget) -> None:
+    """Raises `ConfigError` for a prompt of which the shortest question leaves no room for evidence."""
+    if EVIDENCE_LAYOUTS[room.layout].separate_passages:
+        return  # which have a room of their own
+    left = room.context_length - room.canvas_length - len(tokenizer.build_prompt("?", []))
+    if left <= 0:
+        raise ConfigError(
+            f"the prompt leaves no room for evidence: it is {1 - left} tokens too long for a context of "
+            f"{room.context_length} with a response of {room.canvas_length}"
+        )
 
 
 @dataclass(frozen=True)

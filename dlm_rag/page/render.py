@@ -218,7 +218,9 @@ def attribute_words(rollout: Rollout) -> list[dict[str, Any]]:
     spans = align_tokens((last[n].token for n in takewhile(last.__contains__, count())), rollout.response)
     steps = rollout.commit_steps()
     found = []
-    for (unit, _), cited in zip(split_citable_spans(rollout.response), rollout.citations, strict=False):
+    for (unit, _), cited in zip(
+        split_citable_spans(rollout.response, rollout.answer_form), rollout.citations, strict=False
+    ):
         for word, span in content_words(rollout.response, *unit):
             source = next((p["id"] for p in cited["passages"] if word in p["words"]), None)
             at = overlapping_spans(spans, *span)

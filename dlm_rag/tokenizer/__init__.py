@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dlm_rag.errors import CheckpointError, QuestionError, translate_failures
 from dlm_rag.files.hub import read_checkpoint_json
-from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.tokenizer.chat_template import render_chat_affixes
+from dlm_rag.tokenizer.prompts import PromptTemplate, load_prompt
 from dlm_rag.tokenizer.safe_encode import PlainTextEncoder
 
 if TYPE_CHECKING:
@@ -31,48 +31,6 @@ _MARK = re.compile(r"\W?(<(?!0x)[^<>]{2,}>|\[[^][]{2,}\])")  # <|turn|>, [INST];
 ADDED_MASK_TOKEN = "<|mask|>"  # for tokenizers that have none
 TEXT_CACHE_SIZE = 16384  # of passages, whose ids are kept: some 100 MB of texts of 100 words
 QUESTION_CACHE_SIZE = 1024  # of questions: each is asked about again while it is answered
-
-
-@dataclass(frozen=True)
-class PromptTemplate:
-    """The texts around question and facts; a checkpoint of ours carries its own under `prompt`.
-
-    The default is SARDI's. `head` has {question}; `fact` has {passage} and may have {number}, from 1.
-    """
-
-    head: str = (
-        "Use ONLY the provided facts to answer the question.\n"
-        'Think step-by-step, then provide the final answer after the "###" marker.\n\n'
-        "Question:\n{question}\n\nFacts:\n"
-    )
-    fact: str = "[{number}] {passage}"
-    tail: str = ""
-
-    @property
-    def numbers_facts(self) -> bool:
-        return "{number}" in self.fact
-
-    @classmethod
-    def from_checkpoint(cls, raw: dict[str, Any] | None, layout: str) -> PromptTemplate:
-        """The template of a checkpoint, or the default one for its evidence layout.
-
-        In `independent` a passage must not depend on its rank, so its facts carry no number. Raises
-        `CheckpointError` for unknown keys, missing places, and numbered facts in `independent`.
-        """
-        if raw is None:
-            return cls(fact="{passage}") if EVIDENCE_LAYOUTS[layout].separate_passages else cls()
-        texts = isinstance(raw, dict) and all(isinstance(text, str) for text in raw.values())
-        if not texts or set(raw) - {item.name for item in fields(cls)}:
-            raise CheckpointError(f"prompt={raw!r:.60} must hold texts by the keys head, fact, tail alone")
-        template = cls(**raw)
-        if "{question}" not in template.head or "{passage}" not in template.fact:
-            raise CheckpointError("the prompt template needs {question} in head, {passage} in fact")
-        if EVIDENCE_LAYOUTS[layout].separate_passages and template.numbers_facts:
-            raise CheckpointError(
-                f"the checkpoint's prompt numbers its facts, which evidence_layout={layout} cannot "
-                "do (a passage must not depend on its rank): use joint or prefix"
-            )
-        return template
 
 
 @dataclass(frozen=True)
@@ -114,7 +72,7 @@ class Tokenizer:
             raise CheckpointError(f"mask_token_id={mask_id} is not a token of the tokenizer")
         if getattr(backend.model, "dropout", None):
             raise CheckpointError("the tokenizer drops merges at random: set its dropout to null")
-        prefix, suffix = render_chat_affixes(inner)
+        prefix, suffix = render_chat_affixes(inner) if self.template.chat else (inner.bos_token or "", "")
         try:
             encode = partial(inner.encode, add_special_tokens=False)
             self._prefix = self._encode_checked(encode, prefix)
@@ -147,10 +105,11 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path | Checkpoint, evidence_layout: str | None = None
+        cls, path: str | Path | Checkpoint, evidence_layout: str | None = None, prompt: str | None = None
     ) -> Tokenizer:
         """The tokenizer and prompt of a checkpoint folder or hub id, for an evidence layout.
 
+        prompt: a name or a file in place of the checkpoint's own (`prompts.load_prompt`).
         Reads `tokenizer.json`, or the `vocab.json` and `merges.txt` of Dream; runs no code of the
         checkpoint. Raises `CheckpointError`.
         """
@@ -161,9 +120,11 @@ class Tokenizer:
         autoregressive = config.decode_modes == ("autoregressive",)
         if config.mask_token_id is None and not autoregressive:
             raise CheckpointError(f"{checkpoint.folder} has no mask_token_id")
-        template = PromptTemplate.from_checkpoint(
-            checkpoint.raw_config.get("prompt"), evidence_layout or config.evidence_layout
-        )
+        layout = evidence_layout or config.evidence_layout
+        if prompt is None:
+            template = PromptTemplate.from_checkpoint(checkpoint.raw_config.get("prompt"), layout)
+        else:
+            template = load_prompt(prompt, layout)
         inner = load_tokenizer(checkpoint.folder)
         mask_id = add_mask_token(inner) if config.mask_token_id is None else config.mask_token_id
         return cls(inner, mask_id, template, checkpoint.end_token_ids, config.vocab_size)
@@ -196,16 +157,14 @@ class Tokenizer:
         last too, so that the ids of a passage do not depend on its rank. Raises `QuestionError`.
         """
         template = self.template
-        head = self._head(template.head.replace("{question}", question))
-        if not head:
+        texts = (text.replace("{question}", question) for text in (template.head, template.foot))
+        head, foot = map(self._head, texts)
+        if not head and not foot:
             raise QuestionError("the tokenizer makes no tokens of the question")
-        facts = [
-            template.fact.replace("{number}", str(number)).replace("{passage}", passage.strip()) + "\n"
-            for number, passage in enumerate(passages, start=1)
-        ]
+        facts = [f"{template.write_fact(n, passage)}\n" for n, passage in enumerate(passages, start=1)]
         if facts and template.numbers_facts:
             facts[-1] = facts[-1].removesuffix("\n")
-        return Prompt(self._prefix + head, tuple(map(self.encode, facts)), self._suffix)
+        return Prompt(self._prefix + head, tuple(map(self.encode, facts)), foot + self._suffix)
 
     def query_text(self, ids: list[int]) -> str:
         """Text of ids with each special token, masks included, as a blank (SARDI's proxy response)."""

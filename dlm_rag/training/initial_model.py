@@ -19,7 +19,8 @@ from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.retrieval.corpus import Corpus, open_corpus
-from dlm_rag.tokenizer import PromptTemplate, Tokenizer, add_mask_token, load_tokenizer
+from dlm_rag.tokenizer import Tokenizer, add_mask_token, load_tokenizer
+from dlm_rag.tokenizer.prompts import PromptTemplate, load_prompt
 from dlm_rag.training.data.examples import LONG_QUESTION_TOKENS
 from dlm_rag.training.initial_weights import InitialModel
 from dlm_rag.training.tasks import find_task
@@ -151,7 +152,10 @@ def _open_base_model(config: Config, path: str) -> InitialModel:
         )
     vocabulary = max(own.vocab_size, mask_id + 1)
     shape = make_training_shape(config, replace(own, vocab_size=vocabulary, mask_token_id=mask_id))
-    template = PromptTemplate.from_checkpoint(base.raw_config.get("prompt"), shape.evidence_layout)
+    if config.prompt is None:
+        template = PromptTemplate.from_checkpoint(base.raw_config.get("prompt"), shape.evidence_layout)
+    else:
+        template = load_prompt(config.prompt, shape.evidence_layout)
     tokenizer = Tokenizer(inner, mask_id, template, base.end_token_ids, vocabulary)
     heads_only = train.trainable == "policy_heads"
     return InitialModel(shape, tokenizer, base, train.seed, train.lora_rank, heads_only)

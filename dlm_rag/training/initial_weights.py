@@ -8,7 +8,7 @@ whoever has it, bit for bit.
 import shutil
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -244,7 +244,7 @@ class InitialModel:
             n: value if n.startswith(HEADS_PREFIX) else value.to(dtype) for n, value in whole.items()
         }
         template, extra = self.tokenizer.template, dict[str, Any]()
-        extra["prompt"] = {"head": template.head, "fact": template.fact, "tail": template.tail}
+        extra["prompt"] = asdict(template)
         if self.checkpoint is None:
             extra["eos_token_id"] = self.tokenizer.end_id
         config = replace(self.config, rope_theta=rope_theta)

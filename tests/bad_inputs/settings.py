@@ -34,6 +34,8 @@ CASES = [
         ("committed tokens are masked no more", "decode.revision_threshold=0.5"),
         ("xxx... is not one of", f"decode.commit_rule={'x' * 10000}"),
         ("is longer than max_new_tokens", "decode.block_length=9"),
+        (("prompt=flash_rag is neither a file", "nearest: 'flashrag'"), "prompt=flash_rag"),
+        ("the prompt leaves no room for evidence", "prompt=few_shot decode.max_new_tokens=4000"),
         ("block_length=3 does not divide", "model.block_size=4 decode.block_length=3"),
         (("decode.mode=left is not one of diffusion, autoregressive, speculative",), "decode.mode=left"),
         *((f"decode.mode={mode}: this model was trained for diffusion alone", f"decode.mode={mode}")

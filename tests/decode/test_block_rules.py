@@ -10,7 +10,7 @@ from dlm_rag.errors import ConfigError, TraceError
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.model.denoiser_config import ExpertsConfig
 from dlm_rag.questions import Question
-from dlm_rag.tokenizer import PromptTemplate
+from dlm_rag.tokenizer.prompts import PromptTemplate
 from tests.support.block_attention import BLOCK, LENGTH, block_denoiser
 from tests.support.decoding import bias_end_token
 from tests.support.tiny_models import byte_tokenizer, tiny_tokenizer

@@ -16,7 +16,7 @@ from dlm_rag.decode.steps import DenoiseStep
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.composite import NoRetriever
-from dlm_rag.tokenizer import PromptTemplate
+from dlm_rag.tokenizer.prompts import PromptTemplate
 from tests.support.attention import run_with_mask
 from tests.support.block_attention import MASK, block_denoiser
 from tests.support.tiny_models import tiny_tokenizer, write_autoregressive_checkpoint

@@ -17,7 +17,7 @@ from dlm_rag.questions import Question
 from dlm_rag.retrieval.composite import HybridRetriever
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import Query
-from dlm_rag.tokenizer import PromptTemplate
+from dlm_rag.tokenizer.prompts import PromptTemplate
 from tests.support.decoding import (
     LAYOUTS,
     QUESTIONS,

@@ -27,7 +27,7 @@ from dlm_rag.evidence.segment_kv_cache import has_unified_memory, measure_free_b
 from dlm_rag.evidence.truncation import ContextBudget
 from dlm_rag.model.memory_tracker import MemoryTracker
 from dlm_rag.model.quantize import quantize_linear_layers
-from dlm_rag.tokenizer import PromptTemplate
+from dlm_rag.tokenizer.prompts import PromptTemplate
 from dlm_rag.training.planning.plan import check_run_fits
 from tests.support.attention import shared_segments
 from tests.support.decoding import QUESTIONS, rollout_records

@@ -21,7 +21,7 @@ from dlm_rag.evaluation.metrics import score_rollout
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.evidence.truncation import ContextBudget, fit_passages, keep_shorter_texts
 from dlm_rag.questions import Question
-from dlm_rag.tokenizer import PromptTemplate
+from dlm_rag.tokenizer.prompts import PromptTemplate
 from tests.support.rollouts import render_to_text
 from tests.support.tiny_models import byte_tokenizer, tiny_tokenizer
 from tests.support.traces import (

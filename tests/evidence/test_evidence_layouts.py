@@ -12,7 +12,8 @@ from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.evidence.truncation import ContextBudget, Truncation, fit_passages, truncate_evidence
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.tokenizer import Prompt, PromptTemplate
+from dlm_rag.tokenizer import Prompt
+from dlm_rag.tokenizer.prompts import PromptTemplate
 from dlm_rag.training.data.examples import Example
 from dlm_rag.training.losses import LossWeights, MaskedObjective, count_examples
 from tests.support.attention import run_with_mask

@@ -11,7 +11,8 @@ from dlm_rag.decode.sampling import ModelInput
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.tokenizer import Prompt, PromptTemplate
+from dlm_rag.tokenizer import Prompt
+from dlm_rag.tokenizer.prompts import PromptTemplate
 from tests.support.attention import run_with_mask
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 

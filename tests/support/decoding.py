@@ -3,7 +3,7 @@
 from dlm_rag import Decoder, load_retriever
 from dlm_rag.config import DecodeConfig
 from dlm_rag.retrieval.base import CorpusRetriever
-from dlm_rag.tokenizer import PromptTemplate
+from dlm_rag.tokenizer.prompts import PromptTemplate
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 
 QUESTIONS = ["Who wrote Emma?", "Where was the author of Dune born, and in which country is that?", "Dune?"]

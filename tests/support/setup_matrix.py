@@ -6,7 +6,7 @@ from dlm_rag import Decoder, load_retriever
 from dlm_rag.config import DecodeConfig, EngineConfig, load_config
 from dlm_rag.model.denoiser_config import ExpertsConfig
 from dlm_rag.model.policy_heads import PolicyHeads
-from dlm_rag.tokenizer import PromptTemplate
+from dlm_rag.tokenizer.prompts import PromptTemplate
 from dlm_rag.training.trainer import open_trainer
 from tests.support.tiny_diffusion_gemma import write_tiny_gemma
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser, tiny_tokenizer

@@ -7,7 +7,8 @@ import torch
 
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.tokenizer import PromptTemplate, Tokenizer
+from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.tokenizer.prompts import PromptTemplate
 
 
 def tiny_tokenizer(template: PromptTemplate | None = None) -> Tokenizer:

@@ -7,7 +7,7 @@ from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.trace_file import TraceHeader, TraceWriter, build_trace_header
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import CorpusRetriever
-from dlm_rag.tokenizer import PromptTemplate
+from dlm_rag.tokenizer.prompts import PromptTemplate
 from tests.support.rollouts import make_two_step_rollout
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 

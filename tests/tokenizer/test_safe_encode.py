@@ -13,7 +13,8 @@ from dlm_rag import Decoder, Denoiser, load_retriever
 from dlm_rag.config import DecodeConfig
 from dlm_rag.errors import CheckpointError, QuestionError
 from dlm_rag.model.families import FAMILIES
-from dlm_rag.tokenizer import PromptTemplate, Tokenizer
+from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.tokenizer.prompts import PromptTemplate
 from dlm_rag.training.initial_model import iterate_world_texts, train_tokenizer
 from tests.support.passages import write_jsonl_file
 from tests.support.properties import hypothesis_settings

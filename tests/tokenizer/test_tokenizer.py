@@ -7,7 +7,8 @@ import pytest
 from dlm_rag.errors import CheckpointError
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.tokenizer import PromptTemplate, Tokenizer
+from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.tokenizer.prompts import PromptTemplate
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser, tiny_tokenizer
 
 
@@ -69,7 +70,7 @@ def test_template_is_data_of_the_checkpoint_and_is_checked():
     assert not PromptTemplate.from_checkpoint(None, "independent").numbers_facts
     for raw, layout, says in (
         ({"haed": "{question}"}, "joint", "haed"), ({"head": 3}, "joint", "must hold texts"),
-        ({"head": "x"}, "joint", "needs {question} in head"),
+        ({"head": "x"}, "joint", "needs {question} once"),
         ({"fact": "[{number}] {passage}"}, "independent", "must not depend on its rank"),
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=says):

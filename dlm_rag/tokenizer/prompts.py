@@ -1,0 +1,132 @@
+"""Prompts: the texts around question and passages, and where the answer stands in a response."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import yaml
+
+from dlm_rag.errors import CheckpointError, ConfigError, suggest_nearest, summarize_error
+from dlm_rag.files.paths import expand_path
+from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
+from dlm_rag.text import ANSWER_FORMS
+
+_PLACES = re.compile(r"\{(?:number|passage|title|text)\}")
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """The texts around question and facts; a checkpoint of ours carries its own under `prompt`.
+
+    The default is SARDI's. head, facts, foot: the user's message; {question} is in head or foot. fact: has
+    {passage}, or {title} and {text} of it, and may have {number}, from 1. tail: what the response begins
+    with. chat: whether the checkpoint's chat template is around the message. answer: where the answer
+    stands in a response, see `text.find_answer_span`.
+    """
+
+    head: str = (
+        "Use ONLY the provided facts to answer the question.\n"
+        'Think step-by-step, then provide the final answer after the "###" marker.\n\n'
+        "Question:\n{question}\n\nFacts:\n"
+    )
+    fact: str = "[{number}] {passage}"
+    foot: str = ""
+    tail: str = ""
+    chat: bool = True
+    answer: str = "marked"
+
+    @property
+    def numbers_facts(self) -> bool:
+        return "{number}" in self.fact
+
+    @classmethod
+    def from_checkpoint(cls, raw: dict[str, Any] | None, layout: str) -> PromptTemplate:
+        """The template of a checkpoint, or the default one for its evidence layout.
+
+        In `independent` a passage must not depend on its rank, so its facts carry no number. Raises
+        `CheckpointError` for unknown keys, missing places, and numbered facts in `independent`.
+        """
+        if raw is None:
+            return PROMPTS["sardi"].for_layout(layout)
+        names = {item.name: str if isinstance(item.default, str) else bool for item in fields(cls)}
+        if not isinstance(raw, dict) or any(type(text) is not names.get(key) for key, text in raw.items()):
+            raise CheckpointError(
+                f"prompt={raw!r:.60} must hold texts by the keys head, fact, foot, tail, answer, and chat "
+                "as true or false"
+            )
+        template = cls(**raw)
+        held = [part for part in ("{passage}", "{text}") if part in template.fact]
+        if (template.head + template.foot).count("{question}") != 1 or len(held) != 1:
+            raise CheckpointError(
+                "the prompt template needs {question} once, in head or foot, {passage} or {text} in fact"
+            )
+        if template.answer not in ANSWER_FORMS:
+            raise CheckpointError(f"answer={template.answer!r:.60} is not one of {', '.join(ANSWER_FORMS)}")
+        if EVIDENCE_LAYOUTS[layout].separate_passages and template.numbers_facts:
+            raise CheckpointError(
+                f"the checkpoint's prompt numbers its facts, which evidence_layout={layout} cannot "
+                "do (a passage must not depend on its rank): use joint or prefix"
+            )
+        return template
+
+    def for_layout(self, layout: str) -> PromptTemplate:
+        """With facts that have no number, where a passage must not depend on its rank."""
+        if not (EVIDENCE_LAYOUTS[layout].separate_passages and self.numbers_facts):
+            return self
+        return replace(self, fact=self.fact.replace("[{number}] ", "").replace(" {number}", ""))
+
+    def write_fact(self, number: int, passage: str) -> str:
+        """The text of a fact, of a passage whose first line is its title."""
+        passage = passage.strip()
+        title, _, text = passage.partition("\n")
+        named = {"{number}": str(number), "{passage}": passage, "{title}": title, "{text}": text or title}
+        return _PLACES.sub(lambda place: named[place[0]], self.fact)
+
+
+# By `prompt`. The texts are those of the publications; where these have a system message, it is the head.
+PROMPTS = {
+    "sardi": PromptTemplate(),
+    "flashrag": PromptTemplate(
+        "Answer the question based on the given document. Only give me the answer and do not output any "
+        "other words.\nThe following are given documents.\n\n",
+        "Doc {number}(Title: {title}) {text}",
+        "\n\nQuestion: {question}",
+        answer="whole",
+    ),
+    "search_r1": PromptTemplate(  # less its sentences on how to call a search engine
+        "Answer the given question. You must conduct reasoning inside <think> and </think> first. You can "
+        "directly provide the answer inside <answer> and </answer>, without detailed illustrations. For "
+        "example, <answer> Beijing </answer>. Question: {question}\n<information>",
+        "Doc {number}(Title: {title}) {text}",
+        "</information>\n",
+    ),
+    "few_shot": PromptTemplate(
+        "Facts about a question, one step of thought for each that matters, and the answer after ###.\n\n"
+        "Question: Who wrote the novel that the film Clueless is based on?\nClueless is based on Emma. "
+        "Emma was written by Jane Austen. ### Jane Austen\n\n"
+        "Question: In which country was the director of Solaris born?\nSolaris was directed by Andrei "
+        "Tarkovsky. Andrei Tarkovsky was born in Russia. ### Russia\n\nFacts:\n",
+        "{passage}",
+        "\nQuestion: {question}\n",
+    ),
+}
+
+
+def load_prompt(name: str, layout: str) -> PromptTemplate:
+    """The prompt of that name in `PROMPTS`, or in a JSON or YAML file with the fields of `PromptTemplate`.
+
+    Raises `ConfigError` for another name, and `CheckpointError` as `PromptTemplate.from_checkpoint` does.
+    """
+    if name in PROMPTS:
+        return PROMPTS[name].for_layout(layout)
+    path = expand_path(name, ConfigError)
+    if not path.is_file():
+        known = f"{', '.join(PROMPTS)}{suggest_nearest(name, PROMPTS)}"
+        raise ConfigError(f"prompt={name:.60} is neither a file nor one of {known}")
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {summarize_error(error)}") from None
+    return PromptTemplate.from_checkpoint(found or {}, layout)

@@ -1,0 +1,96 @@
+"""Prompts by name and from files: where question and passages stand, and how the answer is read."""
+
+import pytest
+
+from dlm_rag import Decoder
+from dlm_rag.config import DecodeConfig
+from dlm_rag.errors import CheckpointError, ConfigError
+from dlm_rag.evidence.truncation import ContextBudget, check_prompt_room
+from dlm_rag.text import find_answer_span
+from dlm_rag.tokenizer.prompts import PROMPTS, PromptTemplate, load_prompt
+from tests.support.gemma_decoding import QueryHashRetriever
+from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
+
+QUESTION, PASSAGES = "Who wrote it?", ["Emma\nEmma is a novel.", "Dune\nDune is by {question}."]
+
+
+@pytest.mark.parametrize("layout", ["joint", "independent"])
+@pytest.mark.parametrize("name", PROMPTS)
+def test_question_and_passages_stand_once_in_order(name, layout):
+    tokenizer = tiny_tokenizer(load_prompt(name, layout))
+    prompt = tokenizer.build_prompt(QUESTION, PASSAGES)
+    text = bytes(prompt.ids).decode()
+    assert text.count(QUESTION) == 1
+    places = [text.index(part) for part in ("Emma is a novel.", "Dune is by {question}.")]
+    assert places == sorted(places) and "Dune" in bytes(prompt.facts[1]).decode()
+    turned = tokenizer.build_prompt(QUESTION, PASSAGES[::-1])
+    assert (turned.facts == prompt.facts[::-1]) == (
+        layout == "independent" or "{number}" not in PROMPTS[name].fact
+    )
+
+
+def test_flashrag_asks_after_the_documents():
+    prompt = tiny_tokenizer(load_prompt("flashrag", "joint")).build_prompt(QUESTION, PASSAGES[:1])
+    text = bytes(prompt.ids).decode()
+    assert text.endswith("Doc 1(Title: Emma) Emma is a novel.\n\nQuestion: Who wrote it?")
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_a_file_holds_the_fields_of_a_template(tmp_path, suffix):
+    path = tmp_path / f"own.{suffix}"
+    path.write_text('{"head": "Q: {question}\\n", "fact": "{passage}", "chat": false, "answer": "whole"}')
+    found = load_prompt(str(path), "independent")
+    assert found == PromptTemplate("Q: {question}\n", "{passage}", chat=False, answer="whole")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("{head: x}", CheckpointError), ("{question: x}", CheckpointError), ("[1]", CheckpointError),
+        ("{chat: 3}", CheckpointError), ("{answer: bold}", CheckpointError), ("{a: [", ConfigError),
+        ("{head: '{question}', foot: '{question}'}", CheckpointError), ("{fact: none}", CheckpointError),
+    ],
+)  # fmt: skip
+def test_what_is_no_prompt_is_refused(tmp_path, text, error):
+    (tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(error):
+        load_prompt(str(tmp_path / "own.yaml"), "joint")
+    with pytest.raises(ConfigError, match="nearest: 'flashrag'"):
+        load_prompt("flash_rag", "joint")
+
+
+def test_a_prompt_must_leave_room_for_evidence():
+    for length, fits in ((60, True), (61, False)):
+        tokenizer = tiny_tokenizer(PromptTemplate("x" * (length - 1) + "{question}", "{passage}"))
+        room = ContextBudget("joint", 80, 19, 8)
+        if fits:
+            check_prompt_room(tokenizer, ContextBudget("joint", 80, 19, 8))
+            continue
+        with pytest.raises(ConfigError):
+            check_prompt_room(tokenizer, room)
+
+
+@pytest.mark.parametrize(
+    ("form", "response", "answer"),
+    [
+        ("marked", "He did. ### Jane Austen.", "Jane Austen"),
+        ("marked", "<think> a </think> <answer> Beijing </answer>", "Beijing"),
+        ("marked", "<answer>a</answer> no, \\boxed{b}", "b"),
+        ("marked", "Jane Austen", ""),
+        ("whole", " Jane Austen.\nShe was", "Jane Austen"),
+        ("whole", "", ""),
+    ],
+)
+def test_where_the_answer_stands(form, response, answer):
+    start, stop = find_answer_span(response, form)
+    assert response[start:stop] == answer
+
+
+def test_the_form_of_the_prompt_is_that_of_the_answers(corpus):
+    tokenizer = tiny_tokenizer(PromptTemplate("{question}", "{passage}", answer="whole"))
+    settings = DecodeConfig(max_new_tokens=8, commit_threshold=0.1)
+    (rollout,) = Decoder(tiny_denoiser(), QueryHashRetriever(corpus, 1), tokenizer, settings).decode(
+        ["who"]
+    )
+    assert rollout.answer and rollout.response.startswith(rollout.answer)
+    assert [cited["kind"] for cited in rollout.citations][-1] == "answer"
