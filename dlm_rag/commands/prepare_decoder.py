@@ -19,7 +19,7 @@ from dlm_rag.config import Config, RetrievalConfig
 from dlm_rag.data.hub_datasets import find_named_corpus
 from dlm_rag.decode.trace_file import TraceHeader, build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
-from dlm_rag.evidence.truncation import ContextBudget, check_prompt_room, truncate_evidence
+from dlm_rag.evidence.truncation import ContextBudget, measure_longest_prompt
 from dlm_rag.files.hub import SHIPPED_FOLDER
 from dlm_rag.machine import (
     choose_device,
@@ -254,7 +254,7 @@ def prepare_decoder(
         lambda: Tokenizer.from_pretrained(checkpoint, *written), "tokenizer", *weights, *written
     )
     room = ContextBudget.from_config(shape, layout, canvas)
-    longest = _measure_longest_prompt(questions, tokenizer, room)
+    longest = measure_longest_prompt(questions, tokenizer, room)
     work = count_encode_flops(shape, [longest + canvas], [longest + canvas], [canvas], dtype.itemsize)
     warn_slow_compute(work.flops, f"a denoising step with max_new_tokens={canvas}", device.type)
     show_status("opening the index")
@@ -275,24 +275,6 @@ def _open_checkpoint(path: str, block_size: int | None) -> Checkpoint:
             f"model.block_size={block_size} has no effect on an autoregressive model: leave it out"
         )
     return checkpoint
-
-
-def _measure_longest_prompt(questions: list[Question], tokenizer: Tokenizer, room: ContextBudget) -> int:
-    """Tokens of the longest prompt; raises `QuestionError` where no question at all fits.
-
-    One that does not fit among others that do is recorded as failed once it is asked.
-    """
-    check_prompt_room(tokenizer, room)
-    lengths, error = [0], None
-    for question in questions:
-        try:
-            prompt, _ = truncate_evidence(tokenizer.build_prompt(question.question, []), room)
-            lengths.append(len(prompt.ids))
-        except QuestionError as too_long:
-            error = error or QuestionError(f"question '{question.id}': {too_long}")
-    if error is not None and len(lengths) == 1:
-        raise error
-    return max(lengths)
 
 
 def _plan_budget(

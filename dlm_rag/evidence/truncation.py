@@ -1,11 +1,12 @@
 """What of a prompt fits into the context, and what is cut by a fixed rule."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
+from dlm_rag.questions import Question
 from dlm_rag.tokenizer import Prompt, Tokenizer
 
 
@@ -79,6 +80,24 @@ def check_prompt_room(tokenizer: Tokenizer, room: ContextBudget) -> None:
             f"the prompt leaves no room for evidence: it is {1 - left} tokens too long for a context of "
             f"{room.context_length} with a response of {room.canvas_length}"
         )
+
+
+def measure_longest_prompt(questions: Sequence[Question], tokenizer: Tokenizer, room: ContextBudget) -> int:
+    """Tokens of the longest prompt; raises `QuestionError` where no question at all fits.
+
+    One that does not fit among others that do is recorded as failed once it is asked.
+    """
+    check_prompt_room(tokenizer, room)
+    lengths, error = [0], None
+    for question in questions:
+        try:
+            prompt, _ = truncate_evidence(tokenizer.build_prompt(question.question, []), room)
+            lengths.append(len(prompt.ids))
+        except QuestionError as too_long:
+            error = error or QuestionError(f"question '{question.id}': {too_long}")
+    if error is not None and len(lengths) == 1:
+        raise error
+    return max(lengths)
 
 
 @dataclass(frozen=True)
