@@ -26,7 +26,7 @@ from bm25s.scoring import _score_idf_lucene, _score_tfc_lucene
 from bm25s.stopwords import STOPWORDS_EN
 
 from dlm_rag.progress import ANNOUNCE_FROM_SECONDS, format_bytes, format_duration, report_progress
-from dlm_rag.retrieval.build_once import PARTS_FOLDER, build_once
+from dlm_rag.retrieval.build_once import PARTS_FOLDER, build_once, save_array
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.forked_workers import count_workers, map_in_processes
 
@@ -74,8 +74,8 @@ def build_bm25_index(corpus: Corpus, scratch: Path) -> None:
         for count in map_in_processes(partial(_build_shard, corpus), shards):
             advance(count)
     words, starts = _merge_words([folder for _, folder in shards])
-    np.save(scratch / WORDS, words)
-    np.save(scratch / STARTS, starts)
+    save_array(scratch / WORDS, words)
+    save_array(scratch / STARTS, starts)
     for name, kind in ((ROWS, np.int32), (SCORES, np.float32)):
         np.lib.format.open_memmap(scratch / name, "w+", kind, (int(starts[-1]),))
     length = sum(int(np.load(folder / "lengths.npy").sum()) for _, folder in shards)
@@ -111,7 +111,7 @@ def _build_shard(corpus: Corpus, shard: Shard) -> int:
 
     def build(scratch: Path) -> None:
         for name, array in _count_words(corpus, rows).items():
-            np.save(scratch / f"{name}.npy", array)
+            save_array(scratch / f"{name}.npy", array)
 
     build_once(folder, build)
     return len(rows)

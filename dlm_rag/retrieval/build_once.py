@@ -9,6 +9,7 @@ from collections.abc import Callable
 from errno import ENOSPC
 from pathlib import Path
 
+import numpy as np
 from filelock import FileLock
 
 from dlm_rag.errors import CorpusError
@@ -63,6 +64,13 @@ def build_once(folder: Path, build: Callable[[Path], None], resumable: bool = Fa
             "retrieval.index_dir, or DLM_RAG_CACHE in the environment, to a folder of yours"
         ) from None
     return folder
+
+
+def save_array(path: Path, array: np.ndarray) -> None:
+    """As `np.save` of one dimension, whose error does not say that the disk is full."""
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+        file.write(array.data)
 
 
 def _find_damage(folder: Path) -> str:

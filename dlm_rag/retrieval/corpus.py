@@ -21,7 +21,7 @@ from dlm_rag.files.paths import expand_path, get_cache_folder, resolve_regular_f
 from dlm_rag.files.public_layouts import list_context_passages
 from dlm_rag.files.record_readers import Record, get_field, get_record_id, is_json_lines, read_records
 from dlm_rag.progress import report_progress
-from dlm_rag.retrieval.build_once import build_once, make_folder_name
+from dlm_rag.retrieval.build_once import build_once, make_folder_name, save_array
 from dlm_rag.retrieval.chunking import fingerprint_text_folder, list_text_files, read_text_passages
 
 log = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ def open_corpus(path: str | Path, index_dir: str | Path | None = None) -> Corpus
     except OSError as error:
         raise CorpusError(f"corpus '{error.filename or path}' cannot be read ({error.strerror})") from None
     folder = root / make_folder_name(path.stem, fingerprint)
-    build_once(folder / "offsets", lambda scratch: np.save(scratch / "offsets.npy", _scan_offsets(path)))
+    build_once(folder / "offsets", lambda scratch: save_array(scratch / "offsets.npy", _scan_offsets(path)))
     return Corpus(path, folder, fingerprint, state)
 
 

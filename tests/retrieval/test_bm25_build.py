@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 from errno import ENOSPC
 from pathlib import Path
@@ -263,6 +264,17 @@ def test_a_full_disk_is_said_in_a_sentence_and_the_build_goes_on(corpus, small_p
             BM25Retriever(corpus, 7)
     retriever = BM25Retriever(corpus, 7)
     assert list(retriever.rank_scored([make_query("own17")], 3)[0]) == [17]
+
+
+def test_a_file_that_cannot_grow_is_said_by_the_words_of_the_system(corpus, small_parts):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150, hard))
+    try:
+        with pytest.raises(CorpusError, match="File too large"):
+            BM25Retriever(corpus, 7)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(BM25Retriever(corpus, 7).rank_scored([make_query("own17")], 3)[0]) == [17]
 
 
 def test_a_worker_that_is_killed_is_no_endless_wait(corpus, monkeypatch, small_parts):
