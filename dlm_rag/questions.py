@@ -65,13 +65,16 @@ def read_questions(path: str | Path) -> list[Question]:
     and for a file without questions.
     """
     questions: dict[str, Question] = {}
-    aliases, unanswerable = _read_aliases(path), 0
+    aliases: dict[str, list[str]] | None = None
+    unanswerable = 0
     for place, row in read_question_records(path):
         row = flatten_layout(row)
         if row.get("answerable") is False:
             unanswerable += 1
             continue
-        question = _parse_question(row, place, aliases.get(str(row.get("answer_id")), ()))
+        if aliases is None and row.get("answer_id"):
+            aliases = _read_aliases(path)
+        question = _parse_question(row, place, (aliases or {}).get(str(row.get("answer_id")), ()))
         if question.id in questions:
             raise QuestionError(f"{place}: the id '{question.id}' occurs a second time")
         questions[question.id] = question
@@ -85,7 +88,8 @@ def read_questions(path: str | Path) -> list[Question]:
 def _read_aliases(path: str | Path) -> dict[str, list[str]]:
     """Other names of answers by the `answer_id` of a question, from the file beside the questions."""
     found = Path(path).expanduser().parent / ALIASES_FILE
-    return read_answer_aliases(read_records(found, QuestionError)) if found.is_file() else {}
+    known = str(path) != "-" and found.is_file()
+    return read_answer_aliases(read_records(found, QuestionError)) if known else {}
 
 
 def read_question_records(path: str | Path) -> Iterator[Record]:
@@ -196,7 +200,8 @@ def _parse_hops(value: Any, place: str) -> int | None:
 
 
 def _parse_texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]:
-    """A text or a list of texts, the blank ones left out; also SQuAD's object with the list `text`.
+    """A text or a list of texts, the blank ones left out; also SQuAD's object with the list `text`, and
+    TriviaQA's with `value` and `aliases`.
 
     Lists and that object may be JSON in a text, as in a cell of a table. Of supporting passages that are
     objects the ids are taken; if one has no id, none is known.
@@ -208,7 +213,9 @@ def _parse_texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]
         except (ValueError, RecursionError):
             raise QuestionError(f'{place}: \'{key}\' is not JSON, as ["a", "b"] is') from None
     if isinstance(value, dict):
-        value = value.get("text", value)
+        own = {key.lower(): each for key, each in value.items()}
+        names = [own["value"], *(own.get("aliases") or ())] if own.get("value") else value
+        value = own.get("text", names)
     if value is None:
         return ()
     texts = value if isinstance(value, list) else [value]

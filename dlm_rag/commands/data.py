@@ -20,7 +20,7 @@ from dlm_rag.cli import CommandParser, print_note
 from dlm_rag.data import hub_datasets, hub_download
 from dlm_rag.data.hub_datasets import DATASETS, SARDI_SETS, SPLIT_RULES, HubFile
 from dlm_rag.errors import ConfigError, UserError
-from dlm_rag.files.paths import expand_path, get_cache_folder
+from dlm_rag.files.paths import expand_path, get_cache_folder, make_folder
 from dlm_rag.progress import format_bytes
 
 
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
     rules = "; ".join(f"{rule}: {what}" for rule, what in SPLIT_RULES.items())
     parser.add_argument("--split", default="search_r1", metavar="RULE", help=f"which questions. {rules}")
     parser.add_argument("--folder", default=hub_datasets.DATA_FOLDER, help="where files are kept (data)")
-    given = parser.parse_args(argv)
+    given = parser.parse_intermixed_args(argv)
     if given.action == "list":
         if given.names:
             raise ConfigError(f"list takes no names: leave {given.names[0]} out, or write get")
@@ -83,6 +83,7 @@ def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
         rows.append((str(target), *sizes, state.licence or file.licence or "not said", source))
     print_columns(rows)
     check_disk(planned, folder)
+    make_folder(folder, "--folder ")
     for wanted in planned:
         if wanted.missing is not None:
             hub_download.fetch_file(wanted.file, wanted.state, wanted.target)

@@ -135,6 +135,8 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] 
         check_writable(str(out / name), "out")
     if dataset := said.get("dataset"):
         questions = compare_with_paper(dataset, jobs, questions, said)
+    titled = sum(bool(q.supporting_titles) and not q.supporting_ids for q in questions)
+    said["recall_by"] = {"id": sum(bool(q.supporting_ids) for q in questions), "title": titled}
     given = {out: wanted.config} | {folders[name]: setting for name, setting in wanted.settings.items()}
     for folder, setting in given.items():
         with outputs.wrap_write_errors(folder / SAVED_CONFIG_FILE) as path:

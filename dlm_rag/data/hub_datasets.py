@@ -43,13 +43,6 @@ class HubFile(NamedTuple):
         return self.layout == "passages"
 
 
-class SardiSet(NamedTuple):
-    """A data set of SARDI's repository: its folder, its number of questions."""
-
-    folder: str
-    questions: int
-
-
 FLASHRAG, SARDI = "RUC-NLPIR/FlashRAG_datasets", "pauljngr/sardi-data"
 # Of each split: questions (FlashRAG's README) and bytes (the hub's file list).
 _SPLITS: dict[str, tuple[str, dict[str, tuple[int, int | None]]]] = {
@@ -71,12 +64,12 @@ DATASETS = {
     }
     for name, (folder, splits) in _SPLITS.items()
 }
-SARDI_SETS = {
-    "2wiki": SardiSet("2wikimultihopqa", 6253),
-    "hotpotqa": SardiSet("hotpotqa", 3701),
-    "cofca": SardiSet("cofca", 900),
-    "musique": SardiSet("musique", 2417),
-    "synthworlds": SardiSet("synthworlds/sm", 1200),
+SARDI_SETS = {  # folder, questions
+    "2wiki": ("2wikimultihopqa", 6253),
+    "hotpotqa": ("hotpotqa", 3701),
+    "cofca": ("cofca", 900),
+    "musique": ("musique", 2417),
+    "synthworlds": ("synthworlds/sm", 1200),
 }
 CORPORA = {
     "wiki18": HubFile("PeterJinGo/wiki-18-corpus", "wiki-18.jsonl.gz", 21_015_324, layout="passages"),
@@ -177,7 +170,7 @@ def count_contents(path: Path, file: HubFile) -> dict[str, Any]:
         place, row = next(read_records(path, ConfigError), (str(path), {}))
         if get_field(row, "contents")[1] is None:
             raise ConfigError(f"{place}: there is no passage: the file is in another layout")
-        return {"passages": file.rows}
+        return {"published_passages": file.rows}
     questions, rows = read_questions(path), sum(1 for _ in read_question_records(path))
     if not any(question.golden_answers for question in questions):
         raise ConfigError(f"{path} has no answers: the file is in another layout")

@@ -35,7 +35,7 @@ def ask_hub(file: HubFile, card: dict[str, Any] | None) -> HubState:
         found = try_to_load_from_cache(file.repository, file.path, revision=revision, repo_type="dataset")
         return Path(found) if isinstance(found, str) else None
 
-    if constants.HF_HUB_OFFLINE and card:
+    if constants.HF_HUB_OFFLINE and card and {"revision", "bytes", "sha256"} <= {*card}:
         return HubState(card["revision"], card["bytes"], card["sha256"], card.get("licence"))
     if constants.HF_HUB_OFFLINE:
         cached = find_cached("main")

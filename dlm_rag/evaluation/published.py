@@ -1,8 +1,8 @@
 """The table of SARDI's paper (arXiv 2606.06474, table 1): its files, its setting, its figures.
 
 checkpoints/sardi-dream-7b/                             hf download pauljngr/sardi-dream-7b
-data/2wikimultihopqa/test.parquet                       hf download pauljngr/sardi-data
-data/2wikimultihopqa/corpus/index_chunked/corpus.jsonl  with a bm25s index; ours is built again
+data/2wikimultihopqa/test.parquet                       dlm-rag data get 2wiki --split sardi
+data/2wikimultihopqa/corpus/index_chunked/corpus.jsonl  a bm25s index is beside it; ours is built again
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,6 @@ from dlm_rag.retrieval.corpus import Corpus
 
 PAPER_CHECKPOINT = "checkpoints/sardi-dream-7b"
 DOWNLOAD_WEIGHTS_COMMAND = f"hf download pauljngr/sardi-dream-7b --local-dir {PAPER_CHECKPOINT}"
-DOWNLOAD_DATA_COMMAND = "hf download pauljngr/sardi-data --repo-type dataset --local-dir data"
 PAPER_DTYPE = "bfloat16"
 # (query, commit_threshold) of each column of the table.
 PAPER_COLUMNS = {"tau_c 0.9": ("proxy", 0.9), "tau_c 0.95": ("proxy", 0.95), "static": ("question", 0.9)}
@@ -71,7 +70,8 @@ def resolve_dataset_files(dataset: str, settings: Sequence[str]) -> list[str]:
     files = {key: path for key, path in files.items() if key not in given}
     for key, path in files.items():
         if not path.exists():
-            command = DOWNLOAD_WEIGHTS_COMMAND if key == "model.path" else DOWNLOAD_DATA_COMMAND
+            command = f"dlm-rag data get {dataset} --split sardi"
+            command = DOWNLOAD_WEIGHTS_COMMAND if key == "model.path" else command
             raise ConfigError(f"--dataset {dataset}: {path} is not there; `{command}` brings it")
     return [f"{key}={path}" for key, path in files.items()]
 

@@ -144,6 +144,6 @@ def _find_title(doc: dict[str, Any]) -> str | None:
 def read_answer_aliases(lines: Iterator[tuple[str, dict[str, Any]]]) -> dict[str, list[str]]:
     """The names of each answer by its id, as 2WikiMultihopQA's `id_aliases.json` has them."""
     return {
-        str(row.get("Q_id")): [str(name) for name in (*row.get("aliases", ()), *row.get("demonyms", ()))]
+        str(row.get("Q_id")): [str(n) for n in (*(row.get("aliases") or ()), *(row.get("demonyms") or ()))]
         for _, row in lines
     }

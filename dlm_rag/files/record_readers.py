@@ -26,9 +26,9 @@ SUPPORTED_FORMATS = (
 )
 # The names that a field goes by; the first that is there counts.
 FIELD_ALIASES = {
-    "id": ("id", "_id"),
+    "id": ("id", "_id", "question_id", "questionid"),  # the last two: TriviaQA
     "question": ("question", "text"),  # BEIR's queries
-    "golden_answers": ("golden_answers", "answers", "answer"),
+    "golden_answers": ("golden_answers", "answers", "answer", "possible_answers"),
     "answer_aliases": ("answer_aliases",),
     "supporting_ids": ("supporting_ids", "supporting_docs"),
     "contents": ("contents", "text"),

@@ -99,7 +99,7 @@ CASES = [
     # The paper's table.
     *table("evaluate --out run --dataset",
         (("is not one of 2wiki, hotpotqa", "nearest: '2wiki'"), "2wikki"),
-        (("data/2wikimultihopqa/test.parquet is not there", "hf download pauljngr/sardi-data"), "2wiki"),
+        (("data/2wikimultihopqa/test.parquet is not there", "dlm-rag data get 2wiki --split sardi"), "2wiki"),
         ("data/synthworlds/sm/corpus/index_chunked/corpus.jsonl is not there", "synthworlds",
          {"data/synthworlds/sm/test.parquet": ""}),
         (("checkpoints/sardi-dream-7b is not there", "hf download pauljngr/sardi-dream-7b"), "cofca",

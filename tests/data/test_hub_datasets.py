@@ -138,7 +138,7 @@ def test_what_is_fetched_is_said_before_and_stands_beside_it_after(hub, tmp_path
 
 
 def test_the_first_thousand_are_lines_of_the_whole(hub, tmp_path):
-    assert call(hub, tmp_path, "get", "nq", "--split", "flashrag_1000")[0] == 0
+    assert call(hub, tmp_path, "get", "--split", "flashrag_1000", "nq")[0] == 0
     whole, first = (tmp_path / "data/nq" / name for name in ("test.jsonl", "test.first_1000.jsonl"))
     assert whole.read_bytes().startswith(first.read_bytes())
     assert [q.id for q in read_questions(first)] == [f"test_{n}" for n in range(1000)]
@@ -332,6 +332,7 @@ def test_data_sets_by_name_are_a_folder_and_a_row_each(laid_out, model, capsys):
         record = json.loads(Path(f"runs/{name}/scores.json").read_text())
         assert record["questions"]["all"] == count and record["questions_of"] == f"{name}, search_r1"
         assert record["f1_rule"] == "hotpotqa"
+        assert record["recall_by"] == {"id": 0, "title": count}
         recall = {key: s["groups"]["all"]["recall_last"]["mean"] for key, s in record["settings"].items()}
         assert recall["oracle"] == 1.0 and recall["static"] > 0, "by title, on quoted titles"
         assert f"| {name} | oracle | {count} |" in table

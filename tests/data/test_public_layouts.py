@@ -300,6 +300,46 @@ CASES = {
         as_lines([flashrag(0, "Who?", ["Tulm"])]),
         [Question("dev_0", "Who?", ("Tulm",))],
     ),
+    "popqa original": (
+        "popQA.tsv",
+        as_table(
+            ["id", "subj", "prop", "question", "possible_answers"],
+            [["4222362", "Parn", "author", "Who wrote Parn?", '["Tulm", "A. Tulm"]']],
+            "\t",
+        ),
+        [Question("4222362", "Who wrote Parn?", ("Tulm", "A. Tulm"))],
+    ),
+    "triviaqa original": (
+        "verified-wikipedia-dev.json",
+        json.dumps(
+            {
+                "Data": [
+                    {
+                        "Answer": {"Value": "Tulm", "Aliases": ["Tulm", "A. Tulm"], "Type": "x"},
+                        "Question": "Who?",
+                        "QuestionId": "tc_8",
+                        "SearchResults": [],
+                    }
+                ],
+                "Domain": "Web",
+                "Version": 1.0,
+            }
+        ).encode(),
+        [Question("tc_8", "Who?", ("Tulm", "A. Tulm"))],
+    ),
+    "triviaqa hub parquet": (
+        "validation.parquet",
+        as_parquet(
+            [
+                {
+                    "question": "Who?",
+                    "question_id": "tc_8",
+                    "answer": {"aliases": ["A. Tulm"], "normalized_aliases": ["tulm"], "value": "Tulm"},
+                }
+            ]
+        ),
+        [Question("tc_8", "Who?", ("Tulm", "A. Tulm"))],
+    ),
     "sardi ids and titles": (
         "test.parquet",
         as_parquet([SARDI | {"supporting_docs": [{"id": "7", "contents": '"Vesk"\nVesk ends.'}]}]),

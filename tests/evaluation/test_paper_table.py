@@ -136,7 +136,8 @@ def test_the_files_of_each_data_set(tmp_path, monkeypatch):
         files = [f"data/{folder}/test.parquet", f"data/{folder}/corpus/index_chunked/corpus.jsonl"]
         for path in map(Path, (*files, PAPER_CHECKPOINT)):
             if not path.exists():
-                with pytest.raises(ConfigError, match=f"{dataset}: {path} is not there; `hf download"):
+                command = "hf download" if path.parts[0] == "checkpoints" else "dlm-rag data get"
+                with pytest.raises(ConfigError, match=f"{dataset}: {path} is not there; `{command}"):
                     resolve_dataset_files(dataset, [])
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
