@@ -13,6 +13,7 @@ from typing import Any
 from dlm_rag.cli import CommandParser, parse_int, print_note
 from dlm_rag.config import CONFIG_FOLDER, Config, dump_config, list_setting_fields, load_config
 from dlm_rag.config.fields import get_field_metadata, list_choices
+from dlm_rag.data.hub_datasets import find_named_corpus
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.hub import SHIPPED_FOLDER
 from dlm_rag.files.paths import expand_path
@@ -111,6 +112,7 @@ def parse_command_line(
     if given["print-config"]:
         print(dump_config(config), end="")
         raise SystemExit(0)
+    config.retrieval.corpus = find_named_corpus(config.retrieval.corpus)
     return CommandLine(
         config, questions, {name for name in switches if given[name]}, values, file, settings
     )

@@ -149,7 +149,7 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] 
         outputs.report_reproduction(out, then, before, groups, scores)
 
 
-def plan_from_command_line(words: CommandLine, dataset: str) -> EvaluationPlan:
+def plan_from_command_line(words: CommandLine, dataset: str = "") -> EvaluationPlan:
     """The settings that the command line names, for one of its data sets if any. Raises `ConfigError`."""
     from dlm_rag.evaluation.compare import expand_sweep, parse_compared_settings, parse_sweep
 

@@ -118,7 +118,7 @@ def _decode(value: Any) -> Any:
 
 
 def _pair_up(value: Any, name: str, place: str, error: type[UserError]) -> Iterator[tuple[Any, Any]]:
-    """Titles and what stands with each: of pairs, of objects, or of an object of columns."""
+    """Titles and what stands with each: of pairs, objects, an object of columns, or titles alone."""
     if isinstance(value, dict) and isinstance(titles := value.get("title"), list):
         columns = (each for key, each in value.items() if key != "title" and isinstance(each, list))
         others = next(columns, [""] * len(titles))
@@ -126,7 +126,9 @@ def _pair_up(value: Any, name: str, place: str, error: type[UserError]) -> Itera
             yield from zip(titles, others, strict=True)
             return
     for item in value if isinstance(value, list) else [None]:
-        if isinstance(item, list) and len(item) == 2:
+        if isinstance(item, str):
+            yield item, ""
+        elif isinstance(item, list) and len(item) == 2:
             yield item[0], item[1]
         elif isinstance(item, dict) and "title" in item:
             yield item["title"], next((item[key] for key in _SENTENCE_FIELDS if key in item), "")

@@ -53,6 +53,8 @@ class Passage:
 def parse_passage(record: dict[str, Any], place: str) -> Passage:
     """The passage in a record; raises `CorpusError` that begins with `place`."""
     name, contents = get_field(record, "contents")
+    if contents is None and get_field(record, "question")[1] is not None:
+        raise CorpusError(f"{place}: no passages come with this question: name another corpus")
     if contents is None:
         raise CorpusError(f"{place}: the passage has no 'contents'{suggest_nearest('contents', record)}")
     if not isinstance(contents, str) or not contents.strip():

@@ -109,8 +109,7 @@ CASES = [
         (("'cofca' is no data set by the split rule search_r1", "bamboogle"), "cofca --corpus corpus.jsonl"),
         (("data/hotpotqa/dev.jsonl is not there", "`dlm-rag data get hotpotqa` brings it"),
          "hotpotqa,2wiki --corpus corpus.jsonl"),
-        (("data/wiki-18.jsonl.gz is not there", "`dlm-rag data get wiki18` brings it"), "nq --corpus wiki18",
-         {"data/nq/test.jsonl": '{"id": "a", "question": "Who?", "golden_answers": ["x"]}'}),
+        (("data/wiki-18.jsonl.gz is not there", "`dlm-rag data get wiki18` brings it"), "nq --corpus wiki18"),
         (("data/nq/test.jsonl.card.json", "is not JSON"), "nq --corpus corpus.jsonl",
          {"data/nq/test.jsonl": "", "data/nq/test.jsonl.card.json": "{"}),
         ("--dataset names questions: leave --questions out", "nq --corpus corpus.jsonl --questions questions.jsonl"),
@@ -118,7 +117,7 @@ CASES = [
     ),
     *table("evaluate --out run",
         ("--corpus context is what comes with the questions of --questions FILE", "--corpus context"),
-        (("questions.jsonl, line 1", "has no 'contents'"), "--corpus context --questions questions.jsonl"),
+        (("questions.jsonl, line 1", "no passages come with this question"), "--corpus context --questions questions.jsonl"),
         ("--split has no effect without --dataset and --corpus", "--split sardi"),
     ),
     # A result that is run again, or shown.

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import string
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,11 @@ CASES = {
     "hotpotqa csv": (
         "hotpot.csv",
         as_table(list(HOTPOT), [[v if isinstance(v, str) else json.dumps(v) for v in HOTPOT.values()]]),
+        [HOTPOT_READ],
+    ),
+    "titles alone": (
+        "hotpot.json",
+        as_json([changed(HOTPOT, supporting_facts=["Vesk", "Orra"])]),
         [HOTPOT_READ],
     ),
     "2wiki": ("dev.json", as_json([TWOWIKI]), [TWOWIKI_READ]),
@@ -464,7 +470,7 @@ def test_the_passages_that_come_with_questions_are_a_corpus(tmp_path, name, cont
 
 def test_questions_without_passages_are_no_corpus(tmp_path):
     (tmp_path / "b.csv").write_bytes(as_table(["Question", "Answer"], BAMBOOGLE))
-    with pytest.raises(CorpusError, match="the passage has no 'contents'"):
+    with pytest.raises(CorpusError, match="line 2: no passages come with this question"):
         open_corpus(tmp_path / "b.csv", tmp_path / "index")
 
 
@@ -476,6 +482,20 @@ def test_recall_by_title_counts_any_passage_of_a_title():
     by_id = Question("a", "?", supporting_ids=("4",), supporting_titles=("Vesk",))
     assert compute_support_recall(["4"], texts, by_id) == 1.0, "ids say it more exactly"
     assert compute_support_recall(["4"], texts, Question("a", "?")) is None
+
+
+@pytest.mark.parametrize("name", ["hotpotqa", "2wikimultihopqa"])
+def test_recall_by_title_is_recall_by_id_where_titles_are_unique(real, name):
+    retriever = load_retriever(real / name / "corpus.jsonl", top_k=7)
+    titles = {passage.id: passage.title for passage in retriever.corpus}
+    assert len({*titles.values()}) == len(titles)
+    questions = read_questions(real / name / "questions.jsonl")
+    results = retriever.search([Query(q.question, (q.question,)) for q in questions])
+    for question, found in zip(questions, results, strict=True):
+        ids, texts = [p.id for p in found], {p.id: p.text for p in found}
+        named = tuple(titles[i] for i in question.supporting_ids)
+        by_title = replace(question, supporting_ids=(), supporting_titles=named)
+        assert compute_support_recall(ids, texts, by_title) == compute_support_recall(ids, texts, question)
 
 
 def test_oracle_evidence_by_titles(tmp_path):
