@@ -1,0 +1,176 @@
+"""Evaluate models x precisions x data sets x seeds, and put all of it into one table.
+
+    dlm-rag benchmark laptop --out runs/laptop            # what ships, in minutes on two cores
+    dlm-rag benchmark my.yaml --out runs/mine --plan      # the commands, and what is done already
+
+A benchmark is a YAML file, here or in configs/benchmarks/:
+
+    models:     {llada: --config llada.yaml --model GSAI-ML/LLaDA-8B-Instruct, shipped: ""}
+    datasets:   {hotpotqa: --dataset hotpotqa --corpus wiki18, own: questions=q.jsonl --corpus c.jsonl}
+    policies:   [interleaved, static]            # as in evaluate --compare
+    precisions: [none, int8]                     # of model.quantize; may be left out
+    seeds:      [0, 1]                           # of decode.seed; may be left out
+    settings:   limit=200                        # of all cells; may be left out
+
+Each cell is a `dlm-rag evaluate` of its own, one at a time on each GPU (or this machine). A cell that
+fails is reported, and the others go on. The same command again asks for what is missing alone.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import field
+from pathlib import Path
+from queue import SimpleQueue
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from dlm_rag.cli import CommandParser, print_note
+from dlm_rag.config import CONFIG_FOLDER
+from dlm_rag.config.fields import explain_validation_error
+from dlm_rag.errors import ConfigError, RunError, suggest_nearest
+from dlm_rag.evaluation.benchmark_tables import CELL_FILE, Cell, write_benchmark_tables
+from dlm_rag.files.paths import make_folder, write_text_atomic
+from dlm_rag.progress import report_progress
+
+BENCHMARK_FOLDER = CONFIG_FOLDER / "benchmarks"
+
+
+@checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Benchmark:
+    """What is compared; models and data sets by name, each with words for evaluate."""
+
+    models: dict[str, str]
+    datasets: dict[str, str]
+    policies: list[str]
+    precisions: list[str] = field(default_factory=lambda: ["none"])
+    seeds: list[int] = field(default_factory=lambda: [0])
+    settings: str = ""
+
+
+def main(argv: list[str]) -> None:
+    parser = CommandParser(__doc__ or "", prog="dlm-rag benchmark")
+    parser.add_argument("file", metavar="FILE", help="a YAML file, or the name of one that ships")
+    parser.add_argument("--out", metavar="PATH", required=True, help="folder of results and tables")
+    parser.add_argument("--plan", action="store_true", help="print each cell's command, and run nothing")
+    given = parser.parse_args(argv)
+    out = Path(given.out).expanduser()
+    benchmark = read_benchmark(given.file)
+    cells = list(list_cells(benchmark, out))
+    if given.plan:
+        for cell in cells:
+            print(
+                f"{'done' if cell.is_done else 'left'}  {shlex.join(['dlm-rag', 'evaluate', *cell.words])}"
+            )
+        return
+    make_folder(out, "out=")
+    failed = run_cells(cells)
+    write_benchmark_tables(out, [cell for cell in cells if cell.is_done], failed)
+    if failed:
+        raise RunError(f"{len(failed)} of {len(cells)} cells failed; the same command asks them again")
+
+
+def read_benchmark(name: str) -> Benchmark:
+    """The benchmark in a file, or of one that ships. Raises `ConfigError`, naming file and key."""
+    places = (Path(name), BENCHMARK_FOLDER / name, BENCHMARK_FOLDER / f"{name}.yaml")
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        known = sorted(place.stem for place in BENCHMARK_FOLDER.glob("*.yaml"))
+        raise ConfigError(f"benchmark '{name}' was not found{suggest_nearest(name, known)}")
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = TypeAdapter(Benchmark).validate_python(raw)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {explain_validation_error(error)[1]}") from None
+    if not (found.models and found.datasets and found.policies and found.precisions and found.seeds):
+        raise ConfigError(f"{path} compares nothing: name models, datasets and policies")
+    return found
+
+
+def list_cells(benchmark: Benchmark, out: Path) -> Iterator[Cell]:
+    """Every combination, data set by data set. Raises `ConfigError` for names that make no folder."""
+    for dataset, questions in benchmark.datasets.items():
+        for model, checkpoint in benchmark.models.items():
+            for precision in benchmark.precisions:
+                for seed in benchmark.seeds:
+                    names = (dataset, model, precision, str(seed))
+                    if any(not part or "/" in part or part.startswith(".") for part in names):
+                        raise ConfigError(
+                            f"'{'/'.join(names)}' makes no folder: names have no / and no . in front"
+                        )
+                    folder = out.joinpath(*names)
+                    words = [
+                        *shlex.split(checkpoint),
+                        *shlex.split(questions),
+                        *shlex.split(benchmark.settings),
+                    ]
+                    words += [f"model.quantize={precision}"] * (precision != "none")
+                    words += [
+                        f"decode.seed={seed}",
+                        "--compare",
+                        ",".join(benchmark.policies),
+                        "--out",
+                        str(folder),
+                    ]
+                    yield Cell(folder, tuple(words), model, dataset, precision, seed)
+
+
+def run_cells(cells: Sequence[Cell]) -> dict[str, str]:
+    """Runs the cells that are not done, one at a time on each device; what failed, with its last words."""
+    left, failed, devices = (
+        [cell for cell in cells if not cell.is_done],
+        dict[str, str](),
+        SimpleQueue[str](),
+    )
+    names = list_devices()
+    for device in names:
+        devices.put(device)
+
+    def run(cell: Cell) -> None:
+        device = devices.get()
+        try:
+            if error := run_cell(cell, device):
+                failed[cell.name] = error
+                print_note(f"{cell.name} failed: {error}")
+        finally:
+            devices.put(device)
+
+    with (
+        report_progress("cells", len(cells), done=len(cells) - len(left)) as advance,
+        ThreadPoolExecutor(len(names)) as pool,
+    ):
+        for _ in pool.map(run, left):
+            advance(1)
+    return {cell.name: failed[cell.name] for cell in cells if cell.name in failed}
+
+
+def list_devices() -> list[str]:
+    """The numbers of the GPUs; one empty name where there is none."""
+    from torch.cuda import device_count
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    numbers = visible.split(",") if visible else [str(n) for n in range(device_count())]
+    return numbers[: device_count()] or [""]
+
+
+def run_cell(cell: Cell, device: str) -> str:
+    """Evaluates a cell in a process of its own, which what it breaks breaks alone; the error, if any."""
+    make_folder(cell.folder, "out=")
+    write_text_atomic(cell.folder / CELL_FILE, json.dumps({"words": cell.words}) + "\n")
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
+    done = subprocess.run(
+        [sys.executable, "-m", "dlm_rag", "evaluate", *cell.words],
+        env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode == 0:
+        return ""
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    return said[-1].removeprefix("error: ") if said else f"it ended with status {done.returncode}"

@@ -1,0 +1,138 @@
+"""A benchmark: every cell once, whatever fails or is stopped in between, and one table of all."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dlm_rag.commands import benchmark
+from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.evaluation.metrics import SCORE_METRICS
+from tests.support.paths import ROOT
+
+POLICIES = ["interleaved", "static"]
+
+
+def write_benchmark(folder, **keys):
+    path = folder / "b.yaml"
+    path.write_text(json.dumps({"policies": POLICIES} | keys))
+    return str(path)
+
+
+class FakeEvaluate:
+    """Stands for the processes: writes scores, fails where it is told to, and stops after `most` cells."""
+
+    def __init__(self, fails=lambda words: False, most=10**9):
+        self.ran, self._fails, self._most = Counter(), fails, most
+
+    def __call__(self, command, **_):
+        if sum(self.ran.values()) == self._most:
+            raise KeyboardInterrupt
+        words = command[4:]
+        self.ran[tuple(words)] += 1
+        if self._fails(words):
+            return SimpleNamespace(returncode=2, stderr="reading\nerror: no such model\n")
+        out, settings = Path(words[words.index("--out") + 1]), {}
+        for n, policy in enumerate(words[words.index("--compare") + 1].split(",")):
+            share = {"mean": 0.5 + n / 4, "low": 0.4, "high": 0.9}
+            shares = dict.fromkeys((*SCORE_METRICS, "tokens_per_forward"), share)
+            settings[policy] = {"groups": {"all": shares}, "stamp": {}, "energy": None}
+        less = {"static": {"all": {"exact_match": {"mean": -0.25, "low": -0.5, "high": 0.0}}}}
+        record = {"questions": {"all": 10}, "settings": settings, "first_minus": less}
+        (out / "scores.json").write_text(json.dumps(record))
+        return SimpleNamespace(returncode=0, stderr="")
+
+
+def run(monkeypatch, file, out, fake):
+    monkeypatch.setattr(benchmark.subprocess, "run", fake)
+    benchmark.main([file, "--out", str(out)])
+
+
+def test_168_cells_are_run_once_each_whatever_fails_or_stops(tmp_path, monkeypatch, capsys):
+    file = write_benchmark(
+        tmp_path,
+        models={f"m{n}": f"--model folder{n}" for n in range(7)},
+        datasets={f"d{n}": f"questions={n}.jsonl" for n in range(6)},
+        precisions=["none", "int8"], seeds=[0, 1], settings="limit=5",
+    )  # fmt: skip
+    first, second = (FakeEvaluate(lambda words: "folder3" in words, most) for most in (50, 10**9))
+    with pytest.raises(KeyboardInterrupt):
+        run(monkeypatch, file, tmp_path / "out", first)
+    with pytest.raises(RunError, match="24 of 168 cells failed"):
+        run(monkeypatch, file, tmp_path / "out", second)
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert table.count("no such model") == 24 and table.count("| static |") == 144
+    third = FakeEvaluate()
+    run(monkeypatch, file, tmp_path / "out", third)
+    assert len(third.ran) == 24 and all("folder3" in words for words in third.ran)
+    done = Counter({w: n for w, n in (first.ran + second.ran).items() if "folder3" not in w}) + third.ran
+    assert len(done) == 168 and {*done.values()} == {1}
+    rows = [line.split(" | ") for line in (tmp_path / "out" / "table.md").read_text().splitlines()[4:]]
+    assert len(rows) == 336 and rows[1][4] == "static" and rows[1][7] == "+25.0 [+0, +50]"
+    fourth = FakeEvaluate()
+    run(monkeypatch, file, tmp_path / "out", fourth)
+    assert not fourth.ran
+    assert "\\bottomrule" in (tmp_path / "out" / "table.tex").read_text()
+    assert (tmp_path / "out" / "table.html").read_text().count("<tr>") == 337
+
+
+def test_other_words_run_a_cell_again(tmp_path, monkeypatch):
+    for settings in ("limit=5", "limit=6"):
+        file = write_benchmark(tmp_path, models={"m": ""}, datasets={"d": ""}, settings=settings)
+        fake = FakeEvaluate()
+        run(monkeypatch, file, tmp_path / "out", fake)
+        assert len(fake.ran) == 1
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"models": {"m": ""}},
+        {"models": {}, "datasets": {"d": ""}},
+        {"models": {"m": 3}, "datasets": {"d": ""}},
+        {"models": {"../m": ""}, "datasets": {"d": ""}},
+        {"models": {"m": ""}, "datasets": {"d": ""}, "modles": 1},
+    ],
+)  # fmt: skip
+def test_what_is_no_benchmark_is_refused(tmp_path, keys):
+    with pytest.raises(ConfigError):
+        benchmark.main([write_benchmark(tmp_path, **keys), "--out", str(tmp_path / "out")])
+    with pytest.raises(ConfigError, match="nearest: 'laptop'"):
+        benchmark.main(["labtop", "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_those_that_ship_name_settings_that_exist():
+    for path in benchmark.BENCHMARK_FOLDER.glob("*.yaml"):
+        assert [*benchmark.list_cells(benchmark.read_benchmark(path.stem), Path("out"))]
+
+
+def start(file, out):
+    command = [sys.executable, "-m", "dlm_rag", "benchmark", file, "--out", str(out)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+@pytest.mark.slow
+def test_killed_twice_it_ends_in_the_same_table(tmp_path):
+    file = write_benchmark(
+        tmp_path, models={"m": ""}, datasets={"d": ""}, precisions=["none", "int8"], settings="limit=12"
+    )
+    tables = []
+    for out, kills in ((tmp_path / "whole", 0), (tmp_path / "killed", 2)):
+        for _ in range(kills):
+            process = start(file, out)
+            time.sleep(6)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        assert start(file, out).wait() == 0
+        text = (out / "table.md").read_text()
+        tables.append([re.split(r" \| ", line)[:12] for line in text.splitlines()])
+    assert tables[0] == tables[1] and len(tables[0]) == 8
