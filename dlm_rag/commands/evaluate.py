@@ -96,7 +96,7 @@ def evaluate_settings(words: CommandLine, argv: list[str]) -> None:
     for name, wanted in zip(names, plans, strict=True):
         wanted.report_header["command"] = shlex.join(["dlm-rag", "evaluate", *argv])
         folder = Path(str(out)) / name if len(plans) > 1 else Path(str(out))
-        run_evaluation(folder, wanted, words.announce_reader)
+        run_evaluation(folder, wanted, words.announce_reader if wanted is plans[0] else lambda: None)
     if len(plans) > 1:
         from dlm_rag.commands.evaluation_outputs import report_datasets
 

@@ -109,7 +109,7 @@ CASES = [
             ("comes with an 'image', and only texts are answered", '{"id": "1", "image": "cat.png"}\n'),
             ("the 'response' is no text", '{"id": "b", "question": "x", "response": ""}'),
             ("must be a list of texts", '{"id": "b", "question": "x", "answers": [[1]]}'),
-            ("must be a list of texts", '{"id": "b", "question": "x", "answer": {"value": "y"}}'),
+            ("must be a list of texts", '{"id": "b", "question": "x", "answer": {"values": "y"}}'),
             ("line 1: 'answer'", '{"id": "b", "question": "x", "answer": "[\'a\']"}'),
             *(
                 ("a whole number from 1 to 99", f'{{"id": "b", "question": "x", "hops": {hops}}}')
