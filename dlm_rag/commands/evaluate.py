@@ -93,6 +93,8 @@ def evaluate_settings(words: CommandLine, argv: list[str]) -> None:
         plans = [plan_from_result(words)]
     else:
         plans = [plan_from_command_line(words, name) for name in names]
+    for wanted in plans if len(plans) > 1 else ():  # what is wrong with the last ends all before the first
+        read_scored_questions(wanted)
     for name, wanted in zip(names, plans, strict=True):
         wanted.report_header["command"] = shlex.join(["dlm-rag", "evaluate", *argv])
         folder = Path(str(out)) / name if len(plans) > 1 else Path(str(out))
@@ -111,14 +113,8 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] 
     from dlm_rag.evaluation.stored_results import SAVED_CONFIG_FILE, make_setting_folder_name
 
     config, then = fill_in_shipped_files(wanted.config, []), wanted.reproduced_result
-    if config.questions is None:
-        raise ConfigError("evaluation of a model or corpus of your own needs --questions FILE")
-    questions = gather_questions(config, [])
-    if without := next((question for question in questions if not question.golden_answers), None):
-        raise ConfigError(
-            f"{config.questions} has questions without golden_answers, '{without.id}' for one: they "
-            "cannot be scored"
-        )
+    questions = read_scored_questions(wanted)
+    assert config.questions is not None
     f1_rule, groups = choose_f1_rule(config.f1_rule, config.questions), group_questions(questions)
     said = wanted.report_header | {"f1_rule": f1_rule}
     said["chosen"] = {"limit": config.limit, "quick": config.quick}
@@ -147,6 +143,25 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] 
     outputs.write_evaluation_report(out, groups, scores, folders, said)
     if then and before:
         outputs.report_reproduction(out, then, before, groups, scores)
+
+
+def read_scored_questions(wanted: EvaluationPlan) -> "list[Question]":
+    """The questions of a plan. Raises `ConfigError` where they cannot be scored, or not with an oracle."""
+    from dlm_rag.retrieval.composite import check_oracle_support
+
+    config = fill_in_shipped_files(wanted.config, [])
+    if config.questions is None:
+        raise ConfigError("evaluation of a model or corpus of your own needs --questions FILE")
+    questions = gather_questions(config, [])
+    if without := next((question for question in questions if not question.golden_answers), None):
+        raise ConfigError(
+            f"{config.questions} has questions without golden_answers, '{without.id}' for one: they "
+            "cannot be scored"
+        )
+    asked = wanted.settings.values()
+    if any(each.retrieval.oracle and each.decode.query_policy == "question" for each in asked):
+        check_oracle_support(questions)
+    return questions
 
 
 def plan_from_command_line(words: CommandLine, dataset: str = "") -> EvaluationPlan:

@@ -140,6 +140,16 @@ def _list_supports(question: Question) -> list[tuple[str, str]]:
     return [("title", normalize_title(title)) for title in question.supporting_titles]
 
 
+def check_oracle_support(questions: Sequence[Question]) -> None:
+    """Raises `ConfigError` where no passage is known that supports a question."""
+    for question in questions:
+        if not _list_supports(question):
+            raise ConfigError(
+                f"retrieval.oracle=true: question '{question.id}' has no supporting_ids, and no titles of "
+                "supporting passages"
+            )
+
+
 def wrap_oracle(inner: Retriever, questions: Sequence[Question], query: str) -> Retriever:
     """`inner` with the supporting passages of questions first; query: the policy. Raises `ConfigError`."""
     if not isinstance(inner, CorpusRetriever) or not isinstance(inner.corpus, Corpus):
@@ -148,10 +158,5 @@ def wrap_oracle(inner: Retriever, questions: Sequence[Question], query: str) -> 
         raise ConfigError(
             "retrieval.oracle=true needs decode.query_policy=question: its evidence never changes"
         )
-    for question in questions:
-        if not _list_supports(question):
-            raise ConfigError(
-                f"retrieval.oracle=true: question '{question.id}' has no supporting_ids, and no titles of "
-                "supporting passages"
-            )
+    check_oracle_support(questions)
     return OracleRetriever(inner, {build_query(query, q.question).parts[0]: q for q in questions})

@@ -362,6 +362,10 @@ def test_the_corpus_context_is_what_comes_with_the_questions(laid_out, model):  
         ("--dataset hotpotqa,hotpotqa --corpus wiki18", "names a data set twice"),
         ("--dataset hotpotqa,2wikki --corpus wiki18", "nearest: '2wiki'"),
         ("--dataset nq --questions q.jsonl --corpus wiki18", "leave --questions out"),
+        (
+            "--dataset hotpotqa,bamboogle --corpus wiki18 --compare static,oracle",
+            "'test_0' has no supporting_ids",
+        ),
         ("--split sardi", "--split has no effect"),
         ("--corpus context", "--questions FILE"),
     ],
