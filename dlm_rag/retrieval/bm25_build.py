@@ -38,7 +38,7 @@ SHARD_PASSAGES = 1 << 16  # that are counted at once; their rows are kept as uin
 SHARD_BYTES = 64 << 20  # of the corpus, that are counted at once
 BUCKET_POSTINGS = 1 << 24  # that are written at once, 8 bytes each, besides those of one more word
 SAMPLE_PASSAGES = 2000  # that are counted to tell the costs of a build
-POSTING_BYTES = 20  # of disk while an index is built
+POSTING_BYTES = 16  # of disk while an index is built: 3 of a shard, 8 of the index, and words
 WORKER_BYTES = 400 << 20  # of memory of a process
 
 # The rule of bm25s: lower case, runs of two or more word characters, English stop words left out.
@@ -88,7 +88,7 @@ def build_bm25_index(corpus: Corpus, scratch: Path) -> None:
 
 def _announce_costs(corpus: Corpus, shards: int) -> None:
     """Says what a long build takes, from what a sample of the passages does."""
-    if len(corpus) <= SAMPLE_PASSAGES:
+    if len(corpus) <= 10 * SAMPLE_PASSAGES:
         return
     start, rows = perf_counter(), range(0, len(corpus), -(-len(corpus) // SAMPLE_PASSAGES))
     sample, processes = _count_words(corpus, rows), count_workers(shards)
@@ -96,7 +96,7 @@ def _announce_costs(corpus: Corpus, shards: int) -> None:
     seconds = share * (perf_counter() - start) / processes
     if seconds > ANNOUNCE_FROM_SECONDS:
         log.info(
-            "BM25 over %s passages: about %s in %d processes, %s of disk (%s are free) and %s of memory; "
+            "BM25 over %s passages: %s or more in %d processes, %s of disk (%s are free) and %s of memory; "
             "the same command resumes it when it was stopped",
             f"{len(corpus):,}", format_duration(seconds), processes,
             format_bytes(share * len(sample["rows"]) * POSTING_BYTES),
