@@ -98,7 +98,7 @@ def test_steps_are_those_of_the_rule_on_lists_and_a_replay_gives_them_again(seed
     canvas = LevenshteinCanvas(LENGTH, MASK, 0, edit_ids=(DELETE, SPLIT))
     replayed, marks = {}, {}
 
-    def choose(candidates, span):
+    def choose(candidates, span, must):
         least = 1 + canvas.introduced_masks
         return candidates.subset(select_by_threshold(candidates.confidence, threshold, least))
 
@@ -115,7 +115,7 @@ def test_steps_are_those_of_the_rule_on_lists_and_a_replay_gives_them_again(seed
                 assert [*again] == places
                 found = Proposals(**vars(found) | {"second_choice": propose(places, again, ranked)})
             before = canvas.ids.tolist()
-            change = canvas.write_step(found, settings, (begin, end), choose)
+            change = canvas.write_step(found, settings, [(begin, end)], choose)
             block.step(ranked[start:end], threshold, bound, most)
             assert canvas.ids[start:end].tolist() == block.tokens
             assert (
