@@ -62,12 +62,12 @@ def test_the_first_sign_is_there_before_torch_and_goes_when_the_view_begins():
 
 @pytest.mark.slow
 def test_an_interrupt_says_how_to_go_on_and_shows_the_cursor_again():
-    session = Session("limit=100", "decode.commit_threshold=0.99999", "decode.batch_size=1")
+    session = Session("limit=400", "decode.commit_threshold=0.99999", "decode.batch_size=1")
     session.read_until("╭".encode())
     session.process.send_signal(signal.SIGINT)
     shown = session.read_until(None)
     assert session.status() == 130
-    assert b"of 100 answered; with --out FILE" in shown and b"Traceback" not in shown
+    assert b"of 400 answered; with --out FILE" in shown and b"Traceback" not in shown
     assert shown.rindex(SHOW_CURSOR) > shown.rindex(HIDE_CURSOR)
 
 
