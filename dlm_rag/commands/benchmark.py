@@ -24,6 +24,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field
+from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -97,40 +98,24 @@ def read_benchmark(name: str) -> Benchmark:
 
 def list_cells(benchmark: Benchmark, out: Path) -> Iterator[Cell]:
     """Every combination, data set by data set. Raises `ConfigError` for names that make no folder."""
-    for dataset, questions in benchmark.datasets.items():
-        for model, checkpoint in benchmark.models.items():
-            for precision in benchmark.precisions:
-                for seed in benchmark.seeds:
-                    names = (dataset, model, precision, str(seed))
-                    if any(not part or "/" in part or part.startswith(".") for part in names):
-                        raise ConfigError(
-                            f"'{'/'.join(names)}' makes no folder: names have no / and no . in front"
-                        )
-                    folder = out.joinpath(*names)
-                    words = [
-                        *shlex.split(checkpoint),
-                        *shlex.split(questions),
-                        *shlex.split(benchmark.settings),
-                    ]
-                    words += [f"model.quantize={precision}"] * (precision != "none")
-                    words += [
-                        f"decode.seed={seed}",
-                        "--compare",
-                        ",".join(benchmark.policies),
-                        "--out",
-                        str(folder),
-                    ]
-                    yield Cell(folder, tuple(words), model, dataset, precision, seed)
+    common = shlex.split(benchmark.settings)
+    for dataset, model, precision, seed in product(
+        benchmark.datasets, benchmark.models, benchmark.precisions, benchmark.seeds
+    ):
+        names = (dataset, model, precision, str(seed))
+        if any(not part or "/" in part or part.startswith(".") for part in names):
+            raise ConfigError(f"'{'/'.join(names)}' makes no folder: names have no / and no . in front")
+        folder, own = out.joinpath(*names), (benchmark.models[model], benchmark.datasets[dataset])
+        words = [word for text in own for word in shlex.split(text)] + common
+        words += [f"model.quantize={precision}"] * (precision != "none") + [f"decode.seed={seed}"]
+        words += ["--compare", ",".join(benchmark.policies), "--out", str(folder)]
+        yield Cell(folder, tuple(words), model, dataset, precision, seed)
 
 
 def run_cells(cells: Sequence[Cell]) -> dict[str, str]:
     """Runs the cells that are not done, one at a time on each device; what failed, with its last words."""
-    left, failed, devices = (
-        [cell for cell in cells if not cell.is_done],
-        dict[str, str](),
-        SimpleQueue[str](),
-    )
-    names = list_devices()
+    left, failed = [cell for cell in cells if not cell.is_done], dict[str, str]()
+    names, devices = list_devices(), SimpleQueue[str]()
     for device in names:
         devices.put(device)
 
@@ -164,13 +149,13 @@ def list_devices() -> list[str]:
 def run_cell(cell: Cell, device: str) -> str:
     """Evaluates a cell in a process of its own, which what it breaks breaks alone; the error, if any."""
     make_folder(cell.folder, "out=")
-    write_text_atomic(cell.folder / CELL_FILE, json.dumps({"words": cell.words}) + "\n")
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
     done = subprocess.run(
         [sys.executable, "-m", "dlm_rag", "evaluate", *cell.words],
         env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
-    if done.returncode == 0:
+    if done.returncode == 0:  # noted only now: until then scores that are there may be of other words
+        write_text_atomic(cell.folder / CELL_FILE, json.dumps({"words": cell.words}) + "\n")
         return ""
     said = [line for line in done.stderr.splitlines() if line.strip()]
     return said[-1].removeprefix("error: ") if said else f"it ended with status {done.returncode}"

@@ -66,8 +66,8 @@ class PromptTemplate:
             raise CheckpointError(f"answer={template.answer!r:.60} is not one of {', '.join(ANSWER_FORMS)}")
         if EVIDENCE_LAYOUTS[layout].separate_passages and template.numbers_facts:
             raise CheckpointError(
-                f"the checkpoint's prompt numbers its facts, which evidence_layout={layout} cannot "
-                "do (a passage must not depend on its rank): use joint or prefix"
+                f"the prompt numbers its facts, which evidence_layout={layout} cannot do (a passage must "
+                "not depend on its rank): use joint or prefix"
             )
         return template
 
@@ -85,7 +85,7 @@ class PromptTemplate:
         return _PLACES.sub(lambda place: named[place[0]], self.fact)
 
 
-# By `prompt`. The texts are those of the publications; where these have a system message, it is the head.
+# By `prompt`. Where a publication has a system message, it is the head. `few_shot` is our own.
 PROMPTS = {
     "sardi": PromptTemplate(),
     "flashrag": PromptTemplate(

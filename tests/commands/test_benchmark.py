@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,12 +85,14 @@ def test_168_cells_are_run_once_each_whatever_fails_or_stops(tmp_path, monkeypat
     assert (tmp_path / "out" / "table.html").read_text().count("<tr>") == 337
 
 
-def test_other_words_run_a_cell_again(tmp_path, monkeypatch):
-    for settings in ("limit=5", "limit=6"):
+def test_other_words_run_a_cell_again_and_old_scores_are_not_theirs(tmp_path, monkeypatch):
+    for settings, fails in (("limit=5", False), ("limit=6", True), ("limit=6", True), ("limit=6", False)):
         file = write_benchmark(tmp_path, models={"m": ""}, datasets={"d": ""}, settings=settings)
-        fake = FakeEvaluate()
-        run(monkeypatch, file, tmp_path / "out", fake)
+        fake = FakeEvaluate(lambda words, fails=fails: fails)
+        with pytest.raises(RunError) if fails else nullcontext():
+            run(monkeypatch, file, tmp_path / "out", fake)
         assert len(fake.ran) == 1
+        assert ("| static |" in (tmp_path / "out" / "table.md").read_text()) != fails
 
 
 @pytest.mark.parametrize(
