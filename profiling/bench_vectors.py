@@ -64,6 +64,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     given = parser.parse_args(argv)
     given.folder.mkdir(parents=True, exist_ok=True)
     queries, expected = write_vectors(given.folder, given.passages, given.width, given.seed)
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> None:
         path = given.folder / f"{dtype}.npy"
         vectors = np.load(path, mmap_mode="c")
         numbered = range(given.passages)  # a corpus is asked for its length alone
-        search = DenseRetriever(numbered, DEPTH, lambda texts: queries, vectors, torch.device("cpu"))  # type: ignore[arg-type]
+        search = DenseRetriever(numbered, DEPTH, lambda texts: queries, vectors, given.device)  # type: ignore[arg-type]
         found, seconds = search._find_nearest(queries, DEPTH), []
         for begin in range(0, QUERIES, 8):
             start = time.perf_counter()

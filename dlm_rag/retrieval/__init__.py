@@ -4,6 +4,7 @@
 """
 
 import logging
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from dlm_rag.retrieval.corpus import Corpus
 
 log = logging.getLogger(__name__)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # bm25s starts JAX, which reserves most of a GPU's memory
 
 
 @overload

@@ -9,7 +9,6 @@ word, has a probability of 3 in a million.
 """
 
 import logging
-import os
 import re
 import shutil
 from collections import defaultdict
@@ -19,7 +18,6 @@ from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # bm25s starts JAX, which reserves most of a GPU's memory
 import numpy as np
 from blake3 import blake3
 from bm25s.scoring import _score_idf_lucene, _score_tfc_lucene

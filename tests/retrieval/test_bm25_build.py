@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import resource
 import signal
+import subprocess
+import sys
 from errno import ENOSPC
 from pathlib import Path
 
@@ -313,3 +315,15 @@ def test_the_index_is_mapped(corpus):
     retriever = BM25Retriever(corpus, 7)
     for array in (retriever._words, *(retriever._index.scores[n] for n in ("data", "indices", "indptr"))):
         assert isinstance(array.base, np.memmap) or isinstance(array.base.base, np.memmap)
+
+
+@pytest.mark.parametrize("module", ["retrieval.bm25", "retrieval.sparse_vectors", "commands.sample"])
+def test_jax_is_kept_from_the_gpu_before_bm25s_starts_it(tmp_path, module):
+    """On a GPU JAX takes three quarters of the memory at once. A stand-in for JAX tells which platforms it may take when it is first imported."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("import os; print('jax on', os.environ['JAX_PLATFORMS'])")
+    (tmp_path / "jax" / "lax.py").write_text("def top_k(scores, k): return scores[:k], range(k)")
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import dlm_rag.{module}, bm25s"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (run.stdout, run.returncode) == ("jax on cpu\n", 0), run.stderr
