@@ -1,33 +1,23 @@
 """Another model as writer: questions in other words, passages as questions and answers or as a table.
 
-Any server with POST /v1/chat/completions will do. A request that fails temporarily (no connection, no
-answer in time, 429, 5xx) is repeated after a pause that doubles; other refusals are reported in its words.
+Any server with POST /v1/chat/completions will do.
 """
 
 import hashlib
-import os
 import re
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from multiprocessing.pool import ThreadPool
-from threading import Event, Semaphore
-from typing import Any, TypeVar
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict, replace
 
-import httpx2
-
+from dlm_rag.baselines.chat_client import ChatClient, ChatServer, Completion
 from dlm_rag.config import SynthesisConfig
-from dlm_rag.errors import ConfigError, RunError, suggest_nearest
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.retrieval.retry import RetryableFailure, describe_connection_error, iterate_backoff_seconds
 from dlm_rag.synthesis.shards import SourceOutcome
 from dlm_rag.text import (
     FUNCTION_WORDS,
     find_word_spans,
     normalize_answer,
     normalize_whitespace,
-    replace_control_chars,
     split_words,
 )
 
@@ -42,109 +32,8 @@ WRITER_PROMPTS = {
 }
 # Copied from a question to its paraphrases.
 COPIED_QUESTION_FIELDS = ("golden_answers", "supporting_ids", "hops", "response")
-COUNTED = ("prompt", "completion")  # tokens, in the usage that a server reports
-T = TypeVar("T")
 WriterRequest = tuple[int, str, Question | Passage]  # its index, its key, and what it is about
 _NUMBER = re.compile(r"\d+")
-REFUSED_TEXT_STATUSES = (400, 413, 422)  # of this text alone
-INITIAL_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 30.0  # pauses between attempts
-RETRYABLE_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-
-
-class ChatError(RuntimeError):
-    """A request came to nothing: refused with an HTTP status, or (status None) every attempt failed."""
-
-    def __init__(self, message: str, status: int | None = None) -> None:
-        super().__init__(f"{status}: {message}" if status else message)
-        self.status = status
-
-
-@dataclass(frozen=True)
-class ChatCompletion:
-    """What the writer wrote; token counts are the server's, None where it gives none."""
-
-    text: str
-    finish_reason: str
-    prompt_tokens: int | None
-    response_tokens: int | None
-    requests: int = 1
-
-
-class ChatClient:
-    """Asks one model at a URL; may be used by several threads."""
-
-    def __init__(self, config: SynthesisConfig) -> None:
-        assert config.writer_url is not None
-        self._url, self._config = config.writer_url.rstrip("/"), config
-        key = os.environ.get("DLM_RAG_WRITER_KEY")
-        self._client = httpx2.Client(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=config.timeout,
-            limits=httpx2.Limits(max_connections=None),
-        )
-
-    def check_model(self) -> None:
-        """Raises `ConfigError` if the server does not answer, or does not have the model."""
-        wanted = self._config.writer_model
-        try:
-            names = self._send("/models", lambda answer: [str(model["id"]) for model in answer["data"]])
-        except (ChatError, RetryableFailure) as error:
-            raise ConfigError(
-                f"synthesis.writer_url={self._url} does not list its models ({error}): give the URL of an "
-                "OpenAI-style server, with its /v1"
-            ) from None
-        if wanted not in names:
-            known = replace_control_chars(", ".join(names)) + suggest_nearest(wanted, names)
-            raise ConfigError(f"synthesis.writer_model={wanted} is none of {known}")
-
-    def complete(self, prompt: str, seed: int) -> ChatCompletion:
-        """The answer to a prompt. Raises `ChatError`."""
-        config, failure = self._config, ""
-        body = {
-            "model": config.writer_model, "messages": [{"role": "user", "content": prompt}], "seed": seed,
-            "temperature": config.temperature, "max_tokens": config.max_tokens,
-        }  # fmt: skip
-        pauses = iterate_backoff_seconds(INITIAL_RETRY_SECONDS, MAX_RETRY_SECONDS)
-        for attempt in range(1, config.max_retries + 1):
-            try:
-                return replace(self._send("/chat/completions", _read_completion, body), requests=attempt)
-            except RetryableFailure as error:
-                failure = str(error)
-            if attempt < config.max_retries:
-                time.sleep(next(pauses))
-        raise ChatError(f"{self._url} failed {config.max_retries} times, at last with {failure}")
-
-    def _send(self, path: str, read: Callable[[Any], T], body: dict[str, Any] | None = None) -> T:
-        """What `read` finds in the JSON of an answer.
-
-        Raises `ChatError` for a refusal, and `RetryableFailure` for the rest.
-        """
-        try:
-            answer = self._client.request("GET" if body is None else "POST", self._url + path, json=body)
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise RetryableFailure(describe_connection_error(error)) from None
-        try:
-            if answer.is_success:
-                return read(answer.json())
-            message = normalize_whitespace(str(answer.json()["error"]["message"]))[:300]
-        except (ValueError, TypeError, LookupError) as error:
-            if answer.is_success:
-                raise RetryableFailure(f"an answer of another form ({error})") from None
-            message = answer.reason_phrase
-        message = replace_control_chars(message)
-        if answer.status_code in RETRYABLE_STATUSES:
-            raise RetryableFailure(f"{answer.status_code}: {message}")
-        raise ChatError(message, answer.status_code)
-
-
-def _read_completion(answer: Any) -> ChatCompletion:
-    choice, usage = answer["choices"][0], answer.get("usage")
-    text = choice["message"]["content"]
-    if not isinstance(text, str):
-        raise TypeError("a message without text")
-    counts = [usage.get(f"{name}_tokens") if isinstance(usage, dict) else None for name in COUNTED]
-    read, written = (count if type(count) is int else None for count in counts)
-    return ChatCompletion(text.strip(), str(choice.get("finish_reason")), read, written)
 
 
 class LlmWriter:
@@ -153,8 +42,15 @@ class LlmWriter:
     energy = None  # not measured
 
     def __init__(self, sources: Sequence[Question | Passage], config: SynthesisConfig) -> None:
-        self.client, self._config, self._sources = ChatClient(config), config, sources
-        self.failed = 0
+        assert config.writer_url is not None
+        setting = f"synthesis.writer_model={config.writer_model}"
+        self.client = ChatClient(
+            ChatServer(
+                config.writer_url, config.writer_model, setting, "DLM_RAG_WRITER_KEY", config.timeout,
+                config.max_retries,
+            )
+        )  # fmt: skip
+        self._config, self._sources, self.failed = config, sources, 0
 
     def __len__(self) -> int:
         return len(self._sources) * self._config.n
@@ -162,55 +58,34 @@ class LlmWriter:
     def outcomes(self, done: set[str]) -> Generator[SourceOutcome]:
         """What becomes of each request that is not done, as it is answered.
 
-        At most twice `concurrency` of them are under way, or answered and not yet taken. Raises `RunError`
-        once so many in a row came to nothing that the server must be gone.
+        Raises `RunError` as `ChatClient.ask_all` does.
         """
-        waiting = self._requests(
-            {*done}, stopped := Event(), window := Semaphore(2 * self._config.concurrency)
-        )
-        in_a_row = 0
-        # Its threads are daemons: whoever stops this need not wait for answers that are under way.
-        with ThreadPool(self._config.concurrency) as pool:
-            try:
-                for found in pool.imap_unordered(self._ask, waiting):
-                    if isinstance(found, SourceOutcome):
-                        in_a_row = 0
-                        yield found
-                    else:
-                        self.failed, in_a_row = self.failed + 1, in_a_row + 1
-                        if in_a_row > self._config.concurrency:
-                            raise RunError(f"{found}: the same command resumes here")
-                    window.release()
-            finally:  # the pool waits for its thread that reads requests
-                stopped.set()
-                window.release()
+        asked = self.client.ask_all(self._ask, self._requests({*done}), self._config.concurrency)
+        for (index, key, _), found in asked:
+            if isinstance(found, SourceOutcome):
+                yield found
+            elif found.status is None:
+                self.failed += 1
+            else:
+                yield SourceOutcome(index, key, [], {"refused by the writer": 1})
 
-    def _requests(self, done: set[str], stopped: Event, window: Semaphore) -> Iterator[WriterRequest]:
-        """The requests that are not done, each as soon as the window has room for it, until stopped."""
-        window.acquire()
+    def _requests(self, done: set[str]) -> Iterator[WriterRequest]:
+        """The requests that are not done."""
         for index in range(len(self)):
-            if stopped.is_set():
-                return
             source, number = self._sources[index // self._config.n], index % self._config.n
             if (key := f"{source.id}#{self._config.template}{number}") not in done:
                 yield index, key, source
-                window.acquire()
 
-    def _ask(self, request: WriterRequest) -> SourceOutcome | ChatError:
-        """What becomes of a request; the error where every attempt failed.
-
-        Raises `RunError` where the server refuses all requests.
-        """
+    def _ask(self, request: WriterRequest) -> SourceOutcome:
+        """What becomes of a request. Raises `ChatError`."""
         index, key, source = request
-        seed = int(hashlib.sha256(key.encode()).hexdigest()[:7], 16)  # another for each text
-        try:
-            reply = self.client.complete(format_writer_prompt(source, self._config.template), seed)
-        except ChatError as error:
-            if error.status is None:
-                return error
-            if error.status in REFUSED_TEXT_STATUSES:
-                return SourceOutcome(index, key, [], {"refused by the writer": 1})
-            raise RunError(f"the writer refuses ({error}): what is written is kept") from None
+        prompt = format_writer_prompt(source, self._config.template)
+        reply = self.client.ask({
+            "messages": [{"role": "user", "content": prompt}],
+            "seed": int(hashlib.sha256(key.encode()).hexdigest()[:7], 16),  # another for each text
+            "temperature": self._config.temperature, "max_tokens": self._config.max_tokens,
+        })  # fmt: skip
+        reply = replace(reply, text=reply.text.strip())
         spent = {
             "requests": reply.requests,
             "prompt_tokens": reply.prompt_tokens or 0,
@@ -240,7 +115,7 @@ def format_writer_prompt(source: Question | Passage, template: str) -> str:
     return WRITER_PROMPTS[template].format(title=source.title, text=source.contents)
 
 
-def check_written_text(source: Question | Passage, reply: ChatCompletion) -> dict[str, bool]:
+def check_written_text(source: Question | Passage, reply: Completion) -> dict[str, bool]:
     """What holds of a text, by name; it is kept where all do.
 
     finished: the writer came to its end, which it did not where it was cut at `max_tokens`. Of questions,

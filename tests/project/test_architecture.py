@@ -25,6 +25,7 @@ FLOORS = [  # lowest first; a room knows the floors below it
     "decode",
     "workers",
     "__init__",  # the front door: Decoder, Denoiser, Tokenizer, load_retriever
+    "baselines",
     "evaluation page",
     "synthesis serving",
     "training",

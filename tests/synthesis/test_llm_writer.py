@@ -10,20 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from dlm_rag.baselines import chat_client
+from dlm_rag.baselines.chat_client import ChatClient, ChatError, Completion
 from dlm_rag.commands import synthesize
 from dlm_rag.config import SynthesisConfig
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.synthesis import llm_writer
-from dlm_rag.synthesis.llm_writer import (
-    ChatClient,
-    ChatCompletion,
-    ChatError,
-    LlmWriter,
-    check_written_text,
-    format_writer_prompt,
-)
+from dlm_rag.synthesis.llm_writer import LlmWriter, check_written_text, format_writer_prompt
 from tests.support.passages import PASSAGES, write_jsonl_file
 
 
@@ -48,7 +42,7 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    monkeypatch.setattr(llm_writer, "INITIAL_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(chat_client, "INITIAL_RETRY_SECONDS", 0.01)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     (tmp_path / "server").mkdir()
     found = Server(tmp_path / "server")
@@ -175,9 +169,10 @@ def test_passages_as_tables_and_questions(server, tmp_path):
 
 def test_a_server_that_is_none_and_a_model_that_is_not_there(server):
     def client(url=server.url, model="tiny-writer", **more):
-        return ChatClient(SynthesisConfig(method="writer", writer_url=url, writer_model=model, **more))
+        config = SynthesisConfig(method="writer", writer_url=url, writer_model=model, **more)
+        return LlmWriter([], config).client
 
-    with pytest.raises(ConfigError, match="writer_model=tiny is none of tiny-writer"):
+    with pytest.raises(ConfigError, match="writer_model=tiny: .* has no model 'tiny', but tiny-writer"):
         client(model="tiny").check_model()
     for url in (server.url.removesuffix("/v1"), "http://127.0.0.1:1/v1"):
         with pytest.raises(ConfigError, match="does not list its models"):
@@ -185,18 +180,18 @@ def test_a_server_that_is_none_and_a_model_that_is_not_there(server):
     server.process.kill()
     server.process.wait()
     with pytest.raises(ChatError, match="failed 2 times, at last with .*refused"):
-        client(max_retries=2).complete("Who?", 0)
+        client(max_retries=2).ask({"messages": []})
 
 
 def test_requests_wait_until_answers_are_taken(monkeypatch):
     """Twice as many as are asked at once are under way or answered, and no more begin after a stop."""
     begun = []
 
-    def complete(client, prompt, seed):
-        begun.append(prompt)
-        return ChatCompletion(f"Please say: Who wrote volume {len(begun)}?", "stop", 1, 1)
+    def ask(client, body):
+        begun.append(body)
+        return Completion(f"Please say: Who wrote volume {len(begun)}?", "stop", 1, 1)
 
-    monkeypatch.setattr(ChatClient, "complete", complete)
+    monkeypatch.setattr(ChatClient, "ask", ask)
     config = SynthesisConfig(
         method="writer", writer_url="http://127.0.0.1:1/v1", writer_model="w", concurrency=2
     )
@@ -233,7 +228,7 @@ def test_requests_wait_until_answers_are_taken(monkeypatch):
 )
 def test_what_is_checked_of_a_paraphrase(text, fails):
     source = Question("q", "Who wrote Emma of 1815?", ("Jane Austen",))
-    found = check_written_text(source, ChatCompletion(text, "stop", 1, 1, 1))
+    found = check_written_text(source, Completion(text, "stop", 1, 1))
     assert [name for name, holds in found.items() if not holds] == ([fails] if fails else [])
 
 
@@ -247,7 +242,7 @@ def test_what_is_checked_of_a_paraphrase(text, fails):
     ],
 )
 def test_what_is_checked_of_a_rewritten_passage(text, reason, fails):
-    found = check_written_text(Passage("p", "Emma", "Emma is of 1815."), ChatCompletion(text, reason, 1, 1))
+    found = check_written_text(Passage("p", "Emma", "Emma is of 1815."), Completion(text, reason, 1, 1))
     assert [name for name, holds in found.items() if not holds] == ([fails] if fails else [])
 
 

@@ -1,0 +1,1 @@
+"""Autoregressive models behind OpenAI-style servers: what reviewers compare with."""
