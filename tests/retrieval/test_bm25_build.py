@@ -319,7 +319,10 @@ def test_the_index_is_mapped(corpus):
 
 @pytest.mark.parametrize("module", ["retrieval.bm25", "retrieval.sparse_vectors", "commands.sample"])
 def test_jax_is_kept_from_the_gpu_before_bm25s_starts_it(tmp_path, module):
-    """On a GPU JAX takes three quarters of the memory at once. A stand-in for JAX tells which platforms it may take when it is first imported."""
+    """On a GPU JAX takes three quarters of the memory at once.
+
+    A stand-in for JAX tells which platforms it may take when it is first imported.
+    """
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text("import os; print('jax on', os.environ['JAX_PLATFORMS'])")
     (tmp_path / "jax" / "lax.py").write_text("def top_k(scores, k): return scores[:k], range(k)")
