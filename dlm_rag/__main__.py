@@ -3,6 +3,7 @@
     dlm-rag sample             answer questions, retrieving while denoising
     dlm-rag evaluate           score a denoiser on questions with known answers
     dlm-rag benchmark          evaluate models x precisions x data sets x seeds into one table
+    dlm-rag lm-eval            run lm-evaluation-harness: multiple choice and perplexity
     dlm-rag train              train a denoiser
     dlm-rag synthesize         make rows to train on
     dlm-rag page               make a page of traces, which plays the decoding in a browser
@@ -25,8 +26,8 @@ from dlm_rag.cli import run_program
 from dlm_rag.errors import ConfigError, suggest_nearest
 
 PROGRAMS = (
-    "sample", "evaluate", "benchmark", "train", "synthesize", "page", "serve", "data", "index", "encode",
-    "retrieve-server", "doctor",
+    "sample", "evaluate", "benchmark", "lm-eval", "train", "synthesize", "page", "serve", "data", "index",
+    "encode", "retrieve-server", "doctor",
 )  # fmt: skip
 
 

@@ -279,3 +279,19 @@ class ServingConfig(CheckedSettings):
     """maximum response length that a request may ask for; unset: decode.max_new_tokens"""
     max_connections: int = setting(512, low=1, high=2**16)
     """maximum number of open connections; further ones get status 503"""
+
+
+@settings_dataclass
+class LikelihoodConfig(CheckedSettings):
+    """How the log-likelihood of a text is estimated."""
+
+    samples: int = setting(128, low=2, high=2**20)
+    """number of random masks per block (of the whole text where attention has no blocks), each a row of a
+    forward pass; where a block has no more ways to be masked, all of them are taken"""
+    seed: int = setting(0)
+    """random seed of the masks"""
+    batch_size: int = setting(32, low=1, high=2**16)
+    """number of rows per forward pass"""
+    mode: str | None = setting(None, choices=("diffusion", "autoregressive"))
+    """how the model is read, as in decode.mode: by diffusion (a bound) or from left to right (exact); unset
+    takes what the checkpoint was trained for, of both ways diffusion"""

@@ -1,0 +1,212 @@
+"""Log-likelihoods: against transformers, all orders in which a text can be written, and chance."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from dlm_rag import Decoder, Denoiser
+from dlm_rag.config import DecodeConfig
+from dlm_rag.config.inference import LikelihoodConfig
+from dlm_rag.errors import ConfigError, QuestionError
+from dlm_rag.evaluation.likelihood import choose_masks, estimate_log_likelihoods
+from dlm_rag.model.checkpoint import open_checkpoint
+from dlm_rag.model.denoiser import load_denoiser
+from dlm_rag.retrieval.composite import NoRetriever
+from dlm_rag.tokenizer.prompts import PromptTemplate
+from tests.support.block_attention import BLOCK, MASK, block_denoiser
+from tests.support.tiny_diffusion_gemma import write_tiny_gemma
+from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer, write_autoregressive_checkpoint
+
+CONTEXT = [*b"who was "]  # two blocks of 4
+
+
+def score(denoiser, *pairs, keys=None, **settings):
+    found = estimate_log_likelihoods(denoiser, pairs, LikelihoodConfig(**settings), keys)
+    return found if len(found) > 1 else found[0]
+
+
+def mean_over_orders(denoiser, context, target, block=None):
+    """The bound by its other definition, and by the plain forward pass: the mean over all orders in which
+    each block can be written token by token, of the sum of the tokens' log-probabilities.
+    """
+    total, shape = 0.0, denoiser.config
+    bounds = [(0, len(target))] if block is None else cut_into_blocks(len(context), len(target), block)
+    for begin, end in bounds:
+        whole = 0  # where a block may end with the text, as Tiny-A2D's may, it does
+        if block and (shape.block_grid == "prompt" or shape.causal_context):
+            whole = begin + block - (len(context) + begin) % block
+        places, known = [*range(begin, end)], []
+        if block and shape.predicts_next_block and (len(context) + begin) % block == 0:
+            known = places[:1]
+        orders = [[*known, *rest] for rest in itertools.permutations(places[len(known) :])]
+        for order in orders:
+            canvas = [*target[:begin], *[MASK] * (max(end, whole) - begin)]
+            for place in order:
+                with torch.no_grad():
+                    logits = denoiser(torch.tensor([[*context, *canvas]]))
+                found = logits[0, len(context) + place].log_softmax(-1)[target[place]]
+                total += float(found) / len(orders)
+                canvas[place] = target[place]
+    return total
+
+
+def cut_into_blocks(before, length, block):
+    """The parts of a continuation in the blocks that are counted from the first token of the context."""
+    cuts = [n for n in range(1, length) if (before + n) % block == 0]
+    return list(itertools.pairwise([0, *cuts, length]))
+
+
+MODELS = {
+    "LLaDA's kind": ({}, None),
+    "Dream's kind": ({"shifted": True}, None),
+    "SDAR's kind": ({"block_size": BLOCK, "block_grid": "prompt"}, BLOCK),
+    "Fast-dLLM's kind": ({"block_size": BLOCK, "block_grid": "prompt", "shifted": True}, BLOCK),
+    "Tiny-A2D's kind": ({"block_size": BLOCK}, BLOCK),
+    "WeDLM's kind": ({"block_size": 1, "block_grid": "prompt"}, 1),
+    "Nemotron's kind": ({"block_size": BLOCK, "causal_context": True}, BLOCK),
+}
+
+
+CASES = [  # of whole attention the plain forward pass has no prompt that sees itself alone
+    (kind, length, layout)
+    for kind, (_, block) in MODELS.items()
+    for length in ((1, 3, 4, 6) if block else (1, 2, 3, 4))
+    for layout in (("joint", "prefix") if block else ("joint",))
+]
+
+
+@pytest.mark.parametrize(("kind", "length", "layout"), CASES)
+def test_all_masks_are_the_mean_over_all_orders(kind, length, layout):
+    shape, block = MODELS[kind]
+    denoiser, target = tiny_denoiser(**shape, evidence_layout=layout), [*b"Austen"[:length]]
+    contexts = [CONTEXT] if shape.get("block_grid") is None and block else [CONTEXT, CONTEXT[:-1]]
+    for context in contexts:
+        found = score(denoiser, (context, target), samples=2**7)
+        expected = mean_over_orders(denoiser, context, target, block)
+        assert found.nats == pytest.approx(expected, rel=1e-4, abs=1e-4)
+        assert found.standard_error == 0 and (found.exact or (length > 1 and block != 1))
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"), [(Qwen2Config, Qwen2ForCausalLM), (LlamaConfig, LlamaForCausalLM)]
+)
+def test_an_autoregressive_checkpoint_has_the_log_likelihood_of_transformers(tmp_path, config, kind):
+    folder, model = write_autoregressive_checkpoint(tmp_path / "model", config, kind)
+    pairs = [(CONTEXT, [*b"Jane Austen"]), ([*b"Q"], [*b"A"]), (CONTEXT, [*b"nobody at all"])]
+    for (context, target), found in zip(
+        pairs, score(Denoiser.from_pretrained(folder), *pairs), strict=True
+    ):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*context, *target]])).logits[0, len(context) - 1 : -1]
+        expected = logits.log_softmax(-1)[range(len(target)), target].sum()
+        assert found.nats == pytest.approx(float(expected), abs=1e-4)
+        assert found.exact and found.standard_error == 0
+        assert found.greedy == (logits.argmax(-1).tolist() == target)
+
+
+def test_a_model_of_both_kinds_is_exact_from_left_to_right():
+    denoiser, target = block_denoiser(causal_context=True), [*b"Jane Austen"]
+    with torch.no_grad():
+        logits = denoiser(torch.tensor([[*CONTEXT, *target, 0]]), block=1)[0, len(CONTEXT) : -1]
+    expected = logits.log_softmax(-1)[range(len(target)), target].sum()
+    found = score(denoiser, (CONTEXT, target), mode="autoregressive")
+    assert found.nats == pytest.approx(float(expected), abs=1e-4) and found.exact
+    assert not score(denoiser, (CONTEXT, target)).exact
+
+
+@pytest.mark.parametrize("length", [5, 9, 40])
+def test_masks_by_lot_weigh_what_all_masks_weigh(length):
+    """Whatever is summed over masked positions: here an own value for each, and a price for each pair."""
+    values = np.random.default_rng(0).normal(size=(length, length))
+
+    def total(masks, weights):
+        return weights @ np.einsum("ki,ij,kj->k", masks, values, masks)
+
+    # E[L / l * sum] over l uniform and masks: singles count 1, pairs (l - 1) / (L - 1), 1 / 2 in the mean.
+    expected = np.trace(values) + (values.sum() - np.trace(values)) / 2
+    every, weights, drawn = choose_masks(min(length, 9), 2**9, ())
+    assert not drawn and every.any(1).all() and len(np.unique(every, axis=0)) == len(every)
+    if length <= 9:
+        assert total(every, weights) == pytest.approx(expected)
+    found = [total(*choose_masks(length, 16, (seed,))[:2]) for seed in range(2000)]
+    assert np.mean(found) == pytest.approx(expected, abs=4 * np.std(found) / math.sqrt(len(found)))
+
+
+def test_the_estimate_is_unbiased_and_its_interval_holds():
+    denoiser, target = tiny_denoiser(), [*b"Jane Aus"]
+    exact = score(denoiser, (CONTEXT, target), samples=2**8)
+    assert exact.standard_error == 0
+    keys = range(300)
+    found = score(denoiser, *[(CONTEXT, target)] * len(keys), keys=keys, samples=16, batch_size=512)
+    values = np.array([each.nats for each in found])
+    spread = values.std(ddof=1)
+    assert values.mean() == pytest.approx(exact.nats, abs=4 * spread / math.sqrt(len(values)))
+    held = np.mean([low <= exact.nats <= high for low, high in (each.interval for each in found)])
+    assert 0.9 <= held <= 1
+    error = math.sqrt(np.mean([each.standard_error**2 for each in found]))
+    assert spread == pytest.approx(error, rel=0.35)
+
+
+def test_what_is_drawn_depends_on_seed_and_key_alone():
+    denoiser, pair, other = tiny_denoiser(), (CONTEXT, [*b"Jane Austen"]), (CONTEXT[1:], [*b"Emma"])
+    alone = score(denoiser, pair, samples=16)
+    for batch_size in (1, 5, 64):
+        _, found, again = score(denoiser, other, pair, pair, samples=16, batch_size=batch_size)
+        assert found == again
+        assert found.nats == pytest.approx(alone.nats, rel=1e-5)
+        assert found.standard_error == pytest.approx(alone.standard_error, rel=1e-3)
+    assert score(denoiser, pair, samples=16, seed=1).nats != pytest.approx(alone.nats, rel=1e-3)
+    assert score(denoiser, pair, samples=16, keys=["other"]).nats != pytest.approx(alone.nats, rel=1e-3)
+
+
+def test_choices_of_a_question_share_what_is_masked():
+    """Where they differ in one token, their difference varies less than with masks of their own."""
+    denoiser = tiny_denoiser()
+    pairs = [(CONTEXT, [*b"Jane Austen"]), (CONTEXT, [*b"Jane Austem"])]
+
+    def spread(keys_of):
+        found = [score(denoiser, *pairs, keys=keys_of(n), samples=16) for n in range(60)]
+        return np.std([one.nats - other.nats for one, other in found])
+
+    assert spread(lambda n: (n, n)) < 0.7 * spread(lambda n: (n, -n - 1))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_greedy_is_what_the_decoder_writes_one_token_a_step(kind, corpus):
+    shape, _ = MODELS[kind]
+    denoiser, tokenizer = tiny_denoiser(**shape), tiny_tokenizer(PromptTemplate("{question}", chat=False))
+    length, rule = 8, {} if kind.startswith("WeDLM") else {"commit_rule": "top_k"}
+    settings = DecodeConfig(max_new_tokens=length, early_stopping=False, **rule)
+    (rollout,) = Decoder(denoiser, NoRetriever(corpus, 1), tokenizer, settings).decode(
+        [bytes(CONTEXT).decode()]
+    )
+    written = [token.token_id for _, token in sorted(rollout.final_tokens().items())]
+    others = [[*written[:n], (token + 1) % 256, *written[n + 1 :]] for n, token in enumerate(written)]
+    first, *rest = score(denoiser, *[(CONTEXT, text) for text in (written, *others)], samples=2)
+    assert first.greedy and not any(each.greedy for each in rest)
+
+
+@pytest.mark.parametrize(
+    ("shape", "pair", "settings", "kind"),
+    [
+        ({}, (CONTEXT, []), {}, QuestionError),
+        ({"block_size": BLOCK, "causal_context": True}, ([], [65]), {}, QuestionError),
+        ({"max_position_embeddings": 12}, (CONTEXT, [*b"Austen"]), {}, QuestionError),
+        ({}, (CONTEXT, [65]), {"mode": "autoregressive"}, ConfigError),
+        ({}, (CONTEXT, [65]), {"samples": 1}, ConfigError),
+    ],
+)
+def test_what_has_no_log_likelihood_is_refused(shape, pair, settings, kind):
+    with pytest.raises(kind):
+        score(tiny_denoiser(**shape), pair, **settings)
+
+
+def test_a_model_of_uniform_noise_is_refused(tmp_path):
+    checkpoint = open_checkpoint(write_tiny_gemma(tmp_path / "gemma"))
+    denoiser = load_denoiser(checkpoint, torch.device("cpu"), torch.float32)
+    with pytest.raises(ConfigError, match="uniform noise"):
+        score(denoiser, (CONTEXT, [65]))
