@@ -23,6 +23,7 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.row import Ticket
 from dlm_rag.errors import RunError, UserError, is_failure, summarize_error
 from dlm_rag.questions import Question
+from dlm_rag.serving.histogram import Histogram
 from dlm_rag.serving.middleware import ApiError
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ class EngineRequest:
     """A question on its way; `news` is set when it is done and, if `watched`, after every step.
 
     record_provisional: whether steps record what is guessed. rollout: grows with every step, from the first
-    one on. error: why there is no answer. cancelled: whether nobody wants the answer any more.
+    one on. error: why there is no answer. cancelled: whether nobody wants the answer any more. submitted:
+    when it was asked; begun: whether a token of it is committed.
     """
 
     question: Question
@@ -49,6 +51,8 @@ class EngineRequest:
     rollout: Rollout | None = None
     error: ApiError | None = None
     cancelled: bool = False
+    submitted: float = field(default_factory=time.monotonic)
+    begun: bool = False
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -75,6 +79,7 @@ class AsyncEngine:
         self.error: BaseException | None = None
         self.draining = False  # whether no more questions are taken
         self.counts: Counter[str] = Counter()
+        self.answer_seconds, self.first_token_seconds = Histogram(), Histogram()
 
     @property
     def num_waiting(self) -> int:
@@ -189,6 +194,9 @@ class AsyncEngine:
             if rollout.steps and not rollout.error:
                 self.counts["forwards"] += rollout.steps[-1].step > 0
                 self.counts["searches"] += rollout.steps[-1].retrieved
+                if rollout.steps[-1].committed and not job.begun:
+                    job.begun = True
+                    self.first_token_seconds.observe(time.monotonic() - job.submitted)
             if event.finished:
                 del self._in_flight[event.ticket]
                 self._failures = self._failures + 1 if rollout.error else 0
@@ -197,6 +205,7 @@ class AsyncEngine:
                 self.counts["tokens"] += 0 if rollout.error else rollout.tokens_committed
                 if not job.cancelled:
                     self.counts["failed" if rollout.error else "answered"] += 1
+                    self.answer_seconds.observe(time.monotonic() - job.submitted)
             if event.finished or job.watched:
                 job.news.set()
 

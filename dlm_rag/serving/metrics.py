@@ -43,4 +43,10 @@ def render_prometheus_metrics(
         lines[f"# HELP {name} {words}"] = None
         lines[f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"] = None
         lines[f"dlm_rag_{labelled} {value}"] = None
-    return "\n".join(lines) + "\n"
+    seconds = (
+        *engine.answer_seconds.render("dlm_rag_answer_seconds", "From a question to its answer."),
+        *engine.first_token_seconds.render(
+            "dlm_rag_first_token_seconds", "From a question to the first token that is committed."
+        ),
+    )
+    return "\n".join((*lines, *seconds)) + "\n"

@@ -7,19 +7,22 @@ import asyncio
 import logging
 import re
 import stat
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from ipaddress import ip_address
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dlm_rag.errors import ConfigError, UserError, suggest_nearest
 from dlm_rag.files.checked_json import parse_json
@@ -28,6 +31,7 @@ from dlm_rag.files.paths import resolve_regular_file
 log = logging.getLogger(__name__)
 
 MAX_BODY_SECONDS = 30.0  # in which a body must have come
+UNLOGGED_PATHS = ("/health", "/metrics")  # asked for every few seconds
 _KEY = re.compile(r"[!-~]{16,512}")
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 EXTRA_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # seconds
@@ -101,6 +105,7 @@ class AccessControl:
                 Route(path, self._guard(handler, keyed), methods=[method], max_body_size=max_bytes)
                 for method, path, handler, keyed in routes
             ],
+            middleware=[Middleware(AccessLog)],
             exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _handle_error),
         )
         app.router.redirect_slashes = False
@@ -140,6 +145,32 @@ class AccessControl:
             name, allowed = "", False
         if not allowed or (self.local and not is_loopback(name)):
             raise ApiError(403, "a page of another site may not ask here")
+
+
+class AccessLog:
+    """A line for each request, once its reply has ended: method, path, status, seconds, whose key.
+
+    Nothing that was asked or answered is in it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started, status = time.monotonic(), 500
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        finally:
+            if scope["path"] not in UNLOGGED_PATHS:
+                key = scope.get("state", {}).get("key") or "-"
+                seconds = time.monotonic() - started
+                log.info("%s %s %d %.3f s %s", scope["method"], quote(scope["path"]), status, seconds, key)
 
 
 def is_loopback(host: str) -> bool:

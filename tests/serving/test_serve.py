@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -19,6 +20,7 @@ from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.serving.async_engine import EngineRequest
+from dlm_rag.serving.histogram import Histogram
 from dlm_rag.serving.middleware import read_api_keys
 from dlm_rag.serving.responses import find_stop
 from tests.support.block_attention import block_denoiser
@@ -113,6 +115,8 @@ def test_answers_and_figures_are_those_of_the_decoder(make_decoder_of, kind):
     for name in ("forwards", "retrievals", "tokens"):
         total = f"{name.replace('retrievals', 'searches')}_total"
         assert found[total] == sum(body["dlm_rag"][name] for body in answers)
+    assert found["answer_seconds_count"] == found["first_token_seconds_count"] == len(QUESTIONS)
+    assert 0 < found["first_token_seconds_sum"] <= found["answer_seconds_sum"]
     assert 0 < found["processor_seconds_total"] <= time.process_time()
     assert found["pool_hit_tokens_total"] <= found["pool_wanted_tokens_total"]
     assert "joules_total" not in found and (found["rows"], found["places"]) == (0, 4)
@@ -366,6 +370,37 @@ def test_keys_are_asked_for_and_the_corpus_is_searched_at_the_same_server(decode
         assert [[document["id"] for document in each] for each in found] == [["dune"]]
         page = get_page(service, "/")
         assert page.status_code == 200 and not any(key in page.text for key in KEYS)
+
+
+def test_a_histogram_counts_what_is_up_to_each_bound():
+    histogram = Histogram()
+    for seconds in (0.01, 0.011, 0.3, 1000.0):
+        histogram.observe(seconds)
+    lines = histogram.render("dlm_rag_x", "Words.")
+    found = parse_metrics_text("\n".join(lines))
+    bounds = {"0.01": 1, "0.025": 2, "0.25": 2, "0.5": 3, "300.0": 3, "+Inf": 4}
+    assert {bound: found[f'x_bucket{{le="{bound}"}}'] for bound in bounds} == bounds
+    assert (found["x_sum"], found["x_count"]) == (pytest.approx(1000.321), 4)
+
+
+def test_a_request_has_one_line_in_the_log(decoder, tmp_path, caplog):
+    """With its status and whose key it has, without what was asked; none for what machines ask."""
+    caplog.set_level("INFO", "dlm_rag.serving")
+    file = tmp_path / "keys.txt"
+    file.write_text("\n".join(KEYS))
+    file.chmod(0o600)
+    with serve_decoder(decoder, keys=file) as service:
+        send_request(service, chat_body(stream=True), Authorization=f"Bearer {KEYS[1]}")
+        send_request(service, chat_body())
+        send_request(service, path="/no%0Aline", method="GET")
+        get_page(service, "/metrics")
+        get_page(service, "/health")
+    said = [re.sub(r"\d\.\d{3} s", "T", line) for line in caplog.messages]
+    assert said == [
+        "POST /v1/chat/completions 200 T key2",
+        "POST /v1/chat/completions 401 T -",
+        "GET /no%0Aline 404 T -",
+    ]
 
 
 def test_a_key_file_that_everybody_can_read_is_warned_of(tmp_path, caplog):

@@ -79,7 +79,9 @@ def run_in_loop(loop, coroutine):
 
 @contextmanager
 def start_server_process(folder, port, *words, program=("-m", "dlm_rag")):
-    """`dlm-rag serve` in a process of its own, once it answers."""
+    """`dlm-rag serve` in a process of its own, once it answers; `said`: the lines that it writes from then
+    on, which are read so that it never waits for a reader.
+    """
     command = [sys.executable, *program, "serve", "--port", str(port), *words]
     process = subprocess.Popen(
         command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -90,10 +92,15 @@ def start_server_process(folder, port, *words, program=("-m", "dlm_rag")):
         while "answers at" not in said:
             said = process.stderr.readline()
             assert said, "it did not come up"
+        process.said = []
+        process.reading = threading.Thread(
+            target=lambda: process.said.extend(line.rstrip() for line in process.stderr), daemon=True
+        )
+        process.reading.start()
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 def find_free_port():
