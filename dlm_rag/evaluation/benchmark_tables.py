@@ -1,5 +1,6 @@
-"""The tables of a benchmark: all cells in one, in Markdown, LaTeX and HTML."""
+"""The tables of a benchmark: all cells in one, in Markdown, LaTeX and HTML, and pictures of the fronts."""
 
+import base64
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,10 +8,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from dlm_rag.evaluation.compare import SettingMetrics
 from dlm_rag.evaluation.metrics import Estimate
+from dlm_rag.evaluation.plots import plot_fronts
+from dlm_rag.evaluation.published import PublishedFigures, read_published_figures
 from dlm_rag.evaluation.stored_results import StoredResult, read_result
 from dlm_rag.evaluation.tables import (
-    PLOT_COSTS,
     ResultTable,
     compute_pareto_front,
     format_metric,
@@ -27,6 +30,8 @@ HEADINGS = (
     "F1 %", "evidence recall %", "forwards", "searches", "answers/s", "J/answer", "front",
 )  # fmt: skip
 NAMES = 5  # headings that tell cells apart
+FRONT_COSTS = ("forwards", "searches", "joules")  # of an answer
+Summaries = Mapping[tuple["Cell", str], SettingMetrics]  # of each policy of the cells of a data set
 SHOWN_METRICS = ("exact_match", "f1", "recall_last", "forwards", "searches", "answers/s")
 _LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "^": r"\^{}"})
 
@@ -48,52 +53,102 @@ class Cell:
         return done and (self.folder / "scores.json").is_file()
 
     @property
+    def published(self) -> list[PublishedFigures]:
+        """What others have found on the data set that the words name."""
+        at = self.words.index("--dataset") + 1 if "--dataset" in self.words else 0
+        return [table for table in read_published_figures() if at and self.words[at] in table.datasets]
+
+    @property
     def name(self) -> str:
         return " ".join((self.dataset, self.model, self.precision, f"seed {self.seed}"))
 
 
 def write_benchmark_tables(out: Path, cells: Sequence[Cell], failed: Mapping[str, str]) -> None:
-    """Writes table.md, table.tex and table.html, and prints the table; failed: cells with their errors."""
-    rows = [row for dataset in dict.fromkeys(cell.dataset for cell in cells)
-            for row in build_rows([cell for cell in cells if cell.dataset == dataset])]  # fmt: skip
+    """Writes table.md, table.tex, table.html and a picture of each data set's fronts; prints the table.
+
+    failed: cells with their errors.
+    """
+    rows, notes, pictures = list[list[str]](), dict[str, str](), list[Path]()
+    for dataset in dict.fromkeys(cell.dataset for cell in cells):
+        results = {cell: read_result(cell.folder) for cell in cells if cell.dataset == dataset}
+        summaries = summarise_cells(results)
+        rows += build_rows(results, summaries)
+        if number_candidates(summaries):
+            pictures.append(out / f"fronts_{dataset}.png")
+            plot_cells(pictures[-1], summaries)
+        for other in next(iter(results)).published:
+            rows += build_published_rows(dataset, other, next(iter(results)))
+            notes[other.source] = other.under
     table = ResultTable("Benchmark, with 95 % intervals; above the first: paired", HEADINGS, rows)
     brief = [[" ".join(row[:NAMES]), *row[NAMES:]] for row in rows]
     print_tables(Console(), [ResultTable(table.title, ["cell", *HEADINGS[NAMES:]], brief)])
-    errors = [ResultTable("Failed", ("cell", "error"), [*map(list, failed.items())])] if failed else []
-    write_text_atomic(out / "table.md", "\n".join(map(render_markdown_table, [table, *errors])))
+    found = [table, ResultTable("Published, as they say", ("source", "under"), [*map(list, notes.items())])]
+    found += [ResultTable("Failed", ("cell", "error"), [*map(list, failed.items())])]
+    found = [each for each in found if each.rows or each is table]
+    shown = [f"![exact match by cost, {path.stem}]({path.name})\n" for path in pictures]
+    write_text_atomic(out / "table.md", "\n".join([*map(render_markdown_table, found), *shown]))
     write_text_atomic(out / "table.tex", render_latex_table(table))
-    write_text_atomic(out / "table.html", render_html_tables([table, *errors]))
-    print(f"table.md, table.tex and table.html are in {out}")
+    write_text_atomic(out / "table.html", render_html_tables(found, pictures))
+    print(f"table.md, table.tex, table.html and pictures are in {out}")
 
 
-def build_rows(cells: Sequence[Cell]) -> list[list[str]]:
+def summarise_cells(results: Mapping[Cell, StoredResult]) -> Summaries:
+    """The means of all questions; "joules" are those an answer, None where not measured."""
+    found = {}
+    for cell, result in results.items():
+        for policy, setting in result.scores.settings.items():
+            joules = (result.record["settings"][policy].get("energy") or {}).get("joules_per_answer")
+            known = None if joules is None else Estimate(joules, joules, joules)
+            found[cell, policy] = setting.groups["all"] | {"joules": known}
+    return found
+
+
+def number_candidates(summaries: Summaries) -> dict[str, SettingMetrics]:
+    """Those that may be on a front, by their number: an oracle, which knows the support, is no rival."""
+    named = enumerate(summaries.items())
+    return {str(n): metrics for n, ((_, policy), metrics) in named if "oracle" not in policy}
+
+
+def build_rows(results: Mapping[Cell, StoredResult], summaries: Summaries) -> list[list[str]]:
     """The rows of one data set: a policy each, of every cell."""
-    results = {cell: read_result(cell.folder) for cell in cells}
-    summaries = {
-        (cell, policy): setting.groups["all"]
-        for cell, result in results.items()
-        for policy, setting in result.scores.settings.items()
-    }
-    named = {str(n): metrics for n, metrics in enumerate(summaries.values())}
-    fronts = {cost: {*compute_pareto_front(named, cost)} for cost in PLOT_COSTS}
+    named = number_candidates(summaries)
+    fronts = {cost: {*compute_pareto_front(named, cost)} for cost in FRONT_COSTS}
     rows = []
     for n, ((cell, policy), metrics) in enumerate(summaries.items()):
-        scores = results[cell].scores
+        scores, joules = results[cell].scores, metrics["joules"]
         shown = format_metrics(metrics, SHOWN_METRICS)
         less = scores.first_minus.get(policy, {}).get("all", {}).get("exact_match")
         above = less and Estimate(0 - less.mean, 0 - less.high, 0 - less.low)
         shown.insert(1, format_metric("exact_match", above, signed=True))
         front = ", ".join(cost for cost, names in fronts.items() if str(n) in names) or "-"
         names = (cell.dataset, cell.model, cell.precision, str(cell.seed), policy)
-        asked, joules = f"{scores.questions['all']:,}", _format_joules(results[cell], policy)
-        rows.append([*names, asked, *shown, joules, front])
+        spent = "-" if joules is None else f"{joules.mean:.3g}"
+        rows.append([*names, f"{scores.questions['all']:,}", *shown, spent, front])
     return rows
 
 
-def _format_joules(result: StoredResult, policy: str) -> str:
-    energy = result.record["settings"][policy].get("energy") or {}
-    joules = energy.get("joules_per_answer")
-    return "-" if joules is None else f"{joules:.3g}"
+def build_published_rows(dataset: str, table: PublishedFigures, cell: Cell) -> list[list[str]]:
+    """The rows of what others have found on the data set of a cell; what they do not say is "-"."""
+    place = table.datasets.index(cell.words[cell.words.index("--dataset") + 1])
+    at = HEADINGS.index({"exact_match": "exact match %", "f1": "F1 %"}[table.metric])
+    rows = []
+    for method, figures in table.rows.items():
+        rows.append([dataset, table.source, "-", "-", method, *["-"] * (len(HEADINGS) - NAMES)])
+        rows[-1][at] = f"{figures[place]:.1f}"
+    return rows
+
+
+def plot_cells(path: Path, summaries: Summaries) -> None:
+    """Exact match against what an answer takes: a colour each model and precision, a marker each policy."""
+    several = len({cell.precision for cell, _ in summaries}) > 1
+    labels = {
+        str(n): (f"{cell.model}, {cell.precision}" if several else cell.model, policy)
+        for n, (cell, policy) in enumerate(summaries)
+    }
+    named = number_candidates(summaries)
+    labels = {n: labels[n] for n in named}
+    costs = [cost for cost in FRONT_COSTS if any(metrics[cost] for metrics in named.values())]
+    plot_fronts(path, named, labels, costs or FRONT_COSTS[:1], "")
 
 
 def render_latex_table(table: ResultTable) -> str:
@@ -108,12 +163,13 @@ def render_latex_table(table: ResultTable) -> str:
     return "\n".join([*begin, head, r"\midrule", *body, *end])
 
 
-def render_html_tables(tables: Sequence[ResultTable]) -> str:
-    """A page with the tables."""
+def render_html_tables(tables: Sequence[ResultTable], pictures: Sequence[Path]) -> str:
+    """A page with the tables and the pictures, in one file."""
     parts = [
         "<!doctype html><meta charset=utf-8><title>Benchmark</title>",
-        "<style>body{font:15px system-ui;margin:2em}td,th{padding:.2em .7em;text-align:right}",
-        "td:nth-child(-n+5),th:nth-child(-n+5){text-align:left}tr:nth-child(even){background:#f4f4f4}",
+        "<style>:root{color-scheme:light dark}body{font:15px system-ui;margin:2em}",
+        "td,th{padding:.2em .7em;text-align:right}",
+        "td:nth-child(-n+5),th:nth-child(-n+5){text-align:left}tr:nth-child(even){background:#8882}",
         "</style>",
     ]
     for table in tables:
@@ -122,4 +178,9 @@ def render_html_tables(tables: Sequence[ResultTable]) -> str:
             cells = "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in row)
             parts.append(f"<tr>{cells}</tr>")
         parts.append("</table>")
+    for path in pictures:
+        data = base64.b64encode(path.read_bytes()).decode()
+        parts.append(
+            f'<h2>{html.escape(path.stem)}</h2><img src="data:image/png;base64,{data}" width=100%>'
+        )
     return "\n".join(parts) + "\n"

@@ -24,27 +24,35 @@ def plot_pareto(path: Path, summaries: Mapping[str, SettingMetrics], swept: Iter
     The first part of a setting's name is its colour, the rest its marker; swept: as in
     `build_overview_table`.
     """
+    keys = list(swept)
+    parts = {name: split_setting_name(name, keys) for name in summaries}
+    halves = {name: (first, ", ".join(rest)) for name, (first, *rest) in parts.items()}
+    plot_fronts(path, summaries, halves, PLOT_COSTS, "\n".join(keys))
+
+
+def plot_fronts(
+    path: Path, summaries: Mapping[str, SettingMetrics], labels: Mapping[str, tuple[str, str]],
+    costs: Sequence[str], title: str,
+) -> None:  # fmt: skip
+    """Exact match against each of some costs, with the fronts; labels: of a setting's colour and marker."""
     from matplotlib import pyplot
     from matplotlib.lines import Line2D
 
-    keys = list(swept)
-    parts = {
-        name: [replace_control_chars(part) for part in split_setting_name(name, keys)] for name in summaries
-    }
-    halves = {name: (first, ", ".join(rest)) for name, (first, *rest) in parts.items()}
+    halves = {name: (replace_control_chars(a), replace_control_chars(b)) for name, (a, b) in labels.items()}
     firsts, rests = (list(dict.fromkeys(half)) for half in zip(*halves.values(), strict=True))
     palette = pyplot.get_cmap("viridis")
     colours = {first: palette(0.9 * n / max(1, len(firsts) - 1)) for n, first in enumerate(firsts)}
     markers = {rest: PLOT_MARKERS[n % len(PLOT_MARKERS)] for n, rest in enumerate(rests)}
-    with open_two_panels(path, (11, 5)) as (figure, axes):
-        for axis, cost in zip(axes, PLOT_COSTS, strict=True):
+    with open_panels(path, (5.5 * len(costs), 5), len(costs)) as (figure, axes):
+        for axis, cost in zip(axes, costs, strict=True):
             points = {name: (get_metric(m, cost), m["exact_match"]) for name, m in summaries.items()}
             known = {name: (price, match) for name, (price, match) in points.items() if price and match}
-            for name, (price, match) in known.items():
+            for half in dict.fromkeys(halves[name] for name in known):
+                prices, matches = zip(*(known[name] for name in known if halves[name] == half), strict=True)
                 axis.errorbar(
-                    price.mean, 100 * match.mean,
-                    xerr=_error_bars([price]), yerr=_error_bars([match], 100),
-                    color=colours[halves[name][0]], marker=markers[halves[name][1]], markersize=7,
+                    [price.mean for price in prices], [100 * match.mean for match in matches],
+                    xerr=_error_bars(prices), yerr=_error_bars(matches, 100),
+                    color=colours[half[0]], marker=markers[half[1]], markersize=7,
                     linewidth=0, elinewidth=0.6, alpha=0.9,
                 )  # fmt: skip
             front = [known[name] for name in compute_pareto_front(summaries, cost)]
@@ -58,7 +66,7 @@ def plot_pareto(path: Path, summaries: Mapping[str, SettingMetrics], swept: Iter
             handles += [Line2D([], [], color="0.4", marker=m, linewidth=0, label=n or "(as is)")
                         for n, m in markers.items()]  # fmt: skip
         handles.append(Line2D([], [], color="0.6", label="Pareto front"))
-        figure.legend(handles=handles, loc="outside right upper", frameon=False, title="\n".join(keys))
+        figure.legend(handles=handles, loc="outside right upper", frameon=False, title=title)
 
 
 def _error_bars(estimates: Sequence[Estimate], scale: float = 1) -> list[list[float]]:
@@ -66,8 +74,8 @@ def _error_bars(estimates: Sequence[Estimate], scale: float = 1) -> list[list[fl
 
 
 @contextmanager
-def open_two_panels(path: Path, size: tuple[float, float]) -> Iterator[tuple["Figure", Any]]:
-    """A figure of two panels with one y axis, saved as `path` at the end of the block."""
+def open_panels(path: Path, size: tuple[float, float], count: int) -> Iterator[tuple["Figure", Any]]:
+    """A figure of panels with one y axis, saved as `path` at the end of the block."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -75,10 +83,12 @@ def open_two_panels(path: Path, size: tuple[float, float]) -> Iterator[tuple["Fi
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a box is drawn instead
         from matplotlib import pyplot
 
-        figure, axes = pyplot.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
-        for axis in axes:
+        figure, axes = pyplot.subplots(
+            1, count, figsize=size, sharey=True, squeeze=False, layout="constrained"
+        )
+        for axis in axes[0]:
             axis.spines[["top", "right"]].set_visible(False)
-        yield figure, axes
+        yield figure, axes[0]
         with open_atomic_file(path) as scratch:
             figure.savefig(scratch, dpi=150)
         pyplot.close(figure)
@@ -90,7 +100,7 @@ def plot_by_hops(path: Path, groups: QuestionGroups, summaries: Mapping[str, Gro
     below = max(map(len, summaries)) > 30  # names that would leave no room for the axes
     size = (11, 4.2 + 0.25 * len(summaries) * below)
     panels = {"exact_match": "exact match", "recall_last": "evidence recall after the last step"}
-    with open_two_panels(path, size) as (figure, axes):
+    with open_panels(path, size, 2) as (figure, axes):
         for axis, (metric, title) in zip(axes, panels.items(), strict=True):
             for number, (name, summary) in enumerate(summaries.items()):
                 shift = 0.06 * (number - (len(summaries) - 1) / 2)

@@ -41,13 +41,13 @@ def compute_pareto_front(summaries: Mapping[str, SettingMetrics], cost: str) -> 
     """The settings that no other beats, cheapest first; of settings that are equal all stay.
 
     To beat is to be more exact at no more cost, or cheaper and no less exact. cost: "answers/s", of which
-    more is cheaper, or "forwards".
+    more is cheaper, or what is spent on an answer: "forwards", "searches", "joules".
     """
     points = {}
     for name, metrics in summaries.items():
         match, price = metrics["exact_match"], get_metric(metrics, cost)
         if match is not None and price is not None:
-            points[name] = (-price.mean if cost == "forwards" else price.mean, match.mean)
+            points[name] = (price.mean if cost == "answers/s" else -price.mean, match.mean)
 
     def is_beaten(point: tuple[float, float]) -> bool:
         return any(o != point and o[0] >= point[0] and o[1] >= point[1] for o in points.values())

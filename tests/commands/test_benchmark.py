@@ -16,7 +16,9 @@ import pytest
 
 from dlm_rag.commands import benchmark
 from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.evaluation import benchmark_tables
 from dlm_rag.evaluation.metrics import SCORE_METRICS
+from dlm_rag.evaluation.published import read_published_figures
 from tests.support.paths import ROOT
 
 POLICIES = ["interleaved", "static"]
@@ -45,7 +47,8 @@ class FakeEvaluate:
         for n, policy in enumerate(words[words.index("--compare") + 1].split(",")):
             share = {"mean": 0.5 + n / 4, "low": 0.4, "high": 0.9}
             shares = dict.fromkeys((*SCORE_METRICS, "tokens_per_forward"), share)
-            settings[policy] = {"groups": {"all": shares}, "stamp": {}, "energy": None}
+            energy = {"joules_per_answer": 2.0 - n} if "model.quantize=int8" in words else None
+            settings[policy] = {"groups": {"all": shares}, "stamp": {}, "energy": energy}
         less = {"static": {"all": {"exact_match": {"mean": -0.25, "low": -0.5, "high": 0.0}}}}
         record = {"questions": {"all": 10}, "settings": settings, "first_minus": less}
         (out / "scores.json").write_text(json.dumps(record))
@@ -58,6 +61,7 @@ def run(monkeypatch, file, out, fake):
 
 
 def test_168_cells_are_run_once_each_whatever_fails_or_stops(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark_tables, "plot_fronts", lambda path, *_: path.write_bytes(b"seconds each"))
     file = write_benchmark(
         tmp_path,
         models={f"m{n}": f"--model folder{n}" for n in range(7)},
@@ -76,13 +80,40 @@ def test_168_cells_are_run_once_each_whatever_fails_or_stops(tmp_path, monkeypat
     assert len(third.ran) == 24 and all("folder3" in words for words in third.ran)
     done = Counter({w: n for w, n in (first.ran + second.ran).items() if "folder3" not in w}) + third.ran
     assert len(done) == 168 and {*done.values()} == {1}
-    rows = [line.split(" | ") for line in (tmp_path / "out" / "table.md").read_text().splitlines()[4:]]
+    rows = [
+        line.split(" | ")
+        for line in (tmp_path / "out" / "table.md").read_text().splitlines()
+        if line.startswith("| d")
+    ][1:]
     assert len(rows) == 336 and rows[1][4] == "static" and rows[1][7] == "+25.0 [+0, +50]"
     fourth = FakeEvaluate()
     run(monkeypatch, file, tmp_path / "out", fourth)
     assert not fourth.ran
     assert "\\bottomrule" in (tmp_path / "out" / "table.tex").read_text()
-    assert (tmp_path / "out" / "table.html").read_text().count("<tr>") == 337
+    page = (tmp_path / "out" / "table.html").read_text()
+    assert page.count("<tr>") == 337 and page.count("data:image/png") == 6
+    fronts = {(row[2], row[4]): row[-2:] for row in rows}  # as many joules for less is not on the front
+    assert fronts["int8", "static"] == ["1", "forwards, searches, joules |"]
+    assert fronts["int8", "interleaved"] == ["2", "forwards, searches |"]
+    assert fronts["none", "static"] == ["-", "forwards, searches |"]
+
+
+def test_published_figures_stand_beside_ours_by_the_name_of_the_data_set(tmp_path, monkeypatch):
+    words = {"h": "--dataset hotpotqa --corpus wiki18", "nq": "--dataset nq --corpus wiki18", "own": ""}
+    file = write_benchmark(tmp_path, models={"m": ""}, datasets=words)
+    run(monkeypatch, file, tmp_path / "out", FakeEvaluate())
+    lines = (tmp_path / "out" / "table.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
+    shown = {(row[0], row[1].split(",")[0], row[4]): (row[6], row[8]) for row in rows if len(row) == 15}
+    ours = [key for key in shown if key[1] == "m"]
+    assert (tmp_path / "out" / "fronts_own.png").read_bytes().startswith(b"\x89PNG")
+    assert len(ours) == 6 and not [key for key in shown if key[0] == "own" and key not in ours]
+    assert shown["h", "SARDI", "SARDI, tau_c 0.9"] == ("48.3", "-")
+    assert shown["h", "Search-R1", "IRCoT"] == ("13.3", "-")
+    assert shown["h", "FlashRAG", "IRCoT"] == ("-", "41.5")
+    assert shown["nq", "FlashRAG", "FLARE"] == ("22.5", "-") and ("nq", "SARDI", "static") not in shown
+    assert all(len(table.datasets) == len(row) for table in read_published_figures()
+               for row in table.rows.values())  # fmt: skip
 
 
 def test_other_words_run_a_cell_again_and_old_scores_are_not_theirs(tmp_path, monkeypatch):
