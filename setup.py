@@ -1,6 +1,7 @@
 """Package metadata: `pip install -e .`; the settings of the tools are in pyproject.toml."""
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -10,13 +11,15 @@ here = Path(__file__).parent
 version = re.search(r'__version__ = "(.+)"', (here / "dlm_rag/__init__.py").read_text()).group(1)
 
 
-class BuildWithConfigs(build_py):
-    """A wheel has configs/ inside the package; an editable install finds it in the checkout."""
+class BuildWithCompanions(build_py):
+    """A wheel has these folders inside the package; an editable install finds them in the checkout."""
 
     def run(self):
         super().run()
         if not self.editable_mode:
-            self.copy_tree(str(here / "configs"), f"{self.build_lib}/dlm_rag/configs")
+            for name in ("configs", "profiling", "examples"):
+                shutil.rmtree(here / name / "__pycache__", ignore_errors=True)
+                self.copy_tree(str(here / name), f"{self.build_lib}/dlm_rag/{name}")
 
 
 setup(
@@ -31,7 +34,7 @@ setup(
     package_data={
         "dlm_rag": ["shipped/*/*", "page/*.html", "page/*.css", "page/*.js", "evaluation/*.yaml"]
     },
-    cmdclass={"build_py": BuildWithConfigs},
+    cmdclass={"build_py": BuildWithCompanions},
     entry_points={"console_scripts": ["dlm-rag = dlm_rag.__main__:main"]},
     # Ranges end at the newest version that was tested. The closed end on torch also matters where a
     # CPU wheel of 2.13.0 is at hand: "2.13.0+cpu" satisfies it and ranks above the CUDA build.

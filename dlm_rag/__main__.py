@@ -12,6 +12,8 @@
     dlm-rag index              build the index of a corpus, here or in a Milvus
     dlm-rag encode             keep keys and values of a corpus's passages for the programs that answer
     dlm-rag retrieve-server    let others search a corpus over HTTP
+    dlm-rag profile            profile a run: which stage the time went to
+    dlm-rag bench              run a benchmark of profiling/
     dlm-rag doctor             look at this machine: what works, what does not, what mends it
 
 `dlm-rag PROGRAM --help` says what each is told; `python -m dlm_rag PROGRAM` is the same.
@@ -27,7 +29,7 @@ from dlm_rag.errors import ConfigError, suggest_nearest
 
 PROGRAMS = (
     "sample", "evaluate", "benchmark", "lm-eval", "train", "synthesize", "page", "serve", "data", "index",
-    "encode", "retrieve-server", "doctor",
+    "encode", "retrieve-server", "profile", "bench", "doctor",
 )  # fmt: skip
 
 

@@ -176,7 +176,7 @@ def print_note(text: str, end: str = "\n") -> None:
 
 
 def check_writable(path: str, key: str) -> None:
-    """Raises `ConfigError` when the file `path` cannot be written; leaves no new file behind."""
+    """Raises `ConfigError` when the file `path` cannot be written; makes its folder."""
     if path == "-":
         raise ConfigError(
             f"{key}=- is no file: leave --out out for answers on standard output; all else needs a file"
@@ -190,11 +190,10 @@ def check_writable(path: str, key: str) -> None:
             raise OSError(errno.EINVAL, "it is no regular file")
         with suppress(FileNotFoundError):
             target.with_name(f"{target.name}{LONGEST_SIDECAR_SUFFIX}").lstat()
+        target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("ab"):
             pass
     except (OSError, ValueError) as error:  # a NUL byte is a ValueError
-        lacking = isinstance(error, FileNotFoundError) and not target.parent.exists()
-        remedy = f": make its folder, {target.parent}" if lacking else ""
-        raise ConfigError(f"{key}={path} cannot be written: {_reason(error)}{remedy}") from None
+        raise ConfigError(f"{key}={path} cannot be written: {_reason(error)}") from None
     if not existed:
         target.unlink(missing_ok=True)  # another process may have asked the same

@@ -1,6 +1,6 @@
 """One command from a program to the table that says where its time went.
 
-    python profiling/nsys.py sample [words of sample.py] [--report FOLDER] [--from-step 3] [--steps 100]
+    python profiling/nsys.py sample [words of sample] [--report FOLDER] [--from-step 3] [--steps 100]
     python profiling/nsys.py train --config tiny.yaml train.max_steps=60
     python profiling/nsys.py sample --with torch        # torch.profiler, where nsys cannot run
 
@@ -29,8 +29,7 @@ from dlm_rag.files.paths import make_folder
 from dlm_rag.machine import choose_device, choose_dtype, describe_machine, get_code_commit
 from dlm_rag.nvtx_ranges import NVTX_DOMAIN
 
-ROOT = Path(__file__).resolve().parent.parent
-PROGRAMS = {"sample": "sample.py", "train": "train.py"}
+PROGRAMS = ("sample", "evaluate", "train")
 
 
 def build_nsys_command(nsys: str, report: Path, command: list[str], window: str | None = None) -> list[str]:
@@ -70,10 +69,8 @@ def record_with_nsys(report: Path, command: list[str], window: str | None = None
     return whole, code
 
 
-def record_with_torch_profiler(
-    target: Path, script: Path, words: list[str], first: int, last: int | None
-) -> int:
-    """Runs a script in this process under torch.profiler, writes a Chrome trace; returns its exit status.
+def record_with_torch_profiler(target: Path, words: list[str], first: int, last: int | None) -> int:
+    """Runs `dlm-rag WORDS` here under torch.profiler, writes a Chrome trace; returns its exit status.
 
     Raises `ConfigError` where nothing was recorded.
     """
@@ -85,9 +82,9 @@ def record_with_torch_profiler(
     capture = nvtx_ranges.capture_window = nvtx_ranges.CaptureWindow(
         first, last, profiler.start, profiler.stop
     )
-    sys.argv, code = [str(script), *words], 0
+    sys.argv, code = ["dlm-rag", *words], 0
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        runpy.run_module("dlm_rag", run_name="__main__")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0
     if capture.open:
@@ -118,15 +115,15 @@ def main(argv: list[str]) -> None:
     first, last = given.from_step, given.from_step + given.steps - 1 if given.steps else None
     folder = given.report or Path("runs", f"{given.tool}-{given.program}")
     make_folder(folder)
-    script = ROOT / PROGRAMS[given.program]
+    words = [given.program, *words]
     if given.tool == "nsys":
         window = f"{first}:{'' if last is None else last}" if first or last is not None else None
         report, code = record_with_nsys(
-            folder.resolve() / "report", [sys.executable, str(script), *words], window
+            folder.resolve() / "report", [sys.executable, "-m", "dlm_rag", *words], window
         )
     else:
         report = folder / "trace.json"
-        code = record_with_torch_profiler(report, script, words, first, last)
+        code = record_with_torch_profiler(report, words, first, last)
     (folder / "machine.json").write_text(json.dumps(describe_session(), indent=2) + "\n", encoding="utf-8")
     attribute([str(report), "--out", str(folder)])
     raise SystemExit(code)

@@ -104,6 +104,7 @@ def parse_command_line(
     settings, effects = _collect_settings(given, flags), "compare" not in reads
     check_read(settings, reads)
     file, config = given["config"], load_config(given["config"], settings, effects=effects)
+    _reject_training_config(file, config, reads)
     if {"decode", "out"} <= {*reads} and file is None and _uses_shipped_reader(config, settings):
         file, config = READER_CONFIG, load_config(READER_CONFIG, settings, effects=effects)
     for key in ("out", "trace", "html"):  # what is read is expanded where it is opened
@@ -116,6 +117,16 @@ def parse_command_line(
     return CommandLine(
         config, questions, {name for name in switches if given[name]}, values, file, settings
     )
+
+
+def _reject_training_config(name: str | None, config: Config, reads: Sequence[str]) -> None:
+    """Raises `ConfigError` for a config of a training, given to a program that answers."""
+    answers = is_read("decode", reads) and not is_read("train", reads)
+    if name is not None and answers and config.train != Config().train:
+        raise ConfigError(
+            f"{name} says how to train: `dlm-rag train --config {name}` does, and what it makes answers as "
+            f"--model {config.out or 'runs/train'}/model, without --config"
+        )
 
 
 def _collect_settings(given: Mapping[str, Any], flags: Mapping[str, str]) -> list[str]:

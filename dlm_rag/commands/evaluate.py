@@ -1,6 +1,7 @@
 """Score a denoiser on questions with known answers, under one setting or several.
 
-    dlm-rag evaluate --out runs/shipped --compare all      # the shipped model on its invented world
+    dlm-rag evaluate                                     # the shipped model on its invented world: a minute
+    dlm-rag evaluate --out runs/shipped --compare all      # all its questions, under six settings
     dlm-rag evaluate --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
         --out runs/first
     dlm-rag evaluate ... --out runs/all --compare all --quick     # 200 of the questions, of every kind
@@ -76,8 +77,14 @@ class EvaluationPlan(NamedTuple):
 def main(argv: list[str]) -> None:
     reads = (*ANSWER_SETTINGS, "compare", "f1_rule")
     words = parse_answer_command_line(__doc__ or "", argv, reads, options=EVALUATE_OPTIONS)
-    if words.config.out in (None, "-"):
-        raise ConfigError("evaluation needs --out FOLDER")
+    if words.config.out == "-":
+        raise ConfigError("evaluation needs a folder: --out FOLDER")
+    if words.config.out is None:
+        words.settings.append("out=runs/evaluation")
+        if len(words.settings) == 1 and not any((words.options["dataset"], words.options["reproduce"])):
+            words.settings.append("quick=true")  # with nothing named, the shipped model for a minute
+        words = replace(words, config=words.config_with([]))
+        print_note(f"the results go to {words.config.out} (--out FOLDER)")
     run_on_ranks(words.config, lambda: evaluate_settings(words, argv))
 
 
@@ -170,7 +177,7 @@ def plan_from_command_line(words: CommandLine, dataset: str = "") -> EvaluationP
 
     said: dict[str, Any] = {}
     if dataset:
-        from dlm_rag.evaluation.published import resolve_dataset_files
+        from dlm_rag.evaluation.published import PAPER_CHECKPOINT, resolve_dataset_files
 
         searched = words.config.retrieval.corpus or words.config.retrieval.url
         if searched and words.config.questions:
@@ -181,6 +188,7 @@ def plan_from_command_line(words: CommandLine, dataset: str = "") -> EvaluationP
         else:
             said["dataset"] = dataset
             more = resolve_dataset_files(dataset, words.settings)
+            more += [f"model.path={PAPER_CHECKPOINT}"] * (words.config.model.path is None)
         words = replace(words, settings=[*more, *words.settings])
         words = replace(words, config=words.config_with([]))
     if words.options["split"] != EVALUATE_OPTIONS["split"][0] and "questions_of" not in said:

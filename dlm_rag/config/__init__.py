@@ -36,12 +36,10 @@ from dlm_rag.config.inference import DecodeConfig, EngineConfig, ModelConfig, Re
 from dlm_rag.config.renamed import explain_old_key, upgrade_settings
 from dlm_rag.config.training import DataConfig, PlanConfig, SynthesisConfig, TrainConfig
 from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
+from dlm_rag.files.paths import find_companion_folder
 
 _WORKERS = re.compile(r"[1-9]\d{0,2}|auto|ray://[^\s/:]+:\d{1,5}/?|ray://\[[0-9a-fA-F:]+\]:\d{1,5}/?")
-_PACKAGE = Path(__file__).resolve().parents[1]
-# A wheel has them inside the package, a checkout beside it (setup.py).
-_INSTALLED = _PACKAGE / "configs"
-CONFIG_FOLDER = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "configs"
+CONFIG_FOLDER = find_companion_folder("configs")
 MAX_CONFIG_BYTES = 2**20
 
 

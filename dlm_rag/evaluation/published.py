@@ -1,6 +1,5 @@
 """Published figures; and the table of SARDI's paper (arXiv 2606.06474, table 1): its files, its setting.
 
-checkpoints/sardi-dream-7b/                             hf download pauljngr/sardi-dream-7b
 data/2wikimultihopqa/test.parquet                       dlm-rag data get 2wiki --split sardi
 data/2wikimultihopqa/corpus/index_chunked/corpus.jsonl  a bm25s index is beside it; ours is built again
 """
@@ -20,8 +19,7 @@ from dlm_rag.evaluation.tables import ResultTable, format_metric
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Corpus
 
-PAPER_CHECKPOINT = "checkpoints/sardi-dream-7b"
-DOWNLOAD_WEIGHTS_COMMAND = f"hf download pauljngr/sardi-dream-7b --local-dir {PAPER_CHECKPOINT}"
+PAPER_CHECKPOINT = "pauljngr/sardi-dream-7b"
 PAPER_DTYPE = "bfloat16"
 # (query, commit_threshold) of each column of the table.
 PAPER_COLUMNS = {"tau_c 0.9": ("proxy", 0.9), "tau_c 0.95": ("proxy", 0.95), "static": ("question", 0.9)}
@@ -81,13 +79,10 @@ def resolve_dataset_files(dataset: str, settings: Sequence[str]) -> list[str]:
     files = {
         "questions": folder / "test.parquet",
         "retrieval.corpus": folder / "corpus" / "index_chunked" / "corpus.jsonl",
-        "model.path": Path(PAPER_CHECKPOINT),
     }
-    files = {key: path for key, path in files.items() if key not in given}
-    for key, path in files.items():
+    for path in files.values():
         if not path.exists():
             command = f"dlm-rag data get {dataset} --split sardi"
-            command = DOWNLOAD_WEIGHTS_COMMAND if key == "model.path" else command
             raise ConfigError(f"--dataset {dataset}: {path} is not there; `{command}` brings it")
     return [f"{key}={path}" for key, path in files.items()]
 

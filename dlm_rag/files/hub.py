@@ -2,13 +2,19 @@
 
 import logging
 import re
+import shutil
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dlm_rag.errors import CheckpointError, summarize_error
 from dlm_rag.files.checked_json import parse_json
 from dlm_rag.files.paths import expand_path
+from dlm_rag.progress import format_bytes
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import ModelInfo
 
 log = logging.getLogger(__name__)
 
@@ -50,17 +56,40 @@ def resolve_hub_folder(name: str | Path, what: str) -> Path:
         reason = "HF_HUB_OFFLINE is set"
     else:
         try:
-            HfApi().model_info(
-                text, timeout=HUB_ANSWER_SECONDS
-            )  # a download alone would try again for minutes
-            log.info("fetching %s '%s' from %s", what, text, constants.ENDPOINT)
+            # a download alone would try again for minutes
+            info = HfApi().model_info(text, files_metadata=True, timeout=HUB_ANSWER_SECONDS)
+            announce_download(text, info, Path(constants.HF_HUB_CACHE))
             return Path(snapshot_download(text, allow_patterns=HUB_FILE_PATTERNS))
+        except CheckpointError:
+            raise
         except Exception as error:
             reason = f"{constants.ENDPOINT}: {summarize_error(error)}"
     raise CheckpointError(
         f"{what} '{text}' is not a folder here and could not be fetched from the hub: {reason}; name "
         f"a folder, or run `hf download {text}` where there is a network"
     )
+
+
+def announce_download(name: str, info: "ModelInfo", cache: Path) -> None:
+    """Says how many bytes of a repository are fetched, and to where.
+
+    Raises `CheckpointError` where the disk has no room for them.
+    """
+    fetched = [each.size or 0 for each in info.siblings or () if matches_any(each.rfilename)]
+    there = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    free, need = shutil.disk_usage(there).free, sum(fetched)
+    size = f"{format_bytes(need)} in {len(fetched)} files"
+    if need > free:
+        raise CheckpointError(
+            f"'{name}' is {size}, and the disk of {cache} has {format_bytes(free)} free: make room, or set "
+            "HF_HOME"
+        )
+    log.info("fetching '%s', %s, into %s, where %s are free", name, size, cache, format_bytes(free))
+
+
+def matches_any(name: str) -> bool:
+    """Whether a file of a repository is one of those that are fetched."""
+    return any(fnmatch(name, pattern) for pattern in HUB_FILE_PATTERNS)
 
 
 def check_checkpoint_files(folder: Path, patterns: Iterable[str]) -> None:

@@ -25,6 +25,13 @@ def resolve_path_inside(folder: Path, name: Any, place: str, error: type[UserErr
     raise error(f"{place} names {name!r:.60}, which is not the name of a file in {folder}")
 
 
+def find_companion_folder(name: str) -> Path:
+    """configs, examples or profiling: a wheel has them inside the package, a checkout beside it."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / name
+    return inside if inside.is_dir() else package.parent / name
+
+
 def get_cache_folder() -> Path:
     """`$DLM_RAG_CACHE`, or `~/.cache/dlm_rag`."""
     return expand_path(os.environ.get("DLM_RAG_CACHE") or "~/.cache/dlm_rag", ConfigError, "DLM_RAG_CACHE")

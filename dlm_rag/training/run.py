@@ -46,6 +46,8 @@ def run_training(
         for phase, (task, validation) in opened.items():
             trainer = Trainer(task, processes)
             trainer.restore()
+            if windows is None:
+                say(describe_start(config, trainer, folder))
             with stop.catch_interrupt():
                 if windows is None:
                     meter = open_meter(config.energy, trainer.device, host=processes.local_rank == 0)
@@ -71,6 +73,19 @@ def run_training(
                 say(f"the model is in {model}: sample --model reads it")
             del trainer
             free_memory()
+
+
+def describe_start(config: Config, trainer: Trainer, folder: Path) -> str:
+    """What is trained, on what, for how many steps, and where it goes, in a sentence."""
+    count = sum(parameter.numel() for parameter in trainer.denoiser.parameters()) / 1e6
+    data = config.data.questions or config.data.corpus or ", ".join(config.data.documents)
+    phases = config.train.get_phase_configs().values()
+    told = [f"{phase.max_steps:,} steps of {phase.objective}" for phase in phases]
+    return (
+        f"training a model of {count:,.1f} M parameters, {config.model.path or 'from nothing'}, on "
+        f"{data or 'invented worlds'}: {', '.join(told)}, into {folder}; the time that is left is "
+        "said as it goes, and before it begins by --plan"
+    )
 
 
 def run_phase(

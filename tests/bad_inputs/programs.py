@@ -52,8 +52,7 @@ def copy_gemma_without_generation_config(folder: Path) -> None:
 
 CASES = [
     *table(EVALUATE,
-        ("evaluation needs --out FOLDER",),
-        ("evaluation needs --out FOLDER", "--out -"),
+        ("evaluation needs a folder", "--out -"),
         ("'what' is neither a flag nor KEY=VALUE", "--out run what"),
         ("run/scores.png cannot be written", "--out run", {"run/scores.png/x": ""}),
         ("argument --sweep: expected at least one argument", "--out run --sweep"),
@@ -102,8 +101,6 @@ CASES = [
         (("data/2wikimultihopqa/test.parquet is not there", "dlm-rag data get 2wiki --split sardi"), "2wiki"),
         ("data/synthworlds/sm/corpus/index_chunked/corpus.jsonl is not there", "synthworlds",
          {"data/synthworlds/sm/test.parquet": ""}),
-        (("checkpoints/sardi-dream-7b is not there", "hf download pauljngr/sardi-dream-7b"), "cofca",
-         {"data/cofca/test.parquet": "", "data/cofca/corpus/index_chunked/corpus.jsonl": ""}),
         ("names questions and corpus: leave questions out", "cofca --questions questions.jsonl"),
         # Data sets by name, with a corpus.
         (("'cofca' is no data set by the split rule search_r1", "bamboogle"), "cofca --corpus corpus.jsonl"),

@@ -119,6 +119,7 @@ CASES = [
     # Config files.
     *table(SAMPLE_COMMAND,
         ("nearest: 'sardi.yaml'", "--config sardy"),
+        (("tiny.yaml says how to train", "--model runs/tiny/model"), "--config tiny.yaml"),
         ("config 'model' was not found as a file", "--config model"),
         ("config 'pipe' was not found as a file", "--config pipe", {"pipe": os.mkfifo}),
         ("was not found", f"--config {'x' * 300}"),

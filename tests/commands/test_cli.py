@@ -24,7 +24,7 @@ from dlm_rag.__main__ import PROGRAMS, main
 from dlm_rag.commands import evaluate, sample, synthesize, train
 from dlm_rag.commands.arguments import READER_CONFIG, parse_command_line
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
-from dlm_rag.config import Config, load_config
+from dlm_rag.config import CONFIG_FOLDER, Config, load_config
 from dlm_rag.decode.answers_file import AnswersFile
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.trace_file import make_step_examples, read_trace, read_trace_header
@@ -87,16 +87,44 @@ def test_a_step_that_takes_minutes_is_announced_before_it(call, tmp_path, corpus
 MADE_UP = "the shipped model knows only its invented world"
 
 
-def test_the_shipped_model_says_what_it_does_not_know(call, corpus_file, monkeypatch):
+def test_the_shipped_model_says_what_it_does_not_know(call, corpus_file, tmp_path, monkeypatch):
     monkeypatch.setattr(sample, "decode_to_screen", lambda *_: 0)
     known = json.loads((SHIPPED_FOLDER / "world" / "questions.jsonl").open().readline())
     own = call(known["question"], defaults=False)
     assert own[0] == 0 and MADE_UP not in own[2]
     foreign = call("Who wrote Emma?", defaults=False)
     assert foreign[0] == 0 and MADE_UP in foreign[2] and "--model" in foreign[2]
-    mine = call(known["question"], "--corpus", corpus_file, "--config", "sardi.yaml", defaults=False)
+    (tmp_path / "own.yaml").write_text("decode: {commit_threshold: 0.8}")
+    mine = call(
+        known["question"], "--corpus", corpus_file, "--config", tmp_path / "own.yaml", defaults=False
+    )
     assert mine[0] == 0 and MADE_UP in mine[2]
     assert MADE_UP not in call("Who wrote Emma?")[2]
+
+
+FAMILIES = [
+    path.name
+    for path in sorted(CONFIG_FOLDER.glob("*.yaml"))
+    if load_config(str(path)).train == Config().train
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_config_of_a_family_names_its_checkpoint(call, corpus_file, name):
+    """Nothing else answers in its place; without a network the hub id that is missing is said."""
+    path = load_config(name).model.path
+    code, _, err = call("Who wrote Emma?", "--corpus", corpus_file, "--config", name, defaults=False)
+    assert (code, f"'{path}'" in err) == ((0, False) if name == "reader.yaml" else (2, True)), err
+
+
+def test_evaluation_with_nothing_named_is_the_shipped_model_for_a_minute(call, tmp_path, monkeypatch):
+    planned: list[Config] = []
+    monkeypatch.setattr(evaluate, "run_evaluation", lambda out, wanted, _: planned.append(wanted.config))
+    assert call(program=evaluate, defaults=False)[0] == 0
+    assert call("decode.commit_threshold=0.8", program=evaluate, defaults=False)[0] == 0
+    assert [(config.out, config.quick) for config in planned] == [
+        ("runs/evaluation", True), ("runs/evaluation", False),
+    ]  # fmt: skip
 
 
 def test_a_corpus_of_ones_own_is_read_by_the_shipped_reader(call, corpus_file, tmp_path, monkeypatch):

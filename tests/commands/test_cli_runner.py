@@ -129,10 +129,12 @@ def test_a_path_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypat
     loop.symlink_to("loop")
     before = sorted(tmp_path.iterdir())
     check_writable("link", "out")
-    for path in ("a\0b", "none/x", "loop", "x" * 300, "x" * 245, "-", "/dev/null"):
+    for path in ("a\0b", "loop", "x" * 300, "x" * 245, "-", "/dev/null"):
         with pytest.raises(ConfigError, match="out="):
             check_writable(path, "out")
     assert sorted(tmp_path.iterdir()) == before and link.is_symlink(), "a link that leads nowhere stays"
+    check_writable("new/folder/x", "out")
+    assert [*Path("new").rglob("*")] == [Path("new/folder")]
 
 
 def test_a_new_file_takes_the_place_of_the_old_at_once_or_not_at_all(tmp_path):

@@ -12,7 +12,6 @@ from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import Estimate
 from dlm_rag.evaluation.published import (
-    PAPER_CHECKPOINT,
     PUBLISHED_DATASETS,
     build_paper_table,
     drop_incomplete_support,
@@ -27,6 +26,7 @@ from dlm_rag.retrieval.query import Query
 from tests.support.passages import write_jsonl_file
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 
+CHECKPOINT = "checkpoints/sardi-dream-7b"  # a folder of that name stands for the published one
 THREE = "interleaved,interleaved+decode.commit_threshold=0.95,static"
 
 
@@ -56,14 +56,25 @@ def laid_out(tmp_path, monkeypatch):
          "supporting_docs": [{"id": "doc-5", "contents": "Book 5 ..."}]},
     ]  # fmt: skip
     lay_out(tmp_path, "musique", texts, rows)
-    tiny_denoiser().save_pretrained(tmp_path / PAPER_CHECKPOINT, eos_token_id=257)
-    byte_tokenizer().save_pretrained(tmp_path / PAPER_CHECKPOINT)
+    tiny_denoiser().save_pretrained(tmp_path / CHECKPOINT, eos_token_id=257)
+    byte_tokenizer().save_pretrained(tmp_path / CHECKPOINT)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def test_our_figure_stands_beside_the_published_one(laid_out, capsys):
-    words = ["--config", "sardi.yaml", "--dataset", "musique", "--compare", THREE, "--out", "runs"]
+    words = [
+        "--config",
+        "sardi.yaml",
+        "--dataset",
+        "musique",
+        "--compare",
+        THREE,
+        "--out",
+        "runs",
+        "--model",
+        CHECKPOINT,
+    ]
     evaluate.main([*words, "retrieval.top_k=2", "decode.max_new_tokens=12"])
     screen, err = capsys.readouterr()
     record = json.loads(Path("runs/scores.json").read_text())
@@ -94,9 +105,11 @@ def test_the_published_setting_gives_the_published_steps(golden, tmp_path, monke
         for q in expected
     ]
     lay_out(tmp_path, "2wiki", passages, rows)
-    shutil.copytree(golden / "checkpoints" / "tiny-dream", tmp_path / PAPER_CHECKPOINT)
+    shutil.copytree(golden / "checkpoints" / "tiny-dream", tmp_path / CHECKPOINT)
     monkeypatch.chdir(tmp_path)
-    words = f"--config sardi.yaml --dataset 2wiki --out runs decode.query_policy={query}"
+    words = (
+        f"--config sardi.yaml --dataset 2wiki --model {CHECKPOINT} --out runs decode.query_policy={query}"
+    )
     evaluate.main(words.split())
     answers = {a["id"]: a for a in map(json.loads, Path("runs/answers.jsonl").read_text().splitlines())}
     for question in expected:
@@ -134,20 +147,18 @@ def test_the_files_of_each_data_set(tmp_path, monkeypatch):
     assert {name: published.folder for name, published in PUBLISHED_DATASETS.items()} == needed
     for dataset, folder in needed.items():
         files = [f"data/{folder}/test.parquet", f"data/{folder}/corpus/index_chunked/corpus.jsonl"]
-        for path in map(Path, (*files, PAPER_CHECKPOINT)):
+        for path in map(Path, files):
             if not path.exists():
-                command = "hf download" if path.parts[0] == "checkpoints" else "dlm-rag data get"
-                with pytest.raises(ConfigError, match=f"{dataset}: {path} is not there; `{command}"):
+                with pytest.raises(ConfigError, match=f"{dataset}: {path} is not there; `dlm-rag data get"):
                     resolve_dataset_files(dataset, [])
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
-        words = [f"questions={files[0]}", f"retrieval.corpus={files[1]}", f"model.path={PAPER_CHECKPOINT}"]
+        words = [f"questions={files[0]}", f"retrieval.corpus={files[1]}"]
         assert resolve_dataset_files(dataset, []) == words
-        assert resolve_dataset_files(dataset, ["model.path=other"]) == words[:2]
 
 
 def test_what_leaves_the_paper():
-    sardi = load_config("sardi.yaml", [f"model.path={PAPER_CHECKPOINT}"])
+    sardi = load_config("sardi.yaml")
     assert list_paper_deviations(sardi, "bfloat16") == [] and find_paper_column(sardi) == "tau_c 0.9"
     both = "decode.query_policy and"
     for words, column, left in (
@@ -162,10 +173,10 @@ def test_what_leaves_the_paper():
             ["retrieval.method", "decode.batch_si"],
         ),
         ("decode.temperature=1 decode.commit_rule=top_k", "tau_c 0.9", ["decode.commit", "decode.temp"]),
-        ("model.path=elsewhere/m", "tau_c 0.9", ["model.path=elsewhere/m (paper: checkpoints/sardi"]),
+        ("model.path=elsewhere/m", "tau_c 0.9", ["model.path=elsewhere/m (paper: pauljngr/sardi"]),
         ("retrieval.embedding_batch_size=8", "tau_c 0.9", []),
     ):
-        config = load_config("sardi.yaml", [f"model.path={PAPER_CHECKPOINT}", *words.split()])
+        config = load_config("sardi.yaml", words.split())
         found = list_paper_deviations(config, "bfloat16")
         assert find_paper_column(config) == column and len(found) == len(left), found
         assert all(line.startswith(begin) for line, begin in zip(found, left, strict=True)), found

@@ -87,13 +87,18 @@ def test_archives_hold_the_package_and_no_more(archives):
         packed = {name.partition("/")[2] for name in file.getnames()}
     shipped = ("shipped/model/model.safetensors", "shipped/world/corpus.jsonl")
     shipped += ("page/page.js", "page/live.html", "page/live.js")
-    data = {"configs/tiny.yaml", *(f"dlm_rag/{name}" for name in shipped)}
+    data = {
+        "configs/tiny.yaml",
+        "profiling/nsys.py",
+        "examples/passages.jsonl",
+        *(f"dlm_rag/{name}" for name in shipped),
+    }
     assert data | {"LICENSE", "README.md", "pyproject.toml"} <= packed
     rooms = {name.partition("/")[0] for name in packed} - {""}
-    assert not rooms & {"tests", "examples", "profiling", "requirements", "docs"}
+    assert not rooms & {"tests", "requirements", "docs"}
     with zipfile.ZipFile(wheel) as file:
         unpacked = set(file.namelist())
-    assert {name.replace("configs/", "dlm_rag/configs/") for name in data} <= unpacked
+    assert {f"dlm_rag/{name.removeprefix('dlm_rag/')}" for name in data} <= unpacked
     assert {name.partition("/")[0].partition("-")[0] for name in unpacked} == {"dlm_rag"}
     assert any(name.endswith("LICENSE") for name in unpacked)
 
@@ -140,3 +145,31 @@ def test_an_editable_install_finds_the_configs_of_its_checkout(source, tmp_path)
     done = run(found / "dlm-rag", *words, cwd=tmp_path)
     config.unlink()
     assert done.returncode == 0 and "seed: 17" in done.stdout, done.stderr
+
+
+def test_a_benchmark_runs_from_the_wheel(installed, tmp_path):
+    listed = run(installed / "dlm-rag", "bench", cwd=tmp_path)
+    assert listed.returncode == 0 and {"decode", "train", "first_gpu"} <= {*listed.stdout.split()}
+    done = run(
+        installed / "dlm-rag", "bench", "vectors", "--passages", "300", "--folder", "v", cwd=tmp_path
+    )
+    assert done.returncode == 0 and "recall@10" in done.stdout, done.stderr
+    wrong = run(installed / "dlm-rag", "bench", "vector", cwd=tmp_path)
+    assert wrong.returncode == 2 and "nearest: 'vectors'" in wrong.stderr
+
+
+def test_a_run_is_profiled_from_the_wheel(installed, tmp_path):
+    words = (
+        "profile",
+        "sample",
+        "--with",
+        "torch",
+        "--from-step",
+        "0",
+        "--report",
+        "seen",
+        "What is Emma?",
+    )
+    done = run(installed / "dlm-rag", *words, cwd=tmp_path)
+    assert done.returncode == 0 and "denoise" in done.stdout, done.stderr
+    assert (tmp_path / "seen" / "report.html").is_file()

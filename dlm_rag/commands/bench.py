@@ -1,0 +1,44 @@
+"""Run a benchmark of profiling/, from any folder.
+
+dlm-rag bench                            # lists them
+dlm-rag bench decode --help
+dlm-rag bench decode --out runs/decode   # is `python profiling/bench_decode.py --out runs/decode`
+dlm-rag bench first_gpu --out runs/first
+"""
+
+import ast
+import runpy
+import sys
+from pathlib import Path
+
+from dlm_rag.errors import ConfigError, suggest_nearest
+from dlm_rag.files.paths import find_companion_folder
+
+PREFIX = "bench_"
+
+
+def main(argv: list[str]) -> None:
+    programs = list_benchmarks()
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__)
+        for name, path in programs.items():
+            print(f"    {name:18} {(ast.get_docstring(ast.parse(path.read_text())) or '').splitlines()[0]}")
+        return
+    if argv[0] not in programs:
+        near = suggest_nearest(argv[0], programs)
+        raise ConfigError(f"'{argv[0]}' is none of the benchmarks {', '.join(programs)}{near}")
+    run_profiling_program(programs[argv[0]], argv[1:], f"dlm-rag bench {argv[0]}")
+
+
+def list_benchmarks() -> dict[str, Path]:
+    """The programs by the names that the command line gives them."""
+    folder = find_companion_folder("profiling")
+    names = sorted(path.stem for path in folder.glob(f"{PREFIX}*.py") if path.stem != "bench_tools")
+    return {name.removeprefix(PREFIX): folder / f"{name}.py" for name in [*names, "first_gpu", "scaling"]}
+
+
+def run_profiling_program(path: Path, argv: list[str], name: str) -> None:
+    """Runs a program of profiling/ in this process, which finds the others beside it."""
+    sys.path.insert(0, str(path.parent))
+    sys.argv = [name, *argv]
+    runpy.run_path(str(path), run_name="__main__")
