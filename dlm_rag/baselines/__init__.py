@@ -1,1 +1,36 @@
-"""Autoregressive models behind OpenAI-style servers: what reviewers compare with."""
+"""Autoregressive models behind OpenAI-style servers, under the published policies of when to retrieve.
+
+`POLICIES` names what `remote.policy` selects; a function of one's own, `remote.policy=module:function`,
+takes a `run.BaselineRun` as those of the table do.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class BaselinePolicy:
+    """A way to answer a question.
+
+    answer: a function, or `module:function`, imported once it is needed. needs: what is tried at the server
+    beforehand, see `engine.PROBES`. settings: those of `remote` that only some policies read.
+    own_prompt: whether the policy has a prompt of its own, so that `prompt` has no effect.
+    """
+
+    answer: str | Callable[[Any], None]
+    needs: str = "template"
+    settings: tuple[str, ...] = ()
+    own_prompt: bool = False
+
+
+_POLICIES = "dlm_rag.baselines.policies"
+POLICIES = {
+    "no_retrieval": BaselinePolicy(f"{_POLICIES}:answer_directly"),
+    "static": BaselinePolicy(f"{_POLICIES}:answer_static"),
+    "ircot": BaselinePolicy(f"{_POLICIES}:answer_ircot", "text", ("max_rounds",), True),
+    "flare": BaselinePolicy(f"{_POLICIES}:answer_flare", "text_log_probs", ("threshold",), True),
+    "self_ask": BaselinePolicy(f"{_POLICIES}:answer_self_ask", "text", ("max_rounds",), True),
+    "targ": BaselinePolicy(f"{_POLICIES}:answer_targ", "chat_log_probs", ("threshold",)),
+    "search_r1": BaselinePolicy(f"{_POLICIES}:answer_search_r1", "continued_chat", ("max_rounds",), True),
+}

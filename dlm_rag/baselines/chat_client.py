@@ -4,6 +4,7 @@ A request that fails temporarily (no connection, no answer in time, 429, 5xx, an
 repeated after a pause that doubles; other refusals are reported in the server's words.
 """
 
+import math
 import os
 import re
 import time
@@ -58,6 +59,11 @@ class WrittenToken:
     log_prob: float
     top: tuple[float, ...] = ()
 
+    @property
+    def margin(self) -> float:
+        """By how much the likeliest token is above the next, in nats, as in logits."""
+        return self.top[0] - self.top[1] if len(self.top) > 1 else math.inf
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -102,14 +108,13 @@ class ChatClient:
             names = self._send("/models", lambda answer: [str(model["id"]) for model in answer["data"]])
         except (ChatError, RetryableFailure) as error:
             raise ConfigError(
-                f"{setting}: {self._url} does not list its models ({error}{self._explain(error)}): give "
+                f"{setting} does not list its models ({error}{self._explain(error)}): give "
                 "the URL of an OpenAI-style server, with its /v1"
             ) from None
         if wanted not in names:
             known = replace_control_chars(", ".join(names)) or "none"
             raise ConfigError(
-                f"{setting}: {self._url} has no model '{wanted}', but {known}"
-                f"{suggest_nearest(wanted, names)}"
+                f"{setting} has no model '{wanted}', but {known}{suggest_nearest(wanted, names)}"
             )
 
     def _explain(self, error: Exception) -> str:
@@ -221,5 +226,9 @@ def _read_tokens(found: Any) -> Iterator[WrittenToken]:
             top = sorted((float(each["logprob"]) for each in token["top_logprobs"]), reverse=True)
             yield WrittenToken(str(token["token"]), float(token["logprob"]), tuple(top))
     else:
-        for text, log_prob in zip(found["tokens"], found["token_logprobs"], strict=True):
-            yield WrittenToken(str(text), float(log_prob))
+        for text, log_prob, top in zip(
+            found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+        ):
+            yield WrittenToken(
+                str(text), float(log_prob), tuple(sorted(map(float, top.values()), reverse=True))
+            )

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dlm_rag import __version__
 from dlm_rag.cli import check_writable, print_note
@@ -33,6 +33,8 @@ from dlm_rag.progress import report_progress
 from dlm_rag.questions import Question
 
 if TYPE_CHECKING:
+    from dlm_rag.baselines.engine import BaselineEngine
+    from dlm_rag.commands.prepare_baseline import PreparedBaseline
     from dlm_rag.config import ModelConfig
     from dlm_rag.decode.answers_file import AnswersFile
     from dlm_rag.decode.decoder import AnyDenoiser, Decoder
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 PLAN_SETTINGS = ("plan.machine", "plan.devices", "plan.network_gbit", "plan.mfu")  # of decoding
 Machine = dict[str, str | int]  # as `describe_machine`
+Prepared: TypeAlias = "PreparedDecoder | PreparedBaseline"
 
 
 @dataclass
@@ -49,7 +52,7 @@ class PreparedQuestions:
 
     config: Config  # as it was given; `prepared` has what the checkpoint adds
     questions: list[Question]
-    prepared: PreparedDecoder
+    prepared: Prepared
 
 
 class LocalEngines:
@@ -57,7 +60,7 @@ class LocalEngines:
 
     def __init__(self) -> None:
         self._model: ModelConfig | None = None
-        self._decoder: Decoder | None = None
+        self._decoder: Decoder | BaselineEngine | None = None
 
     def open(self, asked: PreparedQuestions) -> list[Machine]:
         """Reads the weights, unless they are loaded; returns every other machine that answers.
@@ -94,6 +97,7 @@ class WorkerEngines:
         self.describe, self.read_energy = pool.describe, pool.read_energy
 
     def open(self, asked: PreparedQuestions) -> list[Machine]:
+        assert isinstance(asked.prepared, PreparedDecoder), "`prepare_baseline` refuses workers"
         factory, self._prepared = make_decoder_factory(asked), asked.prepared
         config = factory.config
         return self._pool.open(factory, config.model, config.energy, config.decode.batch_size)
@@ -111,9 +115,7 @@ class WorkerEngines:
 
 
 @contextmanager
-def open_engines(
-    workers: str | None, jobs: Iterable[PreparedDecoder]
-) -> Iterator[LocalEngines | WorkerEngines]:
+def open_engines(workers: str | None, jobs: Iterable[Prepared]) -> Iterator[LocalEngines | WorkerEngines]:
     """The engines of these jobs, until the end of the block; nothing starts before the first question.
 
     Raises `ConfigError` for workers that are not possible.
@@ -145,11 +147,11 @@ def open_engines(
 
 
 @contextmanager
-def count_answers(engines: LocalEngines | WorkerEngines, prepared: PreparedDecoder) -> Iterator[RunTotals]:
+def count_answers(engines: LocalEngines | WorkerEngines, prepared: Prepared) -> Iterator[RunTotals]:
     """Totals of what is answered in the block, which add it; its energy and a line on it at the end."""
     from dlm_rag.decode.terminal import RunTotals
 
-    tally, start = RunTotals(prepared.tokenizer.end_ids), time.perf_counter()
+    tally, start = RunTotals(prepared.end_ids), time.perf_counter()
     try:
         yield tally
     finally:
@@ -161,6 +163,7 @@ def count_answers(engines: LocalEngines | WorkerEngines, prepared: PreparedDecod
 def make_decoder_factory(asked: PreparedQuestions) -> CheckedDecoderFactory:
     """Makes a job's decoders in workers: with absolute paths, and the device and dtype of here."""
     config, prepared = asked.config, asked.prepared
+    assert isinstance(prepared, PreparedDecoder)
 
     def locate(path: str | None) -> str | None:  # anything but a file or folder (a hub id) is left as it is
         found = Path(path or "").expanduser()
@@ -268,12 +271,15 @@ def parse_answer_command_line(
 
 
 def plan_answer_job(
-    config: Config, questions: list[Question], once: ResourceCache | None = None
+    config: Config,
+    questions: list[Question],
+    once: ResourceCache | None = None,
+    prepare: Callable[[Config, list[Question], ResourceCache], Prepared] = prepare_decoder,
 ) -> AnswerJob:
     """The job of answering into the files `out` and `trace`; questions answered there are skipped.
 
-    once: shared by several jobs. Raises `UserError` for bad input, and for files that cannot be written or
-    hold answers of other settings.
+    once: shared by several jobs. prepare: checks what answers. Raises `UserError` for bad input, and for
+    files that cannot be written or hold answers of other settings.
     """
     assert config.out is not None
     if config.workers is not None:
@@ -287,7 +293,7 @@ def plan_answer_job(
 
     file = AnswersFile(Path(config.out), Path(config.trace) if config.trace else None)
     file.remaining(questions)
-    prepared = prepare_decoder(config, questions, once)
+    prepared = prepare(config, questions, once)
     file.check_same_settings(prepared.answers_depend_on())
     return AnswerJob(config, questions, prepared, file)
 

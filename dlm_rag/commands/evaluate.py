@@ -27,6 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dlm_rag.baselines.chat_client import is_model_url
 from dlm_rag.cli import check_writable, print_note
 from dlm_rag.commands.answer_job import (
     AnswerJob,
@@ -35,7 +36,13 @@ from dlm_rag.commands.answer_job import (
     plan_answer_job,
 )
 from dlm_rag.commands.arguments import ANSWER_SETTINGS, READER_CONFIG, CommandLine
-from dlm_rag.commands.prepare_decoder import ResourceCache, fill_in_shipped_files, gather_questions
+from dlm_rag.commands.prepare_baseline import PreparedBaseline, check_served_keys, prepare_baseline
+from dlm_rag.commands.prepare_decoder import (
+    ResourceCache,
+    fill_in_shipped_files,
+    gather_questions,
+    prepare_decoder,
+)
 from dlm_rag.commands.tensor_parallel import run_on_ranks
 from dlm_rag.config import dump_config, load_config
 from dlm_rag.config.ineffective_settings import check_effects
@@ -75,7 +82,7 @@ class EvaluationPlan(NamedTuple):
 
 
 def main(argv: list[str]) -> None:
-    reads = (*ANSWER_SETTINGS, "compare", "f1_rule")
+    reads = (*ANSWER_SETTINGS, "compare", "f1_rule", "remote", "judge")
     words = parse_answer_command_line(__doc__ or "", argv, reads, options=EVALUATE_OPTIONS)
     if words.config.out == "-":
         raise ConfigError("evaluation needs a folder: --out FOLDER")
@@ -202,9 +209,14 @@ def plan_from_command_line(words: CommandLine, dataset: str = "") -> EvaluationP
         raise ConfigError(f"sweep: {both[0]} is swept, and set to one value too: leave one out")
     if config.compare is None and not swept:
         load_config(words.file, words.settings, effects=True)
-        name = f"{config.decode.query_policy} {config.retrieval.method}"
+        served = is_model_url(config.model.path)
+        if served:
+            check_served_keys(given)
+        policy = config.remote.policy if served else config.decode.query_policy
+        name = f"{policy} {config.retrieval.method}"
         return EvaluationPlan(config, {name: config}, True, said)
-    compared = parse_compared_settings(config.compare) if config.compare else {"": []}
+    served = is_model_url(config.model.path)
+    compared = parse_compared_settings(config.compare, served) if config.compare else {"": []}
     settings, variants = {}, []
     for name, more in expand_sweep(compared, swept).items():
         try:
@@ -213,6 +225,8 @@ def plan_from_command_line(words: CommandLine, dataset: str = "") -> EvaluationP
             raise ConfigError(f"'{name}': {error}") from None
         variants.append((settings[name], [*given, *(word.partition("=")[0] for word in more)]))
     check_effects(variants)
+    if all(is_model_url(each.model.path) for each in settings.values()):
+        check_served_keys(key for _, keys in variants for key in keys)
     return EvaluationPlan(config, settings, False, said)
 
 
@@ -251,7 +265,10 @@ def plan_answer_jobs(
         make_folder(folder, "out=")
         config = fill_in_shipped_files(wanted.settings[name], [])
         config = replace(config, out=str(folder / "answers.jsonl"), trace=str(folder / "trace.jsonl"))
-        jobs[name] = plan_answer_job(config, questions, once)
+        prepare = prepare_baseline if is_model_url(config.model.path) else prepare_decoder
+        jobs[name] = job = plan_answer_job(config, questions, once, prepare)
+        if isinstance(job.prepared, PreparedBaseline) and job.file.remaining(questions):
+            job.prepared.load().check()
     return jobs
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import datetime
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dlm_rag import __version__
+from dlm_rag.baselines.chat_client import is_model_url
 from dlm_rag.commands.tensor_parallel import check_tensor_parallel
 from dlm_rag.config import Config, RetrievalConfig
 from dlm_rag.data.hub_datasets import find_named_corpus
@@ -69,6 +70,11 @@ class PreparedDecoder:
     def weight_bytes(self) -> int:
         """Bytes of the weights once they are loaded."""
         return self.checkpoint.count_weight_bytes(self.dtype.itemsize, self.config.model.quantize)
+
+    @property
+    def end_ids(self) -> Collection[int]:
+        """Tokens behind which no text is."""
+        return self.tokenizer.end_ids
 
     def load(self, denoiser: AnyDenoiser | None = None) -> Decoder:
         """Reads the weights, where they are not given."""
@@ -269,6 +275,10 @@ def prepare_decoder(
 def _open_checkpoint(path: str, block_size: int | None) -> Checkpoint:
     from dlm_rag.model.checkpoint import open_checkpoint
 
+    if is_model_url(path):
+        raise ConfigError(
+            "a model behind a server is for evaluate and benchmark: name a folder or a hub id"
+        )
     checkpoint = open_checkpoint(path, block_size)
     if block_size is not None and checkpoint.config.decode_modes == ("autoregressive",):
         raise ConfigError(

@@ -169,8 +169,8 @@ def plan_trace_rows(config: "Config") -> SynthesisPlan:
     from dlm_rag.synthesis.shards import QUESTION_COLUMNS
     from dlm_rag.synthesis.trace_rows import TraceRowGenerator
 
-    asked = PreparedQuestions(config, questions, prepare_decoder(config, questions))
-    prepared = asked.prepared
+    prepared = prepare_decoder(config, questions)
+    asked = PreparedQuestions(config, questions, prepared)
     source = TraceRowGenerator(questions, settings, prepared.tokenizer, partial(decode_rollouts, asked))
     depends_on = prepared.answers_depend_on() | {"questions": digest_questions(questions)}
     return SynthesisPlan(source, depends_on, prepared.checkpoint.folder.name, QUESTION_COLUMNS)

@@ -32,7 +32,14 @@ from dlm_rag.config.fields import (
     shorten_value,
 )
 from dlm_rag.config.ineffective_settings import check_effects
-from dlm_rag.config.inference import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig, ServingConfig
+from dlm_rag.config.inference import (
+    DecodeConfig,
+    EngineConfig,
+    ModelConfig,
+    RemoteConfig,
+    RetrievalConfig,
+    ServingConfig,
+)
 from dlm_rag.config.renamed import explain_old_key, upgrade_settings
 from dlm_rag.config.training import DataConfig, PlanConfig, SynthesisConfig, TrainConfig
 from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
@@ -56,6 +63,7 @@ class Config(CheckedSettings):
     plan: PlanConfig = field(default_factory=PlanConfig)
     synthesis: SynthesisConfig = field(default_factory=SynthesisConfig)
     serving: ServingConfig = field(default_factory=ServingConfig)
+    remote: RemoteConfig = field(default_factory=RemoteConfig)
     questions: str | None = setting(None)
     """file of questions (JSON lines, JSON, CSV, TSV or Parquet, also gzipped), a folder of such files,
     or - for standard input"""
@@ -75,6 +83,9 @@ class Config(CheckedSettings):
     f1_rule: str = setting("auto", choices=("auto", "squad", "hotpotqa"))
     """how evaluate computes F1: hotpotqa gives 0 if exactly one side is yes, no or noanswer; auto takes
     it if the file or folder of the questions says hotpotqa or 2wikimultihopqa"""
+    judge: str | None = setting(None)
+    """model that judges answers in evaluate, openai://HOST:PORT/v1/NAME (openais:// for https); its key is
+    $DLM_RAG_JUDGE_KEY"""
     trace: str | None = setting(None)
     """file for decoding traces, one JSON line per question"""
     record_provisional: bool = setting(False, only_with=({"trace": SET}, {"html": SET}))

@@ -13,6 +13,7 @@ MASKED, UNIFORM = {"noise": ("mask",)}, {"noise": ("uniform",)}
 BY_DIFFUSION = MASKED | {"decode.mode": ("diffusion",)}
 IN_BLOCKS = BY_DIFFUSION | {"attention_blocks": (True,)}
 AT_ONCE = {"decode.blocks_at_once": SEVERAL}
+SERVED = {"model.path": ("openai://", "openais://")}  # a model behind a server
 ROLLOUTS = MASKED | {"train.objective": ("rl",)}  # which sample what they commit
 HEADS = tuple(
     BY_DIFFUSION | {f"decode.{name}": ("policy_head",)} for name in ("commit_rule", "retrieval_gate")
@@ -24,7 +25,8 @@ class ModelConfig(CheckedSettings):
     """Which denoiser, where it runs, and which tokens attend to which."""
 
     path: str | None = setting(None)
-    """checkpoint to load: a Hugging Face style folder or a hub id"""
+    """checkpoint to load: a Hugging Face style folder or a hub id; evaluate also takes an autoregressive
+    model behind an OpenAI-compatible server, openai://HOST:PORT/v1/NAME (openais:// for https)"""
     device: str = setting("auto")
     """device to run on: cpu, cuda, cuda:1 or mps; auto takes CUDA if available"""
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
@@ -295,3 +297,22 @@ class LikelihoodConfig(CheckedSettings):
     mode: str | None = setting(None, choices=("diffusion", "autoregressive"))
     """how the model is read, as in decode.mode: by diffusion (a bound) or from left to right (exact); unset
     takes what the checkpoint was trained for, of both ways diffusion"""
+
+
+@settings_dataclass
+class RemoteConfig(CheckedSettings):
+    """Models behind OpenAI-compatible servers: autoregressive ones to compare with, and the judge."""
+
+    policy: str = setting("static", table="dlm_rag.baselines:POLICIES", only_with=SERVED)
+    """when a model behind a server retrieves, and with what"""
+    threshold: float | None = setting(None, low=0, high=1, only_with=SERVED)
+    """uncertainty above which targ searches (unset: 0.2), or probability of a token up to which flare does
+    (unset: 0.8)"""
+    max_rounds: int | None = setting(None, low=1, high=1000, only_with=SERVED)
+    """maximum number of searches of a question; unset: 8 for ircot, 5 for self_ask, 4 for search_r1"""
+    concurrency: int = setting(8, low=1, high=1024, only_with=(SERVED, {"judge": SET}))
+    """number of concurrent requests"""
+    timeout: float = setting(120.0, low=0.1, high=2**20, only_with=(SERVED, {"judge": SET}))
+    """time limit of a request in seconds"""
+    max_retries: int = setting(5, low=1, high=100, only_with=(SERVED, {"judge": SET}))
+    """number of attempts for each request if the server is busy or fails"""

@@ -146,6 +146,9 @@ class Rollout:
     finished: bool = False
     error: str = ""  # why there is no answer
     answer_form: str = "marked"  # where the answer stands in the response
+    # Of a model behind a server, whose tokens are not in the steps: requests, prompt_tokens,
+    # completion_tokens, and how many replies were cut at their most tokens.
+    usage: dict[str, int] = field(default_factory=dict)
 
     @property
     def answer(self) -> str:
@@ -160,8 +163,8 @@ class Rollout:
 
     @property
     def forwards(self) -> int:
-        """Denoising passes; every step but step 0 makes one."""
-        return sum(1 for step in self.steps if step.step > 0)
+        """Denoising passes; every step but step 0 makes one. Behind a server a token takes one."""
+        return self.usage.get("completion_tokens", sum(1 for step in self.steps if step.step > 0))
 
     @property
     def retrievals(self) -> int:
@@ -171,7 +174,7 @@ class Rollout:
     @property
     def tokens_committed(self) -> int:
         """Positions that hold a token after the last step."""
-        return len(self.commit_steps())
+        return self.usage.get("completion_tokens", len(self.commit_steps()))
 
     def tokens_before_end(self, end_ids: Collection[int]) -> int:
         """Of these, those before the first end token: the text, without what fills the canvas behind it."""
@@ -244,7 +247,7 @@ class Rollout:
             "tokens": self.tokens_committed,
             "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
         }
-        return record | {key: value for key in ("cut", "error") if (value := getattr(self, key))}
+        return record | {key: value for key in ("cut", "error", "usage") if (value := getattr(self, key))}
 
 
 def content_words(text: str, start: int, stop: int) -> list[tuple[str, Span]]:

@@ -1,6 +1,7 @@
 """Several settings on the same questions: means with intervals, and paired differences.
 
-A setting is a name from `SETTING_PRESETS` or `KEY=VALUE`, joined by `+`: `static`, `oracle`,
+A setting is a name from `SETTING_PRESETS` (of a model behind a server from `SERVED_PRESETS`) or
+`KEY=VALUE`, joined by `+`: `static`, `oracle`,
 `interleaved+retrieval.method=dense`, `decode.commit_rule=grounded+decode.commit_threshold=0.8`. A sweep
 makes such names: every combination of the values of some keys, under each setting there is.
 """
@@ -10,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from math import prod
 
+from dlm_rag.baselines import POLICIES
+from dlm_rag.baselines.chat_client import is_model_url
 from dlm_rag.config import list_setting_fields
 from dlm_rag.errors import ConfigError, QuestionError, suggest_nearest
 from dlm_rag.evaluation.metrics import (
@@ -33,30 +36,40 @@ SETTING_PRESETS = {
     "none": ("retrieval.method=none", "decode.query_policy=question"),
     "oracle": ("retrieval.oracle=true", "decode.query_policy=question"),
 }
-COMPARED_SECTIONS = ("model.", "retrieval.", "decode.", "prompt")  # what settings may differ in
+# Of a model behind a server.
+SERVED_PRESETS = {name: (f"remote.policy={name}",) for name in POLICIES} | {
+    "oracle": ("retrieval.oracle=true", "remote.policy=static")
+}
+COMPARED_SECTIONS = ("model.", "retrieval.", "decode.", "remote.", "prompt")  # what settings may differ in
 MAX_SWEEP_SETTINGS = 1000  # of a sweep; more are a slip of the hand
 QuestionGroups = dict[str, list[int]]  # name -> places in the list of questions
 SettingMetrics = Mapping[str, Estimate | None]  # of one setting in one group of questions
 GroupSummary = dict[str, dict[str, Estimate | None]]  # group -> metric -> estimate
 
 
-def parse_compared_settings(compare: str) -> dict[str, list[str]]:
-    """`KEY=VALUE` words by the name of each setting; "all" is every preset. Raises `ConfigError`."""
-    names = list(SETTING_PRESETS) if compare == "all" else [name.strip() for name in compare.split(",")]
+def parse_compared_settings(compare: str, served: bool = False) -> dict[str, list[str]]:
+    """`KEY=VALUE` words by the name of each setting; "all" is every preset. Raises `ConfigError`.
+
+    served: whether a setting that names no model is of one behind a server, which has presets of its own.
+    """
+    everything = SERVED_PRESETS if served else SETTING_PRESETS
+    names = list(everything) if compare == "all" else [name.strip() for name in compare.split(",")]
     if "all" in names:
         raise ConfigError("compare: 'all' stands alone; name the settings one by one to add others")
     settings: dict[str, list[str]] = {}
     for name in names:
         if name in settings:
             raise ConfigError(f"compare: '{name}' is named twice")
-        settings[name] = []
-        for part in name.split("+"):
-            if not part.startswith(COMPARED_SECTIONS) and part not in SETTING_PRESETS:
+        settings[name], parts = [], name.split("+")
+        own = [part.removeprefix("model.path=") for part in parts if part.startswith("model.path=")]
+        presets = SERVED_PRESETS if (is_model_url(own[0]) if own else served) else SETTING_PRESETS
+        for part in parts:
+            if not part.startswith(COMPARED_SECTIONS) and part not in presets:
                 raise ConfigError(
                     f"compare: '{part}' is neither KEY=VALUE of {', '.join(COMPARED_SECTIONS)} nor one of "
-                    f"{', '.join(SETTING_PRESETS)}, all{suggest_nearest(part, SETTING_PRESETS)}"
+                    f"{', '.join(presets)}, all{suggest_nearest(part, presets)}"
                 )
-            settings[name] += SETTING_PRESETS.get(part, (part,))
+            settings[name] += presets.get(part, (part,))
     return settings
 
 

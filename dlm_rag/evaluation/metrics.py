@@ -106,6 +106,10 @@ class Score:
     tokens: float  # positions that hold a token at the end
     seconds: float  # this question's share of all stages
     cover_match: float  # a golden answer is part of the answer
+    # Of a model behind a server, whose `tokens` are those of its replies.
+    requests: float | None = None
+    prompt_tokens: float | None = None
+    cut_replies: float | None = None
 
     @property
     def tokens_per_forward(self) -> float:
@@ -131,6 +135,9 @@ def score_rollout(rollout: Rollout, question: Question, f1_rule: str = "squad") 
         tokens=rollout.tokens_committed,
         seconds=sum(drop_nested_stages(rollout.seconds).values()),
         cover_match=compute_cover_match(rollout.answer, question.golden_answers),
+        requests=rollout.usage.get("requests"),
+        prompt_tokens=rollout.usage.get("prompt_tokens"),
+        cut_replies=rollout.usage.get("cut_replies"),
     )
 
 

@@ -15,6 +15,8 @@ from dlm_rag.evaluation.metrics import SHARE_METRICS, Estimate
 from dlm_rag.text import replace_control_chars
 
 COST_METRICS = ("forwards", "searches")
+USAGE_METRICS = {"requests": "requests", "prompt_tokens": "prompt tokens", "tokens": "tokens of replies",
+                 "cut_replies": "replies that were cut"}  # fmt: skip
 PLOT_COSTS = ("answers/s", "forwards")  # what the two pictures of a sweep have along their lower edge
 CELL_FRAME_CHARS = 3  # characters that a table puts around a cell
 
@@ -133,6 +135,10 @@ def build_comparison_tables(
         by_group(f"{recall} search with the question, %", summaries, "recall_first", False),
         by_group(f"{recall} last step, %", summaries, "recall_last", False),
     ]
+    if any(summary["all"]["requests"] for summary in summaries.values()):
+        served = {name: each for name, each in summaries.items() if each["all"]["requests"]}
+        title, rows = "Asked of a server, an answer", overall(served, USAGE_METRICS, False)
+        found.append(ResultTable(title, ["setting", *USAGE_METRICS.values()], rows))
     if against:
         title = f"Exact match, points by which {first} is above (paired)"
         found.append(by_group(title, against, "exact_match", True))

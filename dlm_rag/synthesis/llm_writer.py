@@ -43,7 +43,7 @@ class LlmWriter:
 
     def __init__(self, sources: Sequence[Question | Passage], config: SynthesisConfig) -> None:
         assert config.writer_url is not None
-        setting = f"synthesis.writer_model={config.writer_model}"
+        setting = f"synthesis.writer_url={config.writer_url}"
         self.client = ChatClient(
             ChatServer(
                 config.writer_url, config.writer_model, setting, "DLM_RAG_WRITER_KEY", config.timeout,

@@ -161,9 +161,7 @@ class Tokenizer:
         head, foot = map(self._head, texts)
         if not head and not foot:
             raise QuestionError("the tokenizer makes no tokens of the question")
-        facts = [f"{template.write_fact(n, passage)}\n" for n, passage in enumerate(passages, start=1)]
-        if facts and template.numbers_facts:
-            facts[-1] = facts[-1].removesuffix("\n")
+        facts = template.write_facts(passages)
         return Prompt(self._prefix + head, tuple(map(self.encode, facts)), foot + self._suffix)
 
     def query_text(self, ids: list[int]) -> str:

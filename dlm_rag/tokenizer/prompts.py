@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -83,6 +84,18 @@ class PromptTemplate:
         title, _, text = passage.partition("\n")
         named = {"{number}": str(number), "{passage}": passage, "{title}": title, "{text}": text or title}
         return _PLACES.sub(lambda place: named[place[0]], self.fact)
+
+    def write_facts(self, passages: Sequence[str]) -> list[str]:
+        """The facts of passages in rank order, each with its line break, but for the last numbered one."""
+        facts = [f"{self.write_fact(n, passage)}\n" for n, passage in enumerate(passages, start=1)]
+        if facts and self.numbers_facts:
+            facts[-1] = facts[-1].removesuffix("\n")
+        return facts
+
+    def write_message(self, question: str, passages: Sequence[str]) -> str:
+        """The user's message."""
+        head, foot = (text.replace("{question}", question) for text in (self.head, self.foot))
+        return head + "".join(self.write_facts(passages)) + foot
 
 
 # By `prompt`. Where a publication has a system message, it is the head. `few_shot` is our own.

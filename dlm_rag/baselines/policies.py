@@ -1,0 +1,191 @@
+"""The published policies of when to retrieve, over plain requests; their prompts are in prompts.yaml.
+
+All search the same index with the same retriever, `retrieval.top_k` passages at a time, and differ in when,
+with what, and in which passages a prompt shows. Numbers are those of the publications named.
+"""
+
+import re
+from functools import cache
+from math import exp
+from pathlib import Path
+from statistics import fmean
+
+import yaml
+
+from dlm_rag.baselines.run import BaselineRun
+from dlm_rag.text import normalize_whitespace
+
+# Passages as each prompt shows them: in the published ones, for Self-Ask in that of Yoran et al. (2024).
+IRCOT_FACT, FLARE_FACT = "Wikipedia Title: {title}\n{text}", "[{number}]: {passage}"
+SELF_ASK_FACT = "Context{number}: {title}: {text}"
+SEARCH_R1_FACT = "Doc {number}(Title: {title}) {text}"
+SELF_ASK_FINAL = "So the final answer is:"
+IRCOT_ROUNDS, IRCOT_PASSAGES, IRCOT_TOKENS = 8, 15, 256
+FLARE_THRESHOLD, FLARE_MASK_THRESHOLD, FLARE_AHEAD, FLARE_TOKENS = 0.8, 0.4, 64, 256
+SELF_ASK_ROUNDS, SELF_ASK_TOKENS = 5, 256
+TARG_DRAFT_TOKENS, TARG_THRESHOLD = 20, 0.2  # the latter of Qwen2.5-7B-Instruct on NQ-Open (table 1)
+SEARCH_R1_TURNS, SEARCH_R1_TOKENS, SEARCH_R1_PASSAGES = 4, 500, 10**6
+MIN_SENTENCE_CHARS = 5
+# Not after an initial or a title: "Edward L. Cahn".
+_SENTENCE_END = re.compile(r"(?<!\b[A-Z])(?<!\b[MDS][rt])(?<!\bMrs)[.?!](?=\s)")
+_REASONING = re.compile(r"thus\b|so\b|that is,|therefore|hence", re.IGNORECASE)
+_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+_OPEN_ACTION = re.compile(r"<(search|answer)>(?:(?!</\1>).)*\Z", re.DOTALL)
+
+
+@cache
+def load_prompt(policy: str) -> str:
+    """The prompt of a policy, without line breaks at its ends."""
+    found: dict[str, str] = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text("utf-8"))
+    return found[policy]
+
+
+def cut_sentence(text: str) -> str:
+    """The text up to the end of its first sentence of at least `MIN_SENTENCE_CHARS` characters."""
+    ends = (found.end() for found in _SENTENCE_END.finditer(text))
+    return text[: next((end for end in ends if end >= MIN_SENTENCE_CHARS), len(text))]
+
+
+def answer_directly(run: BaselineRun) -> None:
+    """No retrieval."""
+    run.respond(run.ask_template().text, run.answer_form)
+
+
+def answer_static(run: BaselineRun) -> None:
+    """One search, with the question; then the answer."""
+    run.search(run.question)
+    answer_directly(run)
+
+
+def answer_targ(run: BaselineRun) -> None:
+    """TARG (Wang et al. 2025, arXiv 2511.09803, algorithm 1), by the margin, its default gate.
+
+    A draft of 20 tokens without passages; one search where the mean of exp(-gap), gap the difference of the
+    two largest logits (that of log-probabilities), is above the threshold; then the answer anew.
+    """
+    draft = run.ask_template(TARG_DRAFT_TOKENS, top=2).tokens
+    uncertainty = fmean(exp(-token.margin) for token in draft) if draft else 1.0
+    if uncertainty > (TARG_THRESHOLD if run.settings.threshold is None else run.settings.threshold):
+        run.search(run.question)
+    answer_directly(run)
+
+
+def answer_ircot(run: BaselineRun) -> None:
+    """IRCoT (Trivedi et al. 2023, arXiv 2212.10509, sections 3 and 4).
+
+    A search with the question, then with each new sentence of the chain of thought that is no mere
+    conclusion; passages add up to 15. The chain ends at "answer is", or after 8 sentences; then a reader
+    writes a chain of its own with all passages.
+    """
+
+    def think(written: str) -> str:
+        facts = "\n\n".join(run.write_facts(IRCOT_FACT, run.evidence))
+        prompt = f"{load_prompt('ircot')}\n\n\n{facts}\n\nQ: {run.question}\nA: {written}"
+        return run.complete(prompt.rstrip(), stop=["\n"], max_tokens=IRCOT_TOKENS).text.strip()
+
+    chain: list[str] = []
+    for _ in range(run.settings.max_rounds or IRCOT_ROUNDS):
+        facts = [sentence for sentence in chain if not _REASONING.match(sentence)]
+        run.search(facts[-1] if facts else run.question, keep=IRCOT_PASSAGES)
+        sentence = cut_sentence(think(" ".join(chain)))
+        chain.append(sentence)
+        if not sentence or "answer is" in sentence:
+            break
+    response = think("")
+    run.respond(response, "marked" if "answer is" in response else "whole")
+
+
+def answer_flare(run: BaselineRun) -> None:
+    """FLARE direct (Jiang et al. 2023, arXiv 2305.06983, section 3.2), as the authors set it for 2Wiki.
+
+    A search with the question; then sentence by sentence: where a token of the next one has a probability
+    of 0.8 or less, a search with the sentence, less its tokens of 0.4 or less, and the sentence is written
+    anew with what that finds. Passages of the last search stay, as in the authors' program.
+    """
+    threshold = FLARE_THRESHOLD if run.settings.threshold is None else run.settings.threshold
+    run.search(run.question)
+    written, tokens, finished = "", 0, False
+    while tokens < FLARE_TOKENS and not finished:
+        sentence, query, count, finished = _look_ahead(run, written, threshold)
+        if query:
+            run.search(query)
+            sentence, _, count, finished = _look_ahead(run, written, threshold)
+        written, tokens = written + sentence, tokens + count
+    run.respond(written)
+
+
+def _look_ahead(run: BaselineRun, written: str, threshold: float) -> tuple[str, str, int, bool]:
+    """The next sentence, its query ("" where it is sure of itself), its tokens, whether it is the last."""
+    facts = "\n".join(map(normalize_whitespace, run.write_facts(FLARE_FACT, run.evidence)))
+    ranked = f"Search results ranked based on relevance in descending order:\n{facts}"
+    prompt = f"{load_prompt('flare')}\n\n{ranked}\nQuestion: {run.question}\nAnswer:{written}"
+    ahead = run.complete(prompt, stop=["\n\n"], max_tokens=FLARE_AHEAD, top=1)
+    sentence, begin, kept = cut_sentence(ahead.text), 0, []
+    for token in ahead.tokens:
+        if begin >= len(sentence):
+            break
+        kept.append(token)
+        begin += len(token.text)
+    sure = [exp(token.log_prob) for token in kept]
+    masked = (t.text if p > FLARE_MASK_THRESHOLD else " " for t, p in zip(kept, sure, strict=True))
+    query = normalize_whitespace("".join(masked)) if any(p <= threshold for p in sure) else ""
+    ended = ahead.finish_reason != "length" and len(sentence) == len(ahead.text)
+    return sentence, query, len(kept), ended or not sentence.strip()
+
+
+def answer_self_ask(run: BaselineRun) -> None:
+    """Self-Ask with a search engine (Press et al. 2023, arXiv 2210.03350, sections 3 and 4).
+
+    Each follow-up question is searched; then the model goes on after "Intermediate answer:". A search
+    engine's answer box is not there: the passages stand before the question, as Yoran et al. (2024, arXiv
+    2310.01558) and FlashRAG have it, and the model reads the answer in them.
+    """
+    written = ""
+    for _ in range(run.settings.max_rounds or SELF_ASK_ROUNDS):
+        written += _go_on(run, written, "\nIntermediate answer:")
+        _, _, follow_up = written.rpartition("\n")[2].partition("Follow up:")
+        if not follow_up.strip():
+            break
+        run.search(normalize_whitespace(follow_up))
+        written += "\nIntermediate answer:"
+    else:
+        written += _go_on(run, written, "\nFollow up:")
+    if SELF_ASK_FINAL not in written:
+        written += f"\n{SELF_ASK_FINAL}"
+        written += _go_on(run, written, "\n")
+    run.respond(written)
+
+
+def _go_on(run: BaselineRun, written: str, stop: str) -> str:
+    facts = "".join(f"{fact}\n" for fact in run.write_facts(SELF_ASK_FACT, run.evidence))
+    asked = f"Question: {run.question}\nAre follow up questions needed here:"
+    prompt = f"{load_prompt('self_ask')}\n\n{facts}{asked}{written}"
+    return run.complete(prompt, stop=[stop, "\n\n"], max_tokens=SELF_ASK_TOKENS).text.rstrip()
+
+
+def answer_search_r1(run: BaselineRun) -> None:
+    """Search-R1's loop (Jin et al. 2025, arXiv 2503.09516, algorithm 1), of trained and other models.
+
+    The model writes until it closes a search or an answer; what a search finds is put into its reply, which
+    goes on. After 4 turns it has one more, whose search is not made.
+    """
+    asked = run.question.strip()
+    asked += "?" * (not asked.endswith("?"))
+    message = load_prompt("search_r1").replace("{question}", asked) + "\n"
+    dialogue, replies, turns = "", "", run.settings.max_rounds or SEARCH_R1_TURNS
+    for turn in range(turns + 1):
+        reply = run.chat(message, dialogue, stop=["</search>", "</answer>"], max_tokens=SEARCH_R1_TOKENS)
+        text, left_open = reply.text, _OPEN_ACTION.search(reply.text)
+        if left_open and reply.finish_reason == "stop":  # servers leave out what stopped them
+            text += f"</{left_open[1]}>"
+        replies, action = replies + text, _ACTION.search(text)
+        if turn == turns or (action and action[1] == "answer"):
+            break
+        dialogue += text
+        if action:
+            found = run.search(action[2].strip(), keep=SEARCH_R1_PASSAGES)
+            facts = "\n".join(run.write_facts(SEARCH_R1_FACT, found))
+            dialogue += f"\n\n<information>{facts}</information>\n\n"
+        else:
+            dialogue += f"\n{load_prompt('search_r1_invalid')}\n"
+    run.respond(replies)

@@ -1,0 +1,315 @@
+"""The control flow of each published policy: what is asked, in which order, what is searched, when it ends.
+
+The model is a scripted server in a process of its own, the retriever BM25 over a few passages.
+"""
+
+from itertools import pairwise
+
+import pytest
+
+from dlm_rag.baselines import POLICIES, policies
+from dlm_rag.baselines.engine import BaselineEngine
+from dlm_rag.baselines.policies import cut_sentence, load_prompt
+from dlm_rag.baselines.run import BaselineContext
+from dlm_rag.commands.prepare_baseline import open_chat_client
+from dlm_rag.config import Config, DecodeConfig, ModelConfig, RemoteConfig
+from dlm_rag.questions import Question
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.query import build_query
+from dlm_rag.tokenizer.prompts import PROMPTS
+from tests.support.chat_server import server  # noqa: F401 - a fixture
+from tests.support.passages import PASSAGES
+
+QUESTION = Question("q1", "Where was the author of Emma born?")
+TEXT = {name: f"{title}\n{text}" for name, title, text in PASSAGES}
+
+
+@pytest.fixture
+def answer(server, corpus_file):
+    """The rollout of a question under a policy."""
+
+    def run(policy, question=QUESTION, top_k=2, prompt="sardi", decode=None, **remote):
+        config = Config(
+            model=ModelConfig(path=server.url),
+            remote=RemoteConfig(policy=policy, max_retries=2, **remote),
+            decode=decode or DecodeConfig(),
+        )
+        client = open_chat_client(config, "model.path", server.url, "DLM_RAG_MODEL_KEY")
+        retriever = load_retriever(str(corpus_file), top_k=top_k)
+        context = BaselineContext(client, retriever, config, PROMPTS[prompt])
+        (rollout,) = BaselineEngine(context, {}).stream([question])
+        return rollout
+
+    return run
+
+
+def searched(rollout):
+    return [step.query for step in rollout.steps if step.retrieved]
+
+
+def test_no_retrieval_asks_once_and_shows_nothing(answer, server):
+    server.say(["", ["Austen was born there. ### Steventon."]])
+    rollout = answer("no_retrieval")
+    (request,) = server.requests
+    assert request["path"] == "/v1/chat/completions" and request["text"].endswith(QUESTION.question)
+    assert "facts" not in request["text"].lower() and request["temperature"] == 0
+    assert rollout.answer == "Steventon" and rollout.evidence == () and rollout.retrievals == 0
+    assert rollout.usage == {
+        "requests": 1, "prompt_tokens": len(request["text"].split()), "completion_tokens": 6,
+        "cut_replies": 0,
+    }  # fmt: skip
+    assert rollout.forwards == rollout.tokens_committed == 6
+
+
+def test_static_shows_what_the_question_finds_in_the_prompt_that_is_named(answer, server):
+    server.say(["", ["### Steventon"]])
+    rollout = answer("static")
+    (request,) = server.requests
+    assert searched(rollout) == [QUESTION.question] and len(rollout.evidence) == 2
+    facts = "\n".join(f"[{n}] {TEXT[name]}" for n, name in enumerate(rollout.evidence, start=1))
+    assert request["text"].endswith(f"Question:\n{QUESTION.question}\n\nFacts:\n{facts}")
+    server.say(["", ["Steventon."]])
+    rollout = answer("static", prompt="flashrag")
+    assert "Doc 1(Title: " in server.requests[0]["text"] and rollout.answer == "Steventon"
+
+
+def test_replies_that_are_cut_are_counted_and_max_new_tokens_is_sent(answer, server):
+    server.say(["", [{"text": "Austen was", "finish": "length"}]])
+    rollout = answer("static", decode=DecodeConfig(max_new_tokens=2, temperature=0.5, seed=7))
+    (request,) = server.requests
+    assert (request["max_tokens"], request["temperature"], request["seed"]) == (2, 0.5, 7)
+    assert rollout.usage["cut_replies"] == 1 and rollout.answer == "" and not rollout.error
+
+
+@pytest.mark.parametrize(
+    ("probability", "threshold", "searches"),
+    # exp(-gap) of tokens with p and 1 - p is (1 - p) / p
+    [(0.9, None, 0), (0.6, None, 1), (0.9, 0.1, 1), (0.9, 0.12, 0)],
+)
+def test_targ_searches_where_the_draft_is_unsure(answer, server, probability, threshold, searches):
+    draft = {"tokens": [["Stev", probability], ["enton", probability]]}
+    server.say(["", [draft, "### Steventon"]])
+    rollout = answer("targ", threshold=threshold)
+    first, last = server.requests
+    assert (first["max_tokens"], first["top_logprobs"]) == (20, 2) and "Facts" not in first["text"]
+    assert searched(rollout) == [QUESTION.question] * searches
+    assert ("Facts:" in last["text"]) == bool(searches) and "logprobs" not in last
+    assert rollout.steps[0].passage_ids == () and rollout.answer == "Steventon"
+    assert rollout.forwards == 1 + 2, "the draft's word, and those of the answer"
+
+
+def test_targ_takes_the_mean_over_tokens(answer, server):
+    """(1 - 0.9) / 0.9 and (1 - 0.6) / 0.6 are 0.11 and 0.67: 0.39 in the mean."""
+    for threshold, searches in ((0.38, 1), (0.40, 0)):
+        server.say([f"^(?s:.*){threshold}", []], ["", [{"tokens": [["a", 0.9], ["b", 0.6]]}, "### x"]])
+        assert len(searched(answer("targ", threshold=threshold))) == searches
+
+
+def test_ircot_searches_with_each_sentence_and_reads_with_all_it_found(answer, server):
+    thoughts = [
+        "Emma was written by Jane Austen. She was born in Steventon.",
+        "Thus, the author is Jane Austen.",
+        "Jane Austen was born in Steventon.",
+        "So the answer is: Steventon.\nQ: another",
+    ]
+    server.say(
+        ["A: .*Jane Austen was born in Steventon\\.$", thoughts[3:]],
+        ["A: .*Thus, the author is Jane Austen\\.$", thoughts[2:3]],
+        ["A: Emma was written by Jane Austen\\.$", thoughts[1:2]],
+        ["\nA:$", [thoughts[0], "Emma is by Austen. So the answer is: Steventon."]],
+    )
+    rollout = answer("ircot", top_k=1)
+    requests = server.requests
+    assert {r["path"] for r in requests} == {"/v1/completions"} and len(requests) == 5
+    assert all(r["stop"] == ["\n"] and r["prompt"].startswith(load_prompt("ircot")) for r in requests)
+    first = "Emma was written by Jane Austen."
+    assert searched(rollout) == [QUESTION.question, first, first, "Jane Austen was born in Steventon."], (
+        "a conclusion is no query: the last fact is one again"
+    )
+    assert rollout.response == "Emma is by Austen. So the answer is: Steventon."
+    assert rollout.answer == "Steventon"
+    shown = pairwise(step.passage_ids for step in rollout.steps)
+    assert all(later[: len(earlier)] == earlier for earlier, later in shown)
+    facts = "\n\n".join("Wikipedia Title: " + TEXT[name] for name in rollout.evidence)
+    assert requests[-1]["prompt"].endswith(f"\n\n\n{facts}\n\nQ: {QUESTION.question}\nA:"), "the reader"
+
+
+def test_ircot_ends_after_its_rounds_and_takes_the_reader_at_its_word(answer, server):
+    server.say(["", ["Nobody knows of it."]])
+    rollout = answer("ircot")
+    assert len(server.requests) == 8 + 1 and len(searched(rollout)) == 8
+    assert rollout.answer == "Nobody knows of it"
+    server.say(["", ["Nobody knows of it."]])
+    answer("ircot", max_rounds=2)
+    assert len(server.requests) == 2 + 1
+    server.say(["", [""]])
+    assert answer("ircot").answer == "" and len(server.requests) == 1 + 1, "an empty thought ends the chain"
+
+
+@pytest.mark.parametrize(("most", "kept"), [(15, 5), (3, 3)])
+def test_ircot_keeps_each_passage_once_and_no_more_than_its_most(answer, server, monkeypatch, most, kept):
+    assert policies.IRCOT_PASSAGES == 15
+    monkeypatch.setattr(policies, "IRCOT_PASSAGES", most)
+    thoughts = ["Emma is a novel.", "Dune is a novel.", "Herbert of Tacoma.", "Hampshire.", "answer is x"]
+    server.say(["", thoughts])
+    rollout = answer("ircot")
+    assert len({*rollout.evidence}) == len(rollout.evidence) == kept and len(searched(rollout)) == 5
+
+
+def test_flare_searches_with_a_sentence_it_is_unsure_of(answer, server):
+    sure = {"tokens": [[" The", 0.9], [" author", 0.95], [" is", 0.9], [" Jane", 0.9], [" Austen.", 0.9],
+                       [" She", 0.1]]}  # fmt: skip
+    unsure = {"tokens": [[" She", 0.9], [" was", 0.9], [" born", 0.5], [" in", 0.9], [" Bath.", 0.3]]}
+    anew = {"tokens": [[" She", 0.9], [" was", 0.9], [" born", 0.9], [" in", 0.9], [" Steventon.", 0.1],
+                       [" So", 0.9]]}  # fmt: skip
+    last = {"tokens": [[" So", 0.9], [" the", 0.9], [" answer", 0.9], [" is", 0.9], [" Steventon.", 0.9]]}
+    server.say(
+        ["Answer: The author is Jane Austen. She was born in Steventon.$", [last]],
+        ["Answer: The author is Jane Austen.$", [unsure, anew]],
+        ["Answer:$", [sure]],
+    )
+    rollout = answer("flare")
+    assert searched(rollout) == [QUESTION.question, "She was born in"], "the token of 0.3 is masked"
+    requests = server.requests
+    assert len(requests) == 4 and {(r["max_tokens"], r["logprobs"]) for r in requests} == {(64, 1)}
+    assert all(r["prompt"].startswith(load_prompt("flare")) and r["stop"] == ["\n\n"] for r in requests)
+    shown = [r["prompt"].split("Search results ranked")[1].partition("\nQuestion:")[0] for r in requests]
+    assert shown[0] == shown[1] != shown[2] == shown[3], "passages stay until the next search"
+    assert shown[2].endswith("\n".join(
+        f"[{n}]: {TEXT[name]}".replace("\n", " ") for n, name in enumerate(rollout.evidence, start=1)
+    ))  # fmt: skip
+    assert (
+        rollout.response
+        == "The author is Jane Austen. She was born in Steventon. So the answer is Steventon."
+    )
+    assert rollout.answer == "Steventon"
+
+
+def test_flare_has_a_threshold_and_an_end(answer, server):
+    half = {"tokens": [[" It", 0.7], [" is", 0.7], [" so.", 0.7], [" And", 0.7]], "finish": "length"}
+    server.say(["", [half]])
+    rollout = answer("flare", threshold=0.6)
+    assert searched(rollout) == [QUESTION.question], "0.7 is sure enough"
+    assert len(server.requests) == -(-256 // 3), "three tokens a sentence, 256 in all"
+    server.say(["", [{"tokens": [[" Who", 0.2], ["?", 0.2]]}]])
+    assert searched(answer("flare")) == [QUESTION.question], "nothing is left to ask with"
+
+
+def test_self_ask_searches_its_follow_up_questions(answer, server):
+    begin = "Are follow up questions needed here:"
+    server.say(
+        ["born\\?\nIntermediate answer:$", [" Steventon.\nSo the final answer is: Steventon"]],
+        ["Emma\\?\nIntermediate answer:$", [" Jane Austen.\nFollow up: Where was Jane Austen born?"]],
+        [f"{begin}$", [" Yes.\nFollow up: Who wrote Emma?\nIntermediate answer: a guess"]],
+    )
+    rollout = answer("self_ask")
+    assert searched(rollout) == ["Who wrote Emma?", "Where was Jane Austen born?"]
+    requests = server.requests
+    assert len(requests) == 3 and all(r["prompt"].startswith(load_prompt("self_ask")) for r in requests)
+    assert requests[0]["prompt"].endswith(f"No\n\nQuestion: {QUESTION.question}\n{begin}"), (
+        "no passages yet"
+    )
+    for request, step in zip(requests[1:], rollout.steps[1:], strict=True):
+        facts = "".join(
+            f"Context{n}: {TEXT[name]}\n".replace("\n", ": ", 1)
+            for n, name in enumerate(step.passage_ids, start=1)
+        )
+        assert f"No\n\n{facts}Question: {QUESTION.question}\n" in request["prompt"]
+    assert rollout.response == (
+        "Yes.\nFollow up: Who wrote Emma?\nIntermediate answer: Jane Austen.\n"
+        "Follow up: Where was Jane Austen born?\nIntermediate answer: Steventon.\n"
+        "So the final answer is: Steventon"
+    )
+    assert rollout.answer == "Steventon" and rollout.evidence == rollout.steps[-1].passage_ids
+
+
+def test_self_ask_without_follow_ups_is_asked_for_its_answer(answer, server):
+    server.say(["final answer is:$", [" Steventon\nand more"]], ["needed here:$", [" No."]])
+    rollout = answer("self_ask")
+    assert searched(rollout) == [] and rollout.response == "No.\nSo the final answer is: Steventon"
+
+
+def test_self_ask_has_a_budget(answer, server):
+    server.say(["final answer is:$", [" x"]], ["", [" a.\nFollow up: Who wrote Emma?"]])
+    rollout = answer("self_ask", max_rounds=2)
+    assert len(searched(rollout)) == 2 and rollout.answer == "x"
+    assert len(server.requests) == 2 + 1 + 1, "the last intermediate answer, then the final one"
+    assert server.requests[2]["stop"][0] == "\nFollow up:"
+
+
+def test_search_r1_puts_what_it_finds_into_the_reply(answer, server):
+    think = "<think>Who wrote it?</think>\n<search> author of Emma </search> never read"
+    server.say(
+        ["</information>\n\n$", ["<think>Steventon.</think><answer> Steventon </answer> more"]],
+        ["My previous action is invalid", [think]],
+        ["Question: .*born\\?\n$", ["I wonder."]],
+    )
+    rollout = answer("search_r1", Question("q1", "Where was the author of Emma born"))
+    first, second, third = requests = server.requests
+    assert {r["path"] for r in requests} == {"/v1/chat/completions"}
+    assert first["messages"] == [{"role": "user", "content": first["text"]}] and "born?\n" in first["text"]
+    assert "continue_final_message" not in first and second["continue_final_message"] is True
+    assert second["messages"][1]["content"].startswith(
+        "I wonder.\nMy previous action is invalid. If I want"
+    )
+    assert third["add_generation_prompt"] is False
+    facts = "\n".join(
+        f"Doc {n}(Title: {TEXT[name]}".replace("\n", ") ")
+        for n, name in enumerate(rollout.evidence, start=1)
+    )
+    assert third["messages"][1]["content"] == (
+        second["messages"][1]["content"] + think.removesuffix(" never read")
+        + f"\n\n<information>{facts}</information>\n\n"
+    )  # fmt: skip
+    assert searched(rollout) == ["author of Emma"] and rollout.steps[0].passage_ids == ()
+    assert rollout.answer == "Steventon" and "<information>" not in rollout.response
+
+
+def test_search_r1_has_four_turns_and_one_without_a_search(answer, server):
+    server.say(["", ["<search>Emma</search>"]])
+    rollout = answer("search_r1")
+    assert len(server.requests) == 5 and searched(rollout) == ["Emma"] * 4 and rollout.answer == ""
+    server.say(["", [{"text": "<search>Emma", "finish": "length"}, "<answer>x</answer>"]])
+    rollout = answer("search_r1")
+    assert searched(rollout) == [] and rollout.answer == "x", "what was cut is no action"
+
+
+def test_each_search_finds_what_our_retriever_finds(answer, server, corpus_file):
+    """Whatever the policy, a step's passages are those of the same text elsewhere in this program."""
+    script = [
+        ["</information>\n", ["<answer>x</answer>"]],
+        ["inside <think>", ["<search>novel by Herbert</search>"]],
+        ["Intermediate answer:$", [" x"]],
+        ["needed here:$", [" Yes.\nFollow up: Who was born in Tacoma?"]],
+        ["Search results", [{"tokens": [[" Steventon", 0.5], [" village.", 0.5]]}]],
+        ["", [{"tokens": [["Steventon", 0.5]]}]],
+    ]
+    retriever, asked = load_retriever(str(corpus_file), top_k=2), set()
+    for policy in POLICIES:
+        server.say(*script)
+        rollout = answer(policy)
+        assert not rollout.error, rollout.error
+        held: list[str] = []
+        for step in (step for step in rollout.steps if step.retrieved):
+            (passages,) = retriever.search([build_query("question", step.query)])
+            ids = [passage.id for passage in passages]
+            held = list(dict.fromkeys((*held, *ids))) if policy in ("ircot", "search_r1") else ids
+            assert list(step.passage_ids) == held
+            assert all(rollout.passages[passage.id] == passage.text for passage in passages)
+            asked.add((policy, step.query))
+    assert {policy for policy, _ in asked} == {*POLICIES} - {"no_retrieval"}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("Emma is by Austen. She was born.", "Emma is by Austen."),
+        (" The film was by Edward L. Cahn. He died.", " The film was by Edward L. Cahn."),
+        ("Dr. Who met Mrs. Hill? Yes.", "Dr. Who met Mrs. Hill?"),
+        ("Yes. It is so. And more", "Yes. It is so."),
+        ("It cost 1.5 dollars", "It cost 1.5 dollars"),
+        ("", ""),
+    ],
+)
+def test_the_first_sentence(text, sentence):
+    assert cut_sentence(text) == sentence
