@@ -11,6 +11,7 @@ with a card beside it. A fetch that was stopped goes on with the same command. T
     dlm-rag evaluate --dataset hotpotqa,2wiki --corpus wiki18 --model DIR_OR_HUB_ID --out runs/first
 """
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,12 +53,15 @@ def main(argv: list[str]) -> None:
 
 
 def list_datasets() -> None:
-    """Prints every data set and corpus, a line a file."""
+    """Prints every data set, corpus and index, a line a file."""
     rows = [("name", "split", "rows", "bytes", "layout", "licence", "file")]
     named = [(name, split, file) for name, splits in DATASETS.items() for split, file in splits.items()]
     sardi = [(name, "sardi", file) for name in SARDI_SETS
              for file in hub_datasets.list_dataset_files(name, "sardi")]  # fmt: skip
-    for name, split, file in (*named, *sardi, *((n, "-", f) for n, f in hub_datasets.CORPORA.items())):
+    others = {name: [file] for name, file in hub_datasets.CORPORA.items()}
+    others |= {name: parts for name, (_, parts) in hub_datasets.INDEXES.items()}
+    named += [*sardi, *((name, "-", file) for name, files in others.items() for file in files)]
+    for name, split, file in named:
         count = "-" if file.rows is None else f"{file.rows:,}"
         size = "-" if file.size is None else format_bytes(file.size)
         where = f"{file.repository}: {file.path}"
@@ -74,7 +78,8 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
 
 def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
     """Fetches what is not here, after saying what that is. Raises `ConfigError`."""
-    files = [file for name in dict.fromkeys(names) for file in hub_datasets.list_dataset_files(name, rule)]
+    names = [name for name in dict.fromkeys(names) if not is_index_here(name, folder)]
+    files = [file for name in names for file in hub_datasets.list_dataset_files(name, rule)]
     planned = [plan_file(file, folder) for file in files]
     rows = [("file", "bytes", "to fetch", "licence", "from")]
     for file, target, state, missing in planned:
@@ -87,7 +92,25 @@ def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
     for wanted in planned:
         if wanted.missing is not None:
             hub_download.fetch_file(wanted.file, wanted.state, wanted.target)
-        describe_file(wanted, rule, folder)
+        if not wanted.file.is_index_part:
+            describe_file(wanted, rule, folder)
+    for name in {*names} & {*hub_datasets.INDEXES}:
+        parts = {
+            each.file.path: each.state for each in planned if each.file in hub_datasets.INDEXES[name][1]
+        }
+        source = {"repository": hub_datasets.INDEXES[name][1][0].repository}
+        card = {part: {"revision": state.revision, "digest": state.digest} for part, state in parts.items()}
+        whole = hub_datasets.join_parts(name, folder)
+        hub_datasets.write_card(whole, source, {"parts": card})
+        print(f"{whole} is there: retrieval.faiss_index={whole} reads it")
+
+
+def is_index_here(name: str, folder: Path) -> bool:
+    """Whether a name is that of an index whose joined file is in the folder already."""
+    if name not in hub_datasets.INDEXES or not (whole := folder / hub_datasets.INDEXES[name][0]).is_file():
+        return False
+    print(f"{whole} is there: retrieval.faiss_index={whole} reads it")
+    return True
 
 
 def plan_file(file: HubFile, folder: Path) -> PlannedFile:
@@ -95,6 +118,8 @@ def plan_file(file: HubFile, folder: Path) -> PlannedFile:
     target = folder / file.path
     card = hub_datasets.read_card(target) if target.is_file() else None
     state = hub_download.ask_hub(file, card)
+    if file.is_index_part and target.is_file() and target.stat().st_size > state.size:
+        os.truncate(target, state.size)  # joining was stopped
     if not target.exists():
         return PlannedFile(file, target, state, hub_download.count_missing_bytes(target, state))
     if hub_datasets.digest_like(target, state.digest) != state.digest:

@@ -7,6 +7,7 @@ where it is from. Entries are addresses; nothing of a repository but these files
 import hashlib
 import itertools
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +43,11 @@ class HubFile(NamedTuple):
         """Whether it holds passages."""
         return self.layout == "passages"
 
+    @property
+    def is_index_part(self) -> bool:
+        """Whether it is joined with others."""
+        return self.layout == "part of an index"
+
 
 FLASHRAG, SARDI = "RUC-NLPIR/FlashRAG_datasets", "pauljngr/sardi-data"
 # Of each split: questions (FlashRAG's README) and bytes (the hub's file list).
@@ -74,17 +80,25 @@ SARDI_SETS = {  # folder, questions
 CORPORA = {
     "wiki18": HubFile("PeterJinGo/wiki-18-corpus", "wiki-18.jsonl.gz", 21_015_324, layout="passages"),
 }
+INDEXES = {  # of a corpus: the file that parts are joined to, in their order, and the parts
+    "wiki18_e5": ("e5_Flat.index", [
+        HubFile("PeterJinGo/wiki-18-e5-index", part, None, layout="part of an index")
+        for part in ("part_aa", "part_ab")
+    ]),
+}  # fmt: skip
 
 
 def list_dataset_files(name: str, rule: str) -> list[HubFile]:
-    """The files of a data set or corpus by a split rule, questions first. Raises `ConfigError`."""
+    """The files of a data set, corpus or index by a split rule, questions first. Raises `ConfigError`."""
     if rule not in SPLIT_RULES:
         raise ConfigError(
             f"'{rule}' is none of {', '.join(SPLIT_RULES)}{suggest_nearest(rule, SPLIT_RULES)}"
         )
     if name in CORPORA:
         return [CORPORA[name]]
-    known: list[str] = [*(SARDI_SETS if rule == "sardi" else DATASETS), *CORPORA]
+    if name in INDEXES:
+        return INDEXES[name][1]
+    known: list[str] = [*(SARDI_SETS if rule == "sardi" else DATASETS), *CORPORA, *INDEXES]
     if name not in known:
         raise ConfigError(
             f"'{name}' is no data set by the split rule {rule}, which has {', '.join(known)}"
@@ -159,6 +173,20 @@ def digest_like(path: Path, digest: str = "") -> str:
         while block := file.read(1 << 20):
             found.update(block)
     return found.hexdigest()
+
+
+def join_parts(name: str, folder: Path) -> Path:
+    """Makes one file of the parts of an index that were fetched, in the room of the largest more."""
+    whole, files = folder / INDEXES[name][0], [folder / file.path for file in INDEXES[name][1]]
+    first, *others = files
+    with first.open("ab") as joined:
+        for part in others:
+            with part.open("rb") as file:
+                shutil.copyfileobj(file, joined, 1 << 24)
+    first.replace(whole)
+    for part in files:
+        part.unlink(missing_ok=True)
+    return whole
 
 
 def count_contents(path: Path, file: HubFile) -> dict[str, Any]:
