@@ -95,13 +95,12 @@ def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
         if not wanted.file.is_index_part:
             describe_file(wanted, rule, folder)
     for name in {*names} & {*hub_datasets.INDEXES}:
-        parts = {
-            each.file.path: each.state for each in planned if each.file in hub_datasets.INDEXES[name][1]
+        parts = [each for each in planned if each.file in hub_datasets.INDEXES[name][1]]
+        said = {
+            each.file.path: {"revision": each.state.revision, "digest": each.state.digest} for each in parts
         }
-        source = {"repository": hub_datasets.INDEXES[name][1][0].repository}
-        card = {part: {"revision": state.revision, "digest": state.digest} for part, state in parts.items()}
         whole = hub_datasets.join_parts(name, folder)
-        hub_datasets.write_card(whole, source, {"parts": card})
+        hub_datasets.write_card(whole, {"repository": parts[0].file.repository}, {"parts": said})
         print(f"{whole} is there: retrieval.faiss_index={whole} reads it")
 
 
