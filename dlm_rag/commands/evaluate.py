@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from dlm_rag.evaluation.stored_results import StoredResult
     from dlm_rag.questions import Question
 
+EVALUATE_READS = (*ANSWER_SETTINGS, "compare", "f1_rule", "remote", "judge")
 EVALUATE_OPTIONS: dict[str, tuple[str | tuple[()], str]] = {
     "sweep": (
         (),
@@ -82,8 +83,7 @@ class EvaluationPlan(NamedTuple):
 
 
 def main(argv: list[str]) -> None:
-    reads = (*ANSWER_SETTINGS, "compare", "f1_rule", "remote", "judge")
-    words = parse_answer_command_line(__doc__ or "", argv, reads, options=EVALUATE_OPTIONS)
+    words = parse_answer_command_line(__doc__ or "", argv, EVALUATE_READS, options=EVALUATE_OPTIONS)
     if words.config.out == "-":
         raise ConfigError("evaluation needs a folder: --out FOLDER")
     if words.config.out is None:

@@ -1,15 +1,17 @@
 """The shapes of checkpoints that people begin with, so that a plan needs neither network nor weights."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.denoiser_config import DenoiserConfig, ExpertsConfig, UniformNoiseConfig
 from dlm_rag.model.families import FAMILIES
 
 _QWEN_7B = {
     "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
     "intermediate_size": 18_944, "vocab_size": 152_064, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
 }  # fmt: skip
+_DREAM = _QWEN_7B | {"model_type": "Dream", "max_position_embeddings": 131_072, "mask_token_id": 151_666}
 _QWEN_2 = {"model_type": "qwen2", "max_position_embeddings": 32_768, "mask_token_id": 151_665}
 _LLADA2_FLASH = {
     "model_type": "llada2_moe", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -35,13 +37,32 @@ KNOWN_CHECKPOINTS: dict[str, dict[str, Any]] = {
         },
         "block_size": 32, "mask_token_id": 100,
     },
-    "Dream-org/Dream-v0-Instruct-7B": _QWEN_7B | {
-        "model_type": "Dream", "max_position_embeddings": 131_072, "mask_token_id": 151_666,
+    "Dream-org/Dream-v0-Instruct-7B": _DREAM,
+    "pauljngr/sardi-dream-7b": _DREAM,
+    "Efficient-Large-Model/Fast_dLLM_v2_7B": _QWEN_7B | _QWEN_2 | {
+        "model_type": "Fast_dLLM_Qwen", "bd_size": 32,
+    },
+    "JetLM/SDAR-8B-Chat": {
+        "model_type": "sdar", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12_288, "vocab_size": 151_936,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32_768, "block_size": 4,
+        "mask_token_id": 151_669,
     },
     "Qwen/Qwen2.5-7B-Instruct": _QWEN_7B | _QWEN_2,
     "Qwen/Qwen2.5-72B-Instruct": _QWEN_7B | _QWEN_2 | {
         "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
         "intermediate_size": 29_568,
+    },
+    "google/diffusiongemma-26B-A4B-it": {
+        "model_type": "diffusion_gemma", "canvas_length": 256, "text_config": {
+            "hidden_size": 2816, "num_hidden_layers": 30, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 2112, "vocab_size": 262_144,
+            "max_position_embeddings": 262_144, "sliding_window": 1024, "pad_token_id": 0,
+        },
+    },
+    "inclusionAI/LLaDA2.1-mini": _LLADA2_FLASH | {
+        "hidden_size": 2048, "num_hidden_layers": 20, "num_attention_heads": 16, "intermediate_size": 5120,
+        "moe_intermediate_size": 512, "max_position_embeddings": 32_768,
     },
     "inclusionAI/LLaDA2.0-flash": _LLADA2_FLASH,
     "inclusionAI/LLaDA2.2-flash": _LLADA2_FLASH | {
@@ -49,10 +70,17 @@ KNOWN_CHECKPOINTS: dict[str, dict[str, Any]] = {
         "delete_token_id": 156_930, "split_token_id": 156_931,
     },
 }  # fmt: skip
+# What its class and its generation config add: planned as if its layers were ours.
+_GEMMA: dict[str, Any] = {
+    "experts": ExpertsConfig(128, 8, 704, shared_intermediate_size=2112),
+    "noise": UniformNoiseConfig(48, 0.1, 0.8, 0.4, 1, 0.005), "canvas_length": 256,
+}  # fmt: skip
 
 
 def read_known_config(path: str | None) -> DenoiserConfig | None:
     """The architecture of a well-known checkpoint, unless a folder has its name; None of others."""
     if path is None or path not in KNOWN_CHECKPOINTS or Path(path).exists():
         return None
-    return FAMILIES[KNOWN_CHECKPOINTS[path]["model_type"]].read_config(KNOWN_CHECKPOINTS[path])
+    raw = KNOWN_CHECKPOINTS[path]
+    shape = FAMILIES[raw["model_type"]].read_config(raw)
+    return replace(shape, **_GEMMA) if raw["model_type"] == "diffusion_gemma" else shape
