@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made")
 # Settings of retrieval and decoding that change no answer; of what a URL searches there is a fingerprint.
-FREE_SETTINGS = {"batch_size", "corpus", "index_dir", "embedding_batch_size", "url", "timeout"}
+FREE_SETTINGS = {
+    "batch_size", "corpus", "index_dir", "embedding_batch_size", "url", "timeout", "top_logprobs",
+}  # fmt: skip
 STAMPED_PACKAGES = ("torch", "transformers", "sentence-transformers", "bm25s", "numpy")
 
 

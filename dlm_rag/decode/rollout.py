@@ -16,6 +16,7 @@ from dlm_rag.text import FUNCTION_WORDS, find_answer_span, find_sentence_spans, 
 
 Span = tuple[int, int]
 Written = TypeVar("Written")
+TopLogprob = tuple[int, str, float]  # id and text of a token, its log-probability in nats
 HeldWord = tuple[str, int, list[str]]  # a word, its last commit step, the passages that hold it, by rank
 
 
@@ -99,6 +100,10 @@ class RolloutStep:
     # after all else of the step, each ascending, as many of one as of the other.
     deleted: tuple[int, ...] = ()
     inserted: tuple[int, ...] = ()
+    # With `decode.top_logprobs`: what stayed of a block that could change until this step, as this step
+    # sees it; of committed, edited and kept tokens, in this order, the most probable ones in their places.
+    kept: tuple[CommittedToken, ...] = ()
+    top_logprobs: tuple[tuple[TopLogprob, ...], ...] = ()
 
     @property
     def written_tokens(self) -> tuple[CommittedToken, ...]:

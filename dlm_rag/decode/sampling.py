@@ -38,6 +38,7 @@ class ModelInput:
     copy_sources: CopySources | None = None  # what is to be copied where it can be
     copy_penalty: float = 0.0  # nats, of what is not
     excluded: tuple[tuple[int, ...], ...] = ()  # (n,) tokens that are not proposed there; empty: none
+    top_logprobs: int = 0  # how many of the most probable tokens are wanted, too
 
     @property
     def second_choices(self) -> NDArray[np.bool_]:
@@ -139,8 +140,10 @@ class SamplingMetadata:
     policy_params: Tensor | None = None
 
 
-def sample_proposals(logits: Tensor, wanted: SamplingMetadata) -> Tensor:
+def sample_proposals(logits: Tensor, wanted: SamplingMetadata, top: int = 0) -> Tensor:
     """A row (n,) for each of `STATISTICS`, then, where a policy draws, for each of `ACTION_STATISTICS`.
+
+    Then for each of the `top` most probable tokens that may be proposed, and for their log-probabilities.
 
     logits: (n, V) float32. The mask itself is never proposed. Confidence is a token's probability at
     temperature 1, whatever it was sampled at; the log-probability is finite where that underflows. Entropy
@@ -167,13 +170,14 @@ def sample_proposals(logits: Tensor, wanted: SamplingMetadata) -> Tensor:
         tempered = exact / wanted.temperature[:, None].to(exact.dtype)
         token = token.index_copy(0, wanted.sampled_index, sample_at_quantile(tempered, wanted.quantiles))
     log_prob = (allowed.gather(1, token[:, None]) - highest).squeeze(1) - total.log()
-    confidence, current = (
-        weights.gather(1, ids[:, None]).squeeze(1) / total for ids in (token, wanted.current_ids)
-    )
+    confidence = weights.gather(1, token[:, None]).squeeze(1) / total
+    current = (logits.gather(1, wanted.current_ids[:, None]) - highest).squeeze(1) - total.log()
     # As in `STATISTICS`. Token ids are exact in float32 below 2 ** 24; not every device has float64.
     found = torch.stack([token.float(), confidence, log_prob, entropy, margin, current])
+    most = [x.T for x in allowed.topk(top, dim=-1)] if top else []
+    likeliest = [most[1].float(), most[0] - highest.T - total.log()] if top else []
     if wanted.policy_index is None or wanted.policy_params is None:
-        return found
+        return torch.cat([found, *likeliest])
     draws = found.new_zeros(len(ACTION_STATISTICS), len(logits))
     if len(wanted.policy_index):
         temperature, threshold, width, uniform, forced = wanted.policy_params
@@ -184,4 +188,4 @@ def sample_proposals(logits: Tensor, wanted: SamplingMetadata) -> Tensor:
             uniform,
             forced,
         )
-    return torch.cat((found, draws))
+    return torch.cat([found, draws, *likeliest])

@@ -13,9 +13,10 @@ from dlm_rag.decode.canvas import Span
 from dlm_rag.decode.copy_sources import CopySources, SeparatorTokens
 from dlm_rag.decode.model_runner import ModelRunner
 from dlm_rag.decode.policy_features import ask_commit_head, decide_search
-from dlm_rag.decode.rollout import Action, CommittedToken, RolloutStep, find_grounded_tokens
+from dlm_rag.decode.rollout import Action, RolloutStep, find_grounded_tokens
 from dlm_rag.decode.row import Row
 from dlm_rag.decode.sampling import ModelInput
+from dlm_rag.decode.token_logprobs import record_logprobs, record_tokens
 from dlm_rag.diffusion.commit_rules import (
     Proposals,
     RuleContext,
@@ -77,12 +78,18 @@ class DenoiseStep:
         if row.provisional is None or not (row.follows_last_block or causal):
             masked = canvas.masked[proposals.positions]
             row.provisional = proposals.most_probable or proposals.subset(masked)
-        blocks = row.open_blocks
+        blocks, frozen = row.open_blocks, canvas.frozen_length
         change = canvas.write_step(proposals, row.settings, blocks, partial(self._choose, row))
         begin, end = blocks[0]
         row.blocks_just_finished = (row.current_block[0] - begin) // (end - begin)
-        record.committed, record.edited = self._records(change.committed), self._records(change.edited)
+        text = self.tokenizer.token_text
+        record.committed, record.edited = (
+            record_tokens(change.committed, text),
+            record_tokens(change.edited, text),
+        )
         record.remasked, record.deleted, record.inserted = change.remasked, change.deleted, change.inserted
+        if row.settings.top_logprobs is not None:
+            record_logprobs(record, canvas, frozen, proposals, text)
         row.provisional = self._follow_edits(row.provisional, record)
         still = row.provisional.subset(canvas.masked[row.provisional.positions])
         sure = change.committed if causal and not len(still.positions) else still
@@ -116,13 +123,6 @@ class DenoiseStep:
             positions = tuple(candidates.positions.tolist())
             row.record.action = Action(positions, sampled.forced, sampled.log_prob, features)
         return chosen
-
-    def _records(self, written: Proposals | None) -> tuple[CommittedToken, ...]:
-        if written is None:
-            return ()
-        arrays = (written.positions, written.token_ids, written.confidence, written.log_prob)
-        rows, text = zip(*(array.tolist() for array in arrays), strict=True), self.tokenizer.token_text
-        return tuple(CommittedToken(position, token, text(token), *sure) for position, token, *sure in rows)
 
     def _grounded_mask(self, row: Row, candidates: Proposals) -> list[bool]:
         """Whether question or evidence hold the words that each candidate would write."""
@@ -166,6 +166,7 @@ def build_model_input(row: Row) -> ModelInput:
         needs_entropy="spread" in statistics,
         copy_sources=row.copy_sources,
         copy_penalty=settings.copy_penalty or 0.0,
+        top_logprobs=settings.top_logprobs or 0,
     )
     if not again and not excluded:
         return view

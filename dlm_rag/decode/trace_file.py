@@ -29,7 +29,9 @@ from dlm_rag.tokenizer.prompts import PromptTemplate
 Line = TypeVar("Line")
 TRACE_VERSION = 2
 # left out of a step that has none
-OPTIONAL_STEP_KEYS = ("remasked", "dropped", "edited", "action", "guesses", "deleted", "inserted")
+OPTIONAL_STEP_KEYS = (
+    "remasked", "dropped", "edited", "action", "guesses", "deleted", "inserted", "kept", "top_logprobs",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

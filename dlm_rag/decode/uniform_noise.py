@@ -194,11 +194,11 @@ class UniformModelRunner(ModelRunner):
                 slot.previous_logits if slot.logits_block_start == view.finished_length else None
                 for slot, view in zip(slots, views, strict=True)
             ]
-            found = []
+            found, top = [], max(view.top_logprobs for view in views)
             for row, logits in enumerate(self.denoiser.compute_canvas_logits(canvas, texts, before)):
                 view, slot = views[row], slots[row]
                 cooled = logits / view.temperature
-                found.append(_read_logits(logits, cooled, canvas[row], drawn[row]))
+                found.append(_read_logits(logits, cooled, canvas[row], drawn[row], top))
                 slot.logits_block_start = view.finished_length
                 slot.previous_logits = cooled.to(self.denoiser.dtype)
             values = to_host(torch.stack(found)).astype(np.float64)
@@ -220,9 +220,10 @@ def _finished_ids(view: ModelInput) -> tuple[int, ...]:
     return (*view.laid_out_prompt.canvas_prefix.ids, *view.canvas[: view.finished_length].tolist())
 
 
-def _read_logits(logits: Tensor, cooled: Tensor, canvas: Tensor, uniform: Tensor) -> Tensor:
-    """(8, n): of each position token, its probability and log-probability, the entropy, the probability of
-    what stands there, and the most probable token with its own two.
+def _read_logits(logits: Tensor, cooled: Tensor, canvas: Tensor, uniform: Tensor, top: int) -> Tensor:
+    """(8 + 2 * top, n): of each position token, its probability and log-probability, the entropy, the
+    log-probability of what stands there, the most probable token with its own two; then the `top` most
+    probable tokens, and their log-probabilities.
 
     logits, cooled: (n, V) float32, the second over the temperature, by which tokens are drawn, at the
     quantiles `uniform` (n,), and which the entropy is of. Probabilities are those of temperature 1.
@@ -231,17 +232,20 @@ def _read_logits(logits: Tensor, cooled: Tensor, canvas: Tensor, uniform: Tensor
     entropy = torch.special.entr(cooled.softmax(-1)).sum(-1)
     log_prob = logits.log_softmax(-1)
     one, current, most = (log_prob.gather(1, ids[:, None]).squeeze(1) for ids in (drawn, canvas, best))
-    return torch.stack(
-        [drawn.float(), one.exp(), one, entropy, current.exp(), best.float(), most.exp(), most]
-    )
+    values, ids = log_prob.topk(top, dim=-1)
+    found = [drawn.float(), one.exp(), one, entropy, current, best.float(), most.exp(), most]
+    return torch.cat([torch.stack(found), ids.T.float(), values.T])
 
 
 def _make_proposals(view: ModelInput, found: np.ndarray) -> Proposals:
-    token, confidence, log_prob, entropy, current, best, likely, log_likely = found
+    token, confidence, log_prob, entropy, current, best, likely, log_likely, *more = found
     at, none = view.positions, np.zeros(len(view.positions))
     most = Proposals(at, best.astype(np.int64), likely, log_likely, entropy, none, current)
     ids = token.astype(np.int64)
-    return Proposals(at, ids, confidence, log_prob, entropy, none, current, most_probable=most)
+    top = np.array(more).reshape(2, -1, len(at))[:, : view.top_logprobs] if view.top_logprobs else None
+    return Proposals(
+        at, ids, confidence, log_prob, entropy, none, current, most_probable=most, likeliest=top
+    )
 
 
 def check_uniform_settings(model: ModelConfig, engine: EngineConfig) -> str:

@@ -20,7 +20,7 @@ ENGINE_SETTINGS = ("batch_size", "overlap")  # settings that hold for all rows o
 _SETTINGS = {item.name: item for item in fields(DecodeConfig) if item.name not in ENGINE_SETTINGS}
 # Fields of OpenAI's that ask for nothing with these values, and for what is not there with others.
 NEUTRAL_OPENAI_VALUES: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "tools": ([],), "functions": ([],),
+    "n": (1,), "tools": ([],), "functions": ([],),
     "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},), "top_p": (1,), "frequency_penalty": (0,),
@@ -78,6 +78,7 @@ class _OpenAIFields(RequestBody):
     max_tokens: Tokens = None
     max_completion_tokens: Tokens = None
     stop: Annotated[Stops, BeforeValidator(_to_list)] = None
+    logprobs: bool | None = None
 
 
 class _QuestionField(RequestBody):
@@ -90,7 +91,8 @@ _SETTING_FIELDS: dict[str, Any] = {
 }
 _IGNORED_FIELDS: dict[str, Any] = dict.fromkeys((*NEUTRAL_OPENAI_VALUES, *OPENAI_LABEL_FIELDS), (Any, None))
 ChatBody = create_model("ChatBody", __base__=_OpenAIFields, **_IGNORED_FIELDS, **_SETTING_FIELDS)
-AnswerBody = create_model("AnswerBody", __base__=_QuestionField, **_SETTING_FIELDS)
+_EVENT_FIELDS = {name: kind for name, kind in _SETTING_FIELDS.items() if name != "top_logprobs"}
+AnswerBody = create_model("AnswerBody", __base__=_QuestionField, **_EVENT_FIELDS)  # which have none
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class ParsedRequest:
     stream: bool = False
     include_usage: bool = False
     stops: tuple[str, ...] = ()
+    logprobs: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,8 @@ class RequestParser:
         options = asked.stream_options
         if options is not None and options.model_fields_set and not asked.stream:
             raise ApiError(400, "'stream_options' has no effect without stream=true", "stream_options")
+        if getattr(asked, "top_logprobs", None) and not asked.logprobs:
+            raise ApiError(400, "'top_logprobs' needs logprobs=true", "top_logprobs")
         if len(asked.messages) != 1 or asked.messages[0].role != "user":
             raise ApiError(400, SINGLE_MESSAGE_ERROR, "messages")
         question = "\n".join(part.text for part in asked.messages[0].content)
@@ -136,6 +141,7 @@ class RequestParser:
             bool(asked.stream),
             bool(options and options.include_usage),
             tuple(asked.stop or ()),
+            bool(asked.logprobs),
         )
 
     def parse_answer(self, body: bytes) -> ParsedRequest:
@@ -147,6 +153,8 @@ class RequestParser:
         """The settings of a request, on top of the server's; most: positions that the client allows."""
         own, shape = self.decoder.config, self.decoder.denoiser.config
         given = {name: getattr(asked, name) for name in asked.model_fields_set if name in _SETTINGS}
+        if getattr(asked, "logprobs", None) and not given.get("top_logprobs"):
+            given["top_logprobs"] = 0  # the tokens' own
         for name, value in given.items():  # a client must not choose what code the server imports
             if (
                 get_field_metadata(_SETTINGS[name], "table")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from dlm_rag.decode.rollout import CommittedToken, Rollout
+from dlm_rag.decode.token_logprobs import ScoredToken, score_tokens
 from dlm_rag.evidence.truncation import ContextBudget, fit_passages
 from dlm_rag.page.render import (
     build_end_record,
@@ -47,6 +48,12 @@ def find_stop(text: str, stops: Sequence[str]) -> int | None:
     return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
 
 
+def _describe_logprob(text: str, nats: float | None) -> dict[str, Any]:
+    """In OpenAI's form; bytes are unknown of a token that is no whole character."""
+    known = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": nats, "bytes": known}
+
+
 class ChatResponse:
     """One chat completion; room: that of its prompt, whose tokens are counted."""
 
@@ -62,12 +69,14 @@ class ChatResponse:
         self._common = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._canvas: dict[int, CommittedToken] = {}
         self._taken, self._sent = 0, ""  # steps on the canvas; text sent
+        self._scores: dict[int, ScoredToken] = {}
+        self._sent_logprobs = 0
 
     def build_completion(self) -> dict[str, Any]:
         """The answer at once; raises `ApiError` where there is none."""
         text, reason, ends = self._finish()
         message = {"role": "assistant", "content": text, "refusal": None}
-        return self._build_record("chat.completion", reason, message=message) | ends
+        return self._build_record("chat.completion", reason, text, message=message) | ends
 
     def new_events(self, done: bool) -> Iterator[Event]:
         """Chunks for the steps since the last call, at the end with those that end the stream.
@@ -97,17 +106,49 @@ class ChatResponse:
         self, text: str, reason: str | None, more: dict[str, str] | None = None
     ) -> dict[str, Any]:
         delta = {"content": text[len(self._sent) :]} | (more or {})
-        return self._build_record("chat.completion.chunk", reason, delta=delta)
+        return self._build_record("chat.completion.chunk", reason, text, delta=delta)
 
-    def _build_record(self, kind: str, reason: str | None, **content: dict[str, Any]) -> dict[str, Any]:
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+    def _build_record(
+        self, kind: str, reason: str | None, text: str, **content: dict[str, Any]
+    ) -> dict[str, Any]:
+        """text: up to which the log-probabilities of tokens are due."""
+        due = self._new_logprobs(text) if self._asked.logprobs else []
+        logprobs = {"content": due, "refusal": None} if due else None
+        choice = {"index": 0, **content, "logprobs": logprobs, "finish_reason": reason}
         return self._common | {"object": kind, "choices": [choice]}
+
+    def _new_logprobs(self, text: str) -> list[dict[str, Any]]:
+        """Those of the tokens that begin in the text, a stable one, and were not sent yet."""
+        ids = self._ids_before_end(len(self._scores))
+        whole, spans = self._tokenizer.decode_with_offsets(ids)
+        begin = len(whole) - len(whole.lstrip())
+        shown = [
+            n
+            for n, (first, last) in enumerate(spans)
+            if first < begin + len(text) and (first >= begin or last > begin)
+            if ids[n] not in self._tokenizer.special_ids
+        ]
+        new, self._sent_logprobs = shown[self._sent_logprobs :], max(len(shown), self._sent_logprobs)
+        return [
+            _describe_logprob(token.token, token.log_prob)
+            | {"top_logprobs": [_describe_logprob(other, nats) for _, other, nats in top]}
+            for token, top in map(self._scores.__getitem__, new)
+        ]
+
+    def _ids_before_end(self, most: int) -> list[int]:
+        """The written tokens in front, at most so many, up to an end token."""
+        ids: list[int] = []
+        while len(ids) < most and (token := self._canvas.get(len(ids))) and not self._ends_text(token):
+            ids.append(token.token_id)
+        return ids
 
     def _take_step(self, rollout: Rollout) -> bool:
         """Brings the canvas to the next step, if there is one yet."""
         if self._taken == len(rollout.steps):
             return False
         self._canvas = rollout.steps[self._taken].write_tokens(self._canvas)
+        if self._asked.logprobs:
+            self._scores = score_tokens(rollout.steps[self._taken], self._scores)
         self._taken += 1
         return True
 
@@ -124,10 +165,7 @@ class ChatResponse:
         if settings.get("temperature_high") is not None:  # of noise what stands before the open block
             block = settings["block_length"]
             most = max(self._canvas, default=0) // block * block
-        ids: list[int] = []
-        while len(ids) < most and (token := self._canvas.get(len(ids))) and not self._ends_text(token):
-            ids.append(token.token_id)
-        text = self._tokenizer.decode_with_offsets(ids)[0].rstrip("\ufffd").strip()
+        text = self._tokenizer.decode_with_offsets(self._ids_before_end(most))[0].rstrip("\ufffd").strip()
         begun = (
             n for n in range(len(text)) if any(stop.startswith(text[n:]) for stop in self._asked.stops)
         )

@@ -348,7 +348,7 @@ def test_proposals_by_hand():
     assert token == [1]
     assert confidence == pytest.approx(0.5) and margin == pytest.approx(0.2)
     assert entropy == pytest.approx(-(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2)))
-    assert old == pytest.approx(0.2)
+    assert old == pytest.approx(math.log(0.2))
     assert log_prob == pytest.approx(math.log(0.5))
 
 

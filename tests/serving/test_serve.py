@@ -15,6 +15,7 @@ import pytest
 from dlm_rag.config import DecodeConfig, RetrievalConfig
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
+from dlm_rag.decode.token_logprobs import collect_logprobs
 from dlm_rag.errors import RunError
 from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
@@ -287,6 +288,84 @@ def test_what_asks_for_nothing_is_taken(refusing):
     plain = content_of(send_request(refusing, chat_body()))
     assert content_of(send_request(refusing, chat_body(**more))) == plain
     assert content_of(send_request(refusing, chat_body([{"type": "text", "text": ASKED}]))) == plain
+
+
+def logprobs_of(answer):
+    """Their log-probabilities: the tokens of a whole answer, or of all chunks of a stream."""
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        chunks = [data for _, data in parse_events(answer) if data != "[DONE]"]
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    else:
+        choices = answer.json()["choices"]
+    return [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["content"]]
+
+
+@pytest.mark.parametrize("kind", ["masked", "causal", "edits", "deletions", "uniform"])
+def test_they_are_those_of_the_decoder_whole_and_as_a_stream(make_decoder_of, kind):
+    made = make_decoder_of(kind, top_logprobs=2)
+    rollouts = {question: made.decode([question])[0] for question in QUESTIONS[:4]}
+    more = {"logprobs": True, "top_logprobs": 2}
+    with serve_decoder(make_decoder_of(kind)) as service:
+        whole = send_requests(service, *(chat_body(question, **more) for question in rollouts))
+        streams = send_requests(service, *(chat_body(q, **more, stream=True) for q in rollouts))
+        own = send_requests(service, *(chat_body(question, logprobs=True) for question in rollouts))
+        plain = send_requests(service, *map(chat_body, rollouts))
+    for rollout, answer, stream, alone, without in zip(
+        rollouts.values(), whole, streams, own, plain, strict=True
+    ):
+        assert content_of(answer) == content_of(alone) == content_of(without) == rollout.response
+        assert without.json()["choices"][0]["logprobs"] is None
+        found, scores = logprobs_of(answer), collect_logprobs(rollout)
+        ids = []
+        while (score := scores.get(len(ids))) and score.token.token_id not in made.tokenizer.end_ids:
+            ids.append(score.token.token_id)
+        shown = [n for n, token in enumerate(ids) if token not in made.tokenizer.special_ids]
+        text = made.tokenizer.decode_with_offsets(ids)[0]
+        blanks = len(text) - len(text.lstrip()), len(text) - len(text.rstrip())  # each a token of a byte
+        shown = shown[blanks[0] : len(shown) - blanks[1]]
+        names = [made.tokenizer.token_text(ids[n]) for n in shown]
+        assert [token["token"] for token in found] == names
+        assert [token["bytes"] for token in found] == [
+            None if "\ufffd" in name else list(name.encode()) for name in names
+        ]
+        nats, tops = [scores[n].token.log_prob for n in shown], [scores[n].top for n in shown]
+        for same in (answer, stream, alone):
+            assert [t["token"] for t in logprobs_of(same)] == names
+            assert [t["logprob"] for t in logprobs_of(same)] == pytest.approx(nats, rel=1e-3, abs=1e-4)
+        for same in (found, logprobs_of(stream)):
+            others = [[other["token"] for other in token["top_logprobs"]] for token in same]
+            assert others == [[name for _, name, _ in top] for top in tops]
+        assert all(token["top_logprobs"] == [] for token in logprobs_of(alone))
+
+
+def test_a_stop_text_ends_them_with_the_text(make_decoder_of):
+    decoder = make_decoder_of("causal")
+    rollout = next(each for each in decoder.decode(QUESTIONS) if len({*each.response}) > 4)
+    stop = next(letter for letter in rollout.response if rollout.response.index(letter) > 2)
+    with serve_decoder(decoder) as service:
+        body = chat_body(rollout.question, logprobs=True, stop=stop)
+        whole, stream = send_requests(service, body, body | {"stream": True})
+    text = content_of(whole)
+    assert text == rollout.response[: rollout.response.index(stop)]
+    assert text and logprobs_of(stream) == logprobs_of(whole)
+    assert 0 < len(logprobs_of(whole)) < len(collect_logprobs(rollout))
+
+
+@pytest.mark.parametrize(
+    ("more", "path"),
+    [
+        ({"top_logprobs": 2}, "/v1/chat/completions"),
+        ({"top_logprobs": 2, "logprobs": False}, "/v1/chat/completions"),
+        ({"top_logprobs": 21, "logprobs": True}, "/v1/chat/completions"),
+        ({"top_logprobs": -1, "logprobs": True}, "/v1/chat/completions"),
+        ({"logprobs": 2}, "/v1/chat/completions"),
+        ({"top_logprobs": 2}, "/v1/answers"),
+    ],
+)
+def test_what_cannot_be_given_is_a_400(refusing, more, path):
+    body = chat_body() if "chat" in path else {"question": "who?"}
+    answer = send_request(refusing, body | more, path)
+    assert answer.status_code == 400 and "logprobs" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

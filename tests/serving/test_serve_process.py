@@ -79,6 +79,16 @@ def test_real_clients_at_a_real_server(folder, corpus):
         assert "".join(chunk.choices[0].delta.content for chunk in chunks) == rollout.response
         assert not last.choices and last.usage == answer.usage
         assert [chunk.dlm_rag["step"] for chunk in chunks[:-1]] == list(range(len(rollout.steps)))
+        asked = {"model": "model", "messages": messages, "logprobs": True, "top_logprobs": 3}
+        (choice,) = client.chat.completions.create(**asked).choices
+        assert "".join(token.token for token in choice.logprobs.content).strip() == rollout.response
+        assert {len(token.top_logprobs) for token in choice.logprobs.content} == {3}
+        parts = [
+            chunk.choices[0].logprobs for chunk in client.chat.completions.create(**asked, stream=True)
+        ]
+        assert [token for part in parts if part for token in part.content] == choice.logprobs.content
+        with pytest.raises(openai.BadRequestError, match="needs logprobs=true"):
+            client.chat.completions.create(model="model", messages=messages, top_logprobs=3)
         with pytest.raises(openai.BadRequestError, match="cannot be honoured"):
             client.chat.completions.create(model="model", messages=messages, n=2)
         with pytest.raises(openai.NotFoundError, match="the model here is 'model'"):
