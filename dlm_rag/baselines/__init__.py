@@ -34,3 +34,15 @@ POLICIES = {
     "targ": BaselinePolicy(f"{_POLICIES}:answer_targ", "chat_log_probs", ("threshold",)),
     "search_r1": BaselinePolicy(f"{_POLICIES}:answer_search_r1", "continued_chat", ("max_rounds",), True),
 }
+READ_DECODE_SETTINGS = ("max_new_tokens", "temperature", "seed")  # of `decode`, by a model behind a server
+
+
+def is_model_url(path: str | None) -> bool:
+    """Whether a model is behind a server: `openai://`, or `openais://` for TLS."""
+    return (path or "").startswith(("openai://", "openais://"))
+
+
+def is_read_when_served(key: str) -> bool:
+    """Whether a setting, by its dotted key, has an effect on a model behind a server."""
+    read = {"model.path", *(f"decode.{name}" for name in READ_DECODE_SETTINGS)}
+    return key in read or not key.startswith(("model.", "decode.", "engine."))

@@ -77,11 +77,6 @@ class Completion:
     requests: int = 1
 
 
-def is_model_url(path: str | None) -> bool:
-    """Whether a model is behind a server: `openai://`, or `openais://` for TLS."""
-    return (path or "").startswith(("openai://", "openais://"))
-
-
 def parse_model_url(setting: str, url: str) -> tuple[str, str]:
     """The server's URL, up to /v1, and the name of the model. Raises `ConfigError`."""
     if (found := _MODEL_URL.fullmatch(url)) is None or "@" in found[2]:

@@ -12,6 +12,8 @@ A benchmark is a YAML file, here or in configs/benchmarks/:
     seeds:      [0, 1]                           # of decode.seed; may be left out
     settings:   limit=200                        # of all cells; may be left out
 
+A model may also be openai://HOST:PORT/v1/NAME, behind a server, in one precision. Of the policies and the
+settings each model gets those that are for its kind: [interleaved, static, ircot] are two for either.
 Each cell is a `dlm-rag evaluate` of its own, one at a time on each GPU (or this machine). A cell that
 fails is reported, and the others go on. The same command again asks for what is missing alone.
 """
@@ -32,11 +34,13 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from dlm_rag.baselines import is_model_url, is_read_when_served
 from dlm_rag.cli import CommandParser, print_note
 from dlm_rag.config import CONFIG_FOLDER
 from dlm_rag.config.fields import explain_validation_error
 from dlm_rag.errors import ConfigError, RunError, suggest_nearest
 from dlm_rag.evaluation.benchmark_tables import CELL_FILE, Cell, write_benchmark_tables
+from dlm_rag.evaluation.compare import SERVED_PRESETS, SETTING_PRESETS
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.progress import report_progress
 
@@ -103,17 +107,43 @@ def read_benchmark(name: str) -> Benchmark:
 def list_cells(benchmark: Benchmark, out: Path) -> Iterator[Cell]:
     """Every combination, data set by data set. Raises `ConfigError` for names that make no folder."""
     common = shlex.split(benchmark.settings)
+    named = {name: shlex.split(text) for name, text in benchmark.models.items()}
+    for model, words in named.items():
+        if words and is_model_url(words[0]):
+            named[model] = ["--model", *words]
     for dataset, model, precision, seed in product(
         benchmark.datasets, benchmark.models, benchmark.precisions, benchmark.seeds
     ):
         names = (dataset, model, precision, str(seed))
         if any(not part or "/" in part or part.startswith(".") for part in names):
             raise ConfigError(f"'{'/'.join(names)}' makes no folder: names have no / and no . in front")
-        folder, own = out.joinpath(*names), (benchmark.models[model], benchmark.datasets[dataset])
-        words = [word for text in own for word in shlex.split(text)] + common
-        words += [f"model.quantize={precision}"] * (precision != "none") + [f"decode.seed={seed}"]
-        words += ["--compare", ",".join(benchmark.policies), "--out", str(folder)]
+        served = any(is_model_url(word.removeprefix("model.path=")) for word in named[model])
+        if served and precision != benchmark.precisions[0]:
+            continue
+        precision = "server" if served else precision
+        folder = out.joinpath(dataset, model, precision, str(seed))
+        words = [*named[model], *shlex.split(benchmark.datasets[dataset])]
+        words += [word for word in common if "=" not in word or is_for_kind(word, served)]
+        words += [f"model.quantize={precision}"] * (precision not in ("none", "server"))
+        policies = [
+            p for p in benchmark.policies if all(is_for_kind(part, served) for part in p.split("+"))
+        ]
+        if not policies:
+            raise ConfigError(f"no policy of the benchmark is for the model '{model}'")
+        words += [f"decode.seed={seed}", "--compare", ",".join(policies), "--out", str(folder)]
         yield Cell(folder, tuple(words), model, dataset, precision, seed)
+
+
+def is_for_kind(word: str, served: bool) -> bool:
+    """Whether a policy's name or KEY=VALUE is for models behind a server, or for others.
+
+    What is for neither is for both: evaluate says what is wrong with it.
+    """
+    key, equals, _ = word.partition("=")
+    if equals:
+        return is_read_when_served(key) if served else not key.startswith("remote.")
+    own, other = (SERVED_PRESETS, SETTING_PRESETS) if served else (SETTING_PRESETS, SERVED_PRESETS)
+    return word in own or word not in other
 
 
 def run_cells(cells: Sequence[Cell]) -> dict[str, str]:

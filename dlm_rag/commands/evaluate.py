@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dlm_rag.baselines.chat_client import is_model_url
+from dlm_rag.baselines import is_model_url
 from dlm_rag.cli import check_writable, print_note
 from dlm_rag.commands.answer_job import (
     AnswerJob,
@@ -36,7 +36,12 @@ from dlm_rag.commands.answer_job import (
     plan_answer_job,
 )
 from dlm_rag.commands.arguments import ANSWER_SETTINGS, READER_CONFIG, CommandLine
-from dlm_rag.commands.prepare_baseline import PreparedBaseline, check_served_keys, prepare_baseline
+from dlm_rag.commands.prepare_baseline import (
+    PreparedBaseline,
+    check_served_keys,
+    open_chat_client,
+    prepare_baseline,
+)
 from dlm_rag.commands.prepare_decoder import (
     ResourceCache,
     fill_in_shipped_files,
@@ -147,6 +152,12 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] 
         questions = compare_with_paper(dataset, jobs, questions, said)
     titled = sum(bool(q.supporting_titles) and not q.supporting_ids for q in questions)
     said["recall_by"] = {"id": sum(bool(q.supporting_ids) for q in questions), "title": titled}
+    judge = None
+    if config.judge:
+        from dlm_rag.evaluation.judge import check_judge
+
+        judge = open_chat_client(config, "judge", config.judge, "DLM_RAG_JUDGE_KEY")
+        check_judge(judge)
     given = {out: wanted.config} | {folders[name]: setting for name, setting in wanted.settings.items()}
     for folder, setting in given.items():
         with outputs.wrap_write_errors(folder / SAVED_CONFIG_FILE) as path:
@@ -154,6 +165,8 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] 
     ready()
     run_answer_jobs(jobs, config.workers)
     scores = {name: outputs.score_folder(folder, questions, f1_rule) for name, folder in folders.items()}
+    if judge:
+        said["judge"] = outputs.judge_folders(judge, folders, questions, scores, config.remote.concurrency)
     outputs.write_evaluation_report(out, groups, scores, folders, said)
     if then and before:
         outputs.report_reproduction(out, then, before, groups, scores)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dlm_rag import __version__
-from dlm_rag.baselines import POLICIES
+from dlm_rag.baselines import POLICIES, READ_DECODE_SETTINGS, is_read_when_served
 from dlm_rag.baselines.chat_client import ChatClient, ChatServer, parse_model_url
 from dlm_rag.baselines.engine import BaselineEngine
 from dlm_rag.baselines.run import BaselineContext
@@ -26,7 +26,6 @@ from dlm_rag.tokenizer.prompts import PROMPTS, load_prompt
 if TYPE_CHECKING:
     import torch
 
-READ_DECODE_SETTINGS = ("max_new_tokens", "temperature", "seed")
 MODEL_KEY_VARIABLE = "DLM_RAG_MODEL_KEY"
 
 
@@ -102,9 +101,8 @@ def open_chat_client(config: Config, setting: str, url: str, key_variable: str) 
 
 def check_served_keys(keys: Iterable[str]) -> None:
     """Raises `ConfigError` for a setting, by its dotted key, without effect on a model behind a server."""
-    read = {"model.path", *(f"decode.{key}" for key in READ_DECODE_SETTINGS)}
     for key in keys:
-        if key.startswith(("model.", "decode.", "engine.")) and key not in read:
+        if not is_read_when_served(key):
             raise ConfigError(f"{key} has no effect on a model behind a server: leave it out")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dlm_rag import __version__
-from dlm_rag.baselines.chat_client import is_model_url
+from dlm_rag.baselines import is_model_url
 from dlm_rag.commands.tensor_parallel import check_tensor_parallel
 from dlm_rag.config import Config, RetrievalConfig
 from dlm_rag.data.hub_datasets import find_named_corpus

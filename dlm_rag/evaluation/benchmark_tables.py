@@ -16,6 +16,7 @@ from dlm_rag.evaluation.stored_results import StoredResult, read_result
 from dlm_rag.evaluation.tables import (
     ResultTable,
     compute_pareto_front,
+    drop_empty_column,
     format_metric,
     format_metrics,
     print_tables,
@@ -27,12 +28,12 @@ from dlm_rag.files.paths import write_text_atomic
 CELL_FILE = "cell.json"  # beside a cell's results: the words that it was run with
 HEADINGS = (
     "data set", "model", "precision", "seed", "policy", "questions", "exact match %", "above the first",
-    "F1 %", "evidence recall %", "forwards", "searches", "answers/s", "J/answer", "front",
+    "judge %", "F1 %", "evidence recall %", "forwards", "searches", "answers/s", "J/answer", "front",
 )  # fmt: skip
 NAMES = 5  # headings that tell cells apart
 FRONT_COSTS = ("forwards", "searches", "joules")  # of an answer
 Summaries = Mapping[tuple["Cell", str], SettingMetrics]  # of each policy of the cells of a data set
-SHOWN_METRICS = ("exact_match", "f1", "recall_last", "forwards", "searches", "answers/s")
+SHOWN_METRICS = ("exact_match", "judge_accuracy", "f1", "recall_last", "forwards", "searches", "answers/s")
 _LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "^": r"\^{}"})
 
 
@@ -80,8 +81,9 @@ def write_benchmark_tables(out: Path, cells: Sequence[Cell], failed: Mapping[str
             rows += build_published_rows(dataset, other, next(iter(results)))
             notes[other.source] = other.under
     table = ResultTable("Benchmark, with 95 % intervals; above the first: paired", HEADINGS, rows)
-    brief = [[" ".join(row[:NAMES]), *row[NAMES:]] for row in rows]
-    print_tables(Console(), [ResultTable(table.title, ["cell", *HEADINGS[NAMES:]], brief)])
+    table = drop_empty_column(table, "judge %")
+    brief = [[" ".join(row[:NAMES]), *row[NAMES:]] for row in table.rows]
+    print_tables(Console(), [ResultTable(table.title, ["cell", *table.headings[NAMES:]], brief)])
     found = [table, ResultTable("Published, as they say", ("source", "under"), [*map(list, notes.items())])]
     found += [ResultTable("Failed", ("cell", "error"), [*map(list, failed.items())])]
     found = [each for each in found if each.rows or each is table]
@@ -99,7 +101,8 @@ def summarise_cells(results: Mapping[Cell, StoredResult]) -> Summaries:
         for policy, setting in result.scores.settings.items():
             joules = (result.record["settings"][policy].get("energy") or {}).get("joules_per_answer")
             known = None if joules is None else Estimate(joules, joules, joules)
-            found[cell, policy] = setting.groups["all"] | {"joules": known}
+            none: dict[str, Estimate | None] = {"judge_accuracy": None}  # of older programs
+            found[cell, policy] = none | setting.groups["all"] | {"joules": known}
     return found
 
 

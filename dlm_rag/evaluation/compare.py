@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from math import prod
 
-from dlm_rag.baselines import POLICIES
-from dlm_rag.baselines.chat_client import is_model_url
+from dlm_rag.baselines import POLICIES, is_model_url
 from dlm_rag.config import list_setting_fields
 from dlm_rag.errors import ConfigError, QuestionError, suggest_nearest
 from dlm_rag.evaluation.metrics import (

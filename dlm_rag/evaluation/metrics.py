@@ -110,6 +110,7 @@ class Score:
     requests: float | None = None
     prompt_tokens: float | None = None
     cut_replies: float | None = None
+    judge_accuracy: float | None = None  # 1 where a judge finds the answer right; None: it was not judged
 
     @property
     def tokens_per_forward(self) -> float:
@@ -119,7 +120,7 @@ class Score:
 
 SCORE_METRICS = tuple(field.name for field in fields(Score))
 # between 0 and 1 for every question
-SHARE_METRICS = ("exact_match", "cover_match", "f1", "recall_first", "recall_last")
+SHARE_METRICS = ("exact_match", "cover_match", "f1", "recall_first", "recall_last", "judge_accuracy")
 
 
 def score_rollout(rollout: Rollout, question: Question, f1_rule: str = "squad") -> Score:

@@ -33,8 +33,8 @@ def write_benchmark(folder, **keys):
 class FakeEvaluate:
     """Stands for the processes: writes scores, fails where it is told to, and stops after `most` cells."""
 
-    def __init__(self, fails=lambda words: False, most=10**9):
-        self.ran, self._fails, self._most = Counter(), fails, most
+    def __init__(self, fails=lambda words: False, most=10**9, judged=False):
+        self.ran, self._fails, self._most, self._judged = Counter(), fails, most, judged
 
     def __call__(self, command, **_):
         if sum(self.ran.values()) == self._most:
@@ -47,6 +47,7 @@ class FakeEvaluate:
         for n, policy in enumerate(words[words.index("--compare") + 1].split(",")):
             share = {"mean": 0.5 + n / 4, "low": 0.4, "high": 0.9}
             shares = dict.fromkeys((*SCORE_METRICS, "tokens_per_forward"), share)
+            shares["judge_accuracy"] = share if self._judged else None
             energy = {"joules_per_answer": 2.0 - n} if "model.quantize=int8" in words else None
             settings[policy] = {"groups": {"all": shares}, "stamp": {}, "energy": energy}
         less = {"static": {"all": {"exact_match": {"mean": -0.25, "low": -0.5, "high": 0.0}}}}
@@ -142,6 +143,39 @@ def test_what_is_no_benchmark_is_refused(tmp_path, keys):
     with pytest.raises(ConfigError, match="nearest: 'laptop'"):
         benchmark.main(["labtop", "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
+
+
+def test_models_behind_a_server_get_their_policies_and_one_precision(tmp_path, monkeypatch):
+    url = "openai://127.0.0.1:8000/v1/Qwen/Qwen2.5-7B"
+    file = write_benchmark(
+        tmp_path,
+        models={"ours": "--model folder", "theirs": url, "own": f"--model {url} remote.concurrency=4"},
+        datasets={"d": "--dataset hotpotqa --split search_r1"},
+        policies=["interleaved", "static", "ircot+retrieval.top_k=3", "decode.commit_threshold=0.8"],
+        precisions=["none", "int8"],
+        settings="limit=5 decode.batch_size=16 remote.timeout=9 --split search_r1",
+    )
+    cells = [*benchmark.list_cells(benchmark.read_benchmark(file), tmp_path / "out")]
+    assert [(cell.model, cell.precision) for cell in cells] == [
+        ("ours", "none"), ("ours", "int8"), ("theirs", "server"), ("own", "server")
+    ]  # fmt: skip
+    ours, _, theirs, own = ([*cell.words[:-2], cell.words[-3]] for cell in cells)
+    assert ours[-1] == "interleaved,static,decode.commit_threshold=0.8"
+    assert "decode.batch_size=16" in ours and "remote.timeout=9" not in ours
+    assert theirs[:2] == ["--model", url] and theirs[-1] == "static,ircot+retrieval.top_k=3"
+    assert "decode.batch_size=16" not in theirs and "remote.timeout=9" in theirs
+    assert all(words.count("search_r1") == 2 for words in (ours, theirs, own)), "a word that is no policy"
+    assert "remote.concurrency=4" in own and not any("quantize" in word for word in theirs)
+    only_ours = write_benchmark(tmp_path, models={"m": url}, datasets={"d": ""}, policies=["interleaved"])
+    with pytest.raises(ConfigError, match="no policy of the benchmark is for the model 'm'"):
+        benchmark.main([only_ours, "--out", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_the_judge_has_a_column_where_there_is_one(tmp_path, monkeypatch, judged):
+    file = write_benchmark(tmp_path, models={"m": ""}, datasets={"d": ""})
+    run(monkeypatch, file, tmp_path / "out", FakeEvaluate(judged=judged))
+    assert ("judge %" in (tmp_path / "out" / "table.md").read_text()) == judged
 
 
 def test_those_that_ship_name_settings_that_exist():
