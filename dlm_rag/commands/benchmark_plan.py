@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 
-from dlm_rag.baselines.chat_client import is_model_url
+from dlm_rag.baselines import is_model_url
 from dlm_rag.commands.answer_job import parse_answer_command_line
 from dlm_rag.commands.evaluate import (
     EVALUATE_OPTIONS,
