@@ -55,6 +55,7 @@ from dlm_rag.data.hub_datasets import SPLIT_RULES, find_dataset
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.progress import report_progress
+from dlm_rag.tokenizer.prompts import PROMPTS
 
 if TYPE_CHECKING:
     from dlm_rag.config import Config
@@ -66,6 +67,10 @@ EVALUATE_OPTIONS: dict[str, tuple[str | tuple[()], str]] = {
     "sweep": (
         (),
         "KEY=VALUE,VALUE ...: every combination is a setting; the first is held against the others",
+    ),
+    "prompts": (
+        "",
+        f"NAME,NAME: a sweep of `prompt`, with the spread; or how many of {', '.join(PROMPTS)}",
     ),
     "dataset": (
         "",
@@ -193,7 +198,12 @@ def read_scored_questions(wanted: EvaluationPlan) -> "list[Question]":
 
 def plan_from_command_line(words: CommandLine, dataset: str = "") -> EvaluationPlan:
     """The settings that the command line names, for one of its data sets if any. Raises `ConfigError`."""
-    from dlm_rag.evaluation.compare import expand_sweep, parse_compared_settings, parse_sweep
+    from dlm_rag.evaluation.compare import (
+        expand_sweep,
+        list_prompts,
+        parse_compared_settings,
+        parse_sweep,
+    )
 
     said: dict[str, Any] = {}
     if dataset:
@@ -216,7 +226,8 @@ def plan_from_command_line(words: CommandLine, dataset: str = "") -> EvaluationP
     config, given = words.config, [word.partition("=")[0] for word in words.settings]
     if words.options["sweep"] == []:
         raise ConfigError("sweep: no key has two values or more: write KEY=VALUE,VALUE")
-    if swept := parse_sweep(words.options["sweep"]):
+    prompts = [f"prompt={list_prompts(asked)}"] if (asked := words.options["prompts"]) else []
+    if swept := parse_sweep([*words.options["sweep"], *prompts]):
         said["swept"] = swept
     if both := sorted({*swept} & {*given}):
         raise ConfigError(f"sweep: {both[0]} is swept, and set to one value too: leave one out")
@@ -249,7 +260,8 @@ def plan_from_result(words: CommandLine) -> EvaluationPlan:
 
     config, options = words.config, words.options
     named = {"--config": words.file, "--compare": config.compare, "--sweep": options["sweep"],
-             "--dataset": options["dataset"], "--limit": config.limit, "--quick": config.quick}  # fmt: skip
+             "--prompts": options["prompts"], "--dataset": options["dataset"],
+             "--limit": config.limit, "--quick": config.quick}  # fmt: skip
     if given := [flag for flag, value in named.items() if value]:
         raise ConfigError(f"--reproduce runs the settings of its result: leave {given[0]} out")
     then = read_result(Path(options["reproduce"]))

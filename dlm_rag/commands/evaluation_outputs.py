@@ -79,6 +79,8 @@ def write_evaluation_report(
     if "swept" in said:
         less = {name: found["all"] for name, found in against.items()}
         first.append(tables.build_overview_table(count, overall, less, said["swept"]))
+        if "prompt" in said["swept"]:
+            first.append(tables.build_spread_table(overall, "prompt"))
     if "dataset" in said:
         matches = {name: metrics["exact_match"] for name, metrics in overall.items()}
         first.append(build_paper_table(said["dataset"], matches, said["columns"], count))

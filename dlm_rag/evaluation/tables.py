@@ -105,6 +105,24 @@ def build_overview_table(
     return ResultTable(", ".join(["All settings", *swept]) + f": {count} questions", headings, rows)
 
 
+def build_spread_table(summaries: Mapping[str, SettingMetrics], key: str) -> ResultTable:
+    """Exact match over the values of a swept key, a row for each setting of all else."""
+    found = dict[str, list[tuple[float, str]]]()
+    for name, metrics in summaries.items():
+        parts = name.split("+")
+        (value,) = (part for part in parts if part.startswith(f"{key}="))
+        rest = "+".join(part for part in parts if part != value) or "all"
+        if (match := metrics["exact_match"]) is not None:
+            found.setdefault(rest, []).append((100 * match.mean, value.removeprefix(f"{key}=")))
+    rows = []
+    for name, values in found.items():
+        (low, worst), (high, best) = min(values), max(values)
+        mean = sum(value for value, _ in values) / len(values)
+        rows.append([name, f"{mean:.1f}", f"{low:.1f} {worst}", f"{high:.1f} {best}", f"{high - low:.1f}"])
+    headings = ["setting", "mean", "lowest", "highest", "spread, points"]
+    return ResultTable(f"Exact match % over values of {key}", headings, rows)
+
+
 def build_comparison_tables(
     groups: QuestionGroups,
     summaries: Mapping[str, GroupSummary],

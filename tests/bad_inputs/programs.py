@@ -94,6 +94,14 @@ CASES = [
             }.items()
         ),
     ),
+    *table(f"{EVALUATE} --out run",
+        ("--prompts 5: name 2 or more, or how many of the 4, sardi", "--prompts 5"),
+        ("--prompts sardi: name 2 or more", "--prompts sardi"),
+        ("a value of prompt=sardi,sardi is named twice", "--prompts sardi,sardi"),
+        (("sarde", "nearest: 'sardi'"), "--prompts sarde,flashrag"),
+        ("prompt is named twice", "--prompts 2 --sweep prompt=sardi,flashrag"),
+        ("prompt is swept, and set to one value too", "--prompts 2 prompt=sardi"),
+    ),
     BadInputCase(f"{EVALUATE} --out run", "run", exit=0, slow=True, env={"TERM": "dumb", "COLUMNS": "1"}),
     # The paper's table.
     *table("evaluate --out run --dataset",

@@ -19,7 +19,7 @@ from dlm_rag.evaluation.compare import (
 )
 from dlm_rag.evaluation.metrics import SCORE_METRICS, Estimate
 from dlm_rag.evaluation.plots import plot_pareto
-from dlm_rag.evaluation.tables import build_overview_table, compute_pareto_front
+from dlm_rag.evaluation.tables import build_overview_table, build_spread_table, compute_pareto_front
 from dlm_rag.model.denoiser import Denoiser
 from tests.support.evaluations import EVALUATED, make_evaluation_folder
 from tests.support.paths import ROOT
@@ -86,6 +86,34 @@ def test_the_front_by_hand(tmp_path):
     assert named.rows[0][0] == "static, 1" and "a.b" in named.title
     plot_pareto(tmp_path / "pareto.png", found | {"none": found["good"] | {"exact_match": None}}, [])
     assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_spread_over_prompts_by_hand():
+    found = {f"{name}prompt={p}": metrics(match, 1, 1) for name, p, match in (
+        ("static+", "sardi", 0.5), ("static+", "flashrag", 0.75), ("none+", "sardi", 0.2),
+        ("none+", "flashrag", 0.1),
+    )}  # fmt: skip
+    assert build_spread_table(found, "prompt").rows == [
+        ["static", "62.5", "50.0 sardi", "75.0 flashrag", "25.0"],
+        ["none", "15.0", "10.0 flashrag", "20.0 sardi", "10.0"],
+    ]
+    assert build_spread_table({"prompt=sardi": metrics(1, 1, 1)}, "prompt").rows[0][0] == "all"
+
+
+@pytest.mark.slow
+def test_prompts_are_a_sweep_and_each_is_the_evaluation_under_that_prompt(
+    made, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(made)
+    for words, out in (("--prompts", "2"), "prompts"), (("--sweep", "prompt=sardi,flashrag"), "swept"):
+        evaluate.main([*WORDS, *words, "--out", str(tmp_path / out), "--limit", "2"])
+        assert "Exact match % over values of prompt" in capsys.readouterr().out
+        assert "spread, points" in (tmp_path / out / "scores.md").read_text()
+    prompts, swept = (scores_of(tmp_path / out, timed=False) for out in ("prompts", "swept"))
+    assert prompts == swept and list(prompts["settings"]) == ["prompt=sardi", "prompt=flashrag"]
+    evaluate.main([*WORDS, "prompt=flashrag", "--out", str(tmp_path / "alone"), "--limit", "2"])
+    (alone,) = scores_of(tmp_path / "alone", timed=False)["settings"].values()
+    assert alone == prompts["settings"]["prompt=flashrag"]
 
 
 def test_nothing_beats_the_front_and_it_beats_all_else():
