@@ -1,33 +1,69 @@
-"""Draws the picture in the README from a trace: no model is needed to replay a rollout.
+"""Takes pictures of a page in headless Chromium: one place of it, or a trace playing.
 
-python sample.py "a question" --model DIR --corpus FILE --out answers.jsonl --trace trace.jsonl
-python docs/picture.py trace.jsonl docs/sample.svg
+    dlm-rag page trace.jsonl --html page.html
+    python docs/picture.py page.html docs/sample.webp                      # all steps of the first question
+    python docs/picture.py page.html docs/page-middle.png --place '#step=4'
+    python docs/picture.py runs/tiny/train.html train.png --dark --width 390
+
+A picture is as high as the page. Needs Chromium, and the repository for the driver of its tests.
 """
 
+import base64
 import io
-from dataclasses import replace
+import sys
 from pathlib import Path
 
-from rich.console import Console
+from PIL import Image
 
 from dlm_rag.cli import run_program
 from dlm_rag.commands.arguments import CommandParser
-from dlm_rag.decode.terminal import render_answer, render_progress
-from dlm_rag.decode.trace_file import read_trace
+from dlm_rag.errors import ConfigError
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.support.headless_chromium import HeadlessChromium
+
+STEP_MS, LAST_MS = 900, 4000  # how long a step is shown, and the last one
+SUFFIXES = (".png", ".webp")
+
+
+def take_picture(browser: HeadlessChromium, width: int, height: int) -> Image.Image:
+    """What the browser shows, of so many pixels."""
+    clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+    data = browser.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)[
+        "data"
+    ]
+    return Image.open(io.BytesIO(base64.b64decode(data)))
 
 
 def main(argv: list[str]) -> None:
     parser = CommandParser(__doc__ or "")
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("picture", type=Path)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("picture", type=Path, help="a .png of one place, a .webp of all steps")
+    parser.add_argument("--place", default="", help="as `#question=2&step=7`")
+    parser.add_argument("--width", type=int, default=1280, help="in pixels")
+    parser.add_argument("--dark", action="store_true")
     given = parser.parse_args(argv)
-    rollout = next(read_trace(given.trace))
-    rollout.evidence_texts = rollout.passages
-    console = Console(record=True, width=110, file=io.StringIO(), force_terminal=True)
-    for share in (4, 2):
-        console.print(render_progress(replace(rollout, steps=rollout.steps[: len(rollout.steps) // share])))
-    console.print(render_answer(rollout))
-    given.picture.write_text(console.export_svg(title="python sample.py"), encoding="utf-8")
+    if given.picture.suffix not in SUFFIXES or not given.page.is_file():
+        raise ConfigError(
+            f"{given.page} is to be a page, {given.picture} a picture: {' or '.join(SUFFIXES)}"
+        )
+    with HeadlessChromium() as browser:
+        browser.open(given.page, given.place, width=given.width, height=720, dark=given.dark)
+        plays = given.picture.suffix == ".webp"
+        last = browser.run("page.last") if plays else 0
+        if plays:
+            browser.run(f"page.go({last})")  # when the page is highest
+        height = browser.run("document.documentElement.scrollHeight")
+        frames = []
+        for step in range(last + 1):
+            if plays:
+                browser.run(f"page.go({step})")
+            frames.append(take_picture(browser, given.width, height))
+    if plays:
+        playing = {"append_images": frames[1:], "duration": [STEP_MS] * last + [LAST_MS], "loop": 0}
+        frames[0].save(given.picture, quality=75, method=6, save_all=True, **playing)
+    else:
+        frames[0].convert("RGB").quantize(256).save(given.picture, optimize=True)
 
 
 if __name__ == "__main__":

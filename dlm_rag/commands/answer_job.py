@@ -28,7 +28,7 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.energy.meter import open_meter
 from dlm_rag.errors import ConfigError
 from dlm_rag.machine import compute_code_digest, describe_machine
-from dlm_rag.page.render import check_page_target
+from dlm_rag.page.html import check_page_target
 from dlm_rag.progress import report_progress
 from dlm_rag.questions import Question
 

@@ -2,6 +2,7 @@
 
     dlm-rag page trace.jsonl --html page.html
     dlm-rag page static.jsonl interleaved.jsonl --html page.html     # the same questions, side by side
+    dlm-rag page trace.jsonl --questions questions.jsonl --html page.html    # with what is right
 
 A trace is what `dlm-rag sample --trace FILE` writes; `dlm-rag sample --html FILE` makes the page at once.
 """
@@ -12,7 +13,9 @@ from dlm_rag.cli import CommandParser, print_note
 from dlm_rag.commands.answer_job import check_distinct_paths
 from dlm_rag.errors import ConfigError, TraceError
 from dlm_rag.files.paths import expand_path
-from dlm_rag.page.render import check_page_target, read_trace_runs, write_page
+from dlm_rag.page.html import check_page_target
+from dlm_rag.page.render import read_trace_runs, write_page
+from dlm_rag.questions import read_questions
 
 MAX_TRACES = 2
 
@@ -21,6 +24,7 @@ def main(argv: list[str]) -> None:
     parser = CommandParser(__doc__ or "", prog="dlm-rag page")
     parser.add_argument("traces", nargs="+", metavar="TRACE")
     parser.add_argument("--html", metavar="PATH", required=True, help="where the page goes")
+    parser.add_argument("--questions", metavar="PATH", help="the questions with their golden answers")
     given = parser.parse_args(argv)
     if len(given.traces) > MAX_TRACES:
         raise ConfigError(
@@ -28,10 +32,11 @@ def main(argv: list[str]) -> None:
         )
     traces = [expand_path(path, TraceError) for path in given.traces]
     page = expand_path(given.html, ConfigError) if given.html.startswith("~") else given.html
+    known = read_questions(given.questions) if given.questions else []
     read = {f"trace {path}": str(path) for path in traces}
     if len(read) < len(traces):
         raise ConfigError(f"{traces[0]} is named twice: name the trace of another run beside it")
-    check_distinct_paths({"html": str(page)}, read)
+    check_distinct_paths({"html": str(page)}, read | {"questions": given.questions})
     check_page_target(str(page))
-    write_page(Path(page), read_trace_runs(traces))
+    write_page(Path(page), read_trace_runs(traces), known)
     print_note(f"the page is in {page}")

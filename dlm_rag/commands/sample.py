@@ -80,7 +80,7 @@ def answer_questions(words: CommandLine) -> None:
         traced = f", the traces in {config.trace}" if config.trace else ""
         print_note(f"the answers are in {config.out}{traced}")
         if config.html is not None and config.trace is not None:
-            write_run_page(config.html, read_trace_runs([Path(config.trace)]))
+            write_run_page(config.html, read_trace_runs([Path(config.trace)]), questions)
     else:
         failed = decode_to_screen(config, questions, words.announce_reader)
     if failed:
@@ -154,7 +154,7 @@ def decode_to_screen(
         raise
     finally:
         if config.html and shown:
-            write_run_page(config.html, [TraceRun("", prepared.trace_header(), shown)])
+            write_run_page(config.html, [TraceRun("", prepared.trace_header(), shown)], questions)
     if view:
         console.print(tally.summary, markup=False, highlight=False)
     else:
@@ -162,7 +162,7 @@ def decode_to_screen(
     return tally.failed
 
 
-def write_run_page(path: str, runs: list[TraceRun]) -> None:
+def write_run_page(path: str, runs: list[TraceRun], questions: "list[Question]") -> None:
     """Writes the page of a run, and says where it is."""
-    write_page(Path(path), runs)
+    write_page(Path(path), runs, questions)
     print_note(f"the page is in {path}")

@@ -14,6 +14,7 @@ const SETTLED = 300; // milliseconds after which a step is where a reader stays
 const byId = (id) => document.getElementById(id);
 const wordsOf = (text) => text.split(/\s+/).filter(Boolean);
 const shadeOf = (confidence) => SURE.filter((bound) => confidence >= bound).length;
+const NARROW = matchMedia("(max-width: 56rem)");
 const many = (count, one, more = `${one}s`) => `${count} ${count === 1 ? one : more}`;
 
 function make(tag, className = "", ...children) {
@@ -134,7 +135,7 @@ class Rollout {
 
 // What is seen of one trace.
 class Pane {
-  constructor(question, side, name, settings) {
+  constructor({ question, gold = [] }, side, name, settings) {
     this.question = question;
     this.side = side;
     this.rollout = new Rollout(side.canvas);
@@ -164,24 +165,30 @@ class Pane {
     this.evidence = make("ul", "evidence");
     this.found = make("span", "note");
     this.dropped = make("p", "note");
-    this.answer = make("p", "answer");
+    this.pending = make("span", "note", "not written yet");
+    this.final = make("span");
+    this.answer = make("p", "answer", "Answer: ", this.pending, this.final);
+    if (gold.length) this.answer.append(make("span", "note", `gold: ${gold.join(" or ")}`));
     this.sources = make("div", "sources");
-    if (name) this.node.append(make("h2", "", name, " ", make("small", "", settings.join(" "))));
+    this.lines = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    this.lines.classList.add("lines");
+    this.lines.ariaHidden = "true";
+    if (name) this.node.append(make("h3", "", name, " ", make("small", "", settings.join(" "))));
     const key = make("p", "note key", make("ins", "", "new"), " ", make("del", "", "gone"));
     if (side.guesses) key.append(" ", make("i", "guess", "guessed, not on the canvas"));
     this.node.append(
       this.state,
-      this.answer,
+      make("div", "", make("h4", "", "Canvas ", this.legend), this.canvas, this.facts, this.answer),
+      make("div", "asked", make("h4", "", "Query ", this.asked), this.query, key),
+      make("div", "found", make("h4", "", "Evidence ", this.found), this.evidence, this.dropped),
       this.bridges,
-      make("div", "", make("h3", "", "Canvas ", this.legend), this.canvas, this.facts),
-      make("div", "searching", make("h3", "", "Query ", this.asked), this.query, key,
-        make("h3", "", "Evidence ", this.found), this.evidence, this.dropped),
       this.sources,
     );
     if (side.settings.length) {
       const all = side.settings.join("\n");
       this.node.append(make("details", "settings", make("summary", "", "Settings"), all));
     }
+    this.node.append(this.lines);
     this.tell(null);
     if (this.tokens.length) this.tokens[0].tabIndex = 0;
     this.canvas.addEventListener("pointerover", (event) => {
@@ -218,6 +225,7 @@ class Pane {
     if (position === null) {
       this.facts.textContent = "Point at a token, or go to one by its keys, for its step, confidence and source.";
       for (const card of this.cards.values()) card.node.classList.remove("source");
+      this.drawLines();
       return;
     }
     const { canvas, newest, wordAt } = this.rollout, token = canvas[position];
@@ -241,6 +249,29 @@ class Pane {
     }
     this.facts.textContent = facts.join(" \u00b7 ");
     for (const [name, card] of this.cards) card.node.classList.toggle("source", name === source);
+    this.drawLines();
+  }
+
+  // Lines from words to where their passages have them: words that this step completes, and the one pointed at.
+  drawLines() {
+    const { rollout, told } = this, { at, canvas, newest, end } = rollout, paths = [];
+    const box = this.node.getBoundingClientRect();
+    for (const { word, at: places, step, passage } of end?.words ?? []) {
+      const strong = places.includes(told), card = this.cards.get(passage);
+      const stays = places.every((place) => canvas[place] && canvas[place] === newest[place]);
+      if (!stays || !(strong || step === at) || !card?.node.isConnected) continue;
+      const mark = card.marks.get(word)?.at(-1);
+      if (!mark) continue;
+      const from = this.tokens[places.at(-1)].getBoundingClientRect(), to = mark.getBoundingClientRect();
+      const [x, y] = [from.left + from.width / 2 - box.left, from.bottom - box.top - 2];
+      const [left, right] = [to.left - box.left - 2, to.top + to.height / 2 - box.top], half = (y + right) / 2;
+      const bend = left > x ? `${(x + left) / 2} ${y} ${(x + left) / 2} ${right}` : `${x} ${half} ${left} ${half}`;
+      const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+      path.setAttribute("d", `M${x} ${y} C${bend} ${left} ${right}`);
+      if (strong) path.classList.add("strong");
+      paths.push(path);
+    }
+    this.lines.replaceChildren(...paths);
   }
 
   addStep(step) {
@@ -250,7 +281,7 @@ class Pane {
   finish(end) {
     this.rollout.finish(end);
     this.drawBridges(end.bridges);
-    this.drawAnswer(end);
+    this.drawAnswer(end, this.side.right);
   }
 
   // Shows the trace after a step; of a shorter one the last.
@@ -262,8 +293,8 @@ class Pane {
     const remasked = new Set(step?.remasked);
     for (const position of touched) if (position < this.tokens.length) this.draw(position, remasked);
     const done = rollout.end !== null && number >= rollout.last;
-    this.answer.classList.toggle("hidden", !done); // its room is kept, so that nothing jumps
-    this.sources.classList.toggle("hidden", !done);
+    this.pending.hidden = done;
+    this.final.hidden = this.sources.hidden = !done;
     this.drawState(step, at, done);
     if (!step) return;
     this.drawQuery(step);
@@ -271,7 +302,7 @@ class Pane {
     for (const cell of this.bridges.querySelectorAll("[data-step]")) {
       cell.classList.toggle("reached", at >= Number(cell.dataset.step));
     }
-    if (this.told !== null) this.tell(this.told);
+    this.tell(this.told);
   }
 
   draw(position, remasked) {
@@ -360,7 +391,7 @@ class Pane {
   card(name, what, at) {
     let card = this.cards.get(name);
     if (!card) {
-      card = { title: make("b"), badge: make("span", "badge"), body: make("p"), marked: -1 };
+      card = { marks: new Map(), title: make("b"), badge: make("span", "badge"), body: make("p"), marked: -1 };
       card.node = make("li", "", make("div", "", card.badge, card.title, " ", make("small", "", name)), card.body);
       this.cards.set(name, card);
     }
@@ -369,8 +400,14 @@ class Pane {
     card.badge.textContent = [what, bridge ? "bridge" : ""].filter(Boolean).join(" \u00b7 ");
     const taken = [...(this.rollout.taken.get(name) ?? [])].filter(([, step]) => step <= at);
     if (card.marked !== taken.length) {
-      const words = new Set(taken.map(([word]) => word)), text = this.rollout.texts.get(name);
-      const mark = (word, shown) => (words.has(word) ? make("mark", "", shown) : null);
+      const text = this.rollout.texts.get(name);
+      card.marks = new Map(taken.map(([word]) => [word, []]));
+      const mark = (word, shown) => {
+        if (!card.marks.has(word)) return null;
+        const node = make("mark", "", shown);
+        card.marks.get(word).push(node);
+        return node;
+      };
       card.title.replaceChildren(...pieced(text.title, mark));
       card.body.replaceChildren(...pieced(text.body, mark));
       card.marked = taken.length;
@@ -405,8 +442,9 @@ class Pane {
     this.bridges.append(make("tbody", "", ...rows));
   }
 
-  drawAnswer({ answer, error, sources }) {
-    this.answer.replaceChildren(error ? "No answer: " : "Answer: ", make("b", "", error || answer || "none"));
+  drawAnswer({ answer, error, sources }, right) {
+    this.final.replaceChildren(error ? "none, " : "", make("b", "", error || answer || "none"));
+    if (right !== undefined) this.final.append(" ", make("span", right ? "right" : "wrong", right ? "right" : "wrong"));
     let bare = false;
     const rows = sources.map(({ text, unsupported, passages }) => {
       const none = new Set(unsupported);
@@ -415,7 +453,7 @@ class Pane {
       const from = passages.map(([name, step]) => `${this.rollout.titleOf(name)} (${name}, step ${step})`);
       return make("li", "", said, make("small", "", from.join("; ") || "no passage holds these words"));
     });
-    if (rows.length) this.sources.replaceChildren(make("h3", "", "Sources"), make("ul", "", ...rows));
+    if (rows.length) this.sources.replaceChildren(make("h4", "", "Sources"), make("ul", "", ...rows));
     if (bare) this.sources.append(make("p", "note", make("u", "", "underlined"), ": in no passage that was in context"));
   }
 
@@ -467,35 +505,79 @@ class Page {
 
   list() {
     const { questions, left_out: out } = this.data;
-    byId("count").textContent = `(${questions.length})`;
     byId("questions").hidden = questions.length < 2;
-    if (matchMedia("(max-width: 56rem)").matches) byId("questions").open = false;
     byId("left-out").hidden = !out;
     byId("left-out").textContent = `${many(out, "question")} that only one of the traces has: left out`;
-    this.items = questions.map(({ question }, number) => {
-      const button = make("button", "", question);
+    this.items = questions.map(({ question, hops, sides }, number) => {
+      const button = make("button", "", question), known = make("small");
+      if (hops) known.append(many(hops, "hop"), " ");
+      for (const { right } of sides) {
+        if (right !== undefined) known.append(make("span", right ? "right" : "wrong", right ? "right" : "wrong"), " ");
+      }
+      if (known.childNodes.length) button.append(known);
       button.type = "button";
       button.addEventListener("click", () => this.open(number));
       return button;
     });
     const rows = this.items.map((item) => make("li", "", item));
     byId("questions").querySelector("ul").replaceChildren(...rows);
+    this.choices("hops", "any hops", ({ hops }) => hops && many(hops, "hop"));
+    this.choices("outcome", "any answer", (question) => this.outcome(question));
+    this.filter();
+  }
+
+  // Right or wrong, in words; of two traces with their names.
+  outcome({ sides }) {
+    if (sides.some(({ right }) => right === undefined)) return "";
+    const names = this.data.names, said = (right) => (right ? "right" : "wrong");
+    return sides.map(({ right }, n) => (sides.length > 1 ? `${names[n]} ${said(right)}` : said(right))).join(", ");
+  }
+
+  // What a list can be narrowed down to, with how many there are; nothing where there is no choice.
+  choices(id, all, labelOf) {
+    const counts = new Map();
+    for (const label of this.data.questions.map(labelOf).filter(Boolean).sort()) {
+      counts.set(label, (counts.get(label) ?? 0) + 1);
+    }
+    const options = [["", all], ...[...counts].map(([label, count]) => [label, `${label} (${count})`])];
+    byId(id).hidden = counts.size < 2;
+    byId(id).replaceChildren(...options.map(([value, text]) => new Option(text, value)));
+  }
+
+  filter() {
+    const sought = byId("sought").value.toLowerCase(), hops = byId("hops").value, outcome = byId("outcome").value;
+    this.data.questions.forEach((one, number) => {
+      const fits = (!hops || many(one.hops, "hop") === hops) && (!outcome || this.outcome(one) === outcome);
+      this.items[number].parentNode.hidden = !fits || !one.question.toLowerCase().includes(sought);
+    });
+    const shown = this.shownItems(), all = this.items.length;
+    byId("count").textContent = shown.length < all ? `(${shown.length} of ${all})` : `(${all})`;
+    this.lead();
+  }
+
+  shownItems() {
+    return this.items.filter((item) => !item.parentNode.hidden);
+  }
+
+  // The tab key leads to the question that is open, or to the first of those shown.
+  lead() {
+    const shown = this.shownItems(), current = this.items[this.number];
+    const first = shown.includes(current) ? current : shown[0];
+    this.items.forEach((item) => (item.tabIndex = item === first ? 0 : -1));
   }
 
   // Shows a question from its first step on.
   open(number, at = 0) {
     this.pause();
     this.number = number;
-    const { question, sides } = this.data.questions[number];
-    byId("question").textContent = question;
-    this.items.forEach((item, place) => {
-      item.tabIndex = place === number ? 0 : -1;
-      item.ariaCurrent = place === number ? "true" : null;
-    });
-    this.items[number].scrollIntoView({ block: "nearest" });
+    const { question, hops, sides } = this.data.questions[number];
+    byId("question").replaceChildren(question, hops ? make("small", "", ` ${many(hops, "hop")}`) : "");
+    this.items.forEach((item, place) => (item.ariaCurrent = place === number ? "true" : null));
+    this.lead();
+    if (!NARROW.matches) this.items[number].scrollIntoView({ block: "nearest" });
     const { names, settings } = this.data;
     this.panes = sides.map((side, place) => {
-      const pane = new Pane(question, side, sides.length > 1 ? names[place] : "", settings[place]);
+      const pane = new Pane(this.data.questions[number], side, sides.length > 1 ? names[place] : "", settings[place]);
       for (const step of side.steps) pane.addStep(step);
       if (side.end) pane.finish(side.end);
       return pane;
@@ -637,10 +719,14 @@ class Page {
       clearTimeout(resized);
       resized = setTimeout(() => this.panes.forEach((pane) => pane.reserve()), SETTLED);
     });
+    for (const id of ["sought", "hops", "outcome"]) byId(id).addEventListener("input", () => this.filter());
+    const fold = () => (byId("questions").open = byId("view").open = !NARROW.matches);
+    NARROW.addEventListener("change", fold);
+    fold();
     byId("questions").addEventListener("keydown", (event) => {
-      const by = { ArrowUp: -1, ArrowDown: 1 }[event.key];
-      const next = this.items[this.items.indexOf(event.target) + by];
-      if (!by || !next) return;
+      const by = { ArrowUp: -1, ArrowDown: 1 }[event.key], shown = this.shownItems();
+      const next = shown[shown.indexOf(event.target) + by]; // from the search the first
+      if (!by || !next || event.target.matches("select")) return;
       event.preventDefault();
       next.focus();
     });
@@ -648,11 +734,14 @@ class Page {
 
   key(event) {
     const on = event.target instanceof Element ? event.target : document.body;
-    if (event.ctrlKey || event.altKey || event.metaKey || on.closest("select, form")) return;
+    if (event.ctrlKey || event.altKey || event.metaKey || on.closest("select, form, [type=search]")) return;
     const by = event.shiftKey ? LEAP : 1;
     const to = { ArrowLeft: this.at - by, ArrowRight: this.at + by, Home: 0, End: this.last }[event.key];
     if (event.key === " " && !on.closest("button, summary, [type=checkbox]")) this.toggle();
-    else if (event.key === "g" && !byId("ghosts").disabled) this.haunt(!this.ghosts);
+    else if (event.key === "/" && this.items.length > 1) {
+      byId("questions").open = true;
+      byId("sought").focus();
+    } else if (event.key === "g" && !byId("ghosts").disabled) this.haunt(!this.ghosts);
     else if (to !== undefined) this.turn(to);
     else return;
     event.preventDefault();

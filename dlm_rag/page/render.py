@@ -1,22 +1,20 @@
 """What the page plays, as plain JSON: steps one by one, then what is known at the end.
 
     {"names": [...], "settings": [[...], ...], "left_out": 0, "questions": [
-        {"id": "q1", "question": "...", "sides": [
+        {"id": "q1", "question": "...", "gold": ["..."], "hops": 2, "sides": [
             {"canvas": 96, "guesses": true, "ghosts": true, "settings": [...], "steps": [...],
-             "end": {...}}]}]}
+             "end": {...}, "right": true}]}]}
 
 A side is one trace of the question; two of them are shown side by side. `guesses`: whether it asks
-with guesses; `ghosts`: whether its steps have a record of them (`decode/provisional_log.py`).
+with guesses; `ghosts`: whether its steps have a record of them (`decode/provisional_log.py`). What is not
+known of a question is left out: `gold`, `hops`, `right`.
 
 What a word is, and which passage it comes from, is decided here (`text.py`, `citations.py`) and nowhere
 in the page's script.
 """
 
-import json
-from base64 import b64encode
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -31,16 +29,17 @@ from dlm_rag.decode.rollout import (
     split_citable_spans,
 )
 from dlm_rag.decode.trace_file import TraceHeader, read_trace, read_trace_header, scan_trace
-from dlm_rag.errors import ConfigError, TraceError
+from dlm_rag.errors import TraceError
+from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.files.paths import write_text_atomic
+from dlm_rag.page.html import read_asset, render_html
+from dlm_rag.questions import Question
 from dlm_rag.retrieval.query import QUERIES, query_uses_provisional_tokens
 from dlm_rag.text import get_title_line, split_words, strip_disambiguation
 
 EDITED_FLAG, END_FLAG = 1, 2  # of a written token: it took the place of another; it ends the text
 MAX_CANVAS_TOKENS = 1 << 17  # positions, each an element of the page; no public model sees as far
 MAX_GAP_CHARS = 8  # characters between two tokens of a text: blanks, a character that is several tokens
-PAGE_FOLDER = Path(__file__).parent
-PAGE_MARKER = "<!doctype html><!-- a trace page of dlm_rag -->"
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,11 @@ def _is_sound(rollout: Rollout) -> bool:
     )
 
 
-def build_page_record(runs: Sequence[TraceRun]) -> dict[str, Any]:
+def build_page_record(runs: Sequence[TraceRun], known: Iterable[Question] = ()) -> dict[str, Any]:
     """The data of a page; of several runs, the questions that all of them have, by id and text.
 
-    Raises `TraceError` where there is none.
+    known: questions with their golden answers and hops, found by id and text too. Raises `TraceError`
+    where the runs have none in common.
     """
     by_key = [{(r.id, r.question): r for r in run.rollouts} for run in runs]
     common = [key for key in by_key[0] if all(key in rollouts for rollouts in by_key)]
@@ -104,22 +104,31 @@ def build_page_record(runs: Sequence[TraceRun]) -> dict[str, Any]:
     names = [name for name in settings[0] if name not in ("batch_size", "overlap")]  # these change no token
     differing = [name for name in names if len({repr(each.get(name)) for each in settings}) > 1]
     ends = [run.header.end_ids if run.header else () for run in runs]
+    told = {(question.id, question.question): question for question in known}
     return {
         "names": [run.name for run in runs],
         "settings": [[f"decode.{name}={each.get(name)}" for name in differing] for each in settings],
         "left_out": len({key for rollouts in by_key for key in rollouts}) - len(common),
-        "questions": [_build_question([rollouts[key] for rollouts in by_key], ends) for key in common],
+        "questions": [
+            _build_question([rollouts[key] for rollouts in by_key], ends, told.get(key)) for key in common
+        ],
     }
 
 
-def _build_question(rollouts: Sequence[Rollout], ends: Sequence[Collection[int]]) -> dict[str, Any]:
+def _build_question(
+    rollouts: Sequence[Rollout], ends: Sequence[Collection[int]], known: Question | None
+) -> dict[str, Any]:
+    record: dict[str, Any] = {"id": rollouts[0].id, "question": rollouts[0].question}
     sides = []
+    gold = known.golden_answers if known else ()
     for rollout, end_ids, bridges in zip(rollouts, ends, find_bridge_entities(rollouts), strict=True):
         seen: set[str] = set()
         steps = [build_step_record(rollout, step, seen, end_ids) for step in rollout.steps]
         side = build_start_record(rollout, any(step.guesses for step in rollout.steps))
-        sides.append(side | {"steps": steps, "end": build_end_record(rollout, bridges)})
-    return {"id": rollouts[0].id, "question": rollouts[0].question, "sides": sides}
+        side |= {"steps": steps, "end": build_end_record(rollout, bridges)}
+        sides.append(side | ({"right": compute_exact_match(rollout.answer, gold) > 0} if gold else {}))
+    record |= {"gold": gold} if gold else {}
+    return record | ({"hops": known.hops} if known and known.hops else {}) | {"sides": sides}
 
 
 def build_start_record(rollout: Rollout, ghosts: bool) -> dict[str, Any]:
@@ -279,53 +288,25 @@ def find_bridge_entities(rollouts: Sequence[Rollout]) -> list[list[dict[str, Any
     return found
 
 
-def write_page(path: Path, runs: Sequence[TraceRun]) -> None:
-    """Writes the page of one run, or of two side by side; raises as `build_page_record` does."""
-    write_text_atomic(path, render_page(runs))
+def write_page(path: Path, runs: Sequence[TraceRun], known: Iterable[Question] = ()) -> None:
+    """Writes the page of one run, or of two side by side; as `build_page_record` in all else."""
+    write_text_atomic(path, render_page(runs, known))
 
 
-def render_page(runs: Sequence[TraceRun]) -> str:
+def render_page(runs: Sequence[TraceRun], known: Iterable[Question] = ()) -> str:
     """The text of the page; a browser runs its own script alone and loads nothing."""
-    return _render_html(build_page_record(runs))
+    return _render(build_page_record(runs, known))
 
 
 def render_live_page(keyed: bool) -> str:
     """The page of a server, with a form to ask it; keyed: whether it needs a key."""
-    form = _read_asset("live.html").replace("@hidden@", "" if keyed else "hidden")
+    form = read_asset("live.html").replace("@hidden@", "" if keyed else "hidden")
     empty: dict[str, Any] = {"names": [""], "settings": [[]], "left_out": 0, "questions": []}
-    return _render_html(empty, form, ("page.js", "live.js"), "; connect-src 'self'")
+    return _render(empty, form, ("live.js",), "; connect-src 'self'")
 
 
-def _render_html(
-    record: Mapping[str, Any], form: str = "", scripts: Sequence[str] = ("page.js",), more: str = ""
-) -> str:
+def _render(record: Mapping[str, Any], form: str = "", scripts: Sequence[str] = (), more: str = "") -> str:
     """The page of a record; more: what its policy allows besides its own style and script."""
-    style, script = _read_asset("page.css"), "\n".join(map(_read_asset, scripts))
-    # Escaped, no text ends the element that holds it (`</script>`), nor a line of script (U+2028).
-    data = json.dumps(record, separators=(",", ":")).replace("<", "\\u003c")
-    policy = (
-        f"default-src 'none'; style-src '{_csp_digest(style)}'; script-src '{_csp_digest(script)}'{more}"
-    )
-    page = _read_asset("page.html")
-    places = {"policy": policy, "form": form, "style": style, "script": script, "data": data}
-    # The data last: what looks like a place for something else is a text in there.
-    for place, text in places.items():
-        page = page.replace(f"@{place}@", text, 1)
-    return f"{PAGE_MARKER}\n{page}"
-
-
-def _read_asset(name: str) -> str:
-    return (PAGE_FOLDER / name).read_text(encoding="utf-8")
-
-
-def _csp_digest(text: str) -> str:
-    return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
-
-
-def check_page_target(path: str) -> None:
-    """Raises `ConfigError` for a file that exists and is not a page: it would be lost."""
-    page = Path(path)
-    if page.is_file() and page.stat().st_size:
-        with page.open("rb") as file:
-            if file.read(len(PAGE_MARKER)) != PAGE_MARKER.encode():
-                raise ConfigError(f"html={path} is not a page of this program: choose another file")
+    body = read_asset("page.html").replace("@form@", form)
+    title = "An answer being written, with a search at every step"
+    return render_html(title, body, "page.css", ("page.js", *scripts), record, more)

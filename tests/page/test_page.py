@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from dlm_rag.commands import page as page_command
 from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalRecorder
@@ -26,6 +27,7 @@ from dlm_rag.page.render import (
     split_content_words,
     write_page,
 )
+from dlm_rag.questions import Question
 from tests.support.headless_chromium import HeadlessChromium, find_chromium
 from tests.support.pages import END, cited, header, make_two_hop_rollout, write_trace
 from tests.support.paths import ROOT
@@ -319,7 +321,7 @@ def test_ghosts_come_and_go_by_key_and_by_box(browser, show):
 
 def test_a_trace_without_guesses_says_so(browser, show):
     """Also where another one beside it has them."""
-    told = "[...document.querySelectorAll('.pane')].map((p) => p.querySelector('h3 .note').textContent)"
+    told = "[...document.querySelectorAll('.pane')].map((p) => p.querySelector('h4 .note').textContent)"
     none = "its trace holds no guesses"
     show(make_two_hop_rollout())
     assert browser.run(told) == [none] and browser.run("byId('ghosts').disabled")
@@ -338,19 +340,19 @@ def test_what_is_shown_of_a_step(browser, show):
     assert seen(".query ins") == ["Jane", "Austen.", "Bat"] and seen(".query .guess") == ["Austen.", "Bat"]
     assert seen(".card.new b") == ["Dune"] and seen(".card mark") == ["Jane", "Austen"]
     browser.press_key("ArrowRight")
-    assert "none was due" in seen(".searching h3")[0] and seen(".query ins") == []
+    assert "none was due" in seen(".asked h4")[0] and seen(".query ins") == []
     assert seen(".card.new b") == ["Jane Austen (author)"]
     assert seen(".card.left b") == ["Emma (novel)", "Dune"]
-    assert "without room in the prompt: Emma (novel)" in seen(".searching p.note")[-1]
+    assert "without room in the prompt: Emma (novel)" in seen(".found p.note")[-1]
     assert seen(".bridges button.reached") == ["step 1", "step 2"]
-    assert not browser.run("page.panes[0].answer.checkVisibility({visibilityProperty: true})")
+    assert not browser.run("page.panes[0].final.checkVisibility()")
     browser.press_key("ArrowRight")
     assert seen(".query del") == ["Bat"] and seen(".t.fallen") == [""]
     assert seen(".query .guess") == ["Steventon"], "it was masked again"
     assert seen(".t.end") == ["<end>"] and seen(".t.repeated") == []
     browser.press_key("End")
-    assert browser.run("page.panes[0].answer.checkVisibility({visibilityProperty: true})")
-    assert seen(".answer") == ["Answer: Steventon"] and seen(".query .guess") == []
+    assert browser.run("page.panes[0].final.checkVisibility()")
+    assert browser.run("page.panes[0].final.textContent") == "Steventon" and seen(".query .guess") == []
     sources = ["Emma (novel) (emma, step 1)", *["Jane Austen (author) (austen, step 1)"] * 2]
     assert seen(".sources small") == sources
     assert seen(".t.repeated") == ["<end>"]
@@ -379,6 +381,101 @@ def test_a_token_tells_its_step_confidence_and_source(browser, show):
     assert "from" not in browser.run(facts), "the word was taken away again"
 
 
+LINES = """page.panes[0].node.querySelectorAll('.lines path').values().map((path) => {
+  const end = path.getPointAtLength(path.getTotalLength());
+  const box = page.panes[0].node.getBoundingClientRect();
+  const near = (mark) => Math.hypot(mark.getBoundingClientRect().left - box.left - end.x,
+    mark.getBoundingClientRect().top + mark.getBoundingClientRect().height / 2 - box.top - end.y);
+  const marks = [...document.querySelectorAll('mark')].sort((a, b) => near(a) - near(b));
+  const card = marks[0].closest('.card').querySelector('b').textContent;
+  return [card, marks[0].textContent, near(marks[0]) < 4, path.classList.contains('strong')];
+}).toArray()"""
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_lines_lead_from_the_words_of_a_step_to_their_passages(browser, show, width):
+    show(make_two_hop_rollout(), place="#step=1", width=width)
+    emma = "Emma (novel)"
+    assert browser.run(LINES) == [[emma, "Jane", True, False], [emma, "Austen", True, False]]
+    browser.run("page.go(3)")
+    assert browser.run(LINES) == [], "the step wrote no word that a passage gave"
+    browser.run("page.go(4)")
+    assert browser.run(LINES) == [["Jane Austen (author)", "Steventon", True, False]] * 2
+    browser.run("page.panes[0].tokens[2].focus()")
+    browser.press_key("ArrowRight")
+    assert browser.run("page.panes[0].told") == 3
+    assert [line[3] for line in browser.run(LINES)] == [True, False]
+
+
+def known(rollout, gold, hops=None):
+    return Question(rollout.id, rollout.question, gold, hops=hops)
+
+
+def test_answers_are_right_or_wrong_where_gold_answers_are_known(browser, tmp_path):
+    """By id and text; exact match, as `evaluate` has it. Lists are narrowed down by it, hops and words."""
+    rollouts = [replace(make_two_hop_rollout(), id=f"q{n}", question=f"Where {n}?") for n in range(6)]
+    rollouts[4].response = "### Bath"
+    told = [known(rollouts[n], ("the Steventon.",), hops=1 + n % 2) for n in (0, 3, 4)]
+    told += [known(rollouts[1], ("Bath", "Lyme"), 2), replace(told[0], id="q2")]
+    write_page(tmp_path / "page.html", [TraceRun("", header(rollouts[0]), rollouts)], told)
+    browser.open(tmp_path / "page.html", "#question=2&step=4")
+    assert browser.run("page.data.questions.map(({sides}) => sides[0].right ?? null)") == [
+        True, False, None, True, False, None,
+    ]  # fmt: skip
+    said = browser.run(
+        "[...page.panes[0].answer.children].map((node) => node.hidden ? '' : node.innerText)"
+    )
+    assert said == ["", "Steventon wrong", "gold: Bath or Lyme"]
+    shown = lambda: [  # noqa: E731
+        browser.run("page.shownItems().map((item) => page.items.indexOf(item))"),
+        browser.run("byId('count').textContent"),
+    ]
+    choose = "byId(%r).value = %r; byId(%r).dispatchEvent(new Event('input'))"
+    assert shown() == [[0, 1, 2, 3, 4, 5], "(6)"]
+    browser.run(choose % ("outcome", "right", "outcome"))
+    assert shown() == [[0, 3], "(2 of 6)"]
+    browser.run(choose % ("hops", "2 hops", "hops"))
+    assert shown() == [[3], "(1 of 6)"]
+    browser.run(choose % ("hops", "", "hops") + ";" + choose % ("outcome", "", "outcome"))
+    browser.press_key("/")
+    browser.press_key("4")
+    assert shown() == [[4], "(1 of 6)"]
+    browser.press_key("ArrowDown")
+    browser.press_key("Enter")
+    assert browser.run("page.number") == 4
+
+
+def test_a_page_of_a_trace_names_the_questions_file(tmp_path):
+    trace = write_trace(tmp_path / "trace.jsonl", make_two_hop_rollout())
+    asked = tmp_path / "asked.jsonl"
+    row = {"id": "q1", "question": make_two_hop_rollout().question, "golden_answers": ["Steventon"]}
+    asked.write_text(json.dumps(row) + "\n")
+    page_command.main([str(trace), "--questions", str(asked), "--html", str(tmp_path / "p.html")])
+    (question,) = data_of((tmp_path / "p.html").read_text())["questions"]
+    assert question["gold"] == ["Steventon"] and question["sides"][0]["right"]
+
+
+def test_nothing_is_under_the_controls(browser, show):
+    """They are above what they move, and stay in sight."""
+    show(make_two_hop_rollout(), width=390, height=500)
+    top = "document.querySelector(%r).getBoundingClientRect().%s"
+    assert browser.run(top % ("#player", "bottom")) <= browser.run(top % (".pane", "top"))
+    browser.run("scrollTo(0, 1e6)")
+    assert browser.run(top % ("#player", "top")) == 0
+    assert browser.run(top % (".found", "bottom")) > browser.run(top % ("#player", "bottom"))
+
+
+def test_the_keyboard_alone_reaches_everything(browser, show):
+    show(make_two_hop_rollout(), replace(make_two_hop_rollout(), id="q2", question="Why?"))
+    found = []
+    for _ in range(25):
+        browser.press_key("Tab")
+        found.append(browser.run("document.activeElement.id || document.activeElement.className"))
+    wanted = ["sought", "step", "first", "back", "play", "on", "last", "speed", "colour", "t", "query"]
+    places = [found.index(name) for name in wanted]
+    assert places == sorted(places), "in the order of reading"
+
+
 def test_keys_slider_and_player_move(browser, show):
     show(make_two_hop_rollout(), replace(make_two_hop_rollout(), id="q2", question="Why?"))
     at = lambda: browser.run("[page.at, Number(page.step.value), byId('where').value]")  # noqa: E731
@@ -401,7 +498,7 @@ def test_keys_slider_and_player_move(browser, show):
     browser.press_key("ArrowDown")
     assert browser.run("document.activeElement.textContent") == "Why?"
     browser.run("document.activeElement.click()")
-    assert browser.run("document.querySelector('h1').textContent") == "Why?" and at()[0] == 0
+    assert browser.run("document.querySelector('#question').textContent") == "Why?" and at()[0] == 0
     browser.run("new Promise((done) => setTimeout(done, 2 * SETTLED))")
     assert browser.run("location.hash") == "#question=2&step=0"
 
@@ -414,7 +511,7 @@ def test_two_traces_side_by_side(browser, show):
     assert browser.run(CANVAS) == [list(canvases(short))[2], list(canvases(make_two_hop_rollout()))[4]]
     cells = "[...document.querySelectorAll('.bridges td')].map((node) => node.textContent)"
     assert browser.run(cells) == ["never", "never", "step 1", "step 2"]
-    heads = browser.run("[...document.querySelectorAll('h2')].map((node) => node.textContent)")
+    heads = browser.run("[...document.querySelectorAll('.pane h3')].map((node) => node.textContent)")
     assert heads == ["static decode.query_policy=question", "interleaved decode.query_policy=proxy"]
     browser.run("document.querySelectorAll('.bridges button')[1].click()")
     assert browser.run("page.at") == 2
@@ -434,7 +531,7 @@ def test_what_a_trace_does_not_hold_is_not_shown(browser, tmp_path):
         == 0
     )
     browser.run("page.open(1); page.play()")
-    assert browser.run("document.querySelector('.answer').textContent") == "No answer: the search failed"
+    assert browser.run("page.panes[0].final.textContent") == "none, the search failed"
     assert browser.run(CANVAS) == [[None] * 4]
 
 
@@ -451,7 +548,7 @@ def test_hostile_text_is_shown_as_text(browser, show):
     show(traces={HOSTILE: [rollout, rollout]}, place="#step=1")
     assert browser.run("page.panes[0].tokens[1].dataset.guess.toWellFormed()") == shown
     for node in (
-        "document.querySelector('h1')",
+        "document.querySelector('#question')",
         "document.querySelector('.card p')",
         "page.panes[0].tokens[0]",
     ):
@@ -545,3 +642,15 @@ def test_sample_makes_the_page_of_what_it_answers(browser, tmp_path):
             for step in range(len(rollout.steps)):
                 browser.run(f"page.go({step})")
                 check_step(browser, rollout, step)
+
+
+@pytest.mark.slow
+def test_a_picture_of_a_page_has_a_frame_for_every_step(browser, tmp_path):
+    page = tmp_path / "page.html"
+    write_page(page, [TraceRun("", header(make_two_hop_rollout()), [make_two_hop_rollout()])])
+    for name, frames in (("all.webp", 5), ("one.png", 1)):
+        words = [sys.executable, ROOT / "docs" / "picture.py", page, tmp_path / name, "--width", "600"]
+        subprocess.run(words, check=True)
+        with Image.open(tmp_path / name) as picture:
+            assert (picture.n_frames, picture.width) == (frames, 600)
+            assert len({picture.seek(n) or picture.tobytes() for n in range(frames)}) == frames

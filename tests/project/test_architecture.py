@@ -26,7 +26,8 @@ FLOORS = [  # lowest first; a room knows the floors below it
     "workers",
     "__init__",  # the front door: Decoder, Denoiser, Tokenizer, load_retriever
     "baselines",
-    "evaluation page",
+    "evaluation",
+    "page",
     "synthesis serving",
     "training",
     "commands",

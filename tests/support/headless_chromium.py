@@ -24,7 +24,19 @@ CHROMIUM_FLAGS = (
     "--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
     "--no-first-run", "--disable-background-networking", "--disable-dev-shm-usage",
 )  # fmt: skip
-KEY_CODES = {"End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39, "ArrowDown": 40, " ": 32, "g": 71}
+KEY_CODES = {
+    "End": 35,
+    "Home": 36,
+    "ArrowLeft": 37,
+    "ArrowRight": 39,
+    "ArrowDown": 40,
+    " ": 32,
+    "g": 71,
+    "/": 191,
+    "4": 52,
+    "Enter": 13,
+    "Tab": 9,
+}
 
 
 def find_chromium() -> str | None:
@@ -136,7 +148,7 @@ class HeadlessChromium:
 
     def press_key(self, key: str, *, shift: bool = False) -> None:
         """Presses a key, as `ArrowRight` or a blank."""
-        text = {"text": key} if len(key) == 1 else {}
+        text = {"text": "\r" if key == "Enter" else key} if len(key) == 1 or key == "Enter" else {}
         common = {"key": key, "windowsVirtualKeyCode": KEY_CODES[key], "modifiers": 8 * shift}
         self.call("Input.dispatchKeyEvent", type="keyDown", **common, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
