@@ -6,7 +6,7 @@
 A benchmark is a YAML file, here or in configs/benchmarks/:
 
     models:     {llada: --config llada.yaml --model GSAI-ML/LLaDA-8B-Instruct, shipped: ""}
-    datasets:   {hotpotqa: --dataset hotpotqa --corpus wiki18, own: questions=q.jsonl --corpus c.jsonl}
+    datasets:   {hotpotqa: --dataset hotpotqa --corpus wiki18, own: folder=$MINE/own}
     policies:   [interleaved, static]            # as in evaluate --compare
     precisions: [none, int8]                     # of model.quantize; may be left out
     seeds:      [0, 1]                           # of decode.seed; may be left out
@@ -14,6 +14,9 @@ A benchmark is a YAML file, here or in configs/benchmarks/:
 
 A model may also be openai://HOST:PORT/v1/NAME, behind a server, in one precision. Of the policies and the
 settings each model gets those that are for its kind: [interleaved, static, ircot] are two for either.
+folder=PATH stands for the questions.jsonl and corpus.jsonl of a folder; where that is not there the data
+set is skipped, and said so. $NAME is a variable of the environment.
+
 Each cell is a `dlm-rag evaluate` of its own, one at a time on each GPU (or this machine). A cell that
 fails is reported, and the others go on. The same command again asks for what is missing alone.
 """
@@ -111,8 +114,12 @@ def list_cells(benchmark: Benchmark, out: Path) -> Iterator[Cell]:
     for model, words in named.items():
         if words and is_model_url(words[0]):
             named[model] = ["--model", *words]
+    opened = {name: open_folder(name, text) for name, text in benchmark.datasets.items()}
+    datasets = {name: words for name, words in opened.items() if words is not None}
+    if not datasets:
+        raise ConfigError("none of the benchmark's data sets is there")
     for dataset, model, precision, seed in product(
-        benchmark.datasets, benchmark.models, benchmark.precisions, benchmark.seeds
+        datasets, benchmark.models, benchmark.precisions, benchmark.seeds
     ):
         names = (dataset, model, precision, str(seed))
         if any(not part or "/" in part or part.startswith(".") for part in names):
@@ -122,7 +129,7 @@ def list_cells(benchmark: Benchmark, out: Path) -> Iterator[Cell]:
             continue
         precision = "server" if served else precision
         folder = out.joinpath(dataset, model, precision, str(seed))
-        words = [*named[model], *shlex.split(benchmark.datasets[dataset])]
+        words = [*named[model], *datasets[dataset]]
         words += [word for word in common if "=" not in word or is_for_kind(word, served)]
         words += [f"model.quantize={precision}"] * (precision not in ("none", "server"))
         policies = [
@@ -144,6 +151,17 @@ def is_for_kind(word: str, served: bool) -> bool:
         return is_read_when_served(key) if served else not key.startswith("remote.")
     own, other = (SERVED_PRESETS, SETTING_PRESETS) if served else (SETTING_PRESETS, SERVED_PRESETS)
     return word in own or word not in other
+
+
+def open_folder(name: str, text: str) -> list[str] | None:
+    """The words of a data set, with the files of the folder that they name; None if that is not there."""
+    words = shlex.split(os.path.expandvars(text))
+    for folder in [Path(word.removeprefix("folder=")) for word in words if word.startswith("folder=")]:
+        if not folder.is_dir():
+            print_note(f"{name} is skipped: there is no folder {folder}")
+            return None
+        words += [f"questions={folder / 'questions.jsonl'}", f"retrieval.corpus={folder / 'corpus.jsonl'}"]
+    return [word for word in words if not word.startswith("folder=")]
 
 
 def run_cells(cells: Sequence[Cell]) -> dict[str, str]:

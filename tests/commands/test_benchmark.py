@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.evaluation import benchmark_tables
 from dlm_rag.evaluation.metrics import SCORE_METRICS
 from dlm_rag.evaluation.published import read_published_figures
+from dlm_rag.files.hub import SHIPPED_FOLDER
 from tests.support.paths import ROOT
 
 POLICIES = ["interleaved", "static"]
@@ -186,6 +188,25 @@ def test_those_that_ship_name_settings_that_exist():
 def start(file, out):
     command = [sys.executable, "-m", "dlm_rag", "benchmark", file, "--out", str(out)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+@pytest.mark.slow
+def test_laptop_runs_at_a_small_size_over_the_folders_that_are_there(tmp_path, monkeypatch, capsys):
+    text = (benchmark.BENCHMARK_FOLDER / "laptop.yaml").read_text()
+    file, real = tmp_path / "laptop.yaml", tmp_path / "shared" / "real" / "hotpotqa"
+    file.write_text(re.sub(r"limit=\d+", "limit=2", text))
+    shutil.copytree(SHIPPED_FOLDER / "world", real)
+    monkeypatch.setenv("DLM_RAG_SHARED", str(tmp_path / "shared"))
+    benchmark.main([str(file), "--out", str(tmp_path / "out")])
+    said = capsys.readouterr()
+    assert "2wiki is skipped: there is no folder" in said.err and "hotpotqa is skipped" not in said.err
+    lines = (tmp_path / "out" / "table.md").read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith(("| world", "| hotpotqa"))]
+    assert len(rows) == 2 * 2 * 5 and all(row[5] == "2" and row[9] != "-" for row in rows)
+    monkeypatch.setenv("DLM_RAG_SHARED", str(tmp_path / "none"))
+    file.write_text("models: {m: ''}\npolicies: [static]\ndatasets: {d: folder=$DLM_RAG_SHARED/x}")
+    with pytest.raises(ConfigError, match="data sets"):
+        benchmark.main([str(file), "--out", str(tmp_path / "out")])
 
 
 @pytest.mark.slow
