@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from dlm_rag.config.inference import LikelihoodConfig
+from dlm_rag.decode.sampling import LOGITS_CHUNK_POSITIONS
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt, LaidOutRow, lay_out_prompt
@@ -33,7 +34,6 @@ from dlm_rag.progress import report_progress
 from dlm_rag.randomness import make_keyed_generator, sample_uniform
 from dlm_rag.tokenizer import Prompt
 
-LOGITS_CHUNK_POSITIONS = 1024  # logits that exist at a time: the vocabulary is the memory
 FloatArray = NDArray[np.float64]
 Span = tuple[int, int]  # positions of a continuation, from and up to
 
