@@ -46,9 +46,10 @@ from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_model import open_initial_model
 from dlm_rag.training.initial_weights import InitialModel, allocate_denoiser
 from dlm_rag.training.planning.step_memory import estimate_step_memory
+from dlm_rag.training.run import free_memory
 from dlm_rag.training.supervised_tasks import PretrainTask
 from dlm_rag.training.task import Phase
-from dlm_rag.training.trainer import Trainer, free_memory
+from dlm_rag.training.trainer import Trainer
 
 GIB = 2**30
 COMPILED = ("none", "int8", "fp8")  # precisions whose layers are timed compiled, too

@@ -106,6 +106,9 @@ class TrainConfig(CheckedSettings):
     counterfactual_share: float = setting(0.0, low=0, high=1, only_with=SFT | MADE_QUESTIONS)
     """sft on questions generated from data.corpus: share of passage sets whose second passage is
     swapped for another one under the same name"""
+    natural_share: float = setting(0.0, low=0, high=1, only_with=SFT | MADE_QUESTIONS)
+    """sft on questions generated from data.corpus: share of passage sets with natural questions (who,
+    where, when, ...), beside those for names left out of sentences"""
     mixture: dict[str, float] = setting(dict, only_with=READING | {"data.documents": SET})
     """pretrain, adapt: share of each source in data.documents; unset: equal shares"""
     sequence_length: int = setting(1024, low=8, only_with=READING)
@@ -138,6 +141,8 @@ class TrainConfig(CheckedSettings):
     activation_checkpointing: str = setting("none", choices=("none", "selective", "full"))
     """recompute activations in the backward pass: full (all of a layer) or selective (all but attention
     and, unless compiled, matrix products)"""
+    data_workers: int = setting(0, low=0, high=1024, only_with=SFT)
+    """sft: number of processes that make batches ahead of the steps; 0: a thread, one step ahead"""
     logit_chunk: int = setting(4096, low=1, only_with=MASKED)
     """number of supervised positions whose logits are computed at a time"""
     compile: bool = setting(False, only_with=MASKED)

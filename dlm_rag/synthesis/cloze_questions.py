@@ -104,7 +104,7 @@ class CorpusRowGenerator:
             made["held_out"] = self.is_held_out(row)
             if len({self.is_held_out(each) for each in chain}) > 1:
                 reason = "across the split"
-            elif _contains_answer(made["question"], made["golden_answers"][0]):
+            elif contains_answer(made["question"], made["golden_answers"][0]):
                 reason = "the answer stands in the question"
             else:
                 found.append(made)
@@ -196,7 +196,7 @@ class CorpusRowGenerator:
             for start, stop, named in sorted(spans):
                 before, name, after = sentence[:start], sentence[start:stop], sentence[stop:]
                 left = [word for word in split_words(f"{before} {after}") if word not in FUNCTION_WORDS]
-                once = not _contains_answer(f"{before} {GAP_MARK} {after}", name)
+                once = not contains_answer(f"{before} {GAP_MARK} {after}", name)
                 if (
                     once
                     and len(left) >= MIN_CONTEXT_WORDS
@@ -226,6 +226,6 @@ class CorpusRowGenerator:
         )
 
 
-def _contains_answer(text: str, answer: str) -> bool:
+def contains_answer(text: str, answer: str) -> bool:
     """Whether the words of an answer stand in a text, in that order, as SQuAD compares them."""
     return f" {normalize_answer(answer)} " in f" {normalize_answer(text)} "

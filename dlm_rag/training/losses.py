@@ -21,6 +21,7 @@ from dlm_rag.evidence.prompt_segments import LaidOutRow, lay_out_prompt
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_device
+from dlm_rag.model.kv_store import SharedContext
 from dlm_rag.model.layers import AttentionProbe, get_compute_dtype
 from dlm_rag.model.packed_batch import ContextParallel
 from dlm_rag.model.tensor_parallel import TensorParallel
@@ -114,26 +115,31 @@ def compute_pointer_loss(
     own, group = probe.queries.shape[1], probe.queries.shape[1] // probe.keys.shape[1]
     heads = [min(max(head - rank * own, 0), own - 1) for head in (PASSAGE_HEAD, TOKEN_HEAD)]
     of_passage, of_token = (size * (head // own == rank) for head in (PASSAGE_HEAD, TOKEN_HEAD))
+    rows = np.repeat(np.arange(len(counts)), counts)
+    order = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - np.array(counts, int), counts)
+    lengths = np.array(probe.key_lengths)
+    arrays = [rows, order, lengths, np.cumsum(lengths) - lengths]
+    (row, slot, length, start), most = to_device(arrays, probe.queries.device), max(counts, default=0)
     off: Any = torch.autocast(probe.queries.device.type, enabled=False)
+    at, first, last, token = places
     with off:
         queries = torch.stack([probe.queries[:, head] for head in heads], 1).float()
         keys = torch.stack([probe.keys[:, head // group] for head in heads], 1).float()
-        scale = 1 / math.sqrt(queries.shape[-1])
-        losses, mass = queries.new_zeros(()), queries.new_zeros(())
-        rows = zip(places.split(list(counts), dim=1), keys.split(probe.key_lengths), strict=True)
-        for (at, first, last, token), row_keys in rows:
-            if not len(at):
-                continue
-            place = torch.arange(len(row_keys), device=at.device)
-            scores = torch.einsum("nhd,khd->hnk", queries[at], row_keys) * scale
-            if probe.visible_counts is not None:
-                scores = scores.masked_fill(place >= probe.visible_counts[at][:, None], -math.inf)
-            log_mass = scores.log_softmax(-1)
-            outside = (place < first[:, None]) | (place >= last[:, None])
-            on_passage = log_mass[PASSAGE_HEAD].masked_fill(outside, -math.inf).logsumexp(-1)
-            on_token = log_mass[TOKEN_HEAD].gather(1, token[:, None]).squeeze(1)
-            losses = losses - (of_passage * on_passage + of_token * on_token).sum()
-            mass = mass + of_passage * on_passage.detach().exp().sum()
+        if not len(row):
+            return queries.new_zeros(()), queries.new_zeros(())
+        place = torch.arange(int(lengths.max()), device=row.device)
+        padded = keys[(start[:, None] + place).clamp(max=len(keys) - 1)]  # (rows, keys, 2, D)
+        asked = queries.new_zeros((len(counts), most, *queries.shape[1:]))
+        asked = asked.index_put((row, slot), queries[at])
+        scores = torch.einsum("rnhd,rkhd->rnhk", asked, padded)[row, slot] / math.sqrt(queries.shape[-1])
+        seen = length[row] if probe.visible_counts is None else probe.visible_counts[at]
+        scores = scores.masked_fill((place >= seen[:, None])[:, None], -math.inf)
+        log_mass = scores.log_softmax(-1)  # (p, 2, keys)
+        outside = (place < first[:, None]) | (place >= last[:, None])
+        on_passage = log_mass[:, PASSAGE_HEAD].masked_fill(outside, -math.inf).logsumexp(-1)
+        on_token = log_mass[:, TOKEN_HEAD].gather(1, token[:, None]).squeeze(1)
+        losses = -(of_passage * on_passage + of_token * on_token).sum()
+        mass = of_passage * on_passage.detach().exp().sum()
     return losses, mass
 
 
@@ -235,25 +241,30 @@ class MaskedObjective(nn.Module):
         self.share = share
 
     def forward(
-        self, examples: Sequence[Example], counts: dict[str, float], terms: LossWeights
+        self, examples: Any, counts: dict[str, float], terms: LossWeights
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """What these examples add to the loss of a step, a scalar; and sums that only the denoiser tells.
 
-        examples: masked rows, then causal ones. counts: of the whole step, in all its parts on all
-        processes. Sums, in nats and counts: the losses of masked and of next tokens by weight, the pointer
-        losses, the mass of the passage head on the right passage, the tokens to be copied that the denoiser
-        finds most probable.
+        examples: masked rows, then causal ones, or all of them as a `PreparedBatch`. counts: of the whole
+        step, in all its parts on all processes. Sums, in nats and counts: the losses of masked and of next
+        tokens by weight, the pointer losses, the mass of the passage head on the right passage, the tokens
+        to be copied that the denoiser finds most probable.
         """
         layers = self.denoiser.config.num_hidden_layers
         probe = AttentionProbe(max(0, layers - 2)) if terms.pointer and counts["pointed"] else None
-        seen = encode_batch(self.denoiser, examples, self.layout, probe, terms.block_size, self.share)
+        if isinstance(examples, Sequence):
+            hidden, first, pointers, arrays = self._encode(examples, probe, terms)
+        else:
+            batch = examples.moved(self.denoiser.device)
+            first, pointers, arrays = batch.predicted, batch.pointers, batch.arrays
+            rows = batch.canvases
+            if batch.contexts is not None:
+                kept = self.denoiser.encode(batch.contexts, keep=True)[1]
+                rows = replace(rows, context=SharedContext(kept, ()))
+            hidden = self.denoiser.encode(rows, probe=probe)[0]
         with profile_stage("loss"):
-            pointers, indices = locate_pointers(examples, seen.states)
-            arrays = [*self._supervision(examples, seen.positions, terms.end_token), indices]
-            targets, weights, copied, places = to_device(arrays, seen.hidden.device)
-            normed, head = self.denoiser.norm(seen.hidden), self.denoiser.lm_head.weight
-            rows = zip(examples, seen.positions, strict=True)
-            first = sum(len(places) for example, places in rows if not example.causal)  # of causal rows
+            targets, weights, copied, places = arrays
+            normed, head = self.denoiser.norm(hidden), self.denoiser.lm_head.weight
             groups = [x.tensor_split((first,)) for x in (normed, targets, weights)]
             (masked, causal), chunk = zip(*groups, strict=True), self.logit_chunk
             summed, right = ChunkedCrossEntropy.apply(masked[0], head, *masked[1:], chunk)
@@ -274,17 +285,29 @@ class MaskedObjective(nn.Module):
         }  # fmt: skip
         return loss, {name: value.detach() for name, value in sums.items()}
 
-    def _supervision(
-        self, examples: Sequence[Example], places: Sequence[Sequence[int]], eos_weight: float
-    ) -> list[np.ndarray]:
-        """Of the supervised tokens (n,): which they are, what they count, whether they can be copied."""
-        found = []
-        for example, row in zip(examples, places, strict=True):
-            names = {pointer.position for pointer in example.pointers}
-            for place in row:
-                token = example.target[place]
-                weight = example.weight * (eos_weight if token in self.end_ids else 1.0)
-                found.append((token, weight, place in names))
-        columns = zip(*found, strict=True) if found else ((), (), ())
-        dtypes = (np.int64, np.float32, np.bool_)
-        return [np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)]
+    def _encode(
+        self, examples: Sequence[Example], probe: AttentionProbe | None, terms: LossWeights
+    ) -> tuple[Tensor, int, list[int], list[Tensor]]:
+        """Hidden states of examples, and what a `PreparedBatch` would have beside them."""
+        seen = encode_batch(self.denoiser, examples, self.layout, probe, terms.block_size, self.share)
+        pointers, places = locate_pointers(examples, seen.states)
+        supervision = list_supervision(examples, seen.positions, self.end_ids, terms.end_token)
+        rows = zip(examples, seen.positions, strict=True)
+        first = sum(len(read) for example, read in rows if not example.causal)  # of causal rows
+        return seen.hidden, first, pointers, to_device([*supervision, places], seen.hidden.device)
+
+
+def list_supervision(
+    examples: Sequence[Example], places: Sequence[Sequence[int]], end_ids: frozenset[int], end_weight: float
+) -> list[np.ndarray]:
+    """Of the supervised tokens (n,): which they are, what they count, whether they can be copied."""
+    found = []
+    for example, row in zip(examples, places, strict=True):
+        names = {pointer.position for pointer in example.pointers}
+        for place in row:
+            token = example.target[place]
+            weight = example.weight * (end_weight if token in end_ids else 1.0)
+            found.append((token, weight, place in names))
+    columns = zip(*found, strict=True) if found else ((), (), ())
+    dtypes = (np.int64, np.float32, np.bool_)
+    return [np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)]

@@ -1,10 +1,13 @@
 """A run: its phases, one after another, and the loop of each."""
 
+import gc
 import time
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
 from typing import Any
+
+import torch
 
 from dlm_rag.cli import print_note
 from dlm_rag.config import Config
@@ -19,7 +22,7 @@ from dlm_rag.training.initial_weights import InitialModel
 from dlm_rag.training.metrics_logger import MetricsLogger, read_metrics
 from dlm_rag.training.model_card import write_model_card
 from dlm_rag.training.task import Validation
-from dlm_rag.training.trainer import Trainer, free_memory, open_phase
+from dlm_rag.training.trainer import Trainer, open_phase
 
 
 def run_training(
@@ -113,3 +116,10 @@ def run_phase(
             trainer.save()
         if stopping:
             return True
+
+
+def free_memory() -> None:
+    """Gives back what nobody refers to any more: a trainer and its denoiser refer to each other."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -16,12 +16,18 @@ from dlm_rag.training.data.world_examples import WorldExamples
 from dlm_rag.training.losses import LossWeights, MaskedObjective, count_examples
 from dlm_rag.training.optimizers import compute_decay_factor
 from dlm_rag.training.phase_data import open_documents, open_questions, open_world_validation
+from dlm_rag.training.prepared_batch import PreparedBatch, prepare_batch
 from dlm_rag.training.task import Phase, Sums, Task, TaskState, Validation
 from dlm_rag.training.validation import DocumentValidation
 
 CURRICULUM_STAGES = ((2, 2), (2, 4), (4, None))  # passages in a prompt, at least and at most; None: top_k
 STAGE_START_ACCURACY = 0.3  # running accuracy on names that the next stage begins with
 STAGE_END_ACCURACY = 0.62  # and at which it ends
+STAGE_STARTS = (
+    0.0,
+    0.06,
+    0.15,
+)  # shares of the steps at which stages begin where workers make batches ahead
 END_TOKEN_WEIGHT, FINAL_END_TOKEN_WEIGHT = 0.15, 0.4  # in the loss, the latter once the rate has fallen
 
 
@@ -32,7 +38,9 @@ class MaskedTask(Task):
         layout, ends = self.layout(denoiser.config), self._origin.tokenizer.end_ids
         return MaskedObjective(denoiser, layout, ends, self.train.logit_chunk, share)
 
-    def count_microbatch(self, part: list[Example], terms: LossWeights) -> Sums:
+    def count_microbatch(self, part: Any, terms: LossWeights) -> Sums:
+        if isinstance(part, PreparedBatch):
+            return part.counts
         return count_examples(part, self._origin.tokenizer.end_ids, terms.end_token)
 
 
@@ -120,6 +128,13 @@ class SftTask(MaskedTask):
     ) -> list[Example]:
         return self._add_causal_rows(self._source.examples(step, items, conditions))
 
+    def prepare_microbatch(self, step: int, items: Sequence[int]) -> PreparedBatch:
+        done = step / self.train.max_steps
+        stage = sum(done >= share for share in STAGE_STARTS) - 1
+        rows = self.make_microbatch(step, items, self.conditions({"stage": stage}))
+        shape, ends = self._origin.config, self._origin.tokenizer.end_ids
+        return prepare_batch(rows, shape, self.layout(shape), ends, self.loss_weights(step).end_token)
+
     def _add_causal_rows(self, rows: list[Example]) -> list[Example]:
         return rows + [row.make_causal() for row in rows if self.train.causal_loss_weight]
 
@@ -141,7 +156,7 @@ class SftTask(MaskedTask):
         if "pointers" in sums:
             found["pointer_loss"] = sums["pointers"] / pointed
             found["pointer_mass"] = sums["passage_mass"] / pointed
-        if self._config.data.questions is None:
+        if self._config.data.questions is None and not self.train.data_workers:
             found["passages"] = self.conditions(state)[1]
         return found
 

@@ -137,6 +137,12 @@ class Task:
         """
         raise NotImplementedError
 
+    def prepare_microbatch(self, step: int, items: Sequence[int]) -> Any:
+        """The same, made by a worker process: of the number of the step alone, and ready for the device."""
+        raise ConfigError(
+            f"objective={self.train.objective} makes no batches in workers: set data_workers=0"
+        )
+
     def loss_weights(self, step: int) -> Any:
         """What changes in the loss from step to step of the phase."""
         return None

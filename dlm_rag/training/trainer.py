@@ -4,7 +4,6 @@ A step's parts follow from its number, so a run that was killed and resumed is t
 CPU the weights are equal bit for bit.
 """
 
-import gc
 import math
 from collections.abc import Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -52,6 +51,7 @@ from dlm_rag.training.initial_weights import InitialModel, allocate_denoiser, co
 from dlm_rag.training.losses import make_autocast
 from dlm_rag.training.optimizers import make_optimizers, set_learning_rates
 from dlm_rag.training.planning.gpu_specs import find_gpu_spec
+from dlm_rag.training.prepared_batch import make_in_workers
 from dlm_rag.training.task import Phase, Task, TaskState, Validation
 from dlm_rag.training.tasks import find_task
 from dlm_rag.training.tensor_parallel import compute_gradient_norm
@@ -88,6 +88,7 @@ class Trainer:
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self._checkpoints = Checkpoints(phase.folder, self.processes)
         self._worker = ThreadPoolExecutor(1, "parts")  # which prepares the parts of the next step
+        self._made: Iterator[list[Any]] | None = None  # parts of the steps, where workers make them
         self._ahead: dict[tuple[int, Hashable], Future[list[Any]]] = {}  # at most one
 
     def _build_denoiser(self, share: Any) -> None:
@@ -167,6 +168,11 @@ class Trainer:
 
     def _microbatches(self) -> list[Any]:
         """This process's parts of the step, of ranks that share a model the same ones."""
+        if self.train.data_workers:
+            steps = range(self.state.phase_step, self.train.max_steps)
+            make = partial(self._make_microbatches, make=self.task.prepare_microbatch)
+            self._made = self._made or make_in_workers(make, steps, self.train.data_workers)
+            return next(self._made)
         if self.task.can_prefetch:
             return lead_ranks(self.denoiser, self._take_prefetched)
         step, conditions = self.state.phase_step, self.task.conditions(self.task_state)
@@ -184,10 +190,11 @@ class Trainer:
         }
         return parts
 
-    def _make_microbatches(self, step: int, conditions: Any) -> list[Any]:
+    def _make_microbatches(self, step: int, *conditions: Any, make: Any = None) -> list[Any]:
         """This process's items, in as many parts as its gradients are accumulated from."""
         mine, count = self.processes.local_items(self.task.items), self.train.gradient_accumulation_steps
-        return [self.task.make_microbatch(step, mine[n::count], conditions) for n in range(count)]
+        make = make or self.task.make_microbatch
+        return [make(step, mine[n::count], *conditions) for n in range(count)]
 
     def _all_reduce(self, own: dict[str, float], shared_by: int = 1) -> dict[str, float]:
         """Each value summed over all processes, of which `shared_by` have the same."""
@@ -321,13 +328,6 @@ class Trainer:
 def sum_counts(parts: list[dict[str, float]]) -> dict[str, float]:
     """The counts of several parts together."""
     return {name: sum(part[name] for part in parts) for name in parts[0]}
-
-
-def free_memory() -> None:
-    """Gives back what nobody refers to any more: a trainer and its denoiser refer to each other."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def open_trainer(

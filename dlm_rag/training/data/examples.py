@@ -163,27 +163,46 @@ def sample_passages(
     return evidence
 
 
-def find_copy_pointers(ids: Sequence[int], facts: Sequence[Sequence[int]]) -> tuple[Pointer, ...]:
-    """Where a passage spells out the tokens `ids` of a response, run by run, each as long as can be.
+class CopyIndex:
+    """Where the passages of a prompt have which runs of tokens."""
 
-    Of equally long runs the one in the first passage counts, there the first. Runs of fewer than
-    `MIN_COPY_TOKENS` tokens may be chance and have no pointers.
-    """
-    places = defaultdict[tuple[int, ...], list[tuple[int, int]]](list)
-    for row, fact in enumerate(facts):
-        for at in range(len(fact) - MIN_COPY_TOKENS + 1):
-            places[tuple(fact[at : at + MIN_COPY_TOKENS])].append((row, at))
-    found: list[Pointer] = []
-    position = 0
-    while position < len(ids):
-        rest = ids[position:]
-        starts = places.get(tuple(rest[:MIN_COPY_TOKENS]), ())
-        runs = [(count_shared_tokens(rest, facts[row][at:]), row, at) for row, at in starts]
-        length, row, at = max(runs, key=lambda run: run[0], default=(1, 0, 0))
-        if runs:
-            found += [Pointer(position + n, row, at + n) for n in range(length)]
-        position += length
-    return tuple(found)
+    def __init__(self, facts: Sequence[Sequence[int]]) -> None:
+        self._facts = facts
+        self._places = defaultdict[tuple[int, ...], list[tuple[int, int]]](list)
+        for row, fact in enumerate(facts):
+            runs = zip(*(fact[n:] for n in range(MIN_COPY_TOKENS)), strict=False)
+            for at, run in enumerate(runs):
+                self._places[run].append((row, at))
+
+    def find(self, ids: Sequence[int]) -> tuple[Pointer, ...]:
+        """Where a passage spells out the tokens `ids` of a response, run by run, each as long as can be.
+
+        Of equally long runs the one in the first passage counts, there the first. Runs of fewer than
+        `MIN_COPY_TOKENS` tokens may be chance and have no pointers.
+        """
+        found: list[Pointer] = []
+        position = 0
+        while position < len(ids):
+            starts = self._places.get(tuple(ids[position : position + MIN_COPY_TOKENS]), ())
+            runs = [(self._count_run(ids, position, row, at), row, at) for row, at in starts]
+            length, row, at = max(runs, key=lambda run: run[0], default=(1, 0, 0))
+            if runs:
+                found += [Pointer(position + n, row, at + n) for n in range(length)]
+            position += length
+        return tuple(found)
+
+    def _count_run(self, ids: Sequence[int], position: int, row: int, at: int) -> int:
+        """How many tokens agree from there on, `MIN_COPY_TOKENS` at least."""
+        fact, length = self._facts[row], MIN_COPY_TOKENS
+        most = min(len(ids) - position, len(fact) - at)
+        while length < most and ids[position + length] == fact[at + length]:
+            length += 1
+        return length
+
+
+def find_copy_pointers(ids: Sequence[int], facts: Sequence[Sequence[int]]) -> tuple[Pointer, ...]:
+    """`CopyIndex.find` of one response."""
+    return CopyIndex(facts).find(ids)
 
 
 def count_shared_tokens(a: Sequence[int], b: Sequence[int]) -> int:

@@ -9,6 +9,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -20,14 +21,17 @@ from dlm_rag.retrieval.base import Retriever
 from dlm_rag.retrieval.corpus import Corpus, Passage
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.synthesis.cloze_questions import CorpusRowGenerator
+from dlm_rag.synthesis.natural_questions import NaturalQuestions
 from dlm_rag.text import find_sentence_spans, strip_disambiguation
 from dlm_rag.training.data.examples import (
+    CopyIndex,
     Example,
     ExampleBuilder,
     count_shared_tokens,
     find_copy_pointers,
     sample_passages,
 )
+from dlm_rag.training.data.natural_examples import NaturalExamples
 
 MIN_COPIED_SHARE = 0.8  # share of a response that its passages must spell out where they are cut
 MAX_CHAIN_DRAWS = 100  # until a chain fits
@@ -55,10 +59,11 @@ class TrainingQuestions:
     single_passage: Sequence[Question] = ()
     held_out: Sequence[Question] = ()
     draw_counterfactual: CounterfactualSampler | None = None
+    natural: NaturalQuestions | None = None
 
 
 def generate_corpus_questions(
-    corpus: Corpus, builder: ExampleBuilder, hops: int, held_out: float
+    corpus: Corpus, builder: ExampleBuilder, hops: int, held_out: float, natural: bool = False
 ) -> TrainingQuestions:
     """What can be asked of a corpus.
 
@@ -70,13 +75,16 @@ def generate_corpus_questions(
     texts = {passage.id: passage.text for passage in corpus}
     shape = builder.shape
 
+    @lru_cache(maxsize=16)  # the rows of a passage follow one another
+    def index(*passages: str) -> CopyIndex:
+        return CopyIndex(builder.build_prompt("", passages).facts)
+
     def fits(question: Question, passages: list[str]) -> bool:
-        ids = builder.tokenizer.encode(question.response)
-        try:
-            facts = builder.build_prompt(question.question, passages).facts
-        except QuestionError:
+        assert question.response is not None
+        ids = builder.tokenizer.encode_uncached(question.response)
+        if not _has_room(builder, question.question):
             return False
-        copied = len(find_copy_pointers(ids, facts))
+        copied = len(index(*passages).find(ids))
         return len(ids) < shape.canvas_length and copied >= MIN_COPIED_SHARE * len(ids)
 
     gaps, defined = rows.list_counterfactual_parts()
@@ -110,8 +118,21 @@ def generate_corpus_questions(
             reason = f"none of its {several} chains to train on fits into {lengths}"
         raise CorpusError(f"{corpus.path}: {reason}, so that nothing can be asked: give data.questions too")
     return TrainingQuestions(
-        found["chains"], found["single_passage"], found["held_out"], cross if gaps and defined else None
-    )
+        found["chains"], found["single_passage"], found["held_out"], cross if gaps and defined else None,
+        NaturalQuestions([*corpus], lambda row: not rows.is_held_out(row)) if natural else None,
+    )  # fmt: skip
+
+
+def _has_room(builder: ExampleBuilder, question: str) -> bool:
+    """Whether a question fits into a prompt; it has no more tokens than bytes."""
+    shape = builder.shape
+    if len(question.encode()) < shape.max_position_embeddings - shape.passage_length - shape.canvas_length:
+        return True
+    try:
+        builder.build_prompt(question, [])
+    except QuestionError:
+        return False
+    return True
 
 
 def _to_question(row: dict[str, Any]) -> Question:
@@ -130,6 +151,11 @@ class QuestionExamples:
         self._questions, self._retriever, self._builder = questions.chains, retriever, builder
         self._train, self._key = train, (train.seed, phase)
         self._crossed = questions.draw_counterfactual if train.counterfactual_share else None
+        self._natural = None
+        if questions.natural is not None:
+            self._natural = NaturalExamples(
+                questions.natural, retriever, builder, train.rows_per_set, train.max_steps
+            )
         self._single = defaultdict[str, list[Question]](list)
         for question in questions.single_passage:
             self._single[question.supporting_ids[0]].append(question)
@@ -152,7 +178,24 @@ class QuestionExamples:
             raise QuestionError(f"question '{question.id}': {error}") from None
 
     def examples(self, step: int, items: Iterable[int], passages: tuple[int, int]) -> list[Example]:
-        """Rows of some sets of passages of a step.
+        """Rows of some sets of passages of a step, those of natural questions last.
+
+        passages: as for `_chain_examples`.
+        """
+        chains, natural = list[int](), list[tuple[random.Random, int]]()
+        for item in items:
+            rng = random.Random(f"natural/{self._key}/{step}/{item}")
+            if self._natural is not None and rng.random() < self._train.natural_share:
+                natural.append((rng, step))
+            else:
+                chains.append(item)
+        rows = self._chain_examples(step, chains, passages) if chains else []
+        if self._natural is not None and natural:
+            rows += [row for made in self._natural.examples(natural, passages) for row in made]
+        return rows
+
+    def _chain_examples(self, step: int, items: Iterable[int], passages: tuple[int, int]) -> list[Example]:
+        """Rows of some sets of passages of a step, of names left out of sentences.
 
         passages: at least and at most so many in a prompt, if there are single-passage questions; else all
         that is found.
