@@ -53,6 +53,7 @@ class Question:
     labels: tuple[str, ...] = ()  # fields that are true, its type: by which results can be told apart
     place: str = field(default="", compare=False, repr=False)  # in its file, for errors
     supporting_titles: tuple[str, ...] = ()  # of the supporting passages, where a file says no ids
+    system: str = ""  # a system prompt, which stands in the prompt and in no query
 
 
 def read_questions(path: str | Path) -> list[Question]:

@@ -50,7 +50,7 @@ def run_client_load(address: str, clients: int, questions: list[str]) -> tuple[l
             seconds.append(time.perf_counter() - began)
             if "error" in answer:
                 raise RunError(f"the server refused a question: {answer['error']['message']}")
-            texts.append(answer["choices"][0]["message"]["content"])
+            texts.append(answer["dlm_rag"]["response"])
         connection.close()
         return texts
 
@@ -81,6 +81,8 @@ def main(argv: list[str]) -> None:
     settings = words.settings
     if not any(word.startswith("decode.batch_size=") for word in settings):
         settings = ["decode.batch_size=32", *settings]
+    if not any(word.startswith("model.path=") for word in settings):
+        settings = ["model.path=dlm_rag/shipped/model", *settings]
     config = fill_in_shipped_files(words.config_with(settings), [])
     known = gather_questions(config, [])
     asked = [known[n % len(known)] for n in range(clients * each)]

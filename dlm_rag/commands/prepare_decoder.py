@@ -21,7 +21,7 @@ from dlm_rag.data.hub_datasets import find_named_corpus
 from dlm_rag.decode.trace_file import TraceHeader, build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.truncation import ContextBudget, measure_longest_prompt
-from dlm_rag.files.hub import SHIPPED_FOLDER
+from dlm_rag.files.hub import SHIPPED_FOLDER, SHIPPED_PREFIX
 from dlm_rag.machine import (
     choose_device,
     choose_dtype,
@@ -51,6 +51,7 @@ Made = TypeVar("Made")
 FREE_SETTINGS = {
     "batch_size", "corpus", "index_dir", "embedding_batch_size", "url", "timeout", "top_logprobs",
 }  # fmt: skip
+WORLD_MODELS = [f"{SHIPPED_PREFIX}{name}" for name in ("model", "whole")]  # trained on the world that ships
 STAMPED_PACKAGES = ("torch", "transformers", "sentence-transformers", "bm25s", "numpy")
 
 
@@ -194,7 +195,7 @@ def gather_questions(config: Config, typed: list[str]) -> list[Question]:
 def fill_in_shipped_files(config: Config, typed: list[str]) -> Config:
     """The config with what ships with the package where nothing is named.
 
-    The model by itself, its world for no other model, the world's questions for no other corpus. The
+    The model by itself, the world for its own models, the world's questions for no other corpus. The
     corpus "context" is the file of the questions, that of a name its file. Raises `ConfigError`.
     """
     model, retrieval, questions = config.model, config.retrieval, config.questions
@@ -203,7 +204,7 @@ def fill_in_shipped_files(config: Config, typed: list[str]) -> Config:
             raise ConfigError("--corpus context is what comes with the questions of --questions FILE")
         retrieval = replace(retrieval, corpus=questions)
     retrieval = replace(retrieval, corpus=find_named_corpus(retrieval.corpus))
-    if model.path is None and retrieval.corpus is None and retrieval.url is None:
+    if model.path in (None, *WORLD_MODELS) and retrieval.corpus is None and retrieval.url is None:
         retrieval = replace(retrieval, corpus=str(SHIPPED_FOLDER / "world" / "corpus.jsonl"))
         if questions is None and not typed:
             questions = str(SHIPPED_FOLDER / "world" / "questions.jsonl")

@@ -1,6 +1,7 @@
 """Answer questions over HTTP, as OpenAI's chat completions, and step by step in a browser.
 
-    dlm-rag serve                                    # the shipped model; then open http://127.0.0.1:8000/
+    dlm-rag serve                                    # a reader of a few passages: open http://127.0.0.1:8000/
+    dlm-rag serve --corpus passages.jsonl            # of your own
     dlm-rag serve --model DIR_OR_HUB_ID --corpus passages.jsonl decode.batch_size=32
     dlm-rag serve --host 0.0.0.0 serving.api_keys_file=keys.txt
 
@@ -19,9 +20,11 @@ from dlm_rag.cli import print_note
 from dlm_rag.commands.arguments import CommandLine, parse_command_line
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, fill_in_shipped_files, prepare_decoder
 from dlm_rag.commands.tensor_parallel import run_on_ranks
+from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError, summarize_error
 from dlm_rag.files.hub import SHIPPED_PREFIX
 from dlm_rag.progress import show_status
+from dlm_rag.questions import read_questions
 
 SERVE_OPTIONS: dict[str, tuple[str | int, str]] = {
     "port": (8000, "where it listens"),
@@ -29,10 +32,23 @@ SERVE_OPTIONS: dict[str, tuple[str | int, str]] = {
 }
 SERVE_SETTINGS = (
     "model", "prompt", "retrieval", "-retrieval.oracle", "decode", "engine", "serving", "energy",
+    "out", "-out",  # as sample: without a model the shipped reader
 )  # fmt: skip
+SERVED_BY = (
+    "--model", "--corpus", "--config", "model.path=", "retrieval.corpus=", "retrieval.url=",
+    "retrieval.method=",
+)  # fmt: skip
+EXAMPLES = SHIPPED_FOLDER / "examples"
+WORLD = SHIPPED_FOLDER / "world"
+WORLD_NOTE = (
+    "This model knows an invented world alone: its people, places and companies do not exist, and of real "
+    "ones it knows nothing."
+)
 
 
 def main(argv: list[str]) -> None:
+    if not any(word.startswith(SERVED_BY) for word in argv):
+        argv = [*argv, "--corpus", str(EXAMPLES / "passages.jsonl")]
     words = parse_command_line(__doc__ or "", argv, SERVE_SETTINGS, options=SERVE_OPTIONS)
     run_on_ranks(words.config, lambda: serve_answers(words))
 
@@ -43,7 +59,7 @@ def serve_answers(words: CommandLine) -> None:
         raise ConfigError("retrieval.oracle needs supporting_ids, which no client's question has")
     config = fill_in_shipped_files(words.config, [""])
     try:
-        from dlm_rag.serving.app import AnswerService
+        from dlm_rag.serving.app import AnswerService, ServedModel
         from dlm_rag.serving.http_server import run_server
         from dlm_rag.serving.middleware import AccessControl, is_loopback, read_api_keys
         from dlm_rag.serving.search_app import SearchService
@@ -61,7 +77,8 @@ def serve_answers(words: CommandLine) -> None:
         if most is not None and canvas is not None and most < canvas:
             raise ConfigError(f"serving.max_tokens={most} is less than decode.max_new_tokens={canvas}")
         decoder, name = prepared.load(), get_served_model_name(config.model.path or "")
-        service = AnswerService(decoder, name, config.serving, access)
+        model = ServedModel(name, *describe_shipped(config))
+        service = AnswerService(decoder, model, config.serving, access)
         searched = config.retrieval.url is None and config.retrieval.method != "none"
         if searched and isinstance(decoder.retriever, CorpusRetriever):
             search = SearchService(decoder.retriever, config.retrieval, config.serving, access)
@@ -75,11 +92,21 @@ def serve_answers(words: CommandLine) -> None:
         print_note(f"ended: {service.engine.counts['answered']} answered")
 
 
+def describe_shipped(config: Config) -> tuple[tuple[str, ...], str]:
+    """Of passages that ship three questions, and a sentence on what the model knows; else nothing."""
+    corpus = Path(config.retrieval.corpus or "").expanduser().resolve()
+    folder = next((each for each in (EXAMPLES, WORLD) if corpus.parent == each), None)
+    if folder is None:
+        return (), ""
+    asked = tuple(question.question for question in read_questions(folder / "questions.jsonl")[:3])
+    return asked, WORLD_NOTE if folder == WORLD else ""
+
+
 def get_served_model_name(path: str) -> str:
     """The name of a checkpoint for clients: a hub id, or the name of a folder without where it lies."""
-    if path == str(SHIPPED_FOLDER / "model"):
-        return "dlm-rag"
-    known = path.startswith(SHIPPED_PREFIX) or Path(path).expanduser().exists()
+    if path.startswith(SHIPPED_PREFIX):
+        return f"dlm-rag-{path.removeprefix(SHIPPED_PREFIX)}"
+    known = Path(path).expanduser().exists()
     return Path(path).expanduser().resolve().name if known else path
 
 

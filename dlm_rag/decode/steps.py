@@ -326,7 +326,8 @@ class RetrievalStep:
         """The prompt with what fits of the evidence next to the canvas; raises `QuestionError`."""
         shape, settings = self.model_runner.shape, row.settings
         room = ContextBudget.from_config(shape, self.layout, row.canvas.length, settings.passage_order)
-        fitted = fit_passages(self.tokenizer, row.question.question, texts, room)
+        asked = row.question
+        fitted = fit_passages(self.tokenizer, asked.question, texts, room, asked.system)
         laid = lay_out_prompt(
             fitted.prompt, shape, self.layout, settings.finished_block_context, settings.mode or "diffusion"
         )

@@ -111,7 +111,7 @@ class FittedPrompt:
 
 
 def fit_passages(
-    tokenizer: Tokenizer, question: str, passages: Mapping[str, str], room: ContextBudget
+    tokenizer: Tokenizer, question: str, passages: Mapping[str, str], room: ContextBudget, system: str = ""
 ) -> FittedPrompt:
     """The prompt for a question and its passages (id -> text as found, in rank order).
 
@@ -120,7 +120,7 @@ def fit_passages(
     numbered. Raises `QuestionError` when the question alone does not fit.
     """
     step = -1 if room.passage_order == "best_last" else 1
-    prompt = tokenizer.build_prompt(question, list(passages.values())[::step])
+    prompt = tokenizer.build_prompt(question, list(passages.values())[::step], system)
     ranked = Prompt(prompt.head, prompt.facts[::step], prompt.tail)
     fitted, cut = truncate_evidence(ranked, room)
     texts = {

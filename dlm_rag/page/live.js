@@ -21,6 +21,11 @@ class Asking {
       event.preventDefault();
       this.ask(byId("asked").value, byId("key").value);
     });
+    byId("examples").addEventListener("click", ({ target }) => {
+      if (target.tagName !== "BUTTON") return;
+      byId("asked").value = target.textContent;
+      this.ask(target.textContent, byId("key").value);
+    });
   }
 
   async ask(question, key) {

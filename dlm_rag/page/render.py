@@ -15,6 +15,7 @@ in the page's script.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -298,9 +299,13 @@ def render_page(runs: Sequence[TraceRun], known: Iterable[Question] = ()) -> str
     return _render(build_page_record(runs, known))
 
 
-def render_live_page(keyed: bool) -> str:
-    """The page of a server, with a form to ask it; keyed: whether it needs a key."""
+def render_live_page(keyed: bool, examples: Sequence[str] = ()) -> str:
+    """The page of a server, with a form to ask it; keyed: whether it needs a key. examples: questions to
+    click on.
+    """
     form = read_asset("live.html").replace("@hidden@", "" if keyed else "hidden")
+    buttons = (f'<button type="button">{escape(question)}</button>' for question in examples)
+    form = form.replace("@examples@", "\n    ".join(buttons))
     empty: dict[str, Any] = {"names": [""], "settings": [[]], "left_out": 0, "questions": []}
     return _render(empty, form, ("live.js",), "; connect-src 'self'")
 

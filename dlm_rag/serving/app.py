@@ -3,6 +3,8 @@
     GET  /                        the trace page, which plays an answer while it is made
     GET  /v1/models               the one model, in OpenAI's form
     POST /v1/chat/completions     an answer in OpenAI's form, whole or as a stream
+    POST /v1/completions          the same as a text, as the model writes it
+    GET  /passages/ID             a passage that an answer has cited
     POST /v1/answers              every step of an answer, as server-sent events
     POST /retrieve                a search of the corpus (search_app.py)
     GET  /health, /metrics        for machines
@@ -14,8 +16,10 @@ import asyncio
 import copy
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -28,17 +32,37 @@ from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
 from dlm_rag.page.render import render_live_page
 from dlm_rag.questions import Question
 from dlm_rag.serving.async_engine import AsyncEngine, EngineRequest
+from dlm_rag.serving.choice import ReplyContext, get_finished_rollout
 from dlm_rag.serving.metrics import render_prometheus_metrics
 from dlm_rag.serving.middleware import AccessControl, ApiError, read_body, run_unless_disconnected
 from dlm_rag.serving.requests import ParsedRequest, RequestParser
-from dlm_rag.serving.responses import AnswerEvents, ChatResponse, EventSource, get_finished_rollout
+from dlm_rag.serving.responses import AnswerEvents, ChatResponse, EventSource, build_task_completion
 from dlm_rag.serving.search_app import SEARCH_PATH, SearchService
 
 MAX_REQUEST_BYTES = 2**20
 # Of a question, for each token of the context: tokenizing 1 MiB takes seconds.
 MAX_QUESTION_CHARS_PER_TOKEN = 16
+MAX_KEPT_PASSAGES = 4096  # that answers have cited, the last ones
 # A proxy must not wait for the end of a stream; nobody may keep what was said.
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What clients are told of the model: its name, questions that it can answer, what it knows.
+
+    note: stands below each answer; "" for nothing.
+    """
+
+    name: str
+    examples: tuple[str, ...] = ()
+    note: str = ""
+
+    def describe(self) -> dict[str, Any]:
+        """The model in OpenAI's form."""
+        known = {"examples": self.examples, "description": self.note}
+        ids = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "dlm_rag"}
+        return ids | {name: value for name, value in known.items() if value}
 
 
 class AnswerService:
@@ -47,11 +71,11 @@ class AnswerService:
     def __init__(
         self,
         decoder: Decoder,
-        model: str,
+        model: ServedModel,
         limits: ServingConfig,
         access: AccessControl | None = None,
     ) -> None:
-        """model: its name for clients. access: without keys, for this machine alone, where None."""
+        """access: without keys, for this machine alone, where None."""
         self.model, self.limits, access = model, limits, access or AccessControl()
         canvas = limits.max_tokens or decoder.config.max_new_tokens
         assert canvas is not None
@@ -60,8 +84,11 @@ class AnswerService:
         self._decoder, self.meter = decoder, EnergyMeter()
         self.connections: Callable[[], int] = lambda: 0
         self.engine = AsyncEngine(decoder, limits.max_queue_per_key)
-        page = HTMLResponse(render_live_page(access.keys is not None), headers={"X-Frame-Options": "DENY"})
-        models = JSONResponse({"object": "list", "data": [self._describe_model()]})
+        self._passages: dict[str, str] = {}
+        page = HTMLResponse(
+            render_live_page(access.keys is not None, model.examples), headers={"X-Frame-Options": "DENY"}
+        )
+        models = JSONResponse({"object": "list", "data": [model.describe()]})
         routes = [
             ("GET", "/", _reply_with(page), False),
             ("GET", "/health", self._health, False),
@@ -70,6 +97,8 @@ class AnswerService:
             ("GET", "/v1/models/{name:path}", self._one_model, True),
             ("POST", "/v1/chat/completions", self._chat, True),
             ("POST", "/chat/completions", self._chat, True),
+            ("POST", "/v1/completions", self._complete, True),
+            ("GET", "/passages/{name:path}", self._passage, True),
             ("POST", "/v1/answers", self._answers, True),
         ]
         self.app = access.create_app(routes, MAX_REQUEST_BYTES)
@@ -101,7 +130,7 @@ class AnswerService:
         status = "ok" if self.engine.is_healthy else "failing"
         if self.engine.draining or self.engine.error is not None:
             status = "going down"
-        return JSONResponse({"status": status, "model": self.model}, 200 if status == "ok" else 503)
+        return JSONResponse({"status": status, "model": self.model.name}, 200 if status == "ok" else 503)
 
     async def _metrics(self, request: Request) -> Response:
         text = render_prometheus_metrics(self.engine, self._decoder, self.meter, self.connections())
@@ -109,81 +138,125 @@ class AnswerService:
 
     async def _one_model(self, request: Request) -> Response:
         self._check_model(request.path_params["name"])
-        return JSONResponse(self._describe_model())
-
-    def _describe_model(self) -> dict[str, Any]:
-        return {"id": self.model, "object": "model", "created": int(time.time()), "owned_by": "dlm_rag"}
+        return JSONResponse(self.model.describe())
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model:
-            raise ApiError(404, f"the model here is '{self.model}'", "model", "model_not_found")
+        if name is not None and name != self.model.name:
+            raise ApiError(404, f"the model here is '{self.model.name}'", "model", "model_not_found")
+
+    async def _passage(self, request: Request) -> Response:
+        text = self._passages.get(request.path_params["name"])
+        if text is None:
+            raise ApiError(404, "no answer of late has cited a passage of this id")
+        return PlainTextResponse(text)
+
+    def _publish_passage(self, name: str, text: str) -> str:
+        """Keeps a passage for who follows its link; returns its path."""
+        self._passages.pop(name, None)
+        self._passages[name] = text
+        if len(self._passages) > MAX_KEPT_PASSAGES:
+            del self._passages[next(iter(self._passages))]
+        return f"passages/{quote(name)}"
 
     async def _chat(self, request: Request) -> Response:
         asked = self._parser.parse_chat(await read_body(request))
         self._check_model(asked.model)
-        job, room = self._create_job(asked, request, asked.stream)
-        reply = ChatResponse(asked, job, self.model, self._tokenizer, room)
+        if asked.task is not None:
+            return JSONResponse(build_task_completion(asked.task, self.model.name))
+        return await self._answer_openai(request, asked)
+
+    async def _complete(self, request: Request) -> Response:
+        asked = self._parser.parse_completion(await read_body(request))
+        self._check_model(asked.model)
+        return await self._answer_openai(request, asked)
+
+    async def _answer_openai(self, request: Request, asked: ParsedRequest) -> Response:
+        jobs, room = self._create_jobs(asked, request, asked.stream)
+        context = ReplyContext(
+            self.model.name, self._tokenizer, room,
+            lambda name, text: f"{request.base_url}{self._publish_passage(name, text)}", self.model.note,
+        )  # fmt: skip
+        reply = ChatResponse(asked, jobs, context)
         if asked.stream:
-            return await self._stream(request, job, reply)
-        await run_unless_disconnected(request, self._finish(job))
+            return await self._stream(request, jobs, reply)
+        await run_unless_disconnected(request, self._finish(jobs))
         return JSONResponse(reply.build_completion())
 
     async def _answers(self, request: Request) -> Response:
         asked = self._parser.parse_answer(await read_body(request))
-        job, _ = self._create_job(asked, request, watched=True)
-        job.record_provisional = True  # which the page shows
-        return await self._stream(request, job, AnswerEvents(job, self._tokenizer))
+        jobs, _ = self._create_jobs(asked, request, watched=True)
+        jobs[0].record_provisional = True  # which the page shows
+        return await self._stream(request, jobs, AnswerEvents(jobs[0], self._tokenizer))
 
-    def _create_job(
+    def _create_jobs(
         self, asked: ParsedRequest, request: Request, watched: bool
-    ) -> tuple[EngineRequest, ContextBudget]:
+    ) -> tuple[list[EngineRequest], ContextBudget]:
         """What the engine is asked, the room of its prompt; raises `ApiError` where it has none."""
         shape, layout = self._decoder.denoiser.config, self._decoder.evidence_layout
         room = ContextBudget.from_config(shape, layout, asked.settings.max_new_tokens)
         try:
-            if len(asked.question) > (most := MAX_QUESTION_CHARS_PER_TOKEN * room.context_length):
+            if len(asked.question) + len(asked.system) > (
+                most := MAX_QUESTION_CHARS_PER_TOKEN * room.context_length
+            ):
                 raise QuestionError(f"the question has more than the {most} characters that are read here")
-            truncate_evidence(self._tokenizer.build_prompt(asked.question, []), room)
+            truncate_evidence(self._tokenizer.build_prompt(asked.question, [], asked.system), room)
         except QuestionError as error:
             raise ApiError(400, str(error), None, "context_length_exceeded") from None
         # A sampling draws by seed and id: the same seed and question give the same text.
-        question = Question("q1", asked.question)
-        return EngineRequest(question, asked.settings, request.state.key, watched), room
+        question, news = Question("q1", asked.question, system=asked.system), asyncio.Event()
+        seeds = range(asked.settings.seed, asked.settings.seed + asked.n)
+        jobs = [
+            EngineRequest(
+                question, replace(asked.settings, seed=seed), request.state.key, watched, news=news
+            )
+            for seed in seeds
+        ]
+        return jobs, room
 
-    async def _follow(self, job: EngineRequest) -> AsyncGenerator[bool]:
-        """Submits a job; yields whether it is done at every news of it. Who goes away gives it up."""
+    async def _follow(self, jobs: Sequence[EngineRequest]) -> AsyncGenerator[bool]:
+        """Submits the jobs of a request, which share their news; yields at every news whether all are done.
+
+        Who goes away gives them up.
+        """
         deadline = asyncio.get_running_loop().time() + self.limits.timeout
+        submitted: list[EngineRequest] = []
         try:
-            self.engine.submit(job)
+            for job in jobs:
+                submitted.append(self.engine.submit(job))
             done = False
             while not done:
                 try:
                     async with asyncio.timeout_at(deadline):
-                        await job.news.wait()
+                        await jobs[0].news.wait()
                 except TimeoutError:
-                    self.engine.cancel(job, "failed")
+                    for job in jobs:
+                        self.engine.cancel(job, "failed")
                     reason = f"the question took longer than {self.limits.timeout:g} seconds"
                     raise ApiError(504, reason) from None
-                job.news.clear()
-                done = job.done
+                jobs[0].news.clear()
+                done = all(job.done for job in jobs)
                 yield done
         finally:
-            self.engine.cancel(job)
+            for job in submitted:
+                self.engine.cancel(job)
 
-    async def _finish(self, job: EngineRequest) -> None:
-        async for _ in self._follow(job):
+    async def _finish(self, jobs: Sequence[EngineRequest]) -> None:
+        async for _ in self._follow(jobs):
             pass
 
-    async def _stream(self, request: Request, job: EngineRequest, source: EventSource) -> Response:
+    async def _stream(
+        self, request: Request, jobs: Sequence[EngineRequest], source: EventSource
+    ) -> Response:
         """The events of every news, as they come. What fails before the first one has a status of its own.
 
         Nothing is kept for who reads slowly but the rollout: what is new is looked up when there is room.
         """
-        follow = self._follow(job)
+        follow = self._follow(jobs)
         try:
             done = await run_unless_disconnected(request, anext(follow))
             if done:
-                get_finished_rollout(job)
+                for job in jobs:
+                    get_finished_rollout(job)
         except BaseException:
             await follow.aclose()
             raise

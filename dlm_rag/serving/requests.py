@@ -4,7 +4,7 @@ Nothing is ignored silently: a field that cannot be honoured is refused by name,
 what happens anyway.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, BeforeValidator, Field, create_model
@@ -14,23 +14,35 @@ from dlm_rag.config.fields import get_field_metadata, replace_settings
 from dlm_rag.config.ineffective_settings import reset_idle_settings
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.errors import UserError
+from dlm_rag.serving.conversation import answer_chat_task, make_question_stand_alone
 from dlm_rag.serving.middleware import ApiError, RequestBody, parse_body
 
 ENGINE_SETTINGS = ("batch_size", "overlap")  # settings that hold for all rows of the engine
 _SETTINGS = {item.name: item for item in fields(DecodeConfig) if item.name not in ENGINE_SETTINGS}
 # Fields of OpenAI's that ask for nothing with these values, and for what is not there with others.
 NEUTRAL_OPENAI_VALUES: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "tools": ([],), "functions": ([],),
-    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},), "top_p": (1,), "frequency_penalty": (0,),
+    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "top_p": (1,),
+    "frequency_penalty": (0,),
     "presence_penalty": (0,), "logit_bias": ({},), "store": (False,), "modalities": (["text"],),
     "service_tier": ("auto", "default"), **dict.fromkeys(ENGINE_SETTINGS, ()),
 }  # fmt: skip
-OPENAI_LABEL_FIELDS = ("user", "metadata", "safety_identifier", "prompt_cache_key")  # that change no answer
-SINGLE_MESSAGE_ERROR = (
-    "each request is one question, found evidence for by itself: send a single message of the role 'user', "
-    "without earlier turns and without a system message"
+# That change no answer: labels, and tools, of which "auto" lets a model use none.
+OPENAI_LABEL_FIELDS = (
+    "user", "metadata", "safety_identifier", "prompt_cache_key", "tools", "functions",
+    "parallel_tool_calls",
+)  # fmt: skip
+COMPLETION_NEUTRAL_VALUES = NEUTRAL_OPENAI_VALUES | {
+    "echo": (False,), "suffix": ("",), "best_of": (1,), "logprobs": (),
+}  # fmt: skip
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_STRING = {"type": "string"}
+# What an answer in JSON may hold, and the JSON schema of each.
+JSON_ANSWER_FIELDS: dict[str, Any] = {
+    "answer": _STRING, "reasoning": _STRING, "sources": {"type": "array", "items": _STRING},
+}  # fmt: skip
+JSON_ANSWER_ERROR = (
+    "'response_format' can be an object with answer and reasoning (strings) and sources (an array of "
+    "strings), or some of them, without further conditions"
 )
 
 
@@ -49,6 +61,11 @@ def _to_list(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
+def _to_single(prompt: Any) -> Any:
+    """The prompt of a list of one, as lm-eval sends it."""
+    return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+
+
 Tokens = Annotated[int, Field(ge=1)] | None
 Parts = Annotated[list[TextPart], BeforeValidator(_to_parts)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -56,11 +73,21 @@ Stops = Annotated[list[Stop], Field(max_length=4)] | None
 
 
 class Message(RequestBody):
-    """A message of a chat."""
+    """A message of a chat; of an answer that is sent back, what is not its text is not read."""
 
-    role: str
-    content: Parts
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Parts | None = None
     name: str | None = None
+    refusal: Any = None
+    annotations: Any = None
+    reasoning_content: Any = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(part.text for part in self.content or [])
 
 
 class StreamOptions(RequestBody):
@@ -71,14 +98,23 @@ class StreamOptions(RequestBody):
 
 
 class _OpenAIFields(RequestBody):
-    messages: list[Message]
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Tokens = None
     max_completion_tokens: Tokens = None
     stop: Annotated[Stops, BeforeValidator(_to_list)] = None
-    logprobs: bool | None = None
+
+
+class _ChatFields(_OpenAIFields):
+    messages: list[Message]
+    response_format: Any = None
+    cite: bool | None = None
+
+
+class _CompletionFields(_OpenAIFields):
+    prompt: Annotated[str, BeforeValidator(_to_single)]
 
 
 class _QuestionField(RequestBody):
@@ -89,15 +125,28 @@ _SETTING_FIELDS: dict[str, Any] = {
     name: (Union[item.type, None], None)  # noqa: UP007 - mypy takes the type for a text
     for name, item in _SETTINGS.items()
 }
-_IGNORED_FIELDS: dict[str, Any] = dict.fromkeys((*NEUTRAL_OPENAI_VALUES, *OPENAI_LABEL_FIELDS), (Any, None))
-ChatBody = create_model("ChatBody", __base__=_OpenAIFields, **_IGNORED_FIELDS, **_SETTING_FIELDS)
-_EVENT_FIELDS = {name: kind for name, kind in _SETTING_FIELDS.items() if name != "top_logprobs"}
-AnswerBody = create_model("AnswerBody", __base__=_QuestionField, **_EVENT_FIELDS)  # which have none
+_IGNORED_FIELDS: dict[str, Any] = dict.fromkeys(
+    (*COMPLETION_NEUTRAL_VALUES, *OPENAI_LABEL_FIELDS), (Any, None)
+)
+_CHAT_FIELDS = _IGNORED_FIELDS | _SETTING_FIELDS | {"logprobs": (bool | None, None)}
+ChatBody = create_model("ChatBody", __base__=_ChatFields, **_CHAT_FIELDS)
+_TEXT_FIELDS = {name: kind for name, kind in _SETTING_FIELDS.items() if name != "top_logprobs"}
+CompletionBody = create_model(
+    "CompletionBody", __base__=_CompletionFields, **_IGNORED_FIELDS, **_TEXT_FIELDS
+)
+AnswerBody = create_model("AnswerBody", __base__=_QuestionField, **_TEXT_FIELDS)  # which have none
 
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request, read. include_usage: whether a stream ends with a chunk of usage alone."""
+    """A request, read.
+
+    question: as it stands on its own. include_usage: whether a stream ends with a chunk of usage alone.
+    n: answers. plain: whether the text alone is sent, as the model writes it. system: the system prompt,
+    where the model reads one. unread: what of the request it does not. json_fields: what the object that is
+    asked for holds; none for text. cite: whether sources stand below the answer. task: the reply to what is
+    no question.
+    """
 
     question: str
     settings: DecodeConfig
@@ -106,6 +155,13 @@ class ParsedRequest:
     include_usage: bool = False
     stops: tuple[str, ...] = ()
     logprobs: bool = False
+    n: int = 1
+    plain: bool = False
+    system: str = ""
+    unread: tuple[str, ...] = ()
+    json_fields: tuple[str, ...] = ()
+    cite: bool = True
+    task: str | None = None
 
 
 @dataclass(frozen=True)
@@ -121,27 +177,58 @@ class RequestParser:
     def parse_chat(self, body: bytes) -> ParsedRequest:
         """A chat completion in OpenAI's form."""
         asked = parse_body(ChatBody, body)
-        for name, values in NEUTRAL_OPENAI_VALUES.items():
+        turns = [(ROLES[message.role], message.text) for message in asked.messages]
+        system = "\n\n".join(text for role, text in turns if role == "system" and text.strip())
+        turns = [turn for turn in turns if turn[0] != "system"]
+        if not turns or turns[-1][0] != "user":
+            raise ApiError(400, "the last message must be a question, of the role 'user'", "messages")
+        _require_not_blank(turns[-1][1], "messages")
+        read = self.decoder.tokenizer.reads_system_prompts
+        return replace(
+            self._parse_common(asked, make_question_stand_alone(turns), NEUTRAL_OPENAI_VALUES),
+            system=system if read else "",
+            unread=("system",) if system and not read else (),
+            json_fields=_read_json_fields(asked.response_format),
+            cite=asked.cite is not False,
+            task=None if asked.stream else answer_chat_task(turns[-1][1]),
+        )
+
+    def parse_completion(self, body: bytes) -> ParsedRequest:
+        """A text completion in OpenAI's form: the prompt is the question."""
+        asked = parse_body(CompletionBody, body)
+        question = _require_not_blank(asked.prompt, "prompt")
+        return replace(self._parse_common(asked, question, COMPLETION_NEUTRAL_VALUES), plain=True)
+
+    def _parse_common(
+        self, asked: _OpenAIFields, question: str, neutral: dict[str, tuple[Any, ...]]
+    ) -> ParsedRequest:
+        for name, values in neutral.items():
             value = getattr(asked, name)
             if value is not None and value not in values:
                 raise ApiError(400, f"'{name}' cannot be honoured here: leave it out", name)
         options = asked.stream_options
         if options is not None and options.model_fields_set and not asked.stream:
             raise ApiError(400, "'stream_options' has no effect without stream=true", "stream_options")
-        if getattr(asked, "top_logprobs", None) and not asked.logprobs:
+        if getattr(asked, "top_logprobs", None) and not getattr(asked, "logprobs", None):
             raise ApiError(400, "'top_logprobs' needs logprobs=true", "top_logprobs")
-        if len(asked.messages) != 1 or asked.messages[0].role != "user":
-            raise ApiError(400, SINGLE_MESSAGE_ERROR, "messages")
-        question = "\n".join(part.text for part in asked.messages[0].content)
         bounds = [most for most in (asked.max_tokens, asked.max_completion_tokens) if most is not None]
+        settings = self._resolve_settings(asked, min(bounds, default=None))
+        samples = (
+            settings.temperature or settings.commit_rule == "sampled" or self.decoder.denoiser.config.noise
+        )
+        if (asked.n or 1) > 1 and not samples:
+            raise ApiError(
+                400, f"n={asked.n} answers would all be the same: set a temperature above 0", "n"
+            )
         return ParsedRequest(
-            _require_not_blank(question, "messages"),
-            self._resolve_settings(asked, min(bounds, default=None)),
+            question,
+            settings,
             asked.model,
             bool(asked.stream),
             bool(options and options.include_usage),
             tuple(asked.stop or ()),
-            bool(asked.logprobs),
+            bool(getattr(asked, "logprobs", None)),
+            asked.n or 1,
         )
 
     def parse_answer(self, body: bytes) -> ParsedRequest:
@@ -179,6 +266,33 @@ class RequestParser:
         except UserError as error:
             raise ApiError(400, str(error)) from None
         return settings
+
+
+def _read_json_fields(wanted: Any) -> tuple[str, ...]:
+    """The fields of the object that a `response_format` asks for, none for text; raises `ApiError`."""
+    match wanted:
+        case None | {"type": "text"}:
+            return ()
+        case {"type": "json_object"}:
+            return tuple(JSON_ANSWER_FIELDS)
+        case {
+            "type": "json_schema",
+            "json_schema": {"schema": {"type": "object", "properties": dict() as found, **rest}},
+        }:
+            words = {"required", "additionalProperties", "title", "description", "$schema"}
+            plain = {name: _drop_titles(schema) for name, schema in found.items()}
+            known = all(JSON_ANSWER_FIELDS.get(name) == schema for name, schema in plain.items())
+            needed = rest.get("required", [])
+            held = isinstance(needed, list) and all(str(name) in found for name in needed)
+            if found and known and held and rest.keys() <= words:
+                return tuple(found)
+    raise ApiError(400, JSON_ANSWER_ERROR, "response_format")
+
+
+def _drop_titles(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    return {key: value for key, value in schema.items() if key not in ("title", "description")}
 
 
 def _require_not_blank(text: str, param: str) -> str:

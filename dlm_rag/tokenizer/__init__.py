@@ -150,14 +150,21 @@ class Tokenizer:
             )
         return ids
 
-    def build_prompt(self, question: str, passages: list[str]) -> Prompt:
+    @property
+    def reads_system_prompts(self) -> bool:
+        """Whether the model follows instructions: its prompt is within a chat template."""
+        return self.template.chat and bool(self.inner.chat_template)
+
+    def build_prompt(self, question: str, passages: list[str], system: str = "") -> Prompt:
         """The prompt for a question and its evidence, passages in rank order, each stripped.
 
+        A system prompt is the beginning of the user's message, as templates without that role have it.
         A line break stands between numbered facts. Facts without a number all end with one, the
         last too, so that the ids of a passage do not depend on its rank. Raises `QuestionError`.
         """
         template = self.template
-        texts = (text.replace("{question}", question) for text in (template.head, template.foot))
+        texts = [text.replace("{question}", question) for text in (template.head, template.foot)]
+        texts[0] = f"{system}\n\n{texts[0]}" if system else texts[0]
         head, foot = map(self._head, texts)
         if not head and not foot:
             raise QuestionError("the tokenizer makes no tokens of the question")

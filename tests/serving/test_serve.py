@@ -21,9 +21,9 @@ from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.serving.async_engine import EngineRequest
+from dlm_rag.serving.choice import find_stop
 from dlm_rag.serving.histogram import Histogram
 from dlm_rag.serving.middleware import read_api_keys
-from dlm_rag.serving.responses import find_stop
 from tests.support.block_attention import block_denoiser
 from tests.support.gemma_decoding import QueryHashRetriever, make_gemma_decoder
 from tests.support.passages import PASSAGES, write_jsonl_file
@@ -147,8 +147,12 @@ def test_a_stream_shows_every_step_and_text_that_is_never_taken_back(make_decode
             streamed = send_request(service, chat_body(question, stream=True, **settings))
             *chunks, (_, last), (_, done) = parse_events(streamed)
             assert done == "[DONE]"
-            texts = [body["choices"][0]["delta"]["content"] for _, body in [*chunks, (None, last)]]
-            assert "".join(texts) == whole["choices"][0]["message"]["content"] == rollout.response
+            deltas = [body["choices"][0]["delta"] for _, body in [*chunks, (None, last)]]
+            texts = [delta.get("reasoning_content", "") for delta in deltas]
+            message = whole["choices"][0]["message"]
+            assert "".join(texts) == message.get("reasoning_content", "")
+            assert "".join(delta["content"] for delta in deltas) == message["content"]
+            assert whole["dlm_rag"]["response"] == rollout.response
             assert last["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
             assert last["usage"] == whole["usage"] and last["dlm_rag"] == whole["dlm_rag"]
             canvases = []
@@ -215,8 +219,9 @@ def test_the_page_gets_the_records_of_a_trace(make_decoder_of, tmp_path, kind, s
 
 
 REFUSED = {
-    "several answers": (chat_body(n=2), "'n' cannot be honoured"),
-    "JSON mode": (chat_body(response_format={"type": "json_object"}), "'response_format' cannot"),
+    "several answers that are the same": (chat_body(n=2), "n=2 answers would all be the same"),
+    "a tool that must be called": (chat_body(tools=[{}], tool_choice="required"), "'tool_choice' cannot"),
+    "a part of the probability": (chat_body(top_p=0.9), "'top_p' cannot be honoured"),
     "an unknown field": (chat_body(comit_threshold=0.5), "nearest: 'commit_threshold'"),
     "an interpolation": (chat_body(commit_rule="${oc.env:HOME}"), "is not one of"),
     "out of bounds": (chat_body(commit_threshold=2), "commit_threshold=2"),
@@ -229,7 +234,7 @@ REFUSED = {
     "edits without blocks": (chat_body(edit_threshold=0.9), "attention has no blocks"),
     "blocks that are not there": (chat_body(finished_block_context="no_evidence"), "no effect"),
     "options without a stream": (chat_body(stream_options={"include_usage": True}), "without stream=true"),
-    "earlier turns": ({"messages": [*chat_body()["messages"], *chat_body()["messages"]]}, "single message"),
+    "a result of a tool": ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role"),
     "an image": (chat_body([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]),
     "messages.0.content"),
     "no messages": ({}, "'messages'"),

@@ -17,7 +17,7 @@ from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.trace_file import TraceWriter, build_trace_header
 from dlm_rag.page.render import build_page_record, read_trace_runs
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.serving.app import AnswerService
+from dlm_rag.serving.app import AnswerService, ServedModel
 from dlm_rag.serving.middleware import AccessControl, read_api_keys
 from dlm_rag.serving.search_app import SearchService
 from tests.support.paths import ROOT
@@ -48,7 +48,7 @@ def made_decoder(corpus, settings=SETTINGS):
 def serve_decoder(decoder, keys=None, search=None, **limits):
     """A service on an event loop of its own thread; `run_in_loop` runs requests there."""
     access = AccessControl(keys=None if keys is None else read_api_keys(str(keys)))
-    service = AnswerService(decoder, "tiny", ServingConfig(**limits), access)
+    service = AnswerService(decoder, ServedModel("tiny"), ServingConfig(**limits), access)
     if search is not None:
         service.offer_search(SearchService(decoder.retriever, search, access=access))
     with loop_thread() as service.loop:

@@ -1,0 +1,207 @@
+"""One answer of a completion, whole or step by step: its text, log-probabilities, and what ends it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dlm_rag.decode.rollout import CommittedToken, Rollout
+from dlm_rag.decode.token_logprobs import ScoredToken, score_tokens
+from dlm_rag.evidence.truncation import ContextBudget, fit_passages
+from dlm_rag.serving.async_engine import EngineRequest
+from dlm_rag.serving.middleware import ApiError
+from dlm_rag.serving.reply import Reply, build_reply, cut_open_reasoning
+from dlm_rag.serving.requests import ParsedRequest
+from dlm_rag.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ReplyContext:
+    """What the replies of a server have in common.
+
+    room: of the prompt, whose tokens are counted. link: the address of a passage, of its id and text. note:
+    see `build_reply`.
+    """
+
+    model: str
+    tokenizer: Tokenizer
+    room: ContextBudget
+    link: Callable[[str, str], str]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ChoiceEnd:
+    """A finished choice: its text as written, why it ends there, tokens of prompt and text, the rest."""
+
+    reply: Reply
+    text: str
+    reason: str
+    prompt: int
+    written: int
+    record: dict[str, Any]
+
+
+def get_finished_rollout(job: EngineRequest) -> Rollout:
+    """The rollout of a job that is done; raises `ApiError` where there is no answer.
+
+    The sentence has nothing that may name files or hosts, which is in the log.
+    """
+    if job.error is not None:
+        raise job.error
+    assert job.rollout is not None
+    if job.rollout.error:
+        raise ApiError(500, job.rollout.error.partition(":")[0])
+    return job.rollout
+
+
+def find_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Where the first of the stop texts begins; None where there is none."""
+    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+
+
+def _describe_logprob(text: str, nats: float | None) -> dict[str, Any]:
+    """In OpenAI's form; bytes are unknown of a token that is no whole character."""
+    known = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": nats, "bytes": known}
+
+
+class Choice:
+    """One answer on its way: what of its text was sent."""
+
+    def __init__(self, asked: ParsedRequest, job: EngineRequest, index: int, context: ReplyContext) -> None:
+        self._asked, self._job, self._index, self._context = asked, job, index, context
+        self._tokenizer = context.tokenizer
+        self._canvas: dict[int, CommittedToken] = {}
+        self._taken, self._sent = 0, ""  # steps on the canvas; text sent
+        self._scores: dict[int, ScoredToken] = {}
+        self._sent_logprobs = 0
+
+    def new_steps(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """The steps since the last call: what is shown of each, and its choice."""
+        rollout = self._job.rollout
+        while rollout is not None and self._take_step(rollout):
+            step, written = rollout.steps[self._taken - 1], self._stable_text(rollout)
+            canvas = [
+                self._canvas[n].token if n in self._canvas else None for n in range(rollout.canvas_length)
+            ]
+            shown = {"step": step.step, "canvas": canvas, "query": step.query, "passages": step.passage_ids}
+            text = written if self._asked.plain else cut_open_reasoning(written, rollout.answer_form)
+            new = text[len(self._sent) :]
+            self._sent = max(self._sent, text, key=len)
+            if self._asked.plain:
+                yield shown, self._build_record(None, written, {"text": new})
+                continue
+            delta = {"role": "assistant"} if self._taken == 1 else {}
+            delta |= {"content": ""} | ({"reasoning_content": new} if new else {})
+            yield shown, self._build_record(None, written, {"delta": delta})
+
+    def build_last(self, end: ChoiceEnd) -> dict[str, Any]:
+        """The choice of the last chunk: what was not sent before."""
+        reply = end.reply
+        if self._asked.plain:
+            return self._build_record(end.reason, end.text, {"text": reply.content[len(self._sent) :]})
+        delta: dict[str, Any] = {"content": reply.content}
+        if rest := reply.reasoning[len(self._sent) :]:
+            delta |= {"reasoning_content": rest}
+        if reply.annotations:
+            delta |= {"annotations": reply.annotations}
+        return self._build_record(end.reason, end.text, {"delta": delta})
+
+    def build_whole(self, end: ChoiceEnd) -> dict[str, Any]:
+        """The choice of a reply that is no stream."""
+        reply = end.reply
+        if self._asked.plain:
+            return self._build_record(end.reason, end.text, {"text": reply.content})
+        message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
+        if reply.reasoning:
+            message |= {"reasoning_content": reply.reasoning}
+        if reply.annotations:
+            message |= {"annotations": reply.annotations}
+        return self._build_record(end.reason, end.text, {"message": message})
+
+    def _build_record(self, reason: str | None, written: str, content: dict[str, Any]) -> dict[str, Any]:
+        """A choice in OpenAI's form; written: the text up to which log-probabilities of tokens are due."""
+        due = self._new_logprobs(written) if self._asked.logprobs else []
+        logprobs = {"content": due, "refusal": None} if due else None
+        return {"index": self._index, **content, "logprobs": logprobs, "finish_reason": reason}
+
+    def _new_logprobs(self, text: str) -> list[dict[str, Any]]:
+        """Those of the tokens that begin in the text, a stable one, and were not sent yet."""
+        ids = self._ids_before_end(len(self._scores))
+        whole, spans = self._tokenizer.decode_with_offsets(ids)
+        begin = len(whole) - len(whole.lstrip())
+        shown = [
+            n
+            for n, (first, last) in enumerate(spans)
+            if first < begin + len(text) and (first >= begin or last > begin)
+            if ids[n] not in self._tokenizer.special_ids
+        ]
+        new, self._sent_logprobs = shown[self._sent_logprobs :], max(len(shown), self._sent_logprobs)
+        return [
+            _describe_logprob(token.token, token.log_prob)
+            | {"top_logprobs": [_describe_logprob(other, nats) for _, other, nats in top]}
+            for token, top in map(self._scores.__getitem__, new)
+        ]
+
+    def _ids_before_end(self, most: int) -> list[int]:
+        """The written tokens in front, at most so many, up to an end token."""
+        ids: list[int] = []
+        while len(ids) < most and (token := self._canvas.get(len(ids))) and not self._ends_text(token):
+            ids.append(token.token_id)
+        return ids
+
+    def _take_step(self, rollout: Rollout) -> bool:
+        """Brings the canvas to the next step, if there is one yet."""
+        if self._taken == len(rollout.steps):
+            return False
+        self._canvas = rollout.steps[self._taken].write_tokens(self._canvas)
+        if self._asked.logprobs:
+            self._scores = score_tokens(rollout.steps[self._taken], self._scores)
+        self._taken += 1
+        return True
+
+    def _stable_text(self, rollout: Rollout) -> str:
+        """The beginning of the final text; with edits nothing is certain before the end, of noise nothing
+        in the block under work.
+
+        Held back are blanks and a character that is not whole, at the end, and what may be the beginning
+        of a stop text.
+        """
+        settings, most = rollout.settings, rollout.canvas_length
+        if settings["edit_threshold"] is not None:
+            return ""
+        if settings.get("temperature_high") is not None:  # of noise what stands before the open block
+            block = settings["block_length"]
+            most = max(self._canvas, default=0) // block * block
+        text = self._tokenizer.decode_with_offsets(self._ids_before_end(most))[0].rstrip("\ufffd").strip()
+        begun = (
+            n for n in range(len(text)) if any(stop.startswith(text[n:]) for stop in self._asked.stops)
+        )
+        bounds = [next(begun, None), find_stop(text, self._asked.stops)]
+        return text[: min((at for at in bounds if at is not None), default=len(text))]
+
+    def _ends_text(self, token: CommittedToken) -> bool:
+        return token.token_id in self._tokenizer.end_ids
+
+    def finish(self) -> ChoiceEnd:
+        """The text up to a stop text, why it ends there, and what is known besides; raises `ApiError`."""
+        rollout = get_finished_rollout(self._job)
+        while self._take_step(rollout):
+            pass
+        at = find_stop(rollout.response, self._asked.stops)
+        ended = at is not None or any(map(self._ends_text, self._canvas.values()))
+        # The prompt is that of the last pass; what fills the canvas after the end is not counted.
+        seen = rollout.steps[-2 if len(rollout.steps) > 1 else -1]
+        found = {name: rollout.passages[name] for name in (*seen.passage_ids, *seen.dropped)}
+        context, system = self._context, self._asked.system
+        prompt = fit_passages(self._tokenizer, rollout.question, found, context.room, system).prompt
+        written = rollout.tokens_before_end(self._tokenizer.end_ids)
+        text = rollout.response[:at]
+        reply = build_reply(rollout, text, self._asked, context.link, context.note)
+        record = {
+            key: value for key, value in rollout.answer_record().items() if key not in ("id", "seconds")
+        }
+        record |= {"sources": reply.sources}
+        if self._asked.unread:
+            record |= {"unread": self._asked.unread}
+        return ChoiceEnd(reply, text, "stop" if ended else "length", len(prompt), written, record)

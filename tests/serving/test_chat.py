@@ -1,0 +1,340 @@
+"""Chats: turns that stand on their own, what a reply shows, several answers, JSON, completions, tasks."""
+
+import json
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from dlm_rag.decode.decoder import Decoder
+from dlm_rag.decode.rollout import Rollout
+from dlm_rag.questions import read_questions
+from dlm_rag.serving.conversation import answer_chat_task, find_names, make_question_stand_alone
+from dlm_rag.serving.reply import build_reply, cut_open_reasoning
+from dlm_rag.serving.requests import ParsedRequest
+from dlm_rag.tokenizer import Tokenizer
+from tests.support.paths import ROOT
+from tests.support.serving import (
+    ASKED,
+    SETTINGS,
+    chat_body,
+    find_free_port,
+    made_decoder,
+    parse_events,
+    send_request,
+    serve_decoder,
+    start_server_process,
+)
+from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
+
+WHO, WHERE = (
+    ("Who directed Night Ferry?", "Ann Lee [1]\n\n[1] Night Ferry"),
+    ("Where was Ann Lee born?", "London."),
+)
+
+
+@pytest.mark.parametrize(
+    ("turns", "asked"),
+    [
+        ((*WHO, "When was she born?"), "When was Ann Lee born?"),
+        ((*WHO, "Was it lost?"), "Was Night Ferry lost?"),
+        ((*WHO, "What are her films?"), "What are Ann Lee's films?"),
+        ((*WHO, "Who met her?"), "Who met Ann Lee?"),
+        ((*WHO, "Tell me about its music."), "Tell me about Night Ferry's music."),
+        ((*WHERE, "When did she die?"), "When did Ann Lee die?"),
+        (("What is the capital of France?", "Paris", "How big is it?"), "How big is Paris?"),
+        (("Who is Ann Lee?", "a British director", "When did she die?"), "When did Ann Lee die?"),
+        ((*WHO, "Thanks.", "Welcome", "When was she born?"), "When was Ann Lee born?"),
+        ((*WHO, "And when?"), "And when? (Ann Lee, Night Ferry)"),
+        ((*WHO, "Why?"), "Why? (Ann Lee, Night Ferry)"),
+        ((*WHO, "What about the music"), "What about the music (Ann Lee, Night Ferry)"),
+        ((*WHO, "Who wrote Emma and when was it published?"), "Who wrote Emma and when was it published?"),
+        ((*WHO, "what is photosynthesis?"), "what is photosynthesis?"),
+        ((*WHO, "Who wrote Emma?"), "Who wrote Emma?"),
+        (("Hello", "I do not know.", "When was she born?"), "When was she born?"),
+        (("When was she born?",), "When was she born?"),
+    ],
+    ids=str,
+)
+def test_the_last_question_stands_on_its_own(turns, asked):
+    roles = [("user", "assistant")[n % 2] for n in range(len(turns))]
+    assert make_question_stand_alone([*zip(roles, turns, strict=True)]) == asked
+
+
+def test_what_a_question_gets_from_long_turns_is_bounded():
+    turns = [("user", " ".join(f"He saw Name{n}x{m}." for m in range(20))) for n in range(100)]
+    asked = make_question_stand_alone([*turns, ("user", "Why?")])
+    assert 100 < len(asked) < 300 and "Name99x0" in asked and "Name0x0" not in asked
+    assert len(make_question_stand_alone([("user", "The A" + "a" * 10**6), ("user", "When was it?")])) < 300
+
+
+def test_names_are_runs_of_capitals_without_the_words_of_grammar():
+    text = "Did The Hobbit (1937) by J. R. R. Tolkien win, and was Apollo 11 by NASA? Élan Vital said no."
+    assert find_names(text) == ["Hobbit", "J. R. R. Tolkien", "Apollo 11", "NASA", "Élan Vital"]
+    assert find_names("Paris") == ["Paris"] and find_names("Tell me") == []
+
+
+HISTORY = "\n### Chat History:\n<chat_history>\nUSER: {}\nASSISTANT: Ann Lee\nUSER: {}\n</chat_history>"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("title", "Who directed Night Ferry"),
+        ("tags", ["Night Ferry", "Emma"]),
+        ("follow_ups", []),
+        ("queries", ["Who wrote Emma?"]),
+    ],
+)
+def test_what_open_webui_asks_beside_a_chat_is_answered_in_its_form_without_the_model(corpus, key, value):
+    task = f'### Task:\nDo so.\n### Output:\nJSON format: {{ "{key}": "..." }}'
+    task += HISTORY.format("Who directed Night Ferry?", "Who wrote Emma?")
+    with serve_decoder(made_decoder(corpus)) as service:
+        answer = send_request(service, chat_body(task)).json()
+        assert not service.engine.counts["steps"]
+    assert json.loads(answer["choices"][0]["message"]["content"]) == {key: value}
+    for other in (task[1:], task.replace("chat_history", "context"), task.replace(key, "verdict")):
+        assert answer_chat_task(other) is None
+
+
+def make_rollout(response):
+    """A finished answer that cites two passages in its reasoning and the second one in its answer."""
+    rollout = Rollout("q1", ASKED, "joint", 8, response=response, finished=True)
+    rollout.passages = {"a b": "Emma\nBy Austen.", "c": "Jane Austen\nA novelist."}
+    both = [{"id": "a b", "step": 1, "words": ["emma", "novel"]}, {"id": "c", "step": 2, "words": ["jane"]}]
+    rollout.citations = [
+        {"text": "", "kind": "reasoning", "passages": both, "unsupported": ["loud"]},
+        {"text": "", "kind": "answer", "passages": both[1:], "unsupported": []},
+    ]
+    return rollout
+
+
+def reply_to(response, note="", **asked):
+    request = ParsedRequest(ASKED, SETTINGS, **asked)
+    return build_reply(make_rollout(response), response, request, lambda name, _: f"http://x/{name}", note)
+
+
+def test_a_reply_is_the_answer_with_its_sources_and_the_reasoning_apart():
+    reply = reply_to("Emma is by Jane. ### Jane Austen", "Of novels alone.")
+    assert reply.reasoning == "Emma is by Jane."
+    assert reply.content == "Jane Austen [2]\n\n[1] Emma\n[2] Jane Austen\n\nOf novels alone."
+    cited = [each["url_citation"] for each in reply.annotations]
+    marks = [reply.content[each["start_index"] : each["end_index"]] for each in cited]
+    assert marks == ["[1]", "[2]"] and cited[1]["start_index"] == len("Jane Austen ")
+    assert [(each["title"], each["url"]) for each in cited] == [
+        ("Emma", "http://x/a b"),
+        ("Jane Austen", "http://x/c"),
+    ]
+    assert [(each["id"], each["score"]) for each in reply.sources] == [
+        ("a b", 0.4),
+        ("c", 0.4),
+    ]  # of 5 words
+    bare = reply_to("Emma is by Jane. ### Jane Austen", "Of novels alone.", cite=False)
+    assert (bare.content, bare.annotations) == ("Jane Austen", [])
+
+
+@pytest.mark.parametrize(
+    ("response", "reasoning", "content"),
+    [
+        (r"By Jane. \boxed{Jane}", "By Jane.", "Jane"),
+        ("By Jane. <answer>Jane</answer>", "By Jane.", "Jane"),
+        ("So the answer is: Jane.", "So the answer is:", "Jane"),
+        ("One. ### a ### b", "One. ### a", "b"),
+        ("Jane", "Jane", "Jane"),
+    ],
+)
+def test_reasoning_that_is_streamed_is_never_taken_back(response, reasoning, content):
+    reply = reply_to(response, cite=False)
+    assert (reply.reasoning, reply.content) == (reasoning, content)
+    for stop in range(len(response)):
+        assert reasoning.startswith(cut_open_reasoning(response[:stop], "marked"))
+
+
+def test_who_abstains_says_why_and_cites_nothing(monkeypatch):
+    why = {"abstained": True, "abstain_reason": "no passage names Emma"}
+    monkeypatch.setattr(Rollout, "answer_record", lambda self: why)
+    assert reply_to("###").content == "I do not know: no passage names Emma."
+
+
+def test_turns_are_read_and_the_rewritten_question_is_what_is_searched_and_answered(corpus):
+    turns = [
+        {"role": "user", "content": "Who wrote Emma?"},
+        {"role": "assistant", "content": "Jane Austen"},
+    ]
+    turns[1] |= {"refusal": None, "annotations": []}  # as clients send an answer back
+    asked = "When was Jane Austen born?"
+    (alone,) = made_decoder(corpus).decode([asked])
+    body = {"messages": [*turns, {"role": "user", "content": "When was she born?"}]}
+    system = {"role": "system", "content": "Be brief."}
+    with serve_decoder(made_decoder(corpus)) as service:
+        answer = send_request(service, body).json()["dlm_rag"]
+        events = parse_events(send_request(service, body | {"stream": True}))
+        ruled = send_request(service, {"messages": [system, *body["messages"]]}).json()["dlm_rag"]
+        refused = send_request(service, {"messages": [system, *turns]})
+        silent = send_request(service, {"messages": [system]})
+    assert (answer["question"], answer["response"]) == (asked, alone.response)
+    assert events[0][1]["dlm_rag"]["query"] == asked
+    assert ruled == answer | {"unread": ["system"]}, "a model without a chat template reads none"
+    assert refused.status_code == silent.status_code == 400 and "role 'user'" in refused.text
+
+
+def test_a_system_prompt_is_in_the_prompt_and_in_no_query(corpus):
+    inner = byte_tokenizer()
+    inner.chat_template = "{% for message in messages %}<u>{{ message['content'] }}</u>{% endfor %}"
+    plain = made_decoder(corpus)
+    tokenizer = Tokenizer(inner, plain.tokenizer.mask_id)
+    decoder = Decoder(tiny_denoiser(), plain.retriever, tokenizer, replace(SETTINGS, max_new_tokens=8))
+    system = "Answer in {question} French."
+    body = {"messages": [{"role": "developer", "content": system}, *chat_body()["messages"]]}
+    with serve_decoder(decoder) as service:
+        without, ruled = send_request(service, chat_body()).json(), send_request(service, body).json()
+        events = parse_events(send_request(service, body | {"stream": True}))
+    added = len(f"{system}\n\n")  # bytes, each a token
+    cut = [answer["dlm_rag"].get("cut", {}).get("tokens", 0) for answer in (without, ruled)]
+    sizes = [answer["usage"]["prompt_tokens"] for answer in (without, ruled)]
+    assert sizes[1] + cut[1] == sizes[0] + cut[0] + added and "unread" not in ruled["dlm_rag"]
+    assert "French" not in str([body.get("dlm_rag", {}).get("query") for _, body in events[:-1]])
+    prompt = tokenizer.build_prompt(ASKED, [], system)
+    assert tokenizer.query_text([*prompt.head]).startswith(f"<u>{system}\n\nUse ONLY")
+
+
+def test_several_answers_are_those_of_as_many_seeds(corpus):
+    own = {"temperature": 1.0, "seed": 5}
+    known = [
+        made_decoder(corpus, replace(SETTINGS, temperature=1.0, seed=seed)).decode([ASKED])[0]
+        for seed in (5, 6, 7)
+    ]
+    assert len({rollout.response for rollout in known}) > 1
+    with serve_decoder(made_decoder(corpus)) as service:
+        whole = send_request(service, chat_body(n=3, **own)).json()
+        *chunks, _ = parse_events(send_request(service, chat_body(n=3, stream=True, **own)))
+        assert service.engine.counts["answered"] == 6
+    assert [choice["dlm_rag"]["response"] for choice in whole["choices"]] == [r.response for r in known]
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    for index, choice in enumerate(whole["choices"]):
+        parts = [c for _, body in chunks for c in body["choices"] if c["index"] == index]
+        for name in ("content", "reasoning_content"):
+            said = "".join(part["delta"].get(name, "") for part in parts)
+            assert said == choice["message"].get(name, "")
+        assert parts[-1]["finish_reason"] == choice["finish_reason"]
+    ends = [rollout.tokens_before_end(made_decoder(corpus).tokenizer.end_ids) for rollout in known]
+    assert whole["usage"]["completion_tokens"] == sum(ends) and chunks[-1][1]["usage"] == whole["usage"]
+
+
+def test_answers_of_one_request_that_find_no_place_leave_none_behind(corpus):
+    with serve_decoder(made_decoder(corpus), max_queue_per_key=2) as service:
+        full = send_request(service, chat_body(n=16, temperature=1.0))
+        assert full.status_code == 429 and not service.engine.num_waiting
+        assert send_request(service, chat_body()).status_code == 200
+
+
+def test_completions_are_the_text_as_the_model_writes_it(corpus):
+    (rollout,) = made_decoder(corpus).decode([ASKED])
+    with serve_decoder(made_decoder(corpus)) as service:
+        path = "/v1/completions"
+        whole = send_request(service, {"prompt": ASKED}, path).json()
+        *chunks, _ = parse_events(send_request(service, {"prompt": ASKED, "stream": True}, path))
+        listed = send_request(service, {"prompt": [ASKED]}, path).json()
+        cut = send_request(service, {"prompt": ASKED, "stop": rollout.response[3]}, path).json()
+        refused = [
+            send_request(service, {"prompt": ASKED} | more, path)
+            for more in (
+                {"prompt": [1, 2]},
+                {"prompt": " "},
+                {"echo": True},
+                {"logprobs": 0},
+                {"cite": True},
+            )
+        ]
+    assert whole["choices"][0]["text"] == rollout.response and whole["object"] == "text_completion"
+    assert listed["choices"] == whole["choices"]
+    assert "".join(body["choices"][0]["text"] for _, body in chunks) == rollout.response
+    assert cut["choices"][0]["text"] == rollout.response.partition(rollout.response[3])[0]
+    assert [response.status_code for response in refused] == [400] * 5
+
+
+def json_schema(properties, **more):
+    schema = {"type": "object", "properties": properties} | more
+    return {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+
+
+TEXT, TEXTS = {"type": "string", "title": "A"}, {"type": "array", "items": {"type": "string"}}
+
+
+def test_an_answer_in_json_has_the_fields_that_are_asked_for(corpus):
+    (rollout,) = made_decoder(corpus).decode([ASKED])
+    every = {"answer": rollout.answer, "reasoning": rollout.response, "sources": []}
+    with serve_decoder(made_decoder(corpus)) as service:
+        for form, names in (
+            ({"type": "json_object"}, list(every)),
+            (json_schema({"sources": TEXTS, "answer": TEXT}, required=["answer"]), ["sources", "answer"]),
+            (json_schema({"reasoning": TEXT}, additionalProperties=False), ["reasoning"]),
+        ):
+            body = chat_body(response_format=form)
+            text = send_request(service, body).json()["choices"][0]["message"]["content"]
+            assert [*json.loads(text).items()] == [(name, every[name]) for name in names]
+            chunks = parse_events(send_request(service, body | {"stream": True}))[:-1]
+            assert "".join(chunk["choices"][0]["delta"]["content"] for _, chunk in chunks) == text
+        for form in (
+            json_schema({"answer": {"type": "number"}}),
+            json_schema({"year": TEXT}),
+            json_schema({}),
+            json_schema({"answer": TEXT | {"enum": ["a"]}}),
+            json_schema({"answer": TEXT}, required=["year"]),
+            json_schema({"answer": TEXT}, required=[["answer"]]),
+            json_schema({"answer": TEXT}, required=1),
+            json_schema({"answer": TEXT}, minProperties=2),
+            {"type": "json_schema"},
+            {"type": "grammar"},
+            "json",
+        ):
+            refused = send_request(service, chat_body(response_format=form))
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "response_format"
+
+
+@pytest.mark.slow
+def test_serve_alone_answers_its_example_questions_and_links_their_sources(tmp_path):
+    """With OpenAI's client: every example is right, its source can be read, "it" is what came before."""
+    import openai
+
+    port = find_free_port()
+    url = f"http://127.0.0.1:{port}"
+    examples = read_questions(ROOT / "dlm_rag" / "shipped" / "examples" / "questions.jsonl")
+    with (
+        start_server_process(tmp_path, port),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+    ):
+        (model,) = client.models.list()
+        assert model.examples == [question.question for question in examples]
+        page = httpx.get(url).text
+        for question in examples:
+            assert f'<button type="button">{question.question}</button>' in page
+            asked = [{"role": "user", "content": question.question}]
+            answer = client.chat.completions.create(model=model.id, messages=asked)
+            message, (golden,) = answer.choices[0].message, question.golden_answers
+            assert (
+                message.content.startswith(f"{golden} [1]\n\n[1] ") and answer.dlm_rag["answer"] == golden
+            )
+            (cited,) = (each.url_citation for each in message.annotations)
+            assert httpx.get(cited.url).text == answer.dlm_rag["sources"][0]["text"]
+            assert httpx.get(cited.url).text.startswith(cited.title)
+            parts = [*client.chat.completions.create(model=model.id, messages=asked, stream=True)]
+            for name in ("content", "reasoning_content"):
+                said = "".join(getattr(part.choices[0].delta, name, None) or "" for part in parts)
+                assert said == getattr(message, name)
+            asked += [message.model_dump(), {"role": "user", "content": "What is it?"}]
+            again = client.chat.completions.create(model=model.id, messages=asked)
+            assert again.dlm_rag["question"] == question.question
+            assert again.choices[0].message.content == message.content
+        assert httpx.get(f"{url}/passages/none").status_code == 404
+
+
+@pytest.mark.slow
+def test_the_model_of_the_invented_world_says_what_it_knows(tmp_path):
+    port = find_free_port()
+    with start_server_process(tmp_path, port, "--model", "dlm_rag/shipped/model"):
+        (model,) = httpx.get(f"http://127.0.0.1:{port}/v1/models").json()["data"]
+        path = f"http://127.0.0.1:{port}/v1/chat/completions"
+        answer = httpx.post(path, json=chat_body(model["examples"][0]), timeout=60).json()
+    assert "invented world" in model["description"] and len(model["examples"]) == 3
+    assert answer["choices"][0]["message"]["content"].endswith(f"\n\n{model['description']}")
