@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from dlm_rag.errors import CorpusError
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.synthesis.cloze_questions import contains_answer
 from dlm_rag.synthesis.facts import DATE, UPPER, Fact, FactFinder, load_relations
@@ -74,6 +75,8 @@ class NaturalQuestions:
             passage.name: row for row, passage in enumerate(self.titled) if often[passage.name] == 1
         }
         self.facts = {row: self._finder.find(row) for row in rows}
+        if not any(self.facts.values()):
+            raise CorpusError("no sentence of these passages tells a fact: set train.natural_share=0")
         self._told = Counter((f.relation or f.say, normalize_answer(f.object)) for f in self._every())
         self._by_relation = defaultdict[str, list[Fact]](list)
         for fact in self._every():
@@ -123,7 +126,7 @@ class NaturalQuestions:
         if row is not None:
             found = self.facts.get(row, [])
             fact = rng.choice(found) if found else None
-        elif rng.random() < CLAUSE_SHARE and self._by_relation[""]:
+        elif self._by_relation[""] and (not self._weights or rng.random() < CLAUSE_SHARE):
             fact = rng.choice(self._by_relation[""])
         else:
             name = rng.choices([*self._weights], [*self._weights.values()])[0]
