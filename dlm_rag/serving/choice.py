@@ -1,5 +1,6 @@
 """One answer of a completion, whole or step by step: its text, log-probabilities, and what ends it."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,9 +92,21 @@ class Choice:
             if self._asked.plain:
                 yield shown, self._build_record(None, written, {"text": new})
                 continue
-            delta = {"role": "assistant"} if self._taken == 1 else {}
+            delta: dict[str, Any] = {"role": "assistant"} if self._taken == 1 else {}
             delta |= {"content": ""} | ({"reasoning_content": new} if new else {})
+            if self._asked.search_calls and step.retrieved:
+                call = {
+                    "name": "search",
+                    "arguments": json.dumps({"query": step.query}, ensure_ascii=False),
+                }
+                number = sum(each.retrieved for each in rollout.steps[: self._taken]) - 1
+                ids = {"index": number, "id": f"search-{number}", "type": "function"}
+                delta |= {"tool_calls": [ids | {"function": call}]}
             yield shown, self._build_record(None, written, {"delta": delta})
+
+    def build_empty(self) -> dict[str, Any]:
+        """The choice of a chunk without text."""
+        return self._build_record(None, "", {"delta": {"content": ""}})
 
     def build_last(self, end: ChoiceEnd) -> dict[str, Any]:
         """The choice of the last chunk: what was not sent before."""

@@ -7,6 +7,7 @@ done by rule: "he" after "Who directed Emma?" - "Ann Lee" is Ann Lee, "And when?
 import json
 import re
 from collections.abc import Iterable, Sequence
+from textwrap import shorten
 
 from dlm_rag.text import FUNCTION_WORDS, extract_sentences, split_words
 
@@ -123,7 +124,7 @@ def answer_chat_task(text: str) -> str | None:
     asked = [turn for role, turn in turns if role == "USER"] or [""]
     sentences = extract_sentences(asked[0]) or ["Chat"]
     found = {
-        "title": sentences[0].rstrip("?!. ")[:60],
+        "title": shorten(sentences[0].rstrip("?!. "), 60, placeholder=" ..."),
         "tags": [name for question in asked for name in find_names(question)][:3] or ["General"],
         "follow_ups": [],
         "queries": [asked[-1]],

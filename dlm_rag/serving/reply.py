@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,16 @@ class Reply:
     content: str
     annotations: list[dict[str, Any]]
     sources: list[dict[str, Any]]
+
+    def build_source_events(self) -> Iterator[dict[str, Any]]:
+        """What Open WebUI shows who clicks on a source, with its text; none where none is annotated."""
+        for each in self.sources if self.annotations else ():
+            place = {"source": each["url"], "name": each["title"]}
+            data = {"source": {"name": each["title"], "url": each["url"]}, "metadata": [place]}
+            yield {
+                "type": "source",
+                "data": data | {"document": [each["text"]], "distances": [each["score"]]},
+            }
 
 
 def cut_open_reasoning(text: str, answer_form: str) -> str:

@@ -111,6 +111,7 @@ class _ChatFields(_OpenAIFields):
     messages: list[Message]
     response_format: Any = None
     cite: bool | None = None
+    search_calls: bool | None = None
 
 
 class _CompletionFields(_OpenAIFields):
@@ -144,8 +145,8 @@ class ParsedRequest:
     question: as it stands on its own. include_usage: whether a stream ends with a chunk of usage alone.
     n: answers. plain: whether the text alone is sent, as the model writes it. system: the system prompt,
     where the model reads one. unread: what of the request it does not. json_fields: what the object that is
-    asked for holds; none for text. cite: whether sources stand below the answer. task: the reply to what is
-    no question.
+    asked for holds; none for text. cite: whether sources stand below the answer. search_calls: whether each
+    search is a tool call of the stream. task: the reply to what is no question.
     """
 
     question: str
@@ -161,6 +162,7 @@ class ParsedRequest:
     unread: tuple[str, ...] = ()
     json_fields: tuple[str, ...] = ()
     cite: bool = True
+    search_calls: bool = False
     task: str | None = None
 
 
@@ -183,6 +185,8 @@ class RequestParser:
         if not turns or turns[-1][0] != "user":
             raise ApiError(400, "the last message must be a question, of the role 'user'", "messages")
         _require_not_blank(turns[-1][1], "messages")
+        if asked.search_calls and not asked.stream:
+            raise ApiError(400, "'search_calls' has no effect without stream=true", "search_calls")
         read = self.decoder.tokenizer.reads_system_prompts
         return replace(
             self._parse_common(asked, make_question_stand_alone(turns), NEUTRAL_OPENAI_VALUES),
@@ -190,6 +194,7 @@ class RequestParser:
             unread=("system",) if system and not read else (),
             json_fields=_read_json_fields(asked.response_format),
             cite=asked.cite is not False,
+            search_calls=bool(asked.search_calls),
             task=None if asked.stream else answer_chat_task(turns[-1][1]),
         )
 

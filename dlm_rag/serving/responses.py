@@ -66,6 +66,8 @@ class ChatResponse:
         if done:
             ends = [choice.finish() for choice in self._choices]
             for choice, end in zip(self._choices, ends, strict=True):
+                for event in end.reply.build_source_events():
+                    yield None, self._chunk | {"choices": [choice.build_empty()], "event": event}
                 last = self._chunk | {"choices": [choice.build_last(end) | self._describe(end)]}
                 usage = {"usage": _add_usage(ends)} if choice is self._choices[-1] else {}
                 yield None, last | {"dlm_rag": end.record} | ({} if self._asked.include_usage else usage)

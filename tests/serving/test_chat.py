@@ -81,14 +81,17 @@ HISTORY = "\n### Chat History:\n<chat_history>\nUSER: {}\nASSISTANT: Ann Lee\nUS
     ("key", "value"),
     [
         ("title", "Who directed Night Ferry"),
+        ("long title", "word " * 11 + "..."),
         ("tags", ["Night Ferry", "Emma"]),
         ("follow_ups", []),
         ("queries", ["Who wrote Emma?"]),
     ],
 )
 def test_what_open_webui_asks_beside_a_chat_is_answered_in_its_form_without_the_model(corpus, key, value):
+    first = "word " * 20 if key == "long title" else "Who directed Night Ferry?"
+    key = key.removeprefix("long ")
     task = f'### Task:\nDo so.\n### Output:\nJSON format: {{ "{key}": "..." }}'
-    task += HISTORY.format("Who directed Night Ferry?", "Who wrote Emma?")
+    task += HISTORY.format(first, "Who wrote Emma?")
     with serve_decoder(made_decoder(corpus)) as service:
         answer = send_request(service, chat_body(task)).json()
         assert not service.engine.counts["steps"]
@@ -221,6 +224,21 @@ def test_several_answers_are_those_of_as_many_seeds(corpus):
     assert whole["usage"]["completion_tokens"] == sum(ends) and chunks[-1][1]["usage"] == whole["usage"]
 
 
+def test_the_models_own_searches_are_calls_of_a_tool_where_they_are_asked_for(corpus):
+    (rollout,) = made_decoder(corpus, replace(SETTINGS, commit_threshold=0.9)).decode([ASKED])
+    body = chat_body(stream=True, commit_threshold=0.9)
+    with serve_decoder(made_decoder(corpus)) as service:
+        called = parse_events(send_request(service, body | {"search_calls": True}))[:-1]
+        plain = parse_events(send_request(service, body))[:-1]
+        assert send_request(service, chat_body(search_calls=True)).status_code == 400
+    deltas = [chunk["choices"][0]["delta"] for _, chunk in called]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    queries = [json.loads(call["function"]["arguments"])["query"] for call in calls]
+    assert queries == [step.query for step in rollout.steps if step.retrieved] and len(queries) > 1
+    assert [call["index"] for call in calls] == [*range(len(calls))]
+    assert not any("tool_calls" in chunk["choices"][0]["delta"] for _, chunk in plain)
+
+
 def test_answers_of_one_request_that_find_no_place_leave_none_behind(corpus):
     with serve_decoder(made_decoder(corpus), max_queue_per_key=2) as service:
         full = send_request(service, chat_body(n=16, temperature=1.0))
@@ -319,6 +337,10 @@ def test_serve_alone_answers_its_example_questions_and_links_their_sources(tmp_p
             assert httpx.get(cited.url).text == answer.dlm_rag["sources"][0]["text"]
             assert httpx.get(cited.url).text.startswith(cited.title)
             parts = [*client.chat.completions.create(model=model.id, messages=asked, stream=True)]
+            events = [part.event["data"] for part in parts if hasattr(part, "event")]
+            assert [event["document"] for event in events] == [
+                [each["text"]] for each in answer.dlm_rag["sources"]
+            ]
             for name in ("content", "reasoning_content"):
                 said = "".join(getattr(part.choices[0].delta, name, None) or "" for part in parts)
                 assert said == getattr(message, name)
