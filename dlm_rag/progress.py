@@ -56,7 +56,7 @@ def report_progress(
     what: a few words. unit: "bytes", or nothing for a count. done: what there is from before.
     May be nested. Of the processes of a run only the first draws.
     """
-    what, draws, start = replace_control_chars(what), _draws(), perf_counter()
+    what, draws, start = replace_control_chars(what), can_draw(), perf_counter()
     count, task = done, object()
     due = start + (SHOW_AFTER_SECONDS if draws else LOG_EVERY_SECONDS)
 
@@ -109,13 +109,13 @@ def show_status(text: str = "") -> None:
         _status.write("\r\x1b[2K")
         _status.flush()
         _status = None
-    if text and _draws():
+    if text and can_draw():
         _status = sys.stderr
         _status.write(text[: shutil.get_terminal_size().columns - 1])  # a line that is wrapped would stay
         _status.flush()
 
 
-def _draws() -> bool:
+def can_draw() -> bool:
     """Whether standard error is a terminal on which a line can be drawn over, in the first process."""
     is_plain = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
     return sys.stderr.isatty() and not is_plain and os.environ.get("RANK", "0") == "0"

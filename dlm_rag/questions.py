@@ -5,6 +5,7 @@ import logging
 import random
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -54,6 +55,17 @@ class Question:
     place: str = field(default="", compare=False, repr=False)  # in its file, for errors
     supporting_titles: tuple[str, ...] = ()  # of the supporting passages, where a file says no ids
     system: str = ""  # a system prompt, which stands in the prompt and in no query
+
+
+def select_few_per_hop(questions: list[Question], each: int = 2) -> list[Question]:
+    """The first questions of every number of hops."""
+    seen: Counter[int | None] = Counter()
+    kept = []
+    for question in questions:
+        seen[question.hops] += 1
+        if seen[question.hops] <= each:
+            kept.append(question)
+    return kept
 
 
 def read_questions(path: str | Path) -> list[Question]:

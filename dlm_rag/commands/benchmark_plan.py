@@ -213,7 +213,9 @@ def plan_step(config: Config, shape: DenoiserConfig, machine: GpuSpec | None) ->
         check_uniform_settings(config.model, config.engine)
     if machine is None:
         free = measure_free_bytes(torch.device("cpu")) / (1 - RESERVED_MEMORY_FRACTION)
-        machine = GpuSpec("this machine", {torch.float32: math.inf}, free, math.inf, math.inf, 0.0, "")
+        machine = GpuSpec(
+            "this machine", {torch.float32: math.inf}, free, math.inf, math.inf, 0.0, None, ""
+        )
     dtype = choose_planned_dtype(config.model.dtype, machine)
     if dtype not in machine.flops:
         raise ConfigError(f"{machine.name} does not compute in {dtype}")

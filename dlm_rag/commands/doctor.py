@@ -265,9 +265,9 @@ def check_range(config: Config) -> Iterator[Finding]:
     """The largest numbers of every layer while the model answers the questions that `sample` shows."""
     import torch
 
-    from dlm_rag.commands.sample import select_few_per_hop
     from dlm_rag.model.activation_range import FLOAT16_MAX, ActivationRange, describe_range
     from dlm_rag.model.denoiser import Denoiser
+    from dlm_rag.questions import select_few_per_hop
 
     asked = fill_in_shipped_files(config, [])
     world = fill_in_shipped_files(Config(), [])

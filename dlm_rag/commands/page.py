@@ -3,6 +3,7 @@
     dlm-rag page trace.jsonl --html page.html
     dlm-rag page static.jsonl interleaved.jsonl --html page.html     # the same questions, side by side
     dlm-rag page trace.jsonl --questions questions.jsonl --html page.html    # with what is right
+    dlm-rag page runs/tiny --html page.html     # of a training: curves, and examples as they improve
 
 A trace is what `dlm-rag sample --trace FILE` writes; `dlm-rag sample --html FILE` makes the page at once.
 """
@@ -20,6 +21,21 @@ from dlm_rag.questions import read_questions
 MAX_TRACES = 2
 
 
+def write_training_page(page: Path, folders: list[Path]) -> None:
+    """Writes the page of one run of `train`. Raises `ConfigError` for a folder without metrics."""
+    from dlm_rag.page.training import make_training_page
+    from dlm_rag.training.metrics_logger import read_metrics
+
+    metrics = read_metrics(folders[0] / "metrics.jsonl")
+    if not metrics or len(folders) > 1:
+        raise ConfigError(
+            f"{folders[0]} is a folder: of a training name that folder alone, which holds its metrics.jsonl"
+        )
+    check_page_target(str(page))
+    make_training_page(page, folders[0], metrics)
+    print_note(f"the page is in {page}")
+
+
 def main(argv: list[str]) -> None:
     parser = CommandParser(__doc__ or "", prog="dlm-rag page")
     parser.add_argument("traces", nargs="+", metavar="TRACE")
@@ -33,6 +49,9 @@ def main(argv: list[str]) -> None:
     traces = [expand_path(path, TraceError) for path in given.traces]
     page = expand_path(given.html, ConfigError) if given.html.startswith("~") else given.html
     known = read_questions(given.questions) if given.questions else []
+    if traces[0].is_dir():
+        write_training_page(Path(page), traces)
+        return
     read = {f"trace {path}": str(path) for path in traces}
     if len(read) < len(traces):
         raise ConfigError(f"{traces[0]} is named twice: name the trace of another run beside it")

@@ -16,7 +16,6 @@ In a checkout `python sample.py` is the same program.
 
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -43,6 +42,7 @@ from dlm_rag.commands.tensor_parallel import run_on_ranks
 from dlm_rag.errors import ConfigError
 from dlm_rag.page.render import TraceRun, read_trace_runs, write_page
 from dlm_rag.progress import show_status
+from dlm_rag.questions import select_few_per_hop
 
 if TYPE_CHECKING:
     from dlm_rag.config import Config
@@ -94,17 +94,6 @@ def asks_beyond_shipped_world(given: "Config", questions: "list[Question]") -> b
     world = SHIPPED_FOLDER / "world" / "corpus.jsonl"  # a service may well have these passages
     known = set(re.findall(r"\w+", world.read_text(encoding="utf-8")))
     return any(not known.issuperset(re.findall(r"(?<=\s)[A-Z]\w+", q.question)) for q in questions)
-
-
-def select_few_per_hop(questions: "list[Question]", each: int = 2) -> "list[Question]":
-    """The first questions of every number of hops, which the docs show."""
-    seen: Counter[int | None] = Counter()
-    kept = []
-    for question in questions:
-        seen[question.hops] += 1
-        if seen[question.hops] <= each:
-            kept.append(question)
-    return kept
 
 
 def decode_to_screen(

@@ -3,6 +3,7 @@
     dlm-rag train --config tiny.yaml             # the whole way on a small scale, on invented worlds
     dlm-rag train --config tiny.yaml --resume    # goes on where a run was stopped, however it was
     dlm-rag train --config gb300.yaml --plan     # what it takes, before anything is allocated
+    dlm-rag train --config tiny.yaml --page      # with a page of it, train.html, that follows the run
     torchrun --nproc-per-node 2 -m dlm_rag train --config world.yaml    # on two processes
 
 The folder of --out gets metrics.jsonl, checkpoints/ and, at the end, model/, which sample reads:
@@ -35,6 +36,7 @@ TRAIN_SETTINGS = (
 )  # fmt: skip
 TRAIN_SWITCHES = {
     "resume": "go on from the last checkpoint",
+    "page": "keep a page of curves and examples in the folder, train.html, which a browser follows",
     "plan": "print what the run takes in memory, time and energy, and do nothing",
 }
 
@@ -84,7 +86,7 @@ def main(argv: list[str]) -> None:
         device = processes.local_device(config.model.device)
         check_run_fits(config, processes.world_size, device)  # before anything is fetched
         limit_cuda_allocator(config.engine, device)
-        run_training(config, open_initial_model(config), folder, processes, stop)
+        run_training(config, open_initial_model(config), folder, processes, stop, "page" in words.switches)
     if stop.interrupted:
         raise KeyboardInterrupt
 

@@ -270,8 +270,8 @@ class PlanConfig(CheckedSettings):
     """claimed duration in days, to be checked"""
     price_per_kwh: float = setting(0.3, low=0)
     """price of a kilowatt hour in dollars"""
-    price_per_hour: float = setting(0.0, low=0)
-    """price of a device hour in dollars, in addition to energy"""
+    price_per_hour: float | None = setting(None, low=0)
+    """rent of a device in dollars an hour; unset: that of a public price list, where it has the machine"""
 
 
 @settings_dataclass

@@ -2,6 +2,7 @@
 
 import json
 import secrets
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,11 +15,13 @@ from dlm_rag.energy.meter import format_three_digits
 from dlm_rag.errors import ConfigError, summarize_error
 from dlm_rag.files.checked_json import parse_json_object
 from dlm_rag.files.paths import write_text_atomic
-from dlm_rag.progress import report_progress
+from dlm_rag.page.training import TrainingPage
+from dlm_rag.progress import LOG_EVERY_SECONDS, can_draw, format_duration, report_progress
 
 Metrics = dict[str, Any]
 
 SCREEN_WINDOW_STEPS = 50  # steps that the figures on the screen are means of
+PAGE_NAME = "train.html"
 VALIDATION_PREFIXES = ("exact_match", "forwards", "nelbo")  # how the names of validation metrics begin
 TEXT_METRICS = ("phase", "alarm", "joules_of")  # metrics that are no numbers
 REQUIRED_METRICS = ("step", "seconds", "rows", "supervised_tokens")  # what every line of metrics has
@@ -33,8 +36,10 @@ VALIDATION_FORMATS = {"exact_match": "EM {:.1%}", "nelbo_per_token": "NELBO {:.3
 class MetricsLogger:
     """Writes `metrics.jsonl` in `folder`; a resumed run replaces what it computes again."""
 
-    def __init__(self, folder: Path, config: Config, from_step: int, quiet: bool = False) -> None:
-        """quiet: nothing is written, as on all processes but the first."""
+    def __init__(
+        self, folder: Path, config: Config, from_step: int, quiet: bool = False, page: bool = False
+    ) -> None:
+        """quiet: nothing is written, as on all processes but the first. page: `train.html` is kept too."""
         self._path, self._quiet = folder / "metrics.jsonl", quiet
         self._last: Metrics = {}
         if not quiet and self._path.is_file():
@@ -42,17 +47,29 @@ class MetricsLogger:
             self._write(kept)
             self._last = kept[-1] if kept else {}
         self._steps = sum(phase.max_steps for phase in config.train.get_phase_configs().values())
+        self.page = (
+            TrainingPage(folder / PAGE_NAME, str(folder), self._steps) if page and not quiet else None
+        )
+        if self.page:
+            for metrics in read_metrics(self._path):
+                self.page.add_step(metrics)
         self._recent: deque[Metrics] = deque(maxlen=SCREEN_WINDOW_STEPS)
         self._validated: Metrics = {}
         self._wandb = None if quiet else start_wandb(config, folder)
-        self._bar = report_progress("training", self._steps, done=from_step)
+        self._begun, self._from_step, self._said = time.perf_counter(), from_step, 0.0
+        # In a log the line of metrics has the time left, once a minute.
+        self._bar = report_progress("training", self._steps, done=from_step) if can_draw() else None
 
     def __enter__(self) -> "MetricsLogger":
-        self._advance = self._bar.__enter__()
+        self._advance = self._bar.__enter__() if self._bar else lambda more: None
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._bar.__exit__(None, None, None)
+        if self._bar:
+            self._bar.__exit__(None, None, None)
+        if self.page:
+            done = self._last.get("step", -1) + 1
+            self.page.write("finished" if done >= self._steps else f"stopped after step {done:,}")
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -68,24 +85,48 @@ class MetricsLogger:
         if "alarm" in metrics:
             print_note(f"step {done:,}: {metrics['alarm']}")
         self._recent.append(metrics)
-        if done % SCREEN_WINDOW_STEPS == 0:
-            print_note(f"step {done:,}/{self._steps:,} {describe_steps(self._recent, self._validated)}")
+        if self._is_line_due(done):
+            left = (self._steps - done) * (self._said - self._begun) / (done - self._from_step)
+            print_note(
+                f"step {done:,}/{self._steps:,} {describe_steps(self._recent, self._validated)} · "
+                f"{format_duration(left)} left"
+            )
         self._advance(1)
+        if self.page:
+            self.page.add_step(metrics)
+            self.page.write()
+
+    def _is_line_due(self, done: int) -> bool:
+        """In a terminal after so many steps; in a log after as many, then once a minute, and at the end."""
+        now, first = time.perf_counter(), self._said == 0.0
+        due = done % SCREEN_WINDOW_STEPS == 0
+        if not self._bar:
+            due = (
+                (due and first)
+                or done == self._steps
+                or (not first and now - self._said >= LOG_EVERY_SECONDS)
+            )
+        if due:
+            self._said = now
+        return due
 
     @property
     def has_validation(self) -> bool:
         """Whether the last step has the scores of a validation."""
         return not self._quiet and bool(select_validation_metrics(self._last))
 
-    def log_validation(self, scores: dict[str, float]) -> None:
-        """A validation's, to the metrics of the last step."""
+    def log_validation(self, scores: dict[str, float], examples: Metrics | None = None) -> None:
+        """A validation's, to the metrics of the last step; examples: answers by question, as they come."""
         if self._quiet:
             return
-        self._last |= scores
+        self._last |= scores | ({"examples": examples} if examples else {})
         self._write([*read_metrics(self._path)[:-1], self._last])
         if self._wandb is not None:
             self._wandb.log(scores, step=self._last["step"])
         self._validated = select_validation_metrics(self._last)
+        if self.page:
+            self.page.add_validation(self._last)
+            self.page.write()
 
     def _write(self, metrics: list[Metrics]) -> None:
         """Writes the file anew, at once or not at all."""

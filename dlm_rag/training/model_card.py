@@ -128,7 +128,7 @@ def plot_curves(path: Path, metrics: list[dict[str, Any]]) -> None:
         at, mark = [part[-1]["step"] + 1 for part in parts], "o-" if validated else "-"
         axes[side].plot(at, means, mark, color=color, markersize=3, label=label)
     axes[0].set_ylabel("a rollout" if rollouts else "nats")
-    axes[0].set_ylim(0, None if rollouts else 6)
+    axes[0].set_ylim(0)
     axes[1].set_ylim(0, 1.02)
     for axis in axes:
         axis.set_xlabel("step")

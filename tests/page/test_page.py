@@ -28,7 +28,7 @@ from dlm_rag.page.render import (
     write_page,
 )
 from dlm_rag.questions import Question
-from tests.support.headless_chromium import HeadlessChromium, find_chromium
+from tests.support.legibility import COLOURS, WIDTHS, contrast
 from tests.support.pages import END, cited, header, make_two_hop_rollout, write_trace
 from tests.support.paths import ROOT
 from tests.support.rollouts import make_committed_token, make_two_step_rollout
@@ -189,34 +189,8 @@ CANVAS = """page.panes.map((pane) =>
 # The guess at each position, with the shade of its confidence; null where none is.
 SEEN_GHOSTS = """page.panes[0].tokens.map((node) => node.classList.contains('g')
   ? [node.dataset.guess, Number(node.className.match(/ g([0-4])/)[1])] : null)"""
-# Texts on the page and what is behind them, of which the contrast is worked out here.
-COLOURS = """[...document.querySelectorAll('body *')].filter((node) =>
-  node.checkVisibility({visibilityProperty: true}) && !node.closest('.unseen, .repeated, option')
-  && [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim())).map((node) => {
-    const ground = (of) => getComputedStyle(of).backgroundColor;
-    let behind = node;
-    while (ground(behind) === 'rgba(0, 0, 0, 0)') behind = behind.parentElement;
-    return [node.className || node.localName, getComputedStyle(node).color, ground(behind)];
-  })"""
 GHOST_COLOURS = """page.panes[1].tokens.filter((node) => node.matches('.g:not(.repeated)')).map((node) =>
   [Number(node.className.match(/ g([0-4])/)[1]), getComputedStyle(node, '::after').color])"""
-WIDTHS = "[document.documentElement.scrollWidth, innerWidth]"
-
-
-@pytest.fixture(scope="module")
-def shared_browser():
-    if find_chromium() is None:
-        pytest.skip("chromium is not here (apt-get install chromium)")
-    with HeadlessChromium() as browser:
-        yield browser
-
-
-@pytest.fixture
-def browser(shared_browser):
-    """A browser whose console has nothing to say, neither before nor after a test."""
-    shared_browser.complaints.clear()
-    yield shared_browser
-    assert shared_browser.complaints == []
 
 
 def canvases(rollout):
@@ -233,19 +207,6 @@ def ghosts(rollout):
             for n, guess in found.items()
         }
         yield [list(shown[n]) if n in shown else None for n in range(rollout.canvas_length)]
-
-
-def contrast(one, other):
-    """WCAG 2's ratio of two colours as `rgb(r, g, b)` or `color(srgb r g b)`."""
-
-    def luminance(colour):
-        scale = 1 if colour.startswith("color(srgb ") else 255
-        parts = [float(part) / scale for part in re.findall(r"[\d.]+", colour)[:3]]
-        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    low, high = sorted([luminance(one), luminance(other)])
-    return (high + 0.05) / (low + 0.05)
 
 
 def test_the_contrast_of_black_and_white_is_21():

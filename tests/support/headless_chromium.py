@@ -133,11 +133,18 @@ class HeadlessChromium:
         self.call("Emulation.setEmulatedMedia", features=features)
         # First another page: a change of the place alone loads nothing.
         for url in ("about:blank", path.resolve().as_uri() + place):
-            self._loaded = False
-            self.call("Page.navigate", url=url)
-            messages = self._messages()
-            while not self._loaded:
-                next(messages)
+            self._load("Page.navigate", url=url)
+
+    def reload(self) -> None:
+        """Loads the page again."""
+        self._load("Page.reload")
+
+    def _load(self, method: str, **parameters: Any) -> None:
+        self._loaded = False
+        self.call(method, **parameters)
+        messages = self._messages()
+        while not self._loaded:
+            next(messages)
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression, awaited where it is a promise; raises `RunError`."""

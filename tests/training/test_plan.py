@@ -26,7 +26,11 @@ from dlm_rag.training.planning.plan import (
     plan_phases,
     resolve_shape,
 )
-from dlm_rag.training.planning.plan_report import describe_days_claim, describe_required_link
+from dlm_rag.training.planning.plan_report import (
+    _make_machine_table,
+    describe_days_claim,
+    describe_required_link,
+)
 from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_denoiser
 from tests.support.training import CPU, MICRO_SETTINGS, make_trainer
@@ -256,6 +260,21 @@ def run_measured(*command):
     return json.loads(done.stdout)
 
 
+@pytest.mark.parametrize(
+    ("words", "rents"), [([], ["$14.80", "?"]), (["plan.price_per_hour=0.5"], ["$1.00", "$1.00"])]
+)
+def test_electricity_and_rent_are_apart(words, rents):
+    """An hour on two devices: a machine with a public price, and one without."""
+    phase = SimpleNamespace(
+        max_microbatch_items=lambda machine: 1, train=SimpleNamespace(max_steps=3600),
+        step_seconds=lambda *_: dict.fromkeys(("compute", "memory", "network", "together"), 1.0),
+    )  # fmt: skip
+    plan = load_config(None, ["plan.devices=2", "plan.price_per_kwh=0.25", *words]).plan
+    table = _make_machine_table([GPU_SPECS["gb300"], GPU_SPECS["gb10"]], [phase], 1.0, torch.bfloat16, plan)
+    *_, power, rent = [list(column.cells) for column in table.columns]
+    assert power == ["$0.70", "$0.07"] and rent == rents
+
+
 LINE = (
     "--config search_rl.yaml plan.machine=gb300 model.path=GSAI-ML/LLaDA-8B-Instruct train.trainable=all "
     "train.prompts_per_step=32 train.num_generations=16"
@@ -271,7 +290,7 @@ def test_a_plan_takes_less_than_a_gigabyte_and_half_a_minute(words):
     asked = ["plan.devices=2", "plan.days=1"] if words == "--config tiny.yaml" else []
     status, said, errors, seconds, size = run_measured(*command, *asked)
     assert status == 0 and not errors, errors
-    texts = ["parameters", "optimizer", "it sends", "network", "together", "kWh"]
+    texts = ["parameters", "optimizer", "it sends", "network", "electricity", "kWh"]
     for text in (*texts, *(["wait for no link", "2 x gb300 ask for"] if asked else [])):
         assert text in " ".join(said.split()), text
     assert size < 1e9 and seconds < 30

@@ -20,7 +20,7 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.flops import count_encode_flops, count_head_flops
 from dlm_rag.model.quantize import METHODS, count_weight_bytes
 from dlm_rag.model.tensor_parallel import split_config
-from dlm_rag.progress import format_bytes
+from dlm_rag.progress import format_bytes, track_progress
 from dlm_rag.training.planning.gpu_specs import GpuSpec
 from dlm_rag.training.planning.plan import (
     PhasePlan,
@@ -76,7 +76,7 @@ def compare_ways(devices: int, consider: Callable[[str, int], Choice]) -> list[C
     if devices > 1:
         ways += [("shards", 1), ("tensor parallel", devices), *(("both", ranks) for ranks in inner)]
     found: dict[str, Choice] = {}
-    for name, ranks in ways:
+    for name, ranks in track_progress(ways, "comparing ways to share it"):
         try:
             choice = consider(name, ranks)
         except ConfigError as error:

@@ -9,14 +9,16 @@ import sys
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
 from dlm_rag.config import Config, PlanConfig
 from dlm_rag.energy.meter import format_three_digits
 from dlm_rag.model.checkpoint import open_checkpoint
+from dlm_rag.progress import show_status
 from dlm_rag.training.metrics_logger import read_metrics
-from dlm_rag.training.planning.gpu_specs import GPU_SPECS, GpuSpec, choose_planned_dtype
+from dlm_rag.training.planning.gpu_specs import GPU_SPECS, RENT_SOURCE, GpuSpec, choose_planned_dtype
 from dlm_rag.training.planning.known_checkpoints import read_known_config
 from dlm_rag.training.planning.parallel_choice import (
     Choice,
@@ -37,7 +39,9 @@ def print_plan(config: Config) -> None:
     machines = list_planned_machines(plan)
     dtype = choose_planned_dtype(config.train.dtype, machines[0] if plan.machine else None)
     simulated: Simulations = {}
+    show_status("planning a step: its rows are counted, and its memory")
     phases = plan_phases(config, shape, dtype, simulated)
+    show_status()
     console, memory = make_console(), phases[0].memory
     console.print(
         f"{config.model.path or 'fresh weights'}: {_format_with_prefix(memory.parameters)} parameters, "
@@ -54,7 +58,9 @@ def print_plan(config: Config) -> None:
     )
     console.print(_make_machine_table(machines, phases, share, dtype, plan))
     console.print(
-        f"kWh are computed from the power of a device at full load. {describe_measured_energy(config)}\n"
+        "kWh are computed from the power of a device at full load, and cost "
+        f"${plan.price_per_kwh:g} each; machine and cooling are not in it. Rented, {describe_rent(plan)}. "
+        f"{describe_measured_energy(config)}\n"
     )
     for machine in machines:
         if plan.devices > 1 and dtype in machine.flops:
@@ -134,13 +140,17 @@ def _make_step_table(phases: list[PhasePlan]) -> Table:
 def _make_machine_table(
     machines: list[GpuSpec], phases: list[PhasePlan], share: float, dtype: torch.dtype, plan: PlanConfig
 ) -> Table:
-    headings = ("TFLOP/s", "GB", "largest part", "compute", "memory", "network", "together", "kWh", "cost")
-    table = Table("machine", *(Column(heading, justify="right") for heading in headings))
+    headings = ("TFLOP/s", "GB", "largest part", "compute", "memory", "network", "in all", "kWh")
+    columns = [
+        Column(heading, justify="right", min_width=max(map(len, heading.split())))
+        for heading in (*headings, "electricity", "rent")
+    ]
+    table = Table("machine", *columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for machine in machines:
         largest = " / ".join(str(phase.max_microbatch_items(machine) or "-") for phase in phases)
         size = f"{machine.memory / GB:.0f}"
         if dtype not in machine.flops:
-            table.add_row(machine.name, "none", size, largest, *[""] * 6)
+            table.add_row(machine.name, "none", size, largest, *[""] * 7)
             continue
         steps = [
             (share * phase.train.max_steps, phase.step_seconds(machine, dtype, plan.mfu))
@@ -149,13 +159,21 @@ def _make_machine_table(
         times = {kind: sum(n * step[kind] for n, step in steps) for kind in steps[0][1]}
         whole = times["together"]
         energy = whole * machine.watts * plan.devices / 3.6e6
-        cost = energy * plan.price_per_kwh + whole / 3600 * plan.devices * plan.price_per_hour
+        rent = machine.rent if plan.price_per_hour is None else plan.price_per_hour
+        rented = "?" if rent is None else _format_dollars(whole / 3600 * plan.devices * rent)
         table.add_row(
             machine.name, f"{machine.flops[dtype] / 1e12:,.0f}", size, largest,
             *map(_format_duration, times.values()),
-            format_three_digits(energy), f"${cost:,.2f}",
+            format_three_digits(energy), _format_dollars(energy * plan.price_per_kwh), rented,
         )  # fmt: skip
     return table
+
+
+def describe_rent(plan: PlanConfig) -> str:
+    """What an hour of a device is taken to cost, in words."""
+    if plan.price_per_hour is None:
+        return f"a device costs what it does {RENT_SOURCE}; plan.price_per_hour sets another price"
+    return f"a device costs ${plan.price_per_hour:g} an hour"
 
 
 def describe_measured_energy(config: Config) -> str:
@@ -212,6 +230,10 @@ def _format_duration(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:,.3g} {unit}"
     return f"{1e3 * seconds:.3g} ms"
+
+
+def _format_dollars(amount: float) -> str:
+    return f"${amount:,.2f}" if amount >= 0.1 or not amount else f"${format_three_digits(amount)}"
 
 
 def _format_with_prefix(number: float, letters: str = "kMBT") -> str:
