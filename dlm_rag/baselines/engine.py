@@ -15,15 +15,20 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.retry import SearchUnavailableError
 
-# By `BaselinePolicy.needs`: a request of a token, and what the server must have for it.
+PROBE_TOKENS = 16  # some servers refuse less
+# By `BaselinePolicy.needs`: a short request, its likeliest tokens, and what the server must have for it.
 PROBES: dict[str, tuple[Callable[[BaselineRun], Completion], int, str]] = {
-    "template": (lambda run: run.ask_template(1), 0, "chat completions"),
-    "text": (lambda run: run.complete("Hello", max_tokens=1), 0, "/completions of plain text"),
+    "template": (lambda run: run.ask_template(PROBE_TOKENS), 0, "chat completions"),
+    "text": (lambda run: run.complete("Hello", max_tokens=PROBE_TOKENS), 0, "/completions of plain text"),
     "text_log_probs": (
-        lambda run: run.complete("Hello", max_tokens=1, top=1), 1, "/completions with logprobs",
+        lambda run: run.complete("Hello", max_tokens=PROBE_TOKENS, top=1), 1, "/completions with logprobs",
     ),
-    "chat_log_probs": (lambda run: run.ask_template(1, top=2), 2, "two top_logprobs of each token"),
-    "continued_chat": (lambda run: run.chat("Hello", "Hello,", max_tokens=1), 0, "continue_final_message"),
+    "chat_log_probs": (
+        lambda run: run.ask_template(PROBE_TOKENS, top=2), 2, "two top_logprobs of each token",
+    ),
+    "continued_chat": (
+        lambda run: run.chat("Hello", "Hello,", max_tokens=PROBE_TOKENS), 0, "continue_final_message",
+    ),
 }  # fmt: skip
 
 

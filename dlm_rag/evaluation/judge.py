@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 from dlm_rag.baselines.chat_client import ChatClient, ChatError, Completion
+from dlm_rag.baselines.engine import PROBE_TOKENS
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.journal import Journal, explain_write_errors, read_json_lines, repair_last_line
@@ -60,7 +61,7 @@ def check_judge(client: ChatClient) -> None:
     """Raises `ConfigError` where the judge cannot be asked."""
     client.check_model()
     try:
-        ask_judge(client, "Respond with True.", 1)
+        ask_judge(client, "Respond with True.", PROBE_TOKENS)
     except ChatError as error:
         raise ConfigError(f"{client.server.setting} answers no chat: {error}") from None
 

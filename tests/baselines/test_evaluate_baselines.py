@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from dlm_rag.baselines.engine import PROBE_TOKENS
 from dlm_rag.commands import evaluate, sample
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.evaluation.compare import SERVED_PRESETS
@@ -67,7 +68,7 @@ def test_all_policies_are_settings_of_one_table(run, server, folder):
         spent += sum(each["requests"] for each in usage)
         assert metrics["tokens_per_forward"]["mean"] == 1
         assert setting["stamp"]["answers_depend_on"]["model"] == "tiny behind a server"
-    probes = sum(request["max_tokens"] == 1 for request in server.requests)
+    probes = sum(request["max_tokens"] == PROBE_TOKENS for request in server.requests)
     assert spent == len(server.requests) - probes and probes == len(SERVED_PRESETS)
     assert record["settings"]["oracle"]["groups"]["all"]["recall_last"]["mean"] == 1
     assert record["settings"]["no_retrieval"]["groups"]["all"]["searches"]["mean"] == 0
@@ -100,7 +101,7 @@ def test_what_failed_is_wrong_and_asked_again(run, server, folder):
     server.say(["", ["### x"]])
     code, shown, record = run()
     assert record["settings"]["static bm25"]["groups"]["all"]["exact_match"]["mean"] == 1
-    asked = [r["text"] for r in server.requests if r["max_tokens"] > 1]
+    asked = [r["text"] for r in server.requests if r["max_tokens"] > PROBE_TOKENS]
     assert len(asked) == 3 and all(any(f"in {1800 + n}?" in text for n in (1, 2, 3)) for text in asked)
 
 
@@ -120,7 +121,9 @@ def test_a_server_that_goes_ends_the_run_which_goes_on_later(run, server, folder
     server.say(["", ["### x"]])
     code, _, record = run("remote.concurrency=1")
     assert code == 0 and record["settings"]["static bm25"]["groups"]["all"]["exact_match"]["mean"] == 1
-    years = {re.search(r"in (\d+)", r["text"])[1] for r in server.requests if r["max_tokens"] > 1}
+    years = {
+        re.search(r"in (\d+)", r["text"])[1] for r in server.requests if r["max_tokens"] > PROBE_TOKENS
+    }
     assert years == {"1802", "1803", "1804", "1805"}
     server.say(["Who\\?", ["x"]], ["", [{"status": 401, "text": "who are you"}]])
     code, shown, _ = run(out="other")
