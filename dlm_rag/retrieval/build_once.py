@@ -67,10 +67,10 @@ def build_once(folder: Path, build: Callable[[Path], None], resumable: bool = Fa
 
 
 def save_array(path: Path, array: np.ndarray) -> None:
-    """As `np.save` of one dimension, whose error does not say that the disk is full."""
+    """As `np.save` of an array in C order, whose error does not say that the disk is full."""
     with path.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
-        file.write(array.data)
+        file.write(np.ascontiguousarray(array).view(np.uint8).data)
 
 
 def _find_damage(folder: Path) -> str:

@@ -82,6 +82,9 @@ class Corpus(Sequence[Passage]):
         self._parsed: dict[int, Passage] = {}  # a batch finds the same ones at every step
         self.check_unchanged()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Corpus, (self.path, self.folder, self.fingerprint, self._hashed)
+
     def __len__(self) -> int:
         return len(self._offsets) - 1
 

@@ -1,11 +1,11 @@
 """Dense retrieval: any sentence-transformers model, exact search in torch."""
 
-import io
 import logging
-import math
-import os
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -13,25 +13,25 @@ from torch import Tensor
 
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.nvtx_ranges import profile_stage
-from dlm_rag.progress import report_progress
+from dlm_rag.progress import ANNOUNCE_FROM_SECONDS, format_bytes, format_duration, report_progress
 from dlm_rag.retrieval.base import SCORE_TIE_DECIMALS, CorpusRetriever, Hits, Ranking, select_top_hits
-from dlm_rag.retrieval.build_once import build_once
+from dlm_rag.retrieval.build_once import PARTS_FOLDER, build_once, save_array
 from dlm_rag.retrieval.composite import MultiQueryRetriever
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.encoder import TextEncoder
-from dlm_rag.retrieval.passage_vectors import (
-    PassageVectors,
-    describe_rows,
-    open_faiss_flat_index,
-    pack_rows,
-)
+from dlm_rag.retrieval.forked_workers import count_workers, map_on_devices
+from dlm_rag.retrieval.passage_vectors import PassageVectors, open_faiss_flat_index, pack_rows
 from dlm_rag.retrieval.query import Query
 
 log = logging.getLogger(__name__)
 
 EmbedFunction = Callable[[list[str]], Tensor]  # n texts -> (n, width) float32 unit vectors on one device
 
+Shard = tuple[range, Path]  # rows of the corpus, and the folder with their vectors
+
 VECTORS_FILE = "vectors.npy"
+SAMPLE_BATCHES = 4  # that are encoded to tell the costs of a build
+SHARD_BYTES = 1 << 30  # of the corpus, that are encoded at once
 SEARCH_BLOCK_BYTES = 256 << 20  # of passage vectors that one product reads
 
 
@@ -97,11 +97,7 @@ def open_dense_retriever(config: RetrievalConfig, corpus: Corpus) -> MultiQueryR
 
     def build(scratch: Path) -> None:
         log.info("embedding %s passages with %s", f"{len(corpus):,}", config.embedding_model)
-        # Many batches at a time, for the encoder sorts texts by length to waste less padding.
-        block = 64 * config.embedding_batch_size
-        _embed_corpus(
-            corpus, scratch / VECTORS_FILE, encoder.encode_passages, block, config.embedding_dtype
-        )
+        _embed_corpus(corpus, scratch, config, encoder)
 
     own = "" if config.embedding_dtype == "float32" else f"-{config.embedding_dtype}"
     folder = build_once(corpus.folder / f"{encoder.index_folder_name}{own}", build, resumable=True)
@@ -118,40 +114,77 @@ def _search_parts(
     )
 
 
-def _embed_corpus(
-    corpus: Corpus, path: Path, embed: EmbedFunction, block: int, dtype: str = "float32"
-) -> None:
-    """Writes the vectors of all passages, `block` at a time; resumes a build that was stopped.
+def _embed_corpus(corpus: Corpus, scratch: Path, config: RetrievalConfig, encoder: TextEncoder) -> None:
+    """Writes the vectors of all passages; what earlier attempts encoded is used.
 
-    The name of the folder tells encoders and corpora apart, so what lies there is of these; its size says
-    how many vectors there are. The last block is computed again: after a power cut a file may have its size
-    and not its bytes.
+    Each shard is encoded into a folder of its own, by this process or, of a long build, by others too: one
+    on each GPU, or with a share of the cores. Raises `CorpusError`, `RunError` and `OSError`.
     """
-    kind, row = describe_rows(dtype, embed(["width"]).shape[1])
-    header, partial, row_bytes = io.BytesIO(), path.with_suffix(".part"), kind.itemsize * math.prod(row)
-    layout = {
-        "descr": np.lib.format.dtype_to_descr(kind),
-        "fortran_order": False,
-        "shape": (len(corpus), *row),
-    }
-    np.lib.format.write_array_header_1_0(header, layout)
-    head = header.getvalue()
-    with partial.open("ab+") as file:
-        begun = (file.tell() - len(head)) // row_bytes
-        file.seek(0)
-        if file.read(len(head)) != head or begun > len(corpus):
-            begun = 0
-            file.truncate(0)
-            file.write(head)
-        begun = max(0, begun - block)
-        file.truncate(len(head) + begun * row_bytes)
-        if begun:
-            log.info("%s of them are there from before", f"{begun:,}")
-        with report_progress("embedding passages", len(corpus), done=begun) as advance:
-            for start in range(begun, len(corpus), block):
-                texts = [passage.text for passage in corpus[start : start + block]]
-                file.write(pack_rows(embed(texts), dtype).tobytes())
-                file.flush()
-                os.fsync(file.fileno())  # so that the last block alone may lack its bytes
-                advance(len(texts))
-    partial.rename(path)
+    parts = scratch / PARTS_FOLDER
+    parts.mkdir(exist_ok=True)
+    # Many batches at a time, for the encoder sorts texts by length to waste less padding.
+    cut = corpus.split_rows(64 * config.embedding_batch_size, SHARD_BYTES)
+    shards = [(rows, parts / f"{rows.start}-{rows.stop}") for rows in cut]
+    devices = _choose_devices(encoder, len(shards))
+    done: Iterator[int] = map(partial(_encode_shard, corpus, config.embedding_dtype, encoder), shards)
+    if _announce_costs(corpus, config, encoder, len(devices)) and len(devices) > 1:
+        threads = max(1, torch.get_num_threads() // len(devices))
+        done = map_on_devices(partial(_open_shard_encoder, corpus, config, threads), shards, devices)
+    with report_progress("embedding passages", len(corpus)) as advance:
+        for count in done:
+            advance(count)
+    rows = np.load(shards[0][1] / VECTORS_FILE, mmap_mode="r")
+    layout = {"descr": np.lib.format.dtype_to_descr(rows.dtype), "fortran_order": False,
+              "shape": (len(corpus), *rows.shape[1:])}  # fmt: skip
+    with (scratch / VECTORS_FILE).open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, layout)
+        for _, folder in shards:
+            file.write(np.load(folder / VECTORS_FILE).tobytes())
+
+
+def _choose_devices(encoder: TextEncoder, shards: int) -> list[str]:
+    """Where the shards of a long build are encoded: a name for each process."""
+    most = count_workers(shards)
+    if encoder.device.type == "cuda" and most > 1:
+        return [f"cuda:{n}" for n in range(min(torch.cuda.device_count(), shards))]
+    return [str(encoder.device)] * (most if encoder.device.type == "cpu" else 1)
+
+
+def _announce_costs(corpus: Corpus, config: RetrievalConfig, encoder: TextEncoder, processes: int) -> bool:
+    """Says what a long build takes, from what a sample of the passages does; whether it is long."""
+    if (passages := SAMPLE_BATCHES * config.embedding_batch_size) > len(corpus) / 80:
+        return False
+    sample = range(0, len(corpus), len(corpus) // passages)
+    texts, start = [passage.text for passage in corpus.read_passages(sample)], perf_counter()
+    rows = pack_rows(encoder.encode_passages(texts), config.embedding_dtype)
+    share = len(corpus) / len(sample)
+    seconds = share * (perf_counter() - start) / (processes if encoder.device.type == "cuda" else 1)
+    if seconds < ANNOUNCE_FROM_SECONDS:
+        return False
+    log.info(
+        "vectors of %s passages: about %s in %d processes, twice %s of disk (%s are free); the same "
+        "command resumes it when it was stopped",
+        f"{len(corpus):,}", format_duration(seconds), processes, format_bytes(share * rows.nbytes),
+        format_bytes(shutil.disk_usage(corpus.folder).free),
+    )  # fmt: skip
+    return True
+
+
+def _open_shard_encoder(
+    corpus: Corpus, config: RetrievalConfig, threads: int, device: str
+) -> Callable[[Shard], int]:
+    """`_encode_shard` in a process of its own."""
+    torch.set_num_threads(threads)
+    return partial(_encode_shard, corpus, config.embedding_dtype, TextEncoder(config, device))
+
+
+def _encode_shard(corpus: Corpus, dtype: str, encoder: TextEncoder, shard: Shard) -> int:
+    """Encodes a shard, unless its folder is there and whole; gives the number of its passages."""
+    rows, folder = shard
+
+    def build(scratch: Path) -> None:
+        texts = [passage.text for passage in corpus.read_passages(rows)]
+        save_array(scratch / VECTORS_FILE, pack_rows(encoder.encode_passages(texts), dtype))
+
+    build_once(folder, build)
+    return len(rows)

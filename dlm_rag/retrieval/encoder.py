@@ -35,9 +35,9 @@ class TextEncoder:
     Raises `CheckpointError` when the model cannot be loaded, `RunError` when its vectors are not finite.
     """
 
-    def __init__(self, config: RetrievalConfig) -> None:
+    def __init__(self, config: RetrievalConfig, device: str | None = None) -> None:
         self.model, self._batch_size = config.embedding_model, config.embedding_batch_size
-        self._encoder = load_sentence_transformer(self.model)
+        self._encoder = load_sentence_transformer(self.model, device)
         self._query_prompt, self._passage_prompt = config.query_prompt, config.passage_prompt
         self.device = self._encoder.device
         self.index_folder_name = make_folder_name(

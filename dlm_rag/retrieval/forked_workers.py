@@ -5,9 +5,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import current_process, get_context, parent_process
+from types import ModuleType
 from typing import Any, TypeVar
 
 from dlm_rag.errors import CorpusError
@@ -37,8 +38,32 @@ def map_in_processes(function: Callable[[Item], Result], items: Sequence[Item]) 
         yield from map(function, items)
         return
     pool = ProcessPoolExecutor(workers, get_context("fork"), _begin_worker, (function,))
+    yield from _collect(pool, [pool.submit(_call_function, item) for item in items])
+
+
+def map_on_devices(
+    prepare: Callable[[str], Callable[[Item], Result]], items: Sequence[Item], devices: Sequence[str]
+) -> Iterator[Result]:
+    """As `map_in_processes`, in a fresh process for each name of a device, where `prepare` is called once.
+
+    They may use threads and GPUs; `prepare` is pickled too.
+    """
+    context, main = get_context("spawn"), sys.modules["__main__"]
+    names = context.SimpleQueue()
+    for name in devices:
+        names.put(name)
+    pool = ProcessPoolExecutor(len(devices), context, _begin_on_device, (prepare, names))
+    sys.modules["__main__"] = ModuleType("__main__")  # which fresh processes import, be it guarded or not
     try:
-        for done in as_completed([pool.submit(_call_function, item) for item in items]):
+        calls = [pool.submit(_call_function, item) for item in items]
+    finally:
+        sys.modules["__main__"] = main
+    yield from _collect(pool, calls)
+
+
+def _collect(pool: ProcessPoolExecutor, calls: Sequence[Future[Any]]) -> Iterator[Any]:
+    try:
+        for done in as_completed(calls):
             yield done.result()
     except BrokenProcessPool:
         raise CorpusError(
@@ -53,6 +78,17 @@ def _begin_worker(function: Callable[[Any], Any]) -> None:
     _function = function
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process stops the others
     threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _begin_on_device(prepare: Callable[[str], Callable[[Any], Any]], names: Any) -> None:
+    device = names.get()
+    made: list[Callable[[Any], Any]] = []
+
+    def call(item: Any) -> Any:  # what `prepare` raises is then raised as of an item
+        made[:] = made or [prepare(device)]
+        return made[0](item)
+
+    _begin_worker(call)
 
 
 def _end_with_parent() -> None:

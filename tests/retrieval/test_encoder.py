@@ -1,13 +1,20 @@
 """Folders of sentence-transformers: ordinary ones load, nothing in any of them is run."""
 
 import json
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from dlm_rag.errors import CheckpointError
 from dlm_rag.retrieval.encoder import load_sentence_transformer
+from tests.support.passages import write_jsonl_file
+from tests.support.paths import ROOT
+from tests.support.processes import wait_until
 
 OWN = "sentence_transformers.sentence_transformer.modules"
 MODULES = [
@@ -223,3 +230,63 @@ def test_a_hub_id_is_found_as_a_models_is(folder, monkeypatch):
         lambda name, **_: str({"sentence-transformers/tiny": folder}[name]),
     )
     assert load_sentence_transformer("tiny", "cpu").encode(["a"]).shape == (1, 16)
+
+
+PASSAGES = 800  # 13 shards
+BUILD = """
+import logging, sys
+from dlm_rag.config import RetrievalConfig
+from dlm_rag.retrieval import dense
+from dlm_rag.retrieval.corpus import open_corpus
+corpus, encoder, indexes, processes = sys.argv[1:]
+logging.basicConfig(level="INFO")
+dense.ANNOUNCE_FROM_SECONDS = 0  # all builds are long ones
+dense.count_workers = lambda shards: min(shards, int(processes))
+config = RetrievalConfig(embedding_model=encoder, embedding_batch_size=1)
+dense.open_dense_retriever(config, open_corpus(corpus, indexes))
+"""
+
+
+def start_build(tmp_path, folder, processes, name):
+    """A program without a guard against being imported, of one thread."""
+    (tmp_path / "build.py").write_text(BUILD)
+    words = [tmp_path / "build.py", tmp_path / "corpus.jsonl", folder, tmp_path / name, processes]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, *map(str, words)], env=environment, stderr=subprocess.PIPE)
+
+
+def read_vectors(folder):
+    (path,) = folder.glob("*/dense-*/vectors.npy")
+    return path.read_bytes()
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    texts = [" ".join("abcdefghij"[n % 7 :][: 1 + n % 5]) + " k" * (n % 11) for n in range(PASSAGES)]
+    return write_jsonl_file(
+        tmp_path / "corpus.jsonl", [{"id": str(n), "contents": text} for n, text in enumerate(texts)]
+    )
+
+
+@pytest.mark.slow
+def test_several_processes_end_with_the_first_go_on_and_leave_the_bytes_of_one(tmp_path, folder, corpus):
+    def read_times():
+        shards = (tmp_path / "killed").glob("*/*.building/parts/*/whole.json")
+        return {path.parent.name: path.stat().st_mtime_ns for path in shards}
+
+    build = start_build(tmp_path, folder, 3, "killed")
+    wait_until(read_times, build)
+    own = Path(f"/proc/{build.pid}/task/{build.pid}/children").read_text().split()
+    build.kill()
+    build.wait()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in own))
+    kept = read_times()
+    assert 0 < len(kept) < 13 and len(own) >= 3
+    again = start_build(tmp_path, folder, 3, "killed")
+    wait_until(lambda: len(read_times()) > len(kept), again)
+    assert kept.items() <= read_times().items(), "nothing twice"
+    said = again.communicate()[1].decode()
+    assert again.returncode == 0 and f"{PASSAGES} passages" in said and "in 3 processes" in said
+    assert start_build(tmp_path, folder, 1, "whole").wait() == 0
+    assert read_vectors(tmp_path / "killed") == read_vectors(tmp_path / "whole")
+    assert not [*(tmp_path / "killed").glob("*/*/parts")]
