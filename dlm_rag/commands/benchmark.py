@@ -69,6 +69,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--plan", action="store_true", help="print what each cell takes, and run nothing")
     parser.add_argument("--machine", metavar="NAME", help="of --plan, as in plan.machine; else this one")
     given = parser.parse_args(argv)
+    if given.machine and not given.plan:
+        raise ConfigError("--machine has no effect without --plan: leave it out")
     out = Path(given.out).expanduser()
     benchmark = read_benchmark(given.file)
     cells = list(list_cells(benchmark, out))
