@@ -13,7 +13,9 @@ from dlm_rag.serving.conversation import answer_chat_task, find_names, make_ques
 from dlm_rag.serving.reply import build_reply, cut_open_reasoning
 from dlm_rag.serving.requests import ParsedRequest
 from dlm_rag.tokenizer import Tokenizer
+from tests.support.headless_chromium import HeadlessChromium, find_chromium
 from tests.support.paths import ROOT
+from tests.support.processes import wait_until
 from tests.support.serving import (
     ASKED,
     SETTINGS,
@@ -349,6 +351,22 @@ def test_serve_alone_answers_its_example_questions_and_links_their_sources(tmp_p
             assert again.dlm_rag["question"] == question.question
             assert again.choices[0].message.content == message.content
         assert httpx.get(f"{url}/passages/none").status_code == 404
+
+
+@pytest.mark.slow
+def test_a_click_on_an_example_plays_its_answer(tmp_path):
+    """In a browser, whose console is silent."""
+    if find_chromium() is None:
+        pytest.skip("chromium is not here (apt-get install chromium)")
+    port = find_free_port()
+    with start_server_process(tmp_path, port), HeadlessChromium() as browser:
+        browser.call("Page.navigate", url=f"http://127.0.0.1:{port}/")
+        wait_until(lambda: browser.run("typeof asking !== 'undefined'"))
+        browser.run("document.querySelectorAll('#examples button')[2].click()")
+        wait_until(lambda: browser.run("page.data.questions[0]?.sides[0].end?.answer") is not None)
+        answer = browser.run("page.data.questions[0].sides[0].end.answer")
+        assert answer == "a town in the Danish region of North Jutland" and browser.complaints == []
+        assert browser.run("byId('question').textContent") == "What is Kellerup?"
 
 
 @pytest.mark.slow
