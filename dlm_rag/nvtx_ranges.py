@@ -152,6 +152,14 @@ def profile_step(step: int, rows: int) -> AbstractContextManager[None]:
     return _open_range(message, annotation, is_step=True)
 
 
+@contextmanager
+def profile_layer(number: int) -> Iterator[None]:
+    """The range of one layer of the model, as `layer 3`: below the stages, and no part of their clock."""
+    message = f"layer {number}"
+    with _range(message), _torch_range(message):
+        yield
+
+
 def mark_event(message: str) -> None:
     """A moment: that a question was finished, say."""
     nvtx.mark(_forget_old_messages(message), domain=NVTX_DOMAIN)

@@ -4,11 +4,11 @@
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from profile_readers import RANGE_NAMES, ProfileSession, Times
+from profile_readers import RANGE_NAMES, ProfileSession, Spans, Times
 
 OUTSIDE_STAGES = "outside of all stages"
 
@@ -26,7 +26,8 @@ class StageTime:
     gpu_busy: float  # while work that the stage launched was running, on any stream
     gpu_idle: float  # while the stage was open and nothing ran
     host_waits: float
-    kernels: dict[str, float]  # the heaviest that it launched, by seconds
+    kernels: dict[str, float]  # the heaviest that it launched, by seconds; on a CPU torch's operators
+    layers: dict[int, float] = field(default_factory=dict)  # seconds of its layers, on the host
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def overlap_duration(a: Intervals, b: Intervals) -> int:
     return int((covered(a[1]) - covered(a[0])).sum()) if len(a[0]) and len(b[0]) else 0
 
 
-def attribute_session(session: ProfileSession, heaviest: int = 3) -> Attribution:
+def attribute_session(session: ProfileSession, heaviest: int = 8) -> Attribution:
     """Gives the time of a session to its stages; the kernels of a stage are the heaviest ones."""
     main = session.thread == session.main
     begin, finish = int(session.start[main].min()), int(session.end[main].max())
@@ -103,18 +104,18 @@ def attribute_session(session: ProfileSession, heaviest: int = 3) -> Attribution
     nested = session.parent >= 0
     np.subtract.at(self_times, session.parent[nested], (session.end - session.start)[nested])
 
+    def find_inside(spans: Spans, stage: int | None) -> NDArray[np.bool_]:
+        return spans.owner < 0 if stage is None else session.is_inside(spans.owner, stage)
+
     def opened(chosen: NDArray[np.bool_]) -> Intervals:
         return merge_intervals(session.start[chosen], session.end[chosen])
 
     def measure(name: str, stage: int | None, time: Intervals, self_time: int) -> StageTime:
         ours = session.stage == stage
-        launched, waited = (
-            spans.owner < 0 if stage is None else session.is_inside(spans.owner, stage)
-            for spans in (gpu, waits)
-        )
-        kernels, lengths = Counter[str](), (gpu.end - gpu.start) / 1e9
-        for kernel, seconds in zip(gpu.name[launched].tolist(), lengths[launched].tolist(), strict=True):
-            kernels[session.names[kernel]] += seconds
+        launched, waited = (find_inside(spans, stage) for spans in (gpu, waits))
+        work = gpu if len(gpu.start) else session.operators
+        kernels = sum_by_name(work, launched if work is gpu else find_inside(work, stage))
+        layers = sum_by_name(session.layers, find_inside(session.layers, stage))
         wall = total_duration(time)
         return StageTime(
             stage=name,
@@ -126,7 +127,8 @@ def attribute_session(session: ProfileSession, heaviest: int = 3) -> Attribution
             gpu_busy=total_duration(merge_intervals(gpu.start[launched], gpu.end[launched])) / 1e9,
             gpu_idle=(wall - overlap_duration(time, running)) / 1e9 if len(gpu.start) else 0.0,
             host_waits=int((waits.end - waits.start)[waited].sum()) / 1e9,
-            kernels=dict(kernels.most_common(heaviest)),
+            kernels={session.names[name]: seconds for name, seconds in kernels.most_common(heaviest)},
+            layers=dict(sorted(layers.items())),
         )
 
     found = []
@@ -149,6 +151,16 @@ def attribute_session(session: ProfileSession, heaviest: int = 3) -> Attribution
         gpu_busy=total_duration(running) / 1e9,
         others=session.others,
     )
+
+
+def sum_by_name(spans: Spans, chosen: NDArray[np.bool_]) -> Counter[int]:
+    """Seconds of spans by their names."""
+    found = Counter[int]()
+    for name, length in zip(
+        spans.name[chosen].tolist(), (spans.end - spans.start)[chosen].tolist(), strict=True
+    ):
+        found[name] += length / 1e9
+    return found
 
 
 def summarise_steps(session: ProfileSession) -> StepTimes | None:

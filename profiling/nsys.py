@@ -7,7 +7,7 @@
 Runs the program under `nsys profile` (NVTX, and CUDA and the OS runtime where they can be traced), prints
 that line for use by hand, imports and exports the report, and ends in the tables of attribute.py. Recorded
 are --steps steps from --from-step on: before it kernels are compiled and caches filled. FOLDER
-(runs/nsys-sample) gets the report, its sqlite export, and report.md, .json, .png, .html.
+(runs/nsys-sample) gets the report, its sqlite export, and report.md, .json, .html.
 """
 
 import json
@@ -124,7 +124,8 @@ def main(argv: list[str]) -> None:
     else:
         report = folder / "trace.json"
         code = record_with_torch_profiler(report, words, first, last)
-    (folder / "machine.json").write_text(json.dumps(describe_session(), indent=2) + "\n", encoding="utf-8")
+    session = {"command": shlex.join(["dlm-rag", *words]), **describe_session()}
+    (folder / "machine.json").write_text(json.dumps(session, indent=2) + "\n", encoding="utf-8")
     attribute([str(report), "--out", str(folder)])
     raise SystemExit(code)
 

@@ -24,12 +24,16 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.nvtx_ranges import NVTX_DOMAIN, STAGES
 
 Times = NDArray[np.int64]
-# Kind ("range", with marks; "gpu", "call"), start, end, name, thread or process, correlation of a launch.
+# Kind ("range", with marks; "gpu", "call", "op"), start, end, name, thread or process, correlation of a
+# launch.
 Event = tuple[str, int, int | None, str, int, int]
 RANGE_NAMES = ("step", *STAGES)
 PUSH_POP, MARK, DOMAIN_CREATE = 59, 34, 75  # NVTX event types of Nsight
 STEP_RANGE_PATTERN = re.compile(r"step (\d+) rows (\d+)")
+LAYER_RANGE_PATTERN = re.compile(r"layer (\d+)")
 QUESTION_MARK_PREFIX = "question "
+OPERATOR_PREFIX = "aten::"
+KEPT_NAMES = (QUESTION_MARK_PREFIX, OPERATOR_PREFIX, "layer ")  # beginnings of names beside the stages
 # Calls in which the host waits for the device.
 HOST_WAIT_CALLS = re.compile(r"Synchronize|(cudaMemcpy|cuMemcpy|cudaFree)(?!.*Async)")
 GPU_TABLES = {"KERNEL": "", "MEMCPY": "memcpy", "MEMSET": "memset", "GRAPH_TRACE": "CUDA graph"}
@@ -57,7 +61,9 @@ CALL_QUERY = """
 
 
 class Spans(NamedTuple):
-    """GPU work or waits of the host; owner: the innermost range around (around the launch), or -1."""
+    """GPU work, operators, layers or waits of the host; owner: the innermost range around (around the
+    launch), or -1. name: a number of `ProfileSession.names`, or of a layer.
+    """
 
     start: Times
     end: Times
@@ -87,9 +93,11 @@ class ProfileSession:
     parent: Times  # index of the range around, or -1
     around: Times  # bits of the stages that the range lies in, its own among them
     main: int  # the thread of the steps
-    names: list[str]  # of GPU work
+    names: list[str]  # of GPU work and operators
     gpu: Spans
     waits: Spans
+    layers: Spans
+    operators: Spans  # of torch, those that lie in no other
     questions: int = 0  # finished ones, those of validations not counted
     others: int = 0  # processes with ranges of ours that were left out: only the one with most is read
 
@@ -100,7 +108,7 @@ class ProfileSession:
 
 def build_session(source: str, events: Iterable[Event]) -> ProfileSession:
     """The events in order, nested, with GPU work and waits given to their ranges."""
-    ranges, questions, work, waiting = [], [], [], []
+    ranges, questions, work, waiting, layers, operators = [], [], [], [], [], []
     names, launches = dict[str, int](), dict[tuple[int, int], tuple[int, int]]()
     for kind, at, until, name, thread, correlation in events:
         if kind == "gpu":
@@ -111,6 +119,10 @@ def build_session(source: str, events: Iterable[Event]) -> ProfileSession:
                 launches.setdefault((thread >> 24, correlation), (at, thread))
             if HOST_WAIT_CALLS.search(name):
                 waiting.append((at, until, 0, thread))
+        elif kind == "op":
+            operators.append((at, until, names.setdefault(name, len(names)), thread))
+        elif until is not None and (layer := LAYER_RANGE_PATTERN.fullmatch(name)):
+            layers.append((at, until, int(layer[1]), thread))
         elif name.startswith(QUESTION_MARK_PREFIX):
             questions.append((at, thread))
         elif until is not None and is_stage_range(name):  # without an end it was still open
@@ -141,15 +153,32 @@ def build_session(source: str, events: Iterable[Event]) -> ProfileSession:
     work = [event for event in work if event[3] == process]
     gpu, waits, marks = make_columns(work, 5), make_columns(waiting, 4), make_columns(questions, 2)
     launched = make_columns([launches.get(event[3:], (event[0], -1)) for event in work], 2)
-    waits = waits[:, waits[3] >> 24 == process]
+
+    def own_spans(found: Times) -> Spans:
+        """Spans (start, end, name, thread) of this process."""
+        kept = found[:, found[3] >> 24 == process]
+        return Spans(kept[0], kept[1], kept[2], find_owner(kept[0], kept[3]))
+
     session = ProfileSession(
         source, start, end, stages, threads, step_rows, parent, around, main, list(names),
         gpu=Spans(gpu[0], gpu[1], gpu[2], find_owner(launched[0], launched[1])),
-        waits=Spans(waits[0], waits[1], waits[2], find_owner(waits[0], waits[3])), others=others,
+        waits=own_spans(waits), layers=own_spans(make_columns(layers, 4)),
+        operators=own_spans(drop_nested_spans(make_columns(operators, 4))), others=others,
     )  # fmt: skip
     asked = find_owner(*marks[:, marks[1] >> 24 == process])
     session.questions = int((~session.is_inside(asked, RANGE_NAMES.index("evaluate"))).sum())
     return session
+
+
+def drop_nested_spans(found: Times) -> Times:
+    """Of spans (start, end, name, thread) those that lie in no other of their thread."""
+    found = found[:, np.lexsort((-found[1], found[0], found[3]))]
+    outer, last, until = [], -1, -1
+    for start, end, thread in zip(found[0].tolist(), found[1].tolist(), found[3].tolist(), strict=True):
+        outer.append(thread != last or start >= until)
+        if outer[-1]:
+            last, until = thread, end
+    return found[:, np.array(outer, dtype=bool)]
 
 
 def make_columns(rows: Sequence[tuple[int | None, ...]], width: int) -> Times:
@@ -237,7 +266,7 @@ def iterate_nsys_sqlite(path: Path) -> Iterator[Event]:
 
 
 def is_stage_range(name: str) -> bool:
-    """Whether a range is of a stage or a step, not `capture_window` or somebody else's."""
+    """Whether a range is of a stage or a step, not `capture_window`, a layer or somebody else's."""
     return name in STAGES or STEP_RANGE_PATTERN.fullmatch(name) is not None
 
 
@@ -253,11 +282,12 @@ def iterate_chrome_trace(path: Path) -> Iterator[Event]:
         if "ph" not in found:
             return found
         name, kind = found.get("name", ""), kinds.get(found.get("cat", ""))
-        ours = kind != "range" or is_stage_range(name) or name.startswith(QUESTION_MARK_PREFIX)
+        ours = kind != "range" or is_stage_range(name) or name.startswith(KEPT_NAMES)
         return found if kind and ours and found["ph"] == "X" else None
 
     for event in filter(None, json.loads(raw, object_hook=keep)["traceEvents"]):
         kind, start = kinds[event["cat"]], round(1000 * event["ts"])
+        kind = "op" if event["name"].startswith(OPERATOR_PREFIX) else kind
         thread = threads.setdefault((event["pid"], event["tid"]), len(threads))
         correlation = event.get("args", {}).get("correlation", -1)
         end = start + round(1000 * event.get("dur", 0))

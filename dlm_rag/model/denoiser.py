@@ -46,6 +46,7 @@ from dlm_rag.model.quantize import (
     quantize_weight,
 )
 from dlm_rag.model.tensor_parallel import TensorParallel
+from dlm_rag.nvtx_ranges import profile_layer
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -265,8 +266,7 @@ class Denoiser(TransformerWeights):
 
         Returns hidden states before the final norm, of all tokens (T, hidden) or of those that are read
         (n, hidden), and, with `keep`, the keys and values of all rows, for use in a
-        `kv_store.SharedContext`, else an empty list. `probe` is filled with the queries and keys of its
-        layer.
+        `kv_store.SharedContext`, else an empty list. `probe` gets the queries and keys of its layer.
         """
         sight, size = rows.attention_metadata, self.compute_dtype.itemsize
         last = sight if self.config.routes_blocks else rows.last_layer_metadata
@@ -281,7 +281,8 @@ class Denoiser(TransformerWeights):
             x = x.float()
         kept, top = [], len(self.layers) - 1
         for layer, block in enumerate(self.layers):
-            x, k, v = self._run_layer(block, x, rope, call, layer, layer == top)
+            with profile_layer(layer):
+                x, k, v = self._run_layer(block, x, rope, call, layer, layer == top)
             if keep:
                 kept.append((k, v))
         if rows.output_indices is not None and last is sight:
@@ -298,9 +299,8 @@ class Denoiser(TransformerWeights):
             return block(*inputs)
         from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-        options: dict[str, Any] = {}
-        if self.activation_checkpointing == "selective":
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, _list_saved_ops())
+        saved = partial(create_selective_checkpoint_contexts, _list_saved_ops())
+        options: Any = {"context_fn": saved} if self.activation_checkpointing == "selective" else {}
         return checkpoint(block, *inputs, use_reentrant=False, **options)
 
     @with_float32_sums

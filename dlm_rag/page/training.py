@@ -92,7 +92,7 @@ class TrainingPage:
             f"{render_examples(self._validations)}</main>\n</body>\n"
         )
         return render_html(
-            f"Training {self._run}", body, "training.css", ("training.js",), {"live": not state}
+            f"Training {self._run}", body, "report.css", ("training.js",), {"live": not state}
         )
 
     def _render_progress(self, state: str) -> str:

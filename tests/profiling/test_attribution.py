@@ -95,13 +95,33 @@ def test_gpu_columns_on_paper(session_file):
     assert (outside.gpu_busy, outside.gpu_idle) == (0, 0), "92-130 covers it, and belongs to step 0"
 
 
+def event(name, category, start, end, tid, **args):
+    """An event of a Chrome trace, in ms."""
+    return {"ph": "X", "name": name, "cat": category, "ts": 1e3 * start, "dur": 1e3 * (end - start),
+            "pid": 1, "tid": tid, "args": args}  # fmt: skip
+
+
+def test_layers_and_operators_below_a_stage_on_paper(tmp_path):
+    """They take nothing from the stage itself; of operators the outer one counts, on its own thread."""
+    ranges = [("step 1 rows 2", 0, 100), ("denoise", 10, 70), ("layer 0", 10, 30), ("layer 1", 30, 45),
+              ("layer 0", 45, 60), ("commit", 80, 90)]  # fmt: skip
+    operators = [("aten::linear", 10, 22), ("aten::addmm", 11, 20), ("aten::linear", 22, 25),
+                 ("aten::add", 50, 52), ("aten::sort", 82, 89)]  # fmt: skip
+    events = [event(name, "user_annotation", start, end, 1) for name, start, end in ranges]
+    events += [event(name, "cpu_op", start, end, 1) for name, start, end in operators]
+    events.append(event("aten::add", "cpu_op", 12, 18, 2))  # beside, as backward's thread
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    stages = by_stage(
+        attribution.attribute_session(profile_readers.read_profile_session(tmp_path / "trace.json"))
+    )
+    denoise, commit = stages["denoise"], stages["commit"]
+    assert ms(denoise.self_time) == 60 and denoise.layers == pytest.approx({0: 0.035, 1: 0.015})
+    assert denoise.kernels == pytest.approx({"aten::linear": 0.015, "aten::add": 0.008})
+    assert commit.layers == {} and commit.kernels == pytest.approx({"aten::sort": 0.007})
+
+
 def test_a_gpu_trace_of_torch_on_paper(tmp_path):
     """Forward launches 20-40 and waits 5; backward's kernel 50-95 is launched by another thread."""
-
-    def event(name, category, start, end, tid, **args):
-        return {"ph": "X", "name": name, "cat": category, "ts": 1e3 * start, "dur": 1e3 * (end - start),
-                "pid": 1, "tid": tid, "args": args}  # fmt: skip
-
     ranges = [("step 4 rows 2", 0, 100), ("forward", 10, 45), ("backward", 50, 90), ("aten::mm", 50, 60)]
     events = [event(name, "user_annotation", start, end, 1) for name, start, end in ranges] + [
         event("forward", "gpu_user_annotation", 20, 40, 7),
