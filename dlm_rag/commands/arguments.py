@@ -78,9 +78,7 @@ def parse_command_line(
     Where it is (), the flag takes several words; those without a comma are settings as elsewhere.
     """
     flags = {flag: key for flag, key in SETTING_BY_FLAG.items() if flag.strip("-") not in options}
-    switches = {"print-config": "print the resolved config"} | dict(switches)
-    if is_read("quick", reads):
-        switches["quick"] = _describe("quick")
+    switches = {"print-config": "print the resolved config", **switches, **_list_shorthands(reads)}
     parser = _build_parser(description, argv, options, typed)
     for flag, key in flags.items():
         metavar = {"compare": "SETTINGS", "limit": "N"}.get(key, "PATH")
@@ -119,6 +117,14 @@ def parse_command_line(
     )
 
 
+def _list_shorthands(reads: Sequence[str]) -> dict[str, str]:
+    """The flags without a value that set a setting, with their help texts."""
+    found = {"quick": _describe("quick")} if is_read("quick", reads) else {}
+    if is_read("decode", reads) and not is_read("train", reads):
+        found["answer-anyway"] = "give every answer, also an unsupported one (decode.abstain=never)"
+    return found
+
+
 def _reject_training_config(name: str | None, config: Config, reads: Sequence[str]) -> None:
     """Raises `ConfigError` for a config of a training, given to a program that answers."""
     answers = is_read("decode", reads) and not is_read("train", reads)
@@ -137,6 +143,7 @@ def _collect_settings(given: Mapping[str, Any], flags: Mapping[str, str]) -> lis
             if any(word.startswith(f"{key}=") for word in settings):
                 raise ConfigError(f"{flag} and {key}= set the same setting: leave one out")
             settings.append(f"{key}={value}")
+    settings += ["decode.abstain=never"] * given.get("answer-anyway", False)
     return settings + ["quick=true"] * given.get("quick", False)
 
 

@@ -208,6 +208,10 @@ class DecodeConfig(CheckedSettings):
     """number of questions denoised together"""
     overlap: str = setting("none", choices=("none", "pipeline"))
     """search while the model runs: pipeline (on the other half of the batch; the same tokens)"""
+    abstain: str | None = setting(None, choices=("never", "answer", "response"))
+    """when no answer is given: if it is "unknown" or "unclear", or has a name or number that neither a
+    passage nor the question has; response: also if a sentence before it has one; unset takes the
+    checkpoint's own (never for public ones)"""
     early_stopping: bool = setting(True)
     """stop once an end token and everything before it is committed, since the text can no longer change"""
 

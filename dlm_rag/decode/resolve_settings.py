@@ -54,7 +54,7 @@ def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeCon
         changes["block_length"] = (
             commit_block if (commit_block := shape.block_length or 0) <= length else longest
         )
-    settings = replace_settings(settings, **changes)
+    settings = replace_settings(settings, **changes, abstain=settings.abstain or shape.abstain)
     low, high = settings.temperature_low, settings.temperature_high
     if low is not None and high is not None and low > high:
         raise ConfigError(

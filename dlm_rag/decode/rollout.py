@@ -11,8 +11,15 @@ from typing import Any, TypeVar
 
 from typing_extensions import TypedDict  # that of Python 3.11 cannot be checked by pydantic
 
+from dlm_rag.decode.abstention import find_abstain_reason, find_unsupported_names
 from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalToken, replay_provisional
-from dlm_rag.text import FUNCTION_WORDS, find_answer_span, find_sentence_spans, find_word_spans, split_words
+from dlm_rag.text import (
+    content_words,
+    find_answer_span,
+    find_sentence_spans,
+    overlapping_spans,
+    split_words,
+)
 
 Span = tuple[int, int]
 Written = TypeVar("Written")
@@ -157,9 +164,24 @@ class Rollout:
 
     @property
     def answer(self) -> str:
-        """The answer in the response (see `text.find_answer_span`), empty when there is none."""
-        start, stop = find_answer_span(self.response, self.answer_form)
-        return self.response[start:stop]
+        """The answer in the response, empty when there is none or `abstain_reason` says why."""
+        return "" if self.abstain_reason else self.written_answer
+
+    @property
+    def written_answer(self) -> str:
+        """What stands in the response for an answer (see `text.find_answer_span`), "" for nothing."""
+        return self.response[slice(*find_answer_span(self.response, self.answer_form))]
+
+    @property
+    def unsupported(self) -> dict[str, str]:
+        """As `find_unsupported_names`."""
+        return find_unsupported_names(self.citations, self.question, self.passages.values())
+
+    @property
+    def abstain_reason(self) -> str:
+        """Why no answer is given, a key of `ABSTAIN_REASONS`; "" where `decode.abstain` lets it stand."""
+        mode = self.settings.get("abstain")
+        return find_abstain_reason(mode, self.written_answer, self.unsupported.values())
 
     @property
     def evidence(self) -> tuple[str, ...]:
@@ -245,6 +267,7 @@ class Rollout:
             "answer": self.answer,
             "response": self.response,
             "evidence": list(self.evidence),
+            "unsupported": list(self.unsupported),
             "citations": self.citations,
             "steps": len(self.steps) - 1,
             "forwards": self.forwards,
@@ -252,33 +275,9 @@ class Rollout:
             "tokens": self.tokens_committed,
             "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
         }
-        return record | {key: value for key in ("cut", "error", "usage") if (value := getattr(self, key))}
-
-
-def content_words(text: str, start: int, stop: int) -> list[tuple[str, Span]]:
-    """The words within text[start:stop] that are no function words, with their ranges."""
-    return [
-        (word, span)
-        for word, span in find_word_spans(text)
-        if start <= span[0] and span[1] <= stop and word not in FUNCTION_WORDS
-    ]
-
-
-def overlapping_spans(spans: Sequence[Span], start: int, stop: int) -> list[int]:
-    """Indices of the spans that share a character with [start, stop)."""
-    return [n for n, (first, last) in enumerate(spans) if first < stop and last > start]
-
-
-def find_grounded_tokens(
-    text: str, token_spans: Sequence[Span], known_words: Collection[str]
-) -> list[bool]:
-    """For each token of `text` whether every content word it writes into is one of `known_words`.
-
-    Tokens of function words, punctuation and blanks are always held.
-    """
-    unknown = [span for word, span in content_words(text, 0, len(text)) if word not in known_words]
-    foreign = {token for span in unknown for token in overlapping_spans(token_spans, *span)}
-    return [token not in foreign for token in range(len(token_spans))]
+        abstained = {"abstained": True} if self.abstain_reason else {}
+        optional = ("abstain_reason", "cut", "error", "usage")
+        return record | abstained | {key: value for key in optional if (value := getattr(self, key))}
 
 
 def split_citable_spans(response: str, answer_form: str = "marked") -> list[tuple[Span, str]]:

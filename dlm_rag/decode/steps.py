@@ -13,7 +13,7 @@ from dlm_rag.decode.canvas import Span
 from dlm_rag.decode.copy_sources import CopySources, SeparatorTokens
 from dlm_rag.decode.model_runner import ModelRunner
 from dlm_rag.decode.policy_features import ask_commit_head, decide_search
-from dlm_rag.decode.rollout import Action, RolloutStep, find_grounded_tokens
+from dlm_rag.decode.rollout import Action, RolloutStep
 from dlm_rag.decode.row import Row
 from dlm_rag.decode.sampling import ModelInput
 from dlm_rag.decode.token_logprobs import record_logprobs, record_tokens
@@ -40,7 +40,7 @@ from dlm_rag.retrieval.query import (
     resolve_query_threshold,
 )
 from dlm_rag.retrieval.retry import SearchUnavailableError
-from dlm_rag.text import split_words
+from dlm_rag.text import find_grounded_tokens, split_words
 from dlm_rag.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from dlm_rag.decode.abstention import ABSTAIN_REASONS
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.energy.meter import EnergyReading, format_energy, summarise_energy
 from dlm_rag.nvtx_ranges import drop_nested_stages
@@ -111,6 +112,8 @@ def render_answer(rollout: Rollout) -> Panel:
     unheld = {unit["kind"]: unit["unsupported"] for unit in rollout.citations}.get("answer", ())
     if rollout.error:
         answer = escape_text(rollout.error, "bold red")
+    elif reason := rollout.abstain_reason:
+        answer = Text(f"not known: {ABSTAIN_REASONS[reason]}", "bold yellow")
     elif rollout.answer:
         answer = mark_unsupported(rollout.answer, unheld, "bold red" if unheld else "bold")
     else:

@@ -110,6 +110,8 @@ class Score:
     requests: float | None = None
     prompt_tokens: float | None = None
     cut_replies: float | None = None
+    abstained: float = 0.0
+    answered_match: float | None = None  # exact match; None where no answer is given
     judge_accuracy: float | None = None  # 1 where a judge finds the answer right; None: it was not judged
 
     @property
@@ -120,14 +122,16 @@ class Score:
 
 SCORE_METRICS = tuple(field.name for field in fields(Score))
 # between 0 and 1 for every question
-SHARE_METRICS = ("exact_match", "cover_match", "f1", "recall_first", "recall_last", "judge_accuracy")
+SHARE_METRICS = ("exact_match", "cover_match", "f1", "recall_first", "recall_last", "judge_accuracy",
+                 "abstained", "answered_match")  # fmt: skip
 
 
 def score_rollout(rollout: Rollout, question: Question, f1_rule: str = "squad") -> Score:
     """Scores a finished rollout, fresh or read back from a trace; one that failed has no answer."""
     first = rollout.steps[0].passage_ids if rollout.steps else ()
+    exact_match = compute_exact_match(rollout.answer, question.golden_answers)
     return Score(
-        exact_match=compute_exact_match(rollout.answer, question.golden_answers),
+        exact_match=exact_match,
         f1=compute_f1(rollout.answer, question.golden_answers, f1_rule),
         recall_first=compute_support_recall(first, rollout.passages, question),
         recall_last=compute_support_recall(rollout.evidence, rollout.passages, question),
@@ -139,6 +143,8 @@ def score_rollout(rollout: Rollout, question: Question, f1_rule: str = "squad") 
         requests=rollout.usage.get("requests"),
         prompt_tokens=rollout.usage.get("prompt_tokens"),
         cut_replies=rollout.usage.get("cut_replies"),
+        abstained=float(bool(rollout.abstain_reason)),
+        answered_match=exact_match if rollout.answer else None,
     )
 
 

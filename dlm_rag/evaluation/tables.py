@@ -153,6 +153,11 @@ def build_comparison_tables(
         by_group(f"{recall} search with the question, %", summaries, "recall_first", False),
         by_group(f"{recall} last step, %", summaries, "recall_last", False),
     ]
+    abstained = (summary["all"]["abstained"] for summary in summaries.values())
+    if any(share is not None and share.mean for share in abstained):
+        rows = overall(summaries, ("abstained", "answered_match", "exact_match"), False)
+        headings = ["setting", "abstains %", "exact match % of answers given", "of all questions"]
+        found.append(ResultTable("Abstentions, and what is answered", headings, rows))
     if any(summary["all"]["judge_accuracy"] for summary in summaries.values()):
         title = "Accuracy by the judge %, with 95 % intervals"
         found.append(by_group(title, summaries, "judge_accuracy", False))

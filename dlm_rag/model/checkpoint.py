@@ -55,7 +55,7 @@ DLM_RAG_FIELDS = {
     name: name
     for name in (
         "evidence_layout", "passage_length", "canvas_length", "block_length", "block_grid",
-        "finished_block_context", "commit_rule", "retrieval_gate", "causal_context",
+        "finished_block_context", "commit_rule", "retrieval_gate", "causal_context", "abstain",
     )
 } | {BLOCK_SIZE_KEY: "block_size"}  # fmt: skip
 

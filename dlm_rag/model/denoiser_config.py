@@ -39,6 +39,7 @@ Grid = Annotated[str, _one_of("prompt", "canvas")]
 FinishedBlocks = Annotated[str, _one_of("recompute", "no_evidence")]
 CommitRule = Annotated[str, _one_of("threshold", "policy_head", "entropy_bound")]
 ScoreFunction = Annotated[str, _one_of("softmax", "sigmoid")]
+Abstain = Annotated[str, _one_of("never", "answer", "response")]
 Gate = Annotated[str, _one_of("always", "policy_head")]
 
 
@@ -138,6 +139,7 @@ class DenoiserConfig:
     finished_block_context: FinishedBlocks = "recompute"
     commit_rule: CommitRule = "threshold"
     retrieval_gate: Gate = "always"
+    abstain: Abstain = "never"  # as in DecodeConfig, where the config names none
     # Of a model that denoises from uniform noise; None: from masks. Its canvas is a block of ours.
     noise: UniformNoiseConfig | None = None
 

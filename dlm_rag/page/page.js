@@ -442,8 +442,9 @@ class Pane {
     this.bridges.append(make("tbody", "", ...rows));
   }
 
-  drawAnswer({ answer, error, sources }, right) {
-    this.final.replaceChildren(error ? "none, " : "", make("b", "", error || answer || "none"));
+  drawAnswer({ answer, abstained, error, sources }, right) {
+    const none = abstained ? `not known: ${abstained}` : "none";
+    this.final.replaceChildren(error ? "none, " : "", make("b", "", error || answer || none));
     if (right !== undefined) this.final.append(" ", make("span", right ? "right" : "wrong", right ? "right" : "wrong"));
     let bare = false;
     const rows = sources.map(({ text, unsupported, passages }) => {

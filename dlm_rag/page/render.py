@@ -20,13 +20,12 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
+from dlm_rag.decode.abstention import ABSTAIN_REASONS
 from dlm_rag.decode.provisional_log import are_deltas_valid
 from dlm_rag.decode.rollout import (
     Rollout,
     RolloutStep,
     Span,
-    content_words,
-    overlapping_spans,
     split_citable_spans,
 )
 from dlm_rag.decode.trace_file import TraceHeader, read_trace, read_trace_header, scan_trace
@@ -36,7 +35,7 @@ from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.page.html import read_asset, render_html
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.query import QUERIES, query_uses_provisional_tokens
-from dlm_rag.text import get_title_line, split_words, strip_disambiguation
+from dlm_rag.text import content_words, get_title_line, overlapping_spans, split_words, strip_disambiguation
 
 EDITED_FLAG, END_FLAG = 1, 2  # of a written token: it took the place of another; it ends the text
 MAX_CANVAS_TOKENS = 1 << 17  # positions, each an element of the page; no public model sees as far
@@ -192,6 +191,7 @@ def build_end_record(rollout: Rollout, bridges: Sequence[Mapping[str, Any]]) -> 
     return {
         "response": rollout.response,
         "answer": rollout.answer,
+        "abstained": ABSTAIN_REASONS.get(rollout.abstain_reason, ""),
         "error": rollout.error,
         "words": attribute_words(rollout),
         "sources": [

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dlm_rag.decode.abstention import ABSTAIN_REASONS
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.serving.requests import ParsedRequest
 from dlm_rag.text import find_answer_span, get_title_line
@@ -56,16 +57,17 @@ def build_reply(
     if asked.plain:
         return Reply("", text, [], sources)
     start, stop = find_answer_span(text, rollout.answer_form)
-    reasoning, answer = _MARK_BEFORE_ANSWER.sub("", text[:start].rstrip()), text[start:stop]
-    record = rollout.answer_record()
+    reason = rollout.abstain_reason
+    reasoning = _MARK_BEFORE_ANSWER.sub("", text[:start].rstrip())
+    answer = "" if reason else text[start:stop]
     if asked.json_fields:
         known = {"answer": answer, "reasoning": reasoning, "sources": [each["title"] for each in sources]}
         held = {name: known[name] for name in asked.json_fields}
         return Reply(reasoning, json.dumps(held, ensure_ascii=False), [], sources)
     content = answer or text
-    if record.get("abstained"):
-        content = f"I do not know: {record.get('abstain_reason') or 'no passage answers this'}."
-    if not asked.cite or record.get("abstained"):
+    if reason:
+        content = f"I do not know: {ABSTAIN_REASONS[reason]}."
+    if not asked.cite or reason:
         return Reply(reasoning, content, [], sources)
     cited = _find_answer_ids(rollout)
     marks = (f" [{number}]" for number, each in enumerate(sources, start=1) if each["id"] in cited)

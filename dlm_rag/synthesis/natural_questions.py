@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from dlm_rag.decode.abstention import UNCLEAR, UNKNOWN
 from dlm_rag.errors import CorpusError
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.synthesis.cloze_questions import contains_answer
@@ -19,10 +20,6 @@ from dlm_rag.synthesis.facts import DATE, UPPER, Fact, FactFinder, load_relation
 from dlm_rag.synthesis.passage_links import TitledPassage
 from dlm_rag.text import FUNCTION_WORDS, normalize_answer, split_words
 
-UNKNOWN, UNCLEAR = (
-    "unknown",
-    "unclear",
-)  # what stands for an answer where no passage has one; where none can
 LOWER_CASE_SHARE, NO_MARK_SHARE, KIND_SHARE = (
     0.04,
     0.12,

@@ -8,7 +8,7 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.questions import Question
 from dlm_rag.synthesis.shards import SourceOutcome
-from dlm_rag.text import FUNCTION_WORDS, find_word_spans, split_words
+from dlm_rag.text import FUNCTION_WORDS, extract_names, split_words
 from dlm_rag.tokenizer import Tokenizer
 
 MAX_TITLE_WORDS = 12  # words of a passage's first line, beyond which it is none
@@ -98,8 +98,8 @@ def is_supported(rollout: Rollout, reasoning: CitationUnits, answer: CitationUni
     passage in context that holds it; so does every word of the answer. Other words may be the trace's own
     ("it lies in", where the passage says "its home is").
     """
-    needed = [_extract_names(unit) for unit in reasoning]
-    if not needed or any(_extract_names(unit) & {*unit["unsupported"]} for unit in reasoning):
+    needed = [extract_names(unit["text"]) for unit in reasoning]
+    if not needed or any(extract_names(unit["text"]) & {*unit["unsupported"]} for unit in reasoning):
         return False
     if any(unit["unsupported"] for unit in answer):
         return False
@@ -108,16 +108,6 @@ def is_supported(rollout: Rollout, reasoning: CitationUnits, answer: CitationUni
         any(names <= {*split_words(rollout.passages[passage["id"]])} for passage in unit["passages"])
         for names, unit in zip(needed, reasoning, strict=True)
     )
-
-
-def _extract_names(unit: Mapping[str, Any]) -> set[str]:
-    """The words of a sentence that begin with a capital or a digit, but for a "The" that begins it."""
-    text = unit["text"]
-    return {
-        word
-        for word, (start, _) in find_word_spans(text)
-        if (text[start].isupper() and (start or word not in FUNCTION_WORDS)) or text[start].isdigit()
-    }
 
 
 def is_linked(rollout: Rollout, sentences: Sequence[str]) -> bool:

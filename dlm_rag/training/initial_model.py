@@ -198,6 +198,7 @@ def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
         block_size=block,
         causal_context=own.causal_context or any(causal),
         finished_block_context=decode.finished_block_context or own.finished_block_context,
+        abstain="response" if any(phase.natural_share for phase in phases) else own.abstain,
         commit_rule="policy_head" if heads else "threshold",
         retrieval_gate=(decode.retrieval_gate or own.retrieval_gate) if heads else "always",
         max_position_embeddings=max(own.max_position_embeddings, *longest, 0),
@@ -219,7 +220,7 @@ def _make_fresh_model(config: Config) -> InitialModel:
         **{name: getattr(train, name) for name in SIZE_FIELDS},
     )
     if layers is not None:
-        kept = ("canvas_length", "block_length", "block_size", "finished_block_context")
+        kept = ("canvas_length", "block_length", "block_size", "finished_block_context", "abstain")
         own = replace(layers.config, **{name: getattr(own, name) for name in kept})
     # Positions for the question, the canvas, and all passages if they follow one another.
     layout = EVIDENCE_LAYOUTS[config.model.evidence_layout or "independent"]

@@ -1,6 +1,7 @@
 """Citations: only passages that were in context when the words were written, and that hold them."""
 
-from dlm_rag.decode.rollout import cite_passages, find_grounded_tokens
+from dlm_rag.decode.rollout import cite_passages
+from dlm_rag.text import find_grounded_tokens
 from tests.support.tiny_models import tiny_tokenizer
 
 RESPONSE = "Emma was written by Jane. Jane was born in Bath. ### Bath"

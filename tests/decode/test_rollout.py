@@ -43,7 +43,7 @@ def test_counts_and_the_line_of_the_answers_file():
     assert rollout.seconds == {"retrieve": 0.5}
     expected = {
         "id": "q1", "question": "Who?", "answer": "z", "response": "x ### z", "evidence": ["b", "c"],
-        "citations": [], "steps": 2, "forwards": 2, "retrievals": 2, "tokens": 2,
+        "unsupported": [], "citations": [], "steps": 2, "forwards": 2, "retrievals": 2, "tokens": 2,
         "seconds": {"retrieve": 0.5},
     }  # fmt: skip
     assert rollout.answer_record() == expected

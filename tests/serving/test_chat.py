@@ -6,6 +6,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from dlm_rag.decode.abstention import ABSTAIN_REASONS
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.questions import read_questions
@@ -102,9 +103,10 @@ def test_what_open_webui_asks_beside_a_chat_is_answered_in_its_form_without_the_
         assert answer_chat_task(other) is None
 
 
-def make_rollout(response):
+def make_rollout(response, abstain="never"):
     """A finished answer that cites two passages in its reasoning and the second one in its answer."""
     rollout = Rollout("q1", ASKED, "joint", 8, response=response, finished=True)
+    rollout.settings = {"abstain": abstain}
     rollout.passages = {"a b": "Emma\nBy Austen.", "c": "Jane Austen\nA novelist."}
     both = [{"id": "a b", "step": 1, "words": ["emma", "novel"]}, {"id": "c", "step": 2, "words": ["jane"]}]
     rollout.citations = [
@@ -114,9 +116,9 @@ def make_rollout(response):
     return rollout
 
 
-def reply_to(response, note="", **asked):
-    request = ParsedRequest(ASKED, SETTINGS, **asked)
-    return build_reply(make_rollout(response), response, request, lambda name, _: f"http://x/{name}", note)
+def reply_to(response, note="", abstain="never", **asked):
+    request, rollout = ParsedRequest(ASKED, SETTINGS, **asked), make_rollout(response, abstain)
+    return build_reply(rollout, response, request, lambda name, _: f"http://x/{name}", note)
 
 
 def test_a_reply_is_the_answer_with_its_sources_and_the_reasoning_apart():
@@ -155,10 +157,13 @@ def test_reasoning_that_is_streamed_is_never_taken_back(response, reasoning, con
         assert reasoning.startswith(cut_open_reasoning(response[:stop], "marked"))
 
 
-def test_who_abstains_says_why_and_cites_nothing(monkeypatch):
-    why = {"abstained": True, "abstain_reason": "no passage names Emma"}
-    monkeypatch.setattr(Rollout, "answer_record", lambda self: why)
-    assert reply_to("###").content == "I do not know: no passage names Emma."
+def test_who_abstains_says_why_and_cites_nothing():
+    reply = reply_to("Emma is by Jane. ### unknown", "Of novels alone.", "answer")
+    assert reply.content == f"I do not know: {ABSTAIN_REASONS['no_passage']}."
+    assert reply.reasoning == "Emma is by Jane." and not reply.annotations
+    fields = reply_to("### unknown", abstain="answer", json_fields=("answer",))
+    assert json.loads(fields.content) == {"answer": ""}
+    assert reply_to("### unknown").content.startswith("unknown")
 
 
 def test_turns_are_read_and_the_rewritten_question_is_what_is_searched_and_answered(corpus):

@@ -6,10 +6,11 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from dlm_rag.decode.abstention import UNKNOWN
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import build_query
-from dlm_rag.synthesis.natural_questions import UNKNOWN, Asked, NaturalQuestions
+from dlm_rag.synthesis.natural_questions import Asked, NaturalQuestions
 from dlm_rag.training.data.examples import CopyIndex, Example, ExampleBuilder, sample_passages
 
 CHAIN_SHARE, CROSSED_SHARE = (

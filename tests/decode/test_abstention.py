@@ -1,0 +1,96 @@
+"""When no answer is given, in the record, the scores, the terminal, on the page and from the server."""
+
+import pytest
+
+from dlm_rag.commands.arguments import ANSWER_SETTINGS, parse_command_line
+from dlm_rag.config import DecodeConfig
+from dlm_rag.decode.abstention import ABSTAIN_REASONS
+from dlm_rag.decode.resolve_settings import resolve_settings
+from dlm_rag.decode.rollout import Rollout, RolloutStep, cite_passages
+from dlm_rag.decode.terminal import render_answer
+from dlm_rag.evaluation.compare import summarize_scores
+from dlm_rag.evaluation.metrics import score_rollout
+from dlm_rag.evaluation.tables import build_comparison_tables
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.page.render import build_end_record
+from dlm_rag.questions import Question
+from tests.support.rollouts import render_to_text
+
+QUESTION = "To whom was Neaflaind Klopo married?"
+PASSAGES = {"1": "Neaflaind Klopo\nIt was Pristelk Nothea whom the 43rd mayor married."}
+RIGHT = "Neaflaind Klopo was wedded to Pristelk Nothea. ### Pristelk Nothea"
+SLIP = "Tflaindm Klopo was wedded to Pristelk Nothea. ### Pristelk Nothea"
+WRONG = "Neaflaind Klopo was wedded to Pristelk Nothea. ### Pristel Nothea"
+
+
+def answered(response, abstain="response"):
+    """A rollout that has written a response in one step, with the passage in context."""
+    rollout = Rollout("q", QUESTION, "joint", 8, passages=PASSAGES, evidence_texts=PASSAGES)
+    rollout.steps = [RolloutStep(n, QUESTION, ("1",), True) for n in range(2)]
+    rollout.response, rollout.settings, rollout.finished = response, {"abstain": abstain}, True
+    whole = [(0, len(response))]
+    rollout.citations = cite_passages(response, whole, [1], lambda step: ("1",), PASSAGES, QUESTION)
+    return rollout
+
+
+@pytest.mark.parametrize(
+    ("response", "reasons", "unsupported"),
+    [  # reasons: of never, answer, response
+        (RIGHT, ("", "", ""), []),
+        (SLIP, ("", "", "unsupported_words"), ["tflaindm"]),
+        (WRONG, ("", "unsupported_words", "unsupported_words"), ["pristel"]),
+        ("It was so. ### the 44th", ("", "unsupported_words", "unsupported_words"), ["44th"]),
+        ("It was so. ### the 43rd Klopo", ("", "", ""), []),
+        ("It was so. ### a wedded one", ("", "", ""), []),  # no name
+        ("### Yes", ("", "", ""), []),
+        ("### unknown", ("", "no_passage", "no_passage"), []),
+        ("### Unclear.", ("", "unknown_form", "unknown_form"), ["unclear"]),
+        ("nothing is marked", ("", "", ""), []),
+    ],
+)
+def test_who_knows_no_answer_gives_none_and_says_why(response, reasons, unsupported):
+    written = answered(response, "never").answer
+    for mode, reason in zip(("never", "answer", "response"), reasons, strict=True):
+        rollout = answered(response, mode)
+        record = rollout.answer_record()
+        assert record["answer"] == rollout.answer == ("" if reason else written)
+        assert record["unsupported"] == unsupported and record["response"] == response
+        assert record.get("abstained", False) == bool(reason)
+        assert record.get("abstain_reason", "") == reason
+
+
+def test_an_unset_mode_is_the_checkpoints_own_and_that_of_a_public_one_is_never():
+    own = DenoiserConfig(8, abstain="answer")
+    assert resolve_settings(DecodeConfig(), own).abstain == "answer"
+    assert resolve_settings(DecodeConfig(abstain="never"), own).abstain == "never"
+    assert resolve_settings(DecodeConfig(), DenoiserConfig(8)).abstain == "never"
+    words = parse_command_line("", ["--answer-anyway"], ANSWER_SETTINGS)
+    assert words.config.decode.abstain == "never"
+
+
+def test_an_abstention_is_not_right_and_the_tables_say_how_many_there_are():
+    question = Question("q", QUESTION, golden_answers=["Pristelk Nothea"])
+    responses = (RIGHT, SLIP, "### unknown", "### Nothea")
+    scores = [score_rollout(answered(response), question) for response in responses]
+    assert [score.exact_match for score in scores] == [1, 0, 0, 0]
+    summary = summarize_scores(scores, {"all": [0, 1, 2, 3]})
+    assert summary["all"]["abstained"].mean == summary["all"]["answered_match"].mean == 0.5
+    tables = build_comparison_tables({"all": [0, 1, 2, 3]}, {"one": summary}, {}, "squad")
+    (shares,) = [table for table in tables if "Abstentions" in table.title]
+    assert [cell.split()[0] for cell in shares.rows[0]] == ["one", "50.0", "50.0", "25.0"]
+    anyway = [score_rollout(answered(response, "never"), question) for response in responses]
+    assert [score.exact_match for score in anyway] == [1, 1, 0, 0]
+    summary = summarize_scores(anyway, {"all": [0, 1, 2, 3]})
+    tables = build_comparison_tables({"all": [0, 1, 2, 3]}, {"one": summary}, {}, "squad")
+    assert not any("Abstentions" in table.title for table in tables)
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"), [(SLIP, "unsupported_words"), ("### unknown", "no_passage")]
+)
+def test_terminal_and_page_say_in_a_sentence_why(response, reason):
+    said = ABSTAIN_REASONS[reason]
+    assert said in " ".join(render_to_text(render_answer(answered(response))).replace("│", " ").split())
+    end = build_end_record(answered(response), [])
+    assert (end["answer"], end["abstained"]) == ("", said)
+    assert build_end_record(answered(RIGHT), [])["abstained"] == ""
