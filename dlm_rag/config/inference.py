@@ -208,10 +208,14 @@ class DecodeConfig(CheckedSettings):
     """number of questions denoised together"""
     overlap: str = setting("none", choices=("none", "pipeline"))
     """search while the model runs: pipeline (on the other half of the batch; the same tokens)"""
-    abstain: str | None = setting(None, choices=("never", "answer", "response"))
+    abstain: str | None = setting(None, choices=("never", "answer", "response", "copied"))
     """when no answer is given: if it is "unknown" or "unclear", or has a name or number that neither a
-    passage nor the question has; response: also if a sentence before it has one; unset takes the
-    checkpoint's own (never for public ones)"""
+    passage nor the question has; response: also if a sentence before it has one; copied: also if it does
+    not stand word for word in a passage and in the sentences before it, or no passage has the names of
+    the question; unset takes the checkpoint's own (never for public ones)"""
+    abstain_threshold: float = setting(0.0, low=0, high=1)
+    """no answer is given if a token of the response was less probable than this when it was written, and
+    abstain is not never"""
     early_stopping: bool = setting(True)
     """stop once an end token and everything before it is committed, since the text can no longer change"""
 

@@ -11,6 +11,9 @@ ABSTAIN_REASONS = {
     "no_passage": "no passage that was found tells it",
     "unknown_form": "this is not a form of question that the model knows",
     "unsupported_words": "it would take names or numbers that are in no passage",
+    "not_copied": "no passage that was found has the answer as it was written",
+    "unknown_words": "no passage that was found has the names of the question",
+    "unsure": "the model was not sure enough of what it wrote",
 }
 _REASON_BY_WORD = {UNKNOWN: "no_passage", UNCLEAR: "unknown_form"}
 
@@ -34,14 +37,34 @@ def find_unsupported_names(
     return {word: kind for word, kind in found.items() if word not in known}
 
 
-def find_abstain_reason(mode: str | None, answer: str, unsupported_kinds: Collection[str]) -> str:
+def find_abstain_reason(
+    mode: str,
+    answer: str,
+    unsupported_kinds: Collection[str],
+    said: str,
+    question: str,
+    passages: Iterable[str],
+) -> str:
     """A key of `ABSTAIN_REASONS`, or "" where the answer is given.
 
-    mode: as `decode.abstain`. answer: as it is written. unsupported_kinds: of units with unsupported names.
+    mode: as `decode.abstain`. answer: as it is written, said: what stands before it. unsupported_kinds: of
+    units with unsupported names. passages: the texts of all that were found.
     """
-    if mode in (None, "never") or not answer:
+    if mode == "never" or not answer:
         return ""
     if reason := _REASON_BY_WORD.get(answer.casefold()):
         return reason
-    unsupported = unsupported_kinds if mode == "response" else {"answer"} & {*unsupported_kinds}
-    return "unsupported_words" if unsupported else ""
+    if {"answer"} & {*unsupported_kinds} if mode == "answer" else unsupported_kinds:
+        return "unsupported_words"
+    if mode != "copied":
+        return ""
+    texts = [_fold(text) for text in passages]
+    if _fold(answer) not in _fold(said) or not any(_fold(answer) in text for text in texts):
+        return "not_copied"
+    names = extract_names(question.partition(" ")[2])  # without the word that begins it
+    return "unknown_words" if any(not any(f" {name} " in text for text in texts) for name in names) else ""
+
+
+def _fold(text: str) -> str:
+    """The words of a text between single blanks, to look for words in a row."""
+    return f" {' '.join(split_words(text))} "

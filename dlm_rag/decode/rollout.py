@@ -180,8 +180,14 @@ class Rollout:
     @property
     def abstain_reason(self) -> str:
         """Why no answer is given, a key of `ABSTAIN_REASONS`; "" where `decode.abstain` lets it stand."""
-        mode = self.settings.get("abstain")
-        return find_abstain_reason(mode, self.written_answer, self.unsupported.values())
+        mode, written = self.settings.get("abstain") or "never", self.written_answer
+        said = self.response[: find_answer_span(self.response, self.answer_form)[0]]
+        kinds, texts = self.unsupported.values(), self.passages.values()
+        reason = find_abstain_reason(mode, written, kinds, said, self.question, texts)
+        if reason or mode == "never" or not written:
+            return reason
+        least = min((token.confidence for step in self.steps for token in step.written_tokens), default=1.0)
+        return "unsure" if least < self.settings.get("abstain_threshold", 0.0) else ""
 
     @property
     def evidence(self) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ Grid = Annotated[str, _one_of("prompt", "canvas")]
 FinishedBlocks = Annotated[str, _one_of("recompute", "no_evidence")]
 CommitRule = Annotated[str, _one_of("threshold", "policy_head", "entropy_bound")]
 ScoreFunction = Annotated[str, _one_of("softmax", "sigmoid")]
-Abstain = Annotated[str, _one_of("never", "answer", "response")]
+Abstain = Annotated[str, _one_of("never", "answer", "response", "copied")]
 Gate = Annotated[str, _one_of("always", "policy_head")]
 
 

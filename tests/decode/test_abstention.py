@@ -6,7 +6,7 @@ from dlm_rag.commands.arguments import ANSWER_SETTINGS, parse_command_line
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.abstention import ABSTAIN_REASONS
 from dlm_rag.decode.resolve_settings import resolve_settings
-from dlm_rag.decode.rollout import Rollout, RolloutStep, cite_passages
+from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep, cite_passages
 from dlm_rag.decode.terminal import render_answer
 from dlm_rag.evaluation.compare import summarize_scores
 from dlm_rag.evaluation.metrics import score_rollout
@@ -57,6 +57,39 @@ def test_who_knows_no_answer_gives_none_and_says_why(response, reasons, unsuppor
         assert record["unsupported"] == unsupported and record["response"] == response
         assert record.get("abstained", False) == bool(reason)
         assert record.get("abstain_reason", "") == reason
+
+
+@pytest.mark.parametrize(
+    ("response", "question", "reason"),
+    [
+        (RIGHT, QUESTION, ""),
+        (
+            "It was Pristelk Nothea. ### Nothea Pristelk",
+            QUESTION,
+            "not_copied",
+        ),  # its words, in another row
+        (
+            "Neaflaind Klopo was wedded. ### Pristelk Nothea",
+            QUESTION,
+            "not_copied",
+        ),  # not what it said before
+        (RIGHT, "Was Neaflaind Klopo wedded in Oslo?", "unknown_words"),
+        (RIGHT, "Name the spouse of neaflaind klopo.", ""),  # the first word is no name
+        (SLIP, QUESTION, "unsupported_words"),
+    ],
+)
+def test_what_is_only_copied_stands_in_a_passage_as_it_is_written(response, question, reason):
+    rollout = answered(response, "copied")
+    rollout.question = question
+    assert rollout.abstain_reason == reason and bool(rollout.answer) == (not reason)
+
+
+def test_what_was_written_with_little_confidence_is_not_given():
+    rollout = answered(RIGHT, "answer")
+    rollout.steps[1].committed = tuple(CommittedToken(n, n, "x", p) for n, p in enumerate((0.9, 0.5)))
+    for mode, threshold, reason in (("answer", 0.4, ""), ("answer", 0.6, "unsure"), ("never", 0.6, "")):
+        rollout.settings = {"abstain": mode, "abstain_threshold": threshold}
+        assert rollout.abstain_reason == reason
 
 
 def test_an_unset_mode_is_the_checkpoints_own_and_that_of_a_public_one_is_never():
