@@ -182,8 +182,8 @@ class Rollout:
         """Why no answer is given, a key of `ABSTAIN_REASONS`; "" where `decode.abstain` lets it stand."""
         mode, written = self.settings.get("abstain") or "never", self.written_answer
         said = self.response[: find_answer_span(self.response, self.answer_form)[0]]
-        kinds, texts = self.unsupported.values(), self.passages.values()
-        reason = find_abstain_reason(mode, written, kinds, said, self.question, texts)
+        found = self.unsupported.values(), said, self.question, self.passages.values()
+        reason = find_abstain_reason(mode, written, *found)
         if reason or mode == "never" or not written:
             return reason
         least = min((token.confidence for step in self.steps for token in step.written_tokens), default=1.0)
