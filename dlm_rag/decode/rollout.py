@@ -183,8 +183,7 @@ class Rollout:
         mode, written = self.settings.get("abstain") or "never", self.written_answer
         said = self.response[: find_answer_span(self.response, self.answer_form)[0]]
         found = self.unsupported.values(), said, self.question, self.passages.values()
-        reason = find_abstain_reason(mode, written, *found)
-        if reason or mode == "never" or not written:
+        if (reason := find_abstain_reason(mode, written, *found)) or mode == "never" or not written:
             return reason
         least = min((token.confidence for step in self.steps for token in step.written_tokens), default=1.0)
         return "unsure" if least < self.settings.get("abstain_threshold", 0.0) else ""
