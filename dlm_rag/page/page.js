@@ -517,7 +517,10 @@ class Page {
       }
       if (known.childNodes.length) button.append(known);
       button.type = "button";
-      button.addEventListener("click", () => this.open(number));
+      button.addEventListener("click", () => {
+        this.open(number);
+        if (NARROW.matches) byId("questions").open = false; // which covers what was asked for
+      });
       return button;
     });
     const rows = this.items.map((item) => make("li", "", item));

@@ -23,6 +23,7 @@ from dlm_rag.page.render import (
     build_page_record,
     find_bridge_entities,
     read_trace_runs,
+    render_live_page,
     render_page,
     split_content_words,
     write_page,
@@ -424,6 +425,21 @@ def test_nothing_is_under_the_controls(browser, show):
     browser.run("scrollTo(0, 1e6)")
     assert browser.run(top % ("#player", "top")) == 0
     assert browser.run(top % (".found", "bottom")) > browser.run(top % ("#player", "bottom"))
+
+
+def test_on_a_phone_the_list_makes_room_for_the_question_that_is_chosen(browser, show):
+    show(make_two_hop_rollout(), replace(make_two_hop_rollout(), id="q2", question="Why?"), width=390)
+    shown = "[byId('questions').open, byId('question').textContent, byId('view').open]"
+    browser.press_key("/")
+    assert browser.run(shown)[0], "its search is in the list"
+    browser.run("page.items[1].click()")
+    assert browser.run(shown) == [False, "Why?", False]
+
+
+def test_a_page_without_a_question_has_no_controls(browser, tmp_path):
+    (tmp_path / "live.html").write_text(render_live_page(False))
+    browser.open(tmp_path / "live.html")
+    assert not browser.run("byId('player').checkVisibility()")
 
 
 def test_the_keyboard_alone_reaches_everything(browser, show):
