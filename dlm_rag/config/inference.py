@@ -209,8 +209,8 @@ class DecodeConfig(CheckedSettings):
     overlap: str = setting("none", choices=("none", "pipeline"))
     """search while the model runs: pipeline (on the other half of the batch; the same tokens)"""
     abstain: str | None = setting(None, choices=("never", "answer", "response", "copied"))
-    """when no answer is given: if it is "unknown" or "unclear", or has a name or number that neither a
-    passage nor the question has; response: also if a sentence before it has one; copied: also if it does
+    """when no answer is given: if it is "unknown" or "unclear", or has a word that neither a passage nor
+    the question has; response: also if a name or number before it is in neither; copied: also if it does
     not stand word for word in a passage and in the sentences before it, or no passage has the names of
     the question; unset takes the checkpoint's own (never for public ones)"""
     abstain_threshold: float = setting(0.0, low=0, high=1)

@@ -1,4 +1,4 @@
-"""When no answer is given: the model says that it knows none, or it names what no passage has."""
+"""When no answer is given: the model says that it knows none, or its words are in no passage."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -10,26 +10,29 @@ UNKNOWN, UNCLEAR = "unknown", "unclear"
 ABSTAIN_REASONS = {
     "no_passage": "no passage that was found tells it",
     "unknown_form": "this is not a form of question that the model knows",
-    "unsupported_words": "it would take names or numbers that are in no passage",
+    "no_answer": "the model wrote no answer",
+    "unsupported_words": "it would take words that are in no passage",
     "not_copied": "no passage that was found has the answer as it was written",
     "unknown_words": "no passage that was found has the names of the question",
     "unsure": "the model was not sure enough of what it wrote",
 }
+_OWN_WORDS = {UNKNOWN, UNCLEAR, "yes"}  # of answers: these need no passage; nor do function words
 _REASON_BY_WORD = {UNKNOWN: "no_passage", UNCLEAR: "unknown_form"}
 
 
-def find_unsupported_names(
+def find_unsupported_words(
     units: Iterable[Mapping[str, Any]], question: str, passages: Iterable[str]
 ) -> dict[str, str]:
-    """Names and numbers that neither a passage nor the question has, each with the kind of the last unit.
+    """Words that neither a passage nor the question has, each with the kind of the last unit that has it.
 
-    units: as `cite_passages` gives them. passages: the texts of all that were found.
+    Of the answer all but function words, of the sentences before it names and numbers: these have words of
+    their own ("lies in"). units: as `cite_passages` gives them. passages: the texts of all that were found.
     """
     found = {
         word: unit["kind"]
         for unit in units
         for word in unit["unsupported"]
-        if word in extract_names(unit["text"]) - {"yes"}
+        if word not in _OWN_WORDS and (unit["kind"] == "answer" or word in extract_names(unit["text"]))
     }
     if not found:
         return found
@@ -48,10 +51,12 @@ def find_abstain_reason(
     """A key of `ABSTAIN_REASONS`, or "" where the answer is given.
 
     mode: as `decode.abstain`. answer: as it is written, said: what stands before it. unsupported_kinds: of
-    units with unsupported names. passages: the texts of all that were found.
+    units with unsupported words. passages: the texts of all that were found.
     """
-    if mode == "never" or not answer:
+    if mode == "never":
         return ""
+    if not answer:
+        return "no_answer"
     if reason := _REASON_BY_WORD.get(answer.casefold()):
         return reason
     if {"answer"} & {*unsupported_kinds} if mode == "answer" else unsupported_kinds:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import TypedDict  # that of Python 3.11 cannot be checked by pydantic
 
-from dlm_rag.decode.abstention import find_abstain_reason, find_unsupported_names
+from dlm_rag.decode.abstention import find_abstain_reason, find_unsupported_words
 from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalToken, replay_provisional
 from dlm_rag.text import (
     content_words,
@@ -174,16 +174,16 @@ class Rollout:
 
     @property
     def unsupported(self) -> dict[str, str]:
-        """As `find_unsupported_names`."""
-        return find_unsupported_names(self.citations, self.question, self.passages.values())
+        """As `find_unsupported_words`."""
+        return find_unsupported_words(self.citations, self.question, self.passages.values())
 
     @property
     def abstain_reason(self) -> str:
         """Why no answer is given, a key of `ABSTAIN_REASONS`; "" where `decode.abstain` lets it stand."""
-        mode, written = self.settings.get("abstain") or "never", self.written_answer
+        mode = "never" if self.error else self.settings.get("abstain") or "never"
         said = self.response[: find_answer_span(self.response, self.answer_form)[0]]
         found = self.unsupported.values(), said, self.question, self.passages.values()
-        if (reason := find_abstain_reason(mode, written, *found)) or mode == "never" or not written:
+        if (reason := find_abstain_reason(mode, self.written_answer, *found)) or mode == "never":
             return reason
         least = min((token.confidence for step in self.steps for token in step.written_tokens), default=1.0)
         return "unsure" if least < self.settings.get("abstain_threshold", 0.0) else ""

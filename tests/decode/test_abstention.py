@@ -41,11 +41,12 @@ def answered(response, abstain="response"):
         (WRONG, ("", "unsupported_words", "unsupported_words"), ["pristel"]),
         ("It was so. ### the 44th", ("", "unsupported_words", "unsupported_words"), ["44th"]),
         ("It was so. ### the 43rd Klopo", ("", "", ""), []),
-        ("It was so. ### a wedded one", ("", "", ""), []),  # no name
+        ("It was all wedded. ### the mayor", ("", "", ""), []),  # names alone are checked before the answer
+        ("It was so. ### a wedded mayor", ("", "unsupported_words", "unsupported_words"), ["wedded"]),
         ("### Yes", ("", "", ""), []),
         ("### unknown", ("", "no_passage", "no_passage"), []),
-        ("### Unclear.", ("", "unknown_form", "unknown_form"), ["unclear"]),
-        ("nothing is marked", ("", "", ""), []),
+        ("### Unclear.", ("", "unknown_form", "unknown_form"), []),
+        ("nothing is marked", ("", "no_answer", "no_answer"), []),
     ],
 )
 def test_who_knows_no_answer_gives_none_and_says_why(response, reasons, unsupported):
@@ -57,6 +58,8 @@ def test_who_knows_no_answer_gives_none_and_says_why(response, reasons, unsuppor
         assert record["unsupported"] == unsupported and record["response"] == response
         assert record.get("abstained", False) == bool(reason)
         assert record.get("abstain_reason", "") == reason
+    rollout.error = "its search failed"
+    assert "abstained" not in rollout.answer_record()
 
 
 @pytest.mark.parametrize(

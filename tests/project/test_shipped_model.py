@@ -35,14 +35,16 @@ def test_the_shipped_world_is_what_its_seed_makes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("folder", "config"), [(MODEL, "world_blocks.yaml"), (WHOLE, "world.yaml"), (READER, "corpus.yaml")]
+    ("folder", "config"),
+    [(MODEL, "world_blocks.yaml"), (WHOLE, "world.yaml"), (READER, "reader_training.yaml")],
 )
 def test_the_shipped_models_are_small_and_say_where_they_come_from(folder, config):
-    assert sum(path.stat().st_size for path in folder.iterdir()) < 5e6
+    assert sum(path.stat().st_size for path in SHIPPED_FOLDER.glob("*/model.safetensors")) < 40e6
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
     card = json.loads((folder / "training.json").read_text())
-    assert card["commit"] and "dirty" not in card["commit"]
+    commit, page = card["commit"], (folder / "README.md").read_text(encoding="utf-8")
+    assert commit and ("dirty" not in commit or f"| commit | {commit}: " in page), "which tree it was"
     assert f"train.py --config {config}" in card["command"]
     assert json.loads((folder / "config.json").read_text())["evidence_layout"] == "independent"
 
@@ -74,15 +76,19 @@ def test_the_reader_answers_about_a_corpus_of_ones_own_from_any_folder(tmp_path)
     gap = "Harbour Lights is a 1931 British drama film directed by ____ and starring Vera Stanton."
     expected = {
         "What is Tessenow Glacier?": "a valley glacier in northern Greenland",
-        "What is Vera Stanton?": "an English stage actress",
+        "Who directed Night Ferry?": "Paul Reiner",
+        "When was the director of Harbour Lights born?": "4 March 1894",
         f"Which name is left out here: '{gap}'?": "Edwin Marlowe",
-        f"What is the thing left out here: '{gap}'?": "a British film director and screenwriter",
+        "Who wrote Emma?": "",
+        "Where was Vera Stanton born?": "",
     }
     words = ["-m", "dlm_rag", "sample", *expected, "--corpus", str(ROOT / "examples" / "passages.jsonl")]
     done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "the shipped reader answers" in done.stderr, done.stderr
-    answers = map(json.loads, done.stdout.splitlines())
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert {answer["question"]: answer["answer"] for answer in answers} == expected
+    reasons = {answer["question"]: answer.get("abstain_reason", "") for answer in answers}
+    assert reasons == {question: "" if answer else "no_passage" for question, answer in expected.items()}
 
 
 def test_sample_without_arguments_answers():
@@ -107,7 +113,7 @@ def test_the_reader_copies_names_from_passages_that_it_was_not_asked_about(real,
     corpus = open_corpus(path, str(tmp_path / "index"))
     denoiser, tokenizer = Denoiser.from_pretrained(READER), Tokenizer.from_pretrained(READER)
     builder = ExampleBuilder(tokenizer, denoiser.config)
-    made = generate_corpus_questions(corpus, builder, 4, 0.25)
+    made = generate_corpus_questions(corpus, builder, 4, 0.1)
     retriever = load_retriever(path, top_k=4, index_dir=str(tmp_path / "index"))
     train = TrainConfig(passage_sets_per_step=40, rows_per_set=1)
     rows = QuestionExamples(TrainingQuestions(made.held_out), retriever, builder, train, "")

@@ -351,10 +351,15 @@ def test_serve_alone_answers_its_example_questions_and_links_their_sources(tmp_p
             for name in ("content", "reasoning_content"):
                 said = "".join(getattr(part.choices[0].delta, name, None) or "" for part in parts)
                 assert said == getattr(message, name)
-            asked += [message.model_dump(), {"role": "user", "content": "What is it?"}]
-            again = client.chat.completions.create(model=model.id, messages=asked)
-            assert again.dlm_rag["question"] == question.question
-            assert again.choices[0].message.content == message.content
+        asked += [message.model_dump(), {"role": "user", "content": "What is it?"}]
+        again = client.chat.completions.create(model=model.id, messages=asked)
+        assert again.dlm_rag["question"] == question.question == "What is Kellerup?"
+        assert again.choices[0].message.content == message.content
+        asked = [{"role": "user", "content": "Who wrote Emma?"}]
+        unknown = client.chat.completions.create(model=model.id, messages=asked)
+        assert unknown.dlm_rag["abstained"] and unknown.dlm_rag["abstain_reason"] == "no_passage"
+        said = f"I do not know: {ABSTAIN_REASONS['no_passage']}."
+        assert (unknown.choices[0].message.content, unknown.choices[0].finish_reason) == (said, "stop")
         assert httpx.get(f"{url}/passages/none").status_code == 404
 
 
