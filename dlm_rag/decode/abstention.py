@@ -10,8 +10,8 @@ UNKNOWN, UNCLEAR = "unknown", "unclear"
 ABSTAIN_REASONS = {
     "no_passage": "no passage that was found tells it",
     "unknown_form": "this is not a form of question that the model knows",
-    "no_answer": "the model wrote no answer",
-    "unsupported_words": "it would take words that are in no passage",
+    "no_answer": "what was written has no answer",
+    "unsupported_words": "what was written has words that no passage has",
     "not_copied": "no passage that was found has the answer as it was written",
     "unknown_words": "no passage that was found has the names of the question",
     "unsure": "the model was not sure enough of what it wrote",

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from dlm_rag.commands import page as page_command
+from dlm_rag.decode.abstention import ABSTAIN_REASONS
 from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalRecorder
 from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep
 from dlm_rag.decode.trace_file import read_trace
@@ -405,6 +406,15 @@ def test_answers_are_right_or_wrong_where_gold_answers_are_known(browser, tmp_pa
     browser.press_key("ArrowDown")
     browser.press_key("Enter")
     assert browser.run("page.number") == 4
+
+
+def test_where_no_answer_is_given_the_page_says_why(browser, show):
+    rollout = make_two_hop_rollout()
+    rollout.response, rollout.citations = "### unknown", []
+    for abstain, said in (("answer", f"not known: {ABSTAIN_REASONS['no_passage']}"), ("never", "unknown")):
+        rollout.settings = rollout.settings | {"abstain": abstain}
+        show(rollout, place="#step=99")
+        assert browser.run("page.panes[0].final.innerText") == said
 
 
 def test_a_page_of_a_trace_names_the_questions_file(tmp_path):
