@@ -134,7 +134,7 @@ class ReplayTokenizer:
         self._vocabulary = vocabulary
         self._kept: dict[str, tuple[int, ...]] = {}
 
-    def build_prompt(self, question: str, passages: list[str]) -> Prompt:
+    def build_prompt(self, question: str, passages: list[str], system: str = "") -> Prompt:
         facts = tuple(self._ids(passage, PASSAGE_LENGTH) for passage in passages)
         return Prompt(self._ids(question, QUESTION_LENGTH), facts, ())
 

@@ -156,7 +156,9 @@ def decoder_of(folder, name, block, corpus, prefix_cache_gib):
     checkpoint = open_checkpoint(folder, block)
     tokenizer = Tokenizer.from_pretrained(checkpoint)
     tokenizer.end_ids = frozenset(public.get("stopping_criteria_idx", [END_TOKEN_IDS.get(family, PAD)]))
-    tokenizer.build_prompt = lambda question, passages: Prompt(tuple(json.loads(question)), (), ())
+    tokenizer.build_prompt = lambda question, passages, system="": Prompt(
+        tuple(json.loads(question)), (), ()
+    )
     engine = EngineConfig(prefix_cache_gib=prefix_cache_gib)
     return Decoder(Denoiser.from_pretrained(checkpoint), NoRetriever(corpus, 1), tokenizer, engine=engine)
 

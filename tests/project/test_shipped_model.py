@@ -43,8 +43,7 @@ def test_the_shipped_models_are_small_and_say_where_they_come_from(folder, confi
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
     card = json.loads((folder / "training.json").read_text())
-    commit, page = card["commit"], (folder / "README.md").read_text(encoding="utf-8")
-    assert commit and ("dirty" not in commit or f"| commit | {commit}: " in page), "which tree it was"
+    assert card["commit"] and "dirty" not in card["commit"]
     assert f"train.py --config {config}" in card["command"]
     assert json.loads((folder / "config.json").read_text())["evidence_layout"] == "independent"
 
