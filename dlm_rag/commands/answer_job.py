@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dlm_rag import __version__
+from dlm_rag.baselines import is_model_url
 from dlm_rag.cli import check_writable, print_note
 from dlm_rag.commands.arguments import CommandLine, check_read, parse_command_line
 from dlm_rag.commands.prepare_decoder import (
@@ -282,7 +283,7 @@ def plan_answer_job(
     files that cannot be written or hold answers of other settings.
     """
     assert config.out is not None
-    if config.workers is not None:
+    if config.workers is not None and not is_model_url(config.model.path):
         from dlm_rag.workers.placement import check_ray_installed
 
         check_ray_installed()
