@@ -1,8 +1,8 @@
 """Questions that a reader is scored on, of what training left out: one command, and a digest of them.
 
-    python profiling/reader_questions.py --corpus passages.jsonl --out runs/reader_questions
+    python profiling/reader_questions.py --corpus hotpotqa/corpus.jsonl 2wiki/corpus.jsonl --out runs/sets
 
-one_hop, two_hops: wordings and passages that no training row has (two_hops: half of them about names that
+passages.jsonl: the first passage of each title, to train on. one_hop, two_hops: wordings and passages that no training row has (two_hops: half of them about names that
 no passage has, whose second passage is added to corpus.jsonl). no_answer: questions that the corpus does
 not answer. cloze: chains of names left out of sentences. The same corpus and share give the same bytes.
 """
@@ -24,11 +24,18 @@ COUNTS = {"one_hop": 200, "two_hops": 200, "cloze": 200, "no_answer": 100}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--corpus", required=True, type=Path)
+    parser.add_argument("--corpus", required=True, type=Path, nargs="+")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--held-out", type=float, default=0.1, help="as data.held_out of the training")
     args = parser.parse_args()
-    corpus, rng = open_corpus(str(args.corpus), None), random.Random("reader questions")
+    args.out.mkdir(parents=True, exist_ok=True)
+    joined = args.out / "passages.jsonl"
+    first: dict[str, str] = {}
+    for path in args.corpus:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            first.setdefault(json.loads(line)["title"], line)
+    joined.write_text("".join(f"{line}\n" for line in first.values()), encoding="utf-8")
+    corpus, rng = open_corpus(str(joined), None), random.Random("reader questions")
     rows = CorpusRowGenerator(corpus, 2, args.held_out)
     asked = NaturalQuestions([*corpus], rows.is_held_out, "held_out")
     held = sorted(asked.facts)
@@ -37,7 +44,6 @@ def main() -> None:
         "one_hop": draw_one_hop(rng, asked), "two_hops": draw_two_hops(rng, asked, added),
         "no_answer": draw_no_answer(rng, asked, held), "cloze": draw_cloze(rng, rows, held),
     }  # fmt: skip
-    args.out.mkdir(parents=True, exist_ok=True)
     records = [vars(passage) for passage in (*corpus, *added.values())]
     sets["corpus"] = [{key: record[key] for key in ("id", "title", "contents")} for record in records]
     digest = hashlib.sha256()
