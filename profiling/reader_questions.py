@@ -1,9 +1,10 @@
 """Questions that a reader is scored on, of what training left out: one command, and a digest of them.
 
-    python profiling/reader_questions.py --corpus hotpotqa/corpus.jsonl 2wiki/corpus.jsonl --out runs/sets
+    python profiling/reader_questions.py --corpus hotpotqa/corpus.jsonl 2wiki/corpus.jsonl --out sets
 
-passages.jsonl: the first passage of each title, to train on. one_hop, two_hops: wordings and passages that no training row has (two_hops: half of them about names that
-no passage has, whose second passage is added to corpus.jsonl). no_answer: questions that the corpus does
+passages.jsonl: the first passage of each title, to train on. one_hop, two_hops: wordings and passages
+that no training row has (two_hops: half of them about names that no passage has, whose second passage is
+added to corpus.jsonl). no_answer: questions that the corpus does
 not answer. cloze: chains of names left out of sentences. The same corpus and share give the same bytes.
 """
 
