@@ -56,7 +56,7 @@ def find_abstain_reason(
     if mode == "never":
         return ""
     if not answer:
-        return "no_answer"
+        return "no_answer" if mode == "copied" else ""  # of others the response is shown as it is
     if reason := _REASON_BY_WORD.get(answer.casefold()):
         return reason
     if {"answer"} & {*unsupported_kinds} if mode == "answer" else unsupported_kinds:

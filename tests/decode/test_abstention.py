@@ -46,7 +46,7 @@ def answered(response, abstain="response"):
         ("### Yes", ("", "", ""), []),
         ("### unknown", ("", "no_passage", "no_passage"), []),
         ("### Unclear.", ("", "unknown_form", "unknown_form"), []),
-        ("nothing is marked", ("", "no_answer", "no_answer"), []),
+        ("nothing is marked", ("", "", ""), []),
     ],
 )
 def test_who_knows_no_answer_gives_none_and_says_why(response, reasons, unsupported):
