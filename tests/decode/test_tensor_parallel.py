@@ -306,6 +306,8 @@ def test_a_server_on_two_ranks_answers_and_ends(corpus_file, tmp_path):
                 )
                 found.append(answer.json()["choices"][0]["message"]["content"])
             process.send_signal(signal.SIGTERM)
-            said = process.communicate(timeout=60)[1]
+            assert process.wait(60) == 0
+            process.reading.join()
+            said = "\n".join(process.said)
             assert "ended: 2 answered" in said and "another rank" not in said
     assert found[:2] == found[2:]

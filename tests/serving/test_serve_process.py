@@ -16,6 +16,7 @@ import pytest
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import DecodeConfig
+from dlm_rag.decode.abstention import ABSTAIN_REASONS
 from dlm_rag.questions import read_questions
 from dlm_rag.serving import http_server, middleware
 from tests.support.headless_chromium import HeadlessChromium, find_chromium
@@ -36,7 +37,7 @@ from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 
 @pytest.fixture(scope="module")
 def shipped():
-    """Questions of the shipped world, and the answer of each by the decoder."""
+    """Questions of the shipped world, and the answer of each by the decoder, or why there is none."""
     world, model = SHIPPED_FOLDER / "world", SHIPPED_FOLDER / "model"
     parts = (
         Denoiser.from_pretrained(model),
@@ -45,7 +46,12 @@ def shipped():
     )
     decoder = Decoder(*parts, DecodeConfig(batch_size=32))
     asked = read_questions(world / "questions.jsonl")[:160]
-    return {r.question: r.answer or r.response for r in decoder.decode(asked)}
+    return {
+        r.question: f"I do not know: {ABSTAIN_REASONS[r.abstain_reason]}."
+        if r.abstain_reason
+        else r.answer or r.response
+        for r in decoder.decode(asked)
+    }
 
 
 @pytest.fixture
