@@ -200,6 +200,7 @@ class AttentionProbe:
     queries: Tensor | None = None  # (T, H, D)
     keys: Tensor | None = None  # (Tk, Hk, D), row by row
     key_lengths: tuple[int, ...] = ()  # keys of each row
+    key_ends: Tensor | None = None  # (rows + 1,), on the device
     visible_counts: Tensor | None = None  # (T,) how many of them each query sees; None: all
 
 
@@ -217,7 +218,8 @@ class ForwardContext:
         k, v = self.rows.gather_keys_values(k, v, layer)
         if (probe := self.probe) is not None and probe.layer == layer:
             probe.queries, probe.keys = q, k
-            probe.key_lengths, probe.visible_counts = sight.key_lengths, sight.visible_counts
+            probe.key_lengths, probe.key_ends = sight.key_lengths, sight.key_ends
+            probe.visible_counts = sight.visible_counts
         return compute_attention(
             q, k, v, sight, self.backend, self.patterns[layer] if self.patterns else None
         )

@@ -83,22 +83,24 @@ PASSAGE_HEAD, TOKEN_HEAD = 0, 1
 def locate_pointers(
     examples: Sequence[Example], states: Sequence[LaidOutRow]
 ) -> tuple[list[int], NDArray[np.int64]]:
-    """How many pointers each row has, p in all; and (4, p): their packed query; of the row's keys the first
-    and last + 1 of the passage, and the token.
+    """How many pointers each row has, p in all; and (6, p): their packed query; of the row's keys the first
+    and last + 1 of the passage, and the token; the row, and the place among its pointers.
     """
     found = []
-    for example, state, start in zip(examples, states, canvas_starts(states), strict=True):
+    laid_out = zip(examples, states, canvas_starts(states), strict=True)
+    for row, (example, state, start) in enumerate(laid_out):
         facts, head = example.prompt.facts, len(example.prompt.head)
         # Where the prompt is in one piece, the passages follow its head; else each is a segment.
         bounds = dict(zip(range(len(facts)), accumulate(map(len, facts), initial=head), strict=False))
         ends = accumulate((len(segment.ids) for segment in state.context_segments), initial=0)
         at = dict(zip(((s.ids, s.start) for s in state.context_segments), ends, strict=False))
-        for pointer in example.supervised_pointers:
+        for slot, pointer in enumerate(example.supervised_pointers):
             fact = facts[pointer.fact]
             first = at.get((fact, 0), bounds[pointer.fact])
-            found.append((start + pointer.position, first, first + len(fact), first + pointer.token))
+            span = first, first + len(fact), first + pointer.token
+            found.append((start + pointer.position, *span, row, slot))
     counts = [len(example.supervised_pointers) for example in examples]
-    return counts, np.array(found, dtype=np.int64).reshape(-1, 4).T
+    return counts, np.array(found, dtype=np.int64).reshape(-1, 6).T
 
 
 def compute_pointer_loss(
@@ -110,26 +112,22 @@ def compute_pointer_loss(
     log of a small mass is what is asked for. ranks: of a split model, the mean of whose losses is the loss;
     a head counts on the rank that has it.
     """
-    assert probe.queries is not None and probe.keys is not None
+    assert probe.queries is not None and probe.keys is not None and probe.key_ends is not None
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     own, group = probe.queries.shape[1], probe.queries.shape[1] // probe.keys.shape[1]
     heads = [min(max(head - rank * own, 0), own - 1) for head in (PASSAGE_HEAD, TOKEN_HEAD)]
     of_passage, of_token = (size * (head // own == rank) for head in (PASSAGE_HEAD, TOKEN_HEAD))
-    rows = np.repeat(np.arange(len(counts)), counts)
-    order = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - np.array(counts, int), counts)
-    lengths = np.array(probe.key_lengths)
-    arrays = [rows, order, lengths, np.cumsum(lengths) - lengths]
-    (row, slot, length, start), most = to_device(arrays, probe.queries.device), max(counts, default=0)
+    start, length = probe.key_ends[:-1], probe.key_ends.diff()
     off: Any = torch.autocast(probe.queries.device.type, enabled=False)
-    at, first, last, token = places
+    at, first, last, token, row, slot = places
     with off:
         queries = torch.stack([probe.queries[:, head] for head in heads], 1).float()
         keys = torch.stack([probe.keys[:, head // group] for head in heads], 1).float()
         if not len(row):
             return queries.new_zeros(()), queries.new_zeros(())
-        place = torch.arange(int(lengths.max()), device=row.device)
+        place = torch.arange(max(probe.key_lengths), device=row.device)
         padded = keys[(start[:, None] + place).clamp(max=len(keys) - 1)]  # (rows, keys, 2, D)
-        asked = queries.new_zeros((len(counts), most, *queries.shape[1:]))
+        asked = queries.new_zeros((len(counts), max(counts), *queries.shape[1:]))
         asked = asked.index_put((row, slot), queries[at])
         scores = torch.einsum("rnhd,rkhd->rnhk", asked, padded)[row, slot] / math.sqrt(queries.shape[-1])
         seen = length[row] if probe.visible_counts is None else probe.visible_counts[at]

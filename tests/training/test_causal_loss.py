@@ -148,7 +148,7 @@ def test_pointers_of_causal_rows_are_asked_of_the_state_before():
     for example, start, at in zip(causal, canvas_starts(seen.states), places.T, strict=True):
         (pointer,) = example.supervised_pointers
         first = sum(map(len, example.prompt.facts[: pointer.fact]))
-        query, begin, end, token = at.tolist()
+        query, begin, end, token, *_ = at.tolist()
         assert query == start + pointer.position, "the state that predicts it"
         assert (begin, end - begin) == (first, len(example.prompt.facts[pointer.fact]))
         assert token == first + pointer.token
