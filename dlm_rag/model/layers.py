@@ -217,9 +217,8 @@ class ForwardContext:
         """Attention of q (n, H, D) to what the rows see, their own k and v (T, Hk, D) included."""
         k, v = self.rows.gather_keys_values(k, v, layer)
         if (probe := self.probe) is not None and probe.layer == layer:
-            probe.queries, probe.keys = q, k
+            probe.queries, probe.keys, probe.visible_counts = q, k, sight.visible_counts
             probe.key_lengths, probe.key_ends = sight.key_lengths, sight.key_ends
-            probe.visible_counts = sight.visible_counts
         return compute_attention(
             q, k, v, sight, self.backend, self.patterns[layer] if self.patterns else None
         )
