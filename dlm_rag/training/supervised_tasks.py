@@ -23,11 +23,8 @@ from dlm_rag.training.validation import DocumentValidation
 CURRICULUM_STAGES = ((2, 2), (2, 4), (4, None))  # passages in a prompt, at least and at most; None: top_k
 STAGE_START_ACCURACY = 0.3  # running accuracy on names that the next stage begins with
 STAGE_END_ACCURACY = 0.62  # and at which it ends
-STAGE_STARTS = (
-    0.0,
-    0.06,
-    0.15,
-)  # shares of the steps at which stages begin where workers make batches ahead
+# Shares of the steps at which stages begin where workers make batches ahead.
+STAGE_STARTS = (0.0, 0.06, 0.15)
 END_TOKEN_WEIGHT, FINAL_END_TOKEN_WEIGHT = 0.15, 0.4  # in the loss, the latter once the rate has fallen
 
 

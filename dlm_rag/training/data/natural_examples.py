@@ -13,14 +13,10 @@ from dlm_rag.retrieval.query import build_query
 from dlm_rag.synthesis.natural_questions import Asked, NaturalQuestions
 from dlm_rag.training.data.examples import CopyIndex, Example, ExampleBuilder, sample_passages
 
-CHAIN_SHARE, CROSSED_SHARE = (
-    0.55,
-    0.75,
-)  # of sets, once training is on two hops; of these chains, crossed ones
-CHAINS_FROM, CHAINS_ALL = (
-    0.05,
-    0.3,
-)  # shares of the steps at which chains come in, and have their whole share
+# Of sets, once training is on two hops; of these chains, crossed ones.
+CHAIN_SHARE, CROSSED_SHARE = 0.55, 0.75
+# Shares of the steps at which chains come in, and have their whole share.
+CHAINS_FROM, CHAINS_ALL = 0.05, 0.3
 RENAMED_SHARE = 0.6  # of sets
 REMOVED_SHARE, DROPPED_SHARE = 0.08, 0.08  # of sets without the answer's sentence, or without its passage
 LATER_PASSAGE_SHARE = 0.4  # of the moments before a second hop that have its passage already
