@@ -43,7 +43,7 @@ class BaselineContext:
 
 
 class BaselineRun:
-    """The hands of a policy. Every method may raise `ChatError` or `SearchUnavailableError`: the question
+    """What a policy can do: ask the model, search, answer. Every method may raise `ChatError` or `SearchUnavailableError`: the question
     has no answer then.
 
     evidence: the passages that a prompt may show now, in rank order.
