@@ -43,8 +43,9 @@ class BaselineContext:
 
 
 class BaselineRun:
-    """What a policy can do: ask the model, search, answer. Every method may raise `ChatError` or `SearchUnavailableError`: the question
-    has no answer then.
+    """What a policy can do: ask the model, search, answer.
+
+    Every method may raise `ChatError` or `SearchUnavailableError`: the question has no answer then.
 
     evidence: the passages that a prompt may show now, in rank order.
     """
