@@ -188,13 +188,18 @@ class FactFinder:
             hit = next(filter(None, (pattern.search(bare) for pattern in relation["find"])), None)
             if hit is None or (name in ("country", "occupation", "kind", "who") and hit.start()):
                 continue
+            people = relation["type"] in ("person", "people")
+            if people and _NOT_THE_NAME.match(bare, hit.end("o")):
+                continue
             ask = (
                 *relation.get("person_ask" if person else "ask", relation["ask"]),
                 *relation.get(gender, ()),
             )
+            found = hit["o"].strip(' ,"')
+            found = re.sub("['’]s$", "", found) if people else found
             yield Fact(
-                row, name, passage.name, hit["o"].strip(' ,"'), relation["type"], number,
-                relation["say"], ask, tuple(relation.get("back", ())),
+                row, name, passage.name, found, relation["type"], number, relation["say"], ask,
+                tuple(relation.get("back", ())),
             )  # fmt: skip
 
     def _find_clauses(self, row: int, number: int, sentence: str, person: bool) -> Iterator[Fact]:
@@ -256,7 +261,11 @@ class FactFinder:
         words = fact.object.split()
         if not words or len(words) > MAX_FACT_WORDS or words[-1] in _DANGLING:
             return False
-        if fact.kind in ("person", "people") and _NO_PERSON.search(fact.object):
+        if fact.kind in ("person", "people") and (
+            _NO_PERSON.search(fact.object) or fact.object in _TITLES
+        ):
+            return False
+        if fact.relation in ("alias", "occupation") and words[0] in _NO_THING:
             return False
         if fact.kind in ("person", "place", "org", "agent", "people") and (
             words[0] in _NO_NAME or normalize_answer(fact.object) in _NO_NAMES
@@ -283,6 +292,9 @@ _NO_NAME = frozenset("The He She It They In On At His Her Its This That These A 
 _NO_PERSON = re.compile(
     r"\b(?:House|Castle|College|University|Church|School|Hollywood|Kingdom|Empire|Academy|Court|BBC)\b"
 )
+_NOT_THE_NAME = re.compile(r"-based|, [A-Z][\w.]+(?:-based)? (?:[a-z-]+ )*(?:band|group|singer|artist)\b")
+_TITLES = frozenset("President King Queen Emperor Empress Prince Princess Duke Duchess Sir Saint".split())
+_NO_THING = frozenset("of by in at on for from with born".split())
 _NO_NAMES = frozenset(
     """january february march april may june july august september october november december american
     british english""".split()

@@ -26,6 +26,9 @@ LOWER_CASE_SHARE, NO_MARK_SHARE, KIND_SHARE = (
     0.12,
 )  # of questions; "the film Inception" the last
 CLAUSE_SHARE = 0.35  # of questions of one hop: any verb, against relations of the table
+ORDER_SHARE, WRAPPED_SHARE = 0.15, 0.06  # of questions: "Give the author of Emma.", "Tell me who wrote Emma."
+ORDERS = ("Name", "Please name", "Give", "Give me", "State", "Tell me", "Find", "I am looking for", "")
+WRAPPINGS = ("Tell me", "Can you tell me", "Please say", "Do you know", "I want to know")
 RELATION_POWER = 0.5  # a relation is drawn as often as this power of how many facts it has
 _MONTHS = "January February March April May June July August September October November December".split()
 _DATE = re.compile(rf"(?<![\d,.]){DATE}(?![\d,])")
@@ -118,6 +121,16 @@ class NaturalQuestions:
             return fact.ask
         return self._relations[fact.relation]["held_out"]
 
+    def _wording(self, rng: random.Random, fact: Fact) -> str:
+        """A template of a question for the object of a fact; in training an order now and then."""
+        if self._wordings == "ask" and fact.relation and rng.random() < ORDER_SHARE:
+            relation = self._relations[fact.relation]
+            named = rng.choice([*relation.get("order", ()), *relation.get("noun", ())])
+            order = f"{rng.choice(ORDERS)} {named}.".strip()
+            if order not in relation["held_out"]:
+                return order[0].upper() + order[1:] if order[0] != "{" else order
+        return rng.choice(self._asks(fact))
+
     def draw_single(self, rng: random.Random, row: int | None = None) -> Asked | None:
         """A question of one hop, about a passage if one is given; None where it tells nothing."""
         if row is not None:
@@ -136,7 +149,7 @@ class NaturalQuestions:
         if fact.back and alone and self._wordings == "ask" and rng.random() < 0.3:
             question, answer = rng.choice(fact.back).format(o=fact.object), fact.subject
         else:
-            template = rng.choice(self._asks(fact))
+            template = self._wording(rng, fact)
             answer, name = _fit(template, fact), self._name(rng, fact)
             if contains_answer(name, answer):  # "the village Marwick" says what Marwick is
                 name = fact.subject
@@ -160,7 +173,7 @@ class NaturalQuestions:
 
     def _chain(self, rng: random.Random, first: Fact, second: Fact) -> Asked:
         noun = rng.choice(self._relations[first.relation]["noun"]).format(s=self._name(rng, first))
-        template = rng.choice(self._asks(second))
+        template = self._wording(rng, second)
         question = template.format(s=noun, o=second.object)
         statements = (first.statement, replace(second, subject=first.object).statement)
         return Asked(
@@ -231,7 +244,10 @@ def _fit(template: str, fact: Fact) -> str:
 
 
 def _vary(rng: random.Random, question: str) -> str:
-    """A question as people write it: now and then without its mark, or in small letters."""
+    """A question as people write it: now and then wrapped, without its mark, or in small letters."""
+    if re.match(r"(?:Who|What|Which \w+) (?!is|are|was|were|has|did|does|do|can|could|would|might)", question):
+        if rng.random() < WRAPPED_SHARE:
+            question = f"{rng.choice(WRAPPINGS)} {question[0].lower()}{question[1:]}"
     if rng.random() < NO_MARK_SHARE:
         question = question.rstrip("?.")
     return question.lower() if rng.random() < LOWER_CASE_SHARE else question
