@@ -261,9 +261,7 @@ class FactFinder:
         words = fact.object.split()
         if not words or len(words) > MAX_FACT_WORDS or words[-1] in _DANGLING:
             return False
-        if fact.kind in ("person", "people") and (
-            _NO_PERSON.search(fact.object) or fact.object in _TITLES
-        ):
+        if fact.kind in ("person", "people") and (_NO_PERSON.search(fact.object) or fact.object in _TITLES):
             return False
         if fact.relation in ("alias", "occupation") and words[0] in _NO_THING:
             return False

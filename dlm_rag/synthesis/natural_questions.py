@@ -26,8 +26,10 @@ LOWER_CASE_SHARE, NO_MARK_SHARE, KIND_SHARE = (
     0.12,
 )  # of questions; "the film Inception" the last
 CLAUSE_SHARE = 0.35  # of questions of one hop: any verb, against relations of the table
-ORDER_SHARE, WRAPPED_SHARE = 0.15, 0.06  # of questions: "Give the author of Emma.", "Tell me who wrote Emma."
+# Of questions: "Give the author of Emma.", "Tell me who wrote Emma."
+ORDER_SHARE, WRAPPED_SHARE = 0.15, 0.06
 ORDERS = ("Name", "Please name", "Give", "Give me", "State", "Tell me", "Find", "I am looking for", "")
+_WRAPPABLE = re.compile(r"(?:Who|What|Which \w+) (?!is|are|was|were|has|did|does|do|can|could|would|might)")
 WRAPPINGS = ("Tell me", "Can you tell me", "Please say", "Do you know", "I want to know")
 RELATION_POWER = 0.5  # a relation is drawn as often as this power of how many facts it has
 _MONTHS = "January February March April May June July August September October November December".split()
@@ -245,9 +247,8 @@ def _fit(template: str, fact: Fact) -> str:
 
 def _vary(rng: random.Random, question: str) -> str:
     """A question as people write it: now and then wrapped, without its mark, or in small letters."""
-    if re.match(r"(?:Who|What|Which \w+) (?!is|are|was|were|has|did|does|do|can|could|would|might)", question):
-        if rng.random() < WRAPPED_SHARE:
-            question = f"{rng.choice(WRAPPINGS)} {question[0].lower()}{question[1:]}"
+    if _WRAPPABLE.match(question) and rng.random() < WRAPPED_SHARE:
+        question = f"{rng.choice(WRAPPINGS)} {question[0].lower()}{question[1:]}"
     if rng.random() < NO_MARK_SHARE:
         question = question.rstrip("?.")
     return question.lower() if rng.random() < LOWER_CASE_SHARE else question
