@@ -1,4 +1,4 @@
-"""What docs/exactness.md promises on a CPU in float32: which runs are equal to the bit, which in tokens."""
+"""docs/explanation/exactness.md on a CPU in float32: which runs are equal to the bit, which in tokens."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_other_batches_threads_and_pools_give_the_same_tokens_to_rounding(decode
 
 @pytest.mark.slow
 def test_the_shipped_model_answers_with_and_without_a_pool_alike():
-    """Prints what docs/exactness.md says; `-s` shows it."""
+    """Prints what docs/explanation/exactness.md says; `-s` shows it."""
     world = SHIPPED_FOLDER / "world"
     asked = [q for q in read_questions(world / "questions.jsonl") if not q.labels][::3]
     decoded = []

@@ -202,7 +202,7 @@ def cluster(monkeypatch, nodes: int, cores_of_head: int = 1):
     """A cluster of nodes of one core on this machine: its address, itself, its nodes except the head."""
     for name, value in {
         "RAY_USAGE_STATS_ENABLED": "0",
-        "GRPC_ENABLE_FORK_SUPPORT": "0",  # see docs/workers.md
+        "GRPC_ENABLE_FORK_SUPPORT": "0",  # see docs/how-to/use-many-devices.md
         "RAY_health_check_initial_delay_ms": "500",
         "RAY_health_check_period_ms": "300",
         "RAY_health_check_failure_threshold": "3",
