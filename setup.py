@@ -73,8 +73,15 @@ setup(
         "lm-eval": ["lm_eval>=0.4.13,<0.5"],
         "energy": ["nvidia-ml-py>=12.560,<14"],
         "bench": ["accelerate>=1.1,<2"],  # of profiling/bench_train.py
+        "docs": [
+            "mkdocs>=1.6,<2",
+            "mkdocs-material>=9.7,<10",
+            "mkdocstrings[python]>=1.0,<2",
+            "nbclient>=0.10,<0.12",  # runs the notebooks, with ipykernel
+            "ipykernel>=7,<8",
+        ],
         "test": [
-            "dlm_rag[energy,lora,serve,synthesis]",
+            "dlm_rag[docs,energy,lora,serve,synthesis]",
             "pytest>=8,<10",
             "pytest-xdist>=3.6,<4",  # CI runs two files of tests at a time
             "hypothesis>=6.100,<7",

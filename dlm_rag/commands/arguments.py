@@ -79,7 +79,7 @@ def parse_command_line(
     """
     flags = {flag: key for flag, key in SETTING_BY_FLAG.items() if flag.strip("-") not in options}
     switches = {"print-config": "print the resolved config", **switches, **_list_shorthands(reads)}
-    parser = _build_parser(description, argv, options, typed)
+    parser = _build_parser(description, argv, options, typed, reads)
     for flag, key in flags.items():
         metavar = {"compare": "SETTINGS", "limit": "N"}.get(key, "PATH")
         shown = _describe(key) if is_read(key, reads) else argparse.SUPPRESS
@@ -147,11 +147,15 @@ def _collect_settings(given: Mapping[str, Any], flags: Mapping[str, str]) -> lis
     return settings + ["quick=true"] * given.get("quick", False)
 
 
-def _build_parser(description: str, argv: list[str], options: Options, typed: bool) -> CommandParser:
-    """The parser of a program, without the flags of settings; its help lists every setting."""
-    before = sys.argv[1 : max(1, len(sys.argv) - len(argv))]  # `dlm-rag sample` is two words
-    prog = " ".join([Path(sys.argv[0]).name, *before])
-    epilog = "KEY=VALUE sets any field of the config:\n" + _list_keys()
+def _build_parser(
+    description: str, argv: list[str], options: Options, typed: bool, reads: Sequence[str]
+) -> CommandParser:
+    """The parser of a program, without the flags of settings; its help lists the settings it reads."""
+    name = Path(sys.argv[0]).name
+    prog = " ".join(
+        [name, *sys.argv[1:2]] if name == "dlm-rag" else [name]
+    )  # `dlm-rag sample` is two words
+    epilog = "KEY=VALUE sets a field of the config:\n" + _list_keys(reads)
     parser = CommandParser(description, prog=prog, epilog=epilog)
     what = "a question, or KEY=VALUE" if typed else "KEY=VALUE"
     parser.add_argument("words", nargs="*", metavar="WORD", help=what)
@@ -219,9 +223,11 @@ def _reject_mistaken_word(word: str) -> None:
         )
 
 
-def _list_keys() -> str:
+def _list_keys(reads: Sequence[str]) -> str:
     lines = []
     for key, item in list_setting_fields().items():
+        if not is_read(key, reads):
+            continue
         own = ", module:function" * bool(get_field_metadata(item, "table"))
         choices = f" [{', '.join(found)}{own}]" if (found := list_choices(item)) else ""
         default = repr(item.default_factory() if item.default is MISSING else item.default)

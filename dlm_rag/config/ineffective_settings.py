@@ -95,12 +95,12 @@ def _explain_idle(
     """
     if value in (holder.__dataclass_fields__[name].default, {}):
         return ""
-    missing = [_describe_missing(need, known, is_recipe) for need in _list_needs(section, holder, name)]
+    missing = [_describe_missing(need, known, is_recipe) for need in list_needs(section, holder, name)]
     return f"{_show(value)} has no effect {missing[0]}" if missing and all(missing) else ""
 
 
 @cache
-def _list_needs(section: str, holder: Any, name: str) -> tuple[Need, ...]:
+def list_needs(section: str, holder: Any, name: str) -> tuple[Need, ...]:
     """What a setting needs: as its field declares, and as the tables of its section say."""
     needs: tuple[Need, ...] = get_field_metadata(holder.__dataclass_fields__[name], "only_with")
     from_tables: Need = {}
