@@ -1,7 +1,7 @@
 """Takes pictures of a page in headless Chromium: one place of it, or a trace playing.
 
     dlm-rag page trace.jsonl --html page.html
-    python docs/picture.py page.html docs/images/sample.webp                      # all steps of the first question
+    python docs/picture.py page.html docs/images/sample.webp    # all steps of the first question
     python docs/picture.py page.html docs/images/page-middle.png --place '#step=4'
     python docs/picture.py runs/tiny/train.html train.png --dark --width 390
 

@@ -93,18 +93,23 @@ def read_result(path: Path) -> StoredResult:
     return StoredResult(file.parent, record, found)
 
 
+def build_result_table(result: StoredResult) -> ResultTable:
+    """The table of all questions, a row for each setting."""
+    scores, none = result.scores, dict.fromkeys(SCORE_METRICS)
+    summaries = {name: none | setting.groups["all"] for name, setting in scores.settings.items()}
+    against = {name: groups["all"] for name, groups in scores.first_minus.items()}
+    return build_overview_table(scores.questions["all"], summaries, against, scores.swept)
+
+
 def render_results_page(results: Sequence[StoredResult]) -> str:
     """Markdown: a heading with the day of the last, then each result, its table, where it is from."""
     days = [str(r.get_stamp(name).get("date", ""))[:10] for r in results for name in r.folders]
     parts = [f"# Results, {max(days) or 'undated'}\n"]
     for result in results:
-        scores, none = result.scores, dict.fromkeys(SCORE_METRICS)
-        summaries = {name: none | setting.groups["all"] for name, setting in scores.settings.items()}
-        against = {name: groups["all"] for name, groups in scores.first_minus.items()}
-        shown = build_overview_table(scores.questions["all"], summaries, against, scores.swept)
-        command, stamp = result.record.get("command"), result.get_stamp(next(iter(summaries)))
+        command = result.record.get("command")
+        stamp = result.get_stamp(next(iter(result.scores.settings)))
         parts += [f"## {result.folder.name}\n", *([f"    {command}\n"] if command else [])]
-        parts += [render_markdown_table(shown), format_provenance(stamp)]
+        parts += [render_markdown_table(build_result_table(result)), format_provenance(stamp)]
     return "\n".join(parts)
 
 
