@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 # torch and numba each bring an OpenMP-like thread pool. When both spin while they wait, a forward
-# pass on a busy machine slows down by a factor of 10 to 40 (docs/measurements.md).
+# pass on a busy machine takes 1.6 times as long, and 4.6 times at worst (docs/measurements/engine.md).
 # The runtimes read these once, when they load, hence here; a value that the user has set wins.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("NUMBA_THREADING_LAYER", "workqueue")
