@@ -515,4 +515,5 @@ def test_a_folder_keeps_the_scores_of_one_choice_of_questions(call, tmp_path):
 
 def test_help_names_every_default(call):
     code, out, _ = call("--help")
-    assert code == 0 and "MISSING" not in out and "data.documents={}" in out and "--limit N" in out
+    assert code == 0 and "MISSING" not in out and "decode.batch_size=8" in out and "--limit N" in out
+    assert "data.documents" not in out  # which sample does not read
