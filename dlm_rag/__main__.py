@@ -1,22 +1,22 @@
-"""The programs of dlm_rag, from any folder.
+"""The commands of dlm_rag, from any folder.
 
     dlm-rag sample             answer questions, retrieving while denoising
     dlm-rag evaluate           score a denoiser on questions with known answers
-    dlm-rag benchmark          evaluate models x precisions x data sets x seeds into one table
+    dlm-rag benchmark          evaluate models x precisions x data sets x seeds in one table
     dlm-rag lm-eval            run lm-evaluation-harness: multiple choice and perplexity
     dlm-rag train              train a denoiser
-    dlm-rag synthesize         make rows to train on
-    dlm-rag page               make a page of traces, which plays the decoding in a browser
-    dlm-rag serve              answer questions over HTTP, as OpenAI's clients ask, and in a browser
-    dlm-rag data               bring the field's data sets here by name
-    dlm-rag index              build the index of a corpus, here or in a Milvus
-    dlm-rag encode             keep keys and values of a corpus's passages for the programs that answer
-    dlm-rag retrieve-server    let others search a corpus over HTTP
-    dlm-rag profile            profile a run: which stage the time went to
-    dlm-rag bench              run a benchmark of profiling/
-    dlm-rag doctor             look at this machine: what works, what does not, what mends it
+    dlm-rag synthesize         make training rows
+    dlm-rag page               make a web page that plays a decoding
+    dlm-rag serve              answer questions over HTTP (OpenAI's API) and in a browser
+    dlm-rag data               download the field's data sets by name
+    dlm-rag index              build the index of a corpus, on this machine or in Milvus
+    dlm-rag encode             compute keys and values of a corpus ahead of time
+    dlm-rag retrieve-server    offer a corpus for search over HTTP
+    dlm-rag profile            profile a run: where the time went
+    dlm-rag bench              run a benchmark
+    dlm-rag doctor             check this machine, and how to fix what does not work
 
-`dlm-rag PROGRAM --help` says what each is told; `python -m dlm_rag PROGRAM` is the same.
+`dlm-rag COMMAND --help` lists flags and settings; `python -m dlm_rag COMMAND` is the same.
 """
 
 import importlib

@@ -33,6 +33,13 @@ FACTS = {
     ("noise", "uniform"): "a checkpoint that denoises from uniform noise",
     ("attention_blocks", True): "a checkpoint with block attention",
 }
+# Flags, settings, files, and names with an underscore.
+SECTIONS = "|".join(item.name for item in dataclasses.fields(config.Config) if item.metadata == {})
+CODE = (
+    rf"(?<![\w-])--[a-z][\w-]*|(?<![\w./])(?:{SECTIONS})\.[a-z]\w*(?:=\w+)?"
+    r"|[\w/]+\.(?:json|jsonl|md|html|yaml|py)\b"
+    r"|(?<!\w)[$~]?[A-Za-z0-9./]*[A-Za-z0-9]_[\w.:=/]*[\w/](?:\[[\w-]+\])?"
+)
 HARNESS = "lm-eval"  # its words are those of lm-evaluation-harness
 KEYS_IN_HELP = "KEY=VALUE sets"  # where the list of settings begins in `--help`
 SETTINGS_HEAD = """\
@@ -79,10 +86,13 @@ prints the resolved settings and exits.
 
 
 def escape(text: str) -> str:
-    """Prose as Markdown that shows the same: marks of Markdown and HTML outside of `code` are escaped."""
-    pieces = re.split(r"(`[^`]+`)", text)
+    """Prose as Markdown that shows the same: names are `code`, other marks of Markdown and HTML escaped."""
+    pieces = re.split(rf"(`[^`]+`|{CODE})", text)
     return "".join(
-        piece if n % 2 else re.sub(r"([\\*_<>\[\]|#])", r"\\\1", piece) for n, piece in enumerate(pieces)
+        (piece if piece[0] == "`" else f"`{piece}`")
+        if n % 2
+        else re.sub(r"([\\*_<>\[\]|#])", r"\\\1", piece)
+        for n, piece in enumerate(pieces)
     )
 
 

@@ -1,8 +1,8 @@
-"""Run a benchmark of profiling/, from any folder.
+"""Run a benchmark from any folder.
 
-dlm-rag bench                            # lists them
+dlm-rag bench                            # list them
 dlm-rag bench decode --help
-dlm-rag bench decode --out runs/decode   # is `python profiling/bench_decode.py --out runs/decode`
+dlm-rag bench decode --out runs/decode   # as `python profiling/bench_decode.py --out runs/decode`
 dlm-rag bench first_gpu --out runs/first
 """
 

@@ -12,13 +12,13 @@ A benchmark is a YAML file, here or in configs/benchmarks/:
     seeds:      [0, 1]                           # of decode.seed; may be left out
     settings:   limit=200                        # of all cells; may be left out
 
-A model may also be openai://HOST:PORT/v1/NAME, behind a server, in one precision. Of the policies and the
-settings each model gets those that are for its kind: [interleaved, static, ircot] are two for either.
-folder=PATH stands for the questions.jsonl and corpus.jsonl of a folder; where that is not there the data
-set is skipped, and said so. $NAME is a variable of the environment.
+A model can also be openai://HOST:PORT/v1/NAME, behind a server, in one precision. Each model gets the
+policies and settings of its kind: of [interleaved, static, ircot], a denoiser gets the first two, a model
+behind a server the last two. folder=PATH stands for the questions.jsonl and corpus.jsonl of a folder; a
+data set whose folder is missing is skipped with a note. $NAME is an environment variable.
 
-Each cell is a `dlm-rag evaluate` of its own, one at a time on each GPU (or this machine). A cell that
-fails is reported, and the others go on. The same command again asks for what is missing alone.
+Each cell is a `dlm-rag evaluate` of its own, one at a time on each GPU (or on this machine). A cell that
+fails is reported, and the others continue. Run the same command again for the cells that are missing.
 """
 
 import json

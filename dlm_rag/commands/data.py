@@ -1,12 +1,12 @@
-"""Bring the field's data sets here by name.
+"""Download the field's data sets by name.
 
-    dlm-rag data list                       # names, sizes, where they are from
+    dlm-rag data list                       # names, sizes, sources
     dlm-rag data get hotpotqa 2wiki musique bamboogle wiki18
     dlm-rag data get hotpotqa nq --split flashrag_1000
     dlm-rag data get 2wiki --split sardi    # with its corpus
 
-Files come from the Hugging Face hub (HF_ENDPOINT, HF_HUB_OFFLINE, `hf auth login`), below --folder, each
-with a card beside it. A fetch that was stopped goes on with the same command. Then:
+Files come from the Hugging Face hub (HF_ENDPOINT, HF_HUB_OFFLINE and `hf auth login` apply) and are kept
+below --folder, each with a card. Run the same command again to resume. Then:
 
     dlm-rag evaluate --dataset hotpotqa,2wiki --corpus wiki18 --model DIR_OR_HUB_ID --out runs/first
 """

@@ -1,11 +1,11 @@
-"""Look at this machine: what works, what could be better, what is broken, and the command that mends it.
+"""Check this machine: what works, what could be better, what is broken, and the command that fixes it.
 
-    dlm-rag doctor            # a line for each check
-    dlm-rag doctor --json     # the same and torch's description of the machine, for an issue report
+    dlm-rag doctor            # one line per check
+    dlm-rag doctor --json     # the same with torch's description of the machine, for a bug report
     dlm-rag doctor model.device=cpu retrieval.index_dir=/scratch/indexes engine.store=/scratch/store
-    dlm-rag doctor --range model.path=DIR_OR_HUB_ID    # do the numbers of its layers fit into float16?
+    dlm-rag doctor --range model.path=DIR_OR_HUB_ID    # do its activations fit float16?
 
-Nothing is fetched and nothing is changed. Where something that is needed fails, the exit status is 1.
+Nothing is downloaded or changed. If something necessary fails, the exit status is 1.
 """
 
 import json

@@ -1,12 +1,12 @@
-"""Fill an evidence store ahead: keys and values of every passage of a corpus, computed once.
+"""Fill an evidence store ahead of time: compute keys and values of every passage of a corpus once.
 
     dlm-rag encode --corpus passages.jsonl engine.store=FOLDER
     dlm-rag encode --corpus passages.jsonl engine.store=FOLDER --model DIR_OR_HUB_ID \\
         model.evidence_layout=independent
-    torchrun --nproc-per-node 4 -m dlm_rag encode ...      # four processes, on GPUs one on each
+    torchrun --nproc-per-node 4 -m dlm_rag encode ...      # four processes, one per GPU
 
-What decodes with the same model, precision and engine.store reads them there. Passages that are there are
-skipped, so a run that was stopped goes on when the same command is given again.
+Programs with the same model, precision and engine.store read them from there. Run the same command again
+to resume: passages already stored are skipped.
 """
 
 import time

@@ -10,16 +10,18 @@
     dlm-rag evaluate --config sardi.yaml --dataset 2wiki --out runs/2wiki      # the paper's table
     dlm-rag evaluate --dataset hotpotqa,2wiki --corpus wiki18 --model DIR --out runs/field
     dlm-rag evaluate --model openai://HOST:PORT/v1/NAME ... --out runs/ar --compare static,ircot,flare
-    dlm-rag evaluate --reproduce runs/shipped --out runs/again     # and what has become different
+    dlm-rag evaluate --reproduce runs/shipped --out runs/again     # and what has changed
 
 --compare all: interleaved retrieval (decode.query_policy=proxy), committed tokens only, static retrieval,
 a second search with the best passage of the first (two_rounds, feedback), none, and oracle evidence.
---sweep: every combination of the values, under each setting of --compare where there is one.
-A model behind an OpenAI-compatible server has policies of its own: no_retrieval, static, oracle, ircot,
-flare, self_ask, targ, search_r1. judge=openai://HOST:PORT/v1/NAME has answers judged.
-The folder gets scores.json, scores.md, a picture, config.yaml and the answers and traces of every setting.
-A run that was stopped goes on when the same command is given again. In a checkout `python evaluate.py` does
-the same.
+
+--sweep: every combination of the values, under each setting of --compare.
+
+A model behind an OpenAI-compatible server has its own policies: no_retrieval, static, oracle, ircot,
+flare, self_ask, targ and search_r1. judge=openai://HOST:PORT/v1/NAME has a model judge the answers.
+
+The folder gets scores.json, scores.md, a picture, config.yaml, and the answers and traces of every setting.
+Run the same command again to resume. In a checkout, `python evaluate.py` is the same program.
 """
 
 import os

@@ -1,11 +1,11 @@
-"""Build the index of a corpus before it is searched, here or in a Milvus.
+"""Build the index of a corpus ahead of time, on this machine or in Milvus.
 
     dlm-rag index --corpus passages.jsonl                           # in ~/.cache/dlm_rag
     dlm-rag index --corpus passages.jsonl retrieval.method=hybrid
     dlm-rag index --corpus passages.jsonl --to milvus://HOST:19530/COLLECTION
 
-A collection is searched with retrieval.url=milvus://HOST:19530/COLLECTION. A build into one that was
-stopped is resumed by the same command; one that is finished is left alone.
+Search a collection with `retrieval.url=milvus://HOST:19530/COLLECTION`. Run the same command again to
+resume; a finished index is left alone.
 """
 
 from dlm_rag.cli import print_note

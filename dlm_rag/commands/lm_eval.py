@@ -3,9 +3,9 @@
     dlm-rag lm-eval --model_args pretrained=DIR_OR_HUB_ID --tasks arc_easy,hellaswag
     dlm-rag lm-eval --model_args pretrained=DIR,samples=32,seed=1 --tasks wikitext --batch_size 64
 
-All words are the harness's own (pip install 'dlm_rag[lm-eval]'). Of --model_args: pretrained, dtype and
-block_size (as settings of `model`), max_length (tokens), samples, seed and mode (docs/evaluating.md).
---batch_size: rows of a forward pass; the harness's default of 1, and auto, are 32.
+Needs `pip install 'dlm_rag[lm-eval]'`. All flags are the harness's own. --model_args takes pretrained,
+dtype, device and block_size (as settings of `model`), max_length (tokens), and samples, seed and mode.
+--batch_size is the number of rows per forward pass; the harness's default of 1, and auto, mean 32.
 """
 
 import importlib
@@ -116,7 +116,7 @@ class HarnessModel:
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Raises `ConfigError`."""
         raise ConfigError(
-            "tasks that generate ask a server, `dlm-rag serve` (docs/serving.md), not this model"
+            "tasks that generate ask a server, `dlm-rag serve` (docs/how-to/evaluate.md), not this model"
         )
 
     def _score(self, pairs: Sequence[tuple[Tokens, Tokens]], keys: Sequence[object]) -> list[Any]:

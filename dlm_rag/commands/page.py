@@ -1,11 +1,11 @@
-"""Make a page of a trace, which plays the decoding in a browser: no model and no network are needed.
+"""Make a web page that plays the decoding of a trace; it needs no model and no network.
 
     dlm-rag page trace.jsonl --html page.html
     dlm-rag page static.jsonl interleaved.jsonl --html page.html     # the same questions, side by side
-    dlm-rag page trace.jsonl --questions questions.jsonl --html page.html    # with what is right
-    dlm-rag page runs/tiny --html page.html     # of a training: curves, and examples as they improve
+    dlm-rag page trace.jsonl --questions questions.jsonl --html page.html    # with golden answers
+    dlm-rag page runs/tiny --html page.html     # of a training run: curves and examples
 
-A trace is what `dlm-rag sample --trace FILE` writes; `dlm-rag sample --html FILE` makes the page at once.
+`dlm-rag sample --trace FILE` writes a trace; `dlm-rag sample --html FILE` makes the page directly.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Profile a run: which stage the time went to (docs/profiling.md).
+"""Profile a run: where the time went (docs/tutorials/profile-a-run.md).
 
-dlm-rag profile sample [WORDS of sample]      # is `python profiling/nsys.py sample ...`
+dlm-rag profile sample [WORDS of sample]      # as `python profiling/nsys.py sample ...`
 dlm-rag profile train --config tiny.yaml train.max_steps=60
-dlm-rag profile sample --with torch           # where nsys is not installed
+dlm-rag profile sample --with torch           # if nsys is not installed
 """
 
 from dlm_rag.commands.bench import run_profiling_program

@@ -1,4 +1,4 @@
-"""Let others search a corpus over HTTP, in the protocol of Search-R1's retrieval server.
+"""Offer a corpus for search over HTTP, in the protocol of Search-R1's retrieval server.
 
     dlm-rag retrieve-server --corpus passages.jsonl
     dlm-rag retrieve-server --corpus passages.jsonl --port 8001 retrieval.method=hybrid
@@ -7,8 +7,8 @@
     curl http://127.0.0.1:8000/retrieve -d '{"queries": ["Who wrote Emma?"], "topk": 3}'
     dlm-rag sample "Who wrote Emma?" --model DIR_OR_HUB_ID retrieval.url=http://127.0.0.1:8000/retrieve
 
-Ctrl-C or SIGTERM ends it. Whoever reaches the port may search: by default that is this machine alone.
-`serving.max_connections` may be open. Needs pip install 'dlm_rag[serve]'.
+Ctrl-C or SIGTERM stops it. Anyone who reaches the port may search; by default, only this machine does.
+Needs `pip install 'dlm_rag[serve]'`.
 """
 
 from dlm_rag.cli import print_note

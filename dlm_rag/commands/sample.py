@@ -1,4 +1,4 @@
-"""Answer questions: retrieve while denoising, many at once.
+"""Answer questions, many at a time, retrieving while denoising.
 
     dlm-rag sample                               # the shipped model on its invented world
     dlm-rag sample "What is Emma?" --corpus passages.jsonl      # the shipped reader on passages of your own
@@ -7,11 +7,10 @@
         --out answers.jsonl decode.batch_size=16
     dlm-rag sample --questions - ... < questions.txt     # one a line, or JSON lines
 
-In a terminal the canvas fills in before your eyes. Piped or with --out: JSON lines only; a run that
-was stopped goes on when the same command is given again; workers=auto puts all devices to work. A
-question that fails (it is too long, its search fails) gets an `error` in its line, the others are
-answered, and the exit status is 1.
-In a checkout `python sample.py` is the same program.
+In a terminal you watch the canvas fill in. Piped, or with --out, the output is JSON lines. Run the same
+command again to resume. workers=auto uses all devices. If a question fails (it is too long, or its search
+fails), its line has an `error`, the others are answered, and the exit status is 1.
+In a checkout, `python sample.py` is the same program.
 """
 
 import re

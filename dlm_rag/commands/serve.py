@@ -1,15 +1,15 @@
-"""Answer questions over HTTP, as OpenAI's chat completions, and step by step in a browser.
+"""Answer questions over HTTP, as OpenAI's chat completions and step by step in a browser.
 
-    dlm-rag serve                                    # a reader of a few passages: open http://127.0.0.1:8000/
-    dlm-rag serve --corpus passages.jsonl            # of your own
+    dlm-rag serve                                    # six example passages: open http://127.0.0.1:8000/
+    dlm-rag serve --corpus passages.jsonl            # your own
     dlm-rag serve --model DIR_OR_HUB_ID --corpus passages.jsonl decode.batch_size=32
     dlm-rag serve --host 0.0.0.0 serving.api_keys_file=keys.txt
 
     curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
         -d '{"messages": [{"role": "user", "content": "Who wrote Emma?"}]}'
 
-SIGTERM or Ctrl-C ends it once what was taken is answered; a second one ends it at once. Needs
-pip install 'dlm_rag[serve]'.
+SIGTERM or Ctrl-C stops it once the accepted questions are answered; a second one stops it at once. Needs
+`pip install 'dlm_rag[serve]'`.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Make rows to train on from what is there: questions, a corpus alone, another model as writer.
+"""Make training rows from questions, from a corpus alone, or with another model as writer.
 
     dlm-rag synthesize --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
         --out rows/traces                                        # traces that end in the known answer
@@ -7,13 +7,13 @@
     dlm-rag synthesize synthesis.method=writer synthesis.writer_url=http://localhost:8000/v1 \\
         synthesis.writer_model=NAME --questions questions.jsonl --out rows/paraphrased
 
-The folder of --out gets Parquet files, a card and, where rows are held out, held_out/. A run that was
-stopped, however it was, is resumed by the same command. Training takes the folder as it is:
+The folder of --out gets Parquet files, a card and, if rows are held out, held_out/. Run the same command
+again to resume. Train on the folder:
 
     dlm-rag train data.questions=rows/corpus data.corpus=passages.jsonl
 
-Traces of many questions: workers=N decodes in as many processes, as `sample` does; the rows are the same.
-What fails for one source alone is asked again by the same command; the exit status is 1 then.
+With workers=N, N processes decode the traces; the rows are the same. If a source fails, the exit status
+is 1, and the same command tries it again.
 """
 
 import datetime

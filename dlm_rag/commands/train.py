@@ -1,17 +1,17 @@
-"""Train a denoiser: from nothing, or from a public checkpoint, to answer by reading what it retrieves.
+"""Train a denoiser, from random weights or a public checkpoint, to answer from what it retrieves.
 
-    dlm-rag train --config tiny.yaml             # the whole way on a small scale, on invented worlds
-    dlm-rag train --config tiny.yaml --resume    # goes on where a run was stopped, however it was
-    dlm-rag train --config gb300.yaml --plan     # what it takes, before anything is allocated
-    dlm-rag train --config tiny.yaml --page      # with a page of it, train.html, that follows the run
+    dlm-rag train --config tiny.yaml             # every phase at a small size, on invented worlds
+    dlm-rag train --config tiny.yaml --resume    # continue from the last checkpoint
+    dlm-rag train --config gb300.yaml --plan     # memory, time and cost, before anything is allocated
+    dlm-rag train --config tiny.yaml --page      # with a page, train.html, that follows the run
     torchrun --nproc-per-node 2 -m dlm_rag train --config world.yaml    # on two processes
 
-The folder of --out gets metrics.jsonl, checkpoints/ and, at the end, model/, which sample reads:
+The folder of --out gets metrics.jsonl, checkpoints/ and, at the end, model/. Then ask it:
 
     dlm-rag sample --model runs/tiny/model --corpus runs/tiny/validation/corpus.jsonl "Who ...?"
 
-Ctrl-C saves a checkpoint and ends with exit status 130, a second one ends at once; SIGTERM saves one
-and ends with 0. In a checkout `python train.py` is the same program.
+Ctrl-C saves a checkpoint and exits with status 130; a second one exits at once. SIGTERM saves a checkpoint
+and exits with status 0. In a checkout, `python train.py` is the same program.
 """
 
 import os

@@ -291,7 +291,7 @@ def test_with_retrieval_it_is_the_plain_loop_that_encodes_all_at_each_step(tiny,
 
 @pytest.mark.slow
 def test_on_real_passages_at_most_half_of_the_tokens_run(real, monkeypatch):
-    """Of questions whose queries are scripted; the figure of all is in docs/gemma.md."""
+    """Of questions whose queries are scripted; the figure of all is in docs/measurements/."""
     monkeypatch.syspath_prepend(ROOT / "profiling")
     from bench_memory import measure_reuse_shares
 

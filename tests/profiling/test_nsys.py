@@ -14,7 +14,9 @@ from tests.support.paths import ROOT
 from tests.support.training import MICRO_SETTINGS
 
 HERE = shutil.which("nsys")
-needs_nsys = pytest.mark.skipif(HERE is None, reason="nsys is not installed: see docs/profiling.md")
+needs_nsys = pytest.mark.skipif(
+    HERE is None, reason="nsys is not installed: see docs/tutorials/profile-a-run.md"
+)
 
 
 def profiling(script, *words, code=0):

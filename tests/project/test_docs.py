@@ -1,79 +1,299 @@
-"""The documentation: the README is short, links lead somewhere, map and commands name what is there."""
+"""The documentation: links lead somewhere, code names what is there, pages are short, the site builds."""
 
+import ast
+import importlib.util
+import json
 import re
+import runpy
+import shlex
 import subprocess
+import sys
+from distutils.core import run_setup
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import yaml
 
+from dlm_rag.__main__ import PROGRAMS
+from dlm_rag.commands.bench import list_benchmarks
 from dlm_rag.config import CONFIG_FOLDER, list_setting_fields
 from tests.support.paths import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+SITE_PAGES = sorted(DOCS.rglob("*.md"))
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *SITE_PAGES]
+CARDS = sorted((ROOT / "dlm_rag" / "shipped").glob("*/README.md"))
+OF_THE_PAST = {"log.md", "CHANGELOG.md"}  # pages that name settings and programs that are gone
+NOT_COUNTED = ("log.md", "measurements/", "reference/")
 SECTIONS = {key.partition(".")[0] for key in list_setting_fields() if "." in key}
-TAKEN_OUT = {"log.md"}  # pages that name settings of the past
+# Programs that shell blocks may call, beside those of this project; an address is checked by nobody.
+TOOLS = set(
+    """
+cat cd cp curl docker echo env export git head hf hostname kill less ls mkdir mkdocs nohup nsys open
+nvidia-cuda-mps-control nvidia-smi open-webui pip pytest python ray rm rsync salloc sbatch scancel scontrol
+scp sleep source squeue srun ssh sudo tail tar tee test time torchrun unzip uv vllm wc wget lm_eval for
+do done numactl
+""".split()
+)
 
 
-def settings_named(text: str) -> set[str]:
-    """The settings that a text names, as in `decode.batch_size=16`; `train.py` and `engine.md` are none."""
-    found = re.findall(rf"(?<![\w/.-])((?:{'|'.join(sorted(SECTIONS))})\.[a-z_]+)(?![\w/(.])", text)
-    return {key for key in found if not key.endswith((".py", ".md", ".png"))}
+class Block(NamedTuple):
+    """A fenced block of a page; title: the name of the file it is to be written to."""
+
+    page: Path
+    line: int
+    language: str
+    title: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
-def test_the_readme_is_read_in_minutes():
-    assert len((ROOT / "README.md").read_text().split()) <= 1200
+def name_page(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
-    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if "://" not in link]
-    for link in links:
-        name, _, heading = link.partition("#")
-        there = page.parent / name if name else page
-        assert there.exists(), link
-        lines = there.read_text().splitlines() if heading else []
-        slugs = {
-            re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
-            for line in lines
-            if line[:1] == "#"
-        }
-        assert not heading or heading in slugs, link
+def read_blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page; those of a list or an admonition without its indentation."""
+    found, lines = [], iter(enumerate(page.read_text().splitlines(), start=1))
+    for number, line in lines:
+        if fence := re.fullmatch(r"( *)(```+)([\w+-]*)(.*)", line):
+            body, indent = [], len(fence[1])
+            for _, inner in lines:
+                if inner.strip() == fence[2]:
+                    break
+                body.append(inner[indent:])
+            title = re.search(r'title="([^"]+)"', fence[4])
+            found.append(Block(page, number, fence[3], title[1] if title else "", "\n".join(body)))
+    return found
 
 
-def test_every_page_is_in_the_index():
-    index = (ROOT / "docs" / "README.md").read_text()
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    assert set(re.findall(r"\]\(([\w-]+\.md)\)", index)) == pages
+BLOCKS = [block for page in PAGES for block in read_blocks(page)]
+
+
+def select_blocks(*languages: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language in languages]
+
+
+def read_prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^ *(```+).*?^ *\1 *$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@cache
+def list_anchors(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub and the site make them of headings, or as the page names them."""
+    found = set()
+    for title in re.findall(r"^#+ (.*)$", read_prose(page), re.MULTILINE):
+        words, _, own = title.partition("{ #")
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", words).replace("`", "")
+        plain = re.sub(r"[^\w -]", "", text.strip().lower())
+        found |= {own.rstrip(" }"), plain.replace(" ", "-"), re.sub(r"[-\s]+", "-", plain)}
+    return found
+
+
+@pytest.mark.parametrize("page", [*PAGES, *CARDS], ids=name_page)
+def test_links_and_images_lead_somewhere(page):
+    """Of pages as GitHub shows them; those of the site are checked again when it is built."""
+    prose = re.sub(r"`[^`\n]*`", "", read_prose(page))
+    for link in re.findall(r"\]\(([^)\s]+)(?: \"[^\"]*\")?\)", prose):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), f"{link} is not there"
+        if anchor and target.suffix == ".md" and target.name != "api.md":
+            assert anchor in list_anchors(target), f"{link} is no heading"
+
+
+def test_the_site_has_every_page_once():
+    def list_pages(nav):
+        for entry in nav if isinstance(nav, list) else nav.values() if isinstance(nav, dict) else [nav]:
+            yield from [entry] if isinstance(entry, str) else list_pages(entry)
+
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    listed = list(list_pages(settings["nav"]))
+    assert sorted(listed) == [str(page.relative_to(DOCS)) for page in SITE_PAGES]
+
+
+def test_the_site_builds(tmp_path):
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "site" / "reference" / "api" / "index.html").is_file()
+
+
+def test_pages_are_short():
+    """What a person has to read; reference and measurements are looked up, and the log is history."""
+    counted = {name_page(page): len(page.read_text().split()) for page in SITE_PAGES
+               if not str(page.relative_to(DOCS)).startswith(NOT_COUNTED)}  # fmt: skip
+    readme = len((ROOT / "README.md").read_text().split())
+    assert readme <= 700
+    assert readme + sum(counted.values()) <= 16_000
+    long = {name: words for name, words in counted.items() if "how-to" in name and words > 600}
+    assert not long
+
+
+def test_generated_pages_are_up_to_date():
+    done = subprocess.run(
+        [sys.executable, DOCS / "build_reference.py", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("block", select_blocks("python", "py"), ids=str)
+def test_python_compiles(block):
+    text = re.sub(r"^(>>> |\.\.\. )", "", block.text, flags=re.MULTILINE)
+    compile(text, str(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@pytest.mark.parametrize("block", select_blocks("yaml", "yml", "json", "jsonl"), ids=str)
+def test_data_can_be_read(block):
+    if block.language in ("yaml", "yml"):
+        yaml.safe_load(block.text)
+    else:
+        decoder, text = json.JSONDecoder(), block.text.strip()
+        while text:
+            _, end = decoder.raw_decode(text)
+            text = text[end:].strip()
+
+
+def split_commands(text: str) -> list[list[str]]:
+    """The commands of a shell block in words: without comments, variables, prompts and redirections."""
+    found: list[list[str]] = []
+    text = re.sub(r"<<-?'?(\w+)'?\n.*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)  # here-documents
+    text = re.sub(r"^\$ |(?:^|(?<=\s))#.*$", "", text.replace("\\\n", " "), flags=re.MULTILINE)
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="();|&<>\n")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
+    words: list[str] = []
+    for word in [*lexer, "\n"]:
+        if set(word) <= set("();|&\n"):
+            while words and re.match(r"[A-Z_]+=", words[0]):
+                words = words[1:]
+            found += [words] if words else []
+            words = []
+        else:
+            words.append(word)
+    return found
+
+
+def find_program(words: list[str]) -> tuple[str, list[str]]:
+    """The program of ours that a command runs, by the name that `dlm-rag` has for it, and its words.
+
+    Of others the name alone: "" for one of `TOOLS`.
+    """
+    head, rest = Path(words[0]).name, words[1:]
+    if head in ("env", "srun", "numactl", "nohup", "sudo", "time"):
+        inner = next(
+            (n for n, word in enumerate(rest) if Path(word).name in ("python", "torchrun", "dlm-rag")), None
+        )
+        return ("", []) if inner is None else find_program(rest[inner:])
+    if head == "torchrun":
+        script = next((n for n, word in enumerate(rest) if word == "-m" or word.endswith(".py")), None)
+        return ("", []) if script is None else find_program(["python", *rest[script:]])
+    if head == "dlm-rag":
+        return (rest[0], rest[1:]) if rest and not rest[0].startswith("-") else ("", [])
+    if head in ("python", "python3") and rest[:2] == ["-m", "dlm_rag"]:
+        return rest[2], rest[3:]
+    if head in ("python", "python3") and rest and rest[0] in ("sample.py", "evaluate.py", "train.py"):
+        return rest[0].removesuffix(".py"), rest[1:]
+    if head in ("python", "python3") and rest:
+        return ("python", rest)
+    assert head in TOOLS or head.startswith("python"), f"'{words[0]}' is no program"
+    return "", []
+
+
+@cache
+def list_flags(program: str) -> set[str]:
+    """The flags of a program; empty for those whose words are another program's."""
+    if program in ("lm-eval", "profile", "bench"):
+        return set()
+    capture = runpy.run_path(str(DOCS / "build_reference.py"))["capture_help"]
+    return set(re.findall(r"(?<![\w-])--[a-z][\w-]*", capture(program)))
+
+
+def check_python(page: Path, words: list[str]) -> None:
+    """The script or the module of `python WORDS` is there, or is written by the page itself."""
+    if words[0] == "-m":
+        assert words[1] == "venv" or importlib.util.find_spec(words[1]), f"no module {words[1]}"
+    elif words[0].endswith(".py"):
+        own = {Path(name).name for name in re.findall(r"([\w./-]+\.py)[`\"]", page.read_text())}
+        assert (ROOT / words[0]).is_file() or Path(words[0]).name in own, f"no script {words[0]}"
+
+
+def check_command(page: Path, words: list[str]) -> None:
+    program, rest = find_program(words)
+    if program == "python":
+        check_python(page, rest)
+    elif program:
+        assert program in PROGRAMS, f"no program {program}"
+        if flags := list_flags(program):
+            given = {word.partition("=")[0] for word in rest if re.match(r"--[a-z]", word)}
+            assert given <= flags, f"{program} has no {sorted(given - flags)}"
+        if program == "bench" and rest and not rest[0].startswith("-"):
+            assert rest[0] in list_benchmarks(), f"no benchmark {rest[0]}"
+
+
+@pytest.mark.parametrize("block", select_blocks("bash", "sh", "shell", "console"), ids=str)
+def test_shell_names_what_is_there(block):
+    text = block.text
+    if block.language == "console":  # what is typed, without what is printed
+        text = "\n".join(line for line in text.splitlines() if line.startswith("$ "))
+    for words in split_commands(text):
+        check_command(block.page, words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_page)
+def test_configs_settings_and_scripts_that_are_named_exist(page):
+    text = page.read_text()
+    if page.name in OF_THE_PAST:
+        return
+    configs = {path.name for path in CONFIG_FOLDER.glob("*.yaml")} | set(
+        re.findall(r'title="(\S+\.yaml)"', text)
+    )
+    assert {Path(name).name for name in re.findall(r"--config ([\w/.-]+\.yaml)", text)} <= configs
+    named = re.findall(rf"(?<![\w/.-])((?:{'|'.join(sorted(SECTIONS))})\.[a-z0-9_]+)(?![\w/(.])", text)
+    named = {key for key in named if not key.endswith((".py", ".md", ".png", ".yaml", ".html", ".jsonl"))}
+    assert named <= set(list_setting_fields())
+    programs = set(re.findall(r"(?:python|torchrun .*) profiling/(\w+)\.py", text))
+    assert programs <= {path.stem for path in (ROOT / "profiling").glob("*.py")}
+
+
+def test_extras_that_are_named_exist():
+    """In pages and in messages of the package."""
+    extras = set(run_setup(str(ROOT / "setup.py"), stop_after="init").extras_require)
+    code = [path for folder in ("dlm_rag", "configs", "profiling") for path in (ROOT / folder).rglob("*")
+            if path.suffix in (".py", ".yaml", ".md")]  # fmt: skip
+    for path in [*PAGES, *code]:
+        for named in re.findall(r"pip install[^\n]*?(?:dlm_rag|\.)\[([\w,-]+)\]", path.read_text()):
+            assert set(named.split(",")) <= extras, path
 
 
 def test_the_map_names_every_room():
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "CONTRIBUTING.md").read_text()
     start = text.index("    dlm_rag/  ")
     rooms = set(re.findall(r"^      ([a-z_]+)/ ", text[start:], re.MULTILINE))
     folders = {path.parent.name for path in (ROOT / "dlm_rag").glob("*/__init__.py")}
     assert rooms == folders | {"shipped"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_configs_and_settings_that_are_named_exist(page):
-    text = page.read_text()
-    there = {path.name for path in CONFIG_FOLDER.glob("*.yaml")}
-    assert set(re.findall(r"--config (\w+\.yaml)", text)) <= there
-    if page.name not in TAKEN_OUT:
-        assert settings_named(text) <= set(list_setting_fields())
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_profiling_programs_that_are_named_exist(page):
-    """A program that is gone is named with the commit that had it, and not as a command."""
-    programs = re.findall(r"(?:python|torchrun .*) profiling/(\w+)\.py", page.read_text())
-    assert set(programs) <= {path.stem for path in (ROOT / "profiling").glob("*.py")}
+def test_the_extensions_of_contributing_can_be_imported():
+    names: dict[str, object] = {}
+    for block in read_blocks(ROOT / "CONTRIBUTING.md"):
+        if block.language == "python":
+            exec(compile(block.text, str(block), "exec"), names)
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert set(re.findall(r"=mine:(\w+)", text)) <= set(names)
 
 
 def test_the_python_of_the_readme_runs(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (program,) = (block.text for block in read_blocks(ROOT / "README.md") if block.language == "python")
     exec(program, {})
-    assert "Naibrourt Haweal (8 forwards)" in capsys.readouterr().out
+    assert "Naibrourt Haweal" in capsys.readouterr().out
 
 
 def test_the_gate_finds_the_two_commands():

@@ -147,6 +147,11 @@ def test_an_editable_install_finds_the_configs_of_its_checkout(source, tmp_path)
     assert done.returncode == 0 and "seed: 17" in done.stdout, done.stderr
 
 
+def test_an_extra_is_named_from_any_folder(installed, tmp_path):
+    """Messages say `pip install 'dlm_rag[NAME]'`: the name is on no index, but the package is here."""
+    must(*PIP, "--python", installed / "python", "install", *LOCAL, "dlm_rag[serve,energy]", cwd=tmp_path)
+
+
 def test_a_benchmark_runs_from_the_wheel(installed, tmp_path):
     listed = run(installed / "dlm-rag", "bench", cwd=tmp_path)
     assert listed.returncode == 0 and {"decode", "train", "first_gpu"} <= {*listed.stdout.split()}

@@ -150,7 +150,7 @@ def test_what_is_sent_is_what_the_collectives_say():
     """Two devices: a ring sends half of the sum there and half of it back; shards a half of each gather.
 
     Layers run, and are gathered, once for the passages and once for the canvases, forward and backward.
-    The same was counted on a wire (docs/cluster.md).
+    The same was counted on a wire (docs/measurements/devices.md).
     """
     base = [*MICRO_SETTINGS, "train.optimizer=adamw", "plan.devices=2"]
     shape = open_initial_model(load_config(None, base)).config
