@@ -4,7 +4,8 @@
 
 Losses are divided by the counts of the whole batch and gradients are summed, so a step is the same
 step on any number of processes, in whole copies (DDP) or shards (FSDP): up to the order of additions in
-float32, and up to what shards round before they are gathered in the dtypes below it (docs/how-to/train-and-resume.md).
+float32, and up to what shards round before they are gathered in the dtypes below it
+(docs/how-to/train-and-resume.md).
 """
 
 import inspect

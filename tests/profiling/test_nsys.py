@@ -15,7 +15,7 @@ from tests.support.training import MICRO_SETTINGS
 
 HERE = shutil.which("nsys")
 needs_nsys = pytest.mark.skipif(
-    HERE is None, reason="nsys is not installed: see docs/tutorials/profile-a-run.md"
+    HERE is None, reason="nsys is not installed (docs/tutorials/profile-a-run.md)"
 )
 
 
