@@ -51,8 +51,8 @@ class CommandLine:
         """Says that the shipped reader answers, where nobody has named it."""
         if self.file == READER_CONFIG:
             print_note(
-                "the shipped reader answers (configs/reader.yaml): it is small and made for single facts\n"
-                "('Who wrote Emma?', 'Where was the author of Emma born?'; see docs/tutorials/own-documents.md);\n"
+                "the shipped reader answers (configs/reader.yaml): it is small and made for single facts,\n"
+                "such as 'Who wrote Emma?' (docs/tutorials/own-documents.md);\n"
                 "for any question give --model DIR_OR_HUB_ID (GSAI-ML/LLaDA-8B-Instruct)"
             )
 
