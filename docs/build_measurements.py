@@ -27,7 +27,7 @@ PAGES = {
     "retrieval": ("Retrieval", "What BM25, dense and hybrid search find, and what they cost."),
     "engine": ("The engine", "What each mechanism of the decode engine saves."),
     "serving": ("Serving", "The HTTP server, its clients and the trace page."),
-    "training": ("Training", "Objectives, layouts, speed, memory and recovery of training; synthesized rows."),
+    "training": ("Training", "Objectives, speed, memory and recovery of training; synthesized rows."),
     "reinforcement": ("Reinforcement learning", "Policies trained by reward, and what was estimated."),
     "precision": ("Precision", "Answers, tokens and time in low precision."),
     "gpu": ("GPUs", "What has run on a GPU: one NVIDIA H200 at a time."),
