@@ -16,6 +16,7 @@ from dlm_rag.errors import CorpusError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 MAX_WORKERS = 8  # more would take more memory
+FEW_ITEMS = 2000  # a fork takes as long as work on so many
 
 _function: Callable[[Any], Any]  # of a worker
 
@@ -39,6 +40,16 @@ def map_in_processes(function: Callable[[Item], Result], items: Sequence[Item]) 
         return
     pool = ProcessPoolExecutor(workers, get_context("fork"), _begin_worker, (function,))
     yield from _collect(pool, [pool.submit(_call_function, item) for item in items])
+
+
+def map_ranges(function: Callable[[range], Sequence[Result]], count: int) -> list[Result]:
+    """What `function` gives for ranges of the numbers below `count`, in order; in processes where many."""
+    if count < FEW_ITEMS:
+        return [*function(range(count))]
+    size = max(1, count // (4 * MAX_WORKERS))
+    ranges = [range(first, min(first + size, count)) for first in range(0, count, size)]
+    found = dict(map_in_processes(lambda numbers: (numbers.start, function(numbers)), ranges))
+    return [result for first in sorted(found) for result in found[first]]
 
 
 def map_on_devices(

@@ -20,6 +20,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.retrieval.forked_workers import map_ranges
 from dlm_rag.synthesis.passage_links import (
     NameMatcher,
     SentenceIndex,
@@ -70,7 +71,9 @@ class CorpusRowGenerator:
         self.names = NameMatcher(self.passages)
         self._sentences = SentenceIndex(self.passages)
         self._longest, self._held_out = longest, held_out
-        self._gaps = [list(self._find_gaps(row)) for row in range(len(self.passages))]
+        self._gaps = map_ranges(
+            lambda numbers: [[*self._find_gaps(row)] for row in numbers], len(self.passages)
+        )
         edges = [
             (gap.row, gap.named_row)
             for gaps in self._gaps

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from dlm_rag.decode.abstention import UNCLEAR, UNKNOWN
 from dlm_rag.errors import CorpusError
 from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.retrieval.forked_workers import map_ranges
 from dlm_rag.synthesis.cloze_questions import contains_answer
 from dlm_rag.synthesis.facts import DATE, UPPER, Fact, FactFinder, load_relations
 from dlm_rag.synthesis.passage_links import TitledPassage
@@ -76,7 +77,8 @@ class NaturalQuestions:
         self.row_of = {
             passage.name: row for row, passage in enumerate(self.titled) if often[passage.name] == 1
         }
-        self.facts = {row: self._finder.find(row) for row in rows}
+        told = map_ranges(lambda numbers: [self._finder.find(rows[n]) for n in numbers], len(rows))
+        self.facts = dict(zip(rows, told, strict=True))
         if not any(self.facts.values()):
             raise CorpusError("no sentence of these passages tells a fact: set train.natural_share=0")
         self._told = Counter((f.relation or f.say, normalize_answer(f.object)) for f in self._every())

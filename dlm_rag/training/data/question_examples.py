@@ -19,6 +19,7 @@ from dlm_rag.questions import Question
 from dlm_rag.randomness import sample_permutation
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.retrieval.corpus import Corpus, Passage
+from dlm_rag.retrieval.forked_workers import map_ranges
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.synthesis.cloze_questions import CorpusRowGenerator
 from dlm_rag.synthesis.natural_questions import NaturalQuestions
@@ -102,15 +103,24 @@ def generate_corpus_questions(
             "train.counterfactual_share=0"
         )
 
+    def make(numbers: range) -> list[tuple[str, Question, int]]:
+        """Questions with their kind and how often they are asked: not at all where they do not fit."""
+        made = []
+        for row in chain.from_iterable(rows.make_rows(number)[0] for number in numbers):
+            question, kind = _to_question(row), "chains" if row["hops"] > 1 else "single_passage"
+            if row["held_out"]:
+                kind = "held_out"
+            if kind != "held_out" or row["hops"] > 1:
+                times = WHAT_QUESTION_REPEATS if row["template"] == "what" else 1
+                there = fits(question, [texts[i] for i in question.supporting_ids])
+                made.append((kind, question, times if there else 0))
+        return made
+
     found: dict[str, list[Question]] = {"chains": [], "single_passage": [], "held_out": []}
     several = 0
-    for row in chain.from_iterable(rows.make_rows(number)[0] for number in range(len(rows))):
-        question, kind = _to_question(row), "chains" if row["hops"] > 1 else "single_passage"
-        if row["held_out"]:
-            kind = "held_out" if row["hops"] > 1 else ""
+    for kind, question, times in map_ranges(make, len(rows)):
         several += kind == "chains"
-        if kind and fits(question, [texts[i] for i in question.supporting_ids]):
-            found[kind] += [question] * (WHAT_QUESTION_REPEATS if row["template"] == "what" else 1)
+        found[kind] += [question] * times
     if not found["chains"]:
         lengths = f"passage_length={shape.passage_length} and canvas_length={shape.canvas_length}"
         reason = "no sentence of a passage names the title of another that says what it is"
