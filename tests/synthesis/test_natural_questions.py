@@ -12,6 +12,8 @@ from dlm_rag.synthesis.natural_questions import UNKNOWN, WRAPPINGS, NaturalQuest
 from dlm_rag.synthesis.passage_links import TitledPassage
 from dlm_rag.text import normalize_answer, normalize_whitespace
 
+_WRAPPED = re.compile(rf"(?:{'|'.join(WRAPPINGS)}) (?=wh)", re.IGNORECASE)
+
 TEXTS = {
     "Harbour Lights": """Harbour Lights is a 1931 British drama film directed by Edwin Marlowe and starring
         Vera Stanton and Tom Ashby. The film was released on 4 May 1931.""",
@@ -132,8 +134,7 @@ def test_what_is_missing_is_not_told():
         assert missing is None or missing.answer == UNKNOWN
         if missing is not None:
             relations = load_relations()["relations"]
-            wrapped = re.compile(rf"(?:{'|'.join(WRAPPINGS)}) (?=wh)", re.IGNORECASE)
-            same = lambda text: wrapped.sub("", text.rstrip("?.")).lower()  # noqa: E731
+            same = lambda text: _WRAPPED.sub("", text.rstrip("?.")).lower()  # noqa: E731
             templates = {
                 name for name, relation in relations.items() for form in relation["ask"]
                 if same(form.format(s=list(TEXTS)[row], o="")) == same(missing.question)
@@ -153,14 +154,3 @@ def test_names_and_dates_change_everywhere_alike():
         assert normalize_answer(rename(one.answer)) in normalize_answer(told)
         changed += rename(one.response) != one.response
     assert changed > 20
-
-
-def test_no_wording_that_is_held_out_is_trained_on():
-    relations = load_relations()["relations"]
-    held = {form.format(s="X", o="") for relation in relations.values() for form in relation["held_out"]}
-    rng, orders = random.Random(6), 0
-    for fact in [fact for found in ask().facts.values() for fact in found if fact.relation] * 40:
-        asked = ask().ask(rng, fact).question.replace(fact.subject, "X").rstrip("?.")
-        assert asked.lower() not in {form.lower().rstrip("?.") for form in held}
-        orders += asked.startswith(("Give", "Name", "State"))
-    assert orders
