@@ -15,6 +15,7 @@ from typing import Any
 
 from dlm_rag.config import TrainConfig
 from dlm_rag.errors import CorpusError, QuestionError
+from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.questions import Question
 from dlm_rag.randomness import sample_permutation
 from dlm_rag.retrieval.base import Retriever
@@ -122,15 +123,20 @@ def generate_corpus_questions(
         several += kind == "chains"
         found[kind] += [question] * times
     if not found["chains"]:
-        lengths = f"passage_length={shape.passage_length} and canvas_length={shape.canvas_length}"
-        reason = "no sentence of a passage names the title of another that says what it is"
-        if several:
-            reason = f"none of its {several} chains to train on fits into {lengths}"
-        raise CorpusError(f"{corpus.path}: {reason}, so that nothing can be asked: give data.questions too")
+        raise CorpusError(f"{corpus.path}: {_explain_no_chains(several, shape)}")
     return TrainingQuestions(
         found["chains"], found["single_passage"], found["held_out"], cross if gaps and defined else None,
         NaturalQuestions([*corpus], lambda row: not rows.is_held_out(row)) if natural else None,
     )  # fmt: skip
+
+
+def _explain_no_chains(several: int, shape: DenoiserConfig) -> str:
+    """Why nothing can be asked of a corpus that has so many chains to train on."""
+    reason = "no sentence of a passage names the title of another that says what it is"
+    if several:
+        lengths = f"passage_length={shape.passage_length} and canvas_length={shape.canvas_length}"
+        reason = f"none of its {several} chains to train on fits into {lengths}"
+    return f"{reason}, so that nothing can be asked: give data.questions too"
 
 
 def _has_room(builder: ExampleBuilder, question: str) -> bool:
