@@ -75,20 +75,7 @@ def generate_corpus_questions(
     """
     rows = CorpusRowGenerator(corpus, hops, held_out)
     texts = {passage.id: passage.text for passage in corpus}
-    shape = builder.shape
-
-    @lru_cache(maxsize=16)  # the rows of a passage follow one another
-    def index(*passages: str) -> CopyIndex:
-        return CopyIndex(builder.build_prompt("", passages).facts)
-
-    def fits(question: Question, passages: list[str]) -> bool:
-        assert question.response is not None
-        ids = builder.tokenizer.encode_uncached(question.response)
-        if not _has_room(builder, question.question):
-            return False
-        copied = len(index(*passages).find(ids))
-        return len(ids) < shape.canvas_length and copied >= MIN_COPIED_SHARE * len(ids)
-
+    fits = _make_fit_check(builder)
     gaps, defined = rows.list_counterfactual_parts()
 
     def cross(rng: random.Random) -> tuple[Question, Passage]:
@@ -123,11 +110,29 @@ def generate_corpus_questions(
         several += kind == "chains"
         found[kind] += [question] * times
     if not found["chains"]:
-        raise CorpusError(f"{corpus.path}: {_explain_no_chains(several, shape)}")
+        raise CorpusError(f"{corpus.path}: {_explain_no_chains(several, builder.shape)}")
     return TrainingQuestions(
         found["chains"], found["single_passage"], found["held_out"], cross if gaps and defined else None,
         NaturalQuestions([*corpus], lambda row: not rows.is_held_out(row)) if natural else None,
     )  # fmt: skip
+
+
+def _make_fit_check(builder: ExampleBuilder) -> Callable[[Question, list[str]], bool]:
+    """Whether a question and its response fit, and stand in what is left of the texts of their passages."""
+
+    @lru_cache(maxsize=16)  # the rows of a passage follow one another
+    def index(*passages: str) -> CopyIndex:
+        return CopyIndex(builder.build_prompt("", passages).facts)
+
+    def fits(question: Question, passages: list[str]) -> bool:
+        assert question.response is not None
+        ids = builder.tokenizer.encode_uncached(question.response)
+        if not _has_room(builder, question.question):
+            return False
+        copied = len(index(*passages).find(ids))
+        return len(ids) < builder.shape.canvas_length and copied >= MIN_COPIED_SHARE * len(ids)
+
+    return fits
 
 
 def _explain_no_chains(several: int, shape: DenoiserConfig) -> str:
