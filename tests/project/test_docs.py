@@ -33,8 +33,8 @@ TOOLS = set(
     """
 cat cd cp curl docker echo env export git head hf hostname kill less ls mkdir mkdocs nohup nsys open
 nvidia-cuda-mps-control nvidia-smi open-webui pip pytest python ray rm rsync salloc sbatch scancel scontrol
-scp sleep source squeue srun ssh sudo tail tar tee test time torchrun unzip uv vllm wc wget lm_eval for
-do done numactl
+scp set sleep source squeue srun ssh sudo tail tar tee test time torchrun unzip uv vllm wc wget lm_eval for
+do done numactl wait
 """.split()
 )
 
@@ -257,7 +257,7 @@ def test_shell_names_what_is_there(block):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_page)
 def test_configs_settings_and_scripts_that_are_named_exist(page):
-    text = page.read_text()
+    text = re.sub(r"^ *```python.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     if page.name in OF_THE_PAST or page.parent.name == "measurements":  # of their commits
         return
     configs = {path.name for path in CONFIG_FOLDER.glob("*.yaml")} | set(
