@@ -43,7 +43,7 @@ _NESTED = re.compile(r"\s*(\[.*\]|\{\s*['\"]text['\"].*\})\s*", re.DOTALL)  # a 
 
 @dataclass(frozen=True)
 class Question:
-    """A question with what is known about it; only `id` and `question` are needed to answer it."""
+    """A question and what is known about it. Answering needs only `id` and `question`."""
 
     id: str
     question: str

@@ -50,8 +50,8 @@ class Decoder:
     """Answers questions with a denoiser, a retriever and a `DecodeConfig`.
 
     `evidence_layout` and the lengths of canvas and blocks default to the checkpoint's own. `engine` says
-    how the work is done; it changes no token, but `compile` rounding. Raises `ConfigError` for a layout
-    that the prompt template cannot have.
+    how decoding is run; it changes no token except by rounding (`compile`). Raises `ConfigError` for a
+    layout that the prompt template cannot have.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class Decoder:
     def decode(self, questions: Sequence[str | Question]) -> list[Rollout]:
         """One finished rollout per question, in order.
 
-        Raises `QuestionError` for a blank question. What fails for one question alone (it does not
-        fit the context; its search or its logits fail) is the `error` of its rollout, and logged.
+        Raises `QuestionError` for a blank question. If one question fails (it does not fit the context, or
+        its search or logits fail), its rollout has an `error`, and the others continue.
         """
         asked = as_questions(questions)
         by_id = {rollout.id: rollout for rollout in self.stream(asked)}
@@ -142,8 +142,8 @@ class Decoder:
     ) -> Iterator[Rollout]:
         """Finished rollouts, each as soon as it is complete.
 
-        Questions are taken from the iterator as places get free, never before. `on_step` is called with
-        the growing rollout of every question after each of its steps.
+        A question is taken from the iterator when a row is free. `on_step` is called with the growing
+        rollout of every question after each of its steps.
         """
         source = iter(questions)
         with self.new_engine() as engine:

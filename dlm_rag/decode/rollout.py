@@ -46,10 +46,9 @@ class Citation(TypedDict):
 
 @dataclass(frozen=True)
 class CommittedToken:
-    """One token written down: its canvas position (from 0) and how sure the denoiser was of it.
+    """A committed token: its position on the canvas from 0, and its probability at temperature 1.
 
-    confidence: its probability at temperature 1; log_prob: the natural logarithm of that, finite where
-    the probability underflows, None in traces of version 1.
+    log_prob: the logarithm of that, finite even if it underflows; None in traces of version 1.
     """
 
     position: int
@@ -80,16 +79,17 @@ class Action:
 
 @dataclass
 class RolloutStep:
-    """One step, filled in until it is over: what was committed, then what was asked and which passages are
-    the evidence now.
+    """One step: what was committed, then what was searched for and which passages are the evidence now.
 
-    Step 0 asks with the question alone and commits nothing. The tokens of step s were committed
-    with the evidence of step s - 1 in context. `query` is None when no refresh was due; `retrieved`
-    is False when the query equalled the last one. `remasked` lists positions masked again (of
-    uniform noise; in older traces), `edited` tokens that took the place of committed ones (only
-    with an edit threshold). `seconds` is this question's share of each stage.
-    `dropped` are the passages that were found and found no place in the prompt; they rank behind those
-    of `passage_ids`.
+    Step 0 searches with the question and commits nothing. The tokens of step s were committed with the
+    evidence of step s - 1 in context.
+
+    - query: None if no search was due.
+    - passage_ids: the evidence after the step, by rank; `dropped`: passages that did not fit the prompt.
+    - retrieved: False if the query equals the last one.
+    - remasked: positions that were masked again (uniform noise, older traces).
+    - edited: tokens that replaced committed ones (only with an edit threshold).
+    - seconds: this question's share of each stage.
     """
 
     step: int
@@ -114,7 +114,7 @@ class RolloutStep:
 
     @property
     def written_tokens(self) -> tuple[CommittedToken, ...]:
-        """What the step put on the canvas."""
+        """All tokens that the step wrote."""
         return (*self.committed, *self.edited)
 
     def move_position(self, position: int) -> int | None:
@@ -142,7 +142,7 @@ class RolloutStep:
 
 @dataclass
 class Rollout:
-    """The record of one question, complete once `finished`."""
+    """The trajectory of one question, complete once `finished`."""
 
     id: str
     question: str
@@ -164,22 +164,22 @@ class Rollout:
 
     @property
     def answer(self) -> str:
-        """The answer in the response, empty when there is none or `abstain_reason` says why."""
+        """The answer; empty if the response has none or the model abstains."""
         return "" if self.abstain_reason else self.written_answer
 
     @property
     def written_answer(self) -> str:
-        """What stands in the response for an answer (see `text.find_answer_span`), "" for nothing."""
+        """The answer as written, also if the model abstains; "" if there is none."""
         return self.response[slice(*find_answer_span(self.response, self.answer_form))]
 
     @property
     def unsupported(self) -> dict[str, str]:
-        """As `find_unsupported_words`."""
+        """Words that neither a passage nor the question contains (`find_unsupported_words`)."""
         return find_unsupported_words(self.citations, self.question, self.passages.values())
 
     @property
     def abstain_reason(self) -> str:
-        """Why no answer is given, a key of `ABSTAIN_REASONS`; "" where `decode.abstain` lets it stand."""
+        """Why no answer is given, a key of `ABSTAIN_REASONS`; "" if the answer stands."""
         mode = "never" if self.error else self.settings.get("abstain") or "never"
         said = self.response[: find_answer_span(self.response, self.answer_form)[0]]
         found = self.unsupported.values(), said, self.question, self.passages.values()
@@ -195,12 +195,12 @@ class Rollout:
 
     @property
     def forwards(self) -> int:
-        """Denoising passes; every step but step 0 makes one. Behind a server a token takes one."""
+        """Denoising passes: one per step after step 0. Behind a server, one per token."""
         return self.usage.get("completion_tokens", sum(1 for step in self.steps if step.step > 0))
 
     @property
     def retrievals(self) -> int:
-        """Searches made; an unchanged query makes none."""
+        """Number of searches; an unchanged query makes none."""
         return sum(step.retrieved for step in self.steps)
 
     @property
@@ -209,7 +209,7 @@ class Rollout:
         return self.usage.get("completion_tokens", len(self.commit_steps()))
 
     def tokens_before_end(self, end_ids: Collection[int]) -> int:
-        """Of these, those before the first end token: the text, without what fills the canvas behind it."""
+        """Number of these before the first end token, without the padding after it."""
         held = self.final_tokens()
         end = min((n for n, token in held.items() if token.token_id in end_ids), default=self.canvas_length)
         return sum(position < end for position in held)
@@ -240,18 +240,18 @@ class Rollout:
             yield [state[n].token_id if n in state else mask_id for n in range(self.canvas_length)]
 
     def provisional_tokens(self) -> Iterator[dict[int, ProvisionalToken]]:
-        """The guesses after each step, by position; none where they are not recorded."""
+        """The guesses after each step by position; empty if they were not recorded."""
         return replay_provisional(step.guesses for step in self.steps)
 
     def commit_steps(self) -> dict[int, int]:
-        """For every position that holds a token after the last step, the step that wrote it."""
+        """The step that wrote each token of the final canvas, by position."""
         steps: dict[int, int] = {}
         for step in self.steps:
             steps = step.apply(steps, {token.position: step.step for token in step.written_tokens})
         return steps
 
     def count_steps_within(self, begin: int, end: int) -> int:
-        """How many of the last steps in a row have committed, and only positions from `begin` to `end`."""
+        """Number of last steps in a row that committed tokens, all from `begin` to `end`."""
         last = takewhile(
             lambda step: step.committed and all(begin <= t.position < end for t in step.committed),
             reversed(self.steps),
@@ -265,7 +265,7 @@ class Rollout:
         return next(s.passage_ids for s in reversed(self.steps) if s.step < step)
 
     def answer_record(self) -> dict[str, Any]:
-        """The line of the answers file."""
+        """The line of the answers file (docs/reference/file-formats.md)."""
         record = {
             "id": self.id,
             "question": self.question,

@@ -166,11 +166,11 @@ def read_trace_header(path: Path) -> TraceHeader:
 
 
 def read_trace(path: Path) -> Iterator[Rollout]:
-    """The rollouts of a trace file, one after another; only passage texts are held in memory.
+    """The rollouts of a trace file, one by one; only passage texts stay in memory.
 
-    `evidence_texts` are left out (`rebuild_prompts` has them); in version 1 also passages, settings,
-    citations and log-probabilities. A last line that a kill has cut short is left out. Raises
-    `TraceError` naming file and line.
+    `evidence_texts` are missing (`rebuild_prompts` has them); in version 1, passages, settings, citations
+    and log-probabilities too. A last line that was cut short is skipped. Raises `TraceError` naming file
+    and line.
     """
     header, texts = None, dict[str, str]()
     for place, entry in _entries(path, Rollout):

@@ -32,7 +32,7 @@ MAX_LOGIT = 14.0  # a logit of a confidence beyond it is rounding
 
 @dataclass(frozen=True)
 class Proposals:
-    """What the denoiser proposes at some canvas positions, in ascending order; arrays are (n,)."""
+    """What the denoiser proposes at n canvas positions, in ascending order. Arrays are (n,)."""
 
     positions: NDArray[np.int64]
     token_ids: NDArray[np.int64]
@@ -55,7 +55,7 @@ class Proposals:
         return cls(positions, token_ids, **named, actions=actions or None)
 
     def subset(self, keep: NDArray[np.bool_] | IndexArray) -> "Proposals":
-        """The proposals at a mask or at indices."""
+        """The proposals selected by a mask or by indices."""
         return Proposals(
             self.positions[keep], self.token_ids[keep], self.confidence[keep], self.log_prob[keep],
             self.entropy[keep], self.margin[keep], self.current_log_prob[keep],
@@ -69,11 +69,11 @@ class Proposals:
 class RuleContext:
     """What a rule may look at besides the candidates.
 
-    least: how many positions the schedule wants committed at this step, 0 in a block that may wait. draws:
-    (5, length) the step's uniform numbers, by canvas position: 2 and 3 are for rules (0 and 1 draw tokens,
-    4 is for searches); None where the rule draws none. grounded: of candidates whether question or evidence
-    hold the words. head: of candidates the features (n, F) that a policy head sees, and what it adds (n,)
-    to the logits.
+    - least: number of positions that the schedule wants committed at this step; 0 in a block that may wait.
+    - draws: (5, length) uniform random numbers of the step by canvas position. Rows 2 and 3 are for rules;
+      0 and 1 draw tokens, 4 is for searches. None if the rule does not sample.
+    - grounded: for candidates, whether the question or the evidence contains their words.
+    - head: for candidates, the features (n, F) of a policy head, and what it adds (n,) to the logits.
     """
 
     settings: DecodeConfig
@@ -84,7 +84,7 @@ class RuleContext:
 
     @property
     def count(self) -> int:
-        """How many positions a rule commits that takes a fixed number of them."""
+        """Number of positions that a rule with a fixed number commits."""
         return self.settings.tokens_per_step or self.least
 
 
@@ -92,9 +92,11 @@ class RuleContext:
 class SampledCommits:
     """What a stochastic rule has drawn.
 
-    opened: (n,) which candidates are committed, at least one. log_prob: nats, of this draw. forced: whether
-    none was drawn, so that one had to be. tokens: their proposals, where others than the candidates' own.
-    features: (n, F) what the decision was made from, where it is to be recorded.
+    - opened: (n,) which candidates are committed, at least one.
+    - log_prob: log-probability of this draw in nats.
+    - forced: whether no candidate was drawn, and one had to be chosen.
+    - tokens: the committed proposals, if they differ from the candidates' own.
+    - features: (n, F) inputs of the decision, if it is to be recorded.
     """
 
     opened: NDArray[np.bool_]
@@ -108,10 +110,11 @@ class SampledCommits:
 class Rule:
     """A commit rule.
 
-    choose: of at least one candidate the indices to commit, ascending, not empty; or `SampledCommits`.
-    statistics: what it needs that is computed only on demand: "spread" (entropy and margin), "actions"
-    (`ACTION_STATISTICS`), "head" (a policy head in the checkpoint). settings: those of `decode` that have
-    an effect on it. samples: whether it draws under these settings.
+    - choose: maps candidates to the indices to commit (ascending, not empty), or to `SampledCommits`.
+    - statistics: what it needs that is computed on demand: "spread" (entropy and margin), "actions"
+      (`ACTION_STATISTICS`), "head" (a policy head in the checkpoint).
+    - settings: the settings of `decode` that affect it.
+    - samples: whether it samples under these settings.
     """
 
     choose: Callable[[Proposals, RuleContext], IndexArray | SampledCommits]

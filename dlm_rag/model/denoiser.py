@@ -68,10 +68,10 @@ def with_float32_sums(method: Method) -> Method:
 
 
 class Denoiser(TransformerWeights):
-    """ids -> logits; `logits[:, i]` always predicts token `i`.
+    """Maps token ids to logits; `logits[:, i]` always predicts token `i`.
 
-    `forward` is the plain rectangular call. The decoder uses its two halves: `encode` runs the
-    transformer over ragged rows, `compute_token_logits` gives logits at the positions that are asked for.
+    `forward` takes rectangular batches. The decoder uses its two halves: `encode` runs the transformer over
+    ragged rows, `compute_token_logits` computes logits at the positions that are needed.
     """
 
     inverse_frequencies: Tensor

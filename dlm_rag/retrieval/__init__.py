@@ -34,12 +34,12 @@ def load_retriever(
 def load_retriever(
     config: "RetrievalConfig | str | Path | None" = None, corpus: "Corpus | None" = None, **settings: Any
 ) -> "Retriever":
-    """The retriever that a config describes; its index is built at the first use.
+    """The retriever that a config describes. Its index is built at the first use.
 
-    `config` may be just the path of a corpus; `settings` are fields of `RetrievalConfig`, as in
+    `config` can be just the path of a corpus. `settings` are fields of `RetrievalConfig`, as in
     `load_retriever("corpus.jsonl", method="hybrid", top_k=5)` and `load_retriever(url="http://...")`.
-    `corpus` is the opened corpus if the caller has it. Raises `UserError` for a corpus, index, dense model
-    or service that cannot be used; a service is asked once.
+    `corpus` is the opened corpus, if the caller has it. Raises `UserError` if the corpus, index, model or
+    service cannot be used; a service gets one request.
     """
     if not isinstance(config, RetrievalConfig):
         config = RetrievalConfig(corpus=None if config is None else str(config))

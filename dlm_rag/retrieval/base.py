@@ -23,28 +23,27 @@ MAX_CACHED_RESULTS = 65536  # vectors and rankings of query parts: a sentence re
 
 
 class Retriever(Protocol):
-    """Finds the evidence for each query, wherever the passages are.
+    """Finds evidence for queries, wherever the passages are.
 
-    `search` may run in a thread of its own while `key` is called, which may not raise.
+    `search` may run in its own thread while `key` is called. `key` must not raise.
     """
 
     @property
     def fingerprint(self) -> str:
-        """What the results depend on besides the settings: the passages."""
+        """Identifies the passages: what results depend on besides the settings."""
 
     def key(self, query: Query) -> Hashable:
-        """What the result depends on, not None: queries with equal keys find the same."""
+        """What the result depends on; not None. Queries with equal keys find the same passages."""
 
     def search(self, queries: Sequence[Query]) -> list[list[Passage]]:
-        """The passages for each query, best first, each once; none where a query finds nothing.
+        """The passages for each query, best first, each once; an empty list if a query finds nothing.
 
-        Raises whatever went wrong where the search failed for all, `PartialSearchError` where it failed
-        for some.
+        Raises the error if the search failed for all queries, `PartialSearchError` if it failed for some.
         """
 
 
 class PartialSearchError(RuntimeError):
-    """Some queries of a batch failed; `results` has the passages of each query, or its error."""
+    """Some queries of a batch failed. `results` has the passages or the error of each query."""
 
     def __init__(self, results: list[list[Passage] | Exception]) -> None:
         errors = [error for error in results if isinstance(error, Exception)]
@@ -53,7 +52,7 @@ class PartialSearchError(RuntimeError):
 
 
 class CorpusRetriever(ABC):
-    """A `Retriever` of the `top_k` best passages of a corpus; subclasses need `rank` alone.
+    """A `Retriever` for the `top_k` best passages of a corpus. Subclasses only need `rank`.
 
     query_fields: the fields of `Query` that a result depends on.
     """
@@ -69,7 +68,7 @@ class CorpusRetriever(ABC):
 
     @abstractmethod
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
-        """For each query the best `depth` rows or fewer, best first; ties in corpus order."""
+        """For each query the best rows of the corpus, at most `depth`, best first; ties in corpus order."""
 
     def key(self, query: Query) -> Hashable:
         return tuple(getattr(query, name) for name in self.query_fields)
@@ -110,7 +109,7 @@ class CorpusRetriever(ABC):
         return [[passages[row] for row in ranking] for ranking in rankings]
 
     def rank_scored(self, queries: Sequence[Query], depth: int) -> list[dict[int, float]]:
-        """The rows of `rank` in that order with their scores: 1 / rank where nothing else is known."""
+        """The rows of `rank` in the same order with scores; 1 / rank if there are no others."""
         return [{row: 1 / n for n, row in enumerate(rows, start=1)} for rows in self.rank(queries, depth)]
 
     def search_scored(self, queries: Sequence[Query], depth: int) -> list[list[tuple[Passage, float]]]:

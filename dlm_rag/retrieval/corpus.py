@@ -32,7 +32,7 @@ CONVERTED_CORPUS_VERSION = 1  # raise it when other forms become other JSON line
 
 @dataclass(frozen=True)
 class Passage:
-    """One passage; `text` is what retrievers index and the denoiser reads."""
+    """One passage. Retrievers index its `text`, and the denoiser reads it."""
 
     id: str
     title: str
@@ -40,9 +40,9 @@ class Passage:
 
     @property
     def text(self) -> str:
-        """The title, a line break, the contents; the contents alone where they begin with the title.
+        """Title, line break, contents; or the contents alone, if they begin with the title.
 
-        The FlashRAG form repeats the title, plain or in quotes, as the first line of the contents.
+        FlashRAG's format repeats the title, plain or in quotes, as the first line of the contents.
         """
         first_line = self.contents.partition("\n")[0].strip()
         if not self.title or first_line in (self.title, f'"{self.title}"'):

@@ -16,8 +16,9 @@ from dlm_rag.text import drop_repeated_words, extract_sentences, normalize_white
 class Query:
     """One information need in two forms.
 
-    text: a bag of words for sparse retrieval. parts: short texts, each with one topic, for dense
-    retrieval (a vector of one long fused text points at none of its topics).
+    - text: a bag of words for sparse retrieval.
+    - parts: short texts with one topic each for dense retrieval: the vector of one long text matches none
+      of its topics well.
     """
 
     text: str
@@ -28,10 +29,12 @@ class Query:
 class QueryPolicy:
     """What becomes the query of a step.
 
-    write: question, response and the best passage of the first search, as decoded, to a `Query`, or to its
-    text. reads_guesses: whether the response holds what is not committed yet, from
-    `decode.query_threshold` on. merges_rounds: whether what the first search found stays in the evidence,
-    taking turns with what this query finds. settings: those of `decode` that have an effect on it.
+    - write: maps question, response and the best passage of the first search, to a `Query` or a text.
+    - reads_guesses: whether the response includes guesses with a confidence of at least
+      `decode.query_threshold`.
+    - merges_rounds: whether the passages of the first search stay in the evidence, in turn with those of
+      this query.
+    - settings: the settings of `decode` that affect it.
     """
 
     write: Callable[[str, str, str], Query | str]

@@ -53,10 +53,10 @@ class Validation(Protocol):
 
 
 class Task:
-    """One objective. A step consists of `items`, which processes share in one or more microbatches each.
+    """One objective. A step consists of `items`, which the processes split into microbatches.
 
-    Apart from its phase and data, a task depends on its arguments alone: what changes over a run is its
-    `TaskState`, which the trainer keeps and saves. What a microbatch is, only the task knows.
+    Apart from its phase and data, a task depends only on its arguments. What changes during a run is its
+    `TaskState`, which the trainer keeps and saves. Only the task knows what a microbatch is.
     """
 
     name: ClassVar[str]  # what its state is saved under
