@@ -28,8 +28,23 @@ from tests.support.paths import ROOT
 
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+ONE_STEP = "train.max_steps=1 train.eval_questions=1 train.num_generations=2"  # of RL
 SMALLER = {
     "first-experiment": {"--limit 100": "--limit 2", "threshold=0.9,0.7,0.5": "threshold=0.9,0.5"},
+    "one-gpu-to-a-cluster": {
+        "train.max_steps=20 train.save_steps=10": "train.max_steps=2 train.save_steps=1",
+        "train.max_steps=30 train.save_steps=10": "train.max_steps=3 train.save_steps=1",
+    },
+    "profile-a-run": {
+        " limit=8 ": " limit=2 ",
+        "--from-step 2 --steps 3": "--from-step 1 --steps 1",
+        "train.max_steps=6": "train.max_steps=2",
+    },
+    "reinforcement-learning": {
+        "train.max_steps=12 train.eval_steps=6": ONE_STEP,
+        "train.max_steps=2 train.reward": f"{ONE_STEP} train.reward",
+        "--per-hop 25": "--per-hop 1 --passages 200",
+    },
     "train-on-a-laptop": {
         "--nproc-per-node 2": "--nproc-per-node 1",
         "--config tiny.yaml --page --resume": "--config tiny.yaml --page --resume train.max_steps=3",
