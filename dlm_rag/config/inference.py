@@ -22,7 +22,7 @@ HEADS = tuple(
 
 @settings_dataclass
 class ModelConfig(CheckedSettings):
-    """Which denoiser, where it runs, and which tokens attend to which."""
+    """Which denoiser, where it runs, and which tokens attend to each other."""
 
     path: str | None = setting(None)
     """checkpoint to load: a Hugging Face style folder or a hub id; evaluate also takes an autoregressive
@@ -241,7 +241,7 @@ class DecodeConfig(CheckedSettings):
 
 @settings_dataclass
 class EngineConfig(CheckedSettings):
-    """How decoding is run. It changes no token but by rounding (`compile`, `tensor_parallel`)."""
+    """How decoding is run. It changes no token, except by rounding (`compile`, `tensor_parallel`)."""
 
     memory_gib: float | None = setting(None, low=2**-20, high=2**20, only_with=MASKED)
     """memory limit for decoding or training on the device in GiB, for weights, batch, cache and a step
@@ -280,7 +280,7 @@ class EngineConfig(CheckedSettings):
 
 @settings_dataclass
 class ServingConfig(CheckedSettings):
-    """Limits of the server; what is beyond one is refused, and nothing else suffers."""
+    """Limits of the server. A request beyond one is refused; others are not affected."""
 
     api_keys_file: str | None = setting(None)
     """file of API keys, one per line; every request then needs one of them; unset: no key is needed"""

@@ -27,7 +27,7 @@ WORLDS, MADE_QUESTIONS = {"data.corpus": (None,)}, {"data.corpus": SET, "data.qu
 
 @settings_dataclass
 class DataConfig(CheckedSettings):
-    """Your own training data; without any, worlds are invented."""
+    """Your own training data. Without any, training invents worlds."""
 
     questions: str | None = setting(None, only_with=ANSWERING)
     """sft: file or folder of questions with a `response`, or at least `golden_answers`; needs
@@ -49,7 +49,7 @@ class DataConfig(CheckedSettings):
 
 @settings_dataclass
 class TrainConfig(CheckedSettings):
-    """What is trained, on what, and how; each of `phases` may change all but the first group."""
+    """What is trained, on what, and how. A phase can change every setting from `objective` on."""
 
     # The run.
     phases: dict[str, dict[str, Any]] = setting(dict)
@@ -254,7 +254,7 @@ class TrainConfig(CheckedSettings):
 
 @settings_dataclass
 class PlanConfig(CheckedSettings):
-    """What `--plan` assumes."""
+    """Assumptions of `--plan`."""
 
     machine: str | None = setting(None, choices=("gb300", "gb10", "h100", "h200", "b200", "v100"))
     """machine to plan for; unset: all known ones"""
@@ -276,7 +276,7 @@ class PlanConfig(CheckedSettings):
 
 @settings_dataclass
 class SynthesisConfig(CheckedSettings):
-    """Rows to train on, from questions, from a corpus, or by another model as writer."""
+    """Training rows from questions, from a corpus, or written by another model."""
 
     method: str = setting("traces", choices=("traces", "corpus", "writer"))
     """where rows come from: traces (decoded questions), corpus (cloze questions from the titles of a
