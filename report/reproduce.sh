@@ -1,0 +1,128 @@
+#!/usr/bin/env bash
+# Runs again what the report shows, as far as two CPU cores can in under six hours:
+#
+#   report/reproduce.sh           all of it, into runs/report (or $OUT)
+#   report/reproduce.sh --quick   every command at a tiny size: does it still run?
+#   report/reproduce.sh --gpu     only prints the commands that need a GPU, with the hours that the planner estimates
+#
+# The number before a command is its recorded time in minutes on 2 cores of an AMD EPYC; they add up to 295. A command that
+# fails does not stop the others; the exit status is then 1. What needs public data (recall on HotpotQA and 2Wiki, the readers, dense
+# retrieval) or a program that is gone is not here: its entry in docs/measurements has the command and the commit.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+OUT=${OUT:-runs/report}
+PYTHON=${PYTHON:-python}
+export OMP_NUM_THREADS=1
+quick=false gpu=false failed=0
+for word in "$@"; do
+    case $word in
+        --quick) quick=true ;;
+        --gpu) gpu=true ;;
+        *) echo "$word is neither --quick nor --gpu" >&2; exit 2 ;;
+    esac
+done
+
+pick() { if $quick; then echo "$2"; else echo "$1"; fi; } # pick FULL TINY
+
+run() { # run MINUTES COMMAND...
+    local minutes=$1 start=$SECONDS
+    shift
+    printf '\n== %s (recorded: %s min)\n' "$*" "$minutes"
+    "$@" || { echo "== failed: exit status $?" >&2; failed=1; }
+    echo "== $((SECONDS - start)) s"
+}
+
+plan() { # plan MACHINE COMMAND...: the command, and its hours there by the planner
+    local machine=$1 found
+    shift
+    found=$("$@" --plan "plan.machine=$machine" plan.devices=1 2> /dev/null | awk -v m="$machine" '$1 == m {print $11, $12}')
+    printf '%s\n    %s on one %s\n' "$*" "${found:-no plan}" "$machine"
+}
+
+print_gpu_part() {
+    printf '\n== What needs a GPU, with the hours that the planner estimates\n'
+    plan h200 "$PYTHON" train.py --config h200_rl.yaml
+    plan gb300 "$PYTHON" train.py --config gb300.yaml
+    plan gb300 "$PYTHON" train.py --config gb300_rl.yaml
+    cat << 'END'
+python -m pytest -m gpu
+    at most 5 minutes
+python profiling/first_gpu.py --out runs/first
+    at most 10 minutes
+python train.py --config reader_training.yaml data.corpus=FILE train.data_workers=12 train.max_steps=734
+    recorded: 125 s of steps on one H200, and 139 s to open the run
+python evaluate.py --config sardi.yaml --dataset 2wiki --out runs/2wiki --compare interleaved,interleaved+decode.commit_threshold=0.95,static
+    the paper's own table, never run here; first dlm-rag data get 2wiki --split sardi
+END
+}
+
+if $gpu; then
+    print_gpu_part
+    exit 0
+fi
+
+world=dlm_rag/shipped/world
+ask="decode.batch_size=16 limit=$(pick 400 4)"
+some="decode.batch_size=16 limit=$(pick 200 4)"
+files="--corpus $world/corpus.jsonl --questions $world/questions.jsonl"
+
+# 1. Proofs by test (table 1), without the reference data of the golden traces
+run 9 $PYTHON -m pytest -p no:cacheprovider $(pick "-q" "-q -k rank") tests/evidence tests/decode/test_exactness.py \
+    tests/decode/test_engine.py tests/model/test_block_attention.py tests/model/test_kv_format.py tests/training/test_policy.py
+
+# 2. Retrieval inside denoising (tables 2 and 3, figure 2)
+run 5 $PYTHON evaluate.py --out "$OUT/shipped" --compare all $ask
+run 9 $PYTHON evaluate.py --out "$OUT/thresholds" --sweep decode.commit_threshold=0.9,0.7,0.8,0.95 decode.query_threshold=0,0.5,1 $some
+run 3 $PYTHON evaluate.py --out "$OUT/passages" --sweep retrieval.top_k=7,1,3,5 $some
+run 3 $PYTHON evaluate.py --out "$OUT/schedule" --sweep decode.retrieval_interval=1,2,4,8 $some
+run 2 $PYTHON evaluate.py --out "$OUT/whole" --compare interleaved,interleaved+model.path=dlm_rag/shipped/whole $files $ask
+for seed in 8 9; do
+    run 1 $PYTHON -m dlm_rag.data.synthetic_world --seed $seed --out "$OUT/world$seed" --per-hop "$(pick 100 1)"
+    run 2 $PYTHON evaluate.py --out "$OUT/other$seed" --corpus "$OUT/world$seed/corpus.jsonl" \
+        --questions "$OUT/world$seed/questions.jsonl" --compare interleaved,static,oracle $ask
+done
+
+# 3. Caching, precision, blocks at once (tables 5 and 6, figures 5 and 6)
+run 15 $PYTHON profiling/bench_decode.py --out "$OUT/decode" --limit "$(pick 300 2)" --rounds "$(pick 3 1)" decode.batch_size=16 \
+    --model dlm_rag/shipped/whole $files
+run 8 $PYTHON profiling/bench_decode.py --out "$OUT/stored" --limit "$(pick 300 2)" --rounds "$(pick 3 1)" decode.batch_size=16
+$quick || run 15 $PYTHON profiling/bench_decode.py --out "$OUT/shape" --shape 100m --limit 4 --rounds 3 --before 100 \
+    decode.batch_size=4 engine.prefix_cache_gib=8
+run 5 $PYTHON profiling/bench_store.py --out "$OUT/store" --shapes "$(pick shipped,100m,1b shipped)" model.dtype=bfloat16
+run 6 $PYTHON profiling/bench_precision.py --out "$OUT/precision" --only "$(pick float32,bfloat16,float16,int8,int8_weight,fp8 float32,int8)" \
+    limit="$(pick 400 4)"
+run 2 $PYTHON evaluate.py --out "$OUT/at_once" --sweep decode.blocks_at_once=1,2,3,4,12 $files $some
+run 2 $PYTHON evaluate.py --out "$OUT/opened" --sweep decode.blocks_at_once=2,3,4,12 decode.block_add_threshold=0 $files $some
+
+# 4. The gradient through retrieval (table 4, figure 4): three seeds of heads, three of the denoiser, the toy of four gradients
+reward="train.py --config search_rl.yaml"
+tiny=$(pick "" "train.max_steps=1 train.prompts_per_step=2 train.num_generations=2 train.world_passages=300 train.eval_questions=1")
+for seed in 0 1 2; do
+    run 7 $PYTHON $reward train.seed=$seed out="$OUT/heads$seed" $tiny
+    run 26 $PYTHON $reward train.seed=$seed out="$OUT/denoiser$seed" train.trainable=all decode.commit_rule=threshold \
+        train.learning_rate=0.0002 train.forward_cost=0 train.train_steps_per_rollout=2 train.max_steps=180 $tiny
+done
+for world in 31 32; do
+    run 1 $PYTHON -m dlm_rag.data.synthetic_world --seed $world --per-hop "$(pick 250 2)" --out "$OUT/w$world"
+    for hops in 3 4; do
+        grep "\"hops\": $hops" "$OUT/w$world/questions.jsonl" | grep 'path": false.*wording": false' | head -100
+    done > "$OUT/q$world.jsonl"
+    policies=interleaved,interleaved+decode.block_length=0
+    for seed in 0 1 2; do
+        policies+=,interleaved+decode.block_length=0+decode.commit_rule=policy_head+model.path=$OUT/heads$seed/model
+        policies+=,interleaved+decode.block_length=0+model.path=$OUT/denoiser$seed/model
+    done
+    run 5 $PYTHON evaluate.py --model dlm_rag/shipped/whole --corpus "$OUT/w$world/corpus.jsonl" --questions "$OUT/q$world.jsonl" \
+        --out "$OUT/policies$world" decode.batch_size=32 --compare "$policies"
+done
+$quick || run 10 $PYTHON report/shortcuts.py
+
+# 5. Training from nothing, three seeds, blocks or a whole canvas (table 5)
+for seed in 0 1 2; do
+    run 14 $PYTHON -m torch.distributed.run --nproc-per-node 2 train.py --config tiny.yaml train.seed=$seed out="$OUT/tiny$seed" \
+        $(pick "" "train.max_steps=2 train.eval_steps=2 train.eval_questions=1")
+    run 14 $PYTHON -m torch.distributed.run --nproc-per-node 2 train.py --config tiny.yaml train.seed=$seed out="$OUT/blocks$seed" \
+        model.block_size=8 decode.finished_block_context=no_evidence $(pick "" "train.max_steps=2 train.eval_steps=2 train.eval_questions=1")
+done
+print_gpu_part
+exit $failed
