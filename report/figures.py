@@ -227,7 +227,7 @@ def draw_engine() -> Any:
     left.set_yticks(range(len(bars)), [name for name, *_ in bars])
     left.invert_yaxis()
     left.set_xlim(0, 10)
-    left.set_xlabel("answers a second against the published algorithm")
+    left.set_xlabel("times the published algorithm")
     left.grid(visible=False, axis="y")
     orders = [
         ("whole canvas", "whole canvas"),
@@ -244,9 +244,9 @@ def draw_engine() -> Any:
             right.barh(place, evidence, left=canvas, color=BLUE, height=0.65, label=label)
     right.set_yticks(range(4), [name for name, _ in orders])
     right.invert_yaxis()
-    right.set_xlabel("tokens computed an answer")
-    right.set_xlim(0, 1250)
-    right.legend(loc="upper right")
+    right.set_xlabel("tokens an answer")
+    right.set_xlim(0, 800)
+    right.legend(loc="lower center", bbox_to_anchor=(0.4, 0.97), ncols=2)
     right.grid(visible=False, axis="y")
     return figure
 

@@ -90,7 +90,7 @@ $quick || run 15 $PYTHON profiling/bench_decode.py --out "$OUT/shape" --shape 10
     decode.batch_size=4 engine.prefix_cache_gib=8
 run 5 $PYTHON profiling/bench_store.py --out "$OUT/store" --shapes "$(pick shipped,100m,1b shipped)" model.dtype=bfloat16
 run 6 $PYTHON profiling/bench_precision.py --out "$OUT/precision" --only "$(pick float32,bfloat16,float16,int8,int8_weight,fp8 float32,int8)" \
-    limit="$(pick 400 4)"
+    --questions "$(pick 0 6)"
 run 2 $PYTHON evaluate.py --out "$OUT/at_once" --sweep decode.blocks_at_once=1,2,3,4,12 $files $some
 run 2 $PYTHON evaluate.py --out "$OUT/opened" --sweep decode.blocks_at_once=2,3,4,12 decode.block_add_threshold=0 $files $some
 

@@ -107,7 +107,7 @@ class Chains:
                 total = total.index_add(0, rows, each)
             return total, sum(len(rows) for rows, *_ in steps)
         if way == "one_step":
-            hop, seen, weight = torch.zeros_like(of), torch.full_like(canvas, MASK), 1.0
+            hop, seen, weight = torch.zeros_like(of), torch.full_like(canvas, MASK), torch.ones(len(of))
         else:
             hop = torch.zeros_like(of)
             for rows, at_hop, *_ in steps:
@@ -178,6 +178,7 @@ def alignment(way: str, seeds: range, times: int) -> Tensor:
         rate.index_put_((of, answer), reward / times, accumulate=True)
         score, _ = chains.score(each, of, answers, canvas, steps)
         ((reward - rate[of, answer]) * score).sum().backward()
+        assert chains.table.grad is not None
         found.append(chains.table.grad.flatten(1))
     return torch.cosine_similarity(found[0], found[1])
 
