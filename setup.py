@@ -79,6 +79,7 @@ setup(
             "mkdocstrings[python]>=1.0,<2",
             "nbclient>=0.10,<0.12",  # runs the notebooks, with ipykernel
             "ipykernel>=7,<8",
+            "typst>=0.15,<0.16",  # report/build.py
         ],
         "test": [
             "dlm_rag[docs,energy,lora,serve,synthesis]",
