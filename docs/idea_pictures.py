@@ -13,8 +13,9 @@ from pathlib import Path
 from statistics import fmean
 
 from matplotlib import pyplot
+from matplotlib.axes import Axes
 from matplotlib.font_manager import findfont
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import FancyBboxPatch, Rectangle
 from PIL import Image, ImageDraw, ImageFont
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
@@ -46,47 +47,60 @@ def decode(questions: Sequence[Question], policy: str) -> list[Rollout]:
     return decoder.decode(questions)
 
 
+def draw_canvas(axis: Axes) -> None:
+    """Three blocks of the canvas: finished, current, next."""
+    for cell in range(24):
+        x, colour = 2 + 2.8 * cell + 1.4 * (cell // 8), BLUE if cell < 12 else WHITE
+        axis.add_patch(Rectangle((x, 4.5), 2.4, 3.6, fc=colour, ec=GREY, lw=0.8))
+    axis.add_patch(Rectangle((25.2, 3.9), 23.2, 4.8, fill=False, ec=GREEN, lw=2))
+    for x, text in (
+        (13, "finished block: committed"),
+        (36.8, "current block"),
+        (60.6, "next block: masks"),
+    ):
+        axis.text(x, 2, text, ha="center", va="center", fontsize=9, color=GREEN if x == 36.8 else INK)
+
+
 def draw_loop(path: Path) -> None:
     """The loop of a step, as boxes and arrows."""
-    figure, axis = pyplot.subplots(figsize=(8, 4.2))
-    axis.set(xlim=(0, 74), ylim=(0, 39))
+    figure, axis = pyplot.subplots(figsize=(8.4, 5.2))
+    axis.set(xlim=(0, 74), ylim=(0, 47))
     axis.axis("off")
-    boxes = {
-        "prompt": (1, 22, 19, 12, "prompt", "evidence + question"),
-        "canvas": (1, 4, 19, 12, "canvas", "tokens and masks"),
-        "denoiser": (29, 13, 16, 12, "denoiser", "one forward"),
-        "proposals": (54, 13, 19, 12, "proposals", "a token and its\nconfidence per mask"),
-    }
-    for x, y, width, height, title, text in boxes.values():
-        style = FancyBboxPatch(
-            (x, y), width, height, "round,pad=0,rounding_size=1.5", fc="#eef3fa", ec="#2e6fbf"
-        )
-        axis.add_patch(style)
-        axis.text(
-            x + width / 2, y + height * 0.7, title, ha="center", va="center", weight="bold", color=INK
-        )
-        axis.text(x + width / 2, y + height * 0.33, text, ha="center", va="center", fontsize=9, color=INK)
-    arrows = [
-        ((20.5, 28), (28.5, 21), "0"),
-        ((20.5, 10), (28.5, 17), "0"),
-        ((45.5, 19), (53.5, 19), "0"),
-        ((63, 25.5), (20.5, 32), "0.32"),
-        ((63, 12.5), (20.5, 6), "-0.32"),
+    boxes = [
+        (1, 21, 18, 10, "prompt", "evidence + question"),
+        (25, 21, 15, 10, "denoiser", "one forward"),
+        (46, 21, 18, 10, "proposals", "a token and its\nconfidence per mask"),
+        (46, 36, 27, 10, "query", "question + committed\ntokens + guesses"),
+        (25, 36, 15, 10, "retriever", "finds passages"),
+        (0.5, 0.3, 73, 13, "canvas", ""),
     ]
-    for start, end, bend in arrows:
-        look = {"arrowstyle": "-|>", "color": INK, "lw": 1.3, "connectionstyle": f"arc3,rad={bend}"}
-        axis.annotate("", end, start, arrowprops=look)
-    axis.text(
-        47, 37.6, "search: question + committed tokens + guesses", color=PURPLE, ha="center", va="center"
-    )
-    axis.text(
-        43,
-        0.4,
-        "commit: confidence of at least 0.9, or the surest token",
-        color=GREEN,
-        ha="center",
-        va="center",
-    )
+    for x, y, width, height, title, text in boxes:
+        style = "round,pad=0,rounding_size=1.5"
+        axis.add_patch(FancyBboxPatch((x, y), width, height, style, fc="#eef3fa", ec="#2e6fbf"))
+        middle = x + width / 2
+        axis.text(middle, y + height - 2.5, title, ha="center", va="center", weight="bold", color=INK)
+        axis.text(middle, y + 3.3, text, ha="center", va="center", fontsize=9, color=INK)
+    draw_canvas(axis)
+    arrows = [
+        ((19.5, 26), (24.5, 26), INK),
+        ((32.5, 13.7), (32.5, 20.5), INK),
+        ((40.5, 26), (45.5, 26), INK),
+        ((47.5, 20.5), (47.5, 9.2), GREEN),
+        ((55, 31.5), (55, 35.5), PURPLE),
+        ((71, 13.7), (71, 35.5), PURPLE),
+        ((45.5, 41), (40.5, 41), PURPLE),
+        ((24.5, 41), (10, 31.5), PURPLE),
+    ]
+    for start, end, colour in arrows:
+        axis.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": colour, "lw": 1.3})
+    labels = [
+        (48.5, 17.2, "commit: confidence\n≥ 0.9, or the surest", GREEN, "left"),
+        (56, 33.5, "guesses", PURPLE, "left"),
+        (15, 39, "new evidence", PURPLE, "right"),
+    ]
+    for x, y, text, colour, side in labels:
+        axis.text(x, y, text, color=colour, ha=side, va="center", fontsize=9)
+    axis.text(71.7, 24.5, "committed tokens", color=PURPLE, rotation=90, ha="left", va="center", fontsize=9)
     figure.savefig(path, dpi=160, bbox_inches="tight", facecolor=WHITE)
     pyplot.close(figure)
 
