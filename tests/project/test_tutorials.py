@@ -144,6 +144,10 @@ def test_the_shell_blocks_of_a_tutorial_run(page, checkout, tmp_path):
     assert not left, "the page leaves a process behind"
 
 
+def test_what_is_made_smaller_is_a_tutorial():
+    assert set(SMALLER) <= {page.stem for page in TUTORIALS}
+
+
 def test_notebooks_are_those_of_their_tutorials():
     """Built anew they are the same: the same commands, no outputs, nothing of the machine that ran them."""
     built = runpy.run_path(str(ROOT / "docs" / "build_notebooks.py"))
