@@ -10,6 +10,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dlm_rag.cli import run_program
+from dlm_rag.commands.arguments import CommandParser
 from dlm_rag.errors import ConfigError
 from report.figures import draw_all
 
@@ -31,7 +32,9 @@ def build(target: Path | None, **export: Any) -> Any:
 
 
 def main(argv: list[str]) -> None:
-    build(Path(argv[0]) if argv else FOLDER / "report.pdf")
+    parser = CommandParser(__doc__ or "")
+    parser.add_argument("pdf", nargs="?", type=Path, default=FOLDER / "report.pdf", help="where it goes")
+    build(parser.parse_args(argv).pdf)
 
 
 if __name__ == "__main__":

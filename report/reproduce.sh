@@ -5,7 +5,7 @@
 #   report/reproduce.sh --quick   every command at a tiny size: does it still run?
 #   report/reproduce.sh --gpu     only prints the commands that need a GPU, with the hours that the planner estimates
 #
-# The number before a command is its recorded time in minutes on 2 cores of an AMD EPYC; they add up to 295. A command that
+# The number before a command is its time in minutes on 2 cores of an AMD EPYC, recorded or estimated from stored speeds; together 295. A command that
 # fails does not stop the others; the exit status is then 1. What needs public data (recall on HotpotQA and 2Wiki, the readers, dense
 # retrieval) or a program that is gone is not here: its entry in docs/measurements has the command and the commit.
 set -uo pipefail
@@ -27,7 +27,7 @@ pick() { if $quick; then echo "$2"; else echo "$1"; fi; } # pick FULL TINY
 run() { # run MINUTES COMMAND...
     local minutes=$1 start=$SECONDS
     shift
-    printf '\n== %s (recorded: %s min)\n' "$*" "$minutes"
+    printf '\n== %s (expected: %s min)\n' "$*" "$minutes"
     "$@" || { echo "== failed: exit status $?" >&2; failed=1; }
     echo "== $((SECONDS - start)) s"
 }
