@@ -5,7 +5,7 @@
 #   report/reproduce.sh --quick   every command at a tiny size: does it still run?
 #   report/reproduce.sh --gpu     only prints the commands that need a GPU, with the hours that the planner estimates
 #
-# The number before a command is its time in minutes on 2 cores of an AMD EPYC, recorded or estimated from stored speeds; together 295. A command that
+# The number before a command is its time in minutes on 2 cores of an AMD EPYC, recorded or estimated from stored speeds; they add up to 295. A command that
 # fails does not stop the others; the exit status is then 1. What needs public data (recall on HotpotQA and 2Wiki, the readers, dense
 # retrieval) or a program that is gone is not here: its entry in docs/measurements has the command and the commit.
 set -uo pipefail
@@ -67,7 +67,7 @@ some="decode.batch_size=16 limit=$(pick 200 4)"
 files="--corpus $world/corpus.jsonl --questions $world/questions.jsonl"
 
 # 1. Proofs by test (table 1), without the reference data of the golden traces
-run 9 $PYTHON -m pytest -p no:cacheprovider $(pick "-q" "-q -k rank") tests/evidence tests/decode/test_exactness.py \
+$quick || run 9 $PYTHON -m pytest -p no:cacheprovider -q tests/evidence tests/decode/test_exactness.py \
     tests/decode/test_engine.py tests/model/test_block_attention.py tests/model/test_kv_format.py tests/training/test_policy.py
 
 # 2. Retrieval inside denoising (tables 2 and 3, figure 2)
@@ -98,6 +98,7 @@ run 2 $PYTHON evaluate.py --out "$OUT/opened" --sweep decode.blocks_at_once=2,3,
 reward="train.py --config search_rl.yaml"
 tiny=$(pick "" "train.max_steps=1 train.prompts_per_step=2 train.num_generations=2 train.world_passages=300 train.eval_questions=1")
 for seed in 0 1 2; do
+    $quick && [ $seed != 0 ] && continue
     run 7 $PYTHON $reward train.seed=$seed out="$OUT/heads$seed" $tiny
     run 26 $PYTHON $reward train.seed=$seed out="$OUT/denoiser$seed" train.trainable=all decode.commit_rule=threshold \
         train.learning_rate=0.0002 train.forward_cost=0 train.train_steps_per_rollout=2 train.max_steps=180 $tiny
@@ -109,6 +110,7 @@ for world in 31 32; do
     done > "$OUT/q$world.jsonl"
     policies=interleaved,interleaved+decode.block_length=0
     for seed in 0 1 2; do
+        $quick && [ $seed != 0 ] && continue
         policies+=,interleaved+decode.block_length=0+decode.commit_rule=policy_head+model.path=$OUT/heads$seed/model
         policies+=,interleaved+decode.block_length=0+model.path=$OUT/denoiser$seed/model
     done
@@ -119,6 +121,7 @@ $quick || run 10 $PYTHON report/shortcuts.py
 
 # 5. Training from nothing, three seeds, blocks or a whole canvas (table 5)
 for seed in 0 1 2; do
+    $quick && [ $seed != 0 ] && continue
     run 14 $PYTHON -m torch.distributed.run --nproc-per-node 2 train.py --config tiny.yaml train.seed=$seed out="$OUT/tiny$seed" \
         $(pick "" "train.max_steps=2 train.eval_steps=2 train.eval_questions=1")
     run 14 $PYTHON -m torch.distributed.run --nproc-per-node 2 train.py --config tiny.yaml train.seed=$seed out="$OUT/blocks$seed" \
