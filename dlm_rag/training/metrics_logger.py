@@ -124,6 +124,10 @@ class MetricsLogger:
         if self._wandb is not None:
             self._wandb.log(scores, step=self._last["step"])
         self._validated = select_validation_metrics(self._last)
+        if (done := self._last["step"] + 1) == self._steps:  # no later line would show it
+            print_note(
+                " · ".join([f"validation after step {done:,}", *describe_validation(self._validated)])
+            )
         if self.page:
             self.page.add_validation(self._last)
             self.page.write()
@@ -149,10 +153,12 @@ def describe_steps(recent: Sequence[Metrics], validated: Metrics) -> str:
         shown.append(f"{tokens:,.0f} tokens/s, {supervised:,.0f} supervised")
     if measured:
         shown.append(f"{format_three_digits(mean('joules', 'joules_steps'))} J/step")
-    shown += [
-        form.format(validated[name]) for name, form in VALIDATION_FORMATS.items() if name in validated
-    ]
-    return " · ".join(shown)
+    return " · ".join(shown + describe_validation(validated))
+
+
+def describe_validation(validated: Metrics) -> list[str]:
+    """The scores of a validation that a line has room for."""
+    return [form.format(validated[name]) for name, form in VALIDATION_FORMATS.items() if name in validated]
 
 
 def read_metrics(path: Path) -> list[Metrics]:

@@ -147,3 +147,15 @@ def test_a_log_has_a_line_a_minute_with_the_time_left(tmp_path, monkeypatch):
     assert steps == [50, 170, 290, 410, 530, 650, 770, 890, 1000]
     assert [line.rpartition(" · ")[2] for line in said][:2] == ["8 min left", "7 min left"]
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 999
+
+
+def test_the_last_validation_is_told(tmp_path, capfd):
+    """The line of the last step precedes its validation, and has the scores of an earlier one."""
+    config = load_config(None, [*MICRO_SETTINGS, "train.max_steps=2"])
+    with MetricsLogger(tmp_path, config, 0) as report:
+        for step, score in enumerate((0.25, 0.75)):
+            report.log_step(step_metrics(step))
+            report.log_validation({"exact_match": score})
+    told = capfd.readouterr()
+    line = (told.out + told.err).splitlines()[-1]
+    assert "step 2" in line and "75.0%" in line and "25.0%" not in line
