@@ -1,7 +1,7 @@
 """Score a denoiser on questions with known answers, under one setting or several.
 
     dlm-rag evaluate                                     # the shipped model on its invented world: a minute
-    dlm-rag evaluate --out runs/shipped --compare all      # all its questions, under six settings
+    dlm-rag evaluate --out runs/shipped --compare all      # all its questions, under seven settings
     dlm-rag evaluate --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
         --out runs/first
     dlm-rag evaluate ... --out runs/all --compare all --quick     # 200 of the questions, of every kind
