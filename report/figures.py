@@ -74,7 +74,7 @@ def draw_layouts() -> Any:
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in (BLUE, "#f3c9a5")]
     figure.legend(
         handles,
-        ["sees; kept", "sees; runs again (passage 2 was exchanged)"],
+        ["attends; kept", "attends; runs again"],
         loc="outside lower center",
         ncols=2,
     )
@@ -204,12 +204,12 @@ def draw_engine() -> Any:
             GREY,
         ),
         (
-            "blocks: batch of 16, pool",
+            "world model, batch and pool",
             find_estimate(store, "batch of 16, pool", "against the published algorithm"),
             BLUE,
         ),
         (
-            "blocks: the same, store filled",
+            "world model, filled store",
             find_estimate(store, "the same", "against the published algorithm"),
             BLUE,
         ),
@@ -226,14 +226,14 @@ def draw_engine() -> Any:
         left.text(found.high + 0.15, place, f"{found.value:.2f}", va="center", fontsize=7)
     left.set_yticks(range(len(bars)), [name for name, *_ in bars])
     left.invert_yaxis()
-    left.set_xlim(0, 10)
-    left.set_xlabel("times the published algorithm")
+    left.set_xlim(0, 10.5)
+    left.set_xlabel("speed-up")
     left.grid(visible=False, axis="y")
     orders = [
         ("whole canvas", "whole canvas"),
         ("recompute", "query window 16, `recompute`"),
         ("no_evidence", "query window 16, `no_evidence`"),
-        ("the same, window 8", "query window 8"),
+        ("no_evidence, window 8", "query window 8"),
     ]
     for place, (_, row) in enumerate(orders):
         canvas = find_estimate(work, row, "canvas tokens").value
@@ -257,7 +257,7 @@ def draw_parallel() -> Any:
     figure, axis = plt.subplots(figsize=(WIDTH * 0.72, 2.3))
     one = [row for row in blocks["rows"] if row[1] == "1"]
     for threshold, color, marker, label in (
-        ("0.1", SKY, "s", "joins as published"),
+        ("0.1", SKY, "s", "published thresholds"),
         ("0", BLUE, "o", "opened at once"),
     ):
         rows = one + [
