@@ -71,7 +71,7 @@ def build_tables(found: Attribution, baseline: Attribution | None) -> list[Repor
             {"stage": part.stage, "self, ms": f"{1e3 * part.self_time / count:.2f}"}
             for part in (*found.stages, whole)
         ]
-        tables.append((f"A {unit}, of {count:,}", parts))
+        tables.append((f"Per {unit}, mean of {count:,}", parts))
     if baseline is not None:
         unit, slower = compare_attributions(found, baseline)
         lines = [
@@ -79,7 +79,7 @@ def build_tables(found: Attribution, baseline: Attribution | None) -> list[Repor
              "more": f"{1e3 * (new - old):+.2f}"}
             for name, old, new in slower
         ]  # fmt: skip
-        tables.append((f"A {unit} against the baseline, what got slower first", lines))
+        tables.append((f"Per {unit}, against the baseline, largest slowdown first", lines))
     return tables
 
 

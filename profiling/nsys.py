@@ -11,7 +11,6 @@ are --steps steps from --from-step on: before it kernels are compiled and caches
 """
 
 import json
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from attribute import main as attribute
 from profile_readers import find_nsys, import_qdstrm
 
 from dlm_rag import nvtx_ranges
+from dlm_rag.__main__ import main as run_command
 from dlm_rag.cli import print_note, run_program
 from dlm_rag.commands.arguments import CommandParser
 from dlm_rag.errors import ConfigError
@@ -84,7 +84,7 @@ def record_with_torch_profiler(target: Path, words: list[str], first: int, last:
     )
     sys.argv, code = ["dlm-rag", *words], 0
     try:
-        runpy.run_module("dlm_rag", run_name="__main__")
+        run_command()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0
     if capture.open:

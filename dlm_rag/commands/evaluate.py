@@ -54,7 +54,7 @@ from dlm_rag.commands.prepare_decoder import (
     prepare_decoder,
 )
 from dlm_rag.commands.tensor_parallel import run_on_ranks
-from dlm_rag.config import dump_config, load_config
+from dlm_rag.config import dump_config, list_stored_code, load_config
 from dlm_rag.config.ineffective_settings import check_effects
 from dlm_rag.data.hub_datasets import SPLIT_RULES, find_dataset
 from dlm_rag.errors import ConfigError
@@ -277,9 +277,12 @@ def plan_from_result(words: CommandLine) -> EvaluationPlan:
             )
     if os.path.realpath(str(config.out)) == os.path.realpath(then.folder):
         raise ConfigError("--reproduce and --out are the same folder: choose another --out")
+    # A word that repeats the code of one setting allows it there, and changes no other.
+    paths = [str(folder / SAVED_CONFIG_FILE) for folder in (then.folder, *then.folders.values())]
+    code = [list_stored_code(path) for path in paths]
     config, *settings = (
-        load_config(str(folder / SAVED_CONFIG_FILE), words.settings, stored=True)
-        for folder in (then.folder, *then.folders.values())
+        load_config(path, [word for word in words.settings if word not in set().union(*code) - own], True)
+        for path, own in zip(paths, code, strict=True)
     )
     said: dict[str, Any] = {key: then.record[key] for key in ("dataset", "swept") if key in then.record}
     alone = [*then.folders.values()] == [then.folder]

@@ -11,8 +11,8 @@ import re
 from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import asdict, field
-from functools import cache
-from operator import attrgetter
+from functools import cache, reduce
+from operator import attrgetter, getitem
 from pathlib import Path
 from typing import Any, cast, get_origin
 
@@ -162,11 +162,21 @@ def load_config(
     for key, item in list_setting_fields().items() if stored else ():
         value = str(attrgetter(key)(config))
         if get_field_metadata(item, "table") and ":" in value and key not in keys_of_words:
-            raise ConfigError(f"{key}={value} is code that a stored result names: give it as a word too")
+            raise ConfigError(
+                f"{key}={value} is code that a stored result names: to allow it, add these words"
+            )
     if effects:
         check_effects([(config, keys_of_words)])
         check_effects([(config, keys_of_file)], keys_of_words)
     return config
+
+
+def list_stored_code(path: str) -> set[str]:
+    """The settings that name code in a file that a run has left, as words `KEY=MODULE:FUNCTION`."""
+    stored, fields = upgrade_settings(_read_config_file(Path(path))), list_setting_fields()
+    words = {f"{key}={reduce(getitem, key.split('.'), stored)}" for key in _list_given_keys(stored)
+             if key in fields and get_field_metadata(fields[key], "table")}  # fmt: skip
+    return {word for word in words if ":" in word}
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -168,7 +168,7 @@ def build_comparison_tables(
     if against:
         title = f"Exact match, points by which {first} is above (paired)"
         found.append(by_group(title, against, "exact_match", True))
-        title = f"All questions, by which {first} takes more (paired)"
+        title = f"Costs per question, by which {first} is above (paired)"
         rows = overall(against, COST_METRICS, True)
         found.append(ResultTable(title, ["setting", *COST_METRICS], rows))
     return found

@@ -90,8 +90,7 @@ def describe_start(config: Config, trainer: Trainer, folder: Path) -> str:
     told = [f"{phase.max_steps:,} steps of {phase.objective}" for phase in phases]
     return (
         f"training a model of {count:,.1f} M parameters, {config.model.path or 'from nothing'}, on "
-        f"{data or 'invented worlds'}: {', '.join(told)}, into {folder}; the time that is left is "
-        "said as it goes, and before it begins by --plan"
+        f"{data or 'invented worlds'}: {', '.join(told)}, into {folder} (--plan estimates the time)"
     )
 
 

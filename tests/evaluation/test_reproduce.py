@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dlm_rag.commands import evaluate
 from dlm_rag.errors import ConfigError
@@ -87,6 +88,25 @@ def test_what_differs_is_said(here, capsys):
     assert "0.0 |" in next(line for line in lines if line.startswith("| none"))
     row = next(line for line in lines if line.startswith("| static"))
     assert row.split("|")[6].startswith(" -"), "fewer forwards at a threshold that all clear"
+
+
+def test_a_word_that_allows_the_code_of_one_setting_changes_no_other(here, capsys, monkeypatch):
+    Path("mine.py").write_text(
+        "def one(candidates, context):\n    return candidates.confidence.argmax(keepdims=True)\n"
+    )
+    monkeypatch.syspath_prepend(here)
+    code = "decode.commit_rule=mine:one"
+    evaluate.main(
+        [*EVALUATED, "decode.max_new_tokens=8", "--out", "ruled", "--compare", f"none,none+{code}"]
+    )
+    with pytest.raises(ConfigError, match=code):
+        evaluate.main(["--reproduce", "ruled", "--out", "new"])
+    evaluate.main(["--reproduce", "ruled", "--out", "new", code])
+    assert capsys.readouterr().out.rstrip().endswith("files and settings are the same")
+    stored = (
+        yaml.safe_load(Path("new", name, "config.yaml").read_text()) for name in ("none", f"none+{code}")
+    )
+    assert [config["decode"]["commit_rule"] for config in stored] == [None, "mine:one"]
 
 
 def test_other_questions_are_not_compared(here):
