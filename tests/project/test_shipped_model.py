@@ -87,7 +87,8 @@ def test_the_reader_answers_about_a_corpus_of_ones_own_from_any_folder(tmp_path)
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert {answer["question"]: answer["answer"] for answer in answers} == expected
     reasons = {answer["question"]: answer.get("abstain_reason", "") for answer in answers}
-    assert reasons == {question: "" if answer else "no_passage" for question, answer in expected.items()}
+    assert all(bool(reasons[question]) != bool(answer) for question, answer in expected.items())
+    assert reasons["Who wrote Emma?"] == "no_passage"
 
 
 def test_sample_without_arguments_answers():
