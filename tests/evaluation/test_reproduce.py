@@ -91,11 +91,11 @@ def test_what_differs_is_said(here, capsys):
 
 
 def test_a_word_that_allows_the_code_of_one_setting_changes_no_other(here, capsys, monkeypatch):
-    Path("mine.py").write_text(
+    Path("ruled_once.py").write_text(
         "def one(candidates, context):\n    return candidates.confidence.argmax(keepdims=True)\n"
     )
     monkeypatch.syspath_prepend(here)
-    code = "decode.commit_rule=mine:one"
+    code = "decode.commit_rule=ruled_once:one"
     evaluate.main(
         [*EVALUATED, "decode.max_new_tokens=8", "--out", "ruled", "--compare", f"none,none+{code}"]
     )
@@ -106,7 +106,7 @@ def test_a_word_that_allows_the_code_of_one_setting_changes_no_other(here, capsy
     stored = (
         yaml.safe_load(Path("new", name, "config.yaml").read_text()) for name in ("none", f"none+{code}")
     )
-    assert [config["decode"]["commit_rule"] for config in stored] == [None, "mine:one"]
+    assert [config["decode"]["commit_rule"] for config in stored] == [None, "ruled_once:one"]
 
 
 def test_other_questions_are_not_compared(here):
