@@ -131,7 +131,7 @@ class NaturalQuestions:
             relation = self._relations[fact.relation]
             named = rng.choice([*relation.get("order", ()), *relation.get("noun", ())])
             order = f"{rng.choice(ORDERS)} {named}.".strip()
-            if order not in relation["held_out"]:
+            if not order.lower().endswith(tuple(form.lower() for form in relation["held_out"])):
                 return order[0].upper() + order[1:] if order[0] != "{" else order
         return rng.choice(self._asks(fact))
 
