@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("NUMBA_THREADING_LAYER", "workqueue")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Where colorama is installed, numba's coloured errors wrap our streams and write to dumb terminals.
+os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 
 __version__ = "0.3.0"
 
