@@ -8,12 +8,12 @@ from dlm_rag.text import extract_names, split_words
 # What a model that was trained to abstain writes for an answer: none is in the passages; none can be.
 UNKNOWN, UNCLEAR = "unknown", "unclear"
 ABSTAIN_REASONS = {
-    "no_passage": "no passage that was found tells it",
+    "no_passage": "none of the passages found has the answer",
     "unknown_form": "this is not a form of question that the model knows",
     "no_answer": "what was written has no answer",
     "unsupported_words": "what was written has words that no passage has",
-    "not_copied": "no passage that was found has the answer as it was written",
-    "unknown_words": "no passage that was found has the names of the question",
+    "not_copied": "none of the passages found has the answer as it was written",
+    "unknown_words": "none of the passages found has the names of the question",
     "unsure": "the model was not sure enough of what it wrote",
 }
 _OWN_WORDS = {UNKNOWN, UNCLEAR, "yes"}  # of answers: these need no passage; nor do function words

@@ -166,9 +166,9 @@ def build_comparison_tables(
         title, rows = "Asked of a server, an answer", overall(served, USAGE_METRICS, False)
         found.append(ResultTable(title, ["setting", *USAGE_METRICS.values()], rows))
     if against:
-        title = f"Exact match, points by which {first} is above (paired)"
+        title = f"Exact match: {first} minus each other setting, points (paired)"
         found.append(by_group(title, against, "exact_match", True))
-        title = f"Costs per question, by which {first} is above (paired)"
+        title = f"Costs per question: {first} minus each other setting (paired)"
         rows = overall(against, COST_METRICS, True)
         found.append(ResultTable(title, ["setting", *COST_METRICS], rows))
     return found

@@ -71,7 +71,7 @@ def write_model_card(
 
 
 def make_train_command() -> str:
-    """The command that trains this again, from nothing."""
+    """The command that trains this again, from scratch."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     start = f"torchrun --nproc-per-node {count}" if count > 1 else "python"
     words = [word for word in sys.argv[1:] if word != "--resume"]

@@ -89,7 +89,7 @@ def describe_start(config: Config, trainer: Trainer, folder: Path) -> str:
     phases = config.train.get_phase_configs().values()
     told = [f"{phase.max_steps:,} steps of {phase.objective}" for phase in phases]
     return (
-        f"training a model of {count:,.1f} M parameters, {config.model.path or 'from nothing'}, on "
+        f"training a model of {count:,.1f} M parameters, {config.model.path or 'from scratch'}, on "
         f"{data or 'invented worlds'}: {', '.join(told)}, into {folder} (--plan estimates the time)"
     )
 
