@@ -16,8 +16,9 @@ import asyncio
 import copy
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -36,7 +37,7 @@ from dlm_rag.serving.choice import ReplyContext, get_finished_rollout
 from dlm_rag.serving.metrics import render_prometheus_metrics
 from dlm_rag.serving.middleware import AccessControl, ApiError, read_body, run_unless_disconnected
 from dlm_rag.serving.requests import ParsedRequest, RequestParser
-from dlm_rag.serving.responses import AnswerEvents, ChatResponse, EventSource, build_task_completion
+from dlm_rag.serving.responses import AnswerEvents, ChatResponse, Event, build_task_completion
 from dlm_rag.serving.search_app import SEARCH_PATH, SearchService
 
 MAX_REQUEST_BYTES = 2**20
@@ -89,15 +90,16 @@ class AnswerService:
             render_live_page(access.keys is not None, model.examples), headers={"X-Frame-Options": "DENY"}
         )
         models = JSONResponse({"object": "list", "data": [model.describe()]})
+        chat = partial(self._complete, self._parser.parse_chat)
         routes = [
             ("GET", "/", _reply_with(page), False),
             ("GET", "/health", self._health, False),
             ("GET", "/metrics", self._metrics, False),
             ("GET", "/v1/models", _reply_with(models), True),
             ("GET", "/v1/models/{name:path}", self._one_model, True),
-            ("POST", "/v1/chat/completions", self._chat, True),
-            ("POST", "/chat/completions", self._chat, True),
-            ("POST", "/v1/completions", self._complete, True),
+            ("POST", "/v1/chat/completions", chat, True),
+            ("POST", "/chat/completions", chat, True),
+            ("POST", "/v1/completions", partial(self._complete, self._parser.parse_completion), True),
             ("GET", "/passages/{name:path}", self._passage, True),
             ("POST", "/v1/answers", self._answers, True),
         ]
@@ -158,19 +160,11 @@ class AnswerService:
             del self._passages[next(iter(self._passages))]
         return f"passages/{quote(name)}"
 
-    async def _chat(self, request: Request) -> Response:
-        asked = self._parser.parse_chat(await read_body(request))
+    async def _complete(self, parse: Callable[[bytes], ParsedRequest], request: Request) -> Response:
+        asked = parse(await read_body(request))
         self._check_model(asked.model)
         if asked.task is not None:
             return JSONResponse(build_task_completion(asked.task, self.model.name))
-        return await self._answer_openai(request, asked)
-
-    async def _complete(self, request: Request) -> Response:
-        asked = self._parser.parse_completion(await read_body(request))
-        self._check_model(asked.model)
-        return await self._answer_openai(request, asked)
-
-    async def _answer_openai(self, request: Request, asked: ParsedRequest) -> Response:
         jobs, room = self._create_jobs(asked, request, asked.stream)
         context = ReplyContext(
             self.model.name, self._tokenizer, room,
@@ -178,7 +172,7 @@ class AnswerService:
         )  # fmt: skip
         reply = ChatResponse(asked, jobs, context)
         if asked.stream:
-            return await self._stream(request, jobs, reply)
+            return await self._stream(request, jobs, reply.new_events)
         await run_unless_disconnected(request, self._finish(jobs))
         return JSONResponse(reply.build_completion())
 
@@ -186,7 +180,7 @@ class AnswerService:
         asked = self._parser.parse_answer(await read_body(request))
         jobs, _ = self._create_jobs(asked, request, watched=True)
         jobs[0].record_provisional = True  # which the page shows
-        return await self._stream(request, jobs, AnswerEvents(jobs[0], self._tokenizer))
+        return await self._stream(request, jobs, AnswerEvents(jobs[0], self._tokenizer).new_events)
 
     def _create_jobs(
         self, asked: ParsedRequest, request: Request, watched: bool
@@ -194,10 +188,9 @@ class AnswerService:
         """What the engine is asked, the room of its prompt; raises `ApiError` where it has none."""
         shape, layout = self._decoder.denoiser.config, self._decoder.evidence_layout
         room = ContextBudget.from_config(shape, layout, asked.settings.max_new_tokens)
+        most = MAX_QUESTION_CHARS_PER_TOKEN * room.context_length
         try:
-            if len(asked.question) + len(asked.system) > (
-                most := MAX_QUESTION_CHARS_PER_TOKEN * room.context_length
-            ):
+            if len(asked.question) + len(asked.system) > most:
                 raise QuestionError(f"the question has more than the {most} characters that are read here")
             truncate_evidence(self._tokenizer.build_prompt(asked.question, [], asked.system), room)
         except QuestionError as error:
@@ -205,13 +198,10 @@ class AnswerService:
         # A sampling draws by seed and id: the same seed and question give the same text.
         question, news = Question("q1", asked.question, system=asked.system), asyncio.Event()
         seeds = range(asked.settings.seed, asked.settings.seed + asked.n)
-        jobs = [
-            EngineRequest(
-                question, replace(asked.settings, seed=seed), request.state.key, watched, news=news
-            )
-            for seed in seeds
-        ]
-        return jobs, room
+        settings = [replace(asked.settings, seed=seed) for seed in seeds]
+        return [
+            EngineRequest(question, own, request.state.key, watched, news=news) for own in settings
+        ], room
 
     async def _follow(self, jobs: Sequence[EngineRequest]) -> AsyncGenerator[bool]:
         """Submits the jobs of a request, which share their news; yields at every news whether all are done.
@@ -245,7 +235,7 @@ class AnswerService:
             pass
 
     async def _stream(
-        self, request: Request, jobs: Sequence[EngineRequest], source: EventSource
+        self, request: Request, jobs: Sequence[EngineRequest], new_events: Callable[[bool], Iterator[Event]]
     ) -> Response:
         """The events of every news, as they come. What fails before the first one has a status of its own.
 
@@ -263,10 +253,10 @@ class AnswerService:
 
         async def stream() -> AsyncIterator[str]:
             try:
-                for event in source.new_events(done):
+                for event in new_events(done):
                     yield _format_sse_event(*event)
                 async for last in follow:
-                    for event in source.new_events(last):
+                    for event in new_events(last):
                         yield _format_sse_event(*event)
             except ApiError as error:
                 yield _format_sse_event("error", error.body())

@@ -92,45 +92,37 @@ class Choice:
             if self._asked.plain:
                 yield shown, self._build_record(None, written, {"text": new})
                 continue
-            delta: dict[str, Any] = {"role": "assistant"} if self._taken == 1 else {}
-            delta |= {"content": ""} | ({"reasoning_content": new} if new else {})
+            delta: dict[str, Any] = {"content": ""}
+            if self._taken == 1:
+                delta["role"] = "assistant"
+            if new:
+                delta["reasoning_content"] = new
             if self._asked.search_calls and step.retrieved:
-                call = {
-                    "name": "search",
-                    "arguments": json.dumps({"query": step.query}, ensure_ascii=False),
-                }
+                asked = json.dumps({"query": step.query}, ensure_ascii=False)
+                call = {"name": "search", "arguments": asked}
                 number = sum(each.retrieved for each in rollout.steps[: self._taken]) - 1
                 ids = {"index": number, "id": f"search-{number}", "type": "function"}
-                delta |= {"tool_calls": [ids | {"function": call}]}
+                delta["tool_calls"] = [ids | {"function": call}]
             yield shown, self._build_record(None, written, {"delta": delta})
 
     def build_empty(self) -> dict[str, Any]:
         """The choice of a chunk without text."""
         return self._build_record(None, "", {"delta": {"content": ""}})
 
-    def build_last(self, end: ChoiceEnd) -> dict[str, Any]:
-        """The choice of the last chunk: what was not sent before."""
-        reply = end.reply
+    def build_end(self, end: ChoiceEnd) -> dict[str, Any]:
+        """The choice of a reply or, in a stream, of its last chunk: what was not sent before."""
+        reply, sent = end.reply, len(self._sent)
         if self._asked.plain:
-            return self._build_record(end.reason, end.text, {"text": reply.content[len(self._sent) :]})
-        delta: dict[str, Any] = {"content": reply.content}
-        if rest := reply.reasoning[len(self._sent) :]:
-            delta |= {"reasoning_content": rest}
+            return self._build_record(end.reason, end.text, {"text": reply.content[sent:]})
+        message: dict[str, Any] = {"content": reply.content}
+        if rest := reply.reasoning[sent:]:
+            message["reasoning_content"] = rest
         if reply.annotations:
-            delta |= {"annotations": reply.annotations}
-        return self._build_record(end.reason, end.text, {"delta": delta})
-
-    def build_whole(self, end: ChoiceEnd) -> dict[str, Any]:
-        """The choice of a reply that is no stream."""
-        reply = end.reply
-        if self._asked.plain:
-            return self._build_record(end.reason, end.text, {"text": reply.content})
-        message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
-        if reply.reasoning:
-            message |= {"reasoning_content": reply.reasoning}
-        if reply.annotations:
-            message |= {"annotations": reply.annotations}
-        return self._build_record(end.reason, end.text, {"message": message})
+            message["annotations"] = reply.annotations
+        if self._asked.stream:
+            return self._build_record(end.reason, end.text, {"delta": message})
+        whole = {"role": "assistant", "refusal": None} | message
+        return self._build_record(end.reason, end.text, {"message": whole})
 
     def _build_record(self, reason: str | None, written: str, content: dict[str, Any]) -> dict[str, Any]:
         """A choice in OpenAI's form; written: the text up to which log-probabilities of tokens are due."""
@@ -159,7 +151,9 @@ class Choice:
     def _ids_before_end(self, most: int) -> list[int]:
         """The written tokens in front, at most so many, up to an end token."""
         ids: list[int] = []
-        while len(ids) < most and (token := self._canvas.get(len(ids))) and not self._ends_text(token):
+        while len(ids) < most and (token := self._canvas.get(len(ids))):
+            if token.token_id in self._tokenizer.end_ids:
+                break
             ids.append(token.token_id)
         return ids
 
@@ -193,28 +187,23 @@ class Choice:
         bounds = [next(begun, None), find_stop(text, self._asked.stops)]
         return text[: min((at for at in bounds if at is not None), default=len(text))]
 
-    def _ends_text(self, token: CommittedToken) -> bool:
-        return token.token_id in self._tokenizer.end_ids
-
     def finish(self) -> ChoiceEnd:
         """The text up to a stop text, why it ends there, and what is known besides; raises `ApiError`."""
         rollout = get_finished_rollout(self._job)
         while self._take_step(rollout):
             pass
-        at = find_stop(rollout.response, self._asked.stops)
-        ended = at is not None or any(map(self._ends_text, self._canvas.values()))
+        at, end_ids = find_stop(rollout.response, self._asked.stops), self._tokenizer.end_ids
+        ended = at is not None or any(token.token_id in end_ids for token in self._canvas.values())
         # The prompt is that of the last pass; what fills the canvas after the end is not counted.
         seen = rollout.steps[-2 if len(rollout.steps) > 1 else -1]
         found = {name: rollout.passages[name] for name in (*seen.passage_ids, *seen.dropped)}
         context, system = self._context, self._asked.system
         prompt = fit_passages(self._tokenizer, rollout.question, found, context.room, system).prompt
-        written = rollout.tokens_before_end(self._tokenizer.end_ids)
+        written = rollout.tokens_before_end(end_ids)
         text = rollout.response[:at]
         reply = build_reply(rollout, text, self._asked, context.link, context.note)
-        record = {
-            key: value for key, value in rollout.answer_record().items() if key not in ("id", "seconds")
-        }
-        record |= {"sources": reply.sources}
+        record = rollout.answer_record() | {"sources": reply.sources}
+        del record["id"], record["seconds"]
         if self._asked.unread:
-            record |= {"unread": self._asked.unread}
+            record["unread"] = self._asked.unread
         return ChoiceEnd(reply, text, "stop" if ended else "length", len(prompt), written, record)

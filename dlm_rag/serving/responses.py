@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from dlm_rag.page.render import (
     build_end_record,
@@ -19,20 +19,17 @@ from dlm_rag.tokenizer import Tokenizer
 Event = tuple[str | None, dict[str, Any] | str]  # name and data of a server-sent event
 
 
-class EventSource(Protocol):
-    """What a stream sends."""
-
-    def new_events(self, done: bool) -> Iterator[Event]:
-        """The events since the last call; raises `ApiError` where there is no answer."""
-        ...
+def _build_head(form: str, model: str) -> dict[str, Any]:
+    kind = "cmpl" if form == "text_completion" else "chatcmpl"
+    ids = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time())}
+    return ids | {"model": model, "object": form}
 
 
 def build_task_completion(text: str, model: str) -> dict[str, Any]:
     """A chat completion that no model has written (`conversation.answer_chat_task`)."""
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
-    ids = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
     usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0)
-    return ids | {"object": "chat.completion", "choices": [choice], "usage": usage}
+    return _build_head("chat.completion", model) | {"choices": [choice], "usage": usage}
 
 
 class ChatResponse:
@@ -41,19 +38,13 @@ class ChatResponse:
     def __init__(self, asked: ParsedRequest, jobs: Sequence[EngineRequest], context: ReplyContext) -> None:
         self._asked = asked
         self._choices = [Choice(asked, job, n, context) for n, job in enumerate(jobs)]
-        kind = "cmpl" if asked.plain else "chatcmpl"
-        ids = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": context.model}
-        self._whole = ids | {"object": "text_completion" if asked.plain else "chat.completion"}
-        self._chunk = ids | {"object": "text_completion" if asked.plain else "chat.completion.chunk"}
+        chat = "chat.completion.chunk" if asked.stream else "chat.completion"
+        self._head = _build_head("text_completion" if asked.plain else chat, context.model)
 
     def build_completion(self) -> dict[str, Any]:
         """The answer at once; raises `ApiError` where there is none."""
-        ends = [choice.finish() for choice in self._choices]
-        choices = [
-            choice.build_whole(end) | self._describe(end)
-            for choice, end in zip(self._choices, ends, strict=True)
-        ]
-        return self._whole | {"choices": choices, "usage": _add_usage(ends), "dlm_rag": ends[0].record}
+        ends, choices = self._finish()
+        return self._head | {"choices": choices, "usage": _add_usage(ends), "dlm_rag": ends[0].record}
 
     def new_events(self, done: bool) -> Iterator[Event]:
         """Chunks for the steps since the last call, at the end with those that end the stream.
@@ -62,21 +53,27 @@ class ChatResponse:
         """
         for choice in self._choices:
             for shown, record in choice.new_steps():
-                yield None, self._chunk | {"choices": [record], "dlm_rag": shown}
+                yield None, self._head | {"choices": [record], "dlm_rag": shown}
         if done:
-            ends = [choice.finish() for choice in self._choices]
-            for choice, end in zip(self._choices, ends, strict=True):
+            ends, lasts = self._finish()
+            for choice, end, last in zip(self._choices, ends, lasts, strict=True):
                 for event in end.reply.build_source_events():
-                    yield None, self._chunk | {"choices": [choice.build_empty()], "event": event}
-                last = self._chunk | {"choices": [choice.build_last(end) | self._describe(end)]}
-                usage = {"usage": _add_usage(ends)} if choice is self._choices[-1] else {}
-                yield None, last | {"dlm_rag": end.record} | ({} if self._asked.include_usage else usage)
+                    yield None, self._head | {"choices": [choice.build_empty()], "event": event}
+                chunk = self._head | {"choices": [last], "dlm_rag": end.record}
+                if choice is self._choices[-1] and not self._asked.include_usage:
+                    chunk["usage"] = _add_usage(ends)
+                yield None, chunk
             if self._asked.include_usage:
-                yield None, self._chunk | {"choices": [], "usage": _add_usage(ends)}
+                yield None, self._head | {"choices": [], "usage": _add_usage(ends)}
             yield None, "[DONE]"
 
-    def _describe(self, end: ChoiceEnd) -> dict[str, Any]:
-        return {"dlm_rag": end.record} if len(self._choices) > 1 else {}
+    def _finish(self) -> tuple[list[ChoiceEnd], list[dict[str, Any]]]:
+        """The end of each choice, and the record that a client gets of it; of several, with its own."""
+        ends = [choice.finish() for choice in self._choices]
+        records = [choice.build_end(end) for choice, end in zip(self._choices, ends, strict=True)]
+        if len(ends) > 1:
+            records = [each | {"dlm_rag": end.record} for each, end in zip(records, ends, strict=True)]
+        return ends, records
 
 
 def _add_usage(ends: Sequence[ChoiceEnd]) -> dict[str, int]:
@@ -93,6 +90,7 @@ class AnswerEvents:
         self._sent, self._seen = 0, set[str]()
 
     def new_events(self, done: bool) -> Iterator[Event]:
+        """The events since the last call; raises `ApiError` where there is no answer."""
         rollout = self._job.rollout
         if rollout is not None and not self._sent and rollout.steps:
             start = build_start_record(rollout, ghosts=True)
