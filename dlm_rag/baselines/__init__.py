@@ -14,7 +14,7 @@ class BaselinePolicy:
     """A way to answer a question.
 
     answer: a function, or `module:function`, imported once it is needed. needs: what is tried at the server
-    beforehand, see `engine.PROBES`. settings: those of `remote` that only some policies read.
+    beforehand, see `run.PROBES`. settings: those of `remote` that only some policies read.
     own_prompt: whether the policy has a prompt of its own, so that `prompt` has no effect.
     """
 

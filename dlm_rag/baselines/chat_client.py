@@ -210,20 +210,21 @@ def _read_completion(answer: Any, body: dict[str, Any]) -> Completion:
     names = ("prompt_tokens", "completion_tokens")
     counts = [usage.get(name) if isinstance(usage, dict) else None for name in names]
     read, written = (count if type(count) is int else None for count in counts)
-    tokens = tuple(_read_tokens(choice["logprobs"])) if body.get("logprobs") else ()
+    tokens = _read_tokens(choice["logprobs"]) if body.get("logprobs") else ()
     return Completion(text, str(choice.get("finish_reason")), read, written, tokens)
 
 
-def _read_tokens(found: Any) -> Iterator[WrittenToken]:
+def _read_tokens(found: Any) -> tuple[WrittenToken, ...]:
     """The tokens of a reply, in the form of chats or in that of plain completions."""
     if "content" in found:
-        for token in found["content"]:
-            top = sorted((float(each["logprob"]) for each in token["top_logprobs"]), reverse=True)
-            yield WrittenToken(str(token["token"]), float(token["logprob"]), tuple(top))
+        tokens = [
+            (each["token"], each["logprob"], [top["logprob"] for top in each["top_logprobs"]])
+            for each in found["content"]
+        ]
     else:
-        for text, log_prob, top in zip(
-            found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
-        ):
-            yield WrittenToken(
-                str(text), float(log_prob), tuple(sorted(map(float, top.values()), reverse=True))
-            )
+        tops = [top.values() for top in found["top_logprobs"]]
+        tokens = [*zip(found["tokens"], found["token_logprobs"], tops, strict=True)]
+    return tuple(
+        WrittenToken(str(text), float(log_prob), tuple(sorted(map(float, top), reverse=True)))
+        for text, log_prob, top in tokens
+    )

@@ -5,7 +5,6 @@ with what, and in which passages a prompt shows. Numbers are those of the public
 """
 
 import re
-from functools import cache
 from math import exp
 from pathlib import Path
 from statistics import fmean
@@ -25,19 +24,13 @@ FLARE_THRESHOLD, FLARE_MASK_THRESHOLD, FLARE_AHEAD, FLARE_TOKENS = 0.8, 0.4, 64,
 SELF_ASK_ROUNDS, SELF_ASK_TOKENS = 5, 256
 TARG_DRAFT_TOKENS, TARG_THRESHOLD = 20, 0.2  # the latter of Qwen2.5-7B-Instruct on NQ-Open (table 1)
 SEARCH_R1_TURNS, SEARCH_R1_TOKENS, SEARCH_R1_PASSAGES = 4, 500, 10**6
+PROMPTS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text("utf-8"))
 MIN_SENTENCE_CHARS = 5
 # Not after an initial or a title: "Edward L. Cahn".
 _SENTENCE_END = re.compile(r"(?<!\b[A-Z])(?<!\b[MDS][rt])(?<!\bMrs)[.?!](?=\s)")
 _REASONING = re.compile(r"thus\b|so\b|that is,|therefore|hence", re.IGNORECASE)
 _ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 _OPEN_ACTION = re.compile(r"<(search|answer)>(?:(?!</\1>).)*\Z", re.DOTALL)
-
-
-@cache
-def load_prompt(policy: str) -> str:
-    """The prompt of a policy, without line breaks at its ends."""
-    found: dict[str, str] = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text("utf-8"))
-    return found[policy]
 
 
 def cut_sentence(text: str) -> str:
@@ -80,7 +73,7 @@ def answer_ircot(run: BaselineRun) -> None:
 
     def think(written: str) -> str:
         facts = "\n\n".join(run.write_facts(IRCOT_FACT, run.evidence))
-        prompt = f"{load_prompt('ircot')}\n\n\n{facts}\n\nQ: {run.question}\nA: {written}"
+        prompt = f"{PROMPTS['ircot']}\n\n\n{facts}\n\nQ: {run.question}\nA: {written}"
         return run.complete(prompt.rstrip(), stop=["\n"], max_tokens=IRCOT_TOKENS).text.strip()
 
     chain: list[str] = []
@@ -118,7 +111,7 @@ def _look_ahead(run: BaselineRun, written: str, threshold: float) -> tuple[str, 
     """The next sentence, its query ("" where it is sure of itself), its tokens, whether it is the last."""
     facts = "\n".join(map(normalize_whitespace, run.write_facts(FLARE_FACT, run.evidence)))
     ranked = f"Search results ranked based on relevance in descending order:\n{facts}"
-    prompt = f"{load_prompt('flare')}\n\n{ranked}\nQuestion: {run.question}\nAnswer:{written}"
+    prompt = f"{PROMPTS['flare']}\n\n{ranked}\nQuestion: {run.question}\nAnswer:{written}"
     ahead = run.complete(prompt, stop=["\n\n"], max_tokens=FLARE_AHEAD, top=1)
     sentence, begin, kept = cut_sentence(ahead.text), 0, []
     for token in ahead.tokens:
@@ -159,7 +152,7 @@ def answer_self_ask(run: BaselineRun) -> None:
 def _go_on(run: BaselineRun, written: str, stop: str) -> str:
     facts = "".join(f"{fact}\n" for fact in run.write_facts(SELF_ASK_FACT, run.evidence))
     asked = f"Question: {run.question}\nAre follow up questions needed here:"
-    prompt = f"{load_prompt('self_ask')}\n\n{facts}{asked}{written}"
+    prompt = f"{PROMPTS['self_ask']}\n\n{facts}{asked}{written}"
     return run.complete(prompt, stop=[stop, "\n\n"], max_tokens=SELF_ASK_TOKENS).text.rstrip()
 
 
@@ -171,7 +164,7 @@ def answer_search_r1(run: BaselineRun) -> None:
     """
     asked = run.question.strip()
     asked += "?" * (not asked.endswith("?"))
-    message = load_prompt("search_r1").replace("{question}", asked) + "\n"
+    message = PROMPTS["search_r1"].replace("{question}", asked) + "\n"
     dialogue, replies, turns = "", "", run.settings.max_rounds or SEARCH_R1_TURNS
     for turn in range(turns + 1):
         reply = run.chat(message, dialogue, stop=["</search>", "</answer>"], max_tokens=SEARCH_R1_TOKENS)
@@ -187,5 +180,5 @@ def answer_search_r1(run: BaselineRun) -> None:
             facts = "\n".join(run.write_facts(SEARCH_R1_FACT, found))
             dialogue += f"\n\n<information>{facts}</information>\n\n"
         else:
-            dialogue += f"\n{load_prompt('search_r1_invalid')}\n"
+            dialogue += f"\n{PROMPTS['search_r1_invalid']}\n"
     run.respond(replies)

@@ -34,7 +34,7 @@ from dlm_rag.progress import report_progress
 from dlm_rag.questions import Question
 
 if TYPE_CHECKING:
-    from dlm_rag.baselines.engine import BaselineEngine
+    from dlm_rag.baselines.run import BaselineEngine
     from dlm_rag.commands.prepare_baseline import PreparedBaseline
     from dlm_rag.config import ModelConfig
     from dlm_rag.decode.answers_file import AnswersFile

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dlm_rag import __version__
 from dlm_rag.baselines import POLICIES, READ_DECODE_SETTINGS, is_read_when_served
 from dlm_rag.baselines.chat_client import ChatClient, ChatServer, parse_model_url
-from dlm_rag.baselines.engine import BaselineEngine
-from dlm_rag.baselines.run import BaselineContext
+from dlm_rag.baselines.run import BaselineContext, BaselineEngine
 from dlm_rag.commands.prepare_decoder import FREE_SETTINGS, ResourceCache, open_search_source
 from dlm_rag.config import Config
 from dlm_rag.decode.trace_file import TraceHeader

@@ -170,9 +170,7 @@ def digest_like(path: Path, digest: str = "") -> str:
     if len(digest) == 40:
         found = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
+        return hashlib.file_digest(file, lambda: found).hexdigest()
 
 
 def join_parts(name: str, folder: Path) -> Path:

@@ -118,7 +118,7 @@ def _make_entities(rng: random.Random, pool: list[str], count: int, split: str) 
     rng.shuffle(kinds)
     names: dict[str, Entity] = {}
     for number, kind in enumerate(track_progress(kinds, "inventing names")):
-        while (name := make_name(rng, kind, pool)) in names or not is_name_in_split(name, split):
+        while (name := make_name(rng, kind, pool, split)) in names:
             pass
         names[name] = Entity(f"e{number}", kind, name)
     return list(names.values())
@@ -306,17 +306,14 @@ def make_word(rng: random.Random, split: str) -> str:
             return word
 
 
-def is_name_in_split(name: str, split: str) -> bool:
-    """Whether every invented word of a name belongs to the split ("Mabesland" is a word of its own)."""
-    return all(
-        get_word_split(word) == split for word in name.split() if word not in templates.NAME_PATTERN_WORDS
-    )
-
-
-def make_name(rng: random.Random, kind: str, pool: list[str]) -> str:
-    """A name for an entity of this kind."""
-    one, two = rng.sample(pool, 2)
-    return rng.choice(templates.NAME_PATTERNS[kind]).format(one, two)
+def make_name(rng: random.Random, kind: str, pool: list[str], split: str) -> str:
+    """A name for an entity of this kind; its words, of which "Mabesland" is one, belong to the split."""
+    while True:
+        one, two = rng.sample(pool, 2)
+        name = rng.choice(templates.NAME_PATTERNS[kind]).format(one, two)
+        invented = {*name.split()} - templates.NAME_PATTERN_WORDS
+        if all(get_word_split(word) == split for word in invented):
+            return name
 
 
 def main(argv: list[str]) -> None:

@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 from dlm_rag.baselines.chat_client import ChatClient, ChatError, Completion
-from dlm_rag.baselines.engine import PROBE_TOKENS
+from dlm_rag.baselines.run import PROBE_TOKENS
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.journal import Journal, explain_write_errors, read_json_lines, repair_last_line

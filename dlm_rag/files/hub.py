@@ -4,7 +4,7 @@ import logging
 import re
 import shutil
 from collections.abc import Iterable
-from fnmatch import fnmatch
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +75,12 @@ def announce_download(name: str, info: "ModelInfo", cache: Path) -> None:
 
     Raises `CheckpointError` where the disk has no room for them.
     """
-    fetched = [each.size or 0 for each in info.siblings or () if matches_any(each.rfilename)]
+    from huggingface_hub.utils import filter_repo_objects
+
+    wanted = filter_repo_objects(
+        info.siblings or (), allow_patterns=HUB_FILE_PATTERNS, key=attrgetter("rfilename")
+    )
+    fetched = [each.size or 0 for each in wanted]
     there = next(folder for folder in (cache, *cache.parents) if folder.exists())
     free, need = shutil.disk_usage(there).free, sum(fetched)
     size = f"{format_bytes(need)} in {len(fetched)} files"
@@ -85,11 +90,6 @@ def announce_download(name: str, info: "ModelInfo", cache: Path) -> None:
             "HF_HOME"
         )
     log.info("fetching '%s', %s, into %s, where %s are free", name, size, cache, format_bytes(free))
-
-
-def matches_any(name: str) -> bool:
-    """Whether a file of a repository is one of those that are fetched."""
-    return any(fnmatch(name, pattern) for pattern in HUB_FILE_PATTERNS)
 
 
 def check_checkpoint_files(folder: Path, patterns: Iterable[str]) -> None:

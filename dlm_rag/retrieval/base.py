@@ -100,13 +100,8 @@ class CorpusRetriever(ABC):
         return found
 
     def _search(self, queries: Sequence[Query]) -> list[list[Passage]]:
-        rankings = [
-            append_unranked_rows(rows, self.top_k, len(self.corpus))
-            for rows in self.rank(queries, self.top_k)
-        ]
-        rows = sorted({row for ranking in rankings for row in ranking})
-        passages = dict(zip(rows, self.corpus.read_passages(rows), strict=True))
-        return [[passages[row] for row in ranking] for ranking in rankings]
+        found = self.search_scored(queries, self.top_k)
+        return [[passage for passage, _ in scored] for scored in found]
 
     def rank_scored(self, queries: Sequence[Query], depth: int) -> list[dict[int, float]]:
         """The rows of `rank` in the same order with scores; 1 / rank if there are no others."""
@@ -114,18 +109,14 @@ class CorpusRetriever(ABC):
 
     def search_scored(self, queries: Sequence[Query], depth: int) -> list[list[tuple[Passage, float]]]:
         """As `search` with `depth` for `top_k`, each passage with its score, 0 where it was not found."""
-        depth, results = min(depth, len(self.corpus)), []
-        for scores in self.rank_scored(queries, depth):
-            rows = append_unranked_rows(scores, depth, len(self.corpus))
-            scored = (scores.get(row, 0.0) for row in rows)
-            results.append(list(zip(self.corpus.read_passages(rows), scored, strict=True)))
-        return results
-
-
-def append_unranked_rows(rows: Iterable[int], depth: int, passages: int) -> Ranking:
-    """The rows that a query found, followed by all others if `depth` is the whole corpus."""
-    found = list(rows)
-    return list(dict.fromkeys((*found, *range(passages)))) if found and depth == passages else found
+        depth = min(depth, len(self.corpus))
+        results = self.rank_scored(queries, depth)
+        for scores in results:
+            if scores and depth == len(self.corpus):
+                scores |= {row: 0.0 for row in range(depth) if row not in scores}
+        rows = sorted({row for scores in results for row in scores})
+        passages = dict(zip(rows, self.corpus.read_passages(rows), strict=True))
+        return [[(passages[row], score) for row, score in scores.items()] for scores in results]
 
 
 def select_top_hits(hits: Hits, depth: int, digits: int) -> Hits:

@@ -8,9 +8,7 @@ Words are known by 64 bits of a hash. That any two of ten million words have the
 word, has a probability of 3 in a million.
 """
 
-import logging
 import re
-import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -23,12 +21,10 @@ from blake3 import blake3
 from bm25s.scoring import _score_idf_lucene, _score_tfc_lucene
 from bm25s.stopwords import STOPWORDS_EN
 
-from dlm_rag.progress import ANNOUNCE_FROM_SECONDS, format_bytes, format_duration, report_progress
-from dlm_rag.retrieval.build_once import PARTS_FOLDER, build_once, save_array
+from dlm_rag.progress import format_bytes, report_progress
+from dlm_rag.retrieval.build_once import Shard, announce_build, build_shard, save_array
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.forked_workers import count_workers, map_in_processes
-
-log = logging.getLogger(__name__)
 
 BM25_K1, BM25_B = 1.5, 0.75
 WORDS, STARTS, ROWS, SCORES = "words.npy", "starts.npy", "rows.npy", "scores.npy"  # of an index
@@ -42,8 +38,6 @@ WORKER_BYTES = 400 << 20  # of memory of a process
 # The rule of bm25s: lower case, runs of two or more word characters, English stop words left out.
 _find_words = re.compile(r"(?u)\b\w\w+\b").findall
 _STOP_WORDS = frozenset(STOPWORDS_EN)
-
-Shard = tuple[range, Path]  # rows of the corpus, and the folder with what they hold
 
 
 def extract_terms(text: str) -> list[str]:
@@ -63,13 +57,11 @@ def build_bm25_index(corpus: Corpus, scratch: Path) -> None:
     `WORDS`: (words,) uint64, ascending. `STARTS`: (words + 1,) int64, where the postings of each begin.
     `ROWS`: (postings,) int32. `SCORES`: (postings,) float32. Raises `CorpusError` and `OSError`.
     """
-    parts = scratch / PARTS_FOLDER
-    parts.mkdir(exist_ok=True)
-    cut = corpus.split_rows(SHARD_PASSAGES, SHARD_BYTES)
-    shards = [(rows, parts / f"{rows.start}-{rows.stop}") for rows in cut]
-    _announce_costs(corpus, len(shards))
+    shards = corpus.split_into_shards(scratch, SHARD_PASSAGES, SHARD_BYTES)
+    _announce_costs(corpus, count_workers(len(shards)))
+    count_words = partial(_count_words, corpus)
     with report_progress("finding terms", len(corpus)) as advance:
-        for count in map_in_processes(partial(_build_shard, corpus), shards):
+        for count in map_in_processes(partial(build_shard, count_words), shards):
             advance(count)
     words, starts = _merge_words([folder for _, folder in shards])
     save_array(scratch / WORDS, words)
@@ -84,35 +76,16 @@ def build_bm25_index(corpus: Corpus, scratch: Path) -> None:
             advance(count)
 
 
-def _announce_costs(corpus: Corpus, shards: int) -> None:
+def _announce_costs(corpus: Corpus, processes: int) -> None:
     """Says what a long build takes, from what a sample of the passages does."""
     if len(corpus) <= 10 * SAMPLE_PASSAGES:
         return
     start, rows = perf_counter(), range(0, len(corpus), -(-len(corpus) // SAMPLE_PASSAGES))
-    sample, processes = _count_words(corpus, rows), count_workers(shards)
-    share = len(corpus) / len(rows)
+    sample, share = _count_words(corpus, rows), len(corpus) / len(rows)
     seconds = share * (perf_counter() - start) / processes
-    if seconds > ANNOUNCE_FROM_SECONDS:
-        log.info(
-            "BM25 over %s passages: %s or more in %d processes, %s of disk (%s are free) and %s of memory; "
-            "the same command resumes it when it was stopped",
-            f"{len(corpus):,}", format_duration(seconds), processes,
-            format_bytes(share * len(sample["rows"]) * POSTING_BYTES),
-            format_bytes(shutil.disk_usage(corpus.folder).free),
-            format_bytes(WORKER_BYTES * (processes + 1)),
-        )  # fmt: skip
-
-
-def _build_shard(corpus: Corpus, shard: Shard) -> int:
-    """Counts the words of a shard, unless its folder is there; gives the number of its passages."""
-    rows, folder = shard
-
-    def build(scratch: Path) -> None:
-        for name, array in _count_words(corpus, rows).items():
-            save_array(scratch / f"{name}.npy", array)
-
-    build_once(folder, build)
-    return len(rows)
+    memory = format_bytes(WORKER_BYTES * (processes + 1))
+    what = f"BM25 over {len(corpus):,} passages, in {processes} processes and {memory} of memory"
+    announce_build(what, seconds, share * len(sample["rows"]) * POSTING_BYTES, corpus.folder)
 
 
 def _count_words(corpus: Corpus, rows: range) -> dict[str, np.ndarray]:

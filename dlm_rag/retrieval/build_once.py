@@ -5,7 +5,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from errno import ENOSPC
 from pathlib import Path
 
@@ -16,9 +16,11 @@ from dlm_rag.errors import CorpusError
 from dlm_rag.files.checked_json import read_json_or_empty
 from dlm_rag.files.digest import digest_file
 from dlm_rag.files.paths import resolve_path_inside, write_text_atomic
+from dlm_rag.progress import ANNOUNCE_FROM_SECONDS, format_bytes, format_duration
 
 log = logging.getLogger(__name__)
 
+Shard = tuple[range, Path]  # rows of the corpus, and the folder of what is made of them
 # Raise it when what is put into indexes changes: terms, passage texts, vectors.
 INDEX_VERSION = 2
 PARTS_FOLDER = "parts"  # what a resumable build keeps until it is finished
@@ -47,11 +49,11 @@ def build_once(folder: Path, build: Callable[[Path], None], resumable: bool = Fa
                 shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(exist_ok=resumable)
             build(scratch)
-            files = {str(path.relative_to(scratch)): path for path in sorted(scratch.rglob("*"))}
+            files = [path for path in sorted(scratch.rglob("*")) if path.is_file()]
             digests = {
-                name: digest_file(path)
-                for name, path in files.items()
-                if path.is_file() and not name.startswith(f"{PARTS_FOLDER}/")
+                str(path.relative_to(scratch)): digest_file(path)
+                for path in files
+                if scratch / PARTS_FOLDER not in path.parents
             }
             write_text_atomic(scratch / DIGESTS_FILE, json.dumps(digests))
             shutil.rmtree(folder, ignore_errors=True)
@@ -66,6 +68,30 @@ def build_once(folder: Path, build: Callable[[Path], None], resumable: bool = Fa
     return folder
 
 
+def build_shard(compute: Callable[[range], Mapping[str, np.ndarray]], shard: Shard) -> int:
+    """Saves the arrays of a shard, unless its folder is there and whole; gives the number of its rows."""
+    rows, folder = shard
+
+    def build(scratch: Path) -> None:
+        for name, array in compute(rows).items():
+            save_array(scratch / f"{name}.npy", array)
+
+    build_once(folder, build)
+    return len(rows)
+
+
+def announce_build(what: str, seconds: float, disk_bytes: float, folder: Path) -> bool:
+    """Says what a long build takes, as a sample of it did; whether it is long."""
+    if seconds < ANNOUNCE_FROM_SECONDS:
+        return False
+    free = format_bytes(shutil.disk_usage(folder).free)
+    log.info(
+        "%s: about %s, and %s of disk (%s are free); the same command resumes it when it was stopped",
+        what, format_duration(seconds), format_bytes(disk_bytes), free,
+    )  # fmt: skip
+    return True
+
+
 def save_array(path: Path, array: np.ndarray) -> None:
     """As `np.save` of an array in C order, whose error does not say that the disk is full."""
     with path.open("wb") as file:
@@ -75,15 +101,16 @@ def save_array(path: Path, array: np.ndarray) -> None:
 
 def _find_damage(folder: Path) -> str:
     """The file of a folder that is damaged, in words; empty if none is."""
-    digests, name = read_json_or_empty(folder / DIGESTS_FILE), DIGESTS_FILE
-    try:
-        for name, digest in digests.items():
+    digests = read_json_or_empty(folder / DIGESTS_FILE)
+    for name, digest in digests.items():
+        try:
             path = resolve_path_inside(folder, name, DIGESTS_FILE, CorpusError)
-            if not (path.is_file() and digest_file(path) == digest):  # a pipe would wait for ever
-                return f"{name} is damaged"
-    except (OSError, CorpusError):
-        return f"{name} is damaged"
-    return "" if digests else f"{name} is damaged"
+            whole = path.is_file() and digest_file(path) == digest  # a pipe would wait for ever
+        except (OSError, CorpusError):
+            whole = False
+        if not whole:
+            return f"{name} is damaged"
+    return "" if digests else f"{DIGESTS_FILE} is damaged"
 
 
 def make_folder_name(*parts: object) -> str:

@@ -21,7 +21,7 @@ from dlm_rag.files.paths import expand_path, get_cache_folder, resolve_regular_f
 from dlm_rag.files.public_layouts import list_context_passages
 from dlm_rag.files.record_readers import Record, get_field, get_record_id, is_json_lines, read_records
 from dlm_rag.progress import report_progress
-from dlm_rag.retrieval.build_once import build_once, make_folder_name, save_array
+from dlm_rag.retrieval.build_once import PARTS_FOLDER, Shard, build_once, make_folder_name, save_array
 from dlm_rag.retrieval.chunking import fingerprint_text_folder, list_text_files, read_text_passages
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,12 @@ class Corpus(Sequence[Passage]):
     def longest_line_bytes(self) -> int:
         """Bytes of the longest line of the file."""
         return int(np.diff(self._offsets).max())
+
+    def split_into_shards(self, scratch: Path, passages: int, size: int) -> list[Shard]:
+        """All rows by `split_rows`, each with a folder in the scratch folder of a resumable build."""
+        parts = scratch / PARTS_FOLDER
+        parts.mkdir(exist_ok=True)
+        return [(rows, parts / f"{rows.start}-{rows.stop}") for rows in self.split_rows(passages, size)]
 
     def split_rows(self, passages: int, size: int) -> list[range]:
         """All rows in ranges of so many passages and so many bytes of the file at most; one at least."""

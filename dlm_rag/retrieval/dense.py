@@ -1,7 +1,6 @@
 """Dense retrieval: any sentence-transformers model, exact search in torch."""
 
 import logging
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,9 +12,9 @@ from torch import Tensor
 
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.nvtx_ranges import profile_stage
-from dlm_rag.progress import ANNOUNCE_FROM_SECONDS, format_bytes, format_duration, report_progress
+from dlm_rag.progress import report_progress
 from dlm_rag.retrieval.base import SCORE_TIE_DECIMALS, CorpusRetriever, Hits, Ranking, select_top_hits
-from dlm_rag.retrieval.build_once import PARTS_FOLDER, build_once, save_array
+from dlm_rag.retrieval.build_once import Shard, announce_build, build_once, build_shard
 from dlm_rag.retrieval.composite import MultiQueryRetriever
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.encoder import TextEncoder
@@ -26,8 +25,6 @@ from dlm_rag.retrieval.query import Query
 log = logging.getLogger(__name__)
 
 EmbedFunction = Callable[[list[str]], Tensor]  # n texts -> (n, width) float32 unit vectors on one device
-
-Shard = tuple[range, Path]  # rows of the corpus, and the folder with their vectors
 
 VECTORS_FILE = "vectors.npy"
 SAMPLE_BATCHES = 4  # that are encoded to tell the costs of a build
@@ -93,25 +90,17 @@ def open_dense_retriever(config: RetrievalConfig, corpus: Corpus) -> MultiQueryR
     if config.faiss_index is not None:
         width = encoder.encode_passages(["width"]).shape[1]
         vectors = open_faiss_flat_index(config.faiss_index, width, len(corpus))
-        return _search_parts(corpus, config.top_k, encoder, vectors)
-
-    def build(scratch: Path) -> None:
-        log.info("embedding %s passages with %s", f"{len(corpus):,}", config.embedding_model)
-        _embed_corpus(corpus, scratch, config, encoder)
-
-    own = "" if config.embedding_dtype == "float32" else f"-{config.embedding_dtype}"
-    folder = build_once(corpus.folder / f"{encoder.index_folder_name}{own}", build, resumable=True)
-    # "c" maps the file privately, as torch asks for writable memory; nothing writes to it.
-    vectors = np.load(folder / VECTORS_FILE, mmap_mode="c")
-    return _search_parts(corpus, config.top_k, encoder, vectors)
-
-
-def _search_parts(
-    corpus: Corpus, top_k: int, encoder: TextEncoder, vectors: np.ndarray
-) -> MultiQueryRetriever:
-    return MultiQueryRetriever(
-        DenseRetriever(corpus, top_k, encoder.encode_queries, vectors, encoder.device)
-    )
+    else:
+        own = "" if config.embedding_dtype == "float32" else f"-{config.embedding_dtype}"
+        folder = build_once(
+            corpus.folder / f"{encoder.index_folder_name}{own}",
+            lambda scratch: _embed_corpus(corpus, scratch, config, encoder),
+            resumable=True,
+        )
+        # "c" maps the file privately, as torch asks for writable memory; nothing writes to it.
+        vectors = np.load(folder / VECTORS_FILE, mmap_mode="c")
+    dense = DenseRetriever(corpus, config.top_k, encoder.encode_queries, vectors, encoder.device)
+    return MultiQueryRetriever(dense)
 
 
 def _embed_corpus(corpus: Corpus, scratch: Path, config: RetrievalConfig, encoder: TextEncoder) -> None:
@@ -120,13 +109,11 @@ def _embed_corpus(corpus: Corpus, scratch: Path, config: RetrievalConfig, encode
     Each shard is encoded into a folder of its own, by this process or, of a long build, by others too: one
     on each GPU, or with a share of the cores. Raises `CorpusError`, `RunError` and `OSError`.
     """
-    parts = scratch / PARTS_FOLDER
-    parts.mkdir(exist_ok=True)
+    log.info("embedding %s passages with %s", f"{len(corpus):,}", config.embedding_model)
     # Many batches at a time, for the encoder sorts texts by length to waste less padding.
-    cut = corpus.split_rows(64 * config.embedding_batch_size, SHARD_BYTES)
-    shards = [(rows, parts / f"{rows.start}-{rows.stop}") for rows in cut]
+    shards = corpus.split_into_shards(scratch, 64 * config.embedding_batch_size, SHARD_BYTES)
     devices = _choose_devices(encoder, len(shards))
-    done: Iterator[int] = map(partial(_encode_shard, corpus, config.embedding_dtype, encoder), shards)
+    done: Iterator[int] = map(_make_shard_encoder(corpus, config, encoder), shards)
     if _announce_costs(corpus, config, encoder, len(devices)) and len(devices) > 1:
         threads = max(1, torch.get_num_threads() // len(devices))
         done = map_on_devices(partial(_open_shard_encoder, corpus, config, threads), shards, devices)
@@ -159,32 +146,23 @@ def _announce_costs(corpus: Corpus, config: RetrievalConfig, encoder: TextEncode
     rows = pack_rows(encoder.encode_passages(texts), config.embedding_dtype)
     share = len(corpus) / len(sample)
     seconds = share * (perf_counter() - start) / (processes if encoder.device.type == "cuda" else 1)
-    if seconds < ANNOUNCE_FROM_SECONDS:
-        return False
-    log.info(
-        "vectors of %s passages: about %s in %d processes, twice %s of disk (%s are free); the same "
-        "command resumes it when it was stopped",
-        f"{len(corpus):,}", format_duration(seconds), processes, format_bytes(share * rows.nbytes),
-        format_bytes(shutil.disk_usage(corpus.folder).free),
-    )  # fmt: skip
-    return True
+    what = f"vectors of {len(corpus):,} passages, in {processes} processes"
+    return announce_build(what, seconds, 2 * share * rows.nbytes, corpus.folder)
 
 
 def _open_shard_encoder(
     corpus: Corpus, config: RetrievalConfig, threads: int, device: str
 ) -> Callable[[Shard], int]:
-    """`_encode_shard` in a process of its own."""
+    """`_make_shard_encoder` in a process of its own."""
     torch.set_num_threads(threads)
-    return partial(_encode_shard, corpus, config.embedding_dtype, TextEncoder(config, device))
+    return _make_shard_encoder(corpus, config, TextEncoder(config, device))
 
 
-def _encode_shard(corpus: Corpus, dtype: str, encoder: TextEncoder, shard: Shard) -> int:
-    """Encodes a shard, unless its folder is there and whole; gives the number of its passages."""
-    rows, folder = shard
-
-    def build(scratch: Path) -> None:
+def _make_shard_encoder(
+    corpus: Corpus, config: RetrievalConfig, encoder: TextEncoder
+) -> Callable[[Shard], int]:
+    def encode(rows: range) -> dict[str, np.ndarray]:
         texts = [passage.text for passage in corpus.read_passages(rows)]
-        save_array(scratch / VECTORS_FILE, pack_rows(encoder.encode_passages(texts), dtype))
+        return {"vectors": pack_rows(encoder.encode_passages(texts), config.embedding_dtype)}
 
-    build_once(folder, build)
-    return len(rows)
+    return partial(build_shard, encode)

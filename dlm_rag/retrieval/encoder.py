@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dlm_rag.config import RetrievalConfig
-from dlm_rag.errors import CheckpointError, RunError, is_failure, summarize_error
+from dlm_rag.errors import CheckpointError, RunError, translate_failures
 from dlm_rag.files.hub import HUB_FILE_PATTERNS, check_checkpoint_files, read_any_json, resolve_hub_folder
 from dlm_rag.files.paths import expand_path, resolve_path_inside
 from dlm_rag.machine import has_bfloat16
@@ -74,8 +74,8 @@ def load_sentence_transformer(name: str, device: str | None = None) -> SentenceT
     if "/" not in name and not expand_path(name, CheckpointError).exists():
         name = f"sentence-transformers/{name}"  # as the library reads short names
     folder = resolve_hub_folder(name, "embedding_model")
-    try:
-        _check_encoder_files(folder)
+    _check_encoder_files(folder)
+    with translate_failures(CheckpointError, f"embedding_model '{name}' could not be loaded"):
         from sentence_transformers import SentenceTransformer  # takes seconds to import
         from transformers.utils.logging import disable_progress_bar
 
@@ -91,14 +91,8 @@ def load_sentence_transformer(name: str, device: str | None = None) -> SentenceT
             encoder.float()  # which would only be emulated; float16 may be too narrow
         tried = encoder.encode(PROBE_TEXTS, show_progress_bar=False)
         if not (abs(tried) < float("inf")).all() or not tried.any():
-            raise CheckpointError("its vector of a text is zero or not finite: its weights are damaged")
-        return encoder
-    except BaseException as error:  # the libraries below raise many unrelated types
-        if not is_failure(error):
-            raise
-        raise CheckpointError(
-            f"embedding_model '{name}' could not be loaded: {summarize_error(error)}"
-        ) from None
+            raise RunError("its vector of a text is zero or not finite: its weights are damaged")
+    return encoder
 
 
 def _check_encoder_files(folder: Path) -> None:
@@ -130,7 +124,7 @@ def _check_encoder_files(folder: Path) -> None:
 
 @contextmanager
 def _require_all_weights() -> Iterator[None]:
-    """Raises `CheckpointError` where transformers reports tensors that it initialised, which it only logs.
+    """Raises `RunError` where transformers reports tensors that it initialised, which it only logs.
 
     A missing pooler is unused; it is initialised with a fixed seed so that fingerprints are stable.
     """
@@ -153,7 +147,7 @@ def _require_all_weights() -> Iterator[None]:
         logger.setLevel(level)
     missing = [name for name in _MISSING_WEIGHTS.findall("\n".join(reports)) if "pooler" not in name]
     if missing:
-        raise CheckpointError(f"{missing[0]} is missing from its weights: the download may be incomplete")
+        raise RunError(f"{missing[0]} is missing from its weights: the download may be incomplete")
 
 
 def _fingerprint_encoder(encoder: SentenceTransformer) -> str:

@@ -32,9 +32,10 @@ from dlm_rag.files.record_readers import get_field
 from dlm_rag.retrieval.corpus import Passage, parse_passage
 from dlm_rag.retrieval.query import Query
 from dlm_rag.retrieval.retry import (
-    CircuitBreaker,
+    MAX_ATTEMPT_FRACTION,
     RetryableFailure,
     SearchUnavailableError,
+    call_with_retries,
     describe_connection_error,
 )
 from dlm_rag.text import normalize_whitespace
@@ -63,8 +64,7 @@ class HttpRetriever:
         Raises `ConfigError` where that fails, or the environment's token or certificates cannot be used.
         """
         url = self._url = config.url or ""
-        self._top_k, self._token = config.top_k, _read_token()
-        self._breaker = CircuitBreaker(url, config.timeout)
+        self._top_k, self._seconds, self._token = config.top_k, config.timeout, _read_token()
         token = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         self._client = httpx2.AsyncClient(
             headers={"Content-Type": "application/json"} | token,
@@ -75,7 +75,7 @@ class HttpRetriever:
         )
         self._service: ServiceInfo = ("", ("text",))
         try:
-            _, self._service = self._ask([PROBE_QUERY], self._breaker.attempt_seconds)
+            _, self._service = self._ask([PROBE_QUERY], self._seconds * MAX_ATTEMPT_FRACTION)
         except (RetryableFailure, SearchUnavailableError) as error:
             reason = str(error).removeprefix(f"{url}: ")
             raise ConfigError(
@@ -88,7 +88,7 @@ class HttpRetriever:
         return tuple(getattr(query, name) for name in self._service[1])
 
     def search(self, queries: Sequence[Query]) -> list[list[Passage]]:
-        found, service = self._breaker.call(lambda seconds: self._ask(queries, seconds))
+        found, service = call_with_retries(self._url, self._seconds, lambda s: self._ask(queries, s))
         if service != self._service:
             raise ConfigError(
                 f"{self._url} searches other passages than when this run began, or in another way: answers "

@@ -21,7 +21,12 @@ from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.retrieval.base import Hits, MemoizedBatchFunction
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.retrieval.retry import CircuitBreaker, RetryableFailure, SearchUnavailableError
+from dlm_rag.retrieval.retry import (
+    MAX_ATTEMPT_FRACTION,
+    RetryableFailure,
+    SearchUnavailableError,
+    call_with_retries,
+)
 from dlm_rag.retrieval.sparse_vectors import SPARSE_VECTOR_VERSION
 
 TEXT_FIELDS = ("id", "title", "contents")
@@ -67,7 +72,7 @@ class CollectionInfo:
 class MilvusCollection:
     """A collection by its URL, `milvus://HOST:PORT/NAME` or `milvus://HOST:PORT/DATABASE/NAME`.
 
-    Calls have deadlines and are tried again as `CircuitBreaker` has it. They raise
+    Calls have deadlines and are tried again as `call_with_retries` has it. They raise
     `SearchUnavailableError` for what may pass, `CorpusError` for a collection that is not what it should
     be, or was.
     """
@@ -76,7 +81,7 @@ class MilvusCollection:
 
     def __init__(self, url: str, seconds: float) -> None:
         """seconds: that a call may take. Raises `ConfigError` where no Milvus answers."""
-        self.url, self._breaker = url, CircuitBreaker(url, seconds)
+        self.url, self._seconds = url, seconds
         self._read: MemoizedBatchFunction[int, Passage] = MemoizedBatchFunction(
             lambda rows: [entity["passage"] for entity in self.fetch_rows(rows)]
         )
@@ -96,7 +101,7 @@ class MilvusCollection:
 
             self._client = MilvusClient(
                 f"http://{host}:{port}", token=os.environ.get("MILVUS_TOKEN", ""),
-                db_name="".join(database), timeout=self._breaker.attempt_seconds, dedicated=True,
+                db_name="".join(database), timeout=seconds * MAX_ATTEMPT_FRACTION, dedicated=True,
                 grpc_options=GRPC_CHANNEL_OPTIONS | ({"grpc.enable_http_proxy": 0} if local else {}),
             )  # fmt: skip
         except ImportError:
@@ -137,9 +142,9 @@ class MilvusCollection:
         schema.add_field("row", DataType.INT64, is_primary=True)
         for field in TEXT_FIELDS:
             schema.add_field(field, DataType.VARCHAR, max_length=MAX_TEXT_BYTES)
-        if "sparse" in VECTOR_FIELDS[info.kind]:
+        if info.kind != "dense":
             schema.add_field("sparse", DataType.SPARSE_FLOAT_VECTOR)
-        if "dense" in VECTOR_FIELDS[info.kind]:
+        if info.kind != "bm25":
             schema.add_field("dense", DataType.FLOAT_VECTOR, dim=info.width)
         properties = replace(info, build=secrets.randbits(20)).to_properties()
         self._call("create_collection", schema=schema, properties=properties)
@@ -195,9 +200,8 @@ class MilvusCollection:
     ) -> None:
         """Writes passages from row `start` on, with a vector each for every field; may be repeated."""
         entities = [{"row": self._key(start + n), **asdict(passage)} for n, passage in enumerate(passages)]
-        for field, column in vectors.items():
-            for entity, vector in zip(entities, column, strict=True):
-                entity[field] = vector
+        for n, entity in enumerate(entities):
+            entity |= {field: column[n] for field, column in vectors.items()}
         self._call("upsert", entities)
 
     def search(self, field: str, vectors: list[Any], limit: int) -> list[Hits]:
@@ -233,9 +237,8 @@ class MilvusCollection:
         for start in range(0, len(rows), MAX_REQUEST_ITEMS):
             keys = [self._key(row) for row in rows[start : start + MAX_REQUEST_ITEMS]]
             names = ["row", *TEXT_FIELDS, *fields]
-            for entity in self._call(
-                "query", filter=f"row in {keys}", output_fields=names, consistency_level="Bounded"
-            ):
+            asked = {"filter": f"row in {keys}", "output_fields": names, "consistency_level": "Bounded"}
+            for entity in self._call("query", **asked):
                 entity["passage"] = Passage(*(entity[field] for field in TEXT_FIELDS))
                 found[self._row(entity["row"])] = entity
         if missing := [row for row in rows if row not in found]:
@@ -294,7 +297,7 @@ class MilvusCollection:
                     self._client.load_collection(self.name, timeout=seconds, _async=True)
                 raise RetryableFailure(_summarize_failure(error)) from None
 
-        return self._breaker.call(attempt)
+        return call_with_retries(self.url, self._seconds, attempt)
 
 
 def _summarize_failure(error: Exception) -> str:

@@ -69,21 +69,17 @@ class MilvusRetriever(CorpusRetriever):
 
         Raises `RunError` where equals have no end.
         """
-        texts, digits = (
-            list(dict.fromkeys(query.text for query in queries)),
-            SCORE_TIE_DECIMALS[self._field],
-        )
+        texts, digits = list(dict.fromkeys(q.text for q in queries)), SCORE_TIE_DECIMALS[self._field]
         found: dict[str, Ranking] = {}
         limit = min(depth + EXTRA_HITS, MAX_SEARCH_HITS)
         with profile_stage("retrieve/search"):
-            asked = {
-                text: vector for text, vector in zip(texts, self._vectorize(texts), strict=True) if vector
-            }
+            vectors = zip(texts, self._vectorize(texts), strict=True)
+            asked = {text: vector for text, vector in vectors if vector}
             while asked:
                 answers = self._collection.search(self._field, [*asked.values()], limit)
                 for text, hits in zip([*asked], answers, strict=True):
                     self._check_hits(hits, limit)
-                    if len(hits) < limit or not _ends_in_tie(hits, depth, digits):
+                    if len(hits) < limit or round(hits[-1][0], digits) != round(hits[depth - 1][0], digits):
                         found[text] = [row for _, row in select_top_hits(hits, depth, digits)]
                         del asked[text]
                 if asked and limit == MAX_SEARCH_HITS:
@@ -104,10 +100,6 @@ class MilvusRetriever(CorpusRetriever):
         if not hits and time.monotonic() >= self._count_due:  # nothing found, or nothing there?
             self._collection.check_row_count()
             self._count_due = time.monotonic() + COUNT_CHECK_SECONDS
-
-
-def _ends_in_tie(hits: Hits, depth: int, digits: int) -> bool:
-    return round(hits[-1][0], digits) == round(hits[depth - 1][0], digits)
 
 
 def open_milvus_retriever(config: RetrievalConfig) -> CorpusRetriever:

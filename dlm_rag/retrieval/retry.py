@@ -1,10 +1,9 @@
-"""Calls to a service: repeated until a deadline where that may help, and not made while it is down."""
+"""Calls to a service, repeated until a deadline where that may help."""
 
 import errno
 import os
 import random
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -15,8 +14,6 @@ T = TypeVar("T")
 
 INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 1.0
 MAX_ATTEMPT_FRACTION = 1 / 3  # of a call's seconds: an answer that never comes leaves time for others
-CIRCUIT_FAILURE_THRESHOLD = 3  # calls that failed in a row
-CIRCUIT_OPEN_SECONDS = 5.0
 _draw_jitter = random.Random().random  # of its own: waits change nothing that is drawn elsewhere
 
 
@@ -49,53 +46,20 @@ def describe_connection_error(error: BaseException) -> str:
     return summarize_error(error)
 
 
-class CircuitBreaker:
-    """Calls to the service `name`, which sentences begin with; any number of threads may call.
+def call_with_retries(name: str, seconds: float, ask: Callable[[float], T]) -> T:
+    """What `ask` returns, which is given the seconds that it may take: at most a third of all.
 
-    After `CIRCUIT_FAILURE_THRESHOLD` calls that failed in a row the circuit is open: calls fail at once,
-    with the last reason. Every `CIRCUIT_OPEN_SECONDS` one call is let through with a single attempt, whose
-    success closes the circuit.
+    It raises `RetryableFailure` for what is tried again; anything else that it raises goes through at once.
+    Raises `SearchUnavailableError`, which begins with `name`, where no answer has come within the seconds.
     """
-
-    def __init__(self, name: str, seconds: float) -> None:
-        """seconds: time limit of a call, all attempts together."""
-        self._name, self._seconds = name, seconds
-        self.attempt_seconds = seconds * MAX_ATTEMPT_FRACTION
-        self._lock = threading.Lock()
-        self._failed, self._reason, self._open_until = 0, "", 0.0
-
-    def call(self, ask: Callable[[float], T]) -> T:
-        """What `ask` returns, which is given the seconds that it may take.
-
-        It raises `RetryableFailure` for what is tried again; anything else that it raises goes through at
-        once. Raises `SearchUnavailableError` where no answer has come by the deadline.
-        """
-        is_trial, deadline = self._enter(), time.monotonic() + self._seconds
-        pauses = iterate_backoff_seconds(INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
-        while True:
-            try:
-                found = ask(min(self.attempt_seconds, max(deadline - time.monotonic(), 0.01)))
-                self._failed = 0
-                return found
-            except RetryableFailure as error:
-                pause = next(pauses)
-                # An attempt without half of its time would only hide why the others failed.
-                if is_trial or time.monotonic() + pause + self.attempt_seconds / 2 > deadline:
-                    with self._lock:
-                        self._failed, self._reason = self._failed + 1, str(error)
-                        self._open_until = time.monotonic() + CIRCUIT_OPEN_SECONDS
-                    raise SearchUnavailableError(f"{self._name}: {error}") from None
-            time.sleep(pause)
-
-    def _enter(self) -> bool:
-        """Whether a call is on trial; raises `SearchUnavailableError` where it is not let through."""
-        with self._lock:
-            if self._failed < CIRCUIT_FAILURE_THRESHOLD:
-                return False
-            if time.monotonic() < self._open_until:
-                raise SearchUnavailableError(
-                    f"{self._name}: {self._reason}; {self._failed} calls failed in a row, so it is not "
-                    f"asked for {CIRCUIT_OPEN_SECONDS:g} seconds"
-                )
-            self._open_until = time.monotonic() + CIRCUIT_OPEN_SECONDS
-            return True
+    longest, deadline = seconds * MAX_ATTEMPT_FRACTION, time.monotonic() + seconds
+    pauses = iterate_backoff_seconds(INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
+    while True:
+        try:
+            return ask(min(longest, max(deadline - time.monotonic(), 0.01)))
+        except RetryableFailure as error:
+            pause = next(pauses)
+            # An attempt without half of its time would only hide why the others failed.
+            if time.monotonic() + pause + longest / 2 > deadline:
+                raise SearchUnavailableError(f"{name}: {error}") from None
+        time.sleep(pause)

@@ -33,11 +33,17 @@ from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
 from dlm_rag.page.render import render_live_page
 from dlm_rag.questions import Question
 from dlm_rag.serving.async_engine import AsyncEngine, EngineRequest
-from dlm_rag.serving.choice import ReplyContext, get_finished_rollout
 from dlm_rag.serving.metrics import render_prometheus_metrics
 from dlm_rag.serving.middleware import AccessControl, ApiError, read_body, run_unless_disconnected
 from dlm_rag.serving.requests import ParsedRequest, RequestParser
-from dlm_rag.serving.responses import AnswerEvents, ChatResponse, Event, build_task_completion
+from dlm_rag.serving.responses import (
+    AnswerEvents,
+    ChatResponse,
+    Event,
+    ReplyContext,
+    build_task_completion,
+    get_finished_rollout,
+)
 from dlm_rag.serving.search_app import SEARCH_PATH, SearchService
 
 MAX_REQUEST_BYTES = 2**20

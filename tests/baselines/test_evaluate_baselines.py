@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from dlm_rag.baselines.engine import PROBE_TOKENS
+from dlm_rag.baselines.run import PROBE_TOKENS
 from dlm_rag.commands import evaluate, sample
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.evaluation.compare import SERVED_PRESETS

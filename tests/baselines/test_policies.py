@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 
 from dlm_rag.baselines import POLICIES, policies
-from dlm_rag.baselines.engine import BaselineEngine
-from dlm_rag.baselines.policies import cut_sentence, load_prompt
-from dlm_rag.baselines.run import BaselineContext
+from dlm_rag.baselines.policies import PROMPTS as POLICY_PROMPTS
+from dlm_rag.baselines.policies import cut_sentence
+from dlm_rag.baselines.run import BaselineContext, BaselineEngine
 from dlm_rag.commands.prepare_baseline import open_chat_client
 from dlm_rag.config import Config, DecodeConfig, ModelConfig, RemoteConfig
 from dlm_rag.questions import Question
@@ -121,7 +121,7 @@ def test_ircot_searches_with_each_sentence_and_reads_with_all_it_found(answer, s
     rollout = answer("ircot", top_k=1)
     requests = server.requests
     assert {r["path"] for r in requests} == {"/v1/completions"} and len(requests) == 5
-    assert all(r["stop"] == ["\n"] and r["prompt"].startswith(load_prompt("ircot")) for r in requests)
+    assert all(r["stop"] == ["\n"] and r["prompt"].startswith(POLICY_PROMPTS["ircot"]) for r in requests)
     first = "Emma was written by Jane Austen."
     assert searched(rollout) == [QUESTION.question, first, first, "Jane Austen was born in Steventon."], (
         "a conclusion is no query: the last fact is one again"
@@ -172,7 +172,7 @@ def test_flare_searches_with_a_sentence_it_is_unsure_of(answer, server):
     assert searched(rollout) == [QUESTION.question, "She was born in"], "the token of 0.3 is masked"
     requests = server.requests
     assert len(requests) == 4 and {(r["max_tokens"], r["logprobs"]) for r in requests} == {(64, 1)}
-    assert all(r["prompt"].startswith(load_prompt("flare")) and r["stop"] == ["\n\n"] for r in requests)
+    assert all(r["prompt"].startswith(POLICY_PROMPTS["flare"]) and r["stop"] == ["\n\n"] for r in requests)
     shown = [r["prompt"].split("Search results ranked")[1].partition("\nQuestion:")[0] for r in requests]
     assert shown[0] == shown[1] != shown[2] == shown[3], "passages stay until the next search"
     assert shown[2].endswith("\n".join(
@@ -205,7 +205,7 @@ def test_self_ask_searches_its_follow_up_questions(answer, server):
     rollout = answer("self_ask")
     assert searched(rollout) == ["Who wrote Emma?", "Where was Jane Austen born?"]
     requests = server.requests
-    assert len(requests) == 3 and all(r["prompt"].startswith(load_prompt("self_ask")) for r in requests)
+    assert len(requests) == 3 and all(r["prompt"].startswith(POLICY_PROMPTS["self_ask"]) for r in requests)
     assert requests[0]["prompt"].endswith(f"No\n\nQuestion: {QUESTION.question}\n{begin}"), (
         "no passages yet"
     )

@@ -303,10 +303,10 @@ def test_a_corpus_that_changes_meanwhile_leaves_no_shard(corpus, small_parts):
 
 def test_a_long_build_says_what_it_takes_before_it_begins(corpus, small_parts, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(bm25_build, "ANNOUNCE_FROM_SECONDS", 0)
+    monkeypatch.setattr(build_once, "ANNOUNCE_FROM_SECONDS", 0)
     monkeypatch.setattr(bm25_build, "SAMPLE_PASSAGES", 2)
     BM25Retriever(corpus, 7)
-    (said,) = (record.getMessage() for record in caplog.records if record.name == bm25_build.__name__)
+    (said,) = (record.getMessage() for record in caplog.records if record.name == build_once.__name__)
     assert "24 passages" in said and "of disk" in said and "of memory" in said
 
 

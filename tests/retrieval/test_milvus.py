@@ -28,7 +28,7 @@ from dlm_rag.decode.decoder import Decoder
 from dlm_rag.errors import ConfigError, CorpusError, UserError
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.questions import read_questions
-from dlm_rag.retrieval import load_retriever, milvus_collection, milvus_retriever, retry
+from dlm_rag.retrieval import load_retriever, milvus_collection, milvus_retriever
 from dlm_rag.retrieval.base import PartialSearchError, Retriever, select_top_hits
 from dlm_rag.retrieval.composite import HybridRetriever, MultiQueryRetriever
 from dlm_rag.retrieval.corpus import open_corpus
@@ -41,7 +41,7 @@ from dlm_rag.retrieval.milvus_retriever import (
     ingest_corpus,
 )
 from dlm_rag.retrieval.query import Query
-from dlm_rag.retrieval.retry import CircuitBreaker, SearchUnavailableError
+from dlm_rag.retrieval.retry import SearchUnavailableError
 from dlm_rag.retrieval.sparse_vectors import compute_corpus_statistics
 from dlm_rag.tokenizer import Tokenizer
 from tests.support.milvus_server import LocalBM25Retriever, MilvusServer
@@ -310,7 +310,7 @@ def test_a_collection_that_was_replaced_is_noticed(server, corpus_file, tmp_path
 
 def give(found: MilvusRetriever, seconds: float) -> None:
     """From now on a search has so long, beginning with a circuit that is closed."""
-    found._collection._breaker = CircuitBreaker(found._collection.url, seconds)
+    found._collection._seconds = seconds
 
 
 def test_a_server_that_begins_again_is_searched_again(own_server, corpus_file, capfd):
@@ -469,7 +469,6 @@ class Chaos:
 @pytest.mark.slow
 def test_a_server_that_is_killed_or_stopped_20_times_costs_no_answer(own_server, tmp_path, monkeypatch):
     """Questions whose search failed are asked again by the same command; the answers are as without."""
-    monkeypatch.setattr(retry, "CIRCUIT_OPEN_SECONDS", 0.2)
     build(own_server, "world", WORLD / "corpus.jsonl")
     questions = read_questions(str(WORLD / "questions.jsonl"))[::10]
 
@@ -571,19 +570,10 @@ class Answers:
 def fake_retriever(field: str) -> tuple[MilvusRetriever, Answers]:
     collection, client = MilvusCollection.__new__(MilvusCollection), Answers()
     collection.url, collection.name, collection._client = "milvus://here/a", "a", client
-    collection._breaker = CircuitBreaker("a", 1.0)
+    collection._seconds = 1.0
     collection.info = CollectionInfo("f", "hybrid", 200)
     vectors = {"a": [1.0], "b": [0.5], "c": [0.25]}
     return MilvusRetriever(collection, field, 3, lambda texts: [vectors[text] for text in texts]), client
-
-
-def test_a_search_on_trial_that_succeeds_lets_the_other_field_be_asked():
-    (sparse, _), (dense, client) = fake_retriever("sparse"), fake_retriever("dense")
-    dense._collection = sparse._collection
-    sparse._collection._client = client
-    sparse._collection._breaker._failed = retry.CIRCUIT_FAILURE_THRESHOLD
-    assert HybridRetriever([sparse, dense], 3, 3).rank([asked("b")], 3)
-    assert {field for field, *_ in client.asked} == {"sparse", "dense"}
 
 
 def test_only_what_ends_among_equals_is_asked_for_again(monkeypatch):

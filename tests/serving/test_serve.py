@@ -21,9 +21,9 @@ from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.serving.async_engine import EngineRequest
-from dlm_rag.serving.choice import find_stop
 from dlm_rag.serving.histogram import Histogram
 from dlm_rag.serving.middleware import read_api_keys
+from dlm_rag.serving.responses import find_stop
 from tests.support.block_attention import block_denoiser
 from tests.support.gemma_decoding import QueryHashRetriever, make_gemma_decoder
 from tests.support.passages import PASSAGES, write_jsonl_file

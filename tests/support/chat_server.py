@@ -21,7 +21,8 @@ class ScriptedServer:
         program = Path(__file__).with_name("scripted_chat_server.py")
         self.process = subprocess.Popen([sys.executable, str(program), str(folder)])
         wait_until((folder / "port").exists, self.process)
-        self.url = f"openai://127.0.0.1:{(folder / 'port').read_text()}/v1/tiny"
+        self.base = f"http://127.0.0.1:{(folder / 'port').read_text()}/v1"
+        self.url = f"{self.base.replace('http', 'openai')}/tiny"
 
     def say(self, *rules, models=("tiny",)) -> None:
         """rules: pairs of an expression and its replies, as the server has them."""

@@ -7,12 +7,14 @@ FOLDER/script.json has what it says, read anew for each request:
 
 The first rule whose expression is found in the prompt (of a chat: its messages, one after another) gives
 the reply; each time the next one, and at the end the last again. A REPLY is a text, or an object:
-    text      what is said; cut at the first of the request's `stop`, as servers do
+    text      what is said, with the last line of the prompt for {last line} (of "Question: a" with a);
+              cut at the first of the request's `stop`, as servers do
     tokens    [[text, probability], ...] instead: with log-probabilities, the rest going to a second token
     finish    the finish_reason, which is else "stop"
     status    an HTTP error, with `text` as its message
     raw       the body as it is; "" ends the connection
     usage     instead of the true counts of words
+    wait      seconds until it is said
 Where the request asks for log-probabilities of a text, its words are tokens of probability 0.99.
 """
 
@@ -21,6 +23,7 @@ import math
 import re
 import sys
 import threading
+import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -49,8 +52,10 @@ def describe_tokens(tokens, chat):
 
 def make_answer(reply, body, prompt):
     """The JSON of a reply, and whether a stop text cut it."""
-    tokens = reply.get("tokens") or [[word, 0.99] for word in re.findall(r"\s*\S+", reply.get("text", ""))]
-    text = "".join(text for text, _ in tokens) if "tokens" in reply else reply["text"]
+    last = prompt.rpartition("\n")[2].removeprefix("Question: ")
+    said = reply.get("text", "").replace("{last line}", last)
+    tokens = reply.get("tokens") or [[word, 0.99] for word in re.findall(r"\s*\S+", said)]
+    text = "".join(text for text, _ in tokens) if "tokens" in reply else said
     cuts = [place for stop in body.get("stop") or [] if (place := text.find(stop)) >= 0]
     text = text[: min(cuts, default=len(text))]
     chat = "messages" in body
@@ -72,8 +77,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self):
+        if self.path != "/v1/models":
+            return self.answer(404, b'{"error": {"message": "no such path"}}')
         names = json.loads((FOLDER / "script.json").read_text())["models"]
-        self.answer(200, json.dumps({"object": "list", "data": [{"id": name} for name in names]}).encode())
+        data = [{"id": name} for name in names]
+        return self.answer(200, json.dumps({"object": "list", "data": data}).encode())
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -88,6 +96,7 @@ class Handler(BaseHTTPRequestHandler):
             reply = replies[min(matched[str(found)], len(replies) - 1)]
             matched[str(found)] += 1
         reply = {"text": reply} if isinstance(reply, str) else reply
+        time.sleep(reply.get("wait", 0))
         if "status" in reply:
             self.answer(reply["status"], json.dumps({"error": {"message": reply["text"]}}).encode())
         elif reply.get("raw") == "":

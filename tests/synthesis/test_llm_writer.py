@@ -1,16 +1,12 @@
 """Another model as writer, behind a real server in a process of its own."""
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-from dlm_rag.baselines import chat_client
 from dlm_rag.baselines.chat_client import ChatClient, ChatError, Completion
 from dlm_rag.commands import synthesize
 from dlm_rag.config import SynthesisConfig
@@ -18,37 +14,33 @@ from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.synthesis.llm_writer import LlmWriter, check_written_text, format_writer_prompt
+from tests.support.chat_server import server as chat_server  # noqa: F401 - a fixture
 from tests.support.passages import PASSAGES, write_jsonl_file
 
-
-class Server:
-    """The process, and what it was asked."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        program = Path(__file__).parents[1] / "support/fake_openai_server.py"
-        self.process = subprocess.Popen([sys.executable, str(program), str(folder)])
-        for _ in range(500):
-            if (folder / "port").exists():
-                break
-            time.sleep(0.02)
-        self.url = f"http://127.0.0.1:{(folder / 'port').read_text()}/v1"
-
-    @property
-    def requests(self):
-        path = self.folder / "requests"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+SAID = '"Please say: {last line}"'
+BUSY = {"status": 503, "text": "overloaded"}
+TABLE = "| Subject | Relation | Object |\n|---|---|---|\n| {last line} |"
+RULES = [
+    ("busy", [BUSY, BUSY, SAID]),
+    ("broken", [{"raw": ""}, SAID]),
+    ("forbidden", [{"status": 400, "text": "this prompt is too long"}]),
+    ("endless", [{"text": SAID, "finish": "length"}]),
+    ("slow", [{"text": SAID, "wait": 30}]),
+    ("uncounted.*1815", [{"text": SAID, "usage": {"prompt_tokens": "9", "completion_tokens": "9"}}]),
+    ("uncounted", [{"text": SAID, "usage": [5]}]),
+    (r"(?s)Markdown table.*odd[^\n]*$", [f"{TABLE} | 7 |"]),
+    ("Markdown table", [f"{TABLE} | |"]),
+    ("Q:", ["Q: What is said?\nA: {last line}"]),
+    (r"Question: other[^\n]*$", ["Question: Who?"]),
+    (r"Question: same[^\n]*$", ["{last line}"]),
+    ("", [SAID]),
+]
 
 
 @pytest.fixture
-def server(tmp_path, monkeypatch):
-    monkeypatch.setattr(chat_client, "INITIAL_RETRY_SECONDS", 0.01)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    (tmp_path / "server").mkdir()
-    found = Server(tmp_path / "server")
-    yield found
-    found.process.kill()
-    found.process.wait()
+def server(chat_server):
+    chat_server.say(*RULES, models=["tiny-writer"])
+    return chat_server
 
 
 TINY = ["synthesis.method=writer", "synthesis.writer_model=tiny-writer", "synthesis.format=jsonl",
@@ -69,7 +61,7 @@ def run(tmp_path, server):
 
     def invoke(*texts, out="rows", more=()):
         questions = write_jsonl_file(tmp_path / "questions.jsonl", asked(*texts))
-        words = [*TINY, f"synthesis.writer_url={server.url}", "--questions", str(questions),
+        words = [*TINY, f"synthesis.writer_url={server.base}", "--questions", str(questions),
                  "--out", str(tmp_path / out), *more]  # fmt: skip
         synthesize.main(words)
         rows = [json.loads(line) for path in (tmp_path / out).glob("rows-*") for line in path.open()]
@@ -122,18 +114,18 @@ def test_what_fails_in_passing_is_tried_again_and_what_is_refused_is_not(run, se
         "left out: refused by the writer": 1, "left out: not finished": 1, "left out: not other_words": 1,
         "left out: not names_kept": 1,
     }  # fmt: skip
-    tries = Counter(line["prompt"].rpartition("Question: ")[2].split(":")[0] for line in server.requests)
+    tries = Counter(line["text"].rpartition("Question: ")[2].split(":")[0] for line in server.requests)
     assert tries == {"busy": 3, "broken": 2, "forbidden": 1, "endless": 1, "same": 1, "other Emma?": 1}
     assert counts["spent: requests"] == 8
 
 
 def test_a_run_whose_server_goes_keeps_what_it_has_and_goes_on(run, server, tmp_path):
     texts = [f"Who wrote volume {n} of Emma?" for n in range(12)]
-    (server.folder / "gone").touch()
+    server.say(("", [{"status": 503, "text": "going down"}]), models=["tiny-writer"])
     few = ["synthesis.max_retries=1", "synthesis.concurrency=2"]
     with pytest.raises(RunError, match="failed 1 times, at last with 503: going down: the same command"):
         run(*texts, more=few)
-    (server.folder / "gone").unlink()
+    server.say(*RULES, models=["tiny-writer"])
     rows, _ = run(*texts, more=few)
     assert len(rows) == 12
 
@@ -146,7 +138,7 @@ def test_what_has_no_answer_is_asked_again_by_the_same_command(run, server, caps
     assert stop.value.code == 1 and "1 failed; the same command asks again" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run("Who wrote Emma?", "slow: who?", "Who wrote Dune?", more=short)
-    tries = Counter(line["prompt"].rpartition("Question: ")[2] for line in server.requests)
+    tries = Counter(line["text"].rpartition("Question: ")[2] for line in server.requests)
     assert tries == {"Who wrote Emma?": 1, "slow: who?": 2, "Who wrote Dune?": 1}
 
 
@@ -157,7 +149,7 @@ def test_passages_as_tables_and_questions(server, tmp_path):
     )
     found = {}
     for template in ("table", "faq"):
-        words = [f"synthesis.writer_url={server.url}", f"synthesis.template={template}"]
+        words = [f"synthesis.writer_url={server.base}", f"synthesis.template={template}"]
         synthesize.main([*TINY, *words, "--corpus", str(corpus), "--out", str(tmp_path / template)])
         found[template] = [json.loads(line) for line in (tmp_path / template / "rows-00000.jsonl").open()]
     table, faq = found["table"], found["faq"]
@@ -168,13 +160,13 @@ def test_passages_as_tables_and_questions(server, tmp_path):
 
 
 def test_a_server_that_is_none_and_a_model_that_is_not_there(server):
-    def client(url=server.url, model="tiny-writer", **more):
+    def client(url=server.base, model="tiny-writer", **more):
         config = SynthesisConfig(method="writer", writer_url=url, writer_model=model, **more)
         return LlmWriter([], config).client
 
     with pytest.raises(ConfigError, match="writer_url=.* has no model 'tiny', but tiny-writer"):
         client(model="tiny").check_model()
-    for url in (server.url.removesuffix("/v1"), "http://127.0.0.1:1/v1"):
+    for url in (server.base.removesuffix("/v1"), "http://127.0.0.1:1/v1"):
         with pytest.raises(ConfigError, match="does not list its models"):
             client(url).check_model()
     server.process.kill()
