@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,8 +70,9 @@ class BaselineRun:
         """
         steps, retriever = self.rollout.steps, self._context.retriever
         is_local = isinstance(retriever, CorpusRetriever)
+        turn: AbstractContextManager[Any] = self._context.lock if is_local else nullcontext()
         try:
-            with self._context.lock if is_local else nullcontext():
+            with turn:
                 (found,) = retriever.search([join_query(text, "")])
         except (UserError, SearchUnavailableError):
             raise

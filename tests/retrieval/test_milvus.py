@@ -309,7 +309,7 @@ def test_a_collection_that_was_replaced_is_noticed(server, corpus_file, tmp_path
 
 
 def give(found: MilvusRetriever, seconds: float) -> None:
-    """From now on a search has so long, beginning with a circuit that is closed."""
+    """From now on a search has so long."""
     found._collection._seconds = seconds
 
 
