@@ -326,10 +326,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--hops", default="4", help="of the longest questions")
     given = parser.parse_args(argv)
     passages = parse_int(given.passages, 100, "--passages ", MAX_PASSAGES)
-    per_hop, hops = parse_int(given.per_hop, 1, "--per-hop "), parse_int(given.hops, 1, "--hops ")
+    per_hop, hops = parse_int(given.per_hop, 1, "--per-hop "), parse_int(given.hops, 1, "--hops ", 4)
     seed = parse_int(given.seed, 0, "--seed ")
-    if hops > 4:
-        raise ConfigError("hops: questions have 1 to 4")
     if not given.out.strip("-"):
         raise ConfigError("--out needs the name of a folder")
     write_world(expand_path(given.out, ConfigError), seed, given.split, passages, per_hop, hops)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from functools import cache
 from multiprocessing import current_process, get_context, parent_process
 from types import ModuleType
 from typing import Any, TypeVar
@@ -88,25 +89,20 @@ def _begin_worker(function: Callable[[Any], Any]) -> None:
     global _function
     _function = function
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process stops the others
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    parent = parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _begin_on_device(prepare: Callable[[str], Callable[[Any], Any]], names: Any) -> None:
     device = names.get()
-    made: list[Callable[[Any], Any]] = []
-
-    def call(item: Any) -> Any:  # what `prepare` raises is then raised as of an item
-        made[:] = made or [prepare(device)]
-        return made[0](item)
-
-    _begin_worker(call)
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    prepared = cache(lambda: prepare(device))  # at the first item: what it raises is raised as of that
+    _begin_worker(lambda item: prepared()(item))
 
 
 def _call_function(item: Any) -> Any:
