@@ -34,7 +34,13 @@ from dlm_rag.page.render import render_live_page
 from dlm_rag.questions import Question
 from dlm_rag.serving.async_engine import AsyncEngine, EngineRequest
 from dlm_rag.serving.metrics import render_prometheus_metrics
-from dlm_rag.serving.middleware import AccessControl, ApiError, read_body, run_unless_disconnected
+from dlm_rag.serving.middleware import (
+    AccessControl,
+    ApiError,
+    RequestHandler,
+    read_body,
+    run_unless_disconnected,
+)
 from dlm_rag.serving.requests import ParsedRequest, RequestParser
 from dlm_rag.serving.responses import (
     AnswerEvents,
@@ -97,7 +103,7 @@ class AnswerService:
         )
         models = JSONResponse({"object": "list", "data": [model.describe()]})
         chat = partial(self._complete, self._parser.parse_chat)
-        routes = [
+        routes: list[tuple[str, str, RequestHandler, bool]] = [
             ("GET", "/", _reply_with(page), False),
             ("GET", "/health", self._health, False),
             ("GET", "/metrics", self._metrics, False),
@@ -272,7 +278,7 @@ class AnswerService:
         return StreamingResponse(stream(), media_type="text/event-stream", headers=STREAM_HEADERS)
 
 
-def _reply_with(response: Response) -> Callable[[Request], Any]:
+def _reply_with(response: Response) -> RequestHandler:
     async def reply(request: Request) -> Response:
         return response
 
