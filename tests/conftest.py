@@ -3,6 +3,9 @@
 import os
 from pathlib import Path
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: workers share the cores
+
 from tests.support.passages import PASSAGES, write_jsonl_file
 from tests.support.paths import SHARED
 from tests.support.processes import RAY_TOKEN

@@ -315,4 +315,4 @@ def test_the_gate_finds_the_two_commands():
     script = f'{line}\nprintf "%s\\n" "${{commands[@]}}"'
     found = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     install_and_ask, install_and_test = found.stdout.splitlines()
-    assert install_and_ask.endswith("sample.py") and install_and_test.endswith("-m pytest")
+    assert install_and_ask.endswith("sample.py") and install_and_test.endswith("-m pytest -n 2")
