@@ -69,7 +69,7 @@ def test_a_model_of_uniform_noise_answers(folder, corpus_file):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", TRAINING_SETUPS)
 def test_a_step_is_that_of_float32_but_for_rounding(tmp_path, monkeypatch, folder, way):
-    """Loss and gradient of the same rows; then validation, which decodes, and another step."""
+    """Loss and gradient of the same rows; in bfloat16 then validation, which decodes, and another step."""
     force_mixed_rewards(monkeypatch)
     found, parts = [], None
     for dtype in ("float32", "bfloat16"):
@@ -78,6 +78,6 @@ def test_a_step_is_that_of_float32_but_for_rounding(tmp_path, monkeypatch, folde
         with mock.patch.object(trainer, "_microbatches", lambda parts=parts: parts):
             metrics = trainer.step()
         found.append((metrics["loss"], metrics["gradient_norm"]))
-        assert np.isfinite(list(validation.compute_scores(trainer).values())).all()
-        assert np.isfinite(trainer.step()["loss"])
+    assert np.isfinite(list(validation.compute_scores(trainer).values())).all()
+    assert np.isfinite(trainer.step()["loss"])
     assert found[1] == pytest.approx(found[0], rel=0.1)

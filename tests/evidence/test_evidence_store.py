@@ -151,7 +151,7 @@ def _fill_forever(folder, seed):
 @pytest.mark.slow
 def test_two_writers_that_are_killed_leave_a_store_that_is_right(tmp_path):
     fork = multiprocessing.get_context("fork")
-    for round_number in range(100):  # two kills each
+    for round_number in range(40):  # two kills each
         writers = [
             fork.Process(target=_fill_forever, args=(tmp_path, 2 * round_number + n)) for n in (0, 1)
         ]
