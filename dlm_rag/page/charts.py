@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from dlm_rag.energy.meter import format_three_digits
+
 WIDTH, HEIGHT = 1000, 300  # of the drawing, which is stretched to the room it has
 TICKS = 4  # between the bottom and the top
 
@@ -33,34 +35,28 @@ def render_chart(title: str, unit: str, lines: Sequence[Line], last_x: float, to
     def place(x: float, y: float) -> str:
         return f"{WIDTH * x / max(last_x, 1):.1f} {HEIGHT * (top - y) / (top - bottom):.1f}"
 
-    drawn, keys = [], []
+    drawn, keys, said = [], [], []
     for number, line in enumerate(lines):
         joined = "L".join(place(*point) for point in line.points)
         drawn.append(f'<path class="k{number}" d="M{joined}"/>')
         if line.marked or len(line.points) == 1:
             dots = "".join(f"M{place(*point)}h0" for point in line.points)
             drawn.append(f'<path class="dots k{number}" d="{dots}"/>')
-        keys.append(
-            f'<li class="k{number}">{escape(line.label)} <b>{format_value(line.points[-1][1])}</b></li>'
-        )
+        last = format_three_digits(line.points[-1][1])
+        keys.append(f'<li class="k{number}">{escape(line.label)} <b>{last}</b></li>')
+        said.append(f"{line.label} {last}")
     grid = "".join(
         f'<path class="grid" d="M0 {HEIGHT * n / count:.1f}h{WIDTH}"/>' for n in range(count + 1)
     )
-    marks = "".join(f"<span>{format_value(top - n * step)}</span>" for n in range(count + 1))
-    said = ", ".join(f"{line.label} {format_value(line.points[-1][1])}" for line in lines)
+    marks = "".join(f"<span>{format_three_digits(top - n * step)}</span>" for n in range(count + 1))
     return (
         f"<figure><figcaption><b>{escape(title)}</b> <small>{escape(unit)}</small><ul>{''.join(keys)}</ul>"
         f'</figcaption><div class="plot"><div class="y" aria-hidden="true">{marks}</div>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(title)} at the end: {escape(said)}">{grid}{"".join(drawn)}</svg>'
+        f'aria-label="{escape(title)} at the end: {escape(", ".join(said))}">{grid}{"".join(drawn)}</svg>'
         f'<div class="x" aria-hidden="true"><span>0</span><span>step</span><span>{last_x:,.0f}</span></div>'
         "</div></figure>"
     )
-
-
-def format_value(value: float) -> str:
-    """A number in three digits, or whole."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _round_up(step: float) -> float:
