@@ -221,8 +221,8 @@ def test_steps_of_every_config_of_decoding(monkeypatch, corpus_file, folder, nam
 
 
 @pytest.mark.slow
-def test_a_step_of_eight_billion_parameters_on_many_processes(tmp_path, monkeypatch):
-    """configs/h200.yaml as it is, but for its groups; no weight is read."""
+def test_a_step_in_the_shape_of_eight_billion_parameters_on_many_processes(tmp_path, monkeypatch):
+    """configs/h200.yaml as it is, but for its groups and with six of its layers; no weight is read."""
     monkeypatch.setattr(InitialModel, "fill", lambda *_: None)
     words = [
         "model.device=cuda", f"train.passage_sets_per_step={2 * MANY}",
@@ -230,7 +230,8 @@ def test_a_step_of_eight_billion_parameters_on_many_processes(tmp_path, monkeypa
         "train.eval_questions=1",
     ]  # fmt: skip
     config = load_config(CONFIG_FOLDER / "h200.yaml", words)
-    shape = replace(resolve_shape(config), mask_token_id=256)
+    whole = resolve_shape(config)
+    shape = replace(whole, mask_token_id=256, num_hidden_layers=6)
     tokenizer = Tokenizer(byte_tokenizer(), 256, DEFAULT_PROMPT_TEMPLATE, (257,), shape.vocab_size)
     with last_of(MANY) as processes, fake_cuda() as seen, checked_kernels() as calls:
         origin = InitialModel(shape, tokenizer, None, 0, 0)
@@ -241,7 +242,11 @@ def test_a_step_of_eight_billion_parameters_on_many_processes(tmp_path, monkeypa
         found = record_step_traffic(trainer, seen)
         assert found.pop(IN) and found == {OUT: 1, WAIT: 1} and set(calls) == {"varlen"}
         check_shards(trainer, MANY)
-        assert sum(p.numel() for p in trainer.denoiser.parameters()) == 8_015_581_184
+        here, layer = (
+            sum(p.numel() for p in part.parameters())
+            for part in (trainer.denoiser, trainer.denoiser.layers[0])
+        )
+        assert here + (whole.num_hidden_layers - 6) * layer == 8_015_581_184
     # Two parts; a layer is gathered for passages and for canvases, forward and backward, the rest once.
     assert gathers.call_count == 2 * (2 * 2 * shape.num_hidden_layers + 1)
     assert sums.call_count >= 2 * (shape.num_hidden_layers + 1)
