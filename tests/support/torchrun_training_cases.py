@@ -1,6 +1,6 @@
 """Run under torchrun by test_parallel.py: the same few steps in several ways; writes what came out.
 
-torchrun --nproc-per-node 2 tests/support/torchrun_training_cases.py FOLDER CASE...
+torchrun --nproc-per-node 2 tests/support/torchrun_training_cases.py FOLDER [SUBFOLDER/]CASE...
 """
 
 import hashlib
@@ -191,7 +191,7 @@ def main() -> None:
     processes = DistributedContext.init(timeout_minutes=5.0)
     torch.set_num_threads(1)
     for case in cases:
-        found = run_training_case(case, Path(root, case), processes)
+        found = run_training_case(Path(case).name, Path(root, case), processes)
         if processes.is_main:
             Path(root, case, "found.json").write_text(json.dumps(found))
             print(case, found["loss"], found["norm"], flush=True)

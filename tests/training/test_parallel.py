@@ -204,27 +204,32 @@ def test_what_shards_export_is_whole(alone, together, folders, case):
 
 
 @slow
-@pytest.mark.parametrize(
-    ("begun", "resumed"),
-    [
-        ("sft sharded", "sft"), ("sft", "sft sharded"), ("rl sharded", "rl"), ("sft split", "sft"),
-        ("sft", "sft split"), ("sft sharded", "sft split"), ("sft split", "sft sharded"),
-    ],
-)  # fmt: skip
-def test_a_run_goes_on_with_another_number_of_processes(alone, together, folders, tmp_path, begun, resumed):
+def test_a_run_goes_on_with_another_number_of_processes(alone, together, folders, tmp_path):
     """Whole, in two shards or in two parts of a model: the losses of the second half are the same."""
-    whole, apart = SAME[begun], begun not in ("sft", "rl")
-    whole = whole.removesuffix(" split")
-    assert alone(whole) and (not apart or together(begun))
-    source = folders[1 if apart else 0] / begun
-    shutil.copytree(source / "checkpoints", tmp_path / resumed / "checkpoints")
-    (tmp_path / "checkpoint").symlink_to(source.parent / "checkpoint")
-    found = (
-        run_training_case(resumed, tmp_path / resumed, ALONE) if resumed == whole
-        else torchrun(tmp_path, resumed)[resumed]
+
+    def copy_checkpoints(begun, resumed):
+        """Into a folder that begins with those of the first half; returns its name below the root."""
+        apart = begun != "sft"
+        assert together(begun) if apart else alone(begun)
+        source, folder = folders[apart] / begun, tmp_path / begun
+        shutil.copytree(source / "checkpoints", folder / resumed / "checkpoints")
+        if not (folder / "checkpoint").exists():
+            (folder / "checkpoint").symlink_to(source.parent / "checkpoint")
+        return f"{begun}/{resumed}"
+
+    found = {}
+    for begun, resumed in (("sft sharded", "sft"), ("rl sharded", "rl"), ("sft split", "sft")):
+        name = copy_checkpoints(begun, resumed)
+        found[name] = run_training_case(resumed, tmp_path / name, ALONE)
+    on_two = (
+        ("sft", "sft sharded"), ("sft", "sft split"), ("sft sharded", "sft split"),
+        ("sft split", "sft sharded"),
     )  # fmt: skip
-    assert found["from"] == 2
-    assert found["loss"] == pytest.approx(alone(whole)["loss"][2:], rel=1e-3)
+    found |= torchrun(tmp_path, *(copy_checkpoints(*pair) for pair in on_two))
+    for name, second_half in found.items():
+        whole = alone("rl" if name.startswith("rl") else "sft")
+        assert second_half["from"] == 2, name
+        assert second_half["loss"] == pytest.approx(whole["loss"][2:], rel=1e-3), name
 
 
 @pytest.mark.parametrize(
