@@ -11,14 +11,13 @@ import shutil
 import warnings
 from collections import ChainMap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from blake3 import blake3
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -57,22 +56,18 @@ class TrainState:
     phase_step: int
     tasks: dict[str, TaskState]  # of each task so far, by its name
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.phase_step <= self.step:
-            raise ValueError(f"phase_step={self.phase_step} does not fit step={self.step}")
-
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """What `state.json` holds; what older versions did not write is empty."""
+    """What `state.json` holds."""
 
     state: TrainState
     run: dict[str, Any]  # settings by their dotted keys, as in `fingerprint.py`
     phase: dict[str, Any]
-    fingerprints: dict[str, str] = field(default_factory=dict)
-    scaler: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, int] = field(default_factory=dict)  # bytes of each
-    digests: dict[str, str] = field(default_factory=dict)
+    fingerprints: dict[str, str]
+    scaler: dict[str, Any]
+    files: dict[str, int]  # bytes of each
+    digests: dict[str, str]
 
 
 def scan_checkpoints(folder: Path) -> tuple[dict[Path, CheckpointRecord], list[str]]:
@@ -111,12 +106,11 @@ def _read_record(path: Path) -> CheckpointRecord:
             f"{path} has format {written}, and this version goes on with format {CHECKPOINT_FORMAT} only: "
             "end the run with the version that began it, or start again in another --out"
         )
-    if raw.get("digest", digest := _digest_record(raw)) != digest:
+    if raw.get("digest") != _digest_record(raw):
         raise _SkippedCheckpointError(f"{RECORD_FILE} has changed since it was written")
     record = validate_json_value(CheckpointRecord, raw, RECORD_FILE, _SkippedCheckpointError)
     there = {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
-    odd = (record.files or there).items() ^ there.items()
-    if odd:
+    if odd := record.files.items() ^ there.items():
         raise _SkippedCheckpointError(f"{min(odd)[0]} is cut short, another file, or not there")
     return record
 
@@ -130,19 +124,13 @@ def _digest_record(record: dict[str, Any]) -> str:
 def skip_damaged_checkpoints(folder: Path, processes: DistributedContext) -> list[str]:
     """Marks the newest checkpoints whose files are not what was written, so that they are skipped.
 
-    Processes share the reading, and all must call. A checkpoint without digests passes where its tensors
-    hold finite numbers. Returns what a person should know. Raises `CheckpointError` where there are
-    checkpoints and none is whole.
+    Processes share the reading, and all must call. Returns what a person should know. Raises
+    `CheckpointError` where there are checkpoints and none is whole.
     """
     complete, skipped = scan_checkpoints(folder)
     while complete:
         path, record = complete.popitem()
         if not (damages := find_damaged_files(path, record, processes)):
-            if not record.digests or not record.fingerprints:
-                skipped.append(
-                    f"{path} is of an older version and has no digests or fingerprints: whether its files, "
-                    "the model and the data have changed is unknown"
-                )
             return skipped
         if processes.is_main:
             write_text_atomic(path / DAMAGE_FILE, damages[0])
@@ -180,8 +168,7 @@ def _compute_digest(path: Path, draws: bool = True) -> str:
 
 def _check_digests(path: Path, digests: dict[str, str]) -> None:
     """Raises `RunError` where the files of a checkpoint are not those that have digests."""
-    odd = {file.name for file in path.glob("*.safetensors")} ^ digests.keys()
-    if odd:
+    if odd := {file.name for file in path.glob("*.safetensors")} ^ digests.keys():
         raise RunError(
             f"{path} could not be written: its processes do not see the same files ({min(odd)}); the "
             "checkpoint before is intact: --resume"
@@ -189,18 +176,12 @@ def _check_digests(path: Path, digests: dict[str, str]) -> None:
 
 
 def _find_damage(path: Path, digest: str | None) -> str:
-    """What is wrong with a file of a checkpoint, in words; without a digest as far as its numbers tell."""
+    """What is wrong with a file of a checkpoint, in words."""
     try:
-        if digest is not None:
-            changed = _compute_digest(path) != digest
-            return f"{path.name} has changed since it was written" if changed else ""
-        with safe_open(path, framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 - not a mapping
-                if not shard.get_tensor(name).isfinite().all():
-                    return f"{name} in {path.name} has a value that is not finite"
-    except (OSError, SafetensorError) as error:
+        changed = _compute_digest(path) != digest
+    except OSError as error:
         return f"{path.name} cannot be read ({summarize_error(error)})"
-    return ""
+    return f"{path.name} has changed since it was written" if changed else ""
 
 
 def find_latest_checkpoint(folder: Path) -> tuple[Path, CheckpointRecord] | None:

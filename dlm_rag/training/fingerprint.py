@@ -112,33 +112,30 @@ def check_resume_settings(
     record: of the checkpoint. phase: that is to go on, or to follow. held: `fingerprint_files` of now. A
     setting that is younger than the checkpoint had its default.
     """
-    config, train, fingerprints = phase.config, phase.train, record.fingerprints
+    config, train = phase.config, phase.train
     plain = replace(TrainConfig(), objective=train.objective)
     then = collect_run_settings(Config()) | collect_phase_settings(Config(), plain, task)
-    if not fingerprints:  # older versions noted names in place of contents, and not all settings
-        then = {key: value for key, value in then.items() if key.startswith("train.")}
     then |= upgrade_settings(record.phase | record.run)
     now = collect_run_settings(config)
     if record.state.phase == phase.name:
         now |= collect_phase_settings(config, train, task)
-    named_only = FINGERPRINTED_KEYS if fingerprints else ()
     for key, value in now.items():
         before = then.get(key, value)
-        if _comparable(before, key in named_only) != _comparable(value, key in named_only):
+        if _comparable(key, before) != _comparable(key, value):
             raise ConfigError(
                 f"the run was begun with {key}={before}, not {value}: give the same, or another --out"
             )
     for key, digest in held.items():
-        if fingerprints and fingerprints.get(key) != digest:
+        if record.fingerprints.get(key) != digest:
             raise ConfigError(
                 f"the run was begun with other contents of {key}={_describe_setting(config, key)}: put "
                 "it back, or start again in another --out"
             )
 
 
-def _comparable(value: Any, named_only: bool) -> Any:
+def _comparable(key: str, value: Any) -> Any:
     """What of a setting is held: all, or whether it names something, or which sources."""
-    if not named_only:
+    if key not in FINGERPRINTED_KEYS:
         return value
     return sorted(value) if isinstance(value, dict) else value is not None
 

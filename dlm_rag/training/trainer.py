@@ -289,10 +289,8 @@ class Trainer:
         """Writes a checkpoint that is whole or not there; every process takes part."""
         with profile_stage("checkpoint"):
             phase = collect_phase_settings(self.config, self.train, type(self.task))
-            record = CheckpointRecord(
-                self.state, collect_run_settings(self.config), phase, self._fingerprints,
-                self._scaler.state_dict(),
-            )  # fmt: skip
+            run, scaler = collect_run_settings(self.config), self._scaler.state_dict()
+            record = CheckpointRecord(self.state, run, phase, self._fingerprints, scaler, {}, {})
             start = None if self._reference is None else self.state.step - self.state.phase_step
             return self._checkpoints.save(record, self.root, self.optimizers, keep=start)
 

@@ -75,12 +75,15 @@ def put(path: Path, make) -> None:
     path.write_bytes(data[:begin] + make(data[begin:]))
 
 
-def in_record(change):
-    """Writes state.json anew with one thing changed, its digest taken out or left."""
+def in_record(change, digested=False):
+    """Writes state.json anew with one thing changed; digested: as a program would have written it."""
 
     def harm(checkpoint: Path) -> None:
         record = json.loads((checkpoint / RECORD_FILE).read_text())
         change(record)
+        if digested:
+            del record["digest"]
+            record["digest"] = blake3(json.dumps(record, sort_keys=True).encode()).hexdigest()
         (checkpoint / RECORD_FILE).write_text(json.dumps(record))
 
     return harm
@@ -88,16 +91,6 @@ def in_record(change):
 
 def in_shard(make):
     return lambda checkpoint: put(shard_of(checkpoint), make)
-
-
-def without_digests(harm):
-    """The same in a checkpoint of a program that wrote none."""
-
-    def both(checkpoint: Path) -> None:
-        in_record(lambda record: [record.pop(key) for key in ("digest", "digests")])(checkpoint)
-        harm(checkpoint)
-
-    return both
 
 
 PICKLE = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n"
@@ -113,9 +106,7 @@ HARMS = {
     "a flipped bit": (in_shard(lambda data: data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]), "shard-"),
     "zeros": (in_shard(lambda data: bytes(len(data))), "shard-"),
     "NaN": (in_shard(lambda data: data[:-4] + NAN), "shard-"),
-    "NaN without digests": (without_digests(in_shard(lambda data: data[:-4] + NAN)), "not finite"),
     "a pickle": (write_pickle, "shard-"),
-    "a pickle without digests": (without_digests(write_pickle), "shard-"),
     "a shard too many": (lambda p: save_file({"x": torch.zeros(1)}, p / "more.safetensors"), "more.safe"),
     "a step edited": (in_record(lambda record: record["state"].update(step=3)), RECORD_FILE),
     "an accuracy edited": (
@@ -123,9 +114,7 @@ HARMS = {
         RECORD_FILE,
     ),
 }
-FOREIGN = {  # of state.json, beside digests that nobody wrote
-    "phase_step": lambda record: record["state"].update(phase_step=-1),
-    "phase_step above": lambda record: record["state"].update(phase_step=9),
+FOREIGN = {  # of state.json, whose digest holds
     "step": lambda record: record["state"].update(step=True),
     "tasks": lambda record: record["state"].update(tasks={"sft": 5}),
     "files": lambda record: record.update(files={"a\0b": 5}),
@@ -167,7 +156,7 @@ def test_every_file_is_read_where_a_process_does_not_see_all(folder, tmp_path):
 
 @pytest.mark.parametrize("what", FOREIGN)
 def test_foreign_values_of_a_record_are_passed_over(folder, what):
-    without_digests(in_record(FOREIGN[what]))(folder / "checkpoints" / "step-00000004")
+    in_record(FOREIGN[what], digested=True)(folder / "checkpoints" / "step-00000004")
     (told,) = skip_damaged_checkpoints(folder, SINGLE_PROCESS)
     assert find_resume_point(folder, [""])[0] == 2 and "step-00000004 is passed over: " in told
 
@@ -216,13 +205,6 @@ def test_a_damaged_shard_of_two_is_found_by_whoever_reads_it(tmp_path):
     put(shards[1], lambda data: data[:-1] + bytes([data[-1] ^ 64]))
     said = both("train.save_steps=2", "train.eval_steps=100", "--resume")
     assert f"step-00000004 is passed over: {shards[1].name}" in said and "going on from step 2" in said
-
-
-def test_a_checkpoint_without_digests_is_gone_on_with_and_it_is_said(folder):
-    for checkpoint in (folder / "checkpoints").iterdir():
-        without_digests(lambda _: None)(checkpoint)
-    (line,) = skip_damaged_checkpoints(folder, SINGLE_PROCESS)
-    assert find_resume_point(folder, [""])[0] == 4 and "step-00000004" in line and "no digests" in line
 
 
 OWN = [
@@ -333,20 +315,12 @@ def replace_in(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-def test_a_run_without_fingerprints_is_held_by_its_names_and_it_is_said(base):
-    def older(record):
-        for key in ("digest", "fingerprints"):
-            del record[key]
-        del record["run"]["decode.block_length"]  # which older programs did not note
-
-    in_record(older)(next((base / "sft" / "checkpoints").iterdir()))
-    (line,) = skip_damaged_checkpoints(base / "sft", SINGLE_PROCESS)
-    assert "fingerprints" in line
-    with pytest.raises(ConfigError, match=f"begun with model.path=.*, not {base}/model"):
-        open_run(base, "sft")
-    record = json.loads(next(base.glob("sft/checkpoints/*/" + RECORD_FILE)).read_text())
-    names = [f"{key}={record['run'][key]}" for key in ("model.path", "data.questions", "data.corpus")]
-    assert open_run(base, "sft", *names, "decode.block_length=4").restore()
+def test_a_setting_that_is_younger_than_a_run_had_its_default(base):
+    change = in_record(lambda record: record["phase"].pop("train.weight_decay"), digested=True)
+    change(next((base / "sft" / "checkpoints").iterdir()))
+    assert open_run(base, "sft", "train.max_steps=20", "train.wandb=offline").restore()
+    with pytest.raises(ConfigError, match=r"begun with train.weight_decay=0.0, not 0.1"):
+        open_run(base, "sft", "train.weight_decay=0.1")
 
 
 def test_every_setting_is_held_or_stands_in_the_table():
