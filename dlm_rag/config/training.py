@@ -141,7 +141,7 @@ class TrainConfig(CheckedSettings):
     activation_checkpointing: str = setting("none", choices=("none", "selective", "full"))
     """recompute activations in the backward pass: full (all of a layer) or selective (all but attention
     and, unless compiled, matrix products)"""
-    data_workers: int = setting(0, low=0, high=1024, only_with=SFT)
+    data_workers: int = setting(0, low=0, high=1024, only_with=SFT | MASKED)
     """sft: number of processes that make batches ahead of the steps; 0: a thread, one step ahead"""
     logit_chunk: int = setting(4096, low=1, only_with=MASKED)
     """number of supervised positions whose logits are computed at a time"""

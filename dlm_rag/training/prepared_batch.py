@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from dlm_rag.model.device_io import to_device
 from dlm_rag.model.kv_store import SharedContext, make_consecutive_ranges
@@ -90,25 +90,16 @@ def prepare_batch(
     return map_arrays(batch, lambda array: array if isinstance(array, np.ndarray) else array.numpy())
 
 
-class _Steps(Dataset[Any]):
-    """What is made for each step, by its number."""
-
-    def __init__(self, make: Callable[[int], Any]) -> None:
-        self._make = make
-
-    def __getitem__(self, step: int) -> Any:
-        return self._make(step)
-
-
-def make_in_workers(make: Callable[[int], Any], steps: range, workers: int) -> Iterator[Any]:
+def make_in_workers(make: Callable[[Any], Any], steps: range, workers: int) -> Iterator[Any]:
     """What `make` gives for each step, in order, made ahead by so many forked processes."""
+    numbers: Any = range(steps.stop)
     return iter(
         DataLoader(
-            _Steps(make),
+            numbers,
             batch_size=None,
             sampler=steps,
             num_workers=workers,
-            collate_fn=_same,
+            collate_fn=make,
             prefetch_factor=PREFETCHED_STEPS,
             worker_init_fn=_begin,
             multiprocessing_context="fork",
@@ -119,7 +110,3 @@ def make_in_workers(make: Callable[[int], Any], steps: range, workers: int) -> I
 def _begin(worker: int) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # what was opened before stays: looking through it took half of a worker's time
-
-
-def _same(made: Any) -> Any:
-    return made

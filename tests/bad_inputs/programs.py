@@ -239,6 +239,7 @@ CASES = [
             ("parallel=fsdp is not supported by", "train.parallel=fsdp"),
             ("set activation_checkpointing=full", "train.activation_checkpointing=selective"),
             ("compile=true has no effect", "train.compile=true"),
+            ("data_workers=2 has no effect", "train.data_workers=2"),
             ("commit_threshold=0.5 has no effect", "decode.commit_threshold=0.5"),
             ("a plan is made for denoisers of masks", "--plan"),
         )
