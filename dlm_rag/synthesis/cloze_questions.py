@@ -199,12 +199,9 @@ class CorpusRowGenerator:
             for start, stop, named in sorted(spans):
                 before, name, after = sentence[:start], sentence[start:stop], sentence[stop:]
                 left = [word for word in split_words(f"{before} {after}") if word not in FUNCTION_WORDS]
-                once = not contains_answer(f"{before} {GAP_MARK} {after}", name)
-                if (
-                    once
-                    and len(left) >= MIN_CONTEXT_WORDS
-                    and self._sentences.count_matches(before, after) == 1
-                ):
+                if len(left) < MIN_CONTEXT_WORDS or contains_answer(f"{before} {GAP_MARK} {after}", name):
+                    continue
+                if self._sentences.count_matches(before, after) == 1:
                     yield ClozeGap(row, before, name, after, None if named in (-1, row) else named)
 
     def _only_named(self, row: int) -> int | None:
@@ -215,11 +212,10 @@ class CorpusRowGenerator:
         named = {other for start, _, other in found if start >= verb} - {row}
         return named.pop() if len(named) == 1 else None
 
-    def _has_definition(self, row: int | None) -> bool:
+    def _has_definition(self, row: int) -> bool:
         """Whether a passage says what it is, in a first sentence that is not too long."""
-        if row is None or not self.passages[row].what:
-            return False
-        return is_within_length_limits(self.passages[row].sentences[0])
+        passage = self.passages[row]
+        return bool(passage.what) and is_within_length_limits(passage.sentences[0])
 
     def _has_unique_name(self, row: int) -> bool:
         """Whether the name of a passage stands for it alone."""

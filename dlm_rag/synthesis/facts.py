@@ -7,13 +7,14 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import yaml
 
+from dlm_rag.synthesis.cloze_questions import contains_answer
 from dlm_rag.synthesis.passage_links import TitledPassage, is_within_length_limits
 from dlm_rag.text import normalize_answer
 
@@ -33,6 +34,7 @@ NUMBER = rf"(?:\d[\d,.]*\d|\d|{_NUMBER_WORDS})(?: (?:million|billion|thousand))?
 _NP = r"(?:the |an? |his |her |its )?[\w'’\"-]+(?: [\w'’\"&-]+){0,7}?"
 MAX_SENTENCE_CHARS = 600
 MAX_FACT_WORDS = 14  # of an object
+DEFINING = ("country", "occupation", "kind", "who")  # relations right after the verb of a definition
 _PRONOUN = re.compile(r"(?:He|She|It|They)\b|(?:His|Her|Its|Their)\b")
 _BRACKETS = re.compile(r"\s*\([^()]*\)")
 MAX_REST_WORDS = 8  # between the verb and the date of a clause
@@ -42,9 +44,8 @@ _KIND_SUBJECT = re.compile(r"(?:The|This) (\w+)\b")
 @cache
 def load_relations() -> dict[str, Any]:
     """The table of `relations.yaml`, its patterns compiled."""
-    table: dict[str, Any] = yaml.safe_load(
-        (files("dlm_rag.synthesis") / "relations.yaml").read_text(encoding="utf-8")
-    )
+    text = (files("dlm_rag.synthesis") / "relations.yaml").read_text(encoding="utf-8")
+    table: dict[str, Any] = yaml.safe_load(text)
     nation = "|".join(sorted(map(re.escape, table["nations"]), key=len, reverse=True))
     own = rf"(?!(?:{nation})(?:-\w+)* [a-z])"  # "the Irish band": no name
     subject = r"(?:He|She|It|They|The \w+|This \w+)"
@@ -82,8 +83,8 @@ class Fact:
     kind: str
     sentence: int
     say: str
-    ask: tuple[str, ...] = field(default=(), repr=False)
-    back: tuple[str, ...] = field(default=(), repr=False)
+    ask: tuple[str, ...]
+    back: tuple[str, ...]
 
     @property
     def statement(self) -> str:
@@ -98,6 +99,13 @@ class Fact:
         return said if said.endswith((".", "!", "?")) else f"{said}."
 
 
+def is_relation_of(relation: dict[str, Any], person: bool) -> bool:
+    """Whether a relation of the table may be that of a person, or of anything else."""
+    if not person:
+        return relation.get("of") != "person"
+    return relation.get("of") != "work" and relation.get("not_of") != "person"
+
+
 class FactFinder:
     """Reads facts out of passages; what it knows of verbs comes from the passages themselves."""
 
@@ -108,12 +116,12 @@ class FactFinder:
         self._things = {*table["things"]}
         words = (w for p in passages for s in p.sentences for w in re.findall(r"\b[a-z]+\b", s))
         self._often = Counter(words)
-        self._past: dict[str, str] = {}
-        self._participles: set[str] = set()
+        self._base_of_past: dict[str, str] = {}
+        self._past_of_participle: dict[str, str] = {}
         for base, forms in table["irregular"].items():
             past, participle = forms if isinstance(forms, list) else (forms, forms)
-            self._past[past] = base
-            self._participles.add(participle)
+            self._base_of_past[past] = base
+            self._past_of_participle.setdefault(participle, past)
 
     def find(self, row: int) -> list[Fact]:
         """The facts of a passage, each relation once: the first it tells, of dates the most exact."""
@@ -148,7 +156,7 @@ class FactFinder:
             return True
         if self.kind_of(passage) in self._things:
             return False
-        return sum(s.startswith(("He ", "She ", "His ", "Her ")) for s in passage.sentences) > 0
+        return any(s.startswith(("He ", "She ", "His ", "Her ")) for s in passage.sentences)
 
     def kind_of(self, passage: TitledPassage) -> str:
         """ "film", "village" and the like, where the definition has such a word; else ""."""
@@ -173,28 +181,21 @@ class FactFinder:
     ) -> Iterator[Fact]:
         passage = self._passages[row]
         for name, relation in self._relations.items():
-            if (relation.get("of") == "person" and not person) or (
-                person and (relation.get("not_of") == "person" or relation.get("of") == "work")
-            ):
+            defines = name in DEFINING
+            if not is_relation_of(relation, person) or (defines and number):
                 continue
-            if name in ("country", "occupation", "kind", "who") and number:
-                continue
-            bare = sentence
-            if name in ("country", "occupation", "kind", "who", "located"):
-                bare = re.sub(r"\s*\([^()]*\)", "", sentence)
-                if name != "located":
-                    verb = re.search(r" (?:is|was|are|were) ", bare)
-                    bare = bare[verb.start() + 1 :] if verb else ""
+            bare = _BRACKETS.sub("", sentence) if defines or name == "located" else sentence
+            if defines:
+                verb = re.search(r" (?:is|was|are|were) ", bare)
+                bare = bare[verb.start() + 1 :] if verb else ""
             hit = next(filter(None, (pattern.search(bare) for pattern in relation["find"])), None)
-            if hit is None or (name in ("country", "occupation", "kind", "who") and hit.start()):
+            if hit is None or (defines and hit.start()):
                 continue
             people = relation["type"] in ("person", "people")
             if people and _NOT_THE_NAME.match(bare, hit.end("o")):
                 continue
-            ask = (
-                *relation.get("person_ask" if person else "ask", relation["ask"]),
-                *relation.get(gender, ()),
-            )
+            own = relation.get("person_ask" if person else "ask", relation["ask"])
+            ask = (*own, *relation.get(gender, ()))
             found = hit["o"].strip(' ,"')
             found = re.sub("['’]s$", "", found) if people else found
             yield Fact(
@@ -226,26 +227,19 @@ class FactFinder:
     def _complete(self, found: dict[str, str]) -> bool:
         """Adds the other forms of the verb of a clause; False where it is none."""
         if "pp" in found:
-            found["past"] = self._past_of_participle(found["pp"])
-            return self._is_participle(found["pp"])
+            word = found["pp"]
+            found["past"] = self._past_of_participle.get(word, word)
+            regular = word.endswith("ed") and self._often[word] > 1 and len(word) > 4
+            return regular or word in self._past_of_participle
         if "v" in found:
             found["base"] = self._base_of(found["v"])
             return bool(found["base"])
         return len(found.get("rest", "").split()) <= MAX_REST_WORDS
 
-    def _is_participle(self, word: str) -> bool:
-        return word in self._participles or (
-            word.endswith("ed") and self._often[word] > 1 and len(word) > 4
-        )
-
-    def _past_of_participle(self, word: str) -> str:
-        forms = load_relations()["irregular"].values()
-        return next((f[0] for f in forms if isinstance(f, list) and f[1] == word), word)
-
     def _base_of(self, past: str) -> str:
         """The infinitive of a past tense; "" where the word seems to be none."""
-        if past in self._past:
-            return self._past[past]
+        if past in self._base_of_past:
+            return self._base_of_past[past]
         if not past.endswith("ed") or self._often[past] < 2 or len(past) < 5:
             return ""
         stems = [
@@ -269,7 +263,7 @@ class FactFinder:
             words[0] in _NO_NAME or normalize_answer(fact.object) in _NO_NAMES
         ):
             return False
-        return f" {normalize_answer(fact.object)} " not in f" {normalize_answer(fact.subject)} "
+        return not contains_answer(fact.subject, fact.object)
 
 
 def _definition(passage: TitledPassage) -> str:

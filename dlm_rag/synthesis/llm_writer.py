@@ -12,14 +12,9 @@ from dlm_rag.baselines.chat_client import ChatClient, ChatServer, Completion
 from dlm_rag.config import SynthesisConfig
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.synthesis.cloze_questions import contains_answer
 from dlm_rag.synthesis.shards import SourceOutcome
-from dlm_rag.text import (
-    FUNCTION_WORDS,
-    find_word_spans,
-    normalize_answer,
-    normalize_whitespace,
-    split_words,
-)
+from dlm_rag.text import FUNCTION_WORDS, find_word_spans, normalize_whitespace, split_words
 
 WRITER_PROMPTS = {
     "paraphrase": "Say the question in other words. Keep every name and number as it is, add nothing, do "
@@ -70,7 +65,6 @@ class LlmWriter:
                 yield SourceOutcome(index, key, [], {"refused by the writer": 1})
 
     def _requests(self, done: set[str]) -> Iterator[WriterRequest]:
-        """The requests that are not done."""
         for index in range(len(self)):
             source, number = self._sources[index // self._config.n], index % self._config.n
             if (key := f"{source.id}#{self._config.template}{number}") not in done:
@@ -128,13 +122,12 @@ def check_written_text(source: Question | Passage, reply: Completion) -> dict[st
         return found | {"numbers_held": {*_NUMBER.findall(reply.text)} <= held}
     said = extract_question(reply.text)
     spoken, numbers = {*split_words(said)}, {*_NUMBER.findall(source.question)}
-    answers = [normalize_answer(answer) for answer in source.golden_answers]
-    before, after = (f" {normalize_answer(text)} " for text in (source.question, said))
+    given = [answer for answer in source.golden_answers if not contains_answer(source.question, answer)]
     return found | {
         "other_words": "\n" not in said and split_words(said) != split_words(source.question),
         "names_kept": _extract_required_words(source.question) <= spoken
         and {*_NUMBER.findall(said)} <= numbers,
-        "answer_not_in_question": not any(f" {a} " in after and f" {a} " not in before for a in answers),
+        "answer_not_in_question": not any(contains_answer(said, answer) for answer in given),
     }
 
 

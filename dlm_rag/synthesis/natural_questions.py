@@ -17,21 +17,19 @@ from dlm_rag.errors import CorpusError
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.forked_workers import map_ranges
 from dlm_rag.synthesis.cloze_questions import contains_answer
-from dlm_rag.synthesis.facts import DATE, UPPER, Fact, FactFinder, load_relations
+from dlm_rag.synthesis.facts import DATE, UPPER, Fact, FactFinder, is_relation_of, load_relations
 from dlm_rag.synthesis.passage_links import TitledPassage
 from dlm_rag.text import FUNCTION_WORDS, normalize_answer, split_words
 
-LOWER_CASE_SHARE, NO_MARK_SHARE, KIND_SHARE = (
-    0.04,
-    0.12,
-    0.12,
-)  # of questions; "the film Inception" the last
+# Of questions; the last: "the film Inception".
+LOWER_CASE_SHARE, NO_MARK_SHARE, KIND_SHARE = 0.04, 0.12, 0.12
 CLAUSE_SHARE = 0.35  # of questions of one hop: any verb, against relations of the table
 # Of questions: "Give the author of Emma.", "Tell me who wrote Emma."
 ORDER_SHARE, WRAPPED_SHARE = 0.15, 0.06
 ORDERS = ("Name", "Please name", "Give", "Give me", "State", "Tell me", "Find", "I am looking for", "")
 _WRAPPABLE = re.compile(r"(?:Who|What|Which \w+) (?!is|are|was|were|has|did|does|do|can|could|would|might)")
 WRAPPINGS = ("Tell me", "Can you tell me", "Please say", "Do you know", "I want to know")
+NEVER_MISSING = ("kind", "who", "country", "located")  # relations never asked for where they are not told
 RELATION_POWER = 0.5  # a relation is drawn as often as this power of how many facts it has
 _MONTHS = "January February March April May June July August September October November December".split()
 _DATE = re.compile(rf"(?<![\d,.]){DATE}(?![\d,])")
@@ -73,20 +71,21 @@ class NaturalQuestions:
         table = load_relations()
         self._relations, self._stems = table["relations"], table["stems"]
         often = Counter(passage.name for passage in self.titled)
-        rows = [row for row, passage in enumerate(self.titled) if often[passage.name] == 1 and usable(row)]
         self.row_of = {
             passage.name: row for row, passage in enumerate(self.titled) if often[passage.name] == 1
         }
+        rows = [row for row in self.row_of.values() if usable(row)]
         told = map_ranges(lambda numbers: [self._finder.find(rows[n]) for n in numbers], len(rows))
         self.facts = dict(zip(rows, told, strict=True))
-        if not any(self.facts.values()):
+        every = [fact for found in told for fact in found]
+        if not every:
             raise CorpusError("no sentence of these passages tells a fact: set train.natural_share=0")
-        self._told = Counter((f.relation or f.say, normalize_answer(f.object)) for f in self._every())
+        self._told = Counter((f.relation or f.say, normalize_answer(f.object)) for f in every)
         self._by_relation = defaultdict[str, list[Fact]](list)
-        for fact in self._every():
+        for fact in every:
             self._by_relation[fact.relation].append(fact)
         self._weights = {n: len(f) ** RELATION_POWER for n, f in self._by_relation.items() if n}
-        linkable = [f for f in self._every() if self._relations.get(f.relation, {}).get("noun")]
+        linkable = [f for f in every if self._relations.get(f.relation, {}).get("noun")]
         self._links = [
             f
             for f in linkable
@@ -100,10 +99,7 @@ class NaturalQuestions:
         for row, found in self.facts.items():
             if (group := self.group_of(row)) and any(self._is_second(fact) for fact in found):
                 self._seconds[group].append(row)
-        self.renamer = Renamer(self.titled, [*self._every()], self._finder)
-
-    def _every(self) -> Iterable[Fact]:
-        return (fact for found in self.facts.values() for fact in found)
+        self.renamer = Renamer(self.titled, every, self._finder)
 
     def group_of(self, row: int) -> str:
         """What kind of thing a passage is about, as far as second hops are concerned; "" for others."""
@@ -200,7 +196,7 @@ class NaturalQuestions:
         begins = re.search(r" (?:\(|is|was|are|were)", text)
         body = name + text[begins.start() :] if begins and begins.start() < 90 else text
         body = _replacer({own.name: name, own.name.split()[-1]: name.split()[-1]})(body)
-        if f" {normalize_answer(asked.answer)} " not in f" {normalize_answer(body)} ":
+        if not contains_answer(body, asked.answer):
             return None
         passage = Passage(f"{self.passages[row].id}/{name}", name, f"{name}\n{body}")
         return asked, passage
@@ -219,14 +215,7 @@ class NaturalQuestions:
         for _ in range(8):
             name = rng.choice([*self._weights])
             relation = self._relations[name]
-            if name in told or relation.get("of", "") == ("work" if person else "person"):
-                continue
-            if (person and relation.get("not_of") == "person") or name in (
-                "kind",
-                "who",
-                "country",
-                "located",
-            ):
+            if name in (*told, *NEVER_MISSING) or not is_relation_of(relation, person):
                 continue
             if any(stem in text for stem in self._stems.get(name, " ")):
                 continue

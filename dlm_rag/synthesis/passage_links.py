@@ -182,15 +182,14 @@ class SentenceIndex:
         2 stands for more. Read are the fewer of those with that beginning and those with that end.
         """
         ways = [(self._forward, before, after), (self._backward, after[::-1], before[::-1])]
-        found = [(_find_prefix_range(ordered, begin), ordered, end) for ordered, begin, end in ways]
+        found = [
+            (range(bisect_left(ordered, begin), bisect_left(ordered, f"{begin}\U0010ffff")), ordered, end)
+            for ordered, begin, end in ways
+        ]
         places, ordered, end = min(found, key=lambda way: len(way[0]))
         least = len(before) + len(after)
         fits = (n for n in places if len(ordered[n]) > least and ordered[n].endswith(end))
         return len([*islice(fits, 2)])
-
-
-def _find_prefix_range(ordered: list[str], prefix: str) -> range:
-    return range(bisect_left(ordered, prefix), bisect_left(ordered, f"{prefix}\U0010ffff"))
 
 
 def split_sentences(text: str) -> list[str]:

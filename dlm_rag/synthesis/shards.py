@@ -46,18 +46,16 @@ from dlm_rag.synthesis.dedup import DuplicateFilter
 JOURNAL, NOTE, CARD, PARTS, HELD_OUT, LOCK = (
     ".journal.jsonl", "rows.json", "README.md", ".parts", "held_out", "synthesis.lock",
 )  # fmt: skip
-# Columns of questions, and of texts, in the words of Arrow.
+# Columns in the words of Arrow: of all rows, of questions, of texts.
+_ORIGIN_COLUMNS = {
+    "source_ids": "list", "template": "string", "filters": "list", "model": "string", "settings": "string",
+    "finish_reason": "string", "prompt_tokens": "int64", "response_tokens": "int64",
+}  # fmt: skip
 QUESTION_COLUMNS = {
     "id": "string", "question": "string", "golden_answers": "list", "supporting_ids": "list",
-    "hops": "int64", "response": "string", "source_ids": "list", "template": "string", "filters": "list",
-    "model": "string", "settings": "string", "finish_reason": "string", "prompt_tokens": "int64",
-    "response_tokens": "int64",
+    "hops": "int64", "response": "string", **_ORIGIN_COLUMNS,
 }  # fmt: skip
-TEXT_COLUMNS = {
-    "id": "string", "title": "string", "text": "string", "source_ids": "list", "template": "string",
-    "filters": "list", "model": "string", "settings": "string", "finish_reason": "string",
-    "prompt_tokens": "int64", "response_tokens": "int64",
-}  # fmt: skip
+TEXT_COLUMNS = {"id": "string", "title": "string", "text": "string", **_ORIGIN_COLUMNS}
 FLUSH_BLOCK_ROWS = 10_000  # rows in memory
 if TYPE_CHECKING:
     from filelock import FileLock

@@ -89,9 +89,7 @@ class NaturalExamples:
             removed, kept = self._without(asked, kept)
         evidence = sample_passages(rng, [*kept, *others], {p.id for p in kept}, max(count, len(kept)))
         there = {passage.id for passage in evidence}
-        told = next((n for n, p in enumerate(needed) if p.id not in there), len(needed))
-        if removed is not None:
-            told = 0
+        told = next((n for n, p in enumerate(needed) if p.id not in there or p.id == removed), len(needed))
         plan: list[tuple[Asked, int, int]] = []
         usable = [self._number[p.id] for p in evidence if p.id in self._number and p.id != removed]
         for number in range(self._rows):
@@ -105,14 +103,10 @@ class NaturalExamples:
 
     def _without(self, asked: Asked, kept: list[Passage]) -> tuple[str | None, list[Passage]]:
         """The passage of a question without the sentences that have its answer."""
-        (row,), text = asked.rows, []
-        for sentence in self._asked.titled[row].sentences:
-            if asked.answer not in sentence:
-                text.append(sentence)
-        title = self._asked.titled[row].name
-        if not text or asked.answer in title or asked.template in ("kind", "who", "clause"):
+        titled = self._asked.titled[asked.rows[0]]
+        body = " ".join(sentence for sentence in titled.sentences if asked.answer not in sentence)
+        if not body or asked.answer in titled.name or asked.template in ("kind", "who", "clause"):
             return None, kept
-        body = " ".join(text)
         return kept[0].id, [replace(kept[0], contents=f"{kept[0].title}\n{body}")]
 
     def _side(self, rng: random.Random, rows: Sequence[int]) -> Asked | None:
@@ -131,10 +125,10 @@ class NaturalExamples:
             return lambda text: text
         renamer, names = self._asked.renamer, []
         for passage in evidence:
-            row = self._number.get(passage.id)
-            name = passage.title if row is None else self._asked.titled[row].name
-            group = "person" if row is None else self._asked.group_of(row)
-            names.append((name, group))
+            if (row := self._number.get(passage.id)) is None:
+                names.append((passage.title, "person"))
+            else:
+                names.append((self._asked.titled[row].name, self._asked.group_of(row)))
         for each in asked:
             relation = each.template.rpartition("+")[2]
             kind = self._asked.kind_of_answer(relation)
@@ -166,11 +160,9 @@ class NaturalExamples:
                 known = len(builder.tokenizer.encode(" ".join(said[:told]))) + MAX_OPEN_TOKENS
                 hidden = tuple(hide or place >= known for place, hide in enumerate(row.masked))
                 counted = tuple(hide and place < known for place, hide in enumerate(hidden))
-                if any(counted):
-                    row = replace(row, masked=hidden, supervised=counted)
-                else:  # all that can be known is shown: nothing of it would be learned
+                if not any(counted):  # all that can be known is shown: nothing of it would be learned
                     hidden = tuple(place >= standing for place in range(len(row.masked)))
                     counted = tuple(standing <= place < known for place in range(len(row.masked)))
-                    row = replace(row, masked=hidden, supervised=counted)
+                row = replace(row, masked=hidden, supervised=counted)
             rows.append(row)
         return rows

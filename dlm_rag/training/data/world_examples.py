@@ -25,6 +25,7 @@ from dlm_rag.data.synthetic_world import (
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import build_query
+from dlm_rag.text import overlapping_spans
 from dlm_rag.training.data.examples import Example, ExampleBuilder, Pointer, sample_passages
 
 HOPS = (1, 2, 2, 3, 3, 4, 4)  # of the questions that evidence is retrieved for
@@ -125,7 +126,7 @@ class WorldExamples:
         text, spans = self._builder.tokenizer.decode_with_offsets(ids)
         shift = len(text) - len(question.reasoning)  # a leading blank, where the tokenizer adds one
         return [
-            (hop, [n for n, (a, b) in enumerate(spans) if a < stop + shift and b > start + shift])
+            (hop, overlapping_spans(spans, start + shift, stop + shift))
             for hop, start, stop in question.object_mention_spans()
         ]
 
