@@ -158,7 +158,7 @@ def test_a_way_has_as_many_parts_as_it_needs_to_fit():
     words = [*MICRO_SETTINGS, "train.passage_sets_per_step=8", "plan.machine=h100", "plan.devices=1"]
     config = load_config(None, words)
     shape, dtype = resolve_shape(config), torch.float32
-    whole = plan_phase(config, "", config.train, (shape, dtype), {})
+    whole = plan_phase(config, "", shape, dtype, config.train)
     need = sum(whole.device_bytes.values()) - 3.5 * whole.memory.activations_per_item
     machine = GPU_SPECS["h100"]._replace(memory=need / 0.92)
     (found,) = compare_training(config, shape, dtype, machine)
@@ -214,11 +214,13 @@ def test_no_part_of_a_step_is_run_twice(monkeypatch):
     monkeypatch.setattr(step_memory, "_simulate", count)
     words = ["train.passage_sets_per_step=64", "train.gradient_accumulation_steps=2", "train.parallel=ddp"]
     config = load_config(None, [*MICRO_SETTINGS, *words, "plan.machine=h100", "plan.devices=3"])
-    shape, dtype, simulated = resolve_shape(config), torch.float32, {}
-    (planned,) = plan_phases(config, shape, dtype, simulated)
+    monkeypatch.setattr(step_memory, "_simulated", {})
+    shape, dtype = resolve_shape(config), torch.float32
+    (planned,) = plan_phases(config, shape, dtype)
     alone = len(runs)
-    found = {c.name: c for c in compare_training(config, shape, dtype, GPU_SPECS["h100"], simulated)}
+    found = {c.name: c for c in compare_training(config, shape, dtype, GPU_SPECS["h100"])}
     assert found["tensor parallel"].problem and len(runs) == len(set(runs)) == 2 * alone
     assert found["whole"].memory == sum(planned.device_bytes.values())
+    monkeypatch.setattr(step_memory, "_simulated", {})
     (apart,) = plan_phases(replace(config, train=replace(config.train, parallel="fsdp")), shape, dtype)
     assert found["shards"].memory == sum(apart.device_bytes.values())

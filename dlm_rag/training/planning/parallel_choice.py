@@ -30,7 +30,6 @@ from dlm_rag.training.planning.plan import (
     plan_phase,
     time_layer_sums,
 )
-from dlm_rag.training.planning.step_memory import Simulations
 
 REPLANNINGS = 3  # with more parts of a step, until one fits
 REMEDIES = {
@@ -98,18 +97,10 @@ def check_room(need: float, machine: GpuSpec) -> str:
 
 
 def compare_training(
-    config: Config,
-    shape: DenoiserConfig,
-    dtype: torch.dtype,
-    machine: GpuSpec,
-    simulated: Simulations | None = None,
+    config: Config, shape: DenoiserConfig, dtype: torch.dtype, machine: GpuSpec
 ) -> list[Choice]:
-    """The ways to train, each with as many `gradient_accumulation_steps` as it needs to fit.
-
-    simulated: what is known of this configuration.
-    """
+    """The ways to train, each with as many `gradient_accumulation_steps` as it needs to fit."""
     phases, plan = config.train.get_phase_configs(), config.plan
-    simulated = {} if simulated is None else simulated
 
     def consider(name: str, ranks: int) -> Choice:
         parallel = "fsdp" if name in ("shards", "both") else "ddp"
@@ -118,9 +109,7 @@ def compare_training(
         for train in trained.values():  # all, before the first is planned
             check_phase(config, train, shape)
         planned = [
-            _fit_phase(
-                partial(plan_phase, config, at, how=(shape, dtype), simulated=simulated), train, machine
-            )
+            _fit_phase(partial(plan_phase, config, at, shape, dtype), train, machine)
             for at, train in trained.items()
         ]
         steps = sum(phase.train.max_steps for phase in planned)
@@ -139,15 +128,15 @@ def compare_training(
     return compare_ways(plan.devices, consider)
 
 
-def _fit_phase(plan: Callable[..., PhasePlan], train: TrainConfig, machine: GpuSpec) -> PhasePlan:
+def _fit_phase(plan: Callable[[TrainConfig], PhasePlan], train: TrainConfig, machine: GpuSpec) -> PhasePlan:
     """The plan of a phase in so many parts that one fits, if any does; plan: gives that of `train`."""
-    phase = plan(train=train)
+    phase = plan(train)
     for _ in range(REPLANNINGS):
         most = phase.max_microbatch_items(machine)
         if not 0 < most < phase.microbatch_items:
             break
         parts = math.ceil(phase.items * train.context_parallel / (phase.models * most))
-        phase = plan(train=replace(train, gradient_accumulation_steps=parts))
+        phase = plan(replace(train, gradient_accumulation_steps=parts))
     return phase
 
 

@@ -11,7 +11,6 @@ import torch
 from dlm_rag.config import Config, TrainConfig
 from dlm_rag.decode.memory_budget import GIB, DecodeMemory, LongestRow, count_kv_bytes
 from dlm_rag.errors import ConfigError
-from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.evidence.segment_kv_cache import measure_free_bytes
 from dlm_rag.evidence.truncation import ContextBudget
 from dlm_rag.machine import choose_dtype
@@ -22,11 +21,11 @@ from dlm_rag.training.data.examples import LONG_QUESTION_TOKENS, Example
 from dlm_rag.training.distributed import check_parallelism
 from dlm_rag.training.initial_model import make_training_shape, open_initial_model
 from dlm_rag.training.initial_weights import InitialModel, build_meta_denoiser
+from dlm_rag.training.losses import lay_out_examples
 from dlm_rag.training.planning.gpu_specs import GpuSpec
 from dlm_rag.training.planning.known_checkpoints import read_known_config
 from dlm_rag.training.planning.step_memory import (
     FLOAT32_BYTES,
-    Simulations,
     StepMemory,
     count_optimizer_bytes,
     estimate_step_memory,
@@ -155,17 +154,13 @@ def time_layer_sums(
     return 2 * shape.num_hidden_layers * (sent / machine.link + calls * COLLECTIVE_SECONDS)
 
 
-def plan_phases(
-    config: Config, shape: DenoiserConfig, dtype: torch.dtype, simulated: Simulations | None = None
-) -> list[PhasePlan]:
+def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> list[PhasePlan]:
     """The plan of every phase, with the arithmetic in `dtype`; pointer supervision is left out.
 
-    simulated: what is known of this configuration. Raises `ConfigError` where so many devices cannot share
-    a phase.
+    Raises `ConfigError` where so many devices cannot share a phase.
     """
     phases = config.train.get_phase_configs().items()
-    simulated = {} if simulated is None else simulated
-    return [plan_phase(config, name, train, (shape, dtype), simulated) for name, train in phases]
+    return [plan_phase(config, name, shape, dtype, train) for name, train in phases]
 
 
 def check_phase(config: Config, train: TrainConfig, whole: DenoiserConfig) -> None:
@@ -177,24 +172,16 @@ def check_phase(config: Config, train: TrainConfig, whole: DenoiserConfig) -> No
 
 
 def plan_phase(
-    config: Config,
-    name: str,
-    train: TrainConfig,
-    how: tuple[DenoiserConfig, torch.dtype],
-    simulated: Simulations,
+    config: Config, name: str, whole: DenoiserConfig, dtype: torch.dtype, train: TrainConfig
 ) -> PhasePlan:
-    """The plan of a phase; how: the whole model, of which a device has its part, and the arithmetic.
-
-    simulated: what is known of this configuration, and gets to be. Raises `ConfigError`.
-    """
-    whole, dtype = how
+    """The plan of a phase; whole: the model of which a device has its part. Raises `ConfigError`."""
     check_phase(config, train, whole)
     devices, shape = config.plan.devices, split_config(whole, train.tensor_parallel)
     train = replace(train, dtype=str(dtype).removeprefix("torch."))
     task = make_planned_task(config, train, shape)
     parts = devices * train.gradient_accumulation_steps
     part = math.ceil(task.items * train.context_parallel * train.tensor_parallel / parts)
-    memory = estimate_step_memory(task, shape, dtype, part, simulated)
+    memory = estimate_step_memory(task, shape, dtype, part)
     decoded, layout = task.sample_decoding(shape), task.layout(shape)
     forward = count_forward_flops(shape, task.sample_examples(shape, 1), layout)
     flops = forward.flops_with_backward(train.is_denoiser_frozen)
@@ -240,10 +227,7 @@ def plan_decode_memory(
 
 def count_forward_flops(shape: DenoiserConfig, examples: list[Example], layout: str) -> FlopCount:
     """What the layers and the head compute for these rows, once; shared passages run once, before them."""
-    states = [
-        lay_out_prompt(e.prompt, shape, layout).build_row(e.target, e.finished, shape.shifted)
-        for e in examples
-    ]
+    states = lay_out_examples(examples, shape, layout)
     passages = list(dict.fromkeys(segment for state in states for segment in state.context_segments))
     seen = [sum(len(segment.ids) for segment in state.context_segments) for state in states]
     canvases, read = [s.canvas_segment for s in states], [len(e.supervised_positions) for e in examples]

@@ -27,7 +27,6 @@ from dlm_rag.training.planning.parallel_choice import (
     explain_choice,
 )
 from dlm_rag.training.planning.plan import GB, PhasePlan, plan_phases, resolve_shape
-from dlm_rag.training.planning.step_memory import Simulations
 
 SECONDS_PER_DAY = 86_400.0  # seconds
 BYTES_PER_GBIT = 1e9 / 8  # bytes
@@ -38,9 +37,8 @@ def print_plan(config: Config) -> None:
     shape, plan = resolve_shape(config), config.plan
     machines = list_planned_machines(plan)
     dtype = choose_planned_dtype(config.train.dtype, machines[0] if plan.machine else None)
-    simulated: Simulations = {}
     show_status("planning a step: its rows are counted, and its memory")
-    phases = plan_phases(config, shape, dtype, simulated)
+    phases = plan_phases(config, shape, dtype)
     show_status()
     console, memory = make_console(), phases[0].memory
     console.print(
@@ -69,7 +67,7 @@ def print_plan(config: Config) -> None:
             console.print(describe_days_claim(machine, flops, dtype, plan.devices, plan.days))
         console.print(f"[dim]{machine.name}: {machine.source}[/dim]", highlight=False)
     if plan.machine and dtype in machines[0].flops:
-        choices = compare_training(config, shape, dtype, machines[0], simulated)
+        choices = compare_training(config, shape, dtype, machines[0])
         print_choices(console, "training", choices, machines[0], plan.devices)
 
 

@@ -39,7 +39,7 @@ MIN_LOGIT_CHUNKS = 2  # of logits from which on the loss grows evenly with items
 MemoryTimeline = dict[tuple[str | int, ...], tuple[float, float]]
 MOVED_BYTES_KEY = ("moved",)
 # Of parts of a step that were run, by all that they depend on; settings hold lists, which have no hash.
-Simulations = dict[str, MemoryTimeline]
+_simulated: dict[str, MemoryTimeline] = {}
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,11 @@ class StepMemory:
     activations_per_item: float  # activations that another item adds
 
 
-def estimate_step_memory(
-    task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: int, simulated: Simulations | None = None
-) -> StepMemory:
+def estimate_step_memory(task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: int) -> StepMemory:
     """What a part of `items` items needs, with the arithmetic in `dtype`; nothing is allocated.
 
     Of shared sequences: what one of the processes needs that share them. Of heads: the weights alone,
-    for no layer is run. simulated: what is known of the tasks of one configuration, and gets to be.
+    for no layer is run.
     """
     train, root = task.train, _build_objective(task, shape, dtype, shape.num_hidden_layers)
     named = list(root.denoiser.named_parameters())
@@ -78,8 +76,7 @@ def estimate_step_memory(
     if task.runs_denoiser:
         other = items // 2 or 2
         chunk = root.logit_chunk * train.context_parallel
-        known = {} if simulated is None else simulated
-        course, less = _estimate_timelines(task, (shape, dtype), (items, other), chunk, known)
+        course, less = _estimate_timelines(task, shape, dtype, (items, other), chunk)
         (moved, _), _ = course.pop(MOVED_BYTES_KEY), less.pop(MOVED_BYTES_KEY)
         (peak, logits), (lower, _) = max(course.values()), max(less.values())
         per_item = max(0.0, (peak - lower) / (items - other))
@@ -107,17 +104,12 @@ def _accumulates(train: TrainConfig) -> bool:
 
 
 def _estimate_timelines(
-    task: Task,
-    how: tuple[DenoiserConfig, torch.dtype],
-    items: Sequence[int],
-    chunk: int,
-    simulated: Simulations,
+    task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: Sequence[int], chunk: int
 ) -> list[MemoryTimeline]:
     """The courses of parts of so many items, from runs of as few layers and items as tell of them.
 
-    how: shape and dtype. chunk: positions whose logits are there at a time.
+    chunk: positions whose logits are there at a time.
     """
-    shape, dtype = how
     terms = _choose_terms(task)
     each = task.count_microbatch(task.sample_microbatch(shape, 1), terms)["supervised"]
     parallel, parts = "fsdp" if task.train.parallel == "fsdp" else "ddp", 1 + _accumulates(task.train)
@@ -128,10 +120,10 @@ def _estimate_timelines(
     found = []
     with report_progress("planning a step", len(counts)) as advance:
         for number in counts:
-            key = repr((like, shape, dtype, number, depth))
-            if key not in simulated:
-                simulated[key] = _simulate(task, shape, dtype, number, depth)
-            found.append(simulated[key])
+            key = repr((replace(task.phase.config, train=like), shape, dtype, number, depth))
+            if key not in _simulated:
+                _simulated[key] = _simulate(task, shape, dtype, number, depth)
+            found.append(_simulated[key])
             advance(1)
     less, more = found
     return [_interpolate(less, more, (number - low) / (high - low)) for number in items]
