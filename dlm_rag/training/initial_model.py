@@ -18,7 +18,7 @@ from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
-from dlm_rag.retrieval.corpus import Corpus, open_corpus
+from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.tokenizer import Tokenizer, add_mask_token, load_tokenizer
 from dlm_rag.tokenizer.prompts import PromptTemplate, load_prompt
 from dlm_rag.training.data.examples import LONG_QUESTION_TOKENS
@@ -49,13 +49,6 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
     )
     backend.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, mask_token=MASK_TOKEN, eos_token=END_TOKEN)
-
-
-def iterate_corpus_texts(corpus: Corpus) -> Iterator[str]:
-    """The texts of at most `MAX_TOKENIZER_PASSAGES` passages, from all over the corpus."""
-    yield from (
-        corpus[row].text for row in range(0, len(corpus), -(-len(corpus) // MAX_TOKENIZER_PASSAGES))
-    )
 
 
 def iterate_world_texts(seed: int, worlds: int = 60) -> Iterator[str]:
@@ -227,9 +220,11 @@ def _make_fresh_model(config: Config) -> InitialModel:
     room = (1 if layout.separate_passages else config.retrieval.top_k) * train.passage_length
     room += 2 * LONG_QUESTION_TOKENS + (config.decode.max_new_tokens or own.canvas_length)
     own = replace(own, vocab_size=train.vocab_size, mask_token_id=0, max_position_embeddings=room)
-    texts = iterate_world_texts(train.seed)
+    texts: Iterable[str] = iterate_world_texts(train.seed)
     if corpus is not None:
-        texts = iterate_corpus_texts(open_corpus(corpus, config.retrieval.index_dir))
+        passages = open_corpus(corpus, config.retrieval.index_dir)
+        every = -(-len(passages) // MAX_TOKENIZER_PASSAGES)
+        texts = (passages[row].text for row in range(0, len(passages), every))
     tokenizer = Tokenizer(train_tokenizer(texts, train.vocab_size), 0, DEFAULT_PROMPT_TEMPLATE, (1,))
     shape = make_training_shape(config, own)
     return InitialModel(shape, tokenizer, None, train.seed, 0, layers_checkpoint=layers)

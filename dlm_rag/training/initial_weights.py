@@ -147,7 +147,6 @@ def _local_rows(value: Tensor) -> slice:
 
 
 def _copy_local_rows(value: Tensor, whole: Tensor) -> None:
-    """Copies this process's rows of a whole tensor into their place."""
     get_local(value).copy_(whole[_local_rows(value)])
 
 
@@ -224,12 +223,6 @@ class InitialModel:
             there.initialise(self.seed)
         return there.state_dict()
 
-    def build_denoiser(self, device: torch.device, frozen: torch.dtype = torch.float32) -> Denoiser:
-        """The whole denoiser with its first weights, float32 where they are trained."""
-        denoiser = self.build_on_meta(frozen)
-        self.materialize(denoiser, device)
-        return denoiser
-
     def export(
         self, folder: Path, tensors: dict[str, Tensor], rope_theta: float, dtype: torch.dtype
     ) -> None:
@@ -240,11 +233,8 @@ class InitialModel:
         whole = merge_lora_weights(tensors, self.lora_rank)
         if self.config.noise is not None and self.checkpoint is not None:
             whole = to_checkpoint_names(whole, self.checkpoint.raw_config, self.checkpoint.folder)
-        tensors = {
-            n: value if n.startswith(HEADS_PREFIX) else value.to(dtype) for n, value in whole.items()
-        }
-        template, extra = self.tokenizer.template, dict[str, Any]()
-        extra["prompt"] = asdict(template)
+        tensors = {n: x if n.startswith(HEADS_PREFIX) else x.to(dtype) for n, x in whole.items()}
+        extra: dict[str, Any] = {"prompt": asdict(self.tokenizer.template)}
         if self.checkpoint is None:
             extra["eos_token_id"] = self.tokenizer.end_id
         config = replace(self.config, rope_theta=rope_theta)

@@ -133,7 +133,6 @@ class MetricsLogger:
             self.page.write()
 
     def _write(self, metrics: list[Metrics]) -> None:
-        """Writes the file anew, at once or not at all."""
         write_text_atomic(self._path, "".join(json.dumps(line) + "\n" for line in metrics))
 
 

@@ -70,13 +70,8 @@ def run_training(
                 with open_atomic_folder(model) if processes.is_main else nullcontext(model) as scratch:
                     trainer.export(scratch)
                     if processes.is_main:
-                        write_model_card(
-                            scratch,
-                            trainer.denoiser,
-                            config,
-                            read_metrics(folder / "metrics.jsonl"),
-                            commit,
-                        )
+                        metrics = read_metrics(folder / "metrics.jsonl")
+                        write_model_card(scratch, trainer.denoiser, config, metrics, commit)
                 say(f"the model is in {model}: sample --model reads it")
             del trainer
             free_memory()

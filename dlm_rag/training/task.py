@@ -49,7 +49,6 @@ class Validation(Protocol):
 
     def compute_scores(self, trainer: Any) -> dict[str, float]:
         """Scores by name, the same on every process; all take part."""
-        ...
 
 
 class Task:

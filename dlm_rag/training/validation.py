@@ -72,11 +72,10 @@ class QuestionValidation:
             for rollout, question in zip(rollouts, asked, strict=True):
                 scored = score_rollout(rollout, question)
                 if question.id in shown:
-                    gold, right = " or ".join(question.golden_answers), bool(scored.exact_match)
                     self.examples[question.question] = {
                         "answer": rollout.answer,
-                        "gold": gold,
-                        "right": right,
+                        "gold": " or ".join(question.golden_answers),
+                        "right": bool(scored.exact_match),
                     }
                 sums["exact_match"] += scored.exact_match
                 sums["forwards_per_answer"] += scored.forwards

@@ -39,6 +39,13 @@ def make_trainer(folder, *words):
     return open_trainer(load_config(None, [*MICRO_SETTINGS, *words]), folder)[0]
 
 
+def build_denoiser(origin, frozen=torch.float32):
+    """The whole denoiser with its first weights, float32 where they are trained."""
+    denoiser = origin.build_on_meta(frozen)
+    origin.materialize(denoiser, CPU)
+    return denoiser
+
+
 def clone_weights(trainer):
     return {name: value.clone() for name, value in trainer.denoiser.state_dict().items()}
 

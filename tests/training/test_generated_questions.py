@@ -18,9 +18,9 @@ from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import Passage, open_corpus
 from dlm_rag.training.data.examples import (
     MIN_COPY_TOKENS,
+    CopyIndex,
     ExampleBuilder,
     Pointer,
-    find_copy_pointers,
     sample_passages,
 )
 from dlm_rag.training.data.question_examples import (
@@ -35,7 +35,7 @@ from tests.support.painters import PAINTERS, TOWNS, painter_sentence
 from tests.support.passages import write_jsonl_file
 from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
-from tests.support.training import run_train_program
+from tests.support.training import build_denoiser, run_train_program
 from tests.support.training_data import write_own_data
 
 FAR = "Much was said of it in the papers of that time, for and against, and more was sung of it. "
@@ -102,12 +102,12 @@ def test_a_corpus_without_names_says_so(tmp_path):
 
 def test_a_copy_is_the_longest_run_and_short_ones_are_chance():
     facts = [(7, 1, 2, 3, 9), (5, 1, 2, 3, 4, 5, 6)]
-    assert find_copy_pointers([1, 2, 3, 4, 5, 8, 1, 2, 9, 1, 2, 3], facts) == (
+    assert CopyIndex(facts).find([1, 2, 3, 4, 5, 8, 1, 2, 9, 1, 2, 3]) == (
         *(Pointer(n, 1, n + 1) for n in range(5)),  # not the first fact, where three agree
         *(Pointer(9 + n, 0, 1 + n) for n in range(3)),
     )
     for ids, where in (([1, 2], facts), ([], facts), ([1, 2, 3], [])):
-        assert find_copy_pointers(ids, where) == ()
+        assert CopyIndex(where).find(ids) == ()
 
 
 def test_a_pointer_names_the_token_that_it_points_at():
@@ -115,7 +115,7 @@ def test_a_pointer_names_the_token_that_it_points_at():
     for _ in range(200):
         facts = [[rng.randrange(5) for _ in range(rng.randrange(20))] for _ in range(3)]
         ids = [rng.randrange(5) for _ in range(30)]
-        found = find_copy_pointers(ids, facts)
+        found = CopyIndex(facts).find(ids)
         assert all(ids[p.position] == facts[p.fact][p.token] for p in found)
         places = [p.position for p in found]
         assert places == sorted(set(places))
@@ -215,7 +215,7 @@ def test_a_fresh_denoiser_begins_with_the_layers_of_another(tmp_path, web):
     old.save_pretrained(tmp_path / "old", eos_token_id=257)
     words = [f"train.init_layers_from={tmp_path / 'old'}", f"data.corpus={web}", "train.vocab_size=300"]
     origin = open_initial_model(load_config(None, words))
-    made = origin.build_denoiser("cpu").state_dict()
+    made = build_denoiser(origin).state_dict()
     assert made["embed_tokens.weight"].shape == (300, 32)
     same = [name for name, value in old.state_dict().items() if made[name].equal(value)]
     assert {name.partition(".")[0] for name in same} >= {"layers", "norm"}

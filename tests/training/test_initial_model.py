@@ -20,7 +20,7 @@ from dlm_rag.training.initial_weights import merge_lora_weights
 from dlm_rag.training.optimizers import make_optimizers
 from dlm_rag.training.tensor_parallel import place_tensor
 from tests.support.tiny_models import write_autoregressive_checkpoint
-from tests.support.training import SINGLE_PROCESS
+from tests.support.training import SINGLE_PROCESS, build_denoiser
 
 CPU = torch.device("cpu")
 IDS = torch.arange(24).view(2, 12) * 7 % 256
@@ -36,7 +36,7 @@ def test_adaptation_begins_with_the_model_as_it_was(autoregressive):
     folder, model = autoregressive
     origin = open_initial_model(load_config(None, [f"model.path={folder}", "train.objective=adapt"]))
     assert origin.config.mask_token_id == 257 and origin.config.shifted, "one token more than there were"
-    denoiser = origin.build_denoiser(CPU)
+    denoiser = build_denoiser(origin)
     with torch.no_grad():
         expected = model(IDS).logits
         found = denoiser(IDS, block=1)
@@ -46,7 +46,7 @@ def test_adaptation_begins_with_the_model_as_it_was(autoregressive):
 def test_an_export_is_read_by_us_and_by_the_public_class(autoregressive, tmp_path):
     folder, model = autoregressive
     origin = open_initial_model(load_config(None, [f"model.path={folder}", "train.objective=adapt"]))
-    denoiser = origin.build_denoiser(CPU)
+    denoiser = build_denoiser(origin)
     with torch.no_grad():
         denoiser.layers[0].mlp.up_proj.weight.mul_(1.1)
     origin.export(
@@ -82,7 +82,7 @@ def test_an_autoregressive_model_must_be_adapted_first(autoregressive):
 def test_a_public_denoiser_goes_out_as_it_came_in(golden, tmp_path, name):
     folder = golden / "checkpoints" / name
     origin = open_initial_model(load_config(None, [f"model.path={folder}", "model.evidence_layout=joint"]))
-    denoiser = origin.build_denoiser(CPU)
+    denoiser = build_denoiser(origin)
     tensors = gather_full_state_dict(denoiser, SINGLE_PROCESS)
     origin.export(tmp_path, tensors, origin.config.rope_theta, torch.float32)
     ids = torch.arange(40).view(2, 20) * 13 % 1500
@@ -100,7 +100,7 @@ def test_adapters_alone_are_trained_and_merge_into_the_weights(golden):
     folder = golden / "checkpoints" / "tiny-llada"
     config = load_config(None, [f"model.path={folder}", "train.lora_rank=4"])
     origin = open_initial_model(config)
-    denoiser = origin.build_denoiser(CPU)
+    denoiser = build_denoiser(origin)
     trained = {name for name, value in denoiser.named_parameters() if value.requires_grad}
     assert trained and all(".lora_" in name for name in trained)
     (muon,) = make_optimizers(denoiser, config.train)
@@ -148,7 +148,7 @@ def test_a_process_has_its_rows_of_the_same_weights_and_reads_no_others(
     """Three ranks in shards against one process without: bit for bit, in the bytes of a third."""
     words = [word.format(folder=autoregressive_qwen) for word in words]
     origin = open_initial_model(load_config(None, words))
-    expected = origin.build_denoiser(CPU, torch.bfloat16).state_dict()
+    expected = build_denoiser(origin, torch.bfloat16).state_dict()
     asked, read = [], Checkpoint.read_tensor_rows
 
     def rows(self, name, which):
@@ -194,7 +194,7 @@ def test_shards_of_parts_are_pieces_of_the_same_weights(autoregressive_qwen, as_
     """Each has its place in the whole, and without what ranks share the places are all of it, once."""
     words = [word.format(folder=autoregressive_qwen) for word in words]
     origin = open_initial_model(load_config(None, words))
-    expected = origin.build_denoiser(CPU, torch.bfloat16).state_dict()
+    expected = build_denoiser(origin, torch.bfloat16).state_dict()
     covered = {name: torch.zeros(value.shape) for name, value in expected.items()}
     for rank in range(count):
         as_rank(rank, count)

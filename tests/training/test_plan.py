@@ -33,7 +33,7 @@ from dlm_rag.training.planning.plan_report import (
 )
 from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_denoiser
-from tests.support.training import CPU, MICRO_SETTINGS, make_trainer
+from tests.support.training import CPU, MICRO_SETTINGS, build_denoiser, make_trainer
 
 sys.path.insert(0, str(ROOT / "profiling"))
 
@@ -63,7 +63,7 @@ def test_frozen_weights_spare_their_own_half_of_backward_and_attention_spares_no
     pytest.importorskip("peft")
     words = [*bench_memory.BASE_SETTINGS, *bench_memory.PRETRAIN_SETTINGS]
     config = load_config(None, words)
-    denoiser = open_initial_model(config).build_denoiser(CPU)
+    denoiser = build_denoiser(open_initial_model(config))
     add_lora_adapters(denoiser, 2)
     examples = make_planned_task(config, config.train, denoiser.config).sample_examples(denoiser.config, 1)
     objective = MaskedObjective(denoiser, "joint", frozenset({1}))

@@ -62,10 +62,10 @@ from tests.support.paths import ROOT
 from tests.support.processes import count_lines, wait_until
 from tests.support.tiny_models import tiny_denoiser
 from tests.support.training import (
-    CPU,
     METRICS_LINES,
     MICRO_SETTINGS,
     SINGLE_PROCESS,
+    build_denoiser,
     clone_weights,
     make_trainer,
 )
@@ -131,9 +131,8 @@ def test_examples_are_what_they_say(tokenizer, examples):
 
 
 def micro_denoiser(*words):
-    return open_initial_model(
-        load_config(None, [*MICRO_SETTINGS, "train.vocab_size=1024", *words])
-    ).build_denoiser(CPU)
+    config = load_config(None, [*MICRO_SETTINGS, "train.vocab_size=1024", *words])
+    return build_denoiser(open_initial_model(config))
 
 
 def objective_of(denoiser, layout="independent"):
@@ -273,7 +272,7 @@ def test_a_fresh_denoiser_has_a_nelbo_of_about_log_v_per_token(tmp_path):
     config = load_config(None, MICRO_SETTINGS)
     origin = open_initial_model(config)
     _, validation = open_phase(config, "", origin, tmp_path)
-    denoiser = origin.build_denoiser(CPU)
+    denoiser = build_denoiser(origin)
     with torch.no_grad():
         denoiser.lm_head.weight.mul_(1e-4)
     nats, tokens = validation.nelbo(denoiser, origin.tokenizer, range(4))
@@ -546,7 +545,7 @@ BROKEN = {  # what lies beside two whole checkpoints, by its name: what makes it
     "step-9": (Path.mkdir, "its name is not that of a checkpoint"),
     "step-00000004": (cut_shard, ".safetensors is cut short"),
     "step-00000010": ("[]", "the line is not a JSON object"),
-    "step-00000011": ('{"format": 2, "run": {}, "phase": {}, "state": []}', "state.json: state"),
+    "step-00000011": ('{"format": 2, "run": {}, "phase": {}, "state": []}', "state.json has changed"),
 }
 
 
@@ -601,17 +600,6 @@ def test_control_c_saves_a_checkpoint_and_a_second_ends_at_once(tmp_path):
     # Steps of several seconds, so that the second comes in the one that the first has let go on.
     err = interrupt(tmp_path / "long", "train.passage_sets_per_step=200", times=2)
     assert "interrupted" in err and "stopped after step" not in err
-
-
-def test_a_setting_that_is_younger_than_a_run_had_its_default(tmp_path):
-    make_trainer(tmp_path).save()
-    state = find_latest_checkpoint(tmp_path)[0] / "state.json"
-    record = json.loads(state.read_text())
-    del record["phase"]["train.weight_decay"], record["digest"]
-    state.write_text(json.dumps(record))
-    assert make_trainer(tmp_path, "train.max_steps=20", "train.wandb=offline").restore()
-    with pytest.raises(ConfigError, match=r"begun with train.weight_decay=0.0, not 0.1"):
-        make_trainer(tmp_path, "train.weight_decay=0.1").restore()
 
 
 @pytest.mark.slow

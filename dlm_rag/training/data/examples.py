@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import takewhile
 
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
@@ -198,16 +197,6 @@ class CopyIndex:
         while length < most and ids[position + length] == fact[at + length]:
             length += 1
         return length
-
-
-def find_copy_pointers(ids: Sequence[int], facts: Sequence[Sequence[int]]) -> tuple[Pointer, ...]:
-    """`CopyIndex.find` of one response."""
-    return CopyIndex(facts).find(ids)
-
-
-def count_shared_tokens(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens at the beginnings of both agree."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def sample_document_rows(shape: DenoiserConfig, length: int, count: int) -> list[Example]:

@@ -8,9 +8,9 @@ are of single-passage questions, if there are any. Everything follows from (seed
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 from dlm_rag.config import TrainConfig
@@ -29,8 +29,6 @@ from dlm_rag.training.data.examples import (
     CopyIndex,
     Example,
     ExampleBuilder,
-    count_shared_tokens,
-    find_copy_pointers,
     sample_passages,
 )
 from dlm_rag.training.data.natural_examples import NaturalExamples
@@ -57,7 +55,7 @@ class TrainingQuestions:
     there are none.
     """
 
-    chains: Sequence[Question] = field(default_factory=list)
+    chains: Sequence[Question]
     single_passage: Sequence[Question] = ()
     held_out: Sequence[Question] = ()
     draw_counterfactual: CounterfactualSampler | None = None
@@ -95,9 +93,8 @@ def generate_corpus_questions(
         """Questions with their kind and how often they are asked: not at all where they do not fit."""
         made = []
         for row in chain.from_iterable(rows.make_rows(number)[0] for number in numbers):
-            question, kind = _to_question(row), "chains" if row["hops"] > 1 else "single_passage"
-            if row["held_out"]:
-                kind = "held_out"
+            question = _to_question(row)
+            kind = "held_out" if row["held_out"] else "chains" if row["hops"] > 1 else "single_passage"
             if kind != "held_out" or row["hops"] > 1:
                 times = WHAT_QUESTION_REPEATS if row["template"] == "what" else 1
                 there = fits(question, [texts[i] for i in question.supporting_ids])
@@ -112,9 +109,10 @@ def generate_corpus_questions(
     if not found["chains"]:
         raise CorpusError(f"{corpus.path}: {_explain_no_chains(several, builder.shape)}")
     return TrainingQuestions(
-        found["chains"], found["single_passage"], found["held_out"], cross if gaps and defined else None,
-        NaturalQuestions([*corpus], lambda row: not rows.is_held_out(row)) if natural else None,
-    )  # fmt: skip
+        **found,
+        draw_counterfactual=cross if gaps and defined else None,
+        natural=NaturalQuestions([*corpus], lambda row: not rows.is_held_out(row)) if natural else None,
+    )
 
 
 def _make_fit_check(builder: ExampleBuilder) -> Callable[[Question, list[str]], bool]:
@@ -275,7 +273,7 @@ class QuestionExamples:
         encode, response = self._builder.tokenizer.encode, target_response(question)
         prompt = self._builder.build_prompt(question.question, [passage.text for passage in evidence])
         ids, standing = list(encode(response)), len(encode(response[:stands])) if stands else 0
-        pointers = find_copy_pointers(ids, prompt.facts)
+        pointers = CopyIndex(prompt.facts).find(ids)
         row = self._builder.build_example(rng, prompt, ids, standing, pointers)
         told = self._count_supported_tokens(question, ids, {p.id for p in evidence})
         if told < len(ids):
@@ -297,7 +295,12 @@ class QuestionExamples:
             return len(ids)
         before = target_response(question)[: _sentence_ends(question)[missing]]
         end = len(self._builder.tokenizer.encode(before))
-        return end + max((count_shared_tokens(ids[at:end], ids[end:]) for at in range(end)), default=0)
+        return end + max((_count_shared_tokens(ids[at:end], ids[end:]) for at in range(end)), default=0)
+
+
+def _count_shared_tokens(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens at the beginnings of both agree."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _sentence_ends(question: Question) -> list[int]:

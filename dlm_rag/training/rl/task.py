@@ -149,7 +149,6 @@ class RlTask(Task):
         return fill_rollout_buffer(decoder, asked, train, step / train.max_steps), decoder
 
     def _make_rows(self, taken: Sequence[WeightedStep], decoder: Decoder) -> list[PolicyRow]:
-        """What the denoiser learns from steps that were taken."""
         shape, settings, top_k = decoder.denoiser.config, decoder.config, self._config.retrieval.top_k
         header = build_trace_header(
             shape, self._tokenizer, decoder.evidence_layout, settings, top_k=top_k, model="", corpus=""
