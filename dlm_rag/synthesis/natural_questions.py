@@ -281,10 +281,12 @@ class Renamer:
                 continue
             if re.fullmatch(DATE, name) or name.split()[0].lower() in FUNCTION_WORDS - {"the", "a"}:
                 continue
+            pool = {"person": self._given, "place": self._places}.get(group, self._others)
+            if not pool:  # no passage is about such a thing
+                continue
+            other = rng.choice(pool)
             if group == "person":
-                other = f"{rng.choice(self._given)} {rng.choice(self._family)}"
-            else:
-                other = rng.choice(self._places if group == "place" else self._others)
+                other = f"{other} {rng.choice(self._family)}"
             if other in taken or {*split_words(other)} & {w for n in given for w in split_words(n)}:
                 continue
             taken.add(other)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from dlm_rag.decode.abstention import UNKNOWN
+from dlm_rag.errors import QuestionError
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import build_query
@@ -147,7 +148,10 @@ class NaturalExamples:
         for asked, told, stands in plan:
             said = [rename(statement) for statement in asked.statements]
             answer = rename(asked.answer)
-            prompt = replace(builder.build_prompt(rename(asked.question), []), facts=facts)
+            try:
+                prompt = replace(builder.build_prompt(rename(asked.question), []), facts=facts)
+            except QuestionError:  # its names are longer than a prompt holds
+                continue
             open_end = stands < told < len(said)  # what comes next has its passage later
             if told < len(said) and not open_end:
                 said, answer = said[:told], UNKNOWN
