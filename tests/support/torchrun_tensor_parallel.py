@@ -29,6 +29,9 @@ from tests.support.processes import wait_until
 from tests.support.setup_matrix import DECODING_SETUPS, make_setup_decoder
 
 CPU = torch.device("cpu")
+# Of the ways of decoding, those whose pools differ, and of the published systems one of each model.
+POOLED = ("prefix", "independent", "experts", "blocks, text", "pipeline")
+PUBLISHED = ("sardi", "fast-dllm-llada-none")
 
 
 class SplitDenoiser:
@@ -117,7 +120,7 @@ def compare_golden(folder, golden):
             (place := folder / f"golden {name}").mkdir()
             test_block_golden.test_every_step_is_the_public_one(place, corpus, name, 8, None)
             checked.append(name)
-        for name in golden_traces.TRACES if golden else ():
+        for name in PUBLISHED if golden else ():
             golden_traces.check_trace(golden, name)
             checked.append(name)
     return checked
@@ -152,15 +155,14 @@ def main() -> None:
 
     parts = {
         "setups": lambda: compare_setups(folder),
-        "int8": lambda: compare_setups(folder, cache_dtype="int8"),
+        "int8": lambda: compare_setups(folder, POOLED, cache_dtype="int8"),
         "store": lambda: compare_with_store(folder),
         "golden": lambda: compare_golden(folder, golden),
     }
     shared = {
-        "setups, shared segments": lambda: compare_setups(folder, apart, cache_dtype="auto"),
+        "setups, shared segments": lambda: compare_setups(folder, POOLED, cache_dtype="auto"),
         "what does not fit": lambda: refuse_what_does_not_fit(folder),
     }
-    apart = [way for way, (layout, *_) in DECODING_SETUPS.items() if layout != "joint"]
     found = {}
     with mock.patch.object(MaskedModelRunner, "propose", record):
         for group, surroundings in ((parts, nullcontext()), (shared, shared_segments())):
