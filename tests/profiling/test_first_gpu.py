@@ -1,12 +1,12 @@
 """The first look at a GPU, on a CPU: what fails leaves its error, the rest of the page is made."""
 
 import json
-import subprocess
 import sys
 import time
 
 import pytest
 
+from dlm_rag.errors import ConfigError
 from tests.support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "profiling"))
@@ -14,14 +14,9 @@ sys.path.insert(0, str(ROOT / "profiling"))
 import first_gpu
 import first_gpu_parts
 
-SCRIPT = [sys.executable, str(ROOT / "profiling" / "first_gpu.py")]
 
-
-def look(folder, *words, code=0):
-    done = subprocess.run([*SCRIPT, "--out", str(folder), *words], capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    if code:
-        return done.stderr
+def look(folder, *words):
+    first_gpu.main(["--out", str(folder), "--quick", *words])
     page, found = (folder / "page.md").read_text(), json.loads((folder / "page.json").read_text())
     assert "## What went wrong\n\nNothing." in page, page
     return page, {name: part["rows"] for name, part in found.items()}
@@ -83,7 +78,7 @@ def test_the_page_says_what_was_found_until_a_part_broke_off(tmp_path):
 
 @pytest.mark.slow
 def test_the_whole_look_on_a_cpu(tmp_path):
-    page, found = look(tmp_path, "--quick")
+    page, found = look(tmp_path)
     assert "**On a CPU**" in page and "| matrix products, TFLOP/s |" in page and "kernel sdpa" in page
     for name in ("shipped", "tiny"):
         rows = found[name]
@@ -110,9 +105,15 @@ def test_the_whole_look_on_a_cpu(tmp_path):
         assert said in page
 
 
-def test_one_part_alone_and_bad_words(tmp_path):
-    page, found = look(tmp_path / "one", "--quick", "--only", "machine")
+@pytest.mark.slow
+def test_one_part_alone(tmp_path):
+    page, found = look(tmp_path, "--only", "machine")
     assert "| copies, GB/s |" in page and list(found) == ["machine"]
-    assert look(tmp_path, "--only", "9b", code=2).startswith("error: '9b' is not a part of it: machine,")
+
+
+def test_bad_words(tmp_path):
+    with pytest.raises(ConfigError, match="'9b' is not a part of it: machine,"):
+        first_gpu.main(["--out", str(tmp_path), "--only", "9b"])
     (tmp_path / "file").touch()
-    assert "cannot be a folder" in look(tmp_path / "file", code=2)
+    with pytest.raises(ConfigError, match="cannot be a folder"):
+        first_gpu.main(["--out", str(tmp_path / "file")])
