@@ -231,7 +231,7 @@ LOSSES = [  # how the run is started, which rank is struck, by what; many of eac
 def test_a_rank_that_is_lost_ends_all_and_the_run_goes_on_from_there(tmp_path):
     write_corpus(tmp_path)
     write_model(tmp_path)
-    asked = [{"id": f"q{n}", "question": f"Who wrote book {n}?"} for n in range(100)]
+    asked = [{"id": f"q{n}", "question": f"Who wrote book {n}?"} for n in range(60)]
     write_jsonl_file(tmp_path / "questions.jsonl", asked)
     words = [
         "sample.py", "--model", str(tmp_path / "model"), "--corpus", str(tmp_path / "corpus.jsonl"),
@@ -255,17 +255,17 @@ def test_a_rank_that_is_lost_ends_all_and_the_run_goes_on_from_there(tmp_path):
         assert process.returncode and time.monotonic() - begin < 30
         assert all(map(has_ended, ranks))
         assert re.search("another rank has died|answered; the same command goes on from here", error), error
-        assert kept + 4 <= count_lines(out) < 100
+        assert kept + 4 <= count_lines(out) < 60
     whole = tmp_path / "whole.jsonl"
     for command in ([python, *split], [python, *words, "--out", str(whole)]):
-        _, error = (process := run(command)).communicate(timeout=120)
+        _, error = (process := run(command)).communicate(timeout=300)
         assert process.returncode == 0, error
         assert ("tensor parallel on 2 ranks" in error) == (split[-1] in command)
     found, expected = (
         {line["id"]: line["response"] for line in map(json.loads, path.read_text().splitlines())}
         for path in (out, whole)
     )
-    assert found == expected and count_lines(out) == 100
+    assert found == expected and count_lines(out) == 60
 
 
 @pytest.mark.slow

@@ -52,7 +52,6 @@ ADAMW = "train.optimizer=adamw"
 FAST = ["sft", "sft bfloat16 sharded", "sft split", FAILING]
 SPLIT_BY_FOUR = [
     "sft split", "sft split, sharded, accumulated, checkpointed", "rl split, sharded, rows on one",
-    "adapters split",
 ]  # fmt: skip
 slow = pytest.mark.slow
 
