@@ -2,17 +2,17 @@
 
 import json
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
+from typing import IO, Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from dlm_rag.errors import UserError
 
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
-
 T = TypeVar("T")
+_make_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 MAX_LINE_BYTES = 2**28  # bytes
 MAX_SIDECAR_BYTES = 2**26  # bytes of this program's own notes on its files
 
@@ -24,12 +24,9 @@ def validate_json_value(kind: type[T], value: Any, place: str, error: type[UserE
     does not have are ignored. Raises `error`, its message beginning with `place` and the key, as in
     `steps.0.query`: for a value of another type, a missing key, a number that is not finite.
     """
-    from pydantic import ValidationError
-
     try:
         # As JSON text: only in that are lists tuples where everything else is strict.
-        found: T = _adapter(cast(Any, kind)).validate_json(json.dumps(value, allow_nan=False), strict=True)
-        return found
+        return _make_adapter(kind).validate_json(json.dumps(value, allow_nan=False), strict=True)
     except ValidationError as problem:
         first = problem.errors(include_url=False, include_input=False)[0]
         key = "".join(f"{part}: " for part in [".".join(map(str, first["loc"]))] if part)
@@ -37,13 +34,6 @@ def validate_json_value(kind: type[T], value: Any, place: str, error: type[UserE
     except (ValueError, RecursionError):
         said = "it holds NaN, Infinity, or a nesting that is too deep"
     raise error(f"{place}: {said}")
-
-
-@cache
-def _adapter(kind: Any) -> "TypeAdapter[Any]":
-    from pydantic import TypeAdapter  # takes a tenth of a second to import
-
-    return TypeAdapter(kind)
 
 
 def iter_lines(

@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from dlm_rag.config import list_setting_fields
 from dlm_rag.errors import ConfigError, RunError, UserError, summarize_error
 from dlm_rag.files.checked_json import iter_lines, parse_json_object, read_json_or_empty
 from dlm_rag.files.paths import open_atomic_file, write_text_atomic
-
-if TYPE_CHECKING:
-    from filelock import FileLock
 
 log = logging.getLogger(__name__)
 
@@ -150,12 +149,10 @@ def explain_write_errors(out: Path) -> Iterator[None]:
         ) from error
 
 
-def acquire_file_lock(path: Path, what: str) -> "FileLock":
+def acquire_file_lock(path: Path, what: str) -> FileLock:
     """The lock at `path`, until `release_file_lock`; raises `ConfigError` if another process has it, or
     the file system has no locks.
     """
-    from filelock import FileLock, Timeout
-
     lock = FileLock(path, timeout=0)
     try:
         lock.acquire()
@@ -167,7 +164,7 @@ def acquire_file_lock(path: Path, what: str) -> "FileLock":
     return lock
 
 
-def release_file_lock(lock: "FileLock") -> None:
+def release_file_lock(lock: FileLock) -> None:
     """Ends what `acquire_file_lock` began; a lock that was given back already may be another process's."""
     if lock.is_locked:
         # Before the release: afterwards it might be another process that holds it.

@@ -69,8 +69,7 @@ class RetrieverLoader:
     settings: tuple[str, ...] = ()
 
     def __call__(self, config: RetrievalConfig, corpus: "Corpus") -> "CorpusRetriever":
-        found: CorpusRetriever = import_object(self.load, "retrieval.method")(config, corpus)
-        return found
+        return import_object(self.load, "retrieval.method")(config, corpus)
 
 
 _DENSE_SETTINGS = (

@@ -12,7 +12,7 @@ from dlm_rag.files.record_readers import Record
 
 TEXT_FILE_SUFFIXES = (".txt", ".md", ".markdown")
 PASSAGE_LENGTH_CHARS = (600, 1200)  # characters from which a passage may end, and at most: 100 to 200 words
-_RUN = re.compile(r"[^\n.!?]+")
+_LONG_RUN = re.compile(rf"[^\n.!?]{{{PASSAGE_LENGTH_CHARS[1] + 1},}}")
 _PIECE = re.compile(rf".{{1,{PASSAGE_LENGTH_CHARS[1]}}}(?:\s|$)|.{{{PASSAGE_LENGTH_CHARS[1]}}}")
 # A heading of Markdown and what is below it, to the next; a fence of code hides what looks like one.
 _SECTION = re.compile(r"^(#{1,6})[ \t]+(?P<title>[^\n]+)$|^(```|~~~).*?(^\3|\Z)", re.MULTILINE | re.DOTALL)
@@ -56,14 +56,11 @@ def read_text_passages(folder: Path) -> Iterator[Record]:
         markdown = path.suffix.lower() != ".txt"
         splitter = (MarkdownSplitter if markdown else TextSplitter)(PASSAGE_LENGTH_CHARS)
         for title, body in split_markdown_sections(text) if markdown else [("", text)]:
-            for passage in splitter.chunks(_RUN.sub(_wrap_long_run, body)):
+            # What goes on for longer than a passage, in lines: the splitter takes the square of its length.
+            wrapped = _LONG_RUN.sub(lambda run: _PIECE.sub(r"\g<0>\n", run[0]), body)
+            for passage in splitter.chunks(wrapped):
                 count += 1
                 yield str(path), {"id": f"{name}#{count}", "title": title or path.stem, "contents": passage}
-
-
-def _wrap_long_run(run: re.Match[str]) -> str:
-    """What goes on for longer than a passage, in lines: the splitter takes the square of its length."""
-    return run[0] if len(run[0]) <= PASSAGE_LENGTH_CHARS[1] else _PIECE.sub(r"\g<0>\n", run[0])
 
 
 def split_markdown_sections(text: str) -> Iterator[tuple[str, str]]:

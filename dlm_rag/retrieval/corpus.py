@@ -204,12 +204,9 @@ def _convert_to_jsonl(
 
 def _holds_contexts(path: Path) -> bool:
     """Whether a file of JSON lines begins with a question that comes with passages."""
-    for place, row in read_records(path, CorpusError):
-        return (
-            get_field(row, "contents")[1] is None
-            and list_context_passages(row, place, CorpusError) is not None
-        )
-    return False
+    place, row = next(read_records(path, CorpusError), (str(path), {}))
+    given = get_field(row, "contents")[1] is not None
+    return not given and list_context_passages(row, place, CorpusError) is not None
 
 
 def _read_passage_records(path: Path) -> Iterator[Record]:

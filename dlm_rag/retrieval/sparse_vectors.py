@@ -2,10 +2,7 @@
 
 Engines count words by shard or segment (milvus-lite's BM25 function, too): their rankings depend on how
 passages were spread. These scores are those of `bm25.py`, to the bit, of the whole corpus: asked with the
-words of a query and their counts, any engine gives the same ones. Two passes over the passages:
-
-    statistics = compute_corpus_statistics(texts)  # how many passages have each word
-    vectors = map(statistics.encode_passage, texts)
+words of a query and their counts, any engine gives the same ones.
 """
 
 import math

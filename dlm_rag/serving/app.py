@@ -1,16 +1,4 @@
-"""The application: what is at which address, who may ask, and what becomes of errors.
-
-    GET  /                        the trace page, which plays an answer while it is made
-    GET  /v1/models               the one model, in OpenAI's form
-    POST /v1/chat/completions     an answer in OpenAI's form, whole or as a stream
-    POST /v1/completions          the same as a text, as the model writes it
-    GET  /passages/ID             a passage that an answer has cited
-    POST /v1/answers              every step of an answer, as server-sent events
-    POST /retrieve                a search of the corpus (search_app.py)
-    GET  /health, /metrics        for machines
-
-Chat completions are at /chat/completions too: datatrove asks other machines without /v1.
-"""
+"""The application: what is at which address (docs/reference/http.md), and how an answer is sent."""
 
 import asyncio
 import copy
@@ -110,7 +98,7 @@ class AnswerService:
             ("GET", "/v1/models", _reply_with(models), True),
             ("GET", "/v1/models/{name:path}", self._one_model, True),
             ("POST", "/v1/chat/completions", chat, True),
-            ("POST", "/chat/completions", chat, True),
+            ("POST", "/chat/completions", chat, True),  # datatrove asks other machines without /v1
             ("POST", "/v1/completions", partial(self._complete, self._parser.parse_completion), True),
             ("GET", "/passages/{name:path}", self._passage, True),
             ("POST", "/v1/answers", self._answers, True),

@@ -1,9 +1,5 @@
 """The decoding engine under an event loop, and the queue of questions in front of it.
 
-    engine = AsyncEngine(decoder, max_queue_per_key=64)
-    request = engine.submit(EngineRequest(Question("1", "Who wrote Emma?"), decoder.config))
-    await request.news.wait()
-
 Rows join and leave between steps. Keys take turns in who gets the next free place; only the key that
 exceeds its queue is refused. Steps run on a thread, everything else on the event loop.
 """

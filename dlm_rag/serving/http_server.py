@@ -91,20 +91,18 @@ class HttpService(Protocol):
 class _Server(uvicorn.Server):
     """uvicorn, which also ends when the service does, and leaves signals to `run_server`."""
 
-    def __init__(self, config: uvicorn.Config, service: HttpService) -> None:
-        super().__init__(config)
-        self._service = service
+    service: HttpService
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or self._service.error is not None
+        return await super().on_tick(counter) or self.service.error is not None
 
     def take_signal(self) -> None:
         """At the first one, what was taken is answered; at the second one nothing is waited for."""
-        self._service.drain()
+        self.service.drain()
         self.force_exit, self.should_exit = self.should_exit, True
 
 
@@ -116,7 +114,8 @@ def create_server(service: HttpService) -> _Server:
         timeout_keep_alive=ceil(REQUEST_HEAD_TIMEOUT_SECONDS),
         limit_concurrency=service.limits.max_connections + 1,  # uvicorn refuses from this number on
     )  # fmt: skip
-    server = _Server(config, service)
+    server = _Server(config)
+    server.service = service
     service.connections = lambda: len(server.server_state.connections)
     return server
 

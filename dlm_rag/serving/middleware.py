@@ -72,14 +72,10 @@ def read_api_keys(path: str) -> dict[bytes, str]:
             raise ConfigError(
                 f"{path}, line {number}: a key has 16 to 512 letters, digits and signs, no blank"
             )
-        keys[_digest(key)] = f"key{number}"
+        keys[sha256(key.encode()).digest()] = f"key{number}"
     if not keys:
         raise ConfigError(f"{path} holds no keys: write one a line, or leave serving.api_keys_file out")
     return keys
-
-
-def _digest(key: str) -> bytes:
-    return sha256(key.encode()).digest()
 
 
 @dataclass(frozen=True)
@@ -129,7 +125,7 @@ class AccessControl:
     def _find_key_name(self, request: Request) -> str:
         """Whose key an `Authorization: Bearer KEY` brings; raises `ApiError` for nobody's."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        name = (self.keys or {}).get(_digest(key.strip()))
+        name = (self.keys or {}).get(sha256(key.strip().encode()).digest())
         if scheme.casefold() != "bearer" or name is None:
             reason = "this server needs an API key, as in Authorization: Bearer KEY"
             raise ApiError(401, reason, code="invalid_api_key")

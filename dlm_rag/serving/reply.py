@@ -69,7 +69,9 @@ def build_reply(
         content = f"I do not know: {ABSTAIN_REASONS[reason]}."
     if not asked.cite or reason:
         return Reply(reasoning, content, [], sources)
-    cited = _find_answer_ids(rollout)
+    # What the answer is cited from; where that is nothing, what the reasoning is.
+    units = [unit for unit in rollout.citations if unit["kind"] == "answer" and unit["passages"]]
+    cited = {passage["id"] for unit in units or rollout.citations for passage in unit["passages"]}
     marks = (f" [{number}]" for number, each in enumerate(sources, start=1) if each["id"] in cited)
     lines = [f"[{number}] {each['title']}" for number, each in enumerate(sources, start=1)]
     parts = (content + "".join(marks), "\n".join(lines), note)
@@ -104,9 +106,3 @@ def _list_sources(rollout: Rollout, link: Callable[[str, str], str]) -> list[dic
         found = {"id": name, "title": get_title_line(text) or name, "text": text}
         sources.append(found | {"score": round(words / every, 4), "url": link(name, text)})
     return sources
-
-
-def _find_answer_ids(rollout: Rollout) -> set[str]:
-    """Ids of what the answer is cited from, of what the reasoning is where that is nothing."""
-    units = [unit for unit in rollout.citations if unit["kind"] == "answer" and unit["passages"]]
-    return {passage["id"] for unit in units or rollout.citations for passage in unit["passages"]}

@@ -1,10 +1,4 @@
-"""A corpus that others search, in the protocol that `retrieval/http_retriever.py` describes.
-
-    GET /              what is searched, and how
-    POST /retrieve     a search
-
-What is refused, and how, is in `middleware.py`.
-"""
+"""A corpus that others search, in the protocol that `retrieval/http_retriever.py` describes."""
 
 import asyncio
 import hashlib

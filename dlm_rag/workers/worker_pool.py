@@ -1,9 +1,4 @@
-"""Workers under Ray; those that die are replaced. They answer questions and know of no files.
-
-with WorkerPool("local", plan) as pool:
-    pool.open(factory, model, energy="none", batch_size=8)
-    for rollout in pool.stream(questions, make_failed_rollout): ...
-"""
+"""Workers under Ray; those that die are replaced. They answer questions and know of no files."""
 
 import logging
 import shutil
