@@ -100,7 +100,8 @@ class CorpusRetriever(ABC):
         return found
 
     def _search(self, queries: Sequence[Query]) -> list[list[Passage]]:
-        found = self.search_scored(queries, self.top_k)
+        ranked = [dict.fromkeys(rows, 0.0) for rows in self.rank(queries, self.top_k)]
+        found = self._read_ranked(ranked, self.top_k)
         return [[passage for passage, _ in scored] for scored in found]
 
     def rank_scored(self, queries: Sequence[Query], depth: int) -> list[dict[int, float]]:
@@ -110,13 +111,18 @@ class CorpusRetriever(ABC):
     def search_scored(self, queries: Sequence[Query], depth: int) -> list[list[tuple[Passage, float]]]:
         """As `search` with `depth` for `top_k`, each passage with its score, 0 where it was not found."""
         depth = min(depth, len(self.corpus))
-        results = self.rank_scored(queries, depth)
-        for scores in results:
+        return self._read_ranked(self.rank_scored(queries, depth), depth)
+
+    def _read_ranked(
+        self, ranked: Sequence[dict[int, float]], depth: int
+    ) -> list[list[tuple[Passage, float]]]:
+        """The passages of rows, followed by all others where rows were found and `depth` is the corpus."""
+        for scores in ranked:
             if scores and depth == len(self.corpus):
                 scores |= {row: 0.0 for row in range(depth) if row not in scores}
-        rows = sorted({row for scores in results for row in scores})
+        rows = sorted({row for scores in ranked for row in scores})
         passages = dict(zip(rows, self.corpus.read_passages(rows), strict=True))
-        return [[(passages[row], score) for row, score in scores.items()] for scores in results]
+        return [[(passages[row], score) for row, score in scores.items()] for scores in ranked]
 
 
 def select_top_hits(hits: Hits, depth: int, digits: int) -> Hits:

@@ -317,6 +317,15 @@ def load(config, corpus):
 """
 
 
+def test_a_rank_of_ones_own_holds_whatever_is_inherited(corpus_file):
+    class Last(BM25Retriever):
+        def rank(self, queries, depth):
+            return [[len(self.corpus) - 1] for _ in queries]
+
+    corpus = open_corpus(corpus_file)
+    assert Last(corpus, 1).search([make_query("Emma")]) == [[corpus[-1]]]
+
+
 def test_a_retriever_of_ones_own_is_named_on_the_command_line(corpus_file, tmp_path, monkeypatch):
     """One file of 9 lines, and nothing of the package is changed."""
     (tmp_path / "longest_first.py").write_text(OWN_RETRIEVER)
