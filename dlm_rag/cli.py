@@ -1,7 +1,6 @@
 """What all programs share: exit codes, flags, words for the person, files that can be written."""
 
 import argparse
-import errno
 import io
 import logging
 import os
@@ -19,7 +18,6 @@ from dlm_rag.text import normalize_whitespace, replace_control_chars
 
 # What torch says of full memory, of the host and of a device.
 _NO_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
-LONGEST_SIDECAR_SUFFIX = ".run.json.lock"  # of what stands beside a file that is written
 
 
 class _StderrHandler(logging.StreamHandler):
@@ -46,7 +44,10 @@ def run_program(main: Callable[[list[str]], None]) -> NoReturn:
     logging.getLogger("dlm_rag").setLevel(logging.INFO)
     code = 0
     try:
-        _check_surroundings()
+        if sys.stdout is None or sys.stderr is None:  # a file would get the number of the stream
+            raise ConfigError("standard output or error is closed: send it to a file, or to /dev/null")
+        if isinstance(sys.stdout, io.TextIOWrapper):  # ASCII, say: text is shown with escapes
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             main(sys.argv[1:])
         finally:
@@ -86,37 +87,14 @@ def describe_expected_error(error: Exception) -> str:
         return str(error)
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{_reason(error)}"
+        return f"{where}{error.strerror or summarize_error(error)}"
     if isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
     ):
         return (
             f"the memory is full ({summarize_error(error)}): make batches smaller (decode.batch_size, say)"
         )
-    if isinstance(error, RecursionError):
-        return f"something is nested beyond all measure ({summarize_error(error)})"
     return ""
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or summarize_error(error)
-
-
-def _check_surroundings() -> None:
-    """Raises `ConfigError` for what a program or a library stumbles over: a stream that is closed, whose
-    number a file would get, a working folder that is gone, a variable."""
-    for name, stream in (("output", sys.stdout), ("error", sys.stderr)):
-        if stream is None:
-            raise ConfigError(f"standard {name} is closed: send it to a file, or to /dev/null")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # ASCII, say: text is shown with escapes
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        raise ConfigError("the working folder is there no more: change into another") from None
-    threads = os.environ.get("NUMBA_NUM_THREADS", "1")
-    if not re.fullmatch("[1-9][0-9]{0,3}", threads):
-        raise ConfigError(f"NUMBA_NUM_THREADS={threads} in the environment is not a count: unset it")
 
 
 def _drop_unwritable_output() -> bool:
@@ -141,24 +119,14 @@ def _sanitize_lines(text: str) -> str:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The parser of all programs: what is wrong with a word is a `ConfigError`, a flag counts once."""
+    """The parser of all programs: what is wrong with a word is a `ConfigError`."""
 
     def __init__(self, description: str, **more: Any) -> None:
         style = argparse.RawDescriptionHelpFormatter
         super().__init__(description=description, formatter_class=style, allow_abbrev=False, **more)
-        self.register("action", None, _SingleUseAction)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; `{self.prog} --help` lists the flags")
-
-
-class _SingleUseAction(argparse.Action):
-    """A flag with a value; of two values it would not be known which one is meant."""
-
-    def __call__(self, parser: Any, given: Any, value: Any, flag: str | None = None) -> None:
-        if flag and getattr(given, self.dest) is not self.default:
-            raise ConfigError(f"{flag} is given twice: leave one out")
-        setattr(given, self.dest, value)
 
 
 def parse_int(text: str, low: int = 1, flag: str = "", high: int = 10**18) -> int:
@@ -177,23 +145,18 @@ def print_note(text: str, end: str = "\n") -> None:
 
 def check_writable(path: str, key: str) -> None:
     """Raises `ConfigError` when the file `path` cannot be written; makes its folder."""
-    if path == "-":
-        raise ConfigError(
-            f"{key}=- is no file: leave --out out for answers on standard output; all else needs a file"
-        )
+    if path == "-" or path.endswith("/"):
+        raise ConfigError(f"{key}={path} is no file: name one (answers without --out are printed)")
     try:
-        if path.endswith("/"):
-            raise OSError(errno.EISDIR, "it is the name of a folder: name a file")
         target = Path(os.path.realpath(path))  # of a link that leads nowhere, where it leads
         existed = target.exists()
         if existed and not target.is_file() and not target.is_dir():  # a pipe would wait for its reader
-            raise OSError(errno.EINVAL, "it is no regular file")
-        with suppress(FileNotFoundError):
-            target.with_name(f"{target.name}{LONGEST_SIDECAR_SUFFIX}").lstat()
+            raise OSError("it is no regular file")
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("ab"):
             pass
     except (OSError, ValueError) as error:  # a NUL byte is a ValueError
-        raise ConfigError(f"{key}={path} cannot be written: {_reason(error)}") from None
+        reason = getattr(error, "strerror", None) or summarize_error(error)
+        raise ConfigError(f"{key}={path} cannot be written: {reason}") from None
     if not existed:
         target.unlink(missing_ok=True)  # another process may have asked the same

@@ -140,7 +140,7 @@ def parse_typed_questions(texts: list[str]) -> list[Question]:
             raise QuestionError(f"{place}: the text holds half of a character (a lone surrogate)") from None
         questions.append(Question(f"q{number}", decode_utf8(data, place, QuestionError, "text")))
         if not text.strip():
-            raise QuestionError(f"question {number} is blank")
+            raise QuestionError(f"{place} is blank")
     return questions
 
 
@@ -207,7 +207,7 @@ def _parse_question(row: dict[str, Any], place: str, aliases: Sequence[str] = ()
 
 def _parse_hops(value: Any, place: str) -> int | None:
     whole = re.fullmatch(r"([1-9]\d?)(\.0)?", str(value))
-    if isinstance(value, list | dict) or (value is not None and not whole):
+    if value is not None and not whole:
         raise QuestionError(f"{place}: 'hops' must be a whole number from 1 to 99")
     return int(whole[1]) if whole else None
 

@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -47,6 +47,10 @@ class CommandLine:
         """The config with more settings on top; raises `ConfigError`."""
         return load_config(self.file, self.settings + more)
 
+    def with_settings(self, settings: list[str]) -> "CommandLine":
+        """The command line with these settings in place of its own; raises `ConfigError`."""
+        return replace(self, settings=settings, config=load_config(self.file, settings))
+
     def announce_reader(self) -> None:
         """Says that the shipped reader answers, where nobody has named it."""
         if self.file == READER_CONFIG:
@@ -77,13 +81,8 @@ def parse_command_line(
     help text. Where the default is a whole number, so is the value, and above 0 unless the default is 0.
     Where it is (), the flag takes several words; those without a comma are settings as elsewhere.
     """
-    flags = {flag: key for flag, key in SETTING_BY_FLAG.items() if flag.strip("-") not in options}
     switches = {"print-config": "print the resolved config", **switches, **_list_shorthands(reads)}
-    parser = _build_parser(description, argv, options, typed, reads)
-    for flag, key in flags.items():
-        metavar = {"compare": "SETTINGS", "limit": "N"}.get(key, "PATH")
-        shown = _describe(key) if is_read(key, reads) else argparse.SUPPRESS
-        parser.add_argument(flag, metavar=metavar, help=shown)
+    parser = _build_parser(description, options, typed, reads)
     for name, help_text in switches.items():
         parser.add_argument(f"--{name}", action="store_true", dest=name, help=help_text)
     given = vars(parser.parse_intermixed_args(argv))
@@ -99,7 +98,11 @@ def parse_command_line(
         if not typed:
             raise ConfigError(f"'{word}' is neither a flag nor KEY=VALUE")
         _reject_mistaken_word(word)
-    settings, effects = _collect_settings(given, flags), "compare" not in reads
+    settings, effects = [word for word in given["words"] if is_setting(word)], "compare" not in reads
+    flags = {*SETTING_BY_FLAG.values()} - {*options}
+    settings += [f"{key}={given[key]}" for key in flags if given.get(key) is not None]
+    settings += ["decode.abstain=never"] * given.get("answer-anyway", False)
+    settings += ["quick=true"] * given.get("quick", False)
     check_read(settings, reads)
     file, config = given["config"], load_config(given["config"], settings, effects=effects)
     _reject_training_config(file, config, reads)
@@ -129,32 +132,17 @@ def _reject_training_config(name: str | None, config: Config, reads: Sequence[st
     """Raises `ConfigError` for a config of a training, given to a program that answers."""
     answers = is_read("decode", reads) and not is_read("train", reads)
     if name is not None and answers and config.train != Config().train:
+        made = f"{config.out or 'runs/train'}/model"
         raise ConfigError(
-            f"{name} says how to train: `dlm-rag train --config {name}` does, and what it makes answers as "
-            f"--model {config.out or 'runs/train'}/model, without --config"
+            f"{name} says how to train: `dlm-rag train --config {name}` makes {made}, which answers as "
+            f"--model {made}, without --config"
         )
 
 
-def _collect_settings(given: Mapping[str, Any], flags: Mapping[str, str]) -> list[str]:
-    """KEY=VALUE of words and flags."""
-    settings = [word for word in given["words"] if is_setting(word)]
-    for flag, key in flags.items():
-        if (value := given[flag.strip("-")]) is not None:
-            if any(word.startswith(f"{key}=") for word in settings):
-                raise ConfigError(f"{flag} and {key}= set the same setting: leave one out")
-            settings.append(f"{key}={value}")
-    settings += ["decode.abstain=never"] * given.get("answer-anyway", False)
-    return settings + ["quick=true"] * given.get("quick", False)
-
-
-def _build_parser(
-    description: str, argv: list[str], options: Options, typed: bool, reads: Sequence[str]
-) -> CommandParser:
-    """The parser of a program, without the flags of settings; its help lists the settings it reads."""
+def _build_parser(description: str, options: Options, typed: bool, reads: Sequence[str]) -> CommandParser:
+    """The parser of a program, without its switches; its help lists the settings it reads."""
     name = Path(sys.argv[0]).name
-    prog = " ".join(
-        [name, *sys.argv[1:2]] if name == "dlm-rag" else [name]
-    )  # `dlm-rag sample` is two words
+    prog = " ".join([name, *sys.argv[1:2]]) if name == "dlm-rag" else name  # `dlm-rag sample`: two words
     epilog = "KEY=VALUE sets a field of the config:\n" + _list_keys(reads)
     parser = CommandParser(description, prog=prog, epilog=epilog)
     what = "a question, or KEY=VALUE" if typed else "KEY=VALUE"
@@ -164,6 +152,11 @@ def _build_parser(
         shown = help_text if default in ("", ()) else f"{help_text} ({default})"
         count, metavar = ("+", "WORD") if default == () else (None, name.upper())
         parser.add_argument(f"--{name}", default=default, help=shown, nargs=count, metavar=metavar)
+    for flag, key in SETTING_BY_FLAG.items():
+        if flag.strip("-") not in options:
+            metavar = {"compare": "SETTINGS", "limit": "N"}.get(key, "PATH")
+            shown = _describe(key) if is_read(key, reads) else argparse.SUPPRESS
+            parser.add_argument(flag, metavar=metavar, help=shown, dest=key)
     return parser
 
 
@@ -211,9 +204,7 @@ def _reject_mistaken_word(word: str) -> None:
     """Raises `ConfigError` for what is rather a setting, a file or a flag than a question."""
     with suppress(OSError):  # too long for a path
         if Path(word).is_file():
-            raise ConfigError(
-                f"'{word}' is not a question but a file: give it after its flag, as in --questions FILE"
-            )
+            raise ConfigError(f"'{word}' is not a question but a file: write --questions FILE")
     bare = word.strip("“”‘’„«»")
     is_one_word = bare.isascii() and not re.search(r"[\s?]", bare)
     if is_one_word or re.match(r"[‐-―−]|\w+\.[\w.]+\s*=", bare):  # a text editor makes one dash of two

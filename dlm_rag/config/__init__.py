@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import asdict, field
 from functools import cache, reduce
-from operator import attrgetter, getitem
+from operator import getitem
 from pathlib import Path
 from typing import Any, cast, get_origin
 
@@ -21,10 +21,10 @@ from pydantic import TypeAdapter, ValidationError
 from yaml.constructor import ConstructorError
 
 from dlm_rag.config.fields import (
-    MAX_SHOWN_CHARS,
     SET,
     CheckedSettings,
     explain_validation_error,
+    flatten_settings,
     get_field_metadata,
     merge_settings,
     setting,
@@ -47,7 +47,6 @@ from dlm_rag.files.paths import find_companion_folder
 
 _WORKERS = re.compile(r"[1-9]\d{0,2}|auto|ray://[^\s/:]+:\d{1,5}/?|ray://\[[0-9a-fA-F:]+\]:\d{1,5}/?")
 CONFIG_FOLDER = find_companion_folder("configs")
-MAX_CONFIG_BYTES = 2**20
 
 
 @settings_dataclass
@@ -117,18 +116,14 @@ def list_setting_fields(node: Any = Config, prefix: str = "") -> dict[str, Any]:
     return keys
 
 
-def find_config_file(name: str) -> Path:
+def find_config_file(name: str, shipped: Path = CONFIG_FOLDER) -> Path:
     """The YAML file called `name`: as given, with `.yaml`, or one that ships; else `ConfigError`."""
     with suppress(OSError, ValueError):  # what cannot be a path
-        for path in (
-            Path(name),
-            Path(f"{name}.yaml"),
-            CONFIG_FOLDER / name,
-            CONFIG_FOLDER / f"{name}.yaml",
-        ):
-            if path.is_file():
-                return path
-    nearest = suggest_nearest(name, sorted(path.name for path in CONFIG_FOLDER.glob("*.yaml")))
+        for folder in (Path(), shipped):
+            for path in (folder / name, folder / f"{name}.yaml"):
+                if path.is_file():
+                    return path
+    nearest = suggest_nearest(name, sorted(path.name for path in shipped.glob("*.yaml")))
     raise ConfigError(f"config '{name}' was not found as a file, here or among the shipped{nearest}")
 
 
@@ -142,7 +137,7 @@ def load_config(
     Raises `ConfigError`, naming the key and the nearest valid one, for anything not in the tree.
     """
     path = None if name is None else find_config_file(name)
-    of_file = _read_config_file(path) if path else {}
+    of_file = read_config_file(path) if path else {}
     if stored:
         of_file = upgrade_settings(of_file)
     of_words: dict[str, Any] = {}
@@ -159,12 +154,9 @@ def load_config(
         elif fault == "dataclass_type":
             sentence = f"{key} is a section, in {origin}: write `{key}: {{KEY: VALUE}}`"
         raise ConfigError(sentence) from None
-    for key, item in list_setting_fields().items() if stored else ():
-        value = str(attrgetter(key)(config))
-        if get_field_metadata(item, "table") and ":" in value and key not in keys_of_words:
-            raise ConfigError(
-                f"{key}={value} is code that a stored result names: to allow it, add these words"
-            )
+    for word in _list_code(of_file) if stored else ():
+        if word.partition("=")[0] not in keys_of_words:
+            raise ConfigError(f"{word} is code that a stored result names: to allow it, add these words")
     if effects:
         check_effects([(config, keys_of_words)])
         check_effects([(config, keys_of_file)], keys_of_words)
@@ -173,9 +165,14 @@ def load_config(
 
 def list_stored_code(path: str) -> set[str]:
     """The settings that name code in a file that a run has left, as words `KEY=MODULE:FUNCTION`."""
-    stored, fields = upgrade_settings(_read_config_file(Path(path))), list_setting_fields()
-    words = {f"{key}={reduce(getitem, key.split('.'), stored)}" for key in _list_given_keys(stored)
-             if key in fields and get_field_metadata(fields[key], "table")}  # fmt: skip
+    return _list_code(upgrade_settings(read_config_file(Path(path))))
+
+
+def _list_code(tree: dict[str, Any]) -> set[str]:
+    fields = list_setting_fields()
+    given = {key: fields[key] for key in _list_given_keys(tree) if key in fields}
+    named = [key for key, item in given.items() if get_field_metadata(item, "table")]
+    words = {f"{key}={reduce(getitem, key.split('.'), tree)}" for key in named}
     return {word for word in words if ":" in word}
 
 
@@ -200,10 +197,9 @@ def _parse_yaml(text: str, what: str) -> Any:
         raise ConfigError(f"{what}: {summarize_error(error)}") from None
 
 
-def _read_config_file(path: Path) -> dict[str, Any]:
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; raises `ConfigError` for anything else."""
     try:
-        if (size := path.stat().st_size) > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path} is too large for a config: {size >> 20} MiB")
         tree = _parse_yaml(path.read_text(encoding="utf-8"), f"{path} is not valid YAML") or {}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {summarize_error(error)}") from None
@@ -241,8 +237,8 @@ def _list_given_keys(node: dict[str, Any], prefix: str = "") -> list[str]:
 
 def list_changed_settings(config: Config) -> dict[str, Any]:
     """The dotted keys whose values are not the defaults, with the values."""
-    plain, values = Config(), {key: attrgetter(key)(config) for key in list_setting_fields()}
-    return {key: value for key, value in values.items() if value != attrgetter(key)(plain)}
+    plain = flatten_settings(Config())
+    return {key: value for key, value in flatten_settings(config).items() if value != plain[key]}
 
 
 def dump_config(config: Config) -> str:
@@ -251,8 +247,6 @@ def dump_config(config: Config) -> str:
 
 
 def _explain_unknown_key(key: str, origin: str) -> str:
-    if len(key) > MAX_SHOWN_CHARS:  # as of a file that holds something else, which is not to be shown
-        return f"{origin} holds something else than settings: write `section: {{key: value}}`"
     if reason := explain_old_key(key):
         return f"{key} in {origin} {reason}"
     keys, (section, _, leaf) = list(list_setting_fields()), key.rpartition(".")
@@ -260,4 +254,4 @@ def _explain_unknown_key(key: str, origin: str) -> str:
         return f"unknown key '{key}' in {origin}: write `{section}: {{{leaf}: VALUE}}`"
     same_leaf = [known for known in keys if known.rpartition(".")[2] == leaf]
     hint = f" (nearest: '{same_leaf[0]}')" if same_leaf else suggest_nearest(key, keys)
-    return f"unknown key '{key}' in {origin}{hint}"
+    return f"unknown key '{shorten_value(key)}' in {origin}{hint}"

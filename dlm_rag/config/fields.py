@@ -7,7 +7,6 @@ the user's own.
 
 import dataclasses
 import importlib
-import os
 import reprlib
 import sys
 from collections.abc import Mapping
@@ -150,6 +149,16 @@ def merge_settings(tree: dict[str, Any], changes: Mapping[str, Any]) -> dict[str
     return found
 
 
+def flatten_settings(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of settings by their dotted keys."""
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(settings):
+        value, key = getattr(settings, item.name), f"{prefix}{item.name}"
+        is_section = dataclasses.is_dataclass(value)
+        found |= flatten_settings(value, f"{key}.") if is_section else {key: value}
+    return found
+
+
 def shorten_value(value: Any) -> str:
     """The beginning of a value, as errors show it."""
     text = value if isinstance(value, str) else reprlib.repr(value)
@@ -185,9 +194,8 @@ def resolve_or_import(table: Mapping[str, Any], value: str, key: str) -> Any:
     if ":" not in value:
         nearest = suggest_nearest(value, table)
         raise ConfigError(f"{key}={value} is not one of {', '.join(table)} or module:function{nearest}")
-    folder = os.getcwd()  # noqa: PTH109
-    sys.path.insert(0, folder)
+    sys.path.insert(0, "")
     try:
         return import_object(value, key)
     finally:
-        sys.path.remove(folder)
+        sys.path.remove("")

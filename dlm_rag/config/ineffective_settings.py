@@ -9,11 +9,19 @@ entries say in `settings` what they read: a setting that only others of them rea
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any, TypeVar
 
-from dlm_rag.config.fields import SET, SEVERAL, CheckedSettings, Need, get_field_metadata, import_object
+from dlm_rag.config.fields import (
+    SET,
+    SEVERAL,
+    CheckedSettings,
+    Need,
+    flatten_settings,
+    get_field_metadata,
+    import_object,
+)
 from dlm_rag.errors import ConfigError
 
 Settings = TypeVar("Settings", bound=CheckedSettings)
@@ -38,7 +46,7 @@ def check_effects(
     replaced, reasons = {*(words or ())}, dict[str, list[str]]()
     for config, keys in variants:
         for phase, train in config.train.get_phase_configs().items():
-            values = _flatten(config) | _flatten(train, "train.")
+            values = flatten_settings(config) | flatten_settings(train, "train.")
             known = {key: value for key, value in values.items() if key not in replaced}
             for key in {*keys} - replaced:
                 own = key.replace(f"train.phases.{phase}.", "train.")
@@ -60,7 +68,7 @@ def check_checkpoint_effects(
     facts: about it, by the keys of `FACTS`; also what settings that are unset come to, by dotted keys.
     own: the checkpoint's values of fields, which are no more refused than the defaults are.
     """
-    for name, value in _flatten(settings).items():
+    for name, value in flatten_settings(settings).items():
         if own and name in own and value == own[name]:
             continue
         if reason := _explain_idle(section, type(settings), name, value, facts):
@@ -71,19 +79,10 @@ def reset_idle_settings(section: str, settings: Settings, facts: Mapping[str, An
     """`settings` with the defaults of those without effect; facts: as in `check_checkpoint_effects`."""
     idle = {
         name: type(settings).__dataclass_fields__[name].default
-        for name, value in _flatten(settings).items()
+        for name, value in flatten_settings(settings).items()
         if _explain_idle(section, type(settings), name, value, facts)
     }
     return replace(settings, **idle)
-
-
-def _flatten(settings: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of settings by their dotted keys."""
-    found: dict[str, Any] = {}
-    for item in fields(settings):
-        value, key = getattr(settings, item.name), f"{prefix}{item.name}"
-        found |= _flatten(value, f"{key}.") if is_dataclass(value) else {key: value}
-    return found
 
 
 def _explain_idle(
@@ -120,21 +119,18 @@ def _describe_missing(need: Need, known: Mapping[str, Any], is_recipe: bool) -> 
     """Which of the needed values is another one, as an error says it; empty where none is."""
     for key in [key for key in need if key in known]:
         value, accepted = known[key], need[key]
-        if accepted is SET:
-            if not value and not is_recipe:
-                return f"without {key}: set it too, or leave this out"
+        if accepted is SET or accepted is SEVERAL:
+            if not is_recipe and not (value and (accepted is SET or value > 1)):
+                least = "" if accepted is SET else "=2 or more"
+                return f"without {key}{least}: set it too, or leave this out"
             continue
-        if accepted is SEVERAL:
-            if value < 2 and not is_recipe:
-                return f"with {key}={_show(value)}: it needs {key}=2 or more"
-            continue
-        own = isinstance(value, str) and ":" in value and "://" not in value  # module:function
-        if own or (value is None and None not in accepted) or _is_accepted(value, accepted):
+        is_code_of_user = isinstance(value, str) and ":" in value and "://" not in value
+        if is_code_of_user or (value is None and None not in accepted) or _is_accepted(value, accepted):
             continue
         if key in FACTS:
             return f"on {FACTS[key][value]}"
-        wanted = ["a value above 0" if each is SET else _show(each) for each in accepted]
-        return f"with {key}={_show(value)}: it needs {key}={' or '.join(wanted)}"
+        wanted = " or ".join("a value above 0" if each is SET else _show(each) for each in accepted)
+        return f"with {key}={_show(value)}: it needs {key}={wanted}"
     return ""
 
 
@@ -145,6 +141,5 @@ def _show(value: Any) -> str:
 
 def _is_accepted(value: Any, accepted: tuple[Any, ...]) -> bool:
     """Whether a value is among the accepted ones, where `scheme://` stands for every such URL."""
-    starts = tuple(each for each in accepted if isinstance(each, str) and each.endswith("://"))
-    started = isinstance(value, str) and value.startswith(starts)
-    return value in accepted or started or bool(value and SET in accepted)
+    scheme = "".join(value.partition("://")[:2]) if isinstance(value, str) else ""
+    return value in accepted or scheme in accepted or bool(value and SET in accepted)

@@ -78,7 +78,7 @@ CASES = [
         )
     )),
     *table(SAMPLE_COMMAND, *(
-        ("is not a question but a file: give it after its flag", f"'{name}'", {name: "Who?"})
+        ("is not a question but a file: write --questions FILE", f"'{name}'", {name: "Who?"})
         for name in ("my questions.jsonl", "frågor.jsonl", "who?")
     )),
     # Flags.
@@ -89,7 +89,6 @@ CASES = [
         ("unrecognized arguments: --top-k 3; `dlm-rag sample --help`", "--top-k 3"),
         ("unrecognized arguments: --quest", "--quest questions.jsonl"),
         ("argument --out: expected one argument", "--out"),
-        ("--corpus is given twice", "--corpus corpus.jsonl"),
         ("question 2 is blank", "' '"),
         ("name one with --questions", "--limit 3"),
         ("answers into a file, not to the screen: add --out", "workers=2"),
@@ -139,7 +138,6 @@ CASES = [
             ("c.yaml is not valid YAML", f"decode: {{seed: {'1' * 5000}}}"),
             ("unknown key 'decode.seed' in c.yaml: write `decode: {seed:", "decode.seed: 1"),
             ("retrieval.query_prompt=", 'retrieval: {query_prompt: "a\\0b"}'),
-            ("too large for a config", "#" * (2**20 + 1)),
             ("nearest: 'max_steps'", "train: {phases: {a: {stepz: 3}}}"),
             ("train.phases.a.max_steps=0", "train: {phases: {a: {max_steps: 0}}}"),
             ("train.mixture.a=nan", "train: {mixture: {a: .nan}}"),
@@ -178,7 +176,6 @@ CASES = [
     *(
         BadInputCase(SAMPLE_COMMAND, says, env=env, slow=True, exit=0 if says == "Who wrote Emma?" else 2)
         for says, env in (
-            ("NUMBA_NUM_THREADS", {"NUMBA_NUM_THREADS": "0"}),
             ("unset NUMBA_DISABLE_JIT", {"NUMBA_DISABLE_JIT": "1"}),
             ("Who wrote Emma?", {"OMP_NUM_THREADS": "abc"}),
             ("Who wrote Emma?", {"PYTHONWARNINGS": "error"}),
