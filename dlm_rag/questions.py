@@ -15,7 +15,6 @@ from typing import Any
 from dlm_rag.cli import print_note
 from dlm_rag.config import Config
 from dlm_rag.errors import QuestionError, suggest_nearest
-from dlm_rag.files.checked_json import decode_utf8
 from dlm_rag.files.paths import expand_path, resolve_regular_file
 from dlm_rag.files.public_layouts import (
     count_hops,
@@ -99,7 +98,7 @@ def read_questions(path: str | Path) -> list[Question]:
 
 
 def _read_aliases(path: str | Path) -> dict[str, list[str]]:
-    """Other names of answers by the `answer_id` of a question, from the file beside the questions."""
+    """Other names of answers by `answer_id`, from the file beside the questions."""
     found = Path(path).expanduser().parent / ALIASES_FILE
     known = str(path) != "-" and found.is_file()
     return read_answer_aliases(read_records(found, QuestionError)) if known else {}
@@ -133,14 +132,13 @@ def parse_typed_questions(texts: list[str]) -> list[Question]:
     """
     questions = []
     for number, text in enumerate(texts, start=1):
-        place = f"question {number}"
-        try:
-            data = text.encode(errors="surrogateescape")
-        except UnicodeEncodeError:
-            raise QuestionError(f"{place}: the text holds half of a character (a lone surrogate)") from None
-        questions.append(Question(f"q{number}", decode_utf8(data, place, QuestionError, "text")))
         if not text.strip():
-            raise QuestionError(f"{place} is blank")
+            raise QuestionError(f"question {number} is blank")
+        try:
+            decoded = text.encode(errors="surrogateescape").decode()
+        except UnicodeError:
+            raise QuestionError(f"question {number}: the text is not UTF-8") from None
+        questions.append(Question(f"q{number}", decoded))
     return questions
 
 
@@ -170,7 +168,7 @@ def select_questions(questions: list[Question], config: Config) -> list[Question
     for hops, labelled in kinds.items():
         for labels, places in labelled.items():
             random.Random(f"quick/{hops}/{labels}").shuffle(places)
-    drawn = _take_turns([_take_turns(list(labelled.values())) for labelled in kinds.values()])[:most]
+    drawn = _take_turns([_take_turns([*labelled.values()]) for labelled in kinds.values()])[:most]
     return [questions[place] for place in sorted(drawn)]
 
 

@@ -307,9 +307,6 @@ def check_output_files(config: Config) -> None:
     if config.retrieval.corpus != config.questions:  # whose contexts are searched
         read["corpus"] = config.retrieval.corpus
     check_distinct_paths(written, sidecars | read)
-    for path in sidecars.values():
-        if os.path.lexists(path) and not Path(path).is_file():
-            raise ConfigError(f"{path} exists and is not a file: remove it, or choose another --out")
     if config.html is not None:
         if config.out is not None and config.trace is None:
             raise ConfigError("the page of answers in a file is made from their traces: add --trace FILE")

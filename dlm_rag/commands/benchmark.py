@@ -33,15 +33,14 @@ from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 
-import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from dlm_rag.baselines import is_model_url, is_read_when_served
 from dlm_rag.cli import CommandParser, print_note
-from dlm_rag.config import CONFIG_FOLDER
+from dlm_rag.config import CONFIG_FOLDER, find_config_file, read_config_file
 from dlm_rag.config.fields import explain_validation_error
-from dlm_rag.errors import ConfigError, RunError, suggest_nearest
+from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.evaluation.benchmark_tables import CELL_FILE, Cell, write_benchmark_tables
 from dlm_rag.evaluation.compare import SERVED_PRESETS, SETTING_PRESETS
 from dlm_rag.files.paths import make_folder, write_text_atomic
@@ -76,9 +75,8 @@ def main(argv: list[str]) -> None:
     cells = list(list_cells(benchmark, out))
     if given.plan:
         for cell in cells:
-            print(
-                f"{'done' if cell.is_done else 'left'}  {shlex.join(['dlm-rag', 'evaluate', *cell.words])}"
-            )
+            state, command = "done" if cell.is_done else "left", ["dlm-rag", "evaluate", *cell.words]
+            print(f"{state}  {shlex.join(command)}")
         from dlm_rag.commands.benchmark_plan import print_benchmark_plan
 
         print_benchmark_plan(cells, given.machine, len(list_devices()))
@@ -92,16 +90,9 @@ def main(argv: list[str]) -> None:
 
 def read_benchmark(name: str) -> Benchmark:
     """The benchmark in a file, or of one that ships. Raises `ConfigError`, naming file and key."""
-    places = (Path(name), BENCHMARK_FOLDER / name, BENCHMARK_FOLDER / f"{name}.yaml")
-    path = next((place for place in places if place.is_file()), None)
-    if path is None:
-        known = sorted(place.stem for place in BENCHMARK_FOLDER.glob("*.yaml"))
-        raise ConfigError(f"benchmark '{name}' was not found{suggest_nearest(name, known)}")
+    path = find_config_file(name, BENCHMARK_FOLDER)
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-        found = TypeAdapter(Benchmark).validate_python(raw)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+        found = TypeAdapter(Benchmark).validate_python(read_config_file(path))
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain_validation_error(error)[1]}") from None
     if not (found.models and found.datasets and found.policies and found.precisions and found.seeds):

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from dlm_rag.baselines import is_model_url
+from dlm_rag.cli import CommandParser
 from dlm_rag.commands.answer_job import parse_answer_command_line
 from dlm_rag.commands.evaluate import (
     EVALUATE_OPTIONS,
@@ -99,9 +100,8 @@ def print_benchmark_plan(cells: Sequence[Cell], name: str | None, devices: int) 
     for cell, plan in plans.items():
         failing[plan.problem].append(cell.name)
     causes = [[why, f"{len(names):,}", names[0]] for why, names in failing.items() if why]
-    tables += [ResultTable("What cannot run as things are", ["why", "cells", "the first"], causes)][
-        : len(causes)
-    ]
+    if causes:
+        tables.append(ResultTable("What cannot run as things are", ["why", "cells", "the first"], causes))
     print_tables(Console(), tables)
     if devices > 1 and total.seconds is not None:
         print(f"{format_duration(total.seconds / devices)} on {devices} devices")
@@ -114,22 +114,19 @@ def print_benchmark_plan(cells: Sequence[Cell], name: str | None, devices: int) 
 def measure_done(cells: Sequence[Cell]) -> Measured:
     """What a question took in cells that are done, the mean over them."""
     found = defaultdict[tuple[str, str, str], list[Cost]](list)
-    for (cell, policy), metrics in summarise_cells(
-        {cell: read_result(cell.folder) for cell in cells}
-    ).items():
-        each = [metrics[name] for name in Cost._fields]
-        found[cell.model, cell.precision, policy].append(
-            Cost(*(None if value is None else value.mean for value in each))
-        )
+    results = {cell: read_result(cell.folder) for cell in cells}
+    for (cell, policy), metrics in summarise_cells(results).items():
+        each = map(metrics.get, Cost._fields)
+        means = Cost(*(None if value is None else value.mean for value in each))
+        found[cell.model, cell.precision, policy].append(means)
     return {key: Cost(*map(_average, zip(*costs, strict=True))) for key, costs in found.items()}
 
 
 def plan_cell(cell: Cell, machine: GpuSpec | None, measured: Measured, is_here: bool) -> CellPlan:
     """The plan of a cell; is_here: whether what was measured is of the machine that is planned for."""
     try:
-        settings, count, problem = open_planned_words(
-            tuple(word for word in cell.words[:-2] if not word.startswith("decode.seed="))
-        )
+        words = tuple(word for word in cell.words[:-2] if not word.startswith("decode.seed="))
+        settings, count, problem = open_planned_words(words)
         costs, memory, sources = list[Cost](), 0.0, set[str]()
         for policy, config in settings.items():
             known = measured.get((cell.model, cell.precision, policy), Cost(None, None, None))
@@ -163,18 +160,17 @@ def open_planned_words(words: tuple[str, ...]) -> tuple[dict[str, Config], int, 
 
     Questions that are not here count as they were published. Raises `UserError` for what cannot be.
     """
-    given, missing = [*words], ""
-    options = {
-        flag: given[n + 1] for n, flag in enumerate(given) if flag in ("--dataset", "--split", "--corpus")
-    }
-    dataset, corpus = options.get("--dataset"), options.get("--corpus", "")
-    for flag in {"--dataset", "--split"} & {*options} if dataset else ():
-        del given[given.index(flag) : given.index(flag) + 2]
+    parser = CommandParser("", add_help=False)
+    for flag in ("--dataset", "--split", "--corpus"):
+        parser.add_argument(flag)
+    options, given = parser.parse_known_args(words)
+    dataset, corpus, missing = options.dataset, options.corpus, ""
     searched = corpus or any(word.startswith(("retrieval.corpus=", "retrieval.url=")) for word in given)
-    split = options.get("--split", "search_r1" if searched else "sardi")
+    split = options.split or ("search_r1" if searched else "sardi")
+    if corpus:
+        given += ["--corpus", PLANNED_CORPUS if corpus in CORPORA else corpus]
     try:
         if corpus in CORPORA:
-            given[given.index("--corpus") + 1] = PLANNED_CORPUS
             find_dataset(corpus, split)
         given += [f"questions={find_dataset(dataset, split)}"] if dataset else []
     except ConfigError as error:

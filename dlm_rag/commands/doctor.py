@@ -11,7 +11,6 @@ Nothing is downloaded or changed. If something necessary fails, the exit status 
 import json
 import logging
 import os
-import re
 import shlex
 import shutil
 import tempfile
@@ -26,29 +25,20 @@ from joblib import cpu_count
 
 from dlm_rag import __version__
 from dlm_rag.commands.arguments import parse_command_line
-from dlm_rag.commands.prepare_decoder import (
-    fill_in_shipped_files,
-    gather_questions,
-    prepare_decoder,
-)
+from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, gather_questions, prepare_decoder
 from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError, summarize_error
 from dlm_rag.files.paths import get_cache_folder
-from dlm_rag.machine import (
-    choose_device,
-    choose_dtype,
-    get_code_commit,
-    has_bfloat16,
-    read_host_memory,
-)
+from dlm_rag.machine import choose_device, choose_dtype, get_code_commit, has_bfloat16, read_host_memory
 from dlm_rag.progress import format_bytes, show_status
 from dlm_rag.text import replace_control_chars
 
 OK, HINT, PROBLEM = "ok", "hint", "problem"
 LOW_MEMORY_BYTES, LOW_DISK_BYTES, FULL_DISK_BYTES = 2 * 10**9, 10**9, 50 * 10**6
+RANGE_SETTINGS = ("model.path", "retrieval.corpus", "questions")
 CHECKED_SETTINGS = (
     "model.device", "model.dtype", "model.attn_implementation", "retrieval.index_dir", "engine.store",
-    "engine.store_gib", "model.path", "retrieval.corpus", "questions",
+    "engine.store_gib", *RANGE_SETTINGS,
 )  # fmt: skip
 INSTALL_TORCH = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/"
 VOLTA_INDEX, CUDA_INDEX = "cu126", "cu130"  # of torch's builds, the first with code below capability 7.5
@@ -70,18 +60,13 @@ def main(argv: list[str]) -> None:
         "range": "the largest numbers of the layers of `model.path`, against what float16 holds",
     }
     words = parse_command_line(__doc__ or "", argv, CHECKED_SETTINGS, switches=switches)
-    given, looks_at_range = words.config, "range" in words.switches
-    of_range = {
-        "model.path": given.model.path,
-        "retrieval.corpus": given.retrieval.corpus,
-        "questions": given.questions,
-    }
-    for name, value in of_range.items():
-        if value is not None and not looks_at_range:
-            raise ConfigError(f"{name} has no effect here without --range: add it, or leave {name} out")
+    looks_at_range = "range" in words.switches
+    given = [word.partition("=")[0] for word in words.settings]
+    if not looks_at_range and (idle := [key for key in given if key in RANGE_SETTINGS]):
+        raise ConfigError(f"{idle[0]} has no effect here without --range: add it, or leave this out")
     logging.getLogger("dlm_rag").setLevel(logging.WARNING)
     names = ["range"] if looks_at_range else [name for name in DOCTOR_CHECKS if name != "range"]
-    findings = list(run_checks(given, names))
+    findings = list(run_checks(words.config, names))
     show_status()
     if "json" in words.switches:
         from torch.utils.collect_env import get_pretty_env_info
@@ -122,9 +107,8 @@ def check_packages(_: Config) -> Iterator[Finding]:
             missing += [str(wanted)] * (not extra)
     for wrong, state, what in ((missing, PROBLEM, "not here"), (untested, HINT, "in another version")):
         if wrong:
-            yield Finding(
-                "packages", state, f"{what}: {', '.join(wrong)}", f"pip install {shlex.join(wrong)}"
-            )
+            remedy = f"pip install {shlex.join(wrong)}"
+            yield Finding("packages", state, f"{what}: {', '.join(wrong)}", remedy)
     optional = ", ".join(f"dlm_rag[{extra}]" for extra in sorted(extras - {""}))
     yield Finding("packages", OK, f"optional, not installed: {optional or 'none'}")
 
@@ -145,12 +129,6 @@ def check_torch(_: Config) -> Iterator[Finding]:
     for number in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(number)
         text = f"{gpu.name}, {format_bytes(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"
-        built = [int(name) for name in re.findall(r"_(\d+)", " ".join(torch.cuda.get_arch_list()))]
-        if built and 10 * gpu.major + gpu.minor < min(built):
-            least = min(built) / 10
-            reason = f"{text}: it is older than what torch {build} was built for, {least:.1f} and later"
-            yield Finding(f"GPU {number}", PROBLEM, reason, INSTALL_TORCH + VOLTA_INDEX)
-            continue
         try:
             torch.ones(1, device=f"cuda:{number}").add(1).item()
             yield Finding(f"GPU {number}", OK, text)
@@ -226,17 +204,21 @@ def check_energy(config: Config) -> Iterator[Finding]:
     yield Finding("energy", HINT if remedy else OK, text, remedy)
 
 
+def look_at_folder(folder: Path) -> tuple[Path, int, bool]:
+    """What there is of a folder's path, the bytes that are free there, and whether it can be written."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    return there, free, there.is_dir() and os.access(there, os.W_OK) and free > FULL_DISK_BYTES
+
+
 def check_cache(config: Config) -> Iterator[Finding]:
     """The folder of the indexes: whether it can be written, and what is free on its disk."""
     given = config.retrieval.index_dir
     folder = Path(given).expanduser().absolute() if given else get_cache_folder()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    writable = there.is_dir() and os.access(there, os.W_OK) and free > FULL_DISK_BYTES
+    _, free, writable = look_at_folder(folder)
     state = PROBLEM if not writable else HINT if free < LOW_DISK_BYTES else OK
-    text = (
-        f"{folder} {'can' if writable else 'cannot'} be written, {format_bytes(free)} are free on its disk"
-    )
+    can = "can" if writable else "cannot"
+    text = f"{folder} {can} be written, {format_bytes(free)} are free on its disk"
     yield Finding("cache", state, text, "" if state == OK else "export DLM_RAG_CACHE=/a/folder/of/yours")
 
 
@@ -248,14 +230,13 @@ def check_evidence_store(config: Config) -> Iterator[Finding]:
     if config.engine.store is None:
         return
     folder, given = Path(config.engine.store).expanduser().absolute(), config.engine.store_gib
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    sizes = [size for _, size, _ in list_entries(folder)]
-    free, budget = shutil.disk_usage(there).free, given and given * GIB
+    there, free, writable = look_at_folder(folder)
+    sizes, budget = [size for _, size, _ in list_entries(folder)], given and given * GIB
     used, most = map(format_bytes, (sum(sizes), budget or default_budget_bytes(there, sum(sizes))))
     text = f"{folder} has {len(sizes):,} entries, {used} of at most {most}, {format_bytes(free)} are free"
     speeds = filter(None, map(StoreSpeed.load, sorted(folder.glob(SPEED_FILES))))
     text += "".join(f"; {speed.machine}: {speed.describe()}" for speed in speeds)
-    if there.is_dir() and os.access(there, os.W_OK) and free > FULL_DISK_BYTES:
+    if writable:
         yield Finding("store", OK, text)
     else:
         yield Finding("store", HINT, f"{text}; it cannot be written", f"ls -ld {shlex.quote(str(there))}")
@@ -269,11 +250,10 @@ def check_range(config: Config) -> Iterator[Finding]:
     from dlm_rag.model.denoiser import Denoiser
     from dlm_rag.questions import select_few_per_hop
 
-    asked = fill_in_shipped_files(config, [])
-    world = fill_in_shipped_files(Config(), [])
-    if asked.retrieval.corpus is None and asked.retrieval.url is None:
-        asked = replace(asked, retrieval=replace(asked.retrieval, corpus=world.retrieval.corpus))
-    asked = replace(asked, questions=asked.questions or world.questions)
+    asked, world = fill_in_shipped_files(config, []), fill_in_shipped_files(Config(), [])
+    corpus = asked.retrieval.corpus or world.retrieval.corpus
+    retrieval = replace(asked.retrieval, corpus=corpus)
+    asked = replace(asked, retrieval=retrieval, questions=asked.questions or world.questions)
     questions = select_few_per_hop(gather_questions(asked, []))
     decoder = prepare_decoder(asked, questions).load()
     denoiser = decoder.denoiser

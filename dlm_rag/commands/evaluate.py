@@ -102,10 +102,9 @@ def main(argv: list[str]) -> None:
     if words.config.out == "-":
         raise ConfigError("evaluation needs a folder: --out FOLDER")
     if words.config.out is None:
-        words.settings.append("out=runs/evaluation")
-        if len(words.settings) == 1 and not any((words.options["dataset"], words.options["reproduce"])):
-            words.settings.append("quick=true")  # with nothing named, the shipped model for a minute
-        words = replace(words, config=words.config_with([]))
+        quick = not (words.settings or words.options["dataset"] or words.options["reproduce"])
+        more = ["quick=true"] * quick  # with nothing named, the shipped model for a minute
+        words = words.with_settings([*words.settings, "out=runs/evaluation", *more])
         print_note(f"the results go to {words.config.out} (--out FOLDER)")
     run_on_ranks(words.config, lambda: evaluate_settings(words, argv))
 
@@ -115,9 +114,7 @@ def evaluate_settings(words: CommandLine, argv: list[str]) -> None:
     out = words.config.out
     if words.options["reproduce"] and words.file == READER_CONFIG:  # who answers, the result says
         words = replace(words, file=None)
-    names = [name.strip() for name in words.options["dataset"].split(",")]
-    if len({*names}) < len(names):
-        raise ConfigError(f"--dataset {words.options['dataset']} names a data set twice")
+    names = [*dict.fromkeys(name.strip() for name in words.options["dataset"].split(","))]
     if words.options["reproduce"]:
         plans = [plan_from_result(words)]
     else:
@@ -170,8 +167,8 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] 
         check_judge(judge)
     given = {out: wanted.config} | {folders[name]: setting for name, setting in wanted.settings.items()}
     for folder, setting in given.items():
-        with outputs.wrap_write_errors(folder / SAVED_CONFIG_FILE) as path:
-            write_text_atomic(path, dump_config(replace(setting, out=None, compare=None)))
+        text = dump_config(replace(setting, out=None, compare=None))
+        write_text_atomic(folder / SAVED_CONFIG_FILE, text)
     ready()
     run_answer_jobs(jobs, config.workers)
     scores = {name: outputs.score_folder(folder, questions, f1_rule) for name, folder in folders.items()}
@@ -224,8 +221,7 @@ def plan_from_command_line(words: CommandLine, dataset: str = "") -> EvaluationP
             said["dataset"] = dataset
             more = resolve_dataset_files(dataset, words.settings)
             more += [f"model.path={PAPER_CHECKPOINT}"] * (words.config.model.path is None)
-        words = replace(words, settings=[*more, *words.settings])
-        words = replace(words, config=words.config_with([]))
+        words = words.with_settings([*more, *words.settings])
     if words.options["split"] != EVALUATE_OPTIONS["split"][0] and "questions_of" not in said:
         raise ConfigError("--split has no effect without --dataset and --corpus: leave it out")
     config, given = words.config, [word.partition("=")[0] for word in words.settings]
@@ -236,15 +232,14 @@ def plan_from_command_line(words: CommandLine, dataset: str = "") -> EvaluationP
         said["swept"] = swept
     if both := sorted({*swept} & {*given}):
         raise ConfigError(f"sweep: {both[0]} is swept, and set to one value too: leave one out")
+    served = is_model_url(config.model.path)
     if config.compare is None and not swept:
         load_config(words.file, words.settings, effects=True)
-        served = is_model_url(config.model.path)
         if served:
             check_served_keys(given)
         policy = config.remote.policy if served else config.decode.query_policy
         name = f"{policy} {config.retrieval.method}"
         return EvaluationPlan(config, {name: config}, True, said)
-    served = is_model_url(config.model.path)
     compared = parse_compared_settings(config.compare, served) if config.compare else {"": []}
     settings, variants = {}, []
     for name, more in expand_sweep(compared, swept).items():
@@ -310,7 +305,6 @@ def run_answer_jobs(jobs: dict[str, AnswerJob], workers: str | None) -> None:
 
     What one setting has kept of evidence is not passed on: the next would look faster than it is.
     """
-
     several, prepared = len(jobs) > 1, [job.prepared for job in jobs.values()]
     models = [each.config.model for each in prepared]
     total = sum(len(job.questions) for job in jobs.values())

@@ -1,8 +1,7 @@
 """What evaluate leaves in its folder: the scores of every setting, in files and on the screen."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from dlm_rag.baselines.chat_client import ChatClient
 from dlm_rag.cli import print_note
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.energy.meter import summarise_energy
-from dlm_rag.errors import ConfigError, RunError, summarize_error
+from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation import plots, tables
 from dlm_rag.evaluation.compare import QuestionGroups, compare_to_first, summarize_scores
 from dlm_rag.evaluation.judge import judge_answers
@@ -57,7 +56,7 @@ def write_evaluation_report(
 ) -> None:  # fmt: skip
     """JSON first, so that nothing that goes wrong later takes it; then Markdown, the screen, a picture.
 
-    said: what scores.json begins with; "f1_rule" among it. Raises `RunError` for what cannot be written.
+    said: what scores.json begins with; "f1_rule" among it.
     """
     stamps = {
         name: read_json_or_empty(folder / "answers.jsonl.run.json") for name, folder in folders.items()
@@ -73,7 +72,7 @@ def write_evaluation_report(
         },
         "first_minus": against,
     }
-    _write_text(out / "scores.json", json.dumps(record, indent=2, default=vars) + "\n")
+    write_text_atomic(out / "scores.json", json.dumps(record, indent=2, default=vars) + "\n")
     overall, count = {name: found["all"] for name, found in summaries.items()}, len(groups["all"])
     first, spent, rule = [], tables.build_energy_table(energy), said["f1_rule"]
     if "swept" in said:
@@ -92,12 +91,11 @@ def write_evaluation_report(
     for name, judged in said.get("judge", {}).get("without_verdict", {}).items():
         notes += [f"{name}: {judged} answers without a verdict of the judge are left out"] * bool(judged)
     stamp, picture = next(iter(stamps.values())), get_plot_file_name(said)
-    _write_text(out / "scores.md", tables.render_markdown_report(everything, stamp, notes))
-    with wrap_write_errors(out / picture) as path:
-        if "swept" in said:
-            plots.plot_pareto(path, overall, said["swept"])
-        else:
-            plots.plot_by_hops(path, groups, summaries)
+    write_text_atomic(out / "scores.md", tables.render_markdown_report(everything, stamp, notes))
+    if "swept" in said:
+        plots.plot_pareto(out / picture, overall, said["swept"])
+    else:
+        plots.plot_by_hops(out / picture, groups, summaries)
     print(f"scores.md, scores.json, {picture} and all answers are in {replace_control_chars(str(out))}")
 
 
@@ -114,7 +112,7 @@ def report_datasets(out: Path, names: Sequence[str]) -> None:
                 "evidence recall %", *tables.COST_METRICS]  # fmt: skip
     grid = tables.drop_empty_column(tables.ResultTable("Data sets", headings, rows), "judge %")
     tables.print_tables(Console(), [grid])
-    _write_text(out / "datasets.md", tables.render_markdown_table(grid))
+    write_text_atomic(out / "datasets.md", tables.render_markdown_table(grid))
 
 
 def get_plot_file_name(said: dict[str, Any]) -> str:
@@ -124,20 +122,17 @@ def get_plot_file_name(said: dict[str, Any]) -> str:
 
 def score_stored_result(then: StoredResult, questions: Sequence[Question], f1_rule: str) -> SettingScores:
     """The scores of a stored result. Raises `ConfigError` where it has answered other questions."""
+    asked = {question.id: question.question for question in questions}
     for folder in then.folders.values():
-        if {r.id: r.question for r in read_trace(folder / TRACE_FILE)} != {
-            q.id: q.question for q in questions
-        }:
-            raise ConfigError(
-                f"{folder} has not answered the {len(questions)} questions of the same run today"
-            )
+        if {rollout.id: rollout.question for rollout in read_trace(folder / TRACE_FILE)} != asked:
+            raise ConfigError(f"{folder} has not answered the {len(asked)} questions of the same run today")
     return {name: score_folder(folder, questions, f1_rule) for name, folder in then.folders.items()}
 
 
 def report_reproduction(
     out: Path, then: StoredResult, before: SettingScores, groups: QuestionGroups, scores: SettingScores
 ) -> None:
-    """What has become different, on the screen and in reproduced.md. Raises `RunError`."""
+    """What has become different, on the screen and in reproduced.md."""
     now, same, lines = read_result(out), {}, dict[str, None]()
     for name in scores:
         old, new = (
@@ -150,24 +145,7 @@ def report_reproduction(
     for line in lines or ["code, versions, machine, files and settings are the same"]:
         print(replace_control_chars(line))
     text = tables.render_markdown_report([grid], now.get_stamp(next(iter(scores))), [*lines])
-    _write_text(out / "reproduced.md", text)
-
-
-@contextmanager
-def wrap_write_errors(path: Path) -> Iterator[Path]:
-    """Raises `RunError` for a file of the report that cannot be written; the answers are there."""
-    try:
-        yield path
-    except (OSError, RuntimeError, ValueError) as error:
-        raise RunError(
-            f"{path} cannot be written ({summarize_error(error)}): the answers are there, and the same "
-            "command scores them again"
-        ) from None
-
-
-def _write_text(path: Path, text: str) -> None:
-    with wrap_write_errors(path):
-        write_text_atomic(path, text)
+    write_text_atomic(out / "reproduced.md", text)
 
 
 def score_folder(folder: Path, questions: Sequence[Question], f1_rule: str) -> list[Score]:

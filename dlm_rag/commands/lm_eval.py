@@ -19,13 +19,7 @@ from dlm_rag.config.inference import LikelihoodConfig
 from dlm_rag.errors import ConfigError, suggest_nearest
 from dlm_rag.machine import choose_device, choose_dtype
 
-MODEL_ARGS = (
-    "pretrained",
-    "dtype",
-    "device",
-    "block_size",
-    "max_length",
-)  # and those of `LikelihoodConfig`
+MODEL_ARGS = ("pretrained", "dtype", "device", "block_size", "max_length")  # and of `LikelihoodConfig`
 Tokens = list[int]
 
 
@@ -130,9 +124,7 @@ class HarnessModel:
         said = f"{len(found)} log-likelihoods: {exact} exact, {len(found) - exact} bounds"
         if errors:
             mean, most = sum(errors) / len(errors), max(errors)
-            said += (
-                f", {len(errors)} of them estimated (standard error {mean:.2g} nats, at most {most:.2g})"
-            )
+            said += f", {len(errors)} estimated (standard error {mean:.2g} nats, at most {most:.2g})"
         print_note(said)
         return found
 
@@ -154,9 +146,7 @@ def main(argv: list[str]) -> None:
 
         register_model()
     except ImportError:
-        raise ConfigError(
-            "lm-evaluation-harness is not installed: pip install 'dlm_rag[lm-eval]'"
-        ) from None
+        raise ConfigError("the harness is not installed: pip install 'dlm_rag[lm-eval]'") from None
     words = argv[argv[:1] == ["run"] :]
     if words and words[0].startswith("-") and words[0] not in ("-h", "--help"):
         words = ["run", "--model", "dlm_rag", *words]

@@ -18,8 +18,6 @@ from dlm_rag.page.html import check_page_target
 from dlm_rag.page.render import read_trace_runs, write_page
 from dlm_rag.questions import read_questions
 
-MAX_TRACES = 2
-
 
 def write_training_page(page: Path, folders: list[Path]) -> None:
     """Writes the page of one run of `train`. Raises `ConfigError` for a folder without metrics."""
@@ -33,7 +31,6 @@ def write_training_page(page: Path, folders: list[Path]) -> None:
         )
     check_page_target(str(page))
     make_training_page(page, folders[0], metrics)
-    print_note(f"the page is in {page}")
 
 
 def main(argv: list[str]) -> None:
@@ -42,20 +39,16 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--html", metavar="PATH", required=True, help="where the page goes")
     parser.add_argument("--questions", metavar="PATH", help="the questions with their golden answers")
     given = parser.parse_args(argv)
-    if len(given.traces) > MAX_TRACES:
-        raise ConfigError(
-            f"a page shows one trace or {MAX_TRACES}, not {len(given.traces)}: leave some out"
-        )
+    if len(given.traces) > 2:
+        raise ConfigError(f"a page shows one trace or two, not {len(given.traces)}: leave some out")
     traces = [expand_path(path, TraceError) for path in given.traces]
-    page = expand_path(given.html, ConfigError) if given.html.startswith("~") else given.html
+    page = expand_path(given.html, ConfigError)
     known = read_questions(given.questions) if given.questions else []
     if traces[0].is_dir():
-        write_training_page(Path(page), traces)
-        return
-    read = {f"trace {path}": str(path) for path in traces}
-    if len(read) < len(traces):
-        raise ConfigError(f"{traces[0]} is named twice: name the trace of another run beside it")
-    check_distinct_paths({"html": str(page)}, read | {"questions": given.questions})
-    check_page_target(str(page))
-    write_page(Path(page), read_trace_runs(traces), known)
+        write_training_page(page, traces)
+    else:
+        read = {f"trace {number}, {path},": str(path) for number, path in enumerate(traces, start=1)}
+        check_distinct_paths({"html": str(page)}, read | {"questions": given.questions})
+        check_page_target(str(page))
+        write_page(page, read_trace_runs(traces), known)
     print_note(f"the page is in {page}")

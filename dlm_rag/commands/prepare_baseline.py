@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import datetime
-import platform
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from dlm_rag import __version__
 from dlm_rag.baselines import POLICIES, READ_DECODE_SETTINGS, is_read_when_served
 from dlm_rag.baselines.chat_client import ChatClient, ChatServer, parse_model_url
 from dlm_rag.baselines.run import BaselineContext, BaselineEngine
-from dlm_rag.commands.prepare_decoder import FREE_SETTINGS, ResourceCache, open_search_source
+from dlm_rag.commands.prepare_decoder import (
+    FREE_SETTINGS,
+    ResourceCache,
+    open_search_source,
+    stamp_run,
+)
 from dlm_rag.config import Config
 from dlm_rag.decode.trace_file import TraceHeader
 from dlm_rag.errors import ConfigError
-from dlm_rag.machine import get_code_commit
 from dlm_rag.progress import show_status
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.composite import wrap_oracle
@@ -24,8 +25,6 @@ from dlm_rag.tokenizer.prompts import PROMPTS, load_prompt
 
 if TYPE_CHECKING:
     import torch
-
-MODEL_KEY_VARIABLE = "DLM_RAG_MODEL_KEY"
 
 
 @dataclass(frozen=True)
@@ -73,29 +72,20 @@ class PreparedBaseline:
     def stamp(self) -> dict[str, Any]:
         """As `PreparedDecoder.stamp`."""
         server = self.context.client.server
-        return {
-            "commit": get_code_commit(),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "versions": {"python": platform.python_version(), "dlm_rag": __version__},
+        machine = {
             "device": f"server: {server.model} at {server.url}",
             "threads": self.config.remote.concurrency,
             "attention": self.dtype,
             "machines": [{"server": server.url}],
-            "seed": self.config.decode.seed,
-            "energy": None,
-            "answers_depend_on": self.answers_depend_on(),
-            "config": asdict(self.config),
         }
+        return stamp_run(self.config, self.answers_depend_on(), machine)
 
 
 def open_chat_client(config: Config, setting: str, url: str, key_variable: str) -> ChatClient:
     """The client of a model at `openai://`; setting: that names it. Raises `ConfigError`."""
-    where = parse_model_url(setting, url)
-    return ChatClient(
-        ChatServer(
-            *where, f"{setting}={url}", key_variable, config.remote.timeout, config.remote.max_retries
-        )
-    )
+    where, remote = parse_model_url(setting, url), config.remote
+    server = ChatServer(*where, f"{setting}={url}", key_variable, remote.timeout, remote.max_retries)
+    return ChatClient(server)
 
 
 def check_served_keys(keys: Iterable[str]) -> None:
@@ -114,7 +104,7 @@ def prepare_baseline(config: Config, questions: list[Question], once: ResourceCa
         raise ConfigError("retrieval.oracle=true needs remote.policy=static: its evidence never changes")
     find = open_search_source(config.retrieval, once)
     template = load_prompt(config.prompt, "joint") if config.prompt else PROMPTS["sardi"]
-    client = open_chat_client(config, "model.path", config.model.path, MODEL_KEY_VARIABLE)
+    client = open_chat_client(config, "model.path", config.model.path, "DLM_RAG_MODEL_KEY")
     show_status("opening the index")
     found = find()
     retriever = wrap_oracle(found, questions, "question") if config.retrieval.oracle else found

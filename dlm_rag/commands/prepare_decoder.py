@@ -142,20 +142,30 @@ class PreparedDecoder:
         """What a result must carry to be understood later: code, settings, versions, machine."""
         import torch
 
-        versions = {"python": platform.python_version(), "dlm_rag": __version__}
-        return {
-            "commit": get_code_commit(),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "versions": versions | {package: version(package) for package in STAMPED_PACKAGES},
+        machine = {
             "device": f"{self.device.type}: {get_machine_name(self.device)}",
             "threads": torch.get_num_threads(),
             "attention": self.attention,
             "machines": [describe_machine(self.device, self.attention)],  # that have answered, in order
-            "seed": self.config.decode.seed,
-            "energy": None,  # of each part of the run, once it has ended
-            "answers_depend_on": self.answers_depend_on(),
-            "config": asdict(self.config),
         }
+        return stamp_run(self.config, self.answers_depend_on(), machine, STAMPED_PACKAGES)
+
+
+def stamp_run(
+    config: Config, depends_on: dict[str, Any], machine: dict[str, Any], packages: Collection[str] = ()
+) -> dict[str, Any]:
+    """The stamp of a run by what has answered on which machine."""
+    versions = {"python": platform.python_version(), "dlm_rag": __version__}
+    return {
+        "commit": get_code_commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions | {package: version(package) for package in packages},
+        **machine,
+        "seed": config.decode.seed,
+        "energy": None,  # of each part of the run, once it has ended
+        "answers_depend_on": depends_on,
+        "config": asdict(config),
+    }
 
 
 class ResourceCache:

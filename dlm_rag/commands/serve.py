@@ -106,8 +106,8 @@ def get_served_model_name(path: str) -> str:
     """The name of a checkpoint for clients: a hub id, or the name of a folder without where it lies."""
     if path.startswith(SHIPPED_PREFIX):
         return f"dlm-rag-{path.removeprefix(SHIPPED_PREFIX)}"
-    known = Path(path).expanduser().exists()
-    return Path(path).expanduser().resolve().name if known else path
+    folder = Path(path).expanduser()
+    return folder.resolve().name if folder.exists() else path
 
 
 def get_socket_url(sock: socket.socket) -> str:
@@ -118,15 +118,12 @@ def get_socket_url(sock: socket.socket) -> str:
 
 def bind_socket(host: str, port: int) -> socket.socket:
     """A socket bound to an address, at which nobody is let in yet; raises `ConfigError`."""
-    sock = None
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, protocol)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((address[0], port, *address[2:]))  # `getaddrinfo` takes ports modulo 2^16
+        sock.bind((host, port))
     except (OSError, OverflowError, UnicodeError) as error:
-        if sock is not None:
-            sock.close()
+        sock.close()
         reason = getattr(error, "strerror", None) or summarize_error(error)
         raise ConfigError(f"{host}:{port} cannot be listened at ({reason}): name another --port") from None
     return sock

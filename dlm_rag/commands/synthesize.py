@@ -60,14 +60,11 @@ ROW_SETTINGS_BY_KIND = {
 
 
 class SynthesisPlan(NamedTuple):
-    """What is to be done, everything but the weights checked.
-
-    depends_on: all that can change a row. model: who makes the rows.
-    """
+    """What is to be done, everything but the weights checked."""
 
     source: "RowSource"
-    depends_on: dict[str, Any]
-    model: str
+    depends_on: dict[str, Any]  # all that can change a row
+    model: str  # that makes the rows
     columns: dict[str, str]
 
 

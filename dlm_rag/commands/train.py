@@ -28,21 +28,22 @@ from dlm_rag.commands.arguments import check_read, parse_command_line
 from dlm_rag.config.ineffective_settings import check_effects
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.journal import acquire_file_lock, release_file_lock
+from dlm_rag.files.paths import make_folder
 
 TRAIN_SETTINGS = (
     "model", "prompt", "retrieval", "-retrieval.corpus", "-retrieval.url", "-retrieval.timeout",
     "-retrieval.oracle", "decode", "engine", "-engine.tensor_parallel", "train", "data", "plan", "out",
     "energy",
 )  # fmt: skip
-TRAIN_SWITCHES = {
-    "resume": "go on from the last checkpoint",
-    "page": "keep a page of curves and examples in the folder, train.html, which a browser follows",
-    "plan": "print what the run takes in memory, time and energy, and do nothing",
-}
 
 
 def main(argv: list[str]) -> None:
-    words = parse_command_line(__doc__ or "", argv, TRAIN_SETTINGS, switches=TRAIN_SWITCHES)
+    switches = {
+        "resume": "go on from the last checkpoint",
+        "page": "keep a page of curves and examples in the folder, train.html, which a browser follows",
+        "plan": "print what the run takes in memory, time and energy, and do nothing",
+    }
+    words = parse_command_line(__doc__ or "", argv, TRAIN_SETTINGS, switches=switches)
     config, resume = words.config, "resume" in words.switches
     folder = Path(config.out or "runs/train")
     check_effects([(config, ["data.documents", "data.questions", "train.counterfactual_share"])])
@@ -122,8 +123,7 @@ class StopSignal(threading.Event):
 
 
 # What a run puts into its folder, by the beginnings of the names.
-RUN_SUBFOLDERS = ("checkpoints", "validation", "documents", "model", "wandb")
-RUN_FILE_STEMS = {"metrics", "train", *RUN_SUBFOLDERS}
+RUN_FILE_STEMS = {"metrics", "train", "checkpoints", "validation", "documents", "model", "wandb"}
 
 
 def prepare_run_folder(folder: Path, resume: bool) -> None:
@@ -132,24 +132,15 @@ def prepare_run_folder(folder: Path, resume: bool) -> None:
     A run begins in a folder that is new or empty, or holds what another that was stopped before its
     first step has left; what is gone on with must be a run.
     """
-    try:
-        here = sorted(folder.iterdir()) if folder.is_dir() else []
-        names = [path.name for path in here if not path.name.startswith(".")]
-        foreign = [name for name in names if name.partition(".")[0] not in RUN_FILE_STEMS]
-        begun = "checkpoints" in names or "metrics.jsonl" in names
-        files = [name for name in RUN_SUBFOLDERS if (folder / name).is_file()]
-        problem = ""
-        if resume and not begun and (foreign or not names):
-            problem = f"{folder} holds no run to go on with: name another, or leave --resume out"
-        elif begun and not resume:
-            problem = f"{folder} holds a run already: add --resume to go on, or name another --out"
-        elif foreign and not resume:
-            problem = f"{folder} holds '{foreign[0]}', which is of no run: name a new or empty folder"
-        elif files:
-            problem = f"{folder / files[0]} is a file and must be a folder: name another --out"
-        if problem:
-            raise ConfigError(problem)
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out={folder} cannot be a folder: {error.strerror}") from None
+    here = folder.iterdir() if folder.is_dir() else ()
+    names = sorted(path.name for path in here if not path.name.startswith("."))
+    foreign = [name for name in names if name.partition(".")[0] not in RUN_FILE_STEMS]
+    begun = "checkpoints" in names or "metrics.jsonl" in names
+    if resume and not begun and (foreign or not names):
+        raise ConfigError(f"{folder} holds no run to go on with: name another, or leave --resume out")
+    if begun and not resume:
+        raise ConfigError(f"{folder} holds a run already: add --resume to go on, or name another --out")
+    if foreign and not resume:
+        raise ConfigError(f"{folder} holds '{foreign[0]}', which is of no run: name a new or empty folder")
+    make_folder(folder, "out=")
     check_writable(str(folder / "metrics.jsonl"), "out")

@@ -45,9 +45,8 @@ CASES = [
         ("trace and the lock of out", "--out a --trace a.lock"),
         ("trace and html are the same file", "--trace a --html a"),
         ("out and html are the same file", "--out a --trace t --html a"),
-        ("a.run.json exists and is not a file", "--out a", {"a.run.json/x": ""}),
-        ("a.run.json exists and is not a file", "--out a", {"a": ANSWER, "a.run.json": os.mkfifo}),
-        ("a.lock exists and is not a file", "--out a", {"a.lock/x": ""}),
+        ("without a readable a.run.json beside it", "--out a", {"a": ANSWER, "a.run.json": os.mkfifo}),
+        ("cannot be locked by a.lock", "--out a", {"a.lock/x": ""}),
         *(
             ("without a readable a.run.json beside it", "--out a", {"a": ANSWER, "a.run.json": stamp})
             for stamp in STAMPS
@@ -96,9 +95,9 @@ CASES = [
         ("the following arguments are required: --html", "t.jsonl", {"t.jsonl": DECODED}),
         ("no such home folder", "t.jsonl --html '~nobody-here/p'", {"t.jsonl": DECODED}),
         ("questions.jsonl, line 1: this is no line", "questions.jsonl --html page.html"),
-        ("one trace or 2, not 3", "t.jsonl u.jsonl v.jsonl --html page.html"),
-        ("t.jsonl is named twice", "t.jsonl t.jsonl --html page.html", {"t.jsonl": DECODED}),
-        ("html and trace t.jsonl are the same file", "t.jsonl --html t.jsonl", {"t.jsonl": DECODED}),
+        ("one trace or two, not 3", "t.jsonl u.jsonl v.jsonl --html page.html"),
+        ("trace 1, t.jsonl, and trace 2, t.jsonl, are the same file", "t.jsonl t.jsonl --html page.html", {"t.jsonl": DECODED}),
+        ("html and trace 1, t.jsonl, are the same file", "t.jsonl --html t.jsonl", {"t.jsonl": DECODED}),
         ("the traces t and u have no question in common", "t.jsonl u.jsonl --html page.html",
          {"t.jsonl": DECODED, "u.jsonl": DECODED.replace("Who?", "Why?")}),
     ),

@@ -142,7 +142,7 @@ def test_other_words_run_a_cell_again_and_old_scores_are_not_theirs(tmp_path, mo
 def test_what_is_no_benchmark_is_refused(tmp_path, keys):
     with pytest.raises(ConfigError):
         benchmark.main([write_benchmark(tmp_path, **keys), "--out", str(tmp_path / "out")])
-    with pytest.raises(ConfigError, match="nearest: 'laptop'"):
+    with pytest.raises(ConfigError, match="nearest: 'laptop.yaml'"):
         benchmark.main(["labtop", "--out", str(tmp_path / "out")])
     for words in (["--machine", "h100"], ["--plan", "--machine", "h1000"]):
         with pytest.raises(ConfigError, match="machine"):

@@ -84,17 +84,6 @@ def test_a_gpu_on_which_torch_does_not_compute_is_a_problem(gpu, capability, ind
     assert finding.state == OK and "96 GB, compute capability 12.1" in finding.what
 
 
-def test_a_gpu_older_than_all_that_torch_was_built_for_is_told_so(gpu, monkeypatch):
-    """Before anything is computed on it; the build for CUDA 12.6 has code for it."""
-    gpu((7, 0))
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90a", "compute_120"])
-    finding = found(doctor.check_torch)
-    assert finding.state == PROBLEM and "7.5 and later" in finding.what and finding.remedy.endswith("cu126")
-    assert not torch.ones.called
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_50", "sm_70", "sm_90"])
-    assert found(doctor.check_torch).state == OK
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_range_of_the_shipped_model_is_looked_at_while_it_answers(monkeypatch, dtype):

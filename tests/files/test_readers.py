@@ -137,7 +137,7 @@ def test_blank_lines_of_a_table_count_as_lines_alone(tmp_path):
 
 
 def test_a_typed_question_with_half_of_a_character_is_refused():
-    with pytest.raises(QuestionError, match="question 1: the text holds half of a character"):
+    with pytest.raises(QuestionError, match="question 1: the text is not UTF-8"):
         parse_typed_questions(["a \ud800 b"])
 
 
