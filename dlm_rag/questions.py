@@ -98,7 +98,6 @@ def read_questions(path: str | Path) -> list[Question]:
 
 
 def _read_aliases(path: str | Path) -> dict[str, list[str]]:
-    """Other names of answers by `answer_id`, from the file beside the questions."""
     found = Path(path).expanduser().parent / ALIASES_FILE
     known = str(path) != "-" and found.is_file()
     return read_answer_aliases(read_records(found, QuestionError)) if known else {}

@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
             print_note(f"{name} is left out: {problem}")
             continue
         change = f"model.{'quantize' if name in METHODS else 'dtype'}={name}"
-        changed = words.config_with([change, f"decode.batch_size={BATCH_SIZE}"])
+        changed = words.with_settings([*words.settings, change, f"decode.batch_size={BATCH_SIZE}"]).config
         row, scores, tokens = measure(fill_in_shipped_files(changed, []), asked)
         first = first or (scores, tokens)
         differences = compute_paired_differences(scores, first[0], {"all": [*range(len(asked))]})

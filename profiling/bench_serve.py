@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
         settings = ["decode.batch_size=32", *settings]
     if not any(word.startswith("model.path=") for word in settings):
         settings = ["model.path=dlm_rag/shipped/model", *settings]
-    config = fill_in_shipped_files(words.config_with(settings), [])
+    config = fill_in_shipped_files(words.with_settings(settings).config, [])
     known = gather_questions(config, [])
     asked = [known[n % len(known)] for n in range(clients * each)]
     torch.set_num_threads(1)

@@ -80,12 +80,10 @@ class LocalEngines:
     def stream(
         self, questions: Sequence[Question], step: Callable[[Rollout], None] | None = None
     ) -> Iterator[Rollout]:
-        """As `Decoder.stream`."""
         assert self._decoder is not None
         return self._decoder.stream(questions, step)
 
     def describe(self) -> str:
-        """As `Decoder.describe`."""
         assert self._decoder is not None
         return self._decoder.describe()
 
@@ -135,10 +133,8 @@ def open_engines(workers: str | None, jobs: Iterable[Prepared]) -> Iterator[Loca
     if len({job.device for job in jobs}) > 1:
         raise ConfigError("workers= has one device for all settings: leave model.device out of compare")
     if workers.startswith("ray://"):
-        pool = WorkerPool(
-            workers, partial(plan_workers, "auto", device=device, weights=weights, ranks=ranks)
-        )
-        threads = 1
+        plan = partial(plan_workers, "auto", device=device, weights=weights, ranks=ranks)
+        pool, threads = WorkerPool(workers, plan), 1
     else:
         placement = plan_workers(workers, [describe_local_node(device)], device, weights, ranks)
         pool, threads = WorkerPool("local", placement), placement.threads_per_worker

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -43,10 +44,6 @@ class CommandLine:
     file: str | None  # of --config, or READER_CONFIG where the shipped reader answers
     settings: list[str]  # KEY=VALUE, of words and flags
 
-    def config_with(self, more: list[str]) -> Config:
-        """The config with more settings on top; raises `ConfigError`."""
-        return load_config(self.file, self.settings + more)
-
     def with_settings(self, settings: list[str]) -> "CommandLine":
         """The command line with these settings in place of its own; raises `ConfigError`."""
         return replace(self, settings=settings, config=load_config(self.file, settings))
@@ -81,11 +78,8 @@ def parse_command_line(
     help text. Where the default is a whole number, so is the value, and above 0 unless the default is 0.
     Where it is (), the flag takes several words; those without a comma are settings as elsewhere.
     """
-    switches = {"print-config": "print the resolved config", **switches, **_list_shorthands(reads)}
-    parser = _build_parser(description, options, typed, reads)
-    for name, help_text in switches.items():
-        parser.add_argument(f"--{name}", action="store_true", dest=name, help=help_text)
-    given = vars(parser.parse_intermixed_args(argv))
+    switches = {"print-config": "print the resolved config", **switches}
+    given = vars(_build_parser(description, options, switches, typed, reads).parse_intermixed_args(argv))
     values = {name: given[name] for name in options}
     for name, (default, _) in options.items():
         if isinstance(default, int):
@@ -98,11 +92,7 @@ def parse_command_line(
         if not typed:
             raise ConfigError(f"'{word}' is neither a flag nor KEY=VALUE")
         _reject_mistaken_word(word)
-    settings, effects = [word for word in given["words"] if is_setting(word)], "compare" not in reads
-    flags = {*SETTING_BY_FLAG.values()} - {*options}
-    settings += [f"{key}={given[key]}" for key in flags if given.get(key) is not None]
-    settings += ["decode.abstain=never"] * given.get("answer-anyway", False)
-    settings += ["quick=true"] * given.get("quick", False)
+    settings, effects = [*filter(is_setting, given["words"]), *given["set"]], "compare" not in reads
     check_read(settings, reads)
     file, config = given["config"], load_config(given["config"], settings, effects=effects)
     _reject_training_config(file, config, reads)
@@ -120,18 +110,12 @@ def parse_command_line(
     )
 
 
-def _list_shorthands(reads: Sequence[str]) -> dict[str, str]:
-    """The flags without a value that set a setting, with their help texts."""
-    found = {"quick": _describe("quick")} if is_read("quick", reads) else {}
-    if is_read("decode", reads) and not is_read("train", reads):
-        found["answer-anyway"] = "give every answer, also an unsupported one (decode.abstain=never)"
-    return found
+def _answers(reads: Sequence[str]) -> bool:
+    return is_read("decode", reads) and not is_read("train", reads)
 
 
 def _reject_training_config(name: str | None, config: Config, reads: Sequence[str]) -> None:
-    """Raises `ConfigError` for a config of a training, given to a program that answers."""
-    answers = is_read("decode", reads) and not is_read("train", reads)
-    if name is not None and answers and config.train != Config().train:
+    if name is not None and _answers(reads) and config.train != Config().train:
         made = f"{config.out or 'runs/train'}/model"
         raise ConfigError(
             f"{name} says how to train: `dlm-rag train --config {name}` makes {made}, which answers as "
@@ -139,12 +123,15 @@ def _reject_training_config(name: str | None, config: Config, reads: Sequence[st
         )
 
 
-def _build_parser(description: str, options: Options, typed: bool, reads: Sequence[str]) -> CommandParser:
-    """The parser of a program, without its switches; its help lists the settings it reads."""
+def _build_parser(
+    description: str, options: Options, switches: Mapping[str, str], typed: bool, reads: Sequence[str]
+) -> CommandParser:
+    """The parser of a program, whose help lists the settings it reads; what flags set is in `set`."""
     name = Path(sys.argv[0]).name
     prog = " ".join([name, *sys.argv[1:2]]) if name == "dlm-rag" else name  # `dlm-rag sample`: two words
     epilog = "KEY=VALUE sets a field of the config:\n" + _list_keys(reads)
     parser = CommandParser(description, prog=prog, epilog=epilog)
+    parser.set_defaults(set=[])
     what = "a question, or KEY=VALUE" if typed else "KEY=VALUE"
     parser.add_argument("words", nargs="*", metavar="WORD", help=what)
     parser.add_argument("--config", metavar="NAME", help="YAML file, as given or one that ships")
@@ -156,7 +143,16 @@ def _build_parser(description: str, options: Options, typed: bool, reads: Sequen
         if flag.strip("-") not in options:
             metavar = {"compare": "SETTINGS", "limit": "N"}.get(key, "PATH")
             shown = _describe(key) if is_read(key, reads) else argparse.SUPPRESS
-            parser.add_argument(flag, metavar=metavar, help=shown, dest=key)
+            word = f"{key}={{}}".format
+            parser.add_argument(flag, action="append", dest="set", type=word, metavar=metavar, help=shown)
+    for name, help_text in switches.items():
+        parser.add_argument(f"--{name}", action="store_true", dest=name, help=help_text)
+    add_setting = partial(parser.add_argument, action="append_const", dest="set")
+    if is_read("quick", reads):
+        add_setting("--quick", const="quick=true", help=_describe("quick"))
+    if _answers(reads):
+        anyway = "give every answer, also an unsupported one (decode.abstain=never)"
+        add_setting("--answer-anyway", const="decode.abstain=never", help=anyway)
     return parser
 
 
@@ -165,7 +161,6 @@ def _describe(key: str) -> str:
 
 
 def is_read(key: str, reads: Sequence[str]) -> bool:
-    """Whether a program reads a setting."""
     section = key.partition(".")[0]
     left_out = f"-{key}" in reads or f"-{section}" in reads
     return not reads or (not left_out and (key in reads or section in reads))

@@ -31,7 +31,6 @@ def main(argv: list[str]) -> None:
 
 
 def list_benchmarks() -> dict[str, Path]:
-    """The programs by the names that the command line gives them."""
     folder = find_companion_folder("profiling")
     names = sorted(path.stem for path in folder.glob(f"{PREFIX}*.py") if path.stem != "bench_tools")
     return {name.removeprefix(PREFIX): folder / f"{name}.py" for name in [*names, "first_gpu", "scaling"]}

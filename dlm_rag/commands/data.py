@@ -42,18 +42,15 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--split", default="search_r1", metavar="RULE", help=f"which questions. {rules}")
     parser.add_argument("--folder", default=hub_datasets.DATA_FOLDER, help="where files are kept (data)")
     given = parser.parse_intermixed_args(argv)
+    if bool(given.names) != (given.action == "get"):
+        raise ConfigError("get takes names, list takes none: `dlm-rag data list` has them")
     if given.action == "list":
-        if given.names:
-            raise ConfigError(f"list takes no names: leave {given.names[0]} out, or write get")
         list_datasets()
     else:
-        if not given.names:
-            raise ConfigError("get needs names: `dlm-rag data list` has them")
         get_datasets(given.names, given.split, expand_path(given.folder, ConfigError, "folder"))
 
 
 def list_datasets() -> None:
-    """Prints every data set, corpus and index, a line a file."""
     rows = [("name", "split", "rows", "bytes", "layout", "licence", "file")]
     named = [(name, split, file) for name, splits in DATASETS.items() for split, file in splits.items()]
     sardi = [(name, "sardi", file) for name in SARDI_SETS
@@ -70,7 +67,6 @@ def list_datasets() -> None:
 
 
 def print_columns(rows: Sequence[Sequence[str]]) -> None:
-    """Prints rows of cells in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -96,9 +92,8 @@ def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
             describe_file(wanted, rule, folder)
     for name in {*names} & {*hub_datasets.INDEXES}:
         parts = [each for each in planned if each.file in hub_datasets.INDEXES[name][1]]
-        said = {
-            each.file.path: {"revision": each.state.revision, "digest": each.state.digest} for each in parts
-        }
+        states = {each.file.path: each.state for each in parts}
+        said = {path: {"revision": s.revision, "digest": s.digest} for path, s in states.items()}
         whole = hub_datasets.join_parts(name, folder)
         hub_datasets.write_card(whole, {"repository": parts[0].file.repository}, {"parts": said})
         print(f"{whole} is there: retrieval.faiss_index={whole} reads it")
@@ -140,9 +135,7 @@ def check_disk(planned: Sequence[PlannedFile], folder: Path) -> None:
         later = format_bytes(packed * hub_datasets.UNPACKED_RATIO)
         print(f"later, for the unpacked corpus: about {later} in {get_cache_folder()}, and its index")
     if need > free:
-        raise ConfigError(
-            f"{folder} has {format_bytes(free)} free, and {format_bytes(need)} are needed: make room"
-        )
+        raise ConfigError(f"{folder} has {format_bytes(free)}, {format_bytes(need)} are needed: make room")
 
 
 def describe_file(wanted: PlannedFile, rule: str, folder: Path) -> None:

@@ -114,7 +114,6 @@ def check_packages(_: Config) -> Iterator[Finding]:
 
 
 def check_torch(_: Config) -> Iterator[Finding]:
-    """The build, and whether it computes on the GPUs that are here."""
     import torch
 
     build = f"{torch.__version__}, for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs'}"
@@ -186,17 +185,6 @@ def check_cores_and_memory(_: Config) -> Iterator[Finding]:
         yield Finding("memory", HINT if remedy else OK, text, remedy)
 
 
-def check_ranks(_: Config) -> Iterator[Finding]:
-    """Over how many devices `engine.tensor_parallel` splits a model here, and by which library."""
-    import torch
-    from torch import distributed
-
-    library = "NCCL" if torch.cuda.is_available() and distributed.is_nccl_available() else "gloo"
-    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    devices = f"{torch.cuda.device_count()} GPUs, engine.tensor_parallel takes {library}"
-    yield Finding("ranks", OK, f"this is rank {rank} of {size}; {devices}")
-
-
 def check_energy(config: Config) -> Iterator[Finding]:
     from dlm_rag.energy.sensors import describe_sensors
 
@@ -212,7 +200,6 @@ def look_at_folder(folder: Path) -> tuple[Path, int, bool]:
 
 
 def check_cache(config: Config) -> Iterator[Finding]:
-    """The folder of the indexes: whether it can be written, and what is free on its disk."""
     given = config.retrieval.index_dir
     folder = Path(given).expanduser().absolute() if given else get_cache_folder()
     _, free, writable = look_at_folder(folder)
@@ -297,7 +284,6 @@ DOCTOR_CHECKS: dict[str, Callable[[Config], Iterator[Finding]]] = {
     "attention": check_attention_kernel,
     "quantize": check_quantization,
     "cores": check_cores_and_memory,
-    "ranks": check_ranks,
     "energy": check_energy,
     "cache": check_cache,
     "store": check_evidence_store,

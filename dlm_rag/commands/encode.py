@@ -72,11 +72,9 @@ def main(argv: list[str]) -> None:
     if not processes.is_main:
         return
     found = Counter({name: int(value) for name, value in zip(COUNTED, sums, strict=True)})
-    left = f", {found['evicted']:,} had to leave (engine.store_gib)" if found["evicted"] else ""
-    print_note(
-        f"{found['encoded']:,} passages encoded, {found['present']:,} there already{left}, "
-        f"{format_bytes(found['bytes'])} in {format_duration(time.perf_counter() - start)}"
-    )
+    took = f"{format_bytes(found['bytes'])} in {format_duration(time.perf_counter() - start)}"
+    left = f"{found['evicted']:,} had to leave (engine.store_gib), " if found["evicted"] else ""
+    print_note(f"{found['encoded']:,} passages encoded, {found['present']:,} there already, {left}{took}")
 
 
 class PassageEncoder:
@@ -121,10 +119,12 @@ class PassageEncoder:
         store.flush()
         if store.is_full:
             raise RunError(f"{store.folder} takes no more entries; with more room the same command goes on")
-        evicted = store.stats.evicted_entries - before.evicted_entries
-        written = store.stats.written_bytes - before.written_bytes
-        counts = len(lacking), len(passages) - len(lacking), evicted, written
-        return dict(zip(COUNTED, counts, strict=True))
+        return {
+            "encoded": len(lacking),
+            "present": len(passages) - len(lacking),
+            "evicted": store.stats.evicted_entries - before.evicted_entries,
+            "bytes": store.stats.written_bytes - before.written_bytes,
+        }
 
     @cached_property
     def _store(self) -> "tuple[EvidenceStore, Denoiser]":
@@ -146,7 +146,6 @@ class PassageEncoder:
         return store, denoiser
 
     def _find_segment(self, text: str) -> "Segment":
-        """What decoding asks for, of a passage."""
         from dlm_rag.evidence.prompt_segments import lay_out_prompt
         from dlm_rag.evidence.truncation import truncate_evidence
 

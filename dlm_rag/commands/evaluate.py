@@ -34,12 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dlm_rag.baselines import is_model_url
 from dlm_rag.cli import check_writable, print_note
-from dlm_rag.commands.answer_job import (
-    AnswerJob,
-    open_engines,
-    parse_answer_command_line,
-    plan_answer_job,
-)
+from dlm_rag.commands.answer_job import AnswerJob, open_engines, parse_answer_command_line, plan_answer_job
 from dlm_rag.commands.arguments import ANSWER_SETTINGS, READER_CONFIG, CommandLine
 from dlm_rag.commands.prepare_baseline import (
     PreparedBaseline,
@@ -54,18 +49,17 @@ from dlm_rag.commands.prepare_decoder import (
     prepare_decoder,
 )
 from dlm_rag.commands.tensor_parallel import run_on_ranks
-from dlm_rag.config import dump_config, list_stored_code, load_config
+from dlm_rag.config import Config, dump_config, list_stored_code, load_config
 from dlm_rag.config.ineffective_settings import check_effects
 from dlm_rag.data.hub_datasets import SPLIT_RULES, find_dataset
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.progress import report_progress
+from dlm_rag.questions import Question
 from dlm_rag.tokenizer.prompts import PROMPTS
 
 if TYPE_CHECKING:
-    from dlm_rag.config import Config
     from dlm_rag.evaluation.stored_results import StoredResult
-    from dlm_rag.questions import Question
 
 EVALUATE_READS = (*ANSWER_SETTINGS, "compare", "f1_rule", "remote", "judge")
 EVALUATE_OPTIONS: dict[str, tuple[str | tuple[()], str]] = {
@@ -90,8 +84,8 @@ EVALUATE_OPTIONS: dict[str, tuple[str | tuple[()], str]] = {
 class EvaluationPlan(NamedTuple):
     """What is to be run, as it was given: before what ships takes the place of what is not named."""
 
-    config: "Config"
-    settings: "dict[str, Config]"
+    config: Config
+    settings: dict[str, Config]
     is_single_setting: bool  # one setting, whose answers are in the folder itself
     report_header: dict[str, Any]  # what scores.json begins with
     reproduced_result: "StoredResult | None" = None  # that is run again
@@ -111,7 +105,7 @@ def main(argv: list[str]) -> None:
 
 def evaluate_settings(words: CommandLine, argv: list[str]) -> None:
     """Runs what the command line asks for, and reports. Raises `UserError`, `RunError`."""
-    out = words.config.out
+    out = Path(str(words.config.out))
     if words.options["reproduce"] and words.file == READER_CONFIG:  # who answers, the result says
         words = replace(words, file=None)
     names = [*dict.fromkeys(name.strip() for name in words.options["dataset"].split(","))]
@@ -119,16 +113,17 @@ def evaluate_settings(words: CommandLine, argv: list[str]) -> None:
         plans = [plan_from_result(words)]
     else:
         plans = [plan_from_command_line(words, name) for name in names]
-    for wanted in plans if len(plans) > 1 else ():  # what is wrong with the last ends all before the first
+    for wanted in plans[1:]:  # what is wrong with the last ends all before the first
         read_scored_questions(wanted)
+    several = len(plans) > 1
     for name, wanted in zip(names, plans, strict=True):
         wanted.report_header["command"] = shlex.join(["dlm-rag", "evaluate", *argv])
-        folder = Path(str(out)) / name if len(plans) > 1 else Path(str(out))
+        folder = out / name if several else out
         run_evaluation(folder, wanted, words.announce_reader if wanted is plans[0] else lambda: None)
-    if len(plans) > 1:
+    if several:
         from dlm_rag.commands.evaluation_outputs import report_datasets
 
-        report_datasets(Path(str(out)), names)
+        report_datasets(out, names)
 
 
 def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] = lambda: None) -> None:
@@ -179,7 +174,7 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] 
         outputs.report_reproduction(out, then, before, groups, scores)
 
 
-def read_scored_questions(wanted: EvaluationPlan) -> "list[Question]":
+def read_scored_questions(wanted: EvaluationPlan) -> list[Question]:
     """The questions of a plan. Raises `ConfigError` where they cannot be scored, or not with an oracle."""
     from dlm_rag.retrieval.composite import check_oracle_support
 
@@ -189,8 +184,7 @@ def read_scored_questions(wanted: EvaluationPlan) -> "list[Question]":
     questions = gather_questions(config, [])
     if without := next((question for question in questions if not question.golden_answers), None):
         raise ConfigError(
-            f"{config.questions} has questions without golden_answers, '{without.id}' for one: they "
-            "cannot be scored"
+            f"{config.questions}: question '{without.id}' without golden_answers cannot be scored"
         )
     asked = wanted.settings.values()
     if any(each.retrieval.oracle and each.decode.query_policy == "question" for each in asked):
@@ -200,12 +194,7 @@ def read_scored_questions(wanted: EvaluationPlan) -> "list[Question]":
 
 def plan_from_command_line(words: CommandLine, dataset: str = "") -> EvaluationPlan:
     """The settings that the command line names, for one of its data sets if any. Raises `ConfigError`."""
-    from dlm_rag.evaluation.compare import (
-        expand_sweep,
-        list_prompts,
-        parse_compared_settings,
-        parse_sweep,
-    )
+    from dlm_rag.evaluation.compare import expand_sweep, list_prompts, parse_compared_settings, parse_sweep
 
     said: dict[str, Any] = {}
     if dataset:
@@ -244,7 +233,7 @@ def plan_from_command_line(words: CommandLine, dataset: str = "") -> EvaluationP
     settings, variants = {}, []
     for name, more in expand_sweep(compared, swept).items():
         try:
-            settings[name] = words.config_with(more)
+            settings[name] = load_config(words.file, [*words.settings, *more])
         except ConfigError as error:
             raise ConfigError(f"'{name}': {error}") from None
         variants.append((settings[name], [*given, *(word.partition("=")[0] for word in more)]))
@@ -267,9 +256,7 @@ def plan_from_result(words: CommandLine) -> EvaluationPlan:
     then = read_result(Path(options["reproduce"]))
     for folder in (then.folder, *then.folders.values()):
         if not (folder / SAVED_CONFIG_FILE).is_file():
-            raise ConfigError(
-                f"{folder} has no {SAVED_CONFIG_FILE}: an older program made it, without settings"
-            )
+            raise ConfigError(f"{folder} has no {SAVED_CONFIG_FILE}: an older program made it")
     if os.path.realpath(str(config.out)) == os.path.realpath(then.folder):
         raise ConfigError("--reproduce and --out are the same folder: choose another --out")
     # A word that repeats the code of one setting allows it there, and changes no other.
@@ -285,7 +272,7 @@ def plan_from_result(words: CommandLine) -> EvaluationPlan:
 
 
 def plan_answer_jobs(
-    wanted: EvaluationPlan, folders: dict[str, Path], questions: "list[Question]"
+    wanted: EvaluationPlan, folders: dict[str, Path], questions: list[Question]
 ) -> dict[str, AnswerJob]:
     """A job for each setting, all checked before the first one runs. Raises `UserError`."""
     once, jobs = ResourceCache(), {}
@@ -320,8 +307,8 @@ def run_answer_jobs(jobs: dict[str, AnswerJob], workers: str | None) -> None:
 
 
 def compare_with_paper(
-    dataset: str, jobs: dict[str, AnswerJob], questions: "list[Question]", said: dict[str, Any]
-) -> "list[Question]":
+    dataset: str, jobs: dict[str, AnswerJob], questions: list[Question], said: dict[str, Any]
+) -> list[Question]:
     """Warns of all in which the settings leave the paper's, and notes it in `said`.
 
     Returns the questions, with the support that the corpus has.

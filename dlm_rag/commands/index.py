@@ -38,7 +38,6 @@ def main(argv: list[str]) -> None:
 
 
 def _build_collection(url: str, path: str, config: RetrievalConfig) -> None:
-    """Builds the collection of a URL, or resumes its build."""
     from dlm_rag.retrieval.corpus import open_corpus
     from dlm_rag.retrieval.milvus_collection import MilvusCollection
     from dlm_rag.retrieval.milvus_retriever import ingest_corpus

@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dlm_rag.baselines import POLICIES, READ_DECODE_SETTINGS, is_read_when_served
 from dlm_rag.baselines.chat_client import ChatClient, ChatServer, parse_model_url
 from dlm_rag.baselines.run import BaselineContext, BaselineEngine
-from dlm_rag.commands.prepare_decoder import (
-    FREE_SETTINGS,
-    ResourceCache,
-    open_search_source,
-    stamp_run,
-)
+from dlm_rag.commands.prepare_decoder import FREE_SETTINGS, ResourceCache, open_search_source, stamp_run
 from dlm_rag.config import Config
 from dlm_rag.decode.trace_file import TraceHeader
 from dlm_rag.errors import ConfigError

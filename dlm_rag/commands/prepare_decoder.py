@@ -71,7 +71,6 @@ class PreparedDecoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights once they are loaded."""
         return self.checkpoint.count_weight_bytes(self.dtype.itemsize, self.config.model.quantize)
 
     @property
@@ -189,14 +188,9 @@ def gather_questions(config: Config, typed: list[str]) -> list[Question]:
     if (config.limit or config.quick) and not config.questions:
         raise ConfigError("limit and quick choose among the questions of a file: name one with --questions")
     questions = select_questions(read_questions(config.questions), config) if config.questions else []
-    taken = {question.id for question in questions}
-    for question in parse_typed_questions(typed):
-        if question.id in taken:
-            raise QuestionError(
-                f"the id '{question.id}' of a typed question is taken in {config.questions}: put the "
-                "question into the file"
-            )
-        questions.append(question)
+    questions += parse_typed_questions(typed)
+    if len({question.id for question in questions}) < len(questions):
+        raise QuestionError(f"a typed question has an id of {config.questions}: put it into that file")
     if not questions:
         raise ConfigError('no question: type one, as in "Who wrote Emma?", or give --questions')
     return questions
@@ -289,14 +283,10 @@ def _open_checkpoint(path: str, block_size: int | None) -> Checkpoint:
     from dlm_rag.model.checkpoint import open_checkpoint
 
     if is_model_url(path):
-        raise ConfigError(
-            "a model behind a server is for evaluate and benchmark: name a folder or a hub id"
-        )
+        raise ConfigError("a model behind a server is for evaluate: name a folder or a hub id")
     checkpoint = open_checkpoint(path, block_size)
     if block_size is not None and checkpoint.config.decode_modes == ("autoregressive",):
-        raise ConfigError(
-            f"model.block_size={block_size} has no effect on an autoregressive model: leave it out"
-        )
+        raise ConfigError("model.block_size has no effect on an autoregressive model: leave it out")
     return checkpoint
 
 
@@ -310,9 +300,8 @@ def _plan_budget(
     passage = room.context_length  # nothing is known of the passages of a service
     if isinstance(found, CorpusRetriever) and config.retrieval.url is None:
         passage = found.corpus.longest_line_bytes + len(prepared.tokenizer.template.fact)  # in bytes
-    row = memory_budget.LongestRow.from_budget(
-        room, shape, longest or None, (config.retrieval.top_k, passage)
-    )
+    evidence = config.retrieval.top_k, passage
+    row = memory_budget.LongestRow.from_budget(room, shape, longest or None, evidence)
     shared = memory_budget.SharedSegmentBytes.from_config(
         shape, prepared.dtype, prepared.attention, config.engine
     )

@@ -38,15 +38,14 @@ from dlm_rag.commands.prepare_decoder import (
     prepare_decoder,
 )
 from dlm_rag.commands.tensor_parallel import run_on_ranks
+from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError
 from dlm_rag.page.render import TraceRun, read_trace_runs, write_page
 from dlm_rag.progress import show_status
-from dlm_rag.questions import select_few_per_hop
+from dlm_rag.questions import Question, select_few_per_hop
 
 if TYPE_CHECKING:
-    from dlm_rag.config import Config
     from dlm_rag.decode.rollout import Rollout
-    from dlm_rag.questions import Question
 
 
 def main(argv: list[str]) -> None:
@@ -86,7 +85,7 @@ def answer_questions(words: CommandLine) -> None:
         raise SystemExit(1)
 
 
-def asks_beyond_shipped_world(given: "Config", questions: "list[Question]") -> bool:
+def asks_beyond_shipped_world(given: Config, questions: list[Question]) -> bool:
     """Whether the shipped model is asked about other passages, or for names that are not in its own."""
     if given.retrieval.corpus is not None:
         return True
@@ -96,7 +95,7 @@ def asks_beyond_shipped_world(given: "Config", questions: "list[Question]") -> b
 
 
 def decode_to_screen(
-    config: "Config", questions: "list[Question]", ready: Callable[[], None] = lambda: None
+    config: Config, questions: list[Question], ready: Callable[[], None] = lambda: None
 ) -> int:
     """Answers to standard output: a live view in a terminal, JSON lines in a pipe.
 
@@ -150,7 +149,6 @@ def decode_to_screen(
     return tally.failed
 
 
-def write_run_page(path: str, runs: list[TraceRun], questions: "list[Question]") -> None:
-    """Writes the page of a run, and says where it is."""
+def write_run_page(path: str, runs: list[TraceRun], questions: list[Question]) -> None:
     write_page(Path(path), runs, questions)
     print_note(f"the page is in {path}")

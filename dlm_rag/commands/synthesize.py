@@ -95,7 +95,9 @@ def run_synthesis(
     """Does what is left to do, and writes the files."""
     name, settings, rows, before = replace_control_chars(str(folder.folder)), config.synthesis, 0, 0
     try:
-        folder.begin(make_run_stamp())
+        command, now = [Path(sys.argv[0]).name, *sys.argv[1:]], datetime.datetime.now(datetime.UTC)
+        stamp = {"command": shlex.join(command), "date": now.isoformat(timespec="seconds")}
+        folder.begin(stamp | {"commit": get_code_commit()})
         if folder.complete:
             print_note(f"{name} is complete")
             return
@@ -139,13 +141,6 @@ def collect_row_settings(config: "Config") -> dict[str, Any]:
     return found | {"synthesis.decontaminate_against": digests}
 
 
-def make_run_stamp() -> dict[str, Any]:
-    """What a card says of the run that began a folder."""
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {"command": command, "date": now, "commit": get_code_commit()}
-
-
 def plan_trace_rows(config: "Config") -> SynthesisPlan:
     """Questions to be decoded. Raises `UserError`."""
     config = fill_in_shipped_files(config, [])
@@ -154,9 +149,7 @@ def plan_trace_rows(config: "Config") -> SynthesisPlan:
     questions, settings = gather_questions(config, []), config.synthesis
     for question in questions:
         if settings.filter == "answer" and not question.golden_answers:
-            raise ConfigError(
-                f"question '{question.id}' has no golden_answers: set synthesis.filter=evidence"
-            )
+            raise ConfigError(f"'{question.id}' has no golden_answers: set synthesis.filter=evidence")
         if settings.known_hops and question.hops is None:
             raise ConfigError(f"synthesis.known_hops=true: question '{question.id}' has no hops")
     if config.workers is not None:
@@ -190,7 +183,6 @@ def decode_rollouts(
 
 
 def digest_questions(questions: list[Question]) -> str:
-    """Of all that is known of the questions."""
     known = [{k: v for k, v in asdict(question).items() if k != "place"} for question in questions]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 

@@ -44,9 +44,7 @@ def check_tensor_parallel(config: Config) -> None:
             "sample, evaluate or serve, which start them, or with workers="
         )
     if size > 1 and engine.store is not None and engine.store_read == "auto":
-        raise ConfigError(
-            "engine.store_read=auto measures one device: set always or never with engine.tensor_parallel"
-        )
+        raise ConfigError("engine.store_read=auto measures one device: set always or never")
 
 
 def count_processes() -> int:
@@ -122,20 +120,16 @@ def start_other_ranks(size: int, device: str) -> "tuple[TCPStore, list[subproces
     try:
         import dlm_rag.training.distributed  # noqa: F401 - which takes time, as for the others
 
-        _wait_for_others(store, others)
+        end = time.monotonic() + 60 * START_MINUTES
+        while store.add("ready", 0) < len(others):
+            if any(process.poll() is not None for process in others) or time.monotonic() > end:
+                raise RunError("a rank of engine.tensor_parallel has ended, or waits, before it was ready")
+            time.sleep(0.05)
     except BaseException:
         for process in others:
             process.kill()
         raise
     return store, others
-
-
-def _wait_for_others(store: "TCPStore", others: "list[subprocess.Popen[bytes]]") -> None:
-    end = time.monotonic() + 60 * START_MINUTES
-    while store.add("ready", 0) < len(others):
-        if any(process.poll() is not None for process in others) or time.monotonic() > end:
-            raise RunError("a rank of engine.tensor_parallel has ended, or waits, before it was ready")
-        time.sleep(0.05)
 
 
 def main(argv: list[str]) -> None:

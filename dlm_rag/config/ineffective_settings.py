@@ -135,7 +135,6 @@ def _describe_missing(need: Need, known: Mapping[str, Any], is_recipe: bool) -> 
 
 
 def _show(value: Any) -> str:
-    """A value as one writes it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

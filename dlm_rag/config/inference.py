@@ -10,9 +10,11 @@ SEARCH_SCHEMES = ("http", "https", "milvus")  # of `retrieval.url`
 NO_URL = {"retrieval.url": (None,)}
 NO_SERVICE = {"retrieval.url": (None, "milvus://")}
 MASKED, UNIFORM = {"noise": ("mask",)}, {"noise": ("uniform",)}
-BY_DIFFUSION = MASKED | {"decode.mode": ("diffusion",)}
+DIFFUSION = {"decode.mode": ("diffusion",)}
+BY_DIFFUSION = MASKED | DIFFUSION
 IN_BLOCKS = BY_DIFFUSION | {"attention_blocks": (True,)}
 AT_ONCE = {"decode.blocks_at_once": SEVERAL}
+CACHED = MASKED | {"engine.prefix_cache_gib": (None, SET)}
 SERVED = {"model.path": ("openai://", "openais://")}  # a model behind a server
 ROLLOUTS = MASKED | {"train.objective": ("rl",)}  # which sample what they commit
 HEADS = tuple(
@@ -149,9 +151,7 @@ class DecodeConfig(CheckedSettings):
     tokens_per_step: int | None = setting(None, low=1, only_with=BY_DIFFUSION)
     """number of positions committed per step: exactly this many for top_k, entropy, margin and
     sequential (unset: 1), at most this many for threshold, entropy_bound and grounded (unset: no limit)"""
-    steps_per_block: int | None = setting(
-        None, low=1, high=2**20, only_with={"decode.mode": ("diffusion",)}
-    )
+    steps_per_block: int | None = setting(None, low=1, high=2**20, only_with=DIFFUSION)
     """number of steps per block (or per canvas, without blocks): sets what a step commits for top_k,
     entropy, margin and sequential, and the minimum for threshold, entropy_bound and grounded (unset: 1)"""
     schedule: str = setting(
@@ -159,7 +159,7 @@ class DecodeConfig(CheckedSettings):
     )
     """how the positions of a block are divided over steps_per_block if it does not divide evenly: the
     first steps take more, or each step takes its rounded share of the rest"""
-    entropy_bound: float | None = setting(None, low=0, only_with={"decode.mode": ("diffusion",)})
+    entropy_bound: float | None = setting(None, low=0, only_with=DIFFUSION)
     """joint entropy in nats that may be committed per step; unset takes the checkpoint's own, else 0.1"""
     edit_threshold: float | None = setting(None, low=0, high=1, only_with=IN_BLOCKS)
     """confidence at which another token replaces a committed one within the current attention block, or
@@ -225,18 +225,11 @@ class DecodeConfig(CheckedSettings):
                 f"block_length={self.block_length} is longer than max_new_tokens={self.max_new_tokens}"
             )
         if self.blocks_at_once > 1 and self.edit_threshold is not None:
-            raise ConfigError(
-                f"edit_threshold={self.edit_threshold} edits one block at a time: leave it out, or set "
-                "blocks_at_once=1"
-            )
+            raise ConfigError("edit_threshold edits one block at a time: leave it or blocks_at_once out")
         if self.tokens_per_step and self.steps_per_block:
-            raise ConfigError(
-                "tokens_per_step and steps_per_block both say how much a step commits: leave one out"
-            )
+            raise ConfigError("tokens_per_step and steps_per_block say what a step commits: leave one out")
         if self.commit_rule == "sampled" and not 0 < self.commit_threshold < 1:
-            raise ConfigError(
-                f"commit_threshold={self.commit_threshold} must be between 0 and 1 for commit_rule=sampled"
-            )
+            raise ConfigError("commit_rule=sampled needs a commit_threshold between 0 and 1")
 
 
 @settings_dataclass
@@ -250,14 +243,12 @@ class EngineConfig(CheckedSettings):
     """memory for cached keys and values of evidence on the device in GiB, in addition to those of the
     current batch; unset: what memory_gib leaves, or half of the free memory (on a CPU a quarter); 0: no
     cache"""
-    cpu_offload_gib: float = setting(
-        0.0, low=0, only_with=MASKED | {"engine.prefix_cache_gib": (None, SET)}
-    )
+    cpu_offload_gib: float = setting(0.0, low=0, only_with=CACHED)
     """host memory in GiB for cached evidence that leaves the device"""
     cache_dtype: str = setting("auto", choices=("auto", "int8"), only_with=MASKED)
     """dtype of cached keys and values of evidence: auto (that of the model) or int8 (half of bfloat16;
     scales by token and head)"""
-    store: str | None = setting(None, only_with=MASKED | {"engine.prefix_cache_gib": (None, SET)})
+    store: str | None = setting(None, only_with=CACHED)
     """folder in which keys and values of evidence are kept for other runs; unset: none"""
     store_gib: float | None = setting(None, low=2**-20, high=2**30, only_with={"engine.store": SET})
     """maximum size of that folder in GiB, the least recently used leaving; unset: half of what is free

@@ -1,5 +1,6 @@
 """Settings of released versions that were renamed or removed: errors say so, stored files still open."""
 
+import re
 from typing import Any
 
 # Section, old name, new name; the section "" has the settings of no section. A name with blanks is a
@@ -36,19 +37,17 @@ _RENAMED = {
 }  # fmt: skip
 
 
-def _split_key(key: str) -> tuple[str, str, str]:
-    """What stands before the last part of a dotted key; the section whose settings it has, which for a
-    phase of training is `train`; the last part."""
-    path, _, leaf = key.rpartition(".")
-    return path, "train" if path.startswith("train.phases.") else path, leaf
+def _find_new_name(key: str) -> str | None:
+    """What `_RENAMED` has for a dotted key, also for one of a phase of training; None for any other key."""
+    section, _, leaf = re.sub(r"^train\.phases\.[^.]+\.", "train.", key).rpartition(".")
+    return _RENAMED.get(section, {}).get(leaf)
 
 
 def explain_old_key(key: str) -> str | None:
     """What has become of a dotted key that was a setting, and the remedy; None for any other key."""
-    path, section, leaf = _split_key(key)
-    if (name := _RENAMED.get(section, {}).get(leaf)) is None:
+    if (name := _find_new_name(key)) is None:
         return None
-    new = f"{path}.{name}".removeprefix(".")
+    new = f"{key.rpartition('.')[0]}.{name}".removeprefix(".")
     return f"was removed: {name}" if " " in name else f"is now called {new}: write that"
 
 
@@ -60,10 +59,10 @@ def upgrade_settings(settings: dict[str, Any], path: str = "") -> dict[str, Any]
     upgraded: dict[str, Any] = {}
     for key, value in settings.items():
         whole = f"{path}.{key}".removeprefix(".")
-        _, section, leaf = _split_key(whole)
-        name = _RENAMED.get(section, {}).get(leaf, leaf)
+        leaf = whole.rpartition(".")[2]
+        name = _find_new_name(whole) or leaf
         if " " in name:
-            if value is None or section != "decode":
+            if value is None or not whole.startswith("decode."):
                 continue
             name = leaf  # it has changed answers, with which no others are mixed
         if isinstance(value, dict):

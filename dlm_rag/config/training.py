@@ -210,14 +210,9 @@ class TrainConfig(CheckedSettings):
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.head_dim or self.head_dim % 2:
-            raise ConfigError(
-                f"hidden_size={self.hidden_size} must be a multiple of an even head_dim={self.head_dim}"
-            )
+            raise ConfigError(f"hidden_size must be a multiple of an even head_dim, not {self.head_dim}")
         if self.batch_tokens % self.sequence_length:
-            raise ConfigError(
-                f"batch_tokens={self.batch_tokens} must be a multiple of sequence_length="
-                f"{self.sequence_length}"
-            )
+            raise ConfigError(f"batch_tokens must be a multiple of sequence_length={self.sequence_length}")
         if self.trainable is not None and bool(self.lora_rank) != (self.trainable == "lora"):
             raise ConfigError(
                 f"trainable={self.trainable} does not go with lora_rank={self.lora_rank}: leave one out"
@@ -328,7 +323,7 @@ class SynthesisConfig(CheckedSettings):
     def __post_init__(self) -> None:
         if self.method == "writer" and not (self.writer_url and self.writer_model):
             raise ConfigError(
-                "synthesis.method=writer needs synthesis.writer_url=URL and synthesis.writer_model=NAME"
+                "method=writer needs synthesis.writer_url=URL and synthesis.writer_model=NAME"
             )
         if self.writer_url is not None:
             check_url("synthesis.writer_url", self.writer_url, ("http", "https"), "DLM_RAG_WRITER_KEY")

@@ -131,7 +131,7 @@ CASES = [
          "q.jsonl retrieval.oracle=true decode.query_policy=question",
          {"q.jsonl": '{"id": "a", "question": "Who?", "supporting_ids": ["emma"]}\n'
                      '{"id": "b", "question": "Where?", "supporting_ids": ["dune", "dun"]}\n'}),
-        ("the id 'q1' of a typed question", "q.jsonl Who?", {"q.jsonl": '{"id": "q1", "question": "x"}'}),
+        ("a typed question has an id of q.jsonl", "q.jsonl Who?", {"q.jsonl": '{"id": "q1", "question": "x"}'}),
     ),
     *table(f"{SAMPLE_WITH_MODEL} --corpus",
         ("is a pipe or a device", "pipe", {"pipe": os.mkfifo}),
@@ -152,16 +152,16 @@ CASES = [
     ),
     # To be scored.
     *table(SCORED,
-        ("q.jsonl has questions without golden_answers", {"q.jsonl": GOOD}),
+        (("q.jsonl: question", "without golden_answers"), {"q.jsonl": GOOD}),
         *(
             (says, {"q.jsonl": json.dumps({"id": "1", "question": "x", "hops": 1} | more)})
             for says, more in (
                 ("the label 'all' is the name of another group", {"answer": "y", "all": True}),
                 ("the label '3 hops' is the name of another group", {"answer": "y", "3 hops": True}),
                 ("the label 'a, b' is the name of another group", {"answer": "y", "a, b": True}),
-                ("without golden_answers, '1' for one", {"answer": ""}),
-                ("'1' for one", {"answer": '[" "]'}),
-                ("'1' for one", {"answer": '{"text": []}'}),
+                ("question '1' without golden_answers", {"answer": ""}),
+                ("question '1' without golden_answers", {"answer": '[" "]'}),
+                ("question '1' without golden_answers", {"answer": '{"text": []}'}),
                 ("line 1: 'answer' is not JSON", {"answer": "{'text': ['x']}"}),
             )
         ),

@@ -295,7 +295,7 @@ CASES = [
     *table("synthesize --out rows",
         ("need --questions", "--model model --corpus corpus.jsonl"),
         ("needs --corpus FILE", "synthesis.method=corpus"),
-        ("synthesis.method=writer needs synthesis.writer_url=URL and synthesis.writer_model=NAME",
+        ("method=writer needs synthesis.writer_url=URL and synthesis.writer_model=NAME",
          "synthesis.method=writer synthesis.writer_url=http://x/v1"),
     ),
     *table(CORPUS_ROWS,

@@ -40,7 +40,7 @@ CASES = [
         (("decode.mode=left is not one of diffusion, autoregressive, speculative",), "decode.mode=left"),
         *((f"decode.mode={mode}: this model was trained for diffusion alone", f"decode.mode={mode}")
           for mode in ("autoregressive", "speculative")),
-        ("both say how much a step commits: leave one", "decode.tokens_per_step=2 decode.steps_per_block=4"),
+        ("say what a step commits: leave one", "decode.tokens_per_step=2 decode.steps_per_block=4"),
         (("edit_threshold=0.9 has no effect", "leave it out"), "decode.edit_threshold=0.9"),
         (("blocks_at_once=2 has no effect", "has no blocks"), "decode.blocks_at_once=2"),
         ("edits one block at a time", "model.block_size=4 decode.blocks_at_once=2 decode.edit_threshold=0.9"),
@@ -56,7 +56,7 @@ CASES = [
         ("engine.store=s has no effect", "engine.store=s model.evidence_layout=joint"),
         ("engine.cache_dtype=int8 has no effect", "engine.cache_dtype=int8 model.evidence_layout=joint"),
         ("model.device=cuda:0 is one device: leave its number out", "engine.tensor_parallel=2 model.device=cuda:0"),
-        ("must be between 0 and 1", "decode.commit_rule=sampled decode.commit_threshold=1"),
+        ("a commit_threshold between 0 and 1", "decode.commit_rule=sampled decode.commit_threshold=1"),
         ("commit_rule=policy_head needs policy heads", "decode.commit_rule=policy_head"),
         ("is not a safetensors file", "decode.commit_rule=policy_head", {"model/heads.safetensors": "x"}),
         ("data.documents.a=", "data.documents.a.b=3"),
