@@ -81,11 +81,9 @@ def check_trace(rollout: Rollout, question: Question) -> dict[str, bool]:
     found = {}
     if question.golden_answers:
         found["answer"] = compute_exact_match(rollout.answer, question.golden_answers) == 1.0
-    found["cited"] = bool(reasoning and answer) and all(
-        bool(unit["passages"]) for unit in rollout.citations
-    )
+    found["cited"] = bool(reasoning and answer) and all(unit["passages"] for unit in rollout.citations)
     found["supported"] = is_supported(rollout, reasoning, answer)
-    found["linked"] = is_linked(rollout, [unit["text"] for unit in reasoning])
+    found["linked"] = is_linked(rollout, reasoning)
     if question.hops is not None:
         found["hops"] = len(reasoning) == question.hops
     return found
@@ -110,7 +108,7 @@ def is_supported(rollout: Rollout, reasoning: CitationUnits, answer: CitationUni
     )
 
 
-def is_linked(rollout: Rollout, sentences: Sequence[str]) -> bool:
+def is_linked(rollout: Rollout, reasoning: CitationUnits) -> bool:
     """Whether a trace is one chain from the question to its answer.
 
     A passage that a sentence cites is about something that was named before: by the question for the first
@@ -118,9 +116,9 @@ def is_linked(rollout: Rollout, sentences: Sequence[str]) -> bool:
     is about is its title, its first line; where that is none, a word that both share and the question lacks
     will do.
     """
-    cited = [unit["passages"] for unit in rollout.citations if unit["kind"] == "reasoning"]
     before, asked = rollout.question, {*split_words(rollout.question)} | FUNCTION_WORDS
-    for number, (sentence, passages) in enumerate(zip(sentences, cited, strict=True)):
+    for number, unit in enumerate(reasoning):
+        sentence, passages = unit["text"], unit["passages"]
         titles = [split_words(rollout.passages[passage["id"]].partition("\n")[0]) for passage in passages]
         known = [title for title in titles if len(title) <= MAX_TITLE_WORDS]
         named = any(contains_words(split_words(before), title) for title in known)
@@ -128,7 +126,7 @@ def is_linked(rollout: Rollout, sentences: Sequence[str]) -> bool:
         if not passages or not (named if known else shared):
             return False
         before = sentence
-    return bool(sentences) and contains_words(split_words(sentences[-1]), split_words(rollout.answer))
+    return bool(reasoning) and contains_words(split_words(before), split_words(rollout.answer))
 
 
 def contains_words(said: Sequence[str], part: Sequence[str]) -> bool:

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 from dlm_rag.config import Config
-from dlm_rag.data.synthetic_world import build_passage_record, make_world, make_world_question, write_world
+from dlm_rag.data.synthetic_world import make_world, make_world_question, write_world
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever
@@ -88,8 +88,7 @@ def write_world_documents(config: Config, folder: Path) -> Path:
                 seed = config.train.seed * 1_000_003 + number
                 world = make_world(seed, "train", config.train.world_passages)
                 rng = random.Random(f"documents/{seed}")
-                texts = [build_passage_record(world, entity) for entity in world.entities]
-                lines = [f"{record['title']}\n{record['contents']}" for record in texts]
+                lines = [f"{entity.name}\n{world.contents[entity.id]}" for entity in world.entities]
                 asked = (make_world_question(rng, world, rng.randint(1, 4), training=True) for _ in lines)
                 lines += [f"{q.question}\n{q.reasoning}" for q in asked if q is not None]
                 rng.shuffle(lines)
