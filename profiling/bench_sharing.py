@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench_tools import parse_bench_args, print_table, rotate
+from bench_tools import ROOT, parse_bench_args, print_table, rotate
 from decode_replay import RANDOM_MODEL_SHAPES, SHAPE_FIELDS
 
 from dlm_rag.cli import run_program
@@ -31,7 +31,6 @@ from dlm_rag.files.hub import SHIPPED_FOLDER
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.denoiser import Denoiser
 
-ROOT = Path(__file__).resolve().parent.parent
 MODEL, WORLD = SHIPPED_FOLDER / "model", SHIPPED_FOLDER / "world"
 OPTIONS: dict[str, tuple[str | int, str]] = {
     "rounds": (3, "how often each is run"),

@@ -18,12 +18,11 @@ import time
 from pathlib import Path
 from statistics import median
 
-from bench_tools import parse_bench_args
+from bench_tools import ROOT, parse_bench_args
 
 from dlm_rag.cli import print_note, run_program
 from dlm_rag.errors import RunError
 
-ROOT = Path(__file__).resolve().parent.parent
 OPTIONS: dict[str, tuple[str | int, str]] = {
     "kills": (100, "how often SIGKILL is sent"),
     "stops": (10, "how often SIGSTOP is sent"),

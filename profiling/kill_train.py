@@ -17,13 +17,12 @@ import time
 from pathlib import Path
 
 import torch
-from bench_tools import parse_bench_args
+from bench_tools import ROOT, parse_bench_args
 from safetensors.torch import load_file
 
 from dlm_rag.cli import print_note, run_program
 from dlm_rag.errors import RunError
 
-ROOT = Path(__file__).resolve().parent.parent
 TINY_RUN_SETTINGS = [
     "train.hidden_size=64", "train.num_hidden_layers=2", "train.vocab_size=400",
     "train.passage_sets_per_step=2",
