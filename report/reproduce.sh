@@ -72,11 +72,13 @@ $quick || run 9 $PYTHON -m pytest -p no:cacheprovider -q tests/evidence tests/de
 
 # 2. Retrieval inside denoising (tables 2 and 3, figure 2)
 run 5 $PYTHON evaluate.py --out "$OUT/shipped" --compare all $ask
-run 9 $PYTHON evaluate.py --out "$OUT/thresholds" --sweep decode.commit_threshold=0.9,0.7,0.8,0.95 decode.query_threshold=0,0.5,1 $some
-run 3 $PYTHON evaluate.py --out "$OUT/passages" --sweep retrieval.top_k=7,1,3,5 $some
-run 3 $PYTHON evaluate.py --out "$OUT/schedule" --sweep decode.retrieval_interval=1,2,4,8 $some
+run 9 $PYTHON evaluate.py --out "$OUT/thresholds" --sweep "decode.commit_threshold=$(pick 0.9,0.7,0.8,0.95 0.9,0.7)" \
+    "decode.query_threshold=$(pick 0,0.5,1 0,1)" $some
+run 3 $PYTHON evaluate.py --out "$OUT/passages" --sweep "retrieval.top_k=$(pick 7,1,3,5 7,1)" $some
+run 3 $PYTHON evaluate.py --out "$OUT/schedule" --sweep "decode.retrieval_interval=$(pick 1,2,4,8 1,8)" $some
 run 2 $PYTHON evaluate.py --out "$OUT/whole" --compare interleaved,interleaved+model.path=dlm_rag/shipped/whole $files $ask
 for seed in 8 9; do
+    $quick && [ $seed != 8 ] && continue
     run 1 $PYTHON -m dlm_rag.data.synthetic_world --seed $seed --out "$OUT/world$seed" --per-hop "$(pick 100 1)"
     run 2 $PYTHON evaluate.py --out "$OUT/other$seed" --corpus "$OUT/world$seed/corpus.jsonl" \
         --questions "$OUT/world$seed/questions.jsonl" --compare interleaved,static,oracle $ask
@@ -91,8 +93,8 @@ $quick || run 15 $PYTHON profiling/bench_decode.py --out "$OUT/shape" --shape 10
 run 5 $PYTHON profiling/bench_store.py --out "$OUT/store" --shapes "$(pick shipped,100m,1b shipped)" model.dtype=bfloat16
 run 6 $PYTHON profiling/bench_precision.py --out "$OUT/precision" --only "$(pick float32,bfloat16,float16,int8,int8_weight,fp8 float32,int8)" \
     --questions "$(pick 0 6)"
-run 2 $PYTHON evaluate.py --out "$OUT/at_once" --sweep decode.blocks_at_once=1,2,3,4,12 $files $some
-run 2 $PYTHON evaluate.py --out "$OUT/opened" --sweep decode.blocks_at_once=2,3,4,12 decode.block_add_threshold=0 $files $some
+run 2 $PYTHON evaluate.py --out "$OUT/at_once" --sweep "decode.blocks_at_once=$(pick 1,2,3,4,12 1,12)" $files $some
+run 2 $PYTHON evaluate.py --out "$OUT/opened" --sweep "decode.blocks_at_once=$(pick 2,3,4,12 2,12)" decode.block_add_threshold=0 $files $some
 
 # 4. The gradient through retrieval (table 4, figure 4): three seeds of heads, three of the denoiser, the toy of four gradients
 reward="train.py --config search_rl.yaml"
@@ -104,6 +106,7 @@ for seed in 0 1 2; do
         train.learning_rate=0.0002 train.forward_cost=0 train.train_steps_per_rollout=2 train.max_steps=180 $tiny
 done
 for world in 31 32; do
+    $quick && [ $world != 31 ] && continue
     run 1 $PYTHON -m dlm_rag.data.synthetic_world --seed $world --per-hop "$(pick 250 2)" --out "$OUT/w$world"
     for hops in 3 4; do
         grep "\"hops\": $hops" "$OUT/w$world/questions.jsonl" | grep 'path": false.*wording": false' | head -100
@@ -127,5 +130,5 @@ for seed in 0 1 2; do
     run 14 $PYTHON -m torch.distributed.run --nproc-per-node 2 train.py --config tiny.yaml train.seed=$seed out="$OUT/blocks$seed" \
         model.block_size=8 decode.finished_block_context=no_evidence $(pick "" "train.max_steps=2 train.eval_steps=2 train.eval_questions=1")
 done
-print_gpu_part
+$quick || print_gpu_part
 exit $failed
