@@ -3,8 +3,9 @@
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from dlm_rag.config.renamed import upgrade_settings
 from dlm_rag.decode.rollout import Rollout
@@ -25,9 +26,6 @@ from dlm_rag.files.journal import (
 )
 from dlm_rag.questions import Question
 
-if TYPE_CHECKING:
-    from filelock import FileLock
-
 log = logging.getLogger(__name__)
 
 
@@ -43,13 +41,9 @@ class AnswersFile:
     def __init__(self, out: Path, trace: Path | None = None) -> None:
         self._out, self._trace, self._file = out, trace, Journal(out)
         self._writer: TraceWriter | None = None
-        self._locks: list[FileLock] = []
+        self._opened = ExitStack()
         self._stamp_path = out.with_name(f"{out.name}.run.json")
         self._read()
-
-    @property
-    def _journals(self) -> list[Journal]:
-        return [self._file] if self._writer is None else [self._file, self._writer.file]
 
     def _read(self) -> None:
         """Takes in what the files hold now; another process may be adding to them."""
@@ -120,12 +114,10 @@ class AnswersFile:
         are taken out: they are asked again. Raises as the constructor does, and for a trace of version 1.
         """
         try:
-            for name, path in (
-                ("out", self._out),
-                ("trace", self._trace),
-            ):  # each may be another run's, too
-                if path is not None:
-                    self._locks.append(acquire_file_lock(Path(f"{path}.lock"), f"{name}={path}"))
+            for name, path in {"out": self._out, "trace": self._trace}.items():
+                if path is not None:  # each may be another run's, too
+                    lock = acquire_file_lock(Path(f"{path}.lock"), f"{name}={path}")
+                    self._opened.callback(release_file_lock, lock)
             self._read()
             self.check_same_settings(stamp["answers_depend_on"])
             if self._trace is not None:
@@ -134,7 +126,8 @@ class AnswersFile:
                 self._writer = TraceWriter(self._trace, header, held)
             with explain_write_errors(self._out):
                 self._remove_unfinished()
-                for journal in self._journals:
+                for journal in [self._file] if self._writer is None else [self._file, self._writer.file]:
+                    self._opened.callback(journal.close)
                     journal.open_existing()
                 (machine,) = stamp["machines"]
                 if self._stamp is None:
@@ -196,10 +189,7 @@ class AnswersFile:
 
     def close(self) -> None:
         """Gives the files back."""
-        for journal in self._journals:
-            journal.close()
-        while self._locks:
-            release_file_lock(self._locks.pop())
+        self._opened.close()
 
 
 def write_json_line(stream: TextIO, record: dict[str, Any]) -> None:

@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.canvas import Canvas, Span
-from dlm_rag.decode.causal_canvas import CausalCanvas
+from dlm_rag.decode.canvas import Canvas, CausalCanvas, Span
 from dlm_rag.decode.copy_sources import CopySources
 from dlm_rag.decode.levenshtein import LevenshteinCanvas
 from dlm_rag.decode.provisional_log import ProvisionalRecorder

@@ -26,9 +26,8 @@ from dlm_rag.evidence.segment_kv_cache import CacheStats, EvidencePool
 from dlm_rag.model.attention import RAGGED_KERNELS
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.kv_format import KVFormat
-from dlm_rag.model.kv_store import CachedRows, SlotKVCache, round_up_to_page
+from dlm_rag.model.kv_store import CachedRows, SharedSegments, SlotKVCache, round_up_to_page
 from dlm_rag.model.packed_batch import Segment
-from dlm_rag.model.shared_segments import SharedSegments
 
 PREFILL_SCRATCH_TOKENS = 8192  # in whole pages: of new segments that may run in the same call as the rows
 

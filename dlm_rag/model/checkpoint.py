@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from pydantic import ValidationError
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dlm_rag.config.fields import explain_validation_error
@@ -34,13 +34,7 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families import FAMILIES, get_family_name
 from dlm_rag.model.families.base import BLOCK_SIZE_KEY, Family, find_mask_token_id
 from dlm_rag.model.layers import compute_rope_frequencies, list_tensor_shapes
-from dlm_rag.model.match_tensors import (
-    INDEX_FILE,
-    WEIGHTS_FILE,
-    TensorSources,
-    match_tensors,
-    match_tensors_by_name,
-)
+from dlm_rag.model.match_tensors import TensorSources, match_tensors, match_tensors_by_name
 from dlm_rag.model.policy_heads import HEADS_FILE, HEADS_PREFIX, save_heads
 from dlm_rag.model.quantize import count_weight_bytes
 from dlm_rag.model.stored_scales import REMEDY, read_scale_block
@@ -265,23 +259,9 @@ def save_tensors(
         raw = _update_raw_config(origin.raw_config, config)
     text = json.dumps({**raw, **extra, "torch_dtype": dtype}, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
-    for stale in (WEIGHTS_FILE, INDEX_FILE):  # of a model that was here before
-        (folder / stale).unlink(missing_ok=True)
-    shards: list[dict[str, Tensor]] = [{}]
-    for name, value in named.items():
-        if shards[-1] and sum(x.nbytes for x in shards[-1].values()) + value.nbytes > SHARD_BYTES:
-            shards.append({})
-        shards[-1][name] = value
-    homes: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else WEIGHTS_FILE
-        save_file(shard, folder / name, metadata={"format": "pt"})
-        (folder / name).chmod((folder / "config.json").stat().st_mode)  # else it is for its owner alone
-        homes |= dict.fromkeys(shard, name)
-    if len(shards) > 1:
-        total = sum(value.nbytes for value in named.values())
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": homes}, indent=2) + "\n"
-        (folder / INDEX_FILE).write_text(text, encoding="utf-8")
+    save_torch_state_dict(named, folder, max_shard_size=SHARD_BYTES)  # in place of what was here before
+    for path in folder.glob("model*.safetensors"):
+        path.chmod((folder / "config.json").stat().st_mode)  # else it is for its owner alone
 
 
 def _to_family_tensors(

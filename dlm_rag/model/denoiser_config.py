@@ -1,6 +1,6 @@
 """The architecture as numbers: its config, and the names and shapes of its tensors."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 from pydantic import ConfigDict, GetPydanticSchema, Strict
@@ -24,18 +24,7 @@ Real = Annotated[float, Strict(), Gt(1e-37), Lt(1e38)]  # which float32 can hold
 Flag = Annotated[bool, Strict()]
 
 
-def _one_of(*choices: str) -> GetPydanticSchema:
-    """Checks as `Literal` does, for a field whose type is a text."""
-    return GetPydanticSchema(lambda *_: literal_schema([*choices]))
-
-
-Layout = Annotated[str, _one_of(*EVIDENCE_LAYOUTS)]
-Grid = Annotated[str, _one_of("prompt", "canvas")]
-FinishedBlocks = Annotated[str, _one_of("recompute", "no_evidence")]
-CommitRule = Annotated[str, _one_of("threshold", "policy_head", "entropy_bound")]
-ScoreFunction = Annotated[str, _one_of("softmax", "sigmoid")]
-Abstain = Annotated[str, _one_of("never", "answer", "response", "copied")]
-Gate = Annotated[str, _one_of("always", "policy_head")]
+Layout = Annotated[str, GetPydanticSchema(lambda *_: literal_schema([*EVIDENCE_LAYOUTS]))]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -47,7 +36,7 @@ class ExpertsConfig:
     moe_intermediate_size: Size
     shared_intermediate_size: SizeOrZero = 0  # of the one that all tokens take too; 0: there is none
     first_k_dense_replace: SizeOrZero = 0  # layers at the bottom that have one net for all
-    score_function: ScoreFunction = "softmax"  # of the router
+    score_function: Literal["softmax", "sigmoid"] = "softmax"  # of the router
     expert_bias: Flag = False  # added to the scores for the choice, not to the weights of the chosen
     n_group: Size = 1  # groups of experts; the best `topk_group` are chosen from
     topk_group: Size = 1
@@ -122,16 +111,16 @@ class DenoiserConfig:
     # Who sees whom. None: every token every other; n: blocks of n tokens see themselves and what is before
     # (1: causal), counted from the first token of the prompt or of the canvas.
     block_size: Size | None = None
-    block_grid: Grid = "canvas"
+    block_grid: Literal["prompt", "canvas"] = "canvas"
     # Of a model trained in both ways, with one head: tokens before the current block see only themselves
     # and what is before them, and the state of the last of them predicts the first token of the block. With
     # blocks of 1 that is an autoregressive model.
     causal_context: Flag = False
-    # As in DecodeConfig, where the config names none; `policy_head` if the folder holds heads.
-    finished_block_context: FinishedBlocks = "recompute"
-    commit_rule: CommitRule = "threshold"
-    retrieval_gate: Gate = "always"
-    abstain: Abstain = "never"  # as in DecodeConfig, where the config names none
+    # These as in DecodeConfig, where the config names none; `policy_head` if the folder holds heads.
+    finished_block_context: Literal["recompute", "no_evidence"] = "recompute"
+    commit_rule: Literal["threshold", "policy_head", "entropy_bound"] = "threshold"
+    retrieval_gate: Literal["always", "policy_head"] = "always"
+    abstain: Literal["never", "answer", "response", "copied"] = "never"
     # Of a model that denoises from uniform noise; None: from masks. Its canvas is a block of ours.
     noise: UniformNoiseConfig | None = None
 

@@ -2,13 +2,14 @@
 
 In training a context is in parts that gradients flow through (`SharedContext`). In decoding it stays from
 step to step: `SlotKVCache` has a slot for each row, the context first, then room for the canvas, so that a
-step copies nothing but the keys and values of the canvas.
+step copies nothing but the keys and values of the canvas. `SharedSegments` lie in memory once, whoever
+reads them.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -175,6 +176,69 @@ class CachedRows:
         for side, own in zip(both, (k, v), strict=True):
             side.index_copy_(0, at["places"], own if sources is None else own[sources])
         keys, values = (both.index_select(1, at["kept"]) if self.gathered else both).unbind()
+        return keys, values
+
+
+@dataclass(frozen=True)
+class SharedSegments:
+    """Segments that the rows of a call share, in one memory, and what is each row's own, in a slot.
+
+    In each layer the keys and values that a row sees are gathered behind one another, by one index for all
+    rows and layers: for kernels that want nothing but consecutive rows. memory: an arena of the evidence
+    pool. row_ranges: tokens of it that each row sees. written: rows that are new segments themselves, each
+    (row, place): in every layer their keys and values go there before any row attends. slots: None where
+    no row has tokens of its own from before; its rows are gathered.
+    """
+
+    memory: Any
+    row_ranges: Sequence[Sequence[range]]
+    written: Sequence[tuple[int, int]] = ()
+    slots: CachedRows | None = None
+
+    @property
+    def context_lengths(self) -> list[int]:
+        """Tokens that each row sees before its own."""
+        kept = [0] * len(self.row_ranges) if self.slots is None else self.slots.context_lengths
+        return [sum(map(len, row)) + n for row, n in zip(self.row_ranges, kept, strict=True)]
+
+    def build_arrays(self, lengths: Sequence[int], keys: Sequence[int]) -> dict[str, NDArray[Any]]:
+        """Those of the slots; where tokens of rows of `lengths` go, and where `keys` of each row lie.
+
+        written, written_to: packed tokens, and where in the memory they go. seen: (K,) which tokens of the
+        memory are copied for all rows, any for the row's own keys; own: where these go among the K. Neither
+        is there where no row sees a segment.
+        """
+        shared = [sum(map(len, row)) for row in self.row_ranges]
+        own = [n - m for n, m in zip(keys, shared, strict=True)]
+        found = {} if self.slots is None else self.slots.build_arrays(lengths, own)
+        if self.written:
+            packed, (rows, places) = make_consecutive_ranges(lengths), zip(*self.written, strict=True)
+            taken = [lengths[row] for row in rows]
+            found["written"] = concatenate_ranges(np.array([packed[row].start for row in rows]), taken)
+            found["written_to"] = concatenate_ranges(np.array(places), taken)
+        if any(shared):
+            parts = list(chain.from_iterable(self.row_ranges))
+            begin = np.cumsum(keys, dtype=np.int64) - np.array(keys, dtype=np.int64)
+            found["seen"] = np.zeros(sum(keys), np.int64)
+            found["seen"][concatenate_ranges(begin, shared)] = concatenate_ranges(
+                np.array([part.start for part in parts]), [len(part) for part in parts]
+            )
+            found["own"] = concatenate_ranges(begin + np.array(shared), own)
+        return found
+
+    def extend(self, layer: int, k: Tensor, v: Tensor, at: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Writes the rows' own keys and values (T, Hk, D) where others read them.
+
+        Returns all that the rows see, row by row.
+        """
+        if self.written:
+            self.memory.write_layer(layer, at["written_to"], k[at["written"]], v[at["written"]])
+        own = (k, v) if self.slots is None else self.slots.extend(layer, k, v, at)
+        if "seen" not in at:
+            return own
+        keys, values = self.memory.read_layer(layer, at["seen"]).unbind()
+        keys.index_copy_(0, at["own"], own[0])
+        values.index_copy_(0, at["own"], own[1])
         return keys, values
 
 

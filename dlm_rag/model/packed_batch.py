@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlm_rag.model.device_io import to_device
-from dlm_rag.model.kv_store import CachedRows, SharedContext, concatenate_ranges
-from dlm_rag.model.shared_segments import SharedSegments
+from dlm_rag.model.kv_store import CachedRows, SharedContext, SharedSegments, concatenate_ranges
 
 CachedContext = SharedContext | CachedRows | SharedSegments
 

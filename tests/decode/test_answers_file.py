@@ -235,14 +235,19 @@ def test_a_trace_of_version_1_is_not_gone_on_with(files):
     assert files[1].read_text() == VERSION_1_LINE
 
 
-def test_the_lock_is_gone_before_it_is_given_back(files):
+def test_the_lock_is_gone_before_it_is_given_back(files, monkeypatch):
     """Unlinked afterwards, it might be the lock of a process that has taken it in between."""
     file = AnswersFile(*files)
     file.open_run(make_stamp(), HEADER)
-    path, release = Path(f"{files[0]}.lock"), file._locks[0].release
-    seen = []
-    file._locks[0].release = lambda: (seen.append(path.exists()), release())
-    file.close()
+    path, release, seen = Path(f"{files[0]}.lock"), FileLock.release, []
+
+    def note(lock, **options):
+        seen.extend([path.exists()] * (lock.lock_file == str(path)))
+        release(lock, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileLock, "release", note)
+        file.close()
     assert seen == [False]
     with FileLock(path):
         file.close()

@@ -11,7 +11,7 @@ import torch
 
 from dlm_rag import Decoder, Denoiser, Tokenizer
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.decode.causal_canvas import count_accepted
+from dlm_rag.decode.canvas import count_accepted
 from dlm_rag.decode.steps import DenoiseStep
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import Question

@@ -18,9 +18,8 @@ from dlm_rag.evidence.prompt_segments import LaidOutPrompt, lay_out_prompt
 from dlm_rag.evidence.segment_kv_cache import EvidencePool
 from dlm_rag.model.attention import _KERNELS
 from dlm_rag.model.kv_format import KVFormat
-from dlm_rag.model.kv_store import CachedRows, SlotKVCache
+from dlm_rag.model.kv_store import CachedRows, SharedSegments, SlotKVCache
 from dlm_rag.model.packed_batch import Segment, pack_rows
-from dlm_rag.model.shared_segments import SharedSegments
 from dlm_rag.tokenizer import Prompt
 from tests.evidence.test_kv_pool import laid_out, shown_of
 from tests.model.test_block_attention import ASKED, ORDERS, make_decoder, what_happened

@@ -21,7 +21,6 @@ from dlm_rag.model.families.base import (
     to_transformers_name,
 )
 from dlm_rag.model.families.diffusion_gemma import DIFFUSION_GEMMA_FAMILY
-from dlm_rag.model.families.nemotron_labs_diffusion import NEMOTRON_FAMILIES
 
 
 def _read_dlm_rag_config(raw: dict[str, Any]) -> DenoiserConfig:
@@ -62,6 +61,28 @@ def _wedlm(raw: dict[str, Any]) -> DenoiserConfig:
     """Qwen2.5 or Qwen3 that predicts in place under causal attention."""
     kind = {"qkv_bias": require_key(raw, "attention_bias"), "qk_norm": require_key(raw, "qk_norm")}
     return read_transformers_config(raw, shifted=False, block_size=1, block_grid="prompt", **kind)
+
+
+def _nemotron(raw: dict[str, Any]) -> DenoiserConfig:
+    """Ministral 3 with one head that fills blocks in place and predicts the next token after the text
+    before them, which is seen causally. The LoRA beside it is for self-speculation, and is not read.
+    """
+    if raw.get("vision_config") is not None or raw["model_type"].endswith("_vlm"):
+        raise CheckpointError(
+            f"{raw['model_type']} sees images, which is not supported: take "
+            "nvidia/Nemotron-Labs-Diffusion-8B"
+        )
+    require_supported_values(raw, attention_bias=False, sliding_window=None)
+    if raw.get("dlm_paradigm") == "autoregressive":
+        raise CheckpointError("dlm_paradigm='autoregressive': this one was not trained to fill in masks")
+    require_key(raw, "mask_token_id")
+    return read_transformers_config(
+        raw, shifted=False, causal_context=True, block_size=raw.get("block_size") or 32
+    )
+
+
+def _nemotron_name(ours: str) -> str:
+    return "diffusion_head.weight" if ours == "lm_head.weight" else f"encoder.{ours}"
 
 
 def _llada(raw: dict[str, Any]) -> DenoiserConfig:
@@ -216,7 +237,8 @@ FAMILIES = {
     "lladamoe": Family(_llada_moe, _llada_moe_name, mask_token="<|mask|>"),
     "llada2_moe": Family(_llada2, _llada2_name, mask_token="<|mask|>", fused_qkv=True),
     "diffusion_gemma": DIFFUSION_GEMMA_FAMILY,
-    **NEMOTRON_FAMILIES,
+    "nemotron_labs_diffusion": Family(_nemotron, _nemotron_name),
+    "nemotron_labs_diffusion_vlm": Family(_nemotron, _nemotron_name),
 } | {
     # Autoregressive families trained to predict in place (Tiny-A2D), with whole attention or in blocks:
     # the config does not say which.
