@@ -55,11 +55,6 @@ def mark_unsupported(text: str, words: Collection[str], style: str = "") -> Text
     return shown
 
 
-def choose_step_colour(step: int, steps: int) -> str:
-    """The colour of a token committed at `step` (from 1) of `steps`."""
-    return STEP_COLOURS[min(len(STEP_COLOURS) - 1, (step - 1) * len(STEP_COLOURS) // max(steps, 1))]
-
-
 def render_canvas(rollout: Rollout) -> Text:
     """The canvas, committed tokens coloured by their step, masked positions as dots.
 
@@ -75,7 +70,8 @@ def render_canvas(rollout: Rollout) -> Text:
             continue
         many = len(places) > MAX_TOKEN_REPEATS
         for position in places[:1] if many else places:
-            text.append(escape_text(token, choose_step_colour(when[position], steps)))
+            shade = (when[position] - 1) * len(STEP_COLOURS) // max(steps, 1)
+            text.append(escape_text(token, STEP_COLOURS[min(shade, len(STEP_COLOURS) - 1)]))
         if many:
             text.append(f"×{len(places)}", style="dim")
     return text

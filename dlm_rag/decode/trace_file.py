@@ -55,11 +55,11 @@ class TraceHeader:
     @property
     def shape(self) -> DenoiserConfig:
         """What of the denoiser's shape a prompt is laid out by."""
-        same = {
-            name: getattr(self, name) for name in ("passage_length", "shifted", "block_size", "block_grid")
-        }
-        length, layout = self.context_length, self.prompt_layout
-        return DenoiserConfig(1, max_position_embeddings=length, evidence_layout=layout, **same)
+        same = ("passage_length", "shifted", "block_size", "block_grid")
+        return DenoiserConfig(
+            1, max_position_embeddings=self.context_length, evidence_layout=self.prompt_layout,
+            **{name: getattr(self, name) for name in same},
+        )  # fmt: skip
 
     def tokenizer(self, folder: Path) -> Tokenizer:
         """The tokenizer in a checkpoint's folder, with the prompt of this trace."""
@@ -227,9 +227,7 @@ class StepExample:
 
     step: int
     prompt: Prompt
-    canvas: tuple[int, ...]  # as the denoiser saw it, the mask where `masked`
-    target: tuple[int, ...]  # after the last step, the mask where nothing was committed
-    masked: tuple[int, ...]  # positions
+    canvas: tuple[int, ...]  # as the denoiser saw it
     committed: tuple[CommittedToken, ...]
 
 
@@ -250,19 +248,11 @@ def make_step_examples(
             f"the trace of question '{rollout.id}' has deletions and insertions, so its tokens do not end "
             "where they were committed: no rows can be made from it"
         )
-    canvases = list(rollout.canvases(header.mask_id))
+    canvases = rollout.canvases(header.mask_id)
     prompts = rebuild_prompts(rollout, header, tokenizer)
     for step, canvas, fitted in zip(rollout.steps[1:], canvases, prompts, strict=False):
-        if not step.committed:  # it edited, at most
-            continue
-        yield StepExample(
-            step=step.step,
-            prompt=fitted.prompt,
-            canvas=tuple(canvas),
-            target=tuple(canvases[-1]),
-            masked=tuple(n for n, token in enumerate(canvas) if token == header.mask_id),
-            committed=step.committed,
-        )
+        if step.committed:  # else it edited, at most
+            yield StepExample(step.step, fitted.prompt, tuple(canvas), step.committed)
 
 
 def _entries(path: Path, kind: type[Line]) -> Iterator[tuple[str, TraceHeader | PassageText | Line]]:

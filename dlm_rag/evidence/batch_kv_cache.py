@@ -74,10 +74,9 @@ class _SlotLayout:
         *at, chain = accumulate((len(segment.ids) for segment in ahead), initial=0)
         return chain, list(zip(ahead, at, strict=True)), chain + len(self.chain)
 
-    @cached_property
-    def first_seen(self) -> int:
-        """From where on a finished block sees."""
-        return 0 if self.shared else sum(len(segment.ids) for segment in self.later)
+    def visible_segments(self, token: int) -> tuple[Segment, ...]:
+        """What a token of the chain sees: one of a finished block nothing of what stands after it."""
+        return self.context if token < len(self.chain) else (*self.context, *self.later)
 
 
 class KVCacheManager:
@@ -188,8 +187,9 @@ class KVCacheManager:
         cached = CachedRows(self._store, starts, seen, copies, gathered) if uses_slots else None
         if self._arena is None:
             return runs, cached
-        read = [_visible_segments(orders[n], begin) for n, begin, *_ in spans]
-        ranges = [*[()] * len(new), *(tuple(map(self._arena.range_of, row)) for row in read)]
+        ranges = [()] * len(new) + [
+            tuple(map(self._arena.range_of, orders[n].visible_segments(begin))) for n, begin, *_ in spans
+        ]
         written = [(n, self._arena.range_of(segment).start) for segment, n in number_of.items()]
         return runs, SharedSegments(self._arena, ranges, written, cached)
 
@@ -227,7 +227,8 @@ class KVCacheManager:
         split = self._denoiser.backend != "sdpa" or self._denoiser.device.type == "cuda"
         chain, (place, _, window) = row.canvas_segment, order.places
         done = len(order.chain) if order.later else valid  # else the window follows without a gap
-        finished = valid, done, place, order.first_seen
+        # From where on a finished block sees: not what stands in front for the window alone.
+        finished = valid, done, place, 0 if order.shared else sum(len(s.ids) for s in order.later)
         for start, stop, ahead, first in (finished, (done, len(chain.ids), window - len(order.chain), 0)):
             if start < stop:
                 run = chain.slice_tokens(start, stop)
@@ -280,11 +281,6 @@ class KVCacheManager:
                 if self._pool is not None and self._arena is None:
                     self._pool.add(segment, kept)
         return []
-
-
-def _visible_segments(order: _SlotLayout, token: int) -> tuple[Segment, ...]:
-    """What a token of the chain sees: one of a finished block nothing of what stands after it."""
-    return order.context if token < len(order.chain) else (*order.context, *order.later)
 
 
 def _order_by_arrival(held: Sequence[Segment], now: Sequence[Segment]) -> tuple[Segment, ...]:

@@ -337,6 +337,6 @@ def open_evidence_store(engine: EngineConfig, denoiser: Denoiser) -> EvidenceSto
     store = EvidenceStore(folder, context, engine.store_gib and engine.store_gib * GIB)
     store.reads, store.ranks = engine.store_read != "never", denoiser.tensor_parallel
     if engine.store_read == "auto":
-        store.speed = store.load_or_measure_speed(denoiser, engine.cache_dtype)
-        store.reads = store.writes = store.speed is None or store.speed.reading_is_faster
+        speed = store.speed = store.load_or_measure_speed(denoiser, engine.cache_dtype)
+        store.reads = store.writes = speed is None or speed.read_seconds < speed.encode_seconds
     return store

@@ -49,10 +49,6 @@ class StoreSpeed:
         """Raises `OSError`."""
         write_text_atomic(path, json.dumps(asdict(self)) + "\n")
 
-    @property
-    def reading_is_faster(self) -> bool:
-        return self.read_seconds < self.encode_seconds
-
     def describe(self) -> str:
         """Both times, in words for a person."""
         read, encode = (f"{1000 * seconds:.2g} ms" for seconds in (self.read_seconds, self.encode_seconds))

@@ -2,8 +2,8 @@
 
 import math
 import re
+from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from dlm_rag.model.quantize import QuantizedLinear
 FLOAT16_MAX = torch.finfo(torch.float16).max
 
 
-class ActivationRange:
+class ActivationRange(ExitStack):
     """While it is open, the largest absolute value of what goes into products with weights and comes out of
     them is recorded, layer by layer; the host does not wait.
 
@@ -24,30 +24,19 @@ class ActivationRange:
     """
 
     def __init__(self, denoiser: Denoiser) -> None:
-        self._denoiser, self._undo = denoiser, list[Any]()
+        super().__init__()
         self._largest: dict[int, Tensor] = {}
-
-    def __enter__(self) -> "ActivationRange":
-        for name, module in self._denoiser.named_modules():
+        for name, module in denoiser.named_modules():
             if (found := re.match(r"layers\.(\d+)\.", name)) is None:
                 continue
             record = partial(self._record, int(found[1]))
             if isinstance(module, nn.Linear | QuantizedLinear):
-                self._undo.append(module.register_forward_hook(record).remove)
+                self.callback(module.register_forward_hook(record).remove)
             elif isinstance(module, ExpertStack):
-                own = {k: v for k, v in vars(module).items() if k == "matmul_by_expert"}
-                self._undo += [
-                    partial(vars(module).update, own),
-                    partial(delattr, module, "matmul_by_expert"),
-                ]
+                before = {k: v for k, v in vars(module).items() if k == "matmul_by_expert"}
+                self.callback(vars(module).update, before)
+                self.callback(delattr, module, "matmul_by_expert")
                 module.matmul_by_expert = partial(_watch_matmul, record, module.matmul_by_expert)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        while self._undo:
-            self._undo.pop()()
 
     def largest_by_layer(self) -> list[float]:
         """Of each layer that ran, in their order; not finite where one of its values was not."""
@@ -57,8 +46,7 @@ class ActivationRange:
         for x in (given[0], made):
             if x.numel():
                 largest = x.detach().abs().amax().float()
-                known = self._largest.get(layer)
-                self._largest[layer] = largest if known is None else torch.maximum(known, largest)
+                self._largest[layer] = torch.maximum(largest, self._largest.get(layer, largest))
 
 
 def _watch_matmul(record: Any, matmul: Any, x: Tensor, weights: Any, ends: Tensor) -> Tensor:

@@ -84,12 +84,7 @@ def test_every_prompt_and_training_row_is_made_again(
         for row in make_step_examples(rollout, header, tokenizer):
             laid = lay_out_prompt(row.prompt, header.shape, header.prompt_layout)
             made[rollout.id, row.step] = laid, list(row.canvas)
-            assert row.masked == tuple(n for n, token in enumerate(row.canvas) if token == 256)
             assert row.committed == rollout.steps[row.step].committed
-            for token in row.committed:
-                assert row.target[token.position] == token.token_id
-        *_, last = rollout.canvases(header.mask_id)
-        assert row.target == tuple(last)
     assert made == seen
     assert max(rollout.cut.get("passages_shortened", 0) for rollout in rollouts)
     dropped = [step.dropped for rollout in rollouts for step in rollout.steps if step.dropped]
