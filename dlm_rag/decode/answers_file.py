@@ -188,7 +188,6 @@ class AnswersFile:
             self._file.append(rollout.answer_record())
 
     def close(self) -> None:
-        """Gives the files back."""
         self._opened.close()
 
 

@@ -73,7 +73,6 @@ class Canvas:
 
     @property
     def model_ids(self) -> TokenIds:
-        """The ids that a model sees."""
         return self.ids
 
     @property

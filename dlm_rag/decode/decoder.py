@@ -177,7 +177,6 @@ class RowGroup:  # that take their steps together
 
     @property
     def active_rows(self) -> list[Row]:
-        """The rows that take more steps."""
         return [row for row in self.rows if not (row.rollout.error or row.rollout.finished)]
 
 

@@ -190,7 +190,6 @@ class DecodeMemory:
         return max(call, read, prefill, moved) + kv * longest + self.dequantized_bytes
 
     def bytes_without_pool(self, rows: int) -> float:
-        """All but the pool."""
         return self.weight_bytes + self.kv_slot_bytes(rows) + self.step_bytes(rows)
 
     def max_batch_size(self, room: float) -> int:
@@ -224,7 +223,6 @@ def _measure_activation_bytes(
 
 
 def _call_layers(denoiser: Denoiser, length: int) -> None:
-    """A call of three rows that are not alike."""
     lengths = [length, length + 1, length + 2]
     segments = [Segment((0,) * n, 0) for n in lengths]
     denoiser.encode(pack_rows(segments, denoiser.device, [range(n) for n in lengths]))

@@ -114,7 +114,6 @@ class RolloutStep:
 
     @property
     def written_tokens(self) -> tuple[CommittedToken, ...]:
-        """All tokens that the step wrote."""
         return (*self.committed, *self.edited)
 
     def move_position(self, position: int) -> int | None:

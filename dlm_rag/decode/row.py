@@ -79,12 +79,10 @@ class Row:
 
     @property
     def step(self) -> int:
-        """The number of the current step."""
         return len(self.rollout.steps)
 
     @property
     def is_done(self) -> bool:
-        """Whether its text is certain."""
         return self.canvas.is_finished(self.end_ids if self.settings.early_stopping else ())
 
     @property
@@ -156,7 +154,6 @@ class Row:
         return begin + np.flatnonzero(asked)
 
     def fail(self, reason: str) -> None:
-        """Ends this question without an answer."""
         log.warning("question '%s' failed: %s", self.question.id, reason)
         self.rollout.error = reason
 

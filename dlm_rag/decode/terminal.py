@@ -94,7 +94,6 @@ def render_evidence(rollout: Rollout) -> Table:
 
 
 def render_progress(rollout: Rollout) -> Panel:
-    """One question while it is answered."""
     step = rollout.steps[-1]
     query = escape_text(f"query  {step.query or '(no refresh was due)'}", "italic")
     searched = "searched" if step.retrieved else "unchanged, not searched"

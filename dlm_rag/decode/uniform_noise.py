@@ -45,7 +45,6 @@ class UniformNoiseCanvas(Canvas):
 
     @classmethod
     def draw(cls, length: int, mask_id: int, vocab_size: int, generator: torch.Generator) -> Self:
-        """A fresh one."""
         noise = uniform_tokens(sample_uniform(generator, 1, length)[0], vocab_size)
         return cls(length, mask_id, 0, noise=noise, vocab_size=vocab_size)
 
@@ -156,7 +155,6 @@ class PrefixKVCache:
         return slot
 
     def release(self, number: int) -> None:
-        """Drops what is kept under this number."""
         self.slots.pop(number, None)
 
 

@@ -33,7 +33,6 @@ class SoftThreshold:
     width: Tensor | float  # w, above 0, in units of the logit
 
     def subset(self, rows: Tensor) -> "SoftThreshold":
-        """Those of some positions."""
         values = (self.temperature, self.threshold, self.width)
         return SoftThreshold(*(v[rows] if isinstance(v, Tensor) else v for v in values))
 

@@ -74,7 +74,6 @@ class KVArena(Tier):
         return self.bytes_of(tensor.shape[2])
 
     def range_of(self, segment: Segment) -> range:
-        """Its tokens."""
         return self._ranges[segment][: len(segment.ids)]
 
     def protect(self, segments: Sequence[Segment]) -> None:
@@ -195,5 +194,4 @@ def round_up_to_unit(tokens: int) -> int:
 
 
 def count_arena_tokens(segments: Iterable[Segment]) -> int:
-    """The tokens that segments take in an arena."""
     return sum(round_up_to_unit(len(segment.ids)) for segment in segments)

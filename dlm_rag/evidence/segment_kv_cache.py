@@ -124,12 +124,10 @@ class EvidencePool:
 
     @property
     def used_bytes(self) -> tuple[int, int]:
-        """Bytes held now, on the device and in host memory."""
         return self._near.bytes, self._far.bytes
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that may be held on the device."""
         return self._near.budget
 
     def prefetch(self, segments: Iterable[Segment]) -> None:

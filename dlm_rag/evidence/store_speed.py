@@ -50,7 +50,6 @@ class StoreSpeed:
         write_text_atomic(path, json.dumps(asdict(self)) + "\n")
 
     def describe(self) -> str:
-        """Both times, in words for a person."""
         read, encode = (f"{1000 * seconds:.2g} ms" for seconds in (self.read_seconds, self.encode_seconds))
         return f"reading a passage takes {read} and computing it {encode}"
 
@@ -79,7 +78,6 @@ def time_encoding(denoiser: Denoiser, cache_dtype: str) -> tuple[float, dict[Seg
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for all that the device was asked."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -30,7 +30,6 @@ class EvidenceLayout(NamedTuple):
 
 
 def place_whole_prompt(prompt: Any, passage_length: int) -> list[PlacedTokens]:
-    """The prompt as one segment."""
     return [(prompt.ids, 0)]
 
 

@@ -54,7 +54,6 @@ class KVFormat:
         return quantize_int8(keys_values)
 
     def unpack(self, kept: Tensor, start: int) -> Tensor:
-        """The keys and values again."""
         if not self.is_compressed:
             return kept
         found = dequantize_int8(kept, self.dtype)

@@ -22,7 +22,6 @@ Rope = tuple[Tensor, ...]
 
 
 def is_autocast(x: Tensor) -> bool:
-    """Whether autocast is on for the device of `x`."""
     return torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
 
 

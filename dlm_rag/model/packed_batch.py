@@ -48,7 +48,6 @@ class Segment:
 
     @property
     def block_ends(self) -> list[int]:
-        """Where its blocks end, ascending."""
         length, ends = len(self.ids), range(0)
         if self.block is not None and self.first < length:
             ends = range(self.first or self.block, length, self.block)
@@ -181,7 +180,6 @@ class PackedRows:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each row."""
         return self.attention_metadata.query_lengths
 
     @cached_property

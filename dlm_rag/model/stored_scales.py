@@ -25,7 +25,6 @@ Block = tuple[int | None, int | None]  # rows and columns that share a scale; No
 
 
 def count_scales(shape: tuple[int, ...], block: Block) -> int:
-    """The scales of a weight (rows, columns)."""
     return prod(-(-size // (each or size)) for size, each in zip(shape, block, strict=True))
 
 

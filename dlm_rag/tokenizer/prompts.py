@@ -93,7 +93,6 @@ class PromptTemplate:
         return facts
 
     def write_message(self, question: str, passages: Sequence[str]) -> str:
-        """The user's message."""
         head, foot = (text.replace("{question}", question) for text in (self.head, self.foot))
         return head + "".join(self.write_facts(passages)) + foot
 

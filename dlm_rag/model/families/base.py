@@ -27,7 +27,6 @@ class TensorSource:
 
     @property
     def first_source_row(self) -> int:
-        """The first of their rows."""
         return int(self.source_index[0].start or 0) if self.source_index else 0
 
     def read(self, file: Any, path: Path, rows: slice | None = None) -> Tensor:
