@@ -308,7 +308,7 @@ class Engine(AbstractContextManager["Engine"]):
         return closed
 
     def _denoise(self, group: RowGroup) -> None:
-        rows = [row for row in group.active_rows if row.laid_out_prompt is not None]
+        rows = [row for row in group.active_rows if row.fitted_prompt is not None]
         self._denoising.run(rows)
         self._split_seconds(rows)
 

@@ -39,10 +39,7 @@ def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeCon
     if mode == "diffusion":  # others read nothing else
         defaults |= own | {"entropy_bound": DEFAULT_ENTROPY_BOUND_NATS}
     if noise is not None:
-        defaults |= {
-            "steps_per_block": noise.steps,
-            **{n: v for n, v in vars(noise).items() if n != "steps"},
-        }
+        defaults |= vars(noise)
     changes = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
     length = settings.max_new_tokens or shape.canvas_length
     if noise is not None:
@@ -51,9 +48,8 @@ def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeCon
     elif settings.block_length is None and mode == "diffusion":
         # Blocks of attention may be longer than the canvas, and are written whole.
         longest = length if block is None else 0
-        changes["block_length"] = (
-            commit_block if (commit_block := shape.block_length or 0) <= length else longest
-        )
+        own_length = shape.block_length or 0
+        changes["block_length"] = own_length if own_length <= length else longest
     settings = replace_settings(settings, **changes, abstain=settings.abstain or shape.abstain)
     low, high = settings.temperature_low, settings.temperature_high
     if low is not None and high is not None and low > high:

@@ -67,8 +67,8 @@ class Row:
     draws: NDArray[np.float64] | None = None  # (5, length) the numbers that a policy samples at
     retrieved_passages: list[Passage] | None = None  # what fits of these is the evidence
     first_passages: list[Passage] = field(default_factory=list)  # what the first search found
-    fitted_prompt: FittedPrompt | None = None  # with what fits of the evidence
-    laid_out_prompt: LaidOutPrompt | None = None
+    fitted_prompt: FittedPrompt | None = None  # with what fits of the evidence, once there is some
+    laid_out_prompt: LaidOutPrompt = field(init=False)  # this, laid out
     known_words: frozenset[str] | None = None  # of question and evidence, once they are asked for
     copy_sources: CopySources | None = None  # where copying has a price
     query_key: Hashable = None
@@ -93,7 +93,6 @@ class Row:
     @property
     def current_block(self) -> tuple[int, int]:
         """The positions, from and up to, of the current block; all where attention has no blocks."""
-        assert self.laid_out_prompt is not None
         begin, end = self.laid_out_prompt.block_bounds(self.canvas.first_mutable)
         return begin, min(end, self.canvas.length)
 
@@ -102,7 +101,6 @@ class Row:
         """The blocks in which positions may be committed: the current one, and as many after it as
         `decode.blocks_at_once` lets join, each once the one before is written far enough.
         """
-        assert self.laid_out_prompt is not None
         blocks, settings, length = [self.current_block], self.settings, self.canvas.length
         for _ in range(settings.blocks_at_once - self.blocks_just_finished - 1):
             _, end = blocks[-1]
@@ -116,7 +114,6 @@ class Row:
         """Whether the next token is the first of a block and the block before it predicts it: it is asked
         for alone, and the model sees nothing after it.
         """
-        assert self.laid_out_prompt is not None
         predicts = self.laid_out_prompt.predicts_next_block
         return predicts and self.canvas.first_masked == self.current_block[0]
 
@@ -126,7 +123,6 @@ class Row:
         lookahead where the query takes provisional tokens. From left to right: the last written token, and
         what is drafted behind it.
         """
-        assert self.laid_out_prompt is not None
         if isinstance(self.canvas, CausalCanvas):
             return self.canvas.first_masked - 1, self.canvas.seen_end
         settings, length, (begin, end) = self.settings, self.canvas.length, self.current_block

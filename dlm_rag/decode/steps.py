@@ -83,10 +83,8 @@ class DenoiseStep:
         begin, end = blocks[0]
         row.blocks_just_finished = (row.current_block[0] - begin) // (end - begin)
         text = self.tokenizer.token_text
-        record.committed, record.edited = (
-            record_tokens(change.committed, text),
-            record_tokens(change.edited, text),
-        )
+        record.committed = record_tokens(change.committed, text)
+        record.edited = record_tokens(change.edited, text)
         record.remasked, record.deleted, record.inserted = change.remasked, change.deleted, change.inserted
         if row.settings.top_logprobs is not None:
             record_logprobs(record, canvas, frozen, proposals, text)
@@ -137,7 +135,6 @@ class DenoiseStep:
 
 def build_model_input(row: Row) -> ModelInput:
     """What the model is shown of a row; draws the numbers that its sampling takes."""
-    assert row.laid_out_prompt is not None
     settings, positions, (begin, end) = row.settings, row.positions_to_predict, row.window
     again, excluded = row.canvas.second_choices(settings, row.current_block), row.canvas.excluded_ids
     positions = np.sort(np.append(positions, np.array([*again], np.int64)))
@@ -299,7 +296,7 @@ class RetrievalStep:
         # An id stands for one text throughout a question, whatever a search engine says later.
         texts = {p.id: rollout.passages.setdefault(p.id, p.text) for p in passages}
         fitted, laid = self._lay_out(row, texts)
-        first = row.laid_out_prompt is None
+        first = row.fitted_prompt is None
         if first and (length := laid.round_up_canvas(row.canvas.length)) > row.canvas.length:
             row.canvas, rollout.canvas_length = replace(row.canvas, length=length), length
             fitted, laid = self._lay_out(row, texts)

@@ -3,6 +3,7 @@
 from bisect import bisect
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -59,12 +60,19 @@ class KVArena(Tier):
         super().__init__(budget)
         self.format, self.is_compressed = format, format.is_compressed
         self.tokens = budget // format.token_bytes // ARENA_UNIT_TOKENS * ARENA_UNIT_TOKENS
-        self._memory: Tensor | None = None
-        self._positions: Tensor | None = None  # of each token, where keys are kept without their bias
         self._ranges: dict[Segment, range] = {}
         self._holes = [range(self.tokens)]  # ascending, none touches the next
         self._protected, self._protected_bytes = set[Segment](), 0
         self._written: list[Segment] = []  # by the call under way
+
+    @cached_property
+    def _memory(self) -> Tensor:
+        return self.format.empty(self.tokens)
+
+    @cached_property
+    def _positions(self) -> Tensor:
+        """Of each token, where keys are kept without their bias."""
+        return torch.empty(self.tokens, dtype=torch.int32, device=self._memory.device)
 
     def bytes_of(self, tokens: int) -> int:
         """The bytes that so many tokens take here."""
@@ -138,28 +146,22 @@ class KVArena(Tier):
         return found
 
     def write_layer(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
-        assert self._memory is not None and not self.is_compressed
+        assert not self.is_compressed
         for side, own in zip(self._memory[layer], (k, v), strict=True):
             side.index_copy_(0, places, own)
 
     def read_layer(self, layer: int, places: Tensor) -> Tensor:
-        assert self._memory is not None and self._positions is not None
         held = self._memory[layer]
         if not self.is_compressed:
             return held.index_select(1, places)
         return self.format.unpack_layer(held.index_select(1, places), layer, self._positions[places])
 
     def _view(self, segment: Segment) -> Tensor:
-        assert self._memory is not None
         place = self.range_of(segment)
         return self._memory[:, :, place.start : place.stop]
 
     def _place(self, segment: Segment) -> Tensor:
         """Where a segment lies from now on."""
-        if self._memory is None:
-            self._memory = self.format.empty(self.tokens)
-            self._positions = torch.empty(self.tokens, dtype=torch.int32, device=self._memory.device)
-        assert self._positions is not None
         place = self.range_of(segment)
         torch.arange(segment.start, segment.end, out=self._positions[place.start : place.stop])
         return self._view(segment)

@@ -1,6 +1,6 @@
 """The architecture as numbers: its config, and the names and shapes of its tensors."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Lt
 from pydantic import ConfigDict, GetPydanticSchema, Strict
@@ -24,7 +24,9 @@ Real = Annotated[float, Strict(), Gt(1e-37), Lt(1e38)]  # which float32 can hold
 Flag = Annotated[bool, Strict()]
 
 
-Layout = Annotated[str, GetPydanticSchema(lambda *_: literal_schema([*EVIDENCE_LAYOUTS]))]
+def _one_of(*choices: str) -> GetPydanticSchema:
+    """Checks as `Literal` does, for a field whose type is a text."""
+    return GetPydanticSchema(lambda *_: literal_schema([*choices]))
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -36,7 +38,7 @@ class ExpertsConfig:
     moe_intermediate_size: Size
     shared_intermediate_size: SizeOrZero = 0  # of the one that all tokens take too; 0: there is none
     first_k_dense_replace: SizeOrZero = 0  # layers at the bottom that have one net for all
-    score_function: Literal["softmax", "sigmoid"] = "softmax"  # of the router
+    score_function: Annotated[str, _one_of("softmax", "sigmoid")] = "softmax"  # of the router
     expert_bias: Flag = False  # added to the scores for the choice, not to the weights of the chosen
     n_group: Size = 1  # groups of experts; the best `topk_group` are chosen from
     topk_group: Size = 1
@@ -67,7 +69,7 @@ class ExpertsConfig:
 class UniformNoiseConfig:
     """How a canvas of uniform noise is denoised, as the checkpoint says; see `DecodeConfig` for each."""
 
-    steps: int
+    steps_per_block: int
     entropy_bound: float
     temperature_high: float
     temperature_low: float
@@ -102,7 +104,7 @@ class DenoiserConfig:
     # True where the network's row i predicts token i + 1 (autoregressive ancestry: Dream, Qwen).
     # The denoiser un-shifts its output, so that logits[:, i] always predicts token i.
     shifted: Flag = False
-    evidence_layout: Layout = "joint"
+    evidence_layout: Annotated[str, _one_of(*EVIDENCE_LAYOUTS)] = "joint"
     # `independent` only: positions 0 to passage_length - 1 belong to each passage, the question
     # follows. A longer passage is cut.
     passage_length: Size = 512
@@ -111,16 +113,16 @@ class DenoiserConfig:
     # Who sees whom. None: every token every other; n: blocks of n tokens see themselves and what is before
     # (1: causal), counted from the first token of the prompt or of the canvas.
     block_size: Size | None = None
-    block_grid: Literal["prompt", "canvas"] = "canvas"
+    block_grid: Annotated[str, _one_of("prompt", "canvas")] = "canvas"
     # Of a model trained in both ways, with one head: tokens before the current block see only themselves
     # and what is before them, and the state of the last of them predicts the first token of the block. With
     # blocks of 1 that is an autoregressive model.
     causal_context: Flag = False
     # These as in DecodeConfig, where the config names none; `policy_head` if the folder holds heads.
-    finished_block_context: Literal["recompute", "no_evidence"] = "recompute"
-    commit_rule: Literal["threshold", "policy_head", "entropy_bound"] = "threshold"
-    retrieval_gate: Literal["always", "policy_head"] = "always"
-    abstain: Literal["never", "answer", "response", "copied"] = "never"
+    finished_block_context: Annotated[str, _one_of("recompute", "no_evidence")] = "recompute"
+    commit_rule: Annotated[str, _one_of("threshold", "policy_head", "entropy_bound")] = "threshold"
+    retrieval_gate: Annotated[str, _one_of("always", "policy_head")] = "always"
+    abstain: Annotated[str, _one_of("never", "answer", "response", "copied")] = "never"
     # Of a model that denoises from uniform noise; None: from masks. Its canvas is a block of ours.
     noise: UniformNoiseConfig | None = None
 

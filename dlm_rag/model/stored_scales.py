@@ -63,17 +63,12 @@ def read_scale_block(raw: dict[str, Any]) -> Block | None:
             found = said.get("weight_block_size") or (None, None)
         elif said["quant_method"] == "compressed-tensors" and said.get("format") != "pack-quantized":
             kind, *others = [group["weights"] for group in said["config_groups"].values()]
-            if (
-                kind["num_bits"] == 8
-                and kind.get("symmetric", True)
-                and all(kind == each for each in others)
-            ):
+            alike = all(kind == each for each in others)
+            if alike and kind["num_bits"] == 8 and kind.get("symmetric", True):
                 blocks = {
-                    "tensor": (None, None),
-                    "channel": (1, None),
-                    "group": (1, kind.get("group_size")),
-                }
-                blocks["block"] = kind.get("block_structure")
+                    "tensor": (None, None), "channel": (1, None), "group": (1, kind.get("group_size")),
+                    "block": kind.get("block_structure"),
+                }  # fmt: skip
                 found = blocks[kind["strategy"]]
         rows, columns = found
         if all(each is None or (type(each) is int and each > 0) for each in (rows, columns)):

@@ -37,7 +37,7 @@ def test_a_checkpoint_opens_without_its_weights_and_loads_as_it_was_written(tmp_
     folder = write_tiny_gemma(tmp_path, max_new_tokens=30)
     checkpoint = open_checkpoint(folder)
     shape = checkpoint.config
-    assert shape.block_size == 12 and shape.canvas_length == 36 and shape.noise.steps == 6
+    assert shape.block_size == 12 and shape.canvas_length == 36 and shape.noise.steps_per_block == 6
     model = load_diffusion_gemma(checkpoint, torch.device("cpu"), torch.float32)
     theirs = DiffusionGemmaForBlockDiffusion.from_pretrained(folder)
     for (name, ours), (_, value) in zip(model.named_parameters(), theirs.named_parameters(), strict=True):
@@ -87,7 +87,7 @@ def theirs(model, ids, noise, monkeypatch, **settings):
         patch.setattr(torch, "multinomial", noise.multinomial)
         patch.setattr(type(model), "_finalize_canvas", staticmethod(finalized))
         found = model.generate(torch.tensor([ids]), **settings).sequences[0, len(ids) :].tolist()
-    return found, noise.steps
+    return found, noise.steps_per_block
 
 
 @pytest.mark.parametrize("heat", [(1e-3, 2e-3), (0.4, 0.8), (1.0, 3.0)])
