@@ -167,12 +167,9 @@ def compute_step_sizes(length: int, steps: int, schedule: str) -> tuple[int, ...
 
     `even`: the first steps take one more where it does not come out even (LLaDA, SDAR, LLaDA2). `rounded`:
     each takes its share of what is left, rounded, and steps whose share is none are left out (Tiny-A2D).
-    Raises `ValueError` for another schedule.
     """
     if schedule == "even":
         return tuple(length // steps + (n < length % steps) for n in range(min(length, steps)))
-    if schedule != "rounded":
-        raise ValueError(f"'{schedule}' is not a schedule")
     sizes, left, one = [], length, np.float32(1)
     for n in range(steps, 0, -1):
         # A half goes up or down by the rounding of these shares in float32, as it does there.
