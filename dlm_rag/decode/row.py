@@ -68,7 +68,7 @@ class Row:
     retrieved_passages: list[Passage] | None = None  # what fits of these is the evidence
     first_passages: list[Passage] = field(default_factory=list)  # what the first search found
     fitted_prompt: FittedPrompt | None = None  # with what fits of the evidence, once there is some
-    laid_out_prompt: LaidOutPrompt = field(init=False)  # this, laid out
+    laid_out_prompt: LaidOutPrompt = field(init=False, repr=False)  # this, laid out
     known_words: frozenset[str] | None = None  # of question and evidence, once they are asked for
     copy_sources: CopySources | None = None  # where copying has a price
     query_key: Hashable = None
