@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 torch.backends.cuda.enable_cudnn_sdp(False)  # SDPA prefers it on Hopper, where it plans each new shape anew
 
-TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 FLASH_MODULE = "flash_attn.flash_attn_interface"
 ATTENTION_BACKENDS = ("flash", "varlen", "sdpa")  # the first that works is taken
 RAGGED_KERNELS = ("flash", "varlen")  # which take consecutive rows of any lengths, and no masks
@@ -132,12 +131,8 @@ def _import_flex(compiled: bool) -> tuple[Any, ...]:
 def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Any:
     from torch.nn.attention.varlen import varlen_attn
 
-    # How a row is split depends on the other rows, so it is not, where that can be said: torch 2.12 refuses
-    # `num_splits`, even 1, of FlashAttention 2 (pytorch #179760).
-    said = torch.nn.attention.current_flash_attention_impl() or TORCH_VERSION >= (2, 13)
-    options: dict[str, Any] = {"num_splits": 1} if said else {}
-    if TORCH_VERSION >= (2, 12):  # before, it goes without saying
-        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    active = torch.nn.attention.current_flash_attention_impl()
+    options = get_varlen_options(torch.__version__, active, q.shape[1] != k.shape[1])
     return varlen_attn(q, k, v, *_row_ends(sight), window_size=_window(sight), **options)
 
 
@@ -163,6 +158,18 @@ def _window(sight: AttentionMetadata) -> tuple[int, int]:
 
 
 _KERNELS: dict[str, Callable[..., Any]] = {"sdpa": _sdpa, "varlen": _varlen, "flash": _flash}
+
+
+@cache
+def get_varlen_options(torch_version: str, implementation: str | None, grouped: bool) -> dict[str, Any]:
+    """Of torch's own kernel, by its version and the implementation that is active; grouped: heads.
+
+    How a row is split depends on the other rows, so it is not, where that can be said: torch 2.12 refuses
+    `num_splits`, even 1, of FlashAttention 2 (pytorch #179760).
+    """
+    made = tuple(map(int, torch_version.split(".")[:2]))
+    options: dict[str, Any] = {"num_splits": 1} if implementation or made >= (2, 13) else {}
+    return options | ({"enable_gqa": grouped} if made >= (2, 12) else {})  # before, it goes without saying
 
 
 def choose_backend(

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
 from pydantic import ValidationError
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dlm_rag.config.fields import explain_validation_error
@@ -34,7 +34,13 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families import FAMILIES, get_family_name
 from dlm_rag.model.families.base import BLOCK_SIZE_KEY, Family, find_mask_token_id
 from dlm_rag.model.layers import compute_rope_frequencies, list_tensor_shapes
-from dlm_rag.model.match_tensors import TensorSources, match_tensors, match_tensors_by_name
+from dlm_rag.model.match_tensors import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    TensorSources,
+    match_tensors,
+    match_tensors_by_name,
+)
 from dlm_rag.model.policy_heads import HEADS_FILE, HEADS_PREFIX, save_heads
 from dlm_rag.model.quantize import count_weight_bytes
 from dlm_rag.model.stored_scales import REMEDY, read_scale_block
@@ -244,6 +250,8 @@ def save_tensors(
     `extra` keys join the config (prompt, end ids). With `origin` the folder gets that checkpoint's
     family, tensor names and config, with what `config` says otherwise.
     """
+    from huggingface_hub import split_torch_state_dict_into_shards
+
     folder.mkdir(parents=True, exist_ok=True)
     named = {name: value.detach().contiguous() for name, value in tensors.items()}
     save_heads({name: named.pop(name) for name in list(named) if name.startswith(HEADS_PREFIX)}, folder)
@@ -259,9 +267,15 @@ def save_tensors(
         raw = _update_raw_config(origin.raw_config, config)
     text = json.dumps({**raw, **extra, "torch_dtype": dtype}, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
-    save_torch_state_dict(named, folder, max_shard_size=SHARD_BYTES)  # in place of what was here before
-    for path in folder.glob("model*.safetensors"):
-        path.chmod((folder / "config.json").stat().st_mode)  # else it is for its owner alone
+    for stale in (WEIGHTS_FILE, INDEX_FILE):  # of a model that was here before
+        (folder / stale).unlink(missing_ok=True)
+    split = split_torch_state_dict_into_shards(named, max_shard_size=SHARD_BYTES)
+    for name, held in split.filename_to_tensors.items():
+        save_file({ours: named[ours] for ours in held}, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod((folder / "config.json").stat().st_mode)  # else it is for its owner alone
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _to_family_tensors(
