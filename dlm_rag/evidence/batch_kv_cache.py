@@ -187,9 +187,8 @@ class KVCacheManager:
         cached = CachedRows(self._store, starts, seen, copies, gathered) if uses_slots else None
         if self._arena is None:
             return runs, cached
-        ranges = [()] * len(new) + [
-            tuple(map(self._arena.range_of, orders[n].visible_segments(begin))) for n, begin, *_ in spans
-        ]
+        read = [orders[n].visible_segments(begin) for n, begin, *_ in spans]
+        ranges = [*[()] * len(new), *(tuple(map(self._arena.range_of, row)) for row in read)]
         written = [(n, self._arena.range_of(segment).start) for segment, n in number_of.items()]
         return runs, SharedSegments(self._arena, ranges, written, cached)
 
