@@ -153,6 +153,15 @@ def build_comparison_tables(
         by_group(f"{recall} search with the question, %", summaries, "recall_first", False),
         by_group(f"{recall} last step, %", summaries, "recall_last", False),
     ]
+    if len(summaries) == 1:  # one table instead of three
+        match, everything, before, after = found
+        cells = zip(match.rows, before.rows, after.rows, strict=True)
+        headings = ["questions", "exact match %", "recall, first", "recall, last"]
+        rows = [
+            [*of_match, first_found, found_last] for of_match, (_, first_found), (_, found_last) in cells
+        ]
+        title = "Exact match, and evidence recall of the first search and the last step, %"
+        found = [ResultTable(title, headings, rows), everything]
     abstained = (summary["all"]["abstained"] for summary in summaries.values())
     if any(share is not None and share.mean for share in abstained):
         rows = overall(summaries, ("abstained", "answered_match", "exact_match"), False)
@@ -207,13 +216,18 @@ def drop_empty_column(table: ResultTable, heading: str) -> ResultTable:
 def print_tables(console: Console, found: Sequence[ResultTable]) -> None:
     """The tables on a terminal, the first at the end, where the eyes are; names are no markup.
 
-    A table that is too wide is cut between columns.
+    A table that is too wide is turned, so that its columns become rows, or else cut between columns.
     """
+
+    def measure(columns: Sequence[Sequence[Text]]) -> list[int]:
+        return [max(cell_len(cell.plain) for cell in column) + CELL_FRAME_CHARS for column in columns]
+
     for title, headings, rows in reversed(found):
-        columns = [
-            [Text(replace_control_chars(cell)) for cell in c] for c in zip(headings, *rows, strict=True)
-        ]
-        widths = [max(cell_len(cell.plain) for cell in column) + CELL_FRAME_CHARS for column in columns]
+        turned = [[Text(replace_control_chars(cell)) for cell in row] for row in (headings, *rows)]
+        columns = [[*column] for column in zip(*turned, strict=True)]
+        if sum(measure(columns)) >= console.width > sum(measure(turned)):
+            columns = turned
+        widths = measure(columns)
         begin = 1
         while begin < len(columns):
             end = begin + 1
