@@ -87,7 +87,7 @@ def theirs(model, ids, noise, monkeypatch, **settings):
         patch.setattr(torch, "multinomial", noise.multinomial)
         patch.setattr(type(model), "_finalize_canvas", staticmethod(finalized))
         found = model.generate(torch.tensor([ids]), **settings).sequences[0, len(ids) :].tolist()
-    return found, noise.steps_per_block
+    return found, noise.steps
 
 
 @pytest.mark.parametrize("heat", [(1e-3, 2e-3), (0.4, 0.8), (1.0, 3.0)])
