@@ -133,6 +133,7 @@ class DecodeMemory:
     ) -> "DecodeMemory":  # fmt: skip
         """For a denoiser with weights and arithmetic in `dtype`; nothing is allocated."""
         token, position = _measure_activation_bytes(shape, dtype, decode, quantize)
+        masked = bool(shape.block_size or shape.attention_patterns)
         if shape.edit_token_ids and decode.edit_threshold is not None:  # asked for a second choice, too
             row = replace(row, canvas_tokens=2 * row.canvas_tokens)
         asked = linked = 0
@@ -140,7 +141,7 @@ class DecodeMemory:
             asked, linked = estimate_crf_bytes(shape.vocab_size, row.total_tokens)
         return cls(
             row, count_weight_bytes(shape, dtype.itemsize, quantize), count_kv_bytes(shape, dtype.itemsize),
-            token, position + asked, linked, bool(shape.block_size) * (dtype.itemsize + 1), shared,
+            token, position + asked, linked, masked * (dtype.itemsize + 1), shared,
             count_scratch_bytes(shape, quantize),
         )  # fmt: skip
 

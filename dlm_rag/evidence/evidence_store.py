@@ -311,7 +311,7 @@ def describe_context(denoiser: Denoiser, cache_dtype: str) -> str:
 
     What a config says of decoding alone does not count, nor do policy heads.
     """
-    left_out = {*DLM_RAG_FIELDS.values(), "mask_token_id"}
+    left_out = {*DLM_RAG_FIELDS.values(), "attention_patterns", "mask_token_id"}
     shape = {name: value for name, value in asdict(denoiser.config).items() if name not in left_out}
     how = {
         "weights": denoiser.weights_fingerprint, "dtype": str(denoiser.dtype), "cache_dtype": cache_dtype,

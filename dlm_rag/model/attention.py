@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlm_rag.errors import ConfigError
+from dlm_rag.model.denoiser_config import AttentionPattern
 from dlm_rag.model.packed_batch import AttentionMetadata
 
 log = logging.getLogger(__name__)
@@ -36,19 +37,27 @@ ATTENTION_BACKENDS = ("flash", "varlen", "sdpa")  # the first that works is take
 RAGGED_KERNELS = ("flash", "varlen")  # which take consecutive rows of any lengths, and no masks
 FLEX_MIN_HEAD_DIM = 16  # FlexAttention has no narrower heads on a GPU
 FLEX_GRAPHS = 64  # of one process: lengths below and above a tile, one row or more, dtypes, with gradients
+MaskRule = Callable[[Any, Any, Any, Any], Tensor]  # (row, head, query, key) -> whether it is seen
 
 
-def compute_attention(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, backend: str) -> Tensor:
+def compute_attention(
+    q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, backend: str,
+    pattern: AttentionPattern | None = None,
+) -> Tensor:  # fmt: skip
     """Row r of `q` (Tq, H, D) attends to row r of `k`, `v` (Tk, Hk, D); returns (Tq, H, D).
 
     With `sight.cached_rows`, for sdpa alone, `k` and `v` are all that a `SlotKVCache` holds, (tokens, Hk,
     D): row r sees the tokens from its start on, as many as its keys. `backend`: one of `choose_backend`'s.
+    `pattern`: what else hides keys, for rows whose keys are their own tokens.
     """
-    masked = any(sight.partial_view_rows) and not sight.causal  # which no other kernel takes
-    return _KERNELS["sdpa" if masked else backend](q, k, v, sight)
+    if sight.has_block_mask or pattern is not None:  # no other kernel takes a mask
+        return _KERNELS["sdpa"](q, k, v, sight, pattern)
+    return _KERNELS[backend](q, k, v, sight)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, pattern: AttentionPattern | None = None
+) -> Tensor:
     partial = sight.partial_view_rows or (False,) * len(sight.query_lengths)
     shapes = list(zip(sight.query_lengths, sight.key_lengths, partial, strict=True))
     if sight.cached_rows is None:  # consecutive rows of equal lengths are one call
@@ -63,10 +72,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
     for (rows, n, seen, bounded), own, *seen_by_it in zip(runs, queries, keys, values, strict=True):
         run_q = own.unflatten(0, (rows, n)).transpose(1, 2)
         run_k, run_v = (x.unflatten(0, (rows, seen)).transpose(1, 2) for x in seen_by_it)
-        if n and bounded and not sight.causal:
-            assert sight.visible_counts is not None
-            limits = sight.visible_counts[at : at + rows * n].view(rows, n)
-            out = attend_masked(run_q, run_k, run_v, limits, sight.masks, row)
+        if n and (pattern is not None or (bounded and not sight.causal)):
+            rule = build_mask_rule(sight, slice(row, row + rows), slice(at, at + rows * n), pattern)
+            out = attend_masked(run_q, run_k, run_v, rule, sight.masks, (row, pattern))
         else:
             causal = bounded and sight.causal
             out = F.scaled_dot_product_attention(run_q, run_k, run_v, is_causal=causal, enable_gqa=True)
@@ -75,37 +83,51 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def attend_masked(
-    q: Tensor, k: Tensor, v: Tensor, limits: Tensor, masks: dict[int, Any], first_row: int
-) -> Tensor:
-    """Attention of q (rows, H, n, D) to the first `limits` (rows, n) keys of k, v (rows, Hk, m, D).
+def build_mask_rule(
+    sight: AttentionMetadata, rows: slice, queries: slice, pattern: AttentionPattern | None
+) -> MaskRule:
+    """Who sees whom in some `rows` of equal lengths with the packed `queries`, by their places in a row."""
+    number = rows.stop - rows.start
+    limits = None if sight.visible_counts is None else sight.visible_counts[queries].view(number, -1)
+    if pattern is None:
+        assert limits is not None
+        return lambda row, head, query, key: key < limits[row, query]
+    assert sight.positions is not None and sight.prompt_lengths is not None and sight.cached_rows is None
+    positions = sight.positions if sight.output_indices is None else sight.positions[sight.output_indices]
+    positions, prompts = positions[queries].view(number, -1), sight.prompt_lengths[rows]
 
-    The mask is kept in `masks` by the number of its first row.
-    """
+    def sees(row: Any, head: Any, query: Any, key: Any) -> Tensor:
+        visible = pattern(positions[row, query], key, (key >= prompts[row]).int())
+        return visible if limits is None else visible & (key < limits[row, query])
+
+    return sees
+
+
+def attend_masked(
+    q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, masks: dict[Any, Any], name: Any
+) -> Tensor:
+    """Attention of q (rows, H, n, D) to k, v (rows, Hk, m, D) under a mask, kept in `masks` by its name."""
     flex = q.is_cuda and q.shape[-1] >= FLEX_MIN_HEAD_DIM
-    if first_row not in masks:
-        masks[first_row] = (build_flex_mask if flex else build_dense_mask)(limits, q, k)
+    if name not in masks:
+        masks[name] = (build_flex_mask if flex else build_dense_mask)(rule, q, k)
     if flex:
-        return attend_flex(q, k, v, masks[first_row])
+        return attend_flex(q, k, v, masks[name])
     repeat = q.is_cuda and q.shape[1] > k.shape[1]  # with a mask SDPA's kernels take no grouped heads there
     if repeat:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, masks[first_row], enable_gqa=not repeat)
+    return F.scaled_dot_product_attention(q, k, v, masks[name], enable_gqa=not repeat)
 
 
-def build_dense_mask(limits: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def build_dense_mask(rule: MaskRule, q: Tensor, k: Tensor) -> Tensor:
     """(rows, 1, n, m): 0 where a query sees a key, else minus infinity; all layers add it."""
-    seen = torch.arange(k.shape[2], device=q.device) < limits[:, None, :, None]
+    rows, queries, keys = (torch.arange(x, device=q.device) for x in (len(q), q.shape[2], k.shape[2]))
+    seen = rule(rows[:, None, None, None], None, queries[:, None], keys)
     return q.new_full(seen.shape, float("-inf")).masked_fill_(seen, 0.0)
 
 
-def build_flex_mask(limits: Tensor, q: Tensor, k: Tensor) -> Any:
+def build_flex_mask(rule: MaskRule, q: Tensor, k: Tensor) -> Any:
     """The mask of FlexAttention, which knows the tiles that nobody or everybody sees."""
-
-    def sees(row: Any, head: Any, query: Any, key: Any) -> Any:
-        return key < limits[row, query]
-
-    return _import_flex(q.is_cuda)[0](sees, len(q), None, q.shape[2], k.shape[2], device=q.device)
+    return _import_flex(q.is_cuda)[0](rule, len(q), None, q.shape[2], k.shape[2], device=q.device)
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:

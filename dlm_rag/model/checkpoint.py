@@ -259,6 +259,7 @@ def save_tensors(
         named.pop("lm_head.weight", None)
     raw: dict[str, Any] = {"model_type": "dlm_rag", "architectures": ["Denoiser"], **asdict(config)}
     raw[BLOCK_SIZE_KEY] = raw.pop("block_size")
+    del raw["attention_patterns"]  # which the file of a family gives
     dtype = str(next(iter(named.values())).dtype).removeprefix("torch.")
     if origin is not None and origin.config.noise is not None:  # names and config stay as they were
         raw = {**origin.raw_config, "dtype": dtype}

@@ -1,5 +1,6 @@
 """The architecture as numbers: its config, and the names and shapes of its tensors."""
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Lt
@@ -10,6 +11,10 @@ from pydantic_core.core_schema import literal_schema
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 
+# Who sees whom inside a row, of tensors that broadcast: (query position, key position, key segment) ->
+# whether the query sees the key. Positions count from the first token of the prompt; the segment is 0 in
+# the prompt and 1 in the canvas. Blocks of tokens have a faster form of their own: `Segment.block`.
+AttentionPattern = Callable[[Any, Any, Any], Any]
 # Kinds of scaled rotary positions, with the numbers that each needs; others depend on the text's length.
 ROPE_SCALINGS = {
     "linear": ("factor",),
@@ -118,6 +123,9 @@ class DenoiserConfig:
     # and what is before them, and the state of the last of them predicts the first token of the block. With
     # blocks of 1 that is an autoregressive model.
     causal_context: Flag = False
+    # What a family's layers hide otherwise, one pattern a layer (None: nothing); empty: all see all. Only a
+    # family's file sets it: it is not written to config.json.
+    attention_patterns: tuple[AttentionPattern | None, ...] = ()
     # These as in DecodeConfig, where the config names none; `policy_head` if the folder holds heads.
     finished_block_context: Annotated[str, _one_of("recompute", "no_evidence")] = "recompute"
     commit_rule: Annotated[str, _one_of("threshold", "policy_head", "entropy_bound")] = "threshold"
@@ -128,8 +136,10 @@ class DenoiserConfig:
 
     def __post_init__(self) -> None:
         heads, kv_heads, mask = self.num_attention_heads, self.num_key_value_heads, self.mask_token_id
-        share, turned, edits = self.partial_rotary_factor, self.rotary_dim, self.edit_token_ids
+        share, turned, patterns = self.partial_rotary_factor, self.rotary_dim, len(self.attention_patterns)
+        edits = self.edit_token_ids
         even = share <= 1 and turned >= 2 and turned % 2 == 0
+        joint = not self.block_size and EVIDENCE_LAYOUTS[self.evidence_layout].runs_with_canvas
         _require(
             (
                 not heads % kv_heads,
@@ -146,6 +156,11 @@ class DenoiserConfig:
                 all(token < self.vocab_size for token in edits),
                 f"delete_token_id, split_token_id={edits} are not in the vocabulary",
             ),
+            (
+                patterns in (0, self.num_hidden_layers),
+                f"attention_patterns has {patterns}, not one a layer",
+            ),
+            (joint or not patterns, "attention_patterns need evidence_layout=joint and no block_size"),
             (
                 not self.causal_context
                 or bool(self.block_size and self.block_grid == "canvas" and not self.shifted),

@@ -178,6 +178,10 @@ class CachedRows:
         keys, values = (both.index_select(1, at["kept"]) if self.gathered else both).unbind()
         return keys, values
 
+    def slice_rows(self, stored: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
+        """What each row sees of `stored` (tokens, Hk, D): (length, Hk, D)."""
+        return tuple(stored[at : at + length] for at, length in zip(self.starts, lengths, strict=True))
+
 
 @dataclass(frozen=True)
 class SharedSegments:

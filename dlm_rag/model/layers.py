@@ -13,7 +13,12 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dlm_rag.model.attention import compute_attention
-from dlm_rag.model.denoiser_config import QUERY_SCALE_KEY, DenoiserConfig, ExpertsConfig
+from dlm_rag.model.denoiser_config import (
+    QUERY_SCALE_KEY,
+    AttentionPattern,
+    DenoiserConfig,
+    ExpertsConfig,
+)
 from dlm_rag.model.packed_batch import AttentionMetadata, PackedRows
 
 # cos, and sin that is negative in the first half, each (T, 1, D or what is turned of it), float32; behind
@@ -200,11 +205,12 @@ class AttentionProbe:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What all layers of one call share."""
+    """What all layers of one call share; patterns: one a layer, or none at all."""
 
     rows: PackedRows
     backend: str
     probe: AttentionProbe | None = None
+    patterns: tuple[AttentionPattern | None, ...] = ()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sight: AttentionMetadata) -> Tensor:
         """Attention of q (n, H, D) to what the rows see, their own k and v (T, Hk, D) included."""
@@ -212,7 +218,9 @@ class ForwardContext:
         if (probe := self.probe) is not None and probe.layer == layer:
             probe.queries, probe.keys, probe.visible_counts = q, k, sight.visible_counts
             probe.key_lengths, probe.key_ends = sight.key_lengths, sight.key_ends
-        return compute_attention(q, k, v, sight, self.backend)
+        return compute_attention(
+            q, k, v, sight, self.backend, self.patterns[layer] if self.patterns else None
+        )
 
 
 class TransformerLayer(nn.Module):
