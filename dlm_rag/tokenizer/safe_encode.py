@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+MAX_GROWTH_FACTOR = 1000  # of a text in a normalizer or decoder, of which every replacement may double it
+
+
 class PlainTextEncoder:
     """Makes of a text the ids that a tokenizer makes of it, but never one of those in `meaning`.
 
@@ -33,6 +36,12 @@ class PlainTextEncoder:
         from tokenizers import Tokenizer
 
         self._plain = Tokenizer(full.model)
+        for part in ("normalizer", "decoder"):
+            if _max_growth_factor(getattr(full, part)) > MAX_GROWTH_FACTOR:
+                raise CheckpointError(
+                    f"the tokenizer's {part} makes texts more than {MAX_GROWTH_FACTOR} times as long: "
+                    "mend it"
+                )
         for part in ("normalizer", "pre_tokenizer"):
             if getattr(full, part) is not None:
                 setattr(self._plain, part, getattr(full, part))
@@ -74,6 +83,17 @@ class PlainTextEncoder:
             return json.loads(self._plain.to_str())["model"].get("unk_id")
         unknown = getattr(model, "unk_token", None)
         return None if unknown is None else model.token_to_id(unknown)
+
+
+def _max_growth_factor(rule: Any) -> float:
+    """How many times as long a text may become by the replacements of a normalizer or decoder."""
+    growth, parts = 1.0, [json.loads(rule.__getstate__()) if rule else {}]
+    for part in parts:  # those of a sequence are parts, too
+        parts += part.get("normalizers", part.get("decoders", []))
+        written = len(part.get("content") or part.get("prepend") or "")
+        read = len((part.get("pattern") or {}).get("String", ""))  # an expression may match nothing
+        growth *= max(1.0, written / read if read else 1 + written)
+    return growth
 
 
 def _drop_pieces(model: dict[str, Any], pieces: set[str | None]) -> dict[str, Any]:
