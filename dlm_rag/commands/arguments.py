@@ -53,7 +53,7 @@ class CommandLine:
         if self.file == READER_CONFIG:
             print_note(
                 "the shipped reader answers (configs/reader.yaml): it is small and made for single facts,\n"
-                "such as 'Who wrote Emma?' (docs/tutorials/own-documents.md);\n"
+                "such as 'Who directed ...?' (docs/tutorials/own-documents.md);\n"
                 "for any question give --model DIR_OR_HUB_ID (GSAI-ML/LLaDA-8B-Instruct)"
             )
 
