@@ -46,6 +46,13 @@ def run_program(main: Callable[[list[str]], None]) -> NoReturn:
     try:
         if sys.stdout is None or sys.stderr is None:  # a file would get the number of the stream
             raise ConfigError("standard output or error is closed: send it to a file, or to /dev/null")
+        try:
+            Path.cwd()
+        except FileNotFoundError:
+            raise ConfigError("the working folder is there no more: change into another") from None
+        threads = os.environ.get("NUMBA_NUM_THREADS", "1")
+        if not re.fullmatch("[1-9][0-9]{0,3}", threads):  # 0 would be a traceback of numba's
+            raise ConfigError(f"NUMBA_NUM_THREADS={threads} in the environment is not a count: unset it")
         if isinstance(sys.stdout, io.TextIOWrapper):  # ASCII, say: text is shown with escapes
             sys.stdout.reconfigure(errors="backslashreplace")
         try:

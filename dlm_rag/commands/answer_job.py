@@ -303,6 +303,13 @@ def check_output_files(config: Config) -> None:
     if config.retrieval.corpus != config.questions:  # whose contexts are searched
         read["corpus"] = config.retrieval.corpus
     check_distinct_paths(written, sidecars | read)
+    for path in map(Path, sidecars.values()):
+        try:
+            usable = path.is_file() or not os.path.lexists(path)
+        except OSError:  # its name is too long
+            usable = False
+        if not usable:
+            raise ConfigError(f"{path} cannot be a file beside the answers: choose another --out")
     if config.html is not None:
         if config.out is not None and config.trace is None:
             raise ConfigError("the page of answers in a file is made from their traces: add --trace FILE")

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, requires, version
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,8 +62,8 @@ def main(argv: list[str]) -> None:
     }
     words = parse_command_line(__doc__ or "", argv, CHECKED_SETTINGS, switches=switches)
     looks_at_range = "range" in words.switches
-    given = [word.partition("=")[0] for word in words.settings]
-    if not looks_at_range and (idle := [key for key in given if key in RANGE_SETTINGS]):
+    idle = [key for key in RANGE_SETTINGS if attrgetter(key)(words.config) is not None]  # of a file, too
+    if idle and not looks_at_range:
         raise ConfigError(f"{idle[0]} has no effect here without --range: add it, or leave this out")
     logging.getLogger("dlm_rag").setLevel(logging.WARNING)
     names = ["range"] if looks_at_range else [name for name in DOCTOR_CHECKS if name != "range"]

@@ -12,7 +12,7 @@ from dlm_rag.baselines.chat_client import ChatClient
 from dlm_rag.cli import print_note
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.energy.meter import summarise_energy
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import ConfigError, RunError, summarize_error
 from dlm_rag.evaluation import plots, tables
 from dlm_rag.evaluation.compare import QuestionGroups, compare_to_first, summarize_scores
 from dlm_rag.evaluation.judge import judge_answers
@@ -56,7 +56,7 @@ def write_evaluation_report(
 ) -> None:  # fmt: skip
     """JSON first, so that nothing that goes wrong later takes it; then Markdown, the screen, a picture.
 
-    said: what scores.json begins with; "f1_rule" among it.
+    said: what scores.json begins with; "f1_rule" among it. Raises `RunError` for a picture that fails.
     """
     stamps = {
         name: read_json_or_empty(folder / "answers.jsonl.run.json") for name, folder in folders.items()
@@ -92,10 +92,13 @@ def write_evaluation_report(
         notes += [f"{name}: {judged} answers without a verdict of the judge are left out"] * bool(judged)
     stamp, picture = next(iter(stamps.values())), get_plot_file_name(said)
     write_text_atomic(out / "scores.md", tables.render_markdown_report(everything, stamp, notes))
-    if "swept" in said:
-        plots.plot_pareto(out / picture, overall, said["swept"])
-    else:
-        plots.plot_by_hops(out / picture, groups, summaries)
+    try:
+        if "swept" in said:
+            plots.plot_pareto(out / picture, overall, said["swept"])
+        else:
+            plots.plot_by_hops(out / picture, groups, summaries)
+    except (RuntimeError, ValueError) as error:  # of matplotlib: MPLBACKEND, a font
+        raise RunError(f"{out / picture} cannot be drawn: {summarize_error(error)}") from None
     print(f"scores.md, scores.json, {picture} and all answers are in {replace_control_chars(str(out))}")
 
 

@@ -118,12 +118,15 @@ def get_socket_url(sock: socket.socket) -> str:
 
 def bind_socket(host: str, port: int) -> socket.socket:
     """A socket bound to an address, at which nobody is let in yet; raises `ConfigError`."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
+    sock = None
+    try:  # not by `bind` alone, to which an empty name is every address
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((address[0], port, *address[2:]))  # `getaddrinfo` takes ports modulo 2^16
     except (OSError, OverflowError, UnicodeError) as error:
-        sock.close()
+        if sock is not None:
+            sock.close()
         reason = getattr(error, "strerror", None) or summarize_error(error)
         raise ConfigError(f"{host}:{port} cannot be listened at ({reason}): name another --port") from None
     return sock

@@ -123,7 +123,8 @@ class StopSignal(threading.Event):
 
 
 # What a run puts into its folder, by the beginnings of the names.
-RUN_FILE_STEMS = {"metrics", "train", "checkpoints", "validation", "documents", "model", "wandb"}
+RUN_SUBFOLDERS = ("checkpoints", "validation", "documents", "model", "wandb")
+RUN_FILE_STEMS = {"metrics", "train", *RUN_SUBFOLDERS}
 
 
 def prepare_run_folder(folder: Path, resume: bool) -> None:
@@ -142,5 +143,8 @@ def prepare_run_folder(folder: Path, resume: bool) -> None:
         raise ConfigError(f"{folder} holds a run already: add --resume to go on, or name another --out")
     if foreign and not resume:
         raise ConfigError(f"{folder} holds '{foreign[0]}', which is of no run: name a new or empty folder")
+    for name in RUN_SUBFOLDERS:
+        if (folder / name).is_file():  # which would end the run at its first checkpoint, or after its last
+            raise ConfigError(f"{folder / name} is a file and must be a folder: name another --out")
     make_folder(folder, "out=")
     check_writable(str(folder / "metrics.jsonl"), "out")

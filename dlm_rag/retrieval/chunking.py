@@ -12,7 +12,8 @@ from dlm_rag.files.record_readers import Record
 
 TEXT_FILE_SUFFIXES = (".txt", ".md", ".markdown")
 PASSAGE_LENGTH_CHARS = (600, 1200)  # characters from which a passage may end, and at most: 100 to 200 words
-_LONG_RUN = re.compile(rf"[^\n.!?]{{{PASSAGE_LENGTH_CHARS[1] + 1},}}")
+# From its beginning alone: tried at every character, it would take the square of the length of a line.
+_LONG_RUN = re.compile(rf"(?<![^\n.!?])[^\n.!?]{{{PASSAGE_LENGTH_CHARS[1] + 1},}}")
 _PIECE = re.compile(rf".{{1,{PASSAGE_LENGTH_CHARS[1]}}}(?:\s|$)|.{{{PASSAGE_LENGTH_CHARS[1]}}}")
 # A heading of Markdown and what is below it, to the next; a fence of code hides what looks like one.
 _SECTION = re.compile(r"^(#{1,6})[ \t]+(?P<title>[^\n]+)$|^(```|~~~).*?(^\3|\Z)", re.MULTILINE | re.DOTALL)

@@ -30,6 +30,7 @@ CASES = [
         ("out=questions.jsonl/a cannot be written", "--out questions.jsonl/a"),
         ("Too many levels", "--out a", {"a": link_to_itself}),
         ("no such home folder", "--out '~nobody-here/a'"),
+        ("cannot be a file beside the answers", f"--out {'a' * 250}"),
         ("it is no regular file", "--out /dev/full"),
         ("answers without --out are printed", "--out -"),
         ("trace=- is no file", "--trace -"),
@@ -45,8 +46,9 @@ CASES = [
         ("trace and the lock of out", "--out a --trace a.lock"),
         ("trace and html are the same file", "--trace a --html a"),
         ("out and html are the same file", "--out a --trace t --html a"),
-        ("without a readable a.run.json beside it", "--out a", {"a": ANSWER, "a.run.json": os.mkfifo}),
-        ("cannot be locked by a.lock", "--out a", {"a.lock/x": ""}),
+        ("a.run.json cannot be a file", "--out a", {"a.run.json/x": ""}),
+        ("a.run.json cannot be a file", "--out a", {"a": ANSWER, "a.run.json": os.mkfifo}),
+        ("a.lock cannot be a file", "--out a", {"a.lock/x": ""}),
         *(
             ("without a readable a.run.json beside it", "--out a", {"a": ANSWER, "a.run.json": stamp})
             for stamp in STAMPS

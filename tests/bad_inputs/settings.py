@@ -176,6 +176,7 @@ CASES = [
     *(
         BadInputCase(SAMPLE_COMMAND, says, env=env, slow=True, exit=0 if says == "Who wrote Emma?" else 2)
         for says, env in (
+            ("NUMBA_NUM_THREADS", {"NUMBA_NUM_THREADS": "0"}),
             ("unset NUMBA_DISABLE_JIT", {"NUMBA_DISABLE_JIT": "1"}),
             ("Who wrote Emma?", {"OMP_NUM_THREADS": "abc"}),
             ("Who wrote Emma?", {"PYTHONWARNINGS": "error"}),

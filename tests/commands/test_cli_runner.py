@@ -103,6 +103,13 @@ def test_streams_that_are_not_as_usual(body, to, code, out, err):
     assert done.stdout.count(b"\n") == bool(out) and done.stderr.count(b"\n") == bool(err)
 
 
+def test_a_working_folder_that_is_gone_is_one_sentence(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    code, err = ends(capfd, None)
+    assert code == 2 and "the working folder is there no more" in err
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_json_lines_survive_any_standard_output(encoding):
     record = {"response": "Zoë 東京 \N{GRINNING FACE}"}
