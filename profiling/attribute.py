@@ -87,7 +87,11 @@ def format_overlap_note(found: Attribution) -> str:
     """What ran beside what, and what is not in the tables."""
     said = f"{found.overlap:.3f} s of retrieval ran" if found.overlap else "No retrieval ran"
     left_out = f" Ranges of {found.others} other processes are left out." if found.others else ""
-    gpu = "" if found.gpu_busy else " There is no GPU work in this report (--trace=nvtx,cuda records it)."
+    gpu = (
+        ""
+        if found.gpu_busy
+        else " There is no GPU work in this report (of nsys, --trace=nvtx,cuda records it)."
+    )
     joules = f" Joules: {found.watts:.3g} W, the mean of the run, times self time." if found.watts else ""
     return f"{said} beside denoising.{left_out}{gpu}{joules}"
 
