@@ -13,6 +13,7 @@ from dlm_rag.model.denoiser_config import DenoiserConfig, ExpertsConfig
 from dlm_rag.model.families.base import (
     BLOCK_SIZE_KEY,
     Family,
+    read_tie_flag,
     read_transformers_config,
     require_key,
     require_positive_int,
@@ -102,7 +103,7 @@ def _llada(raw: dict[str, Any]) -> DenoiserConfig:
         max_position_embeddings=require_key(raw, "max_sequence_length"),
         rms_norm_eps=require_key(raw, "rms_norm_eps"),
         rope_theta=require_key(raw, "rope_theta"),
-        tie_word_embeddings=raw.get("weight_tying") or False,
+        tie_word_embeddings=read_tie_flag(raw, "weight_tying"),
         mask_token_id=require_key(raw, "mask_token_id"),
     )
 

@@ -107,7 +107,7 @@ def read_transformers_config(raw: dict[str, Any], **differences: Any) -> Denoise
         "head_dim": raw.get("head_dim") or width // heads,
         "rope_theta": rope.get("rope_theta") or raw.get("rope_theta") or 10000.0,
         "rope_scaling": None if kind == "default" else {**rope, "rope_type": kind},
-        "tie_word_embeddings": raw.get("tie_word_embeddings") or False,
+        "tie_word_embeddings": read_tie_flag(raw, "tie_word_embeddings"),
         "mask_token_id": raw.get("mask_token_id"),
         "shifted": True,
     }
@@ -131,6 +131,11 @@ def require_positive_int(raw: dict[str, Any], key: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise CheckpointError(f"{key}={value!r:.60} must be a whole number of at least 1")
     return value
+
+
+def read_tie_flag(raw: dict[str, Any], key: str) -> Any:
+    """The value of a key, false where it is missing or null; `DenoiserConfig` checks all others."""
+    return False if (value := raw.get(key)) is None else value
 
 
 def require_supported_values(raw: dict[str, Any], **supported: Any) -> None:
