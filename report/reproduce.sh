@@ -49,8 +49,6 @@ python -m pytest -m gpu
     at most 5 minutes
 python profiling/first_gpu.py --out runs/first
     at most 10 minutes
-python train.py --config reader_training.yaml data.corpus=FILE train.data_workers=12 train.max_steps=734
-    recorded: 125 s of steps on one H200, and 139 s to open the run
 python evaluate.py --config sardi.yaml --dataset 2wiki --out runs/2wiki --compare interleaved,interleaved+decode.commit_threshold=0.95,static
     the paper's own table, never run here; first dlm-rag data get 2wiki --split sardi
 END

@@ -106,9 +106,6 @@ class TrainConfig(CheckedSettings):
     counterfactual_share: float = setting(0.0, low=0, high=1, only_with=SFT | MADE_QUESTIONS)
     """sft on questions generated from data.corpus: share of passage sets whose second passage is
     swapped for another one under the same name"""
-    natural_share: float = setting(0.0, low=0, high=1, only_with=SFT | MADE_QUESTIONS)
-    """sft on questions generated from data.corpus: share of passage sets with natural questions (who,
-    where, when, ...), beside those for names left out of sentences"""
     mixture: dict[str, float] = setting(dict, only_with=READING | {"data.documents": SET})
     """pretrain, adapt: share of each source in data.documents; unset: equal shares"""
     sequence_length: int = setting(1024, low=8, only_with=READING)

@@ -191,7 +191,6 @@ def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
         block_size=block,
         causal_context=own.causal_context or any(causal),
         finished_block_context=decode.finished_block_context or own.finished_block_context,
-        abstain="copied" if any(phase.natural_share for phase in phases) else own.abstain,
         commit_rule="policy_head" if heads else "threshold",
         retrieval_gate=(decode.retrieval_gate or own.retrieval_gate) if heads else "always",
         max_position_embeddings=max(own.max_position_embeddings, *longest, 0),

@@ -46,9 +46,7 @@ def open_questions(phase: Phase) -> tuple[TrainingQuestions, CorpusRetriever, Qu
     assert config.data.corpus is not None
     corpus = open_corpus(config.data.corpus, config.retrieval.index_dir)
     if config.data.questions is None:
-        questions = generate_corpus_questions(
-            corpus, phase.builder, train.max_hops, config.data.held_out, train.natural_share > 0
-        )
+        questions = generate_corpus_questions(corpus, phase.builder, train.max_hops, config.data.held_out)
         count = min(train.eval_questions, len(questions.held_out))
         asked = random.Random(f"validation/{train.seed}").sample(questions.held_out, count)
     else:

@@ -139,8 +139,6 @@ OWN = {
     "world": FRESH,
     "corpus": [*FRESH, "train.init_layers_from=null", "data.corpus={folder}/titles.jsonl",
     "data.held_out=0.4"],
-    "reader_training": [*FRESH, "data.corpus={folder}/titles.jsonl", "data.held_out=0.4",
-    "train.data_workers=0"],
     "b200": [
         "model.path={folder}/qwen", "data.questions={folder}/questions.jsonl",
         "data.corpus={folder}/corpus.jsonl", "data.documents.web={folder}/web.jsonl",

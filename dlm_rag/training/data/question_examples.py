@@ -23,7 +23,6 @@ from dlm_rag.retrieval.corpus import Corpus, Passage
 from dlm_rag.retrieval.forked_workers import map_ranges
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.synthesis.cloze_questions import CorpusRowGenerator
-from dlm_rag.synthesis.natural_questions import NaturalQuestions
 from dlm_rag.text import find_sentence_spans, strip_disambiguation
 from dlm_rag.training.data.examples import (
     CopyIndex,
@@ -31,7 +30,6 @@ from dlm_rag.training.data.examples import (
     ExampleBuilder,
     sample_passages,
 )
-from dlm_rag.training.data.natural_examples import NaturalExamples
 
 MIN_COPIED_SHARE = 0.8  # share of a response that its passages must spell out where they are cut
 MAX_CHAIN_DRAWS = 100  # until a chain fits
@@ -59,11 +57,10 @@ class TrainingQuestions:
     single_passage: Sequence[Question] = ()
     held_out: Sequence[Question] = ()
     draw_counterfactual: CounterfactualSampler | None = None
-    natural: NaturalQuestions | None = None
 
 
 def generate_corpus_questions(
-    corpus: Corpus, builder: ExampleBuilder, hops: int, held_out: float, natural: bool = False
+    corpus: Corpus, builder: ExampleBuilder, hops: int, held_out: float
 ) -> TrainingQuestions:
     """What can be asked of a corpus.
 
@@ -111,7 +108,6 @@ def generate_corpus_questions(
     return TrainingQuestions(
         **found,
         draw_counterfactual=cross if gaps and defined else None,
-        natural=NaturalQuestions([*corpus], lambda row: not rows.is_held_out(row)) if natural else None,
     )
 
 
@@ -170,11 +166,6 @@ class QuestionExamples:
         self._questions, self._retriever, self._builder = questions.chains, retriever, builder
         self._train, self._key = train, (train.seed, phase)
         self._crossed = questions.draw_counterfactual if train.counterfactual_share else None
-        self._natural = None
-        if questions.natural is not None:
-            self._natural = NaturalExamples(
-                questions.natural, retriever, builder, train.rows_per_set, train.max_steps
-            )
         self._single = defaultdict[str, list[Question]](list)
         for question in questions.single_passage:
             self._single[question.supporting_ids[0]].append(question)
@@ -197,24 +188,7 @@ class QuestionExamples:
             raise QuestionError(f"question '{question.id}': {error}") from None
 
     def examples(self, step: int, items: Iterable[int], passages: tuple[int, int]) -> list[Example]:
-        """Rows of some sets of passages of a step, those of natural questions last.
-
-        passages: as for `_chain_examples`.
-        """
-        chains, natural = list[int](), list[tuple[random.Random, int]]()
-        for item in items:
-            rng = random.Random(f"natural/{self._key}/{step}/{item}")
-            if self._natural is not None and rng.random() < self._train.natural_share:
-                natural.append((rng, step))
-            else:
-                chains.append(item)
-        rows = self._chain_examples(step, chains, passages) if chains else []
-        if self._natural is not None and natural:
-            rows += [row for made in self._natural.examples(natural, passages) for row in made]
-        return rows
-
-    def _chain_examples(self, step: int, items: Iterable[int], passages: tuple[int, int]) -> list[Example]:
-        """Rows of some sets of passages of a step, of names left out of sentences.
+        """Returns the rows of some sets of passages of a step.
 
         passages: at least and at most so many in a prompt, if there are single-passage questions; else all
         that is found.
