@@ -7,7 +7,7 @@
     dlm-rag evaluate ... --out runs/all --compare all --quick     # 200 of the questions, of every kind
     dlm-rag evaluate ... --out runs/two --compare interleaved,interleaved+decode.commit_threshold=0.8
     dlm-rag evaluate ... --out runs/swept --sweep decode.commit_threshold=0.9,0.8,0.7 retrieval.top_k=7,3
-    dlm-rag evaluate --config sardi.yaml --dataset 2wiki --out runs/2wiki      # the paper's table
+    dlm-rag evaluate --config sardi.yaml --dataset 2wiki --out runs/2wiki      # SARDI's questions
     dlm-rag evaluate --dataset hotpotqa,2wiki --corpus wiki18 --model DIR --out runs/field
     dlm-rag evaluate --model openai://HOST:PORT/v1/NAME ... --out runs/ar --compare static,ircot,flare
     dlm-rag evaluate --reproduce runs/shipped --out runs/again     # and what has changed
@@ -18,7 +18,7 @@ a second search with the best passage of the first (two_rounds, feedback), none,
 --sweep: every combination of the values, under each setting of --compare.
 
 A model behind an OpenAI-compatible server has its own policies: no_retrieval, static, oracle, ircot,
-flare, self_ask, targ and search_r1. judge=openai://HOST:PORT/v1/NAME has a model judge the answers.
+flare, self_ask, targ and search_r1.
 
 The folder gets scores.json, scores.md, a picture, config.yaml, and the answers and traces of every setting.
 Run the same command again to resume. In a checkout, `python evaluate.py` is the same program.
@@ -26,7 +26,7 @@ Run the same command again to resume. In a checkout, `python evaluate.py` is the
 
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +39,6 @@ from dlm_rag.commands.arguments import ANSWER_SETTINGS, READER_CONFIG, CommandLi
 from dlm_rag.commands.prepare_baseline import (
     PreparedBaseline,
     check_served_keys,
-    open_chat_client,
     prepare_baseline,
 )
 from dlm_rag.commands.prepare_decoder import (
@@ -51,8 +50,8 @@ from dlm_rag.commands.prepare_decoder import (
 from dlm_rag.commands.tensor_parallel import run_on_ranks
 from dlm_rag.config import Config, dump_config, list_stored_code, load_config
 from dlm_rag.config.ineffective_settings import check_effects
-from dlm_rag.data.hub_datasets import SPLIT_RULES, find_dataset
-from dlm_rag.errors import ConfigError
+from dlm_rag.data.hub_datasets import SARDI_SETS, SPLIT_RULES, find_dataset, list_dataset_files
+from dlm_rag.errors import ConfigError, suggest_nearest
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.progress import report_progress
 from dlm_rag.questions import Question
@@ -60,8 +59,10 @@ from dlm_rag.tokenizer.prompts import PROMPTS
 
 if TYPE_CHECKING:
     from dlm_rag.evaluation.stored_results import StoredResult
+    from dlm_rag.retrieval.corpus import Corpus
 
-EVALUATE_READS = (*ANSWER_SETTINGS, "compare", "f1_rule", "remote", "judge")
+EVALUATE_READS = (*ANSWER_SETTINGS, "compare", "f1_rule", "remote")
+SARDI_CHECKPOINT = "pauljngr/sardi-dream-7b"
 EVALUATE_OPTIONS: dict[str, tuple[str | tuple[()], str]] = {
     "sweep": (
         (),
@@ -74,7 +75,7 @@ EVALUATE_OPTIONS: dict[str, tuple[str | tuple[()], str]] = {
     "dataset": (
         "",
         "NAME,NAME: with a corpus those of `dlm-rag data get`, each into a folder of --out; else the "
-        "paper's, from data/: 2wiki, hotpotqa, musique, cofca, synthworlds",
+        "paper's, with its corpus, from data/: 2wiki, hotpotqa, musique, cofca, synthworlds",
     ),
     "split": ("search_r1", f"which questions of them: {', '.join(SPLIT_RULES)}"),
     "reproduce": ("", "folder of an evaluation that is run again; prints what has become different"),
@@ -150,16 +151,14 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] 
     jobs = plan_answer_jobs(wanted, folders, questions)
     for name in ("scores.json", "scores.md", outputs.get_plot_file_name(said), SAVED_CONFIG_FILE):
         check_writable(str(out / name), "out")
-    if dataset := said.get("dataset"):
-        questions = compare_with_paper(dataset, jobs, questions, said)
+    if said.get("dataset"):
+        from dlm_rag.retrieval.corpus import open_corpus
+
+        retrieval = next(iter(jobs.values())).prepared.config.retrieval
+        corpus = open_corpus(str(retrieval.corpus), retrieval.index_dir)
+        questions = drop_incomplete_support(questions, corpus)
     titled = sum(bool(q.supporting_titles) and not q.supporting_ids for q in questions)
     said["recall_by"] = {"id": sum(bool(q.supporting_ids) for q in questions), "title": titled}
-    judge = None
-    if config.judge:
-        from dlm_rag.evaluation.judge import check_judge
-
-        judge = open_chat_client(config, "judge", config.judge, "DLM_RAG_JUDGE_KEY")
-        check_judge(judge)
     given = {out: wanted.config} | {folders[name]: setting for name, setting in wanted.settings.items()}
     for folder, setting in given.items():
         text = dump_config(replace(setting, out=None, compare=None))
@@ -167,8 +166,6 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] 
     ready()
     run_answer_jobs(jobs, config.workers)
     scores = {name: outputs.score_folder(folder, questions, f1_rule) for name, folder in folders.items()}
-    if judge:
-        said["judge"] = outputs.judge_folders(judge, folders, questions, scores, config.remote.concurrency)
     outputs.write_evaluation_report(out, groups, scores, folders, said)
     if then and before:
         outputs.report_reproduction(out, then, before, groups, scores)
@@ -198,8 +195,6 @@ def plan_from_command_line(words: CommandLine, dataset: str = "") -> EvaluationP
 
     said: dict[str, Any] = {}
     if dataset:
-        from dlm_rag.evaluation.published import PAPER_CHECKPOINT, resolve_dataset_files
-
         searched = words.config.retrieval.corpus or words.config.retrieval.url
         if searched and words.config.questions:
             raise ConfigError("--dataset names questions: leave --questions out")
@@ -209,7 +204,7 @@ def plan_from_command_line(words: CommandLine, dataset: str = "") -> EvaluationP
         else:
             said["dataset"] = dataset
             more = resolve_dataset_files(dataset, words.settings)
-            more += [f"model.path={PAPER_CHECKPOINT}"] * (words.config.model.path is None)
+            more += [f"model.path={SARDI_CHECKPOINT}"] * (words.config.model.path is None)
         words = words.with_settings([*more, *words.settings])
     if words.options["split"] != EVALUATE_OPTIONS["split"][0] and "questions_of" not in said:
         raise ConfigError("--split has no effect without --dataset and --corpus: leave it out")
@@ -306,25 +301,28 @@ def run_answer_jobs(jobs: dict[str, AnswerJob], workers: str | None) -> None:
                 print_note(f"{name}: {failed} failed, counted as wrong; the same command asks again")
 
 
-def compare_with_paper(
-    dataset: str, jobs: dict[str, AnswerJob], questions: list[Question], said: dict[str, Any]
-) -> list[Question]:
-    """Warns of all in which the settings leave the paper's, and notes it in `said`.
+def resolve_dataset_files(dataset: str, settings: Sequence[str]) -> list[str]:
+    """`KEY=VALUE` of a data set's files, in SARDI's layout. Raises `ConfigError` where they are not there.
 
-    Returns the questions, with the support that the corpus has.
+    settings: those of the command line, which may not name other files.
     """
-    from dlm_rag.evaluation import published
-    from dlm_rag.retrieval.corpus import open_corpus
+    if dataset not in SARDI_SETS:
+        known = ", ".join(SARDI_SETS)
+        nearest = suggest_nearest(dataset, SARDI_SETS)
+        raise ConfigError(f"--dataset {dataset} is not one of {known}{nearest}")
+    questions, corpus = (Path("data") / file.path for file in list_dataset_files(dataset, "sardi"))
+    given = {word.partition("=")[0] for word in settings}
+    if both := sorted(given & {"questions", "retrieval.corpus"}):
+        raise ConfigError(f"--dataset names questions and corpus: leave {both[0]} out")
+    for path in (questions, corpus):
+        if not path.exists():
+            command = f"dlm-rag data get {dataset} --split sardi"
+            raise ConfigError(f"--dataset {dataset}: {path} is not there; `{command}` brings it")
+    return [f"questions={questions}", f"retrieval.corpus={corpus}"]
 
-    said["columns"], said["departures"] = {}, {}
-    retrieval = next(iter(jobs.values())).prepared.config.retrieval
-    corpus, common = open_corpus(str(retrieval.corpus), retrieval.index_dir), list[str]()
-    if (count := published.PUBLISHED_DATASETS[dataset].questions) != len(questions):
-        common.append(f"{len(questions)} questions (paper: {count})")
-    for name, job in jobs.items():
-        config, dtype = job.prepared.config, str(job.prepared.dtype).removeprefix("torch.")
-        said["columns"][name] = published.find_paper_column(config)
-        said["departures"][name] = published.list_paper_deviations(config, dtype) + common
-        for line in said["departures"][name]:
-            print_note(f"warning: {name} is not as published: {line}")
-    return published.drop_incomplete_support(questions, corpus)
+
+def drop_incomplete_support(questions: list[Question], corpus: "Corpus") -> list[Question]:
+    """Returns the questions, without supporting ids where the corpus, chunked again, lacks one of them."""
+    wanted = {i for question in questions for i in question.supporting_ids}
+    there = {passage.id for passage in corpus if passage.id in wanted} if wanted else set()
+    return [q if there.issuperset(q.supporting_ids) else replace(q, supporting_ids=()) for q in questions]

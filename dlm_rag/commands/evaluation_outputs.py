@@ -2,22 +2,17 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from dlm_rag.baselines.chat_client import ChatClient
-from dlm_rag.cli import print_note
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.energy.meter import summarise_energy
 from dlm_rag.errors import ConfigError, RunError, summarize_error
 from dlm_rag.evaluation import plots, tables
 from dlm_rag.evaluation.compare import QuestionGroups, compare_to_first, summarize_scores
-from dlm_rag.evaluation.judge import judge_answers
 from dlm_rag.evaluation.metrics import Score, score_rollout
-from dlm_rag.evaluation.published import build_paper_table
 from dlm_rag.evaluation.stored_results import (
     StoredResult,
     build_rerun_table,
@@ -80,18 +75,12 @@ def write_evaluation_report(
         first.append(tables.build_overview_table(count, overall, less, said["swept"]))
         if "prompt" in said["swept"]:
             first.append(tables.build_spread_table(overall, "prompt"))
-    if "dataset" in said:
-        matches = {name: metrics["exact_match"] for name, metrics in overall.items()}
-        first.append(build_paper_table(said["dataset"], matches, said["columns"], count))
     brief = {name: places for name, places in groups.items() if ", " not in name}
     shown = [] if "swept" in said else tables.build_comparison_tables(brief, summaries, against, rule)
     tables.print_tables(Console(), [*first, *shown, *spent])
     everything = [*first, *tables.build_comparison_tables(groups, summaries, against, rule), *spent]
-    notes = [f"{name}: {line}" for name, lines in said.get("departures", {}).items() for line in lines]
-    for name, judged in said.get("judge", {}).get("without_verdict", {}).items():
-        notes += [f"{name}: {judged} answers without a verdict of the judge are left out"] * bool(judged)
     stamp, picture = next(iter(stamps.values())), get_plot_file_name(said)
-    write_text_atomic(out / "scores.md", tables.render_markdown_report(everything, stamp, notes))
+    write_text_atomic(out / "scores.md", tables.render_markdown_report(everything, stamp))
     try:
         if "swept" in said:
             plots.plot_pareto(out / picture, overall, said["swept"])
@@ -104,16 +93,16 @@ def write_evaluation_report(
 
 def report_datasets(out: Path, names: Sequence[str]) -> None:
     """One table of all data sets that were evaluated into folders of `out`, a row for each setting."""
-    metrics = ("exact_match", "judge_accuracy", "cover_match", "f1", "recall_last", *tables.COST_METRICS)
+    metrics = ("exact_match", "cover_match", "f1", "recall_last", *tables.COST_METRICS)
     rows = []
     for name in names:
         found = read_result(out / name).scores
         for setting, groups in found.settings.items():
             cells = tables.format_metrics(dict.fromkeys(metrics) | groups.groups["all"], metrics)
             rows.append([name, setting, f"{found.questions['all']:,}", *cells])
-    headings = ["data set", "setting", "questions", "exact match %", "judge %", "cover-EM %", "F1 %",
+    headings = ["data set", "setting", "questions", "exact match %", "cover-EM %", "F1 %",
                 "evidence recall %", *tables.COST_METRICS]  # fmt: skip
-    grid = tables.drop_empty_column(tables.ResultTable("Data sets", headings, rows), "judge %")
+    grid = tables.ResultTable("Data sets", headings, rows)
     tables.print_tables(Console(), [grid])
     write_text_atomic(out / "datasets.md", tables.render_markdown_table(grid))
 
@@ -157,24 +146,3 @@ def score_folder(folder: Path, questions: Sequence[Question], f1_rule: str) -> l
     rollouts = (rollout for rollout in read_trace(folder / TRACE_FILE) if rollout.id in asked)
     scores = {rollout.id: score_rollout(rollout, asked[rollout.id], f1_rule) for rollout in rollouts}
     return [scores[question.id] for question in questions]
-
-
-def judge_folders(
-    judge: ChatClient, folders: dict[str, Path], questions: Sequence[Question], scores: SettingScores,
-    concurrency: int,
-) -> dict[str, Any]:  # fmt: skip
-    """Adds the judge's verdicts to the scores; who it was, and how many answers are without one.
-
-    Raises `RunError` as `judge_answers` does.
-    """
-    without = {}
-    for name, folder in folders.items():
-        verdicts = judge_answers(judge, folder / TRACE_FILE, questions, concurrency)
-        scores[name] = [
-            replace(score, judge_accuracy=None if (found := verdicts[q.id]) is None else float(found))
-            for q, score in zip(questions, scores[name], strict=True)
-        ]
-        if lacking := sum(verdict is None for verdict in verdicts.values()):
-            print_note(f"{name}: {lacking} without a verdict of the judge; the same command asks again")
-        without[name] = lacking
-    return {"model": judge.server.model, "url": judge.server.url, "without_verdict": without}

@@ -40,7 +40,6 @@ from dlm_rag.config.inference import (
     RetrievalConfig,
     ServingConfig,
 )
-from dlm_rag.config.renamed import explain_old_key, upgrade_settings
 from dlm_rag.config.training import DataConfig, PlanConfig, SynthesisConfig, TrainConfig
 from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
 from dlm_rag.files.paths import find_companion_folder
@@ -82,9 +81,6 @@ class Config(CheckedSettings):
     f1_rule: str = setting("auto", choices=("auto", "squad", "hotpotqa"))
     """how evaluate computes F1: hotpotqa gives 0 if exactly one side is yes, no or noanswer; auto takes
     it if the file or folder of the questions says hotpotqa or 2wikimultihopqa"""
-    judge: str | None = setting(None)
-    """model that judges answers in evaluate, openai://HOST:PORT/v1/NAME (openais:// for https); its key is
-    $DLM_RAG_JUDGE_KEY"""
     trace: str | None = setting(None)
     """file for decoding traces, one JSON line per question"""
     record_provisional: bool = setting(False, only_with=({"trace": SET}, {"html": SET}))
@@ -132,14 +128,12 @@ def load_config(
 ) -> Config:
     """The resolved tree: defaults, then the YAML file `name`, then `key=value` words.
 
-    stored: the file is one that a run has left, perhaps under the names of an older version.
+    stored: the file is one that a run has left, whose code runs only where the words name it again.
     effects: whether settings without effect are refused, as `check_effects` says: for command lines.
     Raises `ConfigError`, naming the key and the nearest valid one, for anything not in the tree.
     """
     path = None if name is None else find_config_file(name)
     of_file = read_config_file(path) if path else {}
-    if stored:
-        of_file = upgrade_settings(of_file)
     of_words: dict[str, Any] = {}
     for word in overrides or []:
         of_words = merge_settings(of_words, _parse_word(word))
@@ -165,7 +159,7 @@ def load_config(
 
 def list_stored_code(path: str) -> set[str]:
     """The settings that name code in a file that a run has left, as words `KEY=MODULE:FUNCTION`."""
-    return _list_code(upgrade_settings(read_config_file(Path(path))))
+    return _list_code(read_config_file(Path(path)))
 
 
 def _list_code(tree: dict[str, Any]) -> set[str]:
@@ -247,8 +241,6 @@ def dump_config(config: Config) -> str:
 
 
 def _explain_unknown_key(key: str, origin: str) -> str:
-    if reason := explain_old_key(key):
-        return f"{key} in {origin} {reason}"
     keys, (section, _, leaf) = list(list_setting_fields()), key.rpartition(".")
     if key in keys:  # as a file cannot write it
         return f"unknown key '{key}' in {origin}: write `{section}: {{{leaf}: VALUE}}`"

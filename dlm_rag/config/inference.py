@@ -303,7 +303,7 @@ class LikelihoodConfig(CheckedSettings):
 
 @settings_dataclass
 class RemoteConfig(CheckedSettings):
-    """Models behind OpenAI-compatible servers: autoregressive ones to compare with, and the judge."""
+    """Models behind OpenAI-compatible servers: autoregressive ones to compare with."""
 
     policy: str = setting("static", table="dlm_rag.baselines:POLICIES", only_with=SERVED)
     """when a model behind a server retrieves, and with what"""
@@ -312,9 +312,9 @@ class RemoteConfig(CheckedSettings):
     (unset: 0.8)"""
     max_rounds: int | None = setting(None, low=1, high=1000, only_with=SERVED)
     """maximum number of searches of a question; unset: 8 for ircot, 5 for self_ask, 4 for search_r1"""
-    concurrency: int = setting(8, low=1, high=1024, only_with=(SERVED, {"judge": SET}))
+    concurrency: int = setting(8, low=1, high=1024, only_with=SERVED)
     """number of concurrent requests"""
-    timeout: float = setting(120.0, low=0.1, high=2**20, only_with=(SERVED, {"judge": SET}))
+    timeout: float = setting(120.0, low=0.1, high=2**20, only_with=SERVED)
     """time limit of a request in seconds"""
-    max_retries: int = setting(5, low=1, high=100, only_with=(SERVED, {"judge": SET}))
+    max_retries: int = setting(5, low=1, high=100, only_with=SERVED)
     """number of attempts for each request if the server is busy or fails"""

@@ -12,7 +12,6 @@ from dlm_rag.config.fields import (
     settings_dataclass,
 )
 from dlm_rag.config.inference import MASKED, UNIFORM
-from dlm_rag.config.renamed import explain_old_key
 from dlm_rag.errors import ConfigError, suggest_nearest
 
 # What settings need, as `only_with` says it.
@@ -235,8 +234,9 @@ class TrainConfig(CheckedSettings):
         for name, differences in self.phases.items():
             for key in {*map(str, differences)} - {*may}:
                 at = f"train.phases.{name}.{key}"
-                reason = "belongs to the run, not to a phase" if key in known else explain_old_key(at)
-                raise ConfigError(f"{at} {reason or f'is unknown{suggest_nearest(key, may)}'}")
+                reason = "belongs to the run, not to a phase"
+                unknown = f"is unknown{suggest_nearest(key, may)}"
+                raise ConfigError(f"{at} {reason if key in known else unknown}")
             try:
                 found[name] = TrainConfig(**merge_settings(plain, differences))
             except ConfigError as error:

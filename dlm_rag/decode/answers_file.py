@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
-from dlm_rag.config.renamed import upgrade_settings
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.trace_file import AnswerLine, TraceContents, TraceHeader, TraceWriter, scan_trace
 from dlm_rag.errors import ConfigError
@@ -83,7 +82,6 @@ class AnswersFile:
                 f"out={self._out} holds something without a readable {self._stamp_path.name} beside it, "
                 "so it is not known what answered: choose another --out"
             )
-        stamp["answers_depend_on"] = upgrade_settings(stamp["answers_depend_on"])
         return stamp
 
     def remaining(self, questions: Sequence[Question]) -> list[Question]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.config.renamed import upgrade_settings
 from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep
 from dlm_rag.errors import TraceError
 from dlm_rag.evidence.truncation import ContextBudget, FittedPrompt, fit_passages
@@ -183,7 +182,7 @@ def read_trace(path: Path) -> Iterator[Rollout]:
             lacking = next((name for name in names if name not in texts), None)
             if lacking is not None:
                 raise TraceError(f"{place}: the text of passage '{lacking}' is not in the file")
-            settings = upgrade_settings((header.settings if header else {}) | entry.settings, "decode")
+            settings = (header.settings if header else {}) | entry.settings
             passages = {name: texts[name] for name in names}
             yield replace(entry, settings=settings, passages=passages, evidence_texts={}, finished=True)
 
@@ -270,8 +269,7 @@ def _entries(path: Path, kind: type[Line]) -> Iterator[tuple[str, TraceHeader | 
             )
         none = f"{place}: this is no line of a trace"
         if not number and "trace" in record:
-            header = validate_json_value(TraceHeader, record, none, TraceError)
-            yield place, replace(header, settings=upgrade_settings(header.settings, "decode"))
+            yield place, validate_json_value(TraceHeader, record, none, TraceError)
         elif "passage" in record:
             yield place, validate_json_value(PassageText, record, none, TraceError)
         else:

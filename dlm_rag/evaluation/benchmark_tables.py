@@ -11,12 +11,10 @@ from rich.console import Console
 from dlm_rag.evaluation.compare import SettingMetrics
 from dlm_rag.evaluation.metrics import Estimate
 from dlm_rag.evaluation.plots import plot_fronts
-from dlm_rag.evaluation.published import PublishedFigures, read_published_figures
 from dlm_rag.evaluation.stored_results import StoredResult, read_result
 from dlm_rag.evaluation.tables import (
     ResultTable,
     compute_pareto_front,
-    drop_empty_column,
     format_metric,
     format_metrics,
     print_tables,
@@ -28,12 +26,12 @@ from dlm_rag.files.paths import write_text_atomic
 CELL_FILE = "cell.json"  # beside a cell's results: the words that it was run with
 HEADINGS = (
     "data set", "model", "precision", "seed", "policy", "questions", "exact match %", "above the first",
-    "judge %", "F1 %", "evidence recall %", "forwards", "searches", "answers/s", "J/answer", "front",
+    "F1 %", "evidence recall %", "forwards", "searches", "answers/s", "J/answer", "front",
 )  # fmt: skip
 NAMES = 5  # headings that tell cells apart
 FRONT_COSTS = ("forwards", "searches", "joules")  # of an answer
 Summaries = Mapping[tuple["Cell", str], SettingMetrics]  # of each policy of the cells of a data set
-SHOWN_METRICS = ("exact_match", "judge_accuracy", "f1", "recall_last", "forwards", "searches", "answers/s")
+SHOWN_METRICS = ("exact_match", "f1", "recall_last", "forwards", "searches", "answers/s")
 _LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "^": r"\^{}"})
 
 
@@ -54,12 +52,6 @@ class Cell:
         return done and (self.folder / "scores.json").is_file()
 
     @property
-    def published(self) -> list[PublishedFigures]:
-        """What others have found on the data set that the words name."""
-        at = self.words.index("--dataset") + 1 if "--dataset" in self.words else 0
-        return [table for table in read_published_figures() if at and self.words[at] in table.datasets]
-
-    @property
     def name(self) -> str:
         return " ".join((self.dataset, self.model, self.precision, f"seed {self.seed}"))
 
@@ -69,7 +61,7 @@ def write_benchmark_tables(out: Path, cells: Sequence[Cell], failed: Mapping[str
 
     failed: cells with their errors.
     """
-    rows, notes, pictures = list[list[str]](), dict[str, str](), list[Path]()
+    rows, pictures = list[list[str]](), list[Path]()
     for dataset in dict.fromkeys(cell.dataset for cell in cells):
         results = {cell: read_result(cell.folder) for cell in cells if cell.dataset == dataset}
         summaries = summarise_cells(results)
@@ -77,16 +69,12 @@ def write_benchmark_tables(out: Path, cells: Sequence[Cell], failed: Mapping[str
         if number_candidates(summaries):
             pictures.append(out / f"fronts_{dataset}.png")
             plot_cells(pictures[-1], summaries)
-        for other in next(iter(results)).published:
-            rows += build_published_rows(dataset, other, next(iter(results)))
-            notes[other.source] = other.under
     table = ResultTable("Benchmark, with 95 % intervals; above the first: paired", HEADINGS, rows)
-    table = drop_empty_column(table, "judge %")
     brief = [[" ".join(row[:NAMES]), *row[NAMES:]] for row in table.rows]
     print_tables(Console(), [ResultTable(table.title, ["cell", *table.headings[NAMES:]], brief)])
-    found = [table, ResultTable("Published, as they say", ("source", "under"), [*map(list, notes.items())])]
-    found += [ResultTable("Failed", ("cell", "error"), [*map(list, failed.items())])]
-    found = [each for each in found if each.rows or each is table]
+    found = [table]
+    if failed:
+        found.append(ResultTable("Failed", ("cell", "error"), [*map(list, failed.items())]))
     shown = [f"![exact match by cost, {path.stem}]({path.name})\n" for path in pictures]
     write_text_atomic(out / "table.md", "\n".join([*map(render_markdown_table, found), *shown]))
     write_text_atomic(out / "table.tex", render_latex_table(table))
@@ -101,8 +89,7 @@ def summarise_cells(results: Mapping[Cell, StoredResult]) -> Summaries:
         for policy, setting in result.scores.settings.items():
             joules = (result.record["settings"][policy].get("energy") or {}).get("joules_per_answer")
             known = None if joules is None else Estimate(joules, joules, joules)
-            none: dict[str, Estimate | None] = {"judge_accuracy": None}  # of older programs
-            found[cell, policy] = none | setting.groups["all"] | {"joules": known}
+            found[cell, policy] = setting.groups["all"] | {"joules": known}
     return found
 
 
@@ -127,17 +114,6 @@ def build_rows(results: Mapping[Cell, StoredResult], summaries: Summaries) -> li
         names = (cell.dataset, cell.model, cell.precision, str(cell.seed), policy)
         spent = "-" if joules is None else f"{joules.mean:.3g}"
         rows.append([*names, f"{scores.questions['all']:,}", *shown, spent, front])
-    return rows
-
-
-def build_published_rows(dataset: str, table: PublishedFigures, cell: Cell) -> list[list[str]]:
-    """The rows of what others have found on the data set of a cell; what they do not say is "-"."""
-    place = table.datasets.index(cell.words[cell.words.index("--dataset") + 1])
-    at = HEADINGS.index({"exact_match": "exact match %", "f1": "F1 %"}[table.metric])
-    rows = []
-    for method, figures in table.rows.items():
-        rows.append([dataset, table.source, "-", "-", method, *["-"] * (len(HEADINGS) - NAMES)])
-        rows[-1][at] = f"{figures[place]:.1f}"
     return rows
 
 

@@ -112,7 +112,6 @@ class Score:
     cut_replies: float | None = None
     abstained: float = 0.0
     answered_match: float | None = None  # exact match; None where no answer is given
-    judge_accuracy: float | None = None  # 1 where a judge finds the answer right; None: it was not judged
 
     @property
     def tokens_per_forward(self) -> float:
@@ -122,8 +121,8 @@ class Score:
 
 SCORE_METRICS = tuple(field.name for field in fields(Score))
 # between 0 and 1 for every question
-SHARE_METRICS = ("exact_match", "cover_match", "f1", "recall_first", "recall_last", "judge_accuracy",
-                 "abstained", "answered_match")  # fmt: skip
+SHARE_METRICS = ("exact_match", "cover_match", "f1", "recall_first", "recall_last", "abstained",
+                 "answered_match")  # fmt: skip
 
 
 def score_rollout(rollout: Rollout, question: Question, f1_rule: str = "squad") -> Score:

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dlm_rag.cli import CommandParser, run_program
-from dlm_rag.config.renamed import upgrade_settings
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.compare import GroupSummary, QuestionGroups, compute_paired_differences
 from dlm_rag.evaluation.metrics import SCORE_METRICS, Score
-from dlm_rag.evaluation.published import PUBLISHED_DATASETS
 from dlm_rag.evaluation.tables import (
     ResultTable,
     build_overview_table,
@@ -86,7 +84,7 @@ def read_result(path: Path) -> StoredResult:
     grouped: list[Mapping[str, Any]] = [found.questions, *found.first_minus.values()]
     grouped += [setting.groups for setting in found.settings.values()]
     whole = bool(found.settings) and all("all" in groups for groups in grouped)
-    if not whole or found.dataset not in (None, *PUBLISHED_DATASETS):
+    if not whole:
         raise ConfigError(none)
     for name in found.settings:
         resolve_path_inside(file.parent, make_setting_folder_name(name), str(file), ConfigError)
@@ -119,7 +117,7 @@ def list_stamp_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Itera
         if then.get(what) != now.get(what):
             yield f"{what}: {then.get(what)} then, {now.get(what)} now"
     for part in ("versions", "answers_depend_on"):
-        one, other = (upgrade_settings(stamp.get(part) or {}) for stamp in (then, now))
+        one, other = (stamp.get(part) or {} for stamp in (then, now))
         for key in sorted({*one, *other}):
             if one.get(key) != other.get(key):
                 yield f"{key}: {one.get(key)} then, {other.get(key)} now"

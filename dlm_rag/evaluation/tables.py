@@ -167,9 +167,6 @@ def build_comparison_tables(
         rows = overall(summaries, ("abstained", "answered_match", "exact_match"), False)
         headings = ["setting", "abstains %", "exact match % of answers given", "of all questions"]
         found.append(ResultTable("Abstentions, and what is answered", headings, rows))
-    if any(summary["all"]["judge_accuracy"] for summary in summaries.values()):
-        title = "Accuracy by the judge %, with 95 % intervals"
-        found.append(by_group(title, summaries, "judge_accuracy", False))
     if any(summary["all"]["requests"] for summary in summaries.values()):
         served = {name: each for name, each in summaries.items() if each["all"]["requests"]}
         title, rows = "Asked of a server, an answer", overall(served, USAGE_METRICS, False)
@@ -202,15 +199,6 @@ def build_energy_table(energy: Mapping[str, Mapping[str, Any] | None]) -> list[R
         cells = ["-" if value is None else format_three_digits(value) for value in values]
         rows.append([name, *cells, f"{found['answers']:,.0f}", f"{found['sensor']}: {found['scope']}"])
     return [ResultTable("Energy, measured (tokens: committed before the end)", headings, rows)]
-
-
-def drop_empty_column(table: ResultTable, heading: str) -> ResultTable:
-    """The table without a column in which no row has a figure."""
-    place = list(table.headings).index(heading)
-    if any(row[place] != "-" for row in table.rows):
-        return table
-    headings, *rows = ([*row[:place], *row[place + 1 :]] for row in (table.headings, *table.rows))
-    return ResultTable(table.title, headings, rows)
 
 
 def print_tables(console: Console, found: Sequence[ResultTable]) -> None:

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import TypedDict
 
 from dlm_rag.config import SynthesisConfig
-from dlm_rag.config.renamed import upgrade_settings
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.checked_json import read_json_or_empty, validate_json_value
 from dlm_rag.files.journal import (
@@ -126,7 +125,7 @@ class RowsFolder:
         whole = {"depends_on": self._depends_on} | note
         found = validate_json_value(RowsManifest, whole, str(self._note), ConfigError)
         what = f"out={self.folder} holds rows"
-        check_same_settings(upgrade_settings(found.depends_on), self._depends_on, what)
+        check_same_settings(found.depends_on, self._depends_on, what)
         for path in (self._journal, self._note, self._parts, self.folder / CARD, self.folder / HELD_OUT):
             if path.is_symlink():
                 raise ConfigError(f"{path} is a link, and what it leads to would be written: take it away")

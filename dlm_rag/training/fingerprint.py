@@ -13,7 +13,6 @@ from blake3 import blake3
 
 from dlm_rag.config import Config, TrainConfig
 from dlm_rag.config.fields import get_field_metadata
-from dlm_rag.config.renamed import upgrade_settings
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.files.digest import digest_file
 from dlm_rag.files.hub import HUB_FILE_PATTERNS, resolve_hub_folder
@@ -115,7 +114,7 @@ def check_resume_settings(
     config, train = phase.config, phase.train
     plain = replace(TrainConfig(), objective=train.objective)
     then = collect_run_settings(Config()) | collect_phase_settings(Config(), plain, task)
-    then |= upgrade_settings(record.phase | record.run)
+    then |= record.phase | record.run
     now = collect_run_settings(config)
     if record.state.phase == phase.name:
         now |= collect_phase_settings(config, train, task)

@@ -59,7 +59,6 @@ CASES = [
         ("must be openai://HOST:PORT/v1/NAME", "--out run --compare static+model.path=openai://nobody"),
         ("neither KEY=VALUE", "--out run --compare interleaved+model.path=openai://127.0.0.1:1/v1/m"),
         ("does not list its models", "--out run --compare ircot+model.path=openai://127.0.0.1:1/v1/m"),
-        ("judge=openai://127.0.0.1:1/v1/m does not list its models", "--out run judge=openai://127.0.0.1:1/v1/m"),
         ("remote.policy=ircot has no effect with model.path=model", "--out run remote.policy=ircot"),
         *(
             (says, f"--out run --compare {compare}")

@@ -19,7 +19,6 @@ from dlm_rag.commands import benchmark
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.evaluation import benchmark_tables
 from dlm_rag.evaluation.metrics import SCORE_METRICS
-from dlm_rag.evaluation.published import read_published_figures
 from dlm_rag.files.hub import SHIPPED_FOLDER
 from tests.support.paths import ROOT
 
@@ -35,8 +34,8 @@ def write_benchmark(folder, **keys):
 class FakeEvaluate:
     """Stands for the processes: writes scores, fails where it is told to, and stops after `most` cells."""
 
-    def __init__(self, fails=lambda words: False, most=10**9, judged=False):
-        self.ran, self._fails, self._most, self._judged = Counter(), fails, most, judged
+    def __init__(self, fails=lambda words: False, most=10**9):
+        self.ran, self._fails, self._most = Counter(), fails, most
 
     def __call__(self, command, **_):
         if sum(self.ran.values()) == self._most:
@@ -49,7 +48,6 @@ class FakeEvaluate:
         for n, policy in enumerate(words[words.index("--compare") + 1].split(",")):
             share = {"mean": 0.5 + n / 4, "low": 0.4, "high": 0.9}
             shares = dict.fromkeys((*SCORE_METRICS, "tokens_per_forward"), share)
-            shares["judge_accuracy"] = share if self._judged else None
             energy = {"joules_per_answer": 2.0 - n} if "model.quantize=int8" in words else None
             settings[policy] = {"groups": {"all": shares}, "stamp": {}, "energy": energy}
         less = {"static": {"all": {"exact_match": {"mean": -0.25, "low": -0.5, "high": 0.0}}}}
@@ -99,24 +97,6 @@ def test_168_cells_are_run_once_each_whatever_fails_or_stops(tmp_path, monkeypat
     assert fronts["int8", "static"] == ["1", "forwards, searches, joules |"]
     assert fronts["int8", "interleaved"] == ["2", "forwards, searches |"]
     assert fronts["none", "static"] == ["-", "forwards, searches |"]
-
-
-def test_published_figures_stand_beside_ours_by_the_name_of_the_data_set(tmp_path, monkeypatch):
-    words = {"h": "--dataset hotpotqa --corpus wiki18", "nq": "--dataset nq --corpus wiki18", "own": ""}
-    file = write_benchmark(tmp_path, models={"m": ""}, datasets=words)
-    run(monkeypatch, file, tmp_path / "out", FakeEvaluate())
-    lines = (tmp_path / "out" / "table.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
-    shown = {(row[0], row[1].split(",")[0], row[4]): (row[6], row[8]) for row in rows if len(row) == 15}
-    ours = [key for key in shown if key[1] == "m"]
-    assert (tmp_path / "out" / "fronts_own.png").read_bytes().startswith(b"\x89PNG")
-    assert len(ours) == 6 and not [key for key in shown if key[0] == "own" and key not in ours]
-    assert shown["h", "SARDI", "SARDI, tau_c 0.9"] == ("48.3", "-")
-    assert shown["h", "Search-R1", "IRCoT"] == ("13.3", "-")
-    assert shown["h", "FlashRAG", "IRCoT"] == ("-", "41.5")
-    assert shown["nq", "FlashRAG", "FLARE"] == ("22.5", "-") and ("nq", "SARDI", "static") not in shown
-    assert all(len(table.datasets) == len(row) for table in read_published_figures()
-               for row in table.rows.values())  # fmt: skip
 
 
 def test_other_words_run_a_cell_again_and_old_scores_are_not_theirs(tmp_path, monkeypatch):
@@ -174,13 +154,6 @@ def test_models_behind_a_server_get_their_policies_and_one_precision(tmp_path, m
     only_ours = write_benchmark(tmp_path, models={"m": url}, datasets={"d": ""}, policies=["interleaved"])
     with pytest.raises(ConfigError, match="no policy of the benchmark is for the model 'm'"):
         benchmark.main([only_ours, "--out", str(tmp_path / "out")])
-
-
-@pytest.mark.parametrize("judged", [True, False])
-def test_the_judge_has_a_column_where_there_is_one(tmp_path, monkeypatch, judged):
-    file = write_benchmark(tmp_path, models={"m": ""}, datasets={"d": ""})
-    run(monkeypatch, file, tmp_path / "out", FakeEvaluate(judged=judged))
-    assert ("judge %" in (tmp_path / "out" / "table.md").read_text()) == judged
 
 
 def test_those_that_ship_name_settings_that_exist():

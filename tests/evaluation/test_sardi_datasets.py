@@ -1,4 +1,4 @@
-"""The paper's table on folders of exactly its layout: what is run, printed, warned of."""
+"""SARDI's data sets, in folders of exactly its layout: what is run and what is refused."""
 
 import json
 import shutil
@@ -8,17 +8,9 @@ from pathlib import Path
 import pytest
 
 from dlm_rag.commands import evaluate
-from dlm_rag.config import load_config
+from dlm_rag.commands.evaluate import drop_incomplete_support, resolve_dataset_files
+from dlm_rag.data.hub_datasets import SARDI_SETS
 from dlm_rag.errors import ConfigError
-from dlm_rag.evaluation.metrics import Estimate
-from dlm_rag.evaluation.published import (
-    PUBLISHED_DATASETS,
-    build_paper_table,
-    drop_incomplete_support,
-    find_paper_column,
-    list_paper_deviations,
-    resolve_dataset_files,
-)
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
@@ -27,7 +19,6 @@ from tests.support.passages import write_jsonl_file
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 
 CHECKPOINT = "checkpoints/sardi-dream-7b"  # a folder of that name stands for the published one
-THREE = "interleaved,interleaved+decode.commit_threshold=0.95,static"
 
 
 def lay_out(root: Path, dataset: str, texts: list[str], rows: list[dict]) -> Path:
@@ -36,7 +27,7 @@ def lay_out(root: Path, dataset: str, texts: list[str], rows: list[dict]) -> Pat
     import pyarrow
     from pyarrow import parquet
 
-    folder = root / "data" / PUBLISHED_DATASETS[dataset].folder
+    folder = root / "data" / SARDI_SETS[dataset][0]
     (folder / "corpus").mkdir(parents=True)
     index = bm25s.BM25()
     index.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)
@@ -62,34 +53,10 @@ def laid_out(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_our_figure_stands_beside_the_published_one(laid_out, capsys):
-    words = [
-        "--config",
-        "sardi.yaml",
-        "--dataset",
-        "musique",
-        "--compare",
-        THREE,
-        "--out",
-        "runs",
-        "--model",
-        CHECKPOINT,
-    ]
-    evaluate.main([*words, "retrieval.top_k=2", "decode.max_new_tokens=12"])
-    screen, err = capsys.readouterr()
+def test_a_data_set_is_asked_with_its_own_corpus(laid_out):
+    words = f"--config sardi.yaml --dataset musique --compare static --out runs --model {CHECKPOINT}"
+    evaluate.main([*words.split(), "retrieval.top_k=2", "decode.max_new_tokens=12"])
     record = json.loads(Path("runs/scores.json").read_text())
-    columns = ("tau_c 0.9", "tau_c 0.95", "static")
-    assert record["columns"] == dict(zip(THREE.split(","), columns, strict=True))
-    for name, lines in record["departures"].items():
-        assert lines == [
-            "retrieval.top_k=2 (paper: 7)", "decode.max_new_tokens=12 (paper: 100)",
-            "model.dtype=float32 (paper: bfloat16)", "2 questions (paper: 2417)",
-        ]  # fmt: skip
-        assert all(f"warning: {name} is not as published: {line}" in err for line in lines)
-    table = Path("runs/scores.md").read_text()
-    assert "| static | static | 0.0 [0, 71] | 11.1 | -11.1 [-11, +60] |" in table
-    assert "| interleaved | tau_c 0.9 | 0.0 [0, 71] | 20.5 |" in table
-    assert "- static: retrieval.top_k=2 (paper: 7)" in table and "musique" in screen
     recall = record["settings"]["static"]["groups"]["all"]["recall_last"]
     assert recall["mean"] == 1.0, "of the question whose support is in the corpus alone"
 
@@ -115,9 +82,6 @@ def test_the_published_setting_gives_the_published_steps(golden, tmp_path, monke
     for question in expected:
         assert answers[question["id"]]["response"] == question["text"]
         assert answers[question["id"]]["evidence"] == question["retrievals"][-1]["passages"]
-    record = json.loads(Path("runs/scores.json").read_text())
-    (left,) = record["departures"].values()
-    assert left == ["model.dtype=float32 (paper: bfloat16)", "2 questions (paper: 6253)"]
 
 
 def test_our_index_ranks_as_the_one_beside_the_corpus(tmp_path):
@@ -144,7 +108,7 @@ def test_the_files_of_each_data_set(tmp_path, monkeypatch):
         "2wiki": "2wikimultihopqa", "hotpotqa": "hotpotqa", "musique": "musique", "cofca": "cofca",
         "synthworlds": "synthworlds/sm",
     }  # fmt: skip
-    assert {name: published.folder for name, published in PUBLISHED_DATASETS.items()} == needed
+    assert {name: folder for name, (folder, _) in SARDI_SETS.items()} == needed
     for dataset, folder in needed.items():
         files = [f"data/{folder}/test.parquet", f"data/{folder}/corpus/index_chunked/corpus.jsonl"]
         for path in map(Path, files):
@@ -155,40 +119,6 @@ def test_the_files_of_each_data_set(tmp_path, monkeypatch):
             path.touch()
         words = [f"questions={files[0]}", f"retrieval.corpus={files[1]}"]
         assert resolve_dataset_files(dataset, []) == words
-
-
-def test_what_leaves_the_paper():
-    sardi = load_config("sardi.yaml")
-    assert list_paper_deviations(sardi, "bfloat16") == [] and find_paper_column(sardi) == "tau_c 0.9"
-    both = "decode.query_policy and"
-    for words, column, left in (
-        ("decode.commit_threshold=0.95", "tau_c 0.95", []),
-        ("decode.query_policy=question", "static", []),
-        ("decode.query_policy=question decode.commit_threshold=0.95", None, [both]),
-        ("decode.commit_threshold=0.8", None, [f"{both} decode.commit_threshold=proxy 0.8"]),
-        ("decode.query_threshold=0.5", "tau_c 0.9", ["decode.query_threshold=0.5 (paper: 0.0)"]),
-        (
-            "retrieval.method=dense decode.batch_size=8",
-            "tau_c 0.9",
-            ["retrieval.method", "decode.batch_si"],
-        ),
-        ("decode.temperature=1 decode.commit_rule=top_k", "tau_c 0.9", ["decode.commit", "decode.temp"]),
-        ("model.path=elsewhere/m", "tau_c 0.9", ["model.path=elsewhere/m (paper: pauljngr/sardi"]),
-        ("retrieval.embedding_batch_size=8", "tau_c 0.9", []),
-    ):
-        config = load_config("sardi.yaml", words.split())
-        found = list_paper_deviations(config, "bfloat16")
-        assert find_paper_column(config) == column and len(found) == len(left), found
-        assert all(line.startswith(begin) for line, begin in zip(found, left, strict=True)), found
-
-
-def test_the_difference_from_the_published_figure_by_hand():
-    """50.0 [40, 60] against 57.8 is -7.8 [-17.8, 2.2]; a setting that is not published has no figure."""
-    matches = {"a": Estimate(0.5, 0.4, 0.6), "b": Estimate(0.5, 0.4, 0.6), "c": None}
-    grid = build_paper_table("2wiki", matches, {"a": "tau_c 0.9", "b": None, "c": "static"}, 12)
-    assert grid.rows[0] == ["a", "tau_c 0.9", "50.0 [40, 60]", "57.8", "-7.8 [-18, +2]"]
-    assert grid.rows[1] == ["b", "-", "50.0 [40, 60]", "-", "-"] and grid.rows[2][2] == "-"
-    assert "of 12 questions, the paper's of 6253" in grid.title
 
 
 def test_supporting_passages_that_are_objects(tmp_path):
