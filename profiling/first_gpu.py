@@ -9,8 +9,7 @@ weights of 1 and 7 billion parameters that follow its decodes (bench_decode.py, 
 the published algorithm done plainly, with GFLOPs counted and the share of what the device could do at best.
 How many questions get the same tokens alone and in a batch. Tokens a second, MFU and peak
 memory of training steps at about 1 billion parameters and sequences of 4,096 tokens, with each switch,
-beside the memory that was planned. Milliseconds of a step of a DiffusionGemma in the shape of 26B-A4B, with
-random weights in bfloat16 (bench_diffusion_gemma.py). Where the time of all goes (attribute.py).
+beside the memory that was planned. Where the time of all goes (attribute.py).
 
 Every part is a process of its own with a time limit, --minutes for all of them: one that fails or takes too
 long leaves its error on the page, with what it had found until then, and the next begins. The page is
@@ -34,7 +33,6 @@ from first_gpu_parts import (
     PartRecord,
     inspect_machine,
     measure_decoding,
-    measure_denoising,
     measure_exactness,
     measure_precision,
     measure_training,
@@ -70,7 +68,6 @@ FULL_PARTS = {
     "1b": ReportPart(85, partial(measure_decoding, shape="1b", questions_by_batch={0: 6, **BATCHES})),
     "7b": ReportPart(120, partial(measure_decoding, shape="7b", questions_by_batch={0: 4, **BATCHES})),
     "precision": ReportPart(60, partial(measure_precision, shape="7b", rows=(1, 16, 64))),
-    "gemma": ReportPart(50, partial(measure_denoising, shape="26b-a4b", rows=(1, 4, 16), prompt=2000)),
 }
 QUICK_PARTS = {
     "machine": ReportPart(60, inspect_machine),
@@ -93,7 +90,6 @@ QUICK_PARTS = {
         60, partial(decode_few, shape="tiny", questions_by_batch={0: 1, 4: 4, 1: 2}, warmup=2)
     ),
     "precision": ReportPart(30, partial(measure_precision, shape="tiny", rows=(4,), repeats=2)),
-    "gemma": ReportPart(20, partial(measure_denoising, shape="tiny", rows=(1, 3), prompt=40, repeats=2)),
 }
 
 

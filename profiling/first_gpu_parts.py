@@ -16,7 +16,6 @@ import torch
 from attribute import write_attribution_report
 from attribution import attribute_session
 from bench_decode import BenchSetting, Roofline, measure_in_rounds, measure_roofline, summarise_setting
-from bench_diffusion_gemma import make_gemma_runner, make_random_inputs, measure_step_ms
 from bench_tools import TableRow, read_and_reset_peak_gib, synchronize_device, time_calls
 from decode_replay import (
     committed_tokens_by_step,
@@ -341,33 +340,3 @@ def compute_confidence_gap(one: Rollout, other: Rollout) -> float:
         [token.confidence for step in rollout.steps for token in step.committed] for rollout in (one, other)
     ]
     return max((abs(a - b) for a, b in zip(*confidences, strict=True)), default=0.0)
-
-
-def measure_denoising(
-    record: PartRecord, shape: str, rows: Sequence[int], prompt: int, repeats: int = 10
-) -> None:
-    """Milliseconds of a step of rows whose canvases begin as uniform noise, by the batch.
-
-    shape: of `bench_diffusion_gemma.SHAPES`. prompt: tokens before each canvas.
-    """
-    device = choose_device("auto")
-    runner = make_gemma_runner(device.type, shape)
-    model: Any = runner.denoiser.model
-    weights = sum(p.nbytes for p in model.parameters()) / GIB
-    record.add(
-        title="Denoising from uniform noise",
-        text=f"DiffusionGemma in the shape `{shape}`, random weights in bfloat16: {count_millions(model)}, "
-        f"{weights:.2f} GiB. A step proposes {runner.shape.block_size} tokens a row, self-conditioned, "
-        f"after {prompt:,} that have not changed; the model alone leaves out that they are drawn. Medians.",
-    )
-    views = []
-    for count in rows:
-        runner.reset_cache()
-        views = make_random_inputs(runner.shape, count, prompt)
-        of_prompt, of_model, of_step = measure_step_ms(runner, views, repeats)
-        record.add({
-            "rows": count, "ms of the model": of_model, "ms a step": of_step,
-            "ms a step and row": of_step / count, "ms of a prompt": of_prompt,
-            "peak GiB": read_and_reset_peak_gib(device),
-        })  # fmt: skip
-    record.profile_call(lambda: [runner.propose(views) for _ in range(2)])

@@ -28,7 +28,6 @@ from dlm_rag.commands.prepare_decoder import fill_in_shipped_files
 from dlm_rag.config import Config, load_config
 from dlm_rag.data.hub_datasets import CORPORA, FIRST_QUESTIONS, find_dataset, list_dataset_files
 from dlm_rag.decode.resolve_settings import resolve_settings
-from dlm_rag.decode.uniform_noise import check_uniform_settings
 from dlm_rag.errors import ConfigError, UserError
 from dlm_rag.evaluation.benchmark_tables import Cell, summarise_cells
 from dlm_rag.evaluation.stored_results import read_result
@@ -206,7 +205,7 @@ def plan_step(config: Config, shape: DenoiserConfig, machine: GpuSpec | None) ->
     Raises `ConfigError` for settings that the model cannot be decoded with.
     """
     if shape.noise is not None:
-        check_uniform_settings(config.model, config.engine)
+        raise ConfigError("no plan is made of a model that denoises from uniform noise")
     if machine is None:
         free = measure_free_bytes(torch.device("cpu")) / (1 - RESERVED_MEMORY_FRACTION)
         machine = GpuSpec(
@@ -232,9 +231,7 @@ def estimate_cost(
     decode = resolve_settings(config.decode, shape)
     assert decode.max_new_tokens is not None
     if forwards is None:
-        blocks = decode.max_new_tokens // (shape.block_size or 1)
-        noisy = shape.noise is not None and decode.steps_per_block is not None
-        forwards = blocks * (decode.steps_per_block or 1) if noisy else decode.max_new_tokens
+        forwards = decode.max_new_tokens
     seconds = forwards * step.step_seconds / decode.batch_size
     return Cost(seconds, forwards, seconds * machine.watts)
 

@@ -11,7 +11,6 @@ from dlm_rag.config.fields import (
     setting,
     settings_dataclass,
 )
-from dlm_rag.config.inference import MASKED, UNIFORM
 from dlm_rag.errors import ConfigError, suggest_nearest
 
 # What settings need, as `only_with` says it.
@@ -85,13 +84,6 @@ class TrainConfig(CheckedSettings):
     """training objective: sft (questions, evidence and responses), pretrain (documents), adapt
     (documents, from an autoregressive checkpoint whose attention becomes bidirectional) or rl (rewarded
     rollouts); or a class of your own as module:Class"""
-    uniform_loss: str = setting(
-        "cross_entropy", choices=("cross_entropy", "nelbo"), only_with=SFT | UNIFORM
-    )
-    """loss of sft for a uniform noise model: cross-entropy at every canvas position, or the NELBO"""
-    self_conditioning: float = setting(0.5, low=0, high=1, only_with=SFT | UNIFORM)
-    """uniform noise only: share of rows that are given the logits of a first pass, as decoding gives
-    those of the previous step"""
     max_steps: int = setting(2000, low=1)
     """number of optimizer steps; may be raised with --resume"""
     passage_sets_per_step: int = setting(6, low=1, high=2**16, only_with=SFT)
@@ -111,7 +103,7 @@ class TrainConfig(CheckedSettings):
     """pretrain, adapt: length of a packed sequence in tokens"""
     batch_tokens: int = setting(16384, low=8, only_with=READING)
     """pretrain, adapt: number of tokens in a step, over all processes"""
-    rope_theta: float | None = setting(None, low=1, only_with=MASKED)
+    rope_theta: float | None = setting(None, low=1)
     """base of the rotary position embedding; unset takes the model's own"""
     attention_anneal_fraction: float = setting(0.3, low=0, high=1, only_with=ADAPT)
     """adapt: fraction of the steps over which attention changes from causal to bidirectional"""
@@ -137,26 +129,26 @@ class TrainConfig(CheckedSettings):
     activation_checkpointing: str = setting("none", choices=("none", "selective", "full"))
     """recompute activations in the backward pass: full (all of a layer) or selective (all but attention
     and, unless compiled, matrix products)"""
-    data_workers: int = setting(0, low=0, high=1024, only_with=SFT | MASKED)
+    data_workers: int = setting(0, low=0, high=1024, only_with=SFT)
     """sft: number of processes that make batches ahead of the steps; 0: a thread, one step ahead"""
-    logit_chunk: int = setting(4096, low=1, only_with=MASKED)
+    logit_chunk: int = setting(4096, low=1)
     """number of supervised positions whose logits are computed at a time"""
-    compile: bool = setting(False, only_with=MASKED)
+    compile: bool = setting(False)
     """compile around attention with torch.compile"""
     parallel: str = setting("ddp", choices=("single", "ddp", "fsdp"))
     """data parallelism: ddp (full copies), fsdp (weights, gradients and optimizer state sharded) or
     single (one process)"""
-    context_parallel: int = setting(1, low=1, only_with=PRETRAIN | MASKED)
+    context_parallel: int = setting(1, low=1, only_with=PRETRAIN)
     """pretrain: number of processes that share each sequence, for very long ones"""
-    tensor_parallel: int = setting(1, low=1, high=1024, only_with=MASKED)
+    tensor_parallel: int = setting(1, low=1, high=1024)
     """number of processes that one model is split over; parallel says how others share each part"""
     # Training on worlds.
-    pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT | MASKED)
+    pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT)
     """weight of the pointer loss; unset: 0.3 for a new model, 0 for a checkpoint"""
-    final_pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT | MASKED)
+    final_pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT)
     """weight of the pointer loss at the end of training, reached as the learning rate falls; unset:
     0.08 or 0"""
-    causal_loss_weight: float = setting(0.0, low=0, only_with=SFT | MASKED)
+    causal_loss_weight: float = setting(0.0, low=0, only_with=SFT)
     """sft: weight of the loss of each next token of a response seen causally, beside that of masked
     tokens; above 0 the model decodes in both ways, and needs model.block_size"""
     max_hops: int = setting(4, low=1, high=4, only_with=ANSWERING | {"data.questions": (None,)})

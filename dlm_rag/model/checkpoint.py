@@ -261,9 +261,7 @@ def save_tensors(
     raw[BLOCK_SIZE_KEY] = raw.pop("block_size")
     del raw["attention_patterns"]  # which the file of a family gives
     dtype = str(next(iter(named.values())).dtype).removeprefix("torch.")
-    if origin is not None and origin.config.noise is not None:  # names and config stay as they were
-        raw = {**origin.raw_config, "dtype": dtype}
-    elif origin is not None and origin.raw_config["model_type"] != "dlm_rag":
+    if origin is not None and origin.raw_config["model_type"] != "dlm_rag":
         named = _to_family_tensors(named, config, origin.family)
         raw = _update_raw_config(origin.raw_config, config)
     text = json.dumps({**raw, **extra, "torch_dtype": dtype}, indent=2) + "\n"

@@ -83,19 +83,6 @@ class DiffusionGemma(nn.Module):
         """The model of a checkpoint; raises `CheckpointError`."""
         return cls(load_diffusion_gemma(checkpoint, device, dtype), checkpoint.config)
 
-    @classmethod
-    def build_on_meta(cls, checkpoint: Checkpoint) -> "DiffusionGemma":
-        """The model without weights; raises `CheckpointError`."""
-        from transformers import DiffusionGemmaForBlockDiffusion
-
-        config = build_gemma_config(checkpoint.raw_config, checkpoint.folder / "config.json")
-        with torch.device("meta"):
-            return cls(freeze_vision(DiffusionGemmaForBlockDiffusion(config)), checkpoint.config)
-
-    def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
-        """Takes the weights of a checkpoint, for training; raises `CheckpointError`."""
-        self.model = load_diffusion_gemma(checkpoint, device, dtype).train()
-
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
@@ -103,16 +90,6 @@ class DiffusionGemma(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return next(self.model.parameters()).dtype
-
-    @property
-    def activation_checkpointing(self) -> str:
-        """`none`, or `full`: activations of the decoder's layers are computed again."""
-        return "full" if self.model.is_gradient_checkpointing else "none"
-
-    @activation_checkpointing.setter
-    def activation_checkpointing(self, value: str) -> None:
-        if value == "full":
-            self.model.gradient_checkpointing_enable()
 
     def extend_cache(self, kept: PromptKeysValues, ids: Sequence[int]) -> PromptKeysValues:
         """The keys and values of a text whose beginning is `kept`, and whose rest `ids` are run."""
@@ -168,64 +145,12 @@ class DiffusionGemma(nn.Module):
             none = torch.zeros_like(given[0])
             conditioning = torch.stack([none if logits is None else logits for logits in before])
             (mask,) = to_device([np.array([logits is not None for logits in before])], self.device)
-        return self._denoise(canvas, texts, conditioning, mask)
-
-    def _denoise(
-        self, canvas: Tensor, texts: "StackedCaches", conditioning: Tensor | None, mask: Tensor | None
-    ) -> Tensor:
         found: Tensor = self.model(
             decoder_input_ids=canvas, past_key_values=texts.cache, self_conditioning_logits=conditioning,
             self_conditioning_mask=mask, decoder_attention_mask=texts.masks,
             decoder_position_ids=texts.positions,
         ).logits  # fmt: skip
         return found
-
-    def forward(
-        self, prompts: Sequence[Sequence[int]], canvases: Tensor, conditioned: Sequence[bool]
-    ) -> Tensor:
-        """Logits (rows, n, V) for canvases (rows, n) after prompts of any lengths.
-
-        conditioned: which rows are shown the logits of a first pass, without gradients, as decoding
-        shows those of the step before (Analog Bits, arXiv 2208.04202).
-        """
-        (rows, n), longest = canvases.shape, max(map(len, prompts))
-        arrays = [
-            np.array([[0] * (longest - len(p)) + list(p) for p in prompts]),
-            np.array([[len(p)] for p in prompts]), np.array(conditioned),
-        ]  # fmt: skip
-        ids, lengths, shown = to_device(arrays, canvases.device)
-        # Padding comes first: layers with a sliding window keep the last tokens.
-        there = torch.arange(longest, device=canvases.device) >= longest - lengths
-        kept = self.model.model.encoder(
-            input_ids=ids, attention_mask=there.long(), position_ids=(there.cumsum(-1) - 1).clamp(min=0)
-        ).past_key_values
-        seen = torch.cat([there, there.new_ones(rows, n)], dim=1)[:, None, None].expand(-1, -1, n, -1)
-        # Whole masks: of a row of flags transformers asks whether anything is hidden, and waits.
-        window = min(longest, self._window - 1)
-        masks = {"full_attention": seen, "sliding_attention": seen[..., longest - window :]}
-        positions = torch.arange(n, device=canvases.device) + lengths
-        texts = StackedCaches(kept, dict[str, Tensor | None](masks), positions)
-        before, twice = None, any(conditioned)
-        if twice:
-            with torch.no_grad():
-                before = self._denoise(canvases, texts, None, None)
-        self._count_flops([len(p) for p in prompts], n, twice)
-        return self._denoise(canvases, texts, before, None if before is None else shown)
-
-    def _count_flops(self, lengths: Sequence[int], n: int, twice: bool) -> None:
-        """Adds the FLOPs of a call without logits; a first pass, which has no backward, counts a third."""
-        passes, config = 1 + twice / 3, self.model.config.text_config
-        prompts, canvases = sum(lengths), len(lengths) * n * passes
-        share, flops, attention = config.top_k_experts / config.num_experts, 0.0, 0.0
-        for layer in self.model.model.decoder.layers:
-            each = sum(
-                p.numel() * (share if p.dim() == 3 else 1) for p in layer.parameters() if p.dim() > 1
-            )
-            seen = layer.self_attn.sliding_window or max(lengths)
-            pairs = sum(k * min(k, seen) / 2 + n * passes * (n + min(k, seen)) for k in lengths)
-            flops += 2 * each * (prompts + canvases)
-            attention += 4 * config.num_attention_heads * layer.self_attn.head_dim * pairs
-        self.flop_count += FlopCount(flops + attention, attention, 0.0, 1, prompts + round(canvases))
 
 
 @dataclass(frozen=True)

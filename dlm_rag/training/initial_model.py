@@ -3,16 +3,13 @@
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from dlm_rag.config import Config
-from dlm_rag.config.ineffective_settings import check_checkpoint_effects
 from dlm_rag.data.synthetic_world import make_world, make_world_question
-from dlm_rag.decode.resolve_settings import resolve_settings
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint
@@ -67,42 +64,14 @@ def iterate_world_texts(seed: int, worlds: int = 60) -> Iterator[str]:
 
 DEFAULT_PROMPT_TEMPLATE = PromptTemplate(head="{question}\n", fact="{passage}")
 SIZE_FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "intermediate_size")
-# What goes with uniform noise, the value to set first: of `model`, and of every phase.
-UNIFORM_MODEL_VALUES = {"evidence_layout": ("prefix", None), "attn_implementation": ("sdpa", "auto")}
-UNIFORM_PHASE_VALUES = {
-    "objective": ("sft",), "trainable": ("all", None), "parallel": ("ddp", "single"),
-    "activation_checkpointing": ("full", "none"), "lora_rank": (0,),
-}  # fmt: skip
 
 
 def open_initial_model(config: Config) -> InitialModel:
     """What the config says the run begins with; raises `UserError` before any weight is read."""
     path = config.model.path
     origin = _make_fresh_model(config) if path is None else _open_base_model(config, path)
-    if origin.config.noise is None:
-        _check_hidden_tokens(config, origin.config)
+    _check_hidden_tokens(config, origin.config)
     return origin
-
-
-def _check_noise_settings(config: Config, base: Checkpoint | None) -> None:
-    """Raises `ConfigError` for settings that do not go with how the model is noised; without a base or its
-    `noise` by masks.
-    """
-    phases = list(config.train.get_phase_configs().values())
-    uniform = base is not None and base.config.noise is not None
-    for train in phases:
-        check_checkpoint_effects("train", train, {"noise": "uniform" if uniform else "mask"})
-    if base is None or not uniform:
-        return
-    supported: list[tuple[Any, dict[str, tuple[Any, ...]]]] = [(config.model, UNIFORM_MODEL_VALUES)]
-    for settings, values in supported + [(train, UNIFORM_PHASE_VALUES) for train in phases]:
-        for name, accepted in values.items():
-            if (value := getattr(settings, name)) not in accepted:
-                raise ConfigError(
-                    f"{name}={value} is not supported by {base.folder}, a model of uniform noise: set "
-                    f"{name}={accepted[0]}, or leave it out"
-                )
-    resolve_settings(config.decode, base.config)  # validation decodes
 
 
 def _check_hidden_tokens(config: Config, shape: DenoiserConfig) -> None:
@@ -128,7 +97,10 @@ def _check_hidden_tokens(config: Config, shape: DenoiserConfig) -> None:
 
 def _open_base_model(config: Config, path: str) -> InitialModel:
     base, train = open_checkpoint(path, config.model.block_size), config.train
-    _check_noise_settings(config, base)
+    if base.config.noise is not None:
+        raise ConfigError(
+            f"{base.folder} denoises from uniform noise, and only decodes here: train another model"
+        )
     inner, own = load_tokenizer(base.folder), base.config
     mask_id = own.mask_token_id
     if mask_id is None:
@@ -175,8 +147,6 @@ def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
             "train.causal_loss_weight above 0 with objective=sft, or trainable=policy_heads"
         )
     canvas, heads = decode.max_new_tokens or own.canvas_length, train.trainable == "policy_heads"
-    if own.noise is not None:  # its layout and its blocks are its own
-        return replace(own, canvas_length=canvas)
     longest = [
         phase.sequence_length + 1
         for phase in phases
@@ -198,7 +168,6 @@ def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
 
 
 def _make_fresh_model(config: Config) -> InitialModel:
-    _check_noise_settings(config, None)
     train, corpus = config.train, config.data.corpus
     if train.lora_rank:
         raise ConfigError("lora_rank needs a checkpoint: set model.path, or lora_rank=0")
@@ -232,8 +201,12 @@ def _make_fresh_model(config: Config) -> InitialModel:
 def _open_layers_checkpoint(path: str) -> Checkpoint:
     """The checkpoint whose layers a fresh denoiser takes over; raises `CheckpointError`."""
     found = open_checkpoint(path)
+    if found.config.noise is not None:
+        raise CheckpointError(
+            f"train.init_layers_from: {found.folder} denoises from uniform noise, which a fresh denoiser "
+            "does not: name another"
+        )
     reasons = {
-        "denoises from uniform noise": found.config.noise is not None,
         "has attention patterns of its own": bool(found.config.attention_patterns),
         "predicts the next token": found.config.predicts_next_block,
     }

@@ -20,8 +20,6 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.model.checkpoint import Checkpoint, save_tensors
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.diffusion_gemma import DiffusionGemma
-from dlm_rag.model.families.diffusion_gemma import to_checkpoint_names
 from dlm_rag.model.policy_heads import HEADS_PREFIX, PolicyHeads, read_heads
 from dlm_rag.model.tensor_parallel import TensorParallel, split_checkpoint, split_config
 from dlm_rag.progress import quiet_imports
@@ -162,13 +160,11 @@ class InitialModel:
     heads_only: bool = False  # the weights stay as they are
     layers_checkpoint: Checkpoint | None = None  # of which a fresh denoiser has the layers
 
-    def build_on_meta(self, frozen: torch.dtype, ranks: TensorParallel | None = None) -> Any:
+    def build_on_meta(self, frozen: torch.dtype, ranks: TensorParallel | None = None) -> Denoiser:
         """The denoiser on the meta device, or its part on one of `ranks`, whose `axes` are noted.
 
         frozen: the dtype of weights that are not trained.
         """
-        if self.config.noise is not None and self.checkpoint is not None:
-            return DiffusionGemma.build_on_meta(self.checkpoint)
         whole = build_meta_denoiser(self.config, self.lora_rank, frozen, self.heads_only)
         if ranks is None or ranks.size == 1:
             return whole
@@ -180,14 +176,11 @@ class InitialModel:
         ranks.join(own)
         return own
 
-    def materialize(self, denoiser: Any, device: torch.device, trained: bool = True) -> None:
+    def materialize(self, denoiser: Denoiser, device: torch.device, trained: bool = True) -> None:
         """Gives a meta denoiser, or its shards, memory on the device and the first weights.
 
         trained: also those under training; else only what is frozen, as where a run has saved the rest.
         """
-        if self.config.noise is not None and self.checkpoint is not None:
-            denoiser.load(self.checkpoint, device, torch.float32)
-            return
         allocate_denoiser(denoiser, device)
         self.fill(denoiser, trained)
 
@@ -231,8 +224,6 @@ class InitialModel:
         tensors: the whole state of the denoiser, adapters included, which are merged into the weights.
         """
         whole = merge_lora_weights(tensors, self.lora_rank)
-        if self.config.noise is not None and self.checkpoint is not None:
-            whole = to_checkpoint_names(whole, self.checkpoint.raw_config, self.checkpoint.folder)
         tensors = {n: x if n.startswith(HEADS_PREFIX) else x.to(dtype) for n, x in whole.items()}
         extra: dict[str, Any] = {"prompt": asdict(self.tokenizer.template)}
         if self.checkpoint is None:

@@ -7,7 +7,6 @@ from dlm_rag.config.fields import import_object, resolve_or_import
 from dlm_rag.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dlm_rag.model.denoiser_config import UniformNoiseConfig
     from dlm_rag.training.task import Task
 
 # Subclasses of `training.task.Task`, imported when they are needed: `--help` lists the names without torch.
@@ -17,14 +16,13 @@ TASKS = {
     "adapt": "dlm_rag.training.supervised_tasks:AdaptTask",
     "rl": "dlm_rag.training.rl.task:RlTask",
 }
-UNIFORM_TASKS = {"sft": "dlm_rag.training.uniform_sft:UniformSftTask"}  # of models of uniform noise
 
 
-def find_task(train: TrainConfig, noise: "UniformNoiseConfig | None" = None) -> "type[Task]":
-    """The task of a phase; noise: the model's, None for masks. Raises `ConfigError`."""
+def find_task(train: TrainConfig) -> "type[Task]":
+    """The task of a phase; raises `ConfigError`."""
     from dlm_rag.training.task import Task
 
-    found = resolve_or_import(TASKS if noise is None else UNIFORM_TASKS, train.objective, "train.objective")
+    found = resolve_or_import(TASKS, train.objective, "train.objective")
     if isinstance(found, str):
         found = import_object(found, "train.objective")
     if not (isinstance(found, type) and issubclass(found, Task)):

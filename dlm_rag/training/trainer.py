@@ -344,5 +344,5 @@ def open_trainer(
 def open_phase(config: Config, phase: str, origin: InitialModel, folder: Path) -> tuple[Task, Validation]:
     """The task of a phase and its validation; raises `UserError` for unusable data."""
     found = Phase(config, phase, origin, folder)
-    task = find_task(found.train, origin.config.noise)(found)
+    task = find_task(found.train)(found)
     return task, task.open_data()

@@ -14,13 +14,10 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.tensor_parallel import lead_ranks
 from dlm_rag.diffusion.noise import (
     NOISE_SCHEDULES,
-    add_uniform_noise,
-    leave_one_out_logits,
     mask_tokens,
     nelbo,
     sample_antithetic_times,
     token_losses,
-    uniform_nelbo,
 )
 from dlm_rag.evaluation.metrics import score_rollout
 from dlm_rag.model.denoiser import Denoiser
@@ -97,11 +94,9 @@ class QuestionValidation:
         number of these tokens.
 
         Given the passages that hold the answer (where they are not named: those found for question and
-        response); linear schedule, antithetic times, one sample of noise for every question and time. A
-        model of uniform noise fills its canvases with end tokens, which are in its bound.
+        response); linear schedule, antithetic times, one sample of masks for every question and time.
         """
         total = tokens = 0.0
-        bounds = _masked_bounds if denoiser.config.noise is None else _uniform_bounds
         builder = ExampleBuilder(tokenizer, denoiser.config)
         for number in which:
             question, truth = self.questions[number], self._truths[number]
@@ -112,7 +107,7 @@ class QuestionValidation:
             evidence = lead_ranks(denoiser, partial(self._evidence, question, truth))
             prompt = builder.build_prompt(question.question, evidence)
             tokens += len(target)
-            total += float(bounds(denoiser, prompt, target, times, generator).sum()) / len(times)
+            total += float(_masked_bounds(denoiser, prompt, target, times, generator).sum()) / len(times)
         return total, tokens
 
     def _evidence(self, question: Question, truth: str) -> list[str]:
@@ -142,25 +137,6 @@ def _masked_bounds(
         found = token_losses(denoiser.compute_token_logits(seen.hidden), targets).double()
         losses[hidden] = torch.from_numpy(to_host(found))
     return nelbo(losses, times, LINEAR)
-
-
-def _uniform_bounds(
-    denoiser: Any, prompt: Prompt, target: tuple[int, ...], times: Tensor, generator: torch.Generator
-) -> Tensor:
-    """The same under uniform noise: canvas after canvas, those before it in the prompt."""
-    shape, device, total = denoiser.config, denoiser.device, torch.zeros_like(times)
-    alone = torch.zeros(len(times), dtype=torch.bool, device=device)
-    for start in range(0, len(target), shape.block_size):
-        canvas = target[start : start + shape.block_size]
-        ids = torch.tensor((*canvas, *target[-1:] * (shape.block_size - len(canvas))))
-        ids = ids.expand(len(times), -1)
-        noisy = add_uniform_noise(ids, LINEAR.alpha(times), shape.vocab_size, generator)
-        logits = denoiser([[*prompt.ids, *target[:start]]] * len(times), noisy.to(device), alone).cpu()
-        at = times[:, None].expand(ids.shape)
-        if not denoiser.from_others:
-            logits = leave_one_out_logits(logits, noisy, at, LINEAR)
-        total += uniform_nelbo(logits, noisy, ids, at, LINEAR).sum(1)
-    return total
 
 
 class DocumentValidation:

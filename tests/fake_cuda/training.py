@@ -28,7 +28,6 @@ WAITS_BY_SETUP = {
     "experts": 3, "pretrain": 2, "adapt": 2, "rl": 3, "rl in parts": 6,
     "rl with several updates": 6, "rl near the first weights": 5, "rl of heads": 2,
 }  # fmt: skip
-UNIFORM = ["uniform noise", "uniform noise, nelbo"]
 ON = {  # GPU, settings -> dtype
     "H200": (H200, [], torch.bfloat16),
     "H200, float32": (H200, ["train.dtype=float32"], torch.float32),
@@ -69,7 +68,7 @@ def record_step_traffic(trainer, seen):
 )
 def test_a_training_step_waits_for_the_device_once(tmp_path, folder, way, on):
     """Pointers, masks, the norm of the gradients, the scale of the loss and the optimizers included."""
-    assert {*WAITS_BY_SETUP, *UNIFORM} == set(TRAINING_SETUPS)
+    assert {*WAITS_BY_SETUP} == set(TRAINING_SETUPS)
     capability, words, dtype = ON[on]
     with fake_cuda(capability) as seen, checked_kernels():
         trainer, _ = make_fake_cuda_trainer(tmp_path, folder, way, *words)
@@ -107,15 +106,6 @@ def test_nothing_is_computed_in_a_bfloat16_that_a_gpu_only_emulates(tmp_path, fo
             trainer.step()
             assert validation.compute_scores(trainer)
     assert (torch.bfloat16 in computed.seen) == (on == "H200")
-
-
-@pytest.mark.parametrize("way", UNIFORM)
-def test_a_step_from_uniform_noise_waits_in_the_class_of_transformers_alone(tmp_path, folder, way):
-    """For grouped products, which torch computes in float32 expert by expert, and for its own masks."""
-    with fake_cuda() as seen:
-        trainer, _ = make_fake_cuda_trainer(tmp_path, folder, way)
-        found = record_step_traffic(trainer, seen)
-    assert {what: found[what] for what in (IN, OUT, WAIT)} == {IN: 2, OUT: 1, WAIT: 1}
 
 
 @pytest.mark.parametrize("way", ["sft", "rl of heads", "pretrain"])

@@ -352,55 +352,6 @@ def test_what_is_accepted_may_be_taken_back_and_is_final_once_the_block_is_close
     assert canvas.model_ids.tolist() == [1, END, 4, 8]
 
 
-def test_the_bytes_of_the_large_shape_are_counted_without_its_weights(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "profiling")
-    from bench_diffusion_gemma import count_model_bytes
-
-    found = count_model_bytes()
-    assert 25e9 < found["weights"] / 2 < 26e9  # it is called 26B
-    assert found["keys and values of a token"] == 2 * 2 * (25 * 8 * 256 + 5 * 2 * 512)
-    assert found["self-conditioning of a row"] == 2 * 256 * 262144
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_random_weights_are_made_once_and_steps_are_timed(monkeypatch, device):
-    """Encoder and decoder share theirs, as in the class itself, and buffers are those of the class."""
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    monkeypatch.syspath_prepend(ROOT / "profiling")
-    from bench_diffusion_gemma import make_gemma_runner, make_random_inputs, measure_step_ms
-    from transformers import DiffusionGemmaForBlockDiffusion
-
-    proposer = make_gemma_runner(device, "tiny")
-    model = proposer.denoiser.model
-    plain = DiffusionGemmaForBlockDiffusion(model.config)
-    shapes = {name: value.shape for name, value in plain.named_parameters()}
-    assert {name: value.shape for name, value in model.named_parameters()} == shapes
-    assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
-    assert {value.device.type for value in (*model.parameters(), *model.buffers())} == {device}
-    for (name, one), (_, other) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
-        assert torch.allclose(one.cpu().float(), other, rtol=1e-2), name  # of bfloat16
-    views = make_random_inputs(proposer.shape, 2, 20)
-    assert all(spent > 0 for spent in measure_step_ms(proposer, views, repeats=1))
-    assert (
-        proposer.cache_stats.encoded_tokens == 40 < proposer.cache_stats.requested_tokens
-    )  # each prompt once
-    (found, _) = proposer.propose(views)
-    assert np.isfinite(found.entropy).all() and len(found.token_ids) == 16
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_large_shape_takes_a_step_on_a_gpu(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "profiling")
-    from bench_diffusion_gemma import run_gemma_benchmark
-
-    found = run_gemma_benchmark()
-    assert found["bytes at the peak"] < torch.cuda.get_device_properties(0).total_memory
-    assert found["bytes at the peak"] < 1.3 * found["weights"], "weights are there once"
-    assert 0 < found["ms for a step of 1"] <= 2 * found["ms for a step of 4"]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_gives_the_logits_of_the_cpu(tiny):

@@ -94,11 +94,8 @@ def test_the_whole_look_on_a_cpu(tmp_path):
     exact = [row["same tokens as alone"] for (dtype, _), row in ways.items() if dtype == "float32"]
     assert exact == ["3 of 3"] * 5
     assert ways["float32", "alone, again"]["confidences differ by, at most"] == 0
-    assert [row["rows"] for row in found["gemma"]] == [1, 3]
-    assert all(min(row["ms of the model"], row["ms a step"]) > 0 for row in found["gemma"])
     for said in (
-        "## Denoising from uniform noise",
-        "## Where the time goes: gemma",
+        "## Where the time goes: training",
         "| denoise |",
         "| backward |",
     ):

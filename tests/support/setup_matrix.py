@@ -8,7 +8,6 @@ from dlm_rag.model.denoiser_config import ExpertsConfig
 from dlm_rag.model.policy_heads import PolicyHeads
 from dlm_rag.tokenizer.prompts import PromptTemplate
 from dlm_rag.training.trainer import open_trainer
-from tests.support.tiny_diffusion_gemma import write_tiny_gemma
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser, tiny_tokenizer
 
 EXPERTS = ExpertsConfig(
@@ -59,7 +58,6 @@ RL = [
     "train.train_steps_per_rollout=2", "decode.max_new_tokens=8",
 ]  # fmt: skip
 DENOISER = [*RL, "train.trainable=all", "decode.commit_rule=threshold", "decode.gate_temperature=2"]
-GEMMA = ["model.path={folder}/gemma", "train.self_conditioning=0.5"]
 TRAINING_SETUPS = {
     "sft": [],
     "sft, joint": ["model.evidence_layout=joint"],
@@ -87,8 +85,6 @@ TRAINING_SETUPS = {
         "decode.commit_rule=policy_head",
         "decode.retrieval_gate=policy_head",
     ],
-    "uniform noise": GEMMA,
-    "uniform noise, nelbo": [*GEMMA, "train.uniform_loss=nelbo", "train.activation_checkpointing=full"],
 }
 
 
@@ -112,7 +108,6 @@ def write_setup_checkpoints(folder):
         denoiser = tiny_denoiser(max_position_embeddings=512, **shape)
         denoiser.save_pretrained(folder / name, eos_token_id=257)
         byte_tokenizer().save_pretrained(folder / name)
-    write_tiny_gemma(folder / "gemma")
     return folder
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dlm_rag.errors import CheckpointError, suggest_nearest, translate_failures
 from dlm_rag.files.hub import read_checkpoint_json
@@ -104,15 +103,6 @@ def list_text_tensor_shapes(raw: dict[str, Any], place: Path) -> NamedShapes:
         name: (tuple(value.shape), tuple(other for other, source in tied.items() if source == name))
         for name, value in model.state_dict().items()
         if name not in tied and not name.startswith(VISION_PREFIXES)
-    }
-
-
-def to_checkpoint_names(state: dict[str, Tensor], raw: dict[str, Any], folder: Path) -> dict[str, Tensor]:
-    """The tensors of a `DiffusionGemma` by a checkpoint's names, each once, without what it never had."""
-    text, sees = list_text_tensor_shapes(raw, folder / "config.json"), bool(raw.get("vision_config"))
-    named = {name.removeprefix("model."): value for name, value in state.items()}
-    return {
-        name: v for name, v in named.items() if name in text or (sees and name.startswith(VISION_PREFIXES))
     }
 
 

@@ -1,10 +1,9 @@
 """The shapes of checkpoints that people begin with, so that a plan needs neither network nor weights."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dlm_rag.model.denoiser_config import DenoiserConfig, ExpertsConfig, UniformNoiseConfig
+from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families import FAMILIES
 
 _QWEN_7B = {
@@ -53,13 +52,6 @@ KNOWN_CHECKPOINTS: dict[str, dict[str, Any]] = {
         "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
         "intermediate_size": 29_568,
     },
-    "google/diffusiongemma-26B-A4B-it": {
-        "model_type": "diffusion_gemma", "canvas_length": 256, "text_config": {
-            "hidden_size": 2816, "num_hidden_layers": 30, "num_attention_heads": 16,
-            "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 2112, "vocab_size": 262_144,
-            "max_position_embeddings": 262_144, "sliding_window": 1024, "pad_token_id": 0,
-        },
-    },
     "inclusionAI/LLaDA2.1-mini": _LLADA2_FLASH | {
         "hidden_size": 2048, "num_hidden_layers": 20, "num_attention_heads": 16, "intermediate_size": 5120,
         "moe_intermediate_size": 512, "max_position_embeddings": 32_768,
@@ -70,11 +62,6 @@ KNOWN_CHECKPOINTS: dict[str, dict[str, Any]] = {
         "delete_token_id": 156_930, "split_token_id": 156_931,
     },
 }  # fmt: skip
-# What its class and its generation config add: planned as if its layers were ours.
-_GEMMA: dict[str, Any] = {
-    "experts": ExpertsConfig(128, 8, 704, shared_intermediate_size=2112),
-    "noise": UniformNoiseConfig(48, 0.1, 0.8, 0.4, 1, 0.005), "canvas_length": 256,
-}  # fmt: skip
 
 
 def read_known_config(path: str | None) -> DenoiserConfig | None:
@@ -82,5 +69,4 @@ def read_known_config(path: str | None) -> DenoiserConfig | None:
     if path is None or path not in KNOWN_CHECKPOINTS or Path(path).exists():
         return None
     raw = KNOWN_CHECKPOINTS[path]
-    shape = FAMILIES[raw["model_type"]].read_config(raw)
-    return replace(shape, **_GEMMA) if raw["model_type"] == "diffusion_gemma" else shape
+    return FAMILIES[raw["model_type"]].read_config(raw)

@@ -165,8 +165,6 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
 
 def check_phase(config: Config, train: TrainConfig, whole: DenoiserConfig) -> None:
     """Raises `ConfigError` for a phase that has no plan, or that so many devices cannot share."""
-    if whole.noise is not None:
-        raise ConfigError("a plan is made for denoisers of masks, and this is a model of uniform noise")
     check_tensor_parallel(config, train, whole)
     check_parallelism(train, find_task(train).count_items(train)[0], config.plan.devices)
 
@@ -248,7 +246,7 @@ def check_run_fits(config: Config, count: int, device: torch.device) -> None:
     """Raises `ConfigError` for a phase that `count` processes cannot share, or that is more than the device
     of each has free, or than `engine.memory_gib`.
 
-    On a CPU without such a budget, and of a model of uniform noise, only weights, gradients and optimizer
+    On a CPU without such a budget only weights, gradients and optimizer
     are looked at; else the whole step is planned, with the pool of the decoders that validate.
     """
     engine, have = config.engine, measure_free_bytes(device) / (count if device.type == "cpu" else 1)
@@ -270,19 +268,15 @@ def check_run_fits(config: Config, count: int, device: torch.device) -> None:
 
     shape = resolve_shape(config)
     for train in config.train.get_phase_configs().values():
-        check_parallelism(train, find_task(train, shape.noise).count_items(train)[0], count)
+        check_parallelism(train, find_task(train).count_items(train)[0], count)
         check_tensor_parallel(config, train, shape)
-        if shape.noise is None:
-            own = split_config(shape, train.tensor_parallel)
-            denoiser = build_meta_denoiser(own, 0, torch.float32)
-        else:
-            denoiser = open_initial_model(config).build_on_meta(torch.float32)
+        denoiser = build_meta_denoiser(split_config(shape, train.tensor_parallel), 0, torch.float32)
         weights = FLOAT32_BYTES * sum(p.numel() for p in denoiser.parameters())
         copies = count // train.tensor_parallel
         frozen, shards = train.is_denoiser_frozen, copies if train.parallel == "fsdp" else 1
         need = weights / 2 if frozen else 2 * weights + count_optimizer_bytes(denoiser, train)
         check(need / shards, "weights, gradients and optimizer alone take")
-    if shape.noise is not None or (device.type == "cpu" and engine.memory_gib is None):
+    if device.type == "cpu" and engine.memory_gib is None:
         return
     pool = GIB * (engine.for_training_rollouts.prefix_cache_gib or 0.0)
     devices = replace(config, plan=replace(config.plan, devices=count))
