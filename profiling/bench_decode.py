@@ -204,7 +204,7 @@ def list_ways(
     if compiled:
         ways["batch, compiled"] = (batch, replace(best, compile=True))
     if store is not None and layout != "joint":
-        ways["batch, store filled"] = (batch, replace(best, store=str(store), store_read="always"))
+        ways["batch, store filled"] = (batch, replace(best, store=str(store)))
         ways["batch, int8"] = (batch, replace(best, cache_dtype="int8"))
     if layout == "joint":
         del ways["+ evidence pool"], ways["batch, no pool"]

@@ -88,7 +88,6 @@ run 15 $PYTHON profiling/bench_decode.py --out "$OUT/decode" --limit "$(pick 300
 run 8 $PYTHON profiling/bench_decode.py --out "$OUT/stored" --limit "$(pick 300 2)" --rounds "$(pick 3 1)" decode.batch_size=16
 $quick || run 15 $PYTHON profiling/bench_decode.py --out "$OUT/shape" --shape 100m --limit 4 --rounds 3 --before 100 \
     decode.batch_size=4 engine.prefix_cache_gib=8
-run 5 $PYTHON profiling/bench_store.py --out "$OUT/store" --shapes "$(pick shipped,100m,1b shipped)" model.dtype=bfloat16
 run 6 $PYTHON profiling/bench_precision.py --out "$OUT/precision" --only "$(pick float32,bfloat16,float16,int8,int8_weight,fp8 float32,int8)" \
     --questions "$(pick 0 6)"
 run 2 $PYTHON evaluate.py --out "$OUT/at_once" --sweep "decode.blocks_at_once=$(pick 1,2,3,4,12 1,12)" $files $some

@@ -211,9 +211,8 @@ def check_cache(config: Config) -> Iterator[Finding]:
 
 
 def check_evidence_store(config: Config) -> Iterator[Finding]:
-    """The folder of `engine.store`, where one is named, its disk, and the speeds that decide on reading."""
+    """The folder of `engine.store`, where one is named, and its disk."""
     from dlm_rag.evidence.evidence_store import GIB, default_budget_bytes, list_entries
-    from dlm_rag.evidence.store_speed import SPEED_FILES, StoreSpeed
 
     if config.engine.store is None:
         return
@@ -222,8 +221,6 @@ def check_evidence_store(config: Config) -> Iterator[Finding]:
     sizes, budget = [size for _, size, _ in list_entries(folder)], given and given * GIB
     used, most = map(format_bytes, (sum(sizes), budget or default_budget_bytes(there, sum(sizes))))
     text = f"{folder} has {len(sizes):,} entries, {used} of at most {most}, {format_bytes(free)} are free"
-    speeds = filter(None, map(StoreSpeed.load, sorted(folder.glob(SPEED_FILES))))
-    text += "".join(f"; {speed.machine}: {speed.describe()}" for speed in speeds)
     if writable:
         yield Finding("store", OK, text)
     else:

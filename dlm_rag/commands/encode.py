@@ -51,8 +51,6 @@ def main(argv: list[str]) -> None:
     processes = DistributedContext.init(IDLE_MINUTES)
     device = str(processes.local_device(config.model.device))
     config = replace(config, model=replace(config.model, device=device))
-    if processes.world_size > 1:  # else each would measure the speed of the store, and the others with it
-        config = replace(config, engine=replace(config.engine, store_read="never"))
     encoder = PassageEncoder(config)
     if processes.is_main:
         words.announce_reader()
@@ -69,12 +67,11 @@ def main(argv: list[str]) -> None:
         raise
     sums = processes.all_reduce_sum([found[name] for name in COUNTED])
     processes.destroy()
-    if not processes.is_main:
-        return
-    found = Counter({name: int(value) for name, value in zip(COUNTED, sums, strict=True)})
-    took = f"{format_bytes(found['bytes'])} in {format_duration(time.perf_counter() - start)}"
-    left = f"{found['evicted']:,} had to leave (engine.store_gib), " if found["evicted"] else ""
-    print_note(f"{found['encoded']:,} passages encoded, {found['present']:,} there already, {left}{took}")
+    if processes.is_main:
+        encoded, present, evicted, written = map(int, sums)
+        took = f"{format_bytes(written)} in {format_duration(time.perf_counter() - start)}"
+        left = f"{evicted:,} had to leave (engine.store_gib), " if evicted else ""
+        print_note(f"{encoded:,} passages encoded, {present:,} there already, {left}{took}")
 
 
 class PassageEncoder:
@@ -84,20 +81,20 @@ class PassageEncoder:
         """Raises `UserError` for whatever is wrong with checkpoint, corpus, store or layout."""
         own = config.retrieval
         unsearched = RetrievalConfig(corpus=own.corpus, index_dir=own.index_dir, method="none", top_k=1)
-        self.config = replace(config, retrieval=unsearched)
-        self.prepared = prepare_decoder(self.config, [])
-        assert isinstance(self.prepared.retriever, CorpusRetriever)
-        self.corpus = self.prepared.retriever.corpus
+        self._config = replace(config, retrieval=unsearched)
+        self._prepared = prepare_decoder(self._config, [])
+        assert isinstance(self._prepared.retriever, CorpusRetriever)
+        self.corpus = self._prepared.retriever.corpus
         from dlm_rag.evidence.truncation import ContextBudget
         from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 
-        layout = self.prepared.evidence_layout
+        layout = self._prepared.evidence_layout
         if not EVIDENCE_LAYOUTS[layout].separate_passages:
             raise ConfigError(
                 f"with evidence_layout={layout} what is kept of a passage depends on the whole prompt: "
                 "set model.evidence_layout=independent"
             )
-        self._room = ContextBudget.from_config(self.prepared.checkpoint.config, layout)
+        self._room = ContextBudget.from_config(self._prepared.checkpoint.config, layout)
 
     def encode_rows(self, rows: Sequence[int]) -> dict[str, int]:
         """Encodes those of some passages that the store lacks; returns when they are written.
@@ -105,26 +102,28 @@ class PassageEncoder:
         Counts what was encoded, was there, and had to leave, and bytes written. Raises `RunError` where the
         disk takes no more.
         """
-        from dlm_rag.evidence.store_speed import encode_for_store
+        import torch
+
+        from dlm_rag.evidence.encode_segments import encode_segments
+        from dlm_rag.model.kv_format import KVFormat
 
         store, denoiser = self._store
+        form = KVFormat(denoiser, self._config.engine.cache_dtype)
         passages = [self._find_segment(passage.text) for passage in self.corpus.read_passages(rows)]
         lacking = [segment for segment in dict.fromkeys(passages) if segment not in store]
         before, size = replace(store.stats), max(1, BATCH_TOKENS // self._room.passage_length)
         for start in range(0, len(lacking), size):
             batch = lacking[start : start + size]
-            kept = encode_for_store(denoiser, batch, self.config.engine.cache_dtype)
-            for segment, tensor in zip(batch, kept, strict=True):
-                store.add(segment, tensor)
+            with torch.inference_mode():
+                for segment, found in zip(batch, encode_segments(denoiser, batch), strict=True):
+                    store.add(segment, form.pack(found, segment.start).cpu())
         store.flush()
         if store.is_full:
             raise RunError(f"{store.folder} takes no more entries; with more room the same command goes on")
-        return {
-            "encoded": len(lacking),
-            "present": len(passages) - len(lacking),
-            "evicted": store.stats.evicted_entries - before.evicted_entries,
-            "bytes": store.stats.written_bytes - before.written_bytes,
-        }
+        evicted = store.stats.evicted_entries - before.evicted_entries
+        written = store.stats.written_bytes - before.written_bytes
+        counts = len(lacking), len(passages) - len(lacking), evicted, written
+        return dict(zip(COUNTED, counts, strict=True))
 
     @cached_property
     def _store(self) -> "tuple[EvidenceStore, Denoiser]":
@@ -132,24 +131,21 @@ class PassageEncoder:
         from dlm_rag.evidence.evidence_store import open_evidence_store
         from dlm_rag.model.denoiser import Denoiser
 
-        made, engine = self.prepared, self.config.engine
+        made, engine = self._prepared, self._config.engine
         denoiser = Denoiser.from_pretrained(
-            made.checkpoint, made.device, made.dtype, made.attention, self.config.model.quantize
+            made.checkpoint, made.device, made.dtype, made.attention, self._config.model.quantize
         )
         if engine.compile:
             denoiser.compile_layers()
         store = open_evidence_store(engine, denoiser)
         assert store is not None
-        if not store.writes:
-            print_note(f"{store.describe()}; it is filled for other machines")
-            store.writes = True
         return store, denoiser
 
     def _find_segment(self, text: str) -> "Segment":
         from dlm_rag.evidence.prompt_segments import lay_out_prompt
         from dlm_rag.evidence.truncation import truncate_evidence
 
-        prompt, _ = truncate_evidence(self.prepared.tokenizer.build_prompt("?", [text]), self._room)
-        laid = lay_out_prompt(prompt, self.prepared.checkpoint.config, self._room.layout)
+        prompt, _ = truncate_evidence(self._prepared.tokenizer.build_prompt("?", [text]), self._room)
+        laid = lay_out_prompt(prompt, self._prepared.checkpoint.config, self._room.layout)
         segments = (*laid.context_segments, *laid.later_segments)
         return next(segment for segment in segments if segment.ids == prompt.facts[0])

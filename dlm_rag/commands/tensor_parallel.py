@@ -37,14 +37,12 @@ PR_SET_PDEATHSIG = 1  # of Linux: a signal that a process gets when its parent e
 
 def check_tensor_parallel(config: Config) -> None:
     """Raises `ConfigError` where processes are fewer than ranks, or one of them could decide by itself."""
-    engine, size, count = config.engine, config.engine.tensor_parallel, count_processes()
+    size, count = config.engine.tensor_parallel, count_processes()
     if size > 1 and count != size and (count > 1 or config.workers is None):
         raise ConfigError(
             f"engine.tensor_parallel={size} needs {size} processes, not {count}: give it in the command of "
             "sample, evaluate or serve, which start them, or with workers="
         )
-    if size > 1 and engine.store is not None and engine.store_read == "auto":
-        raise ConfigError("engine.store_read=auto measures one device: set always or never")
 
 
 def count_processes() -> int:

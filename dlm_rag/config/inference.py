@@ -253,9 +253,6 @@ class EngineConfig(CheckedSettings):
     store_gib: float | None = setting(None, low=2**-20, high=2**30, only_with={"engine.store": SET})
     """maximum size of that folder in GiB, the least recently used leaving; unset: half of what is free
     on its disk"""
-    store_read: str = setting("auto", choices=("auto", "always", "never"), only_with={"engine.store": SET})
-    """when the folder is read: auto (if that is faster than computing on this machine; else it is not
-    written either), always or never (it is written for others)"""
     tensor_parallel: int = setting(1, low=1, high=1024, only_with=MASKED)
     """number of devices that one model is split over, each with a process (with `workers`, of each)"""
     compile: bool = setting(False, only_with=MASKED)

@@ -1,29 +1,27 @@
 """The evidence store: keys and values of segments in files, computed once for all processes and runs.
 
 An entry is a safetensors file, named by a digest of all that its numbers depend on, so that a change of one
-byte is another entry. It is written under another name and renamed: a kill or a full disk leaves no half
-entry, and two writers of one entry write the same. Its checksum is verified at every read. It is read and
-not mapped: a file that is cut short would end a process that maps it. An embedded database would be one
-file to copy, but LMDB's tree has no checksums (a flipped bit can end the process), its size is set ahead,
-and what leaves it gives no space back.
+byte is another entry. Its checksum covers that name, its dtype and its shape, and is verified at every
+read. It is written under another name and renamed: a kill or a full disk leaves no half entry, and two
+writers of one entry write the same. It is read and not mapped: a file that is cut short would end a process
+that maps it.
 """
 
 import json
 import logging
 import math
 import os
-import platform
 import re
 import secrets
 import shutil
-import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
+from stat import S_ISREG
 
 import numpy as np
 import torch
@@ -34,13 +32,12 @@ from torch import Tensor
 
 from dlm_rag.config import EngineConfig
 from dlm_rag.errors import ConfigError
-from dlm_rag.evidence.store_speed import StoreSpeed, drop_cached_pages, synchronize, time_encoding
 from dlm_rag.files.digest import create_hasher
-from dlm_rag.files.paths import expand_path, make_folder
-from dlm_rag.machine import get_machine_name
+from dlm_rag.files.paths import expand_path, make_folder, read_regular_file
 from dlm_rag.model.checkpoint import DLM_RAG_FIELDS
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.kv_format import KVFormat
 from dlm_rag.model.layers import is_autocast
 from dlm_rag.model.packed_batch import Segment
 from dlm_rag.model.tensor_parallel import TensorParallel
@@ -50,7 +47,7 @@ log = logging.getLogger(__name__)
 
 GIB = 2**30
 MAX_PENDING_BYTES = 2**30  # that wait to be written; and that were read ahead and not asked for
-MAX_WAIT_SECONDS = 60  # after which nobody will come for what was read ahead
+MAX_HEADER_BYTES = 2**12  # of an entry, besides its numbers
 READER_THREADS = 8
 SMALL_ENTRY_BYTES = 2**20  # below which a thread costs more than it saves
 EVICT_TO_SHARE = 0.9  # of the budget, so that not every entry makes others leave
@@ -58,7 +55,7 @@ SCAN_SHARE = 0.02  # of the budget, that a process adds before it looks through 
 SHARE_OF_FREE_DISK = 0.5  # that a store without a budget may take, with what it has
 USE_RESOLUTION_SECONDS = 3600  # a read that is no later than this after the last one is not noted
 STALE_SCRATCH_SECONDS = 3600  # after which an unfinished file was left by a process that was killed
-KEYS_VALUES_VERSION = 1  # raise it when the same weights compute others, or keep them otherwise
+KEYS_VALUES_VERSION = 2  # raise it when the same weights compute others, or keep them otherwise
 SUFFIX = ".safetensors"
 ENTRY_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")  # other files are not ours
 SCRATCH_NAME = re.compile(r"\.part-\d+-[0-9a-f]{64}\.safetensors")
@@ -75,50 +72,43 @@ class StoreStats:
 
 
 class EvidenceStore:
-    """Keys and values of segments below `folder`, tensors of any dtype, under a budget in bytes.
+    """Keys and values of segments below `folder`, under a budget in bytes.
 
-    context: what the numbers depend on besides the segment (`describe_context`). budget_bytes: None for
-    half of what is free. Entries that were read or written longest ago leave first. Any number of processes
-    may share a folder. `reads` and `writes` say whether it is used.
+    context: what the numbers depend on besides the segment (`describe_context`). token: the dtype and shape
+    (N, 2, 1, Hk, D) of what is kept of one token, on any device. budget_bytes: None for half of what is
+    free. Entries that were read or written longest ago leave first. Any number of processes may share a
+    folder.
     """
 
-    def __init__(self, folder: Path, context: str, budget_bytes: float | None) -> None:
+    def __init__(self, folder: Path, context: str, token: Tensor, budget_bytes: float | None) -> None:
         self.folder, self._budget = folder, budget_bytes
-        self._context = blake3(context.encode()).hexdigest()
+        self._context, self._token = blake3(context.encode()).hexdigest(), token.to("meta")
         self.stats = StoreStats()
-        self.reads = self.writes = True
-        self.speed: StoreSpeed | None = None  # where it was to decide
         self.ranks: TensorParallel | None = None  # all of which must find an entry
+        self.is_full = False  # whether the disk refused an entry
         self._since_scan = math.inf  # bytes added since all were counted: the first entry has them counted
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="evidence-store")
         self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="evidence-store-reader")
-        self._reading: dict[Path, tuple[float, Future[Tensor | None]]] = {}  # since when
-        self._pending, self._room = 0, threading.Condition()  # bytes that wait to be written
-        self.is_full = False  # whether the disk refused an entry
+        self._reading: dict[Path, Future[Tensor | None]] = {}
+        self._writing: deque[tuple[int, Future[None]]] = deque()  # bytes that wait to be written
 
     def prefetch(self, segments: Iterable[Segment]) -> None:
         """Starts to read segments that `get` will be asked for; small ones are not worth a thread."""
-        for path in map(self.path, segments) if self.reads else ():
-            with suppress(OSError):  # it is not there
-                if path not in self._reading and (size := path.stat().st_size) >= SMALL_ENTRY_BYTES:
-                    now = time.monotonic()
-                    if self._reading and (len(self._reading) + 1) * size > MAX_PENDING_BYTES:
-                        oldest = next(iter(self._reading))  # which `get` is likely to be asked for first
-                        if now - self._reading[oldest][0] < MAX_WAIT_SECONDS:
-                            return
-                        self._reading.pop(oldest)[1].cancel()
-                    self._reading[path] = now, self._readers.submit(self._read, path)
+        for segment in segments:
+            path, size = self.path(segment), self._token.nbytes * len(segment.ids)
+            if size < SMALL_ENTRY_BYTES or path in self._reading or not path.exists():
+                continue
+            while self._reading and (len(self._reading) + 1) * size > MAX_PENDING_BYTES:
+                self._reading.pop(next(iter(self._reading))).cancel()
+            self._reading[path] = self._readers.submit(self._read, segment)
 
     def get(self, segment: Segment) -> Tensor | None:
-        """The tensor of a segment in host memory; None: not there, or damaged, or the store is not read.
+        """Returns the tensor of a segment in host memory; None where it is not there, or damaged.
 
         A damaged entry is removed. With tensor parallel, what one rank does not find is not there.
         """
-        if not self.reads:
-            return None
-        path = self.path(segment)
-        started = self._reading.pop(path, None)
-        kept = self._read(path) if started is None else started[1].result()
+        started = self._reading.pop(self.path(segment), None)
+        kept = self._read(segment) if started is None else started.result()
         if self.ranks is not None and not self.ranks.least(kept is not None, self.ranks.group):
             return None
         return kept
@@ -131,76 +121,41 @@ class EvidenceStore:
 
         ready: the event after which `kept` holds its numbers.
         """
-        if self.writes and not self.is_full:
-            size = kept.nbytes
-            with self._room:
-                self._room.wait_for(lambda: not self._pending or self._pending + size <= MAX_PENDING_BYTES)
-                self._pending += size
-            written = self._writer.submit(self._write, self.path(segment), kept, ready)
-            written.add_done_callback(partial(self._done, size))
+        if self.is_full:
+            return
+        writing = self._writing
+        while writing and sum(size for size, _ in writing) + kept.nbytes > MAX_PENDING_BYTES:
+            writing.popleft()[1].result()
+        writing.append((kept.nbytes, self._writer.submit(self._write, self.path(segment), kept, ready)))
+        while writing[0][1].done() and len(writing) > 1:
+            writing.popleft()
 
     def flush(self) -> None:
         """Returns when all entries that were added are on the disk."""
         self._writer.submit(lambda: None).result()
 
     def path(self, segment: Segment) -> Path:
-        """The file of a segment. Tokenizer and layout show in its ids, its start and its blocks."""
+        """Returns the file of a segment. Tokenizer and layout show in its ids, its start and its blocks."""
         key = blake3(f"{self._context} {segment.start} {segment.first} {segment.block}".encode())
         name = key.update(np.array(segment.ids, dtype=np.int64).tobytes()).hexdigest()
         return self.folder / name[:2] / (name + SUFFIX)
 
     def describe(self) -> str:
-        """How it is used, with what was measured, in words for a person."""
-        speed = "" if self.speed is None else f" ({self.speed.describe()})"
-        if not (self.reads or self.writes):
-            return f"engine.store is not used{speed}; engine.store_read=always reads it"
+        """Says in words for a person that it is used, and what is wrong with it."""
         damaged = f", {self.stats.damaged_entries:,} damaged" if self.stats.damaged_entries else ""
-        full = ", the disk takes no more" if self.is_full else ""
-        return f"engine.store {'is read' if self.reads else 'is only written'}{speed}{damaged}{full}"
+        return f"engine.store is read{damaged}{', the disk takes no more' if self.is_full else ''}"
 
-    def load_or_measure_speed(self, denoiser: Denoiser, cache_dtype: str) -> StoreSpeed | None:
-        """What some passages take, computed or read, for this machine, device and context.
-
-        None where nothing can be written. A measurement is kept in the folder.
-        """
-        names = platform.node(), get_machine_name(denoiser.device), f"{torch.get_num_threads()} threads"
-        machine = ", ".join(names)
-        file = self.folder / f"speed-{blake3((machine + self._context).encode()).hexdigest(8)}.json"
-        if (known := StoreSpeed.load(file)) is not None:
-            return known
-        encode_seconds, kept = time_encoding(denoiser, cache_dtype)
-        store = EvidenceStore(self.folder, "speed", math.inf)
+    def _read(self, segment: Segment) -> Tensor | None:
+        path, shape = self.path(segment), [*self._token.shape]
+        shape[2] = len(segment.ids)
         try:
-            for segment, tensor in kept.items():
-                store.add(segment, tensor)
-            store.flush()
-            for segment in kept:
-                drop_cached_pages(store.path(segment))
-            begin = time.perf_counter()
-            store.prefetch(kept)
-            for segment in kept:
-                if (found := store.get(segment)) is not None:
-                    found.to(denoiser.device)
-            synchronize(denoiser.device)
-            read_seconds = (time.perf_counter() - begin) / len(kept)
-            speed = StoreSpeed(encode_seconds, read_seconds, machine)
-            speed.save(file)
-        except OSError:
-            return None
-        finally:
-            for segment in kept:
-                store.path(segment).unlink(missing_ok=True)
-        return speed
-
-    def _read(self, path: Path) -> Tensor | None:
-        try:
-            with path.open("rb", buffering=0) as file:
-                data, used = file.readall(), os.fstat(file.fileno()).st_mtime
-            kept: Tensor = load(data)["keys_values"]
-            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-            if header["__metadata__"]["blake3"] != _checksum(kept):
+            found = load(read_regular_file(path, self._token.nbytes * shape[2] + MAX_HEADER_BYTES))
+            kept: Tensor = found["keys_values"]
+            if kept.dtype != self._token.dtype or [*kept.shape] != shape:
+                raise SafetensorError(f"it holds {kept.dtype} {[*kept.shape]}")
+            if found["blake3"].tolist() != _checksum(path, kept):
                 raise SafetensorError("its checksum differs")
-            if time.time() - used > USE_RESOLUTION_SECONDS:
+            if time.time() - path.stat().st_mtime > USE_RESOLUTION_SECONDS:
                 with suppress(OSError):  # of another user, or on a disk that is read only
                     os.utime(path)
         except (FileNotFoundError, PermissionError):
@@ -213,34 +168,30 @@ class EvidenceStore:
             return None
         return kept
 
-    def _done(self, size: int, written: Future[None]) -> None:
-        with self._room:
-            self._pending -= size
-            self._room.notify()
-        if (error := written.exception()) is not None:
+    def _write(self, path: Path, kept: Tensor, ready: torch.cuda.Event | None) -> None:
+        # Processes of other machines have the same numbers, and a process may have two stores.
+        scratch = path.with_name(f".part-{secrets.randbits(64)}-{path.name}")
+        try:
+            if path.exists():
+                return
+            if ready is not None:
+                ready.synchronize()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            kept = kept.contiguous()
+            checksum = torch.tensor(_checksum(path, kept), dtype=torch.uint8)
+            # Not forced to the disk: after a power cut the checksum tells what is missing.
+            size = scratch.write_bytes(save({"keys_values": kept, "blake3": checksum}))
+            scratch.replace(path)
+            self.stats.written_entries += 1
+            self.stats.written_bytes += size
+            self._since_scan += size
+            if self._budget is None or self._since_scan >= SCAN_SHARE * self._budget:
+                self._evict()
+        except OSError as error:
             log.warning("the evidence store %s takes no more entries: %s", self.folder, error)
             self.is_full = True
-
-    def _write(self, path: Path, kept: Tensor, ready: torch.cuda.Event | None) -> None:
-        if path.exists():
-            return
-        if ready is not None:
-            ready.synchronize()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Processes of other machines have the same numbers, and a process may have two stores.
-        scratch, kept = path.with_name(f".part-{secrets.randbits(64)}-{path.name}"), kept.contiguous()
-        try:
-            # Not forced to the disk: after a power cut the checksum tells what is missing.
-            size = scratch.write_bytes(save({"keys_values": kept}, {"blake3": _checksum(kept)}))
-            scratch.replace(path)
-        except BaseException:
-            scratch.unlink(missing_ok=True)
-            raise
-        self.stats.written_entries += 1
-        self.stats.written_bytes += size
-        self._since_scan += size
-        if self._budget is None or self._since_scan >= SCAN_SHARE * self._budget:
-            self._evict()
+            with suppress(OSError):
+                scratch.unlink(missing_ok=True)
 
     def _evict(self) -> None:
         """Removes the entries used longest ago if those of all processes may soon pass the budget."""
@@ -260,27 +211,27 @@ class EvidenceStore:
 
 
 def list_entries(folder: Path, clean: bool = False) -> Iterator[tuple[float, int, Path]]:
-    """Time of the last use, bytes and path of each entry; clean: removes what killed processes left."""
+    """Yields time of last use, bytes and path of each entry; clean: removes what killed processes left."""
     stale = time.time() - STALE_SCRATCH_SECONDS
     for path in folder.glob("[0-9a-f][0-9a-f]/*"):
         with suppress(OSError):  # another process removed it
-            found = path.stat()
-            if ENTRY_NAME.fullmatch(path.name):
+            found = path.lstat()
+            if ENTRY_NAME.fullmatch(path.name) and S_ISREG(found.st_mode):
                 yield found.st_mtime, found.st_size, path
             elif clean and SCRATCH_NAME.fullmatch(path.name) and found.st_mtime < stale:
                 path.unlink()
 
 
 def default_budget_bytes(folder: Path, used: int) -> float:
-    """What a store may take whose size nobody has named; used: bytes that it takes now."""
+    """Returns what a store may take whose size nobody has named; used: bytes that it takes now."""
     return SHARE_OF_FREE_DISK * (shutil.disk_usage(folder).free + used)
 
 
-def _checksum(kept: Tensor) -> str:
+def _checksum(path: Path, kept: Tensor) -> list[int]:
     hasher = create_hasher(kept.nbytes)
-    hasher.update(f"{kept.dtype} {[*kept.shape]}".encode())
+    hasher.update(f"{path.name} {kept.dtype} {[*kept.shape]}".encode())
     hasher.update(kept.view(torch.uint8).numpy().data)
-    return hasher.hexdigest()
+    return [*hasher.digest()]
 
 
 def check_store(engine: EngineConfig, shape: DenoiserConfig | None = None, item_bytes: int = 1) -> None:
@@ -307,7 +258,7 @@ def check_store(engine: EngineConfig, shape: DenoiserConfig | None = None, item_
 
 
 def describe_context(denoiser: Denoiser, cache_dtype: str) -> str:
-    """What keys and values depend on besides the segment; raises `ConfigError` for weights that changed.
+    """Says what keys and values depend on besides the segment; raises `ConfigError` for changed weights.
 
     What a config says of decoding alone does not count, nor do policy heads.
     """
@@ -325,18 +276,15 @@ def describe_context(denoiser: Denoiser, cache_dtype: str) -> str:
 
 
 def open_evidence_store(engine: EngineConfig, denoiser: Denoiser) -> EvidenceStore | None:
-    """The store that the settings name, None without one.
+    """Returns the store that the settings name, None without one.
 
-    With `store_read=auto` it is measured, once for a machine, device and model, whether it is to be used.
     Raises `ConfigError` for weights that are not those of their checkpoint.
     """
     if engine.store is None:
         return None
     check_store(engine)
     folder, context = expand_path(engine.store, ConfigError), describe_context(denoiser, engine.cache_dtype)
-    store = EvidenceStore(folder, context, engine.store_gib and engine.store_gib * GIB)
-    store.reads, store.ranks = engine.store_read != "never", denoiser.tensor_parallel
-    if engine.store_read == "auto":
-        speed = store.speed = store.load_or_measure_speed(denoiser, engine.cache_dtype)
-        store.reads = store.writes = speed is None or speed.read_seconds < speed.encode_seconds
+    token = KVFormat(denoiser, engine.cache_dtype).empty(1)
+    store = EvidenceStore(folder, context, token, engine.store_gib and engine.store_gib * GIB)
+    store.ranks = denoiser.tensor_parallel
     return store

@@ -224,7 +224,7 @@ class EvidencePool:
         return found
 
     def _write_to_store(self, segment: Segment, kept: Tensor) -> None:
-        if self.store is not None and self.store.writes:
+        if self.store is not None:
             self.store.add(segment, *self._to_host(kept))
 
     def _to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:

@@ -1,7 +1,9 @@
 """Paths as people name them, and files that are written whole or not at all."""
 
+import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -106,6 +108,19 @@ def expand_path(path: str | Path, error: type[UserError], key: str = "") -> Path
         reason = getattr(problem, "strerror", None) or "no path"
         raise error(f"{name} cannot be read ({reason})") from None
     return found
+
+
+def read_regular_file(path: Path, most: int) -> bytes:
+    """Returns what a regular file holds; raises `OSError` for anything else, or for more than `most` bytes.
+
+    A pipe without a writer is not waited for.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:  # noqa: PTH123
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        if os.fstat(file.fileno()).st_size > most or len(data := file.read(most + 1) or b"") > most:
+            raise OSError(errno.EFBIG, f"it is larger than {most:,} bytes")
+        return data
 
 
 def resolve_regular_file(path: str | Path, what: str, error: type[UserError]) -> Path:

@@ -25,7 +25,6 @@ def check_tensor_parallel(config: Config, train: TrainConfig, shape: DenoiserCon
     if train.tensor_parallel == 1:
         return
     split_config(shape, train.tensor_parallel, "train.tensor_parallel")
-    auto_store = config.engine.store is not None and config.engine.store_read == "auto"
     for found, reason in (
         (
             train.context_parallel > 1,
@@ -34,7 +33,6 @@ def check_tensor_parallel(config: Config, train: TrainConfig, shape: DenoiserCon
         (train.optimizer == "muon", "splits matrices, which muon needs whole: set train.optimizer=adamw"),
         (shape.experts is not None, "does not split experts that are trained: set train.parallel=fsdp"),
         (train.compile, "sums within what train.compile would compile: leave that out"),
-        (auto_store, "measures no device for engine.store_read=auto: set always or never"),
     ):
         if found:
             raise ConfigError(f"train.tensor_parallel={train.tensor_parallel} {reason}")

@@ -47,7 +47,7 @@ def fill(call, store, model, corpus_file):
 
 def open_to_read(store, model):
     return open_evidence_store(
-        EngineConfig(store=str(store), store_read="always"), Denoiser.from_pretrained(model)
+        EngineConfig(store=str(store)), Denoiser.from_pretrained(model)
     )
 
 
@@ -148,8 +148,8 @@ def test_a_second_decoder_encodes_nothing_and_gives_the_same_tokens(
 
     with memory():
         plain, _ = decode()
-        first, writer = decode(store=str(store), store_read="always")
-        second, reader = decode(store=str(store), store_read="always")
+        first, writer = decode(store=str(store))
+        second, reader = decode(store=str(store))
     assert plain == first == second
     written, read = writer.model_runner.cache_stats, reader.model_runner.cache_stats
     assert written.encoded_segments == read.store_segments == len([*list_entries(store)]) > 3

@@ -7,13 +7,15 @@ import resource
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from dlm_rag.config import EngineConfig
 from dlm_rag.errors import ConfigError
-from dlm_rag.evidence import evidence_store, store_speed
+from dlm_rag.evidence import evidence_store
 from dlm_rag.evidence.evidence_store import EvidenceStore, list_entries, open_evidence_store
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.packed_batch import Segment
@@ -22,6 +24,7 @@ from tests.support.processes import wait_until
 from tests.support.tiny_models import tiny_denoiser
 
 GENEROUS = 2**30
+TOKEN = torch.empty(2, 2, 1, 2, 8)
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -34,7 +37,7 @@ def kept(number, dtype=torch.float32):
 
 
 def fill(folder, numbers, budget=GENEROUS):
-    store = EvidenceStore(folder, "tiny", budget)
+    store = EvidenceStore(folder, "tiny", TOKEN, budget)
     for number in numbers:
         store.add(segment(number), kept(number))
     store.flush()
@@ -43,7 +46,7 @@ def fill(folder, numbers, budget=GENEROUS):
 
 def count_right(folder, numbers):
     """How many of the entries are there; what is there must be right."""
-    store = EvidenceStore(folder, "tiny", GENEROUS)
+    store = EvidenceStore(folder, "tiny", TOKEN, GENEROUS)
     found = {number: store.get(segment(number)) for number in numbers}
     assert all(tensor is None or torch.equal(tensor, kept(number)) for number, tensor in found.items())
     assert not store.stats.damaged_entries
@@ -52,10 +55,10 @@ def count_right(folder, numbers):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 def test_an_entry_is_returned_bit_for_bit_by_another_process(tmp_path, dtype):
-    store = EvidenceStore(tmp_path, "tiny", GENEROUS)
+    store = EvidenceStore(tmp_path, "tiny", TOKEN.to(dtype), GENEROUS)
     store.add(segment(1), kept(1, dtype))
     store.flush()
-    found = EvidenceStore(tmp_path, "tiny", GENEROUS).get(segment(1))
+    found = EvidenceStore(tmp_path, "tiny", TOKEN.to(dtype), GENEROUS).get(segment(1))
     assert found is not None and found.dtype == dtype and torch.equal(found, kept(1, dtype))
 
 
@@ -63,7 +66,7 @@ def test_whatever_the_numbers_depend_on_is_part_of_the_key(tmp_path):
     store = fill(tmp_path, [1])
     others = [segment(2), segment(1, start=1), segment(1, first=4, block=4), segment(1, block=5)]
     assert all(store.get(other) is None for other in others)
-    assert EvidenceStore(tmp_path, "other weights", GENEROUS).get(segment(1)) is None
+    assert EvidenceStore(tmp_path, "other weights", TOKEN, GENEROUS).get(segment(1)) is None
 
 
 def test_flipped_bits_are_found(tmp_path, caplog):
@@ -75,7 +78,7 @@ def test_flipped_bits_are_found(tmp_path, caplog):
         flipped = bytearray(whole)
         flipped[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
         path.write_bytes(flipped)
-        store = EvidenceStore(tmp_path, "tiny", GENEROUS)
+        store = EvidenceStore(tmp_path, "tiny", TOKEN, GENEROUS)
         found = store.get(segment(1))
         # A bit that says nothing (of the header's padding) may pass.
         assert (found is None and store.stats.damaged_entries == 1) or torch.equal(found, kept(1))
@@ -84,13 +87,86 @@ def test_flipped_bits_are_found(tmp_path, caplog):
     assert path.read_bytes() == whole
 
 
+def entry_path(folder, number):
+    return EvidenceStore(folder, "tiny", TOKEN, GENEROUS).path(segment(number))
+
+
+def test_an_entry_knows_whose_it_is(tmp_path):
+    """Entries under one another's name are computed again."""
+    fill(tmp_path, [1, 2])
+    one, two = entry_path(tmp_path, 1), entry_path(tmp_path, 2)
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first)
+    three = entry_path(tmp_path, 3)
+    three.parent.mkdir(exist_ok=True)
+    three.write_bytes(first)
+    store = EvidenceStore(tmp_path, "tiny", TOKEN, GENEROUS)
+    assert [store.get(segment(n)) for n in (1, 2, 3)] == [None] * 3 and store.stats.damaged_entries == 3
+    assert not one.exists(), "a damaged entry is removed, and written again"
+    fill(tmp_path, [1, 2])
+    assert count_right(tmp_path, [1, 2]) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x[:1], lambda x: x[:, :, :5], lambda x: x.bfloat16(), lambda x: x.double(),
+        lambda x: x[0], lambda x: x.reshape(2, 2, 10, 8, 2), lambda x: x.new_zeros(0),
+        lambda x: x.to(torch.complex64),
+    ],
+)  # fmt: skip
+def test_shape_and_dtype_of_an_entry_are_checked(tmp_path, change):
+    """Of an entry whose checksum is right."""
+    path, other = entry_path(tmp_path, 1), change(kept(1)).contiguous()
+    path.parent.mkdir(parents=True)
+    checksum = torch.tensor(evidence_store._checksum(path, other), dtype=torch.uint8)
+    path.write_bytes(save({"keys_values": other, "blake3": checksum}))
+    store = EvidenceStore(tmp_path, "tiny", TOKEN, GENEROUS)
+    assert store.get(segment(1)) is None and store.stats.damaged_entries == 1 and not path.exists()
+
+
+def make_sparse(path):
+    with path.open("wb") as file:
+        file.truncate(40 * 2**30)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        os.mkfifo, lambda path: path.symlink_to("/dev/zero"), make_sparse, Path.mkdir,
+        lambda path: path.symlink_to(path), lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"\xff" * 64),
+        lambda path: path.write_bytes((3000).to_bytes(8, "little") + b'{"a":' * 600),
+        lambda path: path.write_bytes(save({"keys_values": kept(1)})),
+        lambda path: path.write_bytes(save({"other": kept(1)})),
+    ],
+    ids=["fifo", "zero", "sparse", "folder", "loop", "empty", "noise", "deep", "no checksum", "other name"],
+)  # fmt: skip
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_is_no_entry_is_not_read(tmp_path, make, ahead, monkeypatch):
+    monkeypatch.setattr(evidence_store, "SMALL_ENTRY_BYTES", 1)
+    path = entry_path(tmp_path, 1)
+    path.parent.mkdir(parents=True)
+    make(path)
+    store = EvidenceStore(tmp_path, "tiny", TOKEN, GENEROUS)
+    if ahead:
+        store.prefetch([segment(1)])
+    begin = time.monotonic()
+    assert store.get(segment(1)) is None and store.stats.damaged_entries == 1
+    assert time.monotonic() - begin < 2
+    fill(tmp_path, [1])  # what could not be removed stays, and costs only time
+    if not path.is_dir():
+        assert count_right(tmp_path, [1]) == 1
+
+
 def test_what_was_used_longest_ago_leaves(tmp_path):
     fill(tmp_path, range(8))
     size = next(tmp_path.glob("*/*.safetensors")).stat().st_size
     for number in range(8):
-        key = EvidenceStore(tmp_path, "tiny", GENEROUS).path(segment(number))
+        key = EvidenceStore(tmp_path, "tiny", TOKEN, GENEROUS).path(segment(number))
         os.utime(key, (number + 10.0, number + 10.0))
-    store = EvidenceStore(tmp_path, "tiny", 8 * size)
+    store = EvidenceStore(tmp_path, "tiny", TOKEN, 8 * size)
     assert store.get(segment(0)) is not None  # used just now
     store.add(segment(8), kept(8))
     store.flush()
@@ -113,7 +189,7 @@ def test_files_of_others_do_not_leave(tmp_path):
 def test_a_store_never_passes_its_budget(tmp_path):
     store, most = fill(tmp_path, [0]), 0
     budget = 40 * next(list_entries(tmp_path))[1]
-    store = EvidenceStore(tmp_path, "tiny", budget)
+    store = EvidenceStore(tmp_path, "tiny", TOKEN, budget)
     for number in range(1, 120):
         store.add(segment(number), kept(number))
         store.flush()
@@ -177,48 +253,10 @@ def open_store(tmp_path, denoiser, **settings):
     return open_evidence_store(EngineConfig(store=str(tmp_path / "store"), **settings), denoiser)
 
 
-@pytest.mark.parametrize("seconds", [1e-9, 1e9])
-def test_what_is_sooner_is_done_unless_it_is_said(tmp_path, checkpoint, monkeypatch, seconds):
-    """The measured seconds of encoding are made up; reading takes its time."""
-    measured = []
-
-    def time_encoding(*given):
-        measured.append(found := (seconds, store_speed.time_encoding(*given)[1]))
-        return found
-
-    monkeypatch.setattr(evidence_store, "time_encoding", time_encoding)
-    denoiser = Denoiser.from_pretrained(checkpoint)
-    for _ in range(2):
-        found = open_store(tmp_path, denoiser)
-        assert found.reads == found.writes == (seconds > 1)
-        assert ("not used" in found.describe()) == (seconds < 1)
-    assert len(measured) == 1 and not [*list_entries(found.folder)], "what was measured with is gone"
-    for file in found.folder.glob(store_speed.SPEED_FILES):
-        file.write_text('{"encode_seconds": "soon"}')
-    assert open_store(tmp_path, denoiser).speed.encode_seconds == seconds and len(measured) == 2
-    always, never = (open_store(tmp_path, denoiser, store_read=choice) for choice in ("always", "never"))
-    assert always.reads and always.writes and never.writes and not never.reads
-    assert len(measured) == 2
-
-
-def test_time_to_compile_is_not_time_to_encode(checkpoint, monkeypatch):
-    """The first call of a compiled model is slow, however slow the machine is otherwise."""
-    denoiser, encode, pauses = Denoiser.from_pretrained(checkpoint), store_speed.encode_segments, [0.5]
-
-    def encode_slowly_once(*given):
-        time.sleep(pauses.pop() if pauses else 0)
-        return encode(*given)
-
-    monkeypatch.setattr(store_speed, "encode_segments", encode_slowly_once)
-    monkeypatch.setattr(store_speed, "WARM_UP_SECONDS", 0.1)
-    denoiser._compiled_before = 0
-    assert store_speed.time_encoding(denoiser, "auto")[0] < 0.5 / store_speed.MEASURED_PASSAGES
-
-
 def test_large_entries_are_read_ahead(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence_store, "SMALL_ENTRY_BYTES", 1)
     fill(tmp_path, range(100))
-    store = EvidenceStore(tmp_path, "tiny", GENEROUS)
+    store = EvidenceStore(tmp_path, "tiny", TOKEN, GENEROUS)
     store.prefetch(map(segment, range(101)))  # most of which nobody comes for, and one that is not there
     assert all(torch.equal(store.get(segment(n)), kept(n)) for n in range(100))
     assert store.get(segment(100)) is None
@@ -226,25 +264,29 @@ def test_large_entries_are_read_ahead(tmp_path, monkeypatch):
 
 def test_what_waits_for_a_slow_disk_is_bounded_in_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence_store, "MAX_PENDING_BYTES", 3 * kept(0).nbytes)
-    store, disk, write = EvidenceStore(tmp_path, "tiny", GENEROUS), threading.Event(), EvidenceStore._write
+    store, disk, write = (
+        EvidenceStore(tmp_path, "tiny", TOKEN, GENEROUS),
+        threading.Event(),
+        EvidenceStore._write,
+    )
     monkeypatch.setattr(EvidenceStore, "_write", lambda *given: disk.wait() and write(*given))
     filling = threading.Thread(target=lambda: [store.add(segment(n), kept(n)) for n in range(9)])
     filling.start()
-    wait_until(lambda: store._pending >= 3 * kept(0).nbytes, seconds=10)
+    wait_until(lambda: len(store._writing) == 2, seconds=10)
     filling.join(0.1)
-    assert filling.is_alive() and store._pending == 3 * kept(0).nbytes
+    assert filling.is_alive() and sum(size for size, _ in store._writing) <= 3 * kept(0).nbytes
     disk.set()
     filling.join()
     store.flush()
-    assert count_right(tmp_path, range(9)) == 9 and not store._pending
+    assert count_right(tmp_path, range(9)) == 9
 
 
 def test_what_is_read_ahead_is_read_once(tmp_path, monkeypatch):
     """However many rows ask for it before the first call."""
     monkeypatch.setattr(evidence_store, "SMALL_ENTRY_BYTES", 1)
     fill(tmp_path, range(100))
-    store, read = EvidenceStore(tmp_path, "tiny", GENEROUS), []
-    monkeypatch.setattr(store, "_read", lambda path: read.append(path))
+    store, read = EvidenceStore(tmp_path, "tiny", TOKEN, GENEROUS), []
+    monkeypatch.setattr(store, "_read", lambda segment: read.append(segment))
     for number in range(100):
         store.prefetch([segment(number)])
         store._readers.submit(lambda: None).result()
@@ -266,7 +308,7 @@ def test_an_entry_of_another_user_is_read(tmp_path, monkeypatch):
 
 
 def test_two_stores_of_a_process_write_the_same_entries(tmp_path):
-    stores = [EvidenceStore(tmp_path, "tiny", GENEROUS) for _ in range(8)]
+    stores = [EvidenceStore(tmp_path, "tiny", TOKEN, GENEROUS) for _ in range(8)]
     for number in range(30):
         for store in stores:
             store.add(segment(number), kept(number))
@@ -278,17 +320,17 @@ def test_two_stores_of_a_process_write_the_same_entries(tmp_path):
 def test_what_another_version_has_computed_is_not_read(tmp_path, checkpoint, monkeypatch):
     denoiser = Denoiser.from_pretrained(checkpoint)
     before = evidence_store.describe_context(denoiser, "auto")
-    monkeypatch.setattr(evidence_store, "KEYS_VALUES_VERSION", 2)
+    monkeypatch.setattr(evidence_store, "KEYS_VALUES_VERSION", 3)
     assert evidence_store.describe_context(denoiser, "auto") != before
 
 
 def test_entries_belong_to_weights_and_not_to_heads(tmp_path, checkpoint):
     denoiser = Denoiser.from_pretrained(checkpoint)
-    open_store(tmp_path, denoiser, store_read="always").add(segment(1), kept(1))
+    open_store(tmp_path, denoiser).add(segment(1), kept(1))
 
     def is_there(path, **changes):
         other = Denoiser.from_pretrained(path, **changes)
-        return segment(1) in open_store(tmp_path, other, store_read="always")
+        return segment(1) in open_store(tmp_path, other)
 
     with_heads = tmp_path / "heads"
     heads = tiny_denoiser(evidence_layout="independent", commit_rule="policy_head")
@@ -323,9 +365,9 @@ def step(denoiser):
 def test_weights_that_changed_are_refused(tmp_path, checkpoint, change):
     denoiser = Denoiser.from_pretrained(checkpoint)
     denoiser.requires_grad_(True)
-    assert open_store(tmp_path, denoiser, store_read="always") is not None
+    assert open_store(tmp_path, denoiser) is not None
     change(denoiser)
     with pytest.raises(ConfigError, match="have changed since"):
-        open_store(tmp_path, denoiser, store_read="always")
+        open_store(tmp_path, denoiser)
     with pytest.raises(ConfigError, match="of no checkpoint"):
         open_store(tmp_path, tiny_denoiser())

@@ -30,13 +30,6 @@ def test_every_exact_mechanism_gives_the_tokens_of_the_reference(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_tier_of_evidence_is_timed(tmp_path):
-    run_benchmark("bench_store", "--out", tmp_path, "--shapes", "shipped", "engine.cache_dtype=int8")
-    (row,) = json.loads((tmp_path / "scores.json").read_text())["rows"]
-    assert min(list(row.values())[1:]) > 0 and (tmp_path / "picture.png").stat().st_size > 10_000
-
-
-@pytest.mark.slow
 def test_precisions_are_compared(tmp_path):
     words = ("--questions", 4, "--only", "float32,int8,mxfp8")
     run_benchmark("bench_precision", "--out", tmp_path, *words)

@@ -93,7 +93,7 @@ def list_entries(store):
 def compare_with_store(folder):
     """With a store that is filled, then read, then lacks what one of the ranks has put there."""
     store = folder / "store"
-    engine = {"store": str(store), "store_read": "always"}
+    engine = {"store": str(store)}
     whole, _ = decode_setup(folder, "shifted")
     found = {}
     for name in ("filled", "read", "damaged"):
