@@ -3,7 +3,6 @@
     dlm-rag page trace.jsonl --html page.html
     python docs/picture.py page.html docs/images/sample.webp    # all steps of the first question
     python docs/picture.py page.html docs/images/page-middle.png --place '#step=4'
-    python docs/picture.py runs/tiny/train.html train.png --dark --width 390
 
 A picture is as high as the page. Needs Chromium, and the repository for the driver of its tests.
 """

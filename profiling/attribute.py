@@ -7,8 +7,8 @@ REPORT is a report of Nsight Systems (.nsys-rep, .qdstrm, its .sqlite export) or
 the session; the time its GPU work ran, the time the GPU stood still while the stage was open, the time
 the host waited for the GPU; the heaviest kernels. Self times and what no stage covers add up to the whole.
 Then the steps (first, median, 95th percentile, last), the time of a question, and how much of retrieval
-ran beside denoising. --baseline: what got slower first. Prints tables; --out also gets report.md,
-report.json and report.html. --energy: the stamp of the run's answers (answers.jsonl.run.json),
+ran beside denoising. --baseline: what got slower first. Prints tables; --out also gets report.md
+and report.json. --energy: the stamp of the run's answers (answers.jsonl.run.json),
 or metrics.jsonl of a training; its mean power times the self time of a stage is the stage's joules. That
 is by time share: no sensor is fast enough to see a stage.
 
@@ -21,8 +21,7 @@ from pathlib import Path
 
 from attribution import Attribution, StageTime, attribute_session, compare_attributions
 from bench_tools import TableRow, format_markdown_table, print_table, write_json
-from profile_readers import ProfileSession, read_profile_session
-from session_page import render_session_page
+from profile_readers import read_profile_session
 
 from dlm_rag.cli import print_note, run_program
 from dlm_rag.commands.arguments import CommandParser
@@ -96,10 +95,8 @@ def format_overlap_note(found: Attribution) -> str:
     return f"{said} beside denoising.{left_out}{gpu}{joules}"
 
 
-def write_attribution_report(
-    out: Path, session: ProfileSession, found: Attribution, baseline: Attribution | None
-) -> None:
-    """report.json, report.md and report.html in a folder."""
+def write_attribution_report(out: Path, found: Attribution, baseline: Attribution | None) -> None:
+    """Writes report.json and report.md into a folder."""
     record = {"now": asdict(found)} | ({"baseline": asdict(baseline)} if baseline else {})
     title, machine = describe_run(found)
     notes = [format_overlap_note(found)]
@@ -109,14 +106,10 @@ def write_attribution_report(
     if baseline is not None:
         notes.insert(0, f"Before: {describe_run(baseline)[0]}")
     write_json(out / "report.json", record)
-    tables = build_tables(found, baseline)
     blocks = [f"# {title}"]
-    for heading, rows in tables:
+    for heading, rows in build_tables(found, baseline):
         blocks += [f"**{heading}**", format_markdown_table(rows)]
     write_text_atomic(out / "report.md", "\n\n".join([*blocks, *notes]) + "\n")
-    write_text_atomic(
-        out / "report.html", render_session_page(title, session, found, baseline, tables, notes)
-    )
 
 
 def describe_run(found: Attribution) -> tuple[str, dict[str, str]]:
@@ -144,21 +137,20 @@ def main(argv: list[str]) -> None:
     parser = CommandParser(__doc__ or "", prog="attribute.py")
     parser.add_argument("report", type=Path)
     parser.add_argument("--baseline", type=Path, help="an earlier report to compare with")
-    parser.add_argument("--out", type=Path, help="folder for report.md, .json, .html")
+    parser.add_argument("--out", type=Path, help="folder for report.md and report.json")
     parser.add_argument("--energy", type=Path, help="a stamp or metrics.jsonl of the run, with its joules")
     given = parser.parse_args(argv)
     if given.out is not None:
         make_folder(given.out)
     watts = read_mean_watts(given.energy) if given.energy else None
-    session = read_profile_session(given.report)
-    found = replace(attribute_session(session), watts=watts)
+    found = replace(attribute_session(read_profile_session(given.report)), watts=watts)
     baseline = attribute_session(read_profile_session(given.baseline)) if given.baseline else None
     for title, rows in build_tables(found, baseline):
         print_table(rows, title)
     print(format_overlap_note(found))
     if given.out is not None:
-        write_attribution_report(given.out, session, found, baseline)
-        print_note(f"the page is {given.out / 'report.html'}")
+        write_attribution_report(given.out, found, baseline)
+        print_note(f"the report is {given.out / 'report.md'}")
 
 
 if __name__ == "__main__":

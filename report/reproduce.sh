@@ -5,7 +5,7 @@
 #   report/reproduce.sh --quick   every command at a tiny size: does it still run?
 #   report/reproduce.sh --gpu     only prints the commands that need a GPU, with the hours that the planner estimates
 #
-# The number before a command is its time in minutes on 2 cores of an AMD EPYC, recorded or estimated from stored speeds; they add up to 302. A command that
+# The number before a command is its time in minutes on 2 cores of an AMD EPYC, recorded or estimated from stored speeds; they add up to 291. A command that
 # fails does not stop the others; the exit status is then 1. What needs public data (recall on HotpotQA and 2Wiki, the readers, dense
 # retrieval) or a program that is gone is not here: its entry in docs/measurements has the command and the commit.
 set -uo pipefail
@@ -82,14 +82,12 @@ for seed in 8 9; do
         --questions "$OUT/world$seed/questions.jsonl" --compare interleaved,static,oracle $ask
 done
 
-# 3. Caching, precision, blocks at once (tables 5 and 6, figures 5 and 6)
+# 3. Caching, blocks at once (tables 5 and 6, figures 5 and 6)
 run 15 $PYTHON profiling/bench_decode.py --out "$OUT/decode" --limit "$(pick 300 2)" --rounds "$(pick 3 1)" decode.batch_size=16 \
     --model dlm_rag/shipped/whole $files
 run 8 $PYTHON profiling/bench_decode.py --out "$OUT/stored" --limit "$(pick 300 2)" --rounds "$(pick 3 1)" decode.batch_size=16
 $quick || run 15 $PYTHON profiling/bench_decode.py --out "$OUT/shape" --shape 100m --limit 4 --rounds 3 --before 100 \
     decode.batch_size=4 engine.prefix_cache_gib=8
-run 6 $PYTHON profiling/bench_precision.py --out "$OUT/precision" --only "$(pick float32,bfloat16,float16,int8,int8_weight,fp8 float32,int8)" \
-    --questions "$(pick 0 6)"
 run 2 $PYTHON evaluate.py --out "$OUT/at_once" --sweep "decode.blocks_at_once=$(pick 1,2,3,4,12 1,12)" $files $some
 run 2 $PYTHON evaluate.py --out "$OUT/opened" --sweep "decode.blocks_at_once=$(pick 2,3,4,12 2,12)" decode.block_add_threshold=0 $files $some
 

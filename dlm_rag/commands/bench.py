@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
 def list_benchmarks() -> dict[str, Path]:
     folder = find_companion_folder("profiling")
     names = sorted(path.stem for path in folder.glob(f"{PREFIX}*.py") if path.stem != "bench_tools")
-    return {name.removeprefix(PREFIX): folder / f"{name}.py" for name in [*names, "first_gpu", "scaling"]}
+    return {name.removeprefix(PREFIX): folder / f"{name}.py" for name in [*names, "first_gpu"]}
 
 
 def run_profiling_program(path: Path, argv: list[str], name: str) -> None:

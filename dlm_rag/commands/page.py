@@ -3,12 +3,9 @@
     dlm-rag page trace.jsonl --html page.html
     dlm-rag page static.jsonl interleaved.jsonl --html page.html     # the same questions, side by side
     dlm-rag page trace.jsonl --questions questions.jsonl --html page.html    # with golden answers
-    dlm-rag page runs/tiny --html page.html     # of a training run: curves and examples
 
 `dlm-rag sample --trace FILE` writes a trace; `dlm-rag sample --html FILE` makes the page directly.
 """
-
-from pathlib import Path
 
 from dlm_rag.cli import CommandParser, print_note
 from dlm_rag.commands.answer_job import check_distinct_paths
@@ -17,20 +14,6 @@ from dlm_rag.files.paths import expand_path
 from dlm_rag.page.html import check_page_target
 from dlm_rag.page.render import read_trace_runs, write_page
 from dlm_rag.questions import read_questions
-
-
-def write_training_page(page: Path, folders: list[Path]) -> None:
-    """Writes the page of one run of `train`. Raises `ConfigError` for a folder without metrics."""
-    from dlm_rag.page.training import make_training_page
-    from dlm_rag.training.metrics_logger import read_metrics
-
-    metrics = read_metrics(folders[0] / "metrics.jsonl")
-    if not metrics or len(folders) > 1:
-        raise ConfigError(
-            f"{folders[0]} is a folder: of a training name that folder alone, which holds its metrics.jsonl"
-        )
-    check_page_target(str(page))
-    make_training_page(page, folders[0], metrics)
 
 
 def main(argv: list[str]) -> None:
@@ -44,11 +27,8 @@ def main(argv: list[str]) -> None:
     traces = [expand_path(path, TraceError) for path in given.traces]
     page = expand_path(given.html, ConfigError)
     known = read_questions(given.questions) if given.questions else []
-    if traces[0].is_dir():
-        write_training_page(page, traces)
-    else:
-        read = {f"trace {number}, {path},": str(path) for number, path in enumerate(traces, start=1)}
-        check_distinct_paths({"html": str(page)}, read | {"questions": given.questions})
-        check_page_target(str(page))
-        write_page(page, read_trace_runs(traces), known)
+    read = {f"trace {number}, {path},": str(path) for number, path in enumerate(traces, start=1)}
+    check_distinct_paths({"html": str(page)}, read | {"questions": given.questions})
+    check_page_target(str(page))
+    write_page(page, read_trace_runs(traces), known)
     print_note(f"the page is in {page}")

@@ -3,7 +3,6 @@
     dlm-rag train --config tiny.yaml             # every phase at a small size, on invented worlds
     dlm-rag train --config tiny.yaml --resume    # continue from the last checkpoint
     dlm-rag train --config gb300.yaml --plan     # memory, time and cost, before anything is allocated
-    dlm-rag train --config tiny.yaml --page      # with a page, train.html, that follows the run
     torchrun --nproc-per-node 2 -m dlm_rag train --config world.yaml    # on two processes
 
 The folder of --out gets metrics.jsonl, checkpoints/ and, at the end, model/. Then ask it:
@@ -40,7 +39,6 @@ TRAIN_SETTINGS = (
 def main(argv: list[str]) -> None:
     switches = {
         "resume": "go on from the last checkpoint",
-        "page": "keep a page of curves and examples in the folder, train.html, which a browser follows",
         "plan": "print what the run takes in memory, time and energy, and do nothing",
     }
     words = parse_command_line(__doc__ or "", argv, TRAIN_SETTINGS, switches=switches)
@@ -87,7 +85,7 @@ def main(argv: list[str]) -> None:
         device = processes.local_device(config.model.device)
         check_run_fits(config, processes.world_size, device)  # before anything is fetched
         limit_cuda_allocator(config.engine, device)
-        run_training(config, open_initial_model(config), folder, processes, stop, "page" in words.switches)
+        run_training(config, open_initial_model(config), folder, processes, stop)
     if stop.interrupted:
         raise KeyboardInterrupt
 

@@ -15,13 +15,11 @@ from dlm_rag.energy.meter import format_three_digits
 from dlm_rag.errors import ConfigError, summarize_error
 from dlm_rag.files.checked_json import parse_json_object
 from dlm_rag.files.paths import write_text_atomic
-from dlm_rag.page.training import TrainingPage
 from dlm_rag.progress import LOG_EVERY_SECONDS, can_draw, format_duration, report_progress
 
 Metrics = dict[str, Any]
 
 SCREEN_WINDOW_STEPS = 50  # steps that the figures on the screen are means of
-PAGE_NAME = "train.html"
 VALIDATION_PREFIXES = ("exact_match", "forwards", "nelbo")  # how the names of validation metrics begin
 TEXT_METRICS = ("phase", "alarm", "joules_of")  # metrics that are no numbers
 REQUIRED_METRICS = ("step", "seconds", "rows", "supervised_tokens")  # what every line of metrics has
@@ -36,10 +34,8 @@ VALIDATION_FORMATS = {"exact_match": "EM {:.1%}", "nelbo_per_token": "NELBO {:.3
 class MetricsLogger:
     """Writes `metrics.jsonl` in `folder`; a resumed run replaces what it computes again."""
 
-    def __init__(
-        self, folder: Path, config: Config, from_step: int, quiet: bool = False, page: bool = False
-    ) -> None:
-        """quiet: nothing is written, as on all processes but the first. page: `train.html` is kept too."""
+    def __init__(self, folder: Path, config: Config, from_step: int, quiet: bool = False) -> None:
+        """quiet: nothing is written, as on all processes but the first."""
         self._path, self._quiet = folder / "metrics.jsonl", quiet
         self._last: Metrics = {}
         if not quiet and self._path.is_file():
@@ -47,12 +43,6 @@ class MetricsLogger:
             self._write(kept)
             self._last = kept[-1] if kept else {}
         self._steps = sum(phase.max_steps for phase in config.train.get_phase_configs().values())
-        self.page = (
-            TrainingPage(folder / PAGE_NAME, str(folder), self._steps) if page and not quiet else None
-        )
-        if self.page:
-            for metrics in read_metrics(self._path):
-                self.page.add_step(metrics)
         self._recent: deque[Metrics] = deque(maxlen=SCREEN_WINDOW_STEPS)
         self._validated: Metrics = {}
         self._wandb = None if quiet else start_wandb(config, folder)
@@ -67,9 +57,6 @@ class MetricsLogger:
     def __exit__(self, *error: object) -> None:
         if self._bar:
             self._bar.__exit__(None, None, None)
-        if self.page:
-            done = self._last.get("step", -1) + 1
-            self.page.write("finished" if done >= self._steps else f"stopped after step {done:,}")
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -92,9 +79,6 @@ class MetricsLogger:
                 f"{format_duration(left)} left"
             )
         self._advance(1)
-        if self.page:
-            self.page.add_step(metrics)
-            self.page.write()
 
     def _is_line_due(self, done: int) -> bool:
         """In a terminal after so many steps; in a log after as many, then once a minute, and at the end."""
@@ -115,11 +99,11 @@ class MetricsLogger:
         """Whether the last step has the scores of a validation."""
         return not self._quiet and bool(select_validation_metrics(self._last))
 
-    def log_validation(self, scores: dict[str, float], examples: Metrics | None = None) -> None:
-        """A validation's, to the metrics of the last step; examples: answers by question, as they come."""
+    def log_validation(self, scores: dict[str, float]) -> None:
+        """Adds the scores of a validation to the metrics of the last step."""
         if self._quiet:
             return
-        self._last |= scores | ({"examples": examples} if examples else {})
+        self._last |= scores
         self._write([*read_metrics(self._path)[:-1], self._last])
         if self._wandb is not None:
             self._wandb.log(scores, step=self._last["step"])
@@ -128,9 +112,6 @@ class MetricsLogger:
             print_note(
                 " · ".join([f"validation after step {done:,}", *describe_validation(self._validated)])
             )
-        if self.page:
-            self.page.add_validation(self._last)
-            self.page.write()
 
     def _write(self, metrics: list[Metrics]) -> None:
         write_text_atomic(self._path, "".join(json.dumps(line) + "\n" for line in metrics))

@@ -26,12 +26,11 @@ from dlm_rag.training.trainer import Trainer, open_phase
 
 
 def run_training(
-    config: Config, origin: InitialModel, folder: Path, processes: DistributedContext, stop: Any,
-    page: bool = False,
-) -> None:  # fmt: skip
+    config: Config, origin: InitialModel, folder: Path, processes: DistributedContext, stop: Any
+) -> None:
     """The phases, one after another; each begins with the checkpoint of the one before.
 
-    stop: as `commands.train.StopSignal`. page: as in `MetricsLogger`.
+    stop: as `commands.train.StopSignal`.
     """
     commit = get_code_commit()  # of the code that runs: at the end the checkout may be another
     step, left = find_resume_point(folder, list(config.train.get_phase_configs()))
@@ -46,15 +45,12 @@ def run_training(
         canvas, device = origin.config.canvas_length, processes.local_device(config.model.device)
         each = count_encode_flops(origin.config, [canvas], [canvas], [canvas], 4).flops_with_backward(False)
         warn_slow_compute(rows * each, f"a training step with max_new_tokens={canvas}", device.type)
-    with MetricsLogger(folder, config, step, quiet=not processes.is_main, page=page) as report:
+    with MetricsLogger(folder, config, step, quiet=not processes.is_main) as report:
         for phase, (task, validation) in opened.items():
             trainer = Trainer(task, processes)
             trainer.restore()
             if windows is None:
-                say(begun := describe_start(config, trainer, folder))
-                if report.page:
-                    say(f"its page is {report.page.path}: open it in a browser")
-                    report.page.about = begun.partition(";")[0]
+                say(describe_start(config, trainer, folder))
             with stop.catch_interrupt():
                 if windows is None:
                     meter = open_meter(config.energy, trainer.device, host=processes.local_rank == 0)
@@ -102,7 +98,7 @@ def run_phase(
     while True:
         due = trainer.finished or state.phase_step % train.eval_steps == 0
         if state.phase_step and due and not processes.any_rank(report.has_validation):
-            report.log_validation(validation.compute_scores(trainer), validation.examples)
+            report.log_validation(validation.compute_scores(trainer))
         if trainer.finished:
             return False
         begun = time.perf_counter()

@@ -45,8 +45,6 @@ class Phase:
 class Validation(Protocol):
     """Says how good a denoiser is."""
 
-    examples: dict[str, Any]  # of the last scores: by question `answer`, `gold`, `right`, on this process
-
     def compute_scores(self, trainer: Any) -> dict[str, float]:
         """Scores by name, the same on every process; all take part."""
 

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from dlm_rag.evaluation.metrics import score_rollout
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.device_io import to_device, to_host
 from dlm_rag.nvtx_ranges import profile_stage
-from dlm_rag.questions import Question, select_few_per_hop
+from dlm_rag.questions import Question
 from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.retrieval.query import build_query
@@ -46,7 +45,6 @@ class QuestionValidation:
         self.questions, self._truths, self._seed = questions, truths, config.train.seed
         self._retriever, self._config = retriever, config.decode
         self._engine = config.engine.for_training_rollouts
-        self.examples: dict[str, Any] = {}
 
     def compute_scores(self, trainer: Trainer) -> dict[str, float]:
         """Exact match and forwards for all questions, exact match by hops, and the NELBO.
@@ -63,17 +61,10 @@ class QuestionValidation:
         counts |= {f"exact_match_{hops}_hops": by_hops[hops] for hops in sorted(by_hops)}
         counts["forwards_per_answer"] = len(self.questions)
         sums = dict.fromkeys(counts, 0.0)
-        self.examples, shown = {}, {question.id for question in select_few_per_hop(asked)}
         with profile_stage("evaluate"), trainer.evaluation_mode():
             rollouts = lead_ranks(denoiser, partial(self._decode, denoiser, tokenizer, asked))
             for rollout, question in zip(rollouts, asked, strict=True):
                 scored = score_rollout(rollout, question)
-                if question.id in shown:
-                    self.examples[question.question] = {
-                        "answer": rollout.answer,
-                        "gold": " or ".join(question.golden_answers),
-                        "right": bool(scored.exact_match),
-                    }
                 sums["exact_match"] += scored.exact_match
                 sums["forwards_per_answer"] += scored.forwards
                 if question.hops:
@@ -143,7 +134,7 @@ class DocumentValidation:
     """The last sequences of every source, which no step trains on."""
 
     def __init__(self, documents: PackedDocuments) -> None:
-        self._documents, self.examples = documents, dict[str, Any]()
+        self._documents = documents
 
     def compute_scores(self, trainer: Trainer) -> dict[str, float]:
         """The NELBO per token in nats, of all sources together."""

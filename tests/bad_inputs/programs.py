@@ -331,7 +331,6 @@ CASES = [
         ("is neither a flag nor KEY=VALUE", "doctor 'Who wrote Emma?'"),
     ),
     *table("",
-        ("needs --out FOLDER", "profiling/netns_cluster.py"),
         ("'2.5' is not a whole number", "profiling/bench_retrieval.py remote --limit 2.5"),
         ("--kinds: 'bm52' is none of bm25, dense, hybrid (nearest: 'bm25')",
          "profiling/bench_retrieval.py recall --questions questions.jsonl --corpus corpus.jsonl --kinds bm52"),

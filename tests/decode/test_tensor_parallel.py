@@ -219,7 +219,7 @@ def has_ended(number):
         return True
 
 
-LOSSES = [  # how the run is started, which rank is struck, by what; many of each: profiling/kill_ranks.py
+LOSSES = [  # how the run is started, which rank is struck, by what
     ("torchrun", 0, "SIGKILL"),
     ("torchrun", 1, "SIGSTOP"),
     ("rank 0", 1, "SIGKILL"),

@@ -21,7 +21,6 @@ from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.retrieval.composite import NoRetriever
 from dlm_rag.retrieval.query import build_query
 from tests.support.gemma_decoding import QueryHashRetriever, make_gemma_decoder
-from tests.support.paths import ROOT
 from tests.support.tiny_diffusion_gemma import END, PAD, write_tiny_gemma
 
 
@@ -287,19 +286,6 @@ def test_with_retrieval_it_is_the_plain_loop_that_encodes_all_at_each_step(tiny,
         < decoder.model_runner.cache_stats.encoded_tokens
         < decoder.model_runner.cache_stats.requested_tokens
     )
-
-
-@pytest.mark.slow
-def test_on_real_passages_at_most_half_of_the_tokens_run(real, monkeypatch):
-    """Of questions whose queries are scripted; the figure of all is in docs/measurements/."""
-    monkeypatch.syspath_prepend(ROOT / "profiling")
-    from bench_memory import measure_reuse_shares
-
-    found = measure_reuse_shares(real / "hotpotqa", 30)
-    print(found)
-    for script in ("growing", "flickering"):
-        kept, prompts = found[f"{script}, order_by_arrival"]
-        assert prompts > 3 and kept <= 0.5 < found[f"{script}, ranked"][0]
 
 
 @pytest.mark.parametrize(("cut", "runs"), [((1, 2, 3, 4), 1), ((1, 2, 9), 1), ((1, 2, 3), 0), ((7,), 1)])

@@ -85,7 +85,7 @@ def test_the_whole_look_on_a_cpu(tmp_path):
         assert [row["setting"] for row in rows] == ["reference", "batch of 4", "batch of 1"]
         assert all(min(row["answers/s"]) > 0 and 0 < row["roofline %"] < 200 for row in rows)
         assert rows[0]["reused %"] == 0 < rows[1]["reused %"]
-        assert (tmp_path / f"attribution-{name}" / "report.html").stat().st_size > 10_000
+        assert (tmp_path / f"attribution-{name}" / "report.md").stat().st_size > 500
     switches = [row["switch"] for row in found["training"]]
     assert switches == ["none", "logit_chunk 16", "selective", "full"]
     assert all(row["planned GiB"] > 0 for row in found["training"])

@@ -55,8 +55,7 @@ def test_stage_times_of_a_session_are_those_of_the_answers(tmp_path):
             assert part["wall"] == pytest.approx(told, rel=0.05, abs=1e-3), part["stage"]
     turns = sum(record["forwards"] + 1 for record in records)  # the first turn of a row only searches
     assert found["steps"]["count"] * found["steps"]["rows"] == pytest.approx(turns)
-    for name in ("report.md", "report.html"):
-        assert (tmp_path / name).stat().st_size > 500
+    assert (tmp_path / "report.md").stat().st_size > 500
 
 
 @pytest.mark.slow
@@ -74,7 +73,7 @@ def test_a_session_of_training_covers_backward_and_the_steps_that_were_asked_for
     assert calls["checkpoint"] in (1, 2) and calls["evaluate"] in (1, 2) and calls["denoise"] > 4
 
 
-def test_torch_profiler_makes_the_same_page(tmp_path):
+def test_torch_profiler_makes_the_same_report(tmp_path):
     profiling("nsys.py", "sample", "--with", "torch", "--from-step", 2, "decode.batch_size=4",
               "decode.overlap=pipeline", "--report", tmp_path)  # fmt: skip
     found = attribution(tmp_path)
@@ -83,13 +82,11 @@ def test_torch_profiler_makes_the_same_page(tmp_path):
     assert {"denoise", "encode_evidence", "commit", "retrieve"} <= set(stages)
     assert stages["retrieve"]["beside"] > 0, "searches have a thread of their own"
     assert found["questions"] == 8
-    page = (tmp_path / "report.html").read_text()
-    assert "attention sdpa" in page and "attention sdpa" in (tmp_path / "report.md").read_text()
-    assert "<h1>dlm-rag sample" in page and "http:" not in page and "https:" not in page
+    assert "attention sdpa" in (tmp_path / "report.md").read_text()
     layers = stages["denoise"]["layers"]
     assert [*layers] == [str(n) for n in range(len(layers))] and len(layers) > 1
     assert 0.5 * stages["denoise"]["wall"] < sum(layers.values()) < stages["denoise"]["wall"]
-    assert "aten::linear" in stages["denoise"]["kernels"] and "Below <b>denoise</b>" in page
+    assert "aten::linear" in stages["denoise"]["kernels"]
 
 
 def test_a_baseline_shows_what_got_slower_first(tmp_path):

@@ -30,16 +30,6 @@ def test_every_exact_mechanism_gives_the_tokens_of_the_reference(tmp_path):
 
 
 @pytest.mark.slow
-def test_precisions_are_compared(tmp_path):
-    words = ("--questions", 4, "--only", "float32,int8,mxfp8")
-    run_benchmark("bench_precision", "--out", tmp_path, *words)
-    rows = json.loads((tmp_path / "scores.json").read_text())["rows"]
-    assert [row["precision"] for row in rows] == ["float32", "int8"] and (tmp_path / "table.md").exists()
-    assert [row["alone"] for row in rows] == [4, 4] and rows[0]["same tokens"] == 4
-    assert rows[1]["weights MB"] < 0.4 * rows[0]["weights MB"]
-
-
-@pytest.mark.slow
 def test_search_by_url_gives_the_answers_of_a_local_search():
     assert run_benchmark("bench_retrieval", "remote", "--limit", 6, "--rounds", 1).count("6 of 6") == 4
 

@@ -47,8 +47,8 @@ SMALLER = {
     },
     "train-on-a-laptop": {
         "--nproc-per-node 2": "--nproc-per-node 1",
-        "--config tiny.yaml --page --resume": "--config tiny.yaml --page --resume train.max_steps=3",
-        "--config tiny.yaml --page\n": "--config tiny.yaml --page train.max_steps=2\n",
+        "--config tiny.yaml --resume": "--config tiny.yaml --resume train.max_steps=3",
+        "--config tiny.yaml\n": "--config tiny.yaml train.max_steps=2\n",
         "--passages 300": "--passages 100",
         "interleaved,static retrieval": "interleaved,static --limit 2 retrieval",
     },

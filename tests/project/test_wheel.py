@@ -177,4 +177,4 @@ def test_a_run_is_profiled_from_the_wheel(installed, tmp_path):
     )
     done = run(installed / "dlm-rag", *words, cwd=tmp_path)
     assert done.returncode == 0 and "denoise" in done.stdout, done.stderr
-    assert (tmp_path / "seen" / "report.html").is_file()
+    assert (tmp_path / "seen" / "report.md").is_file()

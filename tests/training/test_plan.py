@@ -31,13 +31,10 @@ from dlm_rag.training.planning.plan_report import (
     describe_days_claim,
     describe_required_link,
 )
+from tests.support import planned_step
 from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_denoiser
 from tests.support.training import CPU, MICRO_SETTINGS, build_denoiser, make_trainer
-
-sys.path.insert(0, str(ROOT / "profiling"))
-
-import bench_memory
 
 # Configs that train, by name.
 PLANNED = sorted(
@@ -50,9 +47,9 @@ def slow(ways, *words):
     return [pytest.param(w, marks=[pytest.mark.slow] * any(x in w for x in words)) for w in ways]
 
 
-@pytest.mark.parametrize("way", slow(bench_memory.PLAN_CASES, "more", "rl"))
+@pytest.mark.parametrize("way", slow(planned_step.PLAN_CASES, "more", "rl"))
 def test_the_predicted_peak_is_within_a_hundredth_and_flops_within_a_tenth_of_what_torch_finds(way):
-    found = bench_memory.measure_planned_step([*bench_memory.BASE_SETTINGS, *bench_memory.PLAN_CASES[way]])
+    found = planned_step.measure_planned_step([*planned_step.BASE_SETTINGS, *planned_step.PLAN_CASES[way]])
     assert found.predicted_bytes == pytest.approx(found.measured_bytes, rel=0.01)
     if "checkpointing" not in way and "rl" not in way:  # the plan counts nothing twice
         assert found.predicted_flops == pytest.approx(found.measured_flops, rel=0.1)
@@ -61,7 +58,7 @@ def test_the_predicted_peak_is_within_a_hundredth_and_flops_within_a_tenth_of_wh
 def test_frozen_weights_spare_their_own_half_of_backward_and_attention_spares_nothing():
     """Long rows of a narrow denoiser, where attention is a third of the FLOPs; adapters of rank 2."""
     pytest.importorskip("peft")
-    words = [*bench_memory.BASE_SETTINGS, *bench_memory.PRETRAIN_SETTINGS]
+    words = [*planned_step.BASE_SETTINGS, *planned_step.PRETRAIN_SETTINGS]
     config = load_config(None, words)
     denoiser = build_denoiser(open_initial_model(config))
     add_lora_adapters(denoiser, 2)
@@ -72,7 +69,7 @@ def test_frozen_weights_spare_their_own_half_of_backward_and_attention_spares_no
         objective(examples, count_examples(examples, frozenset({1}), 1.0), LossWeights())[0].backward()
 
     found = count_forward_flops(denoiser.config, examples, "joint").flops_with_backward(frozen=True)
-    assert found == pytest.approx(bench_memory.measure_flops(step), rel=0.1)
+    assert found == pytest.approx(planned_step.measure_flops(step), rel=0.1)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -132,7 +129,7 @@ def test_bytes_moved_are_those_of_operands_and_results():
 
 def test_sharing_a_sequence_divides_its_activations():
     """Eight devices on one sequence: an eighth of its tokens each, the keys and values of all."""
-    words = [*MICRO_SETTINGS, *bench_memory.PRETRAIN_SETTINGS]
+    words = [*MICRO_SETTINGS, *planned_step.PRETRAIN_SETTINGS]
     words += ["train.activation_checkpointing=full", "plan.devices=8"]
     begun = open_initial_model(load_config(None, words))
     whole, shared = (

@@ -1,0 +1,123 @@
+"""The peak memory and FLOPs of one training step, planned and measured on a CPU."""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from dlm_rag.config import load_config
+from dlm_rag.training.distributed import DistributedContext
+from dlm_rag.training.planning.plan import ROLLOUT_EXTRA_KEY, count_forward_flops, plan_phases
+from dlm_rag.training.trainer import open_trainer
+
+SINGLE_PROCESS = DistributedContext(0, 1, 0)
+BASE_SETTINGS = [
+    "train.hidden_size=128", "train.num_hidden_layers=4", "train.vocab_size=2000", "train.rows_per_set=8",
+    "train.passage_sets_per_step=1", "train.prompts_per_step=1", "train.num_generations=8",
+    "train.world_passages=100", "train.worlds=1", "train.eval_questions=1", "train.optimizer=adamw",
+    "train.pointer_loss_weight=0", "train.final_pointer_loss_weight=0", "decode.max_new_tokens=120",
+    "retrieval.top_k=3",
+]  # fmt: skip
+PRETRAIN_SETTINGS = ["train.objective=pretrain", "train.sequence_length=1024", "train.batch_tokens=1024"]
+# Larger than what the plan itself runs (five layers at most, few items).
+MORE_LAYERS_SETTINGS = ["train.num_hidden_layers=7", "train.logit_chunk=64"]
+RL_SETTINGS = [
+    "model.path=dlm_rag/shipped/whole", "train.objective=rl", "train.trainable=all",
+    "train.num_generations=2", "train.train_steps_per_rollout=2", "train.pointer_loss_weight=null",
+    "train.final_pointer_loss_weight=null",
+]  # fmt: skip
+TWO_PARTS_SETTINGS = ["train.passage_sets_per_step=2", "train.prompts_per_step=2"]
+THREE_SETS_SETTINGS = ["train.passage_sets_per_step=3", "train.prompts_per_step=3"]
+PLAN_CASES = {
+    "sft, independent": [],
+    "sft, both objectives": ["model.block_size=8", "train.causal_loss_weight=1"],
+    "sft, joint": ["model.evidence_layout=joint"],
+    "sft, checkpointing full": ["train.activation_checkpointing=full"],
+    "sft, checkpointing selective": ["train.activation_checkpointing=selective"],
+    "sft, second of two parts": [*TWO_PARTS_SETTINGS, "train.gradient_accumulation_steps=2"],
+    "pretrain": PRETRAIN_SETTINGS,
+    "pretrain, 64 logits at a time": [*PRETRAIN_SETTINGS, "train.logit_chunk=64"],
+    "sft, more layers and sets": [*THREE_SETS_SETTINGS, *MORE_LAYERS_SETTINGS],
+    "pretrain, more layers and rows": [
+        *PRETRAIN_SETTINGS, "train.batch_tokens=3072", *MORE_LAYERS_SETTINGS
+    ],
+    "rl": [*RL_SETTINGS, "train.prompts_per_step=3", "train.logit_chunk=64"],
+    "rl, with a reference": [
+        *RL_SETTINGS, *THREE_SETS_SETTINGS, "train.logit_chunk=64", "train.kl_coef=0.1"
+    ],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlanComparison:
+    """The last microbatch of a step on a device: bytes beyond the weights at the peak; FLOPs."""
+
+    predicted_bytes: float
+    measured_bytes: float
+    predicted_flops: float
+    measured_flops: float  # with what backward recomputes
+
+
+def measure_planned_step(words: list[str]) -> PlanComparison:
+    """Plans and takes a step with these settings."""
+    config = load_config(None, words)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, _ = open_trainer(config, Path(folder), SINGLE_PROCESS)
+    shape = trainer.origin.config
+    (plan,) = plan_phases(config, shape, trainer.dtype)
+    part = trainer.task.sample_microbatch(shape, plan.microbatch_items)
+    terms = trainer.task.loss_weights(0)
+    counts = trainer.task.count_microbatch(part, terms)
+
+    def step() -> None:
+        with trainer.autocast():
+            loss, _ = trainer.root(part, counts, terms)
+        loss.backward()
+
+    flops, held = measure_flops(step), 0.0
+    if config.train.gradient_accumulation_steps > 1:
+        held = plan.memory.gradients
+    else:
+        trainer.denoiser.zero_grad(set_to_none=True)
+    examples = trainer.task.sample_examples(shape, plan.microbatch_items)
+    work = count_forward_flops(shape, examples, trainer.task.layout(shape))
+    held_all_along = ("weights", "reference", "optimizer", ROLLOUT_EXTRA_KEY)
+    return PlanComparison(
+        predicted_bytes=sum(n for name, n in plan.device_bytes.items() if name not in held_all_along),
+        measured_bytes=held + measure_peak_bytes(step),
+        predicted_flops=work.flops_with_backward(frozen=False)
+        + (work.flops if plan.memory.reference else 0),
+        measured_flops=flops,
+    )
+
+
+def measure_peak_bytes(call: Callable[[], Any]) -> int:
+    """Peak bytes of the CPU allocator during a call, beyond what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    now = peak = 0
+    events: Any = recorded.profiler.kineto_results.events()
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def measure_flops(call: Callable[[], Any]) -> float:
+    """FLOPs of a call by torch's counter, which does not know the CPU's attention by itself."""
+    aten: Any = torch.ops.aten
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    attention = {
+        forward: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            lambda slope, q, k, v, *_, **__: sdpa_backward_flop_count(slope, q, k, v)
+        ),
+    }
+    with FlopCounterMode(display=False, custom_mapping=attention) as counter:
+        call()
+    return float(counter.get_total_flops())

@@ -1,0 +1,42 @@
+"""What a log of a training run says: a line a minute with the time left, and the last validation."""
+
+import json
+import re
+
+from dlm_rag.config import load_config
+from dlm_rag.training import metrics_logger
+from dlm_rag.training.metrics_logger import MetricsLogger
+from tests.support.training import MICRO_SETTINGS
+
+
+def step_metrics(step, **more):
+    speed = {"seconds": 0.5, "tokens_per_second": 2e3, "supervised_tokens_per_second": 150.0}
+    counts = {"rows": 4, "tokens": 1000, "supervised_tokens": 75}
+    return {"step": step, "loss": 9 / (1 + step), **speed, **counts, **more}
+
+
+def test_a_log_has_a_line_a_minute_with_the_time_left(tmp_path, monkeypatch):
+    clock, said = [0.0], []
+    monkeypatch.setattr(metrics_logger.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(metrics_logger, "print_note", said.append)
+    config = load_config(None, [*MICRO_SETTINGS, "train.max_steps=1000"])
+    with MetricsLogger(tmp_path, config, 0) as report:
+        for step in range(1000):
+            clock[0] += 0.5
+            report.log_step(step_metrics(step))
+    steps = [int(re.match(r"step ([\d,]+)/1,000 ", line)[1].replace(",", "")) for line in said]
+    assert steps == [50, 170, 290, 410, 530, 650, 770, 890, 1000]
+    assert [line.rpartition(" · ")[2] for line in said][:2] == ["8 min left", "7 min left"]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 999
+
+
+def test_the_last_validation_is_told(tmp_path, capfd):
+    """The line of the last step precedes its validation, and has the scores of an earlier one."""
+    config = load_config(None, [*MICRO_SETTINGS, "train.max_steps=2"])
+    with MetricsLogger(tmp_path, config, 0) as report:
+        for step, score in enumerate((0.25, 0.75)):
+            report.log_step(step_metrics(step))
+            report.log_validation({"exact_match": score})
+    told = capfd.readouterr()
+    line = (told.out + told.err).splitlines()[-1]
+    assert "step 2" in line and "75.0%" in line and "25.0%" not in line
