@@ -69,7 +69,12 @@ setup(
         "milvus": ["pymilvus>=3.0.2,<3.1"],
         "milvus-test": ["milvus-lite>=3.2.2,<3.3", "pymilvus>=3.0.2,<3.1"],  # a server: half a gigabyte
         "workers": ["ray[client]>=2.60,<=2.60.0"],
-        "serve": ["starlette>=1.10,<2", "uvicorn>=0.54,<0.55", "uvloop>=0.23,<0.24"],  # and retrieve-server
+        "serve": [  # and retrieve-server
+            "starlette>=1.10,<2",
+            "uvicorn>=0.54,<0.55",
+            "uvloop>=0.23,<0.24",
+            "prometheus_client>=0.22,<0.27",
+        ],
         "lm-eval": ["lm_eval>=0.4.13,<0.5"],
         "energy": ["nvidia-ml-py>=12.560,<14"],
         "bench": ["accelerate>=1.1,<2"],  # of profiling/bench_train.py

@@ -17,9 +17,7 @@ from dlm_rag.commands.serve import SERVE_OPTIONS, bind_socket, get_socket_url
 from dlm_rag.errors import ConfigError
 from dlm_rag.progress import show_status
 
-READS = (
-    "retrieval", "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle", "serving.max_connections",
-)  # fmt: skip
+READS = ("retrieval", "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle")
 
 
 def main(argv: list[str]) -> None:
@@ -40,7 +38,7 @@ def main(argv: list[str]) -> None:
         corpus = open_corpus(config.corpus, config.index_dir)
         retriever = load_retriever(config, corpus)
         access = AccessControl(is_loopback(words.options["host"]))
-        service = SearchService(retriever, config, words.config.serving, access)
+        service = SearchService(retriever, config, access)
         show_status()
         url = f"{get_socket_url(sock)}{SEARCH_PATH}"
         searched = f"{len(corpus)} passages, by {config.method}, are searched at {url}"

@@ -8,7 +8,7 @@
     curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
         -d '{"messages": [{"role": "user", "content": "Who wrote Emma?"}]}'
 
-SIGTERM or Ctrl-C stops it once the accepted questions are answered; a second one stops it at once. Needs
+SIGTERM or Ctrl-C stops it once the accepted questions are answered; a second Ctrl-C stops it at once. Needs
 `pip install 'dlm_rag[serve]'`.
 """
 
@@ -73,17 +73,14 @@ def serve_answers(words: CommandLine) -> None:
         from dlm_rag.energy.meter import open_meter
         from dlm_rag.retrieval.base import CorpusRetriever
 
-        canvas, most = prepared.config.decode.max_new_tokens, config.serving.max_tokens
-        if most is not None and canvas is not None and most < canvas:
-            raise ConfigError(f"serving.max_tokens={most} is less than decode.max_new_tokens={canvas}")
         decoder, name = prepared.load(), get_served_model_name(config.model.path or "")
         model = ServedModel(name, *describe_shipped(config))
         service = AnswerService(decoder, model, config.serving, access)
         searched = config.retrieval.url is None and config.retrieval.method != "none"
         if searched and isinstance(decoder.retriever, CorpusRetriever):
-            search = SearchService(decoder.retriever, config.retrieval, config.serving, access)
+            search = SearchService(decoder.retriever, config.retrieval, access)
             service.offer_search(search)
-        with open_meter(config.energy, prepared.device) as service.meter:
+        with open_meter(config.energy, prepared.device) as service.metrics.meter:
             show_status()
             gc.collect()
             gc.freeze()  # what is loaded stays: to look through it again and again takes time

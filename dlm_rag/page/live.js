@@ -32,7 +32,8 @@ class Asking {
     byId("told").textContent = "waiting";
     const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
     try {
-      const reply = await fetch("/v1/answers", { method: "POST", headers, body: JSON.stringify({ question }) });
+      const body = JSON.stringify({ messages: [{ role: "user", content: question }] });
+      const reply = await fetch("/v1/answers", { method: "POST", headers, body });
       if (!reply.ok) throw new Error((await reply.json()).error.message);
       for await (const [name, data] of eventsOf(reply.body)) this.take(name, data);
     } catch (error) {

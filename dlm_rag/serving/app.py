@@ -4,9 +4,9 @@ import asyncio
 import copy
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -15,13 +15,12 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 from dlm_rag.config import ServingConfig
 from dlm_rag.decode.decoder import Decoder
-from dlm_rag.energy.meter import EnergyMeter
 from dlm_rag.errors import QuestionError
 from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
 from dlm_rag.page.render import render_live_page
 from dlm_rag.questions import Question
-from dlm_rag.serving.async_engine import AsyncEngine, EngineRequest
-from dlm_rag.serving.metrics import render_prometheus_metrics
+from dlm_rag.serving.async_engine import MAX_WAITING, AsyncEngine, EngineRequest
+from dlm_rag.serving.metrics import ServerMetrics
 from dlm_rag.serving.middleware import (
     AccessControl,
     ApiError,
@@ -35,15 +34,11 @@ from dlm_rag.serving.responses import (
     ChatResponse,
     Event,
     ReplyContext,
-    build_task_completion,
     get_finished_rollout,
 )
 from dlm_rag.serving.search_app import SEARCH_PATH, SearchService
 
-MAX_REQUEST_BYTES = 2**20
-# Of a question, for each token of the context: tokenizing 1 MiB takes seconds.
-MAX_QUESTION_CHARS_PER_TOKEN = 16
-MAX_KEPT_PASSAGES = 4096  # that answers have cited, the last ones
+MAX_KEPT_PASSAGES = 4096  # cited passages whose texts are kept, the last ones
 # A proxy must not wait for the end of a stream; nobody may keep what was said.
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
@@ -60,7 +55,7 @@ class ServedModel:
     note: str = ""
 
     def describe(self) -> dict[str, Any]:
-        """The model in OpenAI's form."""
+        """Returns the model in OpenAI's form."""
         known = {"examples": self.examples, "description": self.note}
         ids = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "dlm_rag"}
         return ids | {name: value for name, value in known.items() if value}
@@ -75,35 +70,33 @@ class AnswerService:
         model: ServedModel,
         limits: ServingConfig,
         access: AccessControl | None = None,
+        max_waiting: int = MAX_WAITING,
     ) -> None:
-        """access: without keys, for this machine alone, where None."""
-        self.model, self.limits, access = model, limits, access or AccessControl()
-        canvas = limits.max_tokens or decoder.config.max_new_tokens
-        assert canvas is not None
-        self._parser = RequestParser(decoder, canvas)
-        self._tokenizer = copy.deepcopy(decoder.tokenizer)  # for this thread: one is not for two
-        self._decoder, self.meter = decoder, EnergyMeter()
-        self.connections: Callable[[], int] = lambda: 0
-        self.engine = AsyncEngine(decoder, limits.max_queue_per_key)
+        """access: without keys, for this machine alone, where None. max_waiting: questions in the queue."""
+        self.model, self._timeout, access = model, limits.timeout, access or AccessControl()
+        self._decoder, self._parser = decoder, RequestParser(decoder)
+        # Requests are read on a thread of their own; a tokenizer is not for two threads at once.
+        self._text_thread = ThreadPoolExecutor(1, "text")
+        self._text_tokenizer, self._tokenizer = (copy.deepcopy(decoder.tokenizer) for _ in range(2))
+        self.engine = AsyncEngine(decoder, max_waiting)
+        self.metrics = ServerMetrics(self.engine, decoder)
         self._passages: dict[str, str] = {}
         page = HTMLResponse(
             render_live_page(access.keys is not None, model.examples), headers={"X-Frame-Options": "DENY"}
         )
         models = JSONResponse({"object": "list", "data": [model.describe()]})
-        chat = partial(self._complete, self._parser.parse_chat)
         routes: list[tuple[str, str, RequestHandler, bool]] = [
             ("GET", "/", _reply_with(page), False),
             ("GET", "/health", self._health, False),
             ("GET", "/metrics", self._metrics, False),
             ("GET", "/v1/models", _reply_with(models), True),
             ("GET", "/v1/models/{name:path}", self._one_model, True),
-            ("POST", "/v1/chat/completions", chat, True),
-            ("POST", "/chat/completions", chat, True),  # datatrove asks other machines without /v1
-            ("POST", "/v1/completions", partial(self._complete, self._parser.parse_completion), True),
+            ("POST", "/v1/chat/completions", self._chat, True),
+            ("POST", "/chat/completions", self._chat, True),  # datatrove asks other machines without /v1
             ("GET", "/passages/{name:path}", self._passage, True),
             ("POST", "/v1/answers", self._answers, True),
         ]
-        self.app = access.create_app(routes, MAX_REQUEST_BYTES)
+        self.app = access.create_app(routes)
         self._search: SearchService | None = None
 
     def offer_search(self, search: SearchService) -> None:
@@ -116,6 +109,10 @@ class AnswerService:
         """Why the engine has ended by itself, if it has."""
         return self.engine.error or (self._search.error if self._search else None)
 
+    def watch_connections(self, count: Callable[[], int]) -> None:
+        """Takes the function that counts open connections."""
+        self.metrics.connections = count
+
     def drain(self) -> None:
         """Takes no more questions."""
         self.engine.draining = True
@@ -124,6 +121,7 @@ class AnswerService:
 
     def close(self) -> None:
         """Ends the engine."""
+        self._text_thread.shutdown(cancel_futures=True)
         self.engine.close()
         if self._search:
             self._search.close()
@@ -135,8 +133,7 @@ class AnswerService:
         return JSONResponse({"status": status, "model": self.model.name}, 200 if status == "ok" else 503)
 
     async def _metrics(self, request: Request) -> Response:
-        text = render_prometheus_metrics(self.engine, self._decoder, self.meter, self.connections())
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(self.metrics.render(), media_type="text/plain; version=0.0.4")
 
     async def _one_model(self, request: Request) -> Response:
         self._check_model(request.path_params["name"])
@@ -160,93 +157,87 @@ class AnswerService:
             del self._passages[next(iter(self._passages))]
         return f"passages/{quote(name)}"
 
-    async def _complete(self, parse: Callable[[bytes], ParsedRequest], request: Request) -> Response:
-        asked = parse(await read_body(request))
+    async def _chat(self, request: Request) -> Response:
+        asked, room = await self._parse(request, self._parser.parse_chat)
         self._check_model(asked.model)
-        if asked.task is not None:
-            return JSONResponse(build_task_completion(asked.task, self.model.name))
-        jobs, room = self._create_jobs(asked, request, asked.stream)
+        job = EngineRequest(self._build_question(asked), asked.settings, asked.stream)
         context = ReplyContext(
             self.model.name, self._tokenizer, room,
             lambda name, text: f"{request.base_url}{self._publish_passage(name, text)}", self.model.note,
         )  # fmt: skip
-        reply = ChatResponse(asked, jobs, context)
+        reply = ChatResponse(asked, job, context)
         if asked.stream:
-            return await self._stream(request, jobs, reply.new_events)
-        await run_unless_disconnected(request, self._finish(jobs))
+            return await self._stream(request, job, reply.new_events)
+        await run_unless_disconnected(request, self._finish(job))
         return JSONResponse(reply.build_completion())
 
     async def _answers(self, request: Request) -> Response:
-        asked = self._parser.parse_answer(await read_body(request))
-        jobs, _ = self._create_jobs(asked, request, watched=True)
-        jobs[0].record_provisional = True  # which the page shows
-        return await self._stream(request, jobs, AnswerEvents(jobs[0], self._tokenizer).new_events)
+        asked, _ = await self._parse(request, self._parser.parse_answer)
+        job = EngineRequest(
+            self._build_question(asked), asked.settings, watched=True, record_provisional=True
+        )
+        return await self._stream(request, job, AnswerEvents(job, self._tokenizer).new_events)
 
-    def _create_jobs(
-        self, asked: ParsedRequest, request: Request, watched: bool
-    ) -> tuple[list[EngineRequest], ContextBudget]:
-        """What the engine is asked, the room of its prompt; raises `ApiError` where it has none."""
-        shape, layout = self._decoder.denoiser.config, self._decoder.evidence_layout
-        room = ContextBudget.from_config(shape, layout, asked.settings.max_new_tokens)
-        most = MAX_QUESTION_CHARS_PER_TOKEN * room.context_length
-        try:
-            if len(asked.question) + len(asked.system) > most:
-                raise QuestionError(f"the question has more than the {most} characters that are read here")
-            truncate_evidence(self._tokenizer.build_prompt(asked.question, [], asked.system), room)
-        except QuestionError as error:
-            raise ApiError(400, str(error), None, "context_length_exceeded") from None
-        # A sampling draws by seed and id: the same seed and question give the same text.
-        question, news = Question("q1", asked.question, system=asked.system), asyncio.Event()
-        seeds = range(asked.settings.seed, asked.settings.seed + asked.n)
-        settings = [replace(asked.settings, seed=seed) for seed in seeds]
-        return [
-            EngineRequest(question, own, request.state.key, watched, news=news) for own in settings
-        ], room
+    @staticmethod
+    def _build_question(asked: ParsedRequest) -> Question:
+        """Returns the question, by whose id and seed a sampling draws: both give the same text again."""
+        return Question("q1", asked.question, system=asked.system)
 
-    async def _follow(self, jobs: Sequence[EngineRequest]) -> AsyncGenerator[bool]:
-        """Submits the jobs of a request, which share their news; yields at every news whether all are done.
+    async def _parse(
+        self, request: Request, parse: Callable[[bytes], ParsedRequest]
+    ) -> tuple[ParsedRequest, ContextBudget]:
+        """Returns a request and the room of its prompt; raises `ApiError` where it has none.
 
-        Who goes away gives them up.
+        It is read on a thread, so that a large one delays nobody.
         """
-        deadline = asyncio.get_running_loop().time() + self.limits.timeout
-        submitted: list[EngineRequest] = []
+        body = await read_body(request)
+
+        def read() -> tuple[ParsedRequest, ContextBudget]:
+            asked = parse(body)
+            shape, layout = self._decoder.denoiser.config, self._decoder.evidence_layout
+            room = ContextBudget.from_config(shape, layout, asked.settings.max_new_tokens)
+            try:
+                truncate_evidence(self._text_tokenizer.build_prompt(asked.question, [], asked.system), room)
+            except QuestionError as error:
+                raise ApiError(400, str(error), None, "context_length_exceeded") from None
+            return asked, room
+
+        return await asyncio.get_running_loop().run_in_executor(self._text_thread, read)
+
+    async def _follow(self, job: EngineRequest) -> AsyncGenerator[bool]:
+        """Submits a job; yields at every news whether it is done. Who goes away gives it up."""
+        deadline = asyncio.get_running_loop().time() + self._timeout
+        self.engine.submit(job)
         try:
-            for job in jobs:
-                submitted.append(self.engine.submit(job))
-            done = False
-            while not done:
+            while not job.done:
                 try:
                     async with asyncio.timeout_at(deadline):
-                        await jobs[0].news.wait()
+                        await job.news.wait()
                 except TimeoutError:
-                    for job in jobs:
-                        self.engine.cancel(job, "failed")
-                    reason = f"the question took longer than {self.limits.timeout:g} seconds"
+                    self.engine.cancel(job, "failed")
+                    reason = f"the question took longer than {self._timeout:g} seconds"
                     raise ApiError(504, reason) from None
-                jobs[0].news.clear()
-                done = all(job.done for job in jobs)
-                yield done
+                job.news.clear()
+                yield job.done
         finally:
-            for job in submitted:
-                self.engine.cancel(job)
+            self.engine.cancel(job)
 
-    async def _finish(self, jobs: Sequence[EngineRequest]) -> None:
-        async for _ in self._follow(jobs):
+    async def _finish(self, job: EngineRequest) -> None:
+        async for _ in self._follow(job):
             pass
 
     async def _stream(
-        self, request: Request, jobs: Sequence[EngineRequest], new_events: Callable[[bool], Iterator[Event]]
+        self, request: Request, job: EngineRequest, new_events: Callable[[bool], Iterator[Event]]
     ) -> Response:
-        """The events of every news, as they come. What fails before the first one has a status of its own.
+        """Sends the events of every news as they come. A failure before the first one has its own status.
 
-        Nothing is kept for who reads slowly but the rollout: what is new is looked up when there is room.
+        Nothing is kept for a slow reader but the rollout: what is new is looked up when there is room.
         """
-        follow = self._follow(jobs)
+        follow = self._follow(job)
         try:
             done = await run_unless_disconnected(request, anext(follow))
             if done:
-                for job in jobs:
-                    get_finished_rollout(job)
+                get_finished_rollout(job)
         except BaseException:
             await follow.aclose()
             raise
@@ -274,6 +265,6 @@ def _reply_with(response: Response) -> RequestHandler:
 
 
 def _format_sse_event(name: str | None, data: dict[str, Any] | str) -> str:
-    """A server-sent event; JSON has no line break of its own."""
+    """Returns a server-sent event; JSON has no line break of its own."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {data if isinstance(data, str) else json.dumps(data, separators=(',', ':'))}\n\n"

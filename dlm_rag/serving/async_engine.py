@@ -1,14 +1,14 @@
 """The decoding engine under an event loop, and the queue of questions in front of it.
 
-Rows join and leave between steps. Keys take turns in who gets the next free place; only the key that
-exceeds its queue is refused. Steps run on a thread, everything else on the event loop.
+Rows join and leave between steps; who comes first is served first. Steps run on a thread, everything else
+on the event loop.
 """
 
 import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,11 +19,11 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.row import Ticket
 from dlm_rag.errors import RunError, UserError, is_failure, summarize_error
 from dlm_rag.questions import Question
-from dlm_rag.serving.histogram import Histogram
 from dlm_rag.serving.middleware import ApiError
 
 log = logging.getLogger(__name__)
 
+MAX_WAITING = 1024  # questions without a place; further ones get status 429
 MAX_CONSECUTIVE_FAILURES = 3  # answers in a row that fail until the server is not well, steps until it ends
 UNHEALTHY_SECONDS = 10.0  # after the last failure, so that a balancer sends questions again
 PROBE_INTERVAL_SECONDS = 1.0  # between a failed step and a question of the server's own
@@ -41,7 +41,6 @@ class EngineRequest:
 
     question: Question
     settings: DecodeConfig
-    key: str = ""
     watched: bool = False
     record_provisional: bool = False
     rollout: Rollout | None = None
@@ -64,23 +63,24 @@ class AsyncEngine:
     where no answer can be right.
     """
 
-    def __init__(self, decoder: Decoder, max_queue_per_key: int) -> None:
-        self._decoder, self._max_queue = decoder, max_queue_per_key
+    def __init__(self, decoder: Decoder, max_waiting: int = MAX_WAITING) -> None:
+        self._decoder, self._max_waiting = decoder, max_waiting
         self._engine, self._thread = decoder.new_engine(), ThreadPoolExecutor(1, "engine")
         self.capacity = self._engine.capacity
-        self._waiting: dict[str, deque[EngineRequest]] = {}  # by key, the next in turn first
+        self._waiting: deque[EngineRequest] = deque()
         self._in_flight: dict[Ticket, EngineRequest] = {}
         self._driver: asyncio.Task[None] | None = None  # takes steps while anybody waits
         self._failures, self._last_failure = 0, 0.0  # answers in a row that have failed; when
         self.error: BaseException | None = None
         self.draining = False  # whether no more questions are taken
         self.counts: Counter[str] = Counter()
-        self.answer_seconds, self.first_token_seconds = Histogram(), Histogram()
+        self.observe_answer: Callable[[float], object] = lambda seconds: None
+        self.observe_first_token: Callable[[float], object] = lambda seconds: None
 
     @property
     def num_waiting(self) -> int:
         """Questions without a place."""
-        return sum(map(len, self._waiting.values()))
+        return len(self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -97,11 +97,10 @@ class AsyncEngine:
         """Lets a question wait for its place; raises `ApiError`."""
         if self.draining or self.error is not None:
             raise ApiError(503, "the server is going down and takes no more questions")
-        line = self._waiting.setdefault(job.key, deque())
-        if len(line) >= self._max_queue:
+        if len(self._waiting) >= self._max_waiting:
             self.counts["refused"] += 1
-            raise ApiError(429, f"{len(line)} questions are waiting: ask again later")
-        line.append(job)
+            raise ApiError(429, f"{len(self._waiting)} questions are waiting: ask again later")
+        self._waiting.append(job)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.get_running_loop().create_task(self._run())
         return job
@@ -111,11 +110,8 @@ class AsyncEngine:
         if not job.done and not job.cancelled:
             job.cancelled = True
             self.counts[outcome] += 1
-            line = self._waiting.get(job.key)
-            if line and job in line:
-                line.remove(job)
-                if not line:
-                    del self._waiting[job.key]
+            with suppress(ValueError):  # it may have its place already
+                self._waiting.remove(job)
 
     def close(self) -> None:
         """Gives up what is in flight, after the step under way."""
@@ -129,27 +125,23 @@ class AsyncEngine:
                 await self._step()
         except Exception as error:
             self.error = error
-            waiting = [job for line in self._waiting.values() for job in line]
+            waiting = [*self._waiting]
             self._waiting.clear()
             self._fail([*self._clear_batch(), *waiting], ApiError(503, "the server is going down"))
 
     def _admit(self) -> bool:
-        """Takes out who has gone and lets in who waits, keys in turn; whether there is a step to take."""
+        """Takes out who has gone and lets in who waits; whether there is a step to take."""
         for ticket, job in [*self._in_flight.items()]:
             if job.cancelled:
                 del self._in_flight[ticket]
                 self._engine.cancel(ticket)
         while self._engine.capacity and self._waiting:
-            key, line = next(iter(self._waiting.items()))
+            job = self._waiting.popleft()
             try:
-                ticket = self._engine.submit(line[0].question, line[0].settings, line[0].record_provisional)
-                self._in_flight[ticket] = line[0]
+                ticket = self._engine.submit(job.question, job.settings, job.record_provisional)
+                self._in_flight[ticket] = job
             except UserError as error:
-                self._fail([line[0]], ApiError(400, str(error)))
-            line.popleft()
-            del self._waiting[key]
-            if line:
-                self._waiting[key] = line
+                self._fail([job], ApiError(400, str(error)))
         return self._engine.busy
 
     async def _step(self) -> None:
@@ -192,7 +184,7 @@ class AsyncEngine:
                 self.counts["searches"] += rollout.steps[-1].retrieved
                 if rollout.steps[-1].committed and not job.begun:
                     job.begun = True
-                    self.first_token_seconds.observe(time.monotonic() - job.submitted)
+                    self.observe_first_token(time.monotonic() - job.submitted)
             if event.finished:
                 del self._in_flight[event.ticket]
                 self._failures = self._failures + 1 if rollout.error else 0
@@ -201,7 +193,7 @@ class AsyncEngine:
                 self.counts["tokens"] += 0 if rollout.error else rollout.tokens_committed
                 if not job.cancelled:
                     self.counts["failed" if rollout.error else "answered"] += 1
-                    self.answer_seconds.observe(time.monotonic() - job.submitted)
+                    self.observe_answer(time.monotonic() - job.submitted)
             if event.finished or job.watched:
                 job.news.set()
 

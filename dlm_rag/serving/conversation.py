@@ -1,91 +1,83 @@
-"""A chat as one question that stands on its own, and what chat programs ask a model besides.
+"""A chat as one question that stands on its own, by rule, for evidence is searched for the question alone.
 
-Evidence is searched for the question alone, so what it leaves to the turns before must be in it. That is
-done by rule: "he" after "Who directed Emma?" - "Ann Lee" is Ann Lee, "And when?" gets the names.
+"he" after "Who directed Emma?" - "Ann Lee" is Ann Lee; "And when?" gets the names of the turns before it.
 """
 
-import json
-import re
-from collections.abc import Iterable, Sequence
-from textwrap import shorten
+from collections.abc import Sequence
 
-from dlm_rag.text import FUNCTION_WORDS, extract_sentences, split_words
+from dlm_rag.text import FUNCTION_WORDS, split_words
 
 Turn = tuple[str, str]  # role and text
 MAX_TURNS_READ = 8  # before the last question
-MAX_TURN_CHARS = 2000
+MAX_TURN_CHARS = 500  # of a turn that are read; a longer question stands on its own
 MAX_NAME_CHARS = 200  # of all names that a question gets
-_WORD = re.compile(r"\w[\w'’.-]*\w|[^\W\d_]\.(?= \w)|\w")
-_MARK = re.compile(r"\s*\[\d+\]")
-_OPENING = re.compile(r"\s*(and|but|what about|how about)\b", re.IGNORECASE)
 _PERSON = frozenset("he she him her his hers".split())
-_THING = frozenset("it its".split())
-_PLURAL = frozenset("they them their".split())
+_PRONOUNS = _PERSON | frozenset("it its they them their".split())
 _POSSESSIVE = frozenset("his its their".split())
 _ASKS_PERSON, _ASKS_THING = frozenset("who whom whose".split()), frozenset("what which".split())
-_TASK = re.compile(r'\{\s*"(title|tags|follow_ups|queries)"\s*:')
-_HISTORY = re.compile(r"<chat_history>(.*)</chat_history>", re.DOTALL)
+_GOES_ON = ("and ", "but ", "what about ", "how about ")
 
 
 def find_names(text: str) -> list[str]:
-    """Runs of words with a capital, in order, each once.
+    """Returns the runs of words with a capital, in order, each once.
 
-    Left out are function words before them, and a first word alone, which has a capital whatever it is.
+    Function words before them are left out, and a first word alone, which has a capital anyway.
     """
-    runs: list[list[re.Match[str]]] = []
-    words = [*_WORD.finditer(text)]
+    words = text.split()
+    runs: list[list[str]] = [[]]
     for word in words:
-        capital = word[0][0].isupper()
-        follows = runs and runs[-1] and text[runs[-1][-1].end() : word.start()] == " "
-        if follows and (capital or word[0].isdigit()):
-            runs[-1].append(word)
-        elif capital:
-            runs.append([word])
-    names = []
-    for run in runs:
-        while run and run[0][0].casefold() in FUNCTION_WORDS:
-            run = run[1:]
-        if run and (run != words[:1] or run == words):
-            names.append(text[run[0].start() : run[-1].end()])
-    return list(dict.fromkeys(names))
+        bare = word.strip("()[]\"'“”‘’,;:!?").removesuffix("'s").removesuffix("’s")
+        bare = bare if len(bare) == 2 else bare.rstrip(".")  # an initial keeps its period
+        begins = bare[:1].isupper() and (runs[-1] or bare.casefold() not in FUNCTION_WORDS)
+        if word[0] in '(["“':
+            runs.append([])
+        if begins or (bare[:1].isdigit() and runs[-1]):
+            runs[-1].append(bare)
+        if not word.endswith(bare) or not bare or runs[-1][-1:] != [bare]:
+            runs.append([])
+    if len(words) > 1 and runs and runs[0] == [words[0]]:
+        del runs[0]
+    return list(dict.fromkeys(" ".join(run) for run in runs if run))
 
 
 def make_question_stand_alone(turns: Sequence[Turn]) -> str:
-    """The last turn, with the name that its pronoun stands for; with the names before it if it has no word
-    of its own. As it is where it names what it is about.
+    """Returns the last turn, with the name that its pronoun stands for, or with the names before it if it
+    has no word of its own. A question that names what it is about stays as it is.
     """
     question = turns[-1][1]
+    if len(question) > MAX_TURN_CHARS or len(turns) == 1:
+        return question
     before = [
         (role, said)
         for role, text in turns[-MAX_TURNS_READ - 1 : -1]
         if len(split_words(said := _strip_sources(text[:MAX_TURN_CHARS]))) > (role == "user")  # no greeting
     ]
-    own = find_names(question)
-    for word in _WORD.finditer(question):
-        pronoun = word[0].casefold()
-        if any(word.start() > question.find(name) for name in own):
-            break  # what it stands for is in the question itself
-        if pronoun in _PERSON | _THING | _PLURAL and (name := _find_antecedent(before, pronoun)):
-            after = question[word.end() :]
-            if pronoun in _POSSESSIVE or (pronoun == "her" and re.match(r"\s+\w", after)):
-                name += "'s"
-            return question[: word.start()] + name + after
-    bare = not any(word not in FUNCTION_WORDS for word in split_words(question))
-    if not own and (bare or _OPENING.match(question)):
-        names = [name for _, text in reversed(before) for name in find_names(text)]
-        if kept := _fit(dict.fromkeys(names)):
-            return f"{question} ({', '.join(kept)})"
+    names, words = find_names(question), question.split()
+    for n, word in enumerate(words):
+        if names and names[0].split()[0] in word:
+            return question  # a pronoun after this stands for what the question itself names
+        bare = word.strip(".,;:!?\"'“”").casefold()
+        if bare in _PRONOUNS and (name := _find_antecedent(before, bare)):
+            owns = bare in _POSSESSIVE or (bare == "her" and word.isalpha() and n + 1 < len(words))
+            at = word.casefold().index(bare)
+            words[n] = word[:at] + name + "'s" * owns + word[at + len(bare) :]
+            return " ".join(words)
+    bare_question = not any(word not in FUNCTION_WORDS for word in split_words(question))
+    if not names and (bare_question or question.casefold().startswith(_GOES_ON)):
+        found = dict.fromkeys(name for _, text in reversed(before) for name in find_names(text))
+        if added := ", ".join(found)[:MAX_NAME_CHARS]:
+            return f"{question} ({added})"
     return question
 
 
 def _find_antecedent(before: Sequence[Turn], pronoun: str) -> str:
-    """What a pronoun stands for in the latest exchange that names anything; "" where none does.
+    """Returns the name that a pronoun stands for in the latest exchange that has one, else "".
 
     The answer, where it is a name and its question asked for one of that kind; else the first name of the
     question.
     """
     asked_by = _ASKS_PERSON if pronoun in _PERSON else _ASKS_THING
-    if pronoun in _PLURAL:
+    if pronoun.startswith("the"):
         asked_by = _ASKS_PERSON | _ASKS_THING
     answer = ""
     for role, text in reversed(before):
@@ -100,33 +92,6 @@ def _find_antecedent(before: Sequence[Turn], pronoun: str) -> str:
 
 
 def _strip_sources(text: str) -> str:
-    """The first paragraph of a turn without its marks: what follows in ours is the list of sources."""
-    return _MARK.sub("", text.partition("\n\n")[0])
-
-
-def _fit(names: Iterable[str]) -> list[str]:
-    kept: list[str] = []
-    for name in names:
-        if sum(map(len, kept)) + len(name) <= MAX_NAME_CHARS:
-            kept.append(name)
-    return kept
-
-
-def answer_chat_task(text: str) -> str | None:
-    """The JSON that Open WebUI asks its model for beside a chat: title, tags, follow-ups, queries.
-
-    It is made of what the user has asked, by rule; None for any other text.
-    """
-    task, history = _TASK.search(text), _HISTORY.search(text)
-    if not text.startswith("### Task:") or task is None or history is None:
-        return None
-    turns = re.findall(r"^(USER|ASSISTANT): (.*)$", history[1], re.MULTILINE)
-    asked = [turn for role, turn in turns if role == "USER"] or [""]
-    sentences = extract_sentences(asked[0]) or ["Chat"]
-    found = {
-        "title": shorten(sentences[0].rstrip("?!. "), 60, placeholder=" ..."),
-        "tags": [name for question in asked for name in find_names(question)][:3] or ["General"],
-        "follow_ups": [],
-        "queries": [asked[-1]],
-    }
-    return json.dumps({task[1]: found[task[1]]}, ensure_ascii=False)
+    """Returns the first paragraph of a turn without its marks: a list of sources follows in our answers."""
+    words = text.partition("\n\n")[0].split()
+    return " ".join(word for word in words if not (word.startswith("[") and word.strip("[].,").isdigit()))

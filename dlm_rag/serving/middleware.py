@@ -30,7 +30,9 @@ from dlm_rag.files.paths import resolve_regular_file
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_SECONDS = 30.0  # in which a body must have come
+MAX_REQUEST_BYTES = 2**20
+MAX_BODY_SECONDS = 30.0  # until a body has come
+DISCARD_WAIT_SECONDS = 1.0  # for more of a body that is too large
 UNLOGGED_PATHS = ("/health", "/metrics")  # asked for every few seconds
 _KEY = re.compile(r"[!-~]{16,512}")
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -89,16 +91,11 @@ class AccessControl:
     local: bool = True
     keys: Mapping[bytes, str] | None = None
 
-    def create_app(
-        self, routes: Sequence[tuple[str, str, RequestHandler, bool]], max_bytes: int
-    ) -> Starlette:
-        """What a server runs. routes: method, path, what answers there, and whether that needs a key.
-
-        max_bytes: of the body of a request.
-        """
+    def create_app(self, routes: Sequence[tuple[str, str, RequestHandler, bool]]) -> Starlette:
+        """Returns the application. routes: method, path, handler, and whether it needs a key."""
         app = Starlette(
             routes=[
-                Route(path, self._guard(handler, keyed), methods=[method], max_body_size=max_bytes)
+                Route(path, self._guard(handler, keyed), methods=[method])
                 for method, path, handler, keyed in routes
             ],
             middleware=[Middleware(AccessLog)],
@@ -177,13 +174,35 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-async def read_body(request: Request) -> bytes:
-    """What was sent; raises `ApiError` for what comes too slowly, `HTTPException` for too much."""
+async def read_body(request: Request, most: int = MAX_REQUEST_BYTES) -> bytes:
+    """Returns the body; raises `ApiError` for one that comes too slowly or is too large.
+
+    A body that is too large is read to its end and dropped: a connection closed before that would take the
+    refusal with it. Where nothing more comes for a while the refusal is sent at once.
+    """
+    too_large = ApiError(413, f"the body has more than {most >> 20} MiB")
+    size = int(request.headers.get("content-length", "0"))  # h11 has checked it
+    if size > most and "expect" in request.headers:  # such a client waits before it sends anything
+        raise too_large
+    deadline, parts, stream = time.monotonic() + MAX_BODY_SECONDS, [], request.stream()
     try:
-        async with asyncio.timeout(MAX_BODY_SECONDS):
-            return await request.body()
+        while True:
+            left = deadline - time.monotonic()
+            async with asyncio.timeout(min(left, DISCARD_WAIT_SECONDS) if size > most else left):
+                part = await anext(stream, None)
+            if part is None:
+                break
+            parts.append(part)
+            size = max(size, sum(map(len, parts)))
+            if size > most:
+                parts.clear()
     except TimeoutError:
+        if size > most:
+            raise too_large from None
         raise ApiError(408, f"the body did not come within {MAX_BODY_SECONDS:g} seconds") from None
+    if size > most:
+        raise too_large
+    return b"".join(parts)
 
 
 class RequestBody(BaseModel):

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from dlm_rag.config import RetrievalConfig, ServingConfig
+from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import UserError, summarize_error
 from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.retrieval.query import Query
@@ -49,7 +49,7 @@ class SearchBody(RequestBody):
 class SearchService:
     """One retriever over HTTP; `app` is what a server runs. One search at a time, on a thread of its own.
 
-    limits: of connections. access: for this machine alone where None. A search that no other can follow,
+    access: for this machine alone where None. A search that no other can follow,
     for the corpus has changed, is the `error` that ends the server.
     """
 
@@ -57,23 +57,26 @@ class SearchService:
         self,
         retriever: CorpusRetriever,
         config: RetrievalConfig,
-        limits: ServingConfig | None = None,
         access: AccessControl | None = None,
     ) -> None:
         self._retriever, self._config = retriever, config
-        self.limits, access = limits or ServingConfig(), access or AccessControl()
+        access = access or AccessControl()
         settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
         if config.bm25_query != "whole":
             settings["bm25_query"] = config.bm25_query
         digest = hashlib.sha256(json.dumps([retriever.fingerprint, settings]).encode()).hexdigest()
         self._note = {"fingerprint": digest, "asks": list(retriever.query_fields)}
         self.error: BaseException | None = None
-        self.connections: Callable[[], int] = lambda: 0
+        self.count_connections: Callable[[], int] = lambda: 0
         self._draining = False
         self._thread = ThreadPoolExecutor(1, "search")
         keyed = access.keys is not None
         routes = [("GET", "/", self._about, keyed), ("POST", SEARCH_PATH, self._search, keyed)]
-        self.app = access.create_app(routes, MAX_SEARCH_REQUEST_BYTES)
+        self.app = access.create_app(routes)
+
+    def watch_connections(self, count: Callable[[], int]) -> None:
+        """Takes the function that counts open connections."""
+        self.count_connections = count
 
     def drain(self) -> None:
         """Takes no more searches."""
@@ -87,7 +90,7 @@ class SearchService:
         return JSONResponse(self.describe_service())
 
     async def _search(self, request: Request) -> Response:
-        body = await read_body(request)
+        body = await read_body(request, MAX_SEARCH_REQUEST_BYTES)
         if self._draining or self.error is not None:
             raise ApiError(503, "the server is going down and searches no more")
         work = asyncio.get_running_loop().run_in_executor(self._thread, self._reply, body)

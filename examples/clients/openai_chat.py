@@ -1,4 +1,4 @@
-"""OpenAI's client: two turns, the second as a stream, with its sources; then an answer in JSON.
+"""OpenAI's client: two turns, the second as a stream, with its sources.
 
 pip install openai; dlm-rag serve; python openai_chat.py [ADDRESS]
 """
@@ -21,7 +21,3 @@ for chunk in client.chat.completions.create(model=model, messages=messages, stre
     delta = chunk.choices[0].delta
     print(getattr(delta, "reasoning_content", None) or delta.content or "", end="", flush=True)
 print(f"\n  asked: {chunk.dlm_rag['question']}")
-
-form = {"type": "json_object"}
-found = client.chat.completions.create(model=model, messages=messages[:1], response_format=form)
-print(found.choices[0].message.content)

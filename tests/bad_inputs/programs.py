@@ -245,7 +245,6 @@ CASES = [
         ("is neither a flag nor KEY=VALUE", "'Who wrote Emma?'"),
         ("out has no effect here", "--out a.jsonl"),
         ("retrieval.oracle has no effect here", "retrieval.oracle=true"),
-        ("decode.max_new_tokens", "serving.max_tokens=8"),
         ("keys file 'a.txt' was not found", "serving.api_keys_file=a.txt"),
         ("holds no keys", "serving.api_keys_file=a.txt", {"a.txt": "# none\n"}),
         ("a.txt, line 2: a key has", "serving.api_keys_file=a.txt", {"a.txt": "\nabc"}),

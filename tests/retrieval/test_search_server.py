@@ -17,10 +17,11 @@ import pytest
 from dlm_rag import load_retriever
 from dlm_rag.cli import run_program
 from dlm_rag.commands import sample
-from dlm_rag.config import RetrievalConfig, ServingConfig
+from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import CorpusError
 from dlm_rag.retrieval import retry
 from dlm_rag.retrieval.retry import SearchUnavailableError
+from dlm_rag.serving import http_server
 from dlm_rag.serving.middleware import ApiError
 from dlm_rag.serving.search_app import MAX_SEARCH_REQUEST_BYTES, SearchService
 from tests.support.passages import write_jsonl_file
@@ -102,18 +103,21 @@ def test_what_the_server_searches_and_how_is_its_fingerprint(local, other):
     assert len({*said}) == 3 and said[3] == said[0]
 
 
-def test_connections_are_bounded_and_those_that_say_half_of_it_keep_nobody_waiting(local):
+def test_connections_are_bounded_and_those_that_say_half_of_it_keep_nobody_waiting(local, monkeypatch):
     before, halves = threading.active_count(), [b"", b"POST /retr", b"POST /retrieve HTTP/1.1\r\n\r\n{"]
-    service = SearchService(local, RetrievalConfig(), ServingConfig(max_connections=30))
+    service = SearchService(local, RetrievalConfig())
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 30)
     with serve_search(service) as url:
         host, port = url.split("/")[2].split(":")
-        held = [socket.create_connection((host, int(port)), timeout=20) for _ in range(60)]
+        held = [socket.create_connection((host, int(port)), timeout=20) for _ in range(30)]
+        time.sleep(0.5)  # until they have been looked at: who comes later is one too many
+        held += [socket.create_connection((host, int(port)), timeout=20) for _ in range(30)]
         assert [b" 503 " in one.recv(2**12) for one in held[30:]] == [True] * 30
         assert threading.active_count() <= before + 1, "that of the server"
         held[0].close()
         for number, one in enumerate(held[1:30]):
             one.sendall(halves[number % 3])
-        while service.connections() > 29:  # until it has seen that one is gone
+        while service.count_connections() > 29:  # until it has seen that one is gone
             time.sleep(0.01)
         assert post(url, {"queries": ["Tacoma"]})[0] == 200
         for one in held[1:30]:

@@ -1,6 +1,5 @@
-"""Chats: turns that stand on their own, what a reply shows, several answers, JSON, completions, tasks."""
+"""Chats: turns that stand on their own, and what a reply shows."""
 
-import json
 from dataclasses import replace
 
 import httpx
@@ -10,9 +9,9 @@ from dlm_rag.decode.abstention import ABSTAIN_REASONS
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.questions import read_questions
-from dlm_rag.serving.conversation import answer_chat_task, find_names, make_question_stand_alone
-from dlm_rag.serving.reply import build_reply, cut_open_reasoning
+from dlm_rag.serving.conversation import find_names, make_question_stand_alone
 from dlm_rag.serving.requests import ParsedRequest
+from dlm_rag.serving.responses import ReplyContext, build_reply, cut_open_reasoning
 from dlm_rag.tokenizer import Tokenizer
 from tests.support.headless_chromium import HeadlessChromium, find_chromium
 from tests.support.paths import ROOT
@@ -77,32 +76,6 @@ def test_names_are_runs_of_capitals_without_the_words_of_grammar():
     assert find_names("Paris") == ["Paris"] and find_names("Tell me") == []
 
 
-HISTORY = "\n### Chat History:\n<chat_history>\nUSER: {}\nASSISTANT: Ann Lee\nUSER: {}\n</chat_history>"
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("title", "Who directed Night Ferry"),
-        ("long title", "word " * 11 + "..."),
-        ("tags", ["Night Ferry", "Emma"]),
-        ("follow_ups", []),
-        ("queries", ["Who wrote Emma?"]),
-    ],
-)
-def test_what_open_webui_asks_beside_a_chat_is_answered_in_its_form_without_the_model(corpus, key, value):
-    first = "word " * 20 if key == "long title" else "Who directed Night Ferry?"
-    key = key.removeprefix("long ")
-    task = f'### Task:\nDo so.\n### Output:\nJSON format: {{ "{key}": "..." }}'
-    task += HISTORY.format(first, "Who wrote Emma?")
-    with serve_decoder(made_decoder(corpus)) as service:
-        answer = send_request(service, chat_body(task)).json()
-        assert not service.engine.counts["steps"]
-    assert json.loads(answer["choices"][0]["message"]["content"]) == {key: value}
-    for other in (task[1:], task.replace("chat_history", "context"), task.replace(key, "verdict")):
-        assert answer_chat_task(other) is None
-
-
 def make_rollout(response, abstain="never"):
     """A finished answer that cites two passages in its reasoning and the second one in its answer."""
     rollout = Rollout("q1", ASKED, "joint", 8, response=response, finished=True)
@@ -118,7 +91,8 @@ def make_rollout(response, abstain="never"):
 
 def reply_to(response, note="", abstain="never", **asked):
     request, rollout = ParsedRequest(ASKED, SETTINGS, **asked), make_rollout(response, abstain)
-    return build_reply(rollout, response, request, lambda name, _: f"http://x/{name}", note)
+    context = ReplyContext("tiny", None, None, lambda name, _: f"http://x/{name}", note)
+    return build_reply(rollout, response, request, context)
 
 
 def test_a_reply_is_the_answer_with_its_sources_and_the_reasoning_apart():
@@ -161,8 +135,6 @@ def test_who_abstains_says_why_and_cites_nothing():
     reply = reply_to("Emma is by Jane. ### unknown", "Of novels alone.", "answer")
     assert reply.content == f"I do not know: {ABSTAIN_REASONS['no_passage']}."
     assert reply.reasoning == "Emma is by Jane." and not reply.annotations
-    fields = reply_to("### unknown", abstain="answer", json_fields=("answer",))
-    assert json.loads(fields.content) == {"answer": ""}
     assert reply_to("### unknown").content.startswith("unknown")
 
 
@@ -206,115 +178,6 @@ def test_a_system_prompt_is_in_the_prompt_and_in_no_query(corpus):
     assert "French" not in str([body.get("dlm_rag", {}).get("query") for _, body in events[:-1]])
     prompt = tokenizer.build_prompt(ASKED, [], system)
     assert tokenizer.query_text([*prompt.head]).startswith(f"<u>{system}\n\nUse ONLY")
-
-
-def test_several_answers_are_those_of_as_many_seeds(corpus):
-    own = {"temperature": 1.0, "seed": 5}
-    known = [
-        made_decoder(corpus, replace(SETTINGS, temperature=1.0, seed=seed)).decode([ASKED])[0]
-        for seed in (5, 6, 7)
-    ]
-    assert len({rollout.response for rollout in known}) > 1
-    with serve_decoder(made_decoder(corpus)) as service:
-        whole = send_request(service, chat_body(n=3, **own)).json()
-        *chunks, _ = parse_events(send_request(service, chat_body(n=3, stream=True, **own)))
-        assert service.engine.counts["answered"] == 6
-    assert [choice["dlm_rag"]["response"] for choice in whole["choices"]] == [r.response for r in known]
-    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
-    for index, choice in enumerate(whole["choices"]):
-        parts = [c for _, body in chunks for c in body["choices"] if c["index"] == index]
-        for name in ("content", "reasoning_content"):
-            said = "".join(part["delta"].get(name, "") for part in parts)
-            assert said == choice["message"].get(name, "")
-        assert parts[-1]["finish_reason"] == choice["finish_reason"]
-    ends = [rollout.tokens_before_end(made_decoder(corpus).tokenizer.end_ids) for rollout in known]
-    assert whole["usage"]["completion_tokens"] == sum(ends) and chunks[-1][1]["usage"] == whole["usage"]
-
-
-def test_the_models_own_searches_are_calls_of_a_tool_where_they_are_asked_for(corpus):
-    (rollout,) = made_decoder(corpus, replace(SETTINGS, commit_threshold=0.9)).decode([ASKED])
-    body = chat_body(stream=True, commit_threshold=0.9)
-    with serve_decoder(made_decoder(corpus)) as service:
-        called = parse_events(send_request(service, body | {"search_calls": True}))[:-1]
-        plain = parse_events(send_request(service, body))[:-1]
-        assert send_request(service, chat_body(search_calls=True)).status_code == 400
-    deltas = [chunk["choices"][0]["delta"] for _, chunk in called]
-    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    queries = [json.loads(call["function"]["arguments"])["query"] for call in calls]
-    assert queries == [step.query for step in rollout.steps if step.retrieved] and len(queries) > 1
-    assert [call["index"] for call in calls] == [*range(len(calls))]
-    assert not any("tool_calls" in chunk["choices"][0]["delta"] for _, chunk in plain)
-
-
-def test_answers_of_one_request_that_find_no_place_leave_none_behind(corpus):
-    with serve_decoder(made_decoder(corpus), max_queue_per_key=2) as service:
-        full = send_request(service, chat_body(n=16, temperature=1.0))
-        assert full.status_code == 429 and not service.engine.num_waiting
-        assert send_request(service, chat_body()).status_code == 200
-
-
-def test_completions_are_the_text_as_the_model_writes_it(corpus):
-    (rollout,) = made_decoder(corpus).decode([ASKED])
-    with serve_decoder(made_decoder(corpus)) as service:
-        path = "/v1/completions"
-        whole = send_request(service, {"prompt": ASKED}, path).json()
-        *chunks, _ = parse_events(send_request(service, {"prompt": ASKED, "stream": True}, path))
-        listed = send_request(service, {"prompt": [ASKED]}, path).json()
-        cut = send_request(service, {"prompt": ASKED, "stop": rollout.response[3]}, path).json()
-        refused = [
-            send_request(service, {"prompt": ASKED} | more, path)
-            for more in (
-                {"prompt": [1, 2]},
-                {"prompt": " "},
-                {"echo": True},
-                {"logprobs": 0},
-                {"cite": True},
-            )
-        ]
-    assert whole["choices"][0]["text"] == rollout.response and whole["object"] == "text_completion"
-    assert listed["choices"] == whole["choices"]
-    assert "".join(body["choices"][0]["text"] for _, body in chunks) == rollout.response
-    assert cut["choices"][0]["text"] == rollout.response.partition(rollout.response[3])[0]
-    assert [response.status_code for response in refused] == [400] * 5
-
-
-def json_schema(properties, **more):
-    schema = {"type": "object", "properties": properties} | more
-    return {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
-
-
-TEXT, TEXTS = {"type": "string", "title": "A"}, {"type": "array", "items": {"type": "string"}}
-
-
-def test_an_answer_in_json_has_the_fields_that_are_asked_for(corpus):
-    (rollout,) = made_decoder(corpus).decode([ASKED])
-    every = {"answer": rollout.answer, "reasoning": rollout.response, "sources": []}
-    with serve_decoder(made_decoder(corpus)) as service:
-        for form, names in (
-            ({"type": "json_object"}, list(every)),
-            (json_schema({"sources": TEXTS, "answer": TEXT}, required=["answer"]), ["sources", "answer"]),
-            (json_schema({"reasoning": TEXT}, additionalProperties=False), ["reasoning"]),
-        ):
-            body = chat_body(response_format=form)
-            text = send_request(service, body).json()["choices"][0]["message"]["content"]
-            assert [*json.loads(text).items()] == [(name, every[name]) for name in names]
-            chunks = parse_events(send_request(service, body | {"stream": True}))[:-1]
-            assert "".join(chunk["choices"][0]["delta"]["content"] for _, chunk in chunks) == text
-        for form in (
-            json_schema({"answer": {"type": "number"}}),
-            json_schema({"year": TEXT}),
-            json_schema({}),
-            json_schema({"answer": TEXT | {"enum": ["a"]}}),
-            json_schema({"answer": TEXT}, required=["year"]),
-            json_schema({"answer": TEXT}, required=[["answer"]]),
-            json_schema({"answer": TEXT}, required=1),
-            json_schema({"answer": TEXT}, minProperties=2),
-            {"type": "json_schema"},
-            {"type": "grammar"},
-            "json",
-        ):
-            refused = send_request(service, chat_body(response_format=form))
-            assert refused.status_code == 400 and refused.json()["error"]["param"] == "response_format"
 
 
 @pytest.mark.slow

@@ -15,13 +15,11 @@ import pytest
 from dlm_rag.config import DecodeConfig, RetrievalConfig
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
-from dlm_rag.decode.token_logprobs import collect_logprobs
 from dlm_rag.errors import RunError
 from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.serving.async_engine import EngineRequest
-from dlm_rag.serving.histogram import Histogram
 from dlm_rag.serving.middleware import read_api_keys
 from dlm_rag.serving.responses import find_stop
 from tests.support.block_attention import block_denoiser
@@ -203,7 +201,7 @@ def test_the_page_gets_the_records_of_a_trace(make_decoder_of, tmp_path, kind, s
     rollout, side = decode_with_page(decoder, ASKED, tmp_path)
     assert any(step.guesses and step.guesses.confidence for step in rollout.steps)
     with serve_decoder(decoder) as service:
-        asked = send_request(service, {"question": ASKED}, "/v1/answers")
+        asked = send_request(service, chat_body(), "/v1/answers")
         (first, start), *steps, (last, end) = parse_events(asked)
         with patch.object(ProvisionalRecorder, "record_step", side_effect=AssertionError("nobody looks")):
             assert content_of(send_request(service, chat_body())) == rollout.response
@@ -219,7 +217,9 @@ def test_the_page_gets_the_records_of_a_trace(make_decoder_of, tmp_path, kind, s
 
 
 REFUSED = {
-    "several answers that are the same": (chat_body(n=2), "n=2 answers would all be the same"),
+    "several answers": (chat_body(n=2), "'n' cannot be honoured here: leave it out"),
+    "an answer in JSON": (chat_body(response_format={"type": "json_object"}), "'response_format' cannot"),
+    "log-probabilities": (chat_body(logprobs=True), "'logprobs' cannot be honoured"),
     "a tool that must be called": (chat_body(tools=[{}], tool_choice="required"), "'tool_choice' cannot"),
     "a part of the probability": (chat_body(top_p=0.9), "'top_p' cannot be honoured"),
     "an unknown field": (chat_body(comit_threshold=0.5), "nearest: 'commit_threshold'"),
@@ -295,85 +295,6 @@ def test_what_asks_for_nothing_is_taken(refusing):
     assert content_of(send_request(refusing, chat_body([{"type": "text", "text": ASKED}]))) == plain
 
 
-def logprobs_of(answer):
-    """Their log-probabilities: the tokens of a whole answer, or of all chunks of a stream."""
-    if answer.headers["content-type"].startswith("text/event-stream"):
-        chunks = [data for _, data in parse_events(answer) if data != "[DONE]"]
-        choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    else:
-        choices = answer.json()["choices"]
-    return [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["content"]]
-
-
-@pytest.mark.parametrize("kind", ["masked", "causal", "edits", "deletions", "uniform"])
-def test_they_are_those_of_the_decoder_whole_and_as_a_stream(make_decoder_of, kind):
-    made = make_decoder_of(kind, top_logprobs=2)
-    rollouts = {question: made.decode([question])[0] for question in QUESTIONS[:4]}
-    more = {"logprobs": True, "top_logprobs": 2}
-    batch = {"batch_size": 1} if kind == "uniform" else {}  # which feeds on its logits: rounding grows
-    with serve_decoder(make_decoder_of(kind, **batch)) as service:
-        whole = send_requests(service, *(chat_body(question, **more) for question in rollouts))
-        streams = send_requests(service, *(chat_body(q, **more, stream=True) for q in rollouts))
-        own = send_requests(service, *(chat_body(question, logprobs=True) for question in rollouts))
-        plain = send_requests(service, *map(chat_body, rollouts))
-    for rollout, answer, stream, alone, without in zip(
-        rollouts.values(), whole, streams, own, plain, strict=True
-    ):
-        assert content_of(answer) == content_of(alone) == content_of(without) == rollout.response
-        assert without.json()["choices"][0]["logprobs"] is None
-        found, scores = logprobs_of(answer), collect_logprobs(rollout)
-        ids = []
-        while (score := scores.get(len(ids))) and score.token.token_id not in made.tokenizer.end_ids:
-            ids.append(score.token.token_id)
-        shown = [n for n, token in enumerate(ids) if token not in made.tokenizer.special_ids]
-        text = made.tokenizer.decode_with_offsets(ids)[0]
-        blanks = len(text) - len(text.lstrip()), len(text) - len(text.rstrip())  # each a token of a byte
-        shown = shown[blanks[0] : len(shown) - blanks[1]]
-        names = [made.tokenizer.token_text(ids[n]) for n in shown]
-        assert [token["token"] for token in found] == names
-        assert [token["bytes"] for token in found] == [
-            None if "\ufffd" in name else list(name.encode()) for name in names
-        ]
-        nats, tops = [scores[n].token.log_prob for n in shown], [scores[n].top for n in shown]
-        for same in (answer, stream, alone):
-            assert [t["token"] for t in logprobs_of(same)] == names
-            assert [t["logprob"] for t in logprobs_of(same)] == pytest.approx(nats, rel=1e-3, abs=1e-4)
-        for same in (found, logprobs_of(stream)):
-            others = [[other["token"] for other in token["top_logprobs"]] for token in same]
-            assert others == [[name for _, name, _ in top] for top in tops]
-        assert all(token["top_logprobs"] == [] for token in logprobs_of(alone))
-
-
-def test_a_stop_text_ends_them_with_the_text(make_decoder_of):
-    decoder = make_decoder_of("causal")
-    rollout = next(each for each in decoder.decode(QUESTIONS) if len({*each.response}) > 4)
-    stop = next(letter for letter in rollout.response if rollout.response.index(letter) > 2)
-    with serve_decoder(decoder) as service:
-        body = chat_body(rollout.question, logprobs=True, stop=stop)
-        whole, stream = send_requests(service, body, body | {"stream": True})
-    text = content_of(whole)
-    assert text == rollout.response[: rollout.response.index(stop)]
-    assert text and logprobs_of(stream) == logprobs_of(whole)
-    assert 0 < len(logprobs_of(whole)) < len(collect_logprobs(rollout))
-
-
-@pytest.mark.parametrize(
-    ("more", "path"),
-    [
-        ({"top_logprobs": 2}, "/v1/chat/completions"),
-        ({"top_logprobs": 2, "logprobs": False}, "/v1/chat/completions"),
-        ({"top_logprobs": 21, "logprobs": True}, "/v1/chat/completions"),
-        ({"top_logprobs": -1, "logprobs": True}, "/v1/chat/completions"),
-        ({"logprobs": 2}, "/v1/chat/completions"),
-        ({"top_logprobs": 2}, "/v1/answers"),
-    ],
-)
-def test_what_cannot_be_given_is_a_400(refusing, more, path):
-    body = chat_body() if "chat" in path else {"question": "who?"}
-    answer = send_request(refusing, body | more, path)
-    assert answer.status_code == 400 and "logprobs" in answer.json()["error"]["message"]
-
-
 @pytest.mark.parametrize(
     ("kind", "own"),
     [
@@ -390,25 +311,6 @@ def test_settings_hold_for_one_request(make_decoder_of, kind, own):
     assert content_of(first) == content_of(again) == alone.response
     assert content_of(other) == plain.response
     assert first.json()["dlm_rag"]["forwards"] == alone.forwards != plain.forwards
-
-
-def test_a_long_body_is_not_read_to_its_end(decoder):
-    sent = 0
-
-    async def endless():
-        nonlocal sent
-        while True:
-            sent += 2**16
-            yield b" " * 2**16
-
-    async def asked(service):
-        async with make_client(service) as client:
-            return await client.post("/v1/chat/completions", content=endless())
-
-    with serve_decoder(decoder) as service:
-        response = run_in_loop(service.loop, asked(service))
-        assert response.status_code == 413 and sent <= 2**20 + 2**17
-        assert send_request(service, b" " * (2**20 + 1)).status_code == 413
 
 
 @pytest.mark.parametrize(
@@ -457,17 +359,6 @@ def test_keys_are_asked_for_and_the_corpus_is_searched_at_the_same_server(decode
         assert page.status_code == 200 and not any(key in page.text for key in KEYS)
 
 
-def test_a_histogram_counts_what_is_up_to_each_bound():
-    histogram = Histogram()
-    for seconds in (0.01, 0.011, 0.3, 1000.0):
-        histogram.observe(seconds)
-    lines = histogram.render("dlm_rag_x", "Words.")
-    found = parse_metrics_text("\n".join(lines))
-    bounds = {"0.01": 1, "0.025": 2, "0.25": 2, "0.5": 3, "300.0": 3, "+Inf": 4}
-    assert {bound: found[f'x_bucket{{le="{bound}"}}'] for bound in bounds} == bounds
-    assert (found["x_sum"], found["x_count"]) == (pytest.approx(1000.321), 4)
-
-
 def test_a_request_has_one_line_in_the_log(decoder, tmp_path, caplog):
     """With its status and whose key it has, without what was asked; none for what machines ask."""
     caplog.set_level("INFO", "dlm_rag.serving")
@@ -505,57 +396,11 @@ def slow(decoder):
     decoder.model_runner.free.set()
 
 
-def start_request(service, name="other", key="", **settings):
+def start_request(service, name="other", **settings):
     """A question that is handed to the engine itself."""
-    job = EngineRequest(Question(name, ASKED), replace(SETTINGS, **settings), key)
+    job = EngineRequest(Question(name, ASKED), replace(SETTINGS, **settings))
     service.loop.call_soon_threadsafe(service.engine.submit, job)
     return job
-
-
-def test_keys_take_turns(slow):
-    """One place: who comes with one question does not wait behind all of another's."""
-    slow.config, order = replace(slow.config, batch_size=1), []
-    with serve_decoder(slow) as service:
-        jobs = [start_request(service, "first")]
-        wait_until(lambda: service.engine.num_running)
-        jobs += [start_request(service, f"a{n}", "a") for n in range(3)]
-        jobs.append(start_request(service, "b0", "b"))
-        for job in jobs:
-            job.news.set = lambda job=job: order.append(job.question.id)
-        slow.model_runner.free.set()
-        wait_until(lambda: len(order) == 5)
-    assert all(job.done for job in jobs) and order == ["first", "a0", "b0", "a1", "a2"]
-
-
-def test_a_full_line_is_refused_for_its_key_alone(slow, tmp_path):
-    slow.config = replace(slow.config, batch_size=1)
-    file = tmp_path / "keys.txt"
-    file.write_text("\n".join(KEYS))
-
-    async def many(service):
-        async with make_client(service) as client:
-
-            async def post(key, waiting):
-                """Asks; returns once so many wait."""
-                own = {"Authorization": f"Bearer {key}"}
-                task = asyncio.ensure_future(
-                    client.post("/v1/chat/completions", json=chat_body(), headers=own)
-                )
-                while not service.engine.num_running or service.engine.num_waiting < waiting:
-                    await asyncio.sleep(0.01)
-                return task
-
-            held = [await post(KEYS[0], waiting) for waiting in range(3)]
-            refused = await (await post(KEYS[0], 2))
-            held.append(await post(KEYS[1], 3))
-            slow.model_runner.free.set()
-            return refused, await asyncio.gather(*held)
-
-    with serve_decoder(slow, keys=file, max_queue_per_key=2) as service:
-        refused, others = run_in_loop(service.loop, many(service))
-    assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
-    assert refused.json()["error"]["type"] == "rate_limit_error"
-    assert [response.status_code for response in others] == [200] * 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -584,6 +429,22 @@ def test_who_goes_away_frees_the_row_within_a_step(slow, stream):
         slow.model_runner.free.set()
         wait_until(lambda: other.done)
         assert other.rollout.response == alone.response
+
+
+def test_the_first_to_come_is_served_first_and_a_full_queue_is_refused(slow):
+    slow.config, order = replace(slow.config, batch_size=1), []
+    with serve_decoder(slow, max_waiting=2) as service:
+        jobs = []
+        for number in range(3):
+            jobs.append(start_request(service, str(number)))
+            wait_until(lambda n=number: service.engine.num_running + service.engine.num_waiting == n + 1)
+            jobs[-1].news.set = lambda number=number: order.append(number)
+        refused = send_request(service, chat_body())
+        slow.model_runner.free.set()
+        wait_until(lambda: len(order) == 3)
+        assert send_request(service, chat_body()).status_code == 200
+    assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
+    assert refused.json()["error"]["type"] == "rate_limit_error" and order == [0, 1, 2]
 
 
 def test_time_is_bounded(slow):
@@ -699,7 +560,7 @@ def test_a_fault_of_our_own_and_a_failed_search_tell_nothing_of_the_machine(deco
     decoder.retriever.search = fail
     with serve_decoder(decoder) as service:
         failed = send_request(service, chat_body()), send_request(service, chat_body(stream=True))
-        failed += (send_request(service, {"question": ASKED}, "/v1/answers"),)
+        failed += (send_request(service, chat_body(), "/v1/answers"),)
         monkeypatch.setattr("dlm_rag.serving.requests.RequestParser.parse_chat", fail)
         ours = send_request(service, chat_body())
     for response in failed:

@@ -72,7 +72,7 @@ def test_real_clients_at_a_real_server(folder, corpus):
     (rollout,) = made_decoder(corpus).decode([ASKED])
     port = find_free_port()
     url = f"http://127.0.0.1:{port}"
-    with start_server_process(folder, port, *TINY, *ROWS, "serving.max_connections=20") as process:
+    with start_server_process(folder, port, *TINY, *ROWS) as process:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         assert [model.id for model in client.models.list()] == ["model"]
         messages = chat_body()["messages"]
@@ -87,16 +87,6 @@ def test_real_clients_at_a_real_server(folder, corpus):
         assert "".join(chunk.choices[0].delta.content for chunk in chunks) == rollout.response
         assert not last.choices and last.usage == answer.usage
         assert [chunk.dlm_rag["step"] for chunk in chunks[:-1]] == list(range(len(rollout.steps)))
-        asked = {"model": "model", "messages": messages, "logprobs": True, "top_logprobs": 3}
-        (choice,) = client.chat.completions.create(**asked).choices
-        assert "".join(token.token for token in choice.logprobs.content).strip() == rollout.response
-        assert {len(token.top_logprobs) for token in choice.logprobs.content} == {3}
-        parts = [
-            chunk.choices[0].logprobs for chunk in client.chat.completions.create(**asked, stream=True)
-        ]
-        assert [token for part in parts if part for token in part.content] == choice.logprobs.content
-        with pytest.raises(openai.BadRequestError, match="needs logprobs=true"):
-            client.chat.completions.create(model="model", messages=messages, top_logprobs=3)
         with pytest.raises(openai.BadRequestError, match="cannot be honoured"):
             client.chat.completions.create(model="model", messages=messages, top_p=0.5)
         with pytest.raises(openai.NotFoundError, match="the model here is 'model'"):
@@ -169,10 +159,6 @@ def hostile(port):
             said = sock.recv(2**16)
         assert re.match(rb"HTTP/1.1 4\d\d ", said) and said.count(b"HTTP/1.1 ") == 1, said
         assert b"Traceback" not in said and str(ROOT).encode() not in said
-    held = [socket.create_connection(("127.0.0.1", port), timeout=120) for _ in range(30)]
-    assert b" 503 " in held[-1].recv(2**16)
-    for sock in held:
-        sock.close()
 
 
 @pytest.mark.slow
@@ -303,11 +289,11 @@ def test_who_is_slow_is_dropped_and_delays_nobody(corpus, monkeypatch):
         _, deaf = await asyncio.open_connection("127.0.0.1", port, limit=1)
         deaf.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)  # whose answers it does not read
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-            while service.connections() < 7:  # all of them, and its own
+            while service.metrics.connections() < 7:  # all of them, and its own
                 assert (await client.get("/health")).status_code == 200
             assert (await client.post("/v1/chat/completions", json=chat_body())).status_code == 200
             found = await asyncio.gather(*slow)
-        while service.connections():
+        while service.metrics.connections():
             await asyncio.sleep(0.01)
         deaf.close()
         return found

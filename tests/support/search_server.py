@@ -23,14 +23,14 @@ def serve_search(service, port=0):
     with socket.create_server(("127.0.0.1", port)) as sock:
         served = http_server.create_server(service)
         service.served = served
-        thread = threading.Thread(target=lambda: asyncio.run(served.serve([sock])))
+        ended = http_server.serve_until_ended(served, service, sock)
+        thread = threading.Thread(target=lambda: asyncio.run(ended))
         thread.start()
         try:
             yield f"{get_socket_url(sock)}{SEARCH_PATH}"
         finally:
             served.should_exit = True
             thread.join()
-            service.close()
 
 
 def post(url, body, path="/retrieve", **headers):

@@ -45,12 +45,12 @@ def made_decoder(corpus, settings=SETTINGS):
 
 
 @contextmanager
-def serve_decoder(decoder, keys=None, search=None, **limits):
+def serve_decoder(decoder, keys=None, search=None, max_waiting=64, **limits):
     """A service on an event loop of its own thread; `run_in_loop` runs requests there."""
     access = AccessControl(keys=None if keys is None else read_api_keys(str(keys)))
-    service = AnswerService(decoder, ServedModel("tiny"), ServingConfig(**limits), access)
+    service = AnswerService(decoder, ServedModel("tiny"), ServingConfig(**limits), access, max_waiting)
     if search is not None:
-        service.offer_search(SearchService(decoder.retriever, search, access=access))
+        service.offer_search(SearchService(decoder.retriever, search, access))
     with loop_thread() as service.loop:
         try:
             yield service
