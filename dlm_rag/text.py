@@ -3,7 +3,7 @@
 import re
 import string
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 # Words that carry grammar rather than facts: they neither need evidence nor count as evidence.
 FUNCTION_WORDS = frozenset(
@@ -82,18 +82,6 @@ def content_words(text: str, start: int, stop: int) -> list[tuple[str, tuple[int
 def overlapping_spans(spans: Sequence[tuple[int, int]], start: int, stop: int) -> list[int]:
     """Indices of the spans that share a character with [start, stop)."""
     return [n for n, (first, last) in enumerate(spans) if first < stop and last > start]
-
-
-def find_grounded_tokens(
-    text: str, token_spans: Sequence[tuple[int, int]], known_words: Collection[str]
-) -> list[bool]:
-    """For each token of `text` whether every content word it writes into is one of `known_words`.
-
-    Tokens of function words, punctuation and blanks are always held.
-    """
-    unknown = [span for word, span in content_words(text, 0, len(text)) if word not in known_words]
-    foreign = {token for span in unknown for token in overlapping_spans(token_spans, *span)}
-    return [token not in foreign for token in range(len(token_spans))]
 
 
 def extract_names(text: str) -> set[str]:

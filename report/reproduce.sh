@@ -91,14 +91,12 @@ $quick || run 15 $PYTHON profiling/bench_decode.py --out "$OUT/shape" --shape 10
 run 2 $PYTHON evaluate.py --out "$OUT/at_once" --sweep "decode.blocks_at_once=$(pick 1,2,3,4,12 1,12)" $files $some
 run 2 $PYTHON evaluate.py --out "$OUT/opened" --sweep "decode.blocks_at_once=$(pick 2,3,4,12 2,12)" decode.block_add_threshold=0 $files $some
 
-# 4. The gradient through retrieval (table 4, figure 4): three seeds of heads, three of the denoiser, the toy of four gradients
+# 4. The gradient through retrieval (table 4, figure 4): three seeds of the denoiser, the toy of four gradients
 reward="train.py --config search_rl.yaml"
 tiny=$(pick "" "train.max_steps=1 train.prompts_per_step=2 train.num_generations=2 train.world_passages=300 train.eval_questions=1")
 for seed in 0 1 2; do
     $quick && [ $seed != 0 ] && continue
-    run 7 $PYTHON $reward train.seed=$seed out="$OUT/heads$seed" $tiny
-    run 26 $PYTHON $reward train.seed=$seed out="$OUT/denoiser$seed" train.trainable=all decode.commit_rule=threshold \
-        train.learning_rate=0.0002 train.forward_cost=0 train.train_steps_per_rollout=2 train.max_steps=180 $tiny
+    run 26 $PYTHON $reward train.seed=$seed out="$OUT/denoiser$seed" $tiny
 done
 for world in 31 32; do
     $quick && [ $world != 31 ] && continue
@@ -109,7 +107,6 @@ for world in 31 32; do
     policies=interleaved,interleaved+decode.block_length=0
     for seed in 0 1 2; do
         $quick && [ $seed != 0 ] && continue
-        policies+=,interleaved+decode.block_length=0+decode.commit_rule=policy_head+model.path=$OUT/heads$seed/model
         policies+=,interleaved+decode.block_length=0+model.path=$OUT/denoiser$seed/model
     done
     run 5 $PYTHON evaluate.py --model dlm_rag/shipped/whole --corpus "$OUT/w$world/corpus.jsonl" --questions "$OUT/q$world.jsonl" \

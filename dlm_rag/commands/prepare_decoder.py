@@ -231,11 +231,9 @@ def prepare_decoder(
     show_status("checking the model")
     from dlm_rag.decode.resolve_settings import resolve_settings
     from dlm_rag.decode.uniform_noise import check_uniform_settings
-    from dlm_rag.diffusion.commit_rules import check_policy_heads
     from dlm_rag.evidence.evidence_store import check_store
     from dlm_rag.evidence.prompt_segments import check_finished_blocks, check_kept_evidence
     from dlm_rag.model.attention import choose_backend
-    from dlm_rag.model.policy_heads import read_heads
     from dlm_rag.model.quantize import check_quantize
     from dlm_rag.model.tensor_parallel import split_checkpoint
 
@@ -243,7 +241,6 @@ def prepare_decoder(
     weights = config.model.path, config.model.block_size
     checkpoint = once(lambda: _open_checkpoint(*weights), "checkpoint", *weights)
     decode = resolve_settings(config.decode, checkpoint.config)
-    check_policy_heads(decode, read_heads(checkpoint.folder) is not None)
     config, device = replace(config, decode=decode), choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, device)
     if checkpoint.config.noise is None:

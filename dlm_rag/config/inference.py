@@ -17,9 +17,6 @@ AT_ONCE = {"decode.blocks_at_once": SEVERAL}
 CACHED = MASKED | {"engine.prefix_cache_gib": (None, SET)}
 SERVED = {"model.path": ("openai://", "openais://")}  # a model behind a server
 ROLLOUTS = MASKED | {"train.objective": ("rl",)}  # which sample what they commit
-HEADS = tuple(
-    BY_DIFFUSION | {f"decode.{name}": ("policy_head",)} for name in ("commit_rule", "retrieval_gate")
-)
 
 
 @settings_dataclass
@@ -127,7 +124,7 @@ class DecodeConfig(CheckedSettings):
     """number of positions after the current block whose predictions may enter a query, in checkpoints
     with block attention"""
     blocks_at_once: int = setting(
-        1, low=1, high=2**20, only_with=IN_BLOCKS | {"decode.commit_rule": ("threshold", "grounded")}
+        1, low=1, high=2**20, only_with=IN_BLOCKS | {"decode.commit_rule": ("threshold",)}
     )
     """number of attention blocks in which tokens may be committed at a step: the first unfinished one and
     those after it that have joined; a block just finished counts until its keys and values are computed"""
@@ -142,18 +139,16 @@ class DecodeConfig(CheckedSettings):
     """rule that decides which masked positions are committed at a step; unset takes the checkpoint's
     own, else threshold"""
     commit_threshold: float = setting(0.9, low=0, high=1, only_with=(BY_DIFFUSION, ROLLOUTS))
-    """confidence at which a position is committed (tau_c), for the rules threshold and grounded; for
-    sampled and policy_head the confidence at which a gate opens with probability 1/2"""
+    """confidence at which a position is committed (tau_c), for the rule threshold; for sampled the
+    confidence at which a position is committed with probability 1/2"""
     gate_temperature: float = setting(0.5, low=1e-3, high=100, only_with=(BY_DIFFUSION, ROLLOUTS))
-    """softness of that threshold for sampled and policy_head, in logits"""
-    head_threshold: float | None = setting(0.5, low=0, high=1, only_with=HEADS)
-    """probability at which a policy head says yes; unset (null) samples its decision"""
+    """softness of that threshold for sampled, in logits"""
     tokens_per_step: int | None = setting(None, low=1, only_with=BY_DIFFUSION)
     """number of positions committed per step: exactly this many for top_k, entropy, margin and
-    sequential (unset: 1), at most this many for threshold, entropy_bound and grounded (unset: no limit)"""
+    sequential (unset: 1), at most this many for threshold and entropy_bound (unset: no limit)"""
     steps_per_block: int | None = setting(None, low=1, high=2**20, only_with=DIFFUSION)
     """number of steps per block (or per canvas, without blocks): sets what a step commits for top_k,
-    entropy, margin and sequential, and the minimum for threshold, entropy_bound and grounded (unset: 1)"""
+    entropy, margin and sequential, and the minimum for threshold and entropy_bound (unset: 1)"""
     schedule: str = setting(
         "even", choices=("even", "rounded"), only_with=BY_DIFFUSION | {"decode.steps_per_block": SET}
     )
@@ -192,9 +187,6 @@ class DecodeConfig(CheckedSettings):
     """number of steps between two refreshes of the evidence"""
     retrieval_threshold: float | None = setting(None, low=0, high=1)
     """refresh the evidence only if the lowest confidence is below this; unset: always"""
-    retrieval_gate: str | None = setting(None, choices=("always", "policy_head"), only_with=BY_DIFFUSION)
-    """whether to search with a query that has changed: always, or if the policy head says so; unset
-    takes the checkpoint's own, else always"""
     temperature: float = setting(
         0.0, low=0, only_with=MASKED | {"decode.mode": ("diffusion", "autoregressive")}
     )

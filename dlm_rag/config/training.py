@@ -16,7 +16,6 @@ from dlm_rag.errors import ConfigError, suggest_nearest
 # What settings need, as `only_with` says it.
 SFT, RL, PRETRAIN, ADAPT = ({"train.objective": (name,)} for name in ("sft", "rl", "pretrain", "adapt"))
 ANSWERING, READING = {"train.objective": ("sft", "rl")}, {"train.objective": ("pretrain", "adapt")}
-RL_OF_DENOISER = RL | {"train.trainable": (None, "all", "lora")}
 TRACES, CORPUS, WRITER = ({"synthesis.method": (name,)} for name in ("traces", "corpus", "writer"))
 NEW_MODEL = {"model.path": (None,)}
 NEW_LAYERS = NEW_MODEL | {"train.init_layers_from": (None,)}
@@ -74,9 +73,8 @@ class TrainConfig(CheckedSettings):
         96, low=16, only_with=({"model.evidence_layout": (None, "independent")}, NEW_MODEL)
     )
     """maximum length of a passage in tokens, in the independent evidence layout"""
-    trainable: str | None = setting(None, choices=("all", "lora", "policy_heads"))
-    """what is trained: all weights; lora (adapters); policy_heads (rl only: two small heads that decide
-    when to commit and when to search); unset: lora if lora_rank is set, else all"""
+    trainable: str | None = setting(None, choices=("all", "lora"))
+    """what is trained: all weights or lora (adapters); unset: lora if lora_rank is set, else all"""
     lora_rank: int = setting(0, low=0, only_with={"train.trainable": (None, "lora"), "model.path": SET})
     """rank of low-rank adapters on frozen weights (needs peft); 0 trains all weights"""
     # What a phase trains on.
@@ -178,15 +176,15 @@ class TrainConfig(CheckedSettings):
         0.0, low=0, high=1, only_with=(RL | {"train.forward_cost": SET}, RL | {"train.search_cost": SET})
     )
     """rl: fraction of the steps after which forward_cost and search_cost apply"""
-    rollout_temperature: float = setting(1.0, low=1e-3, high=100, only_with=RL_OF_DENOISER)
-    """rl: sampling temperature of rollouts, if the denoiser is trained"""
+    rollout_temperature: float = setting(1.0, low=1e-3, high=100, only_with=RL)
+    """rl: sampling temperature of rollouts"""
     train_steps_per_rollout: int | None = setting(None, low=1, only_with=RL)
     """rl: number of randomly chosen denoising steps of each rollout that are trained on; unset: all"""
     num_iterations: int = setting(1, low=1, high=2**10, only_with=RL)
     """rl: number of weight updates on the rollouts of a step"""
     clip_eps: float = setting(0.2, low=0, only_with=RL)
     """rl: clipping range of the probability ratio of a step, with several updates"""
-    kl_coef: float = setting(0.0, low=0, only_with=RL_OF_DENOISER)
+    kl_coef: float = setting(0.0, low=0, only_with=RL)
     """rl: coefficient of the KL divergence from the policy at the start of the phase, in nats per step"""
     # Checkpoints and evaluation.
     save_steps: int = setting(200, low=1)
@@ -206,11 +204,6 @@ class TrainConfig(CheckedSettings):
                 f"trainable={self.trainable} does not go with lora_rank={self.lora_rank}: leave one out"
             )
         self.get_phase_configs()
-
-    @property
-    def is_denoiser_frozen(self) -> bool:
-        """Whether the weights of the denoiser itself stay as they are."""
-        return bool(self.lora_rank) or self.trainable == "policy_heads"
 
     def get_phase_configs(self) -> dict[str, "TrainConfig"]:
         """The settings of each phase by its name, in order; one without a name where none are given.

@@ -30,12 +30,10 @@ from dlm_rag.decode.row import Row, Ticket, make_canvas
 from dlm_rag.decode.steps import NO_SEARCH, DenoiseStep, PendingSearch, RetrievalStep
 from dlm_rag.decode.tensor_parallel import LeadingModelRunner
 from dlm_rag.decode.uniform_noise import UniformModelRunner
-from dlm_rag.diffusion.commit_rules import check_policy_heads
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
-from dlm_rag.model.policy_heads import copy_heads_to_cpu
 from dlm_rag.model.quantize import describe_precision
 from dlm_rag.nvtx_ranges import StageClock, mark_event, profile_stage, profile_step
 from dlm_rag.questions import Question, as_questions
@@ -102,7 +100,6 @@ class Decoder:
         found = self.config if settings is None else resolve_settings(settings, shape)
         assert found.finished_block_context is not None
         check_finished_blocks(shape, found.finished_block_context, self.evidence_layout)
-        check_policy_heads(found, self.denoiser.heads is not None)
         return found
 
     def set_memory_budget(self, budget: DecodeBudget) -> None:
@@ -196,10 +193,9 @@ class Engine(AbstractContextManager["Engine"]):
     def __init__(self, decoder: Decoder) -> None:
         self.decoder, self.settings, self.tokenizer = decoder, decoder.config, decoder.tokenizer
         self.model_runner, self.retriever = decoder.model_runner, decoder.retriever
-        heads = None if decoder.denoiser.heads is None else copy_heads_to_cpu(decoder.denoiser.heads)
-        self._denoising = DenoiseStep(self.model_runner, self.tokenizer, heads)
+        self._denoising = DenoiseStep(self.model_runner, self.tokenizer)
         self._retrieval = RetrievalStep(
-            self.model_runner, self.retriever, self.tokenizer, decoder.evidence_layout, heads
+            self.model_runner, self.retriever, self.tokenizer, decoder.evidence_layout
         )
         self._clock = StageClock()
         places = self.settings.batch_size

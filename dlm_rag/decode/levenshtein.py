@@ -131,8 +131,7 @@ def check_edit_settings(settings: DecodeConfig, shape: DenoiserConfig) -> None:
     """Raises `ConfigError` for settings that do not go with deletions and insertions."""
     rule = find_rule(settings.commit_rule or "threshold")
     wrong = {
-        f"commit_rule={settings.commit_rule}": {"actions", "head"} & {*rule.statistics},
-        "retrieval_gate=policy_head": settings.retrieval_gate == "policy_head",
+        f"commit_rule={settings.commit_rule}": "actions" in rule.statistics,
         f"temperature={settings.temperature:g}": settings.temperature,
         f"copy_penalty={settings.copy_penalty}": settings.copy_penalty is not None,
         f"tokens_per_step={settings.tokens_per_step}": settings.tokens_per_step,

@@ -22,7 +22,7 @@ def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeCon
         raise ConfigError(
             f"decode.mode={mode}: this model was trained for {' and '.join(modes)} alone, leave it out"
         )
-    names = ("finished_block_context", "commit_rule", "retrieval_gate")
+    names = ("finished_block_context", "commit_rule")
     own = {name: getattr(shape, name) for name in names}
     facts = {"noise": "mask" if noise is None else "uniform", "attention_blocks": bool(block)}
     facts |= {"decode.mode": mode}

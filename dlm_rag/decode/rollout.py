@@ -60,21 +60,15 @@ class CommittedToken:
 
 @dataclass(frozen=True)
 class Action:
-    """What was decided by lot at a step, and how likely it was (`diffusion/policy.py`,
-    `policy_features.py`).
+    """A sampled decision of a step, and how likely it was (`diffusion/policy.py`).
 
     candidates: canvas positions that might have been committed; those that were are the step's. forced:
-    whether none would have been, so that one had to. log_prob: of commits and stays, in nats. features: of
-    each candidate, where a head decided. search_features: where a head decided whether to search, which
-    `RolloutStep.retrieved` says; search_log_prob: of that, in nats.
+    whether none would have been, so that one had to. log_prob: of commits and stays, in nats.
     """
 
     candidates: tuple[int, ...] = ()
     forced: bool = False
     log_prob: float = 0.0
-    features: tuple[tuple[float, ...], ...] = ()
-    search_features: tuple[float, ...] = ()
-    search_log_prob: float = 0.0
 
 
 @dataclass

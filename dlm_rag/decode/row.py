@@ -69,10 +69,8 @@ class Row:
     first_passages: list[Passage] = field(default_factory=list)  # what the first search found
     fitted_prompt: FittedPrompt | None = None  # with what fits of the evidence, once there is some
     laid_out_prompt: LaidOutPrompt = field(init=False, repr=False)  # this, laid out
-    known_words: frozenset[str] | None = None  # of question and evidence, once they are asked for
     copy_sources: CopySources | None = None  # where copying has a price
     query_key: Hashable = None
-    searched_words: frozenset[str] = frozenset()  # of the last query that was searched for
     provisional: Proposals | None = None
     lowest_confidence: float | None = None  # of provisional tokens; None where nothing is masked
     blocks_just_finished: int = 0  # by the last step: their keys and values are computed in this one

@@ -12,7 +12,6 @@ import numpy as np
 from dlm_rag.decode.canvas import Span
 from dlm_rag.decode.copy_sources import CopySources, SeparatorTokens
 from dlm_rag.decode.model_runner import ModelRunner
-from dlm_rag.decode.policy_features import ask_commit_head, decide_search
 from dlm_rag.decode.rollout import Action, RolloutStep
 from dlm_rag.decode.row import Row
 from dlm_rag.decode.sampling import ModelInput
@@ -28,7 +27,6 @@ from dlm_rag.diffusion.commit_rules import (
 from dlm_rag.errors import QuestionError, UserError
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt, lay_out_prompt, order_by_arrival
 from dlm_rag.evidence.truncation import ContextBudget, FittedPrompt, fit_passages, keep_shorter_texts
-from dlm_rag.model.policy_heads import PolicyHeads
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.retrieval.base import PartialSearchError, Retriever, interleave_rankings
 from dlm_rag.retrieval.corpus import Passage
@@ -40,7 +38,6 @@ from dlm_rag.retrieval.query import (
     resolve_query_threshold,
 )
 from dlm_rag.retrieval.retry import SearchUnavailableError
-from dlm_rag.text import find_grounded_tokens, split_words
 from dlm_rag.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -49,10 +46,10 @@ SearchResult = list[Passage] | Exception  # of one query
 
 
 class DenoiseStep:
-    """Denoises rows and commits by their rules; heads: of the rule `policy_head`."""
+    """Denoises rows and commits by their rules."""
 
-    def __init__(self, model_runner: ModelRunner, tokenizer: Tokenizer, heads: PolicyHeads | None) -> None:
-        self.model_runner, self.tokenizer, self.heads = model_runner, tokenizer, heads
+    def __init__(self, model_runner: ModelRunner, tokenizer: Tokenizer) -> None:
+        self.model_runner, self.tokenizer = model_runner, tokenizer
 
     def run(self, rows: list[Row]) -> None:
         """One step of these rows, each with evidence; a row whose proposals are wrong fails alone."""
@@ -112,25 +109,11 @@ class DenoiseStep:
             sizes = compute_step_sizes(span[1] - span[0], settings.steps_per_block, settings.schedule)
             least = sizes[min(row.rollout.count_steps_within(*span), len(sizes) - 1)]
         least += row.canvas.introduced_masks
-        grounded = partial(self._grounded_mask, row)
-        head = None if self.heads is None else partial(ask_commit_head, row=row, heads=self.heads)
-        context = RuleContext(settings, least, row.draws, grounded, head)
-        chosen, sampled = choose_commits(candidates, context)
+        chosen, sampled = choose_commits(candidates, RuleContext(settings, least, row.draws))
         if sampled is not None:
-            features = () if sampled.features is None else tuple(map(tuple, sampled.features.tolist()))
             positions = tuple(candidates.positions.tolist())
-            row.record.action = Action(positions, sampled.forced, sampled.log_prob, features)
+            row.record.action = Action(positions, sampled.forced, sampled.log_prob)
         return chosen
-
-    def _grounded_mask(self, row: Row, candidates: Proposals) -> list[bool]:
-        """Whether question or evidence hold the words that each candidate would write."""
-        assert row.provisional is not None
-        if row.known_words is None:
-            texts = (row.question.question, *row.evidence.values())
-            row.known_words = frozenset(split_words("\n".join(texts)))
-        text, spans = self.tokenizer.decode_with_offsets(row.canvas.fill_provisional(row.provisional, 0.0))
-        held = find_grounded_tokens(text, spans, row.known_words)
-        return [held[position] for position in candidates.positions]
 
 
 def build_model_input(row: Row) -> ModelInput:
@@ -182,18 +165,13 @@ NO_SEARCH = PendingSearch([], list)
 
 
 class RetrievalStep:
-    """Searches for rows and lays out their prompts; heads: of `retrieval_gate=policy_head`."""
+    """Searches for rows and lays out their prompts."""
 
     def __init__(
-        self,
-        model_runner: ModelRunner,
-        retriever: Retriever,
-        tokenizer: Tokenizer,
-        layout: str,
-        heads: PolicyHeads | None,
+        self, model_runner: ModelRunner, retriever: Retriever, tokenizer: Tokenizer, layout: str
     ) -> None:
         self.model_runner, self.retriever, self.tokenizer = model_runner, retriever, tokenizer
-        self.layout, self.heads = layout, heads
+        self.layout = layout
 
     @cached_property
     def _separators(self) -> SeparatorTokens:
@@ -217,10 +195,8 @@ class RetrievalStep:
                 if (query := self._build_row_query(row)) is None:
                     continue
                 row.record.query, key = query.text, self.retriever.key(query)
-                if not row.step or (key != row.query_key and self._should_search(row, query)):
+                if not row.step or key != row.query_key:
                     row.query_key, row.record.retrieved = key, True
-                    if row.settings.retrieval_gate == "policy_head":
-                        row.searched_words = frozenset(split_words(query.text))
                     asking.append(row)
                     queries.append(query)
         if not asking:
@@ -242,18 +218,6 @@ class RetrievalStep:
             response = self.tokenizer.query_text(row.canvas.fill_provisional(row.provisional, least))
         best = row.first_passages[0].text if row.first_passages else ""
         return build_query(settings.query_policy, row.question.question, response, best)
-
-    def _should_search(self, row: Row, query: Query) -> bool:
-        if row.settings.retrieval_gate != "policy_head":
-            return True
-        assert self.heads is not None
-        yes, features, log_prob = decide_search(row, query.text, self.heads)
-        row.record.action = replace(
-            row.record.action or Action(),
-            search_features=tuple(features.tolist()),
-            search_log_prob=log_prob,
-        )
-        return yes
 
     def _search(self, queries: list[Query]) -> list[SearchResult]:
         """What each query finds, or the error that it met; a search that fails is not repeated."""
@@ -306,7 +270,6 @@ class RetrievalStep:
             row.copy_sources = CopySources.from_prompt(fitted.prompt, self._separators)
         keep_shorter_texts(rollout.evidence_texts, fitted.texts)
         row.retrieved_passages, row.fitted_prompt, row.laid_out_prompt = passages, fitted, laid
-        row.known_words = None
         self.model_runner.prefetch(laid)
 
     def _merge_passages(self, row: Row, found: list[Passage]) -> list[Passage]:

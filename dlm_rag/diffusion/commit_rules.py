@@ -6,17 +6,15 @@ a function of one's own, `decode.commit_rule=module:function`, takes what those 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlm_rag.config import DecodeConfig
 from dlm_rag.config.fields import resolve_or_import
-from dlm_rag.errors import ConfigError
 
 FloatArray = NDArray[np.float64]
 IndexArray = NDArray[np.intp]
@@ -27,7 +25,6 @@ ACTION_STATISTICS = (
     "token_ids", "log_confidence", "gate", "log_commit", "log_stay", "forced_logit", "forced_token_ids",
     "forced_log_confidence", "forced_log_prob",
 )  # fmt: skip
-MAX_LOGIT = 14.0  # a logit of a confidence beyond it is rounding
 
 
 @dataclass(frozen=True)
@@ -71,16 +68,12 @@ class RuleContext:
 
     - least: number of positions that the schedule wants committed at this step; 0 in a block that may wait.
     - draws: (5, length) uniform random numbers of the step by canvas position. Rows 2 and 3 are for rules;
-      0 and 1 draw tokens, 4 is for searches. None if the rule does not sample.
-    - grounded: for candidates, whether the question or the evidence contains their words.
-    - head: for candidates, the features (n, F) of a policy head, and what it adds (n,) to the logits.
+      0 and 1 draw tokens, 4 is drawn so that seeds mean what they did. None if the rule does not sample.
     """
 
     settings: DecodeConfig
     least: int = 1
     draws: FloatArray | None = None
-    grounded: Callable[[Proposals], Sequence[bool]] = lambda candidates: [True] * len(candidates.positions)
-    head: Callable[[Proposals], tuple[FloatArray, FloatArray]] | None = None
 
     @property
     def count(self) -> int:
@@ -96,14 +89,12 @@ class SampledCommits:
     - log_prob: log-probability of this draw in nats.
     - forced: whether no candidate was drawn, and one had to be chosen.
     - tokens: the committed proposals, if they differ from the candidates' own.
-    - features: (n, F) inputs of the decision, if it is to be recorded.
     """
 
     opened: NDArray[np.bool_]
     log_prob: float
     forced: bool = False
     tokens: Proposals | None = None
-    features: FloatArray | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +103,7 @@ class Rule:
 
     - choose: maps candidates to the indices to commit (ascending, not empty), or to `SampledCommits`.
     - statistics: what it needs that is computed on demand: "spread" (entropy and margin), "actions"
-      (`ACTION_STATISTICS`), "head" (a policy head in the checkpoint).
+      (`ACTION_STATISTICS`).
     - settings: the settings of `decode` that affect it.
     - samples: whether it samples under these settings.
     """
@@ -147,18 +138,6 @@ def select_by_entropy_bound(entropy: FloatArray, bound: float, least: int = 1) -
     order = np.argsort(entropy, kind="stable")
     error_bound = np.concatenate(([0.0], np.cumsum(entropy[order])[:-1]))
     return np.sort(order[: max(least, int(np.searchsorted(error_bound, bound, side="right")))])
-
-
-def select_grounded(
-    confidence: FloatArray, held: Sequence[bool], commit_threshold: float, least: int = 1
-) -> IndexArray:
-    """`threshold` among the positions that are `held` (free words, and words the evidence holds); the most
-    confident where there is none.
-    """
-    allowed = np.flatnonzero(np.asarray(held, dtype=bool))
-    if not len(allowed):
-        return select_highest(confidence, least)
-    return allowed[select_by_threshold(confidence[allowed], commit_threshold, least)]
 
 
 @lru_cache(maxsize=256)
@@ -207,40 +186,6 @@ def sample_commits(candidates: Proposals, context: RuleContext) -> SampledCommit
     return SampledCommits(opened, log_prob, forced, tokens)
 
 
-def commit_by_head(candidates: Proposals, context: RuleContext) -> SampledCommits:
-    """Commits where the policy head opens a gate: sampled, or with a probability of at least
-    `decode.head_threshold`; where it opens none, the most confident candidate.
-    """
-    assert context.head is not None
-    features, added = context.head(candidates)
-    logit = base_gate_logit(features, context.settings) + added
-    draws = None if context.draws is None else context.draws[2, candidates.positions]
-    opened = open_gates(logit, draws, context.settings.head_threshold)
-    log_prob = float(log_sigmoid(np.where(opened, logit, -logit)).sum())
-    forced = not opened.any()
-    if forced:
-        opened[select_highest(candidates.confidence, 1)] = True
-    return SampledCommits(opened, log_prob, forced, features=features)
-
-
-def base_gate_logit(features: Any, settings: DecodeConfig) -> Any:
-    """The logit (n,) of the gates of a fresh head, from features (n, F): that of the soft threshold."""
-    tau = min(max(settings.commit_threshold, 1e-6), 1 - 1e-6)
-    return (features[:, 0] * MAX_LOGIT - math.log(tau / (1 - tau))) / settings.gate_temperature
-
-
-def open_gates(logit: FloatArray, draws: FloatArray | None, threshold: float | None) -> NDArray[np.bool_]:
-    """Which gates open: sampled by `draws`, or without these all of at least a probability `threshold`."""
-    probability = np.exp(log_sigmoid(logit))
-    found: NDArray[np.bool_] = probability >= threshold if draws is None else draws < probability
-    return found
-
-
-def log_sigmoid(x: FloatArray) -> FloatArray:
-    """log(1 / (1 + exp(-x)))."""
-    return -np.logaddexp(0.0, -x)
-
-
 _SCHEDULED = ("tokens_per_step", "steps_per_block", "schedule")
 RULES = {
     "threshold": Rule(
@@ -255,22 +200,12 @@ RULES = {
         ("spread",),
         ("entropy_bound", *_SCHEDULED),
     ),
-    "grounded": Rule(
-        lambda p, c: select_grounded(p.confidence, c.grounded(p), c.settings.commit_threshold, c.least),
-        settings=("commit_threshold", *_SCHEDULED),
-    ),
     "sequential": Rule(lambda p, c: np.arange(min(c.count, len(p.positions))), settings=_SCHEDULED),
     "sampled": Rule(
         sample_commits,
         ("actions",),
         ("commit_threshold", "gate_temperature"),
         samples=lambda settings: True,
-    ),
-    "policy_head": Rule(
-        commit_by_head,
-        ("head",),
-        ("commit_threshold", "gate_temperature"),  # and head_threshold, which searches read too
-        samples=lambda settings: settings.head_threshold is None,
     ),
 }
 
@@ -285,22 +220,9 @@ def find_rule(name: str) -> Rule:
     return found if isinstance(found, Rule) else Rule(found, ("spread",))
 
 
-def check_policy_heads(settings: DecodeConfig, has_heads: bool) -> None:
-    """Raises `ConfigError` for settings that need policy heads where the checkpoint has none."""
-    needing = "retrieval_gate" if settings.retrieval_gate == "policy_head" else ""
-    if settings.commit_rule is not None and "head" in find_rule(settings.commit_rule).statistics:
-        needing = "commit_rule"
-    if needing and not has_heads:
-        raise ConfigError(
-            f"{needing}={getattr(settings, needing)} needs policy heads, and this checkpoint has none: "
-            "train them with --config search_rl.yaml train.trainable=policy_heads"
-        )
-
-
 def samples_actions(settings: DecodeConfig) -> bool:
-    """Whether the commits of a step, or its search, are sampled."""
-    gated = settings.retrieval_gate == "policy_head" and settings.head_threshold is None
-    return gated or find_rule(settings.commit_rule or "threshold").samples(settings)
+    """Whether the commits of a step are sampled."""
+    return find_rule(settings.commit_rule or "threshold").samples(settings)
 
 
 def choose_commits(candidates: Proposals, context: RuleContext) -> tuple[Proposals, SampledCommits | None]:

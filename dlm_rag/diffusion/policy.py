@@ -7,8 +7,7 @@ An action of a step is, at each of its candidate positions by themselves, to sta
 
 If all stay, one position is drawn by softmax of logit c_max / w, and its token by pi: that is forced. For
 w, T -> 0 this is `select_by_threshold`, ties aside. Everything is exact: outcomes sum to 1, so the mean
-of the score is 0 (REINFORCE, Williams 1992). Heads give the gates instead (`model/policy_heads.py`): pi is
-then the most probable token, and what is forced the most confident position.
+of the score is 0 (REINFORCE, Williams 1992).
 """
 
 import math
@@ -115,11 +114,6 @@ def step_kl_divergence(parts: Tensor, other: Tensor, step: Tensor, steps: int) -
     forced = place.exp() * (place - theirs + token)
     none = stay.new_zeros(steps).index_add(0, step, stay).exp()
     return stay.new_zeros(steps).index_add(0, step, free + none[step] * forced)
-
-
-def gate_log_prob(logit: Tensor, step: Tensor, opened: Tensor, steps: int) -> Tensor:
-    """The same (S,) of independent gates with these logits (n,) of being opened (n,)."""
-    return logit.new_zeros(steps).index_add(0, step, logsigmoid(torch.where(opened, logit, -logit)))
 
 
 def segment_logsumexp(values: Tensor, step: Tensor, steps: int) -> Tensor:

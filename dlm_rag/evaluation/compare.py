@@ -2,7 +2,7 @@
 
 A setting is a name from `SETTING_PRESETS` (of a model behind a server from `SERVED_PRESETS`) or
 `KEY=VALUE`, joined by `+`: `static`, `oracle`,
-`interleaved+retrieval.method=dense`, `decode.commit_rule=grounded+decode.commit_threshold=0.8`. A sweep
+`interleaved+retrieval.method=dense`, `decode.commit_rule=top_k+decode.tokens_per_step=2`. A sweep
 makes such names: every combination of the values of some keys, under each setting there is.
 """
 

@@ -260,7 +260,7 @@ def check_store(engine: EngineConfig, shape: DenoiserConfig | None = None, item_
 def describe_context(denoiser: Denoiser, cache_dtype: str) -> str:
     """Says what keys and values depend on besides the segment; raises `ConfigError` for changed weights.
 
-    What a config says of decoding alone does not count, nor do policy heads.
+    What a config says of decoding alone does not count.
     """
     left_out = {*DLM_RAG_FIELDS.values(), "attention_patterns", "mask_token_id"}
     shape = {name: value for name, value in asdict(denoiser.config).items() if name not in left_out}

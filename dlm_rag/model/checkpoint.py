@@ -41,7 +41,6 @@ from dlm_rag.model.match_tensors import (
     match_tensors,
     match_tensors_by_name,
 )
-from dlm_rag.model.policy_heads import HEADS_FILE, HEADS_PREFIX, save_heads
 from dlm_rag.model.quantize import count_weight_bytes
 from dlm_rag.model.stored_scales import REMEDY, read_scale_block
 from dlm_rag.progress import report_progress
@@ -55,7 +54,7 @@ DLM_RAG_FIELDS = {
     name: name
     for name in (
         "evidence_layout", "passage_length", "canvas_length", "block_length", "block_grid",
-        "finished_block_context", "commit_rule", "retrieval_gate", "causal_context", "abstain",
+        "finished_block_context", "commit_rule", "causal_context", "abstain",
     )
 } | {BLOCK_SIZE_KEY: "block_size"}  # fmt: skip
 
@@ -129,7 +128,7 @@ class Checkpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of every file that is or may be read: the shards with the tensors, heads, and texts.
+        """Digest of every file that is or may be read: the shards with the tensors, and texts.
 
         Texts are what a checkpoint consists of (`HUB_FILE_PATTERNS`) without what our own programs write.
         """
@@ -137,11 +136,11 @@ class Checkpoint:
         paths = self._weight_files
         for pattern in (*HUB_FILE_PATTERNS, "*/*.jinja"):
             paths |= {path for path in self.folder.glob(pattern) if not any(map(path.match, excluded))}
-        return self._digest({path for path in (*paths, self.folder / HEADS_FILE) if path.is_file()})
+        return self._digest({path for path in paths if path.is_file()})
 
     @cached_property
     def weights_fingerprint(self) -> str:
-        """Digest of the shards with the tensors and of how they are read; heads and texts do not count."""
+        """Digest of the shards with the tensors and of how they are read; texts do not count."""
         return self._digest(self._weight_files) + f" {self.raw_config['model_type']}"
 
     @property
@@ -254,7 +253,6 @@ def save_tensors(
 
     folder.mkdir(parents=True, exist_ok=True)
     named = {name: value.detach().contiguous() for name, value in tensors.items()}
-    save_heads({name: named.pop(name) for name in list(named) if name.startswith(HEADS_PREFIX)}, folder)
     if config.tie_word_embeddings:
         named.pop("lm_head.weight", None)
     raw: dict[str, Any] = {"model_type": "dlm_rag", "architectures": ["Denoiser"], **asdict(config)}

@@ -38,7 +38,6 @@ from dlm_rag.model.layers import (
     is_autocast,
 )
 from dlm_rag.model.packed_batch import PackedRows, Segment, pack_rows
-from dlm_rag.model.policy_heads import HEADS_PREFIX, PolicyHeads, read_heads
 from dlm_rag.model.quantize import (
     check_dtypes_kept,
     check_quantize,
@@ -83,7 +82,6 @@ class Denoiser(TransformerWeights):
         self.activation_checkpointing = "none"  # while gradients are recorded: none, selective, full
         self._compiled_before: int | None = None
         self.flop_count = FlopCount()  # of all calls since
-        self.heads: PolicyHeads | None = None  # where a policy was trained
         self.tensor_parallel: TensorParallel | None = None  # where it is a rank's part of a model
         # What was loaded, and the parameters as they were then, with torch's count of changes.
         self._origin: tuple[Checkpoint, dict[str, tuple[ref[nn.Parameter], Any]]] | None = None
@@ -149,7 +147,7 @@ class Denoiser(TransformerWeights):
         with torch.device("meta"):
             denoiser = cls(checkpoint.config)
         denoiser.load(checkpoint, device, dtype, quantize)
-        denoiser.attention, denoiser.heads = attention, read_heads(checkpoint.folder)
+        denoiser.attention = attention
         return denoiser.eval()
 
     def load(
@@ -170,12 +168,12 @@ class Denoiser(TransformerWeights):
         self.set_origin(checkpoint)
 
     def set_origin(self, checkpoint: Checkpoint) -> None:
-        """Notes that the weights, apart from policy heads, are those of a checkpoint."""
+        """Notes that the weights are those of a checkpoint."""
         self._origin = checkpoint, {name: (ref(x), version) for name, x, version in self._weight_versions()}
 
     @property
     def weights_fingerprint(self) -> str:
-        """That of the checkpoint whose weights these are, with any policy heads.
+        """The fingerprint of the checkpoint whose weights these are.
 
         Raises `ConfigError` where they come from no checkpoint, or were changed since: in place, by an
         optimizer say, or by new parameters. What is done to `parameter.data` is not noticed.
@@ -192,8 +190,7 @@ class Denoiser(TransformerWeights):
 
     def _weight_versions(self) -> Iterator[tuple[str, nn.Parameter, Any]]:
         for name, value in self.named_parameters():
-            if not name.startswith(HEADS_PREFIX):
-                yield name, value, (value.dtype, -1 if value.is_inference() else value._version)
+            yield name, value, (value.dtype, -1 if value.is_inference() else value._version)
 
     def save_pretrained(self, folder: str | Path, **extra: Any) -> None:
         """Writes `config.json` (with `extra` keys) and `model.safetensors`; see `save_tensors`.

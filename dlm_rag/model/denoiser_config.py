@@ -126,10 +126,9 @@ class DenoiserConfig:
     # What a family's layers hide otherwise, one pattern a layer (None: nothing); empty: all see all. Only a
     # family's file sets it: it is not written to config.json.
     attention_patterns: tuple[AttentionPattern | None, ...] = ()
-    # These as in DecodeConfig, where the config names none; `policy_head` if the folder holds heads.
+    # These as in DecodeConfig, where the config names none.
     finished_block_context: Annotated[str, _one_of("recompute", "no_evidence")] = "recompute"
-    commit_rule: Annotated[str, _one_of("threshold", "policy_head", "entropy_bound")] = "threshold"
-    retrieval_gate: Annotated[str, _one_of("always", "policy_head")] = "always"
+    commit_rule: Annotated[str, _one_of("threshold", "entropy_bound")] = "threshold"
     abstain: Annotated[str, _one_of("never", "answer", "response", "copied")] = "never"
     # Of a model that denoises from uniform noise; None: from masks. Its canvas is a block of ours.
     noise: UniformNoiseConfig | None = None

@@ -64,7 +64,7 @@ def ask_with_response(question: str, response: str, top_passage: str) -> Query:
     return join_query(question, response)
 
 
-_REFRESHED = ("retrieval_interval", "retrieval_threshold", "retrieval_gate")
+_REFRESHED = ("retrieval_interval", "retrieval_threshold")
 _GUESSING = ("query_threshold", "query_window", *_REFRESHED)
 QUERIES = {
     "proxy": QueryPolicy(ask_with_response, reads_guesses=True, settings=_GUESSING),

@@ -251,9 +251,8 @@ def apply_fsdp(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     if (mesh := processes.mesh and processes.mesh["dp"]) is None:
         mesh = init_device_mesh(device.type, (processes.world_size,))
-    # Heads stay in float64, and inputs as they are: the rotary angles need float32.
-    low = dtype != torch.float32 and denoiser.heads is None
-    dtypes = {"param_dtype": dtype, "reduce_dtype": torch.float32} if low else {}
+    # Inputs stay as they are: the rotary angles need float32.
+    dtypes = {"param_dtype": dtype, "reduce_dtype": torch.float32} if dtype != torch.float32 else {}
     policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
     for module in list(objective.modules()):  # also of a reference
         if isinstance(module, Denoiser):

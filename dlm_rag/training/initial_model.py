@@ -122,8 +122,7 @@ def _open_base_model(config: Config, path: str) -> InitialModel:
     else:
         template = load_prompt(config.prompt, shape.evidence_layout)
     tokenizer = Tokenizer(inner, mask_id, template, base.end_token_ids, vocabulary)
-    heads_only = train.trainable == "policy_heads"
-    return InitialModel(shape, tokenizer, base, train.seed, train.lora_rank, heads_only)
+    return InitialModel(shape, tokenizer, base, train.seed, train.lora_rank)
 
 
 def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
@@ -140,13 +139,12 @@ def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
             "train.causal_loss_weight needs a model that predicts in place, in blocks counted from the "
             "canvas: set model.block_size, or another model.path"
         )
-    frozen = [phase.trainable == "policy_heads" for phase in phases]
-    if (any(causal) or own.causal_context) and not all(a or b for a, b in zip(causal, frozen, strict=True)):
+    if (any(causal) or own.causal_context) and not all(causal):
         raise ConfigError(
             "this model predicts the next token too, which a phase would unlearn: set "
-            "train.causal_loss_weight above 0 with objective=sft, or trainable=policy_heads"
+            "train.causal_loss_weight above 0 with objective=sft"
         )
-    canvas, heads = decode.max_new_tokens or own.canvas_length, train.trainable == "policy_heads"
+    canvas = decode.max_new_tokens or own.canvas_length
     longest = [
         phase.sequence_length + 1
         for phase in phases
@@ -161,8 +159,7 @@ def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
         block_size=block,
         causal_context=own.causal_context or any(causal),
         finished_block_context=decode.finished_block_context or own.finished_block_context,
-        commit_rule="policy_head" if heads else "threshold",
-        retrieval_gate=(decode.retrieval_gate or own.retrieval_gate) if heads else "always",
+        commit_rule="threshold",
         max_position_embeddings=max(own.max_position_embeddings, *longest, 0),
     )
 

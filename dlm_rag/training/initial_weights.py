@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.model.checkpoint import Checkpoint, save_tensors
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.policy_heads import HEADS_PREFIX, PolicyHeads, read_heads
 from dlm_rag.model.tensor_parallel import TensorParallel, split_checkpoint, split_config
 from dlm_rag.progress import quiet_imports
 from dlm_rag.randomness import make_keyed_generator
@@ -32,17 +30,12 @@ EMBEDDING_NAMES = ("embed_tokens.weight", "lm_head.weight")
 MEAN_CHUNK_ROWS = 4096  # of a tensor whose mean is taken
 
 
-def build_meta_denoiser(
-    config: DenoiserConfig, lora_rank: int, frozen: torch.dtype, heads: bool = False
-) -> Denoiser:
+def build_meta_denoiser(config: DenoiserConfig, lora_rank: int, frozen: torch.dtype) -> Denoiser:
     """A denoiser on the meta device: shapes, float32 where it is trained, else in `frozen`."""
     with torch.device("meta"):
         denoiser = Denoiser(config)
         if lora_rank:
             add_lora_adapters(denoiser, lora_rank)
-        if heads:
-            denoiser.requires_grad_(False)
-            denoiser.heads = PolicyHeads()
         for parameter in denoiser.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(frozen)
@@ -157,7 +150,6 @@ class InitialModel:
     checkpoint: Checkpoint | None  # that the weights come from; None: fresh ones
     seed: int
     lora_rank: int
-    heads_only: bool = False  # the weights stay as they are
     layers_checkpoint: Checkpoint | None = None  # of which a fresh denoiser has the layers
 
     def build_on_meta(self, frozen: torch.dtype, ranks: TensorParallel | None = None) -> Denoiser:
@@ -165,11 +157,11 @@ class InitialModel:
 
         frozen: the dtype of weights that are not trained.
         """
-        whole = build_meta_denoiser(self.config, self.lora_rank, frozen, self.heads_only)
+        whole = build_meta_denoiser(self.config, self.lora_rank, frozen)
         if ranks is None or ranks.size == 1:
             return whole
         config = split_config(self.config, ranks.size, "train.tensor_parallel")
-        own = build_meta_denoiser(config, self.lora_rank, frozen, self.heads_only)
+        own = build_meta_denoiser(config, self.lora_rank, frozen)
         for (name, value), part in zip(whole.named_parameters(), own.parameters(), strict=True):
             if value.shape != part.shape:
                 ranks.axes[name] = 0 if len(value) != len(part) else 1
@@ -186,7 +178,7 @@ class InitialModel:
 
     @torch.no_grad()
     def fill(self, denoiser: Denoiser, trained: bool) -> None:
-        """The checkpoint's weights, or fresh ones that depend on the seed; heads, adapters and layers of
+        """The checkpoint's weights, or fresh ones that depend on the seed; adapters and layers of
         `layers_checkpoint` besides.
         """
         fresh, ranks = dict[str, Tensor](), denoiser.tensor_parallel or TensorParallel(0, 1)
@@ -197,8 +189,6 @@ class InitialModel:
             if ".lora_" in name:
                 drawn = _draw_adapter(name, ranks.whole_shape(name, value.shape), self.seed)
                 _copy_local_rows(value, ranks.cut(name, drawn))
-            elif name.startswith(HEADS_PREFIX):
-                _copy_local_rows(value, self._first_heads[name.removeprefix(HEADS_PREFIX)])
             elif checkpoint is not None:
                 _read_local_rows(value, checkpoint, name.replace(".base_layer", ""))
             else:
@@ -208,14 +198,6 @@ class InitialModel:
                 made = self.layers_checkpoint.read_tensor_rows(name, slice(0, made.shape[0])).float()
             _copy_local_rows(fresh[name], ranks.cut(name, made))
 
-    @cached_property
-    def _first_heads(self) -> dict[str, Tensor]:
-        there = None if self.checkpoint is None else read_heads(self.checkpoint.folder)
-        if there is None:
-            there = PolicyHeads()
-            there.initialise(self.seed)
-        return there.state_dict()
-
     def export(
         self, folder: Path, tensors: dict[str, Tensor], rope_theta: float, dtype: torch.dtype
     ) -> None:
@@ -224,7 +206,7 @@ class InitialModel:
         tensors: the whole state of the denoiser, adapters included, which are merged into the weights.
         """
         whole = merge_lora_weights(tensors, self.lora_rank)
-        tensors = {n: x if n.startswith(HEADS_PREFIX) else x.to(dtype) for n, x in whole.items()}
+        tensors = {name: value.to(dtype) for name, value in whole.items()}
         extra: dict[str, Any] = {"prompt": asdict(self.tokenizer.template)}
         if self.checkpoint is None:
             extra["eos_token_id"] = self.tokenizer.end_id

@@ -59,13 +59,11 @@ class Task:
     name: ClassVar[str]  # what its state is saved under
     can_prefetch: ClassVar[bool] = True  # microbatches may be made by another thread during the step before
     fixed_settings: ClassVar[frozenset[str]] = frozenset()  # that --resume may not change, but others may
-    trainable: ClassVar[frozenset[str]] = frozenset({"all", "lora"})  # values of `train.trainable`
     needs_trained_model: ClassVar[bool] = False
     reads_sequences: ClassVar[bool] = False  # a model needs positions for `train.sequence_length`
     opens_causal_attention: ClassVar[bool] = False  # can begin with an autoregressive checkpoint
     has_causal_loss: ClassVar[bool] = False  # whether it reads `train.causal_loss_weight`
     updates = 1  # weight updates per step
-    runs_denoiser = True  # whether the loss runs its layers
 
     def __init__(self, phase: Phase) -> None:
         self.phase, self.train, self._config, self._origin = phase, phase.train, phase.config, phase.origin
@@ -80,11 +78,6 @@ class Task:
     @classmethod
     def check_settings(cls, config: Config, train: TrainConfig) -> None:
         """Raises `ConfigError` for settings that do not go with the objective."""
-        if train.trainable is not None and train.trainable not in cls.trainable:
-            raise ConfigError(
-                f"trainable={train.trainable} does not go with objective={train.objective}: set it to "
-                f"{' or '.join(sorted(cls.trainable))}"
-            )
         if config.data.corpus is not None and config.data.questions is None and train.max_hops == 1:
             raise ConfigError("train.max_hops=1: questions made from data.corpus need 2 passages or more")
 

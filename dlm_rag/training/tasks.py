@@ -34,22 +34,13 @@ def check_task_settings(config: Config) -> None:
     """Raises `ConfigError` for settings that do not go with the objectives of a run."""
     if config.model.quantize != "none":
         raise ConfigError(f"model.quantize={config.model.quantize} is for decoding alone: leave it out")
-    if config.engine.store is not None and config.train.trainable != "policy_heads":
+    if config.engine.store is not None:
+        raise ConfigError("engine.store keeps what weights compute, which training changes: leave it out")
+    if config.engine.cache_dtype != "auto" and config.train.parallel == "fsdp":
         raise ConfigError(
-            "engine.store keeps what weights compute, which training changes: leave it out, or set "
-            "train.trainable=policy_heads"
+            f"engine.cache_dtype={config.engine.cache_dtype} needs whole weights, and train.parallel=fsdp "
+            "has shards of them: leave it out, or set train.parallel=ddp"
         )
-    if config.engine.store is not None and config.engine.for_training_rollouts.prefix_cache_gib == 0:
-        raise ConfigError(
-            "engine.store needs a cache, for which engine.memory_gib leaves no room in training: set "
-            "engine.prefix_cache_gib"
-        )
-    for name, given in (("store", config.engine.store), ("cache_dtype", config.engine.cache_dtype)):
-        if given not in (None, "auto") and config.train.parallel == "fsdp":
-            raise ConfigError(
-                f"engine.{name}={given} needs whole weights, and train.parallel=fsdp has shards of them: "
-                "leave it out, or set train.parallel=ddp"
-            )
     for number, train in enumerate(config.train.get_phase_configs().values()):
         task = find_task(train)
         if task.needs_trained_model and not number and config.model.path is None:

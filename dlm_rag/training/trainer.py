@@ -107,8 +107,6 @@ class Trainer:
             copy_weights(self.denoiser, self._reference)
         if processes.world_size > processes.tensor_parallel.size and not sharded:
             self.root = wrap_in_ddp(self.root, processes)
-        if origin.heads_only and origin.checkpoint is not None:
-            self.denoiser.set_origin(origin.checkpoint)  # its weights stay as they are
         for denoiser in filter(None, (self.denoiser, self._reference)):
             denoiser.attention = self.config.model.attn_implementation
             if train.rope_theta is not None:
@@ -151,7 +149,7 @@ class Trainer:
             supervised = mine["supervised"] * task.updates / self.processes.sharing
             head = count_head_flops(self.denoiser.config, supervised, 4)
             spent = self.denoiser.flop_count - before + head
-            self.flops = spent.flops_with_backward(self.train.is_denoiser_frozen)
+            self.flops = spent.flops_with_backward(bool(self.train.lora_rank))
         names = {"rows": "rows", "tokens": "tokens", "supervised_tokens": "supervised"}
         metrics = {
             "step": state.step,

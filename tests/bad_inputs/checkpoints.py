@@ -202,7 +202,7 @@ CASES = [
         *(
             (f"{word} does not go with edit_threshold", f"decode.edit_threshold=0.5 decode.{word}",
              {CONFIG: {"block_size": 4, "delete_token_id": 7, "split_token_id": 8}})
-            for word in ("copy_penalty=1.5", "commit_rule=sampled", "retrieval_gate=policy_head")
+            for word in ("copy_penalty=1.5", "commit_rule=sampled")
         ),
         # Weights.
         *(

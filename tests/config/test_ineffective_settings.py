@@ -28,7 +28,6 @@ def test_every_declared_need_is_a_setting_or_a_fact_of_checkpoints():
     ("words", "key", "need"),
     [
         ("train.kl_coef=0.1", "train.kl_coef=0.1", "train.objective=rl"),
-        ("train.objective=rl train.trainable=policy_heads train.kl_coef=1", "kl_coef", "trainable"),
         ("train.num_generations=3", "train.num_generations=3", "train.objective=rl"),
         ("train.worlds=3 data.corpus=x", "train.worlds=3", "data.corpus=null"),
         ("train.hidden_size=64 model.path=x", "train.hidden_size=64", "model.path=null"),
@@ -61,7 +60,6 @@ def test_a_setting_without_effect_is_refused_with_what_it_needs(words, key, need
         "decode.tokens_per_step=2",  # the rule is the checkpoint's
         "train.phases.a.objective=rl train.phases.b.max_steps=3 train.kl_coef=0.1",  # of one phase
         "retrieval.url=milvus://h:1/c retrieval.method=dense",
-        "decode.head_threshold=0.4 decode.commit_rule=top_k decode.retrieval_gate=policy_head",
         "decode.commit_threshold=0.4 decode.commit_rule=mine:rule",  # a rule of one's own may read it
     ],
 )

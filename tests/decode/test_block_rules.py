@@ -79,7 +79,7 @@ def written_ahead(steps):
         ("joint", EDITORS | {"experts": ROUTED}, EDITS),
         ("independent", EDITORS, EDITS | {"finished_block_context": "no_evidence"}),
         ("joint", {}, AT_ONCE),
-        ("joint", {"block_grid": "canvas"}, AT_ONCE | {"commit_rule": "grounded"}),
+        ("joint", {"block_grid": "canvas"}, AT_ONCE),
         ("independent", {}, AT_ONCE | {"semi_complete_threshold": 0.5}),
         ("independent", {}, AT_ONCE | {"finished_block_context": "no_evidence", "temperature": 1.0}),
     ],

@@ -171,7 +171,7 @@ SHAPE = DenoiserConfig(vocab_size=100, block_size=4, delete_token_id=DELETE, spl
     "words",
     [
         {"temperature": 0.5}, {"copy_penalty": 1.0}, {"commit_rule": "sampled", "temperature": 1.0},
-        {"commit_rule": "policy_head"}, {"retrieval_gate": "policy_head"}, {"tokens_per_step": 2},
+        {"tokens_per_step": 2},
         {"block_length": 2}, {"max_edit_steps": 0},
     ],
     ids=str,

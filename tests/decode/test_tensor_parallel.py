@@ -113,7 +113,6 @@ def split_on_all_ranks(folder, denoiser, quantize="none"):
 
 
 def decode_on_ranks(corpus_file, way, folder, questions=QUESTIONS, quantize="none"):
-    torch.manual_seed(0)  # of the policy heads
     decoder = make_setup_decoder(corpus_file, way, partial(split_on_all_ranks, folder, quantize=quantize))
     return decoder.decode(questions), decoder
 

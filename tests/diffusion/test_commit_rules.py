@@ -12,7 +12,6 @@ from dlm_rag.diffusion.commit_rules import (
     find_rule,
     select_by_entropy_bound,
     select_by_threshold,
-    select_grounded,
     select_highest,
 )
 from dlm_rag.errors import ConfigError
@@ -32,9 +31,9 @@ def proposals(confidence, entropy=None, margin=None):
 
 
 def choose(rule, found, **settings):
-    held, least = settings.pop("held", [True] * len(found.positions)), settings.pop("least", 1)
+    least = settings.pop("least", 1)
     config = DecodeConfig(commit_rule=rule, **({"entropy_bound": 0.1} | settings))
-    chosen, _ = choose_commits(found, RuleContext(config, least, grounded=lambda candidates: held))
+    chosen, _ = choose_commits(found, RuleContext(config, least))
     return chosen.positions.tolist()
 
 
@@ -53,12 +52,6 @@ ENTROPY = values(0.5, 0.01, 0.06, 0.04)  # ascending: the sums without the large
         (select_by_entropy_bound(ENTROPY, 0.1), [1, 2, 3]),
         (select_by_entropy_bound(ENTROPY, 0.11 + 1e-9), [0, 1, 2, 3]),
         (select_by_entropy_bound(ENTROPY, 0.0), [1]),
-        (select_grounded(values(0.99, 0.95, 0.3), [False, True, True], 0.9), [1]),
-        (
-            select_grounded(values(0.99, 0.95, 0.3), [False, False, True], 0.9),
-            [2],
-        ),  # none clears: best held
-        (select_grounded(values(0.99, 0.95, 0.3), [False, False, False], 0.9), [0]),  # none held: the best
     ],
 )
 def test_rules_by_hand(chosen, expected):
@@ -93,15 +86,15 @@ def test_a_rounded_schedule_takes_its_share_of_what_is_left():
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
-        ("threshold", [0, 1, 2]), ("grounded", [0, 1, 2]), ("top_k", [0, 1, 2]), ("sequential", [0, 1, 2]),
+        ("threshold", [0, 1, 2]), ("top_k", [0, 1, 2]), ("sequential", [0, 1, 2]),
         ("entropy_bound", [1, 2, 3]), ("entropy", [1, 2, 3]), ("margin", [1, 2, 3]),
     ],
 )  # fmt: skip
 def test_the_least_that_a_step_commits(rule, expected):
     found = proposals((0.8, 0.7, 0.6, 0.5), (0.9, 0.7, 0.6, 0.5), (0.1, 0.2, 0.3, 0.4))
-    assert choose(rule, found, least=3, held=[True] * 4) == expected
-    assert len(choose(rule, found, held=[True] * 4)) == 1
-    assert len(choose(rule, found, least=9, held=[True] * 4)) == 4, "never more than there are"
+    assert choose(rule, found, least=3) == expected
+    assert len(choose(rule, found)) == 1
+    assert len(choose(rule, found, least=9)) == 4, "never more than there are"
 
 
 def test_select_reads_the_value_that_belongs_to_the_rule():
@@ -112,6 +105,5 @@ def test_select_reads_the_value_that_belongs_to_the_rule():
     assert choose("threshold", found, commit_threshold=0.75) == [0, 1]
     assert choose("threshold", found, commit_threshold=0.5, tokens_per_step=2) == [0, 1], "at most two"
     assert choose("entropy_bound", found, entropy_bound=0.2) == [1, 2]
-    assert choose("grounded", found, commit_threshold=0.5, held=[False, True, True]) == [1, 2]
     with pytest.raises(ConfigError, match=r"decode\.commit_rule=magic"):
         find_rule("magic")

@@ -174,10 +174,10 @@ def test_tokens_per_forward_is_a_ratio_of_sums():
 def test_settings_by_name_by_value_and_joined():
     every = "interleaved committed static two_rounds feedback none oracle"
     assert " ".join(parse_compared_settings("all")) == every
-    found = parse_compared_settings("static, oracle+retrieval.method=dense,decode.commit_rule=grounded")
+    found = parse_compared_settings("static, oracle+retrieval.method=dense,decode.commit_rule=top_k")
     assert found["static"] == ["decode.query_policy=question"]
     assert found["oracle+retrieval.method=dense"][-1] == "retrieval.method=dense"
-    assert found["decode.commit_rule=grounded"] == ["decode.commit_rule=grounded"]
+    assert found["decode.commit_rule=top_k"] == ["decode.commit_rule=top_k"]
 
 
 def test_questions_are_grouped_by_hops_and_labels():

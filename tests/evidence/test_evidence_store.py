@@ -19,7 +19,6 @@ from dlm_rag.evidence import evidence_store
 from dlm_rag.evidence.evidence_store import EvidenceStore, list_entries, open_evidence_store
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.packed_batch import Segment
-from dlm_rag.model.policy_heads import PolicyHeads
 from tests.support.processes import wait_until
 from tests.support.tiny_models import tiny_denoiser
 
@@ -324,7 +323,7 @@ def test_what_another_version_has_computed_is_not_read(tmp_path, checkpoint, mon
     assert evidence_store.describe_context(denoiser, "auto") != before
 
 
-def test_entries_belong_to_weights_and_not_to_heads(tmp_path, checkpoint):
+def test_entries_belong_to_weights_and_not_to_settings_of_decoding(tmp_path, checkpoint):
     denoiser = Denoiser.from_pretrained(checkpoint)
     open_store(tmp_path, denoiser).add(segment(1), kept(1))
 
@@ -332,13 +331,11 @@ def test_entries_belong_to_weights_and_not_to_heads(tmp_path, checkpoint):
         other = Denoiser.from_pretrained(path, **changes)
         return segment(1) in open_store(tmp_path, other)
 
-    with_heads = tmp_path / "heads"
-    heads = tiny_denoiser(evidence_layout="independent", commit_rule="policy_head")
-    heads.heads = PolicyHeads()
-    heads.save_pretrained(with_heads)
+    by_entropy = tmp_path / "by_entropy"
+    tiny_denoiser(evidence_layout="independent", commit_rule="entropy_bound").save_pretrained(by_entropy)
     tiny_denoiser(1).save_pretrained(tmp_path / "other")
     wait_until(lambda: is_there(checkpoint), seconds=10)
-    assert is_there(with_heads) and not is_there(tmp_path / "other")
+    assert is_there(by_entropy) and not is_there(tmp_path / "other")
     assert not is_there(checkpoint, dtype=torch.bfloat16)
 
 

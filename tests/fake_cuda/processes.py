@@ -105,7 +105,7 @@ def check_shards(trainer, count):
 
 SHARDED = [
     "sft", "sft in parts", "sft in blocks, text", "sft, selective, sdpa", "adapters", "experts", "pretrain",
-    "adapt", "rl", "rl near the first weights", "rl of heads",
+    "adapt", "rl", "rl near the first weights",
 ]  # fmt: skip
 
 

@@ -26,7 +26,7 @@ WAITS_BY_SETUP = {
     "sft": 3, "sft, joint": 2, "sft, prefix": 3, "sft in parts": 6, "sft in blocks, reread": 3,
     "sft in blocks, text": 3, "sft, checkpointing": 3, "sft, selective, sdpa": 3, "adapters": 3,
     "experts": 3, "pretrain": 2, "adapt": 2, "rl": 3, "rl in parts": 6,
-    "rl with several updates": 6, "rl near the first weights": 5, "rl of heads": 2,
+    "rl with several updates": 6, "rl near the first weights": 5,
 }  # fmt: skip
 ON = {  # GPU, settings -> dtype
     "H200": (H200, [], torch.bfloat16),
@@ -108,7 +108,7 @@ def test_nothing_is_computed_in_a_bfloat16_that_a_gpu_only_emulates(tmp_path, fo
     assert (torch.bfloat16 in computed.seen) == (on == "H200")
 
 
-@pytest.mark.parametrize("way", ["sft", "rl of heads", "pretrain"])
+@pytest.mark.parametrize("way", ["sft", "rl", "pretrain"])
 def test_a_run_validates_saves_goes_on_and_exports(tmp_path, folder, way):
     with fake_cuda(), checked_kernels():
         trainer, validation = make_fake_cuda_trainer(tmp_path / "run", folder, way)

@@ -17,7 +17,6 @@ from dlm_rag.commands import page as page_command
 from dlm_rag.decode.answers_file import AnswersFile
 from dlm_rag.evaluation.metrics import SCORE_METRICS
 from dlm_rag.evaluation.stored_results import read_result, render_results_page
-from dlm_rag.model.policy_heads import PolicyHeads, read_heads, save_heads
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
@@ -121,9 +120,6 @@ def good(tmp_path_factory) -> Path:
     asked = {"id": "a", "question": "Who?", "answers": ["x"], "supporting_ids": ["emma"], "hops": 2}
     write_jsonl_file(folder / "questions.jsonl", [asked, asked | {"id": "b"}])
     (folder / "questions.json").write_text(json.dumps({"data": [asked]}))
-    heads = PolicyHeads()
-    heads.initialise(0)
-    save_heads({f"heads.{name}": value for name, value in heads.state_dict().items()}, folder)
     step = {"loss": 0.5, "rows": 2, "supervised_tokens": 3, "seconds": 1.0, "exact_match": 0.5}
     step |= {"stage_seconds": {"data": 0.1}, "phase": "read", "joules": None, "joules_of": "GPU"}
     write_jsonl_file(folder / "metrics.jsonl", [{"step": n} | step for n in range(3)])
@@ -204,7 +200,6 @@ READERS: dict[str, Callable[[Path], None]] = {
     "corpus.jsonl": read_passages,
     **{f"index/*/bm25-*/{name}.npy": search for name in ("words", "starts", "rows", "scores")},
     "index/*/offsets/offsets.npy": search,
-    "heads.safetensors": read_heads,
     "metrics.jsonl": read_steps,
     "run/checkpoints/*/state.json": lambda folder: scan_checkpoints(folder / "run"),
 }

@@ -296,6 +296,4 @@ def test_the_causal_pass_of_nemotron_labs_diffusion_is_not_left_behind_by_traini
     shape = open_checkpoint(tmp_path).config
     with pytest.raises(ConfigError):
         make_training_shape(Config(), shape)
-    config = load_config("search_rl.yaml", ["train.trainable=policy_heads"])
-    assert make_training_shape(config, shape).causal_context
     assert make_training_shape(load_config(None, ["train.causal_loss_weight=1"]), shape).causal_context

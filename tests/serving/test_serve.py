@@ -230,7 +230,6 @@ REFUSED = {
     "the server's own": (chat_body(batch_size=2), "'batch_size' cannot be honoured here: leave it out"),
     "a canvas too long": (chat_body(max_new_tokens=17), "more than the 16"),
     "no token": (chat_body(max_tokens=0), "'max_tokens'"),
-    "a rule without heads": (chat_body(commit_rule="policy_head"), "needs policy heads"),
     "edits without blocks": (chat_body(edit_threshold=0.9), "attention has no blocks"),
     "blocks that are not there": (chat_body(finished_block_context="no_evidence"), "no effect"),
     "options without a stream": (chat_body(stream_options={"include_usage": True}), "without stream=true"),

@@ -5,7 +5,6 @@ from dataclasses import replace
 from dlm_rag import Decoder, load_retriever
 from dlm_rag.config import DecodeConfig, EngineConfig, load_config
 from dlm_rag.model.denoiser_config import ExpertsConfig
-from dlm_rag.model.policy_heads import PolicyHeads
 from dlm_rag.tokenizer.prompts import PromptTemplate
 from dlm_rag.training.trainer import open_trainer
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser, tiny_tokenizer
@@ -29,11 +28,6 @@ DECODING_SETUPS = {  # layout of the evidence, shape of the model, settings
     "drawn": ("prefix", {}, {"temperature": 0.5}),
     "by entropy": ("joint", {}, {"commit_rule": "entropy_bound"}),
     "by lot": ("independent", {}, {"commit_rule": "sampled", "temperature": 1.0}),
-    "by heads": (
-        "prefix",
-        {"block_size": 3},
-        {"commit_rule": "policy_head", "retrieval_gate": "policy_head"},
-    ),
     "copying": ("independent", {}, {"copy_penalty": 3.0, "max_new_tokens": 3}),
     "deleting": (
         "joint",
@@ -79,12 +73,6 @@ TRAINING_SETUPS = {
     ],
     "rl with several updates": [*DENOISER, "train.num_iterations=2"],
     "rl near the first weights": [*DENOISER, "train.kl_coef=0.1"],
-    "rl of heads": [
-        *RL,
-        "train.trainable=policy_heads",
-        "decode.commit_rule=policy_head",
-        "decode.retrieval_gate=policy_head",
-    ],
 }
 
 
@@ -93,7 +81,6 @@ def make_setup_decoder(corpus_file, way, place=lambda denoiser: denoiser):
     layout, shape, settings = DECODING_SETUPS[way]
     config = DecodeConfig(**{"max_new_tokens": 6, "batch_size": 2, "commit_threshold": 0.4} | settings)
     denoiser = place(tiny_denoiser(evidence_layout=layout, **shape))
-    denoiser.heads = PolicyHeads().requires_grad_(False)
     retriever, tokenizer = (
         load_retriever(corpus_file, top_k=2),
         tiny_tokenizer(PromptTemplate.from_checkpoint(None, layout)),

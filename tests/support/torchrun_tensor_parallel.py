@@ -51,9 +51,7 @@ def decode_setup(folder, way, split=False, **engine):
     def write_and_split(denoiser):
         if split and not place.exists():  # else an earlier denoiser may still read it
             denoiser.save_pretrained(place)
-        found = SplitDenoiser.from_pretrained(place) if split else denoiser
-        torch.manual_seed(0)  # of the policy heads, which are made next
-        return found
+        return SplitDenoiser.from_pretrained(place) if split else denoiser
 
     decoder = make_setup_decoder(folder / "corpus.jsonl", way, write_and_split)
     if engine:

@@ -36,11 +36,6 @@ RL = [
     "train.forward_cost=0.01", "train.train_steps_per_rollout=2", "model.path={checkpoint}",
     "train.passage_length=96",
 ]  # fmt: skip
-HEADS = [
-    *(word for word in RL if not word.startswith(("train.trainable=", "decode.commit_rule="))),
-    "train.trainable=policy_heads", "decode.commit_rule=policy_head", "decode.retrieval_gate=policy_head",
-    "train.learning_rate=0.03",
-]  # fmt: skip
 # Nothing is learned from questions with an odd number: of two processes one is left without rows.
 ROWS_ON_ONE = {
     "copied": ["train.parallel=ddp"],
@@ -84,8 +79,6 @@ TRAINING_CASES = {
     "rl": RL,
     "rl sharded": [*RL, "train.parallel=fsdp"],
     **{f"rl {kind}, rows on one": [*SHARDED, *words] for kind, words in ROWS_ON_ONE.items()},
-    "heads sharded, rows on one": [*HEADS, "train.parallel=fsdp"],
-    "heads bfloat16 sharded": [*HEADS, "train.parallel=fsdp", "train.dtype=bfloat16"],
     "pretrain": PRETRAIN,
     "pretrain sharded": [*PRETRAIN, "train.parallel=fsdp"],
     "pretrain shared": [*PRETRAIN, "train.context_parallel=2"],
@@ -99,7 +92,6 @@ TRAINING_CASES = {
     "adapt split": [*ADAPT, SPLIT],
     "rl split": [*RL, SPLIT],
     "rl split, sharded, rows on one": [*SHARDED, SPLIT],
-    "heads split": [*HEADS, SPLIT],
     "adapters split": [*ADAPTERS, SPLIT],
     "adapt": ADAPT,
 }  # fmt: skip

@@ -131,7 +131,6 @@ def test_an_objective_of_ones_own_is_named_on_the_command_line(tmp_path, monkeyp
         (["train.objective=sftt"], "sft"),
         (["train.objective=math:floor"], "Task"),
         (["train.objective=no_such_module:Task"], "no_such_module"),
-        (["train.trainable=policy_heads"], "trainable"),
         (["data.corpus=x", "train.max_hops=1"], "max_hops"),
         (["train.objective=rl", "model.path=x", "data.corpus=x", "train.max_hops=1"], "max_hops"),
         (["train.objective=rl"], "model.path"),

@@ -44,7 +44,6 @@ SAME = {  # case on two processes -> case on one
     **dict.fromkeys(("sft accumulated", "sft sharded", "sft sharded, accumulated, checkpointed"), "sft"),
     "adapters sharded": "adapters",
     "rl sharded": "rl",
-    "heads bfloat16 sharded": "heads bfloat16 sharded",
     **{case: "pretrain" for case in TRAINING_CASES if case.startswith("pretrain")},
 }
 FAILING = "uneven, searches fail on one"
@@ -99,7 +98,7 @@ def together(folders):
         return torchrun(folders[1], *cases)
 
     split = tuple(case for case in SAME if "split" in case and case not in FAST)
-    rewarded = tuple(case for case in SAME if case.startswith(("rl", "heads")) and case not in split)
+    rewarded = tuple(case for case in SAME if case.startswith("rl") and case not in split)
     rest = tuple(case for case in SAME if case not in (*FAST, *split, *rewarded))
     launches = (tuple(FAST), split, rewarded, rest)
     return lambda case: launched(next(cases for cases in launches if case in cases))[case]

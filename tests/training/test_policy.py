@@ -23,7 +23,6 @@ from dlm_rag.diffusion.policy import (
     SoftThreshold,
     compute_action_distribution,
     draw_actions,
-    gate_log_prob,
     gather_action_log_probs,
     step_kl_divergence,
     step_log_prob,
@@ -366,14 +365,6 @@ def test_steps_of_one_call_are_those_of_calls_of_their_own():
     own = [(logits[step == n], taken[step == n].tolist(), bool(forced[n])) for n in range(3)]
     alone = [float(log_prob_of(*each)) for each in own]
     assert together.tolist() == pytest.approx(alone, abs=1e-12)
-
-
-def test_gates_are_bernoulli():
-    logit, opened = torch.tensor([0.3, -2.0, 5.0]), torch.tensor([True, False, False])
-    p = logit.sigmoid()
-    expected = [math.log(p[0]) + math.log(1 - p[1]), math.log(1 - p[2])]
-    found = gate_log_prob(logit, torch.tensor([0, 0, 1]), opened, 2)
-    assert found.tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_draws_never_are_the_mask():

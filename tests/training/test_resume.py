@@ -213,7 +213,7 @@ OWN = [
 ]  # fmt: skip
 BEGUN = {
     "sft": OWN,
-    "rl": [*OWN, "train.objective=rl", "train.trainable=policy_heads", "decode.gate_temperature=2"],
+    "rl": [*OWN, "train.objective=rl", "decode.gate_temperature=2"],
     "documents": [
         *MICRO_SETTINGS, "train.objective=pretrain", "train.sequence_length=64", "train.batch_tokens=256",
         "data.documents.web={base}/web.jsonl",

@@ -13,25 +13,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from dlm_rag import Denoiser
-from dlm_rag.config import DecodeConfig, EngineConfig, TrainConfig, load_config
+from dlm_rag.config import EngineConfig, TrainConfig, load_config
 from dlm_rag.decode.model_runner import MaskedModelRunner
-from dlm_rag.decode.resolve_settings import resolve_settings
 from dlm_rag.decode.rollout import Action, Rollout, RolloutStep
-from dlm_rag.decode.trace_file import TraceWriter, build_trace_header, read_trace
-from dlm_rag.diffusion.commit_rules import base_gate_logit
-from dlm_rag.diffusion.policy import gate_log_prob
-from dlm_rag.errors import CheckpointError, ConfigError
-from dlm_rag.model.checkpoint import open_checkpoint
-from dlm_rag.model.policy_heads import HEADS_FILE, PolicyHeads, read_heads, save_heads
+from dlm_rag.decode.trace_file import build_trace_header
+from dlm_rag.errors import CheckpointError
 from dlm_rag.questions import Question
 from dlm_rag.training.rl.policy_loss import (
     PolicyObjective,
     compute_clipped_surrogate,
-    gather_commit_gates,
-    gather_search_gates,
     make_policy_rows,
 )
 from dlm_rag.training.rl.reward import compute_advantages, compute_reward, compute_reward_parts
@@ -49,15 +40,6 @@ RL = [*MICRO_SETTINGS, "train.objective=rl", "train.prompts_per_step=2", "train.
       "train.f1_weight=1", "train.recall_weight=1", "train.forward_cost=0.01", "train.max_hops=1",
       "decode.max_new_tokens=48", "decode.batch_size=16", "decode.commit_threshold=0.05",
       "decode.gate_temperature=2"]  # fmt: skip
-
-
-def lively_heads(seed=0):
-    """Heads that say something: not those of the start."""
-    heads = PolicyHeads()
-    with torch.no_grad():
-        for value in heads.parameters():
-            value.copy_(torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)))
-    return heads.requires_grad_(False)
 
 
 def header_for(decoder):
@@ -139,77 +121,13 @@ def test_a_row_of_no_step_runs_as_many_layers_and_adds_no_gradient(corpus_file, 
     assert loss == 0 and not any(value.any() for value in (*gradients, *sums.values()))
 
 
-HEADS = {"commit_rule": "policy_head", "head_threshold": None, "retrieval_gate": "policy_head"}
-
-
-@pytest.mark.parametrize("settings", [SAMPLED, HEADS])
-def test_sampled_rollouts_are_those_they_are_alone(corpus_file, settings):
+def test_sampled_rollouts_are_those_they_are_alone(corpus_file):
     questions, found = [Question(f"{n}", text) for n, text in enumerate(QUESTIONS * 3)], []
     for batch in (1, 9):
-        decoder = make_decoder(corpus_file, "independent", batch_size=batch, **settings)
-        decoder.denoiser.heads = lively_heads()
+        decoder = make_decoder(corpus_file, "independent", batch_size=batch, **SAMPLED)
         found.append(rollout_records(decoder.decode(questions)))
     assert found[0] == found[1]
     assert len({str(tokens) for tokens in found[0]}) > 3, "members of a group should differ"
-
-
-def test_heads_decide_as_they_say_and_a_trace_holds_what_learning_needs(corpus_file, tmp_path):
-    decoder = make_decoder(corpus_file, query_policy="proxy", **HEADS)
-    decoder.denoiser.heads = heads = lively_heads(1)
-    heads.search.outer.weight.mul_(0.3)
-    heads.search.outer.bias.fill_(-2.0)
-    rollouts = decoder.decode([Question(f"{n}", text) for n, text in enumerate(QUESTIONS * 4)])
-    taken = learned(rollouts)
-    kept = [t for t in taken if t.step.action.search_features and not t.step.retrieved]
-    assert kept, "the head should keep the evidence now and then"
-    writer = TraceWriter(tmp_path / "t.jsonl", header_for(decoder))
-    for rollout in rollouts:
-        writer.write(rollout)
-    again = learned(read_trace(tmp_path / "t.jsonl"))
-    for gates, head, fresh in (
-        (gather_commit_gates(again), heads.commit, lambda x: base_gate_logit(x, decoder.config)),
-        (gather_search_gates(again), heads.search, lambda x: 2.0),
-    ):
-        features = torch.from_numpy(gates.features)
-        log_prob = gate_log_prob(
-            fresh(features) + head(features), torch.from_numpy(gates.step), torch.from_numpy(gates.opened),
-            len(gates.weights),
-        )  # fmt: skip
-        assert log_prob.tolist() == pytest.approx(gates.old_log_probs.tolist(), abs=1e-12)
-        assert 0 < gates.opened.mean() < 1
-
-
-def test_a_fresh_head_is_the_soft_threshold_and_at_a_hard_gate_the_commit_threshold(corpus_file):
-    plain = make_decoder(corpus_file).decode(QUESTIONS)
-    decoder = make_decoder(corpus_file, commit_rule="policy_head", head_threshold=0.5)
-    decoder.denoiser.heads = PolicyHeads()
-    decoder.denoiser.heads.initialise(3)
-    assert rollout_records(decoder.decode(QUESTIONS)) == rollout_records(plain)
-
-
-def test_heads_are_written_and_read_and_other_ones_refused(tmp_path):
-    heads = lively_heads()
-    denoiser = tiny_denoiser()
-    denoiser.heads = heads
-    denoiser.save_pretrained(tmp_path)
-    again = Denoiser.from_pretrained(tmp_path).heads
-    assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), again.parameters(), strict=True))
-    assert not [name for name in load_file(tmp_path / "model.safetensors") if "heads." in name]
-    denoiser.heads = None
-    denoiser.save_pretrained(tmp_path)
-    assert read_heads(tmp_path) is None, "those of the model before are gone"
-    save_heads({"heads.commit.inner.weight": torch.zeros(3, 3)}, tmp_path)
-    with pytest.raises(CheckpointError, match="of another version"):
-        read_heads(tmp_path)
-    (tmp_path / HEADS_FILE).write_bytes(b"none")
-    with pytest.raises(CheckpointError, match="is not a safetensors file"):
-        read_heads(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["commit_rule", "retrieval_gate"])
-def test_settings_that_need_heads_say_so(corpus_file, name):
-    with pytest.raises(ConfigError, match="needs policy heads"):
-        make_decoder(corpus_file, **{name: "policy_head"}).decode(QUESTIONS[:1])
 
 
 # Rewards.
@@ -312,7 +230,7 @@ def test_alarms_by_hand():
 
 def test_an_alarm_is_reported_once_for_each_cause_of_a_run(tmp_path, model):
     """Searches double, groups agree and entropy falls for 40 steps, then all recovers and comes back."""
-    trainer, _ = open_rl(tmp_path, model, *LEARN["heads"])
+    trainer, _ = open_rl(tmp_path, model, *LEARN["all"])
     state, reported = {}, []
     for step in range(120):
         bad = 2 <= step < 40 or step >= 60
@@ -362,10 +280,9 @@ def open_rl(folder, model, *words):
 
 
 LEARN = {
-    "heads": ["train.trainable=policy_heads", "decode.commit_rule=policy_head",
-              "decode.retrieval_gate=policy_head"],
     "all": ["train.trainable=all", "train.learning_rate=0.001", "train.train_steps_per_rollout=2",
             "train.kl_coef=0.1"],
+    "adapters": ["train.lora_rank=4"],
 }  # fmt: skip
 
 
@@ -425,7 +342,7 @@ def test_the_reference_is_what_the_phase_began_with_also_when_it_is_gone_on_with
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("learn", [["train.trainable=all"], ["train.trainable=lora", "train.lora_rank=2"]])
+@pytest.mark.parametrize("learn", [[], ["train.lora_rank=2"]])
 def test_a_reference_in_bfloat16_is_the_policy_of_the_start_to_the_bit(tmp_path, model, learn):
     words = [*LEARN["all"], *learn, "train.dtype=bfloat16"]
     trainer, _ = open_rl(tmp_path, model, *words)
@@ -483,25 +400,6 @@ def test_a_run_killed_eight_times_ends_with_the_same_bits(tmp_path, model, learn
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_heads_leave_the_denoiser_as_it_was_and_are_exported_beside_it(tmp_path, model):
-    trainer, validation = open_rl(tmp_path / "run", model, *LEARN["heads"])
-    for _ in range(2):
-        trainer.step()
-    assert 0 <= validation.compute_scores(trainer)["exact_match"] <= 1
-    trainer.export(tmp_path / "model")
-    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "model"))
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    heads, trained = read_heads(tmp_path / "model"), trainer.denoiser.heads
-    assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), trained.parameters(), strict=True))
-    assert heads.commit.outer.weight.any(), "something was learned"
-    own = resolve_settings(DecodeConfig(), open_checkpoint(tmp_path / "model").config)
-    assert own.commit_rule == own.retrieval_gate == "policy_head", "where nothing else is said"
-    onward, _ = open_rl(tmp_path / "onward", tmp_path / "model", *LEARN["heads"])
-    assert torch.equal(onward.denoiser.heads.commit.outer.weight, heads.commit.outer.weight)
-    whole, _ = open_rl(tmp_path / "all", tmp_path / "model", *LEARN["all"])
-    assert whole.denoiser.config.commit_rule == "threshold", "whose export has no heads"
-
-
 def test_parts_of_a_step_add_up_to_the_step(tmp_path, model):
     words = [*LEARN["all"], "train.prompts_per_step=4", "train.num_generations=3"]
     found = []
@@ -516,7 +414,7 @@ def test_parts_of_a_step_add_up_to_the_step(tmp_path, model):
 
 @pytest.mark.slow
 def test_several_updates_of_a_buffer_move_its_probabilities_and_are_clipped(tmp_path, model):
-    words = [*LEARN["heads"], "train.num_iterations=6", "train.learning_rate=0.3", "train.clip_eps=0.05"]
+    words = [*LEARN["all"], "train.num_iterations=6", "train.learning_rate=0.01", "train.clip_eps=0.05"]
     trainer, _ = open_rl(tmp_path / "run", model, *words)
     told = trainer.step()
     assert told["ratio_error"] > 0.01 and told["clipped_share"] > 0
@@ -526,7 +424,7 @@ def test_questions_of_ones_own_are_learned_from(tmp_path, model, corpus_file):
     file = tmp_path / "questions.jsonl"
     golden = {"golden_answers": ["x"]}
     write_jsonl_file(file, [{"id": str(n), "question": f"Who wrote {n}?"} | golden for n in range(20)])
-    own = [f"data.questions={file}", f"data.corpus={corpus_file}", *LEARN["heads"]]
+    own = [f"data.questions={file}", f"data.corpus={corpus_file}", *LEARN["all"]]
     trainer, _ = open_rl(tmp_path / "run", model, *own)
     assert trainer.step()["rows"] == 8
     file.write_text(json.dumps({"id": "a", "question": "Who?"}) + "\n")

@@ -88,7 +88,7 @@ class PhasePlan:
     def memory_traffic(self) -> float:
         """Bytes that a device's operators read and write in a step, each by itself, as without compile."""
         moved, held = self.train.gradient_accumulation_steps * self.memory.bytes_moved, self.device_bytes
-        if self.train.is_denoiser_frozen:
+        if self.train.lora_rank:
             return moved
         # AdamW reads weight, gradient and its state, and writes all but the gradient.
         return moved + 2 * (held["weights"] + held["optimizer"]) + held["gradients"]
@@ -182,7 +182,7 @@ def plan_phase(
     memory = estimate_step_memory(task, shape, dtype, part)
     decoded, layout = task.sample_decoding(shape), task.layout(shape)
     forward = count_forward_flops(shape, task.sample_examples(shape, 1), layout)
-    flops = forward.flops_with_backward(train.is_denoiser_frozen)
+    flops = forward.flops_with_backward(bool(train.lora_rank))
     flops += forward.flops if memory.reference else 0
     flops += count_forward_flops(shape, decoded, layout).flops if decoded else 0
     decode_bytes = estimate_rollout_bytes(config, task, shape, dtype, part)
@@ -273,7 +273,7 @@ def check_run_fits(config: Config, count: int, device: torch.device) -> None:
         denoiser = build_meta_denoiser(split_config(shape, train.tensor_parallel), 0, torch.float32)
         weights = FLOAT32_BYTES * sum(p.numel() for p in denoiser.parameters())
         copies = count // train.tensor_parallel
-        frozen, shards = train.is_denoiser_frozen, copies if train.parallel == "fsdp" else 1
+        frozen, shards = train.lora_rank, copies if train.parallel == "fsdp" else 1
         need = weights / 2 if frozen else 2 * weights + count_optimizer_bytes(denoiser, train)
         check(need / shards, "weights, gradients and optimizer alone take")
     if device.type == "cpu" and engine.memory_gib is None:

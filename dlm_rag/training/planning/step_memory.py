@@ -62,8 +62,7 @@ class StepMemory:
 def estimate_step_memory(task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: int) -> StepMemory:
     """What a part of `items` items needs, with the arithmetic in `dtype`; nothing is allocated.
 
-    Of shared sequences: what one of the processes needs that share them. Of heads: the weights alone,
-    for no layer is run.
+    Of shared sequences: what one of the processes needs that share them.
     """
     train, root = task.train, _build_objective(task, shape, dtype, shape.num_hidden_layers)
     named = list(root.denoiser.named_parameters())
@@ -72,14 +71,12 @@ def estimate_step_memory(task: Task, shape: DenoiserConfig, dtype: torch.dtype, 
     gradients = FLOAT32_BYTES * sum(p.numel() for p in trained)
     reference = getattr(root, "reference", None)
     pairs = [] if reference is None else zip(parameters, reference.parameters(), strict=True)
-    peak = logits = moved = per_item = 0.0
-    if task.runs_denoiser:
-        other = items // 2 or 2
-        chunk = root.logit_chunk * train.context_parallel
-        course, less = _estimate_timelines(task, shape, dtype, (items, other), chunk)
-        (moved, _), _ = course.pop(MOVED_BYTES_KEY), less.pop(MOVED_BYTES_KEY)
-        (peak, logits), (lower, _) = max(course.values()), max(less.values())
-        per_item = max(0.0, (peak - lower) / (items - other))
+    other = items // 2 or 2
+    chunk = root.logit_chunk * train.context_parallel
+    course, less = _estimate_timelines(task, shape, dtype, (items, other), chunk)
+    (moved, _), _ = course.pop(MOVED_BYTES_KEY), less.pop(MOVED_BYTES_KEY)
+    (peak, logits), (lower, _) = max(course.values()), max(less.values())
+    per_item = max(0.0, (peak - lower) / (items - other))
     # Gradients are counted by themselves; those of earlier parts are not in the peak, others are.
     activations = peak if _accumulates(train) else max(0.0, peak - gradients)
     return StepMemory(
@@ -171,7 +168,7 @@ def _simulate(
 def _build_objective(task: Task, shape: DenoiserConfig, dtype: torch.dtype, layers: int) -> Any:
     """The task's loss around a denoiser of so many layers on the meta device, in a run's dtypes."""
     train, shape = task.train, replace(shape, num_hidden_layers=layers)
-    denoiser = build_meta_denoiser(shape, train.lora_rank, dtype, train.trainable == "policy_heads")
+    denoiser = build_meta_denoiser(shape, train.lora_rank, dtype)
     denoiser.activation_checkpointing = train.activation_checkpointing
     number = train.context_parallel
     return task.objective(denoiser, ContextParallel(0, number, group=None) if number > 1 else None)

@@ -17,20 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid
 from torch.utils.checkpoint import checkpoint
 
 from dlm_rag.config import DecodeConfig, TrainConfig
-from dlm_rag.decode.policy_features import INITIAL_SEARCH_LOGIT
 from dlm_rag.decode.trace_file import TraceHeader, make_step_examples
-from dlm_rag.diffusion.commit_rules import base_gate_logit
 from dlm_rag.diffusion.policy import (
     ActionDistribution,
     SoftThreshold,
     compute_action_distribution,
-    gate_log_prob,
     gather_action_log_probs,
     step_kl_divergence,
     step_log_prob,
@@ -47,84 +42,6 @@ from dlm_rag.training.rl.rollouts import WeightedStep
 POLICY_LOSS_SUMS = ("policy", "ratio_error", "clipped", "entropy", "divergence", "learned")
 MAX_LOGIT_BYTES = 4 * 2**30  # of logits that exist at a time, with all that is computed of them
 LOGIT_COPIES = 20  # numbers of float32 for each logit at the peak, which is in backward, with a reference
-
-
-class GateDecisions(NamedTuple):
-    """What gates decided at S steps: n of them, by features of each."""
-
-    features: NDArray[np.float64]  # (n, F)
-    step: NDArray[np.int64]  # (n,) from 0
-    opened: NDArray[np.bool_]  # (n,)
-    weights: NDArray[np.float64]  # (S,)
-    old_log_probs: NDArray[np.float64]  # (S,) log-probabilities
-
-
-def gather_commit_gates(taken: Sequence[WeightedStep]) -> GateDecisions:
-    """Of candidates: which were committed. Where one was forced, none had opened."""
-    kept = [part for part in taken if part.action.features]
-    opened = [
-        not part.action.forced and position in {token.position for token in part.step.committed}
-        for part in kept
-        for position in part.action.candidates
-    ]
-    recorded = [part.action.log_prob for part in kept]
-    return _gather_gates(kept, [part.action.features for part in kept], opened, recorded)
-
-
-def gather_search_gates(taken: Sequence[WeightedStep]) -> GateDecisions:
-    """Of steps whose query had changed: whether the evidence was refreshed."""
-    kept = [part for part in taken if part.action.search_features]
-    features, opened = [(part.action.search_features,) for part in kept], [p.step.retrieved for p in kept]
-    return _gather_gates(kept, features, opened, [part.action.search_log_prob for part in kept])
-
-
-def _gather_gates(
-    kept: list[WeightedStep], features: list[Any], opened: list[bool], recorded: list[float]
-) -> GateDecisions:
-    """features: those of all gates, by step."""
-    return GateDecisions(
-        np.array([row for rows in features for row in rows], np.float64),
-        np.repeat(np.arange(len(kept)), np.array([*map(len, features)], np.int64)),
-        np.array(opened, np.bool_),
-        np.array([part.weight for part in kept], np.float64),
-        np.array(recorded, np.float64),
-    )
-
-
-class HeadsObjective(nn.Module):
-    """Of the two heads; the denoiser is part of the environment, and is not run."""
-
-    def __init__(self, denoiser: Denoiser, settings: DecodeConfig, train: TrainConfig) -> None:
-        super().__init__()
-        self.denoiser, self.settings, self.train_config = denoiser, settings, train
-
-    def forward(self, part: Any, counts: dict[str, float], terms: None) -> tuple[Tensor, dict[str, Tensor]]:
-        """What the gates of a part add to the loss of a step, and sums over its decisions."""
-        heads, settings = self.denoiser.heads, self.settings
-        assert heads is not None
-        loss = torch.stack([value.sum() for value in heads.parameters()]).sum() * 0.0  # all take part
-        sums = {name: loss.detach() * 0.0 for name in POLICY_LOSS_SUMS}
-        with profile_stage("loss"):
-            for gates, head in (
-                (gather_commit_gates(part.steps), heads.commit),
-                (gather_search_gates(part.steps), heads.search),
-            ):
-                if not len(gates.weights):
-                    continue
-                features, step, opened, weights, recorded = to_device([*gates], loss.device)
-                commits = head is heads.commit
-                logit = base_gate_logit(features, settings) if commits else INITIAL_SEARCH_LOGIT
-                logit = logit + head(features)
-                log_prob = gate_log_prob(logit, step, opened, len(weights))
-                gained, clipped = compute_clipped_surrogate(log_prob, recorded, weights, self.train_config)
-                loss = loss - gained / counts["divisor"]
-                with torch.no_grad():
-                    sums["policy"] += gained
-                    sums["clipped"] += clipped
-                    add_ratio_sums(sums, log_prob, recorded)
-                    yes = logit.sigmoid()
-                    sums["entropy"] -= (yes * logsigmoid(logit) + (1 - yes) * logsigmoid(-logit)).sum()
-        return loss, sums
 
 
 class PolicyRow(NamedTuple):
@@ -177,7 +94,7 @@ def make_policy_rows(
 
 
 class PolicyObjective(nn.Module):
-    """Of the denoiser itself: the soft threshold over its own logits."""
+    """The policy-gradient loss of a denoiser: a soft threshold over its own logits."""
 
     def __init__(
         self,

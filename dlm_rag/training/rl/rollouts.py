@@ -159,16 +159,13 @@ def _count_group(
     sums["forced"] += sum(action.forced for action in actions)
 
 
-def trains_denoiser(train: TrainConfig) -> bool:
-    """Whether the policy is that of the denoiser; else it is that of heads beside a denoiser."""
-    return train.trainable != "policy_heads"
-
-
 def make_rollout_settings(config: Config, train: TrainConfig) -> DecodeConfig:
     """How rollouts are decoded: as the config says, but sampled."""
-    sampled: dict[str, Any] = {"commit_rule": "policy_head", "head_threshold": None, "temperature": 0.0}
-    if trains_denoiser(train):
-        sampled = {"commit_rule": "sampled", "temperature": train.rollout_temperature}
-        sampled["retrieval_gate"] = "always"
     places = min(config.decode.batch_size, train.prompts_per_step * train.num_generations)
-    return replace(config.decode, **sampled, batch_size=places, seed=train.seed)
+    return replace(
+        config.decode,
+        commit_rule="sampled",
+        temperature=train.rollout_temperature,
+        batch_size=places,
+        seed=train.seed,
+    )

@@ -20,7 +20,6 @@ from dlm_rag.training.initial_weights import copy_frozen_denoiser
 from dlm_rag.training.losses import lay_out_examples
 from dlm_rag.training.phase_data import open_questions, open_world_validation
 from dlm_rag.training.rl.policy_loss import (
-    HeadsObjective,
     PolicyObjective,
     PolicyRow,
     make_policy_rows,
@@ -34,7 +33,6 @@ from dlm_rag.training.rl.rollouts import (
     make_file_source,
     make_rollout_settings,
     make_world_source,
-    trains_denoiser,
 )
 from dlm_rag.training.task import Phase, Task, TaskState, Validation
 
@@ -52,13 +50,11 @@ class RlTask(Task):
     """
 
     name, can_prefetch, needs_trained_model = "rl", False, True
-    trainable = frozenset({"all", "lora", "policy_heads"})
     _source: QuestionSource
 
     def __init__(self, phase: Phase) -> None:
         super().__init__(phase)
         self.updates, self._tokenizer = self.train.num_iterations, self._origin.tokenizer
-        self.runs_denoiser = trains_denoiser(self.train)
         self._denoiser: Denoiser | None = None
 
     @staticmethod
@@ -69,11 +65,8 @@ class RlTask(Task):
     def check_settings(cls, config: Config, train: TrainConfig) -> None:
         super().check_settings(config, train)
         resolve_or_import(REWARDS, train.reward, "train.reward")
-        if trains_denoiser(train) and config.decode.copy_penalty is not None:
-            raise ConfigError(
-                "rl of the denoiser computes steps again without decode.copy_penalty: leave it out, or set "
-                "train.trainable=policy_heads"
-            )
+        if config.decode.copy_penalty is not None:
+            raise ConfigError("rl computes steps again without decode.copy_penalty: leave it out")
         if train.min_hops > train.max_hops:
             raise ConfigError(f"min_hops={train.min_hops} is more than max_hops={train.max_hops}")
 
@@ -95,7 +88,7 @@ class RlTask(Task):
 
     def sample_examples(self, shape: DenoiserConfig, count: int) -> list[Example]:
         steps = self.train.train_steps_per_rollout or int(STEPS_PER_ROLLOUT)
-        return self._sample_steps(shape, count, steps if self.runs_denoiser else 0)
+        return self._sample_steps(shape, count, steps)
 
     def sample_decoding(self, shape: DenoiserConfig) -> list[Example]:
         return self._sample_steps(shape, 1, int(STEPS_PER_ROLLOUT))
@@ -119,22 +112,18 @@ class RlTask(Task):
     def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> nn.Module:
         self._denoiser = denoiser
         settings, shape = make_rollout_settings(self._config, self.train), denoiser.config
-        if self.runs_denoiser and shape.block_size and shape.predicts_next_block:
+        if shape.block_size and shape.predicts_next_block:
             raise ConfigError(
-                "rl of the denoiser computes steps again from the canvas alone, which excludes models that "
-                "predict the first token of a block from before it: set trainable=policy_heads"
+                "rl computes steps again from the canvas alone, which excludes models that predict the "
+                "first token of a block from before it"
             )
-        if not self.runs_denoiser:
-            return HeadsObjective(denoiser, settings, self.train)
         dtype = choose_dtype(self.train.dtype, choose_device(self._config.model.device))
         reference = copy_frozen_denoiser(denoiser, dtype) if self.train.kl_coef else None
         return PolicyObjective(denoiser, settings, self._tokenizer.mask_id, self.train, reference)
 
     def make_microbatch(self, step: int, items: Sequence[int], conditions: None) -> RolloutBuffer:
         buffer, decoder = self.collect_rollouts(step, items)
-        return (
-            replace(buffer, rows=self._make_rows(buffer.steps, decoder)) if self.runs_denoiser else buffer
-        )
+        return replace(buffer, rows=self._make_rows(buffer.steps, decoder))
 
     def collect_rollouts(self, step: int, items: Sequence[int]) -> tuple[RolloutBuffer, Decoder]:
         """The rollouts of some questions of a step, and what made them.
