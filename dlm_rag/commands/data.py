@@ -6,32 +6,36 @@
     dlm-rag data get 2wiki --split sardi    # with its corpus
 
 Files come from the Hugging Face hub (HF_ENDPOINT, HF_HUB_OFFLINE and `hf auth login` apply) and are kept
-below --folder, each with a card. Run the same command again to resume. Then:
+below --folder, each with a card. Run the same command again to get what is missing. Then:
 
     dlm-rag evaluate --dataset hotpotqa,2wiki --corpus wiki18 --model DIR_OR_HUB_ID --out runs/first
 """
 
-import os
+import itertools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from dlm_rag.cli import CommandParser, print_note
-from dlm_rag.data import hub_datasets, hub_download
-from dlm_rag.data.hub_datasets import DATASETS, SARDI_SETS, SPLIT_RULES, HubFile
+from dlm_rag.data import hub_datasets
+from dlm_rag.data.hub_datasets import (
+    CORPORA,
+    DATASETS,
+    FIRST_QUESTIONS,
+    INDEXES,
+    SARDI_SETS,
+    SPLIT_RULES,
+    Card,
+    HubFile,
+)
+from dlm_rag.data.hub_download import HubState, fetch_file, find_file
 from dlm_rag.errors import ConfigError, UserError
-from dlm_rag.files.paths import expand_path, get_cache_folder, make_folder
+from dlm_rag.files.checked_json import iter_lines
+from dlm_rag.files.paths import expand_path, make_folder, open_atomic_file
+from dlm_rag.files.record_readers import get_field, read_records
 from dlm_rag.progress import format_bytes
-
-
-class PlannedFile(NamedTuple):
-    """A file of the hub that is wanted here; missing: bytes, None where all of it is here."""
-
-    file: HubFile
-    target: Path
-    state: hub_download.HubState
-    missing: int | None
+from dlm_rag.questions import read_questions
+from dlm_rag.text import replace_control_chars
 
 
 def main(argv: list[str]) -> None:
@@ -51,22 +55,23 @@ def main(argv: list[str]) -> None:
 
 
 def list_datasets() -> None:
-    rows = [("name", "split", "rows", "bytes", "layout", "licence", "file")]
+    find = hub_datasets.list_dataset_files
     named = [(name, split, file) for name, splits in DATASETS.items() for split, file in splits.items()]
-    sardi = [(name, "sardi", file) for name in SARDI_SETS
-             for file in hub_datasets.list_dataset_files(name, "sardi")]  # fmt: skip
-    others = {name: [file] for name, file in hub_datasets.CORPORA.items()}
-    others |= {name: parts for name, (_, parts) in hub_datasets.INDEXES.items()}
-    named += [*sardi, *((name, "-", file) for name, files in others.items() for file in files)]
+    named += [(name, "sardi", file) for name in SARDI_SETS for file in find(name, "sardi")]
+    named += [(name, "-", file) for name in (*CORPORA, *INDEXES) for file in find(name, "search_r1")]
+    rows = [("name", "split", "rows", "bytes", "layout", "licence", "file")]
     for name, split, file in named:
         count = "-" if file.rows is None else f"{file.rows:,}"
         size = "-" if file.size is None else format_bytes(file.size)
-        where = f"{file.repository}: {file.path}"
-        rows.append((name, split, count, size, file.layout, file.licence or "-", where))
+        rows.append(
+            (name, split, count, size, file.layout, file.licence, f"{file.repository}: {file.path}")
+        )
     print_columns(rows)
 
 
 def print_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table; foreign control characters become blanks."""
+    rows = [[replace_control_chars(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -74,91 +79,86 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
 
 def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
     """Fetches what is not here, after saying what that is. Raises `ConfigError`."""
-    names = [name for name in dict.fromkeys(names) if not is_index_here(name, folder)]
-    files = [file for name in names for file in hub_datasets.list_dataset_files(name, rule)]
-    planned = [plan_file(file, folder) for file in files]
+    files = [
+        file
+        for name in dict.fromkeys(names)
+        for file in hub_datasets.list_dataset_files(name, rule)
+        if name not in INDEXES or not (folder / INDEXES[name][0]).is_file()
+    ]
+    found = [(file, find_file(file, folder)) for file in files]
     rows = [("file", "bytes", "to fetch", "licence", "from")]
-    for file, target, state, missing in planned:
-        sizes = format_bytes(state.size), "-" if missing is None else format_bytes(missing)
-        source = f"{file.repository} @ {state.revision[:12]}"
-        rows.append((str(target), *sizes, state.licence or file.licence or "not said", source))
+    for file, state in found:
+        size, source = format_bytes(state.size), f"{file.repository} @ {state.revision[:12]}"
+        rows.append((str(folder / file.path), size, "-" if state.is_here else size, file.licence, source))
     print_columns(rows)
-    check_disk(planned, folder)
-    make_folder(folder, "--folder ")
-    for wanted in planned:
-        if wanted.missing is not None:
-            hub_download.fetch_file(wanted.file, wanted.state, wanted.target)
-        if not wanted.file.is_index_part:
-            describe_file(wanted, rule, folder)
-    for name in {*names} & {*hub_datasets.INDEXES}:
-        parts = [each for each in planned if each.file in hub_datasets.INDEXES[name][1]]
-        states = {each.file.path: each.state for each in parts}
-        said = {path: {"revision": s.revision, "digest": s.digest} for path, s in states.items()}
-        whole = hub_datasets.join_parts(name, folder)
-        hub_datasets.write_card(whole, {"repository": parts[0].file.repository}, {"parts": said})
-        print(f"{whole} is there: retrieval.faiss_index={whole} reads it")
-
-
-def is_index_here(name: str, folder: Path) -> bool:
-    """Whether a name is that of an index whose joined file is in the folder already."""
-    if name not in hub_datasets.INDEXES or not (whole := folder / hub_datasets.INDEXES[name][0]).is_file():
-        return False
-    print(f"{whole} is there: retrieval.faiss_index={whole} reads it")
-    return True
-
-
-def plan_file(file: HubFile, folder: Path) -> PlannedFile:
-    """What the hub says of a file and what of it is here. Raises `ConfigError` for another file there."""
-    target = folder / file.path
-    card = hub_datasets.read_card(target) if target.is_file() else None
-    state = hub_download.ask_hub(file, card)
-    if file.is_index_part and target.is_file() and target.stat().st_size > state.size:
-        os.truncate(target, state.size)  # joining was stopped
-    if not target.exists():
-        return PlannedFile(file, target, state, hub_download.count_missing_bytes(target, state))
-    if hub_datasets.digest_like(target, state.digest) != state.digest:
-        own = f"of revision {str(card.get('revision'))[:12]}" if card else "not from the hub"
-        raise ConfigError(
-            f"{target} is {own}, and the hub has another one at revision {state.revision[:12]}: keep "
-            "yours, or delete it and its card to fetch that"
-        )
-    return PlannedFile(file, target, state, None)
-
-
-def check_disk(planned: Sequence[PlannedFile], folder: Path) -> None:
-    """Says what is needed and free; raises `ConfigError` where it is not enough."""
-    need = sum(wanted.missing or 0 for wanted in planned)
+    need = sum(state.size for _, state in found if not state.is_here)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     print(f"to fetch: {format_bytes(need)}; free in {folder}: {format_bytes(free)}")
-    if packed := sum(each.state.size for each in planned if each.target.suffix == ".gz"):
-        later = format_bytes(packed * hub_datasets.UNPACKED_RATIO)
-        print(f"later, for the unpacked corpus: about {later} in {get_cache_folder()}, and its index")
     if need > free:
         raise ConfigError(f"{folder} has {format_bytes(free)}, {format_bytes(need)} are needed: make room")
+    make_folder(folder, "--folder ")
+    for file, state in found:
+        if not state.is_here:
+            fetch_file(file, state, folder)
+        if file.layout != "part of an index":
+            describe_file(file, state, rule, folder)
+    for name in (name for name in dict.fromkeys(names) if name in INDEXES):
+        whole = join_parts(name, folder)
+        print(f"{whole} is there: retrieval.faiss_index={whole} reads it")
 
 
-def describe_file(wanted: PlannedFile, rule: str, folder: Path) -> None:
+def join_parts(name: str, folder: Path) -> Path:
+    """Makes one file of the parts of an index, where that is not done yet."""
+    whole, parts = folder / INDEXES[name][0], [folder / file.path for file in INDEXES[name][1]]
+    if not whole.is_file():
+        with open_atomic_file(whole) as scratch, scratch.open("wb") as joined:
+            for part in parts:
+                with part.open("rb") as file:
+                    shutil.copyfileobj(file, joined, 1 << 24)
+    for part in parts:
+        part.unlink(missing_ok=True)
+    return whole
+
+
+def describe_file(file: HubFile, state: HubState, rule: str, folder: Path) -> None:
     """Makes of a file what the rule says, and writes the cards. Raises `UserError` for another layout."""
-    file, target, state, missing = wanted
+    target, own = folder / file.path, hub_datasets.get_local_path(file, rule, folder)
     try:
-        counts = hub_datasets.count_contents(target, file)
+        count = count_questions(target, file)
+        if own != target:
+            with target.open("rb") as whole, open_atomic_file(own) as scratch:
+                lines = itertools.islice(iter_lines(whole, str(target), ConfigError), FIRST_QUESTIONS)
+                scratch.write_bytes(b"".join(line for _, _, line in lines))
     except UserError as error:
-        if missing is not None:  # nothing stays that cannot be read
+        if not state.is_here:  # nothing stays that cannot be read
             target.unlink()
         raise ConfigError(f"{file.repository} @ {state.revision[:12]}: {error}") from None
-    source = {
-        "repository": file.repository, "path": file.path, "revision": state.revision,
-        "licence": state.licence or file.licence,
-    }  # fmt: skip
-    if hub_datasets.read_card(target) is None:
-        hub_datasets.write_card(target, source, counts)
-    own, found = hub_datasets.get_local_path(file, rule, folder), counts.get("questions")
-    if own != target:
-        left = hub_datasets.take_first_questions(target, own)
-        counts = hub_datasets.count_contents(own, file)
-        counts["dropped"]["after the first"] = left
-        hub_datasets.write_card(own, source | {"rule": rule}, counts)
-    if found not in (None, file.rows):
-        print_note(f"warning: {target} has {found:,} questions, {file.rows:,} were published")
+    for path in {target, own}:
+        size, digest = path.stat().st_size, hub_datasets.digest_like(path)
+        card = Card(file.repository, file.path, state.revision, file.licence, size, digest)
+        if count is not None:
+            card.questions, card.published_questions = count, file.rows
+        if path != target:
+            card.questions, card.rule = min(count or 0, FIRST_QUESTIONS), rule
+        if path != target or not state.is_here or not hub_datasets.get_card_path(path).exists():
+            hub_datasets.write_card(path, card)
+    if count not in (None, file.rows):
+        print_note(f"warning: {target} has {count:,} questions, {file.rows:,} were published")
     print(f"{own} is there, and {hub_datasets.get_card_path(own).name}")
+
+
+def count_questions(path: Path, file: HubFile) -> int | None:
+    """Returns how many questions a file has; of a corpus only the first passage is read.
+
+    Raises `UserError` for a file in another layout.
+    """
+    if file.layout == "passages":
+        place, row = next(read_records(path, ConfigError), (str(path), {}))
+        if get_field(row, "contents")[1] is None:
+            raise ConfigError(f"{place}: there is no passage: the file is in another layout")
+        return None
+    questions = read_questions(path)
+    if not any(question.golden_answers for question in questions):
+        raise ConfigError(f"{path} has no answers: the file is in another layout")
+    return len(questions)

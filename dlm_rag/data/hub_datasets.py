@@ -5,18 +5,14 @@ where it is from. Entries are addresses; nothing of a repository but these files
 """
 
 import hashlib
-import itertools
 import json
-import shutil
-from collections import Counter
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dlm_rag.errors import ConfigError, suggest_nearest
-from dlm_rag.files.checked_json import parse_json_object
-from dlm_rag.files.paths import open_atomic_file, write_text_atomic
-from dlm_rag.files.record_readers import get_field, read_records
-from dlm_rag.questions import read_question_records, read_questions
+from dlm_rag.files.checked_json import MAX_SIDECAR_BYTES, parse_json_object, validate_json_value
+from dlm_rag.files.paths import read_regular_file, write_text_atomic
 
 DATA_FOLDER = "data"  # below the working folder
 SPLIT_RULES = {
@@ -25,7 +21,6 @@ SPLIT_RULES = {
     "sardi": "SARDI's own, with their corpus",
 }
 FIRST_QUESTIONS = 1000  # of flashrag_1000
-UNPACKED_RATIO = 3  # bytes of text to one of gzip, reckoned
 
 
 class HubFile(NamedTuple):
@@ -35,18 +30,9 @@ class HubFile(NamedTuple):
     path: str
     rows: int | None
     size: int | None = None
-    layout: str = "FlashRAG"
-    licence: str | None = None
-
-    @property
-    def is_corpus(self) -> bool:
-        """Whether it holds passages."""
-        return self.layout == "passages"
-
-    @property
-    def is_index_part(self) -> bool:
-        """Whether it is joined with others."""
-        return self.layout == "part of an index"
+    layout: str = "FlashRAG"  # or SARDI, passages, part of an index
+    licence: str = "not said"
+    repo_type: str = "dataset"
 
 
 FLASHRAG, SARDI = "RUC-NLPIR/FlashRAG_datasets", "pauljngr/sardi-data"
@@ -89,7 +75,7 @@ INDEXES = {  # of a corpus: the file that parts are joined to, in their order, a
 
 
 def list_dataset_files(name: str, rule: str) -> list[HubFile]:
-    """The files of a data set, corpus or index by a split rule, questions first. Raises `ConfigError`."""
+    """Returns the files of a data set, corpus or index, questions first. Raises `ConfigError`."""
     if rule not in SPLIT_RULES:
         raise ConfigError(
             f"'{rule}' is none of {', '.join(SPLIT_RULES)}{suggest_nearest(rule, SPLIT_RULES)}"
@@ -114,15 +100,30 @@ def list_dataset_files(name: str, rule: str) -> list[HubFile]:
     return [next(DATASETS[name][split] for split in ("test", "dev", "train") if split in DATASETS[name])]
 
 
+@dataclass
+class Card:
+    """The note beside a file: where it is from, and its size and digest."""
+
+    repository: str
+    path: str
+    revision: str
+    licence: str
+    bytes: int
+    sha256: str
+    rule: str | None = None
+    questions: int | None = None
+    published_questions: int | None = None
+
+
 def get_local_path(file: HubFile, rule: str, folder: str | Path) -> Path:
-    """Where what a split rule makes of a file is kept."""
+    """Returns where what a split rule makes of a file is kept."""
     path = Path(folder) / file.path
-    first = rule == "flashrag_1000" and not file.is_corpus
+    first = rule == "flashrag_1000" and file.layout == "FlashRAG"
     return path.with_name(f"{path.stem}.first_{FIRST_QUESTIONS}{path.suffix}") if first else path
 
 
 def find_dataset(name: str, rule: str) -> Path:
-    """The questions of a data set, or the passages of a corpus, in `data` below the working folder.
+    """Returns the questions of a data set, or the passages of a corpus, in `data` below the working folder.
 
     Raises `ConfigError` where they are not there, or are not what their card says.
     """
@@ -131,41 +132,41 @@ def find_dataset(name: str, rule: str) -> Path:
     command = f"dlm-rag data get {name}{f' --split {rule}' * (rule != 'search_r1')}"
     if not path.exists():
         raise ConfigError(f"{path} is not there; `{command}` brings it")
-    card, size = read_card(path) or {}, path.stat().st_size
-    digest = "" if file.is_corpus else digest_like(path)  # a corpus is hashed where it is opened
-    if card.get("bytes", size) != size or (digest and card.get("sha256", digest) != digest):
-        raise ConfigError(
-            f"{path} has changed since its card was written: delete both; `{command}` brings it"
-        )
+    if (card := read_card(path)) is not None:
+        same = card.bytes == path.stat().st_size  # a corpus is hashed where it is opened
+        if not same or (file.layout != "passages" and card.sha256 != digest_like(path)):
+            raise ConfigError(
+                f"{path} has changed since its card was written: delete both; `{command}` brings it"
+            )
     return path
 
 
 def find_named_corpus(corpus: str | None) -> str | None:
-    """The file of a corpus that is named by a word, unless there is a file of that name; else the name."""
+    """Returns the file of a corpus named by a word, unless there is a file of that name; else the name."""
     if corpus is None or corpus not in CORPORA or Path(corpus).exists():
         return corpus
     return str(find_dataset(corpus, "search_r1"))
 
 
 def get_card_path(path: Path) -> Path:
-    """The card beside a file."""
+    """Returns the path of the card beside a file."""
     return path.with_name(f"{path.name}.card.json")
 
 
-def read_card(path: Path) -> dict[str, Any] | None:
-    """What the card beside a file says; None without one. Raises `ConfigError` for a broken one."""
+def read_card(path: Path) -> Card | None:
+    """Returns the card beside a file; None without one. Raises `ConfigError` for a broken one."""
     card = get_card_path(path)
-    return parse_json_object(card.read_bytes(), str(card), ConfigError) if card.is_file() else None
-
-
-def write_card(path: Path, source: dict[str, Any], counts: dict[str, Any]) -> None:
-    """Writes the card of a file: its source, its size and digest, what is in it."""
-    own = {"bytes": path.stat().st_size, "sha256": digest_like(path)}
-    write_text_atomic(get_card_path(path), json.dumps(source | own | counts, indent=2) + "\n")
+    if not card.is_symlink() and not card.exists():
+        return None
+    try:
+        said = parse_json_object(read_regular_file(card, MAX_SIDECAR_BYTES), str(card), ConfigError)
+    except OSError as error:
+        raise ConfigError(f"{card} cannot be read ({error.strerror}): delete it") from None
+    return validate_json_value(Card, said, str(card), ConfigError)
 
 
 def digest_like(path: Path, digest: str = "") -> str:
-    """The digest of a file, of the kind that `digest` is: git's of 40 digits (SHA-1), else SHA-256."""
+    """Returns the digest of a file, of the kind that `digest` is: git's of 40 digits, else SHA-256."""
     found = hashlib.sha256()
     if len(digest) == 40:
         found = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
@@ -173,47 +174,7 @@ def digest_like(path: Path, digest: str = "") -> str:
         return hashlib.file_digest(file, lambda: found).hexdigest()
 
 
-def join_parts(name: str, folder: Path) -> Path:
-    """Makes one file of the parts of an index that were fetched, in the room of the largest more."""
-    whole, files = folder / INDEXES[name][0], [folder / file.path for file in INDEXES[name][1]]
-    first, *others = files
-    with first.open("ab") as joined:
-        for part in others:
-            with part.open("rb") as file:
-                shutil.copyfileobj(file, joined, 1 << 24)
-    first.replace(whole)
-    for part in files:
-        part.unlink(missing_ok=True)
-    return whole
-
-
-def count_contents(path: Path, file: HubFile) -> dict[str, Any]:
-    """What is in a file, for its card; of a corpus only the first passage is read.
-
-    Raises `UserError` for a file in another layout.
-    """
-    if file.is_corpus:
-        place, row = next(read_records(path, ConfigError), (str(path), {}))
-        if get_field(row, "contents")[1] is None:
-            raise ConfigError(f"{place}: there is no passage: the file is in another layout")
-        return {"published_passages": file.rows}
-    questions, rows = read_questions(path), sum(1 for _ in read_question_records(path))
-    if not any(question.golden_answers for question in questions):
-        raise ConfigError(f"{path} has no answers: the file is in another layout")
-    hops = Counter(str(question.hops) for question in questions)
-    return {
-        "questions": len(questions),
-        "published_questions": file.rows,
-        "dropped": {"not answerable": rows - len(questions)},
-        "with_answers": sum(bool(q.golden_answers) for q in questions),
-        "with_support": sum(bool(q.supporting_ids or q.supporting_titles) for q in questions),
-        "hops": dict(sorted(hops.items())),
-        "labels": dict(Counter(label for q in questions for label in q.labels)),
-    }
-
-
-def take_first_questions(path: Path, target: Path) -> int:
-    """Writes the first lines of a file into another; gives how many lines are left out."""
-    with path.open("rb") as file, open_atomic_file(target) as scratch:
-        scratch.write_bytes(b"".join(itertools.islice(file, FIRST_QUESTIONS)))
-        return sum(1 for _ in file)
+def write_card(path: Path, card: Card) -> None:
+    """Writes the card of a file."""
+    get_card_path(path).unlink(missing_ok=True)  # a link is not written through
+    write_text_atomic(get_card_path(path), json.dumps(asdict(card), indent=2) + "\n")

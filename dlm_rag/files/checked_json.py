@@ -14,6 +14,7 @@ from dlm_rag.errors import UserError
 T = TypeVar("T")
 _make_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 MAX_LINE_BYTES = 2**28  # bytes
+MAX_BLANK_LINES = 10**6  # one after another
 MAX_SIDECAR_BYTES = 2**26  # bytes of this program's own notes on its files
 
 
@@ -43,13 +44,16 @@ def iter_lines(
 
     blank: also of lines that hold nothing but what JSON takes for white space.
     """
-    offset = 0
+    offset, filled = 0, 0
     for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), b""), start=1):
         place = f"{path}, line {number}"
         if len(line) == MAX_LINE_BYTES:
             raise error(f"{place}: the line has more than {MAX_LINE_BYTES >> 20} MiB")
         if blank or line.strip(b" \t\r\n"):
+            filled = number
             yield place, offset, line
+        elif number - filled > MAX_BLANK_LINES:
+            raise error(f"{place}: there are {MAX_BLANK_LINES:,} blank lines one after another")
         offset += len(line)
 
 

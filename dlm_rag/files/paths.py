@@ -47,6 +47,7 @@ def open_atomic_file(path: Path) -> Iterator[Path]:
     """
     path = Path(os.path.realpath(path))  # of a link to itself that link, which pathlib raises for
     scratch = path.with_name(f".part-{os.getpid()}{path.suffix}")
+    scratch.unlink(missing_ok=True)  # a link there would be written through, a pipe waited for
     try:
         yield scratch
         with scratch.open("rb") as file:

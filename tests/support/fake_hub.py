@@ -19,7 +19,7 @@ class FakeHub:
     def __init__(self, files: dict[str, dict[str, bytes]]) -> None:
         self.files, self.asked, self.status = files, [], {}
         self.lfs, self.stall_after, self.corrupt, self.licence = True, None, False, "cc-by-sa-4.0"
-        self.url, self.size = "", None
+        self.url, self.size, self.headers = "", None, {}
 
     def revision(self, repository: str) -> str:
         """The commit, which depends on all files."""
@@ -82,9 +82,9 @@ def serve_hub(hub: FakeHub):
                 "X-Repo-Commit": hub.revision(repository),
                 "ETag": f'"{digest}"',
                 "X-Linked-Etag": digest,
-                "X-Linked-Size": str(len(data)),
+                "X-Linked-Size": str(hub.size or len(data)),
                 "Content-Type": "application/octet-stream",
-            }
+            } | hub.headers
             return self.send(data[::-1] if hub.corrupt else data, head, headers)
 
         def send(self, data, head, headers):
