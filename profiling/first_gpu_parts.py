@@ -33,7 +33,6 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.evidence.segment_kv_cache import default_pool_bytes, measure_free_bytes
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.machine import choose_device, has_bfloat16
-from dlm_rag.model.activation_range import ActivationRange, describe_range
 from dlm_rag.model.attention import (
     ATTENTION_BACKENDS,
     describe_kernel_version,
@@ -328,9 +327,6 @@ def measure_exactness(record: PartRecord, questions: int, batch: int) -> None:
                 "same tokens as alone": f"{len(same)} of {len(asked)}",
                 "confidences differ by, at most": farthest,
             })  # fmt: skip
-        with ActivationRange(source.denoiser) as seen:
-            source.make(prepared.evidence_layout, source.decode, EngineConfig()).decode(asked[:8])
-        text += f" Numbers of its layers in {dtype}: {describe_range(seen.largest_by_layer())}."
         record.add(text=text)
 
 

@@ -78,15 +78,6 @@ def find_counters(
         return found, error
 
 
-def describe_sensors(device: torch.device) -> tuple[str, str]:
-    """What would be measured on this device, and a command that would add to it."""
-    counters, missing = find_counters(device)
-    text = "; ".join(f"{counter.sensor}: {counter.scope}" for counter in counters)
-    if missing is None:
-        return text, ""
-    return f"{text}; not the CPU: {missing}" if counters else f"not measured: {missing}", missing.remedy
-
-
 def _find_rapl_counters() -> list[EnergyCounter]:
     """One for each CPU package: cores lie within them, `psys` around them."""
     counters: dict[str, EnergyCounter] = {}

@@ -316,8 +316,6 @@ CASES = [
     # Names of programs; programs of the checkout.
     *table("",
         ("nearest: 'sample'", "smaple"),
-        ("model.path has no effect here", "doctor --model model"),
-        ("model.path has no effect here", "doctor --config reader.yaml"),
         ("nearest: 'model.device'", "doctor model.devise=cpu"),
         ("is neither a flag nor KEY=VALUE", "doctor 'Who wrote Emma?'"),
     ),

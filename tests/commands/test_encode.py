@@ -46,9 +46,7 @@ def fill(call, store, model, corpus_file):
 
 
 def open_to_read(store, model):
-    return open_evidence_store(
-        EngineConfig(store=str(store)), Denoiser.from_pretrained(model)
-    )
+    return open_evidence_store(EngineConfig(store=str(store)), Denoiser.from_pretrained(model))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pynvml
 import pytest
 import torch
 
-from dlm_rag.commands import answer_job, doctor
+from dlm_rag.commands import answer_job
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import Config
 from dlm_rag.decode.answers_file import AnswersFile
@@ -27,7 +27,7 @@ from dlm_rag.energy.meter import (
     open_meter,
     summarise_energy,
 )
-from dlm_rag.energy.sensors import EnergyCounter, describe_sensors, find_counters
+from dlm_rag.energy.sensors import EnergyCounter, find_counters
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.energy import EnergyWindows
 from dlm_rag.training.metrics_logger import read_metrics
@@ -282,7 +282,6 @@ def test_a_cpu_is_measured_without_the_gpus_that_are_not_used(rapl):
         pass
     assert not meter.reading.was_requested and meter.reading.to_record() is None
     assert "energy" not in RunTotals().summary_line(1.0, "cpu", meter.reading)
-    assert "mps" in describe_sensors(torch.device("mps"))[0]
 
 
 def test_two_machines_of_one_hostname_have_two_cpus(rapl, tmp_path, monkeypatch):
@@ -556,14 +555,3 @@ def test_stages_get_joules_by_their_share_of_time_and_the_page_says_so(tmp_path)
     assert "the mean of the run, times self time" in attribute.format_overlap_note(found)
     (_, rows), *_ = attribute.build_tables(replace(found, watts=None), None)
     assert not any("J, by time share" in row for row in rows)
-
-
-def test_doctor_names_the_sensors_and_what_would_add_to_them(rapl, cuda, monkeypatch):
-    cuda()
-    text, remedy = describe_sensors(CUDA)
-    assert "NVML energy counter: GPU 2 (NVIDIA H200); not the CPU: no RAPL" in text and remedy == ""
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    text, remedy = describe_sensors(CUDA)
-    assert text.startswith("not measured: nvidia-ml-py") and remedy == "pip install 'dlm_rag[energy]'"
-    (finding,) = doctor.check_energy(Config())
-    assert finding.name == "energy" and finding.state in (doctor.OK, doctor.HINT)

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from dlm_rag import Denoiser
-from dlm_rag.commands import doctor
 from dlm_rag.commands.encode import PassageEncoder
 from dlm_rag.commands.prepare_decoder import prepare_decoder
-from dlm_rag.config import Config, DecodeConfig, ModelConfig, load_config
+from dlm_rag.config import DecodeConfig, ModelConfig, load_config
 from dlm_rag.config.fields import list_choices
 from dlm_rag.decode.memory_budget import DecodeMemory, LongestRow
 from dlm_rag.errors import ConfigError
@@ -342,17 +341,3 @@ def test_what_a_gpu_cannot_compute_is_refused_with_what_it_can(monkeypatch, capa
         with pytest.raises(ConfigError, match=f"set one that works here: {works}$"):
             check_quantize(method, gpu, config)
     assert ("torchao" in find_problem("nvfp4", gpu)) == (capability >= (10, 0))
-
-
-def test_the_doctor_tries_every_method(monkeypatch):
-    (finding,) = doctor.check_quantization(Config())
-    assert finding.state == doctor.OK and finding.what.startswith("int8, int8_weight, fp8")
-    assert "not mxfp8: it needs a GPU of compute capability 10.0" in finding.what
-
-    def fail(*_):
-        raise RuntimeError("no kernel image")
-
-    broken = METHODS["fp8"]._replace(matmul=fail)
-    monkeypatch.setitem(METHODS, "fp8", broken)
-    (finding,) = doctor.check_quantization(Config())
-    assert "not fp8: no kernel image" in finding.what
