@@ -31,7 +31,7 @@ PAGES = {
     "reinforcement": ("Reinforcement learning", "Policies trained by reward, and what was estimated."),
     "precision": ("Precision", "Answers, tokens and time in low precision."),
     "gpu": ("GPUs", "What has run on a GPU: one NVIDIA H200 at a time."),
-    "devices": ("Many devices", "Workers, tensor parallelism, clusters and shared machines."),
+    "devices": ("Many devices", "Workers, clusters and links between machines."),
     "energy": ("Energy", "Joules, and what reading the sensors costs."),
 }
 NEEDED = ("title", "what", "command", "machine", "date")

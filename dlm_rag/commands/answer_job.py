@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dlm_rag import __version__
 from dlm_rag.baselines import is_model_url
-from dlm_rag.cli import check_writable, print_note
+from dlm_rag.cli import check_writable, parse_int, print_note
 from dlm_rag.commands.arguments import CommandLine, check_read, parse_command_line
 from dlm_rag.commands.prepare_decoder import (
     PreparedDecoder,
@@ -23,7 +23,6 @@ from dlm_rag.commands.prepare_decoder import (
     open_search_source,
     prepare_decoder,
 )
-from dlm_rag.commands.tensor_parallel import join_ranks_in_worker
 from dlm_rag.config import Config
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.energy.meter import open_meter
@@ -128,15 +127,14 @@ def open_engines(workers: str | None, jobs: Iterable[Prepared]) -> Iterator[Loca
     from dlm_rag.workers.worker_pool import WorkerPool
 
     jobs = list(jobs)
-    device, ranks = jobs[0].device, max(job.config.engine.tensor_parallel for job in jobs)
-    weights = max(job.weight_bytes for job in jobs)  # of a rank
+    device, weights = jobs[0].device, max(job.weight_bytes for job in jobs)
     if len({job.device for job in jobs}) > 1:
         raise ConfigError("workers= has one device for all settings: leave model.device out of compare")
     if workers.startswith("ray://"):
-        plan = partial(plan_workers, "auto", device=device, weights=weights, ranks=ranks)
+        plan = partial(plan_workers, "auto", device=device, weights=weights)
         pool, threads = WorkerPool(workers, plan), 1
     else:
-        placement = plan_workers(workers, [describe_local_node(device)], device, weights, ranks)
+        placement = plan_workers(workers, [describe_local_node(device)], device, weights)
         pool, threads = WorkerPool("local", placement), placement.threads_per_worker
     torch.set_num_threads(threads)  # the stamp names a worker's
     with pool:
@@ -194,10 +192,8 @@ class CheckedDecoderFactory:
 
     def __call__(self, denoiser: AnyDenoiser | None, workers_per_machine: int) -> tuple[Decoder, Machine]:
         """As `workers.worker.DecoderFactory`. Raises `UserError` for what is missing here or differs."""
-        from dlm_rag.evidence.segment_kv_cache import default_pool_bytes, has_unified_memory
+        from dlm_rag.evidence.segment_kv_cache import default_pool_bytes
 
-        if (ranks := self.config.engine.tensor_parallel) > 1:
-            join_ranks_in_worker(ranks, self.config.model.device)
         prepared = prepare_decoder(self.config, self.questions)
         here = describe_dependencies(prepared)
         for key, value in self.depends_on.items():
@@ -205,8 +201,7 @@ class CheckedDecoderFactory:
                 raise ConfigError(f"{key} is {here.get(key)}, and {value} in the main process")
         engine = prepared.config.engine
         if engine.prefix_cache_gib is None:
-            sharing = workers_per_machine * (ranks if has_unified_memory(prepared.device) else 1)
-            gib = default_pool_bytes(prepared.device) / 2**30 / sharing
+            gib = default_pool_bytes(prepared.device) / 2**30 / workers_per_machine
             engine = replace(engine, prefix_cache_gib=gib)
             prepared = replace(prepared, config=replace(prepared.config, engine=engine))
         return prepared.load(denoiser), describe_machine(prepared.device, prepared.attention)
@@ -258,6 +253,8 @@ def parse_answer_command_line(
     """As `parse_command_line`; with --plan prints what decoding takes, and exits. Raises `UserError`."""
     switches = {"plan": "print what decoding takes on plan.machine, and how devices should share it"}
     words = parse_command_line(description, argv, (*reads, *PLAN_SETTINGS), switches=switches, **more)
+    if (count := parse_int(os.environ.get("WORLD_SIZE", "1"), 1, "WORLD_SIZE=")) > 1:
+        raise ConfigError(f"torchrun has started {count} processes: start one, with workers={count}")
     if "plan" in words.switches:
         from dlm_rag.training.planning.plan_report import print_decode_plan
 

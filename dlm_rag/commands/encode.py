@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from dlm_rag.cli import print_note
 from dlm_rag.commands.arguments import parse_command_line
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_decoder
-from dlm_rag.commands.tensor_parallel import IDLE_MINUTES
 from dlm_rag.config import Config, RetrievalConfig
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.progress import format_bytes, format_duration, report_progress, show_status
@@ -32,12 +31,13 @@ if TYPE_CHECKING:
 
 READS = (
     "model", "prompt", "engine", "-engine.memory_gib", "-engine.prefix_cache_gib",
-    "-engine.cpu_offload_gib", "-engine.tensor_parallel",
+    "-engine.cpu_offload_gib",
     "retrieval.corpus", "retrieval.index_dir",
     "decode", "-decode", "out", "-out",  # as sample: without a model the shipped reader
 )  # fmt: skip
 BATCH_TOKENS = 4096  # of passages that are encoded in one call
 COUNTED = ("encoded", "present", "evicted", "bytes")  # passages, entries of the store
+IDLE_MINUTES = 14 * 24 * 60  # for which a process waits for the others
 PART_PASSAGES = 128  # that are encoded before they are counted
 
 

@@ -47,7 +47,6 @@ from dlm_rag.commands.prepare_decoder import (
     gather_questions,
     prepare_decoder,
 )
-from dlm_rag.commands.tensor_parallel import run_on_ranks
 from dlm_rag.config import Config, dump_config, list_stored_code, load_config
 from dlm_rag.config.ineffective_settings import check_effects
 from dlm_rag.data.hub_datasets import SARDI_SETS, SPLIT_RULES, find_dataset, list_dataset_files
@@ -101,7 +100,7 @@ def main(argv: list[str]) -> None:
         more = ["quick=true"] * quick  # with nothing named, the shipped model for a minute
         words = words.with_settings([*words.settings, "out=runs/evaluation", *more])
         print_note(f"the results go to {words.config.out} (--out FOLDER)")
-    run_on_ranks(words.config, lambda: evaluate_settings(words, argv))
+    evaluate_settings(words, argv)
 
 
 def evaluate_settings(words: CommandLine, argv: list[str]) -> None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dlm_rag import __version__
 from dlm_rag.baselines import is_model_url
-from dlm_rag.commands.tensor_parallel import check_tensor_parallel
 from dlm_rag.config import Config, RetrievalConfig
 from dlm_rag.data.hub_datasets import find_named_corpus
 from dlm_rag.decode.trace_file import TraceHeader, build_trace_header
@@ -83,24 +82,18 @@ class PreparedDecoder:
         show_status("reading weights")
         from dlm_rag.decode.decoder import Decoder
         from dlm_rag.decode.memory_budget import limit_cuda_allocator
-        from dlm_rag.decode.tensor_parallel import LeadingModelRunner, load_on_all_ranks
-        from dlm_rag.model.denoiser import Denoiser, load_denoiser
+        from dlm_rag.model.denoiser import load_denoiser
 
         limit_cuda_allocator(self.config.engine, self.device)
         config, engine = self.config, replace(self.config.engine, memory_gib=None)
-        split, quantize = engine.tensor_parallel > 1, config.model.quantize
         if denoiser is None:
-            load = load_on_all_ranks if split else load_denoiser
-            denoiser = load(self.checkpoint, self.device, self.dtype, self.attention, quantize)
+            how = self.device, self.dtype, self.attention, config.model.quantize
+            denoiser = load_denoiser(self.checkpoint, *how)
         decoder = Decoder(
             denoiser, self.retriever, self.tokenizer, config.decode, self.evidence_layout, engine
         )
         decoder.record_provisional = config.record_provisional or config.html is not None
-        if split and self.budget is not None:
-            assert isinstance(denoiser, Denoiser)
-            mask_id, budget = self.tokenizer.mask_id, self.budget
-            decoder.model_runner = LeadingModelRunner(denoiser, mask_id, config.engine, budget)
-        elif self.budget is not None:
+        if self.budget is not None:
             decoder.set_memory_budget(self.budget)
         return decoder
 
@@ -114,15 +107,13 @@ class PreparedDecoder:
         }
         if settings["decode.overlap"] == "pipeline":  # the same tokens
             settings["decode.overlap"] = "none"
-        quantize, ranks = self.config.model.quantize, self.config.engine.tensor_parallel
         if self.config.prompt is not None:
             settings["prompt"] = asdict(self.tokenizer.template)
-        quantize += f" on {ranks} ranks" * (quantize != "none" and ranks > 1)  # each has its own scales
         return settings | {
             "model": self.checkpoint.fingerprint,
             "corpus": self.retriever.fingerprint,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "model.quantize": quantize,
+            "model.quantize": self.config.model.quantize,
             "evidence_layout": self.evidence_layout,
             "block_size": self.checkpoint.config.block_size,
             "engine.compile": self.config.engine.compile,
@@ -225,7 +216,6 @@ def prepare_decoder(
     questions: empty where all has been checked before, in another process. once: of the jobs that share
     what they need. Raises `UserError`.
     """
-    check_tensor_parallel(config)
     once = once or ResourceCache()
     find = open_search_source(config.retrieval, once)
     show_status("checking the model")
@@ -235,7 +225,6 @@ def prepare_decoder(
     from dlm_rag.evidence.prompt_segments import check_finished_blocks, check_kept_evidence
     from dlm_rag.model.attention import choose_backend
     from dlm_rag.model.quantize import check_quantize
-    from dlm_rag.model.tensor_parallel import split_checkpoint
 
     assert config.model.path is not None, "see fill_in_shipped_files"
     weights = config.model.path, config.model.block_size
@@ -248,11 +237,9 @@ def prepare_decoder(
         attention = choose_backend(config.model.attn_implementation, device, dtype, causal_context)
     else:
         attention = check_uniform_settings(config.model, config.engine)
-    whole, ranks = checkpoint, config.engine.tensor_parallel
-    checkpoint = once(lambda: split_checkpoint(whole, 0, ranks), "rank", ranks, *weights)
     shape = checkpoint.config
     check_quantize(config.model.quantize, device, shape)
-    check_weights_fit(checkpoint, device, dtype, ranks, config.model.quantize)
+    check_weights_fit(checkpoint, device, dtype, config.model.quantize)
     check_store(config.engine, shape, dtype.itemsize)
     show_status("reading the tokenizer")
     canvas, layout = decode.max_new_tokens, config.model.evidence_layout or shape.evidence_layout
@@ -328,18 +315,16 @@ def open_search_source(config: RetrievalConfig, once: ResourceCache) -> Callable
 
 
 def check_weights_fit(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, ranks: int = 1, quantize: str = "none"
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quantize: str = "none"
 ) -> None:
-    """Raises `ConfigError` for weights that a device cannot hold, or a memory that all `ranks` share."""
-    from dlm_rag.evidence.segment_kv_cache import has_unified_memory
-
+    """Raises `ConfigError` for weights that a device cannot hold."""
     need = checkpoint.count_weight_bytes(dtype.itemsize, quantize)
-    have = get_device_memory_bytes(device) / (ranks if has_unified_memory(device) else 1)
+    have = get_device_memory_bytes(device)
     if need > have:
         half = "" if dtype.itemsize < 4 else "set model.dtype=bfloat16, or "
         half += "set model.quantize=int8, or " * (quantize == "none" and checkpoint.config.noise is None)
         raise ConfigError(
             f"the weights of {checkpoint.folder} take {format_bytes(need)} in {str(dtype)[6:]}, and this "
             f"{device.type} has {format_bytes(have)} of memory: {half}choose a smaller model or a larger "
-            "device, or split the model over several (engine.tensor_parallel)"
+            "device"
         )

@@ -37,7 +37,6 @@ from dlm_rag.commands.prepare_decoder import (
     gather_questions,
     prepare_decoder,
 )
-from dlm_rag.commands.tensor_parallel import run_on_ranks
 from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError
 from dlm_rag.page.render import TraceRun, read_trace_runs, write_page
@@ -52,7 +51,7 @@ def main(argv: list[str]) -> None:
     words = parse_answer_command_line(__doc__ or "", argv, (*ANSWER_SETTINGS, "trace", "html"), typed=True)
     if words.config.workers is not None and words.config.out is None:
         raise ConfigError("workers= answers into a file, not to the screen: add --out FILE")
-    run_on_ranks(words.config, lambda: answer_questions(words))
+    answer_questions(words)
 
 
 def answer_questions(words: CommandLine) -> None:

@@ -19,7 +19,6 @@ from pathlib import Path
 from dlm_rag.cli import print_note
 from dlm_rag.commands.arguments import CommandLine, parse_command_line
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, fill_in_shipped_files, prepare_decoder
-from dlm_rag.commands.tensor_parallel import run_on_ranks
 from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError, summarize_error
 from dlm_rag.files.hub import SHIPPED_PREFIX
@@ -50,7 +49,7 @@ def main(argv: list[str]) -> None:
     if not any(word.startswith(SERVED_BY) for word in argv):
         argv = [*argv, "--corpus", str(EXAMPLES / "passages.jsonl")]
     words = parse_command_line(__doc__ or "", argv, SERVE_SETTINGS, options=SERVE_OPTIONS)
-    run_on_ranks(words.config, lambda: serve_answers(words))
+    serve_answers(words)
 
 
 def serve_answers(words: CommandLine) -> None:

@@ -31,7 +31,7 @@ from dlm_rag.files.paths import make_folder
 
 TRAIN_SETTINGS = (
     "model", "prompt", "retrieval", "-retrieval.corpus", "-retrieval.url", "-retrieval.timeout",
-    "-retrieval.oracle", "decode", "engine", "-engine.tensor_parallel", "train", "data", "plan", "out",
+    "-retrieval.oracle", "decode", "engine", "train", "data", "plan", "out",
     "energy",
 )  # fmt: skip
 

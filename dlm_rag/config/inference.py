@@ -226,7 +226,7 @@ class DecodeConfig(CheckedSettings):
 
 @settings_dataclass
 class EngineConfig(CheckedSettings):
-    """How decoding is run. It changes no token, except by rounding (`compile`, `tensor_parallel`)."""
+    """How decoding is run. It changes no token, except by rounding (`compile`)."""
 
     memory_gib: float | None = setting(None, low=2**-20, high=2**20, only_with=MASKED)
     """memory limit for decoding or training on the device in GiB, for weights, batch, cache and a step
@@ -245,8 +245,6 @@ class EngineConfig(CheckedSettings):
     store_gib: float | None = setting(None, low=2**-20, high=2**30, only_with={"engine.store": SET})
     """maximum size of that folder in GiB, the least recently used leaving; unset: half of what is free
     on its disk"""
-    tensor_parallel: int = setting(1, low=1, high=1024, only_with=MASKED)
-    """number of devices that one model is split over, each with a process (with `workers`, of each)"""
     compile: bool = setting(False, only_with=MASKED)
     """compile around attention with torch.compile: faster after half a minute; changes rounding"""
 

@@ -138,8 +138,6 @@ class TrainConfig(CheckedSettings):
     single (one process)"""
     context_parallel: int = setting(1, low=1, only_with=PRETRAIN)
     """pretrain: number of processes that share each sequence, for very long ones"""
-    tensor_parallel: int = setting(1, low=1, high=1024)
-    """number of processes that one model is split over; parallel says how others share each part"""
     # Training on worlds.
     pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT)
     """weight of the pointer loss; unset: 0.3 for a new model, 0 for a checkpoint"""

@@ -28,7 +28,6 @@ from dlm_rag.decode.resolve_settings import resolve_settings
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.row import Row, Ticket, make_canvas
 from dlm_rag.decode.steps import NO_SEARCH, DenoiseStep, PendingSearch, RetrievalStep
-from dlm_rag.decode.tensor_parallel import LeadingModelRunner
 from dlm_rag.decode.uniform_noise import UniformModelRunner
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
@@ -82,8 +81,7 @@ class Decoder:
         if not isinstance(denoiser, Denoiser):
             self.model_runner = UniformModelRunner(denoiser)
             return
-        runner = MaskedModelRunner if denoiser.tensor_parallel is None else LeadingModelRunner
-        self.model_runner = runner(denoiser, tokenizer.mask_id, self._engine)
+        self.model_runner = MaskedModelRunner(denoiser, tokenizer.mask_id, self._engine)
 
     @property
     def config(self) -> DecodeConfig:
@@ -118,7 +116,7 @@ class Decoder:
         denoiser, runner = self.denoiser, self.model_runner
         used = f"{describe_precision(denoiser)} {denoiser.backend}, {self.evidence_layout} evidence"
         store = "" if runner.pool is None or runner.pool.store is None else runner.pool.store.describe()
-        return DecoderStats(used + runner.ranks, runner.cache_stats, denoiser.compilations, store)
+        return DecoderStats(used, runner.cache_stats, denoiser.compilations, store)
 
     def describe(self) -> str:
         """Device, dtype, kernel and layout, in words for a person, and what was reused."""

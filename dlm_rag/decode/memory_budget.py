@@ -251,7 +251,6 @@ def plan_decode_budget(
     """
     assert engine.memory_gib is not None
     given, free = engine.memory_gib * GIB, measure_free_bytes(device)
-    free /= engine.tensor_parallel if has_unified_memory(device) else 1  # all ranks lie there
     budget = f"engine.memory_gib={engine.memory_gib:g}"
     if given > free:
         raise ConfigError(

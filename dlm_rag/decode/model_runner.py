@@ -18,7 +18,6 @@ from dlm_rag.decode.sampling import (
 )
 from dlm_rag.diffusion.commit_rules import STATISTICS, FloatArray, Proposals
 from dlm_rag.diffusion.copy_crf import CopyCRF, apply_copy_crf
-from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.batch_kv_cache import CacheRequest, ForwardSpan, KVCacheManager
 from dlm_rag.evidence.evidence_store import open_evidence_store
 from dlm_rag.evidence.kv_tiers import KVArena
@@ -91,7 +90,6 @@ class ModelRunner:
 
     denoiser: AnyDenoiser
     pool: EvidencePool | None = None
-    ranks = ""  # on how many of them it runs, in words
 
     @property
     def shape(self) -> DenoiserConfig:
@@ -127,8 +125,6 @@ class MaskedModelRunner(ModelRunner):
         self, denoiser: Denoiser, mask_id: int, engine: EngineConfig, budget: DecodeBudget | None = None
     ) -> None:
         """budget: what `plan_decode_budget` has found for `engine.memory_gib`."""
-        if engine.tensor_parallel > 1 and denoiser.tensor_parallel is None:
-            raise ConfigError("engine.tensor_parallel is for sample, evaluate and serve")
         self.denoiser, self._engine, self._budget, self._mask_id = denoiser, engine, budget, mask_id
         if engine.compile:
             denoiser.compile_layers()

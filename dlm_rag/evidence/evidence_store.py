@@ -40,7 +40,6 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.kv_format import KVFormat
 from dlm_rag.model.layers import is_autocast
 from dlm_rag.model.packed_batch import Segment
-from dlm_rag.model.tensor_parallel import TensorParallel
 from dlm_rag.progress import format_bytes
 
 log = logging.getLogger(__name__)
@@ -84,7 +83,6 @@ class EvidenceStore:
         self.folder, self._budget = folder, budget_bytes
         self._context, self._token = blake3(context.encode()).hexdigest(), token.to("meta")
         self.stats = StoreStats()
-        self.ranks: TensorParallel | None = None  # all of which must find an entry
         self.is_full = False  # whether the disk refused an entry
         self._since_scan = math.inf  # bytes added since all were counted: the first entry has them counted
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="evidence-store")
@@ -105,13 +103,10 @@ class EvidenceStore:
     def get(self, segment: Segment) -> Tensor | None:
         """Returns the tensor of a segment in host memory; None where it is not there, or damaged.
 
-        A damaged entry is removed. With tensor parallel, what one rank does not find is not there.
+        A damaged entry is removed.
         """
         started = self._reading.pop(self.path(segment), None)
-        kept = self._read(segment) if started is None else started.result()
-        if self.ranks is not None and not self.ranks.least(kept is not None, self.ranks.group):
-            return None
-        return kept
+        return self._read(segment) if started is None else started.result()
 
     def __contains__(self, segment: Segment) -> bool:
         return self.path(segment).exists()
@@ -270,8 +265,6 @@ def describe_context(denoiser: Denoiser, cache_dtype: str) -> str:
         "compiled": denoiser.compilations is not None, "kernel": denoiser.backend,
         "device": denoiser.device.type, "quantize": denoiser.quantize, "version": KEYS_VALUES_VERSION,
     }  # fmt: skip
-    if (ranks := denoiser.tensor_parallel) is not None:
-        how |= {"rank": ranks.rank, "ranks": ranks.size}
     return json.dumps(shape | how, sort_keys=True)
 
 
@@ -285,6 +278,4 @@ def open_evidence_store(engine: EngineConfig, denoiser: Denoiser) -> EvidenceSto
     check_store(engine)
     folder, context = expand_path(engine.store, ConfigError), describe_context(denoiser, engine.cache_dtype)
     token = KVFormat(denoiser, engine.cache_dtype).empty(1)
-    store = EvidenceStore(folder, context, token, engine.store_gib and engine.store_gib * GIB)
-    store.ranks = denoiser.tensor_parallel
-    return store
+    return EvidenceStore(folder, context, token, engine.store_gib and engine.store_gib * GIB)

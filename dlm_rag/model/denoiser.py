@@ -44,7 +44,6 @@ from dlm_rag.model.quantize import (
     list_quantized_weights,
     quantize_weight,
 )
-from dlm_rag.model.tensor_parallel import TensorParallel
 from dlm_rag.nvtx_ranges import profile_layer
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -82,7 +81,6 @@ class Denoiser(TransformerWeights):
         self.activation_checkpointing = "none"  # while gradients are recorded: none, selective, full
         self._compiled_before: int | None = None
         self.flop_count = FlopCount()  # of all calls since
-        self.tensor_parallel: TensorParallel | None = None  # where it is a rank's part of a model
         # What was loaded, and the parameters as they were then, with torch's count of changes.
         self._origin: tuple[Checkpoint, dict[str, tuple[ref[nn.Parameter], Any]]] | None = None
         self.tie_weights()

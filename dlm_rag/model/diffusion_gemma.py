@@ -65,7 +65,7 @@ class DiffusionGemma(nn.Module):
     """
 
     backend, quantize = "sdpa", "none"
-    compilations = tensor_parallel = None
+    compilations = None
 
     def __init__(self, model: Any, config: DenoiserConfig) -> None:
         """model: as `load_diffusion_gemma` and `build_on_meta` give it."""

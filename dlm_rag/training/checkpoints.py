@@ -32,15 +32,16 @@ from dlm_rag.errors import CheckpointError, ConfigError, RunError, summarize_err
 from dlm_rag.files.checked_json import parse_json_object, validate_json_value
 from dlm_rag.files.digest import compute_file_digest
 from dlm_rag.files.paths import write_text_atomic
-from dlm_rag.model.tensor_parallel import is_peer_lost
-from dlm_rag.training.distributed import DistributedContext, make_peer_lost_error
+from dlm_rag.training.distributed import (
+    DistributedContext,
+    get_full_tensor,
+    is_peer_lost,
+    make_peer_lost_error,
+)
 from dlm_rag.training.task import TaskState
-from dlm_rag.training.tensor_parallel import gather_shards, place_tensor
 
 KEPT_CHECKPOINTS = 2
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-# In the names of its tensors, of a weight or of what an optimizer has for each of its numbers.
-_PARAMETER = re.compile(r"(?:^model|\.state)\.denoiser\.(.*?)(?:\.exp_avg(?:_sq)?|\.step)?$")
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # of one process
 RECORD_FILE = "state.json"
 DAMAGE_FILE = "damage.txt"  # in a checkpoint: that its files are not what was written, and which
@@ -233,8 +234,7 @@ class Checkpoints:
         self._processes.barrier()
         writer = HuggingFaceStorageWriter(str(scratch), save_distributed=True)
         try:
-            tensors = self._place_tensors(_collect_tensors(root, optimizers))
-            dcp.save(tensors, storage_writer=writer, no_dist=self._alone)
+            dcp.save(_collect_tensors(root, optimizers), storage_writer=writer, no_dist=self._alone)
         except (Exception, CheckpointException) as error:  # torch wraps failures in a BaseException
             if is_peer_lost(error):
                 raise make_peer_lost_error(error) from error
@@ -283,7 +283,7 @@ class Checkpoints:
         tensors = _collect_tensors(root, optimizers)
         try:
             reader = HuggingFaceStorageReader(str(path))
-            dcp.load(self._place_tensors(tensors), storage_reader=reader, no_dist=self._alone)
+            dcp.load(tensors, storage_reader=reader, no_dist=self._alone)
         except (Exception, CheckpointException) as error:
             raise CheckpointError(f"{path} does not belong to this run: {_last_line(error)}") from error
         for number, optimizer in enumerate(optimizers):
@@ -291,14 +291,6 @@ class Checkpoints:
             whole: dict[str, Any] = dict(get_optimizer_state_dict(root, optimizer, options=_FLAT))
             whole |= {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             set_optimizer_state_dict(root, optimizer, whole, options=_FLAT)
-
-    def _place_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of `_collect_tensors` with their places in the whole model; the memory is the same."""
-        names = {key: _PARAMETER.search(key) for key in tensors}
-        return {
-            key: value if (found := names[key]) is None else place_tensor(found[1], value, self._processes)
-            for key, value in tensors.items()
-        }
 
 
 def _collect_tensors(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
@@ -312,12 +304,12 @@ def _collect_tensors(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer
     return tensors
 
 
-def gather_full_state_dict(denoiser: nn.Module, processes: DistributedContext) -> dict[str, Tensor]:
-    """All weights of the denoiser by their names, gathered in host memory of the first process."""
-    found, state = dict[str, Tensor](), get_model_state_dict(denoiser)
-    for name, value in state.items():
-        whole = gather_shards(place_tensor(name, gather_shards(value), processes))
-        if processes.is_main:
+def gather_full_state_dict(denoiser: nn.Module, keep: bool) -> dict[str, Tensor]:
+    """All weights of the denoiser by their names, gathered in host memory of processes that `keep` them."""
+    found = dict[str, Tensor]()
+    for name, value in get_model_state_dict(denoiser).items():
+        whole = get_full_tensor(value)
+        if keep:
             found[name] = whole.cpu()
     return found
 

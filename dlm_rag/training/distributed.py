@@ -10,18 +10,19 @@ float32, and up to what shards round before they are gathered in the dtypes belo
 
 import inspect
 import os
+import re
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from dlm_rag.cli import parse_int
 from dlm_rag.config import TrainConfig
@@ -31,7 +32,19 @@ from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.machine import choose_device
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.packed_batch import ContextParallel, Segment
-from dlm_rag.model.tensor_parallel import TensorParallel, is_peer_lost
+
+# What gloo, NCCL and torch's store say only of a lost process: NCCL's name is in all of its errors, and
+# `socket` in those of any system call.
+_GONE = re.compile(
+    r"(connection|socket) (was |is )?(closed|reset|refused|aborted)|closed by (the )?peer|reset by peer"
+    r"|broken pipe|timed? ?out|recv, got 0 bytes|ncclRemoteError|remote process exit",
+    re.IGNORECASE,
+)
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Whether an error of torch's is that another process is gone."""
+    return not isinstance(error, RunError) and _GONE.search(str(error)) is not None
 
 
 @contextmanager
@@ -68,9 +81,8 @@ def make_peer_lost_error(error: BaseException) -> RunError:
 class DistributedContext:
     """This process among those that torchrun started; alone without it.
 
-    `context_parallel_size` neighbours work on the same sequences, each on its part of them;
-    `tensor_parallel.size` neighbours on the same batch, each with its part of the model. None waits for
-    another for longer than `timeout`; where it is None, than torch's own.
+    `context_parallel_size` neighbours work on the same sequences, each on its part of them. None waits
+    for another for longer than `timeout`; where it is None, than torch's own.
     """
 
     rank: int
@@ -78,8 +90,6 @@ class DistributedContext:
     local_rank: int
     context_parallel_size: int = 1
     timeout: timedelta | None = None
-    tensor_parallel: TensorParallel = field(default_factory=lambda: TensorParallel(0, 1))
-    mesh: Any = None  # of all processes, "tp" by "dp"
 
     @classmethod
     def init(cls, timeout_minutes: float | None = None) -> "DistributedContext":
@@ -110,12 +120,8 @@ class DistributedContext:
 
     def local_items(self, items: int) -> range:
         """Which of a batch's items this process computes."""
-        return range(self.rank // self.sharing, items, self.world_size // self.sharing)
-
-    @property
-    def sharing(self) -> int:
-        """How many processes have the same items."""
-        return self.context_parallel_size * self.tensor_parallel.size
+        sharing = self.context_parallel_size  # processes that have the same items
+        return range(self.rank // sharing, items, self.world_size // sharing)
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """Each value summed over the processes."""
@@ -167,22 +173,6 @@ class DistributedContext:
         group, _ = dist.new_subgroups(group_size=count, timeout=self.timeout)
         return replace(self, context_parallel_size=count), ContextParallel(self.rank % count, count, group)
 
-    def with_tensor_parallel(self, size: int, device: torch.device) -> "DistributedContext":
-        """These processes with a model in parts on `size` neighbours at a time; every one must call."""
-        if size == 1:
-            return self
-        from torch.distributed.device_mesh import DeviceMesh
-
-        grid = torch.arange(self.world_size).view(-1, size)
-        rows, columns = (
-            dist.new_subgroups_by_enumeration(each.tolist(), self.timeout)[0] for each in (grid, grid.T)
-        )
-        mesh = DeviceMesh.from_group(
-            [rows, columns], device.type, mesh=grid.T.contiguous(), mesh_dim_names=("tp", "dp")
-        )
-        ranks = TensorParallel(self.rank % size, size, rows, idle_group=rows)
-        return replace(self, tensor_parallel=ranks, mesh=mesh)
-
     def check_shared_folder(self, folder: Path) -> None:
         """Raises `ConfigError` where processes see other folders of this name; all must call."""
         path = folder / f".shared-{self.all_gather_object(secrets.token_hex(8))[0]}"
@@ -211,12 +201,11 @@ class DistributedContext:
 
 def check_parallelism(train: TrainConfig, items: int, count: int) -> None:
     """Raises `ConfigError` where `count` processes cannot share a phase whose steps have so many items."""
-    parts, neighbours = train.gradient_accumulation_steps, train.context_parallel * train.tensor_parallel
+    parts, neighbours = train.gradient_accumulation_steps, train.context_parallel
     if train.parallel == "single" and count > 1:
         raise ConfigError(f"parallel=single is one process, not {count}: set parallel to ddp or fsdp")
     if count % neighbours:
-        name = "tensor_parallel" if train.tensor_parallel > 1 else "context_parallel"
-        raise ConfigError(f"{name}={getattr(train, name)} must divide the number of processes, {count}")
+        raise ConfigError(f"context_parallel={neighbours} must divide the number of processes, {count}")
     if items < count // neighbours * parts:
         raise ConfigError(
             f"a step of {items} has no work for {count} processes in {parts} part(s) each: lower "
@@ -225,13 +214,12 @@ def check_parallelism(train: TrainConfig, items: int, count: int) -> None:
         )
 
 
-def wrap_in_ddp(objective: nn.Module, processes: DistributedContext) -> nn.Module:
+def wrap_in_ddp(objective: nn.Module) -> nn.Module:
     """The objective whose gradients DDP sums over copies, all with the first process's weights."""
     copies: Any = nn.parallel.DistributedDataParallel
     renamed = "forward_sync_buffers" in inspect.signature(copies).parameters  # in newer versions of torch
     quiet = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
-    group = None if processes.mesh is None else processes.mesh["dp"].get_group()
-    wrapped: nn.Module = copies(objective, process_group=group, gradient_as_bucket_view=True, **quiet)
+    wrapped: nn.Module = copies(objective, gradient_as_bucket_view=True, **quiet)
     return wrapped
 
 
@@ -239,8 +227,7 @@ def apply_fsdp(
     objective: nn.Module, denoiser: Denoiser, processes: DistributedContext, device: torch.device,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Shards the objective in place, over all that have the same part of it, before its weights have
-    contents.
+    """Shards the objective in place, over all processes, before its weights have contents.
 
     dtype: of the arithmetic; shards are gathered in it, gradients are summed in float32.
     """
@@ -249,8 +236,7 @@ def apply_fsdp(
 
     # Values are views of what projects them; nothing here writes in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-    if (mesh := processes.mesh and processes.mesh["dp"]) is None:
-        mesh = init_device_mesh(device.type, (processes.world_size,))
+    mesh = init_device_mesh(device.type, (processes.world_size,))
     # Inputs stay as they are: the rotary angles need float32.
     dtypes = {"param_dtype": dtype, "reduce_dtype": torch.float32} if dtype != torch.float32 else {}
     policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
@@ -261,6 +247,17 @@ def apply_fsdp(
     root: Any = fully_shard(objective, mesh=mesh, mp_policy=policy)
     root.small_call = _encode_one_token
     register_fsdp_forward_method(root, "small_call")  # as the root's own: it may be the first call of all
+
+
+def get_local(value: Tensor) -> Tensor:
+    """This process's shard of a tensor, or the tensor where it is not sharded."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def get_full_tensor(value: Any) -> Tensor:
+    """A whole tensor; all processes that have shards of it must call."""
+    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return whole
 
 
 def skip_gradient_sync(root: nn.Module) -> AbstractContextManager[Any]:

@@ -31,7 +31,7 @@ CHANGEABLE_KEYS = frozenset({
     # How the work is done: nothing but rounding changes.
     "train.gradient_accumulation_steps", "train.activation_checkpointing", "train.logit_chunk",
     "train.compile", "train.parallel",
-    "train.context_parallel", "train.tensor_parallel",
+    "train.context_parallel",
     "model.device", "model.dtype", "model.attn_implementation",
     "decode.batch_size",
     "retrieval.embedding_batch_size",

@@ -19,11 +19,10 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.model.checkpoint import Checkpoint, save_tensors
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.tensor_parallel import TensorParallel, split_checkpoint, split_config
 from dlm_rag.progress import quiet_imports
 from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.tokenizer import Tokenizer
-from dlm_rag.training.tensor_parallel import get_local
+from dlm_rag.training.distributed import get_local
 
 LORA_TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 EMBEDDING_NAMES = ("embed_tokens.weight", "lm_head.weight")
@@ -152,21 +151,9 @@ class InitialModel:
     lora_rank: int
     layers_checkpoint: Checkpoint | None = None  # of which a fresh denoiser has the layers
 
-    def build_on_meta(self, frozen: torch.dtype, ranks: TensorParallel | None = None) -> Denoiser:
-        """The denoiser on the meta device, or its part on one of `ranks`, whose `axes` are noted.
-
-        frozen: the dtype of weights that are not trained.
-        """
-        whole = build_meta_denoiser(self.config, self.lora_rank, frozen)
-        if ranks is None or ranks.size == 1:
-            return whole
-        config = split_config(self.config, ranks.size, "train.tensor_parallel")
-        own = build_meta_denoiser(config, self.lora_rank, frozen)
-        for (name, value), part in zip(whole.named_parameters(), own.parameters(), strict=True):
-            if value.shape != part.shape:
-                ranks.axes[name] = 0 if len(value) != len(part) else 1
-        ranks.join(own)
-        return own
+    def build_on_meta(self, frozen: torch.dtype) -> Denoiser:
+        """The denoiser on the meta device; frozen: the dtype of weights that are not trained."""
+        return build_meta_denoiser(self.config, self.lora_rank, frozen)
 
     def materialize(self, denoiser: Denoiser, device: torch.device, trained: bool = True) -> None:
         """Gives a meta denoiser, or its shards, memory on the device and the first weights.
@@ -181,22 +168,20 @@ class InitialModel:
         """The checkpoint's weights, or fresh ones that depend on the seed; adapters and layers of
         `layers_checkpoint` besides.
         """
-        fresh, ranks = dict[str, Tensor](), denoiser.tensor_parallel or TensorParallel(0, 1)
-        checkpoint = self.checkpoint and split_checkpoint(self.checkpoint, ranks.rank, ranks.size)
+        fresh = dict[str, Tensor]()
         for name, value in denoiser.named_parameters():
             if value.requires_grad and not trained:
                 continue
             if ".lora_" in name:
-                drawn = _draw_adapter(name, ranks.whole_shape(name, value.shape), self.seed)
-                _copy_local_rows(value, ranks.cut(name, drawn))
-            elif checkpoint is not None:
-                _read_local_rows(value, checkpoint, name.replace(".base_layer", ""))
+                _copy_local_rows(value, _draw_adapter(name, value.shape, self.seed))
+            elif self.checkpoint is not None:
+                _read_local_rows(value, self.checkpoint, name.replace(".base_layer", ""))
             else:
                 fresh[name] = value
         for name, made in draw_fresh_weights(self.config, self.seed) if fresh else ():
             if self.layers_checkpoint is not None and name not in EMBEDDING_NAMES:
                 made = self.layers_checkpoint.read_tensor_rows(name, slice(0, made.shape[0])).float()
-            _copy_local_rows(fresh[name], ranks.cut(name, made))
+            _copy_local_rows(fresh[name], made)
 
     def export(
         self, folder: Path, tensors: dict[str, Tensor], rope_theta: float, dtype: torch.dtype

@@ -24,7 +24,6 @@ from dlm_rag.model.device_io import to_device
 from dlm_rag.model.kv_store import SharedContext
 from dlm_rag.model.layers import AttentionProbe, get_compute_dtype
 from dlm_rag.model.packed_batch import ContextParallel
-from dlm_rag.model.tensor_parallel import TensorParallel
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.training.data.examples import Example
 
@@ -104,19 +103,16 @@ def locate_pointers(
 
 
 def compute_pointer_loss(
-    counts: Sequence[int], places: Tensor, probe: AttentionProbe, ranks: TensorParallel | None = None
+    counts: Sequence[int], places: Tensor, probe: AttentionProbe
 ) -> tuple[Tensor, Tensor]:
     """Sum of -log(mass on the passage) - log(mass on the token), and the sum of masses on the passage.
 
     counts, places: of `locate_pointers`, the latter on the device. In float32, whatever autocast says: the
-    log of a small mass is what is asked for. ranks: of a split model, the mean of whose losses is the loss;
-    a head counts on the rank that has it.
+    log of a small mass is what is asked for.
     """
     assert probe.queries is not None and probe.keys is not None and probe.key_ends is not None
-    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-    own, group = probe.queries.shape[1], probe.queries.shape[1] // probe.keys.shape[1]
-    heads = [min(max(head - rank * own, 0), own - 1) for head in (PASSAGE_HEAD, TOKEN_HEAD)]
-    of_passage, of_token = (size * (head // own == rank) for head in (PASSAGE_HEAD, TOKEN_HEAD))
+    count, group = probe.queries.shape[1], probe.queries.shape[1] // probe.keys.shape[1]
+    heads = [min(head, count - 1) for head in (PASSAGE_HEAD, TOKEN_HEAD)]
     start, length = probe.key_ends[:-1], probe.key_ends.diff()
     off: Any = torch.autocast(probe.queries.device.type, enabled=False)
     at, first, last, token, row, slot = places
@@ -136,8 +132,8 @@ def compute_pointer_loss(
         outside = (place < first[:, None]) | (place >= last[:, None])
         on_passage = log_mass[:, PASSAGE_HEAD].masked_fill(outside, -math.inf).logsumexp(-1)
         on_token = log_mass[:, TOKEN_HEAD].gather(1, token[:, None]).squeeze(1)
-        losses = -(of_passage * on_passage + of_token * on_token).sum()
-        mass = of_passage * on_passage.detach().exp().sum()
+        losses = -(on_passage + on_token).sum()
+        mass = on_passage.detach().exp().sum()
     return losses, mass
 
 
@@ -273,8 +269,7 @@ class MaskedObjective(nn.Module):
                 loss = loss + predicted * (terms.causal / counts["causal"])
                 right = torch.cat((right, found))
             if probe is not None:
-                ranks = self.denoiser.tensor_parallel
-                pointed, mass = compute_pointer_loss(pointers, places, probe, ranks)
+                pointed, mass = compute_pointer_loss(pointers, places, probe)
                 loss = loss + pointed * (terms.pointer / counts["pointed"])
             names = (right & copied).sum().float()
         sums = {

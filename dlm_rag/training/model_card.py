@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import math
 import os
 import shlex
 import sys
@@ -14,7 +13,6 @@ from dlm_rag.config import Config, list_changed_settings
 from dlm_rag.files.paths import open_atomic_file, write_text_atomic
 from dlm_rag.machine import describe_machine, get_machine_name
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.tensor_parallel import TensorParallel
 from dlm_rag.training.metrics_logger import (
     SCREEN_WINDOW_STEPS,
     VALIDATION_PREFIXES,
@@ -49,7 +47,6 @@ def write_model_card(
     metrics: every line of the run's `metrics.jsonl`. commit: of the code that ran.
     """
     validated = [line for line in metrics if select_validation_metrics(line)]
-    ranks = denoiser.tensor_parallel or TensorParallel(0, 1)
     record = {
         "command": make_train_command(),
         "commit": commit,
@@ -61,7 +58,7 @@ def write_model_card(
         "steps": len(metrics),
         "rows": sum(line["rows"] for line in metrics),
         "supervised_tokens": sum(line["supervised_tokens"] for line in metrics),
-        "parameters": sum(math.prod(ranks.whole_shape(n, p.shape)) for n, p in denoiser.named_parameters()),
+        "parameters": sum(p.numel() for p in denoiser.parameters()),
         "validation": select_validation_metrics(validated[-1]) if validated else {},
         "config": asdict(config),
     }

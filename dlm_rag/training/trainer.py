@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlm_rag.config import Config
-from dlm_rag.decode.tensor_parallel import lead_ranks
 from dlm_rag.errors import RunError
 from dlm_rag.machine import choose_dtype, get_peak_memory_bytes
 from dlm_rag.model.denoiser import Denoiser
@@ -37,6 +36,7 @@ from dlm_rag.training.distributed import (
     allow_independent_forwards,
     apply_fsdp,
     check_parallelism,
+    get_full_tensor,
     skip_gradient_sync,
     wrap_in_ddp,
 )
@@ -54,7 +54,6 @@ from dlm_rag.training.planning.gpu_specs import find_gpu_spec
 from dlm_rag.training.prepared_batch import make_in_workers
 from dlm_rag.training.task import Phase, Task, TaskState, Validation
 from dlm_rag.training.tasks import find_task
-from dlm_rag.training.tensor_parallel import compute_gradient_norm
 
 
 class Trainer:
@@ -76,7 +75,6 @@ class Trainer:
             processes.check_on_main(lambda: check_resume_settings(record, phase, held, type(task)))
         self.device = processes.local_device(self.config.model.device)
         self.processes, share = processes.with_context_parallel(train.context_parallel)
-        self.processes = self.processes.with_tensor_parallel(train.tensor_parallel, self.device)
         self.dtype = choose_dtype(train.dtype, self.device)
         self.state = TrainState(0, phase.name, 0, {})
         self._build_denoiser(share)
@@ -94,7 +92,7 @@ class Trainer:
     def _build_denoiser(self, share: Any) -> None:
         """The denoiser in its loss, in copies or shards, with the first weights of what is trained anew."""
         train, device, origin, processes = self.train, self.device, self.origin, self.processes
-        self.denoiser = origin.build_on_meta(self.dtype, processes.tensor_parallel)
+        self.denoiser = origin.build_on_meta(self.dtype)
         self.root = self.task.objective(self.denoiser, share)
         self._reference: Denoiser | None = getattr(self.root, "reference", None)
         sharded = train.parallel == "fsdp" and dist.is_initialized()
@@ -105,8 +103,8 @@ class Trainer:
         if self._reference is not None:
             allocate_denoiser(self._reference, device)
             copy_weights(self.denoiser, self._reference)
-        if processes.world_size > processes.tensor_parallel.size and not sharded:
-            self.root = wrap_in_ddp(self.root, processes)
+        if processes.world_size > 1 and not sharded:
+            self.root = wrap_in_ddp(self.root)
         for denoiser in filter(None, (self.denoiser, self._reference)):
             denoiser.attention = self.config.model.attn_implementation
             if train.rope_theta is not None:
@@ -135,18 +133,18 @@ class Trainer:
             with profile_stage("data"):
                 parts, terms = self._microbatches(), task.loss_weights(state.phase_step)
                 mine = sum_counts([task.count_microbatch(part, terms) for part in parts])
-                counts = self._all_reduce(mine, self.processes.sharing)
+                counts = self._all_reduce(mine, self.processes.context_parallel_size)
             before = replace(self.denoiser.flop_count)
             share = set_learning_rates(self.optimizers, self.train, state.phase_step)
             for _ in range(task.updates):
                 found = self._run_backward(parts, counts, terms)
                 with profile_stage("optimizer"):
                     norm, own = self._clip_gradients(found)
-                    sums = self._all_reduce(own, self.processes.tensor_parallel.size)
+                    sums = self._all_reduce(own)
                     found_metrics = task.metrics(sums, counts, self.task_state)
                     self._check_finite(found_metrics["loss"], "loss")
                     self._update(norm)
-            supervised = mine["supervised"] * task.updates / self.processes.sharing
+            supervised = mine["supervised"] * task.updates / self.processes.context_parallel_size
             head = count_head_flops(self.denoiser.config, supervised, 4)
             spent = self.denoiser.flop_count - before + head
             self.flops = spent.flops_with_backward(bool(self.train.lora_rank))
@@ -165,17 +163,17 @@ class Trainer:
         return metrics
 
     def _microbatches(self) -> list[Any]:
-        """This process's parts of the step, of ranks that share a model the same ones."""
+        """This process's parts of the step."""
         if self.train.data_workers:
             steps = range(self.state.phase_step, self.train.max_steps)
             make = partial(self._make_microbatches, make=self.task.prepare_microbatch)
             self._made = self._made or make_in_workers(make, steps, self.train.data_workers)
             return next(self._made)
         if self.task.can_prefetch:
-            return lead_ranks(self.denoiser, self._take_prefetched)
+            return self._take_prefetched()
         step, conditions = self.state.phase_step, self.task.conditions(self.task_state)
         with self.evaluation_mode():
-            return lead_ranks(self.denoiser, partial(self._make_microbatches, step, conditions))
+            return self._make_microbatches(step, conditions)
 
     def _take_prefetched(self) -> list[Any]:
         """The parts of this step; begins on those of the next."""
@@ -203,9 +201,8 @@ class Trainer:
         self, parts: list[Any], counts: dict[str, float], terms: Any
     ) -> list[dict[str, Tensor]]:
         """Adds up the gradients of all parts and, with the last, of all processes; returns their sums."""
-        sums, ranks = [], self.processes.tensor_parallel.size
-        # DDP and FSDP take means over the processes. Ranks of a model each have a part of its loss.
-        scale = self.processes.world_size / ranks**2
+        sums = []
+        scale = self.processes.world_size  # DDP and FSDP take means over the processes
         for number, part in enumerate(parts, start=1):
             with nullcontext() if number == len(parts) else skip_gradient_sync(self.root):
                 with profile_stage("forward"), self.autocast():
@@ -220,11 +217,12 @@ class Trainer:
 
         The one wait for the device in a step.
         """
-        trained = {n: p for n, p in self.denoiser.named_parameters() if p.requires_grad}
-        norm = compute_gradient_norm(trained, self.processes)
+        trained = [p for p in self.denoiser.parameters() if p.requires_grad]
+        gradients = [p.grad for p in trained if p.grad is not None]
+        norm = get_full_tensor(torch.nn.utils.get_total_norm(gradients))
         # Not a number on one process is so on all, whose scales stay the same.
         norm = norm.where(norm.isfinite(), math.nan) / self._scaler.scale(torch.ones_like(norm))
-        torch.nn.utils.clip_grads_with_norm_(trained.values(), 1.0, norm)
+        torch.nn.utils.clip_grads_with_norm_(trained, 1.0, norm)
         for optimizer in self.optimizers:
             self._scaler.unscale_(optimizer)
         sums = torch.stack([torch.stack(list(part.values())).double() for part in found]).sum(0)
@@ -315,7 +313,7 @@ class Trainer:
 
     def export(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """A folder that `sample.py --model` reads; every process takes part."""
-        tensors = gather_full_state_dict(self.denoiser, self.processes)
+        tensors = gather_full_state_dict(self.denoiser, self.processes.is_main)
         if self.processes.is_main:
             self.origin.export(folder, tensors, self.denoiser.config.rope_theta, dtype)
         self.processes.barrier()

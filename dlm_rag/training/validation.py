@@ -2,15 +2,13 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from dlm_rag.config import Config
 from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.rollout import Rollout
-from dlm_rag.decode.tensor_parallel import lead_ranks
 from dlm_rag.diffusion.noise import (
     NOISE_SCHEDULES,
     mask_tokens,
@@ -62,8 +60,8 @@ class QuestionValidation:
         counts["forwards_per_answer"] = len(self.questions)
         sums = dict.fromkeys(counts, 0.0)
         with profile_stage("evaluate"), trainer.evaluation_mode():
-            rollouts = lead_ranks(denoiser, partial(self._decode, denoiser, tokenizer, asked))
-            for rollout, question in zip(rollouts, asked, strict=True):
+            decoder = Decoder(denoiser, self._retriever, tokenizer, self._config, engine=self._engine)
+            for rollout, question in zip(decoder.decode(asked), asked, strict=True):
                 scored = score_rollout(rollout, question)
                 sums["exact_match"] += scored.exact_match
                 sums["forwards_per_answer"] += scored.forwards
@@ -71,13 +69,8 @@ class QuestionValidation:
                     sums[f"exact_match_{question.hops}_hops"] += scored.exact_match
             own = [*sums.values(), *self.nelbo(denoiser, tokenizer, mine)]
         *found, nats, tokens = processes.all_reduce_sum(own)
-        shared = processes.tensor_parallel.size
-        means = {name: value / shared / counts[name] for name, value in zip(sums, found, strict=True)}
+        means = {name: value / counts[name] for name, value in zip(sums, found, strict=True)}
         return means | {"nelbo_per_token": nats / tokens}
-
-    def _decode(self, denoiser: Denoiser, tokenizer: Tokenizer, asked: list[Question]) -> list[Rollout]:
-        decoder = Decoder(denoiser, self._retriever, tokenizer, self._config, engine=self._engine)
-        return decoder.decode(asked)
 
     @torch.no_grad()
     def nelbo(self, denoiser: Denoiser, tokenizer: Tokenizer, which: Sequence[int]) -> tuple[float, float]:
@@ -95,8 +88,7 @@ class QuestionValidation:
             times = sample_antithetic_times(NELBO_TIMES_PER_QUESTION, generator)
             assert tokenizer.end_id is not None
             target = (*tokenizer.encode(truth), tokenizer.end_id)
-            evidence = lead_ranks(denoiser, partial(self._evidence, question, truth))
-            prompt = builder.build_prompt(question.question, evidence)
+            prompt = builder.build_prompt(question.question, self._evidence(question, truth))
             tokens += len(target)
             total += float(_masked_bounds(denoiser, prompt, target, times, generator).sum()) / len(times)
         return total, tokens
@@ -143,7 +135,7 @@ class DocumentValidation:
             return {}
         # One sequence at a time, as a step needs at least; shards are gathered by all as often.
         mine = [held[n] for n in processes.local_items(len(held))]
-        calls = -(-len(held) * processes.sharing // processes.world_size)
+        calls = -(-len(held) * processes.context_parallel_size // processes.world_size)
         ends = trainer.origin.tokenizer.end_ids
         counts = sum_counts([count_examples(rows, ends, 1.0) for rows in held])
         with profile_stage("evaluate"), torch.no_grad(), trainer.autocast():
@@ -151,5 +143,4 @@ class DocumentValidation:
             for _ in range(calls - len(mine)):
                 trainer.root(held[-1], counts, LossWeights())
             own = float(to_host(torch.stack(found).double().sum())) if found else 0.0
-        divisor = counts["divisor"] * processes.tensor_parallel.size
-        return {"nelbo_per_token": processes.all_reduce_sum([own])[0] / divisor}
+        return {"nelbo_per_token": processes.all_reduce_sum([own])[0] / counts["divisor"]}

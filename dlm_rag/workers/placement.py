@@ -20,7 +20,7 @@ CPU_MEMORY_PER_WEIGHT_BYTE = 2  # memory of a worker on a CPU, in sizes of its w
 
 
 class WorkerPlacement(NamedTuple):
-    """The workers of a run; gpus_per_worker: 0, or one for each of its ranks."""
+    """The workers of a run; gpus_per_worker: 0 or 1."""
 
     num_workers: int
     threads_per_worker: int
@@ -44,14 +44,13 @@ def describe_local_node(device: torch.device) -> dict[str, float]:
 
 
 def plan_workers(
-    workers: str, nodes: Sequence[Mapping[str, float]], device: torch.device, weights: int, ranks: int = 1
+    workers: str, nodes: Sequence[Mapping[str, float]], device: torch.device, weights: int
 ) -> WorkerPlacement:
     """So many workers, or as many as the nodes have GPUs or, for the CPU, cores and memory for.
 
-    nodes: the resources of each as Ray names them. ranks: of each worker, each with a GPU or a core.
-    weights: bytes that each rank loads. Workers of a node share its cores, but take no more threads than
-    one process would. Raises `ConfigError` for a single device, for more workers than GPUs, and for too
-    little memory.
+    nodes: the resources of each as Ray names them. weights: bytes that each worker loads. Workers of a
+    node share its cores, but take no more threads than one process would. Raises `ConfigError` for a single
+    device, for more workers than GPUs, and for too little memory.
     """
     if device.type == "mps" or device.index is not None:
         raise ConfigError(
@@ -59,31 +58,28 @@ def plan_workers(
         )
     gpus = sum(int(node.get("GPU", 0)) for node in nodes)
     kind = "GPU" if device.type == "cuda" else "CPU"
-    nodes = [node for node in nodes if node.get(kind, 0) >= (ranks if kind == "GPU" else 1)]
+    nodes = [node for node in nodes if node.get(kind, 0) >= 1]
     if not nodes or (kind == "CPU" and gpus):
         raise ConfigError(
             f"workers={workers}: {gpus} GPUs and {len(nodes)} nodes for model.device={device}: give the "
             "command on a machine like the workers', set model.device, or start nodes with --num-cpus"
         )
-    counts, weights = [int(node[kind]) // ranks for node in nodes], weights * ranks
+    counts = [int(node[kind]) for node in nodes]
     if kind == "CPU":
         room = [int(node["memory"] // (CPU_MEMORY_PER_WEIGHT_BYTE * max(1, weights))) for node in nodes]
         counts = [max(1, min(cores, own)) for cores, own in zip(counts, room, strict=True)]
     if workers != "auto":
         count, memory = int(workers), sum(node["memory"] for node in nodes)
         if kind == "GPU" and count > sum(counts):
-            each = f", {ranks} for each of them" * (ranks > 1)
-            raise ConfigError(
-                f"workers={count}: {gpus} GPUs are visible{each}: set at most workers={sum(counts)}"
-            )
+            raise ConfigError(f"workers={count}: {gpus} GPUs are visible: set at most workers={gpus}")
         if kind == "CPU" and count * weights > memory:
             raise ConfigError(
                 f"workers={count} load {format_bytes(weights)} of weights each, and {format_bytes(memory)} "
                 "of memory are free here: set fewer"
             )
         counts = [count]
-    cores = min(int(node.get("CPU", 1)) // (own * ranks) for node, own in zip(nodes, counts, strict=True))
+    cores = min(int(node.get("CPU", 1)) // own for node, own in zip(nodes, counts, strict=True))
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     threads = min(cores, int(wanted)) if wanted.isdigit() and int(wanted) else cores
     largest = 1 if kind == "GPU" else max(counts)
-    return WorkerPlacement(sum(counts), max(1, threads), largest, ranks * (kind == "GPU"))
+    return WorkerPlacement(sum(counts), max(1, threads), largest, int(kind == "GPU"))

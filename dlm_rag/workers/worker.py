@@ -15,7 +15,6 @@ from collections.abc import Callable
 from logging.handlers import BufferingHandler
 from typing import TYPE_CHECKING, NamedTuple
 
-from dlm_rag.cli import exit_rank
 from dlm_rag.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,9 +69,6 @@ class Worker:
             self._decoder, machine = factory(kept, self._workers_per_machine)
         except UserError as error:
             raise type(error)(f"on {platform.node()}: {error}") from None
-        except RuntimeError as error:
-            _end_without_ranks(error)
-            raise
         self._engine, self._model = self._decoder.new_engine(), model
         self._warnings.buffer.clear()  # the main process has logged the same
         return machine
@@ -106,7 +102,6 @@ class Worker:
                     self._engine.submit(self._waiting.popleft(), guesses=self._decoder.record_provisional)
                 finished = [event.rollout for event in self._engine.step() if event.finished]
             except Exception as error:
-                _end_without_ranks(error)
                 for answer in self._answers.values():
                     answer.set_exception(error)
                 self._answers.clear()
@@ -118,12 +113,3 @@ class Worker:
                 result = WorkerAnswer(rollout, self._decoder.stats, warnings)
                 self._answers.pop(rollout.id).set_result(result)
             await asyncio.sleep(0)  # Ray's calls come in and go out
-
-
-def _end_without_ranks(error: Exception) -> None:
-    """Ends this process if it has lost one of its ranks, so that another worker is started."""
-    if isinstance(error, RuntimeError) and os.environ.get("WORLD_SIZE", "1") != "1":
-        from dlm_rag.model.tensor_parallel import is_peer_lost
-
-        if is_peer_lost(error):
-            exit_rank(1)

@@ -18,10 +18,7 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 NOBODY, NO_MILVUS = "http://127.0.0.1:1/retrieve", "milvus://127.0.0.1:1/world"
 
 CASES = [
-    BadInputCase(SAMPLE_COMMAND, "torchrun has started 2 processes: engine.tensor_parallel=2 splits",
-                 env={"WORLD_SIZE": "2"}, slow=True),
-    BadInputCase(f"{SAMPLE_COMMAND} engine.tensor_parallel=2 workers=1 --out a", "leave torchrun out",
-                 env={"WORLD_SIZE": "2"}, slow=True),
+    BadInputCase(SAMPLE_COMMAND, "torchrun has started 2 processes", env={"WORLD_SIZE": "2"}, slow=True),
     # Keys and values; tests/config/ has more of what needs no program.
     *table(SAMPLE_COMMAND,
         ("nearest: 'decode.commit_threshold'", "decode.comit_threshold=0.9"),
@@ -55,7 +52,6 @@ CASES = [
         ("pools 2 GiB", "engine.memory_gib=1 engine.prefix_cache_gib=2"),
         ("engine.store=s has no effect", "engine.store=s model.evidence_layout=joint"),
         ("engine.cache_dtype=int8 has no effect", "engine.cache_dtype=int8 model.evidence_layout=joint"),
-        ("model.device=cuda:0 is one device: leave its number out", "engine.tensor_parallel=2 model.device=cuda:0"),
         ("a commit_threshold between 0 and 1", "decode.commit_rule=sampled decode.commit_threshold=1"),
         ("commit_rule=policy_head is not one of", "decode.commit_rule=policy_head"),
         ("data.documents.a=", "data.documents.a.b=3"),

@@ -3,7 +3,6 @@
 torchrun --nproc-per-node 2 tests/support/torchrun_training_cases.py FOLDER [SUBFOLDER/]CASE...
 """
 
-import hashlib
 import json
 import math
 import sys
@@ -16,9 +15,8 @@ import torch
 
 from dlm_rag.cli import exit_rank
 from dlm_rag.config import load_config
-from dlm_rag.training.distributed import DistributedContext
+from dlm_rag.training.distributed import DistributedContext, get_local
 from dlm_rag.training.task import Validation
-from dlm_rag.training.tensor_parallel import get_local
 from dlm_rag.training.trainer import Trainer, open_trainer
 
 STEPS = 4
@@ -55,7 +53,6 @@ PRETRAIN = [
     "train.sequence_length=96", "train.batch_tokens=384",
 ]  # fmt: skip
 ADAPT = [*PRETRAIN, "train.objective=adapt", "train.attention_anneal_fraction=0.75"]
-SPLIT = "train.tensor_parallel=2"
 BFLOAT16 = "train.dtype=bfloat16"
 ADAPTERS = [*SFT, BFLOAT16, "train.lora_rank=4", "model.path={checkpoint}", "train.passage_length=96"]
 # Three questions, one after another: two for the first process, one for the second.
@@ -83,16 +80,7 @@ TRAINING_CASES = {
     "pretrain sharded": [*PRETRAIN, "train.parallel=fsdp"],
     "pretrain shared": [*PRETRAIN, "train.context_parallel=2"],
     "pretrain shared, sharded": [*PRETRAIN, "train.context_parallel=2", "train.parallel=fsdp"],
-    "sft split": [*SFT, SPLIT],
-    "sft split, sharded, accumulated, checkpointed": [
-        *SFT, SPLIT, "train.parallel=fsdp", "train.gradient_accumulation_steps=2",
-        "train.activation_checkpointing=selective",
-    ],
-    "sft split, float16, overflows on one": [*SFT, SPLIT, "train.dtype=float16"],
-    "adapt split": [*ADAPT, SPLIT],
-    "rl split": [*RL, SPLIT],
-    "rl split, sharded, rows on one": [*SHARDED, SPLIT],
-    "adapters split": [*ADAPTERS, SPLIT],
+    "sft float16, overflows on one": [*SFT, "train.dtype=float16"],
     "adapt": ADAPT,
 }  # fmt: skip
 
@@ -100,7 +88,6 @@ TRAINING_CASES = {
 def make_case_trainer(case: str, folder: Path, processes: DistributedContext) -> tuple[Trainer, Validation]:
     checkpoint = (folder.parent / "checkpoint").resolve()
     words = [word.format(checkpoint=checkpoint) for word in TRAINING_CASES[case]]
-    words = [word for word in words if processes.world_size > 1 or word != SPLIT]
     trainer, validation = open_trainer(load_config(None, words), folder, processes)
     if "overflows" in case and processes.rank == processes.world_size - 1:
         weight = trainer.denoiser.layers[0].self_attn.q_proj.weight
@@ -158,24 +145,7 @@ def run_training_case(case: str, folder: Path, processes: DistributedContext) ->
         found["same"] = not processes.any_rank(
             not all(torch.equal(*map(get_local, pair)) for pair in pairs)
         )
-    return found | find_apart(trainer)
-
-
-def find_apart(trainer: Trainer) -> dict:
-    """Names of what ranks of a model all have and is not the same on them, to the bit."""
-    ranks, digests = trainer.processes.tensor_parallel, {}
-    for name, value in trainer.denoiser.named_parameters():
-        if name not in ranks.axes:
-            digests[name] = hashlib.sha256(
-                get_local(value.detach()).cpu().view(torch.uint8).numpy().tobytes()
-            ).hexdigest()
-    digests["scale"] = trainer._scaler.get_scale()
-    every = trainer.processes.all_gather_object(digests)
-    first = [every[rank - rank % ranks.size] for rank in range(len(every))]
-    return {
-        "shared": len(digests),
-        "apart": [n for n in digests for a, b in zip(every, first, strict=True) if a[n] != b[n]],
-    }
+    return found
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
 """What a run begins with: public checkpoints in, public checkpoints out."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -18,9 +17,8 @@ from dlm_rag.training.distributed import DistributedContext, apply_fsdp
 from dlm_rag.training.initial_model import open_initial_model
 from dlm_rag.training.initial_weights import merge_lora_weights
 from dlm_rag.training.optimizers import make_optimizers
-from dlm_rag.training.tensor_parallel import place_tensor
 from tests.support.tiny_models import write_autoregressive_checkpoint
-from tests.support.training import SINGLE_PROCESS, build_denoiser
+from tests.support.training import build_denoiser
 
 CPU = torch.device("cpu")
 IDS = torch.arange(24).view(2, 12) * 7 % 256
@@ -49,9 +47,7 @@ def test_an_export_is_read_by_us_and_by_the_public_class(autoregressive, tmp_pat
     denoiser = build_denoiser(origin)
     with torch.no_grad():
         denoiser.layers[0].mlp.up_proj.weight.mul_(1.1)
-    origin.export(
-        tmp_path / "out", gather_full_state_dict(denoiser, SINGLE_PROCESS), 20000.0, torch.float32
-    )
+    origin.export(tmp_path / "out", gather_full_state_dict(denoiser, True), 20000.0, torch.float32)
     again = Denoiser.from_pretrained(tmp_path / "out")
     assert again.config.rope_theta == 20000.0 and again.config.evidence_layout == "independent"
     assert Tokenizer.from_pretrained(tmp_path / "out").mask_id == 257
@@ -83,7 +79,7 @@ def test_a_public_denoiser_goes_out_as_it_came_in(golden, tmp_path, name):
     folder = golden / "checkpoints" / name
     origin = open_initial_model(load_config(None, [f"model.path={folder}", "model.evidence_layout=joint"]))
     denoiser = build_denoiser(origin)
-    tensors = gather_full_state_dict(denoiser, SINGLE_PROCESS)
+    tensors = gather_full_state_dict(denoiser, True)
     origin.export(tmp_path, tensors, origin.config.rope_theta, torch.float32)
     ids = torch.arange(40).view(2, 20) * 13 % 1500
     with torch.no_grad():
@@ -178,39 +174,3 @@ def test_a_process_has_its_rows_of_the_same_weights_and_reads_no_others(
 
 
 WIDE = ["train.hidden_size=256", "train.head_dim=16", "train.num_hidden_layers=2", "train.vocab_size=401"]
-
-
-@pytest.mark.parametrize(
-    ("count", "size", "words"),
-    [
-        (4, 2, ["model.path={folder}", "train.objective=adapt"]),
-        (4, 2, ["model.path={folder}", "train.objective=adapt", "train.lora_rank=4"]),
-        (6, 2, ["model.path={folder}", "train.objective=adapt"]),
-        (8, 4, WIDE),
-        pytest.param(128, 8, WIDE, marks=pytest.mark.slow),
-    ],
-)
-def test_shards_of_parts_are_pieces_of_the_same_weights(autoregressive_qwen, as_rank, count, size, words):
-    """Each has its place in the whole, and without what ranks share the places are all of it, once."""
-    words = [word.format(folder=autoregressive_qwen) for word in words]
-    origin = open_initial_model(load_config(None, words))
-    expected = build_denoiser(origin, torch.bfloat16).state_dict()
-    covered = {name: torch.zeros(value.shape) for name, value in expected.items()}
-    for rank in range(count):
-        as_rank(rank, count)
-        processes = DistributedContext(rank, count, rank).with_tensor_parallel(size, CPU)
-        denoiser = origin.build_on_meta(torch.bfloat16, processes.tensor_parallel)
-        apply_fsdp(torch.nn.Sequential(denoiser), denoiser, processes, CPU, torch.float32)
-        origin.materialize(denoiser, CPU)
-        for name, value in denoiser.named_parameters():
-            placed = place_tensor(name, value, processes)
-            (item,) = placed.__create_write_items__(name, placed)
-            chunk, own = item.tensor_data.chunk, placed.to_local()
-            place = tuple(slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))
-            assert item.tensor_data.size == expected[name].shape
-            assert own.dtype == expected[name].dtype and torch.equal(own, expected[name][place]), name
-            covered[name][place] += 1
-    for name, _ in denoiser.named_parameters():
-        split = name in processes.tensor_parallel.axes
-        assert (covered[name] == (1 if split else size)).all(), name
-        assert split == (not re.search(r"norm|embed|lm_head|[qkvpe]_proj.lora_A|[on]_proj.lora_B", name))

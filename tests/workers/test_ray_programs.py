@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -114,34 +113,3 @@ def test_evaluate_compares_over_the_same_workers(call, tmp_path, monkeypatch, ma
             for group in setting["groups"].values():
                 del group["seconds"]
     assert scores[0] == scores[1]
-
-
-def test_a_worker_that_loses_a_rank_is_replaced(tmp_path, whole, mark):
-    """Of one worker of two ranks the second is killed, stopped, then the worker itself is killed."""
-
-    def second_ranks() -> list[int]:
-        return [number for number, words in processes(mark).items() if b"commands.tensor_parallel" in words]
-
-    out = tmp_path / "split.jsonl"
-    process = start(out, "workers=1", "engine.tensor_parallel=2")
-    for answers, find, number in (
-        (10, second_ranks, signal.SIGKILL),
-        (40, second_ranks, signal.SIGSTOP),
-        (70, lambda: workers(mark), signal.SIGKILL),
-    ):
-        until(process, out, answers)
-        (before,) = second_ranks()
-        (struck,) = find()
-        os.kill(struck, number)
-        begin = time.monotonic()
-        wait_until(lambda gone=before: gone not in processes(mark), process)
-        assert time.monotonic() - begin < 30
-    _, err = process.communicate(timeout=MOST_SECONDS)
-    assert process.returncode == 0 and err.count("it is restarted") == 3, err
-    assert "1 worker" in err and "tensor parallel on 2 ranks" in err
-    found, expected = (
-        sorted((line["id"], line["response"]) for line in map(json.loads, path.read_text().splitlines()))
-        for path in (out, whole)
-    )
-    assert found == expected and len(found) == COUNT
-    assert gone(mark), processes(mark)

@@ -138,12 +138,6 @@ def test_workers_of_a_cluster_are_as_many_as_its_nodes_offer(monkeypatch):
     assert plan_workers("auto", gpus, GPU, 10**12) == WorkerPlacement(8, 2, 1, gpus_per_worker=1)
     assert plan_workers("auto", cores, CPU, 10**9) == WorkerPlacement(12, 1, 8)
     assert plan_workers("auto", cores, CPU, 2 * 10**9) == WorkerPlacement(10, 1, 8)
-    assert plan_workers("auto", gpus, GPU, 10**12, ranks=2) == WorkerPlacement(4, 2, 1, gpus_per_worker=2)
-    assert plan_workers("auto", cores, CPU, 10**9, ranks=4) == WorkerPlacement(3, 1, 2)
-    with pytest.raises(ConfigError, match="8 GPUs are visible, 3 for each of them: set at most workers=2"):
-        plan_workers("3", gpus, GPU, 10**12, ranks=3)
-    with pytest.raises(ConfigError, match="8 GPUs and 0 nodes"):
-        plan_workers("auto", gpus, GPU, 10**12, ranks=8)
     for nodes, device in ((gpus, CPU), (cores, GPU), ([{}], CPU)):
         with pytest.raises(ConfigError, match=f"GPUs and . nodes for model.device={device}"):
             plan_workers("auto", nodes, device, 1)

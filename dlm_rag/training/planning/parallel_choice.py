@@ -1,4 +1,4 @@
-"""Whole copies, shards, tensor parallel, or both: what each takes on several devices, and which is best.
+"""Whole copies or shards: what each takes on several devices, and which is best.
 
 What fits is chosen by the seconds of a step, in which all devices together do the same work: the rows of a
 training step, or one denoising step of `decode.batch_size` rows.
@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -19,7 +18,6 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.flops import count_encode_flops, count_head_flops
 from dlm_rag.model.quantize import METHODS, count_weight_bytes
-from dlm_rag.model.tensor_parallel import split_config
 from dlm_rag.progress import format_bytes, track_progress
 from dlm_rag.training.planning.gpu_specs import GpuSpec
 from dlm_rag.training.planning.plan import (
@@ -28,7 +26,6 @@ from dlm_rag.training.planning.plan import (
     combine_seconds,
     plan_decode_memory,
     plan_phase,
-    time_layer_sums,
 )
 
 REPLANNINGS = 3  # with more parts of a step, until one fits
@@ -67,21 +64,15 @@ class Choice:
         return bool(self.settings) and not self.problem
 
 
-def compare_ways(devices: int, consider: Callable[[str, int], Choice]) -> list[Choice]:
-    """What `consider` finds of each way and its ranks of tensor parallel; of several that are "both" the
-    best one."""
-    inner = [ranks for ranks in range(2, devices) if devices % ranks == 0]
-    ways = [("whole", 1)]
-    if devices > 1:
-        ways += [("shards", 1), ("tensor parallel", devices), *(("both", ranks) for ranks in inner)]
-    found: dict[str, Choice] = {}
-    for name, ranks in track_progress(ways, "comparing ways to share it"):
+def compare_ways(devices: int, consider: Callable[[str], Choice]) -> list[Choice]:
+    """What `consider` finds of each way."""
+    found = []
+    for name in track_progress(["whole", "shards"][:devices], "comparing ways to share it"):
         try:
-            choice = consider(name, ranks)
+            found.append(consider(name))
         except ConfigError as error:
-            choice = Choice(name, problem=str(error))
-        found[name] = min(found.get(name, choice), choice, key=_rank_choice)
-    return list(found.values())
+            found.append(Choice(name, problem=str(error)))
+    return found
 
 
 def _rank_choice(choice: Choice) -> tuple[bool, float]:
@@ -102,10 +93,9 @@ def compare_training(
     """The ways to train, each with as many `gradient_accumulation_steps` as it needs to fit."""
     phases, plan = config.train.get_phase_configs(), config.plan
 
-    def consider(name: str, ranks: int) -> Choice:
-        parallel = "fsdp" if name in ("shards", "both") else "ddp"
-        way: dict[str, Any] = {"parallel": parallel, "tensor_parallel": ranks}
-        trained = {at: replace(train, **way) for at, train in phases.items()}
+    def consider(name: str) -> Choice:
+        parallel = "fsdp" if name == "shards" else "ddp"
+        trained = {at: replace(train, parallel=parallel) for at, train in phases.items()}
         for train in trained.values():  # all, before the first is planned
             check_phase(config, train, shape)
         planned = [
@@ -118,8 +108,7 @@ def compare_training(
         need = max(sum(phase.device_bytes.values()) for phase in planned)
         return Choice(
             name,
-            f"train.parallel={parallel}" + f" train.tensor_parallel={ranks}" * (ranks > 1)
-            + f" train.gradient_accumulation_steps={parts}" * (parts > 1),
+            f"train.parallel={parallel}" + f" train.gradient_accumulation_steps={parts}" * (parts > 1),
             need,
             {kind: sum(share * step[kind] for share, step in times) for kind in times[0][1]},
             check_room(need, machine),
@@ -135,7 +124,7 @@ def _fit_phase(plan: Callable[[TrainConfig], PhasePlan], train: TrainConfig, mac
         most = phase.max_microbatch_items(machine)
         if not 0 < most < phase.microbatch_items:
             break
-        parts = math.ceil(phase.items * train.context_parallel / (phase.models * most))
+        parts = math.ceil(phase.items * train.context_parallel / (phase.devices * most))
         phase = plan(replace(train, gradient_accumulation_steps=parts))
     return phase
 
@@ -149,19 +138,18 @@ def compare_decoding(
     config = replace(config, decode=decode)
     size, devices = dtype.itemsize, plan.devices
 
-    def consider(name: str, ranks: int) -> Choice:
-        local, models = split_config(shape, ranks), devices // ranks
-        rows = math.ceil(decode.batch_size / models)
-        memory = plan_decode_memory(config, local, dtype, local.passage_length, quantize)
+    def consider(name: str) -> Choice:
+        rows = math.ceil(decode.batch_size / devices)
+        memory = plan_decode_memory(config, shape, dtype, shape.passage_length, quantize)
         need = memory.bytes_without_pool(rows) + GIB * (config.engine.prefix_cache_gib or 0.0)
         row, network = memory.row, 0.0
         if name == "shards":
-            layer = count_weight_bytes(replace(local, num_hidden_layers=1), size, quantize)
-            network = (models - 1) / models * memory.weight_bytes / machine.link
-            need -= (1 - 1 / models) * memory.weight_bytes - 2 * layer  # gathered: this layer and the next
+            layer = count_weight_bytes(replace(shape, num_hidden_layers=1), size, quantize)
+            network = (devices - 1) / devices * memory.weight_bytes / machine.link
+            need -= (1 - 1 / devices) * memory.weight_bytes - 2 * layer  # gathered: this layer and the next
         lengths, seen = [row.step_tokens] * rows, [row.total_tokens] * rows
-        work = count_encode_flops(local, lengths, seen, [row.canvas_tokens] * rows, size)
-        head = count_head_flops(local, rows * row.canvas_tokens, size)
+        work = count_encode_flops(shape, lengths, seen, [row.canvas_tokens] * rows, size)
+        head = count_head_flops(shape, rows * row.canvas_tokens, size)
         keys = memory.kv_bytes_per_token * sum(seen)
         packed = 1.0 if quantize == "none" else METHODS[quantize].bytes_per_weight / size
         moved = keys + packed * (work.bytes_moved - keys) + head.bytes_moved
@@ -169,13 +157,10 @@ def compare_decoding(
             (work.flops + head.flops) / (machine.flops[dtype] * plan.mfu),
             moved / machine.bandwidth,
             network,
-            time_layer_sums(shape, ranks, sum(lengths), 1, size, machine),
         )
         settings = {
             "whole": f"workers={devices}" if devices > 1 else "one process",
             "shards": "",  # no program decodes with them
-            "tensor parallel": f"engine.tensor_parallel={ranks}",
-            "both": f"{models} programs of engine.tensor_parallel={ranks}",
         }[name]
         batch = f" decode.batch_size={rows}" * bool(settings and rows != decode.batch_size)
         return Choice(name, settings + batch, need, seconds, check_room(need, machine))

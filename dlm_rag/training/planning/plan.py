@@ -16,7 +16,6 @@ from dlm_rag.evidence.truncation import ContextBudget
 from dlm_rag.machine import choose_dtype
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.flops import FlopCount, count_encode_flops, count_head_flops
-from dlm_rag.model.tensor_parallel import split_config
 from dlm_rag.training.data.examples import LONG_QUESTION_TOKENS, Example
 from dlm_rag.training.distributed import check_parallelism
 from dlm_rag.training.initial_model import make_training_shape, open_initial_model
@@ -32,10 +31,8 @@ from dlm_rag.training.planning.step_memory import (
 )
 from dlm_rag.training.task import Phase, Task
 from dlm_rag.training.tasks import find_task
-from dlm_rag.training.tensor_parallel import check_tensor_parallel
 
 GB = 1e9
-COLLECTIVE_SECONDS = 2e-5  # assumed: until a sum over devices has gone round, were there nothing in it
 ROLLOUT_EXTRA_KEY = "rollouts, beyond these"
 MEMORY_REMEDY = (
     "see what fits with --plan (gradient_accumulation_steps, activation_checkpointing, parallel=fsdp, "
@@ -49,26 +46,21 @@ class PhasePlan:
 
     name: str
     train: TrainConfig
-    shape: DenoiserConfig  # of a device: its heads and widths, where a model is split
+    shape: DenoiserConfig
     size: int  # bytes of a number of the arithmetic
     devices: int
     items: int
     microbatch_items: int  # items that a device, or all that share sequences, compute at once
     tokens: float  # prompts and canvases
-    flops: float  # forward and backward, nothing computed twice; of one rank of each model
+    flops: float  # forward and backward, nothing computed twice
     layer_calls: int  # of the layers in a forward: passages run before what sees them
     memory: StepMemory  # of a part
     decode_bytes: float  # of keys, values and a decoding step of those that are decoded together
 
     @property
-    def models(self) -> int:
-        """Models, whole or in shards, that a step is divided among."""
-        return self.devices // self.train.tensor_parallel
-
-    @property
     def device_bytes(self) -> dict[str, float]:
         """Bytes on each device, by what they are for."""
-        memory, shards = self.memory, self.models if self.train.parallel == "fsdp" else 1
+        memory, shards = self.memory, self.devices if self.train.parallel == "fsdp" else 1
         layer = (memory.parameters - memory.outside_parameters) / self.shape.num_hidden_layers
         # What shards are gathered into: the layer at work, the next one, and the rest.
         gathered = self.size * (2 * layer + memory.outside_parameters * (2 if memory.reference else 1))
@@ -95,9 +87,8 @@ class PhasePlan:
 
     @property
     def network_traffic(self) -> float:
-        """Bytes that a device sends in a step, in rings: sums of gradients, shards, keys and values; those
-        of tensor parallel are apart."""
-        train, memory, others = self.train, self.memory, (self.models - 1) / self.models
+        """Bytes that a device sends in a step, in rings: sums of gradients, shards, keys and values."""
+        train, memory, others = self.train, self.memory, (self.devices - 1) / self.devices
         parts, apart = train.gradient_accumulation_steps, train.context_parallel
         each = 2 * others * memory.gradients
         if train.parallel == "fsdp":
@@ -116,14 +107,11 @@ class PhasePlan:
 
     def step_seconds(self, machine: GpuSpec, dtype: torch.dtype, mfu: float) -> dict[str, float]:
         """Of a step, were it bound by nothing else: arithmetic at `mfu`, memory, network at their peaks."""
-        calls = self._passes * self.layer_calls * self.train.gradient_accumulation_steps
-        tokens = self._passes * self.tokens / self.models
         return combine_seconds(
-            self.flops / (self.models * machine.flops[dtype] * mfu),
+            self.flops / (self.devices * machine.flops[dtype] * mfu),
             self.memory_traffic / machine.bandwidth,
             self.network_traffic / machine.link if self.devices > 1 else 0.0,
-            time_layer_sums(self.shape, self.train.tensor_parallel, tokens, calls, self.size, machine),
-        )  # fmt: skip
+        )
 
     def max_microbatch_items(self, machine: GpuSpec) -> int:
         """Items that fit into one part of a step on a device; 0 where not one does."""
@@ -135,23 +123,10 @@ class PhasePlan:
         return 1 + int(room / more) if more else self.items
 
 
-def combine_seconds(compute: float, memory: float, network: float, waits: float) -> dict[str, float]:
-    """What the longest of three hides of the others, after which `waits`, which nothing hides."""
-    together = max(compute, memory, network) + waits
-    return {"compute": compute, "memory": memory, "network": network + waits, "together": together}
-
-
-def time_layer_sums(
-    shape: DenoiserConfig, ranks: int, tokens: float, calls: int, size: int, machine: GpuSpec
-) -> float:  # fmt: skip
-    """Seconds of the two sums over `ranks` in each layer, in rings, of `tokens` tokens in so many calls.
-
-    size: bytes of a number. The next layer waits for them.
-    """
-    if ranks == 1:
-        return 0.0
-    sent = 2 * (ranks - 1) / ranks * tokens * shape.hidden_size * size
-    return 2 * shape.num_hidden_layers * (sent / machine.link + calls * COLLECTIVE_SECONDS)
+def combine_seconds(compute: float, memory: float, network: float) -> dict[str, float]:
+    """Each, and `together` the longest, which hides the others."""
+    together = max(compute, memory, network)
+    return {"compute": compute, "memory": memory, "network": network, "together": together}
 
 
 def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> list[PhasePlan]:
@@ -163,22 +138,21 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
     return [plan_phase(config, name, shape, dtype, train) for name, train in phases]
 
 
-def check_phase(config: Config, train: TrainConfig, whole: DenoiserConfig) -> None:
+def check_phase(config: Config, train: TrainConfig, shape: DenoiserConfig) -> None:
     """Raises `ConfigError` for a phase that has no plan, or that so many devices cannot share."""
-    check_tensor_parallel(config, train, whole)
     check_parallelism(train, find_task(train).count_items(train)[0], config.plan.devices)
 
 
 def plan_phase(
-    config: Config, name: str, whole: DenoiserConfig, dtype: torch.dtype, train: TrainConfig
+    config: Config, name: str, shape: DenoiserConfig, dtype: torch.dtype, train: TrainConfig
 ) -> PhasePlan:
-    """The plan of a phase; whole: the model of which a device has its part. Raises `ConfigError`."""
-    check_phase(config, train, whole)
-    devices, shape = config.plan.devices, split_config(whole, train.tensor_parallel)
+    """The plan of a phase. Raises `ConfigError`."""
+    check_phase(config, train, shape)
+    devices = config.plan.devices
     train = replace(train, dtype=str(dtype).removeprefix("torch."))
     task = make_planned_task(config, train, shape)
     parts = devices * train.gradient_accumulation_steps
-    part = math.ceil(task.items * train.context_parallel * train.tensor_parallel / parts)
+    part = math.ceil(task.items * train.context_parallel / parts)
     memory = estimate_step_memory(task, shape, dtype, part)
     decoded, layout = task.sample_decoding(shape), task.layout(shape)
     forward = count_forward_flops(shape, task.sample_examples(shape, 1), layout)
@@ -269,11 +243,9 @@ def check_run_fits(config: Config, count: int, device: torch.device) -> None:
     shape = resolve_shape(config)
     for train in config.train.get_phase_configs().values():
         check_parallelism(train, find_task(train).count_items(train)[0], count)
-        check_tensor_parallel(config, train, shape)
-        denoiser = build_meta_denoiser(split_config(shape, train.tensor_parallel), 0, torch.float32)
+        denoiser = build_meta_denoiser(shape, 0, torch.float32)
         weights = FLOAT32_BYTES * sum(p.numel() for p in denoiser.parameters())
-        copies = count // train.tensor_parallel
-        frozen, shards = train.lora_rank, copies if train.parallel == "fsdp" else 1
+        frozen, shards = train.lora_rank, count if train.parallel == "fsdp" else 1
         need = weights / 2 if frozen else 2 * weights + count_optimizer_bytes(denoiser, train)
         check(need / shards, "weights, gradients and optimizer alone take")
     if device.type == "cpu" and engine.memory_gib is None:

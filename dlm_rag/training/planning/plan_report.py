@@ -115,13 +115,12 @@ def print_choices(
 def _make_step_table(phases: list[PhasePlan]) -> Table:
     table = Table("a step", *(Column(p.name or p.train.objective, justify="right") for p in phases))
     needed = [phase.device_bytes for phase in phases]
-    sums = ", but for sums in layers" * any(p.train.tensor_parallel > 1 for p in phases)
     rows = {
         "steps": [f"{p.train.max_steps:,}" for p in phases],
         "tokens": [_format_with_prefix(p.tokens) for p in phases],
         "FLOPs": [f"{p.flops:.2e}" for p in phases],
         "a device reads and writes": [_format_bytes(p.memory_traffic) for p in phases],
-        f"it sends{sums}": [_format_bytes(p.network_traffic) for p in phases],
+        "it sends": [_format_bytes(p.network_traffic) for p in phases],
         "items a part": [f"{p.microbatch_items:,}" for p in phases],
         **{
             f"on a device: {name}": [_format_bytes(need[name]) for need in needed]
