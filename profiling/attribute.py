@@ -29,7 +29,7 @@ from dlm_rag.energy.meter import summarise_energy
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.checked_json import read_json_or_empty
 from dlm_rag.files.paths import make_folder, write_text_atomic
-from dlm_rag.training.metrics_logger import read_metrics
+from dlm_rag.training.metrics_logger import is_number, read_metrics
 
 MAX_KERNEL_NAME_CHARS, SHOWN_KERNELS = 60, 3  # of a kernel, and how many of a stage are in the table
 ReportTable = tuple[str, list[TableRow]]  # title, rows
@@ -124,7 +124,7 @@ def read_mean_watts(path: Path) -> float:
     measured = summarise_energy(read_json_or_empty(path).get("energy"))
     if measured is not None:
         return float(measured["watts"])
-    lines = [line for line in read_metrics(path) if line.get("joules") is not None]
+    lines = [line for line in read_metrics(path) if is_number(line.get("joules"))]
     seconds = sum(line["joules_seconds"] for line in lines)
     if not seconds:
         raise ConfigError(

@@ -1,6 +1,7 @@
 """Metrics of a run: JSON lines always, a line on the screen or in a log, W&B when asked for."""
 
 import json
+import math
 import secrets
 import time
 from collections import deque
@@ -14,14 +15,13 @@ from dlm_rag.config import Config
 from dlm_rag.energy.meter import format_three_digits
 from dlm_rag.errors import ConfigError, summarize_error
 from dlm_rag.files.checked_json import parse_json_object
-from dlm_rag.files.paths import write_text_atomic
+from dlm_rag.files.paths import open_atomic_file, write_text_atomic
 from dlm_rag.progress import LOG_EVERY_SECONDS, can_draw, format_duration, report_progress
 
 Metrics = dict[str, Any]
 
 SCREEN_WINDOW_STEPS = 50  # steps that the figures on the screen are means of
 VALIDATION_PREFIXES = ("exact_match", "forwards", "nelbo")  # how the names of validation metrics begin
-TEXT_METRICS = ("phase", "alarm", "joules_of")  # metrics that are no numbers
 REQUIRED_METRICS = ("step", "seconds", "rows", "supervised_tokens")  # what every line of metrics has
 SCREEN_FORMATS = {  # of metrics of the steps
     "loss": "loss {:.3f}", "name_accuracy": "name accuracy {:.3f}", "pointer_mass": "pointer mass {:.3f}",
@@ -37,11 +37,10 @@ class MetricsLogger:
     def __init__(self, folder: Path, config: Config, from_step: int, quiet: bool = False) -> None:
         """quiet: nothing is written, as on all processes but the first."""
         self._path, self._quiet = folder / "metrics.jsonl", quiet
-        self._last: Metrics = {}
+        self._last: Metrics = {"step": from_step - 1}
+        self._last_line = b""
         if not quiet and self._path.is_file():
-            kept = [metrics for metrics in read_metrics(self._path) if metrics["step"] < from_step]
-            self._write(kept)
-            self._last = kept[-1] if kept else {}
+            self._drop_steps(from_step)
         self._steps = sum(phase.max_steps for phase in config.train.get_phase_configs().values())
         self._recent: deque[Metrics] = deque(maxlen=SCREEN_WINDOW_STEPS)
         self._validated: Metrics = {}
@@ -64,8 +63,9 @@ class MetricsLogger:
         """The metrics of one step."""
         if self._quiet:
             return
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
+        self._last_line = encode_metrics(metrics)
+        with self._path.open("ab") as file:
+            file.write(self._last_line)
         if self._wandb is not None:
             self._wandb.log(metrics, step=metrics["step"])
         done, self._last = metrics["step"] + 1, metrics
@@ -104,7 +104,10 @@ class MetricsLogger:
         if self._quiet:
             return
         self._last |= scores
-        self._write([*read_metrics(self._path)[:-1], self._last])
+        lines = self._path.read_bytes().splitlines(keepends=True) if self._path.is_file() else []
+        at = len(lines) - 1 - lines[::-1].index(self._last_line) if self._last_line in lines else len(lines)
+        self._last_line = encode_metrics(self._last)
+        self._write([*lines[:at], self._last_line, *lines[at + 1 :]])
         if self._wandb is not None:
             self._wandb.log(scores, step=self._last["step"])
         self._validated = select_validation_metrics(self._last)
@@ -113,8 +116,21 @@ class MetricsLogger:
                 " · ".join([f"validation after step {done:,}", *describe_validation(self._validated)])
             )
 
-    def _write(self, metrics: list[Metrics]) -> None:
-        write_text_atomic(self._path, "".join(json.dumps(line) + "\n" for line in metrics))
+    def _drop_steps(self, begin: int) -> None:
+        """Drops the lines of steps from `begin` on, and a last line that was cut short; others stay."""
+        kept = []
+        for line in self._path.read_bytes().splitlines(keepends=True):
+            metrics, whole = parse_metrics(line), line.rstrip(b"\n") + b"\n"
+            if metrics is not None and metrics["step"] < begin:
+                self._last, self._last_line = metrics, whole
+                kept.append(whole)
+            elif metrics is None and whole == line:
+                kept.append(line)
+        self._write(kept)
+
+    def _write(self, lines: list[bytes]) -> None:
+        with open_atomic_file(self._path) as scratch:
+            scratch.write_bytes(b"".join(lines))
 
 
 def describe_steps(recent: Sequence[Metrics], validated: Metrics) -> str:
@@ -122,10 +138,11 @@ def describe_steps(recent: Sequence[Metrics], validated: Metrics) -> str:
     last, measured = recent[-1], [m for m in recent if m.get("joules") is not None]
 
     def mean(name: str, per: str = "step") -> float:
-        values = [(m[name], 1 if per == "step" else m[per]) for m in recent if m.get(name) is not None]
+        values = [(m[name], 1 if per == "step" else m[per]) for m in recent if is_number(m.get(name))]
         return sum(value for value, _ in values) / sum(count for _, count in values)
 
-    shown = [form.format(mean(name)) for name, form in SCREEN_FORMATS.items() if last.get(name)]
+    named = [name for name in SCREEN_FORMATS if last.get(name) and is_number(last[name])]
+    shown = [SCREEN_FORMATS[name].format(mean(name)) for name in named]
     if "rollout_reward" in last:
         shown.append(f"{mean('rows', 'seconds'):,.1f} rollouts/s")
     else:
@@ -149,20 +166,29 @@ def read_metrics(path: Path) -> list[Metrics]:
         return [metrics for line in file if (metrics := parse_metrics(line))]
 
 
+def encode_metrics(metrics: Metrics) -> bytes:
+    """The line of a step; null stands for a number that is not finite, which JSON does not have."""
+    lost = [
+        name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)
+    ]
+    return f"{json.dumps(metrics | dict.fromkeys(lost))}\n".encode()
+
+
 def parse_metrics(line: bytes) -> Metrics | None:
     """The metrics of a step, or None where a line is something else.
 
-    Values are numbers, texts by their name, objects, and null where a device could not tell.
+    The `REQUIRED_METRICS` are numbers. What else a task measures may be any value of JSON.
     """
     try:
         metrics = parse_json_object(line, "", ConfigError)
     except ConfigError:
         return None
-    sound = all(isinstance(metrics.get(name), int | float) for name in REQUIRED_METRICS)
-    for name, value in metrics.items():
-        kind = str if name in TEXT_METRICS else float | dict
-        sound &= abs(value) < 2**63 if isinstance(value, int) else value is None or isinstance(value, kind)
-    return metrics if sound else None
+    return metrics if all(is_number(metrics.get(name)) for name in REQUIRED_METRICS) else None
+
+
+def is_number(value: Any) -> bool:
+    """Whether a metric can be summed up and drawn."""
+    return isinstance(value, int | float) and abs(value) < 2**63
 
 
 def select_validation_metrics(metrics: Metrics) -> Metrics:

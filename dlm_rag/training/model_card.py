@@ -16,6 +16,7 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.training.metrics_logger import (
     SCREEN_WINDOW_STEPS,
     VALIDATION_PREFIXES,
+    is_number,
     select_validation_metrics,
 )
 
@@ -114,7 +115,7 @@ def plot_curves(path: Path, metrics: list[dict[str, Any]]) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     rollouts = any("rollout_reward" in line for line in metrics)
     for side, name, label, color in CURVES:
-        logged = [line for line in metrics if name in line]
+        logged = [line for line in metrics if is_number(line.get(name))]
         validated = name.startswith(VALIDATION_PREFIXES)
         size = 1 if validated else SCREEN_WINDOW_STEPS
         of_counts = rollouts and side == 0  # what the left axis then shows

@@ -24,7 +24,7 @@ from dlm_rag.retrieval.query import build_query
 from dlm_rag.synthesis.shards import QUESTION_COLUMNS as COLUMNS
 from dlm_rag.synthesis.shards import RowsFolder
 from dlm_rag.training.checkpoints import scan_checkpoints
-from dlm_rag.training.metrics_logger import read_metrics
+from dlm_rag.training.metrics_logger import is_number, read_metrics
 from tests.support.pages import make_two_hop_rollout, write_trace
 from tests.support.passages import PASSAGES, write_jsonl_file
 from tests.support.properties import hypothesis_settings
@@ -182,9 +182,7 @@ def read_passages(folder: Path) -> None:
 
 def read_steps(folder: Path) -> None:
     for metrics in read_metrics(folder / "metrics.jsonl"):  # which are summed up and drawn
-        texts = {name for name, value in metrics.items() if isinstance(value, str)}
-        assert texts <= {"phase", "alarm", "joules_of"}
-        assert sum(value for value in metrics.values() if isinstance(value, int | float)) is not None
+        assert sum(value for value in metrics.values() if is_number(value)) is not None
 
 
 READERS: dict[str, Callable[[Path], None]] = {

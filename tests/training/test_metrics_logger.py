@@ -1,11 +1,13 @@
 """What a log of a training run says: a line a minute with the time left, and the last validation."""
 
 import json
+import math
 import re
 
 from dlm_rag.config import load_config
 from dlm_rag.training import metrics_logger
-from dlm_rag.training.metrics_logger import MetricsLogger
+from dlm_rag.training.metrics_logger import MetricsLogger, read_metrics
+from dlm_rag.training.model_card import plot_curves
 from tests.support.training import MICRO_SETTINGS
 
 
@@ -40,3 +42,32 @@ def test_the_last_validation_is_told(tmp_path, capfd):
     told = capfd.readouterr()
     line = (told.out + told.err).splitlines()[-1]
     assert "step 2" in line and "75.0%" in line and "25.0%" not in line
+
+
+def test_metrics_of_a_task_of_ones_own_stay_whatever_they_are(tmp_path):
+    """Texts, lists, flags and NaN stay through validations and --resume, and so do lines of others."""
+    path, config = tmp_path / "metrics.jsonl", load_config(None, [*MICRO_SETTINGS, "train.max_steps=9"])
+    own = {"stage": "warm", "shares": [0.5, 0.5], "warm": True, "best": math.nan, "notes": {"a": ["b"]}}
+    with MetricsLogger(tmp_path, config, 0) as report:
+        for step in range(4):
+            report.log_step(step_metrics(step, mfu="unknown", **own))
+        before = path.read_text().splitlines()
+        report.log_validation({"exact_match": 0.5})
+    after = path.read_text().splitlines()
+    assert len(after) == 4 and after[:3] == before[:3], "only the last line is written again"
+    assert json.loads(after[3]) == json.loads(before[3]) | {"exact_match": 0.5}
+    assert [line["step"] for line in read_metrics(path)] == [0, 1, 2, 3]
+    path.write_text("# a note of the user's\n" + path.read_text() + '{"step": 4, "lo')
+    with MetricsLogger(tmp_path, config, 3) as report:
+        assert path.read_text().splitlines() == ["# a note of the user's", *after[:3]]
+        report.log_validation({"exact_match": 0.75})
+        report.log_step(step_metrics(3, **own))
+    assert [line.get("exact_match") for line in read_metrics(path)] == [None, None, 0.75, None]
+    plot_curves(tmp_path / "curves.png", read_metrics(path))
+
+
+def test_a_validation_is_kept_where_the_metrics_of_its_step_are_gone(tmp_path):
+    config = load_config(None, [*MICRO_SETTINGS, "train.max_steps=9"])
+    with MetricsLogger(tmp_path, config, 3) as report:
+        report.log_validation({"exact_match": 0.75})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 2, "exact_match": 0.75}
