@@ -29,8 +29,6 @@ from dlm_rag.config.inference import LikelihoodConfig
 PAGES = Path(__file__).parent / "reference"
 TYPE_NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", dict: "mapping"}
 FACTS = {
-    ("noise", "mask"): "a checkpoint that denoises from masks",
-    ("noise", "uniform"): "a checkpoint that denoises from uniform noise",
     ("attention_blocks", True): "a checkpoint with block attention",
 }
 # Flags, settings, files, and names with an underscore.

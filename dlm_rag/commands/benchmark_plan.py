@@ -204,8 +204,8 @@ def plan_step(config: Config, shape: DenoiserConfig, machine: GpuSpec | None) ->
 
     Raises `ConfigError` for settings that the model cannot be decoded with.
     """
-    if shape.noise is not None:
-        raise ConfigError("no plan is made of a model that denoises from uniform noise")
+    if shape.adapter is not None:
+        raise ConfigError("no plan is made of a model that runs on the class of another library")
     if machine is None:
         free = measure_free_bytes(torch.device("cpu")) / (1 - RESERVED_MEMORY_FRACTION)
         machine = GpuSpec(

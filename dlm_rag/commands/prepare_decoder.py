@@ -220,7 +220,6 @@ def prepare_decoder(
     find = open_search_source(config.retrieval, once)
     show_status("checking the model")
     from dlm_rag.decode.resolve_settings import resolve_settings
-    from dlm_rag.decode.uniform_noise import check_uniform_settings
     from dlm_rag.evidence.evidence_store import check_store
     from dlm_rag.evidence.prompt_segments import check_finished_blocks, check_kept_evidence
     from dlm_rag.model.attention import choose_backend
@@ -232,11 +231,11 @@ def prepare_decoder(
     decode = resolve_settings(config.decode, checkpoint.config)
     config, device = replace(config, decode=decode), choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, device)
-    if checkpoint.config.noise is None:
+    if (adapter := checkpoint.config.adapter) is None:
         causal_context = checkpoint.config.causal_context
         attention = choose_backend(config.model.attn_implementation, device, dtype, causal_context)
     else:
-        attention = check_uniform_settings(config.model, config.engine)
+        attention = adapter.check_settings(config.model, config.engine)
     shape = checkpoint.config
     check_quantize(config.model.quantize, device, shape)
     check_weights_fit(checkpoint, device, dtype, config.model.quantize)
@@ -322,7 +321,7 @@ def check_weights_fit(
     have = get_device_memory_bytes(device)
     if need > have:
         half = "" if dtype.itemsize < 4 else "set model.dtype=bfloat16, or "
-        half += "set model.quantize=int8, or " * (quantize == "none" and checkpoint.config.noise is None)
+        half += "set model.quantize=int8, or " * (quantize == "none" and checkpoint.family.load is None)
         raise ConfigError(
             f"the weights of {checkpoint.folder} take {format_bytes(need)} in {str(dtype)[6:]}, and this "
             f"{device.type} has {format_bytes(have)} of memory: {half}choose a smaller model or a larger "

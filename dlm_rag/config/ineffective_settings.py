@@ -2,10 +2,10 @@
 
     kl_coef: float = setting(0.0, "...", only_with={"train.objective": ("rl",)})
 
-Each key of `only_with` is another setting, or a fact about the checkpoint ("noise": mask or uniform;
-"attention_blocks"), which is known once that is open. A value that is unset, and thus the checkpoint's own,
-is not known before either. Where a setting names an entry of a table (`setting(..., table=...)`), the
-entries say in `settings` what they read: a setting that only others of them read has no effect.
+Each key of `only_with` is another setting, or a fact about the checkpoint ("attention_blocks"), which is
+known once that is open. A value that is unset, and thus the checkpoint's own, is not known before either.
+Where a setting names an entry of a table (`setting(..., table=...)`), the entries say in `settings` what
+they read: a setting that only others of them read has no effect.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,9 +26,6 @@ from dlm_rag.errors import ConfigError
 
 Settings = TypeVar("Settings", bound=CheckedSettings)
 FACTS: dict[str, dict[Any, str]] = {  # about a checkpoint, as a sentence on it ends
-    "noise": {
-        "mask": "a model that denoises from masks", "uniform": "a model that denoises from uniform noise",
-    },
     "attention_blocks": {False: "a model whose attention has no blocks"},
 }  # fmt: skip
 

@@ -9,14 +9,12 @@ SEARCH_SCHEMES = ("http", "https", "milvus")  # of `retrieval.url`
 # What settings need, as `only_with` says it. A service at http(s) chooses how it searches.
 NO_URL = {"retrieval.url": (None,)}
 NO_SERVICE = {"retrieval.url": (None, "milvus://")}
-MASKED, UNIFORM = {"noise": ("mask",)}, {"noise": ("uniform",)}
 DIFFUSION = {"decode.mode": ("diffusion",)}
-BY_DIFFUSION = MASKED | DIFFUSION
-IN_BLOCKS = BY_DIFFUSION | {"attention_blocks": (True,)}
+IN_BLOCKS = DIFFUSION | {"attention_blocks": (True,)}
 AT_ONCE = {"decode.blocks_at_once": SEVERAL}
-CACHED = MASKED | {"engine.prefix_cache_gib": (None, SET)}
+CACHED = {"engine.prefix_cache_gib": (None, SET)}
 SERVED = {"model.path": ("openai://", "openais://")}  # a model behind a server
-ROLLOUTS = MASKED | {"train.objective": ("rl",)}  # which sample what they commit
+ROLLOUTS = {"train.objective": ("rl",)}  # which sample what they commit
 
 
 @settings_dataclass
@@ -32,7 +30,6 @@ class ModelConfig(CheckedSettings):
     """dtype of the weights; auto takes bfloat16 on CUDA (float16 before Ampere) and float32 elsewhere"""
     quantize: str = setting(
         "none", choices=("none", "int8", "int8_weight", "fp8", "mxfp8", "nvfp4", "nvfp4_weight"),
-        only_with=MASKED,
     )  # fmt: skip
     """low precision of the linear layers inside the transformer layers, for decoding: weights and
     activations (int8, fp8, mxfp8, nvfp4) or weights alone (int8_weight, nvfp4_weight)"""
@@ -97,9 +94,6 @@ class RetrievalConfig(CheckedSettings):
             check_url("retrieval.url", self.url, SEARCH_SCHEMES, token)
 
 
-DEFAULT_ENTROPY_BOUND_NATS = 0.1  # nats, where neither settings nor checkpoint say one
-
-
 @settings_dataclass
 class DecodeConfig(CheckedSettings):
     """The denoising loop: what is committed, what is searched for, when evidence is refreshed."""
@@ -111,11 +105,11 @@ class DecodeConfig(CheckedSettings):
     max_new_tokens: int | None = setting(None, low=1, high=2**20)
     """length of the response canvas in tokens, all masked at first; unset takes the checkpoint's own
     (100)"""
-    block_length: int | None = setting(None, low=0, only_with=BY_DIFFUSION)
+    block_length: int | None = setting(None, low=0, only_with=DIFFUSION)
     """commit tokens only within the first unfinished block of this length, 0 for anywhere; unset takes
     the checkpoint's own"""
     finished_block_context: str | None = setting(
-        None, choices=("recompute", "no_evidence"), only_with=MASKED | {"attention_blocks": (True,)}
+        None, choices=("recompute", "no_evidence"), only_with={"attention_blocks": (True,)}
     )
     """what finished blocks attend to after new evidence arrives, in checkpoints with block attention:
     recompute (they are run again with the new evidence) or no_evidence (response text only); unset takes
@@ -134,49 +128,36 @@ class DecodeConfig(CheckedSettings):
     """share of a block that is committed when the next one commits at every step, however unsure; until
     then it commits only what the threshold lets it"""
     commit_rule: str | None = setting(
-        None, table="dlm_rag.diffusion.commit_rules:RULES", only_with=BY_DIFFUSION
+        None, table="dlm_rag.diffusion.commit_rules:RULES", only_with=DIFFUSION
     )
     """rule that decides which masked positions are committed at a step; unset takes the checkpoint's
     own, else threshold"""
-    commit_threshold: float = setting(0.9, low=0, high=1, only_with=(BY_DIFFUSION, ROLLOUTS))
+    commit_threshold: float = setting(0.9, low=0, high=1, only_with=(DIFFUSION, ROLLOUTS))
     """confidence at which a position is committed (tau_c), for the rule threshold; for sampled the
     confidence at which a position is committed with probability 1/2"""
-    gate_temperature: float = setting(0.5, low=1e-3, high=100, only_with=(BY_DIFFUSION, ROLLOUTS))
+    gate_temperature: float = setting(0.5, low=1e-3, high=100, only_with=(DIFFUSION, ROLLOUTS))
     """softness of that threshold for sampled, in logits"""
-    tokens_per_step: int | None = setting(None, low=1, only_with=BY_DIFFUSION)
+    tokens_per_step: int | None = setting(None, low=1, only_with=DIFFUSION)
     """number of positions committed per step: exactly this many for top_k, entropy, margin and
     sequential (unset: 1), at most this many for threshold and entropy_bound (unset: no limit)"""
     steps_per_block: int | None = setting(None, low=1, high=2**20, only_with=DIFFUSION)
     """number of steps per block (or per canvas, without blocks): sets what a step commits for top_k,
     entropy, margin and sequential, and the minimum for threshold and entropy_bound (unset: 1)"""
     schedule: str = setting(
-        "even", choices=("even", "rounded"), only_with=BY_DIFFUSION | {"decode.steps_per_block": SET}
+        "even", choices=("even", "rounded"), only_with=DIFFUSION | {"decode.steps_per_block": SET}
     )
     """how the positions of a block are divided over steps_per_block if it does not divide evenly: the
     first steps take more, or each step takes its rounded share of the rest"""
-    entropy_bound: float | None = setting(None, low=0, only_with=DIFFUSION)
-    """joint entropy in nats that may be committed per step; unset takes the checkpoint's own, else 0.1"""
     edit_threshold: float | None = setting(None, low=0, high=1, only_with=IN_BLOCKS)
     """confidence at which another token replaces a committed one within the current attention block, or
     deletes it or inserts a mask before it in models with such tokens (LLaDA2.2); unset: never"""
     max_edit_steps: int = setting(
-        16, low=0, high=2**20, only_with=BY_DIFFUSION | {"decode.edit_threshold": SET}
+        16, low=0, high=2**20, only_with=DIFFUSION | {"decode.edit_threshold": SET}
     )
     """maximum number of steps that edit a block after its last mask is gone"""
-    copy_penalty: float | None = setting(None, low=0, high=50, only_with=BY_DIFFUSION)
+    copy_penalty: float | None = setting(None, low=0, high=50, only_with=DIFFUSION)
     """cost in nats of a token that is in neither question nor evidence, and of each jump between places
     in them; unset: no cost"""
-    temperature_high: float | None = setting(None, low=1e-6, high=2**20, only_with=UNIFORM)
-    """uniform noise only: temperature of a block's first step, which then falls linearly; unset takes
-    the checkpoint's own"""
-    temperature_low: float | None = setting(None, low=0, high=2**20, only_with=UNIFORM)
-    """uniform noise only: temperature that the last step approaches; unset takes the checkpoint's own"""
-    convergence_steps: int | None = setting(None, low=0, high=2**10, only_with=UNIFORM)
-    """uniform noise only: a block is finished if its most probable tokens have not changed for this
-    many steps and stop_entropy holds; unset takes the checkpoint's own"""
-    stop_entropy: float | None = setting(None, low=0, high=2**20, only_with=UNIFORM)
-    """uniform noise only: mean entropy in nats below which a block that has converged is finished, 0
-    for never; unset takes the checkpoint's own"""
     query_policy: str = setting("proxy", table="dlm_rag.retrieval.query:QUERIES")
     """what becomes the search query"""
     query_threshold: float = setting(0.0, low=0, high=1)
@@ -187,9 +168,7 @@ class DecodeConfig(CheckedSettings):
     """number of steps between two refreshes of the evidence"""
     retrieval_threshold: float | None = setting(None, low=0, high=1)
     """refresh the evidence only if the lowest confidence is below this; unset: always"""
-    temperature: float = setting(
-        0.0, low=0, only_with=MASKED | {"decode.mode": ("diffusion", "autoregressive")}
-    )
+    temperature: float = setting(0.0, low=0, only_with={"decode.mode": ("diffusion", "autoregressive")})
     """sampling temperature of committed tokens; 0 takes the most probable token"""
     top_logprobs: int | None = setting(None, low=0, high=20)
     """number of most probable tokens whose log-probabilities a trace holds for each written token, besides
@@ -228,16 +207,16 @@ class DecodeConfig(CheckedSettings):
 class EngineConfig(CheckedSettings):
     """How decoding is run. It changes no token, except by rounding (`compile`)."""
 
-    memory_gib: float | None = setting(None, low=2**-20, high=2**20, only_with=MASKED)
+    memory_gib: float | None = setting(None, low=2**-20, high=2**20)
     """memory limit for decoding or training on the device in GiB, for weights, batch, cache and a step
     together; the cache gets what is left; unset: the machine's limit"""
-    prefix_cache_gib: float | None = setting(None, low=0, only_with=MASKED)
+    prefix_cache_gib: float | None = setting(None, low=0)
     """memory for cached keys and values of evidence on the device in GiB, in addition to those of the
     current batch; unset: what memory_gib leaves, or half of the free memory (on a CPU a quarter); 0: no
     cache"""
     cpu_offload_gib: float = setting(0.0, low=0, only_with=CACHED)
     """host memory in GiB for cached evidence that leaves the device"""
-    cache_dtype: str = setting("auto", choices=("auto", "int8"), only_with=MASKED)
+    cache_dtype: str = setting("auto", choices=("auto", "int8"))
     """dtype of cached keys and values of evidence: auto (that of the model) or int8 (half of bfloat16;
     scales by token and head)"""
     store: str | None = setting(None, only_with=CACHED)
@@ -245,7 +224,7 @@ class EngineConfig(CheckedSettings):
     store_gib: float | None = setting(None, low=2**-20, high=2**30, only_with={"engine.store": SET})
     """maximum size of that folder in GiB, the least recently used leaving; unset: half of what is free
     on its disk"""
-    compile: bool = setting(False, only_with=MASKED)
+    compile: bool = setting(False)
     """compile around attention with torch.compile: faster after half a minute; changes rounding"""
 
     @property

@@ -28,7 +28,6 @@ from dlm_rag.decode.resolve_settings import resolve_settings
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.row import Row, Ticket, make_canvas
 from dlm_rag.decode.steps import NO_SEARCH, DenoiseStep, PendingSearch, RetrievalStep
-from dlm_rag.decode.uniform_noise import UniformModelRunner
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
@@ -79,7 +78,7 @@ class Decoder:
             )
         self.model_runner: ModelRunner
         if not isinstance(denoiser, Denoiser):
-            self.model_runner = UniformModelRunner(denoiser)
+            self.model_runner = denoiser.make_runner()
             return
         self.model_runner = MaskedModelRunner(denoiser, tokenizer.mask_id, self._engine)
 

@@ -30,6 +30,7 @@ from dlm_rag.model.device_io import to_host
 from dlm_rag.model.kv_format import KVFormat
 from dlm_rag.model.packed_batch import pack_rows
 from dlm_rag.nvtx_ranges import profile_stage
+from dlm_rag.retrieval.corpus import Passage
 
 GIB = 2**30
 
@@ -114,6 +115,10 @@ class ModelRunner:
 
     def release(self, slot: int) -> None:
         """The row in this slot takes no more steps."""
+
+    def order_passages(self, before: Sequence[Passage], found: list[Passage]) -> list[Passage]:
+        """The passages that were found in the order of the prompt; before: those that it holds."""
+        return found
 
 
 class MaskedModelRunner(ModelRunner):

@@ -3,7 +3,6 @@
 from dlm_rag.config import DecodeConfig
 from dlm_rag.config.fields import replace_settings
 from dlm_rag.config.ineffective_settings import check_checkpoint_effects
-from dlm_rag.config.inference import DEFAULT_ENTROPY_BOUND_NATS
 from dlm_rag.decode.levenshtein import check_edit_settings
 from dlm_rag.diffusion.commit_rules import find_rule, samples_actions
 from dlm_rag.errors import ConfigError
@@ -12,50 +11,39 @@ from dlm_rag.retrieval.query import find_query_policy
 
 
 def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeConfig:
-    """`settings` with the checkpoint's own lengths, rules and noise schedule for what is unset.
+    """`settings` with the checkpoint's own lengths and rules for what is unset.
 
     Raises `ConfigError` for settings that the checkpoint cannot be decoded by or does not read, and for a
     rule or query policy that cannot be imported.
     """
-    noise, block, modes = shape.noise, shape.block_size, shape.decode_modes
+    if shape.adapter is not None:
+        found: DecodeConfig = shape.adapter.resolve_settings(settings, shape)
+        return found
+    block, modes = shape.block_size, shape.decode_modes
     if (mode := settings.mode or modes[0]) not in modes:
         raise ConfigError(
             f"decode.mode={mode}: this model was trained for {' and '.join(modes)} alone, leave it out"
         )
     names = ("finished_block_context", "commit_rule")
     own = {name: getattr(shape, name) for name in names}
-    facts = {"noise": "mask" if noise is None else "uniform", "attention_blocks": bool(block)}
-    facts |= {"decode.mode": mode}
+    facts = {"attention_blocks": bool(block), "decode.mode": mode}
     facts |= {f"decode.{name}": own[name] for name in names[1:] if getattr(settings, name) is None}
-    fixed = own | {"block_length": block, "query_window": 0}  # of noise, which has no choice
-    accepted = {names[0]: own[names[0]]} if noise is None else fixed
-    check_checkpoint_effects("decode", settings, facts, accepted)
-
-    if noise is None and block and settings.block_length and block % settings.block_length:
+    check_checkpoint_effects("decode", settings, facts, {names[0]: own[names[0]]})
+    if block and settings.block_length and block % settings.block_length:
         raise ConfigError(
             f"block_length={settings.block_length} does not divide this model's blocks of {block} tokens"
         )
     defaults = {"mode": mode, "max_new_tokens": shape.canvas_length, names[0]: own[names[0]]}
     if mode == "diffusion":  # others read nothing else
-        defaults |= own | {"entropy_bound": DEFAULT_ENTROPY_BOUND_NATS}
-    if noise is not None:
-        defaults |= vars(noise)
+        defaults |= own
     changes = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
     length = settings.max_new_tokens or shape.canvas_length
-    if noise is not None:
-        assert block is not None
-        changes |= fixed | {"max_new_tokens": -(-length // block) * block}  # whole blocks
-    elif settings.block_length is None and mode == "diffusion":
+    if settings.block_length is None and mode == "diffusion":
         # Blocks of attention may be longer than the canvas, and are written whole.
         longest = length if block is None else 0
         own_length = shape.block_length or 0
         changes["block_length"] = own_length if own_length <= length else longest
     settings = replace_settings(settings, **changes, abstain=settings.abstain or shape.abstain)
-    low, high = settings.temperature_low, settings.temperature_high
-    if low is not None and high is not None and low > high:
-        raise ConfigError(
-            f"temperature_low={low} is above temperature_high={high}: a block of noise cools down"
-        )
     for find, name in ((find_rule, settings.commit_rule), (find_query_policy, settings.query_policy)):
         if name is not None:
             find(name)

@@ -15,7 +15,6 @@ from dlm_rag.decode.copy_sources import CopySources
 from dlm_rag.decode.levenshtein import LevenshteinCanvas
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout, RolloutStep, cite_passages
-from dlm_rag.decode.uniform_noise import UniformNoiseCanvas
 from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
 from dlm_rag.evidence.truncation import FittedPrompt
@@ -33,11 +32,12 @@ Ticket = NewType("Ticket", int)
 def make_canvas(
     settings: DecodeConfig, shape: DenoiserConfig, tokenizer: Tokenizer, generator: torch.Generator
 ) -> Canvas:
-    """A fresh canvas, as the settings want it; uniform noise is drawn from the generator."""
+    """A fresh canvas, as the settings want it."""
+    if shape.adapter is not None:
+        found: Canvas = shape.adapter.make_canvas(settings, shape, tokenizer, generator)
+        return found
     length, mask_id = settings.max_new_tokens, tokenizer.mask_id
     assert length is not None
-    if shape.noise is not None:
-        return UniformNoiseCanvas.draw(length, mask_id, shape.vocab_size, generator)
     if settings.mode == "diffusion":
         edits = shape.edit_token_ids
         if settings.edit_threshold is None:

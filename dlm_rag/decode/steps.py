@@ -25,7 +25,7 @@ from dlm_rag.diffusion.commit_rules import (
     samples_actions,
 )
 from dlm_rag.errors import QuestionError, UserError
-from dlm_rag.evidence.prompt_segments import LaidOutPrompt, lay_out_prompt, order_by_arrival
+from dlm_rag.evidence.prompt_segments import LaidOutPrompt, lay_out_prompt
 from dlm_rag.evidence.truncation import ContextBudget, FittedPrompt, fit_passages, keep_shorter_texts
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.retrieval.base import PartialSearchError, Retriever, interleave_rankings
@@ -279,8 +279,7 @@ class RetrievalStep:
         elif find_query_policy(row.settings.query_policy).merges_rounds:
             most = max(len(row.first_passages), len(found))
             found = interleave_rankings((row.first_passages, found), most)
-        of_noise = self.model_runner.shape.noise is not None
-        return order_by_arrival(row.retrieved_passages or [], found) if of_noise else found
+        return self.model_runner.order_passages(row.retrieved_passages or [], found)
 
     def _lay_out(self, row: Row, texts: Mapping[str, str]) -> tuple[FittedPrompt, LaidOutPrompt]:
         """The prompt with what fits of the evidence next to the canvas; raises `QuestionError`."""

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep
+from dlm_rag.diffusion.commit_rules import find_rule
 from dlm_rag.errors import TraceError
 from dlm_rag.evidence.truncation import ContextBudget, FittedPrompt, fit_passages
 from dlm_rag.files.checked_json import validate_json_value
@@ -237,7 +238,7 @@ def make_step_examples(
 
     Raises `TraceError` for a trace of uniform noise, and for one whose tokens have moved.
     """
-    if header.settings.get("temperature_high") is not None:
+    if find_rule(header.settings.get("commit_rule") or "threshold").redraws:
         raise TraceError(
             f"the trace of question '{rollout.id}' is of a model that denoises from uniform noise, which "
             "is not in it: no rows with masks can be made from it"

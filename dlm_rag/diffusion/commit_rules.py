@@ -25,6 +25,7 @@ ACTION_STATISTICS = (
     "token_ids", "log_confidence", "gate", "log_commit", "log_stay", "forced_logit", "forced_token_ids",
     "forced_log_confidence", "forced_log_prob",
 )  # fmt: skip
+ENTROPY_BOUND_NATS = 0.1  # that a step of the rule entropy_bound commits together
 
 
 @dataclass(frozen=True)
@@ -106,12 +107,14 @@ class Rule:
       (`ACTION_STATISTICS`).
     - settings: the settings of `decode` that affect it.
     - samples: whether it samples under these settings.
+    - redraws: whether a later step may take back what it has committed in the current block.
     """
 
     choose: Callable[[Proposals, RuleContext], IndexArray | SampledCommits]
     statistics: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     samples: Callable[[DecodeConfig], bool] = lambda settings: False
+    redraws: bool = False
 
 
 def select_by_threshold(confidence: FloatArray, commit_threshold: float, least: int = 1) -> IndexArray:
@@ -196,9 +199,9 @@ RULES = {
     "entropy": Rule(lambda p, c: select_highest(-p.entropy, c.count), ("spread",), _SCHEDULED),
     "margin": Rule(lambda p, c: select_highest(p.margin, c.count), ("spread",), _SCHEDULED),
     "entropy_bound": Rule(
-        lambda p, c: select_by_entropy_bound(p.entropy, c.settings.entropy_bound or 0.0, c.least),
+        lambda p, c: select_by_entropy_bound(p.entropy, ENTROPY_BOUND_NATS, c.least),
         ("spread",),
-        ("entropy_bound", *_SCHEDULED),
+        _SCHEDULED,
     ),
     "sequential": Rule(lambda p, c: np.arange(min(c.count, len(p.positions))), settings=_SCHEDULED),
     "sampled": Rule(

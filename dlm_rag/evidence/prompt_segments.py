@@ -21,7 +21,6 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.model.packed_batch import Segment
-from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.tokenizer import Prompt
 
 UNBOUNDED_POSITION = 2**62  # after all finished blocks, however many there are
@@ -144,7 +143,7 @@ def lay_out_prompt(
     from_prompt = shape.block_grid == "prompt"
     return LaidOutPrompt(
         context, lead, (0 if from_prompt else len(lead.ids) % block) or block, block, later,
-        shape.predicts_next_block, from_prompt or shape.noise is not None or shape.causal_context,
+        shape.predicts_next_block, from_prompt or shape.causal_context,
         shape.causal_context,
     )  # fmt: skip
 
@@ -163,16 +162,6 @@ def check_kept_evidence(engine: EngineConfig, shape: DenoiserConfig, layout: str
                 f"engine.{name}={given} has no effect with evidence_layout={layout}, in which this model "
                 "keeps nothing of its evidence: leave it out, or set model.evidence_layout=independent"
             )
-
-
-def order_by_arrival(before: Sequence[Passage], now: Sequence[Passage]) -> list[Passage]:
-    """The passages of `now`: those of `before` in their order there, then new ones in theirs.
-
-    Where a prompt sees only what is before, it stays what it was up to the first passage that has left.
-    """
-    found, held = {passage.id for passage in now}, {passage.id for passage in before}
-    stay = [passage for passage in before if passage.id in found]
-    return [*stay, *(passage for passage in now if passage.id not in held)]
 
 
 def check_finished_blocks(shape: DenoiserConfig, finished_block_context: str, layout: str) -> None:

@@ -31,7 +31,7 @@ from dlm_rag.files.hub import (
     resolve_hub_folder,
 )
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.families import FAMILIES, get_family_name
+from dlm_rag.model.families import FAMILIES, find_family, get_family_name
 from dlm_rag.model.families.base import BLOCK_SIZE_KEY, Family, find_mask_token_id
 from dlm_rag.model.layers import compute_rope_frequencies, list_tensor_shapes
 from dlm_rag.model.match_tensors import (
@@ -195,7 +195,7 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
         own_code = ", which needs code of its own that is never executed" if "auto_map" in raw else ""
         known = f"{', '.join(FAMILIES)}{suggest_nearest(kind, FAMILIES)}"
         raise CheckpointError(f"{folder} is a '{kind:.60}' model{own_code}; supported are {known}")
-    family = FAMILIES[kind]
+    family = find_family(kind)
     if block_size is not None:
         if family.complete_config is not None:
             raise CheckpointError(f"block_size={block_size} has no effect on {folder}: leave it out")

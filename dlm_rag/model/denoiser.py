@@ -24,7 +24,6 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.model.attention import FLASH_MODULE, choose_backend
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.diffusion_gemma import DiffusionGemma
 from dlm_rag.model.flops import FlopCount, count_encode_flops, count_head_flops
 from dlm_rag.model.kv_store import KeysValues
 from dlm_rag.model.layers import (
@@ -313,8 +312,8 @@ def load_denoiser(
     quantize: str = "none",
 ) -> AnyDenoiser:  # fmt: skip
     """The model of a checkpoint with its weights, of the class that its family runs on."""
-    if checkpoint.config.noise is not None:
-        return DiffusionGemma.from_pretrained(checkpoint, device, dtype)
+    if checkpoint.family.load is not None:
+        return cast(HostedDenoiser, checkpoint.family.load(checkpoint, device, dtype))
     return Denoiser.from_pretrained(checkpoint, device, dtype, attention, quantize)
 
 
@@ -342,4 +341,24 @@ def _count_compiled_graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-AnyDenoiser = Denoiser | DiffusionGemma
+class HostedDenoiser:
+    """A model that runs on the class of another library; the folder of its family says how it decodes."""
+
+    config: DenoiserConfig
+    attention, backend, quantize = "auto", "sdpa", "none"
+    compilations: int | None = None
+
+    @property
+    def device(self) -> torch.device:
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> torch.dtype:
+        raise NotImplementedError
+
+    def make_runner(self) -> Any:
+        """The `ModelRunner` that decodes with it."""
+        raise NotImplementedError
+
+
+AnyDenoiser = Denoiser | HostedDenoiser

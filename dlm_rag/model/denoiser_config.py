@@ -71,18 +71,6 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
-class UniformNoiseConfig:
-    """How a canvas of uniform noise is denoised, as the checkpoint says; see `DecodeConfig` for each."""
-
-    steps_per_block: int
-    entropy_bound: float
-    temperature_high: float
-    temperature_low: float
-    convergence_steps: int
-    stop_entropy: float
-
-
-@dataclass(frozen=True)
 class DenoiserConfig:
     """The architecture, in Hugging Face's names where they exist; it travels in `config.json`."""
 
@@ -128,10 +116,8 @@ class DenoiserConfig:
     attention_patterns: tuple[AttentionPattern | None, ...] = ()
     # These as in DecodeConfig, where the config names none.
     finished_block_context: Annotated[str, _one_of("recompute", "no_evidence")] = "recompute"
-    commit_rule: Annotated[str, _one_of("threshold", "entropy_bound")] = "threshold"
+    commit_rule: Annotated[str, _one_of("threshold")] = "threshold"
     abstain: Annotated[str, _one_of("never", "answer", "response", "copied")] = "never"
-    # Of a model that denoises from uniform noise; None: from masks. Its canvas is a block of ours.
-    noise: UniformNoiseConfig | None = None
 
     def __post_init__(self) -> None:
         heads, kv_heads, mask = self.num_attention_heads, self.num_key_value_heads, self.mask_token_id
@@ -175,6 +161,11 @@ class DenoiserConfig:
         if self.rope_scaling is not None:
             _check_scaling(self.rope_scaling)
             _require((turned == self.head_dim, "rope_scaling needs partial_rotary_factor=1"))
+
+    @property
+    def adapter(self) -> Any:
+        """The module that says how a model of another library's class decodes; None: a `Denoiser`."""
+        return None
 
     @property
     def rotary_dim(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from dlm_rag.decode.abstention import ABSTAIN_REASONS
 from dlm_rag.decode.rollout import CommittedToken, Rollout
+from dlm_rag.diffusion.commit_rules import find_rule
 from dlm_rag.evidence.truncation import ContextBudget, fit_passages
 from dlm_rag.page.render import (
     build_end_record,
@@ -213,7 +214,7 @@ class ChatResponse:
         settings, most = rollout.settings, rollout.canvas_length
         if settings["edit_threshold"] is not None:
             return ""
-        if settings.get("temperature_high") is not None:  # uniform noise: up to the open block
+        if find_rule(settings["commit_rule"] or "threshold").redraws:  # finished blocks are certain
             block = settings["block_length"]
             most = max(self._canvas, default=0) // block * block
         tokenizer, ids = self._context.tokenizer, list[int]()

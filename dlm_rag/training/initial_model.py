@@ -97,7 +97,7 @@ def _check_hidden_tokens(config: Config, shape: DenoiserConfig) -> None:
 
 def _open_base_model(config: Config, path: str) -> InitialModel:
     base, train = open_checkpoint(path, config.model.block_size), config.train
-    if base.config.noise is not None:
+    if base.config.adapter is not None:
         raise ConfigError(
             f"{base.folder} denoises from uniform noise, and only decodes here: train another model"
         )
@@ -198,7 +198,7 @@ def _make_fresh_model(config: Config) -> InitialModel:
 def _open_layers_checkpoint(path: str) -> Checkpoint:
     """The checkpoint whose layers a fresh denoiser takes over; raises `CheckpointError`."""
     found = open_checkpoint(path)
-    if found.config.noise is not None:
+    if found.config.adapter is not None:
         raise CheckpointError(
             f"train.init_layers_from: {found.folder} denoises from uniform noise, which a fresh denoiser "
             "does not: name another"

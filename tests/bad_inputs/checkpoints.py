@@ -269,10 +269,6 @@ CASES = [
                 (" cannot be rendered: it takes more than", "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3),
             )
         ),
-        *(
-            ((f"{name}=", "has no effect on a model that denoises from masks"), f"decode.{name}=1")
-            for name in ("temperature_high", "temperature_low", "convergence_steps", "stop_entropy")
-        ),
     ),
     *table(SAMPLE_COMMAND,
         *(
@@ -344,7 +340,6 @@ CASES = [
             ("decode.commit_rule", "threshold", "commit_rule=threshold has no effect on a model that"),
             ("decode.query_window", 4, "query_window=4 has no effect"),
             ("decode.temperature", 0.5, "temperature=0.5 has no effect"),
-            ("decode.temperature_low", 3, "temperature_low=3.0 is above temperature_high=0.8"),
             ("model.attn_implementation", "varlen", "=varlen is not supported by a model of uniform noise"),
             ("model.evidence_layout", "joint", "evidence_layout=joint is not supported by a model of uniform noise"),
             ("model.block_size", 4, "block_size=4 has no effect on"),

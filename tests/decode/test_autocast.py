@@ -12,8 +12,8 @@ import torch
 
 from dlm_rag import Decoder, Tokenizer, load_retriever
 from dlm_rag.config import DecodeConfig
+from dlm_rag.diffusion_gemma.model import DiffusionGemma
 from dlm_rag.model.checkpoint import open_checkpoint
-from dlm_rag.model.diffusion_gemma import DiffusionGemma
 from tests.support.decoding import QUESTIONS
 from tests.support.setup_matrix import (
     DECODING_SETUPS,

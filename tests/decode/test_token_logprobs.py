@@ -12,7 +12,7 @@ from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.token_logprobs import collect_logprobs
 from dlm_rag.decode.trace_file import TraceWriter, build_trace_header, read_trace
-from dlm_rag.model.diffusion_gemma import DiffusionGemma
+from dlm_rag.diffusion_gemma.model import DiffusionGemma
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.composite import NoRetriever
 from dlm_rag.tokenizer.prompts import PromptTemplate
@@ -142,7 +142,7 @@ def test_of_uniform_noise_they_are_those_of_the_last_step_of_a_block(corpus, tmp
     """As SGLang has it: of the logits before any temperature, at the place of the token."""
     decoder = make_gemma_decoder(
         write_tiny_gemma(tmp_path / "gemma"), NoRetriever(corpus, 1), max_new_tokens=24, top_logprobs=3,
-        temperature_high=0.5, temperature_low=1e-3, early_stopping=False,
+        heat=(1e-3, 0.5), early_stopping=False,
     )  # fmt: skip
     computed, compute = [], DiffusionGemma.compute_canvas_logits
 

@@ -32,7 +32,7 @@ def proposals(confidence, entropy=None, margin=None):
 
 def choose(rule, found, **settings):
     least = settings.pop("least", 1)
-    config = DecodeConfig(commit_rule=rule, **({"entropy_bound": 0.1} | settings))
+    config = DecodeConfig(commit_rule=rule, **settings)
     chosen, _ = choose_commits(found, RuleContext(config, least))
     return chosen.positions.tolist()
 
@@ -104,6 +104,5 @@ def test_select_reads_the_value_that_belongs_to_the_rule():
     assert choose("margin", found) == [2], "one a step where nothing is said"
     assert choose("threshold", found, commit_threshold=0.75) == [0, 1]
     assert choose("threshold", found, commit_threshold=0.5, tokens_per_step=2) == [0, 1], "at most two"
-    assert choose("entropy_bound", found, entropy_bound=0.2) == [1, 2]
     with pytest.raises(ConfigError, match=r"decode\.commit_rule=magic"):
         find_rule("magic")

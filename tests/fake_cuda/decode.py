@@ -15,12 +15,12 @@ from dlm_rag.config import DecodeConfig, EngineConfig, load_config
 from dlm_rag.decode.memory_budget import DecodeMemory, LongestRow, SharedSegmentBytes
 from dlm_rag.decode.model_runner import DecodeBudget, MaskedModelRunner
 from dlm_rag.decode.sampling import ModelInput
+from dlm_rag.diffusion_gemma.model import DiffusionGemma
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.evidence.segment_kv_cache import EvidencePool
 from dlm_rag.machine import choose_dtype
 from dlm_rag.model.checkpoint import open_checkpoint
-from dlm_rag.model.diffusion_gemma import DiffusionGemma
-from dlm_rag.model.families import FAMILIES
+from dlm_rag.model.families import find_family
 from dlm_rag.model.memory_tracker import replace_with_empty_weights
 from dlm_rag.model.packed_batch import Segment
 from dlm_rag.model.quantize import quantize_linear_layers
@@ -257,7 +257,7 @@ def test_64_rows_of_llada_8b_share_200_passages(cache_dtype, most_gib):
     """Each sees 7 of them; in slots of their own, keys and values would take 36 GiB."""
     public = KNOWN_CHECKPOINTS["GSAI-ML/LLaDA-8B-Instruct"]
     shape = replace(
-        FAMILIES[public["model_type"]].read_config(public),
+        find_family(public["model_type"]).read_config(public),
         passage_length=100,
         evidence_layout="independent",
     )

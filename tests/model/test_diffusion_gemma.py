@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from dlm_rag.decode.uniform_noise import (
+from dlm_rag.diffusion.commit_rules import Proposals
+from dlm_rag.diffusion_gemma.config import GemmaConfig
+from dlm_rag.diffusion_gemma.decoding import (
     PrefixKVCache,
     UniformNoiseCanvas,
     anneal_temperature,
     has_converged,
     uniform_tokens,
 )
-from dlm_rag.diffusion.commit_rules import Proposals
+from dlm_rag.diffusion_gemma.model import DiffusionGemma, load_diffusion_gemma
 from dlm_rag.model.checkpoint import open_checkpoint
-from dlm_rag.model.diffusion_gemma import DiffusionGemma, load_diffusion_gemma
 from dlm_rag.questions import Question
 from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.retrieval.composite import NoRetriever
@@ -36,7 +37,7 @@ def test_a_checkpoint_opens_without_its_weights_and_loads_as_it_was_written(tmp_
     folder = write_tiny_gemma(tmp_path, max_new_tokens=30)
     checkpoint = open_checkpoint(folder)
     shape = checkpoint.config
-    assert shape.block_size == 12 and shape.canvas_length == 36 and shape.noise.steps_per_block == 6
+    assert shape.block_size == 12 and shape.canvas_length == 36 and shape.steps_per_block == 6
     model = load_diffusion_gemma(checkpoint, torch.device("cpu"), torch.float32)
     theirs = DiffusionGemmaForBlockDiffusion.from_pretrained(folder)
     for (name, ours), (_, value) in zip(model.named_parameters(), theirs.named_parameters(), strict=True):
@@ -96,8 +97,8 @@ def test_tokens_and_steps_are_those_of_generate(tiny, corpus, monkeypatch, heat,
     low, high = heat
     dtype, steps = torch.float32 if canvases == 1 else torch.float64, 20
     decoder = make_gemma_decoder(
-        tiny, NoRetriever(corpus, 1), dtype, max_new_tokens=12 * canvases, temperature_high=high,
-        temperature_low=low, seed=3, steps_per_block=steps,
+        tiny, NoRetriever(corpus, 1), dtype, max_new_tokens=12 * canvases, heat=(low, high),
+        seed=3, steps_per_block=steps,
     )  # fmt: skip
     for name in ("a", "b"):
         question = Question(name, f"Who wrote Emma, {name}?")
@@ -121,8 +122,8 @@ def test_behind_a_first_canvas_generate_differs_by_rounding_alone(tiny, corpus, 
     apart, asked = {}, Question("a", "Who wrote Emma, a?")
     for dtype in (torch.float32, torch.float64):
         decoder = make_gemma_decoder(
-            tiny, NoRetriever(corpus, 1), dtype, max_new_tokens=36, temperature_high=0.8,
-            temperature_low=0.4, seed=3, steps_per_block=20,
+            tiny, NoRetriever(corpus, 1), dtype, max_new_tokens=36, heat=(0.4, 0.8),
+            seed=3, steps_per_block=20,
         )  # fmt: skip
         model, said = decoder.denoiser.model, []
         forward = type(model).forward
@@ -179,7 +180,7 @@ def lines(rollouts):
 def test_rows_of_different_lengths_are_what_each_is_alone(tiny, corpus, overlap):
     """Four questions in two places: rows join and leave while others are in the middle of a canvas."""
     asked = [*QUESTIONS, Question("again", "What is Steventon?")]
-    settings = {"max_new_tokens": 24, "temperature_low": 1e-3, "temperature_high": 0.5, "overlap": overlap}
+    settings = {"max_new_tokens": 24, "heat": (1e-3, 0.5), "overlap": overlap}
     retriever = QueryHashRetriever(corpus, 3)
     alone = make_gemma_decoder(tiny, retriever, batch_size=1, **settings)
     together = make_gemma_decoder(tiny, retriever, batch_size=2, **settings)
@@ -234,7 +235,7 @@ def plain(decoder, retriever, question, settings):
                     input_ids=torch.tensor([prompt + text]), decoder_input_ids=canvas[None],
                     self_conditioning_logits=before,
                 ).logits  # fmt: skip
-            low, high = settings.temperature_low, settings.temperature_high
+            low, high = shape.temperature_low, shape.temperature_high
             before = logits / (low + (high - low) * left / steps)
             weights, (uniform, fresh) = before[0].softmax(-1), numbers(2)
             noise = (fresh * shape.vocab_size).long()
@@ -243,11 +244,11 @@ def plain(decoder, retriever, question, settings):
             drawn = torch.searchsorted(cumulative, at)[:, 0]
             entropy = torch.distributions.Categorical(logits=before[0]).entropy()
             order, best = entropy.argsort(stable=True), before[0].argmax(-1)
-            kept = order[entropy[order].cumsum(0) - entropy[order] <= settings.entropy_bound]
+            kept = order[entropy[order].cumsum(0) - entropy[order] <= shape.entropy_bound]
             canvas = noise[begin : begin + block].clone()
             canvas[kept] = drawn[kept]
             over = left == 1 or (torch.equal(best, last) if last is not None else False)
-            over = over and (left == 1 or bool(entropy.mean() < settings.stop_entropy))
+            over = over and (left == 1 or bool(entropy.mean() < shape.stop_entropy))
             sure = logits[0].softmax(-1).gather(1, best[:, None])[:, 0] >= settings.query_threshold
             state = {begin + int(n): int(drawn[n]) for n in kept}
             asked = [int(best[n]) if sure[n] else int(drawn[n]) if n in kept else PAD for n in range(block)]
@@ -268,7 +269,7 @@ def plain(decoder, retriever, question, settings):
 def test_with_retrieval_it_is_the_plain_loop_that_encodes_all_at_each_step(tiny, corpus, threshold):
     retriever = QueryHashRetriever(corpus, 3)
     decoder = make_gemma_decoder(
-        tiny, retriever, max_new_tokens=24, temperature_low=1e-3, temperature_high=0.5,
+        tiny, retriever, max_new_tokens=24, heat=(1e-3, 0.5),
         query_threshold=threshold, seed=1,
     )  # fmt: skip
     changed = 0
@@ -317,7 +318,7 @@ def test_the_schedule_the_noise_and_when_a_canvas_has_settled():
 
 
 def test_what_is_accepted_may_be_taken_back_and_is_final_once_the_block_is_closed():
-    canvas = UniformNoiseCanvas(4, PAD, frozen_length=0, noise=np.array([5, 6, 7, 8]))
+    canvas = UniformNoiseCanvas(4, PAD, 0, shape=GemmaConfig(9), noise=np.array([5, 6, 7, 8]))
 
     def accepted(tokens):
         none = np.zeros(len(tokens))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dlm_rag.model.families import FAMILIES
+from dlm_rag.model.families import find_family
 from dlm_rag.model.layers import list_tensor_shapes
 from dlm_rag.training.planning.known_checkpoints import KNOWN_CHECKPOINTS
 from tests.support.passages import write_jsonl_file
@@ -34,7 +34,7 @@ def read_sizes(path: str, start: str) -> list[float]:
 def write_checkpoint(folder: Path) -> float:
     """The tensors of `NAME` by their public names, a shard for each layer; returns their bytes."""
     raw = KNOWN_CHECKPOINTS[NAME] | {"torch_dtype": "bfloat16"}
-    family = FAMILIES[raw["model_type"]]
+    family = find_family(raw["model_type"])
     shape = family.read_config(raw)
     folder.mkdir()
     names = [f"<unused {n}>" for n in range(256, shape.vocab_size)]

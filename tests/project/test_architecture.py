@@ -23,6 +23,7 @@ FLOORS = [  # lowest first; a room knows the floors below it
     "tokenizer",
     "evidence",
     "decode",
+    "diffusion_gemma",
     "workers",
     "__init__",  # the front door: Decoder, Denoiser, Tokenizer, load_retriever
     "baselines",
@@ -35,7 +36,7 @@ FLOORS = [  # lowest first; a room knows the floors below it
 ]
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms.split()}
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
-MOST_LINES, MOST_PARAMETERS, MOST_FUNCTION_LINES = 350, 7, 60
+MOST_LINES, MOST_PARAMETERS, MOST_FUNCTION_LINES = 500, 7, 60
 
 
 def modules() -> dict[str, Path]:

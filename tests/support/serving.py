@@ -31,8 +31,6 @@ SETTINGS = DecodeConfig(max_new_tokens=16, batch_size=4, commit_threshold=0.1)
 GEMMA_SETTINGS = {
     "max_new_tokens": 36,
     "batch_size": 4,
-    "temperature_low": 1e-3,
-    "temperature_high": 0.5,
 }
 ASKED = "Who wrote Emma?"
 

@@ -8,6 +8,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
+from dlm_rag.config.fields import import_object
 from dlm_rag.errors import CheckpointError
 from dlm_rag.model.denoiser_config import DenoiserConfig, ExpertsConfig
 from dlm_rag.model.families.base import (
@@ -20,13 +21,12 @@ from dlm_rag.model.families.base import (
     require_supported_values,
     to_transformers_name,
 )
-from dlm_rag.model.families.diffusion_gemma import DIFFUSION_GEMMA_FAMILY
 
 
 def _read_dlm_rag_config(raw: dict[str, Any]) -> DenoiserConfig:
     require_key(raw, "vocab_size")
     require_supported_values(raw, noise=None)
-    known = {item.name for item in fields(DenoiserConfig)} - {"attention_patterns", "noise"}
+    known = {item.name for item in fields(DenoiserConfig)} - {"attention_patterns"}
     found = {key: value for key, value in raw.items() if key in known}
     if raw.get(BLOCK_SIZE_KEY):  # 0: whole
         found["block_size"] = raw[BLOCK_SIZE_KEY]
@@ -223,7 +223,7 @@ def _llada_moe_name(ours: str) -> str:
     return to_transformers_name(ours.replace("mlp.shared_experts", "shared_expert"))
 
 
-FAMILIES = {
+FAMILIES: dict[str, Family | str] = {
     "dlm_rag": Family(_read_dlm_rag_config, lambda name: name, separate_experts=False),
     "llada": Family(_llada, _llada_name),
     "Dream": Family(_qwen2, to_transformers_name),
@@ -236,15 +236,22 @@ FAMILIES = {
     "sdar_moe": Family(_sdar_moe, to_transformers_name, mask_token="<|MASK|>"),
     "lladamoe": Family(_llada_moe, _llada_moe_name, mask_token="<|mask|>"),
     "llada2_moe": Family(_llada2, _llada2_name, mask_token="<|mask|>", fused_qkv=True),
-    "diffusion_gemma": DIFFUSION_GEMMA_FAMILY,
+    "diffusion_gemma": "dlm_rag.diffusion_gemma.config:FAMILY",  # it has a folder of its own
     "nemotron_labs_diffusion": Family(_nemotron, _nemotron_name),
     "nemotron_labs_diffusion_vlm": Family(_nemotron, _nemotron_name),
-} | {
-    # Autoregressive families trained to predict in place (Tiny-A2D), with whole attention or in blocks:
-    # the config does not say which.
-    f"a2d-{name}": Family(partial(read, shifted=False), to_transformers_name, mask_token="<|mask|>")
-    for name, read in (("qwen2", _qwen2), ("qwen3", _qwen3), ("llama", _llama))
 }
+for _name, _read in (("qwen2", _qwen2), ("qwen3", _qwen3), ("llama", _llama)):
+    # An autoregressive family trained to predict in place (Tiny-A2D), with whole attention or in blocks:
+    # the config does not say which.
+    FAMILIES[f"a2d-{_name}"] = Family(
+        partial(_read, shifted=False), to_transformers_name, mask_token="<|mask|>"
+    )
+
+
+def find_family(name: str) -> Family:
+    """The family of that name in `FAMILIES`."""
+    found = FAMILIES[name]
+    return import_object(found, "model_type") if isinstance(found, str) else found
 
 
 def get_family_name(raw: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dlm_rag.errors import CheckpointError, suggest_nearest
@@ -56,8 +57,10 @@ class Family:
 
     fused_qkv: bool = False  # one tensor holds queries, keys and values, in this order
     separate_experts: bool = True  # each expert has tensors of its own
-    # Of a family that runs on the class of another library: what other files of a folder add to its config,
-    # and from config.json the tensors that it needs, each with its shape and the names of those tied to it.
+    # A family that runs on the class of another library: how its model is loaded, what other files of a
+    # folder add to its config, and from config.json the tensors that it needs, each with its shape and the
+    # names of those tied to it.
+    load: Callable[[Any, torch.device, torch.dtype], Any] | None = None
     complete_config: Callable[[Path, DenoiserConfig], DenoiserConfig] | None = None
     list_named_shapes: Callable[[dict[str, Any], Path], NamedShapes] | None = None
 

@@ -1,9 +1,10 @@
-"""DiffusionGemma: what its configs say in our words, and the tensors that it needs; text only.
+"""DiffusionGemma's configs in our words, and the tensors that it needs; text only.
 
-The transformer itself is the class of `transformers` (`model/diffusion_gemma.py`).
+The transformer itself is the class of `transformers` (`diffusion_gemma/model.py`).
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from dlm_rag.errors import CheckpointError, suggest_nearest, translate_failures
 from dlm_rag.files.hub import read_checkpoint_json
-from dlm_rag.model.denoiser_config import DenoiserConfig, UniformNoiseConfig
+from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families.base import Family, NamedShapes, require_key
 
 LAYER_KINDS = ("sliding_attention", "full_attention")
@@ -24,8 +25,24 @@ DUMMY_VISION_CONFIG = {
 }  # fmt: skip
 
 
-def read_gemma_config(raw: dict[str, Any]) -> DenoiserConfig:
-    """The shape without its noise, which is in the generation config (`add_noise_config`)."""
+@dataclass(frozen=True)
+class GemmaConfig(DenoiserConfig):
+    """The shape, and how a canvas is denoised, as `generation_config.json` says it."""
+
+    steps_per_block: int = 48  # the most
+    entropy_bound: float = 0.1  # nats that a step may accept together
+    temperature_high: float = 0.8  # of the first step of a block, from which it falls linearly
+    temperature_low: float = 0.4  # that the last step approaches
+    convergence_steps: int = 1  # steps without a change after which a block is finished, if it is sure:
+    stop_entropy: float = 0.005  # mean nats below which it is
+
+    @property
+    def adapter(self) -> Any:
+        return import_module("dlm_rag.diffusion_gemma.decoding")
+
+
+def read_gemma_config(raw: dict[str, Any]) -> GemmaConfig:
+    """The shape; how it is denoised is in the generation config (`add_generation_config`)."""
     text, block = require_key(raw, "text_config"), require_key(raw, "canvas_length")
     if not isinstance(text, dict):
         raise CheckpointError(f"text_config={text!r:.60} must be an object")
@@ -45,15 +62,14 @@ def read_gemma_config(raw: dict[str, Any]) -> DenoiserConfig:
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "head_dim", "intermediate_size", "max_position_embeddings",
     )  # fmt: skip
-    return DenoiserConfig(
+    return GemmaConfig(
         **{name: require_key(text, name) for name in same}, tie_word_embeddings=True,
         mask_token_id=require_key(text, "pad_token_id"),  # in records, where nothing is accepted
         evidence_layout="prefix", canvas_length=block, block_length=block, block_size=block,
-        commit_rule="entropy_bound",
     )  # fmt: skip
 
 
-def add_noise_config(folder: Path, config: DenoiserConfig) -> DenoiserConfig:
+def add_generation_config(folder: Path, config: DenoiserConfig) -> DenoiserConfig:
     """`config` with how the checkpoint is decoded: schedule, bound, stopping rule, and length of answers.
 
     What `generation_config.json` leaves out is the default of `transformers`. Raises `CheckpointError`
@@ -71,11 +87,13 @@ def add_noise_config(folder: Path, config: DenoiserConfig) -> DenoiserConfig:
         found: Any = generation.DiffusionGemmaGenerationConfig.from_dict(raw)
         found.update(**found._get_default_generation_params(), defaults_only=True)
         found.validate()
-        noise = UniformNoiseConfig(
-            found.max_denoising_steps, found.sampler_config.entropy_bound, found.t_max, found.t_min,
-            found.stability_threshold, found.confidence_threshold,
-        )  # fmt: skip
-    return replace(config, noise=noise, canvas_length=-(-found.max_new_tokens // block) * block)
+        bound = found.sampler_config.entropy_bound
+        own = {
+            "steps_per_block": found.max_denoising_steps, "entropy_bound": bound,
+            "temperature_high": found.t_max, "temperature_low": found.t_min,
+            "convergence_steps": found.stability_threshold, "stop_entropy": found.confidence_threshold,
+        }  # fmt: skip
+    return replace(config, **own, canvas_length=-(-found.max_new_tokens // block) * block)
 
 
 def build_gemma_config(raw: dict[str, Any], place: Path) -> Any:
@@ -106,10 +124,17 @@ def list_text_tensor_shapes(raw: dict[str, Any], place: Path) -> NamedShapes:
     }
 
 
-DIFFUSION_GEMMA_FAMILY = Family(
+def load_model(checkpoint: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """The model of a checkpoint; raises `CheckpointError`."""
+    model = import_module("dlm_rag.diffusion_gemma.model")
+    return model.DiffusionGemma.from_pretrained(checkpoint, device, dtype)
+
+
+FAMILY = Family(
     read_gemma_config,
     lambda name: name,
     separate_experts=False,
-    complete_config=add_noise_config,
+    load=load_model,
+    complete_config=add_generation_config,
     list_named_shapes=list_text_tensor_shapes,
 )

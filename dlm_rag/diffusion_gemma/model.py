@@ -7,20 +7,20 @@ tokens before it; their keys are kept all the same, so that a prompt can be cut 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
+from dlm_rag.diffusion_gemma.config import VISION_PREFIXES, GemmaConfig, build_gemma_config
 from dlm_rag.errors import CheckpointError, translate_failures
 from dlm_rag.model.checkpoint import Checkpoint
-from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.denoiser import HostedDenoiser
 from dlm_rag.model.device_io import to_device
-from dlm_rag.model.families.diffusion_gemma import VISION_PREFIXES, build_gemma_config
-from dlm_rag.model.flops import FlopCount
 
 PromptKeysValues = list[tuple[Tensor, Tensor]]  # of each layer, each (1, heads, tokens, head_dim)
 
@@ -47,32 +47,17 @@ def load_diffusion_gemma(checkpoint: Checkpoint, device: torch.device, dtype: to
     missing = sorted(name for name in report["missing_keys"] if not name.startswith(VISION_PREFIXES))
     if missing:
         raise CheckpointError(f"{folder}: the tensor {missing[0]} is missing")
-    return freeze_vision(model.to(device).eval())
+    return model.to(device).eval()
 
 
-def freeze_vision(model: Any) -> Any:
-    """The model with what text never needs frozen."""
-    for name, parameter in model.named_parameters():
-        if name.startswith(VISION_PREFIXES):
-            parameter.requires_grad_(False)
-    return model
+class DiffusionGemma(HostedDenoiser):
+    """The class of `transformers`, as `GemmaRunner` calls it."""
 
+    config: GemmaConfig
 
-class DiffusionGemma(nn.Module):
-    """The class of `transformers` with what decoding and training ask of a denoiser.
-
-    Decoding calls `extend_cache`, `stack_caches` and `compute_canvas_logits`; training calls `forward`.
-    """
-
-    backend, quantize = "sdpa", "none"
-    compilations = None
-
-    def __init__(self, model: Any, config: DenoiserConfig) -> None:
-        """model: as `load_diffusion_gemma` and `build_on_meta` give it."""
-        super().__init__()
+    def __init__(self, model: Any, config: GemmaConfig) -> None:
+        """model: as `load_diffusion_gemma` gives it."""
         self.model, self.config = model, config
-        self.attention, self.flop_count = "auto", FlopCount()
-        self.from_others = False  # whether its logits go by the other positions alone, as the NELBO has it
         text = model.config.text_config
         self._window, self._kinds = text.sliding_window, text.layer_types
 
@@ -81,7 +66,11 @@ class DiffusionGemma(nn.Module):
         cls, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
     ) -> "DiffusionGemma":
         """The model of a checkpoint; raises `CheckpointError`."""
+        assert isinstance(checkpoint.config, GemmaConfig)
         return cls(load_diffusion_gemma(checkpoint, device, dtype), checkpoint.config)
+
+    def make_runner(self) -> Any:
+        return import_module("dlm_rag.diffusion_gemma.decoding").GemmaRunner(self)
 
     @property
     def device(self) -> torch.device:

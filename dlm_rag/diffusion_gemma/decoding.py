@@ -1,13 +1,13 @@
-"""Decoding by a model of uniform noise (DiffusionGemma): its canvas, and how it answers a step.
+"""Decoding with DiffusionGemma: its settings, its canvas, and how it answers a step.
 
 The canvas starts as random tokens: a step proposes for all positions of a block, accepts some and draws the
 others again, also those accepted before.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import takewhile
-from typing import Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,18 +15,82 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlm_rag.config import DecodeConfig, EngineConfig, ModelConfig
-from dlm_rag.config.ineffective_settings import check_checkpoint_effects
+from dlm_rag.config.fields import CheckedSettings, replace_settings
 from dlm_rag.decode.canvas import Canvas, CanvasChange, Choose, Span, TokenIds
 from dlm_rag.decode.model_runner import ModelRunner
 from dlm_rag.decode.sampling import ModelInput
-from dlm_rag.diffusion.commit_rules import Proposals
+from dlm_rag.diffusion.commit_rules import Proposals, Rule, select_by_entropy_bound
 from dlm_rag.diffusion.policy import sample_at_quantile
+from dlm_rag.diffusion_gemma.config import GemmaConfig
+from dlm_rag.diffusion_gemma.model import DiffusionGemma, PromptKeysValues, StackedCaches
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.segment_kv_cache import CacheStats
 from dlm_rag.model.device_io import to_device, to_host
-from dlm_rag.model.diffusion_gemma import DiffusionGemma, PromptKeysValues, StackedCaches
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.randomness import sample_uniform
+from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.retrieval.query import find_query_policy
+from dlm_rag.tokenizer import Tokenizer
+
+# The rule in records of decoding. What it commits the canvas has chosen, and may take back.
+REDRAW = Rule(lambda proposals, context: np.arange(len(proposals.positions)), redraws=True)
+REDRAW_PATH = "dlm_rag.diffusion_gemma.decoding:REDRAW"
+READ_SETTINGS = {  # of `decode`; the others have no effect
+    "max_new_tokens", "steps_per_block", "query_policy", "query_threshold", "passage_order",
+    "retrieval_interval", "retrieval_threshold", "top_logprobs", "seed", "batch_size", "overlap", "abstain",
+    "abstain_threshold", "early_stopping",
+}  # fmt: skip
+MODEL_VALUES: dict[str, tuple[Any, ...]] = {
+    "attn_implementation": ("auto", "sdpa"), "evidence_layout": (None, "prefix"),
+}  # fmt: skip
+
+
+def resolve_settings(settings: DecodeConfig, shape: GemmaConfig) -> DecodeConfig:
+    """`settings` with the checkpoint's own for what is unset; raises `ConfigError` for those it does not
+    read."""
+    block = shape.block_size
+    assert block is not None
+    fixed = {
+        "mode": "diffusion", "block_length": block, "query_window": 0, "commit_rule": REDRAW_PATH,
+        "finished_block_context": "recompute",
+    }  # fmt: skip
+    _refuse_idle("decode", settings, dict.fromkeys(READ_SETTINGS, ()), fixed)
+    find_query_policy(settings.query_policy)
+    blocks = -(-(settings.max_new_tokens or shape.canvas_length) // block)  # whole ones
+    return replace_settings(
+        settings,
+        **fixed,
+        steps_per_block=settings.steps_per_block or shape.steps_per_block,
+        max_new_tokens=blocks * block,
+        abstain=settings.abstain or shape.abstain,
+    )
+
+
+def check_settings(model: ModelConfig, engine: EngineConfig) -> str:
+    """The attention kernel; raises `ConfigError` for settings that are not supported."""
+    for name, values in MODEL_VALUES.items():
+        if (value := getattr(model, name)) not in values:
+            raise ConfigError(
+                f"model.{name}={value} is not supported by a model of uniform noise: set "
+                f"model.{name}={values[1]}"
+            )
+    _refuse_idle("model", model, {"path": (), "device": (), "dtype": ()} | MODEL_VALUES)
+    _refuse_idle("engine", engine, {})
+    return DiffusionGemma.backend
+
+
+def _refuse_idle(
+    section: str, settings: CheckedSettings, read: Mapping[str, Any], fixed: Mapping[str, Any] | None = None
+) -> None:
+    """Raises `ConfigError` for a setting that is not `read`, at its default or at its `fixed` value."""
+    for item in fields(settings):
+        value, default = getattr(settings, item.name), item.default
+        if item.name not in read and value not in (default, (fixed or {}).get(item.name, default)):
+            shown = str(value).lower() if isinstance(value, bool) else value
+            raise ConfigError(
+                f"{section}.{item.name}={shown} has no effect on a model that denoises from uniform noise: "
+                "leave it out"
+            )
 
 
 @dataclass
@@ -37,16 +101,11 @@ class UniformNoiseCanvas(Canvas):
     `frozen_length` changes no more; in the block after it every step accepts again.
     """
 
+    shape: GemmaConfig = field(kw_only=True)
     noise: TokenIds = field(kw_only=True)  # (length,)
-    vocab_size: int = field(kw_only=True, default=0)
     next_noise: TokenIds | None = field(init=False, default=None)
     block_steps: int = 0  # steps of the current block
     argmax_history: list[TokenIds] = field(default_factory=list)  # its most probable tokens at these steps
-
-    @classmethod
-    def draw(cls, length: int, mask_id: int, vocab_size: int, generator: torch.Generator) -> Self:
-        noise = uniform_tokens(sample_uniform(generator, 1, length)[0], vocab_size)
-        return cls(length, mask_id, 0, noise=noise, vocab_size=vocab_size)
 
     @property
     def model_ids(self) -> TokenIds:
@@ -62,24 +121,24 @@ class UniformNoiseCanvas(Canvas):
     ) -> tuple[NDArray[np.float64], float]:
         """(2, n), for tokens and the next noise; the temperature falls from step to step of a block."""
         numbers = sample_uniform(generator, 2, self.length)
-        self.next_noise = uniform_tokens(numbers[1], self.vocab_size)
-        steps, high, low = settings.steps_per_block, settings.temperature_high, settings.temperature_low
-        assert steps is not None and high is not None and low is not None
+        self.next_noise = uniform_tokens(numbers[1], self.shape.vocab_size)
+        steps, high, low = settings.steps_per_block, self.shape.temperature_high, self.shape.temperature_low
+        assert steps is not None
         return numbers, anneal_temperature(self.block_steps, steps, high, low)
 
     def write_step(
         self, proposals: Proposals, settings: DecodeConfig, blocks: Sequence[Span], choose: Choose
     ) -> CanvasChange:
-        """Accepts what the rule chooses; once the block has converged or its steps are taken, the most
-        probable tokens.
+        """Accepts proposals within the entropy bound; once the block has converged or its steps are taken,
+        the most probable tokens.
         """
-        best = proposals.most_probable
+        best, shape = proposals.most_probable, self.shape
         assert best is not None and self.next_noise is not None
-        assert settings.convergence_steps is not None and settings.stop_entropy is not None
-        sure = float(proposals.entropy.mean()) < settings.stop_entropy
-        over = sure and has_converged(self.argmax_history, best.token_ids, settings.convergence_steps)
+        sure = float(proposals.entropy.mean()) < shape.stop_entropy
+        over = sure and has_converged(self.argmax_history, best.token_ids, shape.convergence_steps)
         over = over or self.block_steps + 1 == settings.steps_per_block
-        change = self.accept(best if over else choose(proposals, None, True))
+        within = proposals.subset(select_by_entropy_bound(proposals.entropy, shape.entropy_bound))
+        change = self.accept(best if over else within)
         self.block_steps, self.noise = self.block_steps + 1, self.next_noise
         self.argmax_history.append(best.token_ids)
         if over:
@@ -95,6 +154,16 @@ class UniformNoiseCanvas(Canvas):
         taken_back = np.flatnonzero(self.masked & ~before)
         self.ids[at], self.ids[taken_back] = chosen.token_ids, self.mask_id
         return CanvasChange(chosen.subset(new), chosen.subset(other), tuple(taken_back.tolist()))
+
+
+def make_canvas(
+    settings: DecodeConfig, shape: GemmaConfig, tokenizer: Tokenizer, generator: torch.Generator
+) -> UniformNoiseCanvas:
+    """A canvas of noise that is drawn from the generator."""
+    length = settings.max_new_tokens
+    assert length is not None
+    noise = uniform_tokens(sample_uniform(generator, 1, length)[0], shape.vocab_size)
+    return UniformNoiseCanvas(length, tokenizer.mask_id, 0, shape=shape, noise=noise)
 
 
 def anneal_temperature(taken: int, steps: int, high: float, low: float) -> float:
@@ -158,7 +227,7 @@ class PrefixKVCache:
         self.slots.pop(number, None)
 
 
-class UniformModelRunner(ModelRunner):
+class GemmaRunner(ModelRunner):
     """One call over the open blocks of all rows; of the texts before them, what has changed is run."""
 
     denoiser: DiffusionGemma
@@ -178,6 +247,9 @@ class UniformModelRunner(ModelRunner):
     def release(self, slot: int) -> None:
         self._prefixes.release(slot)
         self._stacked = None
+
+    def order_passages(self, before: Sequence[Passage], found: list[Passage]) -> list[Passage]:
+        return order_by_arrival(before, found)
 
     @torch.inference_mode()
     def propose(self, views: Sequence[ModelInput]) -> list[Proposals]:
@@ -213,6 +285,16 @@ class UniformModelRunner(ModelRunner):
         return self._stacked[1]
 
 
+def order_by_arrival(before: Sequence[Passage], now: Sequence[Passage]) -> list[Passage]:
+    """The passages of `now`: those of `before` in their order there, then new ones in theirs.
+
+    A prompt that sees only what is before stays what it was up to the first passage that has left.
+    """
+    found, held = {passage.id for passage in now}, {passage.id for passage in before}
+    stay = [passage for passage in before if passage.id in found]
+    return [*stay, *(passage for passage in now if passage.id not in held)]
+
+
 def _finished_ids(view: ModelInput) -> tuple[int, ...]:
     """The tokens before the open block: the prompt, and the finished blocks."""
     return (*view.laid_out_prompt.canvas_prefix.ids, *view.canvas[: view.finished_length].tolist())
@@ -244,17 +326,3 @@ def _make_proposals(view: ModelInput, found: np.ndarray) -> Proposals:
     return Proposals(
         at, ids, confidence, log_prob, entropy, none, current, most_probable=most, likeliest=top
     )
-
-
-def check_uniform_settings(model: ModelConfig, engine: EngineConfig) -> str:
-    """The attention kernel of such a model; raises `ConfigError` for settings that it does not support."""
-    supported = {"attn_implementation": ("auto", "sdpa"), "evidence_layout": (None, "prefix")}
-    for name, values in supported.items():
-        if (value := getattr(model, name)) not in values:
-            raise ConfigError(
-                f"model.{name}={value} is not supported by a model of uniform noise: set "
-                f"model.{name}={values[1]}"
-            )
-    check_checkpoint_effects("model", model, {"noise": "uniform"})
-    check_checkpoint_effects("engine", engine, {"noise": "uniform"})
-    return DiffusionGemma.backend
