@@ -3,7 +3,8 @@
     python docs/build_measurements.py
     python docs/build_measurements.py --add runs/x --page world --title TITLE --what SENTENCE
 
---add stores the table of an evaluation (its folder or scores.json) as an entry first.
+--add stores the table of an evaluation (its folder or scores.json) as an entry first. Fails where a file or setting
+that a result depends on has changed since it was measured; `python docs/measure_again.py` measures it again.
 """
 
 import json
@@ -35,8 +36,7 @@ PAGES = {
     "energy": ("Energy", "Joules, and what reading the sensors costs."),
 }
 NEEDED = ("title", "what", "command", "machine", "date")
-OPTIONAL = ("commit", "seed", "columns", "rows", "notes")
-ORDER = ("title", "what", "command", "machine", "date", "commit", "seed", "columns", "rows", "notes")
+ORDER = ("title", "what", "command", "machine", "date", "commit", "seed", "table", "columns", "rows", "notes")
 
 Entry = dict[str, Any]
 
@@ -177,6 +177,10 @@ def main(argv: list[str]) -> None:
             file.write("\n" + dump_entry(entry))
     for name, text in render_pages(given.folder).items():
         (given.folder / name).write_text(text)
+    if given.folder == FOLDER:
+        from docs.measure_again import check_inputs
+
+        check_inputs()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from dlm_rag.data.hub_datasets import find_named_corpus
 from dlm_rag.decode.trace_file import TraceHeader, build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.truncation import ContextBudget, measure_longest_prompt
+from dlm_rag.files.digest import digest_file
 from dlm_rag.files.hub import SHIPPED_FOLDER, SHIPPED_PREFIX
 from dlm_rag.machine import (
     choose_device,
@@ -138,7 +139,14 @@ class PreparedDecoder:
             "attention": self.attention,
             "machines": [describe_machine(self.device, self.attention)],  # that have answered, in order
         }
-        return stamp_run(self.config, self.answers_depend_on(), machine, STAMPED_PACKAGES)
+        stamp = stamp_run(self.config, self.answers_depend_on(), machine, STAMPED_PACKAGES)
+        return stamp | {"files": self.digest_files()}
+
+    def digest_files(self) -> dict[str, str]:
+        """Digests of the checkpoint's files, the corpus and the questions, by path."""
+        named = (self.config.retrieval.corpus, self.config.questions)
+        files = self.checkpoint.read_files | {Path(name) for name in named if name}
+        return {str(path): digest_file(path) for path in sorted(files) if path.is_file()}
 
 
 def stamp_run(

@@ -126,9 +126,9 @@ class Checkpoint:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return list_tensor_shapes(self.config)
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """Digest of every file that is or may be read: the shards with the tensors, and texts.
+    @property
+    def read_files(self) -> set[Path]:
+        """Every file that is or may be read: the shards with the tensors, and texts.
 
         Texts are what a checkpoint consists of (`HUB_FILE_PATTERNS`) without what our own programs write.
         """
@@ -136,7 +136,12 @@ class Checkpoint:
         paths = self._weight_files
         for pattern in (*HUB_FILE_PATTERNS, "*/*.jinja"):
             paths |= {path for path in self.folder.glob(pattern) if not any(map(path.match, excluded))}
-        return self._digest({path for path in paths if path.is_file()})
+        return {path for path in paths if path.is_file()}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of `read_files` and their names."""
+        return self._digest(self.read_files)
 
     @cached_property
     def weights_fingerprint(self) -> str:
