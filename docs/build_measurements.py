@@ -3,8 +3,9 @@
     python docs/build_measurements.py
     python docs/build_measurements.py --add runs/x --page world --title TITLE --what SENTENCE
 
---add stores the table of an evaluation (its folder or scores.json) as an entry first. Fails where a file or setting
-that a result depends on has changed since it was measured; `python docs/measure_again.py` measures it again.
+--add stores the table of an evaluation (its folder or scores.json) as an entry first. Fails where a file or
+setting that a result depends on has changed since it was measured; `python docs/measure_again.py` measures
+it again.
 """
 
 import json
@@ -36,7 +37,7 @@ PAGES = {
     "energy": ("Energy", "Joules, and what reading the sensors costs."),
 }
 NEEDED = ("title", "what", "command", "machine", "date")
-ORDER = ("title", "what", "command", "machine", "date", "commit", "seed", "table", "columns", "rows", "notes")
+ORDER = (*NEEDED, "commit", "seed", "table", "columns", "rows", "notes")
 
 Entry = dict[str, Any]
 

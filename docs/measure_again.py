@@ -5,8 +5,8 @@
     python docs/measure_again.py --check      says what has changed; exit status 2 where something has
 
 inputs.json has, by command, a digest of every file of this repository that the result depends on (weights,
-configs, tokenizer, corpus, questions) and the settings that it ran with. An entry of results/*.yaml with the key
-`table` is made of the result of its command; `table` says how.
+configs, tokenizer, corpus, questions) and the settings that it ran with. An entry of results/*.yaml with
+the key `table` is made of the result of its command; `table` says how.
 """
 
 import json
@@ -75,7 +75,7 @@ def resolve_settings(command: str) -> dict[str, dict[str, Any]]:
     from dlm_rag.commands.evaluate import EVALUATE_OPTIONS, EVALUATE_READS, plan_from_command_line
     from dlm_rag.commands.prepare_decoder import ResourceCache, fill_in_shipped_files, prepare_decoder
 
-    argv = shlex.split(command)[2:]
+    argv = [*shlex.split(command)[2:], "model.device=cpu"]  # whatever is here
     words = parse_answer_command_line("", argv, EVALUATE_READS, options=EVALUATE_OPTIONS)
     once, found = ResourceCache(), {}
     for name, config in plan_from_command_line(words).settings.items():
@@ -204,7 +204,7 @@ def write_readme(path: Path, entries: list[Entry]) -> str:
     text, count = README_ROWS.subn(lambda found: found[1] + "".join(cells), path.read_text())
     dated, again = README_DATE.subn(entry["date"], text)
     if (count, again) != (1, 1):
-        raise ConfigError(f"{path} has {count} tables of hops and {again} dates of the command, not one each")
+        raise ConfigError(f"{path} has {count} tables of hops and {again} dates of it, not one each")
     return dated
 
 
@@ -215,8 +215,8 @@ def main(argv: list[str]) -> None:
     parser = CommandParser(__doc__ or "")
     parser.add_argument("--all", action="store_true", help="also what has not changed")
     parser.add_argument("--check", action="store_true", help="measure nothing, say what has changed")
-    parser.add_argument("--result", type=Path, action="append", default=[], metavar="DIR", help="a run of one "
-                        "of the commands that is there already: take it, and measure nothing")  # fmt: skip
+    taken = "a run of one of the commands: take it, and measure nothing"
+    parser.add_argument("--result", type=Path, action="append", default=[], metavar="DIR", help=taken)
     given, inputs = parser.parse_args(argv), read_inputs()
     if given.check:
         check_inputs(inputs)

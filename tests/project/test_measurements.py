@@ -1,5 +1,6 @@
 """The measurements: pages are those of the stored results, and every figure says how it was made."""
 
+import importlib
 import importlib.util
 import json
 import re
@@ -21,6 +22,11 @@ def builder():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def measure_again():
+    """The module docs/measure_again.py."""
+    return importlib.import_module("docs.measure_again")
 
 
 def all_entries():
@@ -50,6 +56,56 @@ def store(folder, *entries, page="world"):
 def test_pages_are_up_to_date():
     for name, text in builder().render_pages().items():
         assert (builder().FOLDER / name).read_text() == text, "run python docs/build_measurements.py"
+
+
+def test_no_result_is_older_than_what_it_depends_on():
+    """README's table and world.md are what their command prints with the files and settings of now."""
+    measure_again().check_inputs()
+
+
+def test_readme_has_the_figures_of_the_store():
+    path = ROOT / "README.md"
+    assert measure_again().write_readme(path, builder().read_entries("world")) == path.read_text()
+    results = (ROOT / "dlm_rag/shipped/model/RESULTS.md").read_text()
+    cells = builder().read_entries("world")[0]["rows"][1][1:]
+    assert f"| {' | '.join(cells)} |" in results, "run python docs/measure_again.py"
+
+
+def test_what_is_evaluated_with_shipped_files_is_checked_or_names_its_commit():
+    """A result that is not in inputs.json is of the past, and says of which commit."""
+    inputs = measure_again().read_inputs()
+    for page, entry in all_entries():
+        commands = [each for each in builder().list_commands(entry) if "evaluate" in each]
+        checked = [each for each in commands if each in inputs]
+        assert not commands or checked or {"commit", "date"} & entry.keys(), (page, entry["title"])
+
+
+@pytest.mark.parametrize(
+    "changed", ["model.safetensors", "config.json", "generation_config.json", "corpus.jsonl", "settings"]
+)
+def test_a_change_since_the_measurement_is_said(tmp_path, monkeypatch, changed):
+    again = measure_again()
+    (tmp_path / "model").mkdir()
+    files = ["model/model.safetensors", "model/config.json", "corpus.jsonl"]
+    for name in files:
+        (tmp_path / name).write_text(name)
+    digests = {name: again.digest_file(tmp_path / name) for name in files}
+    then = {"date": "2026-11-25", "files": digests, "settings": {"static": {"decode.seed": 0, "gone": 1}}}
+    now = {"decode.seed": 0, "decode.new": 2}
+    monkeypatch.setattr(again, "resolve_settings", lambda command: {"static": now})
+    assert again.list_changes("x", then, tmp_path) == []
+    if changed == "settings":
+        now["decode.seed"] = 1
+        said = "decode.seed of 'static' was 0, and is 1"
+    else:
+        name = changed if changed == "corpus.jsonl" else f"model/{changed}"
+        said = f"{name} {'has changed' if (tmp_path / name).exists() else 'is new'}"
+        (tmp_path / name).write_text("other")
+    assert again.list_changes("x", then, tmp_path) == [said]
+    monkeypatch.setattr(again, "ROOT", tmp_path)
+    monkeypatch.setattr(again, "list_changes", lambda command, then: [said])
+    with pytest.raises(ConfigError, match="out of date.*measure_again.py"):
+        again.check_inputs({"x": then})
 
 
 def test_every_page_has_a_file_of_results():
