@@ -4,21 +4,23 @@ A request that fails temporarily (no connection, no answer in time, 429, 5xx, an
 repeated after a pause that doubles; other refusals are reported in the server's words.
 """
 
+import json
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.pool import ThreadPool
 from threading import Event, Semaphore
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-import httpx2
+from pydantic import Field
 
-from dlm_rag.errors import ConfigError, RunError, suggest_nearest
-from dlm_rag.retrieval.retry import RetryableFailure, describe_connection_error, iterate_backoff_seconds
-from dlm_rag.text import normalize_whitespace, replace_control_chars
+from dlm_rag.errors import ConfigError, RunError, UserError, suggest_nearest
+from dlm_rag.files.checked_json import parse_json, validate_json_value
+from dlm_rag.retrieval.http_client import HttpClient, UnusableAnswerError
+from dlm_rag.retrieval.retry import RetryableFailure, iterate_backoff_seconds
+from dlm_rag.text import replace_control_chars
 
 Item = TypeVar("Item")
 T = TypeVar("T")
@@ -32,7 +34,7 @@ class ChatError(RuntimeError):
     """A request came to nothing: refused with an HTTP status, or (status None) every attempt failed."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
-        super().__init__(f"{status}: {message}" if status else message)
+        super().__init__(message)
         self.status = status
 
 
@@ -77,6 +79,68 @@ class Completion:
     requests: int = 1
 
 
+# What is read of the JSON of answers.
+_LogProb = Annotated[float, Field(ge=-1e30, le=1)]
+
+
+@dataclass(frozen=True)
+class _Model:
+    id: str
+
+
+@dataclass(frozen=True)
+class _Models:
+    data: list[_Model]
+
+
+@dataclass(frozen=True)
+class _Message:
+    content: str | None = None
+
+
+@dataclass(frozen=True)
+class _TopToken:
+    logprob: _LogProb
+
+
+@dataclass(frozen=True)
+class _Token(_TopToken):
+    token: str
+    top_logprobs: list[_TopToken]
+
+
+@dataclass(frozen=True)
+class _LogProbs:
+    """Log-probabilities in the form of chats (content), or in that of plain completions."""
+
+    content: list[_Token] | None = None
+    tokens: list[str] = field(default_factory=list)
+    token_logprobs: list[_LogProb] = field(default_factory=list)
+    top_logprobs: list[dict[str, _LogProb]] = field(default_factory=list)
+
+    def to_tokens(self) -> tuple[WrittenToken, ...]:
+        if self.content is not None:
+            found = [(t.token, t.logprob, [top.logprob for top in t.top_logprobs]) for t in self.content]
+        else:
+            tops = [[*top.values()] for top in self.top_logprobs]
+            found = [*zip(self.tokens, self.token_logprobs, tops, strict=True)]
+        return tuple(WrittenToken(text, p, tuple(sorted(top, reverse=True))) for text, p, top in found)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    text: str | None = None
+    message: _Message | None = None
+    finish_reason: Any = None
+    logprobs: _LogProbs | None = None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    choices: Annotated[list[_Choice], Field(min_length=1)]
+    usage: Any = None
+
+
 def parse_model_url(setting: str, url: str) -> tuple[str, str]:
     """The server's URL, up to /v1, and the name of the model. Raises `ConfigError`."""
     if (found := _MODEL_URL.fullmatch(url)) is None or "@" in found[2]:
@@ -89,35 +153,23 @@ class ChatClient:
 
     def __init__(self, server: ChatServer) -> None:
         self.server, self._url = server, server.url.rstrip("/")
-        key = os.environ.get(server.key_variable, "").strip()
-        self._client = httpx2.Client(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=server.timeout,
-            limits=httpx2.Limits(max_connections=None),
-        )
+        self._client = HttpClient(self._url, server.key_variable, use_proxy=True)
 
     def check_model(self) -> None:
         """Raises `ConfigError` if the server does not answer, or does not have the model."""
         wanted, setting = self.server.model, self.server.setting
         try:
-            names = self._send("/models", lambda answer: [str(model["id"]) for model in answer["data"]])
+            names = [model.id for model in self._send("/models", _Models).data]
         except (ChatError, RetryableFailure) as error:
             raise ConfigError(
-                f"{setting} does not list its models ({error}{self._explain(error)}): give "
-                "the URL of an OpenAI-style server, with its /v1"
+                f"{setting} does not list its models ({error}): give the URL of an OpenAI-style server, "
+                "with its /v1"
             ) from None
         if wanted not in names:
             known = replace_control_chars(", ".join(names)) or "none"
             raise ConfigError(
                 f"{setting} has no model '{wanted}', but {known}{suggest_nearest(wanted, names)}"
             )
-
-    def _explain(self, error: Exception) -> str:
-        """What to do about a key that the server wants."""
-        if not isinstance(error, ChatError) or error.status not in (401, 403):
-            return ""
-        state = "not its key" if "authorization" in self._client.headers else "not set"
-        return f"; {self.server.key_variable} in the environment is {state}"
 
     def ask(self, body: dict[str, Any]) -> Completion:
         """The reply to messages, or what continues a prompt. Raises `ChatError`."""
@@ -126,8 +178,7 @@ class ChatClient:
         pauses = iterate_backoff_seconds(INITIAL_RETRY_SECONDS, MAX_RETRY_SECONDS)
         for attempt in range(1, server.max_retries + 1):
             try:
-                found = self._send(path, lambda answer: _read_completion(answer, body), body)
-                return replace(found, requests=attempt)
+                return replace(self._complete(path, body), requests=attempt)
             except RetryableFailure as error:
                 failure = str(error)
             if attempt < server.max_retries:
@@ -150,7 +201,7 @@ class ChatClient:
             except ChatError as error:
                 if error.status is None or error.status in REFUSED_TEXT_STATUSES:
                     return item, error
-                said = f"{self._url} refuses ({error}{self._explain(error)})"
+                said = f"{self._url} refuses ({error})"
                 raise RunError(f"{said}: what is there is kept") from None
 
         stopped, window, in_a_row = Event(), Semaphore(2 * concurrency), 0
@@ -168,28 +219,36 @@ class ChatClient:
                 stopped.set()
                 window.release()
 
-    def _send(self, path: str, read: Callable[[Any], T], body: dict[str, Any] | None = None) -> T:
-        """What `read` finds in the JSON of an answer.
+    def _complete(self, path: str, body: dict[str, Any]) -> Completion:
+        answer = self._send(path, _Answer, body)
+        choice, text = answer.choices[0], answer.choices[0].text
+        if "prompt" not in body:
+            text = choice.message.content if choice.message else None
+        try:
+            tokens = choice.logprobs.to_tokens() if body.get("logprobs") and choice.logprobs else ()
+        except ValueError:  # lists of different lengths
+            text = None
+        if text is None or (body.get("logprobs") and choice.logprobs is None):
+            raise RetryableFailure("an answer of another form (a reply without text, or log-probabilities)")
+        counts = [_read_count(answer.usage, name) for name in ("prompt_tokens", "completion_tokens")]
+        return Completion(text, str(choice.finish_reason), counts[0], counts[1], tokens)
+
+    def _send(self, path: str, kind: type[T], body: dict[str, Any] | None = None) -> T:
+        """Returns the JSON of an answer as `kind`.
 
         Raises `ChatError` for a refusal, and `RetryableFailure` for the rest.
         """
-        asked = None if body is None else {"model": self.server.model} | body
+        asked = None if body is None else json.dumps({"model": self.server.model} | body).encode()  # ASCII
         try:
-            answer = self._client.request("GET" if body is None else "POST", self._url + path, json=asked)
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise RetryableFailure(describe_connection_error(error)) from None
-        try:
-            if answer.is_success:
-                return read(answer.json())
-            message = normalize_whitespace(str(answer.json()["error"]["message"]))[:300]
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            if answer.is_success:
-                raise RetryableFailure(f"an answer of another form ({error})") from None
-            message = answer.reason_phrase
-        message = replace_control_chars(message)
-        if answer.status_code in RETRYABLE_STATUSES:
-            raise RetryableFailure(f"{answer.status_code}: {message}")
-        raise ChatError(message, answer.status_code)
+            status, answer = self._client.send(self._url + path, asked, self.server.timeout)
+            if not 200 <= status < 300:
+                said = self._client.describe_refusal(status, answer)
+                raise RetryableFailure(said) if status in RETRYABLE_STATUSES else ChatError(said, status)
+            return validate_json_value(kind, parse_json(answer, "", UserError, "answer"), "", UserError)
+        except UserError as error:
+            raise RetryableFailure(f"an answer of another form ({str(error).lstrip(': ')})") from None
+        except UnusableAnswerError as error:
+            raise ChatError(f"{self._url}: {error}") from None
 
 
 def _admit(items: Iterable[Item], stopped: Event, window: Semaphore) -> Iterator[Item]:
@@ -201,30 +260,7 @@ def _admit(items: Iterable[Item], stopped: Event, window: Semaphore) -> Iterator
         yield item
 
 
-def _read_completion(answer: Any, body: dict[str, Any]) -> Completion:
-    """Raises `ValueError`, `TypeError` or `LookupError` for an answer of another form."""
-    choice, usage = answer["choices"][0], answer.get("usage")
-    text = choice["text"] if "prompt" in body else choice["message"]["content"]
-    if not isinstance(text, str):
-        raise TypeError("a reply without text")
-    names = ("prompt_tokens", "completion_tokens")
-    counts = [usage.get(name) if isinstance(usage, dict) else None for name in names]
-    read, written = (count if type(count) is int else None for count in counts)
-    tokens = _read_tokens(choice["logprobs"]) if body.get("logprobs") else ()
-    return Completion(text, str(choice.get("finish_reason")), read, written, tokens)
-
-
-def _read_tokens(found: Any) -> tuple[WrittenToken, ...]:
-    """The tokens of a reply, in the form of chats or in that of plain completions."""
-    if "content" in found:
-        tokens = [
-            (each["token"], each["logprob"], [top["logprob"] for top in each["top_logprobs"]])
-            for each in found["content"]
-        ]
-    else:
-        tops = [top.values() for top in found["top_logprobs"]]
-        tokens = [*zip(found["tokens"], found["token_logprobs"], tops, strict=True)]
-    return tuple(
-        WrittenToken(str(text), float(log_prob), tuple(sorted(map(float, top), reverse=True)))
-        for text, log_prob, top in tokens
-    )
+def _read_count(usage: Any, name: str) -> int | None:
+    """A count of tokens; None for one that is not there, or is no such number."""
+    count = usage.get(name) if isinstance(usage, dict) else None
+    return count if type(count) is int and 0 <= count < 2**53 else None

@@ -6,45 +6,31 @@
 `contents` is the whole text, the title its first line. The server of this project (`dlm-rag
 retrieve-server`) says under `dlm_rag` what it searches and which forms of a query it asks by; only it
 is sent the parts of a query. Other servers get the text, and are identified by their URL.
-
-Requests run on an event loop in a thread of its own: only there a deadline holds for name look-ups and for
-headers and answers that trickle, too.
 """
 
-import asyncio
 import hashlib
 import json
-import os
-import re
-import ssl
-import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
-import httpx2
-
 from dlm_rag.config import RetrievalConfig
-from dlm_rag.errors import ConfigError, CorpusError, UserError, summarize_error
+from dlm_rag.errors import ConfigError, CorpusError, UserError
 from dlm_rag.files.checked_json import parse_json
 from dlm_rag.files.record_readers import get_field
 from dlm_rag.retrieval.corpus import Passage, parse_passage
+from dlm_rag.retrieval.http_client import HttpClient, UnusableAnswerError
 from dlm_rag.retrieval.query import Query
 from dlm_rag.retrieval.retry import (
     MAX_ATTEMPT_FRACTION,
     RetryableFailure,
     SearchUnavailableError,
     call_with_retries,
-    describe_connection_error,
 )
-from dlm_rag.text import normalize_whitespace
 
 # in the environment: sent with every request, to no other server
 RETRIEVAL_TOKEN_VARIABLE = "DLM_RAG_RETRIEVAL_TOKEN"
-IDLE_CONNECTION_SECONDS = 60.0  # after which an idle connection is closed
 BUSY_STATUSES = (429, 502, 503, 504)  # what may pass
-MAX_RESPONSE_BYTES = 2**26
 PROBE_QUERY = Query("Who wrote Emma?", ("Who wrote Emma?",))
 
 # the fingerprint of a service, "" where it gives none, and the fields of `Query` that it reads
@@ -64,15 +50,8 @@ class HttpRetriever:
         Raises `ConfigError` where that fails, or the environment's token or certificates cannot be used.
         """
         url = self._url = config.url or ""
-        self._top_k, self._seconds, self._token = config.top_k, config.timeout, _read_token()
-        token = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        self._client = httpx2.AsyncClient(
-            headers={"Content-Type": "application/json"} | token,
-            verify=_create_ssl_context() if url.startswith("https:") else False,
-            timeout=None,
-            limits=httpx2.Limits(keepalive_expiry=IDLE_CONNECTION_SECONDS),
-            trust_env=False,  # neither its proxies nor its .netrc
-        )
+        self._top_k, self._seconds = config.top_k, config.timeout
+        self._client = HttpClient(url, RETRIEVAL_TOKEN_VARIABLE)
         self._service: ServiceInfo = ("", ("text",))
         try:
             _, self._service = self._ask([PROBE_QUERY], self._seconds * MAX_ATTEMPT_FRACTION)
@@ -105,20 +84,12 @@ class HttpRetriever:
         if "parts" in self._service[1]:
             asked["parts"] = [query.parts for query in queries]
         content = json.dumps(asked).encode()  # in ASCII, whatever a model has written
-        exchange = asyncio.run_coroutine_threadsafe(self._post(content, seconds), _get_event_loop())
         try:
-            status, body = exchange.result()
-        except TimeoutError:
-            raise RetryableFailure(f"no answer within {seconds:.2g} s") from None
-        except httpx2.HTTPError as error:
-            raise RetryableFailure(describe_connection_error(error)) from None
-        except UnicodeError:  # by Python's idna codec, before any connection
-            raise SearchUnavailableError(f"{self._url}: this is not the name of a host") from None
-        finally:
-            exchange.cancel()  # after an interrupt
-        if status != 200:
-            raise self._describe_status(status, body)
-        try:
+            status, body = self._client.send(self._url, content, seconds)
+            if status in BUSY_STATUSES:
+                raise RetryableFailure(self._client.describe_refusal(status, body))
+            if status != 200:
+                raise UnusableAnswerError(self._client.describe_refusal(status, body))
             answer = parse_json(body, "it answers no search", UserError, "answer")
             results = answer.get("result") if isinstance(answer, dict) else None
             if not isinstance(results, list) or not all(isinstance(items, list) for items in results):
@@ -126,31 +97,8 @@ class HttpRetriever:
             if len(results) != len(queries):
                 raise UserError(f"it gives {len(results)} results for {len(queries)} queries")
             return [self._parse_result(items) for items in results], _parse_service(answer.get("dlm_rag"))
-        except UserError as error:
+        except (UserError, UnusableAnswerError) as error:
             raise SearchUnavailableError(f"{self._url}: {error}") from None
-
-    async def _post(self, content: bytes, seconds: float) -> tuple[int, bytes]:
-        """Status and body; raises `TimeoutError` where they are not there within the time."""
-        body, sent = bytearray(), self._client.stream("POST", self._url, content=content)
-        async with asyncio.timeout(seconds), sent as response:
-            async for part in response.aiter_bytes():
-                body += part
-                if len(body) > MAX_RESPONSE_BYTES:
-                    raise SearchUnavailableError(
-                        f"{self._url}: its answer has more than {MAX_RESPONSE_BYTES >> 20} MiB"
-                    )
-        return response.status_code, bytes(body)
-
-    def _describe_status(self, status: int, body: bytes) -> Exception:
-        words = normalize_whitespace(body.decode(errors="replace")[:2000])
-        words = (words.replace(self._token, "***") if self._token else words)[:200]
-        reason = f"HTTP status {status}" + (f" ({words})" if words else "")
-        if status in BUSY_STATUSES:
-            return RetryableFailure(reason)
-        if status in (401, 403):
-            state = "not its token" if self._token else "not set"
-            reason += f": {RETRIEVAL_TOKEN_VARIABLE} in the environment is {state}"
-        return SearchUnavailableError(f"{self._url}: {reason}")
 
     def _parse_result(self, items: list[Any]) -> list[Passage]:
         """The passages of one result, each once, at most `top_k`."""
@@ -159,36 +107,6 @@ class HttpRetriever:
             if ranked.setdefault(passage.id, passage) != passage:
                 raise CorpusError(f"it gives two passages with the id '{passage.id}'")
         return list(ranked.values())[: self._top_k]
-
-
-@cache
-def _get_event_loop() -> asyncio.AbstractEventLoop:
-    """The loop that all requests of this process run on."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="search by URL", daemon=True).start()
-    return loop
-
-
-def _read_token() -> str:
-    """The bearer token of the environment, "" where there is none; raises `ConfigError` for a bad one."""
-    token = os.environ.get(RETRIEVAL_TOKEN_VARIABLE, "").strip()
-    if not re.fullmatch(r"[!-~]*", token):
-        raise ConfigError(
-            f"{RETRIEVAL_TOKEN_VARIABLE} in the environment is not a bearer token: it must be "
-            "printable ASCII without blanks"
-        )
-    return token
-
-
-def _create_ssl_context() -> ssl.SSLContext:
-    """Trusts the system's authorities, or those that SSL_CERT_FILE or SSL_CERT_DIR name."""
-    try:
-        return httpx2.create_ssl_context()
-    except OSError as error:  # no such file, or no certificates in it
-        raise ConfigError(
-            "the certificates that SSL_CERT_FILE or SSL_CERT_DIR names cannot be read "
-            f"({summarize_error(error)})"
-        ) from None
 
 
 def _parse_service(said: Any) -> ServiceInfo:

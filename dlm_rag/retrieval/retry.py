@@ -1,14 +1,9 @@
 """Calls to a service, repeated until a deadline where that may help."""
 
-import errno
-import os
 import random
-import ssl
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
-
-from dlm_rag.errors import summarize_error
 
 T = TypeVar("T")
 
@@ -30,20 +25,6 @@ def iterate_backoff_seconds(initial: float, longest: float) -> Iterator[float]:
     while True:
         yield initial * (0.5 + _draw_jitter())
         initial = min(2 * initial, longest)
-
-
-def describe_connection_error(error: BaseException) -> str:
-    """Why there was no answer: what is at the bottom of an error of the client."""
-    while below := error.__cause__ or error.__context__:
-        error = below
-    if isinstance(error, BaseExceptionGroup):  # of each address that the name has
-        error = error.exceptions[0]
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"{error.verify_message} (SSL_CERT_FILE names a file of certificates to be trusted)"
-    number = getattr(error, "errno", 0)
-    if number in errno.errorcode and not isinstance(error, ssl.SSLError):
-        return os.strerror(number)  # asyncio has words of its own
-    return summarize_error(error)
 
 
 def call_with_retries(name: str, seconds: float, ask: Callable[[float], T]) -> T:

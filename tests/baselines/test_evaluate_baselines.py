@@ -97,7 +97,7 @@ def test_what_failed_is_wrong_and_asked_again(run, server, folder):
     assert record["settings"]["static bm25"]["groups"]["all"]["exact_match"]["mean"] == 0.5
     lines = sorted(read_answers(folder / "run" / "answers.jsonl").items())
     errors = [line.get("error", "") for _, line in lines]
-    assert "another form" in errors[1] and "400: too long" in errors[2] and "count tokens" in errors[3]
+    assert "another form" in errors[1] and "400 (too long)" in errors[2] and "count tokens" in errors[3]
     server.say(["", ["### x"]])
     code, shown, record = run()
     assert record["settings"]["static bm25"]["groups"]["all"]["exact_match"]["mean"] == 1
@@ -117,7 +117,7 @@ def test_busy_servers_are_asked_again_and_replies_that_end_early_too(run, server
 def test_a_server_that_goes_ends_the_run_which_goes_on_later(run, server, folder):
     server.say(["Who\\?", ["x"]], ["180[01]", ["### x"]], ["", [{"status": 503, "text": "going down"}]])
     code, shown, _ = run("remote.concurrency=1")
-    assert code == 1 and "503: going down: the same command resumes here" in shown
+    assert code == 1 and "503 (going down): the same command resumes here" in shown
     server.say(["", ["### x"]])
     code, _, record = run("remote.concurrency=1")
     assert code == 0 and record["settings"]["static bm25"]["groups"]["all"]["exact_match"]["mean"] == 1

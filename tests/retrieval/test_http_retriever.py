@@ -11,7 +11,7 @@ from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import DecodeConfig, RetrievalConfig
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import read_questions
-from dlm_rag.retrieval import http_retriever
+from dlm_rag.retrieval import http_client, http_retriever
 from dlm_rag.retrieval.composite import HybridRetriever
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import Query
@@ -114,7 +114,7 @@ def test_a_status_other_than_success_is_shown_with_its_reason(status):
 
 
 def test_an_answer_may_be_too_large(monkeypatch):
-    monkeypatch.setattr(http_retriever, "MAX_RESPONSE_BYTES", 20)
+    monkeypatch.setattr(http_client, "MAX_RESPONSE_BYTES", 20)
     service = serve_search(CannedService(document()))
     with service as url, pytest.raises(ConfigError, match="its answer has more than 0 MiB"):
         load_retriever(url=url)
