@@ -98,10 +98,9 @@ class RetrievalConfig(CheckedSettings):
 class DecodeConfig(CheckedSettings):
     """The denoising loop: what is committed, what is searched for, when evidence is refreshed."""
 
-    mode: str | None = setting(None, choices=("diffusion", "autoregressive", "speculative"))
-    """how the response is written: by diffusion, from left to right (autoregressive), or from left to
-    right with the model's own drafts, which are queries (speculative; the same text at temperature 0);
-    unset takes what the checkpoint was trained for, of both ways diffusion"""
+    mode: str | None = setting(None, choices=("diffusion", "autoregressive"))
+    """how the response is written: by diffusion, or from left to right (autoregressive); unset takes what
+    the checkpoint was trained for, of both ways diffusion"""
     max_new_tokens: int | None = setting(None, low=1, high=2**20)
     """length of the response canvas in tokens, all masked at first; unset takes the checkpoint's own
     (100)"""

@@ -144,9 +144,6 @@ class TrainConfig(CheckedSettings):
     final_pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT)
     """weight of the pointer loss at the end of training, reached as the learning rate falls; unset:
     0.08 or 0"""
-    causal_loss_weight: float = setting(0.0, low=0, only_with=SFT)
-    """sft: weight of the loss of each next token of a response seen causally, beside that of masked
-    tokens; above 0 the model decodes in both ways, and needs model.block_size"""
     max_hops: int = setting(4, low=1, high=4, only_with=ANSWERING | {"data.questions": (None,)})
     """maximum number of hops of a question, in training and evaluation"""
     min_hops: int = setting(1, low=1, high=4, only_with=RL | WORLDS)

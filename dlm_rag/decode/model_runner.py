@@ -212,18 +212,14 @@ class MaskedModelRunner(ModelRunner):
     def _cache_request(self, view: ModelInput) -> CacheRequest:
         """The chain of a row's lead and canvas, and what of it is finished."""
         laid, lead = view.laid_out_prompt, len(view.laid_out_prompt.canvas_prefix.ids)
-        segment = laid.build_canvas_segment(view.canvas.tolist(), view.finished_length, view.causal)
+        segment = laid.build_canvas_segment(view.canvas.tolist(), view.finished_length)
         finished = segment.block_start(lead + view.finished_length)
         asked = view.positions if len(view.positions) else np.array([view.finished_length])
-        first = int(laid.find_states(asked, len(view.canvas), self._reads_before(view))[0])
+        first = int(laid.find_states(asked, len(view.canvas), self.shape.shifted)[0])
         return CacheRequest(view.slot, laid, segment, finished, first)
-
-    def _reads_before(self, view: ModelInput) -> bool:
-        """Whether the state before a position predicts it."""
-        return self.denoiser.config.shifted or view.causal
 
     def _read_tokens(self, run: ForwardSpan, view: ModelInput) -> list[int]:
         """The tokens of a run whose states predict positions that are asked for."""
-        shown, before = len(view.canvas), self._reads_before(view)
-        at = view.laid_out_prompt.find_states(view.positions, shown, before) - run.begin
+        states = view.laid_out_prompt.find_states(view.positions, len(view.canvas), self.shape.shifted)
+        at = states - run.begin
         return at[(at >= 0) & (at < len(run.segment.ids))].tolist()

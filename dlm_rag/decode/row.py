@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.canvas import Canvas, CausalCanvas, Span
+from dlm_rag.decode.canvas import Canvas, Span
 from dlm_rag.decode.copy_sources import CopySources
 from dlm_rag.decode.levenshtein import LevenshteinCanvas
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
@@ -38,16 +38,10 @@ def make_canvas(
         return found
     length, mask_id = settings.max_new_tokens, tokenizer.mask_id
     assert length is not None
-    if settings.mode == "diffusion":
-        edits = shape.edit_token_ids
-        if settings.edit_threshold is None:
-            return Canvas(length, mask_id, excluded_ids=edits)
-        return (
-            LevenshteinCanvas(length, mask_id, 0, edit_ids=edits) if edits else Canvas(length, mask_id, 0)
-        )
-    block = 1 if settings.mode == "autoregressive" else shape.block_size or 1
-    ends = tokenizer.end_ids if settings.early_stopping else frozenset[int]()
-    return CausalCanvas(length, mask_id, block_size=block, end_ids=ends)
+    edits = shape.edit_token_ids
+    if settings.edit_threshold is None:
+        return Canvas(length, mask_id, excluded_ids=edits)
+    return LevenshteinCanvas(length, mask_id, 0, edit_ids=edits) if edits else Canvas(length, mask_id, 0)
 
 
 @dataclass(eq=False)
@@ -118,11 +112,8 @@ class Row:
     @property
     def window(self) -> tuple[int, int]:
         """The positions, from and up to, that the model sees: the open blocks, and whole blocks of
-        lookahead where the query takes provisional tokens. From left to right: the last written token, and
-        what is drafted behind it.
+        lookahead where the query takes provisional tokens.
         """
-        if isinstance(self.canvas, CausalCanvas):
-            return self.canvas.first_masked - 1, self.canvas.seen_end
         settings, length, (begin, end) = self.settings, self.canvas.length, self.current_block
         if self.follows_last_block:
             return begin, begin
@@ -137,8 +128,6 @@ class Row:
         """The canvas positions that the next step asks about: the masked ones of the window, and with edits
         the committed ones of the block.
         """
-        if isinstance(self.canvas, CausalCanvas):
-            return self.canvas.positions_to_predict
         begin, end = self.window
         if begin == end:
             return np.array([begin])

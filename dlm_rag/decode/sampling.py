@@ -34,7 +34,6 @@ class ModelInput:
     soft_threshold: tuple[float, float, float] | None = None  # of a policy: temperature, threshold, width
     needs_entropy: bool = False  # whether entropy and margin are wanted
     finished_length: int = 0  # positions in front that are whole blocks and change no more
-    causal: bool = False  # whether all is causal, and each position predicted by the token before it
     copy_sources: CopySources | None = None  # what is to be copied where it can be
     copy_penalty: float = 0.0  # nats, of what is not
     excluded: tuple[tuple[int, ...], ...] = ()  # (n,) tokens that are not proposed there; empty: none

@@ -70,9 +70,9 @@ class DenoiseStep:
                     self._write(row, proposals)
 
     def _write(self, row: Row, proposals: Proposals) -> None:
-        canvas, record, causal = row.canvas, row.record, row.canvas.is_causal_pass
+        canvas, record = row.canvas, row.record
         # Where only what is next is asked for, the older provisional ones say more: of what comes after it.
-        if row.provisional is None or not (row.follows_last_block or causal):
+        if row.provisional is None or not row.follows_last_block:
             masked = canvas.masked[proposals.positions]
             row.provisional = proposals.most_probable or proposals.subset(masked)
         blocks, frozen = row.open_blocks, canvas.frozen_length
@@ -87,7 +87,7 @@ class DenoiseStep:
             record_logprobs(record, canvas, frozen, proposals, text)
         row.provisional = self._follow_edits(row.provisional, record)
         still = row.provisional.subset(canvas.masked[row.provisional.positions])
-        sure = change.committed if causal and not len(still.positions) else still
+        sure = change.committed if row.settings.mode == "autoregressive" else still
         unseen = 0.0 if canvas.masked.any() else None  # nothing is known of what is after the window
         row.lowest_confidence = float(sure.confidence.min()) if sure and len(sure.positions) else unseen
         if row.recorder is not None:
@@ -105,6 +105,8 @@ class DenoiseStep:
 
     def _choose(self, row: Row, candidates: Proposals, span: Span | None, must: bool) -> Proposals:
         settings, least = row.settings, int(must)
+        if settings.mode == "autoregressive":  # the one token that was asked for
+            return candidates
         if must and settings.steps_per_block is not None and span is not None:
             sizes = compute_step_sizes(span[1] - span[0], settings.steps_per_block, settings.schedule)
             least = sizes[min(row.rollout.count_steps_within(*span), len(sizes) - 1)]
@@ -121,9 +123,8 @@ def build_model_input(row: Row) -> ModelInput:
     settings, positions, (begin, end) = row.settings, row.positions_to_predict, row.window
     again, excluded = row.canvas.second_choices(settings, row.current_block), row.canvas.excluded_ids
     positions = np.sort(np.append(positions, np.array([*again], np.int64)))
-    causal = row.canvas.is_causal_pass
-    if causal and not row.laid_out_prompt.later_segments:
-        begin = end  # what is accepted of a draft need not run again
+    if settings.mode == "autoregressive" and row.laid_out_prompt.later_segments:
+        begin -= 1  # the last token alone sees the evidence
     statistics = find_rule(settings.commit_rule).statistics if settings.commit_rule else ()
     draws, temperature = row.canvas.draw_numbers(settings, row.generator)
     row.draws = draws if samples_actions(settings) else None
@@ -139,7 +140,6 @@ def build_model_input(row: Row) -> ModelInput:
         canvas=row.canvas.model_ids[:end],
         positions=positions,
         finished_length=begin,
-        causal=causal,
         temperature=temperature,
         quantiles=quantiles,
         soft_threshold=soft,

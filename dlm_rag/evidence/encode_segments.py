@@ -55,7 +55,7 @@ def encode_canvases(
 
     Only these go through the last layer.
     """
-    asked = [[row.canvas_start + n for n in places] for row, places in zip(states, read, strict=True)]
+    asked = [[row.find_state(n) for n in places] for row, places in zip(states, read, strict=True)]
     rows = pack_rows([row.canvas_segment for row in states], denoiser.device, asked, contexts)
     return denoiser.encode(rows, probe=probe)[0]
 
@@ -73,9 +73,9 @@ def encode_sequence_shards(
         Segment(run.ids[s.start : s.stop], run.start + s.start) for run, s in zip(runs, own, strict=True)
     ]
     rows = list(zip(states, own, read, strict=True))
-    here = [[place for place in places if row.canvas_start + place in s] for row, s, places in rows]
+    here = [[place for place in places if row.find_state(place) in s] for row, s, places in rows]
     asked = [
-        [row.canvas_start + place - s.start for place in places]
+        [row.find_state(place) - s.start for place in places]
         for (row, s, _), places in zip(rows, here, strict=True)
     ]
     whole = tuple(len(run.ids) for run in runs)
@@ -83,7 +83,6 @@ def encode_sequence_shards(
     return denoiser.encode(packed)[0], here
 
 
-def canvas_starts(states: Sequence[LaidOutRow]) -> list[int]:
-    """Where in the packed runs the state stands that predicts each first position."""
-    starts = accumulate([len(row.canvas_segment.ids) for row in states[:-1]], initial=0)
-    return [start + row.canvas_start for start, row in zip(starts, states, strict=True)]
+def run_starts(states: Sequence[LaidOutRow]) -> list[int]:
+    """Where each run begins in the packed runs."""
+    return [*accumulate([len(row.canvas_segment.ids) for row in states[:-1]], initial=0)]

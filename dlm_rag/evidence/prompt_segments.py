@@ -47,16 +47,10 @@ class LaidOutPrompt:
     complete_last_block: bool = False
     causal_context: bool = False
 
-    def build_canvas_segment(
-        self, canvas: Sequence[int], finished: int, causal_pass: bool = False
-    ) -> Segment:
-        """Lead and canvas, whose first `finished` positions are whole finished blocks.
-
-        causal_pass: whether all of it is causal.
-        """
+    def build_canvas_segment(self, canvas: Sequence[int], finished: int) -> Segment:
+        """Lead and canvas, whose first `finished` positions are whole finished blocks."""
         lead, at = self.canvas_prefix, len(self.canvas_prefix.ids)
-        ids = (*lead.ids, *canvas)
-        causal = len(ids) if causal_pass else (at + finished) * self.causal_context
+        ids, causal = (*lead.ids, *canvas), (at + finished) * self.causal_context
         return Segment(ids, lead.start, self.first_block_length, self.block_size, at, causal)
 
     def find_states(self, positions: NDArray[np.int64], shown: int, shifted: bool) -> NDArray[np.int64]:
@@ -85,7 +79,8 @@ class LaidOutPrompt:
         """The canvas at a moment when its first `finished` positions are whole finished blocks."""
         chain, at = self.build_canvas_segment(canvas, finished), len(self.canvas_prefix.ids)
         if not finished or not self.later_segments:
-            return LaidOutRow((*self.context_segments, *self.later_segments), chain, at - shifted)
+            before = finished if self.predicts_next_block and not shifted else None
+            return LaidOutRow((*self.context_segments, *self.later_segments), chain, at - shifted, before)
         assert self.block_size is not None and not shifted, "this is for blocks that predict themselves"
         *others, question = self.context_segments
         stands, block = at + finished, self.block_size
@@ -100,12 +95,18 @@ class LaidOutRow:
     """One moment of a row, as it is trained on: what sees itself alone, and the run that sees all of it.
 
     canvas_start: where in the run the state stands that predicts the first canvas position; below 0 where
-    finished blocks are part of the context.
+    finished blocks are part of the context. from_before: the position that the state before it predicts,
+    where each other one is predicted by its own.
     """
 
     context_segments: tuple[Segment, ...]
     canvas_segment: Segment
     canvas_start: int
+    from_before: int | None = None
+
+    def find_state(self, position: int) -> int:
+        """Where in the run the state stands that predicts a canvas position."""
+        return self.canvas_start + position - (position == self.from_before)
 
 
 def lay_out_prompt(
@@ -138,8 +139,8 @@ def lay_out_prompt(
             context = (*context, question)
     if block is None:
         return LaidOutPrompt(context, lead)
-    if mode != "diffusion":  # what is not causal is one block, wherever it begins
-        return LaidOutPrompt(context, lead, UNBOUNDED_POSITION, block, later, True, causal_context=True)
+    if mode == "autoregressive":
+        block = 1
     from_prompt = shape.block_grid == "prompt"
     return LaidOutPrompt(
         context, lead, (0 if from_prompt else len(lead.ids) % block) or block, block, later,

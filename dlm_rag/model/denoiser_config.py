@@ -192,9 +192,7 @@ class DenoiserConfig:
         """The values of `decode.mode` that the model was trained for, first the one where none is named."""
         if not self.causal_context:
             return ("diffusion",)
-        return (
-            ("autoregressive",) if self.block_size == 1 else ("diffusion", "autoregressive", "speculative")
-        )
+        return ("autoregressive",) if self.block_size == 1 else ("diffusion", "autoregressive")
 
     @property
     def dense_layers(self) -> int:

@@ -87,8 +87,7 @@ def _check_hidden_tokens(config: Config, shape: DenoiserConfig) -> None:
         )
     if shape.attention_patterns and pointed:
         raise ConfigError("pointer_loss_weight: this model's layers hide tokens by a pattern; set it to 0")
-    causal = any(find_task(train).has_causal_loss and train.causal_loss_weight for train in phases)
-    if (shape.shifted or causal) and shape.finished_block_context == "no_evidence":
+    if shape.predicts_next_block and shape.finished_block_context == "no_evidence":
         raise ConfigError(
             "finished_block_context=no_evidence cannot be trained on a model that predicts the next token: "
             "set decode.finished_block_context=recompute"
@@ -128,21 +127,15 @@ def _open_base_model(config: Config, path: str) -> InitialModel:
 def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
     """An architecture with what training gives it: layout, lengths, room for long contexts.
 
-    Raises `ConfigError` for a model whose causal pass would not be trained, or cannot be.
+    Raises `ConfigError` for an objective that would not train how the model begins a block.
     """
     train, decode, block = config.train, config.decode, config.model.block_size
     block = own.block_size if block is None else block or None
     phases = train.get_phase_configs().values()
-    causal = [find_task(phase).has_causal_loss and phase.causal_loss_weight > 0 for phase in phases]
-    if any(causal) and (not block or own.shifted or own.block_grid != "canvas"):
+    if own.causal_context and not all(find_task(phase).trains_causal_context for phase in phases):
         raise ConfigError(
-            "train.causal_loss_weight needs a model that predicts in place, in blocks counted from the "
-            "canvas: set model.block_size, or another model.path"
-        )
-    if (any(causal) or own.causal_context) and not all(causal):
-        raise ConfigError(
-            "this model predicts the next token too, which a phase would unlearn: set "
-            "train.causal_loss_weight above 0 with objective=sft"
+            "this model predicts the first token of a block from the text before it, which a phase would "
+            "unlearn: set train.objective=sft"
         )
     canvas = decode.max_new_tokens or own.canvas_length
     longest = [
@@ -157,7 +150,6 @@ def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
         canvas_length=canvas,
         block_length=own.block_length if decode.block_length is None else decode.block_length,
         block_size=block,
-        causal_context=own.causal_context or any(causal),
         finished_block_context=decode.finished_block_context or own.finished_block_context,
         commit_rule="threshold",
         max_position_embeddings=max(own.max_position_embeddings, *longest, 0),

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dlm_rag.evidence.encode_segments import (
-    canvas_starts,
     encode_canvases,
     encode_contexts,
     encode_sequence_shards,
+    run_starts,
 )
 from dlm_rag.evidence.prompt_segments import LaidOutRow, lay_out_prompt
 from dlm_rag.model.denoiser import Denoiser
@@ -86,7 +86,7 @@ def locate_pointers(
     and last + 1 of the passage, and the token; the row, and the place among its pointers.
     """
     found = []
-    laid_out = zip(examples, states, canvas_starts(states), strict=True)
+    laid_out = zip(examples, states, run_starts(states), strict=True)
     for row, (example, state, start) in enumerate(laid_out):
         facts, head = example.prompt.facts, len(example.prompt.head)
         # Where the prompt is in one piece, the passages follow its head; else each is a segment.
@@ -97,7 +97,7 @@ def locate_pointers(
             fact = facts[pointer.fact]
             first = at.get((fact, 0), bounds[pointer.fact])
             span = first, first + len(fact), first + pointer.token
-            found.append((start + pointer.position, *span, row, slot))
+            found.append((start + state.find_state(pointer.position), *span, row, slot))
     counts = [len(example.supervised_pointers) for example in examples]
     return counts, np.array(found, dtype=np.int64).reshape(-1, 6).T
 
@@ -152,7 +152,6 @@ class LossWeights:
 
     end_token: float = 1.0  # of an end token, where a token counts 1
     pointer: float = 0.0
-    causal: float = 0.0  # of the mean loss of next tokens, where that of masked tokens counts 1
     block_size: int | None = None  # attention in blocks of so many tokens; None: as the denoiser has it
 
 
@@ -162,16 +161,14 @@ def count_examples(
     """What is known of examples before the denoiser has seen them.
 
     supervised: tokens. divisor: of their losses, which counts them by weight, or all of a document.
-    causal: the same of next tokens, in causal rows.
     pointed: those that a passage in the prompt spells out. tokens: of prompts and canvases.
     """
-    found = dict.fromkeys(("supervised", "divisor", "causal", "pointed", "tokens", "rows"), 0.0)
+    found = dict.fromkeys(("supervised", "divisor", "pointed", "tokens", "rows"), 0.0)
     for example in examples:
         targets = [example.target[n] for n in example.supervised_positions]
         counted = sum(eos_weight if token in end_ids else 1.0 for token in targets)
         found["supervised"] += len(targets)
-        name = "causal" if example.causal else "divisor"
-        found[name] += counted if example.divisor is None else example.divisor
+        found["divisor"] += counted if example.divisor is None else example.divisor
         found["pointed"] += len({pointer.position for pointer in example.supervised_pointers})
         found["tokens"] += len(example.prompt) + len(example.target)
         found["rows"] += 1
@@ -217,7 +214,7 @@ def lay_out_examples(
     assert shape.mask_token_id is not None
     return [
         lay_out_prompt(example.prompt, shape, layout).build_row(
-            example.canvas(shape.mask_token_id), example.finished, shape.shifted or example.causal
+            example.canvas(shape.mask_token_id, shape.causal_context), example.finished, shape.shifted
         )
         for example in examples
     ]
@@ -239,18 +236,18 @@ class MaskedObjective(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """What these examples add to the loss of a step, a scalar; and sums that only the denoiser tells.
 
-        examples: masked rows, then causal ones, or all of them as a `PreparedBatch`. counts: of the whole
-        step, in all its parts on all processes. Sums, in nats and counts: the losses of masked and of next
-        tokens by weight, the pointer losses, the mass of the passage head on the right passage, the tokens
-        to be copied that the denoiser finds most probable.
+        examples: rows, or all of them as a `PreparedBatch`. counts: of the whole step, in all its parts on
+        all processes. Sums, in nats and counts: the losses of tokens by weight, the pointer losses, the
+        mass of the passage head on the right passage, the tokens to be copied that the denoiser finds most
+        probable.
         """
         layers = self.denoiser.config.num_hidden_layers
         probe = AttentionProbe(max(0, layers - 2)) if terms.pointer and counts["pointed"] else None
         if isinstance(examples, Sequence):
-            hidden, first, pointers, arrays = self._encode(examples, probe, terms)
+            hidden, pointers, arrays = self._encode(examples, probe, terms)
         else:
             batch = examples.moved(self.denoiser.device)
-            first, pointers, arrays = batch.predicted, batch.pointers, batch.arrays
+            pointers, arrays = batch.pointers, batch.arrays
             rows = batch.canvases
             if batch.contexts is not None:
                 kept = self.denoiser.encode(batch.contexts, keep=True)[1]
@@ -259,35 +256,24 @@ class MaskedObjective(nn.Module):
         with profile_stage("loss"):
             targets, weights, copied, places = arrays
             normed, head = self.denoiser.norm(hidden), self.denoiser.lm_head.weight
-            groups = [x.tensor_split((first,)) for x in (normed, targets, weights)]
-            (masked, causal), chunk = zip(*groups, strict=True), self.logit_chunk
-            summed, right = ChunkedCrossEntropy.apply(masked[0], head, *masked[1:], chunk)
+            summed, right = ChunkedCrossEntropy.apply(normed, head, targets, weights, self.logit_chunk)
             loss = summed / counts["divisor"]
-            predicted, pointed, mass = summed.new_zeros(3)
-            if first < len(targets):
-                predicted, found = ChunkedCrossEntropy.apply(causal[0], head, *causal[1:], chunk)
-                loss = loss + predicted * (terms.causal / counts["causal"])
-                right = torch.cat((right, found))
+            pointed, mass = summed.new_zeros(2)
             if probe is not None:
                 pointed, mass = compute_pointer_loss(pointers, places, probe)
                 loss = loss + pointed * (terms.pointer / counts["pointed"])
             names = (right & copied).sum().float()
-        sums = {
-            "tokens": summed, "causal": predicted, "pointers": pointed, "passage_mass": mass,
-            "names_right": names,
-        }  # fmt: skip
+        sums = {"tokens": summed, "pointers": pointed, "passage_mass": mass, "names_right": names}
         return loss, {name: value.detach() for name, value in sums.items()}
 
     def _encode(
         self, examples: Sequence[Example], probe: AttentionProbe | None, terms: LossWeights
-    ) -> tuple[Tensor, int, list[int], list[Tensor]]:
+    ) -> tuple[Tensor, list[int], list[Tensor]]:
         """Hidden states of examples, and what a `PreparedBatch` would have beside them."""
         seen = encode_batch(self.denoiser, examples, self.layout, probe, terms.block_size, self.share)
         pointers, places = locate_pointers(examples, seen.states)
         supervision = list_supervision(examples, seen.positions, self.end_ids, terms.end_token)
-        rows = zip(examples, seen.positions, strict=True)
-        first = sum(len(read) for example, read in rows if not example.causal)  # of causal rows
-        return seen.hidden, first, pointers, to_device([*supervision, places], seen.hidden.device)
+        return seen.hidden, pointers, to_device([*supervision, places], seen.hidden.device)
 
 
 def list_supervision(

@@ -26,15 +26,13 @@ class PreparedBatch:
     """What `MaskedObjective` needs of some examples; arrays until they are `moved`.
 
     contexts: segments that rows share, None without any. canvases: the rows, whose context is to come.
-    predicted: supervised tokens of masked rows, which come first. pointers: of each row. arrays: of the
-    supervised tokens targets, weights and whether they can be copied, then the pointers' places, as
-    `list_supervision` and `locate_pointers` give them.
+    pointers: of each row. arrays: of the supervised tokens targets, weights and whether they can be copied,
+    then the pointers' places, as `list_supervision` and `locate_pointers` give them.
     """
 
     counts: dict[str, float]
     contexts: PackedRows | None
     canvases: PackedRows
-    predicted: int
     pointers: tuple[int, ...]
     arrays: tuple[Any, ...]
 
@@ -79,12 +77,11 @@ def prepare_batch(
         context = SharedContext(stand_in, ranges)
         contexts = pack_rows(segments, CPU, read=[()] * len(segments))
     places = [list(example.supervised_positions) for example in examples]
-    asked = [[row.canvas_start + n for n in read] for row, read in zip(states, places, strict=True)]
+    asked = [[row.find_state(n) for n in read] for row, read in zip(states, places, strict=True)]
     canvases = pack_rows([row.canvas_segment for row in states], CPU, asked, context)
     pointers, where = locate_pointers(examples, states)
     batch = PreparedBatch(
         count_examples(examples, end_ids, end_weight), contexts, replace(canvases, context=None),
-        sum(len(read) for read, row in zip(places, examples, strict=True) if not row.causal),
         tuple(pointers), (*list_supervision(examples, places, end_ids, end_weight), where),
     )  # fmt: skip
     return map_arrays(batch, lambda array: array if isinstance(array, np.ndarray) else array.numpy())

@@ -91,7 +91,7 @@ class SftTask(MaskedTask):
     The state is the stage of the curriculum and the running accuracy on names that ends it.
     """
 
-    name, has_causal_loss = "sft", True
+    name, trains_causal_context = "sft", True
     _source: WorldExamples | QuestionExamples
 
     def __init__(self, phase: Phase) -> None:
@@ -112,8 +112,7 @@ class SftTask(MaskedTask):
 
     def sample_examples(self, shape: DenoiserConfig, count: int) -> list[Example]:
         train = self.train
-        rows = sample_prompt_rows(shape, train.passage_length, self._top_k, count, train.rows_per_set)
-        return self._add_causal_rows(rows)
+        return sample_prompt_rows(shape, train.passage_length, self._top_k, count, train.rows_per_set)
 
     def conditions(self, state: TaskState) -> tuple[int, int]:
         """How many passages the prompts of this stage have: at least, at most."""
@@ -123,7 +122,7 @@ class SftTask(MaskedTask):
     def make_microbatch(
         self, step: int, items: Sequence[int], conditions: tuple[int, int]
     ) -> list[Example]:
-        return self._add_causal_rows(self._source.examples(step, items, conditions))
+        return self._source.examples(step, items, conditions)
 
     def prepare_microbatch(self, step: int, items: Sequence[int]) -> PreparedBatch:
         done = step / self.train.max_steps
@@ -132,9 +131,6 @@ class SftTask(MaskedTask):
         shape, ends = self._origin.config, self._origin.tokenizer.end_ids
         return prepare_batch(rows, shape, self.layout(shape), ends, self.loss_weights(step).end_token)
 
-    def _add_causal_rows(self, rows: list[Example]) -> list[Example]:
-        return rows + [row.make_causal() for row in rows if self.train.causal_loss_weight]
-
     def loss_weights(self, step: int) -> LossWeights:
         """As the rate falls, end tokens count more and pointers less."""
         train, (pointer, final_pointer) = self.train, self._pointers
@@ -142,14 +138,11 @@ class SftTask(MaskedTask):
         return LossWeights(
             end_token=FINAL_END_TOKEN_WEIGHT + left * (END_TOKEN_WEIGHT - FINAL_END_TOKEN_WEIGHT),
             pointer=final_pointer + left * (pointer - final_pointer),
-            causal=train.causal_loss_weight,
         )
 
     def metrics(self, sums: Sums, counts: Sums, state: TaskState) -> Sums:
         pointed = max(1, counts["pointed"])
         found = {"loss": sums["tokens"] / counts["divisor"], "name_accuracy": sums["names_right"] / pointed}
-        if self.train.causal_loss_weight:
-            found["causal_loss"] = sums["causal"] / counts["causal"]
         if "pointers" in sums:
             found["pointer_loss"] = sums["pointers"] / pointed
             found["pointer_mass"] = sums["passage_mass"] / pointed

@@ -62,7 +62,7 @@ class Task:
     needs_trained_model: ClassVar[bool] = False
     reads_sequences: ClassVar[bool] = False  # a model needs positions for `train.sequence_length`
     opens_causal_attention: ClassVar[bool] = False  # can begin with an autoregressive checkpoint
-    has_causal_loss: ClassVar[bool] = False  # whether it reads `train.causal_loss_weight`
+    trains_causal_context: ClassVar[bool] = False  # its rows predict the first token of a block from before
     updates = 1  # weight updates per step
 
     def __init__(self, phase: Phase) -> None:

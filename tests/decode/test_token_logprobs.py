@@ -24,7 +24,7 @@ from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 QUESTION = "who was "  # two blocks of 4
 IN_BLOCKS = {"block_grid": "prompt"}
 EDITS = {"delete_token_id": 115, "split_token_id": 153}
-KINDS = {  # a denoiser, settings, and by which blocks a causal pass is read
+KINDS = {  # a denoiser and settings
     "masked": (tiny_denoiser, {}),
     "sampled": (tiny_denoiser, {"temperature": 2.0}),
     "policy": (tiny_denoiser, {"commit_rule": "sampled", "temperature": 2.0}),
@@ -35,7 +35,7 @@ KINDS = {  # a denoiser, settings, and by which blocks a causal pass is read
         lambda: block_denoiser(**IN_BLOCKS, **EDITS),
         {"edit_threshold": 0.4, "commit_threshold": 0.1, "max_edit_steps": 6},
     ),
-    "speculative": (lambda: block_denoiser(causal_context=True), {"mode": "speculative"}),
+    "autoregressive": (lambda: block_denoiser(causal_context=True), {"mode": "autoregressive"}),
 }
 
 
@@ -58,18 +58,14 @@ def decode(decoder):
     return decoder.decode([QUESTION]), views
 
 
-def last_log_probs(denoiser, views):
+def last_log_probs(denoiser, views, causal):
     """By position, the log-softmax (V,) of the last view that asks for it, by the plain forward pass."""
     found = {}
     for view in views:
         ids = [*view.laid_out_prompt.canvas_prefix.ids, *view.canvas.tolist()]
         first = len(ids) - len(view.canvas)
         with torch.no_grad():
-            logits = (
-                denoiser(torch.tensor([[*ids, 0]]), block=1)
-                if view.causal
-                else denoiser(torch.tensor([ids]))
-            )
+            logits = denoiser(torch.tensor([[*ids, 0] if causal else ids]), block=1 if causal else None)
         for place in view.positions.tolist():
             found[place] = logits[0, first + place].log_softmax(-1)
     return found
@@ -79,7 +75,8 @@ def last_log_probs(denoiser, views):
 def test_they_are_those_of_the_last_step_that_could_change_a_token(kind, corpus):
     decoder = make_decoder(kind, corpus, top_logprobs=4)
     (rollout,), views = decode(decoder)
-    scores, expected = collect_logprobs(rollout), last_log_probs(decoder.denoiser, views)
+    scores = collect_logprobs(rollout)
+    expected = last_log_probs(decoder.denoiser, views, kind == "autoregressive")
     final = rollout.final_tokens()
     assert scores.keys() == final.keys() and len(final) == rollout.canvas_length
     never = (

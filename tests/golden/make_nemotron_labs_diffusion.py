@@ -4,15 +4,11 @@
 
 CHECKOUT is of Blaizzy/mlx-vlm. Its sampler `native` is the `generate` of the model's card: the prompt and
 each finished block run causally, which gives the first token of the next block, and the block is filled by
-threshold (SGLang calls that rule FastDiffuser). Its `ar_generate` and `linear_spec_generate` are the other
-modes of the card. Nothing is changed but one number: mlx-vlm begins with drafts of 8 tokens and lengthens
-them as they are accepted; the card and SGLang's LinearSpec always draft a whole block, and so it is here.
-The encoder's calls are listened to.
+threshold (SGLang calls that rule FastDiffuser). Its `ar_generate` is another mode of the card. The
+encoder's calls are listened to.
 """
 
-import inspect
 import json
-import textwrap
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,17 +37,7 @@ PUBLIC = {"gen_length": 96, "block_length": 32, "steps": 32, "threshold": 0.9}
 SMALL = {"gen_length": 32, "block_length": 8, "steps": 8, "threshold": 0.8}
 LONG = [(20, 21), (33, 22), (45, 23), (64, 24), (32, 25), (3, 26)]  # prompts as (length, seed)
 SHORT = [(5, 10), (13, 1), (16, 1), (8, 5), (24, 7), (1, 0)]
-# Whose drafts are accepted more often than those of others.
-DRAFTED = [(20, 18), (33, 19), (45, 5), (64, 28), (32, 19), (3, 10)]
-DRAFTED_SMALL = [(5, 2), (13, 28), (16, 19), (8, 33), (24, 19), (1, 27)]
-WRITTEN = {"max_new_tokens": 48, "block_length": 32}
-WRITTEN_SMALL = {"max_new_tokens": 33, "block_length": 8}
-# From left to right: which method, with which settings.
-CAUSAL_TRACES: dict[str, tuple[str, dict[str, Any], list[tuple[int, int]]]] = {
-    "nemotron-labs-diffusion-autoregressive": ("ar_generate", {"max_new_tokens": 24}, LONG),
-    "nemotron-labs-diffusion-speculative": ("linear_spec_generate", WRITTEN, DRAFTED),
-    "nemotron-labs-diffusion-speculative-small": ("linear_spec_generate", WRITTEN_SMALL, DRAFTED_SMALL),
-}
+WRITTEN = {"max_new_tokens": 24}  # from left to right
 TRACES: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
     "nemotron-labs-diffusion": (PUBLIC, LONG),
     "nemotron-labs-diffusion-small": (SMALL, SHORT),
@@ -83,50 +69,26 @@ class Listener:
 
 
 class CausalListener:
-    """Tells a recorder of drafts, which write nothing, and of causal passes.
-
-    What a causal pass has written shows in where the next call begins.
-    """
+    """Tells a recorder of causal passes; that a token was kept shows in where the next call begins."""
 
     def __init__(self, recorder: StepRecorder, prompt_length: int) -> None:
         self.recorder, self.prompt_length, self.written = recorder, prompt_length, prompt_length
-        self.draft: Tensor | None = None  # its probabilities
-        self.open: tuple[int, Tensor] | None = None  # a causal pass: where it begins, its probabilities
+        self.open: Tensor | None = None  # the probabilities of the last pass for the next token
 
     def hear(self, ids: Tensor, start: int, stores: bool, logits: Tensor) -> None:
         self.settle(start)
-        if stores:
-            self.open = (start, logits.softmax(-1))
-        else:
-            self.draft = logits.softmax(-1)
-            self.recorder.add([], [], [])
-        self.recorder.forwards["store" if stores else "denoise"] += 1
+        self.open = logits[-1].softmax(-1)
+        self.recorder.forwards["store"] += 1
 
     def settle(self, stored: int) -> None:
-        """Up to `stored` tokens are kept now, and the one behind them is known."""
+        """The token at `stored` is known now."""
         if self.open is None or stored < self.written:
             return
-        (begin, causal), places = self.open, range(self.written, stored + 1)
-        chances = causal[self.written - 1 - begin : stored - begin]
-        decided = [chances] if self.draft is None else [chances, self.draft[1 : 1 + len(places)]]
-        two = torch.cat(decided).topk(2).values
-        self.recorder.note("token", (two[:, 0] - two[:, 1]).min())
-        confidence, token = chances.max(-1)
-        self.recorder.add([n - self.prompt_length for n in places], token.tolist(), confidence.tolist())
+        two = self.open.topk(2)
+        self.recorder.note("token", two.values[0] - two.values[1])
+        self.recorder.add([stored - self.prompt_length], [int(two.indices[0])], [float(two.values[0])])
         self.recorder.steps[-1]["store"] = True
-        self.written, self.draft, self.open = stored + 1, None, None
-
-
-def draft_whole_blocks(kind: Any) -> None:
-    """Has `linear_spec_generate` begin, and go on, with drafts of a whole block."""
-    source = textwrap.dedent(inspect.getsource(kind.linear_spec_generate))
-    fixed = source.replace(
-        "base_draft_window = min(max_draft_window, 8)", "base_draft_window = max_draft_window"
-    )
-    assert fixed != source
-    names: dict[str, Any] = {}
-    exec(fixed, vars(import_module(kind.__module__)), names)
-    kind.linear_spec_generate = names["linear_spec_generate"]
+        self.written, self.open = stored + 1, None
 
 
 def listen(model: Any, listener: Listener | CausalListener | None) -> None:
@@ -193,22 +155,17 @@ def main() -> None:
             given.out / f"{name}.json", origin, json.loads(json.dumps(COMMON | settings)), prompts, answer,
             threshold=settings["threshold"],
         )  # fmt: skip
-    draft_whole_blocks(type(model))
-    for name, (method, settings, prompts) in CAUSAL_TRACES.items():
 
-        def write(recorder: StepRecorder, ids: list[int], method=method, settings=settings) -> list[int]:
-            listener = CausalListener(recorder, len(ids))
-            listen(model, listener)
-            ends = {"eos_token_id": PAD}
-            if method == "linear_spec_generate":
-                ends["mask_token_id"] = MASK
-            found = getattr(model, method)(mx.array([ids]), **ends, **settings)[0][0].tolist()
-            listener.settle(len(found) - 1)
-            return found[len(ids) :]
+    def write(recorder: StepRecorder, ids: list[int]) -> list[int]:
+        listener = CausalListener(recorder, len(ids))
+        listen(model, listener)
+        found = model.ar_generate(mx.array([ids]), eos_token_id=PAD, **WRITTEN)[0][0].tolist()
+        listener.settle(len(found) - 1)
+        return found[len(ids) :]
 
-        path = given.out / f"{name}.json"
-        written = TraceOrigin(SOURCE, f"models/nemotron_labs_diffusion/language.py, {method}", FAMILY)
-        record_trace(path, written, settings, prompts, write)
+    path = given.out / f"{FAMILY}-autoregressive.json"
+    origin_of_text = TraceOrigin(SOURCE, "models/nemotron_labs_diffusion/language.py, ar_generate", FAMILY)
+    record_trace(path, origin_of_text, WRITTEN, LONG, write)
     listen(model, None)
     ids = make_logit_input_ids()
     length = ids.shape[1]

@@ -104,11 +104,6 @@ def nemotron(public):
     }  # fmt: skip
 
 
-def speculative(public):
-    settings = {"mode": "speculative", "max_new_tokens": public["max_new_tokens"]}
-    return "nemotron_labs_diffusion.yaml", public["block_length"], settings
-
-
 def autoregressive(public):
     return "nemotron_labs_diffusion.yaml", None, public | {"mode": "autoregressive"}
 
@@ -130,7 +125,7 @@ FAMILIES = {
     "sdar": sdar, "fast-dllm-v2": fast_dllm_v2, "a2d-bd3lm": bd3lm, "a2d-mdlm": a2d, "lladamoe": a2d,
     "llada21": llada21, "llada22": llada22, "llada2": llada2,
     "nemotron-labs-diffusion-autoregressive": autoregressive,
-    "nemotron-labs-diffusion-speculative": speculative, "nemotron": nemotron,
+    "nemotron": nemotron,
 }  # fmt: skip
 
 

@@ -291,9 +291,9 @@ def test_the_mask_is_the_tokenizers_where_the_config_does_not_say_it(tmp_path, f
     assert open_checkpoint(tmp_path).config.mask_token_id == 7
 
 
-def test_the_causal_pass_of_nemotron_labs_diffusion_is_not_left_behind_by_training(tmp_path):
+def test_how_nemotron_labs_diffusion_begins_a_block_is_not_left_behind_by_training(tmp_path):
     write_checkpoint("nemotron-labs-diffusion", tmp_path)
     shape = open_checkpoint(tmp_path).config
-    with pytest.raises(ConfigError):
-        make_training_shape(Config(), shape)
-    assert make_training_shape(load_config(None, ["train.causal_loss_weight=1"]), shape).causal_context
+    with pytest.raises(ConfigError, match="set train.objective=sft"):
+        make_training_shape(load_config(None, ["train.objective=pretrain"]), shape)
+    assert make_training_shape(Config(), shape).causal_context

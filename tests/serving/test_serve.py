@@ -70,7 +70,7 @@ def make_decoder_of(corpus, gemma_folder):
         if kind == "masked":
             return made_decoder(corpus, replace(SETTINGS, **settings))
         if kind == "causal":
-            own = DecodeConfig(max_new_tokens=16, batch_size=4, **settings)
+            own = DecodeConfig(**({"max_new_tokens": 16, "batch_size": 4} | settings))
             retriever = load_retriever(RetrievalConfig(top_k=2), corpus)
             return Decoder(block_denoiser(causal_context=True), retriever, tiny_tokenizer(), own)
         if kind in ("edits", "deletions"):
@@ -130,7 +130,7 @@ def test_answers_and_figures_are_those_of_the_decoder(make_decoder_of, kind):
         ("masked", {"max_tokens": 5}),
         ("edits", {}),
         ("deletions", {}),
-        ("causal", {"mode": "speculative"}),
+        ("causal", {"mode": "autoregressive"}),
         pytest.param("uniform", {}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -191,7 +191,7 @@ def test_stop_texts_cut_the_stream_and_the_whole_alike(decoder):
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [("masked", {"commit_threshold": 0.9}), ("causal", {"mode": "speculative"}), ("uniform", {})],
+    [("masked", {"commit_threshold": 0.9}), ("causal", {}), ("uniform", {})],
     ids=["masked", "causal", "uniform"],
 )
 def test_the_page_gets_the_records_of_a_trace(make_decoder_of, tmp_path, kind, settings):
@@ -299,7 +299,7 @@ def test_what_asks_for_nothing_is_taken(refusing):
     [
         ("masked", {"commit_threshold": 0.99, "query_policy": "question"}),
         ("uniform", {"max_new_tokens": 12, "steps_per_block": 3, "seed": 4}),
-        ("causal", {"mode": "speculative"}),
+        ("causal", {"mode": "autoregressive", "max_new_tokens": 12}),
     ],
 )
 def test_settings_hold_for_one_request(make_decoder_of, kind, own):

@@ -35,7 +35,7 @@ TWO_PARTS_SETTINGS = ["train.passage_sets_per_step=2", "train.prompts_per_step=2
 THREE_SETS_SETTINGS = ["train.passage_sets_per_step=3", "train.prompts_per_step=3"]
 PLAN_CASES = {
     "sft, independent": [],
-    "sft, both objectives": ["model.block_size=8", "train.causal_loss_weight=1"],
+    "sft, in blocks": ["model.block_size=8"],
     "sft, joint": ["model.evidence_layout=joint"],
     "sft, checkpointing full": ["train.activation_checkpointing=full"],
     "sft, checkpointing selective": ["train.activation_checkpointing=selective"],

@@ -59,7 +59,7 @@ ADAPTERS = [*SFT, BFLOAT16, "train.lora_rank=4", "model.path={checkpoint}", "tra
 UNEVEN = [*SFT, "train.parallel=fsdp", "train.max_hops=3", "decode.batch_size=1"]
 TRAINING_CASES = {
     "sft": SFT,
-    "sft both objectives": [*SFT, "model.block_size=8", "train.causal_loss_weight=0.5"],
+    "sft in blocks": [*SFT, "model.block_size=8"],
     "sft muon": [*SFT, "train.optimizer=muon"],
     "sft accumulated": [*SFT, "train.gradient_accumulation_steps=2"],
     "sft sharded": [*SFT, "train.parallel=fsdp"],

@@ -30,7 +30,7 @@ SAME = {  # case on two processes -> case on one
         case: case
         for case in (
             "sft",
-            "sft both objectives",
+            "sft in blocks",
             "sft muon",
             "sft bfloat16",
             "adapters",

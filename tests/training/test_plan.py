@@ -90,7 +90,6 @@ SMALL = [
 ]  # fmt: skip
 DEEP = {
     "sft": [],
-    "sft, both objectives": ["train.causal_loss_weight=1"],
     "sft, adapters": ["train.lora_rank=2", "train.optimizer=adamw"],
     "sft in shards": ["train.parallel=fsdp", "plan.devices=2", "train.activation_checkpointing=full"],
     "rl, with a reference": [

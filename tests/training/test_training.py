@@ -26,7 +26,7 @@ from dlm_rag.commands.train import StopSignal, prepare_run_folder
 from dlm_rag.config import TrainConfig, load_config
 from dlm_rag.data.synthetic_world import make_world, make_world_question
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.evidence.encode_segments import canvas_starts, encode_canvases, encode_contexts
+from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts, run_starts
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.files.journal import acquire_file_lock, release_file_lock
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -191,7 +191,7 @@ def test_pointer_loss_is_the_mass_where_it_belongs(tokenizer, examples, layout, 
     example = next(e for e in examples if e.supervised_pointers)
     states, probe = lay_out_examples([example], denoiser.config), AttentionProbe(0)
     encode_canvases(denoiser, states, encode_contexts(denoiser, states), [[0]], probe)
-    starts = canvas_starts(states)
+    starts = [at + row.canvas_start for at, row in zip(run_starts(states), states, strict=True)]
     loss, mass = pointer_loss_of([example], states, probe)
     expected, masses = [], []
     for p in example.supervised_pointers:

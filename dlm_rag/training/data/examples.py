@@ -3,8 +3,10 @@
 import random
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
+
+import numpy as np
 
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
@@ -46,8 +48,6 @@ class Example:
     divisor: float | None = None
     supervised: tuple[bool, ...] | None = None  # None: what is hidden
     finished: int = 0  # positions at its start that are whole finished blocks, where attention has blocks
-    response: tuple[int, ...] = ()  # the whole response and an end token, where the target may end before
-    causal: bool = False  # whether each token is predicted from those before it, all of which are seen
 
     @cached_property
     def supervised_positions(self) -> tuple[int, ...]:
@@ -61,15 +61,15 @@ class Example:
         places = set(self.supervised_positions)
         return [pointer for pointer in self.pointers if pointer.position in places]
 
-    def make_causal(self) -> "Example":
-        """The same prompt with the whole response, whose tokens are each predicted from those before."""
-        ids = self.response or self.target
-        shown, counted = (False,) * len(ids), (True,) * len(ids)
-        return replace(self, target=ids, masked=shown, supervised=counted, finished=len(ids), causal=True)
+    def canvas(self, mask_id: int, causal_context: bool = False) -> list[int]:
+        """What the denoiser sees of the target.
 
-    def canvas(self, mask_id: int) -> list[int]:
-        """What the denoiser sees of the target."""
-        return [mask_id if hide else token for token, hide in zip(self.target, self.masked, strict=True)]
+        With `causal_context` the first token of the block under work: it is predicted by a state that does
+        not see it, and written before the others.
+        """
+        hidden = np.array(self.masked)
+        hidden[self.finished : self.finished + causal_context] = False
+        return np.where(hidden, mask_id, self.target).tolist()
 
 
 def draw_random_mask(rng: random.Random, used: int, length: int, stands: int) -> tuple[bool, ...]:
@@ -141,10 +141,12 @@ class ExampleBuilder:
             first = lay_out_prompt(prompt, shape).block_bounds(0)[1]
             blocks = shape.canvas_length, shape.block_size, first
             masked, finished = draw_block_mask(rng, len(ids), stands, *blocks)
+            if shape.causal_context:
+                masked = (*masked[:finished], True, *masked[finished + 1 :])
         target = (*ids, *[end_id] * len(masked))[: len(masked)]
-        response = (*ids, end_id)[: shape.canvas_length]
-        there = tuple(pointer for pointer in pointers if pointer.position < len(response))
-        return Example(prompt, target, masked, there, finished=finished, response=response)
+        used = min(len(ids) + 1, shape.canvas_length)
+        there = tuple(pointer for pointer in pointers if pointer.position < used)
+        return Example(prompt, target, masked, there, finished=finished)
 
 
 def sample_passages(

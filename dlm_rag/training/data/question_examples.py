@@ -250,8 +250,6 @@ class QuestionExamples:
         pointers = CopyIndex(prompt.facts).find(ids)
         row = self._builder.build_example(rng, prompt, ids, standing, pointers)
         told = self._count_supported_tokens(question, ids, {p.id for p in evidence})
-        if told < len(ids):
-            row = replace(row, response=row.response[: told + MAX_UNSUPPORTED_TOKENS])
         if not row.finished <= told < len(ids):
             return row
         hidden = tuple(hide or place >= told for place, hide in enumerate(row.masked))
