@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import platform
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -88,7 +88,7 @@ class PreparedDecoder:
         limit_cuda_allocator(self.config.engine, self.device)
         config, engine = self.config, replace(self.config.engine, memory_gib=None)
         if denoiser is None:
-            how = self.device, self.dtype, self.attention, config.model.quantize
+            how = self.device, self.dtype, self.attention, config.model.quantize, config.model.device_map
             denoiser = load_denoiser(self.checkpoint, *how)
         decoder = Decoder(
             denoiser, self.retriever, self.tokenizer, config.decode, self.evidence_layout, engine
@@ -237,7 +237,8 @@ def prepare_decoder(
     weights = config.model.path, config.model.block_size
     checkpoint = once(lambda: _open_checkpoint(*weights), "checkpoint", *weights)
     decode = resolve_settings(config.decode, checkpoint.config)
-    config, device = replace(config, decode=decode), choose_device(config.model.device)
+    config, devices = replace(config, decode=decode), choose_devices(config)
+    device = devices[0]
     dtype = choose_dtype(config.model.dtype, device)
     if (adapter := checkpoint.config.adapter) is None:
         causal_context = checkpoint.config.causal_context
@@ -246,7 +247,7 @@ def prepare_decoder(
         attention = adapter.check_settings(config.model, config.engine)
     shape = checkpoint.config
     check_quantize(config.model.quantize, device, shape)
-    check_weights_fit(checkpoint, device, dtype, config.model.quantize)
+    check_weights_fit(checkpoint, devices, dtype, config.model.quantize)
     check_store(config.engine, shape, dtype.itemsize)
     show_status("reading the tokenizer")
     canvas, layout = decode.max_new_tokens, config.model.evidence_layout or shape.evidence_layout
@@ -321,17 +322,36 @@ def open_search_source(config: RetrievalConfig, once: ResourceCache) -> Callable
     return lambda: once(lambda: load_retriever(plain, corpus), "retriever", plain)
 
 
+def choose_devices(config: Config) -> list[torch.device]:
+    """The devices that the layers are on, the first one for all else. Raises `ConfigError`."""
+    from dlm_rag.model.device_map import list_devices
+
+    if config.model.device_map is None:
+        return [choose_device(config.model.device)]
+    for found, reason in (
+        (config.model.device != "auto", "names the devices: leave model.device out"),
+        (
+            config.workers is not None,
+            "is for one process: leave workers out",
+        ),
+        (config.engine.memory_gib is not None, "takes no engine.memory_gib, which is of one device"),
+    ):
+        if found:
+            raise ConfigError(f"model.device_map={config.model.device_map} {reason}")
+    return list_devices(config.model.device_map)
+
+
 def check_weights_fit(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quantize: str = "none"
+    checkpoint: Checkpoint, devices: Sequence[torch.device], dtype: torch.dtype, quantize: str = "none"
 ) -> None:
-    """Raises `ConfigError` for weights that a device cannot hold."""
+    """Raises `ConfigError` for weights that these devices cannot hold."""
     need = checkpoint.count_weight_bytes(dtype.itemsize, quantize)
-    have = get_device_memory_bytes(device)
+    have = sum(map(get_device_memory_bytes, {*devices}))
     if need > have:
         half = "" if dtype.itemsize < 4 else "set model.dtype=bfloat16, or "
         half += "set model.quantize=int8, or " * (quantize == "none" and checkpoint.family.load is None)
         raise ConfigError(
             f"the weights of {checkpoint.folder} take {format_bytes(need)} in {str(dtype)[6:]}, and this "
-            f"{device.type} has {format_bytes(have)} of memory: {half}choose a smaller model or a larger "
-            "device"
+            f"{devices[0].type} has {format_bytes(have)} of memory: {half}choose a smaller model or a "
+            "larger device, or spread the layers over several GPUs (model.device_map=auto)"
         )

@@ -30,7 +30,8 @@ from dlm_rag.files.journal import acquire_file_lock, release_file_lock
 from dlm_rag.files.paths import make_folder
 
 TRAIN_SETTINGS = (
-    "model", "prompt", "retrieval", "-retrieval.corpus", "-retrieval.url", "-retrieval.timeout",
+    "model", "-model.device_map", "prompt",
+    "retrieval", "-retrieval.corpus", "-retrieval.url", "-retrieval.timeout",
     "-retrieval.oracle", "decode", "engine", "train", "data", "plan", "out",
     "energy",
 )  # fmt: skip

@@ -26,6 +26,9 @@ class ModelConfig(CheckedSettings):
     model behind an OpenAI-compatible server, openai://HOST:PORT/v1/NAME (openais:// for https)"""
     device: str = setting("auto")
     """device to run on: cpu, cuda, cuda:1 or mps; auto takes CUDA if available"""
+    device_map: str | None = setting(None)
+    """devices that share the layers of a model that is too large for one, for decoding: auto (all CUDA
+    devices) or a list, cuda:0,cuda:1; unset: one device"""
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
     """dtype of the weights; auto takes bfloat16 on CUDA (float16 before Ampere) and float32 elsewhere"""
     quantize: str = setting(

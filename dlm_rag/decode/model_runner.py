@@ -147,7 +147,8 @@ class MaskedModelRunner(ModelRunner):
         else:
             near = int(engine.prefix_cache_gib * GIB)
         if near:
-            shares = self.denoiser.backend in RAGGED_KERNELS
+            # An arena is one block of memory, and layers may be on several devices.
+            shares = self.denoiser.backend in RAGGED_KERNELS and len({*self.denoiser.layer_devices}) == 1
             self.pool = EvidencePool(
                 device, KVArena(near, format) if shares else near, int(engine.cpu_offload_gib * GIB),
                 open_evidence_store(engine, self.denoiser),

@@ -90,9 +90,8 @@ class KVCacheManager:
         self._denoiser, self._pool, self._format = denoiser, pool, format
         self._arena = None if pool is None else pool.arena
         self._store = SlotKVCache(
-            config.num_hidden_layers, config.num_key_value_heads, config.head_dim, denoiser.device,
-            denoiser.compute_dtype,
-        )  # fmt: skip
+            config.num_key_value_heads, config.head_dim, denoiser.compute_dtype, denoiser.layer_devices
+        )
         self.reserve = self._store.reserve  # at once for so many rows of so many tokens, and new segments
         self._held: dict[int, _SlotLayout] = {}
         # Of the call under way: what it computes and where it puts it, and what the slots hold then.

@@ -21,7 +21,8 @@ def encode_segments(denoiser: Denoiser, segments: Sequence[Segment]) -> list[Ten
     """
     kept, lengths = _keys_values(denoiser, segments), [len(segment.ids) for segment in segments]
     # Each a tensor of its own: a view would keep the keys and values of the whole call alive.
-    rows = zip(*(x.split(lengths) for layer in kept for x in layer), strict=True)
+    first = denoiser.device
+    rows = zip(*(x.to(first).split(lengths) for layer in kept for x in layer), strict=True)
     return [rearrange([*row], "(layers kv) n h d -> layers kv n h d", kv=2) for row in rows]
 
 

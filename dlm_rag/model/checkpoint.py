@@ -8,7 +8,7 @@ with a checkpoint is never run, pickled weights are never opened.
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -70,18 +70,23 @@ class Checkpoint:
     tensor_sources: TensorSources
 
     def iterate_tensors(
-        self, device: torch.device, dtype: torch.dtype, copied: Collection[str] = ()
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        copied: Collection[str] = (),
+        homes: Mapping[str, torch.device] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by our name, on the device; one at a time is in flight. Raises `CheckpointError`.
 
         copied: names of those that are no pages of their file, which stays in memory as long as one is.
+        homes: other devices of some of them.
         """
         paths = self._weight_files
         size = sum(path.stat().st_size for path in paths)
         with report_progress("reading weights", size, "bytes") as advance, ExitStack() as opened:
             at, mapped_bytes = None, 0
             for ours, parts in self.tensor_sources.items():
-                whole = None
+                whole, home = None, (homes or {}).get(ours, device)
                 for path, part in parts:
                     if path != at or mapped_bytes > MAX_MAPPED_BYTES:
                         opened.close()  # no more of a file than is read stays in memory
@@ -90,13 +95,13 @@ class Checkpoint:
                     value = part.read(file, path)
                     advance(value.nbytes if part.scales is None else value.numel())
                     mapped_bytes += value.nbytes
-                    value = value.to(device, dtype, copy=ours in copied)  # no second copy is held
+                    value = value.to(home, dtype, copy=ours in copied)  # no second copy is held
                     _check_values(path, part.name, value, ours)
                     if not part.target_index:
                         whole = value.contiguous()  # columns are not
                         continue
                     if whole is None:
-                        whole = torch.empty(self._shapes[ours], device=device, dtype=dtype)
+                        whole = torch.empty(self._shapes[ours], device=home, dtype=dtype)
                     whole[part.target_index] = value
                 assert whole is not None
                 yield ours, whole

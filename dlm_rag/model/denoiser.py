@@ -8,7 +8,7 @@ The smallest run: `Denoiser(DenoiserConfig(vocab_size=64))(torch.zeros(1, 8, dty
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial, wraps
@@ -24,6 +24,7 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.model.attention import FLASH_MODULE, choose_backend
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.device_map import assign_devices, list_devices, move_to_device
 from dlm_rag.model.flops import FlopCount, count_encode_flops, count_head_flops
 from dlm_rag.model.kv_store import KeysValues
 from dlm_rag.model.layers import (
@@ -130,38 +131,44 @@ class Denoiser(TransformerWeights):
         dtype: torch.dtype = torch.float32,
         attention: str = "auto",
         quantize: str = "none",
+        device_map: str | Sequence[str] | None = None,
     ) -> Denoiser:
         """The denoiser in a Hugging Face style folder or hub id (see `families.FAMILIES`).
 
         Reads safetensors straight into `dtype` on `device`, and into the precision that `quantize` names.
+        device_map: devices that share the layers, the first one with embedding and head; "auto": all CUDA
+        devices.
         Never runs code from a checkpoint and never unpickles. Raises `CheckpointError` naming any missing,
         extra or misshapen tensor.
         """
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-        device = torch.device(device)
+        devices = list_devices(device_map) or [torch.device(device)]
+        device = devices[0]
         choose_backend(attention, device, dtype, checkpoint.config.causal_context)
         check_quantize(quantize, device, checkpoint.config)
         with torch.device("meta"):
             denoiser = cls(checkpoint.config)
-        denoiser.load(checkpoint, device, dtype, quantize)
+        denoiser.load(checkpoint, devices, dtype, quantize)
         denoiser.attention = attention
         return denoiser.eval()
 
     def load(
-        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quantize: str = "none"
-    ) -> None:
-        """Takes the weights of a checkpoint, in `dtype` on `device`, some quantised as they are read."""
+        self, checkpoint: Checkpoint, devices: Sequence[torch.device], dtype: torch.dtype,
+        quantize: str = "none",
+    ) -> None:  # fmt: skip
+        """Takes the weights of a checkpoint, in `dtype` on the devices, some quantised as they are read."""
+        homes = assign_devices(checkpoint.config, devices) if len(devices) > 1 else None
         self.quantize, values = quantize, dict[str, nn.Parameter]()
         quantized = {*list_quantized_weights(self)} if quantize != "none" else set()
         kept = {*checkpoint.tensor_sources} - quantized if quantized else set()
-        for name, value in checkpoint.iterate_tensors(device, dtype, kept):
+        for name, value in checkpoint.iterate_tensors(devices[0], dtype, kept, homes):
             if name in quantized:
                 quantize_weight(self, name, value, quantize)
             else:
                 values[name] = nn.Parameter(value)
         self.load_state_dict(values, strict=False, assign=True)
         self.tie_weights()
-        self.to(device)
+        self.set_rope_theta(self.config.rope_theta)  # on this device
         self.set_origin(checkpoint)
 
     def set_origin(self, checkpoint: Checkpoint) -> None:
@@ -200,7 +207,13 @@ class Denoiser(TransformerWeights):
 
     @property
     def device(self) -> torch.device:
+        """Where tokens come in and logits go out."""
         return self.embed_tokens.weight.device
+
+    @property
+    def layer_devices(self) -> list[torch.device]:
+        """Where each layer is, with its keys and values."""
+        return [next(block.parameters()).device for block in self.layers]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -273,12 +286,15 @@ class Denoiser(TransformerWeights):
         x = self.embed_tokens(rows.ids)
         if is_autocast(x):  # sums stay in float32, of full copies as of shards that are cast and gathered
             x = x.float()
-        kept, top = [], len(self.layers) - 1
+        kept, top, devices = [], len(self.layers) - 1, self.layer_devices
         for layer, block in enumerate(self.layers):
+            if (home := devices[layer]) != x.device:
+                x, rope, call = move_to_device((x, rope, call), home)
             with profile_layer(layer):
                 x, k, v = self._run_layer(block, x, rope, call, layer, layer == top)
             if keep:
                 kept.append((k, v))
+        x = x.to(self.device)
         if rows.output_indices is not None and last is sight:
             x = x[rows.output_indices]
         return x, kept
@@ -309,12 +325,12 @@ class Denoiser(TransformerWeights):
 
 def load_denoiser(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, attention: str = "auto",
-    quantize: str = "none",
+    quantize: str = "none", device_map: str | None = None,
 ) -> AnyDenoiser:  # fmt: skip
     """The model of a checkpoint with its weights, of the class that its family runs on."""
     if checkpoint.family.load is not None:
         return cast(HostedDenoiser, checkpoint.family.load(checkpoint, device, dtype))
-    return Denoiser.from_pretrained(checkpoint, device, dtype, attention, quantize)
+    return Denoiser.from_pretrained(checkpoint, device, dtype, attention, quantize, device_map)
 
 
 @cache

@@ -77,7 +77,7 @@ class KVFormat:
         block = self._denoiser.layers[layer]
         attention = block.self_attn
         assert isinstance(attention, Attention) and attention.k_proj.bias is not None
-        bias = attention.k_proj.bias.to(self.dtype).view(1, -1, attention.head_dim)
+        bias = attention.k_proj.bias.to(positions.device, self.dtype).view(1, -1, attention.head_dim)
         return apply_rope(bias.expand(len(positions), -1, -1), self._denoiser.compute_rope(positions))
 
 

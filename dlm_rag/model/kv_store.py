@@ -9,7 +9,7 @@ reads them.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, groupby
 from typing import Any
 
 import numpy as np
@@ -73,35 +73,49 @@ class GatherConcat(torch.autograd.Function):
 class SlotKVCache:
     """Slots of keys and values, grown when needed, and scratch room after them for one call.
 
-    keys_values: (N, 2, tokens, Hk, D) for N layers, tokens in pages of `PAGE_TOKENS`. Slot s begins at
-    token s * capacity; the caller knows what is where.
+    parts: (N, 2, tokens, Hk, D) for N layers, tokens in pages of `PAGE_TOKENS`; one for each run of layers
+    on the same device. Slot s begins at token s * capacity; the caller knows what is where.
     """
 
     def __init__(
-        self, layers: int, heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
+        self, heads: int, head_dim: int, dtype: torch.dtype, devices: Sequence[torch.device]
     ) -> None:
-        self.keys_values = torch.empty((layers, 2, 0, heads, head_dim), device=device, dtype=dtype)
+        """devices: of each layer."""
+        self.parts = [
+            torch.empty((len(list(same)), 2, 0, heads, head_dim), device=device, dtype=dtype)
+            for device, same in groupby(devices)
+        ]
         self.slots = self.capacity = 0  # how many slots, and tokens that each has room for
 
     def reserve(self, slots: int, tokens: int, scratch: int = 0) -> None:
         """Makes room for that many slots of that many tokens, and scratch tokens; keeps what slots hold."""
         slots, capacity = max(slots, self.slots), max(round_up_to_page(tokens), self.capacity)
         grown = (slots, capacity) != (self.slots, self.capacity)
-        if not grown and slots * capacity + scratch <= self.keys_values.shape[2]:
+        if not grown and slots * capacity + scratch <= self.parts[0].shape[2]:
             return
-        layers, two, _, *rest = self.keys_values.shape
-        room = self.keys_values.new_empty((layers, two, slots * capacity + scratch, *rest))
-        if self.slots:
-            by_slot = "layers kv (slots tokens) h d -> layers kv slots tokens h d"
-            there = rearrange(room[:, :, : slots * capacity], by_slot, slots=slots)
-            held = self.keys_values[:, :, : self.slots * self.capacity]
-            held = rearrange(held, by_slot, slots=self.slots)
-            there[:, :, : self.slots, : self.capacity] = held
-        self.keys_values, self.slots, self.capacity = room, slots, capacity
+        for number, part in enumerate(self.parts):
+            layers, two, _, *rest = part.shape
+            room = part.new_empty((layers, two, slots * capacity + scratch, *rest))
+            if self.slots:
+                by_slot = "layers kv (slots tokens) h d -> layers kv slots tokens h d"
+                there = rearrange(room[:, :, : slots * capacity], by_slot, slots=slots)
+                held = rearrange(part[:, :, : self.slots * self.capacity], by_slot, slots=self.slots)
+                there[:, :, : self.slots, : self.capacity] = held
+            self.parts[number] = room
+        self.slots, self.capacity = slots, capacity
+
+    def layer(self, number: int) -> Tensor:
+        """Keys and values (2, tokens, Hk, D) of a layer, on its device."""
+        for part in self.parts:
+            if number < len(part):
+                return part[number]
+            number -= len(part)
+        raise IndexError
 
     def write_tokens(self, place: int, kept: Tensor) -> None:
         """Writes keys and values (N, 2, n, Hk, D) from a place on."""
-        self.keys_values[:, :, place : place + kept.shape[2]] = kept
+        for part, own in zip(self.parts, kept.split([*map(len, self.parts)]), strict=True):
+            part[:, :, place : place + kept.shape[2]] = own
 
     def move_tokens(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Moves keys and values as if at once; each (from, to, tokens)."""
@@ -119,12 +133,16 @@ class SlotKVCache:
             step = source - place
             piece = step if step >= MIN_MOVE_TOKENS else tokens
             for at in range(0, tokens, piece):
-                kept = self.keys_values[:, :, source + at : source + min(at + piece, tokens)]
-                self.write_tokens(place + at, kept if abs(step) >= kept.shape[2] else kept.clone())
+                count = min(piece, tokens - at)
+                for part in self.parts:
+                    kept = part[:, :, source + at : source + at + count]
+                    kept = kept if abs(step) >= count else kept.clone()
+                    part[:, :, place + at : place + at + count] = kept
 
     def read_tokens(self, place: int, tokens: int) -> Tensor:
-        """A copy of the keys and values (N, 2, n, Hk, D) from a place on."""
-        return self.keys_values[:, :, place : place + tokens].clone()
+        """A copy of the keys and values (N, 2, n, Hk, D) from a place on, on the first device."""
+        first, *rest = (part[:, :, place : place + tokens] for part in self.parts)
+        return torch.cat([first, *(part.to(first.device) for part in rest)]) if rest else first.clone()
 
 
 def round_up_to_page(tokens: int) -> int:
@@ -172,7 +190,7 @@ class CachedRows:
         at: what `build_arrays` made. Returns all keys and values of the cache, each (tokens, Hk, D), or
         those that are gathered.
         """
-        both, sources = self.cache.keys_values[layer], at.get("sources")
+        both, sources = self.cache.layer(layer), at.get("sources")
         for side, own in zip(both, (k, v), strict=True):
             side.index_copy_(0, at["places"], own if sources is None else own[sources])
         keys, values = (both.index_select(1, at["kept"]) if self.gathered else both).unbind()

@@ -4,8 +4,8 @@ Rows follow one another without padding. All that a call needs to know about the
 rows end, where keys go) is made on the host and goes to the device in one copy.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any
@@ -213,6 +213,33 @@ class PackedRows:
         if self.context is None:
             return k, v
         return self.context.extend(layer, k, v, self.context_tensors)
+
+
+def map_arrays(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Rows, or what holds them, with every array or tensor changed, in a fixed order.
+
+    What is there in two places is changed once, and is the same object in both again.
+    """
+    made: dict[int, Any] = {}
+
+    def visit(value: Any) -> Any:
+        if id(value) in made:
+            return made[id(value)]
+        found = value
+        if isinstance(value, np.ndarray | Tensor):
+            found = change(value)
+        elif is_dataclass(value) and not isinstance(value, type):
+            own = {item.name: getattr(value, item.name) for item in fields(value) if item.init}
+            found = replace(value, **{name: visit(part) for name, part in own.items()})
+        elif isinstance(value, dict):
+            return {name: visit(part) for name, part in value.items()}
+        elif isinstance(value, tuple) and value and isinstance(value[0], np.ndarray | Tensor):
+            return tuple(map(visit, value))
+        if found is not value:
+            made[id(value)] = found
+        return found
+
+    return visit(value)
 
 
 def pack_rows(

@@ -2,18 +2,17 @@
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dlm_rag.model.device_io import to_device
 from dlm_rag.model.kv_store import SharedContext, make_consecutive_ranges
-from dlm_rag.model.packed_batch import AttentionMetadata, PackedRows, pack_rows
+from dlm_rag.model.packed_batch import PackedRows, map_arrays, pack_rows
 from dlm_rag.training.data.examples import Example
 from dlm_rag.training.losses import count_examples, lay_out_examples, list_supervision, locate_pointers
 
@@ -42,20 +41,6 @@ class PreparedBatch:
         map_arrays(self, lambda array: arrays.append(array))
         there = iter(to_device(arrays, device))
         return map_arrays(self, lambda _: next(there))
-
-
-def map_arrays(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A batch with every array or tensor in it changed, in a fixed order."""
-    if isinstance(value, np.ndarray | Tensor):
-        return change(value)
-    if isinstance(value, PreparedBatch | PackedRows | AttentionMetadata):
-        own = {item.name: getattr(value, item.name) for item in fields(value) if item.init}
-        return replace(value, **{name: map_arrays(part, change) for name, part in own.items()})
-    if isinstance(value, dict):
-        return {name: map_arrays(part, change) for name, part in value.items()}
-    if isinstance(value, tuple) and value and isinstance(value[0], np.ndarray | Tensor):
-        return tuple(map_arrays(part, change) for part in value)
-    return value
 
 
 def prepare_batch(

@@ -80,7 +80,7 @@ def test_a_decoder_takes_what_is_reckoned_and_not_more(tmp_path, layout, rows, b
     pool = decoder.model_runner.pool
     assert pool.used_bytes[0] <= kept
     if memory.row.has_kv_slot:
-        assert decoder.model_runner._contexts._store.keys_values.nbytes == memory.kv_slot_bytes(rows), (
+        assert decoder.model_runner._contexts._store.parts[0].nbytes == memory.kv_slot_bytes(rows), (
             "never grown"
         )
     reckoned = memory.kv_slot_bytes(rows) + memory.step_bytes(rows) + kept

@@ -47,14 +47,14 @@ def test_a_row_sees_what_it_names_in_the_memory_its_slot_and_itself(int8, block)
     """Segments that others see too, in its own order, of a memory and a store without other numbers."""
     denoiser = tiny_denoiser(block_size=block)
     format = KVFormat(denoiser, "int8" if int8 else "auto")
-    arena, store = KVArena(10**6, format), SlotKVCache(2, 2, 8, CPU, torch.float32)
+    arena, store = KVArena(10**6, format), SlotKVCache(2, 8, torch.float32, [CPU, CPU])
     held = [Segment((n,) * n, 10 * n) for n in (3, 9, 5)]
     numbers = [torch.randn(2, 2, len(segment.ids), 2, 8) for segment in held]
     for segment, values in zip(held, numbers, strict=True):
         arena.take(segment)
         arena.write(segment, format.pack(values, segment.start))
     store.reserve(2, 300)
-    store.keys_values.fill_(torch.nan)
+    store.parts[0].fill_(torch.nan)
     kept = torch.randn(2, 2, 4, 2, 8)
     store.write_tokens(store.capacity + 7, kept)
     seen = [(0, 2), (), (2, 1)]  # segments of each row
@@ -149,7 +149,7 @@ def test_rows_that_share_segments_get_the_same_tokens(corpus_file, shape, layout
             assert runner.pool.arena is not None and found == expected
         assert layout == "prefix" or runner.cache_stats.evicted_segments
         if shape:
-            assert runner._contexts._store.keys_values.numel() == 0, "a row keeps nothing of its own"
+            assert runner._contexts._store.parts[0].numel() == 0, "a row keeps nothing of its own"
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "int8"])

@@ -10,16 +10,16 @@ from dlm_rag.model.kv_store import SlotKVCache
 def test_moves_are_as_if_at_once():
     rng = random.Random(0)
     for _ in range(300):
-        store = SlotKVCache(2, 1, 4, torch.device("cpu"), torch.float32)
+        store = SlotKVCache(1, 4, torch.float32, [torch.device("cpu")] * 2)
         store.reserve(1, 500)
-        store.keys_values.copy_(torch.randn(store.keys_values.shape))
+        store.parts[0].copy_(torch.randn(store.parts[0].shape))
         lengths = [rng.randrange(60) for _ in range(5)]
         order = [*range(5)] if rng.random() < 0.8 else rng.sample(range(5), 5)
         sources, places = draw_places(rng, lengths, range(5)), draw_places(rng, lengths, order)
-        before = store.keys_values.clone()
+        before = store.parts[0].clone()
         store.move_tokens(list(zip(sources, places, lengths, strict=True)))
         for source, place, length in zip(sources, places, lengths, strict=True):
-            moved = store.keys_values[:, :, place : place + length]
+            moved = store.parts[0][:, :, place : place + length]
             assert torch.equal(moved, before[:, :, source : source + length])
 
 

@@ -285,7 +285,7 @@ def test_64_rows_of_llada_8b_share_200_passages(cache_dtype, most_gib):
         assert denoiser.flop_count.calls == before + 1, "all rows in one call"
     assert set(calls) == {"varlen"}
     assert 0.9 * planned < runner.pool.used_bytes[0] <= planned < most_gib * 2**30
-    assert runner._contexts._store.keys_values.numel() == 0 < memory.kv_bytes_per_token
+    assert runner._contexts._store.parts[0].numel() == 0 < memory.kv_bytes_per_token
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

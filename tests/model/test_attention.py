@@ -141,10 +141,10 @@ def test_every_kernel_reads_the_slots_of_a_store(gpu_kernel):
     """Rows 0 and 1 live in slots 2 and 0; the first sees 3 tokens and its own 2, the second 0 and 3."""
     queries, keys, slots = (2, 3), (5, 3), (2, 0)
     q, k, v = random_rows(queries, keys)
-    store = SlotKVCache(1, k.shape[1], k.shape[2], CPU, k.dtype)
+    store = SlotKVCache(k.shape[1], k.shape[2], k.dtype, [CPU])
     store.reserve(1, 10)
     store.reserve(3, 3)
-    store.keys_values.fill_(torch.nan)
+    store.parts[0].fill_(torch.nan)
     store.write_tokens(2 * store.capacity, torch.stack((k[:3], v[:3]))[None])
     starts = [slot * store.capacity for slot in slots]
     for kernel in (gpu_kernel, "sdpa"):

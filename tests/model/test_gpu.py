@@ -137,9 +137,9 @@ def test_every_kernel_reads_rows_that_lie_in_slots(device, kernel, dtype, rows, 
     queries = tuple(map(len, read))
     q, k, v = (x.to(dtype).float() for x in random_rows(queries, keys, *HEADS))
     expected = compute_attention(q, k, v, sight_of(queries, keys), "sdpa")
-    store = SlotKVCache(1, HEADS[1], HEADS[2], device, dtype)
+    store = SlotKVCache(HEADS[1], HEADS[2], dtype, [device])
     store.reserve(max(slots) + 1, max(keys))
-    store.keys_values.fill_(torch.nan)
+    store.parts[0].fill_(torch.nan)
     own_keys, own_values = [], []
     for slot, n, row_k, row_v in zip(slots, seen, k.split(keys), v.split(keys), strict=True):
         store.write_tokens(
