@@ -151,8 +151,8 @@ class DecodeConfig(CheckedSettings):
     """how the positions of a block are divided over steps_per_block if it does not divide evenly: the
     first steps take more, or each step takes its rounded share of the rest"""
     edit_threshold: float | None = setting(None, low=0, high=1, only_with=IN_BLOCKS)
-    """confidence at which another token replaces a committed one within the current attention block, or
-    deletes it or inserts a mask before it in models with such tokens (LLaDA2.2); unset: never"""
+    """confidence at which another token replaces a committed one within the current attention block; unset:
+    never"""
     max_edit_steps: int = setting(
         16, low=0, high=2**20, only_with=DIFFUSION | {"decode.edit_threshold": SET}
     )

@@ -1,7 +1,4 @@
-"""The canvas of a question: its tokens, all masked at first, and how a step writes into it.
-
-Those of models of uniform noise and of models that insert and delete are in files of their own.
-"""
+"""The canvas of a question: its tokens, all masked at first, and how a step writes into it."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -23,16 +20,11 @@ Choose = Callable[[Proposals, Span | None, bool], Proposals]
 
 
 class CanvasChange(NamedTuple):
-    """What a step has written: where no token was, in place of another one, and what it has taken back.
-
-    deleted, inserted: as in `RolloutStep`, after that.
-    """
+    """What a step has written: where no token was, in place of another one, and what it has taken back."""
 
     committed: Proposals | None = None
     edited: Proposals | None = None
     remasked: tuple[int, ...] = ()
-    deleted: tuple[int, ...] = ()
-    inserted: tuple[int, ...] = ()
 
 
 @dataclass
@@ -48,7 +40,6 @@ class Canvas:
     mask_id: int
     frozen_length: int | None = None
     edit_steps: int = 0  # since the current block has no mask
-    excluded_ids: tuple[int, ...] = ()  # tokens that are never proposed, as the mask
     ids: TokenIds = field(init=False)
     masked: NDArray[np.bool_] = field(init=False)
 
@@ -74,15 +65,6 @@ class Canvas:
     def open_positions(self) -> NDArray[np.bool_]:
         """Mask (n,) of the positions where a provisional token stands for what is still to come."""
         return self.masked
-
-    @property
-    def introduced_masks(self) -> int:
-        """How many masks came with insertions and deletions; a step commits so many more at least."""
-        return 0
-
-    def second_choices(self, settings: DecodeConfig, block: tuple[int, int]) -> dict[int, tuple[int, ...]]:
-        """Positions for which the next step must know a second proposal, and which tokens it rules out."""
-        return {}
 
     def draw_numbers(
         self, settings: DecodeConfig, generator: torch.Generator

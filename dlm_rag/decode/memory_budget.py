@@ -134,8 +134,6 @@ class DecodeMemory:
         """For a denoiser with weights and arithmetic in `dtype`; nothing is allocated."""
         token, position = _measure_activation_bytes(shape, dtype, decode, quantize)
         masked = bool(shape.block_size or shape.attention_patterns)
-        if shape.edit_token_ids and decode.edit_threshold is not None:  # asked for a second choice, too
-            row = replace(row, canvas_tokens=2 * row.canvas_tokens)
         asked = linked = 0
         if decode.copy_penalty is not None:
             asked, linked = estimate_crf_bytes(shape.vocab_size, row.total_tokens)
@@ -236,8 +234,7 @@ def _read_logits(denoiser: Denoiser, decode: DecodeConfig, count: int) -> None:
     drawn, numbers = (places, torch.empty(count)) if decode.temperature else (places[:0], torch.empty(0))
     sampled = (places, torch.empty(5, count)) if samples_actions(decode) else (None, None)
     mask_id = torch.zeros(1, dtype=torch.int64)
-    excluded = places[:0], places[:0]  # which are written in place
-    wanted = SamplingMetadata(mask_id, places, drawn, numbers, numbers, places, *excluded, *sampled)
+    wanted = SamplingMetadata(mask_id, places, drawn, numbers, numbers, places, *sampled)
     sample_proposals(denoiser.compute_token_logits(hidden).float(), wanted)
 
 

@@ -181,12 +181,11 @@ class MaskedModelRunner(ModelRunner):
             runs, context = self._contexts.prepare_rows([self._cache_request(view) for view in views])
         with profile_stage("denoise"):
             read = [[] if run.row is None else self._read_tokens(run, views[run.row]) for run in runs]
-            vocabulary = self.denoiser.config.vocab_size
             chunks, policy = list(split_logit_chunks(views)), any(view.soft_threshold for view in views)
             top = max(view.top_logprobs for view in views)
             wanted = [
                 (
-                    collect_sampling_metadata(chunk, self._mask_id, vocabulary, policy),
+                    collect_sampling_metadata(chunk, self._mask_id, self.shape, policy),
                     collect_crf_inputs(chunk, self._mask_id),
                 )
                 for chunk in chunks

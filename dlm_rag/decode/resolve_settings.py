@@ -3,7 +3,6 @@
 from dlm_rag.config import DecodeConfig
 from dlm_rag.config.fields import replace_settings
 from dlm_rag.config.ineffective_settings import check_checkpoint_effects
-from dlm_rag.decode.levenshtein import check_edit_settings
 from dlm_rag.diffusion.commit_rules import find_rule, samples_actions
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -47,8 +46,6 @@ def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeCon
     for find, name in ((find_rule, settings.commit_rule), (find_query_policy, settings.query_policy)):
         if name is not None:
             find(name)
-    if settings.edit_threshold is not None and shape.edit_token_ids:
-        check_edit_settings(settings, shape)
     if settings.blocks_at_once > 1 and (shape.predicts_next_block or samples_actions(settings)):
         why = "predicts the first token of the next" if shape.predicts_next_block else "is sampled alone"
         raise ConfigError(

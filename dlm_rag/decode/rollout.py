@@ -97,10 +97,6 @@ class RolloutStep:
     edited: tuple[CommittedToken, ...] = ()
     action: Action | None = None  # where a policy sampled
     guesses: ProvisionalDelta | None = None  # of positions that stay masked, where they are recorded
-    # What a model that edits has deleted, where it stood, and where masks were inserted, as it stands then;
-    # after all else of the step, each ascending, as many of one as of the other.
-    deleted: tuple[int, ...] = ()
-    inserted: tuple[int, ...] = ()
     # With `decode.top_logprobs`: what stayed of a block that could change until this step, as this step
     # sees it; of committed, edited and kept tokens, in this order, the most probable ones in their places.
     kept: tuple[CommittedToken, ...] = ()
@@ -110,26 +106,13 @@ class RolloutStep:
     def written_tokens(self) -> tuple[CommittedToken, ...]:
         return (*self.committed, *self.edited)
 
-    def move_position(self, position: int) -> int | None:
-        """Where what stood at a position stands after the step; None where it was deleted."""
-        if position in self.deleted:
-            return None
-        place = position - sum(gone < position for gone in self.deleted)
-        for mask in self.inserted:
-            place += mask <= place
-        return place
-
     def apply(self, canvas: dict[int, Written], written: dict[int, Written]) -> dict[int, Written]:
         """What stands at each position after the step, from what stood there and what is written down."""
         gone = {*self.remasked}
-        now = {n: value for n, value in canvas.items() if n not in gone} | written
-        if not self.deleted:
-            return now
-        moved = ((self.move_position(position), value) for position, value in now.items())
-        return {position: value for position, value in moved if position is not None}
+        return {n: value for n, value in canvas.items() if n not in gone} | written
 
     def write_tokens(self, canvas: dict[int, CommittedToken]) -> dict[int, CommittedToken]:
-        """The tokens of a canvas by position after the step; each names the one where it was written."""
+        """The tokens of a canvas by position after the step."""
         return self.apply(canvas, {token.position: token for token in self.written_tokens})
 
 

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.canvas import Canvas, Span
 from dlm_rag.decode.copy_sources import CopySources
-from dlm_rag.decode.levenshtein import LevenshteinCanvas
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout, RolloutStep, cite_passages
 from dlm_rag.diffusion.commit_rules import Proposals
@@ -38,10 +37,7 @@ def make_canvas(
         return found
     length, mask_id = settings.max_new_tokens, tokenizer.mask_id
     assert length is not None
-    edits = shape.edit_token_ids
-    if settings.edit_threshold is None:
-        return Canvas(length, mask_id, excluded_ids=edits)
-    return LevenshteinCanvas(length, mask_id, 0, edit_ids=edits) if edits else Canvas(length, mask_id, 0)
+    return Canvas(length, mask_id, None if settings.edit_threshold is None else 0)
 
 
 @dataclass(eq=False)

@@ -14,6 +14,7 @@ from dlm_rag.decode.copy_sources import CopySources, batch_copy_sources
 from dlm_rag.diffusion.commit_rules import ACTION_STATISTICS
 from dlm_rag.diffusion.policy import SoftThreshold, draw_actions, sample_at_quantile
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
+from dlm_rag.model.denoiser_config import DenoiserConfig
 
 LOGITS_CHUNK_POSITIONS = 1024  # logits that exist at a time: the vocabulary is the memory
 Arrays = list[NDArray[Any]]
@@ -26,7 +27,7 @@ class ModelInput:
     slot: int  # the row's own: what is kept for it is kept under this number
     laid_out_prompt: LaidOutPrompt
     canvas: NDArray[np.int64]  # (length,) the ids that stand there now, as far as the model is to look
-    # Those to propose for, ascending; (length,) alone: the masked one behind; twice: with a second choice.
+    # Those to propose for, ascending; (length,) alone: the masked one behind.
     positions: NDArray[np.int64]
     temperature: float = 0.0
     # At which tokens are drawn: (n,) with a temperature; (2, n) of a policy, the second where it is forced.
@@ -36,13 +37,7 @@ class ModelInput:
     finished_length: int = 0  # positions in front that are whole blocks and change no more
     copy_sources: CopySources | None = None  # what is to be copied where it can be
     copy_penalty: float = 0.0  # nats, of what is not
-    excluded: tuple[tuple[int, ...], ...] = ()  # (n,) tokens that are not proposed there; empty: none
     top_logprobs: int = 0  # how many of the most probable tokens are wanted, too
-
-    @property
-    def second_choices(self) -> NDArray[np.bool_]:
-        """Mask (n,) of the positions that are there for the second time."""
-        return np.diff(self.positions, prepend=-1) == 0
 
 
 def split_logit_chunks(views: Sequence[ModelInput]) -> Iterator[list[ModelInput]]:
@@ -53,9 +48,7 @@ def split_logit_chunks(views: Sequence[ModelInput]) -> Iterator[list[ModelInput]
             part, piece = slice(start, start + most), view
             if len(view.positions) > most:
                 quantiles = None if view.quantiles is None else view.quantiles[..., part]
-                piece = replace(
-                    view, positions=view.positions[part], quantiles=quantiles, excluded=view.excluded[part]
-                )
+                piece = replace(view, positions=view.positions[part], quantiles=quantiles)
             if len(piece.positions) > room:
                 yield chunk
                 chunk, room = [], most
@@ -80,12 +73,13 @@ def collect_crf_inputs(views: Sequence[ModelInput], mask_id: int) -> Arrays:
 
 
 def collect_sampling_metadata(
-    views: Sequence[ModelInput], mask_id: int, vocab_size: int, policy: bool
+    views: Sequence[ModelInput], mask_id: int, shape: DenoiserConfig, policy: bool
 ) -> Arrays:
     """The fields of `SamplingMetadata` for these views; policy: whether any row of the call has one.
 
     An autoregressive model may have no mask: then it is beyond the vocabulary, and stands for any token.
     """
+    vocab_size = shape.vocab_size
     counts, soft = [len(view.positions) for view in views], [view.soft_threshold for view in views]
     current = np.concatenate([np.append(view.canvas, mask_id)[view.positions] for view in views])
     temperature = np.repeat([view.temperature for view in views], counts)
@@ -95,9 +89,8 @@ def collect_sampling_metadata(
             quantiles[:, end - len(view.positions) : end] = view.quantiles
     entropy = np.flatnonzero(np.repeat([view.needs_entropy for view in views], counts))
     sampled = (values[drawn].astype(np.float32) for values in (temperature, quantiles[0]))
-    never = np.array([mask_id] if mask_id < vocab_size else [], np.int64)
+    never = np.array([n for n in (mask_id, *shape.excluded_token_ids) if n < vocab_size], np.int64)
     arrays: Arrays = [never, np.minimum(current, vocab_size - 1), drawn, *sampled, entropy]
-    arrays.extend(list_excluded_tokens(views))
     if policy:
         index = np.flatnonzero(np.repeat([each is not None for each in soft], counts))
         params = np.repeat([each or (1.0, 0.5, 1.0) for each in soft], counts, axis=0).T
@@ -105,36 +98,24 @@ def collect_sampling_metadata(
     return arrays
 
 
-def list_excluded_tokens(views: Sequence[ModelInput]) -> NDArray[np.int64]:
-    """(2, m): of what is not proposed the place among all positions, and the token."""
-    if not any(view.excluded for view in views):
-        return np.zeros((2, 0), np.int64)
-    lists = [tokens for view in views for tokens in view.excluded or ((),) * len(view.positions)]
-    pairs = [(place, token) for place, tokens in enumerate(lists) for token in tokens]
-    return np.array(pairs, np.int64).reshape(-1, 2).T
-
-
 @dataclass(frozen=True)
 class SamplingMetadata:
     """What is wanted of n positions; tensors lie on the device of the logits.
 
-    mask_id: (1,), never proposed; (0,) of a model that has none. current_ids: (n,) the token that stands
-    there now. sampled_index: (m,) which positions take a token at random, at the quantile `quantiles` (m,)
-    of the distribution at `temperature` (m,), above 0; the others take the most probable one.
-    entropy_index: (s,) of which positions entropy and margin are wanted. excluded_index, excluded_ids: (e,)
-    positions at which a token is not proposed, and the token. policy_index: (k,) for which positions a
-    policy draws, None where there is none in the call; policy_params: (5, k) its temperature, threshold and
-    width, and the two quantiles that it draws at.
+    excluded_ids: (e,) tokens that are never proposed, the mask among them. current_ids: (n,) the token that
+    stands there now. sampled_index: (m,) which positions take a token at random, at the quantile
+    `quantiles` (m,) of the distribution at `temperature` (m,), above 0; the others take the most probable
+    one. entropy_index: (s,) of which positions entropy and margin are wanted. policy_index: (k,) for which
+    positions a policy draws, None where there is none in the call; policy_params: (5, k) its temperature,
+    threshold and width, and the two quantiles that it draws at.
     """
 
-    mask_id: Tensor
+    excluded_ids: Tensor
     current_ids: Tensor
     sampled_index: Tensor
     temperature: Tensor
     quantiles: Tensor
     entropy_index: Tensor
-    excluded_index: Tensor
-    excluded_ids: Tensor
     policy_index: Tensor | None = None
     policy_params: Tensor | None = None
 
@@ -158,9 +139,7 @@ def sample_proposals(logits: Tensor, wanted: SamplingMetadata, top: int = 0) -> 
         best = probability.topk(2, dim=-1).values
         entropy.index_copy_(0, wanted.entropy_index, torch.special.entr(probability).sum(-1))
         margin.index_copy_(0, wanted.entropy_index, best[:, 0] - best[:, 1])
-    allowed = logits.index_fill(1, wanted.mask_id, -math.inf)
-    if len(wanted.excluded_index):
-        allowed[wanted.excluded_index, wanted.excluded_ids] = -math.inf
+    allowed = logits.index_fill(1, wanted.excluded_ids, -math.inf)
     token = allowed.argmax(-1)
     if len(wanted.sampled_index):
         above = allowed[wanted.sampled_index]
@@ -182,7 +161,7 @@ def sample_proposals(logits: Tensor, wanted: SamplingMetadata, top: int = 0) -> 
         temperature, threshold, width, uniform, forced = wanted.policy_params
         draws[:, wanted.policy_index] = draw_actions(
             logits[wanted.policy_index],
-            wanted.mask_id,
+            wanted.excluded_ids,
             SoftThreshold(temperature, threshold, width),
             uniform,
             forced,

@@ -12,7 +12,7 @@ import numpy as np
 from dlm_rag.decode.canvas import Span
 from dlm_rag.decode.copy_sources import CopySources, SeparatorTokens
 from dlm_rag.decode.model_runner import ModelRunner
-from dlm_rag.decode.rollout import Action, RolloutStep
+from dlm_rag.decode.rollout import Action
 from dlm_rag.decode.row import Row
 from dlm_rag.decode.sampling import ModelInput
 from dlm_rag.decode.token_logprobs import record_logprobs, record_tokens
@@ -64,9 +64,6 @@ class DenoiseStep:
                 elif not np.isfinite(proposals.confidence).all():
                     row.fail("the denoiser's output is not a number")
                 else:
-                    if (second := view.second_choices).any():
-                        others = proposals.subset(second)
-                        proposals = replace(proposals.subset(~second), second_choice=others)
                     self._write(row, proposals)
 
     def _write(self, row: Row, proposals: Proposals) -> None:
@@ -82,26 +79,15 @@ class DenoiseStep:
         text = self.tokenizer.token_text
         record.committed = record_tokens(change.committed, text)
         record.edited = record_tokens(change.edited, text)
-        record.remasked, record.deleted, record.inserted = change.remasked, change.deleted, change.inserted
+        record.remasked = change.remasked
         if row.settings.top_logprobs is not None:
             record_logprobs(record, canvas, frozen, proposals, text)
-        row.provisional = self._follow_edits(row.provisional, record)
         still = row.provisional.subset(canvas.masked[row.provisional.positions])
         sure = change.committed if row.settings.mode == "autoregressive" else still
         unseen = 0.0 if canvas.masked.any() else None  # nothing is known of what is after the window
         row.lowest_confidence = float(sure.confidence.min()) if sure and len(sure.positions) else unseen
         if row.recorder is not None:
             record.guesses = row.recorder.record_step(still)
-
-    def _follow_edits(self, provisional: Proposals, record: RolloutStep) -> Proposals:
-        """Where provisional tokens stand after a step; what deletes or splits is no text."""
-        if not self.model_runner.shape.edit_token_ids:
-            return provisional
-        places = [record.move_position(place) for place in provisional.positions.tolist()]
-        text = ~np.isin(provisional.token_ids, self.model_runner.shape.edit_token_ids)
-        kept = text & np.array([place is not None for place in places], dtype=bool)
-        moved = np.array([place or 0 for place in places], dtype=np.int64)
-        return replace(provisional, positions=moved).subset(kept)
 
     def _choose(self, row: Row, candidates: Proposals, span: Span | None, must: bool) -> Proposals:
         settings, least = row.settings, int(must)
@@ -110,7 +96,6 @@ class DenoiseStep:
         if must and settings.steps_per_block is not None and span is not None:
             sizes = compute_step_sizes(span[1] - span[0], settings.steps_per_block, settings.schedule)
             least = sizes[min(row.rollout.count_steps_within(*span), len(sizes) - 1)]
-        least += row.canvas.introduced_masks
         chosen, sampled = choose_commits(candidates, RuleContext(settings, least, row.draws))
         if sampled is not None:
             positions = tuple(candidates.positions.tolist())
@@ -121,8 +106,6 @@ class DenoiseStep:
 def build_model_input(row: Row) -> ModelInput:
     """What the model is shown of a row; draws the numbers that its sampling takes."""
     settings, positions, (begin, end) = row.settings, row.positions_to_predict, row.window
-    again, excluded = row.canvas.second_choices(settings, row.current_block), row.canvas.excluded_ids
-    positions = np.sort(np.append(positions, np.array([*again], np.int64)))
     if settings.mode == "autoregressive" and row.laid_out_prompt.later_segments:
         begin -= 1  # the last token alone sees the evidence
     statistics = find_rule(settings.commit_rule).statistics if settings.commit_rule else ()
@@ -134,7 +117,7 @@ def build_model_input(row: Row) -> ModelInput:
         quantiles, temperature = draws[:2, positions], 0.0
     elif draws is not None and temperature:
         quantiles = draws[0, positions]
-    view = ModelInput(
+    return ModelInput(
         slot=row.slot,
         laid_out_prompt=row.laid_out_prompt,
         canvas=row.canvas.model_ids[:end],
@@ -148,10 +131,6 @@ def build_model_input(row: Row) -> ModelInput:
         copy_penalty=settings.copy_penalty or 0.0,
         top_logprobs=settings.top_logprobs or 0,
     )
-    if not again and not excluded:
-        return view
-    told = zip(positions.tolist(), view.second_choices, strict=True)
-    return replace(view, excluded=tuple(again[place] if second else excluded for place, second in told))
 
 
 class PendingSearch(NamedTuple):

@@ -30,7 +30,7 @@ Line = TypeVar("Line")
 TRACE_VERSION = 2
 # left out of a step that has none
 OPTIONAL_STEP_KEYS = (
-    "remasked", "dropped", "edited", "action", "guesses", "deleted", "inserted", "kept", "top_logprobs",
+    "remasked", "dropped", "edited", "action", "guesses", "kept", "top_logprobs",
 )  # fmt: skip
 
 
@@ -236,17 +236,12 @@ def make_step_examples(
 ) -> Iterator[StepExample]:
     """A row for each step that committed; parameters as in `rebuild_prompts`.
 
-    Raises `TraceError` for a trace of uniform noise, and for one whose tokens have moved.
+    Raises `TraceError` for a trace of uniform noise.
     """
     if find_rule(header.settings.get("commit_rule") or "threshold").redraws:
         raise TraceError(
             f"the trace of question '{rollout.id}' is of a model that denoises from uniform noise, which "
             "is not in it: no rows with masks can be made from it"
-        )
-    if any(step.deleted for step in rollout.steps):
-        raise TraceError(
-            f"the trace of question '{rollout.id}' has deletions and insertions, so its tokens do not end "
-            "where they were committed: no rows can be made from it"
         )
     canvases = rollout.canvases(header.mask_id)
     prompts = rebuild_prompts(rollout, header, tokenizer)
@@ -274,6 +269,11 @@ def _entries(path: Path, kind: type[Line]) -> Iterator[tuple[str, TraceHeader | 
         elif "passage" in record:
             yield place, validate_json_value(PassageText, record, none, TraceError)
         else:
+            steps = record["steps"] if isinstance(record.get("steps"), list) else []
+            if any(isinstance(step, dict) and step.get("deleted") for step in steps):
+                raise TraceError(
+                    f"{place}: tokens are deleted and inserted, which only version 0.3 reads: decode again"
+                )
             wanted = {"steps": None, "response": None}  # which a rollout that begins does without
             yield place, validate_json_value(kind, wanted | record, none, TraceError)
 

@@ -41,7 +41,6 @@ class Proposals:
     current_log_prob: FloatArray  # nats; of the token that stands there now
     actions: dict[str, FloatArray] | None = None  # by `ACTION_STATISTICS`, where a rule draws actions
     most_probable: "Proposals | None" = None  # of the most probable tokens, where a step needs both
-    second_choice: "Proposals | None" = None  # of some positions, without tokens that are ruled out there
     likeliest: FloatArray | None = None  # (2, k, n) the most probable tokens and their log-probabilities
 
     @classmethod

@@ -59,8 +59,13 @@ class ActionDistribution:
         return torch.special.entr(self.log_commit.exp()).sum(-1) + torch.special.entr(self.log_stay.exp())
 
 
-def compute_action_distribution(logits: Tensor, mask_id: Tensor, soft: SoftThreshold) -> ActionDistribution:
-    """The outcomes at positions with these logits (n, V), float32 or more; mask_id (1,) is never drawn."""
+def compute_action_distribution(
+    logits: Tensor, excluded_ids: Tensor, soft: SoftThreshold
+) -> ActionDistribution:
+    """The outcomes at positions with these logits (n, V), float32 or more.
+
+    excluded_ids: (e,) tokens that are never drawn.
+    """
 
     def each(value: Tensor | float) -> Tensor:
         if isinstance(value, Tensor):
@@ -68,7 +73,7 @@ def compute_action_distribution(logits: Tensor, mask_id: Tensor, soft: SoftThres
         return logits.new_full((len(logits), 1), value)  # made on the device: what is sent is waited for
 
     threshold, width = each(soft.threshold), each(soft.width)
-    log_pi = (logits.index_fill(1, mask_id, -math.inf) / each(soft.temperature)).log_softmax(-1)
+    log_pi = (logits.index_fill(1, excluded_ids, -math.inf) / each(soft.temperature)).log_softmax(-1)
     log_c = logits.log_softmax(-1).clamp(max=MAX_LOG_CONFIDENCE)
     odds = log_c - torch.log(-torch.expm1(log_c))  # logit c
     gate = (odds - torch.logit(threshold)) / width
@@ -76,7 +81,7 @@ def compute_action_distribution(logits: Tensor, mask_id: Tensor, soft: SoftThres
         log_pi,
         log_pi + logsigmoid(gate),
         (log_pi + logsigmoid(-gate)).logsumexp(-1),
-        odds.index_fill(1, mask_id, -math.inf).amax(-1) / width[:, 0],
+        odds.index_fill(1, excluded_ids, -math.inf).amax(-1) / width[:, 0],
     )
 
 
@@ -125,7 +130,7 @@ def segment_logsumexp(values: Tensor, step: Tensor, steps: int) -> Tensor:
 
 
 def draw_actions(
-    logits: Tensor, mask_id: Tensor, soft: SoftThreshold, uniform: Tensor, forced: Tensor
+    logits: Tensor, excluded_ids: Tensor, soft: SoftThreshold, uniform: Tensor, forced: Tensor
 ) -> Tensor:
     """Draws for positions with logits (n, V), at the quantiles `uniform` (n,) and `forced` (n,).
 
@@ -133,7 +138,7 @@ def draw_actions(
     of committing it; that of staying; the urge; the token to be forced, its log c and log-probability under
     pi.
     """
-    found = compute_action_distribution(logits, mask_id, soft)
+    found = compute_action_distribution(logits, excluded_ids, soft)
     rows = torch.arange(len(logits), device=logits.device)
     token, other = (sample_at_quantile(found.log_pi, at) for at in (uniform, forced))
     log_c = logits.log_softmax(-1)

@@ -239,7 +239,7 @@ def _predict_targets(denoiser: Denoiser, rows: Sequence[_Row]) -> list[FloatArra
         positions = [row.positions for row in rows]
         hidden = encode_canvases(denoiser, states, encode_contexts(denoiser, states), positions)
         wanted = np.array([row.text.target[place] for row in rows for place in row.positions])
-        never = [n for n in (shape.mask_token_id, *shape.edit_token_ids) if n is not None]
+        never = [n for n in (shape.mask_token_id, *shape.excluded_token_ids) if n is not None]
         targets, not_text = to_device([wanted, np.array(never, np.int64)], hidden.device)
         parts = []
         chunks = zip(

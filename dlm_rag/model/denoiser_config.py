@@ -91,9 +91,7 @@ class DenoiserConfig:
     tie_word_embeddings: Flag = False
     experts: ExpertsConfig | None = None
     mask_token_id: SizeOrZero | None = None
-    # Tokens by which a model edits its text: one that takes a token away, one that puts a mask before it.
-    delete_token_id: SizeOrZero | None = None
-    split_token_id: SizeOrZero | None = None
+    excluded_token_ids: tuple[SizeOrZero, ...] = ()  # never proposed, as the mask: LLaDA2.2's edit tokens
     # True where the network's row i predicts token i + 1 (autoregressive ancestry: Dream, Qwen).
     # The denoiser un-shifts its output, so that logits[:, i] always predicts token i.
     shifted: Flag = False
@@ -122,7 +120,6 @@ class DenoiserConfig:
     def __post_init__(self) -> None:
         heads, kv_heads, mask = self.num_attention_heads, self.num_key_value_heads, self.mask_token_id
         share, turned, patterns = self.partial_rotary_factor, self.rotary_dim, len(self.attention_patterns)
-        edits = self.edit_token_ids
         even = share <= 1 and turned >= 2 and turned % 2 == 0
         joint = not self.block_size and EVIDENCE_LAYOUTS[self.evidence_layout].runs_with_canvas
         _require(
@@ -134,12 +131,8 @@ class DenoiserConfig:
             (even, f"partial_rotary_factor={share} of head_dim={self.head_dim} must be an even number"),
             (mask is None or mask < self.vocab_size, f"mask_token_id={mask} is outside the vocabulary"),
             (
-                len(edits) in (0, 2) and len({*edits, mask}) == len(edits) + 1,
-                "delete_token_id and split_token_id must be two tokens, and not the mask",
-            ),
-            (
-                all(token < self.vocab_size for token in edits),
-                f"delete_token_id, split_token_id={edits} are not in the vocabulary",
+                all(token < self.vocab_size for token in self.excluded_token_ids),
+                f"excluded tokens {self.excluded_token_ids} are not in the vocabulary",
             ),
             (
                 patterns in (0, self.num_hidden_layers),
@@ -176,11 +169,6 @@ class DenoiserConfig:
     def routes_blocks(self) -> bool:
         """Whether the tokens of a block of attention share a choice of experts."""
         return bool(self.experts is not None and self.experts.expert_capacity and self.block_size)
-
-    @property
-    def edit_token_ids(self) -> tuple[int, ...]:
-        """The tokens that delete and split; empty where the model has none."""
-        return tuple(n for n in (self.delete_token_id, self.split_token_id) if n is not None)
 
     @property
     def predicts_next_block(self) -> bool:

@@ -64,12 +64,6 @@ class Rollout {
       const was = flags & EDITED ? this.newest[position]?.text : undefined;
       write(position, { text, confidence, step: number, end: Boolean(flags & END), was });
     }
-    if (step.deleted.length) {
-      const gone = new Set(step.deleted), fresh = new Set(step.inserted);
-      const kept = this.newest.filter((_, position) => !gone.has(position)).values();
-      const moved = this.newest.map((_, position) => (fresh.has(position) ? null : kept.next().value));
-      moved.forEach((token, position) => token !== this.newest[position] && write(position, token));
-    }
     for (const [name, text] of Object.entries(step.texts)) this.texts.set(name, text);
     const { confidence = "", changed = [], texts = [] } = step.ghosts ?? {}, guesses = [];
     for (const [id, text, flags] of texts) this.guessable.set(id, { text, end: Boolean(flags & END) });
@@ -336,7 +330,6 @@ class Pane {
     const parts = [`step ${at} of ${last}`, `${canvas.filter(Boolean).length} of ${canvas.length} tokens`];
     if (step?.written.length) parts.push(`${step.written.length} written now`);
     if (step?.remasked.length) parts.push(`${step.remasked.length} masked again`);
-    if (step?.deleted.length) parts.push(`${step.deleted.length} deleted, as many masks inserted`);
     if (done) parts.push(end.error ? "failed" : "finished");
     this.state.textContent = parts.join(" \u00b7 ");
   }

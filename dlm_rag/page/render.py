@@ -75,14 +75,11 @@ def _is_sound(rollout: Rollout) -> bool:
     """Whether steps and positions of a line, which others may have written, are those of a decode."""
     steps, length = rollout.steps, rollout.canvas_length
     places = [token.position for step in steps for token in step.written_tokens]
-    places += [
-        place for step in steps for part in (step.remasked, step.deleted, step.inserted) for place in part
-    ]
+    places += [place for step in steps for place in step.remasked]
     return (
         0 <= length <= MAX_CANVAS_TOKENS
         and [step.step for step in steps] == [*range(len(steps))]
         and all(0 <= place < length for place in places)
-        and all(len({*step.deleted}) == len({*step.inserted}) for step in steps)
         and are_deltas_valid((step.guesses for step in steps), length)
     )
 
@@ -159,8 +156,6 @@ def build_step_record(
         "passages": step.passage_ids,
         "dropped": step.dropped,
         "remasked": step.remasked,
-        "deleted": step.deleted,
-        "inserted": step.inserted,
         "written": [
             (
                 token.position,

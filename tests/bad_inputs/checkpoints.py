@@ -146,8 +146,6 @@ CASES = [
             ("the key 'attention_bias' is missing", SDAR | {"model_type": "wedlm"}),
             # Experts.
             ("the tensor model.word_embeddings.weight is missing", LLADA2),
-            ("delete_token_id and split_token_id must be two tokens", LLADA2 | {"delete_token_id": 7}),
-            ("must be two tokens", LLADA2 | {"delete_token_id": 7, "split_token_id": 7}),
             ("(7, 999999) are not in the vocabulary", LLADA2 | {"delete_token_id": 7, "split_token_id": 999_999}),
             ("expert_capacity=1 must be from num_experts_per_tok=", LLADA2 | {"expert_capacity": 1}),
             *((f"the key '{key}' is missing", LLADA2 | {key: None}) for key in LLADA2 if key not in (
@@ -199,11 +197,6 @@ CASES = [
         *((f"{path} is a pointer of Git LFS", {path: POINTER}) for path in (CONFIG, WEIGHTS, TOKENIZER, INDEX)),
         *((f"{path} is a link that leads to nothing", {path: make_broken_link}) for path in (CONFIG, WEIGHTS)),
         ("model is an adapter: merge it", {"model/adapter_config.json": "{}"}),
-        *(
-            (f"{word} does not go with edit_threshold", f"decode.edit_threshold=0.5 decode.{word}",
-             {CONFIG: {"block_size": 4, "delete_token_id": 7, "split_token_id": 8}})
-            for word in ("copy_penalty=1.5", "commit_rule=sampled")
-        ),
         # Weights.
         *(
             ("not a complete safetensors file", {WEIGHTS: content})

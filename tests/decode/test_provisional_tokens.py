@@ -76,7 +76,6 @@ BLOCKS = {
     "blocks, looking ahead": ({}, {"query_window": 6}),
     "blocks, led": ({"block_grid": "prompt", "shifted": True}, {"query_window": 100}),
     "edits": ({}, {"edit_threshold": 0.2}),
-    "deletions": ({"delete_token_id": 115, "split_token_id": 153}, {"edit_threshold": 0.1}),
 }
 
 

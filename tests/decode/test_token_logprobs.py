@@ -23,7 +23,6 @@ from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 
 QUESTION = "who was "  # two blocks of 4
 IN_BLOCKS = {"block_grid": "prompt"}
-EDITS = {"delete_token_id": 115, "split_token_id": 153}
 KINDS = {  # a denoiser and settings
     "masked": (tiny_denoiser, {}),
     "sampled": (tiny_denoiser, {"temperature": 2.0}),
@@ -31,10 +30,6 @@ KINDS = {  # a denoiser and settings
     "shifted": (lambda: tiny_denoiser(shifted=True), {"commit_threshold": 0.3}),
     "blocks": (lambda: block_denoiser(**IN_BLOCKS), {"commit_threshold": 0.3}),
     "edits": (lambda: block_denoiser(**IN_BLOCKS), {"edit_threshold": 0.5, "commit_threshold": 0.1}),
-    "deletions": (
-        lambda: block_denoiser(**IN_BLOCKS, **EDITS),
-        {"edit_threshold": 0.4, "commit_threshold": 0.1, "max_edit_steps": 6},
-    ),
     "autoregressive": (lambda: block_denoiser(causal_context=True), {"mode": "autoregressive"}),
 }
 
@@ -79,14 +74,11 @@ def test_they_are_those_of_the_last_step_that_could_change_a_token(kind, corpus)
     expected = last_log_probs(decoder.denoiser, views, kind == "autoregressive")
     final = rollout.final_tokens()
     assert scores.keys() == final.keys() and len(final) == rollout.canvas_length
-    never = (
-        [MASK] if "edit_threshold" in KINDS[kind][1] else [MASK, *decoder.denoiser.config.edit_token_ids]
-    )
     for place, (token, top) in scores.items():
         assert token.token_id == final[place].token_id
         assert token.log_prob == pytest.approx(float(expected[place][token.token_id]), abs=1e-4)
         assert token.confidence == pytest.approx(np.exp(token.log_prob), rel=1e-4)
-        allowed = expected[place].index_fill(0, torch.tensor(never), -torch.inf)
+        allowed = expected[place].index_fill(0, torch.tensor([MASK]), -torch.inf)
         values, ids = allowed.topk(4)
         assert [nats for _, _, nats in top] == pytest.approx(values.tolist(), abs=1e-4)
         assert [token for token, _, _ in top] == ids.tolist()

@@ -73,11 +73,10 @@ def make_decoder_of(corpus, gemma_folder):
             own = DecodeConfig(**({"max_new_tokens": 16, "batch_size": 4} | settings))
             retriever = load_retriever(RetrievalConfig(top_k=2), corpus)
             return Decoder(block_denoiser(causal_context=True), retriever, tiny_tokenizer(), own)
-        if kind in ("edits", "deletions"):
-            shape = {"delete_token_id": 115, "split_token_id": 153} if kind == "deletions" else {}
+        if kind == "edits":
             own = replace(SETTINGS, edit_threshold=0.1, **settings)
             retriever = load_retriever(RetrievalConfig(top_k=2), corpus)
-            return Decoder(block_denoiser(**shape), retriever, tiny_tokenizer(), own)
+            return Decoder(block_denoiser(), retriever, tiny_tokenizer(), own)
         retriever = QueryHashRetriever(corpus, 2)
         return make_gemma_decoder(gemma_folder, retriever, **(GEMMA_SETTINGS | settings))
 
@@ -129,14 +128,13 @@ def test_answers_and_figures_are_those_of_the_decoder(make_decoder_of, kind):
         ("masked", {"block_length": 4}),
         ("masked", {"max_tokens": 5}),
         ("edits", {}),
-        ("deletions", {}),
         ("causal", {"mode": "autoregressive"}),
         pytest.param("uniform", {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_a_stream_shows_every_step_and_text_that_is_never_taken_back(make_decoder_of, kind, settings):
-    decoder, taken_back, moved, early = make_decoder_of(kind), 0, 0, 0
+    decoder, taken_back, early = make_decoder_of(kind), 0, 0
     own = {name.replace("max_tokens", "max_new_tokens"): value for name, value in settings.items()}
     with serve_decoder(decoder) as service:
         for question in QUESTIONS:
@@ -167,13 +165,11 @@ def test_a_stream_shows_every_step_and_text_that_is_never_taken_back(make_decode
                 kept = "".join(tokens[0] or "" for tokens in takewhile(lambda t: len({*t}) == 1, later))
                 assert len("".join(texts[: step + 1])) <= len(kept)
             taken_back += sum(len(step.remasked) + len(step.edited) for step in rollout.steps)
-            moved += sum(len(step.deleted) for step in rollout.steps)
             early += any(texts[:-1])
     if kind == "uniform":
         assert early and taken_back > 10, "else nothing of it was tested"
-    if kind in ("edits", "deletions"):
+    if kind == "edits":
         assert not early and taken_back, "what may be edited is not shown as text"
-    assert bool(moved) == (kind == "deletions")
 
 
 def test_stop_texts_cut_the_stream_and_the_whole_alike(decoder):

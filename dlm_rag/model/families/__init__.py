@@ -175,7 +175,8 @@ def _llada_moe(raw: dict[str, Any]) -> DenoiserConfig:
 def _llada2(raw: dict[str, Any]) -> DenoiserConfig:
     """LLaDA2.0 to 2.2: blocks of 32 counted from the first token of the prompt.
 
-    2.2 has tokens that edit, and an `expert_capacity`: its public class passes over groups of experts.
+    2.2 has tokens that delete and insert, which are excluded here, and an `expert_capacity`: its public
+    class passes over groups of experts.
     """
     if capacity := raw.get("expert_capacity") or 0:
         raw = raw | {"n_group": 1, "topk_group": 1}
@@ -197,7 +198,9 @@ def _llada2(raw: dict[str, Any]) -> DenoiserConfig:
     return read_transformers_config(
         raw, qkv_bias=raw.get("use_qkv_bias") or False, qk_norm=raw.get("use_qk_norm") is not False,
         shifted=False, experts=experts, block_size=raw.get("block_size") or 32, block_grid="prompt",
-        **{key: raw[key] for key in ("delete_token_id", "split_token_id") if key in raw},
+        excluded_token_ids=[
+            raw[key] for key in ("delete_token_id", "split_token_id") if raw.get(key) is not None
+        ],
         partial_rotary_factor=require_key(raw, "partial_rotary_factor"),
     )  # fmt: skip
 

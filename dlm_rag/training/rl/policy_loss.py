@@ -130,7 +130,7 @@ class PolicyObjective(nn.Module):
                 np.repeat(np.arange(len(rows)), [len(row.candidates) for row in rows]),
                 np.array([row.forced for row in rows], np.bool_),
                 np.array([row[-3:] for row in rows], np.float32).T,
-                np.array([self.mask_id]),
+                np.array([self.mask_id, *self.denoiser.config.excluded_token_ids]),
             ]
             taken, step, forced, numbers, mask_id = to_device(arrays, hidden.device)
             weights, recorded, stands_for = numbers
