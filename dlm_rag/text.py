@@ -4,6 +4,7 @@ import re
 import string
 import unicodedata
 from collections.abc import Sequence
+from typing import NamedTuple
 
 # Words that carry grammar rather than facts: they neither need evidence nor count as evidence.
 FUNCTION_WORDS = frozenset(
@@ -20,11 +21,76 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\s*#{3,}\s*|\s*\n+\s*")
 _BRACKET = re.compile(r" ?\([^()]*\)$")
 _WORD = re.compile(r"[\w\u0300-\u036f]+")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ANSWER_MARKS = (
-    re.compile(r"\\boxed\{([^{}]*)\}"),
-    re.compile(r"<answer>(.*?)</answer>", re.DOTALL),
-    re.compile(r"answer is:?\s+([^\n]+)", re.IGNORECASE),
+# "Answer" in the languages that evaluations use, and what may stand before it.
+_ANSWER_WORD = (
+    r"(?:(?:the|my|so|thus|therefore|final|short|correct|direct|best|complete|overall),?[ \t]{1,3}){0,4}"
+    r"answers?|(?:finale?[ \t])?antwort|endg[uü]ltige[ \t]antwort|r[eé]ponse(?:[ \t]finale)?|antwoord|svar"
+    r"|respuesta(?:[ \t]final)?|risposta(?:[ \t]finale)?|resposta(?:[ \t]final)?|vastaus|cevap"
+    r"|odpowied[zź]|odpov[eě][dď]"
+    r"|v[aá]lasz|r[aă]spuns|jawaban|đáp[ \t]án|trả[ \t]lời|(?:окончательный[ \t])?ответ|відповідь|απάντηση"
+    r"|(?:最终|最終|正确)?(?:答案|回答)[是为為]?|答え?|(?:최종[ \t])?(?:정답|답변|답)"
+    r"|(?:ال)?إجابة|الجواب|תשובה|उत्तर|คำตอบ"
 )
+_MARKUP = r"[*_`>\[\]【】(「\"' \t]"
+_COLON = r"(?:[:：﹕︰]|[ \t](?:-|–|—|=|=>|->|→)(?=[ \t]))"
+# A line that begins with the word, as a heading, a label ("Answer: Dover"), or alone above the answer.
+_ANSWER_LINE = re.compile(
+    rf"[ \t]{{0,8}}(?:[-•+][ \t])?(?P<heading>\#{{1,6}})?{_MARKUP}{{0,8}}"
+    rf"(?:(?:{_ANSWER_WORD}){_MARKUP}{{0,8}}(?:{_COLON}[ \t]{{0,8}}(?:[*_]{{1,2}}(?=[ \t\r\n]|\Z))?"
+    rf"|(?=[\r\n]|\Z))|(?:a|ans\.?){_MARKUP}{{0,4}}[:：](?:\*\*)?)",
+    re.IGNORECASE,
+)
+# The same within a line; "Intermediate answer:" is a step of Self-Ask.
+_ANSWER_LABEL = re.compile(
+    rf"(?<![A-Za-z-])(?<!intermediate )(?:{_ANSWER_WORD}){_MARKUP}{{0,4}}[:：﹕︰]"
+    r"(?:[*_]{1,2}(?=[ \t]))?",
+    re.IGNORECASE,
+)
+_ANSWER_PHRASE = re.compile(
+    r"\banswer(?:[ \t]to[ \t][^\n.:]{1,200}?)?[ \t*_]{1,4}(?:is|was|(?:would|should|must)[ \t]be)\b"
+    r"(?:[ \t]{0,3}[:：]|[ \t]{1,3}(?:thus|therefore|then|indeed|likely|probably|simply)\b,?)?"
+    r"(?=[\s:*_`$\\<\"'“])",
+    re.IGNORECASE,
+)
+_NO_ANSWER = re.compile(
+    r"[ \t*_]*(?:not|supported|based|found|given|stated|mentioned|derived|in[ \t]the|in[ \t]passage"
+    r"|from[ \t]the|correct|clear|because|as[ \t]follows)\b",
+    re.IGNORECASE,
+)
+_HASHES = re.compile(r"#{3,}")
+_STEP = re.compile(r"[ \t*_]*step[ \t]*\d", re.IGNORECASE)
+_SECTION_NAME = re.compile(
+    r"[ \t*_]*(?:(?:reasoning|analysis|explanation|rationale|justification|solution|evidence|thoughts?"
+    r"|thinking|thought[ \t]process|chain[ \t]of[ \t]thought|background|context|summary|question|sources?"
+    r"|references?|notes?|passages?|documents?|citations?|confidence|verification|conclusion|facts?|response"
+    r"|overview"
+    r"|step[ \t-]by[ \t-]step\b[^\n]{0,40})[ \t*_:：]*(?:\n|\Z)|[^\n]{1,200}:[ \t*_]*(?:\n|\Z))",
+    re.IGNORECASE,
+)
+_QUESTION_LABEL = re.compile(r"[ \t*_>#]{0,8}(?:q|question)[ \t*_]{0,4}[:：]", re.IGNORECASE)
+_REASONING_TAG = re.compile(
+    r"<(/?)(think(?:ing)?|thoughts?|reasoning|reflection|scratchpad|search|information)>", re.IGNORECASE
+)
+_MARK_START = re.compile(
+    r"[#\\<*_>]|\b(?:answer|final)|^[ \t]*a(?:ns\.?)?(?::|$)", re.IGNORECASE | re.MULTILINE
+)
+_JSON_TEXT = re.compile(r'[:：\s]\s*\[?\s*"((?:[^"\\\n]|\\.)*)"')
+_ANSWER_TAG = re.compile(r"<(/?)(?:final[ _-]?)?answer>", re.IGNORECASE)
+_BOX = re.compile(r"\\(?:boxed|fbox)[ \t]?\{")
+_BRACE = re.compile(r"\\[{}]|[{}]")
+_LATEX_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|emph|operatorname)\{")
+_EMPHASIS = (
+    ("***", "***"), ("**", "**"), ("__", "__"), ("*", "*"), ("_", "_"), ("`", "`"), ("$$", "$$"),
+    ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("「", "」"), ("【", "】"), ('"', '"'), ("“", "”"),
+    ("«", "»"),
+)  # fmt: skip
+_BLANK_OR_MARKUP = re.compile(r"(?:\s+|[:：](?=\s)|[>•](?=[ \t])|[-*+](?=[ \t]))*")
+_SENTENCE_STOP = re.compile(r"(?<=[^\W\d_]{4}|\d\d\d\d)[.!](?=[ \t]{1,4}[^\W\d_a-z])")
+_ANSWER_TAIL = re.compile(
+    r"(?:[.。．।]|<\|[^|<>\n]{1,40}\|>|</?\w{1,20}>|[ \t]?\[\d{1,3}(?:, ?\d{1,3}){0,9}\])$"
+)
+MAX_ANSWER_MARKS = 16  # from the last one, until one has an answer
+MAX_WRAPPINGS = 16  # around an answer: emphasis, LaTeX, tags, citations
 ANSWER_FORMS = ("marked", "whole")
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 
@@ -112,27 +178,178 @@ def extract_sentences(text: str) -> list[str]:
     return [text[start:stop].strip() for start, stop in find_sentence_spans(text)]
 
 
-def find_answer_span(response: str, form: str = "marked") -> tuple[int, int]:
-    r"""Character range of the answer in a response, empty at its end when there is none.
+class AnswerPlace(NamedTuple):
+    """Where an answer stands in a response, and where the mark before it begins."""
 
-    `marked` is read in this order: what follows the last `###`; the inside of the last `\boxed{}`, then
-    of the last `<answer>`; what follows the last "answer is". Only the first line counts, without blanks
-    around it and a final period. In the form `whole` that is the response's first line.
+    mark: int
+    start: int
+    stop: int
+
+
+def find_answer_span(response: str, form: str = "marked") -> tuple[int, int]:
+    """Character range of the answer in a response, empty at its end when there is none (`find_answer`)."""
+    place = find_answer(response, form)
+    return place.start, place.stop
+
+
+def find_answer(response: str, form: str = "marked") -> AnswerPlace:
+    r"""The place of the answer in a response; empty, at its end, when there is none.
+
+    `whole`: its first line, behind what stands in `<think>`. `marked`: what the last of these marks says,
+    outside `<think>` and `<search>`: `### answer`, `\boxed{}`, `<answer>`, "answer" as a heading, a label
+    or a key of JSON, "A:", "the answer is". A `###` above a section is no mark, unless it is the only one.
+    A line that stands alone behind `<think>` needs no mark. Of an answer the first line counts, without
+    emphasis, LaTeX and tags around it, citations behind it and the final period.
     """
-    marker = response.rfind("###")
+    shown, thought = _blank_reasoning(response)
     if form == "whole":
-        start, stop = 0, len(response)
-    elif marker >= 0:
-        start, stop = marker + 3, len(response)
+        start = len(shown) - len(shown.lstrip())
+        label = _ANSWER_LINE.match(shown, start)
+        marks = [_Mark(start, label.end() if label else start, len(shown))]
     else:
-        found = next((hits for mark in _ANSWER_MARKS if (hits := [*mark.finditer(response)])), [])
-        if not found:
-            return len(response), len(response)
-        start, stop = found[-1].span(1)
-    inner = response[start:stop]
-    start += len(inner) - len(inner.lstrip())
-    answer = inner.strip().partition("\n")[0].rstrip().removesuffix(".").rstrip()
-    return (start, start + len(answer)) if answer else (len(response), len(response))
+        marks = _find_marks(shown)
+        if not marks and thought and "\n" not in shown.strip():
+            marks = [_Mark(0, 0, len(shown))]
+    for mark in marks[: -MAX_ANSWER_MARKS - 1 : -1]:
+        start, stop = _trim_answer(shown, mark)
+        if start < stop:
+            return AnswerPlace(min(mark.begin, start), start, stop)
+    return AnswerPlace(len(response), len(response), len(response))
+
+
+def find_possible_mark(text: str) -> int:
+    """Where the mark of an answer may begin in a text that still grows; its end, where none may."""
+    found = _MARK_START.search(text)
+    return min(found.start() if found else len(text), find_answer(text).mark)
+
+
+class _Mark(NamedTuple):
+    begin: int
+    start: int  # of what it marks
+    stop: int
+    sentence: bool = False  # which ends where the sentence does
+
+
+def _blank_reasoning(response: str) -> tuple[str, bool]:
+    """The response with blanks in place of what is thought and searched, and whether something was.
+
+    Reasoning may have begun in the prompt; what is never closed goes on to the end, or to an `<answer>`.
+    """
+    pieces, opened, at = [], -1, 0
+    for tag in _REASONING_TAG.finditer(response):
+        closes = bool(tag[1])
+        if closes and (opened >= 0 or tag[2].lower() not in ("search", "information")):
+            start = max(opened, 0)
+            if start < at:
+                start = at
+            pieces += [response[at:start], " " * (tag.end() - start)]
+            opened, at = -1, tag.end()
+        elif not closes and opened < 0:
+            opened = tag.start()
+    if opened >= 0:
+        found = response.lower().rfind("<answer>", opened)
+        stop = found if found >= 0 else len(response)
+        pieces += [response[at:opened], " " * (stop - opened)]
+        at = stop
+    return "".join([*pieces, response[at:]]), bool(pieces)
+
+
+def _find_marks(text: str) -> list[_Mark]:
+    """The marks of answers, in order; headings of sections only where nothing else marks an answer."""
+    marks, headings, begin, last = list[_Mark](), list[_Mark](), 0, len(text.rstrip())
+    for line in text.splitlines(keepends=True):
+        if marks and _QUESTION_LABEL.match(line):  # a base model goes on with a question of its own
+            break
+        start, begin = begin, begin + len(line)
+        label = _ANSWER_LINE.match(line)
+        labels = [label] if label else []
+        for found in (*labels, *_ANSWER_LABEL.finditer(line, label.end() if label else 0)):
+            named = '"' in (found[0][0], line[found.start() - 1 : found.start()], *found[0][-3:])
+            quoted = _JSON_TEXT.match(line, found.end() - 1) if named else None
+            place = quoted.span(1) if quoted else (found.end(), len(text) - start)
+            marks.append(_Mark(start + found.start(), start + place[0], start + place[1], not quoted))
+        for found in _ANSWER_PHRASE.finditer(line):
+            if not _NO_ANSWER.match(line, found.end()):
+                stop = len(text) if found[0][-1] in ":：" else begin
+                marks.append(_Mark(start + found.end(), start + found.end(), stop, True))
+        for found in _HASHES.finditer(line, label.end() if label else 0):
+            said = _Mark(start + found.start(), start + found.end(), len(text))
+            if not _STEP.match(line, found.end()):
+                heads = begin < last and not line[: found.start()].strip()
+                (headings if heads else marks).append(said)
+    marks += (each for each in (*_find_boxes(text), *_find_answer_tags(text)) if each.begin < begin)
+    marks = [each for each in marks if each.start < last]
+    if not marks and len(headings) == 1 and not _SECTION_NAME.match(text, headings[0].start):
+        return headings
+    return sorted(marks)
+
+
+def _find_boxes(text: str) -> list[_Mark]:
+    r"""What stands in each `\boxed{}`, to its own brace; in one that is not closed, to the end."""
+    found, at = [], 0
+    while box := _BOX.search(text, at):
+        at = _find_closing_brace(text, box.end())
+        found.append(_Mark(box.start(), box.end(), at))
+    return found
+
+
+def _find_closing_brace(text: str, start: int) -> int:
+    depth = 1
+    for brace in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if not depth:
+            return brace.start()
+    return len(text)
+
+
+def _find_answer_tags(text: str) -> list[_Mark]:
+    """What stands in each `<answer>`, the innermost of several; in the last, closed or not."""
+    found, opened = [], None
+    for tag in _ANSWER_TAG.finditer(text):
+        if tag[1] and opened:
+            found.append(_Mark(opened.start(), opened.end(), tag.start()))
+        opened = None if tag[1] else tag
+    if opened:
+        found.append(_Mark(opened.start(), opened.end(), len(text)))
+    return found
+
+
+def _trim_answer(text: str, mark: _Mark) -> tuple[int, int]:
+    """The range of the answer itself in what a mark says."""
+    start, stop = mark.start, mark.stop
+    lead = _BLANK_OR_MARKUP.match(text, start, stop)
+    start = lead.end() if lead else start
+    stop = min(stop, end) if (end := text.find("\n", start)) >= 0 else stop
+    if mark.sentence and (end_of := _SENTENCE_STOP.search(text, start, stop)):
+        stop = end_of.start() + 1
+    inner = [*_find_boxes(text[start:stop]), *_find_answer_tags(text[start:stop])]
+    if inner:
+        start, stop = start + inner[-1].start, start + inner[-1].stop
+    before = None
+    for _ in range(MAX_WRAPPINGS):
+        if before == (start, stop):
+            break
+        before = start, stop
+        said = text[start:stop]
+        start += len(said) - len(said.lstrip())
+        stop -= len(said) - len(said.rstrip())
+        said = text[start:stop]
+        if tail := _ANSWER_TAIL.search(said):
+            stop = start + tail.start()
+            continue
+        latex = _LATEX_TEXT.match(said)
+        if latex and _find_closing_brace(said, latex.end()) == len(said) - 1:
+            start, stop = start + latex.end(), stop - 1
+            continue
+        for opening, closing in _EMPHASIS:
+            if said.startswith(opening) and said.endswith(closing) and len(said) > len(opening + closing):
+                if opening not in said[len(opening) : -len(closing)]:
+                    start, stop = start + len(opening), stop - len(closing)
+                    break
+            elif said.endswith(closing) and said.count(closing) == 1 and opening == closing:
+                stop -= len(closing)  # opened before the label
+                break
+    return start, max(start, stop)
 
 
 def normalize_answer(text: str, articles: bool = False) -> str:

@@ -15,6 +15,7 @@ from dlm_rag.decode.abstention import find_abstain_reason, find_unsupported_word
 from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalToken, replay_provisional
 from dlm_rag.text import (
     content_words,
+    find_answer,
     find_answer_span,
     find_sentence_spans,
     overlapping_spans,
@@ -263,9 +264,9 @@ class Rollout:
 
 def split_citable_spans(response: str, answer_form: str = "marked") -> list[tuple[Span, str]]:
     """What is cited: each sentence of the reasoning, then the answer where there is one, with its kind."""
-    answer = find_answer_span(response, answer_form)
-    units = [(span, "reasoning") for span in find_sentence_spans(response[: answer[0]])]
-    return [*units, (answer, "answer")] if answer[0] < answer[1] else units
+    mark, start, stop = find_answer(response, answer_form)
+    units = [(span, "reasoning") for span in find_sentence_spans(response[:mark])]
+    return [*units, ((start, stop), "answer")] if start < stop else units
 
 
 def cite_passages(

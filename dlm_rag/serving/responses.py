@@ -19,11 +19,10 @@ from dlm_rag.page.render import (
 from dlm_rag.serving.async_engine import EngineRequest
 from dlm_rag.serving.middleware import ApiError
 from dlm_rag.serving.requests import ParsedRequest
-from dlm_rag.text import find_answer_span, get_title_line
+from dlm_rag.text import find_answer, find_possible_mark, get_title_line
 from dlm_rag.tokenizer import Tokenizer
 
 Event = tuple[str | None, dict[str, Any] | str]  # name and data of a server-sent event
-_ANSWER_MARKS = ("###", "\\boxed{", "<answer>")
 
 
 @dataclass(frozen=True)
@@ -83,17 +82,14 @@ def cut_open_reasoning(text: str, answer_form: str) -> str:
     """Returns what is reasoning for certain of a text that still grows: up to a possible answer mark."""
     if answer_form == "whole":
         return ""
-    text = text[: find_stop(text, ("#", "\\", "<"))]
-    return text[: find_answer_span(text)[0]].rstrip()
+    return text[: find_possible_mark(text)].rstrip()
 
 
 def build_reply(rollout: Rollout, text: str, asked: ParsedRequest, context: ReplyContext) -> Reply:
     """Returns the reply of a finished answer; text: of the response up to a stop text."""
     sources = _list_sources(rollout, context.link)
-    start, stop = find_answer_span(text, rollout.answer_form)
-    reasoning = text[:start].rstrip()
-    for mark in _ANSWER_MARKS:
-        reasoning = reasoning.removesuffix(mark).rstrip()
+    mark, start, stop = find_answer(text, rollout.answer_form)
+    reasoning = text[:mark].rstrip()
     if reason := rollout.abstain_reason:
         return Reply(reasoning, f"I do not know: {ABSTAIN_REASONS[reason]}.", [], sources)
     content = text[start:stop] or text

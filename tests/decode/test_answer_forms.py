@@ -1,0 +1,229 @@
+"""Where the answer stands in what language models write: one extractor, held against the forms they use."""
+
+import gc
+import time
+
+import pytest
+
+from dlm_rag.text import find_answer, find_answer_span
+
+LEE = "Ann Lee was born in Dover."
+# Responses whose answer is Dover.
+DOVER = [
+    f"{LEE} ### Dover",
+    f"{LEE}\n### Dover.",
+    f"{LEE}\n#### Dover",
+    "### Dover\nand more",
+    "### Paris ### Dover",
+    f"### Reasoning\n{LEE}\n\n\\boxed{{Dover}}",
+    f"### Reasoning\n{LEE}\n\n### Dover",
+    f"\\boxed{{Dover}}\n\n### How I found it\n{LEE}",
+    f"### Step 1: find the director\nAnn Lee.\n### Step 2: her birthplace\n{LEE}\n\nThe answer is Dover.",
+    f"### Step 1\nAnn Lee.\n### Step 2\n{LEE}\n### Final Answer\nDover",
+    f"### Finding her\nAnn Lee.\n### Finding the place\n{LEE}\n**Answer:** Dover",
+    f"{LEE}\n\n### Answer\nDover",
+    f"{LEE}\n\n### Answer\n\n**Dover**",
+    f"{LEE}\n\n### Answer: Dover",
+    f"{LEE}\n\n### **Answer:** Dover",
+    f"{LEE}\n\n## Final Answer\n\nDover.",
+    f"# Answer\nDover\n\n# Explanation\n{LEE}",
+    f"### Answer\nDover\n\n### Explanation\n{LEE}",
+    "### Answer:\n\\boxed{Dover}\n### Sources\n[1] Ann Lee",
+    "So the place is $\\boxed{\\text{Dover}}$.",
+    "So the place is $$\\boxed{\\textbf{Dover}}$$",
+    "So \\boxed{ \\mathrm{Dover} }.",
+    "So \\fbox{Dover}.",
+    "First \\boxed{Paris}. No: \\boxed{\\text{Dover}}.",
+    "**Final Answer:** $\\boxed{Dover}$",
+    "So \\boxed{Dover",
+    "Final Answer: The final answer is $\\boxed{\\text{Dover}}$. I hope it is correct.",
+    "**Final Answer:** Dover",
+    "**Final Answer**: Dover",
+    "**Final Answer**\n\nDover",
+    "**Final Answer: Dover**",
+    "__Answer:__ Dover",
+    "*Answer:* *Dover*",
+    "> **Answer:** Dover",
+    "- Answer: Dover",
+    "Answer: `Dover`",
+    "Answer: Dover",
+    "ANSWER: Dover",
+    "answer : Dover",
+    "Answer - Dover",
+    "Answer:\nDover",
+    "Answer\nDover",
+    "Answer: Dover. It is a town in Kent.",
+    "Answer: Dover [2].",
+    'Answer: "Dover"',
+    "Short answer: Dover",
+    "The correct answer is: **Dover**",
+    "So the final answer is: Dover.",
+    "Intermediate answer: Ann Lee\nSo the final answer is: Dover",
+    f"{LEE} Answer: Dover",
+    "A: Dover",
+    "**A:** Dover",
+    "A: Dover\n\nQ: Who directed Emma?\nA: Ann Lee",
+    "Ans: Dover",
+    "The answer is Dover",
+    "The answer is Dover. I read it in the second passage.",
+    "The answer is: Dover\nBut the answer is supported by one passage only.",
+    "The answer to the question is Dover.",
+    "the answer would be **Dover**.",
+    "The answer is:\n\nDover",
+    "Therefore, the answer is therefore Dover.",
+    "<answer>Dover</answer>",
+    "<answer>\nDover\n</answer>",
+    "<answer> Dover",
+    "<Answer>**Dover**</Answer>",
+    "<final_answer>Dover</final_answer>",
+    "<answer>The answer is Dover.</answer>",
+    "<answer>\\boxed{Dover}</answer>",
+    "<answer>Paris</answer> no: <answer>Dover</answer>",
+    "<think>\n### Paris\nThe answer is Paris.\n</think>\n<answer>Dover</answer>",
+    "The passages say \\boxed{Paris}.\n</think>\n\nThe answer is Dover.",
+    "<think>It is \\boxed{Paris}, <answer>Paris</answer></think>\n\nDover",
+    "<think> a <answer> Dover </answer>",
+    "<think>a</think> <search>### Paris</search> <think>b</think> <answer> Dover </answer>",
+    '{"reasoning": "x", "answer": "Dover"}',
+    '```json\n{\n  "answer": ["Dover"],\n  "sources": []\n}\n```',
+    "Answer: Dover<|im_end|>",
+    "Answer: Dover</s>",
+    "答案：Dover",
+    "因此答案是：Dover",
+    "最终答案: Dover。",
+    "答え：Dover",
+    "정답: Dover",
+    "Ответ: Dover",
+    "Réponse : Dover",
+    "Respuesta: Dover",
+    "Antwort: Dover",
+    "**Risposta finale:** Dover",
+    "Resposta: Dover",
+    "الإجابة: Dover",
+    "उत्तर: Dover।",
+    "คำตอบ: Dover",
+    "Trả lời: Dover",
+    "Answer： Dover",
+]  # fmt: skip
+OTHERS = [
+    ("So \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+    ("Film #3 is by Ann Lee. ### Ann Lee", "Ann Lee"),
+    ("### J. K. Rowling.", "J. K. Rowling"),
+    ("The answer is J. K. Rowling.", "J. K. Rowling"),
+    ("The answer is St. Louis.", "St. Louis"),
+    ("Answer: 4 March 1894", "4 March 1894"),
+    ("答案：多佛。", "多佛"),
+    ("### C# and F#", "C# and F#"),
+    ("### snake_case", "snake_case"),
+    ("### 5 * 3", "5 * 3"),
+    ("Answer: yes", "yes"),
+    ("nothing", ""),
+    ("", ""),
+    ("### ", ""),
+    ("### Step 2: her birthplace", ""),
+    (f"### Reasoning\n{LEE}", ""),
+    (f"### First\n{LEE}\n### Second\n{LEE}", ""),
+    ("<think>The answer is Paris", ""),
+    ("The answer is not in the passages.", ""),
+    ("A film. An answerer: none", ""),
+    ("Answer:", ""),
+]
+
+
+@pytest.mark.parametrize("response", DOVER)
+def test_the_answer_is_found_in_every_form(response):
+    start, stop = find_answer_span(response)
+    assert response[start:stop] == "Dover"
+
+
+@pytest.mark.parametrize(("response", "answer"), OTHERS)
+def test_other_answers_and_none(response, answer):
+    start, stop = find_answer_span(response)
+    assert response[start:stop] == answer
+
+
+@pytest.mark.parametrize(
+    "response", ["Dover", " Dover.\nIt is", "<think>Paris?</think>\n\nDover", "Answer: Dover", "**Dover**"]
+)
+def test_a_whole_response_is_its_first_line(response):
+    start, stop = find_answer_span(response, "whole")
+    assert response[start:stop] == "Dover"
+
+
+@pytest.mark.parametrize(
+    ("response", "before"),
+    [(f"{LEE} ### Dover", LEE), (f"{LEE}\n**Answer:** Dover", LEE), (f"{LEE} \\boxed{{Dover}}", LEE),
+     (f"{LEE}\n### Answer\nDover", LEE), ("The answer is Dover", "The answer is"), ("Dover", "Dover")],
+)  # fmt: skip
+def test_the_mark_is_no_part_of_the_reasoning(response, before):
+    assert response[: find_answer(response).mark].rstrip() == before
+
+
+HOSTILE = [
+    "<answer>",
+    "</answer>",
+    "<think>",
+    "</think>",
+    "<search></search>",
+    "\\boxed{",
+    "{",
+    "}",
+    "\\text{",
+    "### ",
+    "#",
+    "### a\n",
+    "Answer:",
+    "Answer\n",
+    "answer to ",
+    "the answer is ",
+    "so final answer ",
+    "a:",
+    "A:\n",
+    "Q:\n",
+    '"answer": "',
+    "*",
+    "**",
+    "_",
+    "`",
+    "$",
+    ".",
+    "。",
+    "[1]",
+    " [1]",
+    "<|a|>",
+    "</s>",
+    " ",
+    "\n",
+    "\r\n",
+    "> ",
+    "- ",
+    "「",
+    '"',
+    "thus ",
+    "my ",
+    "答案",
+    "答案：",
+    "step 1",
+    "a. B",
+    "Dover. A ",
+    "\\",
+    "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx:\n",
+]
+
+
+@pytest.mark.parametrize("piece", HOSTILE)
+def test_the_time_is_linear(piece):
+    """100 KB take no more than some 10 times as long as 10 KB: quadratic work takes 100 times as long."""
+
+    def measure(size):
+        text = piece * (size // len(piece)) + "Dover"
+        start = time.perf_counter()
+        find_answer_span(text), find_answer_span("### " + text), find_answer_span(text, "whole")
+        return time.perf_counter() - start
+
+    gc.disable()
+    measure(1000)
+    small = min(measure(10_000) for _ in range(3))
+    large = min(measure(100_000) for _ in range(2))
+    gc.enable()
+    assert large < 30 * small + 0.25, (piece, small, large)
