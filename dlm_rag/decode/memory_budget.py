@@ -133,7 +133,7 @@ class DecodeMemory:
     ) -> "DecodeMemory":  # fmt: skip
         """For a denoiser with weights and arithmetic in `dtype`; nothing is allocated."""
         token, position = _measure_activation_bytes(shape, dtype, decode, quantize)
-        masked = bool(shape.block_size or shape.attention_patterns)
+        masked = bool(shape.block_size)
         asked = linked = 0
         if decode.copy_penalty is not None:
             asked, linked = estimate_crf_bytes(shape.vocab_size, row.total_tokens)

@@ -51,7 +51,7 @@ class LaidOutPrompt:
         """Lead and canvas, whose first `finished` positions are whole finished blocks."""
         lead, at = self.canvas_prefix, len(self.canvas_prefix.ids)
         ids, causal = (*lead.ids, *canvas), (at + finished) * self.causal_context
-        return Segment(ids, lead.start, self.first_block_length, self.block_size, at, causal)
+        return Segment(ids, lead.start, self.first_block_length, self.block_size, causal)
 
     def find_states(self, positions: NDArray[np.int64], shown: int, shifted: bool) -> NDArray[np.int64]:
         """Where in the chain the states are that predict canvas positions, of which `shown` are seen."""
@@ -168,13 +168,10 @@ def check_kept_evidence(engine: EngineConfig, shape: DenoiserConfig, layout: str
 def check_finished_blocks(shape: DenoiserConfig, finished_block_context: str, layout: str) -> None:
     """Raises `ConfigError` for a layout or an order of finished blocks that the attention rules out."""
     own = EVIDENCE_LAYOUTS[layout]
-    whole = "attention" if shape.attention_patterns and not own.runs_with_canvas else ""
     if shape.routes_blocks and own.separate_passages:
-        whole = "choice of experts"
-    if whole:
         raise ConfigError(
-            f"evidence_layout={layout}: the {whole} of this model reads the prompt in one piece; set "
-            "evidence_layout=joint"
+            f"evidence_layout={layout}: the choice of experts of this model reads the prompt in one piece; "
+            "set evidence_layout=joint"
         )
     if shape.block_size and finished_block_context != "recompute" and not own.separate_passages:
         raise ConfigError(

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlm_rag.errors import ConfigError
-from dlm_rag.model.denoiser_config import AttentionPattern
 from dlm_rag.model.packed_batch import AttentionMetadata
 
 log = logging.getLogger(__name__)
@@ -40,24 +39,17 @@ FLEX_GRAPHS = 64  # of one process: lengths below and above a tile, one row or m
 MaskRule = Callable[[Any, Any, Any, Any], Tensor]  # (row, head, query, key) -> whether it is seen
 
 
-def compute_attention(
-    q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, backend: str,
-    pattern: AttentionPattern | None = None,
-) -> Tensor:  # fmt: skip
+def compute_attention(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, backend: str) -> Tensor:
     """Row r of `q` (Tq, H, D) attends to row r of `k`, `v` (Tk, Hk, D); returns (Tq, H, D).
 
     With `sight.cached_rows`, for sdpa alone, `k` and `v` are all that a `SlotKVCache` holds, (tokens, Hk,
     D): row r sees the tokens from its start on, as many as its keys. `backend`: one of `choose_backend`'s.
-    `pattern`: what else hides keys, for rows whose keys are their own tokens.
     """
-    if sight.has_block_mask or pattern is not None:  # no other kernel takes a mask
-        return _KERNELS["sdpa"](q, k, v, sight, pattern)
-    return _KERNELS[backend](q, k, v, sight)
+    # No other kernel takes a mask.
+    return _KERNELS["sdpa" if sight.has_block_mask else backend](q, k, v, sight)
 
 
-def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, pattern: AttentionPattern | None = None
-) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
     partial = sight.partial_view_rows or (False,) * len(sight.query_lengths)
     shapes = list(zip(sight.query_lengths, sight.key_lengths, partial, strict=True))
     if sight.cached_rows is None:  # consecutive rows of equal lengths are one call
@@ -72,9 +64,9 @@ def _sdpa(
     for (rows, n, seen, bounded), own, *seen_by_it in zip(runs, queries, keys, values, strict=True):
         run_q = own.unflatten(0, (rows, n)).transpose(1, 2)
         run_k, run_v = (x.unflatten(0, (rows, seen)).transpose(1, 2) for x in seen_by_it)
-        if n and (pattern is not None or (bounded and not sight.causal)):
-            rule = build_mask_rule(sight, slice(row, row + rows), slice(at, at + rows * n), pattern)
-            out = attend_masked(run_q, run_k, run_v, rule, sight.masks, (row, pattern))
+        if n and bounded and not sight.causal:
+            rule = build_mask_rule(sight, rows, slice(at, at + rows * n))
+            out = attend_masked(run_q, run_k, run_v, rule, sight.masks, row)
         else:
             causal = bounded and sight.causal
             out = F.scaled_dot_product_attention(run_q, run_k, run_v, is_causal=causal, enable_gqa=True)
@@ -83,24 +75,11 @@ def _sdpa(
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def build_mask_rule(
-    sight: AttentionMetadata, rows: slice, queries: slice, pattern: AttentionPattern | None
-) -> MaskRule:
-    """Who sees whom in some `rows` of equal lengths with the packed `queries`, by their places in a row."""
-    number = rows.stop - rows.start
-    limits = None if sight.visible_counts is None else sight.visible_counts[queries].view(number, -1)
-    if pattern is None:
-        assert limits is not None
-        return lambda row, head, query, key: key < limits[row, query]
-    assert sight.positions is not None and sight.prompt_lengths is not None and sight.cached_rows is None
-    positions = sight.positions if sight.output_indices is None else sight.positions[sight.output_indices]
-    positions, prompts = positions[queries].view(number, -1), sight.prompt_lengths[rows]
-
-    def sees(row: Any, head: Any, query: Any, key: Any) -> Tensor:
-        visible = pattern(positions[row, query], key, (key >= prompts[row]).int())
-        return visible if limits is None else visible & (key < limits[row, query])
-
-    return sees
+def build_mask_rule(sight: AttentionMetadata, rows: int, queries: slice) -> MaskRule:
+    """Who sees whom in `rows` rows of equal lengths with the packed `queries`, by their places in a row."""
+    assert sight.visible_counts is not None
+    limits = sight.visible_counts[queries].view(rows, -1)
+    return lambda row, head, query, key: key < limits[row, query]
 
 
 def attend_masked(

@@ -267,7 +267,6 @@ def save_tensors(
         named.pop("lm_head.weight", None)
     raw: dict[str, Any] = {"model_type": "dlm_rag", "architectures": ["Denoiser"], **asdict(config)}
     raw[BLOCK_SIZE_KEY] = raw.pop("block_size")
-    del raw["attention_patterns"]  # which the file of a family gives
     dtype = str(next(iter(named.values())).dtype).removeprefix("torch.")
     if origin is not None and origin.raw_config["model_type"] != "dlm_rag":
         named = _to_family_tensors(named, config, origin.family)

@@ -281,7 +281,7 @@ class Denoiser(TransformerWeights):
             self.config, rows.lengths, sight.key_lengths, last.query_lengths, size,
             (sight.num_attention_pairs, last.num_attention_pairs),
         )  # fmt: skip
-        call = ForwardContext(rows, self.backend, probe, self.config.attention_patterns)
+        call = ForwardContext(rows, self.backend, probe)
         rope = self.compute_rope(rows.positions)
         x = self.embed_tokens(rows.ids)
         if is_autocast(x):  # sums stay in float32, of full copies as of shards that are cast and gathered

@@ -1,6 +1,5 @@
 """The architecture as numbers: its config, and the names and shapes of its tensors."""
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Lt
@@ -11,10 +10,6 @@ from pydantic_core.core_schema import literal_schema
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 
-# Who sees whom inside a row, of tensors that broadcast: (query position, key position, key segment) ->
-# whether the query sees the key. Positions count from the first token of the prompt; the segment is 0 in
-# the prompt and 1 in the canvas. Blocks of tokens have a faster form of their own: `Segment.block`.
-AttentionPattern = Callable[[Any, Any, Any], Any]
 # Kinds of scaled rotary positions, with the numbers that each needs; others depend on the text's length.
 ROPE_SCALINGS = {
     "linear": ("factor",),
@@ -47,7 +42,8 @@ class ExpertsConfig:
     expert_bias: Flag = False  # added to the scores for the choice, not to the weights of the chosen
     n_group: Size = 1  # groups of experts; the best `topk_group` are chosen from
     topk_group: Size = 1
-    # A block of attention uses so many experts, those that one of its tokens scores highest; 0: all.
+    # Number of experts that a block of attention uses, those that one of its tokens scores highest, as in
+    # LLaDA2.2; 0: all.
     expert_capacity: SizeOrZero = 0
     norm_topk_prob: Flag = False  # the weights of the chosen sum to 1
     routed_scaling_factor: Real = 1.0
@@ -102,16 +98,13 @@ class DenoiserConfig:
     canvas_length: Size = 100  # response positions where the config names no other number
     block_length: SizeOrZero | None = None  # as in DecodeConfig, where the config names none
     # Who sees whom. None: every token every other; n: blocks of n tokens see themselves and what is before
-    # (1: causal), counted from the first token of the prompt or of the canvas.
+    # (1: causal), counted from the first token of the prompt (SDAR, LLaDA2, Fast-dLLM v2) or of the canvas.
     block_size: Size | None = None
     block_grid: Annotated[str, _one_of("prompt", "canvas")] = "canvas"
     # Of a model trained in both ways, with one head: tokens before the current block see only themselves
     # and what is before them, and the state of the last of them predicts the first token of the block. With
     # blocks of 1 that is an autoregressive model.
     causal_context: Flag = False
-    # What a family's layers hide otherwise, one pattern a layer (None: nothing); empty: all see all. Only a
-    # family's file sets it: it is not written to config.json.
-    attention_patterns: tuple[AttentionPattern | None, ...] = ()
     # These as in DecodeConfig, where the config names none.
     finished_block_context: Annotated[str, _one_of("recompute", "no_evidence")] = "recompute"
     commit_rule: Annotated[str, _one_of("threshold")] = "threshold"
@@ -119,9 +112,8 @@ class DenoiserConfig:
 
     def __post_init__(self) -> None:
         heads, kv_heads, mask = self.num_attention_heads, self.num_key_value_heads, self.mask_token_id
-        share, turned, patterns = self.partial_rotary_factor, self.rotary_dim, len(self.attention_patterns)
+        share, turned = self.partial_rotary_factor, self.rotary_dim
         even = share <= 1 and turned >= 2 and turned % 2 == 0
-        joint = not self.block_size and EVIDENCE_LAYOUTS[self.evidence_layout].runs_with_canvas
         _require(
             (
                 not heads % kv_heads,
@@ -134,11 +126,6 @@ class DenoiserConfig:
                 all(token < self.vocab_size for token in self.excluded_token_ids),
                 f"excluded tokens {self.excluded_token_ids} are not in the vocabulary",
             ),
-            (
-                patterns in (0, self.num_hidden_layers),
-                f"attention_patterns has {patterns}, not one a layer",
-            ),
-            (joint or not patterns, "attention_patterns need evidence_layout=joint and no block_size"),
             (
                 not self.causal_context
                 or bool(self.block_size and self.block_grid == "canvas" and not self.shifted),
@@ -167,7 +154,7 @@ class DenoiserConfig:
 
     @property
     def routes_blocks(self) -> bool:
-        """Whether the tokens of a block of attention share a choice of experts."""
+        """Whether the tokens of a block of attention share a choice of experts, as in LLaDA2.2."""
         return bool(self.experts is not None and self.experts.expert_capacity and self.block_size)
 
     @property

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from dlm_rag.model.attention import compute_attention
 from dlm_rag.model.denoiser_config import (
     QUERY_SCALE_KEY,
-    AttentionPattern,
     DenoiserConfig,
     ExpertsConfig,
 )
@@ -205,12 +204,11 @@ class AttentionProbe:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What all layers of one call share; patterns: one a layer, or none at all."""
+    """What all layers of one call share."""
 
     rows: PackedRows
     backend: str
     probe: AttentionProbe | None = None
-    patterns: tuple[AttentionPattern | None, ...] = ()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sight: AttentionMetadata) -> Tensor:
         """Attention of q (n, H, D) to what the rows see, their own k and v (T, Hk, D) included."""
@@ -218,9 +216,7 @@ class ForwardContext:
         if (probe := self.probe) is not None and probe.layer == layer:
             probe.queries, probe.keys, probe.visible_counts = q, k, sight.visible_counts
             probe.key_lengths, probe.key_ends = sight.key_lengths, sight.key_ends
-        return compute_attention(
-            q, k, v, sight, self.backend, self.patterns[layer] if self.patterns else None
-        )
+        return compute_attention(q, k, v, sight, self.backend)
 
 
 class TransformerLayer(nn.Module):

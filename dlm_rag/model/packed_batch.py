@@ -26,20 +26,18 @@ class Segment:
     """Token ids at consecutive positions from `start`.
 
     With a `block`, a token sees its own block and everything before it: the `first` tokens are one block,
-    then every `block` of them. Without, each token sees all. The first `prompt_length` tokens are the
-    prompt, for families with attention patterns. The first `causal` tokens are a block each.
+    then every `block` of them. Without, each token sees all. The first `causal` tokens are a block each.
     """
 
     ids: tuple[int, ...]
     start: int
     first: int = 0
     block: int | None = None
-    prompt_length: int = 0
     causal: int = 0
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.ids, self.start, self.first, self.block or 0, self.prompt_length))
+        return hash((self.ids, self.start, self.first, self.block or 0))
 
     def __hash__(self) -> int:
         return self._hash  # a step looks at each segment of each row dozens of times
@@ -136,11 +134,10 @@ class AttentionMetadata:
     """Who sees whom: row r of the queries sees row r of the keys.
 
     query_lengths, key_lengths: tokens of each row; query_ends, key_ends: (rows + 1,) int32 on the device,
-    0 and the end of each row. num_attention_pairs: of a query and a key that it sees, patterns aside.
+    0 and the end of each row. num_attention_pairs: of a query and a key that it sees.
     partial_view_rows: rows with tokens that see only their first keys, `visible_counts` (Tq,) of them;
     causal: these rows have no context, and each token sees itself and what precedes it.
     cached_rows: the rows whose keys are in slots, and are not gathered.
-    positions, output_indices, prompt_lengths: as in `PackedRows` and `Segment`, for attention patterns.
     masks: those of this call, made once for all layers that share them.
     """
 
@@ -153,9 +150,6 @@ class AttentionMetadata:
     visible_counts: Tensor | None = None
     causal: bool = False
     cached_rows: CachedRows | None = None
-    positions: Tensor | None = None
-    output_indices: Tensor | None = None
-    prompt_lengths: Tensor | None = None
     masks: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
@@ -279,14 +273,13 @@ def pack_rows(
     in_slots = context if isinstance(context, CachedRows) and not context.gathered else None
     sight = AttentionMetadata(
         lengths, keys, at["queries"], at["keys"], _count_pairs(lengths, keys, sent.get("limits")), partial,
-        at.get("limits"), causal, in_slots, at["positions"], None, at["prompts"],
+        at.get("limits"), causal, in_slots,
     )  # fmt: skip
     last = sight
     if read is not None and not causal:  # the kernels' own causal rule is for whole rows
         last = replace(
             sight, query_lengths=reads, query_ends=at["reads"], visible_counts=at.get("last_limits"),
             num_attention_pairs=_count_pairs(reads, keys, sent.get("last_limits")),
-            output_indices=at["read"],
         )  # fmt: skip
     return PackedRows(
         at["ids"], at["positions"], sight, last, at.get("read"), context, {name: at[name] for name in kept},
@@ -295,12 +288,11 @@ def pack_rows(
 
 
 def _collect_tokens(runs: Sequence[Segment], seen: Sequence[int]) -> dict[str, NDArray[Any]]:
-    """Ids and positions of the packed tokens, how many keys each sees where not all, lengths of prompts."""
+    """Ids and positions of the packed tokens, how many keys each sees where not all."""
     lengths = [len(run.ids) for run in runs]
     found: dict[str, NDArray[Any]] = {
         "ids": np.fromiter(chain.from_iterable(run.ids for run in runs), np.int64, sum(lengths)),
         "positions": concatenate_ranges(np.array([run.start for run in runs], dtype=np.int64), lengths),
-        "prompts": np.array([run.prompt_length for run in runs], dtype=np.int32),
     }
     if any(run.has_partial_view for run in runs):
         limits = [n + run.visible_counts for n, run in zip(seen, runs, strict=True)]

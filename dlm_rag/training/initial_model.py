@@ -77,16 +77,13 @@ def open_initial_model(config: Config) -> InitialModel:
 def _check_hidden_tokens(config: Config, shape: DenoiserConfig) -> None:
     """Raises `ConfigError` for what cannot be trained where some tokens are hidden from others."""
     check_finished_blocks(shape, shape.finished_block_context, shape.evidence_layout)
-    if not shape.block_size and not shape.attention_patterns:
+    if not shape.block_size:
         return
     phases = config.train.get_phase_configs().values()
-    pointed = any(t.pointer_loss_weight or t.final_pointer_loss_weight for t in phases)
     if any(train.context_parallel > 1 for train in phases):
         raise ConfigError(
             "context_parallel needs a model whose tokens all see each other: set context_parallel=1"
         )
-    if shape.attention_patterns and pointed:
-        raise ConfigError("pointer_loss_weight: this model's layers hide tokens by a pattern; set it to 0")
     if shape.predicts_next_block and shape.finished_block_context == "no_evidence":
         raise ConfigError(
             "finished_block_context=no_evidence cannot be trained on a model that predicts the next token: "
@@ -196,7 +193,6 @@ def _open_layers_checkpoint(path: str) -> Checkpoint:
             "does not: name another"
         )
     reasons = {
-        "has attention patterns of its own": bool(found.config.attention_patterns),
         "predicts the next token": found.config.predicts_next_block,
     }
     if why := [reason for reason, holds in reasons.items() if holds]:

@@ -3,6 +3,7 @@
 import importlib.machinery
 import sys
 import types
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_rag.errors import ConfigError
+from dlm_rag.model import attention
 from dlm_rag.model.attention import (
     choose_backend,
     compute_attention,
@@ -200,3 +202,49 @@ def test_selective_checkpointing_keeps_the_products_of_flash_attn(monkeypatch):
     assert torch.ops.flash_attn._flash_attn_varlen_forward.default in kept
     assert torch.ops.torch_attn._varlen_attn.default in kept
     assert any("scaled_dot_product" in str(operator) for operator in kept)
+
+
+@pytest.mark.filterwarnings("ignore:.*without torch.compile")
+def test_the_mask_of_flex_attention_is_the_dense_one(monkeypatch):
+    """What a GPU takes, here as torch's uncompiled reference; against the formula, in float64."""
+    lengths, block = (150, 150, 7, 1), 3
+    rows = [Segment((1,) * n, 0, block=block) for n in lengths]
+    packed = pack_rows(rows, CPU, [range(0, n, 2) for n in lengths])
+    q, k, v = random_rows(lengths, lengths, width=16)
+    q = q[packed.output_indices]
+    sight, taken = packed.last_layer_metadata, []
+    dense = compute_attention(q, k, v, sight, "sdpa")
+
+    def attend_as_on_a_gpu(q, k, v, rule, masks, name):
+        taken.append(attention.build_flex_mask(rule, q, k))
+        return attention.attend_flex(q, k, v, taken[-1])
+
+    monkeypatch.setattr(attention, "attend_masked", attend_as_on_a_gpu)
+    with torch.no_grad():
+        flex = compute_attention(q, k, v, replace(sight), "sdpa")
+    torch.testing.assert_close(flex, dense)
+    assert len(taken) == 2, "rows of equal lengths are one call"
+    expected, queries = [], q.split([len(range(0, n, 2)) for n in lengths])
+    for n, row_q, row_k, row_v in zip(lengths, queries, k.split(lengths), v.split(lengths), strict=True):
+        allowed = torch.tensor([[j // block <= i // block for j in range(n)] for i in range(0, n, 2)])
+        expected.append(by_the_book(row_q.double(), row_k.double(), row_v.double(), allowed=allowed))
+    torch.testing.assert_close(dense.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [8, 32])
+def test_a_gpu_never_computes_grouped_heads_under_a_mask_with_sdpa(monkeypatch, width):
+    """Where FlexAttention has heads of that width it is taken; else each head gets keys of its own."""
+    calls = []
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(attention, "build_flex_mask", lambda *_: "mask")
+    monkeypatch.setattr(attention, "attend_flex", lambda q, k, v, mask: calls.append(mask) or q)
+    monkeypatch.setattr(
+        attention.F, "scaled_dot_product_attention",
+        lambda q, k, v, mask, enable_gqa: calls.append((k.shape[1], enable_gqa)) or q,
+    )  # fmt: skip
+    q, k, v = torch.zeros(1, 4, 5, width).as_subclass(OnGpu), *torch.zeros(2, 1, 2, 5, width)
+    attention.attend_masked(q, k, v, lambda row, head, i, j: j <= i, {}, "rule")
+    assert calls == (["mask"] if width == 32 else [(4, False)])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlm_rag.errors import CheckpointError, suggest_nearest
 from dlm_rag.files.hub import read_checkpoint_json
-from dlm_rag.model.denoiser_config import AttentionPattern, DenoiserConfig
+from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.stored_scales import ScaleSource
 
 NamedShapes = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
@@ -146,16 +146,6 @@ def require_supported_values(raw: dict[str, Any], **supported: Any) -> None:
     for key, value in supported.items():
         if raw.get(key, value) not in (value, None):
             raise CheckpointError(f"{key}={raw[key]!r:.60} is not supported (only {value!r} is)")
-
-
-def sliding_window(size: int) -> AttentionPattern:
-    """Each token sees itself and the `size - 1` tokens before and after it."""
-    return lambda query, key, segment: (query - key).abs() < size
-
-
-def prefix_causal(query: Tensor, key: Tensor, segment: Tensor) -> Tensor:
-    """The prompt sees itself; a token of the canvas sees the prompt and the canvas up to itself."""
-    return (segment == 0) | (key <= query)
 
 
 def find_mask_token_id(folder: Path, usual: str) -> int:
