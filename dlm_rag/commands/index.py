@@ -39,8 +39,7 @@ def main(argv: list[str]) -> None:
 
 def _build_collection(url: str, path: str, config: RetrievalConfig) -> None:
     from dlm_rag.retrieval.corpus import open_corpus
-    from dlm_rag.retrieval.milvus_collection import MilvusCollection
-    from dlm_rag.retrieval.milvus_retriever import ingest_corpus
+    from dlm_rag.retrieval.milvus import MilvusCollection, ingest_corpus
     from dlm_rag.retrieval.retry import SearchUnavailableError
 
     show_status(f"asking {url}")

@@ -91,5 +91,5 @@ RETRIEVERS = {
 SEARCH_SERVICES = {
     "http": "dlm_rag.retrieval.http_retriever:HttpRetriever",
     "https": "dlm_rag.retrieval.http_retriever:HttpRetriever",
-    "milvus": "dlm_rag.retrieval.milvus_retriever:open_milvus_retriever",
+    "milvus": "dlm_rag.retrieval.milvus:open_milvus_retriever",
 }

@@ -28,14 +28,15 @@ from dlm_rag.decode.decoder import Decoder
 from dlm_rag.errors import ConfigError, CorpusError, UserError
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.questions import read_questions
-from dlm_rag.retrieval import load_retriever, milvus_collection, milvus_retriever
+from dlm_rag.retrieval import load_retriever, milvus
 from dlm_rag.retrieval.base import PartialSearchError, Retriever, select_top_hits
 from dlm_rag.retrieval.composite import HybridRetriever, MultiQueryRetriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import DenseRetriever
 from dlm_rag.retrieval.encoder import TextEncoder
-from dlm_rag.retrieval.milvus_collection import CollectionInfo, MilvusCollection
-from dlm_rag.retrieval.milvus_retriever import (
+from dlm_rag.retrieval.milvus import (
+    CollectionInfo,
+    MilvusCollection,
     MilvusRetriever,
     count_complete_rows,
     ingest_corpus,
@@ -132,7 +133,7 @@ def test_passages_are_those_of_a_local_search_on_any_shards(server, few):
     assert other.fingerprint == found.fingerprint, "answers of the one go on with the other"
 
 
-@pytest.mark.parametrize("most", [milvus_collection.MAX_SEARCH_HITS, 100])
+@pytest.mark.parametrize("most", [milvus.MAX_SEARCH_HITS, 100])
 def test_equal_scores_stand_in_corpus_order(server, tmp_path, monkeypatch, most):
     """More equals than are asked for at first; where they have no end, that query alone fails."""
     texts = ["emma rare words here"] + ["dune"] * 150 + ["dune by herbert"]
@@ -140,7 +141,7 @@ def test_equal_scores_stand_in_corpus_order(server, tmp_path, monkeypatch, most)
         tmp_path / "corpus.jsonl", [{"id": f"p{n}", "contents": text} for n, text in enumerate(texts)]
     )
     found = build(server, f"equal{most}", path, top_k=5)
-    monkeypatch.setattr(milvus_retriever, "MAX_SEARCH_HITS", most)
+    monkeypatch.setattr(milvus, "MAX_SEARCH_HITS", most)
     if most > 150:
         passages = found.search([asked("dune"), asked("emma")])
         assert [[p.id for p in ps] for ps in passages] == [[f"p{n}" for n in range(1, 6)], ["p0"]]
@@ -168,22 +169,6 @@ def test_a_refresh_takes_two_round_trips_and_one_where_passages_recur(few, monke
     first = found.search(some)
     assert len(calls) == 2
     assert found.search(some) == first and len(calls) == 3
-
-
-def test_queries_without_known_words_cost_a_count_now_and_then(few, monkeypatch):
-    found = load_retriever(url=few[1]._collection.url, timeout=SECONDS)
-    counts = []
-    count = MilvusCollection.count_rows
-    monkeypatch.setattr(
-        MilvusCollection, "count_rows", lambda self, *a, **k: counts.append(1) or count(self, *a, **k)
-    )
-    nothing = [asked(f"zzzz{n}") for n in range(20)]
-    monkeypatch.setattr(milvus_retriever, "COUNT_CHECK_SECONDS", 3600)
-    assert found.search(nothing) == [[]] * 20 and found.search(nothing[:3]) == [[]] * 3
-    assert len(counts) == 1, "of 23 queries, in two searches"
-    found._count_due = 0.0  # an hour later
-    found.search(nothing)
-    assert len(counts) == 2, "a collection that has lost its passages is noticed in time"
 
 
 @pytest.mark.slow
@@ -263,25 +248,6 @@ def test_the_wrong_place_is_told_at_once(server, few, monkeypatch):
     refused(server.url("few"), "needs pymilvus: pip install 'dlm_rag[milvus]'")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [lambda hits: [(score - 0.01, row) for score, row in hits], lambda hits: hits[1:]],
-    ids=["other scores", "the best one missing"],
-)
-def test_an_engine_that_is_not_exact_is_found_at_the_start(server, few, monkeypatch, change):
-    """As an index that drops small numbers would be."""
-    search = MilvusCollection.search
-    monkeypatch.setattr(
-        MilvusCollection,
-        "search",
-        lambda *given: [change(hits) for hits in search(*given)],
-    )
-    refused(server.url("few"), "does not give the scores of its passages (sparse, row 0)")
-    monkeypatch.undo()
-    monkeypatch.setattr(milvus_retriever, "count_query_words", lambda text: {7: 1.0})  # other words
-    refused(server.url("few"), "does not give the scores of its passages (sparse, row 0)")
-
-
 def test_passages_that_are_not_given_are_an_error(server, tmp_path, corpus_file):
     found = build(server, "lacking", corpus_file, top_k=2)
     client = server.client()
@@ -291,8 +257,6 @@ def test_passages_that_are_not_given_are_an_error(server, tmp_path, corpus_file)
     assert found.search([asked("Who wrote Dune?")]) == before
     with pytest.raises(SearchUnavailableError, match="does not give 1 of 1 passages"):
         found._collection.fetch_rows([0])
-    with pytest.raises(SearchUnavailableError, match="holds 4 of 5"):
-        found.search([asked("zzzz")])
     refused(server.url("lacking"), "holds 4 of 5 passages: run `dlm-rag index --to` again")
 
 
@@ -329,17 +293,10 @@ def test_a_server_that_begins_again_is_searched_again(own_server, corpus_file, c
     assert not capfd.readouterr().err, "nothing of pymilvus and gRPC, which say much"
 
 
-def test_a_collection_that_was_released_is_loaded_again(server, corpus_file, monkeypatch):
-    """Which may take as long as the search has."""
+def test_a_collection_that_was_released_is_loaded_again(server, corpus_file):
     found = build(server, "late", corpus_file, top_k=2)
     before = found.search([asked("Who wrote Emma?")])
     server.client().release_collection("late")
-    load = found._collection._client.load_collection
-    monkeypatch.setattr(
-        found._collection._client,
-        "load_collection",
-        lambda *given, **settings: threading.Timer(1.5, load, given, settings).start(),
-    )
     assert found.search([asked("Who wrote Emma?")]) == before
 
 
@@ -560,11 +517,10 @@ class Answers:
 
     def search(self, _, vectors, anns_field, limit, **settings):
         self.asked.append((anns_field, len(vectors), limit))
-        hits = [
+        return [
             [{"distance": 1.0 if vector == [1.0] else 300.0 - n, "row": n} for n in range(min(limit, 200))]
             for vector in vectors
         ]
-        return type("Future", (), {"result": lambda _: hits})()
 
 
 def fake_retriever(field: str) -> tuple[MilvusRetriever, Answers]:
@@ -578,7 +534,7 @@ def fake_retriever(field: str) -> tuple[MilvusRetriever, Answers]:
 
 def test_only_what_ends_among_equals_is_asked_for_again(monkeypatch):
     found, client = fake_retriever("dense")
-    monkeypatch.setattr(milvus_collection, "MAX_REQUEST_ITEMS", 2)
+    monkeypatch.setattr(milvus, "MAX_REQUEST_ITEMS", 2)
     ranked = MultiQueryRetriever(found).rank([Query("a b c", ("a", "b", "c"))], 3)
     assert ranked == [[0, 1, 2]]
     assert client.asked == [("dense", 2, 28), ("dense", 1, 28), ("dense", 1, 112), ("dense", 1, 448)]

@@ -17,7 +17,7 @@ from pymilvus import MilvusClient, MilvusException
 from dlm_rag.retrieval.base import Ranking
 from dlm_rag.retrieval.bm25 import BM25Retriever
 from dlm_rag.retrieval.bm25_build import extract_terms
-from dlm_rag.retrieval.milvus_collection import GRPC_CHANNEL_OPTIONS
+from dlm_rag.retrieval.milvus import GRPC_CHANNEL_OPTIONS
 from dlm_rag.retrieval.query import Query
 
 BEGIN_SECONDS = 180

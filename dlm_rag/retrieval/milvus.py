@@ -1,0 +1,488 @@
+"""Search in a collection of a Milvus by our own scores, and how one is built; all that knows pymilvus.
+
+A passage is an entity: its key, id, title and contents, and its vectors, `sparse` (`sparse_vectors.py`) and
+`dense`. A key is `build << 32 | row`: rows in corpus order, `build` a random number of the collection, so
+every hit shows whether the collection is still the one that was opened. Rankings are the same on any
+shards: equal scores are taken in corpus order, so more hits are asked for where they end among equals.
+"""
+
+import logging
+import os
+import re
+import secrets
+import socket
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from dlm_rag.config import RetrievalConfig
+from dlm_rag.errors import ConfigError, CorpusError, RunError
+from dlm_rag.nvtx_ranges import profile_stage
+from dlm_rag.progress import report_progress, track_progress
+from dlm_rag.retrieval.base import (
+    SCORE_TIE_DECIMALS,
+    CorpusRetriever,
+    Hits,
+    MemoizedBatchFunction,
+    Ranking,
+    select_top_hits,
+)
+from dlm_rag.retrieval.build_once import build_once, make_folder_name
+from dlm_rag.retrieval.composite import HybridRetriever, MultiQueryRetriever
+from dlm_rag.retrieval.corpus import Corpus, Passage
+from dlm_rag.retrieval.query import Query
+from dlm_rag.retrieval.retry import (
+    MAX_ATTEMPT_FRACTION,
+    RetryableFailure,
+    SearchUnavailableError,
+    call_with_retries,
+)
+from dlm_rag.retrieval.sparse_vectors import (
+    SPARSE_VECTOR_VERSION,
+    CorpusStatistics,
+    compute_corpus_statistics,
+    count_query_words,
+)
+
+TEXT_FIELDS = ("id", "title", "contents")
+# of vectors, by kind
+VECTOR_FIELDS = {"bm25": ("sparse",), "dense": ("dense",), "hybrid": ("sparse", "dense")}
+EXACT_INDEXES = {"sparse": "SPARSE_INVERTED_INDEX", "dense": "FLAT"}
+# DAAT_MAXSCORE skips what cannot be among the best, and nothing else.
+INDEX_PARAMS: dict[str, dict[str, Any]] = {"sparse": {"inverted_index_algo": "DAAT_MAXSCORE"}, "dense": {}}
+SEARCH_PARAMS: dict[str, dict[str, Any]] = {"sparse": {"drop_ratio_search": 0.0}, "dense": {}}
+# Limits of the engine: hits of a search, bytes of a text.
+MAX_SEARCH_HITS, MAX_TEXT_BYTES = 16_384, 65_535
+MAX_REQUEST_ITEMS = 1000  # vectors of a search, keys of a query
+MAX_REQUEST_HITS = 1_000_000  # of a search: less than the 64 MiB that gRPC takes
+WRITE_BATCH_PASSAGES = 128  # of a write: with texts of any size less than the 64 MiB that gRPC takes
+MAX_CONNECT_SECONDS = 1.0  # a wrong address is reported within two
+MAX_BUILD_SECONDS = 600.0  # for an index, for loading
+EXTRA_HITS = 25  # hits beyond those that are wanted: most often the last equals end there
+EXTRA_HITS_GROWTH = 4  # times as many where they do not
+# A channel that waits up to 2 minutes, as by default, is still closed when the server is back.
+GRPC_CHANNEL_OPTIONS = {f"grpc.{name}_reconnect_backoff_ms": 100 for name in ("initial", "max")} | {
+    "grpc.keepalive_time_ms": 600_000,  # some servers hang up on who pings often; calls have deadlines
+    "grpc.keepalive_permit_without_calls": 0,
+    "grpc.use_local_subchannel_pool": 1,  # or a new channel shares the waits of an old one
+}
+_COLLECTION_NOT_FOUND, _NOT_LOADED = 100, 101  # codes of the engine
+
+
+@dataclass(frozen=True)
+class CollectionInfo:
+    """What a collection says about itself, in its properties: some servers drop descriptions."""
+
+    fingerprint: str  # of the corpus
+    kind: Literal["bm25", "dense", "hybrid"]  # which vectors it has
+    passages: int
+    form: int = SPARSE_VECTOR_VERSION
+    build: int = 0  # of 20 bits: a key is then exact in JavaScript too
+    finished: int = 0
+    model: str = ""  # that made the dense vectors
+    encoder: str = ""  # digest of its weights and of the passage prompt
+    width: int = 0  # of a dense vector
+
+    def to_properties(self) -> dict[str, str]:
+        return {f"dlm_rag.{name}": str(value) for name, value in asdict(self).items() if value}
+
+
+class MilvusCollection:
+    """A collection by its URL, `milvus://HOST:PORT/NAME` or `milvus://HOST:PORT/DATABASE/NAME`.
+
+    Calls have deadlines and are tried again as `call_with_retries` has it. They raise
+    `SearchUnavailableError` for what may pass, `CorpusError` for a collection that is not what it should be, or was.
+    """
+
+    info: CollectionInfo  # once `describe` has found it
+
+    def __init__(self, url: str, seconds: float) -> None:
+        """seconds: that a call may take. Raises `ConfigError` where no Milvus answers."""
+        self.url, self._seconds = url, seconds
+        self.read_passages: MemoizedBatchFunction[int, Passage] = MemoizedBatchFunction(self.fetch_rows)
+        parts = urlsplit(url)
+        *database, self.name = parts.path.strip("/").split("/")
+        if not re.fullmatch(r"[A-Za-z_]\w{0,254}", self.name, re.ASCII) or len(database) > 1:
+            raise ConfigError(
+                f"{url} names no collection: write milvus://HOST:PORT/NAME, NAME of letters, digits, _"
+            )
+        host, port = parts.hostname or "", parts.port or 19530
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read by the import
+        logging.getLogger("pymilvus").setLevel(logging.CRITICAL + 1)  # a traceback for every failure
+        local = host == "localhost" or host.startswith("127.")
+        try:
+            socket.create_connection((host, port), min(MAX_CONNECT_SECONDS, seconds)).close()
+            from pymilvus import MilvusClient  # takes a second to import
+
+            self._client = MilvusClient(
+                f"http://{host}:{port}", token=os.environ.get("MILVUS_TOKEN", ""),
+                db_name="".join(database), timeout=seconds * MAX_ATTEMPT_FRACTION, dedicated=True,
+                grpc_options=GRPC_CHANNEL_OPTIONS | ({"grpc.enable_http_proxy": 0} if local else {}),
+            )  # fmt: skip
+        except ImportError:
+            raise ConfigError(f"{url} needs pymilvus: pip install 'dlm_rag[milvus]'") from None
+        except OSError as error:
+            raise ConfigError(f"{url} cannot be searched: {error.strerror or 'no answer'}") from None
+        except Exception as error:
+            raise ConfigError(
+                f"{url} cannot be searched: the server there does not answer as a Milvus does, or needs "
+                f"MILVUS_TOKEN=USER:PASSWORD in the environment ({_summarize_failure(error)})"
+            ) from None
+
+    def describe(self) -> CollectionInfo | None:
+        """Returns what the collection says of itself, from then on in `info`; None where there is none.
+
+        Raises `CorpusError` where `dlm-rag index` did not make it, or in another form.
+        """
+        if not self._call("has_collection"):
+            return None
+        found = self._call("describe_collection").get("properties") or {}
+        said = {name.removeprefix("dlm_rag."): value for name, value in found.items()}
+        if not said.get("fingerprint") or said.get("form") != str(SPARSE_VECTOR_VERSION):
+            raise CorpusError(
+                f"{self.url} was not built by this version of `dlm-rag index --to` (form "
+                f"{said.get('form')}): build one of another name"
+            )
+        try:
+            self.info = TypeAdapter(CollectionInfo).validate_python(said)
+        except ValidationError:
+            raise CorpusError(f"{self.url} has damaged properties: drop it, and build it again") from None
+        return self.info
+
+    def create(self, info: CollectionInfo) -> None:
+        """Makes the collection, empty, with a `build` of its own."""
+        from pymilvus import DataType
+
+        schema = self._client.create_schema(auto_id=False, enable_dynamic_field=False)
+        schema.add_field("row", DataType.INT64, is_primary=True)
+        for field in TEXT_FIELDS:
+            schema.add_field(field, DataType.VARCHAR, max_length=MAX_TEXT_BYTES)
+        if info.kind != "dense":
+            schema.add_field("sparse", DataType.SPARSE_FLOAT_VECTOR)
+        if info.kind != "bm25":
+            schema.add_field("dense", DataType.FLOAT_VECTOR, dim=info.width)
+        properties = replace(info, build=secrets.randbits(20)).to_properties()
+        self._call("create_collection", schema=schema, properties=properties)
+
+    def check_indexes(self, create: bool = False) -> None:
+        """Raises `CorpusError` for an index that is not exact: it may miss the best hits.
+
+        create: those that are not there yet.
+        """
+        fields = VECTOR_FIELDS[self.info.kind]
+        # All are described first: where a single index exists, a server may give it for any name.
+        found = {field: self._call("describe_index", field) or {} for field in fields}
+        for field, index in found.items():
+            kind = (index.get("index_type"), index.get("metric_type"))
+            if create and not index:
+                params = self._client.prepare_index_params()
+                params.add_index(field, EXACT_INDEXES[field], metric_type="IP", params=INDEX_PARAMS[field])
+                self._call("create_index", params, sync=False)
+            elif kind != (EXACT_INDEXES[field], "IP"):
+                raise CorpusError(
+                    f"{self.url}: the index of its field '{field}' is {kind[0]} by {kind[1]}, and not "
+                    f"exact: make one of {EXACT_INDEXES[field]} by IP"
+                )
+
+    def load(self) -> None:
+        """Has the server load the collection, and waits for that."""
+        self._call("load_collection", timeout=MAX_BUILD_SECONDS)
+
+    def finish_build(self) -> None:
+        """Has the server write, index, load and count all passages, and notes that it is whole."""
+        self._call("flush", timeout=MAX_BUILD_SECONDS)
+        self.load()  # which waits for the indexes
+        self.check_row_count()
+        self.info = replace(self.info, finished=1)
+        self._call("alter_collection_properties", self.info.to_properties())
+
+    def check_row_count(self) -> None:
+        """Raises `SearchUnavailableError` where the collection does not hold its passages."""
+        if (there := self.count_rows()) != self.info.passages:
+            raise SearchUnavailableError(
+                f"{self.url} holds {there:,} of {self.info.passages:,} passages: run `dlm-rag index --to` "
+                "again, which adds the missing ones"
+            )
+
+    def count_rows(self, rows: int = 2**32) -> int:
+        """Returns how many of the first `rows` passages are there."""
+        asked = f"row >= {self._key(0)} and row < {self._key(0) + rows}"
+        found = self._call("query", filter=asked, output_fields=["count(*)"], consistency_level="Strong")
+        return int(found[0]["count(*)"])
+
+    def upsert_passages(
+        self, start: int, passages: Sequence[Passage], vectors: dict[str, Sequence[Any]]
+    ) -> None:
+        """Writes passages from row `start` on, with a vector each for every field; may be repeated."""
+        entities = [{"row": self._key(start + n), **asdict(passage)} for n, passage in enumerate(passages)]
+        for n, entity in enumerate(entities):
+            entity |= {field: column[n] for field, column in vectors.items()}
+        self._call("upsert", entities)
+
+    def search(self, field: str, vectors: list[Any], limit: int) -> list[Hits]:
+        """Returns the best `limit` hits of each vector; of sparse ones those that share a word."""
+        size, found = max(1, min(MAX_REQUEST_ITEMS, MAX_REQUEST_HITS // limit)), []
+        for n in range(0, len(vectors), size):
+            found += self._call(
+                "search", vectors[n : n + size], anns_field=field, limit=limit, output_fields=["row"],
+                search_params={"metric_type": "IP", "params": SEARCH_PARAMS[field]},
+                consistency_level="Bounded",  # nothing is written any more
+            )  # fmt: skip
+        return [
+            [(h["distance"], self._row(h["row"])) for h in hits if field == "dense" or h["distance"] > 0]
+            for hits in found
+        ]
+
+    def fetch_rows(self, rows: Sequence[int]) -> list[Passage]:
+        """Returns some passages; raises `SearchUnavailableError` for one that the engine leaves out."""
+        found: dict[int, Passage] = {}
+        for start in range(0, len(rows), MAX_REQUEST_ITEMS):
+            keys = [self._key(row) for row in rows[start : start + MAX_REQUEST_ITEMS]]
+            names = ["row", *TEXT_FIELDS]
+            asked = {"filter": f"row in {keys}", "output_fields": names, "consistency_level": "Bounded"}
+            for entity in self._call("query", **asked):
+                found[self._row(entity["row"])] = Passage(*(entity[field] for field in TEXT_FIELDS))
+        if missing := [row for row in rows if row not in found]:
+            raise SearchUnavailableError(
+                f"{self.url} does not give {len(missing)} of {len(rows)} passages, first row {missing[0]}"
+            )
+        return [found[row] for row in rows]
+
+    def __len__(self) -> int:
+        return self.info.passages
+
+    @property
+    def fingerprint(self) -> str:
+        """The corpus and the order of equals: the same wherever the collection is."""
+        return f"milvus-{self.info.form}-{self.info.fingerprint}"
+
+    def _key(self, row: int) -> int:
+        return self.info.build << 32 | row
+
+    def _row(self, key: int) -> int:
+        """The row of a key; raises `CorpusError` where it is of another build."""
+        if key >> 32 != self.info.build or key & 0xFFFFFFFF >= self.info.passages:
+            raise self._make_changed_error()
+        return key & 0xFFFFFFFF
+
+    def _make_changed_error(self) -> CorpusError:
+        return CorpusError(
+            f"{self.url} is no longer the collection that was opened: answers so far are of that one; "
+            "begin again with the one that is there"
+        )
+
+    def _call(self, method: str, *given: Any, **settings: Any) -> Any:
+        """What a method of the client says of the collection; raises as the class says."""
+
+        def attempt(seconds: float) -> Any:
+            try:
+                return getattr(self._client, method)(self.name, *given, **{"timeout": seconds} | settings)
+            except Exception as error:
+                code = getattr(error, "code", None)
+                if code == _COLLECTION_NOT_FOUND:
+                    raise self._make_changed_error() from None
+                if code == _NOT_LOADED:  # the server was restarted; the next attempt shows whether it has
+                    self._client.load_collection(self.name, timeout=seconds, _async=True)
+                raise RetryableFailure(_summarize_failure(error)) from None
+
+        return call_with_retries(self.url, self._seconds, attempt)
+
+
+def _summarize_failure(error: Exception) -> str:
+    return " ".join(str(getattr(error, "message", error)).split())[:300]
+
+
+class MilvusRetriever(CorpusRetriever):
+    """The best passages of a collection by one of its fields of vectors, equal ones in corpus order.
+
+    A search that fails raises `SearchUnavailableError`, for all of its queries; `CorpusError` says that the
+    collection is another than it was. Any number of threads may search.
+    """
+
+    def __init__(
+        self, collection: MilvusCollection, field: str, top_k: int,
+        vectorize: Callable[[list[str]], Sequence[Any]],
+    ) -> None:  # fmt: skip
+        """vectorize: texts to a vector each, which is empty where there is nothing to be asked."""
+        super().__init__(collection, top_k)  # type: ignore[arg-type]  # what is read of a corpus, it has
+        self._collection, self._field, self._vectorize = collection, field, vectorize
+
+    def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
+        """Ranks as in `CorpusRetriever`; asks again where the last wanted hit may have more equals.
+
+        Raises `RunError` where equals have no end.
+        """
+        texts, digits = list(dict.fromkeys(q.text for q in queries)), SCORE_TIE_DECIMALS[self._field]
+        found: dict[str, Ranking] = {}
+        limit = min(depth + EXTRA_HITS, MAX_SEARCH_HITS)
+        with profile_stage("retrieve/search"):
+            vectors = zip(texts, self._vectorize(texts), strict=True)
+            asked = {text: vector for text, vector in vectors if vector}
+            while asked:
+                answers = self._collection.search(self._field, [*asked.values()], limit)
+                for text, hits in zip([*asked], answers, strict=True):
+                    whole = min(limit, len(self._collection))
+                    if self._field == "dense" and len(hits) != whole:  # every passage has a similarity
+                        raise SearchUnavailableError(
+                            f"{self._collection.url} gives {len(hits)} of {whole} hits: a part may be down"
+                        )
+                    if len(hits) < limit or round(hits[-1][0], digits) != round(hits[depth - 1][0], digits):
+                        found[text] = [row for _, row in select_top_hits(hits, depth, digits)]
+                        del asked[text]
+                if asked and limit == MAX_SEARCH_HITS:
+                    raise RunError(
+                        f"more than {MAX_SEARCH_HITS:,} passages have the same score, and Milvus gives no "
+                        "more: their order is unknown"
+                    )
+                limit = min(limit * EXTRA_HITS_GROWTH, MAX_SEARCH_HITS)
+        return [found.get(query.text, []) for query in queries]
+
+
+def open_milvus_retriever(config: RetrievalConfig) -> CorpusRetriever:
+    """Opens the collection of `config.url`, after all about it has been checked; loads it where it has to.
+
+    Raises `UserError` for what is wrong, with the remedy.
+    """
+    url, fields = config.url or "", VECTOR_FIELDS.get(config.method, ())
+    try:
+        collection = MilvusCollection(url, config.timeout)
+        info = collection.describe()
+        build = f"`dlm-rag index --corpus FILE --to {url} retrieval.method="
+        if info is None:
+            raise ConfigError(f"{url}: there is no such collection: build it with {build}{config.method}`")
+        if not info.finished:
+            raise ConfigError(f"{url} is half-built: finish it with {build}{info.kind}`")
+        if not fields or not {*fields} <= {*VECTOR_FIELDS[info.kind]}:
+            raise ConfigError(
+                f"{url} was built with retrieval.method={info.kind}, and cannot be searched with "
+                f"{config.method}"
+            )
+        if max(config.top_k, config.fusion_depth) > MAX_SEARCH_HITS - EXTRA_HITS:
+            raise ConfigError(
+                f"Milvus gives at most {MAX_SEARCH_HITS:,} passages: set top_k and fusion_depth lower"
+            )
+        collection.check_indexes()
+        collection.load()
+        collection.check_row_count()
+    except SearchUnavailableError as error:
+        reason = str(error).removeprefix(f"{url}: ")
+        raise ConfigError(f"{url} cannot be searched: {reason}") from None
+    sparse = MilvusRetriever(
+        collection, "sparse", config.top_k, lambda texts: [count_query_words(text) for text in texts]
+    )
+    if config.method == "bm25":
+        return sparse
+    from dlm_rag.retrieval.encoder import TextEncoder
+
+    encoder = TextEncoder(config)
+    check_collection_encoder(collection, config.embedding_model, encoder.index_folder_name)
+    dense = MultiQueryRetriever(
+        MilvusRetriever(
+            collection, "dense", config.top_k, lambda texts: encoder.encode_queries(texts).tolist()
+        )
+    )
+    if config.method == "dense":
+        return dense
+    return HybridRetriever([sparse, dense], config.top_k, config.fusion_depth)
+
+
+def check_collection_encoder(collection: MilvusCollection, model: str, encoder: str) -> None:
+    """Raises `ConfigError` where the vectors of a collection are of another model or prompt.
+
+    encoder: `TextEncoder.index_folder_name`.
+    """
+    if encoder != collection.info.encoder:
+        raise ConfigError(
+            f"{collection.url} holds vectors of embedding_model '{collection.info.model}', not of "
+            f"'{model}' as it is here, with this passage_prompt"
+        )
+
+
+def ingest_corpus(collection: MilvusCollection, corpus: Corpus, config: RetrievalConfig) -> int:
+    """Writes the passages of a corpus that a collection does not have yet; returns how many.
+
+    A stream in the order of rows: memory stays flat, and a build that was stopped is resumed. Where it is
+    unsure whether a passage was written it is written again: a key stands once. Raises `UserError` for a
+    collection that holds other passages or other vectors.
+    """
+    fields = VECTOR_FIELDS[config.method]
+    wanted = CollectionInfo(corpus.fingerprint, config.method, len(corpus))  # type: ignore[arg-type]
+    vectorize: dict[str, Callable[[list[str]], Sequence[Any]]] = {}
+    if there := collection.describe():
+        _check_same_corpus(there, collection.url, corpus, config)
+    if "dense" in fields:
+        from dlm_rag.retrieval.encoder import TextEncoder
+
+        encoder = TextEncoder(config)
+        vectorize["dense"] = lambda texts: encoder.encode_passages(texts).tolist()
+        width = len(vectorize["dense"](["width"])[0])
+        wanted = replace(
+            wanted, model=config.embedding_model, encoder=encoder.index_folder_name, width=width
+        )
+    if there is None:
+        _check_text_sizes(corpus)
+        collection.create(wanted)
+        _check_same_corpus(collection.describe(), collection.url, corpus, config)  # another may be faster
+    check_collection_encoder(collection, config.embedding_model, wanted.encoder)
+    collection.check_indexes(create=True)
+    collection.load()  # what is not loaded cannot be counted
+    start = count_complete_rows(collection)
+    if collection.info.finished and start == len(corpus):
+        return 0
+    if "sparse" in fields:
+        encode = load_corpus_statistics(corpus).encode_passage
+        vectorize["sparse"] = lambda texts: [encode(text) for text in texts]
+    with report_progress("writing passages", len(corpus), done=start) as advance:
+        for row in range(start, len(corpus), WRITE_BATCH_PASSAGES):
+            passages = corpus[row : row + WRITE_BATCH_PASSAGES]
+            texts = [passage.text for passage in passages]
+            collection.upsert_passages(row, passages, {field: vectorize[field](texts) for field in fields})
+            advance(len(passages))
+    collection.finish_build()
+    return len(corpus) - start
+
+
+def _check_same_corpus(
+    info: CollectionInfo | None, url: str, corpus: Corpus, config: RetrievalConfig
+) -> None:
+    """Raises `UserError` where a collection is of other passages or of another kind."""
+    if info is None or info.fingerprint != corpus.fingerprint:
+        raise CorpusError(f"{url} holds other passages than {corpus.path}: give another name")
+    if info.kind != config.method:
+        raise ConfigError(f"{url} is built with retrieval.method={info.kind}: give that, or another name")
+
+
+def count_complete_rows(collection: MilvusCollection) -> int:
+    """Returns how many rows are there without a gap, counted from the first."""
+    rows = range(1, collection.info.passages + 1)
+    return bisect_left(rows, True, key=lambda count: collection.count_rows(count) < count)
+
+
+def _check_text_sizes(corpus: Corpus) -> None:
+    """Raises `CorpusError` where a text has more bytes than a field may, before anything is written."""
+    if corpus.longest_line_bytes <= MAX_TEXT_BYTES:
+        return
+    for row, passage in enumerate(corpus):
+        if (size := max(len(text.encode()) for text in vars(passage).values())) > MAX_TEXT_BYTES:
+            raise CorpusError(
+                f"{corpus.path}, row {row}: a text has {size:,} bytes, and Milvus takes "
+                f"{MAX_TEXT_BYTES:,}: split the passage"
+            )
+
+
+def load_corpus_statistics(corpus: Corpus) -> CorpusStatistics:
+    """Returns the word counts of a corpus; computed once, and kept with its indexes."""
+
+    def build(scratch: Path) -> None:
+        found = compute_corpus_statistics(p.text for p in track_progress(corpus, "counting words"))
+        np.savez(scratch / "words.npz", **vars(found))
+
+    folder = build_once(corpus.folder / make_folder_name("words", SPARSE_VECTOR_VERSION, "npz"), build)
+    with np.load(folder / "words.npz") as kept:
+        return CorpusStatistics(int(kept["passages"]), int(kept["words"]), kept["ids"], kept["idf"])
