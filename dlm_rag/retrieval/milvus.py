@@ -97,8 +97,8 @@ class MilvusCollection:
     """A collection by its URL, `milvus://HOST:PORT/NAME` or `milvus://HOST:PORT/DATABASE/NAME`.
 
     Calls have deadlines and are tried again as `call_with_retries` has it. They raise
-    `SearchUnavailableError` for what may pass, `CorpusError` for a collection that is not what it should be,
-    or was.
+    `SearchUnavailableError` for what may pass, `CorpusError` for a collection that is not what it should
+    be, or was.
     """
 
     info: CollectionInfo  # once `describe` has found it
