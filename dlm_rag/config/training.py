@@ -5,6 +5,7 @@ from typing import Any
 
 from dlm_rag.config.fields import (
     SET,
+    SEVERAL,
     CheckedSettings,
     check_url,
     merge_settings,
@@ -83,7 +84,7 @@ class TrainConfig(CheckedSettings):
     (documents, from an autoregressive checkpoint whose attention becomes bidirectional) or rl (rewarded
     rollouts); or a class of your own as module:Class"""
     max_steps: int = setting(2000, low=1)
-    """number of optimizer steps; may be raised with --resume"""
+    """number of optimizer steps; may be raised with --resume: curricula go by the first number"""
     passage_sets_per_step: int = setting(6, low=1, high=2**16, only_with=SFT)
     """sft: number of passage sets in a step, over all processes"""
     rows_per_set: int = setting(12, low=1, high=2**16, only_with=SFT)
@@ -177,7 +178,7 @@ class TrainConfig(CheckedSettings):
     """rl: number of randomly chosen denoising steps of each rollout that are trained on; unset: all"""
     num_iterations: int = setting(1, low=1, high=2**10, only_with=RL)
     """rl: number of weight updates on the rollouts of a step"""
-    clip_eps: float = setting(0.2, low=0, only_with=RL)
+    clip_eps: float = setting(0.2, low=0, only_with=RL | {"train.num_iterations": SEVERAL})
     """rl: clipping range of the probability ratio of a step, with several updates"""
     kl_coef: float = setting(0.0, low=0, only_with=RL)
     """rl: coefficient of the KL divergence from the policy at the start of the phase, in nats per step"""

@@ -64,7 +64,11 @@ class DenoiseStep:
                 elif not np.isfinite(proposals.confidence).all():
                     row.fail("the denoiser's output is not a number")
                 else:
+                    shown, laid = view.canvas[: row.current_block[1]].tolist(), view.laid_out_prompt
                     self._write(row, proposals)
+                    if row.record.action is not None:
+                        shifted, finished = self.model_runner.shape.shifted, view.finished_length
+                        row.rollout.states[row.step] = partial(laid.build_row, shown, finished, shifted)
 
     def _write(self, row: Row, proposals: Proposals) -> None:
         canvas, record = row.canvas, row.record

@@ -56,6 +56,7 @@ class TrainState:
     phase: str
     phase_step: int
     tasks: dict[str, TaskState]  # of each task so far, by its name
+    planned_steps: int = 0  # of the phase when it began, by which curricula go; 0 in older checkpoints
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class SftTask(MaskedTask):
         return self._source.examples(step, items, conditions)
 
     def prepare_microbatch(self, step: int, items: Sequence[int]) -> PreparedBatch:
-        done = step / self.train.max_steps
+        done = step / self.planned_steps
         stage = sum(done >= share for share in STAGE_STARTS) - 1
         rows = self.make_microbatch(step, items, self.conditions({"stage": stage}))
         shape, ends = self._origin.config, self._origin.tokenizer.end_ids

@@ -76,7 +76,7 @@ class Trainer:
         self.device = processes.local_device(self.config.model.device)
         self.processes, share = processes.with_context_parallel(train.context_parallel)
         self.dtype = choose_dtype(train.dtype, self.device)
-        self.state = TrainState(0, phase.name, 0, {})
+        self.state = TrainState(0, phase.name, 0, {}, train.max_steps)
         self._build_denoiser(share)
         self.stage_seconds: dict[str, float] = {}  # of the last step
         self.flops = 0.0  # of the last step on this process, forward and backward, nothing counted twice
@@ -308,7 +308,10 @@ class Trainer:
         self._checkpoints.load(path, self.root, self.optimizers if kept else [])
         if self._scaler.is_enabled() and record.scaler:
             self._scaler.load_state_dict(record.scaler)
-        self.state = state if same else replace(state, phase=name, phase_step=0)
+        planned = state.planned_steps if same and state.planned_steps else self.train.max_steps
+        begun = state.phase_step if same else 0
+        self.state = replace(state, phase=name, phase_step=begun, planned_steps=planned)
+        self.task.planned_steps = planned
         return True
 
     def export(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:

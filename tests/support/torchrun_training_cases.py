@@ -6,7 +6,6 @@ torchrun --nproc-per-node 2 tests/support/torchrun_training_cases.py FOLDER [SUB
 import json
 import math
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from dlm_rag.cli import exit_rank
 from dlm_rag.config import load_config
 from dlm_rag.training.distributed import DistributedContext, get_local
+from dlm_rag.training.rl.rollouts import RolloutBuffer
 from dlm_rag.training.task import Validation
 from dlm_rag.training.trainer import Trainer, open_trainer
 
@@ -96,15 +96,14 @@ def make_case_trainer(case: str, folder: Path, processes: DistributedContext) ->
         validation._retriever = FailingRetriever(validation._retriever)
     if "rows on one" in case:
         task: Any = trainer.task
-        task.collect_rollouts = partial(keep_even_questions, task.collect_rollouts)
+        task.make_microbatch = partial(keep_even_questions, task.make_microbatch)
     return trainer, validation
 
 
-def keep_even_questions(buffer, step: int, items):
+def keep_even_questions(make, step: int, items, conditions):
     """The rollouts of a step, of which those of every second question are learned from."""
-    found, layout = buffer(step, items)
-    taken = [part for part in found.steps if int(part.rollout.id.split(".")[1]) % 2 == 0]
-    return replace(found, steps=taken), layout
+    even, odd = (make(step, [n for n in items if n % 2 == rest], conditions) for rest in (0, 1))
+    return RolloutBuffer({name: even.sums[name] + odd.sums[name] for name in even.sums}, even.rows)
 
 
 class FailingRetriever:

@@ -36,8 +36,8 @@ from dlm_rag.retrieval.bm25 import BM25Retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.training.initial_weights import build_meta_denoiser
 from dlm_rag.training.losses import make_autocast
-from dlm_rag.training.rl.policy_loss import MAX_LOGIT_BYTES, PolicyObjective, PolicyRow
-from dlm_rag.training.rl.rollouts import sample_rollout_steps
+from dlm_rag.training.rl.policy_loss import MAX_LOGIT_BYTES, PolicyObjective
+from dlm_rag.training.rl.rollouts import PolicyRow, sample_rollout_steps
 from tests.support.properties import hypothesis_settings
 from tests.support.tiny_models import tiny_denoiser
 
@@ -297,8 +297,10 @@ def test_the_loss_is_reward_and_divergence_of_all_visited_steps(train_steps_per_
         share = probability / len(draws)
         for draw in draws:
             monkeypatch.setattr(random.Random, "sample", lambda *_, draw=draw: list(draw))
-            for part in sample_rollout_steps(Rollout("q", "Who?", "joint", 2, steps), advantage, train):
-                canvas, taken, forced = path[part.step.step]
+            states = {n: lambda step=step: step for n, step in enumerate(path)}
+            rollout = Rollout("q", "Who?", "joint", 2, steps, states=states)
+            for part in sample_rollout_steps(rollout, advantage, train):
+                canvas, taken, forced = part.state
                 state = LaidOutRow((), Segment((0, *canvas), 0), 1)
                 weights = part.weight * share, 0.0, part.steps_represented * share
                 rows.append(PolicyRow(state, tuple(masked(canvas)), taken, forced, *weights))

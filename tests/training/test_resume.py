@@ -25,6 +25,8 @@ from dlm_rag.training.checkpoints import (
 )
 from dlm_rag.training.fingerprint import CHANGEABLE_KEYS, collect_phase_settings, collect_run_settings
 from dlm_rag.training.initial_weights import InitialModel
+from dlm_rag.training.rl.rollouts import RolloutBuffer
+from dlm_rag.training.supervised_tasks import CURRICULUM_STAGES
 from dlm_rag.training.tasks import TASKS, find_task
 from dlm_rag.training.trainer import Trainer, open_trainer
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
@@ -338,3 +340,49 @@ def test_every_setting_is_held_or_stands_in_the_table():
         held |= found - task.fixed_settings
         assert task.fixed_settings <= found
     assert known >= CHANGEABLE_KEYS and known == held | CHANGEABLE_KEYS and not held & CHANGEABLE_KEYS
+
+
+def test_curricula_and_prices_stay_where_they_were_when_steps_are_added(tmp_path, monkeypatch):
+    """Step 3 of 4 is in the last stage, however many steps a resumed run is to take."""
+    words = [*MICRO_SETTINGS, "retrieval.top_k=7", "train.data_workers=1", "train.max_steps=4"]
+    trainer, _ = open_trainer(load_config(None, words), tmp_path)
+    stages, own = [], type(trainer.task).conditions
+
+    def note(task, state):
+        stages.append(state)
+        return own(task, state)
+
+    monkeypatch.setattr(type(trainer.task), "conditions", note)
+    trainer.task.prepare_microbatch(3, [0])
+    trainer.state.step = trainer.state.phase_step = 3
+    trainer.save()
+    more = load_config(None, [*words[:-1], "train.max_steps=400"])
+    again, _ = open_trainer(more, tmp_path)
+    assert again.restore() and not again.finished
+    again.task.prepare_microbatch(3, [0])
+    again.save()
+    third, _ = open_trainer(more, tmp_path)
+    assert third.restore() and third.task.planned_steps == 4, "and so it is when it is stopped again"
+    assert stages[0] == stages[1] == {"stage": len(CURRICULUM_STAGES) - 1}
+    fresh, _ = open_trainer(more, tmp_path / "fresh")
+    fresh.task.prepare_microbatch(3, [0])
+    assert stages[2] == {"stage": 0}
+
+
+def test_prices_of_searches_do_not_end_when_steps_are_added(base, monkeypatch):
+    begun = [*OWN, "train.objective=rl", "train.search_cost=0.1", "train.cost_start=0.5"]
+    shares = []
+
+    def fill(decoder, asked, train, share_done):
+        shares.append(share_done)
+        return RolloutBuffer({}, [None])
+
+    monkeypatch.setattr("dlm_rag.training.rl.task.fill_rollout_buffer", fill)
+    for steps, resumed in ((10, False), (40, True)):
+        words = [word.format(base=base) for word in (*begun, f"train.max_steps={steps}")]
+        trainer, _ = open_trainer(load_config(None, words), base / "priced")
+        assert trainer.restore() == resumed
+        trainer.task.make_microbatch(6, [0], None)
+        trainer.state.step = trainer.state.phase_step = 6
+        trainer.save()
+    assert shares == [0.6, 0.6]

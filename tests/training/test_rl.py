@@ -17,17 +17,16 @@ import torch
 from dlm_rag.config import EngineConfig, TrainConfig, load_config
 from dlm_rag.decode.model_runner import MaskedModelRunner
 from dlm_rag.decode.rollout import Action, Rollout, RolloutStep
-from dlm_rag.decode.trace_file import build_trace_header
-from dlm_rag.errors import CheckpointError
+from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.questions import Question
 from dlm_rag.training.rl.policy_loss import (
     PolicyObjective,
     compute_clipped_surrogate,
-    make_policy_rows,
 )
 from dlm_rag.training.rl.reward import compute_advantages, compute_reward, compute_reward_parts
-from dlm_rag.training.rl.rollouts import WeightedStep, fill_rollout_buffer, sample_rollout_steps
-from dlm_rag.training.rl.task import ALARM_PATIENCE_STEPS, find_alarms
+from dlm_rag.training.rl.rollouts import fill_rollout_buffer, sample_rollout_steps
+from dlm_rag.training.rl.task import ALARM_PATIENCE_STEPS, find_alarms, make_idle_row
+from dlm_rag.training.tasks import check_task_settings
 from dlm_rag.training.trainer import open_trainer
 from tests.support.decoding import LAYOUTS, QUESTIONS, make_decoder, rollout_records
 from tests.support.passages import write_jsonl_file
@@ -42,17 +41,10 @@ RL = [*MICRO_SETTINGS, "train.objective=rl", "train.prompts_per_step=2", "train.
       "decode.gate_temperature=2"]  # fmt: skip
 
 
-def header_for(decoder):
-    return build_trace_header(
-        decoder.denoiser.config, decoder.tokenizer, decoder.evidence_layout, decoder.config,
-        top_k=2, model="m", corpus="c",
-    )  # fmt: skip
-
-
 def learned(rollouts):
-    return [
-        WeightedStep(r, step, 1.0 + n) for r in rollouts for n, step in enumerate(r.steps) if step.action
-    ]
+    """All sampled steps, each with a weight of its own."""
+    rows = [row for rollout in rollouts for row in sample_rollout_steps(rollout, 1.0, TrainConfig())]
+    return [row._replace(weight=1.0 + n % 7) for n, row in enumerate(rows)]
 
 
 SAMPLED = {"commit_rule": "sampled", "temperature": 0.7, "commit_threshold": 0.5, "gate_temperature": 1.0}
@@ -82,16 +74,13 @@ def test_recorded_log_probabilities_are_those_computed_again(corpus_file, layout
         decoder.denoiser = tiny_denoiser(**shape)
         decoder.config = replace(decoder.config, finished_block_context=context)
     decoder.model_runner = MaskedModelRunner(decoder.denoiser, 256, EngineConfig(prefix_cache_gib=pool))
-    rollouts = decoder.decode([Question(f"{n}", text) for n, text in enumerate(QUESTIONS * 4)])
-    taken = learned(rollouts)
-    assert any(t.step.action.forced for t in taken) and any(not t.step.action.forced for t in taken)
-    shape, header = decoder.denoiser.config, header_for(decoder)
-    rows = make_policy_rows(taken, header, decoder.tokenizer, shape, context)
+    rows = learned(decoder.decode([Question(f"{n}", text) for n, text in enumerate(QUESTIONS * 4)]))
+    assert any(row.forced for row in rows) and any(not row.forced for row in rows)
     objective = PolicyObjective(decoder.denoiser, decoder.config, 256, TrainConfig(logit_chunk=7))
     whole = objective(SimpleNamespace(rows=rows), {"divisor": 1.0}, None)
-    expected = sum(t.weight * t.step.action.log_prob for t in taken)
+    expected = sum(row.weight * row.old_log_prob for row in rows)
     assert float(whole[1]["policy"].detach()) == pytest.approx(expected, rel=1e-5)
-    assert float(whole[1]["ratio_error"]) / len(taken) < 1e-5
+    assert float(whole[1]["ratio_error"]) / len(rows) < 1e-5
     parts = [objective(SimpleNamespace(rows=rows[n::3]), {"divisor": 1.0}, None)[0] for n in range(3)]
     assert sum(part.item() for part in parts) == pytest.approx(whole[0].item(), rel=1e-5)
 
@@ -110,10 +99,9 @@ def test_a_row_of_no_step_runs_as_many_layers_and_adds_no_gradient(corpus_file, 
     denoiser, reference = decoder.denoiser.train(), tiny_denoiser(3, shifted=shifted, **blocks)
     train = TrainConfig(kl_coef=1.0)
     objective = PolicyObjective(denoiser, decoder.config, 256, train, reference)
-    calls, order = [], "no_evidence" if blocks else "recompute"
-    for part in (taken, []):
+    calls = []
+    for rows in (taken, [make_idle_row(decoder)]):
         before = denoiser.flop_count.calls, reference.flop_count.calls
-        rows = make_policy_rows(part, header_for(decoder), decoder.tokenizer, denoiser.config, order)
         loss, sums = objective(SimpleNamespace(rows=rows), {"divisor": 1.0}, None)
         calls.append((denoiser.flop_count.calls - before[0], reference.flop_count.calls - before[1]))
     assert calls[0] == calls[1]
@@ -167,13 +155,14 @@ def test_advantages_by_hand():
 
 def test_over_all_subsets_of_steps_the_weights_are_those_of_all_steps(monkeypatch):
     steps = [RolloutStep(n, None, (), False, action=Action()) for n in range(5)]
-    rollout = Rollout("q", "Who?", "joint", 8, [RolloutStep(9, "q", (), True), *steps])
+    steps_and_first = [RolloutStep(9, "q", (), True), *steps]
+    rollout = Rollout("q", "Who?", "joint", 8, steps_and_first, states={n: lambda n=n: n for n in range(5)})
     train = TrainConfig(train_steps_per_rollout=2)
     total, subsets = np.zeros(5), list(itertools.combinations(steps, 2))
     for subset in subsets:
         monkeypatch.setattr(random.Random, "sample", lambda self, population, k, s=subset: list(s))
         for taken in sample_rollout_steps(rollout, 0.7, train):
-            total[taken.step.step] += taken.weight / len(subsets)
+            total[taken.state] += taken.weight / len(subsets)
     assert total.tolist() == pytest.approx([0.7] * 5)
     assert [t.weight for t in sample_rollout_steps(rollout, 0.7, TrainConfig())] == [0.7] * 5
 
@@ -183,7 +172,9 @@ def made_rollout(question):
     _, right, member = (int(word) for word in question.id.split("."))
     steps = [RolloutStep(n, None, (), False, action=Action()) for n in range(2 + member)]
     answer = "yes" if member < right else "no"
-    return Rollout(question.id, question.question, "joint", 8, steps, response=f"So. ### {answer}")
+    states = dict.fromkeys(range(6), lambda: question.id)
+    shape = "joint", 8, steps
+    return Rollout(question.id, question.question, *shape, response=f"So. ### {answer}", states=states)
 
 
 MADE = SimpleNamespace(decode=lambda questions: [*map(made_rollout, questions)])
@@ -194,12 +185,12 @@ MADE = SimpleNamespace(decode=lambda questions: [*map(made_rollout, questions)])
 def test_divergence_weighs_as_much_however_many_groups_differ(right, train_steps_per_rollout):
     asked = [Question(f"{n}.{times}", "Is it?", ("yes",)) for n, times in enumerate(right)]
     train = TrainConfig(num_generations=4, kl_coef=0.1, train_steps_per_rollout=train_steps_per_rollout)
-    taken = fill_rollout_buffer(MADE, asked, train, 0.0).steps
+    taken = fill_rollout_buffer(MADE, asked, train, 0.0).rows
     assert sum(part.steps_represented for part in taken) == pytest.approx(len(right) * (2 + 3 + 4 + 5))
-    assert sum(part.weight for part in taken if part.rollout.id[2] in "04") == 0
-    alone = fill_rollout_buffer(MADE, asked, replace(train, kl_coef=0.0), 0.0).steps
+    assert sum(part.weight for part in taken if part.state[2] in "04") == 0
+    alone = fill_rollout_buffer(MADE, asked, replace(train, kl_coef=0.0), 0.0).rows
     mixed = 4 * sum(0 < times < 4 for times in right)
-    assert len({part.rollout.id for part in alone}) == mixed, "without it they alone are learned from"
+    assert len({part.state for part in alone}) == mixed, "without it they alone are learned from"
 
 
 def test_rollouts_with_an_error_leave_their_group_and_are_counted(corpus_file, monkeypatch):
@@ -215,7 +206,32 @@ def test_rollouts_with_an_error_leave_their_group_and_are_counted(corpus_file, m
     asked = [Question("a", QUESTIONS[0], ("x",)), Question("b", QUESTIONS[2], ("x",))]
     buffer = fill_rollout_buffer(decoder, asked, TrainConfig(num_generations=3, f1_weight=1.0), 0.0)
     assert buffer.sums["failed"] == 3 and buffer.sums["rollouts"] == 3 and buffer.sums["groups"] == 2
-    assert all(taken.rollout.id.startswith("a.") for taken in buffer.steps)
+    assert buffer.sums["groups_right"] + buffer.sums["groups_wrong"] == 2
+
+
+def test_groups_are_mixed_by_the_reward_that_is_trained_and_not_by_its_prices():
+    """Exact match may differ in no group where another reward does: then there is no alarm."""
+    asked = [Question("0.0", "Is it?", ("maybe",)), Question("1.2", "Is it?", ("yes",))]
+    for changes, mixed in (({}, 1), ({"forward_cost": 0.1}, 1), ({"reward": "forwards"}, 2)):
+        sums = fill_rollout_buffer(MADE, asked, TrainConfig(num_generations=4, **changes), 1.0).sums
+        assert sums["groups_mixed"] == mixed and sums["groups_wrong"] == 1 and sums["groups_right"] == 0
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "decode.edit_threshold=0.6", "decode.blocks_at_once=2", "decode.copy_penalty=1", "decode.seed=3",
+        "decode.mode=autoregressive", "decode.commit_rule=top_k", "decode.commit_rule=mine:rule",
+        "decode.tokens_per_step=2", "decode.steps_per_block=4",
+        "decode.temperature=0.5", "decode.commit_threshold=1", "engine.cache_dtype=int8",
+    ],
+)  # fmt: skip
+def test_what_rollouts_override_or_do_not_learn_is_refused_before_a_model_is_read(word, monkeypatch):
+    monkeypatch.setattr("dlm_rag.config.fields.list_choices", lambda item: ())
+    words = [word for word in RL if not word.startswith("decode.commit_threshold")]
+    check_task_settings(load_config(None, [*words, "model.path=nowhere"]))
+    with pytest.raises(ConfigError, match=word.split("=")[0].split(".")[1]):
+        check_task_settings(load_config(None, [*words, "model.path=nowhere", word]))
 
 
 def test_alarms_by_hand():

@@ -1,18 +1,19 @@
 """The rollout buffer of a step: groups of rollouts of the same question, as the decoder makes them.
 
-One loop decodes for training, evaluation and people; a rollout holds all that its likelihood follows
-from, in ids. Everything is drawn by (seed, step, question, member): nothing has to be saved to go on.
+One loop decodes for training, evaluation and people. Everything is drawn by (seed, step, question, member):
+nothing has to be saved to go on.
 """
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
 from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.rollout import Action, Rollout, RolloutStep
+from dlm_rag.decode.rollout import Rollout, RolloutStep
+from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.questions import Question
 from dlm_rag.randomness import sample_permutation
@@ -28,6 +29,29 @@ from dlm_rag.training.rl.reward import (
 
 # Some questions of a step, by their numbers in it, and what answers their searches.
 QuestionSource = Callable[[int, Iterable[int]], tuple[list[Question], CorpusRetriever]]
+ROLLOUT_SUMS = (
+    "rollouts", "failed", "reward", *REWARDS,
+    "groups", "groups_right", "groups_wrong", "groups_mixed", "steps", "forced",
+)  # fmt: skip
+
+
+class PolicyRow(NamedTuple):
+    """A step that is learned from: what the denoiser saw, what it did, how likely that was."""
+
+    state: LaidOutRow
+    candidates: tuple[int, ...]
+    committed_tokens: tuple[int, ...]  # of each candidate the token that it committed, -1 where it stayed
+    forced: bool
+    weight: float  # its advantage, times `steps_represented`
+    old_log_prob: float
+    steps_represented: float = 1.0  # steps of its rollout
+
+
+class RolloutBuffer(NamedTuple):
+    """Some groups of a step: what was counted of them, and the steps that are learned from."""
+
+    sums: dict[str, float]
+    rows: list[PolicyRow]
 
 
 def make_world_source(train: TrainConfig, top_k: int) -> QuestionSource:
@@ -55,43 +79,29 @@ def make_file_source(
 ) -> QuestionSource:
     """Questions of a file, shuffled again whenever all have been asked."""
 
+    @lru_cache(2)  # a step may end one epoch and begin the next
+    def shuffle(epoch: int) -> Any:
+        return sample_permutation((train.seed, phase, "rl", epoch), len(questions))
+
     def draw(step: int, items: Iterable[int]) -> tuple[list[Question], CorpusRetriever]:
         found = []
         for item in items:
             epoch, place = divmod(step * train.prompts_per_step + item, len(questions))
-            order = sample_permutation((train.seed, phase, "rl", epoch), len(questions))
-            found.append(replace(questions[int(order[place])], id=f"{step}.{item}"))
+            found.append(replace(questions[int(shuffle(epoch)[place])], id=f"{step}.{item}"))
         return found, retriever
 
     return draw
 
 
-@dataclass(frozen=True)
-class WeightedStep:
-    """A step of a rollout that is learned from."""
-
-    rollout: Rollout
-    step: RolloutStep
-    weight: float  # its advantage, times `steps_represented`
-    steps_represented: float = 1.0  # steps of its rollout
-
-    @property
-    def action(self) -> Action:
-        """What the policy drew; steps without an action are not learned from."""
-        assert self.step.action is not None
-        return self.step.action
-
-
-@dataclass(frozen=True)
-class RolloutBuffer:
-    """Some groups of a step: what was counted of them, and what is learned from.
-
-    rows: what the denoiser saw at these steps, where it is learned (`policy_loss.PolicyRow`).
-    """
-
-    sums: dict[str, float]
-    steps: list[WeightedStep]
-    rows: list[Any] = field(default_factory=list)
+def make_rollout_settings(config: Config, train: TrainConfig) -> DecodeConfig:
+    """How rollouts are decoded: as the config says, but sampled."""
+    return replace(
+        config.decode,
+        commit_rule="sampled",
+        temperature=train.rollout_temperature,
+        batch_size=min(config.decode.batch_size, train.prompts_per_step * train.num_generations),
+        seed=train.seed,
+    )
 
 
 def fill_rollout_buffer(
@@ -107,22 +117,23 @@ def fill_rollout_buffer(
         rollouts = decoder.decode(members)
     with profile_stage("reward"):
         priced = has_prices(train) and share_done >= train.cost_start
-        taken: list[WeightedStep] = []
-        sums = dict.fromkeys(ROLLOUT_SUMS, 0.0)
+        buffer = RolloutBuffer(dict.fromkeys(ROLLOUT_SUMS, 0.0), [])
         for number, question in enumerate(asked):
             group = rollouts[number * train.num_generations : (number + 1) * train.num_generations]
             sound = [rollout for rollout in group if not rollout.error]
             found = [compute_reward_parts(rollout, question, train.reward) for rollout in sound]
             rewards = [compute_reward(part, train, priced) for part in found]
-            _count_group(sums, group, found, rewards)
+            unpriced = [compute_reward(part, train, False) for part in found] or [0.0]
+            _count_group(buffer.sums, group, found, rewards)
+            buffer.sums["groups_mixed"] += max(unpriced) - min(unpriced) > 1e-9
             for rollout, advantage in zip(sound, compute_advantages(rewards, priced), strict=True):
                 if advantage or train.kl_coef:
-                    taken += sample_rollout_steps(rollout, float(advantage), train)
-    return RolloutBuffer(sums, taken)
+                    buffer.rows.extend(sample_rollout_steps(rollout, float(advantage), train))
+    return buffer
 
 
-def sample_rollout_steps(rollout: Rollout, advantage: float, train: TrainConfig) -> list[WeightedStep]:
-    """The steps of a rollout that are learned from, each weighed by how many it stands for.
+def sample_rollout_steps(rollout: Rollout, advantage: float, train: TrainConfig) -> list[PolicyRow]:
+    """The steps of a rollout that are learned from, each weighted by the number of steps it represents.
 
     `train_steps_per_rollout` of S, sampled without replacement: the expectation of their weighted sum is
     the sum over all.
@@ -130,42 +141,34 @@ def sample_rollout_steps(rollout: Rollout, advantage: float, train: TrainConfig)
     steps = [step for step in rollout.steps if step.action is not None]
     most = train.train_steps_per_rollout or len(steps)
     if most >= len(steps):
-        return [WeightedStep(rollout, step, advantage) for step in steps]
+        return [_make_row(rollout, step, advantage, 1.0) for step in steps]
     rng = random.Random(f"steps/{train.seed}/{rollout.id}")
     each = len(steps) / most
-    return [WeightedStep(rollout, step, advantage * each, each) for step in rng.sample(steps, most)]
+    return [_make_row(rollout, step, advantage, each) for step in rng.sample(steps, most)]
 
 
-ROLLOUT_SUMS = (
-    "rollouts", "failed", "reward", *REWARDS,
-    "groups", "groups_right", "groups_wrong", "groups_mixed", "steps", "forced",
-)  # fmt: skip
+def _make_row(rollout: Rollout, step: RolloutStep, advantage: float, represented: float) -> PolicyRow:
+    action, written = step.action, {token.position: token.token_id for token in step.committed}
+    assert action is not None
+    tokens = tuple(written.get(position, -1) for position in action.candidates)
+    numbers = advantage * represented, action.log_prob, represented
+    return PolicyRow(rollout.states[step.step](), action.candidates, tokens, action.forced, *numbers)
 
 
 def _count_group(
     sums: dict[str, float], group: Sequence[Rollout], found: list[dict[str, float]], rewards: list[float]
 ) -> None:
-    sums["rollouts"] += len(found)
-    sums["failed"] += len(group) - len(found)
-    sums["reward"] += sum(rewards)
-    for name in REWARDS:
-        sums[name] += sum(part[name] for part in found)
-    right = sum(part["exact_match"] for part in found)
-    sums["groups"] += 1
-    kind = "right" if right == len(found) else "mixed" if right else "wrong"
-    sums[f"groups_{kind}"] += 1
     actions = [step.action for rollout in group for step in rollout.steps if step.action is not None]
-    sums["steps"] += len(actions)
-    sums["forced"] += sum(action.forced for action in actions)
-
-
-def make_rollout_settings(config: Config, train: TrainConfig) -> DecodeConfig:
-    """How rollouts are decoded: as the config says, but sampled."""
-    places = min(config.decode.batch_size, train.prompts_per_step * train.num_generations)
-    return replace(
-        config.decode,
-        commit_rule="sampled",
-        temperature=train.rollout_temperature,
-        batch_size=places,
-        seed=train.seed,
-    )
+    right = sum(part["exact_match"] for part in found)
+    counted = {name: sum(part[name] for part in found) for name in REWARDS} | {
+        "rollouts": len(found),
+        "failed": len(group) - len(found),
+        "reward": sum(rewards),
+        "groups": 1,
+        "groups_right": bool(found) and right == len(found),
+        "groups_wrong": not right,
+        "steps": len(actions),
+        "forced": sum(action.forced for action in actions),
+    }
+    for name, value in counted.items():
+        sums[name] += value

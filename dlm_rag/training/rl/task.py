@@ -1,7 +1,6 @@
 """The task of learning by reward: rollouts of the policy of the step, and the gradient of their reward."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -9,26 +8,23 @@ from torch import nn
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
 from dlm_rag.config.fields import resolve_or_import
 from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.trace_file import build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.machine import choose_device, choose_dtype
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.packed_batch import ContextParallel
+from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.data.examples import Example, sample_prompt_rows
 from dlm_rag.training.initial_weights import copy_frozen_denoiser
 from dlm_rag.training.losses import lay_out_examples
 from dlm_rag.training.phase_data import open_questions, open_world_validation
-from dlm_rag.training.rl.policy_loss import (
-    PolicyObjective,
-    PolicyRow,
-    make_policy_rows,
-)
+from dlm_rag.training.rl.policy_loss import PolicyObjective
 from dlm_rag.training.rl.reward import REWARDS, has_prices
 from dlm_rag.training.rl.rollouts import (
+    PolicyRow,
     QuestionSource,
     RolloutBuffer,
-    WeightedStep,
     fill_rollout_buffer,
     make_file_source,
     make_rollout_settings,
@@ -40,6 +36,24 @@ STEPS_PER_ROLLOUT = 8.0  # that a rollout counts in the divisor, whatever it too
 ROLLOUT_PASSAGE_FACTOR = 2  # times top_k: passages that all rollouts of a question see; 1.6 to 2.7 measured
 ALARM_PATIENCE_STEPS = 10  # steps that something must last before it is reported
 MIN_ENTROPY_NATS = 0.02  # of entropy a step, under which nothing is tried any more
+_BY_SAMPLED = "rollouts commit by the rule sampled; leave it out"
+# Settings that rollouts would override, or that decide what no gradient is computed for: the values that
+# are accepted, and why there are no others.
+NOT_IN_ROLLOUTS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "decode.mode": ((None, "diffusion"), "rollouts are by diffusion; leave it out"),
+    "decode.commit_rule": ((None, "threshold", "sampled"), _BY_SAMPLED),
+    "decode.tokens_per_step": ((None,), _BY_SAMPLED),
+    "decode.steps_per_block": ((None,), _BY_SAMPLED),
+    "decode.edit_threshold": (
+        (None,),
+        "edits are not sampled, so none is learned; leave it out",
+    ),
+    "decode.blocks_at_once": ((1,), "a step samples one block; leave it out"),
+    "decode.copy_penalty": ((None,), "steps are computed again without it; leave it out"),
+    "decode.temperature": ((0.0,), "rollouts have train.rollout_temperature; set that"),
+    "decode.seed": ((0,), "rollouts are sampled by the seed of the run; set train.seed"),
+    "engine.cache_dtype": (("auto",), "steps are computed again without it; leave it out"),
+}
 
 
 class RlTask(Task):
@@ -65,10 +79,13 @@ class RlTask(Task):
     def check_settings(cls, config: Config, train: TrainConfig) -> None:
         super().check_settings(config, train)
         resolve_or_import(REWARDS, train.reward, "train.reward")
-        if config.decode.copy_penalty is not None:
-            raise ConfigError("rl computes steps again without decode.copy_penalty: leave it out")
         if train.min_hops > train.max_hops:
             raise ConfigError(f"min_hops={train.min_hops} is more than max_hops={train.max_hops}")
+        for key, (accepted, reason) in NOT_IN_ROLLOUTS.items():
+            section, name = key.split(".")
+            if (value := getattr(getattr(config, section), name)) not in accepted:
+                raise ConfigError(f"{key}={value} does not go with train.objective=rl: {reason}")
+        cls.rollout_settings(config, train)
 
     @classmethod
     def rollout_settings(cls, config: Config, train: TrainConfig) -> DecodeConfig:
@@ -107,7 +124,7 @@ class RlTask(Task):
             for read, state in zip(positions, lay_out_examples(examples, shape), strict=True)
         ]
         sums = {"rollouts": float(count * self.train.num_generations), "failed": 0.0}
-        return RolloutBuffer(sums, [], rows)
+        return RolloutBuffer(sums, rows)
 
     def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> nn.Module:
         self._denoiser = denoiser
@@ -122,28 +139,18 @@ class RlTask(Task):
         return PolicyObjective(denoiser, settings, self._tokenizer.mask_id, self.train, reference)
 
     def make_microbatch(self, step: int, items: Sequence[int], conditions: None) -> RolloutBuffer:
-        buffer, decoder = self.collect_rollouts(step, items)
-        return replace(buffer, rows=self._make_rows(buffer.steps, decoder))
+        """The rollouts of some questions, from the weights as they are now: nothing is kept of older ones.
 
-    def collect_rollouts(self, step: int, items: Sequence[int]) -> tuple[RolloutBuffer, Decoder]:
-        """The rollouts of some questions of a step, and what made them.
-
-        They come from the weights as they are now: the decoder keeps nothing of older ones.
+        Weights in shards are gathered by all processes together, so one that learns from no step gets a row
+        that weighs nothing and runs the layers as often as any other: for a context and for a canvas.
         """
         assert self._denoiser is not None
         train, engine = self.train, self._config.engine.for_training_rollouts
         asked, retriever = self._source(step, items)
         settings = make_rollout_settings(self._config, train)
         decoder = Decoder(self._denoiser, retriever, self._tokenizer, settings, engine=engine)
-        return fill_rollout_buffer(decoder, asked, train, step / train.max_steps), decoder
-
-    def _make_rows(self, taken: Sequence[WeightedStep], decoder: Decoder) -> list[PolicyRow]:
-        shape, settings, top_k = decoder.denoiser.config, decoder.config, self._config.retrieval.top_k
-        header = build_trace_header(
-            shape, self._tokenizer, decoder.evidence_layout, settings, top_k=top_k, model="", corpus=""
-        )
-        assert settings.finished_block_context is not None
-        return make_policy_rows(taken, header, self._tokenizer, shape, settings.finished_block_context)
+        buffer = fill_rollout_buffer(decoder, asked, train, step / self.planned_steps)
+        return buffer if buffer.rows else RolloutBuffer(buffer.sums, [make_idle_row(decoder)])
 
     def count_microbatch(self, part: RolloutBuffer, terms: None) -> dict[str, float]:
         runs = [row.state.canvas_segment for row in part.rows]
@@ -190,12 +197,20 @@ class RlTask(Task):
         return state | {"alarms": reported}
 
 
+def make_idle_row(decoder: Decoder) -> PolicyRow:
+    """A row of masks that weighs nothing."""
+    shape, mask = decoder.denoiser.config, (decoder.tokenizer.mask_id,)
+    order = decoder.config.finished_block_context
+    laid = lay_out_prompt(Prompt(mask, (mask,), mask), shape, decoder.evidence_layout, order)
+    return PolicyRow(laid.build_row(mask, 0, shape.shifted), (0,), (-1,), False, 0.0, 0.0, 0.0)
+
+
 def find_alarms(state: TaskState, priced: bool) -> dict[str, str]:
     """What goes wrong while the reward may not show it: a sentence for each cause that lasts."""
     found = {
         "unmixed": (
             state["unmixed"] >= ALARM_PATIENCE_STEPS,
-            f"No group of the last {ALARM_PATIENCE_STEPS} steps had both right and wrong rollouts, so "
+            f"No group of the last {ALARM_PATIENCE_STEPS} steps had rollouts of different reward, so "
             f"{'only prices were' if priced else 'nothing was'} learned: ask other questions (min_hops, "
             "max_hops), or reward parts of an answer (f1_weight, recall_weight).",
         ),
