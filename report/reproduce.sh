@@ -35,7 +35,7 @@ run() { # run MINUTES COMMAND...
 plan() { # plan MACHINE COMMAND...: the command, and its hours there by the planner
     local machine=$1 found
     shift
-    found=$("$@" --plan "plan.machine=$machine" plan.devices=1 2> /dev/null | awk -v m="$machine" '$1 == m {print $11, $12}')
+    found=$("$@" --plan "plan.machine=$machine" plan.devices=1 2> /dev/null | awk -v m="$machine" '$1 == m {print $5, $6}')
     printf '%s\n    %s on one %s\n' "$*" "${found:-no plan}" "$machine"
 }
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dlm_rag.decode.terminal import RunTotals
     from dlm_rag.workers.worker_pool import WorkerPool
 
-PLAN_SETTINGS = ("plan.machine", "plan.devices", "plan.network_gbit", "plan.mfu")  # of decoding
+PLAN_SETTINGS = ("plan.machine", "plan.mfu")  # of decoding
 Machine = dict[str, str | int]  # as `describe_machine`
 Prepared: TypeAlias = "PreparedDecoder | PreparedBaseline"
 
@@ -251,7 +251,7 @@ def parse_answer_command_line(
     description: str, argv: list[str], reads: Sequence[str], **more: Any
 ) -> CommandLine:
     """As `parse_command_line`; with --plan prints what decoding takes, and exits. Raises `UserError`."""
-    switches = {"plan": "print what decoding takes on plan.machine, and how devices should share it"}
+    switches = {"plan": "print what decoding takes on plan.machine, and do nothing"}
     words = parse_command_line(description, argv, (*reads, *PLAN_SETTINGS), switches=switches, **more)
     if (count := parse_int(os.environ.get("WORLD_SIZE", "1"), 1, "WORLD_SIZE=")) > 1:
         raise ConfigError(f"torchrun has started {count} processes: start one, with workers={count}")

@@ -232,15 +232,9 @@ class PlanConfig(CheckedSettings):
     machine: str | None = setting(None, choices=("gb300", "gb10", "h100", "h200", "b200", "v100"))
     """machine to plan for; unset: all known ones"""
     devices: int = setting(1, low=1)
-    """number of devices"""
-    network_gbit: float | None = setting(None, low=1e-3, high=1e6)
-    """bandwidth of the network between devices in Gb/s, one way; unset takes the machine's own"""
+    """number of devices that a training step is divided among; what they send each other is not counted"""
     mfu: float = setting(0.4, low=0.01, high=1)
     """assumed model FLOPs utilisation"""
-    tokens: float | None = setting(None, low=1)
-    """number of tokens of the whole run; unset: what its steps add up to"""
-    days: float | None = setting(None, low=0.001)
-    """claimed duration in days, to be checked"""
     price_per_kwh: float = setting(0.3, low=0)
     """price of a kilowatt hour in dollars"""
     price_per_hour: float | None = setting(None, low=0)

@@ -22,17 +22,11 @@ RESERVED_MEMORY_FRACTION = 0.08  # of a device's memory, for its context, worksp
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Bytes of all storages that operators made while it was open and that are alive; and their peak.
+    """Bytes of all storages that operators made while it was open and that are alive; and their peak."""
 
-    wide: a width whose rows (logits have that of the vocabulary) are also counted by themselves.
-    `bytes_moved`: bytes that operators read and wrote, each by itself.
-    """
-
-    def __init__(self, wide: int | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.live_bytes = self.peak_bytes = self.bytes_moved = 0
-        self.wide_at_peak = self._wide_now = 0
-        self._wide = wide
+        self.live_bytes = self.peak_bytes = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(
@@ -44,13 +38,7 @@ class MemoryTracker(TorchDispatchMode):
         if operator.is_view or not isinstance(found, Tensor | tuple | list):
             return found
         made = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
-        taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        before = {x.untyped_storage() for x in taken}
-        view = not operator._schema.is_mutable and any(x.untyped_storage() in before for x in made)
-        if made and not view:
-            for tensor in (*taken, *made):  # what is expanded is read where it lies
-                size = tensor.numel() * tensor.element_size()
-                self.bytes_moved += min(size, tensor.untyped_storage().nbytes())
+        before = {x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for tensor in made:
             if tensor.untyped_storage() not in before:
                 self.track_tensor(tensor)
@@ -63,16 +51,12 @@ class MemoryTracker(TorchDispatchMode):
             return
         self._known.add(storage)
         size = storage.nbytes()
-        wide = size if tensor.dim() == 2 and tensor.shape[1] == self._wide else 0
         self.live_bytes += size
-        self._wide_now += wide
-        if self.live_bytes > self.peak_bytes:
-            self.peak_bytes, self.wide_at_peak = self.live_bytes, self._wide_now
-        weakref.finalize(storage, self._drop, size, wide)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._drop, size)
 
-    def _drop(self, size: int, wide: int) -> None:
+    def _drop(self, size: int) -> None:
         self.live_bytes -= size
-        self._wide_now -= wide
 
 
 def measure_simulated_peak(call: Callable[[], object]) -> int:

@@ -13,7 +13,6 @@ import torch
 
 from dlm_rag.commands import answer_job
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
-from dlm_rag.config import Config
 from dlm_rag.decode.answers_file import AnswersFile
 from dlm_rag.decode.terminal import RunTotals
 from dlm_rag.energy import meter as meters
@@ -31,7 +30,6 @@ from dlm_rag.energy.sensors import EnergyCounter, find_counters
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.energy import EnergyWindows
 from dlm_rag.training.metrics_logger import read_metrics
-from dlm_rag.training.planning.plan_report import describe_measured_energy
 from tests.support.paths import ROOT
 from tests.support.rollouts import make_two_step_rollout as two_steps
 
@@ -529,15 +527,6 @@ def write_metrics(folder):
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder / "metrics.jsonl"
-
-
-def test_the_plan_stands_beside_what_was_measured(tmp_path):
-    config = Config(out=str(tmp_path / "run"))
-    assert describe_measured_energy(config) == f"Nothing was measured in {tmp_path / 'run'}."
-    write_metrics(tmp_path / "run")
-    steps = config.train.max_steps
-    found = describe_measured_energy(config)
-    assert "100 J a step over 4 steps" in found and f"{100 * steps / 3.6e6:.3g} kWh" in found
 
 
 def test_stages_get_joules_by_their_share_of_time_and_the_page_says_so(tmp_path):

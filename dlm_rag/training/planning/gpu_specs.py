@@ -12,13 +12,12 @@ from dlm_rag.model.memory_tracker import RESERVED_MEMORY_FRACTION
 
 
 class GpuSpec(NamedTuple):
-    """One device and how several of them are joined. Its name is part of the one that CUDA gives."""
+    """One device. Its name is part of the one that CUDA gives."""
 
     name: str
     flops: dict[torch.dtype, float]  # dense FLOP/s
     memory: float  # bytes
     bandwidth: float  # bytes/s of that memory
-    link: float  # bytes/s to other devices, one way
     watts: float  # of one device at full load
     rent: float | None  # dollars an hour of one device, where a public list has it
     source: str
@@ -31,30 +30,29 @@ class GpuSpec(NamedTuple):
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 RENT_SOURCE = "on demand by hyperstack.cloud/gpu-pricing of 2026-08-26 (gb300: a B300)"
-# Name; TFLOP/s by `DTYPES`; GB; GB/s of memory and link; W; dollars an hour by `RENT_SOURCE`; source.
-_SPECS: list[tuple[str, tuple[float, float, float], float, float, float, float, float | None, str]] = [
-    ("gb300", (2250, 2250, 75), 252, 7100, 100, 1400, 7.40,
-     "DGX Station: 252 GB, 7.1 TB/s, 800 Gb/s network (crowdbyte.ai, Computex 2026); BF16 2,250 TFLOP/s "
+# Name; TFLOP/s by `DTYPES`; GB; GB/s of memory; W; dollars an hour by `RENT_SOURCE`; source.
+_SPECS: list[tuple[str, tuple[float, float, float], float, float, float, float | None, str]] = [
+    ("gb300", (2250, 2250, 75), 252, 7100, 1400, 7.40,
+     "DGX Station: 252 GB, 7.1 TB/s (crowdbyte.ai, Computex 2026); BF16 2,250 TFLOP/s "
      "and 1,400 W of a B300 (glennklockwood.com/garden/processors/B300)"),
-    ("gb10", (125, 125, 31), 128, 273, 12, 140, None,
+    ("gb10", (125, 125, 31), 128, 273, 140, None,
      "DGX Spark: 128 GB, 273 GB/s, 140 W (ai-infrastructure.net/dgx-spark); BF16 is an eighth of the "
-     "quoted 1 PFLOP/s of sparse FP4 and was seen at half of that (J. Carmack, 2025); 96 Gb/s as users "
-     "measured between two"),
-    ("h100", (989, 989, 67), 80, 3350, 450, 700, 3.20,
+     "quoted 1 PFLOP/s of sparse FP4 and was seen at half of that (J. Carmack, 2025)"),
+    ("h100", (989, 989, 67), 80, 3350, 700, 3.20,
      "H100 SXM: NVIDIA's data sheet, half of its figures with sparsity"),
-    ("h200", (989, 989, 67), 141, 4800, 450, 700, 3.99,
+    ("h200", (989, 989, 67), 141, 4800, 700, 3.99,
      "H200 SXM: NVIDIA's data sheet, half of its figures with sparsity"),
-    ("b200", (2250, 2250, 75), 180, 7700, 900, 1000, 6.00,
+    ("b200", (2250, 2250, 75), 180, 7700, 1000, 6.00,
      "B200 SXM: hmc-tech.com/gpus/nvidia-b200-vs-nvidia-b100; 180 GB usable in a DGX"),
-    ("v100", (0, 125, 15.7), 32, 900, 150, 300, None,
+    ("v100", (0, 125, 15.7), 32, 900, 300, None,
      "V100 SXM2 32 GB: NVIDIA's data sheet; it has no BF16"),
 ]  # fmt: skip
 GPU_SPECS = {
     name: GpuSpec(
         name, {dtype: 1e12 * peak for dtype, peak in zip(DTYPES, peaks, strict=True) if peak},
-        1e9 * memory, 1e9 * bandwidth, 1e9 * link, watts, rent, source,
+        1e9 * memory, 1e9 * bandwidth, watts, rent, source,
     )
-    for name, peaks, memory, bandwidth, link, watts, rent, source in _SPECS
+    for name, peaks, memory, bandwidth, watts, rent, source in _SPECS
 }  # fmt: skip
 
 

@@ -4,18 +4,20 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dlm_rag.config import Config, TrainConfig
-from dlm_rag.decode.memory_budget import GIB, DecodeMemory, LongestRow, count_kv_bytes
+from dlm_rag.decode.memory_budget import GIB, DecodeMemory, LongestRow
+from dlm_rag.decode.resolve_settings import resolve_settings
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.segment_kv_cache import measure_free_bytes
 from dlm_rag.evidence.truncation import ContextBudget
 from dlm_rag.machine import choose_dtype
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.flops import FlopCount, count_encode_flops, count_head_flops
+from dlm_rag.model.quantize import METHODS
 from dlm_rag.training.data.examples import LONG_QUESTION_TOKENS, Example
 from dlm_rag.training.distributed import check_parallelism
 from dlm_rag.training.initial_model import make_training_shape, open_initial_model
@@ -46,14 +48,12 @@ class PhasePlan:
 
     name: str
     train: TrainConfig
-    shape: DenoiserConfig
+    layers: int
     size: int  # bytes of a number of the arithmetic
     devices: int
-    items: int
     microbatch_items: int  # items that a device, or all that share sequences, compute at once
     tokens: float  # prompts and canvases
     flops: float  # forward and backward, nothing computed twice
-    layer_calls: int  # of the layers in a forward: passages run before what sees them
     memory: StepMemory  # of a part
     decode_bytes: float  # of keys, values and a decoding step of those that are decoded together
 
@@ -61,7 +61,7 @@ class PhasePlan:
     def device_bytes(self) -> dict[str, float]:
         """Bytes on each device, by what they are for."""
         memory, shards = self.memory, self.devices if self.train.parallel == "fsdp" else 1
-        layer = (memory.parameters - memory.outside_parameters) / self.shape.num_hidden_layers
+        layer = (memory.parameters - memory.outside_parameters) / self.layers
         # What shards are gathered into: the layer at work, the next one, and the rest.
         gathered = self.size * (2 * layer + memory.outside_parameters * (2 if memory.reference else 1))
         return {
@@ -70,100 +70,40 @@ class PhasePlan:
             "gradients": memory.gradients / shards,
             "optimizer": memory.optimizer / shards,
             "gathered shards": gathered if shards > 1 else 0.0,
-            "activations": memory.activations - memory.logits,
-            "logits at the peak": memory.logits,
+            "activations": memory.activations,
             # Rollouts come before a step, when there are neither gradients nor activations.
             ROLLOUT_EXTRA_KEY: max(0.0, self.decode_bytes - memory.gradients / shards - memory.activations),
         }
 
-    @property
-    def memory_traffic(self) -> float:
-        """Bytes that a device's operators read and write in a step, each by itself, as without compile."""
-        moved, held = self.train.gradient_accumulation_steps * self.memory.bytes_moved, self.device_bytes
-        if self.train.lora_rank:
-            return moved
-        # AdamW reads weight, gradient and its state, and writes all but the gradient.
-        return moved + 2 * (held["weights"] + held["optimizer"]) + held["gradients"]
-
-    @property
-    def network_traffic(self) -> float:
-        """Bytes that a device sends in a step, in rings: sums of gradients, shards, keys and values."""
-        train, memory, others = self.train, self.memory, (self.devices - 1) / self.devices
-        parts, apart = train.gradient_accumulation_steps, train.context_parallel
-        each = 2 * others * memory.gradients
-        if train.parallel == "fsdp":
-            # A layer is gathered for each call, forward and backward; what is outside of the layers stays
-            # gathered. Gradients are summed in float32, in every part.
-            outside, passes = memory.outside_parameters, 3 if memory.reference else 2  # has no backward
-            numbers = passes * self.layer_calls * (memory.parameters - outside) + (passes - 1) * outside
-            each = others * (self.size * numbers + FLOAT32_BYTES * memory.trained) * parts
-        rows = self._passes * self.microbatch_items * parts * train.sequence_length
-        return each + rows * count_kv_bytes(self.shape, self.size) * (apart - 1) / apart
-
-    @property
-    def _passes(self) -> int:
-        """Through the layers: forward, backward, and forward again for what was not kept."""
-        return 3 if self.train.activation_checkpointing == "full" else 2
-
-    def step_seconds(self, machine: GpuSpec, dtype: torch.dtype, mfu: float) -> dict[str, float]:
-        """Of a step, were it bound by nothing else: arithmetic at `mfu`, memory, network at their peaks."""
-        return combine_seconds(
-            self.flops / (self.devices * machine.flops[dtype] * mfu),
-            self.memory_traffic / machine.bandwidth,
-            self.network_traffic / machine.link if self.devices > 1 else 0.0,
-        )
-
-    def max_microbatch_items(self, machine: GpuSpec) -> int:
-        """Items that fit into one part of a step on a device; 0 where not one does."""
-        have, need = machine.usable_memory, sum(self.device_bytes.values())
-        rollouts, more = self.device_bytes[ROLLOUT_EXTRA_KEY], self.memory.activations_per_item
-        room = have - (need - rollouts - more * (self.microbatch_items - 1))
-        if room < 0 or (rollouts and need > have):  # which are as large however small a part is
-            return 0
-        return 1 + int(room / more) if more else self.items
-
-
-def combine_seconds(compute: float, memory: float, network: float) -> dict[str, float]:
-    """Each, and `together` the longest, which hides the others."""
-    together = max(compute, memory, network)
-    return {"compute": compute, "memory": memory, "network": network, "together": together}
+    def step_seconds(self, machine: GpuSpec, dtype: torch.dtype, mfu: float) -> float:
+        """Returns the seconds of a step whose arithmetic runs at `mfu` of the peak."""
+        return self.flops / (self.devices * machine.flops[dtype] * mfu)
 
 
 def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> list[PhasePlan]:
-    """The plan of every phase, with the arithmetic in `dtype`; pointer supervision is left out.
+    """Plans every phase, with the arithmetic in `dtype`; pointer supervision is left out.
 
     Raises `ConfigError` where so many devices cannot share a phase.
     """
-    phases = config.train.get_phase_configs().items()
-    return [plan_phase(config, name, shape, dtype, train) for name, train in phases]
-
-
-def check_phase(config: Config, train: TrainConfig, shape: DenoiserConfig) -> None:
-    """Raises `ConfigError` for a phase that has no plan, or that so many devices cannot share."""
-    check_parallelism(train, find_task(train).count_items(train)[0], config.plan.devices)
-
-
-def plan_phase(
-    config: Config, name: str, shape: DenoiserConfig, dtype: torch.dtype, train: TrainConfig
-) -> PhasePlan:
-    """The plan of a phase. Raises `ConfigError`."""
-    check_phase(config, train, shape)
-    devices = config.plan.devices
-    train = replace(train, dtype=str(dtype).removeprefix("torch."))
-    task = make_planned_task(config, train, shape)
-    parts = devices * train.gradient_accumulation_steps
-    part = math.ceil(task.items * train.context_parallel / parts)
-    memory = estimate_step_memory(task, shape, dtype, part)
-    decoded, layout = task.sample_decoding(shape), task.layout(shape)
-    forward = count_forward_flops(shape, task.sample_examples(shape, 1), layout)
-    flops = forward.flops_with_backward(bool(train.lora_rank))
-    flops += forward.flops if memory.reference else 0
-    flops += count_forward_flops(shape, decoded, layout).flops if decoded else 0
-    decode_bytes = estimate_rollout_bytes(config, task, shape, dtype, part)
-    return PhasePlan(
-        name, train, shape, dtype.itemsize, devices, task.items, part,
-        float(task.items * forward.tokens), task.items * flops, forward.calls, memory, decode_bytes,
-    )  # fmt: skip
+    found, devices = [], config.plan.devices
+    for name, phase in config.train.get_phase_configs().items():
+        train = replace(phase, dtype=str(dtype).removeprefix("torch."))
+        check_parallelism(train, find_task(train).count_items(train)[0], devices)
+        task = make_planned_task(config, train, shape)
+        parts = devices * train.gradient_accumulation_steps
+        items = math.ceil(task.items * train.context_parallel / parts)
+        memory = estimate_step_memory(task, shape, dtype, items)
+        decoded, layout = task.sample_decoding(shape), task.layout(shape)
+        forward = count_forward_flops(shape, task.sample_examples(shape, 1), layout)
+        flops = forward.flops_with_backward(bool(train.lora_rank))
+        flops += forward.flops if memory.reference else 0
+        flops += count_forward_flops(shape, decoded, layout).flops if decoded else 0
+        found.append(PhasePlan(
+            name, train, shape.num_hidden_layers, dtype.itemsize, devices, items,
+            float(task.items * forward.tokens), task.items * flops, memory,
+            estimate_rollout_bytes(config, task, shape, dtype, items),
+        ))  # fmt: skip
+    return found
 
 
 def make_planned_task(config: Config, train: TrainConfig, shape: DenoiserConfig) -> Task:
@@ -197,6 +137,38 @@ def plan_decode_memory(
     return DecodeMemory.from_config(shape, dtype, decode, row, None, quantize)
 
 
+class DecodeStepPlan(NamedTuple):
+    """A denoising step of `decode.batch_size` rows on one device: bytes, and seconds of either bound."""
+
+    memory: float
+    compute: float
+    traffic: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute, self.traffic)
+
+
+def plan_decode_step(
+    config: Config, shape: DenoiserConfig, dtype: torch.dtype, machine: GpuSpec
+) -> DecodeStepPlan:
+    """Plans a step with passages of full length. Raises `ConfigError` for settings not for this model."""
+    quantize, size = config.model.quantize, dtype.itemsize
+    decode = resolve_settings(config.decode, shape)
+    rows, config = decode.batch_size, replace(config, decode=decode)
+    memory = plan_decode_memory(config, shape, dtype, shape.passage_length, quantize)
+    lengths, seen = [memory.row.step_tokens] * rows, [memory.row.total_tokens] * rows
+    work = count_encode_flops(shape, lengths, seen, [memory.row.canvas_tokens] * rows, size)
+    head = count_head_flops(shape, rows * memory.row.canvas_tokens, size)
+    keys = memory.kv_bytes_per_token * sum(seen)
+    packed = 1.0 if quantize == "none" else METHODS[quantize].bytes_per_weight / size
+    return DecodeStepPlan(
+        memory.bytes_without_pool(rows) + GIB * (config.engine.prefix_cache_gib or 0.0),
+        (work.flops + head.flops) / (machine.flops[dtype] * config.plan.mfu),
+        (keys + packed * (work.bytes_moved - keys) + head.bytes_moved) / machine.bandwidth,
+    )
+
+
 def count_forward_flops(shape: DenoiserConfig, examples: list[Example], layout: str) -> FlopCount:
     """What the layers and the head compute for these rows, once; shared passages run once, before them."""
     states = lay_out_examples(examples, shape, layout)
@@ -220,8 +192,8 @@ def check_run_fits(config: Config, count: int, device: torch.device) -> None:
     """Raises `ConfigError` for a phase that `count` processes cannot share, or that is more than the device
     of each has free, or than `engine.memory_gib`.
 
-    On a CPU without such a budget only weights, gradients and optimizer
-    are looked at; else the whole step is planned, with the pool of the decoders that validate.
+    On a CPU without such a budget only weights, gradients and optimizer are looked at; else the whole step
+    is planned, with the pool of the decoders that validate.
     """
     engine, have = config.engine, measure_free_bytes(device) / (count if device.type == "cpu" else 1)
     limit = f"this {device.type} has"

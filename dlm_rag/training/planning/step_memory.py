@@ -1,15 +1,11 @@
 """Bytes that a training step holds at its peak, found by running it on tensors without contents.
 
-Neither all layers nor all items are run. The bytes alive at any moment of a step grow evenly with both: two
-numbers of items tell what they are for others, and what a layer in the middle has made by then is what each
-layer more adds. The peak is the largest of them, at whichever moment.
-
-torch's own MemTracker stops at frozen weights (docs/log.md).
+Neither all layers nor all items are run: bytes grow evenly with both, so two numbers of each tell what they
+are for others. The peak may be near the loss, or at either end of a backward: the three are told apart, for
+more layers can make another one the largest.
 """
 
 import math
-import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,23 +19,15 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.memory_tracker import MemoryTracker, replace_with_empty_weights
 from dlm_rag.model.packed_batch import ContextParallel
-from dlm_rag.progress import report_progress
 from dlm_rag.training.initial_weights import build_meta_denoiser
 from dlm_rag.training.losses import make_autocast
 from dlm_rag.training.optimizers import make_optimizers
 from dlm_rag.training.task import Task
 
-FLOAT32_BYTES = 4  # bytes: weights under training, their gradients, what an optimizer keeps
-TAIL_LAYERS = 2  # layers: the last is spared what nobody reads, and the one before is as all others
-# Two that stand for all between the first and the last ones, counted from the end. What the nearer one has
-# made may be in the hands of its neighbour, where a layer more would add nothing: the other one is asked.
-EARLY, LATE = -TAIL_LAYERS - 2, -TAIL_LAYERS - 1
-MIN_LOGIT_CHUNKS = 2  # of logits from which on the loss grows evenly with items
-# Bytes alive, and those of logits among them, at each moment of a step.
-MemoryTimeline = dict[tuple[str | int, ...], tuple[float, float]]
-MOVED_BYTES_KEY = ("moved",)
-# Of parts of a step that were run, by all that they depend on; settings hold lists, which have no hash.
-_simulated: dict[str, MemoryTimeline] = {}
+FLOAT32_BYTES = 4  # bytes of a weight under training, of its gradient, of a number of the optimizer
+EDGE_LAYERS = 2  # layers at either end of the denoiser whose moments stand for all between them
+MIN_LOGIT_CHUNKS = 2  # chunks of logits from which on the loss grows evenly with items
+Peaks = dict[tuple[str | int, ...], float]  # bytes at the peak of each part of a step
 
 
 @dataclass(frozen=True)
@@ -51,47 +39,35 @@ class StepMemory:
     gradients: int  # of what is trained
     optimizer: int
     activations: int  # what comes on top at the peak of forward and backward, in any part of a step
-    logits: int  # so much of it
-    bytes_moved: int  # read and written in forward and backward, operator by operator
     parameters: int
     outside_parameters: int  # of the layers
     trained: int
-    activations_per_item: float  # activations that another item adds
 
 
 def estimate_step_memory(task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: int) -> StepMemory:
-    """What a part of `items` items needs, with the arithmetic in `dtype`; nothing is allocated.
+    """Returns what a part of `items` items needs, with the arithmetic in `dtype`; nothing is allocated.
 
-    Of shared sequences: what one of the processes needs that share them.
+    Where processes share a sequence, it is what one of them needs.
     """
-    train, root = task.train, _build_objective(task, shape, dtype, shape.num_hidden_layers)
+    train, root = task.train, _build_objective(task, shape, dtype)
     named = list(root.denoiser.named_parameters())
-    parameters = [parameter for _, parameter in named]
-    trained = [p for p in parameters if p.requires_grad]
+    trained = [p for _, p in named if p.requires_grad]
     gradients = FLOAT32_BYTES * sum(p.numel() for p in trained)
     reference = getattr(root, "reference", None)
-    pairs = [] if reference is None else zip(parameters, reference.parameters(), strict=True)
-    other = items // 2 or 2
-    chunk = root.logit_chunk * train.context_parallel
-    course, less = _estimate_timelines(task, shape, dtype, (items, other), chunk)
-    (moved, _), _ = course.pop(MOVED_BYTES_KEY), less.pop(MOVED_BYTES_KEY)
-    (peak, logits), (lower, _) = max(course.values()), max(less.values())
-    per_item = max(0.0, (peak - lower) / (items - other))
+    both = zip(root.denoiser.parameters(), reference.parameters(), strict=True) if reference else ()
+    peak = _estimate_peak(task, shape, dtype, items, root.logit_chunk * train.context_parallel)
     # Gradients are counted by themselves; those of earlier parts are not in the peak, others are.
     activations = peak if _accumulates(train) else max(0.0, peak - gradients)
     return StepMemory(
-        weights=gradients + sum(p.nbytes for p in parameters if not p.requires_grad),
+        weights=gradients + sum(p.nbytes for _, p in named if not p.requires_grad),
         # What is frozen in both is there once, but in shards.
-        reference=sum(b.nbytes for a, b in pairs if a.requires_grad or train.parallel == "fsdp"),
+        reference=sum(b.nbytes for a, b in both if a.requires_grad or train.parallel == "fsdp"),
         gradients=gradients,
         optimizer=count_optimizer_bytes(root.denoiser, train),
         activations=round(activations),
-        logits=round(logits),
-        bytes_moved=round(moved),
-        parameters=sum(p.numel() for p in parameters),
+        parameters=sum(p.numel() for _, p in named),
         outside_parameters=sum(p.numel() for name, p in named if not name.startswith("layers.")),
         trained=sum(p.numel() for p in trained),
-        activations_per_item=per_item,
     )
 
 
@@ -100,51 +76,42 @@ def _accumulates(train: TrainConfig) -> bool:
     return train.gradient_accumulation_steps > 1 or train.parallel == "fsdp"
 
 
-def _estimate_timelines(
-    task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: Sequence[int], chunk: int
-) -> list[MemoryTimeline]:
-    """The courses of parts of so many items, from runs of as few layers and items as tell of them.
+def _estimate_peak(task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: int, chunk: int) -> float:
+    """Returns the peak with so many items, from runs of as few layers and items as tell of them.
 
     chunk: positions whose logits are there at a time.
     """
-    terms = _choose_terms(task)
-    each = task.count_microbatch(task.sample_microbatch(shape, 1), terms)["supervised"]
-    parallel, parts = "fsdp" if task.train.parallel == "fsdp" else "ddp", 1 + _accumulates(task.train)
-    like = replace(task.train, parallel=parallel, gradient_accumulation_steps=parts)  # no more differs
+    each = task.count_microbatch(task.sample_microbatch(shape, 1), _choose_terms(task))["supervised"]
     few = math.ceil(MIN_LOGIT_CHUNKS * chunk / each)
-    low, high = counts = items if max(items) <= 2 * few else (few, 2 * few)
-    depth = min(shape.num_hidden_layers, _count_uneven_layers(shape) + 1 + 2 + TAIL_LAYERS)
+    counts = (items,) if items <= 2 * few else (few, 2 * few)
+    # The first layers may be dense where the others have experts.
+    shallow = (shape.dense_layers if shape.experts else 0) + 2 * EDGE_LAYERS
+    layers = shape.num_hidden_layers
+    depths = (shallow, shallow + 1) if layers > shallow + 1 else (layers,)
+
     found = []
-    with report_progress("planning a step", len(counts)) as advance:
-        for number in counts:
-            key = repr((replace(task.phase.config, train=like), shape, dtype, number, depth))
-            if key not in _simulated:
-                _simulated[key] = _simulate(task, shape, dtype, number, depth)
-            found.append(_simulated[key])
-            advance(1)
-    less, more = found
-    return [_interpolate(less, more, (number - low) / (high - low)) for number in items]
+    for depth in depths:
+        small = replace(shape, num_hidden_layers=depth)
+        found.append(_interpolate([_simulate(task, small, dtype, n) for n in counts], items, counts))
+    return max(_interpolate(found, shape.num_hidden_layers, depths).values())
 
 
-def _interpolate(a: MemoryTimeline, b: MemoryTimeline, t: float) -> MemoryTimeline:
-    """What a course is at `t` that is `a` at 0 and `b` at 1."""
-    return {
-        moment: (alive + t * (b[moment][0] - alive), wide + t * (b[moment][1] - wide))
-        for moment, (alive, wide) in a.items()
-    }
+def _interpolate(found: list[Peaks], at: int, numbers: tuple[int, ...]) -> Peaks:
+    """Returns the peaks at a number from those at one or two others."""
+    a, b = found[0], found[-1]
+    t = (at - numbers[0]) / ((numbers[-1] - numbers[0]) or 1)
+    return {part: value + t * (b[part] - value) for part, value in a.items()}
 
 
 def _choose_terms(task: Task) -> Any:
-    """The loss in the middle of its course."""
+    """Returns the terms of the loss in the middle of their schedule."""
     return task.loss_weights(int(task.train.attention_anneal_fraction * task.train.max_steps / 2))
 
 
-def _simulate(
-    task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: int, layers: int
-) -> MemoryTimeline:
-    """A part of a step of so many items, forward and backward, run with so many layers and told of all."""
+def _simulate(task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: int) -> Peaks:
+    """Runs a part of a step with so many items, forward and backward."""
     part, terms = task.sample_microbatch(shape, items), _choose_terms(task)
-    root = _build_objective(task, shape, dtype, layers)
+    root = _build_objective(task, shape, dtype)
     counts = task.count_microbatch(part, terms)
     if task.train.parallel == "fsdp":  # as weights are gathered
         for parameter in root.parameters():
@@ -156,26 +123,23 @@ def _simulate(
         for parameter in root.parameters():
             if parameter.requires_grad and _accumulates(task.train):
                 parameter.grad = torch.zeros_like(parameter)
-        with StepMemoryTracker(root, shape.num_hidden_layers - layers) as alive:
+        with StepMemoryTracker(root) as alive:
             with make_autocast("cpu", dtype):
                 loss, _ = root(part, counts, terms)
-            alive.enter("backward of the loss")
             loss.backward()
-    alive.enter("end")
-    return alive.timeline | {MOVED_BYTES_KEY: (alive.bytes_moved + alive.bytes_moved_by_more, 0)}
+    return alive.peaks
 
 
-def _build_objective(task: Task, shape: DenoiserConfig, dtype: torch.dtype, layers: int) -> Any:
-    """The task's loss around a denoiser of so many layers on the meta device, in a run's dtypes."""
-    train, shape = task.train, replace(shape, num_hidden_layers=layers)
-    denoiser = build_meta_denoiser(shape, train.lora_rank, dtype)
-    denoiser.activation_checkpointing = train.activation_checkpointing
-    number = train.context_parallel
+def _build_objective(task: Task, shape: DenoiserConfig, dtype: torch.dtype) -> Any:
+    """Builds the task's loss around a denoiser on the meta device, in a run's dtypes."""
+    denoiser = build_meta_denoiser(shape, task.train.lora_rank, dtype)
+    denoiser.activation_checkpointing = task.train.activation_checkpointing
+    number = task.train.context_parallel
     return task.objective(denoiser, ContextParallel(0, number, group=None) if number > 1 else None)
 
 
 def count_optimizer_bytes(denoiser: Denoiser, train: TrainConfig) -> int:
-    """AdamW keeps two numbers for each trained weight, Muon one, in float32."""
+    """Counts what AdamW (two numbers for each trained weight) or Muon (one) keeps, in float32."""
     return sum(
         FLOAT32_BYTES * (1 if isinstance(optimizer, torch.optim.Muon) else 2) * p.numel()
         for optimizer in make_optimizers(denoiser, train)
@@ -185,63 +149,34 @@ def count_optimizer_bytes(denoiser: Denoiser, train: TrainConfig) -> int:
 
 
 class StepMemoryTracker(MemoryTracker):
-    """Bytes alive at each moment of a step, under names that hold for any number of layers and items.
+    """The peak of each part of a step: up to the loss, and in each backward the layers at either end.
 
-    A moment is where the step is (a layer, forward or backward, of a call) and how many storages were made
-    there before. The loss takes more operators the more items there are: it is one moment, at its highest.
-    With more layers than run, the middle ones have no moments: theirs lie between others.
+    Bytes in the layers between lie between those of the ends, whose moments are the same in any depth.
     """
 
-    def __init__(self, root: Any, more: int) -> None:
-        """root: a task's objective, whose denoisers are watched. more: layers that are told of, not run."""
-        super().__init__(root.denoiser.config.vocab_size)
-        self.timeline: MemoryTimeline = {}
-        self.bytes_moved_by_more, self._more, self._moved_before = 0, more, 0
-        self._made_by = {EARLY: 0, LATE: 0}  # bytes alive
-        self._at: tuple[str | int, ...] = ("before",)
-        self._made = self._calls = 0
+    def __init__(self, root: Any) -> None:
+        """root: a task's objective, whose denoisers are watched."""
+        super().__init__()
+        self.peaks: Peaks = {}
+        self._at: tuple[str | int, ...] = ("forward",)
+        self._calls = 0
         for denoiser in root.modules():
             if isinstance(denoiser, Denoiser):
-                denoiser.norm.register_forward_pre_hook(lambda *_: self.enter("loss"))
-                even = _count_uneven_layers(denoiser.config)
                 for number, layer in enumerate(denoiser.layers):
-                    name = number if number <= even else number - len(denoiser.layers)
-                    layer.register_forward_pre_hook(partial(self._enter_layer, name))
-                    layer.register_forward_hook(partial(self._watch_gradient, name))
-
-    def enter(self, *at: str | int) -> None:
-        if "backward" in str(at[0]) or "backward" not in str(self._at[0]):  # checkpoints run forward again
-            if self._at[-1] == EARLY:
-                self.bytes_moved_by_more += self._more * (self.bytes_moved - self._moved_before)
-            self._at, self._made, self._moved_before = at, 0, self.bytes_moved
+                    edge = "first" if number < EDGE_LAYERS else "middle"
+                    edge = "last" if number >= len(denoiser.layers) - EDGE_LAYERS else edge
+                    layer.register_forward_hook(partial(self._watch_gradient, number == 0, edge))
 
     def track_tensor(self, tensor: Tensor) -> None:
-        before, layer = self.live_bytes, self._at[-1]
         super().track_tensor(tensor)
-        self._made += 1
-        if layer in (EARLY, LATE) and self._more:
-            size = self.live_bytes - before
-            self._made_by[layer] += size
-            weakref.finalize(tensor.untyped_storage(), self._forget, layer, size)
-            return
-        above = self._at[0] == "backward" and layer not in range(-TAIL_LAYERS, 0)  # and the middle is done
-        alive = self.live_bytes + self._more * self._made_by[LATE if above else EARLY]
-        moment = self._at if "loss" in str(self._at[0]) else (*self._at, self._made)
-        self.timeline[moment] = max(self.timeline.get(moment, (0, 0)), (alive, self._wide_now))
+        self.peaks[self._at] = max(self.peaks.get(self._at, 0), self.live_bytes)
 
-    def _forget(self, layer: int, size: int) -> None:
-        self._made_by[layer] -= size
-
-    def _enter_layer(self, name: int, *_: Any) -> None:
-        self._calls += name == 0
-        self.enter("forward", self._calls, name)
-
-    def _watch_gradient(self, name: int, layer: Any, given: Any, found: tuple[Tensor, ...]) -> None:
+    def _watch_gradient(
+        self, is_first: bool, edge: str, layer: Any, given: Any, found: tuple[Tensor, ...]
+    ) -> None:
+        self._calls += is_first and self._at == ("forward",)
         if found[0].requires_grad:
-            at = ("backward", *self._at[1:2], name)
-            found[0].register_hook(lambda _: self.enter(*at))
+            found[0].register_hook(partial(self._enter, self._calls, edge))
 
-
-def _count_uneven_layers(shape: DenoiserConfig) -> int:
-    """How many layers at the beginning are not as those after them: the very first, and dense ones."""
-    return 1 if shape.experts is None else max(1, shape.dense_layers)
+    def _enter(self, call: int, edge: str, _: Tensor) -> None:
+        self._at = ("backward", call, edge)
