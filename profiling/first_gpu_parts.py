@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -39,7 +40,7 @@ from dlm_rag.model.attention import (
     get_backend_problem,
 )
 from dlm_rag.model.packed_batch import Segment, pack_rows
-from dlm_rag.model.quantize import METHODS, count_weight_bytes, find_problem, quantize_linear_layers
+from dlm_rag.model.quantize import METHODS, count_weight_bytes, quantize_linear_layers
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_model import open_initial_model
 from dlm_rag.training.initial_weights import InitialModel, allocate_denoiser
@@ -50,7 +51,7 @@ from dlm_rag.training.task import Phase
 from dlm_rag.training.trainer import Trainer
 
 GIB = 2**30
-COMPILED = ("none", "int8", "fp8")  # precisions whose layers are timed compiled, too
+COMPILED = ("none", "int8")  # precisions whose layers are timed compiled, too
 decode_replay.RANDOM_MODEL_SHAPES["tiny"] = (64, 2, 4, 2, 128, 2048)
 
 
@@ -94,7 +95,7 @@ def measure_precision(
     """Milliseconds of the layers for `rows` of `tokens` tokens, in every precision that works here."""
     device = choose_device("auto")
     low = choose_low_dtype(device)
-    works = [name for name in METHODS if not find_problem(name, device)]
+    works = METHODS if find_spec("torchao") else ()
     for name in ("none", *works):
         free_memory()
         denoiser = make_random_denoiser(shape, device, getattr(torch, low))

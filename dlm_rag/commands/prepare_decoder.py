@@ -246,7 +246,7 @@ def prepare_decoder(
     else:
         attention = adapter.check_settings(config.model, config.engine)
     shape = checkpoint.config
-    check_quantize(config.model.quantize, device, shape)
+    check_quantize(config.model.quantize, shape, dtype)
     check_weights_fit(checkpoint, devices, dtype, config.model.quantize)
     check_store(config.engine, shape, dtype.itemsize)
     show_status("reading the tokenizer")

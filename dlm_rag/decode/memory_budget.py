@@ -35,7 +35,7 @@ from dlm_rag.model.memory_tracker import (
     replace_with_empty_weights,
 )
 from dlm_rag.model.packed_batch import Segment, pack_rows
-from dlm_rag.model.quantize import count_scratch_bytes, count_weight_bytes, quantize_linear_layers
+from dlm_rag.model.quantize import count_scratch_bytes, count_weight_bytes
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class DecodeMemory:
         shared: SharedSegmentBytes | None = None, quantize: str = "none",
     ) -> "DecodeMemory":  # fmt: skip
         """For a denoiser with weights and arithmetic in `dtype`; nothing is allocated."""
-        token, position = _measure_activation_bytes(shape, dtype, decode, quantize)
+        token, position = _measure_activation_bytes(shape, dtype, decode)
         masked = bool(shape.block_size)
         asked = linked = 0
         if decode.copy_penalty is not None:
@@ -202,7 +202,7 @@ def count_kv_bytes(shape: DenoiserConfig, size: int) -> int:
 
 
 def _measure_activation_bytes(
-    shape: DenoiserConfig, dtype: torch.dtype, decode: DecodeConfig, quantize: str
+    shape: DenoiserConfig, dtype: torch.dtype, decode: DecodeConfig
 ) -> tuple[float, float]:
     """Bytes that one more token in a call takes, and one more position whose logits are read."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -212,8 +212,6 @@ def _measure_activation_bytes(
     small = replace(shape, num_hidden_layers=min(shape.num_hidden_layers, dense + 2))
     with torch.device("meta"):
         denoiser = Denoiser(small).to(dtype)
-        if quantize != "none":  # all methods take about as much on the way; experts take turns
-            quantize_linear_layers(denoiser, "int8")
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         denoiser = replace_with_empty_weights(denoiser)
         less, more = (measure_simulated_peak(partial(_call_layers, denoiser, n)) for n in (128, 256))

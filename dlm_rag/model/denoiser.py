@@ -39,7 +39,6 @@ from dlm_rag.model.layers import (
 )
 from dlm_rag.model.packed_batch import PackedRows, Segment, pack_rows
 from dlm_rag.model.quantize import (
-    check_dtypes_kept,
     check_quantize,
     list_quantized_weights,
     quantize_weight,
@@ -104,9 +103,12 @@ class Denoiser(TransformerWeights):
     def _apply(self, fn: Any, recurse: bool = True) -> Denoiser:
         """As torch's, for `to` and the like; rotary frequencies stay in float32.
 
-        Raises `ConfigError` where quantised weights would be given another dtype.
+        Raises `ConfigError` where weights are quantised.
         """
-        check_dtypes_kept(self, fn)  # before anything is changed
+        if self.quantize != "none":
+            raise ConfigError(
+                "quantised weights stay as they are: load the model on the device and in the dtype wanted"
+            )
         dtype, found = self.dtype, super()._apply(fn, recurse)
         if self._origin is not None and self.dtype != dtype:  # which may have been a finer one
             self._origin = self._origin[0], {}
@@ -145,7 +147,7 @@ class Denoiser(TransformerWeights):
         devices = list_devices(device_map) or [torch.device(device)]
         device = devices[0]
         choose_backend(attention, device, dtype, checkpoint.config.causal_context)
-        check_quantize(quantize, device, checkpoint.config)
+        check_quantize(quantize, checkpoint.config, dtype)
         with torch.device("meta"):
             denoiser = cls(checkpoint.config)
         denoiser.load(checkpoint, devices, dtype, quantize)

@@ -179,7 +179,7 @@ CASES = [
         ("engine.store keeps what weights compute", "engine.store=s"),
         ("engine.cache_dtype=int8 needs whole weights", "engine.cache_dtype=int8 train.parallel=fsdp"),
         ("model.quantize=int8 is for decoding alone: leave it out", "model.quantize=int8"),
-        ("model.quantize=fp8 is for decoding alone", "--config own.yaml", {"own.yaml": "model: {quantize: fp8}"}),
+        ("model.quantize=nvfp4 is for decoding alone", "--config own.yaml", {"own.yaml": "model: {quantize: nvfp4}"}),
         ("rl begins with a model that answers: set model.path", "train.objective=rl"),
         ("decode.copy_penalty", f"{RL} decode.copy_penalty=4"),
         ("min_hops=4 is more", f"{RL} train.min_hops=4 train.max_hops=2"),

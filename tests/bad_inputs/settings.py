@@ -44,8 +44,6 @@ CASES = [
         ("needs evidence_layout=independent", "model.block_size=4 decode.finished_block_context=no_evidence"),
         ("block_size=-1 must be", "model.block_size=-1"),
         (("model.quantize=int4 is not one of none, int8", "nearest: 'int8'"), "model.quantize=int4"),
-        (("model.quantize=nvfp4: it needs a GPU of compute capability 10.0", "works here: int8"),
-         "model.quantize=nvfp4"),
         ("engine.memory_gib", "engine.memory_gib=1e5"),
         (("engine.memory_gib", "decode.batch_size=1"), "engine.memory_gib=1e-5"),
         ("pools 2 GiB", "engine.memory_gib=1 engine.prefix_cache_gib=2"),

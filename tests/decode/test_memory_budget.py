@@ -26,7 +26,6 @@ from dlm_rag.evidence import batch_kv_cache
 from dlm_rag.evidence.segment_kv_cache import has_unified_memory, measure_free_bytes
 from dlm_rag.evidence.truncation import ContextBudget
 from dlm_rag.model.memory_tracker import MemoryTracker
-from dlm_rag.model.quantize import quantize_linear_layers
 from dlm_rag.tokenizer.prompts import PromptTemplate
 from dlm_rag.training.planning.plan import check_run_fits
 from tests.support.attention import shared_segments
@@ -39,7 +38,7 @@ CPU = torch.device("cpu")
 WORDS = "a novel of the time that was read by all who could read and then forgotten again, "
 
 
-def make(folder, layout, rows, quantize="none", **shape):
+def make(folder, layout, rows, **shape):
     """A decoder whose passages are all cut, or fill what they may, and what `rows` rows take there."""
     corpus = write_jsonl_file(
         folder / "long.jsonl",
@@ -51,23 +50,21 @@ def make(folder, layout, rows, quantize="none", **shape):
     )
     sizes = {"hidden_size": 64, "head_dim": 16, "num_hidden_layers": 3} | shape
     denoiser = tiny_denoiser(**sizes)
-    if quantize != "none":
-        quantize_linear_layers(denoiser, quantize, experts=True)
     retriever = load_retriever(corpus, top_k=3)
     decoder = Decoder(denoiser, retriever, tokenizer, settings, layout)
     question = max(len(tokenizer.build_prompt(text, []).ids) for text in QUESTIONS)
     room = ContextBudget.from_config(denoiser.config, layout, 24)
     row = LongestRow.from_budget(room, denoiser.config, question, (3, retriever.corpus.longest_line_bytes))
-    memory = DecodeMemory.from_config(denoiser.config, torch.float32, settings, row, None, quantize)
+    memory = DecodeMemory.from_config(denoiser.config, torch.float32, settings, row)
     return decoder, memory
 
 
 @pytest.mark.parametrize("block", [None, 8])
-@pytest.mark.parametrize(("rows", "quantize"), [(1, "none"), (3, "none"), (3, "int8"), (3, "fp8")])
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
-def test_a_decoder_takes_what_is_reckoned_and_not_more(tmp_path, layout, rows, block, quantize):
+def test_a_decoder_takes_what_is_reckoned_and_not_more(tmp_path, layout, rows, block):
     """Weights and slots to the byte; of the rest a bound that is not far off; the same answers."""
-    decoder, memory = make(tmp_path, layout, rows, quantize, block_size=block)
+    decoder, memory = make(tmp_path, layout, rows, block_size=block)
     plain = rollout_records(decoder.decode(QUESTIONS))
     assert memory.weight_bytes == sum(p.nbytes for p in decoder.denoiser.parameters())
     kept = 60_000

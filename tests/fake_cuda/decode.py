@@ -23,7 +23,6 @@ from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.families import find_family
 from dlm_rag.model.memory_tracker import replace_with_empty_weights
 from dlm_rag.model.packed_batch import Segment
-from dlm_rag.model.quantize import quantize_linear_layers
 from dlm_rag.questions import read_questions
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.planning.known_checkpoints import KNOWN_CHECKPOINTS
@@ -300,43 +299,6 @@ def test_experts_wait_in_bfloat16_not_at_all_and_else_where_it_says_so(dtype):
             seen.clear()
 
 
-@pytest.fixture
-def checked_int8(monkeypatch):
-    """`torch._int_mm` with what its CUDA kernel asks for."""
-
-    def multiply(a, b, found=torch._int_mm):
-        assert len(a) > 16 and a.shape[1] % 8 == b.shape[1] % 8 == 0
-        return found(a, b)
-
-    monkeypatch.setattr("torch._int_mm", multiply)
-
-
-@pytest.mark.parametrize("method", ["int8", "int8_weight", "fp8"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_quantised_layers_copy_nothing_and_wait_for_nothing(checked_int8, layout, method):
-    with fake_cuda() as seen:
-        denoiser = denoiser_on_gpu(qkv_bias=True)
-        quantize_linear_layers(denoiser, method)
-        seen.clear()
-        for _ in steps(denoiser, layout, EngineConfig(prefix_cache_gib=1.0)):
-            assert seen == STEP_TRAFFIC
-            seen.clear()
-
-
-def test_quantised_experts_wait_once_for_each_of_two_products(checked_int8):
-    with fake_cuda() as seen:
-        denoiser = denoiser_on_gpu(experts=EXPERTS)
-        quantize_linear_layers(denoiser, "int8", experts=True)
-        seen.clear()
-        for _ in steps(denoiser, "independent", EngineConfig(prefix_cache_gib=1.0)):
-            assert seen == [
-                STEP_TRAFFIC[0],
-                *[("out, waiting", "multiply_by_expert")] * 4,
-                *STEP_TRAFFIC[1:],
-            ]
-            seen.clear()
-
-
 # The whole loop.
 
 
@@ -356,20 +318,13 @@ def test_answers_come_out_in_one_copy_a_step(corpus_file, way):
         assert Counter(seen)[STEP_TRAFFIC[2]] == decoder.denoiser.flop_count.calls
 
 
-@pytest.mark.parametrize(
-    ("capability", "quantize"),
-    [((7, 0), "none"), ((7, 0), "int8_weight"), ((9, 0), "none"), ((9, 0), "int8"), ((9, 0), "fp8")],
-)
-def test_the_shipped_model_is_read_onto_the_device_and_answers(
-    monkeypatch, checked_int8, capability, quantize
-):
+@pytest.mark.parametrize("capability", [(7, 0), (9, 0)])
+def test_the_shipped_model_is_read_onto_the_device_and_answers(monkeypatch, capability):
     # Which waits for the contents of weights.
     monkeypatch.setattr("dlm_rag.model.checkpoint._check_values", lambda *_: None)
     with fake_cuda(capability) as seen:
         config = fill_in_shipped_files(
-            load_config(
-                None, ["model.device=cuda", f"model.quantize={quantize}", "decode.max_new_tokens=4"]
-            ),
+            load_config(None, ["model.device=cuda", "decode.max_new_tokens=4"]),
             [],
         )
         asked = read_questions(config.questions)[:2]

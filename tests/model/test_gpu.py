@@ -29,7 +29,7 @@ from dlm_rag.model.attention import (
 )
 from dlm_rag.model.kv_store import CachedRows, SlotKVCache
 from dlm_rag.model.packed_batch import Segment, pack_rows
-from dlm_rag.model.quantize import METHODS, QuantizedLinear, find_problem
+from dlm_rag.model.quantize import _quantize_linear
 from dlm_rag.questions import read_questions
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.trainer import open_trainer
@@ -208,29 +208,24 @@ def decoded(corpus_file, device, layout, engine, **settings):
     return rollout_records(decoder.decode(QUESTIONS * 2)), decoder.model_runner.cache_stats
 
 
-# What rounding a weight, or both it and the tokens, does to a product of random numbers.
-ROUNDING = {
-    "int8": 0.02, "int8_weight": 0.01, "fp8": 0.05, "mxfp8": 0.06, "nvfp4": 0.2, "nvfp4_weight": 0.15,
-}  # fmt: skip
-
-
 @DEVICES
-@pytest.mark.parametrize("method", METHODS)
-def test_a_quantised_product_is_close_to_the_plain_one_alone_and_in_a_batch(device, method):
-    """Of rows of very different sizes, with fewer rows than a kernel may ask for."""
-    if problem := find_problem(method, device):
-        pytest.skip(problem)
+@pytest.mark.parametrize(("method", "rounding"), [("int8", 0.01), ("nvfp4", 0.15)])
+def test_a_quantised_product_is_close_to_the_plain_one_alone_and_in_a_batch(device, method, rounding):
+    """Of rows of very different sizes; rounding: what it does to a product of random numbers."""
+    pytest.importorskip("torchao")
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(192, 128, generator=generator).mul(0.02).bfloat16()
     x = torch.randn(40, 128, generator=generator) * torch.logspace(-4, 4, 40)[:, None]
-    layer, x = QuantizedLinear(weight.to(device), None, method), x.bfloat16()
+    layer = torch.nn.Linear(128, 192, bias=False, device=device)
+    layer, x = _quantize_linear(layer, weight.to(device), method), x.bfloat16()
     expected = x.double() @ weight.double().T
-    found = layer(x.to(device)).cpu().double()
-    alone = torch.cat([layer(row[None].to(device)) for row in x]).cpu().double()
+    with torch.inference_mode():
+        found = layer(x.to(device)).cpu().double()
+        alone = torch.cat([layer(row[None].to(device)) for row in x]).cpu().double()
+        assert layer(x[:0].to(device)).shape == (0, 192)
     size = expected.norm(dim=1)
-    assert ((found - expected).norm(dim=1) < ROUNDING[method] * size).all()
-    assert ((found - alone).norm(dim=1) <= (0 if method == "int8" else 0.01) * size).all()
-    assert layer(x[:0].to(device)).shape == (0, 192)
+    assert ((found - expected).norm(dim=1) < rounding * size).all()
+    assert ((found - alone).norm(dim=1) <= 0.01 * size).all()
 
 
 @DEVICES

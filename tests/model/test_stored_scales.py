@@ -11,6 +11,7 @@ from dlm_rag.errors import CheckpointError
 from dlm_rag.model.checkpoint import open_checkpoint, save_tensors
 from tests.golden.tiny_checkpoints import write_checkpoint
 from tests.model.test_families import write_public
+from tests.model.test_quantize import needs_torchao
 from tests.support.family_checkpoints import change
 
 CPU = torch.device("cpu")
@@ -96,7 +97,7 @@ def test_weights_are_dequantised_as_their_format_says(tmp_path, name, family):
     assert checkpoint.count_weight_bytes(4) == size, "as they are held"
 
 
-@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("quantize", ["none", pytest.param("int8", marks=needs_torchao)])
 def test_a_stored_model_answers_nearly_as_before_and_may_be_quantised_again(tmp_path, quantize):
     write_public(tmp_path, "a2d-qwen2")
     ids = torch.arange(30)[None]
