@@ -63,7 +63,6 @@ setup(
     extras_require={
         "flash": ["flash-attn>=2.7,<2.9"],
         "parquet": ["pyarrow>=15"],
-        "synthesis": ["pyarrow>=15", "datasketch>=2,<3"],
         "lora": ["peft>=0.19,<1"],
         "quantize": ["torchao>=0.18,<0.19"],  # nvfp4 is a prototype there
         "milvus": ["pymilvus>=3.0.2,<3.1"],
@@ -87,7 +86,7 @@ setup(
             "typst>=0.15,<0.16",  # report/build.py
         ],
         "test": [
-            "dlm_rag[docs,energy,lora,serve,synthesis]",
+            "dlm_rag[docs,energy,lora,parquet,serve]",
             "pytest>=8,<10",
             "pytest-xdist>=3.6,<4",  # CI runs two files of tests at a time
             "hypothesis>=6.100,<7",

@@ -7,7 +7,7 @@
     dlm-rag synthesize synthesis.method=writer synthesis.writer_url=http://localhost:8000/v1 \\
         synthesis.writer_model=NAME --questions questions.jsonl --out rows/paraphrased
 
-The folder of --out gets Parquet files, a card and, if rows are held out, held_out/. Run the same command
+The folder of --out gets JSON lines, a card and, if rows are held out, held_out/. Run the same command
 again to resume. Train on the folder:
 
     dlm-rag train data.questions=rows/corpus data.corpus=passages.jsonl
@@ -44,14 +44,13 @@ if TYPE_CHECKING:
     from dlm_rag.decode.rollout import Rollout
     from dlm_rag.synthesis.cloze_questions import CorpusRowGenerator
     from dlm_rag.synthesis.llm_writer import LlmWriter
-    from dlm_rag.synthesis.shards import RowsFolder
+    from dlm_rag.synthesis.rows_folder import RowsFolder
     from dlm_rag.synthesis.trace_rows import TraceRowGenerator
 
     RowSource = TraceRowGenerator | CorpusRowGenerator | LlmWriter
 
 SYNTHESIS_SETTINGS = ("synthesis", "-record_provisional")
-# Settings of the section that rows depend on: of all, and of one kind.
-COMMON_ROW_SETTINGS = ("method", "dedup_threshold", "format")
+# Settings of the section that rows of one kind depend on.
 ROW_SETTINGS_BY_KIND = {
     "traces": ("filter", "known_hops"),
     "corpus": ("max_hops", "held_out"),
@@ -65,7 +64,7 @@ class SynthesisPlan(NamedTuple):
     source: "RowSource"
     depends_on: dict[str, Any]  # all that can change a row
     model: str  # that makes the rows
-    columns: dict[str, str]
+    columns: dict[str, Any]
 
 
 def main(argv: list[str]) -> None:
@@ -75,9 +74,8 @@ def main(argv: list[str]) -> None:
         check_read(words.settings, ("retrieval", "questions", "limit", "quick", "out", "synthesis"))
     if config.out in (None, "-"):
         raise ConfigError("synthesis needs --out FOLDER")
-    from dlm_rag.synthesis.shards import RowsFolder, check_synthesis_packages
+    from dlm_rag.synthesis.rows_folder import RowsFolder
 
-    check_synthesis_packages(config.synthesis)
     depends_on = collect_row_settings(config)  # reads evaluation sets: errors in them come before the work
     plans = {"traces": plan_trace_rows, "corpus": plan_corpus_rows, "writer": plan_writer_rows}
     plan = plans[config.synthesis.method](config)
@@ -90,7 +88,7 @@ def main(argv: list[str]) -> None:
 
 
 def run_synthesis(
-    source: "RowSource", columns: dict[str, str], folder: "RowsFolder", config: "Config"
+    source: "RowSource", columns: dict[str, Any], folder: "RowsFolder", config: "Config"
 ) -> None:
     """Does what is left to do, and writes the files."""
     name, settings, rows, before = replace_control_chars(str(folder.folder)), config.synthesis, 0, 0
@@ -134,7 +132,7 @@ def collect_row_settings(config: "Config") -> dict[str, Any]:
     settings = config.synthesis
     found = {
         f"synthesis.{key}": getattr(settings, key)
-        for key in (*COMMON_ROW_SETTINGS, *ROW_SETTINGS_BY_KIND[settings.method])
+        for key in ("method", *ROW_SETTINGS_BY_KIND[settings.method])
     }
     paths = settings.decontaminate_against.split(",") if settings.decontaminate_against else []
     digests = [digest_questions(read_questions(path.strip())) for path in paths]
@@ -156,7 +154,7 @@ def plan_trace_rows(config: "Config") -> SynthesisPlan:
         from dlm_rag.workers.placement import check_ray_installed
 
         check_ray_installed()
-    from dlm_rag.synthesis.shards import QUESTION_COLUMNS
+    from dlm_rag.synthesis.rows_folder import QUESTION_COLUMNS
     from dlm_rag.synthesis.trace_rows import TraceRowGenerator
 
     prepared = prepare_decoder(config, questions)
@@ -195,7 +193,7 @@ def plan_corpus_rows(config: "Config") -> SynthesisPlan:
         raise ConfigError("synthesis.method=corpus reads no questions: leave them out")
     from dlm_rag.retrieval.corpus import open_corpus
     from dlm_rag.synthesis.cloze_questions import CorpusRowGenerator
-    from dlm_rag.synthesis.shards import QUESTION_COLUMNS
+    from dlm_rag.synthesis.rows_folder import QUESTION_COLUMNS
 
     show_status("reading the corpus")
     opened = open_corpus(config.retrieval.corpus, config.retrieval.index_dir)
@@ -212,7 +210,7 @@ def plan_writer_rows(config: "Config") -> SynthesisPlan:
     """
     from dlm_rag.retrieval.corpus import open_corpus
     from dlm_rag.synthesis.llm_writer import WRITER_PROMPTS, LlmWriter
-    from dlm_rag.synthesis.shards import QUESTION_COLUMNS, TEXT_COLUMNS
+    from dlm_rag.synthesis.rows_folder import QUESTION_COLUMNS, TEXT_COLUMNS
 
     settings = config.synthesis
     of_questions = settings.template == "paraphrase"

@@ -281,16 +281,9 @@ class SynthesisConfig(CheckedSettings):
     """price of a million prompt tokens in dollars"""
     response_price: float = setting(0.0, low=0, only_with=WRITER)
     """price of a million generated tokens in dollars"""
-    dedup_threshold: float | None = setting(0.8, low=0.1, high=1)
-    """similarity (Jaccard of 5-grams, by MinHash) from which a row counts as a duplicate of an earlier
-    one and is dropped; unset drops exact duplicates only"""
     decontaminate_against: str | None = setting(None)
     """files of evaluation questions, separated by commas; rows that share 12 consecutive words with one
     are dropped"""
-    format: str = setting("parquet", choices=("parquet", "jsonl"))
-    """file format of the rows"""
-    shard_rows: int = setting(100_000, low=1)
-    """number of rows in a file"""
 
     def __post_init__(self) -> None:
         if self.method == "writer" and not (self.writer_url and self.writer_model):

@@ -13,7 +13,7 @@ from dlm_rag.errors import ConfigError, UserError
 
 
 def resolve_path_inside(folder: Path, name: Any, place: str, error: type[UserError]) -> Path:
-    """The file in `folder` that a file names, as in `rows-00000.parquet` or `held_out/rows-00000.parquet`.
+    """The file in `folder` that a file names, as in `weights.safetensors` or `1_Pooling/config.json`.
 
     Raises `error`, its message beginning with `place`, for any name that leads elsewhere: an absolute path,
     `..`, a subfolder that is a link out of the folder, a value that is not a text. The file itself may be a

@@ -27,7 +27,7 @@ from dlm_rag.synthesis.passage_links import (
     TitledPassage,
     is_within_length_limits,
 )
-from dlm_rag.synthesis.shards import SourceOutcome
+from dlm_rag.synthesis.rows_folder import SourceOutcome
 from dlm_rag.text import FUNCTION_WORDS, normalize_answer, split_words
 
 GAP_MARK = "____"

@@ -13,7 +13,7 @@ from dlm_rag.config import SynthesisConfig
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.synthesis.cloze_questions import contains_answer
-from dlm_rag.synthesis.shards import SourceOutcome
+from dlm_rag.synthesis.rows_folder import SourceOutcome
 from dlm_rag.text import FUNCTION_WORDS, find_word_spans, normalize_whitespace, split_words
 
 WRITER_PROMPTS = {

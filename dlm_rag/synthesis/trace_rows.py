@@ -7,7 +7,7 @@ from dlm_rag.config import SynthesisConfig
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.questions import Question
-from dlm_rag.synthesis.shards import SourceOutcome
+from dlm_rag.synthesis.rows_folder import SourceOutcome
 from dlm_rag.text import FUNCTION_WORDS, extract_names, split_words
 from dlm_rag.tokenizer import Tokenizer
 

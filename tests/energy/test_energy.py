@@ -431,7 +431,7 @@ def test_sample_puts_its_joules_into_line_and_stamp(tmp_path, clock, monkeypatch
 def test_rows_have_the_joules_of_all_parts_on_their_card(tmp_path, clock, monkeypatch, capsys):
     """Traces of two questions, stopped after one and gone on with; the second part was too short."""
     from dlm_rag.commands.synthesize import main
-    from dlm_rag.synthesis.shards import RowsFolder
+    from dlm_rag.synthesis.rows_folder import RowsFolder
 
     add = RowsFolder.append_outcome
 
@@ -440,7 +440,7 @@ def test_rows_have_the_joules_of_all_parts_on_their_card(tmp_path, clock, monkey
         raise KeyboardInterrupt
 
     fake_meters(clock, monkeypatch, 8.0, 1.0)
-    words = ["--questions", QUESTIONS, "--limit", "2", "decode.batch_size=1", "synthesis.format=jsonl"]
+    words = ["--questions", QUESTIONS, "--limit", "2", "decode.batch_size=1"]
     words += ["synthesis.filter=evidence", "--out", str(tmp_path / "rows")]
     with monkeypatch.context() as stop, pytest.raises(KeyboardInterrupt):
         stop.setattr(RowsFolder, "append_outcome", stopped)

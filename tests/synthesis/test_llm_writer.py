@@ -43,8 +43,7 @@ def server(chat_server):
     return chat_server
 
 
-TINY = ["synthesis.method=writer", "synthesis.writer_model=tiny-writer", "synthesis.format=jsonl",
-        "synthesis.dedup_threshold=null"]  # fmt: skip
+TINY = ["synthesis.method=writer", "synthesis.writer_model=tiny-writer"]
 
 
 def asked(*texts):
@@ -64,7 +63,7 @@ def run(tmp_path, server):
         words = [*TINY, f"synthesis.writer_url={server.base}", "--questions", str(questions),
                  "--out", str(tmp_path / out), *more]  # fmt: skip
         synthesize.main(words)
-        rows = [json.loads(line) for path in (tmp_path / out).glob("rows-*") for line in path.open()]
+        rows = [json.loads(line) for path in (tmp_path / out).glob("rows.jsonl") for line in path.open()]
         return rows, json.loads((tmp_path / out / "rows.json").read_text())["counts"]
 
     return invoke
@@ -151,7 +150,7 @@ def test_passages_as_tables_and_questions(server, tmp_path):
     for template in ("table", "faq"):
         words = [f"synthesis.writer_url={server.base}", f"synthesis.template={template}"]
         synthesize.main([*TINY, *words, "--corpus", str(corpus), "--out", str(tmp_path / template)])
-        found[template] = [json.loads(line) for line in (tmp_path / template / "rows-00000.jsonl").open()]
+        found[template] = [json.loads(line) for line in (tmp_path / template / "rows.jsonl").open()]
     table, faq = found["table"], found["faq"]
     ids = [name for name, _, _ in PASSAGES]
     assert [row["source_ids"] for row in table] == [[name] for name in ids], "one had a number of its own"

@@ -29,7 +29,7 @@ from dlm_rag.synthesis.passage_links import (
     extract_definition,
     split_sentences,
 )
-from dlm_rag.synthesis.shards import RowsFolder
+from dlm_rag.synthesis.rows_folder import RowsFolder
 from dlm_rag.synthesis.trace_rows import TraceRowGenerator, check_trace, find_drop_reason
 from dlm_rag.text import normalize_answer
 from dlm_rag.training.data.examples import ExampleBuilder
@@ -302,19 +302,18 @@ def test_no_passage_is_on_both_sides_of_the_split():
 
 
 def test_rows_of_a_corpus_are_trained_on_as_they_are(tmp_path):
-    """From the command to the rows of a step: shards of Parquet, held-out rows apart."""
+    """From the command to the rows of a step, held-out rows apart."""
     corpus = write_jsonl_file(
         tmp_path / "c.jsonl", [{"id": i, "title": t, "contents": c} for i, t, c in BOOKS]
     )
     synthesize.main(
         ["synthesis.method=corpus", "--corpus", str(corpus), "--out", str(tmp_path / "rows"),
-         "synthesis.held_out=0.9", "synthesis.shard_rows=5", "synthesis.dedup_threshold=null"]
+         "synthesis.held_out=0.9"]
     )  # fmt: skip
     made, held_out = (read_questions(tmp_path / "rows" / side) for side in ("", "held_out"))
     every = rows_of(BOOKS, held_out=0.9)
     assert [q.id for q in made] == [row["id"] for row in every if not row["held_out"]]
     assert [q.id for q in held_out] == [row["id"] for row in every if row["held_out"]]
-    assert len(list((tmp_path / "rows").glob("rows-*.parquet"))) == (len(made) + 4) // 5
     shape = tiny_denoiser().config
     shape = replace(shape, canvas_length=max(len(q.response or "") for q in made) + 1)
     train = TrainConfig(passage_sets_per_step=2, rows_per_set=2)
@@ -461,16 +460,16 @@ def test_traces_without_labels_of_a_world_that_nobody_saw(tmp_path, monkeypatch)
         synthesize.main([*words, "--out", str(tmp_path / "b")])
     synthesize.main([*words, "--out", str(tmp_path / "b")])
     assert len(decoded) == len(asked) + 1 and len(set(decoded)) == len(asked)
-    assert (tmp_path / "a/rows-00000.jsonl").read_bytes() == (tmp_path / "b/rows-00000.jsonl").read_bytes()
+    assert (tmp_path / "a/rows.jsonl").read_bytes() == (tmp_path / "b/rows.jsonl").read_bytes()
 
 
 @pytest.mark.slow
 def test_traces_of_workers_are_those_of_one_process(tmp_path, ray_token):
     pytest.importorskip("ray")
     questions = str(SHIPPED_FOLDER / "world/questions.jsonl")
-    words = ["--limit", "24", "synthesis.filter=evidence", "synthesis.format=jsonl"]
+    words = ["--limit", "24", "synthesis.filter=evidence"]
     words += ["--questions", questions, "decode.batch_size=4"]
     synthesize.main([*words, "--out", str(tmp_path / "one")])
     synthesize.main([*words, "--out", str(tmp_path / "two"), "workers=2"])
-    one, two = ((tmp_path / side / "rows-00000.jsonl").read_bytes() for side in ("one", "two"))
+    one, two = ((tmp_path / side / "rows.jsonl").read_bytes() for side in ("one", "two"))
     assert one == two and one.count(b"\n") > 12

@@ -1,12 +1,12 @@
-"""Outcomes for shards of synthesis."""
+"""Outcomes for the folder of rows."""
 
 from dlm_rag.config import SynthesisConfig
-from dlm_rag.synthesis.shards import SourceOutcome
+from dlm_rag.synthesis.rows_folder import SourceOutcome
 
 SETTINGS = {"synthesis.method": "corpus"}
 
 
-SMALL_SHARDS = SynthesisConfig(shard_rows=7, format="jsonl", dedup_threshold=None)
+SYNTHESIS = SynthesisConfig()
 
 
 def make_outcome(place, rows=2):

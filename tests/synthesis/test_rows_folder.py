@@ -14,14 +14,13 @@ import pytest
 from dlm_rag.config import SynthesisConfig
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.questions import read_questions
-from dlm_rag.synthesis.dedup import DuplicateFilter
-from dlm_rag.synthesis.shards import JOURNAL, QUESTION_COLUMNS, TEXT_COLUMNS, RowsFolder, SourceOutcome
+from dlm_rag.synthesis.rows_folder import JOURNAL, QUESTION_COLUMNS, TEXT_COLUMNS, RowsFolder, SourceOutcome
 from tests.support.passages import write_jsonl_file
 from tests.support.paths import ROOT
-from tests.support.shards import SETTINGS, SMALL_SHARDS, make_outcome
+from tests.support.rows import SETTINGS, SYNTHESIS, make_outcome
 
 
-def make(folder, outcomes, config=SMALL_SHARDS, complete=True, columns=QUESTION_COLUMNS, stop=False):
+def make(folder, outcomes, config=SYNTHESIS, complete=True, columns=QUESTION_COLUMNS, stop=False):
     """A run that goes on where the one before was stopped; returns its counts. stop: before the files."""
     rows = RowsFolder(folder, SETTINGS, model="tiny")
     rows.begin({"command": "test"})
@@ -46,10 +45,7 @@ def test_files_are_in_the_order_of_the_sources_whatever_order_they_were_done_in(
     one, other = contents(tmp_path / "a"), contents(tmp_path / "b")
     other["README.md"] = other["README.md"].replace(b"# b:", b"# a:").replace(b"/b ", b"/a ")
     assert one == other
-    assert sorted(one) == [
-        "README.md", *(f"held_out/rows-{n:05d}.jsonl" for n in range(3)),
-        *(f"rows-{n:05d}.jsonl" for n in range(3)), "rows.json",
-    ]  # fmt: skip
+    assert sorted(one) == ["README.md", "held_out/rows.jsonl", "rows.json", "rows.jsonl"]
     assert [q.id for q in read_questions(tmp_path / "a")] == [f"s{n}#0" for n in range(20)]
     assert [q.id for q in read_questions(tmp_path / "a" / "held_out")] == [f"s{n}#1" for n in range(20)]
     assert counts == {
@@ -59,19 +55,13 @@ def test_files_are_in_the_order_of_the_sources_whatever_order_they_were_done_in(
     assert "| left out: not linked | 20 |" in (tmp_path / "a" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("form", ["parquet", "jsonl"])
 @pytest.mark.parametrize("columns", [QUESTION_COLUMNS, TEXT_COLUMNS])
-def test_both_forms_hold_the_same_rows_with_all_columns(tmp_path, form, columns):
+def test_rows_have_all_columns(tmp_path, columns):
     full = {"id": "a", "question": "Who?", "text": "It.", "golden_answers": ["A", "B"], "hops": 2,
             "source_ids": [], "template": "what", "held_out": False, "prompt_tokens": 3}  # fmt: skip
     rows = [full, {"id": "b", "question": "Where?", "text": "There.", "template": "what"}]
-    make(tmp_path, [SourceOutcome(0, "s", rows)], SynthesisConfig(format=form), columns=columns)
-    if form == "parquet":
-        from pyarrow import parquet
-
-        found = parquet.read_table(tmp_path / "rows-00000.parquet").to_pylist()
-    else:
-        found = [json.loads(line) for line in (tmp_path / "rows-00000.jsonl").open()]
+    make(tmp_path, [SourceOutcome(0, "s", rows)], columns=columns)
+    found = [json.loads(line) for line in (tmp_path / "rows.jsonl").open()]
     assert [list(row) for row in found] == [list(columns)] * 2
     known = {"model": "tiny", "settings": found[0]["settings"]}
     known |= {key: value for key, value in full.items() if key in columns}
@@ -128,32 +118,8 @@ def test_a_kill_before_the_first_line_leaves_nothing_in_the_way(tmp_path):
     (tmp_path / ".part-1234.json").write_text('{"depends')
     (tmp_path / "synthesis.lock").touch()
     make(tmp_path, [make_outcome(0)])
-    names = ["README.md", "held_out/rows-00000.jsonl", "rows-00000.jsonl", "rows.json"]
+    names = ["README.md", "held_out/rows.jsonl", "rows.json", "rows.jsonl"]
     assert sorted(contents(tmp_path)) == names
-
-
-def test_fewer_files_than_before_leave_none_of_before(tmp_path):
-    make(tmp_path, [make_outcome(place) for place in range(9)], complete=False)
-    assert len(list(tmp_path.glob("rows-*"))) == 2
-    larger = SynthesisConfig(shard_rows=100, format="jsonl", dedup_threshold=None)
-    make(tmp_path, [make_outcome(place) for place in range(9)], larger)
-    assert len(list(tmp_path.glob("rows-*"))) == 1 and len(read_questions(tmp_path)) == 9
-
-
-@pytest.mark.parametrize("name", ["../victim.txt", "{0}/victim.txt", "out/victim.txt"])
-def test_no_name_in_a_note_takes_a_file_away_outside(tmp_path, name):
-    """Folders of rows get handed on, and with them whatever a note names to be replaced."""
-    victim, folder = tmp_path / "victim.txt", tmp_path / "rows"
-    victim.write_text("mine")
-    make(folder, [make_outcome(0)], complete=False)
-    (folder / "out").symlink_to(tmp_path)
-    note = json.loads((folder / "rows.json").read_text())
-    note["files"].append(name.format(tmp_path))
-    (folder / "rows.json").write_text(json.dumps(note))
-    before = contents(folder)
-    with pytest.raises(ConfigError, match=r"rows\.json names .* is not the name of a file in"):
-        make(folder, [make_outcome(0), make_outcome(1)])
-    assert victim.read_text() == "mine" and contents(folder) == before
 
 
 JOURNALED = json.dumps({"place": 0, "source": "s", "rows": [], "dropped": {}, "spent": {}})
@@ -168,8 +134,6 @@ JOURNALED = json.dumps({"place": 0, "source": "s", "rows": [], "dropped": {}, "s
         (JOURNAL, JOURNALED.replace("[]", '[{"golden_answers": "x"}]') + "\n", "rows.0.golden_answers: "),
         (JOURNAL, JOURNALED.replace("[]", "[5]") + "\n", "line 1: rows.0: "),
         (JOURNAL, "my notes\nof today", "line 1: the line is not JSON"),
-        ("rows.json", '"files": 5', "rows.json: files: "),
-        ("rows.json", '"files": [{}]', "rows.json: files.0: "),
         ("rows.json", '"complete": "yes"', "rows.json: complete: "),
         ("rows.json", '"energy": [5]', "rows.json: energy.0: "),
         ("rows.json", '"depends_on": []', "rows.json: depends_on: "),
@@ -187,7 +151,7 @@ def test_what_another_program_left_is_named_and_stays(tmp_path, name, text, says
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", [JOURNAL, "rows.json", "README.md", "held_out"])
+@pytest.mark.parametrize("name", [JOURNAL, "rows.json", "README.md", "rows.jsonl", "held_out"])
 def test_nothing_is_written_through_a_link(tmp_path, name):
     """As a folder that was handed on may have one."""
     make(tmp_path / "rows", [make_outcome(0)], complete=False)
@@ -218,43 +182,19 @@ def questions(texts, template="what"):
     return [{"id": str(n), "question": text, "template": template} for n, text in enumerate(texts)]
 
 
-def left_out(rows, near=0.8, against=None):
-    return [reason for _, reason in DuplicateFilter(near, against).filter_rows(rows)]
+def kept(folder, rows, against=None):
+    """The places of the rows that are kept."""
+    rows = [row | {"id": str(n)} for n, row in enumerate(rows)]
+    make(folder, [SourceOutcome(0, "s", rows)], SynthesisConfig(decontaminate_against=against))
+    path = folder / "rows.jsonl"
+    return [int(json.loads(line)["id"]) for line in path.open()] if path.exists() else []
 
 
-LONG = "which name is left out of this sentence about the old city by the river that flows to the sea"
-
-
-def test_equal_and_nearly_equal_rows_are_left_out_by_their_template():
-    near = LONG.replace("sea", "lake")
-    other = "who wrote the book that was published by the company that has its seat in the city"
-    assert left_out(questions([LONG, LONG.upper() + "?", near, other])) == [
-        "", "equal to an earlier row", "nearly an earlier row", "",
-    ]  # fmt: skip
-    assert left_out(questions([LONG, near]), near=None) == ["", ""]
-    assert left_out([*questions([LONG]), *questions([LONG, near], "complete")]) == [
-        "", "", "nearly an earlier row",
-    ]  # fmt: skip
-    assert left_out(questions(["Who?", "Where?", "who"])) == ["", "", "equal to an earlier row"]
-
-
-def test_near_duplicates_agree_with_jaccard_itself():
-    """Random word sequences, each with one of its words changed: sure cases by exact 5-grams."""
-    rng = random.Random(0)
-
-    def grams(said):
-        return {tuple(said[n : n + 5]) for n in range(len(said) - 4)}
-
-    wrong = 0
-    for _ in range(60):
-        said = rng.choices([f"w{n}" for n in range(500)], k=60)
-        changed = list(said)
-        for place in rng.sample(range(60), rng.choice([0, 1, 12, 30])):
-            changed[place] = "new"
-        alike = len(grams(said) & grams(changed)) / len(grams(said) | grams(changed))
-        (_, reason) = left_out(questions([" ".join(said), " ".join(changed)]), near=0.6)
-        wrong += (alike > 0.75 and not reason) or (alike < 0.45 and bool(reason))
-    assert not wrong
+def test_equal_rows_are_left_out_by_their_template(tmp_path):
+    texts = ["Who wrote Emma?", "who wrote emma", "Where is it?"]
+    assert kept(tmp_path / "a", questions(texts)) == [0, 2]
+    both = [*questions(texts[:1]), *questions(texts[:2], "complete")]
+    assert kept(tmp_path / "b", both) == [0, 1]
 
 
 def test_what_shares_twelve_words_with_an_evaluation_set_is_left_out(tmp_path):
@@ -266,8 +206,8 @@ def test_what_shares_twelve_words_with_an_evaluation_set_is_left_out(tmp_path):
     ]
     shared = [f"so {' '.join(words[5 : 5 + count])}" for count in (12, 11)]
     rows = questions([*shared, "Tell me: who wrote Emma, please?", "Who wrote Persuasion?"])
-    assert [bool(reason) for reason in left_out(rows, against=",".join(sets))] == [True, False, True, False]
-    assert left_out(rows, near=None, against=sets[1]) == ["", "", "in an evaluation set", ""]
+    assert kept(tmp_path / "both", rows, ",".join(sets)) == [1, 3]
+    assert kept(tmp_path / "one", rows, sets[1]) == [0, 1, 3]
 
 
 def slowly(folder: Path) -> None:
@@ -307,8 +247,8 @@ def test_fifty_kills_lose_no_row_and_make_none_twice(tmp_path):
 def check_same(folder, whole, sources):
     ids = [q.id for side in ("", "held_out") for q in read_questions(folder / side)]
     assert len(ids) == len(set(ids)) == 2 * sources
-    names = sorted(name for name in contents(whole) if "rows-" in name)
-    assert names == sorted(name for name in contents(folder) if "rows-" in name)
+    names = sorted(name for name in contents(whole) if name.endswith("rows.jsonl"))
+    assert names == sorted(name for name in contents(folder) if name.endswith("rows.jsonl"))
     assert all((folder / name).read_bytes() == (whole / name).read_bytes() for name in names)
 
 
