@@ -50,7 +50,8 @@ class PolicyObjective(nn.Module):
     ) -> None:
         """settings: of the rollouts. reference: the frozen denoiser from which divergence is counted."""
         super().__init__()
-        self.denoiser, self.mask_id, self.train_config = denoiser, mask_id, train
+        self.denoiser, self.train_config = denoiser, train
+        self.excluded_ids = np.array([mask_id, *denoiser.config.excluded_token_ids])
         self.soft = SoftThreshold(
             settings.temperature, settings.commit_threshold, settings.gate_temperature
         )
@@ -74,17 +75,17 @@ class PolicyObjective(nn.Module):
                 np.repeat(np.arange(len(rows)), [len(row.candidates) for row in rows]),
                 np.array([row.forced for row in rows], np.bool_),
                 np.array([row[-3:] for row in rows], np.float32).T,
-                np.array([self.mask_id, *self.denoiser.config.excluded_token_ids]),
+                self.excluded_ids,
             ]
-            taken, step, forced, numbers, mask_id = to_device(arrays, hidden.device)
+            taken, step, forced, numbers, excluded_ids = to_device(arrays, hidden.device)
             weights, recorded, represents = numbers
             pieces = zip(*(x.split(self.logit_chunk) for x in (taken, hidden, *seen)), strict=True)
             found, entropy = [], torch.zeros_like(weights[0])
             for at, *states in pieces:
                 # Logits exist a chunk at a time: backward computes them again.
-                found.append(checkpoint(self._gather, at, mask_id, *states, use_reentrant=False))
+                found.append(checkpoint(self._gather, at, excluded_ids, *states, use_reentrant=False))
                 with torch.no_grad():
-                    entropy += self._find_actions(self.denoiser, states[0], mask_id).entropy().sum()
+                    entropy += self._find_actions(self.denoiser, states[0], excluded_ids).entropy().sum()
             parts = torch.cat(found, 1)
             log_prob = step_log_prob(parts[:4], step, taken >= 0, forced)
             gained, clipped = compute_clipped_surrogate(log_prob, recorded, weights, self.train_config)
@@ -109,23 +110,25 @@ class PolicyObjective(nn.Module):
         states, read = [row.state for row in rows], [row.candidates for row in rows]
         return encode_canvases(denoiser, states, encode_contexts(denoiser, states), read)
 
-    def _gather(self, taken: Tensor, mask_id: Tensor, hidden: Tensor, seen: Tensor | None = None) -> Tensor:
+    def _gather(
+        self, taken: Tensor, excluded_ids: Tensor, hidden: Tensor, seen: Tensor | None = None
+    ) -> Tensor:
         """The log-probabilities (4, n) of `gather_action_log_probs`; with hidden states of the reference
         (7, n): also the two rows of the divergence from it, and its `forced_logit`.
         """
-        found = self._find_actions(self.denoiser, hidden, mask_id)
+        found = self._find_actions(self.denoiser, hidden, excluded_ids)
         parts = gather_action_log_probs(found, taken)
         if self.reference is None or seen is None:
             return parts
         with torch.no_grad():
-            other = self._find_actions(self.reference, seen, mask_id)
+            other = self._find_actions(self.reference, seen, excluded_ids)
         return torch.cat((parts, found.kl_divergence(other), other.forced_logit[None]))
 
-    def _find_actions(self, denoiser: Denoiser, hidden: Tensor, mask_id: Tensor) -> ActionDistribution:
+    def _find_actions(self, denoiser: Denoiser, hidden: Tensor, excluded_ids: Tensor) -> ActionDistribution:
         """The outcomes at hidden states (n, hidden) in float32; the trainer counts the work of the head."""
         # No name for the logits: it would keep them while all else is computed.
         return compute_action_distribution(
-            denoiser.lm_head(denoiser.norm(hidden)).float(), mask_id, self.soft
+            denoiser.lm_head(denoiser.norm(hidden)).float(), excluded_ids, self.soft
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
-from dlm_rag.config.fields import resolve_or_import
+from dlm_rag.config.fields import flatten_settings, resolve_or_import
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
@@ -37,23 +37,21 @@ ROLLOUT_PASSAGE_FACTOR = 2  # times top_k: passages that all rollouts of a quest
 ALARM_PATIENCE_STEPS = 10  # steps that something must last before it is reported
 MIN_ENTROPY_NATS = 0.02  # of entropy a step, under which nothing is tried any more
 _BY_SAMPLED = "rollouts commit by the rule sampled; leave it out"
-# Settings that rollouts would override, or that decide what no gradient is computed for: the values that
-# are accepted, and why there are no others.
-NOT_IN_ROLLOUTS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "decode.mode": ((None, "diffusion"), "rollouts are by diffusion; leave it out"),
-    "decode.commit_rule": ((None, "threshold", "sampled"), _BY_SAMPLED),
-    "decode.tokens_per_step": ((None,), _BY_SAMPLED),
-    "decode.steps_per_block": ((None,), _BY_SAMPLED),
-    "decode.edit_threshold": (
-        (None,),
-        "edits are not sampled, so none is learned; leave it out",
-    ),
-    "decode.blocks_at_once": ((1,), "a step samples one block; leave it out"),
-    "decode.copy_penalty": ((None,), "steps are computed again without it; leave it out"),
-    "decode.temperature": ((0.0,), "rollouts have train.rollout_temperature; set that"),
-    "decode.seed": ((0,), "rollouts are sampled by the seed of the run; set train.seed"),
-    "engine.cache_dtype": (("auto",), "steps are computed again without it; leave it out"),
+# Settings that rollouts would override, or that decide what no gradient is computed for, and why; and what
+# of them is accepted besides the default.
+NOT_IN_ROLLOUTS = {
+    "decode.mode": "rollouts are by diffusion; leave it out",
+    "decode.commit_rule": _BY_SAMPLED,
+    "decode.tokens_per_step": _BY_SAMPLED,
+    "decode.steps_per_block": _BY_SAMPLED,
+    "decode.edit_threshold": "edits are not sampled, so none is learned; leave it out",
+    "decode.blocks_at_once": "a step samples one block; leave it out",
+    "decode.copy_penalty": "steps are computed again without it; leave it out",
+    "decode.temperature": "rollouts have train.rollout_temperature; set that",
+    "decode.seed": "rollouts are sampled by the seed of the run; set train.seed",
+    "engine.cache_dtype": "steps are computed again without it; leave it out",
 }
+ACCEPTED = {"decode.mode": ("diffusion",), "decode.commit_rule": ("threshold", "sampled")}
 
 
 class RlTask(Task):
@@ -81,10 +79,10 @@ class RlTask(Task):
         resolve_or_import(REWARDS, train.reward, "train.reward")
         if train.min_hops > train.max_hops:
             raise ConfigError(f"min_hops={train.min_hops} is more than max_hops={train.max_hops}")
-        for key, (accepted, reason) in NOT_IN_ROLLOUTS.items():
-            section, name = key.split(".")
-            if (value := getattr(getattr(config, section), name)) not in accepted:
-                raise ConfigError(f"{key}={value} does not go with train.objective=rl: {reason}")
+        values, defaults = flatten_settings(config), flatten_settings(Config())
+        for key, reason in NOT_IN_ROLLOUTS.items():
+            if values[key] not in (defaults[key], *ACCEPTED.get(key, ())):
+                raise ConfigError(f"{key}={values[key]} does not go with train.objective=rl: {reason}")
         cls.rollout_settings(config, train)
 
     @classmethod
