@@ -8,9 +8,8 @@ the session; the time its GPU work ran, the time the GPU stood still while the s
 the host waited for the GPU; the heaviest kernels. Self times and what no stage covers add up to the whole.
 Then the steps (first, median, 95th percentile, last), the time of a question, and how much of retrieval
 ran beside denoising. --baseline: what got slower first. Prints tables; --out also gets report.md
-and report.json. --energy: the stamp of the run's answers (answers.jsonl.run.json),
-or metrics.jsonl of a training; its mean power times the self time of a stage is the stage's joules. That
-is by time share: no sensor is fast enough to see a stage.
+and report.json. --energy: the stamp of the run's answers (answers.jsonl.run.json); its mean power times the
+self time of a stage is the stage's joules. That is by time share: no sensor is fast enough to see a stage.
 
 Only ranges of the NVTX domain `dlm_rag` count, of the process that has most of them (one rank of a training
 on many). What runs on other threads than the one of the steps is shown beside it and is no part of the sum.
@@ -29,7 +28,6 @@ from dlm_rag.energy.meter import summarise_energy
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.checked_json import read_json_or_empty
 from dlm_rag.files.paths import make_folder, write_text_atomic
-from dlm_rag.training.metrics_logger import is_number, read_metrics
 
 MAX_KERNEL_NAME_CHARS, SHOWN_KERNELS = 60, 3  # of a kernel, and how many of a stage are in the table
 ReportTable = tuple[str, list[TableRow]]  # title, rows
@@ -120,17 +118,11 @@ def describe_run(found: Attribution) -> tuple[str, dict[str, str]]:
 
 
 def read_mean_watts(path: Path) -> float:
-    """Mean power of a run, from its stamp or metrics. Raises `ConfigError` where nothing was measured."""
+    """Returns the mean power of a run, from its stamp. Raises `ConfigError` where nothing was measured."""
     measured = summarise_energy(read_json_or_empty(path).get("energy"))
-    if measured is not None:
-        return float(measured["watts"])
-    lines = [line for line in read_metrics(path) if is_number(line.get("joules"))]
-    seconds = sum(line["joules_seconds"] for line in lines)
-    if not seconds:
-        raise ConfigError(
-            f"--energy {path} holds no joules: name the stamp or metrics.jsonl of a run that was measured"
-        )
-    return float(sum(line["joules"] for line in lines) / seconds)
+    if measured is None:
+        raise ConfigError(f"--energy {path} holds no joules: name the stamp of a run that was measured")
+    return float(measured["watts"])
 
 
 def main(argv: list[str]) -> None:
@@ -138,7 +130,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("report", type=Path)
     parser.add_argument("--baseline", type=Path, help="an earlier report to compare with")
     parser.add_argument("--out", type=Path, help="folder for report.md and report.json")
-    parser.add_argument("--energy", type=Path, help="a stamp or metrics.jsonl of the run, with its joules")
+    parser.add_argument("--energy", type=Path, help="the stamp of the run, with its joules")
     given = parser.parse_args(argv)
     if given.out is not None:
         make_folder(given.out)

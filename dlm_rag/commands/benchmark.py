@@ -66,9 +66,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("file", metavar="FILE", help="a YAML file, or the name of one that ships")
     parser.add_argument("--out", metavar="PATH", required=True, help="folder of results and tables")
     parser.add_argument("--plan", action="store_true", help="print what each cell takes, and run nothing")
-    parser.add_argument(
-        "--machine", metavar="NAME", help="of --plan, as in plan.machine; else this GPU"
-    )
+    parser.add_argument("--machine", metavar="NAME", help="of --plan, as in plan.machine; else this GPU")
     given = parser.parse_args(argv)
     if given.machine and not given.plan:
         raise ConfigError("--machine has no effect without --plan: leave it out")

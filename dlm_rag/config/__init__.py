@@ -88,9 +88,8 @@ class Config(CheckedSettings):
     workers: str | None = setting(None)
     """number of worker processes that each load the model, from 1 to 999, auto (one per GPU, or else per
     core, as memory allows), or a Ray cluster as ray://HOST:PORT; unset: this process"""
-    energy: str = setting("auto", choices=("auto", "idle", "none"))
-    """measure energy with the machine's own sensors: auto (all that is drawn), idle (also the idle
-    power, for 10 s beforehand) or none"""
+    energy: str = setting("auto", choices=("auto", "none"))
+    """measure energy with the machine's own sensors (auto) or not (none)"""
     html: str | None = setting(None)
     """file for an HTML page that replays the decoding (sample)"""
 

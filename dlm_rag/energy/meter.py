@@ -1,4 +1,4 @@
-"""Joules from start to stop, by the machine's own sensors; where there is none, the reason and no figure.
+"""Joules of a run, by NVML's counters of GPUs and RAPL's of CPU packages; without one, the reason.
 
 with open_meter("auto", device) as meter:
     ...
@@ -7,90 +7,92 @@ meter.reading.joules  # None if not measured; `meter.reading.reason` says why
 
 from __future__ import annotations
 
+import platform
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import fsum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlm_rag.energy.sensors import EnergyCounter, find_counters
 from dlm_rag.errors import summarize_error
-from dlm_rag.progress import show_status
 
 if TYPE_CHECKING:
     import torch
 
-IDLE_SECONDS = 10.0
-MIN_WINDOW_SECONDS = 2.0  # a counter that steps every 0.1 s is 5 % off by then
-READ_SECONDS = 20.0  # between readings of a counter that wraps: one of 65 kJ lasts 131 s at 500 W
-MAX_PLAUSIBLE_VALUE = 1e30  # joules, seconds or tokens
-SUMMED = ("joules", "error", "idle_joules")
-COUNTED = ("joules", "error", "seconds", "answers", "tokens")
-Mark = tuple[float, list[float]]  # a moment, and the joules of each counter until then
+POWERCAP, BOOT_ID_FILE = Path("/sys/class/powercap"), Path("/proc/sys/kernel/random/boot_id")
+MIN_SECONDS = 2.0  # a counter that steps every 0.1 s is 5 % off by then
+READ_SECONDS = 20.0  # between readings of counters, of which RAPL's wraps after some minutes
+COUNTED = ("joules", "seconds", "answers", "tokens")
+
+
+class SensorError(Exception):
+    """Why there is no sensor."""
+
+
+@dataclass
+class EnergyCounter:
+    """A counter of joules from any start. wraps_at: joules at which it starts again from 0."""
+
+    device: str
+    sensor: str  # what counts, and what it counts, in words
+    read: Callable[[], float]
+    wraps_at: float = 0.0
+    total: float = 0.0  # joules since the start
+    last: float | None = None
+
+    def advance(self) -> None:
+        """Adds what was used since the last call."""
+        value = self.read()
+        before = value if self.last is None else self.last
+        self.last = value
+        if value < before and not self.wraps_at:
+            raise SensorError("the counter went backwards: was the driver reloaded?")
+        self.total += value - before + self.wraps_at * (value < before)
 
 
 @dataclass(frozen=True)
 class EnergyReading:
-    """A window of one device, or of several, its `parts`; with neither sensor nor reason nobody asked.
-
-    Joules of several are None if one of them failed: a part of the machine would look like a saving.
-    """
+    """What devices used in some seconds; with neither parts nor reason nobody asked."""
 
     seconds: float
-    joules: float | None = None
-    error: float | None = None  # joules by which both ends are uncertain
-    idle_joules: float | None = None  # with no work
-    sensor: str = ""
-    scope: str = ""  # what the sensor counts, in words
+    parts: tuple[tuple[str, str, float], ...] = ()  # device, sensor, joules
     reason: str = ""  # why nothing was measured
-    device: str = ""
-    parts: tuple[EnergyReading, ...] = ()
 
     @property
-    def was_requested(self) -> bool:
-        return bool(self.sensor or self.reason)
+    def joules(self) -> float | None:
+        """None if a part failed: what is left would look like a saving."""
+        return fsum(joules for *_, joules in self.parts) if self.parts and not self.reason else None
 
     def to_record(self) -> dict[str, Any] | None:
-        """For JSON, without names of machines; joules null if not measured, None if nobody asked."""
-        names = (*SUMMED, "seconds", "sensor", "scope", "reason")
-        return {name: getattr(self, name) for name in names} if self.was_requested else None
+        """Returns it for JSON, without names of machines; None if nobody asked."""
+        if not self.parts and not self.reason:
+            return None
+        sensor = "; ".join(dict.fromkeys(sensor for _, sensor, _ in self.parts))
+        return {"joules": self.joules, "seconds": self.seconds, "sensor": sensor, "reason": self.reason}
 
 
 def merge_readings(readings: Sequence[EnergyReading]) -> EnergyReading:
-    """Readings of the same time, as of workers; a device counts once, by its longest window."""
-    asked = sorted((reading for reading in readings if reading.was_requested), key=lambda one: one.seconds)
-    parts = {part.device: part for one in asked for part in one.parts or [one] if part.sensor}.values()
-    reason = "; ".join(dict.fromkeys(one.reason for one in asked if one.reason))
-    joules, error, idle = (
-        None if reason else _sum_or_none([getattr(part, name) for part in parts]) for name in SUMMED
-    )
-    sensor = "; ".join(dict.fromkeys(part.sensor for part in parts))
-    longest = max((reading.seconds for reading in readings), default=0.0)
-    scope = "; ".join(part.scope for part in parts)
-    return EnergyReading(longest, joules, error, idle, sensor, scope, reason, parts=tuple(parts))
+    """Merges readings of the same time, as of workers; a device counts once, by its longest reading."""
+    ordered = sorted(readings, key=lambda reading: reading.seconds)
+    parts = {part[0]: part for reading in ordered for part in reading.parts}
+    reason = "; ".join(dict.fromkeys(reading.reason for reading in ordered if reading.reason))
+    return EnergyReading(ordered[-1].seconds if ordered else 0.0, tuple(parts.values()), reason)
 
 
 class EnergyMeter:
-    """Joules of all counters from `start` to `stop`; a counter that fails makes the reading None.
-
-    reason: of every reading, where there are no counters. idle_seconds: how long the idle power is measured
-    before the first start. synchronize: waits until the device has finished.
-    """
+    """Joules of all counters from `start` to `stop`. synchronize: waits until the device has finished."""
 
     def __init__(
-        self,
-        counters: Sequence[EnergyCounter] = (),
-        reason: str = "",
-        idle_seconds: float = 0.0,
+        self, counters: Sequence[EnergyCounter] = (), reason: str = "",
         synchronize: Callable[[], object] = lambda: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.counters, self.reading = tuple(counters), EnergyReading(0.0)
-        self._reason, self._failure, self._lock = reason, "", threading.Lock()
-        self._idle_seconds, self._synchronize = idle_seconds, synchronize
-        self._begun: Mark
-        self._lap: Mark
+        self._no_counter, self._failure, self._synchronize = reason, "", synchronize
+        self._lock, self._stopped = threading.Lock(), threading.Event()
 
     def __enter__(self) -> EnergyMeter:
         self.start()
@@ -100,116 +102,141 @@ class EnergyMeter:
         self.stop()
 
     def start(self) -> None:
-        if self.counters and (seconds := self._idle_seconds):
-            show_status(f"measuring the idle power for {seconds:.0f} s")
-            self._idle_seconds = 0.0
-            with self:
-                time.sleep(seconds)
-            idle = self.reading
-            for counter, part in zip(self.counters, idle.parts, strict=False):  # no parts if one failed
-                counter.idle_watts = (part.joules or 0.0) / idle.seconds
         self._failure, self._stopped = "", threading.Event()
         for counter in self.counters:
             counter.total, counter.last = 0.0, None
-        self._begun = self._lap = self._read_all()
+        self._begun = self._read_all()
         if any(counter.wraps_at for counter in self.counters):
             threading.Thread(target=self._read_often, args=(self._stopped,), daemon=True).start()
 
-    def lap(self) -> EnergyReading:
-        """The window since the last lap, or the start."""
-        before, self._lap = self._lap, self._read_all()
-        return self._make_reading(before, self._lap)
-
     def stop(self) -> EnergyReading:
-        """The window since the start, which becomes `reading`."""
-        self.reading = self._make_reading(self._begun, self._read_all())
+        """Returns the reading since the start, also as `reading`."""
+        seconds = self._read_all() - self._begun
         self._stopped.set()
+        reason = self._failure or self._no_counter
+        if self.counters and not reason and seconds < MIN_SECONDS:
+            reason = f"{seconds:.1f} s are too short: {MIN_SECONDS:.0f} s at least"
+        for counter in self.counters:
+            if not reason and counter.total <= 0:
+                reason = f"{counter.sensor}: its counter stands still"
+        parts = tuple((counter.device, counter.sensor, counter.total) for counter in self.counters)
+        self.reading = EnergyReading(seconds, () if reason else parts, reason)
         return self.reading
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the last lap, or the start."""
-        return time.perf_counter() - self._lap[0]
 
     def count_joules(self) -> list[float]:
         """Reads the counters; returns the joules of each since the start."""
         with self._lock:
             for counter in self.counters:
-                if not self._failure:
-                    try:
-                        counter.advance()
-                    except Exception as error:  # of any driver; the run goes on
-                        self._failure = f"{counter.scope}: {summarize_error(error)}"
+                try:
+                    counter.advance()
+                except Exception as error:  # of any driver; the run goes on
+                    self._failure = f"{counter.sensor}: {summarize_error(error)}"
             return [counter.total for counter in self.counters]
 
     def _read_often(self, stopped: threading.Event) -> None:
         while not stopped.wait(READ_SECONDS):
             self.count_joules()
 
-    def _read_all(self) -> Mark:
+    def _read_all(self) -> float:
         try:
             self._synchronize()
         except Exception as error:  # the device is gone; the run reports that itself
             self._failure = summarize_error(error)
-        return time.perf_counter(), self.count_joules()
-
-    def _make_reading(self, before: Mark, after: Mark) -> EnergyReading:
-        seconds, reason = after[0] - before[0], self._failure if self.counters else self._reason
-        joules = [end - start for start, end in zip(before[1], after[1], strict=True)]
-        if joules and not reason:
-            if seconds < MIN_WINDOW_SECONDS:
-                reason = f"{seconds:.1f} s are too short: {MIN_WINDOW_SECONDS:.0f} s at least"
-            elif min(joules) <= 0:
-                reason = f"{self.counters[joules.index(min(joules))].scope}: its counter stands still"
-        if reason or not joules:
-            return EnergyReading(seconds, reason=reason)
-        return merge_readings([
-            EnergyReading(
-                seconds, value, counter.step_seconds * value / seconds,
-                None if counter.idle_watts is None else counter.idle_watts * seconds,
-                counter.sensor, counter.scope, device=counter.device,
-            )
-            for counter, value in zip(self.counters, joules, strict=True)
-        ])  # fmt: skip
+        now = time.perf_counter()
+        self.count_joules()
+        return now
 
 
 def open_meter(choice: str, device: torch.device, host: bool = True) -> EnergyMeter:
-    """A meter of what a program computes on: its GPU, and the CPUs if `host`.
+    """Opens a meter of a program's GPU, and of the CPUs if `host`, which is true in one process a machine.
 
-    choice: as in `Config.energy`. host: true in one process of each machine.
+    choice: as in `Config.energy`. A GPU without a counter is not measured by its CPU.
     """
     if choice == "none" or (device.type == "cpu" and not host):
         return EnergyMeter()
     import torch
 
-    counters, missing = find_counters(device, host)
+    found, on_gpu = list[EnergyCounter](), device.type == "cuda"
+    try:
+        if on_gpu:
+            found.append(_find_gpu_counter(device))
+        elif device.type != "cpu":
+            raise SensorError(f"no sensor of {device.type} is known")
+        if host and not (on_gpu and re.search(r"\bG[HB]\d", found[0].sensor)):  # whose counter has the CPU
+            found += _find_rapl_counters()
+    except SensorError as error:
+        if not found:
+            return EnergyMeter(reason=str(error))
+    return EnergyMeter(found, "", partial(torch.cuda.synchronize, device) if on_gpu else lambda: None)
+
+
+def _find_rapl_counters() -> list[EnergyCounter]:
+    """Finds one for each CPU package: cores lie within them, `psys` around them."""
+    try:  # the same for all that runs on a machine, its containers included
+        host = BOOT_ID_FILE.read_text()[:8]
+    except OSError:
+        host = platform.node()
+    counters: dict[str, EnergyCounter] = {}
+    # Some packages are listed twice: by registers, and by memory ("mmio").
+    for folder in sorted(POWERCAP.glob("*"), key=lambda path: ("mmio" in path.name, path.name)):
+        try:
+            name = (folder / "name").read_text().strip()
+            if name in counters or not re.fullmatch(r"package-\d+(-die-\d+)?", name):
+                continue
+            wraps_at = 1e-6 * int((folder / "max_energy_range_uj").read_text())
+            read = lambda file=folder / "energy_uj": 1e-6 * int(file.read_text())  # noqa: E731
+            read()
+        except PermissionError:
+            raise SensorError(
+                "only root may read RAPL: sudo chmod a+r /sys/class/powercap/*/energy_uj"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise SensorError(f"{folder} cannot be read: {summarize_error(error)}") from None
+        counters[name] = EnergyCounter(f"{host}:{name}", f"RAPL: CPU {name}", read, wraps_at)
     if not counters:
-        return EnergyMeter(reason=str(missing))
-    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
-    return EnergyMeter(counters, "", IDLE_SECONDS if choice == "idle" else 0.0, wait)
+        raise SensorError(f"no RAPL in {POWERCAP}")
+    return list(counters.values())
+
+
+def _find_gpu_counter(device: torch.device) -> EnergyCounter:
+    """Finds it by UUID: CUDA_VISIBLE_DEVICES may number GPUs otherwise than NVML does."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    name, uuid = properties.name, f"GPU-{str(properties.uuid).removeprefix('GPU-')}"
+    if re.search(r"\bMIG\b", name):
+        raise SensorError("MIG: NVML counts no energy of an instance")
+    try:
+        import pynvml as nvml
+    except ImportError:
+        raise SensorError("nvidia-ml-py is not installed: pip install 'dlm_rag[energy]'") from None
+    try:
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        read = lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3  # noqa: E731
+        read()
+    except nvml.NVMLError as error:
+        raise SensorError(f"NVML has no energy counter of {name}: {summarize_error(error)}") from None
+    return EnergyCounter(uuid, f"NVML: {name}", read)
 
 
 def summarise_energy(entries: Any) -> dict[str, Any] | None:
-    """The measured parts of a run together; None if there is none.
+    """Sums the measured parts of a run; None if there is none.
 
     entries: records of readings with "answers" and "tokens" (committed before the end of the text), as in a
     stamp; anything else is skipped.
     """
+    records = [each for each in (entries if isinstance(entries, list) else []) if isinstance(each, Mapping)]
     known = [
-        entry
-        for entry in (entries if isinstance(entries, list) else [])
-        if isinstance(entry, Mapping)
-        and all(_is_number(entry.get(name)) for name in COUNTED)
-        and entry["joules"] > 0 < entry["seconds"]
-    ]
+        each for each in records
+        if all(type(each.get(name)) in (int, float) and 0 <= each[name] < 1e30 for name in COUNTED)
+        and each["joules"] > 0 < each["seconds"]
+    ]  # fmt: skip
     if not known:
         return None
-    found: dict[str, Any] = {name: fsum(entry[name] for entry in known) for name in COUNTED}
-    for name in ("sensor", "scope"):
-        found[name] = "; ".join(dict.fromkeys(str(entry.get(name, "")) for entry in known))
-    idle = [entry.get("idle_joules") for entry in known]
+    found: dict[str, Any] = {name: fsum(each[name] for each in known) for name in COUNTED}
     return found | {
-        "idle_joules": _sum_or_none([value if _is_number(value) else None for value in idle]),
+        "sensor": "; ".join(dict.fromkeys(str(each.get("sensor", "")) for each in known)),
         "watts": found["joules"] / found["seconds"],
         "joules_per_answer": found["joules"] / found["answers"] if found["answers"] else None,
         "tokens_per_joule": found["tokens"] / found["joules"],
@@ -217,28 +244,16 @@ def summarise_energy(entries: Any) -> dict[str, Any] | None:
 
 
 def format_energy(found: Mapping[str, Any] | None, reason: str = "") -> str:
-    """A `summarise_energy` as one line; `reason`: why there is none."""
+    """Formats a `summarise_energy` as one line; `reason`: why there is none."""
     if found is None:
         return f"energy: not measured ({reason})"
-    joules, idle, each = found["joules"], found["idle_joules"], found["joules_per_answer"]
-    above = "" if idle is None else f", {format_three_digits(joules - idle)} above idle"
-    parts = [f"energy: {format_three_digits(joules)} J ± {format_three_digits(found['error'])}{above}"]
-    parts += [] if each is None else [f"{format_three_digits(each)} J/answer"]
-    parts.append(f"{format_three_digits(found['tokens_per_joule'])} tokens/J")
-    parts += [f"{format_three_digits(found['watts'])} W", f"{found['sensor']}: {found['scope']}"]
-    return " · ".join(parts)
+    parts = [f"energy: {format_three_digits(found['joules'])} J"]
+    if found["joules_per_answer"] is not None:
+        parts.append(f"{format_three_digits(found['joules_per_answer'])} J/answer")
+        parts.append(f"{format_three_digits(found['tokens_per_joule'])} tokens/J")
+    return " · ".join([*parts, f"{format_three_digits(found['watts'])} W", str(found["sensor"])])
 
 
 def format_three_digits(value: float) -> str:
-    """Three digits or all before the point: 0.0123, 1.23, 12,345."""
+    """Formats three digits or all before the point: 0.0123, 1.23, 12,345."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def _sum_or_none(values: Sequence[float | None]) -> float | None:
-    """None for no values, or if one is None."""
-    known = [value for value in values if value is not None]
-    return fsum(known) if known and len(known) == len(values) else None
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < MAX_PLAUSIBLE_VALUE

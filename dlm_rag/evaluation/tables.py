@@ -187,17 +187,13 @@ def build_energy_table(energy: Mapping[str, Mapping[str, Any] | None]) -> list[R
     """
     if not any(energy.values()):
         return []
-    headings = ["setting", "J/answer", "tokens/J", "W", "J", "±", "above idle", "s", "answers", "of"]
+    names = ("joules_per_answer", "tokens_per_joule", "watts", "joules", "seconds")
     rows = []
     for name, found in energy.items():
-        if found is None:
-            rows.append([name, *["-"] * (len(headings) - 2), "not measured"])
-            continue
-        above = None if found["idle_joules"] is None else found["joules"] - found["idle_joules"]
-        names = ("joules_per_answer", "tokens_per_joule", "watts", "joules", "error")
-        values = (*(found[key] for key in names), above, found["seconds"])
+        values = [found[key] if found else None for key in names]
         cells = ["-" if value is None else format_three_digits(value) for value in values]
-        rows.append([name, *cells, f"{found['answers']:,.0f}", f"{found['sensor']}: {found['scope']}"])
+        rows.append([name, *cells, str(found["sensor"]) if found else "not measured"])
+    headings = ["setting", "J/answer", "tokens/J", "W", "J", "s", "sensor"]
     return [ResultTable("Energy, measured (tokens: committed before the end)", headings, rows)]
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from dlm_rag.cli import print_note
 from dlm_rag.config import Config
-from dlm_rag.energy.meter import format_three_digits
 from dlm_rag.errors import ConfigError, summarize_error
 from dlm_rag.files.checked_json import parse_json_object
 from dlm_rag.files.paths import open_atomic_file, write_text_atomic
@@ -135,7 +134,7 @@ class MetricsLogger:
 
 def describe_steps(recent: Sequence[Metrics], validated: Metrics) -> str:
     """Means over recent steps, what was done in a second, and the last validation, in a line."""
-    last, measured = recent[-1], [m for m in recent if m.get("joules") is not None]
+    last = recent[-1]
 
     def mean(name: str, per: str = "step") -> float:
         values = [(m[name], 1 if per == "step" else m[per]) for m in recent if is_number(m.get(name))]
@@ -148,8 +147,6 @@ def describe_steps(recent: Sequence[Metrics], validated: Metrics) -> str:
     else:
         tokens, supervised = (mean(name, "seconds") for name in ("tokens", "supervised_tokens"))
         shown.append(f"{tokens:,.0f} tokens/s, {supervised:,.0f} supervised")
-    if measured:
-        shown.append(f"{format_three_digits(mean('joules', 'joules_steps'))} J/step")
     return " · ".join(shown + describe_validation(validated))
 
 

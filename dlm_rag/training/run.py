@@ -11,13 +11,12 @@ import torch
 
 from dlm_rag.cli import print_note
 from dlm_rag.config import Config
-from dlm_rag.energy.meter import open_meter
+from dlm_rag.energy.meter import EnergyMeter, format_energy, format_three_digits, merge_readings, open_meter
 from dlm_rag.files.paths import open_atomic_folder
 from dlm_rag.machine import get_code_commit
 from dlm_rag.model.flops import count_encode_flops, warn_slow_compute
 from dlm_rag.training.checkpoints import find_resume_point
 from dlm_rag.training.distributed import DistributedContext
-from dlm_rag.training.energy import EnergyWindows
 from dlm_rag.training.initial_weights import InitialModel
 from dlm_rag.training.metrics_logger import MetricsLogger, read_metrics
 from dlm_rag.training.model_card import write_model_card
@@ -39,7 +38,7 @@ def run_training(
         say(f"going on from step {step}")
     # What is wrong with the data of the last phase is said before the first begins.
     opened = {phase: open_phase(config, phase, origin, folder) for phase in left}
-    windows = None
+    meter: EnergyMeter | None = None
     if processes.is_main:
         rows = max(task.rows for task, _ in opened.values()) / processes.world_size
         canvas, device = origin.config.canvas_length, processes.local_device(config.model.device)
@@ -49,14 +48,16 @@ def run_training(
         for phase, (task, validation) in opened.items():
             trainer = Trainer(task, processes)
             trainer.restore()
-            if windows is None:
+            if meter is None:
                 say(describe_start(config, trainer, folder))
             with stop.catch_interrupt():
-                if windows is None:
+                if meter is None:
                     meter = open_meter(config.energy, trainer.device, host=processes.local_rank == 0)
-                    windows = EnergyWindows(meter, processes)
-                stopped = run_phase(trainer, validation, report, stop, windows)
-            if (stopped or phase == left[-1]) and (energy := windows.stop_and_describe()):
+                    meter.start()
+                stopped = run_phase(trainer, validation, report, stop)
+            if (stopped or phase == left[-1]) and (
+                energy := describe_energy(meter, processes, trainer.state.step - step)
+            ):
                 say(energy)
             if stopped:
                 say(f"stopped after step {trainer.state.step}, which is saved: --resume goes on")
@@ -85,9 +86,7 @@ def describe_start(config: Config, trainer: Trainer, folder: Path) -> str:
     )
 
 
-def run_phase(
-    trainer: Trainer, validation: Validation, report: MetricsLogger, stop: Event, windows: EnergyWindows
-) -> bool:
+def run_phase(trainer: Trainer, validation: Validation, report: MetricsLogger, stop: Event) -> bool:
     """The loop, in plain steps; ends early, with a checkpoint, once any process was asked to stop.
 
     Returns whether it was, the same on all processes. A step is saved before it is validated; a resumed run
@@ -104,12 +103,25 @@ def run_phase(
         begun = time.perf_counter()
         metrics = trainer.step()
         speed = trainer.speed_metrics(metrics, time.perf_counter() - begun)
-        report.log_step(metrics | speed | windows.add_step(metrics))
+        report.log_step(metrics | speed)
         stopping = processes.any_rank(stop.is_set())
         if stopping or trainer.finished or any(state.phase_step % steps == 0 for steps in often):
             trainer.save()
         if stopping:
             return True
+
+
+def describe_energy(meter: EnergyMeter, processes: DistributedContext, steps: int) -> str:
+    """Stops the meters of all processes; returns what the run has used, in words; "" if nobody asked."""
+    reading = merge_readings(processes.all_gather_object(meter.stop()))
+    record = reading.to_record()
+    if record is None:
+        return ""
+    if (joules := reading.joules) is None:
+        return format_energy(None, reading.reason)
+    watts = format_three_digits(joules / reading.seconds)
+    each = format_three_digits(joules / max(1, steps))
+    return f"energy: {format_three_digits(joules)} J · {each} J/step · {watts} W · {record['sensor']}"
 
 
 def free_memory() -> None:

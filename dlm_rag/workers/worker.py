@@ -74,7 +74,7 @@ class Worker:
         return machine
 
     async def start_energy(self, choice: str) -> None:
-        """Starts the meter; `choice` as in `Config.energy`. For idle power no worker may be loading."""
+        """Starts the meter; `choice` as in `Config.energy`."""
         from dlm_rag.energy.meter import open_meter
 
         assert self._decoder is not None

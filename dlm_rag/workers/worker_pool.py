@@ -92,7 +92,7 @@ class WorkerPool:
             self._poll()
         self._has_lost_worker = False
         if energy != "none":
-            show_status("measuring the idle power" if energy == "idle" else "")
+            show_status("")
             ray.get([worker.start_energy.remote(energy) for worker in self._workers])
         show_status()
         return self._machines

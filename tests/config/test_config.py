@@ -62,7 +62,7 @@ def test_shipped_config_is_valid_and_holds_only_what_differs(path):
         *((f"decode.commit_threshold={value}",) * 2 for value in ("1.5", "nan", "abc")),
         *((f"retrieval.top_k={value}",) * 2 for value in ("2.5", "0")),
         ("decode.early_stopping=maybe", "decode.early_stopping=maybe"),
-        ("energy=yes", "energy=yes is not one of auto, idle, none"),
+        ("energy=yes", "energy=yes is not one of auto, none"),
         ("decode.query_policy=proxi", "nearest: 'proxy'"),
         ("decode=3", "unknown key 'decode'"),
         ("decode.seed=", "decode.seed="),

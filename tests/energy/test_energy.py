@@ -16,8 +16,8 @@ from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.decode.answers_file import AnswersFile
 from dlm_rag.decode.terminal import RunTotals
 from dlm_rag.energy import meter as meters
-from dlm_rag.energy import sensors
 from dlm_rag.energy.meter import (
+    EnergyCounter,
     EnergyMeter,
     EnergyReading,
     format_energy,
@@ -26,10 +26,8 @@ from dlm_rag.energy.meter import (
     open_meter,
     summarise_energy,
 )
-from dlm_rag.energy.sensors import EnergyCounter, find_counters
 from dlm_rag.training.distributed import DistributedContext
-from dlm_rag.training.energy import EnergyWindows
-from dlm_rag.training.metrics_logger import read_metrics
+from dlm_rag.training.run import describe_energy
 from tests.support.paths import ROOT
 from tests.support.rollouts import make_two_step_rollout as two_steps
 
@@ -47,9 +45,7 @@ QUESTIONS = str(SHIPPED_FOLDER / "world/questions.jsonl")
 def clock(monkeypatch):
     """The time that meters see; tests advance `now`."""
     found = SimpleNamespace(now=100.0, perf_counter=lambda: found.now)
-    found.sleep = lambda seconds: setattr(found, "now", found.now + seconds)
-    for module in (meters, sensors):
-        monkeypatch.setattr(module, "time", found)
+    monkeypatch.setattr(meters, "time", found)
     return found
 
 
@@ -68,7 +64,6 @@ def fake_nvml(millijoules=7_000_000, driver=True):
         NVMLError=NVMLError,
         nvmlInit=lambda: answer(None, "" if driver else "Driver Not Loaded"),
         nvmlDeviceGetHandleByUUID=lambda uuid: answer(None, "" if uuid == "GPU-a" else "Not Found"),
-        nvmlDeviceGetIndex=lambda handle: 2,
         nvmlDeviceGetTotalEnergyConsumption=lambda handle: answer(
             millijoules, "" if millijoules is not None else "Not Supported"
         ),
@@ -78,7 +73,7 @@ def fake_nvml(millijoules=7_000_000, driver=True):
 @pytest.fixture
 def rapl(tmp_path, monkeypatch):
     """Makes a domain of RAPL in a fake /sys; returns its counter."""
-    monkeypatch.setattr(sensors, "POWERCAP", tmp_path / "powercap")
+    monkeypatch.setattr(meters, "POWERCAP", tmp_path / "powercap")
 
     def make(folder, name="package-0", energy_uj=1, range_uj=262_143_328_850):
         path = tmp_path / "powercap" / folder
@@ -106,9 +101,9 @@ def cuda(monkeypatch):
     return make
 
 
-def counter(values, wraps_at=None, device="d"):
+def counter(values, wraps_at=0.0, device="d"):
     """A counter with these values of joules, one after another."""
-    return EnergyCounter(device, "a thing", "fake", iter(values).__next__, 0.1, wraps_at)
+    return EnergyCounter(device, "fake: a thing", iter(values).__next__, wraps_at)
 
 
 def measure(clock, seconds, *values, **more) -> EnergyReading:
@@ -117,11 +112,10 @@ def measure(clock, seconds, *values, **more) -> EnergyReading:
     return meter.reading
 
 
-def test_joules_are_the_difference_of_both_ends_with_the_error_of_a_step(clock):
+def test_joules_are_the_difference_of_both_ends(clock):
     reading = measure(clock, 10.0, 5000.0, 6200.0)
     assert (reading.joules, reading.seconds) == (1200.0, 10.0)
-    assert reading.error == pytest.approx(0.1 * 120), "0.1 s of the mean power, 120 W"
-    assert (reading.sensor, reading.scope, reading.reason) == ("fake", "a thing", "")
+    assert reading.to_record()["sensor"] == "fake: a thing" and reading.reason == ""
     assert measure(clock, 10.0, 990.0, 15.0, wraps_at=1000.0).joules == 25.0
     assert measure(clock, 2.0, 0.0, 100.0).joules == 100.0
     assert measure(clock, 3600.0, 1.0, 2.0).joules == 1.0
@@ -130,11 +124,10 @@ def test_joules_are_the_difference_of_both_ends_with_the_error_of_a_step(clock):
 @pytest.mark.parametrize(
     ("seconds", "values", "wraps_at", "reason"),
     [
-        (61.0, (1.0, 2.0), 1000.0, "not read for 61 s"),
-        (5.0, (7.0, 2.0), None, "backwards"),
-        (5.0, (7.0, 7.0), None, "still"),
-        (1.9, (0.0, 100.0), None, "1.9 s are too short: 2 s"),
-        (5.0, (1.0, 2.0), None, "a thing: [Errno 5] Input/output error"),
+        (5.0, (7.0, 2.0), 0.0, "backwards"),
+        (5.0, (7.0, 7.0), 0.0, "still"),
+        (1.9, (0.0, 100.0), 0.0, "1.9 s are too short: 2 s"),
+        (5.0, (1.0, 2.0), 0.0, "a thing: [Errno 5] Input/output error"),
     ],
 )
 def test_a_reading_that_cannot_be_right_has_a_reason_and_no_joules(
@@ -148,20 +141,7 @@ def test_a_reading_that_cannot_be_right_has_a_reason_and_no_joules(
     with EnergyMeter(counters) as meter:
         clock.now += seconds
     reading = meter.reading
-    assert reading.joules is None and reading.error is None and reason in reading.reason
-
-
-def test_laps_add_up_to_the_whole_and_idle_is_measured_before(clock):
-    """10 s idle at 50 W, then laps of 2 and 3 s, 9 s in all."""
-    meter, laps = EnergyMeter([counter([0.0, 500.0, 10.0, 20.0, 50.0, 90.0])], idle_seconds=10.0), []
-    meter.start()
-    assert clock.now == 110.0
-    for seconds in (2, 3, 4):
-        clock.now += seconds
-        assert meter.elapsed == seconds
-        laps.append(meter.lap() if seconds < 4 else meter.stop())
-    assert [lap.joules for lap in laps] == [10.0, 30.0, 80.0]
-    assert (laps[-1].seconds, laps[-1].idle_joules) == (9.0, 450.0)
+    assert reading.joules is None and reason in reading.reason
 
 
 def test_joules_of_two_packages_are_exact_when_a_counter_wraps(rapl, clock):
@@ -174,7 +154,7 @@ def test_joules_of_two_packages_are_exact_when_a_counter_wraps(rapl, clock):
     for folder, name in (("0:0", "core"), ("0:1", "dram"), ("2", "psys"), ("-mmio:0", "package-0")):
         rapl(f"intel-rapl:{folder}".replace(":-", "-"), name)
     meter = open_meter("auto", CPU)
-    assert [c.scope for c in meter.counters] == [f"CPU package {n} without its memory" for n in (0, 1)]
+    assert [c.sensor for c in meter.counters] == [f"RAPL: CPU package-{n}" for n in (0, 1)]
     meter.start()
     for energy_uj in (65_400_000_000, 200_000_000, 500_000_000):
         clock.now += 20
@@ -182,8 +162,8 @@ def test_joules_of_two_packages_are_exact_when_a_counter_wraps(rapl, clock):
         meter.count_joules()  # as the thread does
     second.write_text("350000000")
     reading = meter.stop()
-    assert [part.joules for part in reading.parts] == [pytest.approx(1000), pytest.approx(250)]
-    assert reading.joules == pytest.approx(1250) and reading.error == pytest.approx(0.001 * 1250 / 60)
+    assert [joules for *_, joules in reading.parts] == [pytest.approx(1000), pytest.approx(250)]
+    assert reading.joules == pytest.approx(1250)
 
 
 def test_a_thread_reads_counters_that_wrap(monkeypatch, clock):
@@ -197,7 +177,7 @@ def test_a_thread_reads_counters_that_wrap(monkeypatch, clock):
         return values[-1]
 
     monkeypatch.setattr(meters, "READ_SECONDS", 0.001)
-    meter = EnergyMeter([EnergyCounter("d", "s", "n", read, 0.001, wraps_at=20.0)])
+    meter = EnergyMeter([EnergyCounter("d", "s", read, wraps_at=20.0)])
     meter.start()
     assert seen.wait(120)
     clock.now += 5
@@ -206,15 +186,19 @@ def test_a_thread_reads_counters_that_wrap(monkeypatch, clock):
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "reason", "remedy"),
+    ("file", "content", "reason"),
     [
-        ("energy_uj", None, "only root may read", "sudo chmod a+r /sys/class/powercap/*/energy_uj"),
-        ("energy_uj", "what?", "cannot be read", ""),
-        ("max_energy_range_uj", "what?", "cannot be read", ""),
+        ("energy_uj", None, "only root may read RAPL: sudo chmod"),
+        ("energy_uj", "what?", "cannot be read"),
+        ("max_energy_range_uj", "what?", "cannot be read"),
     ],
 )
-def test_a_counter_that_cannot_be_read_is_not_measured(rapl, monkeypatch, file, content, reason, remedy):
-    assert "no RAPL" in str(find_counters(CPU)[1])
+def test_a_counter_that_cannot_be_read_is_not_measured(rapl, monkeypatch, file, content, reason):
+    def find_reason():
+        with open_meter("auto", CPU) as meter:
+            return meter.stop().reason
+
+    assert "no RAPL" in find_reason()
     path, read = rapl("intel-rapl:0").with_name(file), Path.read_text
     if content is None:
 
@@ -226,23 +210,21 @@ def test_a_counter_that_cannot_be_read_is_not_measured(rapl, monkeypatch, file, 
         monkeypatch.setattr(Path, "read_text", refuse)
     else:
         path.write_text(content)
-    counters, missing = find_counters(CPU)
-    assert not counters and reason in str(missing) and missing.remedy == remedy
+    assert reason in find_reason()
 
 
 @pytest.mark.parametrize(
-    ("name", "scopes"),
+    ("name", "names"),
     [
-        ("NVIDIA H200", ["GPU 2 (NVIDIA H200)", "CPU package 0 without its memory"]),
-        ("NVIDIA GH200 480GB", ["GPU 2 (NVIDIA GH200 480GB) and perhaps its CPU"]),
-        ("NVIDIA GB10", ["GPU 2 (NVIDIA GB10) and perhaps its CPU"]),
+        ("NVIDIA H200", ["NVML: NVIDIA H200", "RAPL: CPU package-0"]),
+        ("NVIDIA GH200 480GB", ["NVML: NVIDIA GH200 480GB"]),
+        ("NVIDIA GB10", ["NVML: NVIDIA GB10"]),
     ],
 )
-def test_a_gpu_is_measured_with_its_cpus_after_both_ends_are_synchronized(rapl, cuda, name, scopes):
+def test_a_gpu_is_measured_with_its_cpus_after_both_ends_are_synchronized(rapl, cuda, name, names):
     waits = cuda(name)
     rapl("intel-rapl:0")
-    counters, missing = find_counters(CUDA)
-    assert [c.scope for c in counters] == scopes and missing is None
+    assert [c.sensor for c in open_meter("auto", CUDA).counters] == names
     meter = open_meter("auto", CUDA, host=False)
     assert [c.read() for c in meter.counters] == [7000.0], "another process counts the CPUs"
     meter.start()
@@ -269,27 +251,27 @@ def test_a_gpu_without_a_counter_is_not_measured_by_its_cpu(rapl, cuda, name, nv
 
 def test_the_fake_has_functions_of_the_package():
     used = [name for name in vars(fake_nvml()) if name.startswith("nvml")]
-    assert len(used) == 4 and all(callable(getattr(pynvml, name)) for name in used)
+    assert len(used) == 3 and all(callable(getattr(pynvml, name)) for name in used)
 
 
 def test_a_cpu_is_measured_without_the_gpus_that_are_not_used(rapl):
     rapl("intel-rapl:0")
-    assert [c.sensor for c in open_meter("auto", CPU).counters] == ["RAPL"]
+    assert [c.sensor for c in open_meter("auto", CPU).counters] == ["RAPL: CPU package-0"]
     assert not open_meter("auto", CPU, host=False).counters
     with open_meter("none", CPU) as meter:
         pass
-    assert not meter.reading.was_requested and meter.reading.to_record() is None
+    assert meter.reading.to_record() is None
     assert "energy" not in RunTotals().summary_line(1.0, "cpu", meter.reading)
 
 
 def test_two_machines_of_one_hostname_have_two_cpus(rapl, tmp_path, monkeypatch):
     rapl("intel-rapl:0")
-    monkeypatch.setattr(sensors, "BOOT_ID_FILE", tmp_path / "boot_id")
-    monkeypatch.setattr(sensors.platform, "node", lambda: "localhost")
-    names = [find_counters(CPU)[0][0].device]
+    monkeypatch.setattr(meters, "BOOT_ID_FILE", tmp_path / "boot_id")
+    monkeypatch.setattr(meters.platform, "node", lambda: "localhost")
+    names = [open_meter("auto", CPU).counters[0].device]
     for boot_id in ("11111111-2222", "33333333-2222"):
-        sensors.BOOT_ID_FILE.write_text(boot_id)
-        names.append(find_counters(CPU)[0][0].device)
+        meters.BOOT_ID_FILE.write_text(boot_id)
+        names.append(open_meter("auto", CPU).counters[0].device)
     assert names == ["localhost:package-0", "11111111:package-0", "33333333:package-0"]
     assert merge_readings([part(name) for name in names[1:]]).joules == 200
 
@@ -306,8 +288,8 @@ def test_a_device_that_cannot_be_waited_for_is_no_error_of_the_meter():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_gpu_at_work_draws_more_than_idle_and_less_than_a_kettle():
-    with open_meter("idle", CUDA, host=False) as meter:
+def test_a_gpu_at_work_draws_less_than_a_kettle():
+    with open_meter("auto", CUDA, host=False) as meter:
         a = torch.randn(4096, 4096, device=CUDA)
         for _ in range(30):
             began = meters.time.perf_counter()
@@ -318,12 +300,12 @@ def test_a_gpu_at_work_draws_more_than_idle_and_less_than_a_kettle():
     if reading.joules is None:
         assert "MIG" in reading.reason or "no energy counter" in reading.reason
         return
-    assert torch.cuda.get_device_name(CUDA) in reading.scope
-    assert 5 < reading.idle_joules / reading.seconds < reading.joules / reading.seconds < 2000
+    assert torch.cuda.get_device_name(CUDA) in reading.to_record()["sensor"]
+    assert 5 < reading.joules / reading.seconds < 2000
 
 
-def part(device="d", joules=100.0, seconds=10.0, error=1.0):
-    return EnergyReading(seconds, joules, error, 40.0, "a sensor", f"scope {device}", device=device)
+def part(device="d", joules=100.0, seconds=10.0):
+    return EnergyReading(seconds, ((device, f"a sensor of {device}", joules),))
 
 
 def lost(reason, seconds=3.0):
@@ -335,21 +317,19 @@ def test_what_workers_read_at_the_same_time_counts_every_device_once():
     one = merge_readings([part("gpu1", seconds=5.0), part("cpu", 60.0, 5.0)])
     two = merge_readings([part("gpu2", 200.0, 6.0), part("cpu", 70.0, 6.0)])
     whole = merge_readings([two, one, EnergyReading(9.0)])
-    assert (whole.joules, whole.error, whole.seconds) == (370.0, 3.0, 9.0)
+    assert (whole.joules, whole.seconds) == (370.0, 9.0)
     assert merge_readings([one, lost("MIG")]).joules is None
-    assert not merge_readings([EnergyReading(1.0), EnergyReading(2.0)]).was_requested
+    assert merge_readings([EnergyReading(1.0), EnergyReading(2.0)]).to_record() is None
 
 
 def entry(**more):
-    return part(joules=1000.0, error=10.0).to_record() | {"answers": 20, "tokens": 500} | more
+    return part(joules=1000.0).to_record() | {"answers": 20, "tokens": 500} | more
 
 
 def test_figures_of_a_run_by_hand():
     found = summarise_energy([entry()])
     assert found["joules_per_answer"] == 50 and found["tokens_per_joule"] == 0.5 and found["watts"] == 100
-    assert format_energy(found) == (
-        "energy: 1,000 J ± 10, 960 above idle · 50 J/answer · 0.5 tokens/J · 100 W · a sensor: scope d"
-    )
+    assert format_energy(found) == ("energy: 1,000 J · 50 J/answer · 0.5 tokens/J · 100 W · a sensor of d")
     assert [format_three_digits(x) for x in (0.01234, 1.234, 99.94, 12345.6)] == [
         "0.0123",
         "1.23",
@@ -360,8 +340,8 @@ def test_figures_of_a_run_by_hand():
 
 def test_parts_that_were_not_measured_count_neither_joules_nor_answers():
     mig = lost("MIG").to_record() | {"answers": 70, "tokens": 9}
-    found = summarise_energy([entry(), mig, entry(idle_joules=None)])
-    assert (found["joules"], found["answers"], found["idle_joules"]) == (2000.0, 40, None)
+    found = summarise_energy([entry(), mig, entry()])
+    assert (found["joules"], found["answers"]) == (2000.0, 40)
     assert summarise_energy([mig]) is None and mig["joules"] is None and mig["reason"] == "MIG"
 
 
@@ -421,7 +401,7 @@ def test_sample_puts_its_joules_into_line_and_stamp(tmp_path, clock, monkeypatch
     stamp = json.loads((tmp_path / "a.jsonl.run.json").read_text())
     (found,) = stamp["energy"]
     assert (found["joules"], found["seconds"], found["answers"]) == (500.0, 8.0, 2) and found["tokens"] > 10
-    assert "energy: 500 J ± 6.25 · 250 J/answer" in capsys.readouterr().err
+    assert "energy: 500 J · 250 J/answer" in capsys.readouterr().err
     assert "energy" not in stamp["answers_depend_on"]
     main([*words, "--limit", "3", "energy=none"])
     assert "1 question in" in (said := capsys.readouterr().err) and "energy" not in said
@@ -445,13 +425,13 @@ def test_rows_have_the_joules_of_all_parts_on_their_card(tmp_path, clock, monkey
     with monkeypatch.context() as stop, pytest.raises(KeyboardInterrupt):
         stop.setattr(RowsFolder, "append_outcome", stopped)
         main(words)
-    assert "energy: 500 J ± 6.25 · 500 J/answer" in capsys.readouterr().err
+    assert "energy: 500 J · 500 J/answer" in capsys.readouterr().err
     main(words)
     said = capsys.readouterr().err
     assert " tokens/s · 1 question in" in said and "energy: not measured (1.0 s are too short" in said
     first, second = json.loads((tmp_path / "rows/rows.json").read_text())["energy"]
     assert (first["joules"], first["answers"]) == (500.0, 1) and second["joules"] is None
-    assert "energy: 500 J ± 6.25 · 500 J/answer" in (tmp_path / "rows/README.md").read_text()
+    assert "energy: 500 J · 500 J/answer" in (tmp_path / "rows/README.md").read_text()
 
 
 def test_evaluate_has_a_table_of_joules_and_null_where_it_was_too_short(
@@ -465,75 +445,40 @@ def test_evaluate_has_a_table_of_joules_and_null_where_it_was_too_short(
     assert found["static"]["energy"]["joules_per_answer"] == 250 and found["none"]["energy"] is None
     assert found["none"]["stamp"]["energy"][0]["reason"] == "1.0 s are too short: 2 s at least"
     text = (tmp_path / "scores.md").read_text()
-    assert re.search(r"\| static \| 250 \| \S+ \| 62.5 \| 500 \| 6.25 \| - \| .* fake: a thing \|", text)
-    assert re.search(r"\| none( \| -){8} \| not measured \|", text)
+    assert re.search(r"\| static \| 250 \| \S+ \| 62.5 \| 500 \| 8 \| fake: a thing \|", text)
+    assert re.search(r"\| none( \| -){5} \| not measured \|", text)
     out, err = capsys.readouterr()
     assert "Energy, measured" in out and "energy: not measured (1.0 s are too short" in err
-
-
-STEP = {"tokens": 1000, "supervised_tokens": 100}
-
-
-def test_training_tells_joules_by_windows_of_two_seconds(clock):
-    windows, found = EnergyWindows(EnergyMeter([counter([0.0, 300.0, 700.0, 710.0])]), ONE), []
-    for _ in range(5):
-        clock.now += 1.5
-        found.append(windows.add_step(STEP))
-    assert [bool(figures) for figures in found] == [False, True, False, True, False]
-    first, second = found[1], found[3]
-    names = ("joules", "joules_steps", "joules_seconds", "watts", "joules_of")
-    assert [first[name] for name in names] == [300, 2, 3, 100, "fake: a thing"]
-    assert first["joules_error"] == pytest.approx(10)
-    assert second["joules"] == 400 and second["tokens_per_joule"] == 5
-    assert second["supervised_tokens_per_joule"] == 0.5
-    assert windows.stop_and_describe().startswith(
-        "energy: 710 J ± 9.47 · 7.04 tokens/J · 94.7 W · fake: a thing · 142 J/step"
-    )
 
 
 @pytest.mark.parametrize(
     ("meter", "said"),
     [
+        (EnergyMeter([counter([0.0, 710.0])]), "energy: 710 J · 142 J/step · 94.7 W · fake: a thing"),
         (EnergyMeter(reason="no RAPL"), "energy: not measured (no RAPL)"),
         (EnergyMeter(), ""),
-        (EnergyMeter([counter([5.0, 1.0])]), "energy: not measured (a thing: the counter went backwards"),
+        (EnergyMeter([counter([5.0, 1.0])]), "energy: not measured (fake: a thing: the counter went back"),
     ],
 )
-def test_training_says_why_it_has_no_figures(clock, meter, said):
-    windows = EnergyWindows(meter, ONE)
-    clock.now += 3
-    found = windows.add_step(STEP)
-    assert found.get("joules") is None and "watts" not in found and bool(found) == bool(meter.counters)
-    text = windows.stop_and_describe()
+def test_training_says_its_joules_or_why_it_has_none(clock, meter, said):
+    meter.start()
+    clock.now += 7.5
+    text = describe_energy(meter, ONE, 5)
     assert text.startswith(said) and bool(text) == bool(said)
 
 
 @pytest.mark.parametrize("other", [part("e", 300.0), lost("no RAPL")])
 def test_joules_are_those_of_all_processes_or_none(other, clock, monkeypatch):
     monkeypatch.setattr(DistributedContext, "all_gather_object", lambda self, own: [own, other])
-    windows = EnergyWindows(EnergyMeter([counter([0.0, 300.0])]), ONE)
+    meter = EnergyMeter([counter([0.0, 300.0])])
+    meter.start()
     clock.now += 3
-    found = windows.add_step(STEP)
-    assert found["joules"] == (600 if other.sensor else None)
-    assert found["joules_of"].startswith("fake; a sensor: a thing, with" if other.sensor else "fake: a th")
-
-
-def write_metrics(folder):
-    lines = [
-        {"step": n, "seconds": 1.0, "rows": 1, "supervised_tokens": 5, "joules": joules}
-        | {"joules_steps": 2, "joules_seconds": 4.0}
-        for n, joules in enumerate((100.0, None, 300.0))
-    ]
-    folder.mkdir(exist_ok=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder / "metrics.jsonl"
+    assert ("600 J" in describe_energy(meter, ONE, 1)) == bool(other.parts)
 
 
 def test_stages_get_joules_by_their_share_of_time_and_the_page_says_so(tmp_path):
     (tmp_path / "stamp.json").write_text(json.dumps({"energy": [entry()]}))
     assert attribute.read_mean_watts(tmp_path / "stamp.json") == 100
-    metrics = write_metrics(tmp_path / "run")
-    assert attribute.read_mean_watts(metrics) == 50 and len(read_metrics(metrics)) == 3
     (tmp_path / "none.json").write_text('{"energy": null}')
     with pytest.raises(Exception, match="holds no joules"):
         attribute.read_mean_watts(tmp_path / "none.json")
