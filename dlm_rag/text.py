@@ -17,7 +17,8 @@ FUNCTION_WORDS = frozenset(
 )
 # What moves the cursor, rings the bell, turns the direction of writing.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\s*#{3,}\s*|\s*\n+\s*")
+# It begins where blanks begin, never within them: a run of blanks is looked at once.
+_SENTENCE_END = re.compile(r"(?<!\s)(?:(?<=[.!?])\s+(?:#{3,}\s*)*+|\s*+(?:#{3,}\s*)++|(?>\s*\n)\s*+)")
 _BRACKET = re.compile(r" ?\([^()]*\)$")
 _WORD = re.compile(r"[\w\u0300-\u036f]+")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -29,8 +29,17 @@ MIN_SENTENCE_CHARS = 5
 # Not after an initial or a title: "Edward L. Cahn".
 _SENTENCE_END = re.compile(r"(?<!\b[A-Z])(?<!\b[MDS][rt])(?<!\bMrs)[.?!](?=\s)")
 _REASONING = re.compile(r"thus\b|so\b|that is,|therefore|hence", re.IGNORECASE)
-_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
-_OPEN_ACTION = re.compile(r"<(search|answer)>(?:(?!</\1>).)*\Z", re.DOTALL)
+_ACTION_TAG = re.compile(r"<(search|answer)>")
+
+
+def find_action(text: str, closed: bool = True) -> tuple[str, str] | None:
+    """Returns the first search or answer of a text and its content; closed=False: the first left open."""
+    last_close = {kind: text.rfind(f"</{kind}>") for kind in ("search", "answer")}
+    for tag in _ACTION_TAG.finditer(text):
+        if (last_close[tag[1]] >= tag.end()) == closed:
+            stop = text.find(f"</{tag[1]}>", tag.end()) if closed else len(text)
+            return tag[1], text[tag.end() : stop]
+    return None
 
 
 def cut_sentence(text: str) -> str:
@@ -168,15 +177,15 @@ def answer_search_r1(run: BaselineRun) -> None:
     dialogue, replies, turns = "", "", run.settings.max_rounds or SEARCH_R1_TURNS
     for turn in range(turns + 1):
         reply = run.chat(message, dialogue, stop=["</search>", "</answer>"], max_tokens=SEARCH_R1_TOKENS)
-        text, left_open = reply.text, _OPEN_ACTION.search(reply.text)
+        text, left_open = reply.text, find_action(reply.text, closed=False)
         if left_open and reply.finish_reason == "stop":  # servers leave out what stopped them
-            text += f"</{left_open[1]}>"
-        replies, action = replies + text, _ACTION.search(text)
-        if turn == turns or (action and action[1] == "answer"):
+            text += f"</{left_open[0]}>"
+        replies, action = replies + text, find_action(text)
+        if turn == turns or (action and action[0] == "answer"):
             break
         dialogue += text
         if action:
-            found = run.search(action[2].strip(), keep=SEARCH_R1_PASSAGES)
+            found = run.search(action[1].strip(), keep=SEARCH_R1_PASSAGES)
             facts = "\n".join(run.write_facts(SEARCH_R1_FACT, found))
             dialogue += f"\n\n<information>{facts}</information>\n\n"
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 PROBE_TEXTS = ["Where was the first of them made, in 1900 or before?"]
-_MISSING_WEIGHTS = re.compile(r"^\W*([\w.{}, -]*[\w}])\W*\|.*MISSING", re.MULTILINE)
 _ELSEWHERE = ("tokenizer_name_or_path", "processor_name")  # settings that name another folder
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
@@ -145,9 +143,15 @@ def _require_all_weights() -> Iterator[None]:
     finally:
         logger.removeFilter(keep)
         logger.setLevel(level)
-    missing = [name for name in _MISSING_WEIGHTS.findall("\n".join(reports)) if "pooler" not in name]
+    missing = [name for name in _list_missing_weights("\n".join(reports)) if "pooler" not in name]
     if missing:
         raise RunError(f"{missing[0]} is missing from its weights: the download may be incomplete")
+
+
+def _list_missing_weights(report: str) -> list[str]:
+    """Returns the names in the rows of transformers' table, "name | MISSING", that say so."""
+    rows = (line.partition("|") for line in report.splitlines())
+    return [name.strip(" \t-+*") for name, _, status in rows if "MISSING" in status and name.strip()]
 
 
 def _fingerprint_encoder(encoder: SentenceTransformer) -> str:

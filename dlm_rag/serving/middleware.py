@@ -225,7 +225,7 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
     if first["type"] == "extra_forbidden":
         hint = suggest_nearest(last, kind.model_fields)
         raise ApiError(400, f"the field {last!a} is not known{hint}", last)
-    place = ".".join(map(str, first["loc"]))
+    place = ".".join(map(str, first["loc"]))[:200]
     raise ApiError(400, f"'{place}': {first['msg'][0].lower()}{first['msg'][1:]}", field)
 
 

@@ -53,6 +53,9 @@ def _to_list(stop: Any) -> Any:
 
 Tokens = Annotated[int, Field(ge=1)] | None
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Stops = Annotated[list[Stop], Field(max_length=4)]
+# The length first: the faults of 250,000 parts take seconds to describe.
+Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS), BeforeValidator(_to_parts)]
 
 
 class Message(RequestBody):

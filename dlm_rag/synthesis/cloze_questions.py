@@ -41,7 +41,7 @@ QUESTION_TEMPLATES = {
 }
 ROW_FILTERS = ["one_sentence", "answer_not_in_question"]  # of every row, and of what a name stands for:
 NAME_FILTER = "one_passage"
-_CAPITALS = re.compile(r"(?:[A-ZÀ-ÖØ-Þ][\w’'-]*[^\W_] ){1,4}[A-ZÀ-ÖØ-Þ][\w’'-]*[^\W_]")
+_CAPITALS = re.compile(r"(?:[A-ZÀ-ÖØ-Þ][\w’'-]{0,40}[^\W_] ){1,4}[A-ZÀ-ÖØ-Þ][\w’'-]{0,40}[^\W_]")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,82 @@
+"""Every regular expression takes time in proportion to the text that it is given, whoever wrote it."""
+
+import importlib
+import pkgutil
+import re
+import time
+
+import pytest
+
+import dlm_rag
+
+# What strangers would send to an expression that tries again from every position.
+FILLERS = (
+    " ", "\n", " \n", "a", "A", "7", "_", ".", "!", "#", "-", "'", '"', "*", "(", "[", "{", "<", "a ", "A ",
+    "Aa ", "a.", "a-", "A\u2019", ". ", "?\n", "``\u0060\n", "<answer>", "<search>", "<think>", "</think>",
+    "<search>a</answer>", "\\boxed{", "\\text{", "{'text'", "answer is ", "answer is\n", "answer to ",
+    "Answer: ",
+    "the final ", "question: ", "(a (", "[1] ", '"answer": "', "\u0301", "\u4e2d",
+)  # fmt: skip
+ENDS = ("x", "</search>", '"')
+SHORT, LONG = 10_000, 100_000
+SUSPICIOUS_SECONDS = 0.005  # for the short text: only then is the long one tried
+# Expressions that are only tried at the beginning of a text.
+ANCHORED = {
+    "_SETTING", "_CONFIDENCES", "_MODEL_URL", "_HUB_ID", "_KEY", "ENTRY_NAME", "SCRATCH_NAME", "_LABEL",
+    "_WORKERS",
+    "_NESTED", "_LAST_WORD", "_PARAMETER", "_QUOTED_TITLE",
+}  # fmt: skip
+
+
+def list_expressions():
+    found = {}
+    for module in pkgutil.walk_packages(dlm_rag.__path__, "dlm_rag."):
+        if module.name.endswith("__main__"):
+            continue
+        try:
+            members = vars(importlib.import_module(module.name))
+        except ModuleNotFoundError:  # an optional package
+            continue
+        for name, value in members.items():
+            parts = value if isinstance(value, tuple | list) else [value]
+            for number, part in enumerate(parts):
+                part = getattr(part, "__self__", part)
+                if isinstance(part, re.Pattern) and isinstance(part.pattern, str):
+                    found.setdefault(part.pattern, (f"{module.name}.{name}.{number}", part))
+    return dict(found.values())
+
+
+def measure(expression, text, anchored):
+    begin = time.thread_time()
+    for _ in () if anchored else expression.finditer(text):
+        pass
+    expression.match(text), expression.fullmatch(text)
+    return time.thread_time() - begin
+
+
+def find_slow_filler(expression, anchored=False):
+    """Returns a filler of which ten times as much takes over 30 times as long; None where there is none."""
+    for filler in FILLERS:
+        for end in ENDS:
+            short, long = ((filler * size)[:size] + end for size in (SHORT, LONG))
+            if measure(expression, short, anchored) < SUSPICIOUS_SECONDS:
+                continue
+            taken = min(measure(expression, short, anchored) for _ in range(3))
+            if taken > 0.03:
+                return filler, end, taken
+            if taken > SUSPICIOUS_SECONDS and measure(expression, long, anchored) > 30 * taken:
+                return filler, end, taken
+    return None
+
+
+def test_every_expression_is_linear():
+    slow = {}
+    for name, each in list_expressions().items():
+        if found := find_slow_filler(each, name.split(".")[-2] in ANCHORED):
+            slow[name] = found
+    assert not slow
+
+
+@pytest.mark.parametrize("pattern", [r"\s*#", r"<answer>(.*?)</answer>", r"\w+ \w+!"])
+def test_one_that_is_not_linear_is_found(pattern):
+    assert find_slow_filler(re.compile(pattern, re.DOTALL))
