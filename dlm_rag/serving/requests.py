@@ -62,9 +62,7 @@ class Message(RequestBody):
     """A message of a chat; of an answer that is sent back, its text alone is read."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], BeforeValidator(_to_parts), Field(max_length=MAX_PARTS)] | None = (
-        None
-    )
+    content: Parts | None = None
     name: str | None = None
     refusal: Any = None
     annotations: Any = None
@@ -95,7 +93,7 @@ class _OpenAIChat(_Chat):
     stream_options: StreamOptions | None = None
     max_tokens: Tokens = None
     max_completion_tokens: Tokens = None
-    stop: Annotated[Annotated[list[Stop], Field(max_length=4)] | None, BeforeValidator(_to_list)] = None
+    stop: Annotated[Stops | None, BeforeValidator(_to_list)] = None
     cite: bool | None = None
 
 
