@@ -4,10 +4,14 @@ import importlib
 import pkgutil
 import re
 import time
+from functools import partial
 
 import pytest
 
 import dlm_rag
+from dlm_rag import text
+from dlm_rag.baselines.policies import cut_sentence, find_action
+from dlm_rag.serving.conversation import make_question_stand_alone
 
 # What strangers would send to an expression that tries again from every position.
 FILLERS = (
@@ -25,6 +29,8 @@ ANCHORED = {
     "_SETTING", "_CONFIDENCES", "_MODEL_URL", "_HUB_ID", "_KEY", "ENTRY_NAME", "SCRATCH_NAME", "_LABEL",
     "_WORKERS",
     "_NESTED", "_LAST_WORD", "_PARAMETER", "_QUOTED_TITLE",
+    "_ANSWER_LINE", "_NO_ANSWER", "_STEP", "_SECTION_NAME", "_QUESTION_LABEL", "_JSON_TEXT",
+    "_BLANK_OR_MARKUP",
 }  # fmt: skip
 
 
@@ -67,6 +73,36 @@ def find_slow_filler(expression, anchored=False):
             if taken > SUSPICIOUS_SECONDS and measure(expression, long, anchored) > 30 * taken:
                 return filler, end, taken
     return None
+
+
+READERS = {
+    "answer": text.find_answer_span,
+    "whole answer": partial(text.find_answer_span, form="whole"),
+    "sentences": text.find_sentence_spans,
+    "content words": lambda said: text.content_words(said, 0, len(said)),
+    "names": text.extract_names,
+    "title": text.get_title_line,
+    "short title": text.strip_disambiguation,
+    "normalised answer": text.normalize_answer,
+    "action of Search-R1": find_action,
+    "open action of Search-R1": partial(find_action, closed=False),
+    "sentence of a baseline": cut_sentence,
+    "turns": lambda said: make_question_stand_alone([("user", said), ("user", said)]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READERS)
+def test_what_reads_a_text_is_linear(name):
+    """Several expressions together, each from where the last one has ended."""
+    read = READERS[name]
+    for filler in FILLERS:
+        taken = []
+        for size in (SHORT, LONG):
+            begin = time.thread_time()
+            read((filler * size)[:size] + "x")
+            taken.append(time.thread_time() - begin)
+        assert taken[1] < max(0.3, 30 * taken[0]), (filler, taken)
 
 
 def test_every_expression_is_linear():
