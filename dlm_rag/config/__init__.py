@@ -24,7 +24,6 @@ from dlm_rag.config.fields import (
     SET,
     CheckedSettings,
     explain_validation_error,
-    flatten_settings,
     get_field_metadata,
     merge_settings,
     setting,
@@ -226,12 +225,6 @@ def _list_given_keys(node: dict[str, Any], prefix: str = "") -> list[str]:
         else:
             found.append(key)
     return found
-
-
-def list_changed_settings(config: Config) -> dict[str, Any]:
-    """The dotted keys whose values are not the defaults, with the values."""
-    plain = flatten_settings(Config())
-    return {key: value for key, value in flatten_settings(config).items() if value != plain[key]}
 
 
 def dump_config(config: Config) -> str:

@@ -1,7 +1,5 @@
-"""The tables of a benchmark: all cells in one, in Markdown, LaTeX and HTML, and pictures of the fronts."""
+"""The table of a benchmark, all cells in one, and pictures of the fronts."""
 
-import base64
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +30,6 @@ NAMES = 5  # headings that tell cells apart
 FRONT_COSTS = ("forwards", "searches", "joules")  # of an answer
 Summaries = Mapping[tuple["Cell", str], SettingMetrics]  # of each policy of the cells of a data set
 SHOWN_METRICS = ("exact_match", "f1", "recall_last", "forwards", "searches", "answers/s")
-_LATEX = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "^": r"\^{}"})
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class Cell:
 
 
 def write_benchmark_tables(out: Path, cells: Sequence[Cell], failed: Mapping[str, str]) -> None:
-    """Writes table.md, table.tex, table.html and a picture of each data set's fronts; prints the table.
+    """Writes table.md and a picture of each data set's fronts; prints the table.
 
     failed: cells with their errors.
     """
@@ -77,9 +74,7 @@ def write_benchmark_tables(out: Path, cells: Sequence[Cell], failed: Mapping[str
         found.append(ResultTable("Failed", ("cell", "error"), [*map(list, failed.items())]))
     shown = [f"![exact match by cost, {path.stem}]({path.name})\n" for path in pictures]
     write_text_atomic(out / "table.md", "\n".join([*map(render_markdown_table, found), *shown]))
-    write_text_atomic(out / "table.tex", render_latex_table(table))
-    write_text_atomic(out / "table.html", render_html_tables(found, pictures))
-    print(f"table.md, table.tex, table.html and pictures are in {out}")
+    print(f"table.md and pictures are in {out}")
 
 
 def summarise_cells(results: Mapping[Cell, StoredResult]) -> Summaries:
@@ -128,38 +123,3 @@ def plot_cells(path: Path, summaries: Summaries) -> None:
     labels = {n: labels[n] for n in named}
     costs = [cost for cost in FRONT_COSTS if any(metrics[cost] for metrics in named.values())]
     plot_fronts(path, named, labels, costs or FRONT_COSTS[:1], "")
-
-
-def render_latex_table(table: ResultTable) -> str:
-    """The table for LaTeX with booktabs."""
-    lines = [
-        " & ".join(str(cell).translate(_LATEX) for cell in row) + r" \\"
-        for row in (table.headings, *table.rows)
-    ]
-    columns = "l" * NAMES + "r" * (len(table.headings) - NAMES)
-    head, *body = lines
-    begin, end = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule"], [r"\bottomrule", r"\end{tabular}", ""]
-    return "\n".join([*begin, head, r"\midrule", *body, *end])
-
-
-def render_html_tables(tables: Sequence[ResultTable], pictures: Sequence[Path]) -> str:
-    """A page with the tables and the pictures, in one file."""
-    parts = [
-        "<!doctype html><meta charset=utf-8><title>Benchmark</title>",
-        "<style>:root{color-scheme:light dark}body{font:15px system-ui;margin:2em}",
-        "td,th{padding:.2em .7em;text-align:right}",
-        "td:nth-child(-n+5),th:nth-child(-n+5){text-align:left}tr:nth-child(even){background:#8882}",
-        "</style>",
-    ]
-    for table in tables:
-        parts.append(f"<h2>{html.escape(table.title)}</h2><table>")
-        for tag, row in (("th", table.headings), *(("td", row) for row in table.rows)):
-            cells = "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in row)
-            parts.append(f"<tr>{cells}</tr>")
-        parts.append("</table>")
-    for path in pictures:
-        data = base64.b64encode(path.read_bytes()).decode()
-        parts.append(
-            f'<h2>{html.escape(path.stem)}</h2><img src="data:image/png;base64,{data}" width=100%>'
-        )
-    return "\n".join(parts) + "\n"

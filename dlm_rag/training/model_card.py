@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dlm_rag.config import Config, list_changed_settings
+from dlm_rag.config import Config
 from dlm_rag.files.paths import open_atomic_file, write_text_atomic
 from dlm_rag.machine import describe_machine, get_machine_name
 from dlm_rag.model.denoiser import Denoiser
@@ -33,10 +33,6 @@ CURVES = (  # the axis, the metric, its label, its colour
         (1, f"exact_match_{hops}_hops", f"exact match, {hops} hops", color)
         for hops, color in enumerate(("#cfe3d4", "#93c3a0", "#4f9a68", "#1d6b3c"), start=1)
     ),
-)
-WORLDS_NOTE = (
-    "\nIt knows the English of these worlds and nothing else: it answers about passages that tell of\n"
-    "invented people, places, works and companies, by reading what it retrieves.\n"
 )
 
 
@@ -64,7 +60,7 @@ def write_model_card(
         "config": asdict(config),
     }
     write_text_atomic(folder / "training.json", json.dumps(record, indent=2) + "\n")
-    write_text_atomic(folder / "README.md", _render_readme(record, list_changed_settings(config)))
+    write_text_atomic(folder / "README.md", _render_readme(record))
     plot_curves(folder / "curves.png", metrics)
 
 
@@ -76,32 +72,21 @@ def make_train_command() -> str:
     return f"{start} {shlex.join([Path(sys.argv[0]).name, *words])}"
 
 
-def _render_readme(record: dict[str, Any], settings: dict[str, Any]) -> str:
-    model, data = record["config"]["model"]["path"], record["config"]["data"]
-    layers = record["config"]["train"]["init_layers_from"]
-    begun = model or (f"the layers of {layers}" if layers else "nothing")
-    named = [*data["documents"], *([data["questions"]] if data["questions"] else [])]
-    if data["corpus"] and not data["questions"]:
-        named.append(f"questions made from {data['corpus']}")
+def _render_readme(record: dict[str, Any]) -> str:
+    """Renders the facts of `training.json`, which has all settings, in Markdown."""
+    config = record["config"]
+    data = config["data"]
     rows = {
-        "commit": record["commit"],
-        "finished": record["date"],
-        "machine": f"{record['machine']}, {record['hours']} hours",
-        "seed": record["seed"],
-        "steps": f"{record['steps']:,}, of {record['rows']:,} rows, "
-        f"{record['supervised_tokens']:,} masked tokens in all",
-        "parameters": f"{record['parameters']:,}",
-    }
-    rows |= {
-        f"validation: {name.replace('_', ' ')}": f"{v:.3g}" for name, v in record["validation"].items()
+        "begun from": config["model"]["path"] or config["train"]["init_layers_from"] or "random weights",
+        "data": data["questions"] or data["corpus"] or data["documents"] or "invented worlds",
+        **{name: record[name] for name in ("commit", "date", "machine", "hours", "seed", "steps", "rows")},
+        "supervised tokens": record["supervised_tokens"],
+        "parameters": record["parameters"],
+        **{f"validation: {name}": f"{value:.3g}" for name, value in record["validation"].items()},
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    listed = "\n".join(f"    {key}: {value}" for key, value in settings.items())
     return (
-        f"# A denoiser trained from {begun} on {', '.join(named) or 'invented worlds'}\n\n"
-        f"    {record['command']}\n\n| | |\n|---|---|\n{table}\n\n"
-        "![Losses, pointer mass and exact match while training](curves.png)\n\n"
-        f"Settings that are not the defaults:\n\n{listed}\n{'' if model or named else WORLDS_NOTE}"
+        f"# A denoiser\n\n    {record['command']}\n\n| | |\n|---|---|\n{table}\n\n![Curves](curves.png)\n"
     )
 
 

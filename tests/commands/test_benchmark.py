@@ -90,9 +90,6 @@ def test_168_cells_are_run_once_each_whatever_fails_or_stops(tmp_path, monkeypat
     fourth = FakeEvaluate()
     run(monkeypatch, file, tmp_path / "out", fourth)
     assert not fourth.ran
-    assert "\\bottomrule" in (tmp_path / "out" / "table.tex").read_text()
-    page = (tmp_path / "out" / "table.html").read_text()
-    assert page.count("<tr>") == 337 and page.count("data:image/png") == 6
     fronts = {(row[2], row[4]): row[-2:] for row in rows}  # as many joules for less is not on the front
     assert fronts["int8", "static"] == ["1", "forwards, searches, joules |"]
     assert fronts["int8", "interleaved"] == ["2", "forwards, searches |"]
