@@ -97,9 +97,9 @@ class ReferenceModelRunner:
             )
             whole = self.denoiser.compute_token_logits(self.denoiser.encode(packed)[0]).float()
             for view, row, every in zip(views, states, whole.split(packed.lengths), strict=True):
-                at = torch.from_numpy(row.canvas_start + view.positions).to(every.device)
+                at = torch.tensor([row.find_state(n) for n in view.positions.tolist()]).to(every.device)
                 drawing = view.soft_threshold is not None
-                arrays = collect_sampling_metadata([view], self._mask_id, self.shape.vocab_size, drawing)
+                arrays = collect_sampling_metadata([view], self._mask_id, self.shape, drawing)
                 wanted, logits = to_device(arrays, every.device), every[at]
                 if copied := collect_crf_inputs([view], self._mask_id):
                     logits = apply_copy_crf(logits, CopyCRF(*to_device(copied, every.device)))
@@ -203,7 +203,7 @@ class ReplayModelRunner:
         sure = np.array([float(place in tokens) for place in places])
         ids = np.array([tokens.get(place, 2) for place in places])
         none = np.zeros(len(places))
-        return Proposals(view.positions, ids, sure, none, none, none, none)
+        return Proposals(view.positions, ids, sure, none, none, none)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

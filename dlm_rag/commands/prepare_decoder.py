@@ -48,9 +48,7 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made")
 # Settings of retrieval and decoding that change no answer; of what a URL searches there is a fingerprint.
-FREE_SETTINGS = {
-    "batch_size", "corpus", "index_dir", "embedding_batch_size", "url", "timeout", "top_logprobs",
-}  # fmt: skip
+FREE_SETTINGS = {"batch_size", "corpus", "index_dir", "embedding_batch_size", "url", "timeout"}
 WORLD_MODELS = [f"{SHIPPED_PREFIX}{name}" for name in ("model", "whole")]  # trained on the world that ships
 STAMPED_PACKAGES = ("torch", "transformers", "sentence-transformers", "bm25s", "numpy")
 

@@ -170,9 +170,6 @@ class DecodeConfig(CheckedSettings):
     """refresh the evidence only if the lowest confidence is below this; unset: always"""
     temperature: float = setting(0.0, low=0, only_with={"decode.mode": ("diffusion", "autoregressive")})
     """sampling temperature of committed tokens; 0 takes the most probable token"""
-    top_logprobs: int | None = setting(None, low=0, high=20)
-    """number of most probable tokens whose log-probabilities a trace holds for each written token, besides
-    its own, as of the last step in which it could change; unset: its own, as of the step that wrote it"""
     seed: int = setting(0)
     """random seed of sampling; every question has a generator of its own"""
     batch_size: int = setting(8, low=1, high=2**16)

@@ -1,8 +1,8 @@
 """The canvas of a question: its tokens, all masked at first, and how a step writes into it."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -14,9 +14,6 @@ from dlm_rag.randomness import sample_uniform
 
 TokenIds = NDArray[np.int64]
 Span = tuple[int, int]  # positions, from and up to
-# Of at least one candidate those to commit; with the positions of which the schedule of `steps_per_block`
-# says how many a step commits, and whether any must be.
-Choose = Callable[[Proposals, Span | None, bool], Proposals]
 
 
 class CanvasChange(NamedTuple):
@@ -32,10 +29,12 @@ class Canvas:
     """Token ids (n,) with `mask_id` where nothing is committed yet.
 
     frozen_length: positions in front that change no more; None: a committed token stays.
+    chooses_itself: whether `write` takes its own choice of proposals, and no rule is asked.
 
     Invariant: a committed token changes only by `edit`, after the frozen positions.
     """
 
+    chooses_itself: ClassVar[bool] = False
     length: int
     mask_id: int
     frozen_length: int | None = None
@@ -61,10 +60,9 @@ class Canvas:
     def model_ids(self) -> TokenIds:
         return self.ids
 
-    @property
-    def open_positions(self) -> NDArray[np.bool_]:
-        """Mask (n,) of the positions where a provisional token stands for what is still to come."""
-        return self.masked
+    def select_provisional(self, proposals: Proposals) -> Proposals:
+        """The proposals of a step, which has been written, that stand for what is still to come."""
+        return proposals.subset(self.masked[proposals.positions])
 
     def draw_numbers(
         self, settings: DecodeConfig, generator: torch.Generator
@@ -76,47 +74,25 @@ class Canvas:
         count = 5 if samples_actions(settings) else int(settings.temperature > 0)
         return sample_uniform(generator, count, self.length) if count else None, settings.temperature
 
-    def commit_range(self, block_length: int | None, begin: int, end: int) -> Span:
-        """From where and up to where positions may be committed: the first block with a mask.
-
-        Blocks of `block_length` (None or 0: one block) are counted from `begin`, which may be below 0, to
-        `end`.
-        """
-        if block_length:
-            first = max(begin, 0) + int(np.argmax(self.masked[max(begin, 0) : end]))
-            begin = first - (first - begin) % block_length
-            end = min(begin + block_length, end)
-        return begin, end
-
     def committed_share(self, begin: int, end: int) -> float:
         """Of a block; what of it stands in the prompt counts as committed."""
         return (end - begin - int(self.masked[max(begin, 0) : end].sum())) / (end - begin)
 
-    def write_step(
-        self, proposals: Proposals, settings: DecodeConfig, blocks: Sequence[Span], choose: Choose
+    def write(
+        self, proposals: Proposals, chosen: Proposals | None, settings: DecodeConfig, block: Span
     ) -> CanvasChange:
-        """Commits within blocks, of which the first is the current one, and edits in this."""
-        at, block, offers = proposals.positions, blocks[0], list[tuple[Proposals, Span, bool]]()
-        for n, span in enumerate(blocks):
-            begin, end = self.commit_range(settings.block_length, *span)
-            candidates = proposals.subset(self.masked[at] & (at >= begin) & (at < end))
-            must = not n or self.committed_share(*blocks[n - 1]) >= settings.semi_complete_threshold
-            if len(candidates.positions):
-                offers.append((candidates, (begin, end), must))
-        waiting, edited, committed = bool(offers), None, None
+        """Commits what was chosen, if masks were left to choose from, and edits in the current block."""
+        edited = None
         if settings.edit_threshold is not None:
             edited = self.edit(proposals, settings.edit_threshold)
-            self.edit_steps = 0 if waiting else self.edit_steps + 1
-        if waiting:
-            first, *others = [choose(*offer) for offer in offers]
-            written = np.concatenate([each.positions for each in (first, *others)])
-            committed = proposals.subset(np.isin(at, written)) if others else first
-            self.commit(committed)
+            self.edit_steps = self.edit_steps + 1 if chosen is None else 0
+        if chosen is not None:
+            self.commit(chosen)
         settled = self.edit_steps > 0 and (edited is None or not len(edited.positions))
         over = settled or self.edit_steps >= settings.max_edit_steps
         if self.frozen_length is not None and over and not self.masked[max(0, block[0]) : block[1]].any():
             self.frozen_length, self.edit_steps = block[1], 0
-        return CanvasChange(committed, edited)
+        return CanvasChange(chosen, edited)
 
     def commit(self, chosen: Proposals) -> None:
         """Writes the chosen proposals down; raises `ValueError` if one of them is committed already."""
@@ -135,10 +111,9 @@ class Canvas:
         return edits
 
     def fill_provisional(self, provisional: Proposals, least_confidence: float) -> list[int]:
-        """Ids with the provisional tokens of at least that confidence in open positions."""
-        ids, at = self.ids.copy(), provisional.positions
-        entering = (provisional.confidence >= least_confidence) & self.open_positions[at]
-        ids[at[entering]] = provisional.token_ids[entering]
+        """Ids with the provisional tokens of at least that confidence in their places."""
+        ids, entering = self.ids.copy(), provisional.subset(provisional.confidence >= least_confidence)
+        ids[entering.positions] = entering.token_ids
         return ids.tolist()
 
     def is_finished(self, end_ids: Collection[int]) -> bool:

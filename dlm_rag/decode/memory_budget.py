@@ -232,7 +232,7 @@ def _read_logits(denoiser: Denoiser, decode: DecodeConfig, count: int) -> None:
     drawn, numbers = (places, torch.empty(count)) if decode.temperature else (places[:0], torch.empty(0))
     sampled = (places, torch.empty(5, count)) if samples_actions(decode) else (None, None)
     mask_id = torch.zeros(1, dtype=torch.int64)
-    wanted = SamplingMetadata(mask_id, places, drawn, numbers, numbers, places, *sampled)
+    wanted = SamplingMetadata(mask_id, drawn, numbers, numbers, places, *sampled)
     sample_proposals(denoiser.compute_token_logits(hidden).float(), wanted)
 
 

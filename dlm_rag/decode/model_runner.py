@@ -1,7 +1,7 @@
 """How a model answers a step: a masked-diffusion denoiser in one call over all rows."""
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from itertools import chain, islice
 
 import numpy as np
@@ -16,7 +16,7 @@ from dlm_rag.decode.sampling import (
     sample_proposals,
     split_logit_chunks,
 )
-from dlm_rag.diffusion.commit_rules import STATISTICS, FloatArray, Proposals
+from dlm_rag.diffusion.commit_rules import STATISTICS, Proposals
 from dlm_rag.diffusion.copy_crf import CopyCRF, apply_copy_crf
 from dlm_rag.evidence.batch_kv_cache import CacheRequest, ForwardSpan, KVCacheManager
 from dlm_rag.evidence.evidence_store import open_evidence_store
@@ -75,15 +75,6 @@ class DecoderStats:
         if reuse.evicted_segments:
             used += f", {reuse.evicted_segments:,} passages left the pool (engine.prefix_cache_gib)"
         return used if self.compiled_graphs is None else f"{used}, {self.compiled_graphs} graphs compiled"
-
-
-def make_proposals(view: ModelInput, rows: FloatArray, top: int) -> Proposals:
-    """What a view is told, of the rows of `sample_proposals`; top: of the likeliest tokens of the call."""
-    rows, likeliest = np.split(rows, [len(rows) - 2 * top])
-    found = Proposals.from_rows(view.positions, rows[: None if view.soft_threshold else len(STATISTICS)])
-    if not view.top_logprobs:
-        return found
-    return replace(found, likeliest=likeliest.reshape(2, top, -1)[:, : view.top_logprobs])
 
 
 class ModelRunner:
@@ -182,7 +173,6 @@ class MaskedModelRunner(ModelRunner):
         with profile_stage("denoise"):
             read = [[] if run.row is None else self._read_tokens(run, views[run.row]) for run in runs]
             chunks, policy = list(split_logit_chunks(views)), any(view.soft_threshold for view in views)
-            top = max(view.top_logprobs for view in views)
             wanted = [
                 (
                     collect_sampling_metadata(chunk, self._mask_id, self.shape, policy),
@@ -201,11 +191,11 @@ class MaskedModelRunner(ModelRunner):
                 logits = self.denoiser.compute_token_logits(states).float()
                 if copying:
                     logits = apply_copy_crf(logits, CopyCRF(*islice(tensors, len(copying))))
-                found.append(sample_proposals(logits, metadata, top))
+                found.append(sample_proposals(logits, metadata))
             values = to_host(torch.cat(found, dim=1)).astype(np.float64)
         ends = np.cumsum([len(view.positions) for view in views])
         return [
-            make_proposals(view, part, top)
+            Proposals.from_rows(view.positions, part[: None if view.soft_threshold else len(STATISTICS)])
             for view, part in zip(views, np.split(values, ends[:-1], axis=1), strict=True)
         ]
 

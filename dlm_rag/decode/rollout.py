@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any
 
 from typing_extensions import TypedDict  # that of Python 3.11 cannot be checked by pydantic
 
@@ -23,8 +23,6 @@ from dlm_rag.text import (
 )
 
 Span = tuple[int, int]
-Written = TypeVar("Written")
-TopLogprob = tuple[int, str, float]  # id and text of a token, its log-probability in nats
 HeldWord = tuple[str, int, list[str]]  # a word, its last commit step, the passages that hold it, by rank
 
 
@@ -98,23 +96,15 @@ class RolloutStep:
     edited: tuple[CommittedToken, ...] = ()
     action: Action | None = None  # where a policy sampled
     guesses: ProvisionalDelta | None = None  # of positions that stay masked, where they are recorded
-    # With `decode.top_logprobs`: what stayed of a block that could change until this step, as this step
-    # sees it; of committed, edited and kept tokens, in this order, the most probable ones in their places.
-    kept: tuple[CommittedToken, ...] = ()
-    top_logprobs: tuple[tuple[TopLogprob, ...], ...] = ()
 
     @property
     def written_tokens(self) -> tuple[CommittedToken, ...]:
         return (*self.committed, *self.edited)
 
-    def apply(self, canvas: dict[int, Written], written: dict[int, Written]) -> dict[int, Written]:
-        """What stands at each position after the step, from what stood there and what is written down."""
-        gone = {*self.remasked}
-        return {n: value for n, value in canvas.items() if n not in gone} | written
-
     def write_tokens(self, canvas: dict[int, CommittedToken]) -> dict[int, CommittedToken]:
         """The tokens of a canvas by position after the step."""
-        return self.apply(canvas, {token.position: token for token in self.written_tokens})
+        kept = {n: token for n, token in canvas.items() if n not in {*self.remasked}}
+        return kept | {token.position: token for token in self.written_tokens}
 
 
 @dataclass
@@ -224,10 +214,8 @@ class Rollout:
 
     def commit_steps(self) -> dict[int, int]:
         """The step that wrote each token of the final canvas, by position."""
-        steps: dict[int, int] = {}
-        for step in self.steps:
-            steps = step.apply(steps, {token.position: step.step for token in step.written_tokens})
-        return steps
+        written = {token.position: step.step for step in self.steps for token in step.written_tokens}
+        return {position: written[position] for position in self.final_tokens()}
 
     def count_steps_within(self, begin: int, end: int) -> int:
         """Number of last steps in a row that committed tokens, all from `begin` to `end`."""

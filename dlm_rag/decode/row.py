@@ -98,39 +98,20 @@ class Row:
         return blocks
 
     @property
-    def follows_last_block(self) -> bool:
-        """Whether the next token is the first of a block and the block before it predicts it: it is asked
-        for alone, and the model sees nothing after it.
-        """
-        predicts = self.laid_out_prompt.predicts_next_block
-        return predicts and self.canvas.first_masked == self.current_block[0]
-
-    @property
-    def window(self) -> tuple[int, int]:
+    def shown_span(self) -> Span:
         """The positions, from and up to, that the model sees: the open blocks, and whole blocks of
         lookahead where the query takes provisional tokens.
+
+        None of them where the next token is the first of a block and the block before it predicts it.
         """
         settings, length, (begin, end) = self.settings, self.canvas.length, self.current_block
-        if self.follows_last_block:
+        if self.laid_out_prompt.predicts_next_block and self.canvas.first_masked == begin:
             return begin, begin
         ahead = query_uses_provisional_tokens(settings.query_policy, settings.query_threshold)
         if settings.query_window and end < length and ahead:
             last = min(end + settings.query_window, length) - 1
             end = min(self.laid_out_prompt.block_bounds(last)[1], length)
         return max(0, begin), max(end, self.open_blocks[-1][1])
-
-    @property
-    def positions_to_predict(self) -> NDArray[np.int64]:
-        """The canvas positions that the next step asks about: the masked ones of the window, and with edits
-        the committed ones of the block.
-        """
-        begin, end = self.window
-        if begin == end:
-            return np.array([begin])
-        asked = self.canvas.masked[begin:end].copy()
-        if self.canvas.frozen_length is not None:
-            asked[: self.current_block[1] - begin] = True
-        return begin + np.flatnonzero(asked)
 
     def fail(self, reason: str) -> None:
         log.warning("question '%s' failed: %s", self.question.id, reason)

@@ -37,7 +37,6 @@ class ModelInput:
     finished_length: int = 0  # positions in front that are whole blocks and change no more
     copy_sources: CopySources | None = None  # what is to be copied where it can be
     copy_penalty: float = 0.0  # nats, of what is not
-    top_logprobs: int = 0  # how many of the most probable tokens are wanted, too
 
 
 def split_logit_chunks(views: Sequence[ModelInput]) -> Iterator[list[ModelInput]]:
@@ -77,20 +76,18 @@ def collect_sampling_metadata(
 ) -> Arrays:
     """The fields of `SamplingMetadata` for these views; policy: whether any row of the call has one.
 
-    An autoregressive model may have no mask: then it is beyond the vocabulary, and stands for any token.
+    An autoregressive model may have no mask: then it is beyond the vocabulary.
     """
-    vocab_size = shape.vocab_size
     counts, soft = [len(view.positions) for view in views], [view.soft_threshold for view in views]
-    current = np.concatenate([np.append(view.canvas, mask_id)[view.positions] for view in views])
     temperature = np.repeat([view.temperature for view in views], counts)
-    drawn, quantiles = np.flatnonzero(temperature), np.zeros((2, len(current)))
+    drawn, quantiles = np.flatnonzero(temperature), np.zeros((2, len(temperature)))
     for view, end in zip(views, np.cumsum(counts), strict=True):
         if view.quantiles is not None:
             quantiles[:, end - len(view.positions) : end] = view.quantiles
     entropy = np.flatnonzero(np.repeat([view.needs_entropy for view in views], counts))
     sampled = (values[drawn].astype(np.float32) for values in (temperature, quantiles[0]))
-    never = np.array([n for n in (mask_id, *shape.excluded_token_ids) if n < vocab_size], np.int64)
-    arrays: Arrays = [never, np.minimum(current, vocab_size - 1), drawn, *sampled, entropy]
+    never = np.array([n for n in (mask_id, *shape.excluded_token_ids) if n < shape.vocab_size], np.int64)
+    arrays: Arrays = [never, drawn, *sampled, entropy]
     if policy:
         index = np.flatnonzero(np.repeat([each is not None for each in soft], counts))
         params = np.repeat([each or (1.0, 0.5, 1.0) for each in soft], counts, axis=0).T
@@ -102,16 +99,15 @@ def collect_sampling_metadata(
 class SamplingMetadata:
     """What is wanted of n positions; tensors lie on the device of the logits.
 
-    excluded_ids: (e,) tokens that are never proposed, the mask among them. current_ids: (n,) the token that
-    stands there now. sampled_index: (m,) which positions take a token at random, at the quantile
-    `quantiles` (m,) of the distribution at `temperature` (m,), above 0; the others take the most probable
-    one. entropy_index: (s,) of which positions entropy and margin are wanted. policy_index: (k,) for which
-    positions a policy draws, None where there is none in the call; policy_params: (5, k) its temperature,
-    threshold and width, and the two quantiles that it draws at.
+    excluded_ids: (e,) tokens that are never proposed, the mask among them. sampled_index: (m,) which
+    positions take a token at random, at the quantile `quantiles` (m,) of the distribution at `temperature`
+    (m,), above 0; the others take the most probable one. entropy_index: (s,) of which positions entropy and
+    margin are wanted. policy_index: (k,) for which positions a policy draws, None where there is none in
+    the call; policy_params: (5, k) its temperature, threshold and width, and the two quantiles that it
+    draws at.
     """
 
     excluded_ids: Tensor
-    current_ids: Tensor
     sampled_index: Tensor
     temperature: Tensor
     quantiles: Tensor
@@ -120,10 +116,8 @@ class SamplingMetadata:
     policy_params: Tensor | None = None
 
 
-def sample_proposals(logits: Tensor, wanted: SamplingMetadata, top: int = 0) -> Tensor:
+def sample_proposals(logits: Tensor, wanted: SamplingMetadata) -> Tensor:
     """A row (n,) for each of `STATISTICS`, then, where a policy draws, for each of `ACTION_STATISTICS`.
-
-    Then for each of the `top` most probable tokens that may be proposed, and for their log-probabilities.
 
     logits: (n, V) float32. The mask itself is never proposed. Confidence is a token's probability at
     temperature 1, whatever it was sampled at; the log-probability is finite where that underflows. Entropy
@@ -149,13 +143,10 @@ def sample_proposals(logits: Tensor, wanted: SamplingMetadata, top: int = 0) -> 
         token = token.index_copy(0, wanted.sampled_index, sample_at_quantile(tempered, wanted.quantiles))
     log_prob = (allowed.gather(1, token[:, None]) - highest).squeeze(1) - total.log()
     confidence = weights.gather(1, token[:, None]).squeeze(1) / total
-    current = (logits.gather(1, wanted.current_ids[:, None]) - highest).squeeze(1) - total.log()
     # As in `STATISTICS`. Token ids are exact in float32 below 2 ** 24; not every device has float64.
-    found = torch.stack([token.float(), confidence, log_prob, entropy, margin, current])
-    most = [x.T for x in allowed.topk(top, dim=-1)] if top else []
-    likeliest = [most[1].float(), most[0] - highest.T - total.log()] if top else []
+    found = torch.stack([token.float(), confidence, log_prob, entropy, margin])
     if wanted.policy_index is None or wanted.policy_params is None:
-        return torch.cat([found, *likeliest])
+        return found
     draws = found.new_zeros(len(ACTION_STATISTICS), len(logits))
     if len(wanted.policy_index):
         temperature, threshold, width, uniform, forced = wanted.policy_params
@@ -166,4 +157,4 @@ def sample_proposals(logits: Tensor, wanted: SamplingMetadata, top: int = 0) -> 
             uniform,
             forced,
         )
-    return torch.cat([found, draws, *likeliest])
+    return torch.cat([found, draws])

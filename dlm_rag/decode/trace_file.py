@@ -29,9 +29,7 @@ from dlm_rag.tokenizer.prompts import PromptTemplate
 Line = TypeVar("Line")
 TRACE_VERSION = 2
 # left out of a step that has none
-OPTIONAL_STEP_KEYS = (
-    "remasked", "dropped", "edited", "action", "guesses", "kept", "top_logprobs",
-)  # fmt: skip
+OPTIONAL_STEP_KEYS = ("remasked", "dropped", "edited", "action", "guesses")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dlm_rag.config.fields import resolve_or_import
 FloatArray = NDArray[np.float64]
 IndexArray = NDArray[np.intp]
 # What a call of a denoiser says of each position: the rows of the tensor that comes from the device.
-STATISTICS = ("token_ids", "confidence", "log_prob", "entropy", "margin", "current_log_prob")
+STATISTICS = ("token_ids", "confidence", "log_prob", "entropy", "margin")
 # What it adds where a rule draws actions (`diffusion/policy.py`): of a drawn token and of a forced one.
 ACTION_STATISTICS = (
     "token_ids", "log_confidence", "gate", "log_commit", "log_stay", "forced_logit", "forced_token_ids",
@@ -38,14 +38,11 @@ class Proposals:
     log_prob: FloatArray  # nats; of the confidence, finite where that underflows
     entropy: FloatArray  # nats of the distribution at the position
     margin: FloatArray  # probability of the first minus that of the second token
-    current_log_prob: FloatArray  # nats; of the token that stands there now
     actions: dict[str, FloatArray] | None = None  # by `ACTION_STATISTICS`, where a rule draws actions
-    most_probable: "Proposals | None" = None  # of the most probable tokens, where a step needs both
-    likeliest: FloatArray | None = None  # (2, k, n) the most probable tokens and their log-probabilities
 
     @classmethod
     def from_rows(cls, positions: NDArray[np.int64], rows: FloatArray) -> "Proposals":
-        """From one row for each of `STATISTICS`, and maybe of `ACTION_STATISTICS`, (6 or 15, n)."""
+        """From one row for each of `STATISTICS`, and maybe of `ACTION_STATISTICS`, (5 or 14, n)."""
         named = dict(zip(STATISTICS, rows, strict=False))
         actions = dict(zip(ACTION_STATISTICS, rows[len(STATISTICS) :], strict=False))
         token_ids = named.pop("token_ids").astype(np.int64)
@@ -55,10 +52,8 @@ class Proposals:
         """The proposals selected by a mask or by indices."""
         return Proposals(
             self.positions[keep], self.token_ids[keep], self.confidence[keep], self.log_prob[keep],
-            self.entropy[keep], self.margin[keep], self.current_log_prob[keep],
+            self.entropy[keep], self.margin[keep],
             self.actions and {name: values[keep] for name, values in self.actions.items()},
-            self.most_probable and self.most_probable.subset(keep),
-            likeliest=None if self.likeliest is None else self.likeliest[..., keep],
         )  # fmt: skip
 
 

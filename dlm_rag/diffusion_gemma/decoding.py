@@ -7,7 +7,7 @@ others again, also those accepted before.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import takewhile
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dlm_rag.config import DecodeConfig, EngineConfig, ModelConfig
 from dlm_rag.config.fields import CheckedSettings, replace_settings
-from dlm_rag.decode.canvas import Canvas, CanvasChange, Choose, Span, TokenIds
+from dlm_rag.decode.canvas import Canvas, CanvasChange, Span, TokenIds
 from dlm_rag.decode.model_runner import ModelRunner
 from dlm_rag.decode.sampling import ModelInput
 from dlm_rag.diffusion.commit_rules import Proposals, Rule, select_by_entropy_bound
@@ -37,7 +37,7 @@ REDRAW = Rule(lambda proposals, context: np.arange(len(proposals.positions)), re
 REDRAW_PATH = "dlm_rag.diffusion_gemma.decoding:REDRAW"
 READ_SETTINGS = {  # of `decode`; the others have no effect
     "max_new_tokens", "steps_per_block", "query_policy", "query_threshold", "passage_order",
-    "retrieval_interval", "retrieval_threshold", "top_logprobs", "seed", "batch_size", "overlap", "abstain",
+    "retrieval_interval", "retrieval_threshold", "seed", "batch_size", "overlap", "abstain",
     "abstain_threshold", "early_stopping",
 }  # fmt: skip
 MODEL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -101,6 +101,7 @@ class UniformNoiseCanvas(Canvas):
     `frozen_length` changes no more; in the block after it every step accepts again.
     """
 
+    chooses_itself: ClassVar[bool] = True
     shape: GemmaConfig = field(kw_only=True)
     noise: TokenIds = field(kw_only=True)  # (length,)
     next_noise: TokenIds | None = field(init=False, default=None)
@@ -111,10 +112,10 @@ class UniformNoiseCanvas(Canvas):
     def model_ids(self) -> TokenIds:
         return np.where(self.masked, self.noise, self.ids)
 
-    @property
-    def open_positions(self) -> NDArray[np.bool_]:
+    def select_provisional(self, proposals: Proposals) -> Proposals:
         """An accepted token was drawn: the most probable one stands for it until the block is finished."""
-        return np.arange(self.length) >= self.first_mutable
+        best = _most_probable(proposals)
+        return best.subset(best.positions >= self.first_mutable)
 
     def draw_numbers(
         self, settings: DecodeConfig, generator: torch.Generator
@@ -126,14 +127,14 @@ class UniformNoiseCanvas(Canvas):
         assert steps is not None
         return numbers, anneal_temperature(self.block_steps, steps, high, low)
 
-    def write_step(
-        self, proposals: Proposals, settings: DecodeConfig, blocks: Sequence[Span], choose: Choose
+    def write(
+        self, proposals: Proposals, chosen: Proposals | None, settings: DecodeConfig, block: Span
     ) -> CanvasChange:
         """Accepts proposals within the entropy bound; once the block has converged or its steps are taken,
         the most probable tokens.
         """
-        best, shape = proposals.most_probable, self.shape
-        assert best is not None and self.next_noise is not None
+        best, shape = _most_probable(proposals), self.shape
+        assert self.next_noise is not None
         sure = float(proposals.entropy.mean()) < shape.stop_entropy
         over = sure and has_converged(self.argmax_history, best.token_ids, shape.convergence_steps)
         over = over or self.block_steps + 1 == settings.steps_per_block
@@ -142,7 +143,7 @@ class UniformNoiseCanvas(Canvas):
         self.block_steps, self.noise = self.block_steps + 1, self.next_noise
         self.argmax_history.append(best.token_ids)
         if over:
-            self.frozen_length, self.block_steps, self.argmax_history = blocks[0][1], 0, []
+            self.frozen_length, self.block_steps, self.argmax_history = block[1], 0, []
         return change
 
     def accept(self, chosen: Proposals) -> CanvasChange:
@@ -264,11 +265,11 @@ class GemmaRunner(ModelRunner):
                 slot.previous_logits if slot.logits_block_start == view.finished_length else None
                 for slot, view in zip(slots, views, strict=True)
             ]
-            found, top = [], max(view.top_logprobs for view in views)
+            found = []
             for row, logits in enumerate(self.denoiser.compute_canvas_logits(canvas, texts, before)):
                 view, slot = views[row], slots[row]
                 cooled = logits / view.temperature
-                found.append(_read_logits(logits, cooled, canvas[row], drawn[row], top))
+                found.append(_read_logits(logits, cooled, drawn[row]))
                 slot.logits_block_start = view.finished_length
                 slot.previous_logits = cooled.to(self.denoiser.dtype)
             values = to_host(torch.stack(found)).astype(np.float64)
@@ -300,10 +301,9 @@ def _finished_ids(view: ModelInput) -> tuple[int, ...]:
     return (*view.laid_out_prompt.canvas_prefix.ids, *view.canvas[: view.finished_length].tolist())
 
 
-def _read_logits(logits: Tensor, cooled: Tensor, canvas: Tensor, uniform: Tensor, top: int) -> Tensor:
-    """(8 + 2 * top, n): of each position token, its probability and log-probability, the entropy, the
-    log-probability of what stands there, the most probable token with its own two; then the `top` most
-    probable tokens, and their log-probabilities.
+def _read_logits(logits: Tensor, cooled: Tensor, uniform: Tensor) -> Tensor:
+    """(7, n): of each position token, its probability and log-probability, the entropy, the most probable
+    token with its own two.
 
     logits, cooled: (n, V) float32, the second over the temperature, by which tokens are drawn, at the
     quantiles `uniform` (n,), and which the entropy is of. Probabilities are those of temperature 1.
@@ -311,18 +311,26 @@ def _read_logits(logits: Tensor, cooled: Tensor, canvas: Tensor, uniform: Tensor
     drawn, best = sample_at_quantile(cooled, uniform), cooled.argmax(-1)
     entropy = torch.special.entr(cooled.softmax(-1)).sum(-1)
     log_prob = logits.log_softmax(-1)
-    one, current, most = (log_prob.gather(1, ids[:, None]).squeeze(1) for ids in (drawn, canvas, best))
-    values, ids = log_prob.topk(top, dim=-1)
-    found = [drawn.float(), one.exp(), one, entropy, current, best.float(), most.exp(), most]
-    return torch.cat([torch.stack(found), ids.T.float(), values.T])
+    one, most = (log_prob.gather(1, ids[:, None]).squeeze(1) for ids in (drawn, best))
+    return torch.stack([drawn.float(), one.exp(), one, entropy, best.float(), most.exp(), most])
 
 
-def _make_proposals(view: ModelInput, found: np.ndarray) -> Proposals:
-    token, confidence, log_prob, entropy, current, best, likely, log_likely, *more = found
+@dataclass(frozen=True)
+class DrawnProposals(Proposals):
+    """Tokens drawn at the temperature of the step, and the most probable ones in their places."""
+
+    most_probable: Proposals = field(kw_only=True)
+
+
+def _make_proposals(view: ModelInput, found: np.ndarray) -> DrawnProposals:
+    token, confidence, log_prob, entropy, best, likely, log_likely = found
     at, none = view.positions, np.zeros(len(view.positions))
-    most = Proposals(at, best.astype(np.int64), likely, log_likely, entropy, none, current)
-    ids = token.astype(np.int64)
-    top = np.array(more).reshape(2, -1, len(at))[:, : view.top_logprobs] if view.top_logprobs else None
-    return Proposals(
-        at, ids, confidence, log_prob, entropy, none, current, most_probable=most, likeliest=top
+    most = Proposals(at, best.astype(np.int64), likely, log_likely, entropy, none)
+    return DrawnProposals(
+        at, token.astype(np.int64), confidence, log_prob, entropy, none, most_probable=most
     )
+
+
+def _most_probable(proposals: Proposals) -> Proposals:
+    assert isinstance(proposals, DrawnProposals)
+    return proposals.most_probable

@@ -4,7 +4,7 @@ import pytest
 
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.steps import DenoiseStep
+from dlm_rag.decode.steps import DenoiseStep, build_model_input
 from dlm_rag.decode.trace_file import make_step_examples, read_trace, read_trace_header, rebuild_prompts
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
@@ -184,7 +184,8 @@ def test_a_token_that_follows_from_the_block_before_is_asked_for_alone(corpus, m
         firsts = [(row, row.canvas.first_masked) for row in rows]
         now = [(row, n) for row, n in firsts if n and row.laid_out_prompt.block_bounds(n)[0] == n]
         for row, first in now:
-            assert (row.positions_to_predict.tolist(), row.window) == ([first], (first, first))
+            assert row.shown_span == (first, first)
+            assert build_model_input(row).positions.tolist() == [first]
         denoise(steps, rows)
         for row, first in now:
             assert [token.position for token in row.record.committed] == [first]

@@ -1,12 +1,10 @@
 """The canvas: what may be committed, what never changes, when the text is certain."""
 
-import copy
-
 import numpy as np
 import pytest
 
-from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.canvas import Canvas
+from dlm_rag.decode.steps import find_commit_span
 from dlm_rag.diffusion.commit_rules import Proposals
 
 MASK, END = 256, 257
@@ -16,16 +14,13 @@ def put(canvas, tokens):
     positions = np.array(sorted(tokens))
     ids = np.array([tokens[p] for p in sorted(tokens)])
     ones = np.ones(len(ids))
-    canvas.commit(Proposals(positions, ids, *[ones] * 5))
+    canvas.commit(Proposals(positions, ids, *[ones] * 4))
 
 
 def candidates(canvas, block_length, begin=0, end=6):
-    """Where a step that commits everything it may would write."""
-    canvas, everywhere = copy.deepcopy(canvas), np.arange(canvas.length)
-    found = Proposals(everywhere, everywhere, *[np.ones(canvas.length)] * 5)
-    settings = DecodeConfig(block_length=block_length)
-    change = canvas.write_step(found, settings, [(begin, end)], lambda candidates, *_: candidates)
-    return change.committed.positions.tolist()
+    """Where a step may commit."""
+    first, last = find_commit_span(canvas.masked, (begin, end), block_length)
+    return [n for n in range(max(0, first), last) if canvas.masked[n]]
 
 
 def test_only_the_first_unfinished_block_may_be_committed():
@@ -55,7 +50,7 @@ def test_another_token_replaces_a_committed_one_behind_what_is_closed():
     canvas = Canvas(4, MASK, frozen_length=0)
     put(canvas, {0: 5, 1: 6, 2: 7})
     confidence = np.array([0.9, 0.4, 0.9, 0.9])
-    found = Proposals(np.arange(4), np.array([8, 8, 7, 8]), *[confidence] * 5)
+    found = Proposals(np.arange(4), np.array([8, 8, 7, 8]), *[confidence] * 4)
     assert canvas.edit(found, 0.5).positions.tolist() == [0], "neither unsure, nor the same, nor a mask"
     assert canvas.ids.tolist() == [8, 6, 7, MASK]
     canvas.frozen_length = 2
@@ -71,7 +66,7 @@ def test_guesses_enter_by_confidence_and_leave_the_canvas_alone():
     canvas = Canvas(3, MASK)
     put(canvas, {0: 5})
     confidence = np.array([0.9, 0.3])
-    guesses = Proposals(np.array([1, 2]), np.array([6, 7]), *[confidence] * 5)
+    guesses = Proposals(np.array([1, 2]), np.array([6, 7]), *[confidence] * 4)
     assert canvas.fill_provisional(guesses, 0.5) == [5, 6, MASK]
     assert canvas.fill_provisional(guesses, 0.0) == [5, 6, 7]
     assert canvas.fill_provisional(guesses, 2.0) == [5, MASK, MASK] == canvas.ids.tolist()

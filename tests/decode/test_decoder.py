@@ -31,14 +31,14 @@ from tests.support.retrievers import make_letter_retriever
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 
 
-def wanted(written, mask_id, temperature=None, uniform=None, spread=False):
+def wanted(count, mask_id, temperature=None, uniform=None, spread=False):
     """What is wanted of all positions alike."""
-    everywhere, nowhere = torch.arange(len(written)), torch.zeros(0, dtype=torch.long)
+    everywhere, nowhere = torch.arange(count), torch.zeros(0, dtype=torch.long)
     sampled = nowhere if temperature is None else torch.nonzero(temperature).squeeze(1)
     tempered, drawn = (torch.zeros(0) if x is None else x[sampled] for x in (temperature, uniform))
     mask = torch.tensor([mask_id])
     spread_at = everywhere if spread else nowhere
-    return SamplingMetadata(mask, written, sampled, tempered, drawn, spread_at, nowhere, nowhere)
+    return SamplingMetadata(mask, sampled, tempered, drawn, spread_at)
 
 
 WAYS = {  # of doing the same work
@@ -303,10 +303,12 @@ class Scripted:
         logits = torch.zeros(len(view.canvas), 258)
         for place, character in next(self._turn).items():
             logits[place, ord(character)] = self._strength
-        written = torch.from_numpy(view.canvas[view.positions])
-        found = sample_proposals(logits[view.positions], wanted(written, 256, spread=True))
+        found = sample_proposals(logits[view.positions], wanted(len(view.positions), 256, spread=True))
         token, *others = found.double().numpy()
         return [Proposals(view.positions, token.astype(int), *others)]
+
+    def order_passages(self, before, found):
+        return found
 
     def prefetch(self, arrangement):
         pass
@@ -333,12 +335,11 @@ def test_sampling_depends_on_seed_and_question_not_on_the_batch(corpus_file):
 def test_proposals_by_hand():
     """Probabilities 0.5, 0.3, 0.2: confidence 0.5, margin 0.2, entropy 1.0297 nats."""
     logits = torch.tensor([[0.3, 0.5, 0.2, 1e-30]]).log()
-    asked = wanted(torch.tensor([2]), 3, spread=True)
-    token, confidence, log_prob, entropy, margin, old = sample_proposals(logits, asked).numpy()
+    asked = wanted(1, 3, spread=True)
+    token, confidence, log_prob, entropy, margin = sample_proposals(logits, asked).numpy()
     assert token == [1]
     assert confidence == pytest.approx(0.5) and margin == pytest.approx(0.2)
     assert entropy == pytest.approx(-(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2)))
-    assert old == pytest.approx(math.log(0.2))
     assert log_prob == pytest.approx(math.log(0.5))
 
 
@@ -348,18 +349,17 @@ def test_proposals_of_random_logits():
     """
     logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(0)) * 9
     uniform = torch.rand(50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    current = torch.zeros(50, dtype=torch.long)
-    greedy = sample_proposals(logits, wanted(current, 19))
+    greedy = sample_proposals(logits, wanted(50, 19))
     for temperature in (1e-40, 1e9):
         tempered = torch.full((50,), temperature, dtype=torch.float64)
-        found = sample_proposals(logits, wanted(current, 19, tempered, uniform))
+        found = sample_proposals(logits, wanted(50, 19, tempered, uniform))
         expected = logits.double().log_softmax(-1).gather(1, found[:1].long().T).squeeze(1)
         torch.testing.assert_close(found[2].double(), expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found[1].log(), found[2], rtol=1e-5, atol=1e-6)
         assert (found[0] == greedy[0]).all() == (temperature < 1)
     sure = torch.tensor([[200.0, 0.0, 0.0]])
     high, last = torch.tensor([1e9], dtype=torch.float64), torch.tensor([1.0 - 1e-9], dtype=torch.float64)
-    token, confidence, log_prob, *_ = sample_proposals(sure, wanted(current[:1], 2, high, last)).numpy()
+    token, confidence, log_prob, *_ = sample_proposals(sure, wanted(1, 2, high, last)).numpy()
     assert (token, confidence) == ([1], [0.0]) and log_prob == pytest.approx(-200.0)
 
 
@@ -367,9 +367,8 @@ def test_sampled_tokens_follow_the_tempered_distribution():
     """At temperature 2 the probabilities are proportional to the square roots."""
     logits = torch.tensor([0.64, 0.32, 0.04, 1e-30]).log().expand(30000, 4)
     uniform = torch.rand(30000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    written = torch.zeros(30000, dtype=torch.long)
     tempered = torch.full((30000,), 2.0, dtype=torch.float64)
-    asked = wanted(written, 3, tempered, uniform)
+    asked = wanted(30000, 3, tempered, uniform)
     token, confidence, *_ = sample_proposals(logits, asked).numpy()
     roots = torch.tensor([0.64, 0.32, 0.04]).sqrt()
     shares = torch.bincount(torch.from_numpy(token).long(), minlength=3) / 30000

@@ -161,7 +161,7 @@ class Trivial:
 
     def propose(self, views):
         return [
-            Proposals(v.positions, np.full(len(v.positions), 257), *[np.ones(len(v.positions))] * 5)
+            Proposals(v.positions, np.full(len(v.positions), 257), *[np.ones(len(v.positions))] * 4)
             for v in views
         ]
 

@@ -24,7 +24,7 @@ from tests.support.traces import TRACE_QUESTIONS, make_decoder, make_trace_heade
 def proposals(found):
     """Of token ids and confidences by position."""
     tokens, sure = ([pair[n] for pair in found.values()] for n in (0, 1))
-    unknown = [np.zeros(len(found))] * 4
+    unknown = [np.zeros(len(found))] * 3
     return Proposals(np.array([*found], dtype=np.int64), np.array(tokens), np.array(sure), *unknown)
 
 

@@ -26,7 +26,7 @@ def proposals(confidence, entropy=None, margin=None):
     zeros = np.zeros(n)
     return Proposals(
         np.arange(n), np.arange(n), values(*confidence), np.log(values(*confidence)),
-        zeros if entropy is None else values(*entropy), zeros if margin is None else values(*margin), zeros,
+        zeros if entropy is None else values(*entropy), zeros if margin is None else values(*margin),
     )  # fmt: skip
 
 

@@ -323,7 +323,7 @@ def test_what_is_accepted_may_be_taken_back_and_is_final_once_the_block_is_close
     def accepted(tokens):
         none = np.zeros(len(tokens))
         at, ids = np.array(list(tokens)), np.array(list(tokens.values()))
-        return canvas.accept(Proposals(at, ids, none, none, none, none, none))
+        return canvas.accept(Proposals(at, ids, none, none, none, none))
 
     change = accepted({0: 1, 1: 2})
     assert (len(change.committed.positions), len(change.edited.positions), change.remasked) == (2, 0, ())

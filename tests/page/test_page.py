@@ -60,7 +60,7 @@ def haunted(rollout: Rollout) -> Rollout:
     for step in rollout.steps[1:]:
         at = np.array([*GUESSED[step.step]], dtype=np.int64)
         tokens, sure = (np.array([guess[n] for guess in GUESSED[step.step].values()]) for n in (0, 1))
-        found = Proposals(at, tokens, sure, *[np.zeros(len(at))] * 4)
+        found = Proposals(at, tokens, sure, *[np.zeros(len(at))] * 3)
         steps.append(replace(step, guesses=recorder.record_step(found)))
     return replace(rollout, steps=steps)
 

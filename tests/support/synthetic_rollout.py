@@ -48,5 +48,5 @@ def make_provisional_tokens(
     none = np.zeros(len(positions))
     token = (7 * positions + (positions + step) // 10) % 5000
     return recorder.record_step(
-        Proposals(positions, token, (37 * positions + 11 * step) % 100 / 100, none, none, none, none)
+        Proposals(positions, token, (37 * positions + 11 * step) % 100 / 100, none, none, none)
     )

@@ -165,7 +165,7 @@ def proposals_of(logits, soft, lots):
     numbers = torch.tensor([[value] * n for value in (soft.temperature, soft.threshold, soft.width)])
     none = torch.zeros(0, dtype=torch.long)
     wanted = SamplingMetadata(
-        MASK, torch.zeros(n, dtype=torch.long), none, torch.zeros(0), torch.zeros(0), none, none, none,
+        MASK, none, torch.zeros(0), torch.zeros(0), none,
         torch.arange(n), torch.cat((numbers, torch.from_numpy(lots[:2]).float())),
     )  # fmt: skip
     values = sample_proposals(logits.float(), wanted).double().numpy()
