@@ -331,11 +331,11 @@ def test_entries_belong_to_weights_and_not_to_settings_of_decoding(tmp_path, che
         other = Denoiser.from_pretrained(path, **changes)
         return segment(1) in open_store(tmp_path, other)
 
-    by_entropy = tmp_path / "by_entropy"
-    tiny_denoiser(evidence_layout="independent", commit_rule="entropy_bound").save_pretrained(by_entropy)
+    abstaining = tmp_path / "abstaining"
+    tiny_denoiser(evidence_layout="independent", abstain="answer").save_pretrained(abstaining)
     tiny_denoiser(1).save_pretrained(tmp_path / "other")
     wait_until(lambda: is_there(checkpoint), seconds=10)
-    assert is_there(by_entropy) and not is_there(tmp_path / "other")
+    assert is_there(abstaining) and not is_there(tmp_path / "other")
     assert not is_there(checkpoint, dtype=torch.bfloat16)
 
 

@@ -433,7 +433,8 @@ def test_traces_without_labels_of_a_world_that_nobody_saw(tmp_path, monkeypatch)
     bare = [{"id": row["id"], "question": row["question"]} for row in asked]
     questions = write_jsonl_file(tmp_path / "questions.jsonl", bare)
     words = ["--questions", str(questions), "--corpus", str(tmp_path / "world" / "corpus.jsonl"),
-             "--model", str(SHIPPED_FOLDER / "model"), "synthesis.filter=evidence", "decode.batch_size=16"]  # fmt: skip
+             "--model", str(SHIPPED_FOLDER / "model"), "synthesis.filter=evidence",
+             "decode.batch_size=16"]  # fmt: skip
     synthesize.main([*words, "--out", str(tmp_path / "a")])
     rows = {question.id: question for question in read_questions(tmp_path / "a")}
     gold = {row["id"]: row for row in asked}
