@@ -42,6 +42,7 @@ setup(
         "jinja2>=3.1.6,<4",  # older sandboxes leak
         "sentence-transformers>=6.2,<7",
         "safetensors>=0.6,<1",
+        "gguf>=0.17,<1",  # reads SmolLM2 out of its package
         "blake3>=1,<2",
         "bm25s>=0.3.16,<0.4",
         "numba>=0.61,<1",

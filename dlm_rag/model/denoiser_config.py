@@ -128,7 +128,7 @@ class DenoiserConfig:
             ),
             (
                 not self.causal_context
-                or bool(self.block_size and self.block_grid == "canvas" and not self.shifted),
+                or bool(self.block_size and self.block_grid == "canvas"),
                 "causal_context needs a block_size, block_grid=canvas and shifted=false",
             ),
         )

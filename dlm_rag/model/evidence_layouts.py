@@ -42,4 +42,5 @@ EVIDENCE_LAYOUTS = {
     "joint": EvidenceLayout(place_whole_prompt, runs_with_canvas=True),
     "prefix": EvidenceLayout(place_whole_prompt),
     "independent": EvidenceLayout(place_passages_apart, separate_passages=True),
+    "parallel": EvidenceLayout(place_passages_apart, runs_with_canvas=True, separate_passages=True),
 }

@@ -12,6 +12,7 @@ from bm25s.numba import retrieve_utils
 
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError
+from dlm_rag.files.build_once import build_once, make_folder_name
 from dlm_rag.files.paths import get_cache_folder
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking
@@ -26,7 +27,6 @@ from dlm_rag.retrieval.bm25_build import (
     extract_terms,
     hash_words,
 )
-from dlm_rag.retrieval.build_once import build_once, make_folder_name
 from dlm_rag.retrieval.composite import MultiQueryRetriever
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.query import Query

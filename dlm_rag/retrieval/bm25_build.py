@@ -21,8 +21,8 @@ from blake3 import blake3
 from bm25s.scoring import _score_idf_lucene, _score_tfc_lucene
 from bm25s.stopwords import STOPWORDS_EN
 
+from dlm_rag.files.build_once import Shard, announce_build, build_shard, save_array
 from dlm_rag.progress import format_bytes, report_progress
-from dlm_rag.retrieval.build_once import Shard, announce_build, build_shard, save_array
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.forked_workers import count_workers, map_in_processes
 

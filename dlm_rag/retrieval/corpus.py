@@ -15,13 +15,13 @@ import numpy as np
 from blake3 import blake3
 
 from dlm_rag.errors import CorpusError, suggest_nearest
+from dlm_rag.files.build_once import PARTS_FOLDER, Shard, build_once, make_folder_name, save_array
 from dlm_rag.files.checked_json import iter_lines, parse_json_object
 from dlm_rag.files.digest import digest_file, digest_open_file, read_file_state
 from dlm_rag.files.paths import expand_path, get_cache_folder, resolve_regular_file
 from dlm_rag.files.public_layouts import list_context_passages
 from dlm_rag.files.record_readers import Record, get_field, get_record_id, is_json_lines, read_records
 from dlm_rag.progress import report_progress
-from dlm_rag.retrieval.build_once import PARTS_FOLDER, Shard, build_once, make_folder_name, save_array
 from dlm_rag.retrieval.chunking import fingerprint_text_folder, list_text_files, read_text_passages
 
 log = logging.getLogger(__name__)

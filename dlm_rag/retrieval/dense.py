@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from dlm_rag.config import RetrievalConfig
+from dlm_rag.files.build_once import Shard, announce_build, build_once, build_shard
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import report_progress
 from dlm_rag.retrieval.base import SCORE_TIE_DECIMALS, CorpusRetriever, Hits, Ranking, select_top_hits
-from dlm_rag.retrieval.build_once import Shard, announce_build, build_once, build_shard
 from dlm_rag.retrieval.composite import MultiQueryRetriever
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.encoder import TextEncoder

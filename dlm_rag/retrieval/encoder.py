@@ -14,10 +14,10 @@ from torch import Tensor
 
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import CheckpointError, RunError, translate_failures
+from dlm_rag.files.build_once import make_folder_name
 from dlm_rag.files.hub import HUB_FILE_PATTERNS, check_checkpoint_files, read_any_json, resolve_hub_folder
 from dlm_rag.files.paths import expand_path, resolve_path_inside
 from dlm_rag.machine import has_bfloat16
-from dlm_rag.retrieval.build_once import make_folder_name
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError, CorpusError, RunError
+from dlm_rag.files.build_once import build_once, make_folder_name
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import report_progress, track_progress
 from dlm_rag.retrieval.base import (
@@ -33,7 +34,6 @@ from dlm_rag.retrieval.base import (
     Ranking,
     select_top_hits,
 )
-from dlm_rag.retrieval.build_once import build_once, make_folder_name
 from dlm_rag.retrieval.composite import HybridRetriever, MultiQueryRetriever
 from dlm_rag.retrieval.corpus import Corpus, Passage
 from dlm_rag.retrieval.query import Query

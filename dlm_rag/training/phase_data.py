@@ -7,10 +7,10 @@ from pathlib import Path
 from dlm_rag.config import Config
 from dlm_rag.data.synthetic_world import make_world, make_world_question, write_world
 from dlm_rag.errors import ConfigError
+from dlm_rag.files.build_once import build_once
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import CorpusRetriever
-from dlm_rag.retrieval.build_once import build_once
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.training.data.documents import PackedDocuments, open_token_file
 from dlm_rag.training.data.question_examples import (

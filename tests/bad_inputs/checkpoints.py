@@ -196,7 +196,7 @@ CASES = [
          {CONFIG: SDAR | {"mask_token_id": None}, TOKENIZER_CONFIG: {"mask_token": "<hole>"}}),
         *((f"{path} is a pointer of Git LFS", {path: POINTER}) for path in (CONFIG, WEIGHTS, TOKENIZER, INDEX)),
         *((f"{path} is a link that leads to nothing", {path: make_broken_link}) for path in (CONFIG, WEIGHTS)),
-        ("model is an adapter: merge it", {"model/adapter_config.json": "{}"}),
+        ("does not name its base_model_name_or_path", {"model/adapter_config.json": "{}"}),
         # Weights.
         *(
             ("not a complete safetensors file", {WEIGHTS: content})

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlm_rag.errors import CorpusError
-from dlm_rag.retrieval import bm25_build, build_once, forked_workers
+from dlm_rag.files import build_once
+from dlm_rag.retrieval import bm25_build, forked_workers
 from dlm_rag.retrieval.bm25 import BM25Retriever
 from dlm_rag.retrieval.bm25_build import extract_terms
 from dlm_rag.retrieval.corpus import open_corpus

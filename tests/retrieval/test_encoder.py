@@ -236,7 +236,8 @@ PASSAGES = 800  # 13 shards
 BUILD = """
 import logging, sys
 from dlm_rag.config import RetrievalConfig
-from dlm_rag.retrieval import build_once, dense
+from dlm_rag.files import build_once
+from dlm_rag.retrieval import dense
 from dlm_rag.retrieval.corpus import open_corpus
 corpus, encoder, indexes, processes = sys.argv[1:]
 logging.basicConfig(level="INFO")

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from dlm_rag.config import TrainConfig
 from dlm_rag.diffusion.noise import NOISE_SCHEDULES
 from dlm_rag.errors import ConfigError, CorpusError
+from dlm_rag.files.build_once import build_once, make_folder_name
 from dlm_rag.files.digest import digest_file
 from dlm_rag.files.paths import expand_path, get_cache_folder, resolve_regular_file
 from dlm_rag.files.record_readers import get_field, read_records
 from dlm_rag.randomness import sample_permutation
-from dlm_rag.retrieval.build_once import build_once, make_folder_name
 from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.data.examples import Example
 

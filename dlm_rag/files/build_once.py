@@ -62,7 +62,7 @@ def build_once(folder: Path, build: Callable[[Path], None], resumable: bool = Fa
     except OSError as error:
         room = "make room there and give the same command again, or " if error.errno == ENOSPC else ""
         raise CorpusError(
-            f"no index can be written in {folder.parent} ({error.strerror}): {room}set "
+            f"nothing can be written in {folder.parent} ({error.strerror}): {room}set "
             "retrieval.index_dir, or DLM_RAG_CACHE in the environment, to a folder of yours"
         ) from None
     return folder

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from dlm_rag.errors import CorpusError
+from dlm_rag.files.build_once import DIGESTS_FILE, build_once
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.retrieval.build_once import DIGESTS_FILE, build_once
 from dlm_rag.retrieval.query import build_query
 from tests.support.passages import write_jsonl_file
 from tests.support.paths import ROOT
