@@ -1,7 +1,8 @@
-"""The three evidence layouts against one dense mask, and what is cut when it does not fit."""
+"""The evidence layouts against one dense mask, and what is cut when it does not fit."""
 
 import random
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 PROMPT = Prompt(head=(1, 2, 3), facts=((10, 11), (20, 21, 22)), tail=(4, 5))
 CANVAS = (256, 7, 256)
 SPAN = 6
-LAYOUTS = ["joint", "prefix", "independent"]
+LAYOUTS = ["joint", "prefix", "independent", "parallel"]
+APART = ("independent", "parallel")  # passages from position 0 each
 
 
 def split_hidden(denoiser, layout, prompt=PROMPT):
@@ -40,15 +42,14 @@ def masked_hidden(denoiser, layout):
         ("q", PROMPT.head + PROMPT.tail),
         ("c", CANVAS),
     ]
-    if layout != "independent":
+    if layout not in APART:
         pieces = [("q", tuple(PROMPT.ids)), ("c", CANVAS)]
-    starts = {"f1": 0, "f2": 0, "q": SPAN, "c": SPAN + 5} if layout == "independent" else {"q": 0, "c": 10}
+    starts = {"f1": 0, "f2": 0, "q": SPAN, "c": SPAN + 5} if layout in APART else {"q": 0, "c": 10}
     names = [name for name, ids in pieces for _ in ids]
     ids = torch.tensor([token for _, piece in pieces for token in piece])
     positions = torch.tensor([starts[name] + n for name, piece in pieces for n in range(len(piece))])
-    allowed = torch.tensor(
-        [[layout == "joint" or query == "c" or query == key for key in names] for query in names]
-    )
+    all_seen = {"joint": names, "parallel": ["q", "c"]}.get(layout, ["c"])  # by what runs with the canvas
+    allowed = torch.tensor([[query in all_seen or query == key for key in names] for query in names])
     return run_with_mask(denoiser, ids, positions, allowed)[-len(CANVAS) :]
 
 
@@ -59,13 +60,14 @@ def test_layout_equals_its_definition_as_a_mask(layout):
         torch.testing.assert_close(split_hidden(denoiser, layout), masked_hidden(denoiser, layout))
 
 
-def test_the_three_layouts_differ_and_independent_does_not_depend_on_rank():
+def test_layouts_differ_and_passages_apart_do_not_depend_on_rank():
     denoiser, turned = tiny_denoiser(), Prompt(PROMPT.head, PROMPT.facts[::-1], PROMPT.tail)
     with torch.no_grad():
-        joint, prefix, independent = (split_hidden(denoiser, layout) for layout in LAYOUTS)
-        torch.testing.assert_close(split_hidden(denoiser, "independent", turned), independent)
-        assert not torch.allclose(split_hidden(denoiser, "joint", turned), joint)
-    assert not torch.allclose(joint, prefix) and not torch.allclose(prefix, independent)
+        found = {layout: split_hidden(denoiser, layout) for layout in LAYOUTS}
+        for layout in APART:
+            torch.testing.assert_close(split_hidden(denoiser, layout, turned), found[layout])
+        assert not torch.allclose(split_hidden(denoiser, "joint", turned), found["joint"])
+    assert not any(torch.allclose(found[a], found[b]) for a, b in combinations(LAYOUTS, 2))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -74,10 +76,8 @@ def test_segments_and_lead_hold_the_prompt_once_and_the_canvas_follows(layout, s
     laid = lay_out_prompt(PROMPT, DenoiserConfig(300, shifted=shifted, passage_length=SPAN), layout)
     segments = [*laid.context_segments, laid.canvas_prefix]
     assert sorted(token for s in segments for token in s.ids) == sorted(PROMPT.ids)
-    assert laid.canvas_prefix.end == (SPAN + 5 if layout == "independent" else 10), (
-        "where the canvas starts"
-    )
-    if layout != "joint":
+    assert laid.canvas_prefix.end == (SPAN + 5 if layout in APART else 10), "where the canvas starts"
+    if layout not in ("joint", "parallel"):
         assert len(laid.canvas_prefix.ids) == shifted, (
             "the row that predicts the first canvas token runs with it"
         )

@@ -21,6 +21,7 @@ DECODING_SETUPS = {  # layout of the evidence, shape of the model, settings
     "prefix": ("prefix", {}, {}),
     "independent": ("independent", {}, {}),
     "shifted": ("independent", {"shifted": True, "qkv_bias": True, "qk_norm": True}, {}),
+    "parallel windows": ("parallel", {"block_size": 3, "shifted": True, "causal_context": True}, {}),
     "experts": ("independent", {"experts": EXPERTS}, {}),
     "blocks, reread": ("joint", {"block_size": 3}, {}),
     "blocks, text": ("independent", {"block_size": 3}, {"finished_block_context": "no_evidence"}),
