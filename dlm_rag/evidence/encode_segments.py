@@ -7,10 +7,11 @@ from einops import rearrange
 from torch import Tensor
 
 from dlm_rag.evidence.prompt_segments import LaidOutRow
+from dlm_rag.model.context_parallel import ContextParallel, GatheredRows
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.kv_store import KeysValues, SharedContext, make_consecutive_ranges
 from dlm_rag.model.layers import AttentionProbe
-from dlm_rag.model.packed_batch import CachedContext, ContextParallel, Segment, pack_rows
+from dlm_rag.model.packed_batch import CachedContext, Segment, pack_rows
 
 
 def encode_segments(denoiser: Denoiser, segments: Sequence[Segment]) -> list[Tensor]:
@@ -80,7 +81,7 @@ def encode_sequence_shards(
         for (row, s, _), places in zip(rows, here, strict=True)
     ]
     whole = tuple(len(run.ids) for run in runs)
-    packed = pack_rows(parts, denoiser.device, asked, share=(share, whole))
+    packed = pack_rows(parts, denoiser.device, asked, GatheredRows(share, whole))
     return denoiser.encode(packed)[0], here
 
 

@@ -15,10 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dlm_rag.model.context_parallel import GatheredRows
 from dlm_rag.model.device_io import to_device
 from dlm_rag.model.kv_store import CachedRows, SharedContext, SharedSegments, concatenate_ranges
 
-CachedContext = SharedContext | CachedRows | SharedSegments
+CachedContext = SharedContext | CachedRows | SharedSegments | GatheredRows
 
 
 @dataclass(frozen=True)
@@ -90,46 +91,6 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class ContextParallel:
-    """Which process of those that each have a part of every row; `group` is theirs, None in a plan.
-
-    Attention that is not causal needs no ring and no balancing: queries stay, keys and values are gathered
-    layer by layer, and their gradients are summed on the way back. Exact, up to the order of additions.
-    """
-
-    rank: int
-    size: int
-    group: Any
-
-    def local_token_range(self, length: int, rank: int | None = None) -> range:
-        """The tokens of a row of that length which are this process's, or another's."""
-        size = -(-length // self.size)
-        at = (self.rank if rank is None else rank) * size
-        return range(min(at, length), min(at + size, length))
-
-    def gather_order(self, lengths: Sequence[int]) -> NDArray[np.int64]:
-        """Where the tokens of whole rows of `lengths` are in what is gathered, row by row."""
-        ranks = range(self.size)
-        # (ranks, rows): tokens of each row at each rank, and where they begin in what is gathered
-        counts = np.array([[len(self.local_token_range(n, rank)) for n in lengths] for rank in ranks])
-        starts = counts.cumsum(1) - counts + counts[0].sum() * np.array(ranks)[:, None]
-        return concatenate_ranges(starts.T.flatten(), counts.T.flatten().tolist())
-
-    def gather(self, own: Tensor, lengths: Sequence[int], order: Tensor) -> Tensor:
-        """own (tokens here, ...) -> (tokens of whole rows of `lengths`, ...); gradients flow back to all.
-
-        order: `gather_order` on the device.
-        """
-        from torch.distributed._functional_collectives import all_gather_tensor_autograd
-
-        sent = sum(-(-length // self.size) for length in lengths)  # by everybody: as the first one has
-        own = torch.cat((own, own.new_zeros((sent - len(own), *own.shape[1:]))))
-        if self.group is None:
-            return own.repeat(self.size, *[1] * (own.dim() - 1))[order]
-        return all_gather_tensor_autograd(own, 0, self.group)[order]
-
-
-@dataclass(frozen=True)
 class AttentionMetadata:
     """Who sees whom: row r of the queries sees row r of the keys.
 
@@ -179,8 +140,6 @@ class PackedRows:
     output_indices: Tensor | None = None
     context: CachedContext | None = None
     context_tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    context_parallel: ContextParallel | None = None
-    gather_order: Tensor | None = None
     extra_tensors: tuple[Tensor, ...] = ()
 
     @property
@@ -200,10 +159,6 @@ class PackedRows:
 
     def gather_keys_values(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values that the rows see in a layer, their own k and v (T, Hk, D) included."""
-        if self.context_parallel is not None:
-            assert self.gather_order is not None
-            whole = self.attention_metadata.key_lengths
-            k, v = self.context_parallel.gather(torch.stack((k, v), 1), whole, self.gather_order).unbind(1)
         if self.context is None:
             return k, v
         return self.context.extend(layer, k, v, self.context_tensors)
@@ -241,19 +196,16 @@ def pack_rows(
     device: torch.device,
     read: Sequence[Sequence[int]] | None = None,
     context: CachedContext | None = None,
-    share: tuple[ContextParallel, Sequence[int]] | None = None,
     add: Sequence[NDArray[Any]] = (),
 ) -> PackedRows:
     """Rows of tokens, each of which sees its `context` and, by the blocks of its segment, itself.
 
     read: per row the tokens (from 0, ascending) whose hidden states are asked for; the others skip the last
-    layer. share: where `runs` are only this process's part of each row, and the lengths of the whole rows.
-    add: arrays that go to the device with them.
+    layer. add: arrays that go to the device with them.
     """
     lengths = tuple(len(run.ids) for run in runs)
     seen = (0,) * len(runs) if context is None else context.context_lengths
-    own = lengths if share is None else share[1]
-    keys = tuple(a + b for a, b in zip(seen, own, strict=True))
+    keys = tuple(a + b for a, b in zip(seen, lengths, strict=True))
     partial = tuple(run.has_partial_view for run in runs)
     sent = _collect_tokens(runs, seen) | {"queries": _ends(lengths), "keys": _ends(keys)}
     reads = () if read is None else tuple(map(len, read))
@@ -265,8 +217,6 @@ def pack_rows(
             sent["last_limits"] = sent["limits"][sent["read"]]
     kept = {} if context is None else context.build_arrays(lengths, keys)
     sent |= kept
-    if share is not None:
-        sent["order"] = share[0].gather_order(own)
     there = to_device([*sent.values(), *add], device)
     at = dict(zip(sent, there, strict=False))
     causal = any(partial) and context is None and all(run.block == 1 for run in runs)
@@ -283,7 +233,7 @@ def pack_rows(
         )  # fmt: skip
     return PackedRows(
         at["ids"], at["positions"], sight, last, at.get("read"), context, {name: at[name] for name in kept},
-        share and share[0], at.get("order"), tuple(there[len(sent) :]),
+        tuple(there[len(sent) :]),
     )  # fmt: skip
 
 

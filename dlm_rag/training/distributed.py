@@ -30,8 +30,9 @@ from dlm_rag.errors import ConfigError, RunError, UserError, summarize_error
 from dlm_rag.evidence.encode_segments import encode_canvases
 from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.machine import choose_device
+from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.packed_batch import ContextParallel, Segment
+from dlm_rag.model.packed_batch import Segment
 
 # What gloo, NCCL and torch's store say only of a lost process: NCCL's name is in all of its errors, and
 # `socket` in those of any system call.

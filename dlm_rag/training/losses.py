@@ -18,12 +18,12 @@ from dlm_rag.evidence.encode_segments import (
     run_starts,
 )
 from dlm_rag.evidence.prompt_segments import LaidOutRow, lay_out_prompt
+from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_device
 from dlm_rag.model.kv_store import SharedContext
 from dlm_rag.model.layers import AttentionProbe, get_compute_dtype
-from dlm_rag.model.packed_batch import ContextParallel
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.training.data.examples import Example
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from dlm_rag.config import TrainConfig
+from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.packed_batch import ContextParallel
 from dlm_rag.training.data.documents import PackedDocuments
 from dlm_rag.training.data.examples import Example, sample_document_rows, sample_prompt_rows
 from dlm_rag.training.data.question_examples import QuestionExamples

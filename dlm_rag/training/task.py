@@ -14,9 +14,9 @@ from torch import nn
 
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
 from dlm_rag.errors import ConfigError
+from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.packed_batch import ContextParallel
 from dlm_rag.training.data.examples import Example, ExampleBuilder
 from dlm_rag.training.initial_weights import InitialModel
 

@@ -11,9 +11,9 @@ from dlm_rag.decode.decoder import Decoder
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.machine import choose_device, choose_dtype
+from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.packed_batch import ContextParallel
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.data.examples import Example, sample_prompt_rows
 from dlm_rag.training.initial_weights import copy_frozen_denoiser
