@@ -30,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field
 from itertools import product
+from math import prod
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -46,6 +47,7 @@ from dlm_rag.evaluation.compare import SERVED_PRESETS, SETTING_PRESETS
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.progress import report_progress
 
+MAX_CELLS = 10_000  # combinations of a benchmark
 BENCHMARK_FOLDER = CONFIG_FOLDER / "benchmarks"
 
 
@@ -102,8 +104,12 @@ def read_benchmark(name: str) -> Benchmark:
 
 def list_cells(benchmark: Benchmark, out: Path) -> Iterator[Cell]:
     """Every combination, data set by data set. Raises `ConfigError` for names that make no folder."""
-    common = shlex.split(benchmark.settings)
-    named = {name: shlex.split(text) for name, text in benchmark.models.items()}
+    axes = benchmark.datasets, benchmark.models, benchmark.precisions, benchmark.seeds
+    count = prod(map(len, axes))
+    if count > MAX_CELLS:
+        raise ConfigError(f"the benchmark has {count:,} cells, more than {MAX_CELLS:,}: leave some out")
+    common = split_words("settings", benchmark.settings)
+    named = {name: split_words(f"models.{name}", text) for name, text in benchmark.models.items()}
     for model, words in named.items():
         if words and is_model_url(words[0]):
             named[model] = ["--model", *words]
@@ -111,9 +117,7 @@ def list_cells(benchmark: Benchmark, out: Path) -> Iterator[Cell]:
     datasets = {name: words for name, words in opened.items() if words is not None}
     if not datasets:
         raise ConfigError("none of the benchmark's data sets is there")
-    for dataset, model, precision, seed in product(
-        datasets, benchmark.models, benchmark.precisions, benchmark.seeds
-    ):
+    for dataset, model, precision, seed in product(datasets, *axes[1:]):
         names = (dataset, model, precision, str(seed))
         if any(not part or "/" in part or part.startswith(".") for part in names):
             raise ConfigError(f"'{'/'.join(names)}' makes no folder: names have no / and no . in front")
@@ -146,9 +150,19 @@ def is_for_kind(word: str, served: bool) -> bool:
     return word in own or word not in other
 
 
+def split_words(key: str, text: str) -> list[str]:
+    """Returns the words of a value as a shell would; raises `ConfigError` for what no shell would take."""
+    if not text.isprintable():
+        raise ConfigError(f"{key} of the benchmark has a line end or a control character")
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{key} of the benchmark cannot be read: {str(error).lower()}") from None
+
+
 def open_folder(name: str, text: str) -> list[str] | None:
     """The words of a data set, with the files of the folder that they name; None if that is not there."""
-    words = shlex.split(os.path.expandvars(text))
+    words = split_words(f"datasets.{name}", os.path.expandvars(text))
     for folder in [Path(word.removeprefix("folder=")) for word in words if word.startswith("folder=")]:
         if not folder.is_dir():
             print_note(f"{name} is skipped: there is no folder {folder}")

@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from dlm_rag.errors import ConfigError, suggest_nearest
+from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
 
 MAX_SHOWN_CHARS = 60  # characters of a value
 SET = object()  # in `only_with`: any value but null, 0, false and the empty one
@@ -181,9 +181,12 @@ def import_object(path: str, key: str) -> Any:
     """The object at `module:name`; `ConfigError` names `key`."""
     module, _, name = path.partition(":")
     try:
+        if not module or module.startswith("."):
+            raise ImportError("write module:function, the module by its full name")
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise ConfigError(f"{key}={path} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+        reason = f"it calls {error!r}" if isinstance(error, SystemExit) else summarize_error(error)
+        raise ConfigError(f"{key}={path} cannot be imported: {reason}") from error
 
 
 def resolve_or_import(table: Mapping[str, Any], value: str, key: str) -> Any:

@@ -39,6 +39,11 @@ from dlm_rag.text import content_words, get_title_line, overlapping_spans, split
 
 EDITED_FLAG, END_FLAG = 1, 2  # of a written token: it took the place of another; it ends the text
 MAX_CANVAS_TOKENS = 1 << 17  # positions, each an element of the page; no public model sees as far
+# The settings of a trace that a page reads, with their types; others are shown as they are.
+READ_SETTINGS = {
+    "query_policy": str, "query_threshold": int | float, "abstain": str | None,
+    "abstain_threshold": int | float,
+}  # fmt: skip
 MAX_GAP_CHARS = 8  # characters between two tokens of a text: blanks, a character that is several tokens
 
 
@@ -73,11 +78,12 @@ def read_trace_runs(paths: Sequence[Path]) -> list[TraceRun]:
 
 def _is_sound(rollout: Rollout) -> bool:
     """Whether steps and positions of a line, which others may have written, are those of a decode."""
-    steps, length = rollout.steps, rollout.canvas_length
+    steps, length, settings = rollout.steps, rollout.canvas_length, rollout.settings
     places = [token.position for step in steps for token in step.written_tokens]
     places += [place for step in steps for place in step.remasked]
     return (
         0 <= length <= MAX_CANVAS_TOKENS
+        and all(isinstance(settings[name], READ_SETTINGS[name]) for name in READ_SETTINGS.keys() & settings)
         and [step.step for step in steps] == [*range(len(steps))]
         and all(0 <= place < length for place in places)
         and are_deltas_valid((step.guesses for step in steps), length)

@@ -1,5 +1,6 @@
 """Replies: OpenAI's form of an answer, whole or step by step, and the trace page's events of every step."""
 
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +20,13 @@ from dlm_rag.page.render import (
 from dlm_rag.serving.async_engine import EngineRequest
 from dlm_rag.serving.middleware import ApiError
 from dlm_rag.serving.requests import ParsedRequest
-from dlm_rag.text import find_answer, find_possible_mark, get_title_line
+from dlm_rag.text import find_answer, find_possible_mark, get_title_line, replace_control_chars
 from dlm_rag.tokenizer import Tokenizer
 
 Event = tuple[str | None, dict[str, Any] | str]  # name and data of a server-sent event
+# What a client that shows Markdown would take for markup, or for a link that it loads or lets click on.
+_MARKUP = re.compile(r"[\\`*_\[\]<>!#|~&]|(?<=[Ww]{3})\.|:(?=//)")
+_LIVE = re.compile(r"\]\(|\]:|<[A-Za-z/!]|://|[Ww]{3}\.")
 
 
 @dataclass(frozen=True)
@@ -93,13 +97,15 @@ def build_reply(rollout: Rollout, text: str, asked: ParsedRequest, context: Repl
     if reason := rollout.abstain_reason:
         return Reply(reasoning, f"I do not know: {ABSTAIN_REASONS[reason]}.", [], sources)
     content = text[start:stop] or text
+    if _LIVE.search(content):  # a passage may hold a picture that tells its server who reads it
+        content = escape_markup(content)
     if not asked.cite:
         return Reply(reasoning, content, [], sources)
     # What the answer is cited from; where that is nothing, what the reasoning is.
     units = [unit for unit in rollout.citations if unit["kind"] == "answer" and unit["passages"]]
     cited = {passage["id"] for unit in units or rollout.citations for passage in unit["passages"]}
     marks = (f" [{number}]" for number, each in enumerate(sources, start=1) if each["id"] in cited)
-    lines = [f"[{number}] {each['title']}" for number, each in enumerate(sources, start=1)]
+    lines = [f"[{number}] {escape_markup(each['title'])}" for number, each in enumerate(sources, start=1)]
     whole = "\n\n".join(filter(None, (content + "".join(marks), "\n".join(lines), context.note)))
     return Reply(reasoning, whole, _annotate(whole, len(content), sources), sources)
 
@@ -128,9 +134,19 @@ def _list_sources(rollout: Rollout, link: Callable[[str, str], str]) -> list[dic
     sources = []
     for name, words in held.items():
         text = rollout.passages[name]
-        found = {"id": name, "title": get_title_line(text) or name, "text": text}
+        found = {"id": name, "title": _fold_title(text) or name, "text": text}
         sources.append(found | {"score": round(words / every, 4), "url": link(name, text)})
     return sources
+
+
+def escape_markup(text: str) -> str:
+    """Returns a text that a client shows as it is, whatever Markdown or HTML it holds."""
+    return _MARKUP.sub(r"\\\g<0>", text)
+
+
+def _fold_title(text: str) -> str:
+    """Returns the title of a passage on one line, so that it cannot look like a source of its own."""
+    return " ".join(replace_control_chars(get_title_line(text)).split())
 
 
 class ChatResponse:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import secrets
 import time
 from collections import deque
@@ -204,6 +205,8 @@ def start_wandb(config: Config, folder: Path) -> Any:
         return None
     import wandb  # takes a second
 
+    for name in [name for name in os.environ if name.startswith("WANDB_") and not os.environ[name].strip()]:
+        del os.environ[name]  # an empty variable is one that is not set; W&B takes it for a wrong value
     kept = folder / "wandb.id"
     if not kept.is_file():
         write_text_atomic(kept, secrets.token_hex(4))
@@ -212,7 +215,7 @@ def start_wandb(config: Config, folder: Path) -> Any:
             project="dlm_rag", name=folder.name, dir=str(folder), mode=mode, config=asdict(config),
             id=kept.read_text(encoding="utf-8").strip(), resume="allow", allow_val_change=True,
         )  # fmt: skip
-    except wandb.Error as error:  # no key, no network
+    except (wandb.Error, ValueError) as error:  # no key, no network, a variable that W&B cannot read
         raise ConfigError(
             f"train.wandb={mode} does not start ({summarize_error(error)}): run `wandb login`, or set it "
             "to offline"

@@ -127,6 +127,25 @@ def test_what_is_no_benchmark_is_refused(tmp_path, keys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"settings": "limit='5"}, "settings of the benchmark cannot be read: no closing quotation"),
+        ({"settings": "limit=5\\"}, "settings of the benchmark cannot be read: no escaped character"),
+        ({"models": {"ours": "--model \x1b[2Kfolder"}}, "models.ours of the benchmark has a line end or"),
+        ({"datasets": {"d": 'folder="x'}}, "datasets.d of the benchmark cannot be read"),
+        ({"seeds": list(range(20_000))}, "the benchmark has 20,000 cells, more than 10,000"),
+    ],
+    ids=["quote", "escape", "control character", "quote of a data set", "cells"],
+)
+def test_words_that_no_shell_would_take_are_refused(tmp_path, more, says):
+    made = {"models": {"ours": "--model folder"}, "datasets": {"d": "--dataset hotpotqa"}}
+    made |= {"policies": ["static"]}
+    file = write_benchmark(tmp_path, **made | more)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        [*benchmark.list_cells(benchmark.read_benchmark(file), tmp_path / "out")]
+
+
 def test_models_behind_a_server_get_their_policies_and_one_precision(tmp_path, monkeypatch):
     url = "openai://127.0.0.1:8000/v1/Qwen/Qwen2.5-7B"
     file = write_benchmark(

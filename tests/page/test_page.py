@@ -174,6 +174,26 @@ def test_steps_that_no_decode_has_made_are_refused(tmp_path):
         read_trace_runs([path])
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"query_policy": ["proxy"]},
+        {"query_policy": {}, "query_threshold": 0.5},
+        {"query_policy": "proxy", "query_threshold": "0.5"},
+        {"abstain": ["answer"]},
+        {"abstain": "answer", "abstain_threshold": "high"},
+    ],
+    ids=str,
+)
+def test_settings_that_no_decode_has_are_refused(tmp_path, settings):
+    path = write_trace(tmp_path / "t.jsonl", make_two_hop_rollout())
+    header, *lines = map(json.loads, path.read_text().splitlines())
+    header["settings"] |= settings
+    path.write_text("\n".join(map(json.dumps, [header, *lines])) + "\n")
+    with pytest.raises(TraceError, match="t.jsonl: .*"):
+        read_trace_runs([path])
+
+
 TWO_TRACES = {
     "static": [static(make_two_hop_rollout())],
     "interleaved": [haunted(make_two_hop_rollout())],

@@ -333,5 +333,11 @@ def test_a_retriever_of_ones_own_is_named_on_the_command_line(corpus_file, tmp_p
     ]
     with pytest.raises(ConfigError, match=r"retrieval\.method=longest_first:other cannot be imported"):
         load_retriever(config, retriever.corpus, method="longest_first:other")
+    (tmp_path / "ends.py").write_text("raise SystemExit(0)")
+    (tmp_path / "fails.py").write_text("1 / 0")
+    wrong = {":x": "full name", "..x:y": "full name", "ends:x": "SystemExit", "fails:x": "division"}
+    for path, reason in wrong.items():
+        with pytest.raises(ConfigError, match=f"cannot be imported: .*{reason}"):
+            load_retriever(config, retriever.corpus, method=path)
     with pytest.raises(ConfigError, match=r"method=.*bm52.*nearest: 'bm25'"):
         load_retriever(config, retriever.corpus, method="bm52")

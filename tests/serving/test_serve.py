@@ -221,6 +221,8 @@ REFUSED = {
     "an unknown field": (chat_body(comit_threshold=0.5), "nearest: 'commit_threshold'"),
     "an interpolation": (chat_body(commit_rule="${oc.env:HOME}"), "is not one of"),
     "out of bounds": (chat_body(commit_threshold=2), "commit_threshold=2"),
+    "a seed that is too large": (chat_body(seed=2**63), "must be below 2^63"),
+    "a seed of many digits": (chat_body(seed=10**300), "must be below 2^63"),
     "true as a number": (chat_body(seed=True), "'seed'"),
     "not a number": (b'{"messages": [{"role": "user", "content": "a"}], "seed": NaN}', ""),
     "the server's own": (chat_body(batch_size=2), "'batch_size' cannot be honoured here: leave it out"),

@@ -1,6 +1,7 @@
 """Chat templates: rendered as by transformers, and confined whatever they do."""
 
 import datetime
+import resource
 
 import pytest
 
@@ -112,6 +113,23 @@ def test_unusable_templates_are_refused(template):
 def test_the_default_of_several_templates_is_used():
     several = Tokenizer(with_template({"default": CHATML, "tool_use": "{{ raise_exception('no') }}"}), 256)
     assert several.build_prompt("a", []) == Tokenizer(with_template(CHATML), 256).build_prompt("a", [])
+
+
+@pytest.mark.parametrize(
+    "grown",
+    [
+        "{{ 'a' * 10**10 }}",
+        "{{ '%10000000000d' % 1 }}",
+        "{{ 'a'.ljust(10**10) }}",
+        "{{ [0] * 10**10 }}",
+        "{% set n = namespace(x='aa') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{{ 'a' * 10**7 }}",
+    ],
+)
+def test_a_template_that_takes_memory_is_stopped(grown):
+    with pytest.raises(CheckpointError, match="chat template"):
+        render_chat_affixes(with_template(grown + "{{ messages[0].content }}"))
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
 
 
 def test_endless_template_is_stopped(monkeypatch):

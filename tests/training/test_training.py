@@ -666,11 +666,13 @@ def test_a_resumed_run_asks_wandb_for_the_run_that_it_began(tmp_path, monkeypatc
     asked = []
     fake = SimpleNamespace(init=lambda **settings: asked.append(settings), Error=RuntimeError)
     monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("WANDB_MODE", "")  # of which W&B itself would make an error
     config = load_config(None, ["train.wandb=online"])
     for folder in ("a", "a", "b"):
         (tmp_path / folder).mkdir(exist_ok=True)
         start_wandb(config, tmp_path / folder)
     first, again, other = (settings["id"] for settings in asked)
+    assert "WANDB_MODE" not in os.environ
     assert first == again != other and {settings["resume"] for settings in asked} == {"allow"}
     prepare_run_folder(tmp_path / "a", resume=False)  # which holds what a run leaves before its first step
 
