@@ -5,7 +5,7 @@
 
 A benchmark is a YAML file, here or in configs/benchmarks/:
 
-    models:     {llada: --config llada.yaml --model GSAI-ML/LLaDA-8B-Instruct, shipped: ""}
+    models:     {llada: --model GSAI-ML/LLaDA-8B-Instruct, shipped: ""}
     datasets:   {hotpotqa: --dataset hotpotqa --corpus wiki18, own: folder=$MINE/own}
     policies:   [interleaved, static]            # as in evaluate --compare
     precisions: [none, int8]                     # of model.quantize; may be left out

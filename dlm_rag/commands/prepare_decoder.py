@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dlm_rag import __version__
 from dlm_rag.baselines import is_model_url
 from dlm_rag.config import Config, RetrievalConfig
+from dlm_rag.config.fields import fill_unset
 from dlm_rag.data.hub_datasets import find_named_corpus
 from dlm_rag.decode.trace_file import TraceHeader, build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
@@ -33,7 +34,7 @@ from dlm_rag.machine import (
 from dlm_rag.model.flops import count_encode_flops, warn_slow_compute
 from dlm_rag.progress import format_bytes, show_status
 from dlm_rag.questions import Question, parse_typed_questions, read_questions, select_questions
-from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval import load_retriever, read_retrieval_settings
 from dlm_rag.retrieval.base import CorpusRetriever, Retriever
 from dlm_rag.retrieval.composite import wrap_oracle
 from dlm_rag.retrieval.corpus import open_corpus
@@ -223,6 +224,7 @@ def prepare_decoder(
     what they need. Raises `UserError`.
     """
     once = once or ResourceCache()
+    config = take_retrieval_settings(config)
     find = open_search_source(config.retrieval, once)
     show_status("checking the model")
     from dlm_rag.decode.resolve_settings import resolve_settings
@@ -267,6 +269,14 @@ def prepare_decoder(
     if config.engine.memory_gib is None:
         return prepared
     return replace(prepared, budget=_plan_budget(prepared, found, room, longest, len(questions)))
+
+
+def take_retrieval_settings(config: Config) -> Config:
+    """The config with the checkpoint's own settings of retrieval for those that nobody has set."""
+    if config.model.path is None or is_model_url(config.model.path):
+        return config
+    own = read_retrieval_settings(config.model.path)
+    return replace(config, retrieval=fill_unset(config.retrieval, own))
 
 
 def _open_checkpoint(path: str, block_size: int | None) -> Checkpoint:

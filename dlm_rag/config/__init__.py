@@ -26,6 +26,7 @@ from dlm_rag.config.fields import (
     explain_validation_error,
     get_field_metadata,
     merge_settings,
+    note_given,
     setting,
     settings_dataclass,
     shorten_value,
@@ -146,6 +147,10 @@ def load_config(
         elif fault == "dataclass_type":
             sentence = f"{key} is a section, in {origin}: write `{key}: {{KEY: VALUE}}`"
         raise ConfigError(sentence) from None
+    given = {*keys_of_file, *keys_of_words}
+    for section in (config.decode, config.retrieval):
+        prefix = "decode." if section is config.decode else "retrieval."
+        note_given(section, (key.removeprefix(prefix) for key in given if key.startswith(prefix)))
     for word in _list_code(of_file) if stored else ():
         if word.partition("=")[0] not in keys_of_words:
             raise ConfigError(f"{word} is code that a stored result names: to allow it, add these words")

@@ -9,10 +9,10 @@ import dataclasses
 import importlib
 import reprlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import wraps
 from pathlib import PurePath
-from typing import Annotated, Any, TypeVar, dataclass_transform
+from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
 
 from pydantic import (
     AnyUrl,
@@ -71,7 +71,12 @@ def list_choices(item: "dataclasses.Field[Any]") -> tuple[str, ...]:
 
 @pydantic_dataclass(config=_SETTINGS_RULES)
 class CheckedSettings:
-    """Settings that are checked by pydantic, and by what it has no types for."""
+    """Settings that are checked by pydantic, and by what it has no types for.
+
+    given: the names of those that somebody has set; a checkpoint's own values are for the others.
+    """
+
+    given: ClassVar[frozenset[str]] = frozenset()  # of an instance: as its constructor and loader say
 
     @field_validator("*")
     @classmethod
@@ -113,6 +118,11 @@ def settings_dataclass(holder: type[Settings]) -> type[Settings]:
             construct(self, *args, **values | paths)
         except ValidationError as error:
             raise ConfigError(explain_validation_error(error)[1]) from None
+        items = {item.name: item.default for item in dataclasses.fields(made)}
+        if values.keys() >= items.keys():  # a copy, as `dataclasses.replace` makes it
+            note_given(self, {name for name in items if values[name] != items[name]})
+        else:
+            note_given(self, values)
 
     made.__init__ = init
     return made
@@ -135,7 +145,21 @@ def replace_settings(settings: Settings, **values: Any) -> Settings:
     Raises `ConfigError`.
     """
     new = {name: value for name, value in values.items() if getattr(settings, name) != value}
-    return dataclasses.replace(settings, **new) if new else settings
+    if not new and settings.given >= values.keys():
+        return settings
+    found = dataclasses.replace(settings, **new)
+    note_given(found, settings.given | values.keys())
+    return found
+
+
+def note_given(settings: CheckedSettings, names: Iterable[str]) -> None:
+    """Notes which settings somebody has set."""
+    settings.__dict__["given"] = frozenset(names)
+
+
+def fill_unset(settings: Settings, own: Mapping[str, Any]) -> Settings:
+    """`settings` with a checkpoint's `own` values for those that nobody has set."""
+    return replace_settings(settings, **{n: v for n, v in own.items() if n not in settings.given})
 
 
 def merge_settings(tree: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

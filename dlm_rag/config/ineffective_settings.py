@@ -82,6 +82,14 @@ def reset_idle_settings(section: str, settings: Settings, facts: Mapping[str, An
     return replace(settings, **idle)
 
 
+def list_idle_settings(
+    section: str, settings: CheckedSettings, facts: Mapping[str, Any], names: Iterable[str]
+) -> list[str]:
+    """Which of the settings `names` have no effect; facts: as in `check_checkpoint_effects`."""
+    values = flatten_settings(settings)
+    return [n for n in names if _explain_idle(section, type(settings), n, values[n], facts)]
+
+
 def _explain_idle(
     section: str, holder: Any, name: str, value: Any, known: Mapping[str, Any], is_recipe: bool = False
 ) -> str:

@@ -1,8 +1,11 @@
 """Decode settings for a checkpoint: what is unset is the checkpoint's own, what it rules out is refused."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from dlm_rag.config import DecodeConfig
-from dlm_rag.config.fields import replace_settings
-from dlm_rag.config.ineffective_settings import check_checkpoint_effects
+from dlm_rag.config.fields import fill_unset, flatten_settings, replace_settings
+from dlm_rag.config.ineffective_settings import check_checkpoint_effects, list_idle_settings
 from dlm_rag.diffusion.commit_rules import find_rule, samples_actions
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -23,16 +26,18 @@ def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeCon
         raise ConfigError(
             f"decode.mode={mode}: this model was trained for {' and '.join(modes)} alone, leave it out"
         )
-    names = ("finished_block_context", "commit_rule")
-    own = {name: getattr(shape, name) for name in names}
     facts = {"attention_blocks": bool(block), "decode.mode": mode}
-    facts |= {f"decode.{name}": own[name] for name in names[1:] if getattr(settings, name) is None}
-    check_checkpoint_effects("decode", settings, facts, {names[0]: own[names[0]]})
+    settings = _take_own_settings(settings, shape.decode_settings, facts)
+    order, rule = shape.finished_block_context, settings.commit_rule or "threshold"
+    own = {"finished_block_context": order, "commit_rule": rule}
+    check_checkpoint_effects(
+        "decode", settings, facts | {"decode.commit_rule": rule}, {"finished_block_context": order}
+    )
     if block and settings.block_length and block % settings.block_length:
         raise ConfigError(
             f"block_length={settings.block_length} does not divide this model's blocks of {block} tokens"
         )
-    defaults = {"mode": mode, "max_new_tokens": shape.canvas_length, names[0]: own[names[0]]}
+    defaults = {"mode": mode, "max_new_tokens": shape.canvas_length, "finished_block_context": order}
     if mode == "diffusion":  # others read nothing else
         defaults |= own
     changes = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
@@ -52,3 +57,32 @@ def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeCon
             f"blocks_at_once={settings.blocks_at_once}: a finished block {why} here; set blocks_at_once=1"
         )
     return settings
+
+
+# Settings of a checkpoint that do not go with others: what is left out where somebody has set the first.
+_EXCLUDES = {
+    "edit_threshold": ("blocks_at_once", "block_add_threshold", "semi_complete_threshold"),
+    "blocks_at_once": ("edit_threshold",),
+    "tokens_per_step": ("steps_per_block",),
+    "steps_per_block": ("tokens_per_step",),
+}
+
+
+def _take_own_settings(
+    settings: DecodeConfig, own: Mapping[str, Any], facts: Mapping[str, Any]
+) -> DecodeConfig:
+    """`settings` with a checkpoint's `own` for those that nobody has set, but for what then has no effect.
+
+    facts: as in `check_checkpoint_effects`.
+    """
+    given = [name for name in settings.given if getattr(settings, name) is not None]
+    ruled_out = {other for name in given for other in _EXCLUDES.get(name, ())}
+    own = {name: value for name, value in own.items() if name not in settings.given | ruled_out}
+    found = fill_unset(settings, own)
+    while True:
+        known = {k: v for k, v in flatten_settings(found, "decode.").items() if v is not None}
+        idle = list_idle_settings("decode", found, {**known, **facts}, own)
+        if not idle:
+            return found
+        defaults = DecodeConfig.__dataclass_fields__
+        found = replace_settings(found, **{name: defaults[name].default for name in idle})

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dlm_rag.config.fields import explain_validation_error
+from dlm_rag.config.generation import read_generation_settings
 from dlm_rag.errors import CheckpointError, suggest_nearest, translate_failures
 from dlm_rag.files.digest import digest_file
 from dlm_rag.files.hub import (
@@ -34,6 +35,7 @@ from dlm_rag.model.adapters import ADAPTER_CONFIG, merge_adapter
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families import FAMILIES, find_family, get_family_name
 from dlm_rag.model.families.base import BLOCK_SIZE_KEY, Family, find_mask_token_id
+from dlm_rag.model.generation_settings import FAMILY_SETTINGS, add_settings
 from dlm_rag.model.layers import compute_rope_frequencies, list_tensor_shapes
 from dlm_rag.model.match_tensors import (
     INDEX_FILE,
@@ -55,7 +57,7 @@ DLM_RAG_FIELDS = {
     name: name
     for name in (
         "evidence_layout", "passage_length", "canvas_length", "block_length", "block_grid",
-        "finished_block_context", "commit_rule", "causal_context", "abstain",
+        "finished_block_context", "causal_context", "abstain",
     )
 } | {BLOCK_SIZE_KEY: "block_size"}  # fmt: skip
 
@@ -238,14 +240,20 @@ def _read_config(folder: Path, raw: dict[str, Any], family: Family) -> DenoiserC
     own = {name: raw[key] for key, name in DLM_RAG_FIELDS.items() if raw.get(key) is not None}
     if own.get("block_size") == 0:
         own["block_size"] = None
-    config = replace(family.read_config(raw), **own)
+    config = add_settings(family.read_config(raw), FAMILY_SETTINGS.get(get_family_name(raw), {}))
+    config = replace(config, **own)
     if family.autoregressive and config.mask_token_id is None:
         config = replace(config, shifted=False, causal_context=True, block_size=1)
-    if config.block_length is None:  # tokens that see each other are written together
-        config = replace(config, block_length=config.block_size)
+    block, length = config.block_size, config.block_length
+    shorter = length is not None and ("block_length" in own or not block or block % (length or 1) == 0)
+    if not shorter:  # tokens that see each other are written together
+        config = replace(config, block_length=block)
     if config.mask_token_id is None and family.mask_token is not None:
         config = replace(config, mask_token_id=find_mask_token_id(folder, family.mask_token))
-    return config
+    if family.complete_config is not None:  # all is in the file of another library
+        return config
+    decode, retrieval = read_generation_settings(folder)
+    return add_settings(config, decode, **retrieval)
 
 
 def save_tensors(
@@ -268,6 +276,8 @@ def save_tensors(
         named.pop("lm_head.weight", None)
     raw: dict[str, Any] = {"model_type": "dlm_rag", "architectures": ["Denoiser"], **asdict(config)}
     raw[BLOCK_SIZE_KEY] = raw.pop("block_size")
+    for name in ("decode_settings", "retrieval_settings"):  # which are in another file
+        del raw[name]
     dtype = str(next(iter(named.values())).dtype).removeprefix("torch.")
     if origin is not None and origin.raw_config["model_type"] != "dlm_rag":
         named = _to_family_tensors(named, config, origin.family)

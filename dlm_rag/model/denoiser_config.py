@@ -1,5 +1,6 @@
 """The architecture as numbers: its config, and the names and shapes of its tensors."""
 
+from dataclasses import field
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Lt
@@ -107,8 +108,12 @@ class DenoiserConfig:
     causal_context: Flag = False
     # These as in DecodeConfig, where the config names none.
     finished_block_context: Annotated[str, _one_of("recompute", "no_evidence")] = "recompute"
-    commit_rule: Annotated[str, _one_of("threshold")] = "threshold"
     abstain: Annotated[str, _one_of("never", "answer", "response", "copied")] = "never"
+
+    # Settings of `decode` and `retrieval` that the family or the checkpoint's generation_config.json names;
+    # not in config.json.
+    decode_settings: dict[str, Any] = field(default_factory=dict)
+    retrieval_settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         heads, kv_heads, mask = self.num_attention_heads, self.num_key_value_heads, self.mask_token_id

@@ -5,12 +5,12 @@
 
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from dlm_rag.config import RetrievalConfig
-from dlm_rag.config.fields import import_object, resolve_or_import
+from dlm_rag.config.fields import fill_unset, import_object, replace_settings, resolve_or_import
 from dlm_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # bm25s starts JAX, which reserve
 
 @overload
 def load_retriever(
-    config: str | Path, corpus: "Corpus | None" = None, **settings: Any
+    config: str | Path, corpus: "Corpus | None" = None, model: str | Path | None = None, **settings: Any
 ) -> "CorpusRetriever": ...
 @overload
 def load_retriever(config: RetrievalConfig, corpus: "Corpus", **settings: Any) -> "CorpusRetriever": ...
@@ -32,18 +32,24 @@ def load_retriever(
     config: RetrievalConfig | None = None, corpus: None = None, **settings: Any
 ) -> "Retriever": ...
 def load_retriever(
-    config: "RetrievalConfig | str | Path | None" = None, corpus: "Corpus | None" = None, **settings: Any
+    config: "RetrievalConfig | str | Path | None" = None,
+    corpus: "Corpus | None" = None,
+    model: str | Path | None = None,
+    **settings: Any,
 ) -> "Retriever":
     """The retriever that a config describes. Its index is built at the first use.
 
     `config` can be just the path of a corpus. `settings` are fields of `RetrievalConfig`, as in
     `load_retriever("corpus.jsonl", method="hybrid", top_k=5)` and `load_retriever(url="http://...")`.
-    `corpus` is the opened corpus, if the caller has it. Raises `UserError` if the corpus, index, model or
+    `corpus` is the opened corpus, if the caller has it. `model` is the checkpoint that answers, whose own
+    settings of retrieval (as `top_k`) are the defaults. Raises `UserError` if the corpus, index, model or
     service cannot be used; a service gets one request.
     """
     if not isinstance(config, RetrievalConfig):
         config = RetrievalConfig(corpus=None if config is None else str(config))
-    config = replace(config, **settings)
+    config = replace_settings(config, **settings)
+    if model is not None:
+        config = fill_unset(config, read_retrieval_settings(model))
     if config.url is not None:
         return import_object(SEARCH_SERVICES[config.url.partition("://")[0]], "retrieval.url")(config)
     if corpus is None:
@@ -55,6 +61,14 @@ def load_retriever(
     if config.top_k > len(corpus):
         log.warning("top_k=%d, but the corpus has %d passages: all are used", config.top_k, len(corpus))
     return resolve_or_import(RETRIEVERS, config.method, "retrieval.method")(config, corpus)
+
+
+def read_retrieval_settings(model: str | Path) -> dict[str, Any]:
+    """The settings of retrieval that a checkpoint carries; raises `CheckpointError`."""
+    from dlm_rag.config.generation import read_generation_settings
+    from dlm_rag.files.hub import resolve_hub_folder
+
+    return read_generation_settings(resolve_hub_folder(model, "model"))[1]
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,14 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from dlm_rag.config import Config
+from dlm_rag.config.generation import DECODE_NAMES, RETRIEVAL_NAMES, list_given
 from dlm_rag.data.synthetic_world import make_world, make_world_question
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
+from dlm_rag.model.generation_settings import add_settings
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.tokenizer import Tokenizer, add_mask_token, load_tokenizer
 from dlm_rag.tokenizer.prompts import PromptTemplate, load_prompt
@@ -140,6 +142,8 @@ def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
         for phase in phases
         if find_task(phase).reads_sequences and (phase.rope_theta or config.model.path is None)
     ]
+    retrieval = list_given(config.retrieval, RETRIEVAL_NAMES)
+    own = add_settings(own, list_given(decode, DECODE_NAMES), **retrieval)
     return replace(
         own,
         evidence_layout=config.model.evidence_layout or "independent",
@@ -148,7 +152,6 @@ def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
         block_length=own.block_length if decode.block_length is None else decode.block_length,
         block_size=block,
         finished_block_context=decode.finished_block_context or own.finished_block_context,
-        commit_rule="threshold",
         max_position_embeddings=max(own.max_position_embeddings, *longest, 0),
     )
 

@@ -19,6 +19,7 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.model.checkpoint import Checkpoint, save_tensors
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.generation_settings import write_generation_config
 from dlm_rag.progress import quiet_imports
 from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.tokenizer import Tokenizer
@@ -202,6 +203,7 @@ class InitialModel:
             # The code that public classes consist of; it is copied, never run.
             if path.is_file() and (path.suffix == ".py" or path.name == "generation_config.json"):
                 shutil.copyfile(path, folder / path.name)
+        write_generation_config(folder, self.config)
 
 
 def merge_lora_weights(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:

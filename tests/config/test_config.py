@@ -76,7 +76,7 @@ def test_bad_setting_is_one_sentence_that_names_the_key(word, says):
 
 def test_values_that_change_nothing_build_nothing():
     settings = DecodeConfig(commit_threshold=0.5)
-    assert replace_settings(settings, commit_threshold=0.5, query_policy="proxy") is settings
+    assert replace_settings(settings, commit_threshold=0.5) is settings
     changed = replace_settings(settings, commit_threshold=0.5, seed=3)
     assert changed == DecodeConfig(commit_threshold=0.5, seed=3) and settings.seed == 0
     with pytest.raises(ConfigError, match="commit_threshold=7"):

@@ -220,14 +220,15 @@ def test_steps_of_every_config_of_decoding(monkeypatch, corpus_file, folder, nam
 
 @pytest.mark.slow
 def test_a_step_in_the_shape_of_eight_billion_parameters_on_many_processes(tmp_path, monkeypatch):
-    """configs/h200.yaml as it is, but for its groups and with six of its layers; no weight is read."""
+    """configs/gb300.yaml on a node of H200, but for its groups, with six of its layers and no weight."""
     monkeypatch.setattr(InitialModel, "fill", lambda *_: None)
     words = [
         "model.device=cuda", f"train.passage_sets_per_step={2 * MANY}",
         f"train.prompts_per_step={2 * MANY}", "train.world_passages=100", "train.worlds=1",
-        "train.eval_questions=1",
+        "train.eval_questions=1", "train.parallel=fsdp", "train.gradient_accumulation_steps=2",
+        "train.activation_checkpointing=selective",
     ]  # fmt: skip
-    config = load_config(CONFIG_FOLDER / "h200.yaml", words)
+    config = load_config(CONFIG_FOLDER / "gb300.yaml", words)
     whole = resolve_shape(config)
     shape = replace(whole, mask_token_id=256, num_hidden_layers=6)
     tokenizer = Tokenizer(byte_tokenizer(), 256, DEFAULT_PROMPT_TEMPLATE, (257,), shape.vocab_size)

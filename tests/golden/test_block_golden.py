@@ -6,8 +6,6 @@ there; where both end by the same rule, all of ours are theirs.
 """
 
 import json
-from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from math import ceil
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 
 from dlm_rag import Decoder, Denoiser, Tokenizer
 from dlm_rag.config import EngineConfig, load_config
+from dlm_rag.config.fields import replace_settings
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.composite import NoRetriever
@@ -36,7 +35,7 @@ SDAR_RULES = {
 
 
 def sdar(public):
-    return "sdar.yaml", public["block_length"], {
+    return public["block_length"], {
         "max_new_tokens": public["gen_length"],
         "commit_rule": SDAR_RULES[public["remasking_strategy"]],
         "commit_threshold": public.get("confidence_threshold", 1),
@@ -45,28 +44,29 @@ def sdar(public):
 
 
 def fast_dllm_v2(public):
-    return "fast_dllm_v2.yaml", public["block_size"], {
+    return public["block_size"], {
         "block_length": public["small_block_size"],
         "max_new_tokens": public["max_new_tokens"] + 1,  # the last store pass gives one token more
         "commit_threshold": public["threshold"],
     }  # fmt: skip
 
 
-def a2d(public, config="a2d_mdlm.yaml", block_size=None):
+def a2d(public, block_size=None):
     blocks = ceil(public["max_new_tokens"] / public["block_size"])
-    return config, block_size, {
+    return block_size, {
         "max_new_tokens": public["max_new_tokens"],
         "block_length": public["block_size"],
         "steps_per_block": ceil(public["steps"] / blocks),
+        "schedule": "rounded",
     }  # fmt: skip
 
 
 def bd3lm(public):
-    return a2d(public, "a2d_bd3lm.yaml", public["block_size"])
+    return a2d(public, public["block_size"])
 
 
 def llada2(public):
-    return "llada2.yaml", public.get("block_size") or public["block_length"], {
+    return public.get("block_size") or public["block_length"], {
         "max_new_tokens": public.get("max_new_tokens") or public["gen_length"],
         "commit_threshold": public["threshold"],
         "steps_per_block": public.get("steps_per_block") or public["steps"],
@@ -74,7 +74,7 @@ def llada2(public):
 
 
 def llada21(public):
-    return "llada21.yaml", public["block_size"], {
+    return public["block_size"], {
         "max_new_tokens": public["max_new_tokens"],
         "commit_threshold": public["threshold"],
         "steps_per_block": public["block_size"] // public["num_to_transfer"],
@@ -84,7 +84,7 @@ def llada21(public):
 
 
 def nemotron(public):
-    return "nemotron_labs_diffusion.yaml", public["block_length"], {
+    return public["block_length"], {
         "max_new_tokens": public["gen_length"],
         "commit_threshold": public["threshold"],
         "steps_per_block": public["steps"],
@@ -92,11 +92,11 @@ def nemotron(public):
 
 
 def autoregressive(public):
-    return "nemotron_labs_diffusion.yaml", None, public | {"mode": "autoregressive"}
+    return None, public | {"mode": "autoregressive"}
 
 
-def multi_block(public, config):
-    return config, public["block_size"], {
+def multi_block(public):
+    return public["block_size"], {
         "max_new_tokens": public["max_new_tokens"],
         "blocks_at_once": public["buffer_size"],
         "block_add_threshold": public["add_block_threshold"] if public["buffer_size"] > 1 else 0.1,
@@ -105,10 +105,9 @@ def multi_block(public, config):
     }  # fmt: skip
 
 
-# By the beginning of a trace's name: config, length of attention's blocks, settings of a public case.
+# By the beginning of a trace's name: length of attention's blocks, and settings of a public case.
 FAMILIES = {
-    "multi-block-sdar": partial(multi_block, config="sdar.yaml"),
-    "multi-block-llada2": partial(multi_block, config="llada2.yaml"),
+    "multi-block": multi_block,
     "sdar": sdar, "fast-dllm-v2": fast_dllm_v2, "a2d-bd3lm": bd3lm, "a2d-mdlm": a2d, "lladamoe": a2d,
     "llada21": llada21, "llada2": llada2,
     "nemotron-labs-diffusion-autoregressive": autoregressive,
@@ -121,9 +120,9 @@ def cases_of(name):
     trace = TRACES[name]
     family = next(found for start, found in FAMILIES.items() if name.startswith(start))
     for number, case in enumerate(trace["cases"]):
-        config, block, settings = family(trace["settings"] | case.get("settings", {}))
+        block, settings = family(trace["settings"] | case.get("settings", {}))
         words = [f"decode.{key}={value}" for key, value in settings.items()]
-        yield number, case, block, load_config(config, words).decode
+        yield number, case, block, load_config(None, words).decode
 
 
 def given(case):
@@ -147,7 +146,7 @@ def decoder_of(folder, name, block, corpus, prefix_cache_gib):
 
 def decode(decoder, cases, batch, **changes):
     """Rollouts by number of the case, and how many tokens each call of the denoiser ran."""
-    decoder.config = replace(decoder.config, batch_size=batch)
+    decoder.config = replace_settings(decoder.config, batch_size=batch)
     ran, encode = [], decoder.denoiser.encode
     decoder.denoiser.encode = lambda rows, **given: ran.append(len(rows.ids)) or encode(rows, **given)
     waiting, found = list(cases), {}
@@ -155,7 +154,7 @@ def decode(decoder, cases, batch, **changes):
         while waiting or engine.busy:
             while waiting and engine.capacity:
                 number, case, _, settings = waiting.pop(0)
-                engine.submit(Question(f"{number}", given(case)), replace(settings, **changes))
+                engine.submit(Question(f"{number}", given(case)), replace_settings(settings, **changes))
             found |= {int(e.rollout.id): e.rollout for e in engine.step() if e.finished}
     decoder.denoiser.encode = encode
     return found, ran

@@ -14,10 +14,10 @@ TRACES = {
     "sardi-static": ("tiny-dream", "sardi", [ASKS_ONCE]),
     # Fast-dLLM's code for Dream bounds the tokens of a step where that for LLaDA has blocks.
     "fast-dllm-dream-none": (
-        "tiny-dream", "fast_dllm", ["decode.block_length=null", "decode.tokens_per_step=32", ASKS_ONCE],
+        "tiny-dream", None, ["decode.max_new_tokens=128", "decode.tokens_per_step=32", ASKS_ONCE],
     ),
-    "fast-dllm-llada-none": ("tiny-llada", "fast_dllm", [ASKS_ONCE]),
-    "llada": ("tiny-llada", "llada", [ASKS_ONCE]),
+    "fast-dllm-llada-none": ("tiny-llada", None, ["decode.commit_rule=threshold", ASKS_ONCE]),
+    "llada": ("tiny-llada", None, [ASKS_ONCE]),
 }  # fmt: skip
 
 

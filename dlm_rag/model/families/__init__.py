@@ -26,7 +26,7 @@ from dlm_rag.model.families.base import (
 def _read_dlm_rag_config(raw: dict[str, Any]) -> DenoiserConfig:
     require_key(raw, "vocab_size")
     require_supported_values(raw, noise=None)
-    known = {item.name for item in fields(DenoiserConfig)}
+    known = {item.name for item in fields(DenoiserConfig)} - {"decode_settings", "retrieval_settings"}
     found = {key: value for key, value in raw.items() if key in known}
     if raw.get(BLOCK_SIZE_KEY):  # 0: whole
         found["block_size"] = raw[BLOCK_SIZE_KEY]
