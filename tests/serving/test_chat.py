@@ -132,7 +132,7 @@ def test_reasoning_that_is_streamed_is_never_taken_back(response, reasoning, con
         assert reasoning.startswith(cut_open_reasoning(response[:stop], "marked"))
 
 
-LIVE = re.compile(r"(?<!\\)[!\]<](?=[\[(A-Za-z/])|://|www\.")  # markup without a backslash before it
+LIVE = re.compile(r"(?<!\\)[!\]<](?=[\[(A-Za-z/])|(?<!\\)://|www\.")  # markup without a backslash before it
 
 
 @pytest.mark.parametrize("end", [*"\r\x0b\x0c\x1c\x85\u2028\u2029\u202e", "\x1b[2K"])
