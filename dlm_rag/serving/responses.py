@@ -20,7 +20,13 @@ from dlm_rag.page.render import (
 from dlm_rag.serving.async_engine import EngineRequest
 from dlm_rag.serving.middleware import ApiError
 from dlm_rag.serving.requests import ParsedRequest
-from dlm_rag.text import find_answer, find_possible_mark, get_title_line, replace_control_chars
+from dlm_rag.text import (
+    extract_names,
+    find_answer,
+    find_possible_mark,
+    get_title_line,
+    replace_control_chars,
+)
 from dlm_rag.tokenizer import Tokenizer
 
 Event = tuple[str | None, dict[str, Any] | str]  # name and data of a server-sent event
@@ -124,15 +130,22 @@ def _annotate(content: str, start: int, sources: Sequence[dict[str, Any]]) -> li
 def _list_sources(rollout: Rollout, link: Callable[[str, str], str]) -> list[dict[str, Any]]:
     """Returns the cited passages in the order in which they are cited first.
 
+    A passage that gave neither a word of the answer nor a name or number ("was written by") is left out.
     score: the share of the content words of reasoning and answer that are cited from the passage.
     """
     held: dict[str, int] = {}
+    telling = set[str]()
     for unit in rollout.citations:
+        names = extract_names(unit["text"])
         for passage in unit["passages"]:
             held[passage["id"]] = held.get(passage["id"], 0) + len(passage["words"])
+            if unit["kind"] == "answer" or names.intersection(passage["words"]):
+                telling.add(passage["id"])
     every = sum(held.values()) + sum(len(unit["unsupported"]) for unit in rollout.citations)
     sources = []
     for name, words in held.items():
+        if telling and name not in telling:
+            continue
         text = rollout.passages[name]
         found = {"id": name, "title": _fold_title(text) or name, "text": text}
         sources.append(found | {"score": round(words / every, 4), "url": link(name, text)})

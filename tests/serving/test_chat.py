@@ -84,7 +84,7 @@ def make_rollout(response, abstain="never"):
     rollout.passages = {"a b": "Emma\nBy Austen.", "c": "Jane Austen\nA novelist."}
     both = [{"id": "a b", "step": 1, "words": ["emma", "novel"]}, {"id": "c", "step": 2, "words": ["jane"]}]
     rollout.citations = [
-        {"text": "", "kind": "reasoning", "passages": both, "unsupported": ["loud"]},
+        {"text": "Emma, loud, is by Jane.", "kind": "reasoning", "passages": both, "unsupported": ["loud"]},
         {"text": "", "kind": "answer", "passages": both[1:], "unsupported": []},
     ]
     return rollout
@@ -130,6 +130,20 @@ def test_reasoning_that_is_streamed_is_never_taken_back(response, reasoning, con
     assert (reply.reasoning, reply.content) == (reasoning, content)
     for stop in range(len(response)):
         assert reasoning.startswith(cut_open_reasoning(response[:stop], "marked"))
+
+
+def test_a_source_that_only_lent_a_verb_is_not_listed():
+    rollout = make_rollout("Emma was written by Jane. ### Jane Austen")
+    lent = {"id": "d", "step": 1, "words": ["written"]}
+    first = rollout.citations[0]
+    rollout.citations[0] = first | {"passages": [*first["passages"], lent]}
+    rollout.passages["d"] = "Dune\nA novel written in 1965."
+    context = ReplyContext("tiny", None, None, lambda name, _: f"http://x/{name}")
+    reply = build_reply(rollout, rollout.response, ParsedRequest(ASKED, SETTINGS), context)
+    assert reply.content == "Jane Austen [2]\n\n[1] Emma\n[2] Jane Austen"
+    rollout.citations = [{"text": "", "kind": "reasoning", "passages": [lent], "unsupported": []}]
+    reply = build_reply(rollout, rollout.response, ParsedRequest(ASKED, SETTINGS), context)
+    assert [each["title"] for each in reply.sources] == ["Dune"], "better than none"
 
 
 LIVE = re.compile(r"(?<!\\)[!\]<](?=[\[(A-Za-z/])|(?<!\\)://|www\.")  # markup without a backslash before it
