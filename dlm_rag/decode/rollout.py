@@ -11,7 +11,12 @@ from typing import Any
 
 from typing_extensions import TypedDict  # that of Python 3.11 cannot be checked by pydantic
 
-from dlm_rag.decode.abstention import find_abstain_reason, find_unsupported_words
+from dlm_rag.decode.abstention import (
+    ClosestPassage,
+    find_abstain_reason,
+    find_closest,
+    find_unsupported_words,
+)
 from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalToken, replay_provisional
 from dlm_rag.text import (
     content_words,
@@ -158,6 +163,16 @@ class Rollout:
         return "unsure" if least < self.settings.get("abstain_threshold", 0.0) else ""
 
     @property
+    def abstained(self) -> bool:
+        """Whether the model gives no answer because it has read none."""
+        return bool(self.abstain_reason)
+
+    @property
+    def closest(self) -> list[ClosestPassage]:
+        """The passages that come closest to the question where the model abstains, else none."""
+        return find_closest(self.question, self.passages) if self.abstained else []
+
+    @property
     def evidence(self) -> tuple[str, ...]:
         """Ids of the passages in the evidence after the last step, in rank order."""
         return self.steps[-1].passage_ids if self.steps else ()
@@ -248,7 +263,7 @@ class Rollout:
             "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
         }
         abstained = {"abstained": True} if self.abstain_reason else {}
-        optional = ("abstain_reason", "cut", "error", "usage")
+        optional = ("abstain_reason", "closest", "cut", "error", "usage")
         return record | abstained | {key: value for key in optional if (value := getattr(self, key))}
 
 

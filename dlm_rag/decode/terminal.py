@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dlm_rag.decode.abstention import ABSTAIN_REASONS
+from dlm_rag.decode.abstention import ClosestPassage, describe_abstention
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.energy.meter import EnergyReading, format_energy, summarise_energy
 from dlm_rag.nvtx_ranges import drop_nested_stages
@@ -108,12 +108,14 @@ def render_answer(rollout: Rollout) -> Panel:
     if rollout.error:
         answer = escape_text(rollout.error, "bold red")
     elif reason := rollout.abstain_reason:
-        answer = Text(f"not known: {ABSTAIN_REASONS[reason]}", "bold yellow")
+        answer = Text(describe_abstention(reason, rollout.closest), "bold yellow")
     elif rollout.answer:
         answer = mark_unsupported(rollout.answer, unheld, "bold red" if unheld else "bold")
     else:
         answer = escape_text("none was marked", "dim")
     parts: list[RenderableType] = [render_canvas(rollout), Text(), Text("answer  ").append(answer)]
+    if closest := rollout.closest:
+        parts += [_render_closest(each) for each in closest]
     if rollout.citations:
         sources = Table(box=None, show_header=False, padding=(0, 1))
         sources.add_column(no_wrap=True, max_width=46, overflow="ellipsis", style="dim")
@@ -132,6 +134,12 @@ def render_answer(rollout: Rollout) -> Panel:
         f"{rollout.forwards} forwards · {rollout.tokens_committed} tokens · {rollout.retrievals} retrievals"
     )
     return _panel(rollout, parts, counts, "green")
+
+
+def _render_closest(found: ClosestPassage) -> Text:
+    """A passage that the question is close to, its best sentence in bold."""
+    head = escape_text(f"{found['id']} {normalize_whitespace(found['title'])}: ", "dim")
+    return head.append_text(escape_text(found["sentence"], "bold"))
 
 
 def _panel(rollout: Rollout, parts: Iterable[RenderableType], subtitle: str, colour: str) -> Panel:

@@ -435,9 +435,8 @@ class Pane {
     this.bridges.append(make("tbody", "", ...rows));
   }
 
-  drawAnswer({ answer, abstained, error, sources }, right) {
-    const none = abstained ? `not known: ${abstained}` : "none";
-    this.final.replaceChildren(error ? "none, " : "", make("b", "", error || answer || none));
+  drawAnswer({ answer, abstained, error, sources, closest }, right) {
+    this.final.replaceChildren(error ? "none, " : "", make("b", "", error || answer || abstained || "none"));
     if (right !== undefined) this.final.append(" ", make("span", right ? "right" : "wrong", right ? "right" : "wrong"));
     let bare = false;
     const rows = sources.map(({ text, unsupported, passages }) => {
@@ -448,6 +447,11 @@ class Pane {
       return make("li", "", said, make("small", "", from.join("; ") || "no passage holds these words"));
     });
     if (rows.length) this.sources.replaceChildren(make("h4", "", "Sources"), make("ul", "", ...rows));
+    if (closest.length) {
+      const near = closest.map(({ id, title, sentence }) =>
+        make("li", "", make("mark", "", sentence), make("small", "", title === id ? id : `${title} (${id})`)));
+      this.sources.append(make("h4", "", "Closest"), make("ul", "", ...near));
+    }
     if (bare) this.sources.append(make("p", "note", make("u", "", "underlined"), ": in no passage that was in context"));
   }
 

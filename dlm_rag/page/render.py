@@ -20,7 +20,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
-from dlm_rag.decode.abstention import ABSTAIN_REASONS
+from dlm_rag.decode.abstention import describe_abstention
 from dlm_rag.decode.provisional_log import are_deltas_valid
 from dlm_rag.decode.rollout import (
     Rollout,
@@ -189,10 +189,12 @@ def build_step_record(
 
 def build_end_record(rollout: Rollout, bridges: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What is known when the rollout is finished."""
+    reason, closest = rollout.abstain_reason, rollout.closest
     return {
         "response": rollout.response,
         "answer": rollout.answer,
-        "abstained": ABSTAIN_REASONS.get(rollout.abstain_reason, ""),
+        "abstained": describe_abstention(reason, closest) if reason else "",
+        "closest": closest,
         "error": rollout.error,
         "words": attribute_words(rollout),
         "sources": [

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlm_rag.decode.abstention import ABSTAIN_REASONS
+from dlm_rag.decode.abstention import describe_abstention
 from dlm_rag.decode.rollout import CommittedToken, Rollout
 from dlm_rag.diffusion.commit_rules import find_rule
 from dlm_rag.evidence.truncation import ContextBudget, fit_passages
@@ -101,7 +101,7 @@ def build_reply(rollout: Rollout, text: str, asked: ParsedRequest, context: Repl
     mark, start, stop = find_answer(text, rollout.answer_form)
     reasoning = text[:mark].rstrip()
     if reason := rollout.abstain_reason:
-        return Reply(reasoning, f"I do not know: {ABSTAIN_REASONS[reason]}.", [], sources)
+        return Reply(reasoning, _say_what_is_closest(rollout, reason), [], sources)
     content = text[start:stop] or text
     if _LIVE.search(content):  # a passage may hold a picture that tells its server who reads it
         content = escape_markup(content)
@@ -114,6 +114,16 @@ def build_reply(rollout: Rollout, text: str, asked: ParsedRequest, context: Repl
     lines = [f"[{number}] {escape_markup(each['title'])}" for number, each in enumerate(sources, start=1)]
     whole = "\n\n".join(filter(None, (content + "".join(marks), "\n".join(lines), context.note)))
     return Reply(reasoning, whole, _annotate(whole, len(content), sources), sources)
+
+
+def _say_what_is_closest(rollout: Rollout, reason: str) -> str:
+    """Returns why there is no answer, with the passages that come closest, the best sentence in bold."""
+    lines = [
+        f"- {escape_markup(_fold_title(each['title']))}: **{escape_markup(each['sentence'])}**"
+        for each in rollout.closest
+    ]
+    said = describe_abstention(reason, rollout.closest)
+    return "\n".join([f"{said}\n", *lines]) if lines else said
 
 
 def _annotate(content: str, start: int, sources: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ import pytest
 
 from dlm_rag.commands.arguments import ANSWER_SETTINGS, parse_command_line
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.abstention import ABSTAIN_REASONS
+from dlm_rag.decode.abstention import ABSTAIN_REASONS, describe_abstention, find_closest
 from dlm_rag.decode.resolve_settings import resolve_settings
 from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep, cite_passages
 from dlm_rag.decode.terminal import render_answer
@@ -17,7 +17,8 @@ from dlm_rag.questions import Question
 from tests.support.rollouts import render_to_text
 
 QUESTION = "To whom was Neaflaind Klopo married?"
-PASSAGES = {"1": "Neaflaind Klopo\nIt was Pristelk Nothea whom the 43rd mayor married."}
+SENTENCE = "It was Pristelk Nothea whom the 43rd mayor married."
+PASSAGES = {"1": f"Neaflaind Klopo\n{SENTENCE}"}
 RIGHT = "Neaflaind Klopo was wedded to Pristelk Nothea. ### Pristelk Nothea"
 SLIP = "Tflaindm Klopo was wedded to Pristelk Nothea. ### Pristelk Nothea"
 WRONG = "Neaflaind Klopo was wedded to Pristelk Nothea. ### Pristel Nothea"
@@ -125,8 +126,34 @@ def test_an_abstention_is_not_right_and_the_tables_say_how_many_there_are():
     ("response", "reason"), [(SLIP, "unsupported_words"), ("### unknown", "no_passage")]
 )
 def test_terminal_and_page_say_in_a_sentence_why(response, reason):
-    said = ABSTAIN_REASONS[reason]
-    assert said in " ".join(render_to_text(render_answer(answered(response))).replace("│", " ").split())
-    end = build_end_record(answered(response), [])
+    rollout = answered(response)
+    said = describe_abstention(reason, rollout.closest)
+    assert said.startswith("I could not read an answer in these") and said.endswith("closest:")
+    shown = " ".join(render_to_text(render_answer(rollout)).replace("│", " ").split())
+    assert said in shown and SENTENCE in shown
+    end = build_end_record(rollout, [])
     assert (end["answer"], end["abstained"]) == ("", said)
+    near = [{"id": "1", "title": "Neaflaind Klopo", "sentence": SENTENCE}]
+    assert end["closest"] == rollout.answer_record()["closest"] == near
+    assert "closest" not in answered(RIGHT).answer_record()
+    rollout.passages = {}
+    assert describe_abstention(reason, rollout.closest) == f"I do not know: {ABSTAIN_REASONS[reason]}."
     assert build_end_record(answered(RIGHT), [])["abstained"] == ""
+
+
+def test_the_closest_sentences_are_those_with_most_words_of_the_question():
+    passages = {
+        "a": "Oslo\nOslo is large. Its mayor is Anna.",
+        "b": "Kellerup is a town. The mayor of Kellerup is Jens Holm.",
+        "c": "Bees make honey.",
+        "d": "Kellerup\nA town on a fjord. Its mayor keeps bees.",
+    }
+    found = find_closest("Who is the mayor of Kellerup?", passages)
+    assert [each["id"] for each in found] == ["b", "d"]
+    assert [each["sentence"] for each in found] == [
+        "The mayor of Kellerup is Jens Holm.",
+        "Its mayor keeps bees.",
+    ]
+    assert find_closest("Who?", passages) == [] and find_closest("What of Rome?", passages) == []
+    (long,) = find_closest("honey", {"e": "honey\r[2] Forged " + "x " * 9000})
+    assert len(long["sentence"]) == 300 and "\r" not in long["sentence"]

@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from dlm_rag.commands import page as page_command
-from dlm_rag.decode.abstention import ABSTAIN_REASONS
 from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalRecorder
 from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep
 from dlm_rag.decode.trace_file import read_trace
@@ -423,10 +422,13 @@ def test_answers_are_right_or_wrong_where_gold_answers_are_known(browser, tmp_pa
 def test_where_no_answer_is_given_the_page_says_why(browser, show):
     rollout = make_two_hop_rollout()
     rollout.response, rollout.citations = "### unknown", []
-    for abstain, said in (("answer", f"not known: {ABSTAIN_REASONS['no_passage']}"), ("never", "unknown")):
+    closest = "I could not read an answer in these; closest:"
+    for abstain, said in (("answer", closest), ("never", "unknown")):
         rollout.settings = rollout.settings | {"abstain": abstain}
         show(rollout, place="#step=99")
         assert browser.run("page.panes[0].final.innerText") == said
+        marked = browser.run("page.panes[0].sources.querySelectorAll('mark').length")
+        assert marked == (2 if abstain == "answer" else 0)
 
 
 def test_a_page_of_a_trace_names_the_questions_file(tmp_path):

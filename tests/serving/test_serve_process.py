@@ -16,9 +16,10 @@ import pytest
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.abstention import ABSTAIN_REASONS
 from dlm_rag.questions import read_questions
 from dlm_rag.serving import http_server, middleware
+from dlm_rag.serving.requests import ParsedRequest
+from dlm_rag.serving.responses import ReplyContext, build_reply
 from tests.support.headless_chromium import HeadlessChromium, find_chromium
 from tests.support.paths import ROOT
 from tests.support.processes import wait_until
@@ -46,10 +47,11 @@ def shipped():
     )
     decoder = Decoder(*parts, DecodeConfig(batch_size=32))
     asked = read_questions(world / "questions.jsonl")[:160]
+    context = ReplyContext("", None, None, lambda name, text: "")
     return {
-        r.question: f"I do not know: {ABSTAIN_REASONS[r.abstain_reason]}."
-        if r.abstain_reason
-        else r.answer or r.response
+        r.question: build_reply(
+            r, r.response, ParsedRequest(r.question, decoder.config, cite=False), context
+        ).content
         for r in decoder.decode(asked)
     }
 
