@@ -143,7 +143,7 @@ def _convert(model: Path, folder: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
         place, name = str(model.parent), model.name
-        plain = GgufConfig(dequantize=True)  # type: ignore[no-untyped-call]
+        plain = GgufConfig(dequantize=True)
         network = AutoModelForCausalLM.from_pretrained(
             place, gguf_file=name, dtype=torch.bfloat16, quantization_config=plain
         )
