@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dlm_rag.errors import CheckpointError
-from dlm_rag.files.build_once import build_once, make_folder_name
+from dlm_rag.files.build_once import DIGESTS_FILE, build_once, make_folder_name
 from dlm_rag.files.digest import digest_file
 from dlm_rag.files.hub import check_checkpoint_files, read_checkpoint_json, resolve_hub_folder
 from dlm_rag.files.paths import get_cache_folder
@@ -30,7 +30,7 @@ PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None), "fan_in_fan_out": (False, None), "bias": ("none", None),
     "modules_to_save": (None, []), "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
 }  # fmt: skip
-BASE_FILES = ("*.json", "*.txt", "*.jinja")
+TEXT_FILES = ("*.json", "*.txt", "*.jinja")
 
 
 def merge_adapter(folder: Path) -> Path:
@@ -49,11 +49,9 @@ def merge_adapter(folder: Path) -> Path:
     name = make_folder_name(folder.name, "merged", MERGE_VERSION, *digests)
 
     def build(scratch: Path) -> None:
-        for pattern in BASE_FILES:
-            for path in base.glob(pattern):
-                shutil.copyfile(path, scratch / path.name)
-        for path in folder.iterdir():
-            if path.suffix in (".json", ".jinja") and path.name != ADAPTER_CONFIG:
+        texts = [*(path for pattern in TEXT_FILES for path in base.glob(pattern)), *folder.glob("*.json")]
+        for path in [*texts, *folder.glob("*.jinja")]:
+            if path.name not in (ADAPTER_CONFIG, DIGESTS_FILE):
                 shutil.copyfile(path, scratch / path.name)
         shape = read_checkpoint_json(scratch / "config.json")
         _merge_weights(folder, base, scratch, scale, shape.get("vocab_size"))

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dlm_rag.errors import CheckpointError
+from dlm_rag.files.build_once import DIGESTS_FILE
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.denoiser import Denoiser
 
@@ -59,10 +60,13 @@ def test_a_config_beside_the_adapter_adds_a_mask_token_with_the_mean_embedding(a
     assert torch.allclose(rows[64], rows[:64].mean(0), atol=1e-5)
 
 
-def test_a_changed_adapter_is_merged_again(adapter):
+def test_it_is_merged_once_and_again_when_it_changes(adapter, base, caplog):
     folder, _ = adapter
+    (base / DIGESTS_FILE).write_text("{}")  # of a base that lies in the cache itself
     before = open_checkpoint(folder).folder
-    assert open_checkpoint(folder).folder == before
+    made = (before / "model.safetensors").stat().st_mtime_ns
+    assert open_checkpoint(folder).folder == before and not caplog.records
+    assert (before / "model.safetensors").stat().st_mtime_ns == made
     tensors = load_file(folder / "adapter_model.safetensors")
     save_file({name: value + 1 for name, value in tensors.items()}, folder / "adapter_model.safetensors")
     assert open_checkpoint(folder).folder != before
