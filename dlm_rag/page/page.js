@@ -575,7 +575,7 @@ class Page {
     byId("question").replaceChildren(question, hops ? make("small", "", ` ${many(hops, "hop")}`) : "");
     this.items.forEach((item, place) => (item.ariaCurrent = place === number ? "true" : null));
     this.lead();
-    if (!NARROW.matches) this.items[number].scrollIntoView({ block: "nearest" });
+    if (!NARROW.matches) this.show(this.items[number]);
     const { names, settings } = this.data;
     this.panes = sides.map((side, place) => {
       const pane = new Pane(this.data.questions[number], side, sides.length > 1 ? names[place] : "", settings[place]);
@@ -594,6 +594,12 @@ class Page {
       pane.reserve();
     });
     this.go(at);
+  }
+
+  // Scrolls the list to an item. Not by scrollIntoView, from which Chromium 150 has the tab key go on.
+  show(item) {
+    const list = byId("questions").querySelector("ul"), end = item.offsetTop + item.offsetHeight;
+    list.scrollTop = Math.min(item.offsetTop, Math.max(list.scrollTop, end - list.clientHeight));
   }
 
   // One more step of a trace that is running; who looks at the newest one goes along.
