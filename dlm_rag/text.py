@@ -213,7 +213,7 @@ def find_answer(response: str, form: str = "marked") -> AnswerPlace:
             marks = [_Mark(0, 0, len(shown))]
     for mark in marks[: -MAX_ANSWER_MARKS - 1 : -1]:
         start, stop = _trim_answer(shown, mark)
-        if start < stop:
+        if shown[start:stop].strip(" #*_"):  # "### ###" says nothing
             return AnswerPlace(min(mark.begin, start), start, stop)
     return AnswerPlace(len(response), len(response), len(response))
 
