@@ -208,12 +208,12 @@ def find_answer(response: str, form: str = "marked") -> AnswerPlace:
         label = _ANSWER_LINE.match(shown, start)
         marks = [_Mark(start, label.end() if label else start, len(shown))]
     else:
-        marks = _find_marks(shown)
+        marks = _find_marks(shown) if not shown.rstrip().endswith("###") else []  # nothing is said yet
         if not marks and thought and "\n" not in shown.strip():
             marks = [_Mark(0, 0, len(shown))]
     for mark in marks[: -MAX_ANSWER_MARKS - 1 : -1]:
         start, stop = _trim_answer(shown, mark)
-        if shown[start:stop].strip(" #*_"):  # "### ###" says nothing
+        if start < stop:
             return AnswerPlace(min(mark.begin, start), start, stop)
     return AnswerPlace(len(response), len(response), len(response))
 
