@@ -73,7 +73,7 @@ setup(
             "starlette>=1.10,<2",
             "uvicorn>=0.54,<0.55",
             "uvloop>=0.23,<0.24",
-            "prometheus_client>=0.22,<0.27",
+            "prometheus-client>=0.22,<0.27",
         ],
         "lm-eval": ["lm_eval>=0.4.13,<0.5"],
         "energy": ["nvidia-ml-py>=12.560,<14"],
