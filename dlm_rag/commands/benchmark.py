@@ -1,7 +1,7 @@
 """Evaluate models x precisions x data sets x seeds, and put all of it into one table.
 
     dlm-rag benchmark laptop --out runs/laptop            # what ships, in minutes on two cores
-    dlm-rag benchmark my.yaml --out runs/mine --plan      # hours, memory, energy of each cell
+    dlm-rag benchmark my.yaml --out runs/mine --plan      # the command of each cell
 
 A benchmark is a YAML file, here or in configs/benchmarks/:
 
@@ -67,11 +67,8 @@ def main(argv: list[str]) -> None:
     parser = CommandParser(__doc__ or "", prog="dlm-rag benchmark")
     parser.add_argument("file", metavar="FILE", help="a YAML file, or the name of one that ships")
     parser.add_argument("--out", metavar="PATH", required=True, help="folder of results and tables")
-    parser.add_argument("--plan", action="store_true", help="print what each cell takes, and run nothing")
-    parser.add_argument("--machine", metavar="NAME", help="of --plan, as in plan.machine; else this GPU")
+    parser.add_argument("--plan", action="store_true", help="print the command of each cell, run nothing")
     given = parser.parse_args(argv)
-    if given.machine and not given.plan:
-        raise ConfigError("--machine has no effect without --plan: leave it out")
     out = Path(given.out).expanduser()
     benchmark = read_benchmark(given.file)
     cells = list(list_cells(benchmark, out))
@@ -79,9 +76,6 @@ def main(argv: list[str]) -> None:
         for cell in cells:
             state, command = "done" if cell.is_done else "left", ["dlm-rag", "evaluate", *cell.words]
             print(f"{state}  {shlex.join(command)}")
-        from dlm_rag.commands.benchmark_plan import print_benchmark_plan
-
-        print_benchmark_plan(cells, given.machine, len(list_devices()))
         return
     make_folder(out, "out=")
     failed = run_cells(cells)

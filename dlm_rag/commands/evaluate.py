@@ -10,7 +10,6 @@
     dlm-rag evaluate --config sardi.yaml --dataset 2wiki --out runs/2wiki      # SARDI's questions
     dlm-rag evaluate --dataset hotpotqa,2wiki --corpus wiki18 --model DIR --out runs/field
     dlm-rag evaluate --model openai://HOST:PORT/v1/NAME ... --out runs/ar --compare static,ircot,flare
-    dlm-rag evaluate --reproduce runs/shipped --out runs/again     # and what has changed
 
 --compare all: interleaved retrieval (decode.query_policy=proxy), committed tokens only, static retrieval,
 a second search with the best passage of the first (two_rounds, feedback), none, and oracle evidence.
@@ -20,11 +19,10 @@ a second search with the best passage of the first (two_rounds, feedback), none,
 A model behind an OpenAI-compatible server has its own policies: no_retrieval, static, oracle, ircot,
 flare, self_ask, targ and search_r1.
 
-The folder gets scores.json, scores.md, a picture, config.yaml, and the answers and traces of every setting.
+The folder gets scores.json, scores.md, a picture, and the answers and traces of every setting.
 Run the same command again to resume. In a checkout, `python evaluate.py` is the same program.
 """
 
-import os
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -35,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dlm_rag.baselines import is_model_url
 from dlm_rag.cli import check_writable, print_note
 from dlm_rag.commands.answer_job import AnswerJob, open_engines, parse_answer_command_line, plan_answer_job
-from dlm_rag.commands.arguments import ANSWER_SETTINGS, READER_CONFIG, CommandLine
+from dlm_rag.commands.arguments import ANSWER_SETTINGS, CommandLine
 from dlm_rag.commands.prepare_baseline import (
     PreparedBaseline,
     check_served_keys,
@@ -47,17 +45,15 @@ from dlm_rag.commands.prepare_decoder import (
     gather_questions,
     prepare_decoder,
 )
-from dlm_rag.config import Config, dump_config, list_stored_code, load_config
+from dlm_rag.config import Config, load_config
 from dlm_rag.config.ineffective_settings import check_effects
 from dlm_rag.data.hub_datasets import SARDI_SETS, SPLIT_RULES, find_dataset, list_dataset_files
 from dlm_rag.errors import ConfigError, suggest_nearest
-from dlm_rag.files.paths import make_folder, write_text_atomic
+from dlm_rag.files.paths import make_folder
 from dlm_rag.progress import report_progress
 from dlm_rag.questions import Question
-from dlm_rag.tokenizer.prompts import PROMPTS
 
 if TYPE_CHECKING:
-    from dlm_rag.evaluation.stored_results import StoredResult
     from dlm_rag.retrieval.corpus import Corpus
 
 EVALUATE_READS = (*ANSWER_SETTINGS, "compare", "f1_rule", "remote")
@@ -67,17 +63,12 @@ EVALUATE_OPTIONS: dict[str, tuple[str | tuple[()], str]] = {
         (),
         "KEY=VALUE,VALUE ...: every combination is a setting; the first is held against the others",
     ),
-    "prompts": (
-        "",
-        f"NAME,NAME: a sweep of `prompt`, with the spread; or how many of {', '.join(PROMPTS)}",
-    ),
     "dataset": (
         "",
         "NAME,NAME: with a corpus those of `dlm-rag data get`, each into a folder of --out; else the "
         "paper's, with its corpus, from data/: 2wiki, hotpotqa, musique, cofca, synthworlds",
     ),
     "split": ("search_r1", f"which questions of them: {', '.join(SPLIT_RULES)}"),
-    "reproduce": ("", "folder of an evaluation that is run again; prints what has become different"),
 }
 
 
@@ -88,7 +79,6 @@ class EvaluationPlan(NamedTuple):
     settings: dict[str, Config]
     is_single_setting: bool  # one setting, whose answers are in the folder itself
     report_header: dict[str, Any]  # what scores.json begins with
-    reproduced_result: "StoredResult | None" = None  # that is run again
 
 
 def main(argv: list[str]) -> None:
@@ -96,7 +86,7 @@ def main(argv: list[str]) -> None:
     if words.config.out == "-":
         raise ConfigError("evaluation needs a folder: --out FOLDER")
     if words.config.out is None:
-        quick = not (words.settings or words.options["dataset"] or words.options["reproduce"])
+        quick = not (words.settings or words.options["dataset"])
         more = ["quick=true"] * quick  # with nothing named, the shipped model for a minute
         words = words.with_settings([*words.settings, "out=runs/evaluation", *more])
         print_note(f"the results go to {words.config.out} (--out FOLDER)")
@@ -106,13 +96,8 @@ def main(argv: list[str]) -> None:
 def evaluate_settings(words: CommandLine, argv: list[str]) -> None:
     """Runs what the command line asks for, and reports. Raises `UserError`, `RunError`."""
     out = Path(str(words.config.out))
-    if words.options["reproduce"] and words.file == READER_CONFIG:  # who answers, the result says
-        words = replace(words, file=None)
     names = [*dict.fromkeys(name.strip() for name in words.options["dataset"].split(","))]
-    if words.options["reproduce"]:
-        plans = [plan_from_result(words)]
-    else:
-        plans = [plan_from_command_line(words, name) for name in names]
+    plans = [plan_from_command_line(words, name) for name in names]
     for wanted in plans[1:]:  # what is wrong with the last ends all before the first
         read_scored_questions(wanted)
     several = len(plans) > 1
@@ -131,24 +116,21 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] 
     from dlm_rag.commands import evaluation_outputs as outputs
     from dlm_rag.evaluation.compare import group_questions
     from dlm_rag.evaluation.metrics import choose_f1_rule
-    from dlm_rag.evaluation.stored_results import SAVED_CONFIG_FILE, make_setting_folder_name
 
-    config, then = fill_in_shipped_files(wanted.config, []), wanted.reproduced_result
+    config = fill_in_shipped_files(wanted.config, [])
     questions = read_scored_questions(wanted)
     assert config.questions is not None
     f1_rule, groups = choose_f1_rule(config.f1_rule, config.questions), group_questions(questions)
     said = wanted.report_header | {"f1_rule": f1_rule}
     said["chosen"] = {"limit": config.limit, "quick": config.quick}
     outputs.check_question_selection(out, said["chosen"])
-    before = then and outputs.score_stored_result(then, questions, f1_rule)
     folders = {
-        name: out if wanted.is_single_setting else out / make_setting_folder_name(name)
-        for name in wanted.settings
+        name: out if wanted.is_single_setting else out / name.replace("/", "_") for name in wanted.settings
     }
     if len({*folders.values()}) < len(folders):
         raise ConfigError("compare: two settings would share a folder: their names differ by / and _ only")
     jobs = plan_answer_jobs(wanted, folders, questions)
-    for name in ("scores.json", "scores.md", outputs.get_plot_file_name(said), SAVED_CONFIG_FILE):
+    for name in ("scores.json", "scores.md", outputs.get_plot_file_name(said)):
         check_writable(str(out / name), "out")
     if said.get("dataset"):
         from dlm_rag.retrieval.corpus import open_corpus
@@ -158,16 +140,10 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] 
         questions = drop_incomplete_support(questions, corpus)
     titled = sum(bool(q.supporting_titles) and not q.supporting_ids for q in questions)
     said["recall_by"] = {"id": sum(bool(q.supporting_ids) for q in questions), "title": titled}
-    given = {out: wanted.config} | {folders[name]: setting for name, setting in wanted.settings.items()}
-    for folder, setting in given.items():
-        text = dump_config(replace(setting, out=None, compare=None))
-        write_text_atomic(folder / SAVED_CONFIG_FILE, text)
     ready()
     run_answer_jobs(jobs, config.workers)
     scores = {name: outputs.score_folder(folder, questions, f1_rule) for name, folder in folders.items()}
     outputs.write_evaluation_report(out, groups, scores, folders, said)
-    if then and before:
-        outputs.report_reproduction(out, then, before, groups, scores)
 
 
 def read_scored_questions(wanted: EvaluationPlan) -> list[Question]:
@@ -190,7 +166,7 @@ def read_scored_questions(wanted: EvaluationPlan) -> list[Question]:
 
 def plan_from_command_line(words: CommandLine, dataset: str = "") -> EvaluationPlan:
     """The settings that the command line names, for one of its data sets if any. Raises `ConfigError`."""
-    from dlm_rag.evaluation.compare import expand_sweep, list_prompts, parse_compared_settings, parse_sweep
+    from dlm_rag.evaluation.compare import expand_sweep, parse_compared_settings, parse_sweep
 
     said: dict[str, Any] = {}
     if dataset:
@@ -210,8 +186,7 @@ def plan_from_command_line(words: CommandLine, dataset: str = "") -> EvaluationP
     config, given = words.config, [word.partition("=")[0] for word in words.settings]
     if words.options["sweep"] == []:
         raise ConfigError("sweep: no key has two values or more: write KEY=VALUE,VALUE")
-    prompts = [f"prompt={list_prompts(asked)}"] if (asked := words.options["prompts"]) else []
-    if swept := parse_sweep([*words.options["sweep"], *prompts]):
+    if swept := parse_sweep(words.options["sweep"]):
         said["swept"] = swept
     if both := sorted({*swept} & {*given}):
         raise ConfigError(f"sweep: {both[0]} is swept, and set to one value too: leave one out")
@@ -235,34 +210,6 @@ def plan_from_command_line(words: CommandLine, dataset: str = "") -> EvaluationP
     if all(is_model_url(each.model.path) for each in settings.values()):
         check_served_keys(key for _, keys in variants for key in keys)
     return EvaluationPlan(config, settings, False, said)
-
-
-def plan_from_result(words: CommandLine) -> EvaluationPlan:
-    """The settings of a stored result, with what the command line says on top. Raises `ConfigError`."""
-    from dlm_rag.evaluation.stored_results import SAVED_CONFIG_FILE, read_result
-
-    config, options = words.config, words.options
-    named = {"--config": words.file, "--compare": config.compare, "--sweep": options["sweep"],
-             "--prompts": options["prompts"], "--dataset": options["dataset"],
-             "--limit": config.limit, "--quick": config.quick}  # fmt: skip
-    if given := [flag for flag, value in named.items() if value]:
-        raise ConfigError(f"--reproduce runs the settings of its result: leave {given[0]} out")
-    then = read_result(Path(options["reproduce"]))
-    for folder in (then.folder, *then.folders.values()):
-        if not (folder / SAVED_CONFIG_FILE).is_file():
-            raise ConfigError(f"{folder} has no {SAVED_CONFIG_FILE}: an older program made it")
-    if os.path.realpath(str(config.out)) == os.path.realpath(then.folder):
-        raise ConfigError("--reproduce and --out are the same folder: choose another --out")
-    # A word that repeats the code of one setting allows it there, and changes no other.
-    paths = [str(folder / SAVED_CONFIG_FILE) for folder in (then.folder, *then.folders.values())]
-    code = [list_stored_code(path) for path in paths]
-    config, *settings = (
-        load_config(path, [word for word in words.settings if word not in set().union(*code) - own], True)
-        for path, own in zip(paths, code, strict=True)
-    )
-    said: dict[str, Any] = {key: then.record[key] for key in ("dataset", "swept") if key in then.record}
-    alone = [*then.folders.values()] == [then.folder]
-    return EvaluationPlan(config, dict(zip(then.folders, settings, strict=True)), alone, said, then)
 
 
 def plan_answer_jobs(

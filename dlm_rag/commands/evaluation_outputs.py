@@ -13,12 +13,7 @@ from dlm_rag.errors import ConfigError, RunError, summarize_error
 from dlm_rag.evaluation import plots, tables
 from dlm_rag.evaluation.compare import QuestionGroups, compare_to_first, summarize_scores
 from dlm_rag.evaluation.metrics import Score, score_rollout
-from dlm_rag.evaluation.stored_results import (
-    StoredResult,
-    build_rerun_table,
-    list_stamp_changes,
-    read_result,
-)
+from dlm_rag.evaluation.stored_results import read_result
 from dlm_rag.files.checked_json import read_json_or_empty
 from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.questions import Question
@@ -110,34 +105,6 @@ def report_datasets(out: Path, names: Sequence[str]) -> None:
 def get_plot_file_name(said: dict[str, Any]) -> str:
     """The name of the picture: of a sweep, what exact match costs; else exact match by hops."""
     return "pareto.png" if "swept" in said else "scores.png"
-
-
-def score_stored_result(then: StoredResult, questions: Sequence[Question], f1_rule: str) -> SettingScores:
-    """The scores of a stored result. Raises `ConfigError` where it has answered other questions."""
-    asked = {question.id: question.question for question in questions}
-    for folder in then.folders.values():
-        if {rollout.id: rollout.question for rollout in read_trace(folder / TRACE_FILE)} != asked:
-            raise ConfigError(f"{folder} has not answered the {len(asked)} questions of the same run today")
-    return {name: score_folder(folder, questions, f1_rule) for name, folder in then.folders.items()}
-
-
-def report_reproduction(
-    out: Path, then: StoredResult, before: SettingScores, groups: QuestionGroups, scores: SettingScores
-) -> None:
-    """What has become different, on the screen and in reproduced.md."""
-    now, same, lines = read_result(out), {}, dict[str, None]()
-    for name in scores:
-        old, new = (
-            {r.id: r.response for r in read_trace(each.folders[name] / TRACE_FILE)} for each in (then, now)
-        )
-        same[name] = sum(new[i] == response for i, response in old.items())
-        lines |= dict.fromkeys(list_stamp_changes(then.get_stamp(name), now.get_stamp(name)))
-    grid = build_rerun_table(before, scores, groups, same)
-    tables.print_tables(Console(), [grid])
-    for line in lines or ["code, versions, machine, files and settings are the same"]:
-        print(replace_control_chars(line))
-    text = tables.render_markdown_report([grid], now.get_stamp(next(iter(scores))), [*lines])
-    write_text_atomic(out / "reproduced.md", text)
 
 
 def score_folder(folder: Path, questions: Sequence[Question], f1_rule: str) -> list[Score]:

@@ -11,8 +11,7 @@ import re
 from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import asdict, field
-from functools import cache, reduce
-from operator import getitem
+from functools import cache
 from pathlib import Path
 from typing import Any, cast, get_origin
 
@@ -24,7 +23,6 @@ from dlm_rag.config.fields import (
     SET,
     CheckedSettings,
     explain_validation_error,
-    get_field_metadata,
     merge_settings,
     note_given,
     setting,
@@ -123,11 +121,10 @@ def find_config_file(name: str, shipped: Path = CONFIG_FOLDER) -> Path:
 
 
 def load_config(
-    name: str | None = None, overrides: list[str] | None = None, stored: bool = False, effects: bool = False
+    name: str | None = None, overrides: list[str] | None = None, effects: bool = False
 ) -> Config:
     """The resolved tree: defaults, then the YAML file `name`, then `key=value` words.
 
-    stored: the file is one that a run has left, whose code runs only where the words name it again.
     effects: whether settings without effect are refused, as `check_effects` says: for command lines.
     Raises `ConfigError`, naming the key and the nearest valid one, for anything not in the tree.
     """
@@ -151,26 +148,10 @@ def load_config(
     for section in (config.decode, config.retrieval):
         prefix = "decode." if section is config.decode else "retrieval."
         note_given(section, (key.removeprefix(prefix) for key in given if key.startswith(prefix)))
-    for word in _list_code(of_file) if stored else ():
-        if word.partition("=")[0] not in keys_of_words:
-            raise ConfigError(f"{word} is code that a stored result names: to allow it, add these words")
     if effects:
         check_effects([(config, keys_of_words)])
         check_effects([(config, keys_of_file)], keys_of_words)
     return config
-
-
-def list_stored_code(path: str) -> set[str]:
-    """The settings that name code in a file that a run has left, as words `KEY=MODULE:FUNCTION`."""
-    return _list_code(read_config_file(Path(path)))
-
-
-def _list_code(tree: dict[str, Any]) -> set[str]:
-    fields = list_setting_fields()
-    given = {key: fields[key] for key in _list_given_keys(tree) if key in fields}
-    named = [key for key, item in given.items() if get_field_metadata(item, "table")]
-    words = {f"{key}={reduce(getitem, key.split('.'), tree)}" for key in named}
-    return {word for word in words if ":" in word}
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -25,7 +25,6 @@ from dlm_rag.evaluation.metrics import (
     estimate_share,
 )
 from dlm_rag.questions import Question
-from dlm_rag.tokenizer.prompts import PROMPTS
 
 SETTING_PRESETS = {
     "interleaved": ("decode.query_policy=proxy",),
@@ -95,15 +94,6 @@ def parse_sweep(words: Sequence[str]) -> dict[str, list[str]]:
     if (count := prod(map(len, swept.values()))) > MAX_SWEEP_SETTINGS:
         raise ConfigError(f"sweep: {count} settings are more than {MAX_SWEEP_SETTINGS}: take values out")
     return swept
-
-
-def list_prompts(asked: str) -> str:
-    """The values of `prompt` in --prompts NAME,NAME, or the first N of `PROMPTS`. Raises `ConfigError`."""
-    names = [*PROMPTS][: int(asked)] if asked.isdecimal() else asked.split(",")
-    if len(names) < 2 or (asked.isdecimal() and int(asked) > len(PROMPTS)):
-        known = f"{len(PROMPTS)}, {', '.join(PROMPTS)}"
-        raise ConfigError(f"--prompts {asked:.60}: name 2 or more, or how many of the {known}")
-    return ",".join(names)
 
 
 def expand_sweep(

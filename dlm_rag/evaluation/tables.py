@@ -227,12 +227,9 @@ def print_tables(console: Console, found: Sequence[ResultTable]) -> None:
             begin = end
 
 
-def render_markdown_report(
-    found: Sequence[ResultTable], stamp: Mapping[str, Any], notes: Sequence[str] = ()
-) -> str:
-    """The tables, notes and where they come from."""
-    listed = ["".join(f"- {line}\n" for line in _escape_markdown(notes))] if notes else []
-    return "\n".join([*map(render_markdown_table, found), *listed, format_provenance(stamp)])
+def render_markdown_report(found: Sequence[ResultTable], stamp: Mapping[str, Any]) -> str:
+    """The tables and where they come from."""
+    return "\n".join([*map(render_markdown_table, found), format_provenance(stamp)])
 
 
 def render_markdown_table(grid: ResultTable) -> str:

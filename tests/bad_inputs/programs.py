@@ -13,16 +13,7 @@ from tests.support.tiny_diffusion_gemma import write_tiny_gemma
 
 TRAIN = "train --out run"
 RL = "--model model train.objective=rl"
-REPRODUCE, RESULT_PAGE = "evaluate --reproduce old --out run", "dlm_rag.evaluation.stored_results"
 WORLD = "dlm_rag.data.synthetic_world"
-RESULT = json.dumps(
-    {
-        "questions": {"all": 3},
-        "settings": {"a": {"groups": {"all": {"f1": {"mean": 1, "low": 1, "high": 1}}}, "stamp": {}}},
-        "first_minus": {},
-    }
-)
-OLD_RESULT = {"old/scores.json": RESULT}
 DECODED_ROWS = (
     "synthesize --model model --corpus corpus.jsonl --questions questions.jsonl decode.max_new_tokens=8"
 )
@@ -98,14 +89,6 @@ CASES = [
             }.items()
         ),
     ),
-    *table(f"{EVALUATE} --out run",
-        ("--prompts 5: name 2 or more, or how many of the 4, sardi", "--prompts 5"),
-        ("--prompts sardi: name 2 or more", "--prompts sardi"),
-        ("a value of prompt=sardi,sardi is named twice", "--prompts sardi,sardi"),
-        (("sarde", "nearest: 'sardi'"), "--prompts sarde,flashrag"),
-        ("prompt is named twice", "--prompts 2 --sweep prompt=sardi,flashrag"),
-        ("prompt is swept, and set to one value too", "--prompts 2 prompt=sardi"),
-    ),
     BadInputCase(f"{EVALUATE} --out run", "run", exit=0, slow=True, env={"TERM": "dumb", "COLUMNS": "1"}),
     # The paper's table.
     *table("evaluate --out run --dataset",
@@ -128,36 +111,6 @@ CASES = [
         (("questions.jsonl, line 1", "no passages come with this question"), "--corpus context --questions questions.jsonl"),
         ("--split has no effect without --dataset and --corpus", "--split sardi"),
     ),
-    # A result that is run again, or shown.
-    *table(REPRODUCE,
-        ("old is not a result: name a folder of evaluate's --out",),
-        ("old/scores.json: the line is not JSON", {"old/scores.json": "{"}),
-        ("old is not a result", {"old/scores.json": '{"settings": []}'}),
-        (("old is not a result", "settings.a.groups.all.f1.mean:"),
-         {"old/scores.json": RESULT.replace("mean", "median")}),
-        ("old has no config.yaml: an older program made it", OLD_RESULT),
-        ("leave --compare out", "--compare all", OLD_RESULT),
-        ("unknown key 'decode.gone' in old/config.yaml", OLD_RESULT | {"old/config.yaml": "decode: {gone: 1}"}),
-        ("trace 'old/trace.jsonl' was not found", OLD_RESULT | {"old/config.yaml": "questions: questions.jsonl"}),
-    ),
-    BadInputCase("evaluate --reproduce old --out old", "are the same folder: choose another --out",
-                 OLD_RESULT | {"old/config.yaml": ""}),
-    *table(RESULT_PAGE,
-        ("the following arguments are required: RESULT",),
-        ("model is not a result", "model"),
-        *(
-            (("old is not a result", key), "old", {"old/scores.json": json.dumps(json.loads(RESULT) | change)})
-            for key, change in (
-                ("settings.a.groups.all.f1:", {"settings": {"a": {"groups": {"all": {"f1": "0.5"}}, "stamp": {}}}}),
-                ("NaN", {"first_minus": {"b": {"all": {"f1": {"mean": float("nan"), "low": 1, "high": 1}}}}}),
-                ("swept.decode.seed:", {"swept": {"decode.seed": 5}}),
-                ("scores.json", {"settings": {}}),
-                ("scores.json", {"dataset": "nope"}),
-            )
-        ),
-    ),
-    BadInputCase(f"{RESULT_PAGE} old", "| a | - | - | - | - | - | - | - | - |",
-                 {"old/scores.json": RESULT.replace('"f1"', '"f2"')}, exit=0),
     # Training.
     *table(TRAIN,
         *(

@@ -112,10 +112,3 @@ def test_entries_of_a_table_say_what_they_read(monkeypatch):
     assert Drinks(kind="mine:cocoa").kind == "mine:cocoa"
     with pytest.raises(ConfigError, match="tea, water or module:function"):
         Drinks(kind="cocoa")
-
-
-def test_code_that_a_stored_config_names_runs_only_if_the_command_line_names_it(tmp_path):
-    (tmp_path / "stored.yaml").write_text("train: {reward: 'evil:reward'}\n")
-    with pytest.raises(ConfigError, match="train.reward=evil:reward"):
-        load_config(str(tmp_path / "stored.yaml"), stored=True)
-    load_config(str(tmp_path / "stored.yaml"), ["train.reward=evil:reward"], stored=True)

@@ -105,15 +105,15 @@ def test_prompts_are_a_sweep_and_each_is_the_evaluation_under_that_prompt(
     made, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(made)
-    for words, out in (("--prompts", "2"), "prompts"), (("--sweep", "prompt=sardi,flashrag"), "swept"):
-        evaluate.main([*WORDS, *words, "--out", str(tmp_path / out), "--limit", "2"])
-        assert "Exact match % over values of prompt" in capsys.readouterr().out
-        assert "spread, points" in (tmp_path / out / "scores.md").read_text()
-    prompts, swept = (scores_of(tmp_path / out, timed=False) for out in ("prompts", "swept"))
-    assert prompts == swept and list(prompts["settings"]) == ["prompt=sardi", "prompt=flashrag"]
+    out = tmp_path / "swept"
+    evaluate.main([*WORDS, "--sweep", "prompt=sardi,flashrag", "--out", str(out), "--limit", "2"])
+    assert "Exact match % over values of prompt" in capsys.readouterr().out
+    assert "spread, points" in (out / "scores.md").read_text()
+    swept = scores_of(out, timed=False)
+    assert list(swept["settings"]) == ["prompt=sardi", "prompt=flashrag"]
     evaluate.main([*WORDS, "prompt=flashrag", "--out", str(tmp_path / "alone"), "--limit", "2"])
     (alone,) = scores_of(tmp_path / "alone", timed=False)["settings"].values()
-    assert alone == prompts["settings"]["prompt=flashrag"]
+    assert alone == swept["settings"]["prompt=flashrag"]
 
 
 def test_nothing_beats_the_front_and_it_beats_all_else():

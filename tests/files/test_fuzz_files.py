@@ -16,7 +16,7 @@ from dlm_rag.cli import describe_expected_error
 from dlm_rag.commands import page as page_command
 from dlm_rag.decode.answers_file import AnswersFile
 from dlm_rag.evaluation.metrics import SCORE_METRICS
-from dlm_rag.evaluation.stored_results import read_result, render_results_page
+from dlm_rag.evaluation.stored_results import build_result_table, read_result
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
@@ -164,7 +164,7 @@ def search(folder: Path) -> None:
 
 
 def show_results(folder: Path) -> None:
-    render_results_page([read_result(folder / "scores")])
+    build_result_table(read_result(folder / "scores"))
 
 
 def ask(name: str) -> Callable[[Path], None]:
