@@ -44,7 +44,8 @@ def draw_layouts() -> Any:
     ends = np.cumsum(sizes)
     part = np.repeat(np.arange(5), sizes)
     figure, axes = plt.subplots(1, 3, figsize=(WIDTH, 2.35), sharey=True)
-    for axis, (name, layout) in zip(axes, EVIDENCE_LAYOUTS.items(), strict=True):
+    for axis, name in zip(axes, ("joint", "prefix", "independent"), strict=True):
+        layout = EVIDENCE_LAYOUTS[name]
         query, key = part[:, None], part[None, :]
         if layout.runs_with_canvas:
             sees = np.ones((21, 21), bool)

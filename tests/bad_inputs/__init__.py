@@ -32,7 +32,7 @@ class BadInputCase:
     JSON object that is there; None takes a file away; a function gets the path and does anything else.
     changes: files that the command may change; all others must be what they were.
     env: variables of the environment, None takes one away. These cases, and programs of the checkout, run
-    in a process of their own: mark `slow` what takes more than two seconds in it.
+    in a process of their own.
     loads: whether weights are read before the error, which are out of reach otherwise.
     """
 
@@ -45,7 +45,6 @@ class BadInputCase:
     stdin: bytes = b""
     changes: tuple[str, ...] = ()
     env: dict[str, str | None] = field(default_factory=dict)
-    slow: bool = False
     loads: bool = False
 
 

@@ -168,7 +168,7 @@ CASES = [
     ),
     # Odd, and good.
     BadInputCase(f"{ASKED} -", ('"id": "q1"', '"id": "q2"', "Where?"), exit=0, stdin=b"Who?\n\n Where? \r\n"),
-    BadInputCase(f"{ASKED} /dev/stdin", '"id": "a"', exit=0, stdin=GOOD.encode(), env={"CASE": "alone"}, slow=True),
+    BadInputCase(f"{ASKED} /dev/stdin", '"id": "a"', exit=0, stdin=GOOD.encode(), env={"CASE": "alone"}),
     BadInputCase(SAMPLE_COMMAND, '"evidence": [', exit=0, files={
         "corpus.jsonl": b'\xef\xbb\xbf{"id": "' + b"x" * 10_000 + b'", "text": "Emma", "n": NaN, "d": 1e999}\r\n\r\n'
         b'{"id": "\\u0000\\u001b[31m", "contents": "Emma\\u0000", "title": null, "deep": ' + b"[" * 90 + b"]" * 90

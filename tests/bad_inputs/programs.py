@@ -89,7 +89,7 @@ CASES = [
             }.items()
         ),
     ),
-    BadInputCase(f"{EVALUATE} --out run", "run", exit=0, slow=True, env={"TERM": "dumb", "COLUMNS": "1"}),
+    BadInputCase(f"{EVALUATE} --out run", "run", exit=0, env={"TERM": "dumb", "COLUMNS": "1"}),
     # The paper's table.
     *table("evaluate --out run --dataset",
         (("is not one of 2wiki, hotpotqa", "nearest: '2wiki'"), "2wikki"),
@@ -142,7 +142,7 @@ CASES = [
     ),
     BadInputCase(f"{TRAIN} engine.memory_gib=0.001", "engine.memory_gib=0.001 is 0.00107 GB", changes=("run",)),
     *(
-        BadInputCase(f"{TRAIN} {words}", says, env=env, slow=True)
+        BadInputCase(f"{TRAIN} {words}", says, env=env)
         for words, says, env in (
             ("", "RANK='x' is not a whole number", {"RANK": "x"}),
             ("", "RANK=5 and WORLD_SIZE=1 in the environment are not torchrun's", {"RANK": "5"}),

@@ -18,7 +18,7 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 NOBODY, NO_MILVUS = "http://127.0.0.1:1/retrieve", "milvus://127.0.0.1:1/world"
 
 CASES = [
-    BadInputCase(SAMPLE_COMMAND, "torchrun has started 2 processes", env={"WORLD_SIZE": "2"}, slow=True),
+    BadInputCase(SAMPLE_COMMAND, "torchrun has started 2 processes", env={"WORLD_SIZE": "2"}),
     # Keys and values; tests/config/ has more of what needs no program.
     *table(SAMPLE_COMMAND,
         ("nearest: 'decode.commit_threshold'", "decode.comit_threshold=0.9"),
@@ -166,7 +166,7 @@ CASES = [
         )
     ),
     *(
-        BadInputCase(SAMPLE_COMMAND, says, env=env, slow=True, exit=0 if says == "Who wrote Emma?" else 2)
+        BadInputCase(SAMPLE_COMMAND, says, env=env, exit=0 if says == "Who wrote Emma?" else 2)
         for says, env in (
             ("NUMBA_NUM_THREADS", {"NUMBA_NUM_THREADS": "0"}),
             ("unset NUMBA_DISABLE_JIT", {"NUMBA_DISABLE_JIT": "1"}),
@@ -175,7 +175,7 @@ CASES = [
         )
     ),
     *(
-        BadInputCase(f"{SAMPLE_WITHOUT_QUESTION} {words}", says, env=ASCII, exit=code, slow=not code)
+        BadInputCase(f"{SAMPLE_WITHOUT_QUESTION} {words}", says, env=ASCII, exit=code)
         for words, says, code in (
             ("'Who wrote \u00c9mma?'", "\\u00c9mma", 0),
             ("'Who wrote \udcc9mma?'", "question 1: the text is not UTF-8", 2),
@@ -183,5 +183,5 @@ CASES = [
         )
     ),
     BadInputCase(f"{SAMPLE_WITHOUT_QUESTION} 'Who wrote Zoë?'", "Zo\\u00eb", exit=0,
-                 env={"PYTHONIOENCODING": "ascii"}, slow=True),
+                 env={"PYTHONIOENCODING": "ascii"}),
 ]  # fmt: skip

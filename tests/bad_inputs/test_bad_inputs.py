@@ -125,17 +125,29 @@ def name_case(case: BadInputCase) -> str:
     return ascii(f"{case.command[-60:]} {', '.join(case.files)[:30]} {case.says}"[:120])
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=name_case(case), marks=[pytest.mark.slow] * case.slow) for case in CASES],
-)
+def is_alone(case: BadInputCase) -> bool:
+    """Whether a case has a process of its own."""
+    return bool(case.env) or ".py" in case.command.split()[0]
+
+
+def mark_cases() -> list:
+    """The cases as parameters: of those of a program that break the same files, the first alone is fast."""
+    found, seen = [], set()
+    for case in CASES:
+        group = case.command.split()[0], *case.files
+        slow = group in seen or is_alone(case)
+        seen |= set() if slow else {group}
+        found.append(pytest.param(case, id=name_case(case), marks=[pytest.mark.slow] * slow))
+    return found
+
+
+@pytest.mark.parametrize("case", mark_cases())
 def test_it_is_answered_in_a_sentence(case: BadInputCase, call, good, tmp_path):
     shutil.copytree(good, tmp_path, dirs_exist_ok=True)
     for path, content in case.files.items():
         put(tmp_path / path, content)
     before = contents(tmp_path)
-    alone = case.env or ".py" in case.command.split()[0]
-    code, out, err = call_alone(case, tmp_path) if alone else call(case)
+    code, out, err = call_alone(case, tmp_path) if is_alone(case) else call(case)
     assert code == case.exit, out + err
     text = err if code else out + err
     assert "Traceback" not in text and not CONTROL.search(out + err)

@@ -51,6 +51,7 @@ def read_answers(path):
     return {line["id"]: line for line in map(json.loads, path.read_text().splitlines())}
 
 
+@pytest.mark.slow
 def test_all_policies_are_settings_of_one_table(run, server, folder):
     server.say(*EVERY_POLICY)
     code, shown, record = run("--compare", "all")
@@ -79,6 +80,7 @@ def test_all_policies_are_settings_of_one_table(run, server, folder):
     )
 
 
+@pytest.mark.slow
 def test_a_finished_run_asks_nothing_again_even_where_the_server_is_gone(run, server):
     server.say(*EVERY_POLICY)
     _, _, before = run("--compare", "static,ircot")
@@ -88,6 +90,7 @@ def test_a_finished_run_asks_nothing_again_even_where_the_server_is_gone(run, se
     assert after["settings"]["ircot"]["groups"] == before["settings"]["ircot"]["groups"]
 
 
+@pytest.mark.slow
 def test_what_failed_is_wrong_and_asked_again(run, server, folder):
     broken = {"raw": '{"choices": []}'}
     server.say(["probe|Who\\?", ["x"]], ["1801", [broken]], ["1802", [{"status": 400, "text": "too long"}]],
@@ -105,6 +108,7 @@ def test_what_failed_is_wrong_and_asked_again(run, server, folder):
     assert len(asked) == 3 and all(any(f"in {1800 + n}?" in text for n in (1, 2, 3)) for text in asked)
 
 
+@pytest.mark.slow
 def test_busy_servers_are_asked_again_and_replies_that_end_early_too(run, server):
     busy = [{"status": 429, "text": "slow down"}, {"raw": ""}, {"raw": '{"choi'}, "### x"]
     server.say(["Who\\?", ["x"]], ["", busy])
@@ -114,6 +118,7 @@ def test_busy_servers_are_asked_again_and_replies_that_end_early_too(run, server
     assert record["settings"]["static bm25"]["groups"]["all"]["requests"]["mean"] == (4 + 5) / 6
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_ends_the_run_which_goes_on_later(run, server, folder):
     server.say(["Who\\?", ["x"]], ["180[01]", ["### x"]], ["", [{"status": 503, "text": "going down"}]])
     code, shown, _ = run("remote.concurrency=1")
@@ -130,6 +135,7 @@ def test_a_server_that_goes_ends_the_run_which_goes_on_later(run, server, folder
     assert code == 1 and "DLM_RAG_MODEL_KEY in the environment is not set" in shown
 
 
+@pytest.mark.slow
 def test_a_search_that_fails_costs_its_question_alone(run, server, monkeypatch):
     from dlm_rag.retrieval.bm25 import BM25Retriever
 
@@ -166,6 +172,7 @@ def test_killed_it_goes_on_and_ends_in_the_same_answers(folder, server):
         assert len(lines) == 6 and len([*read_trace(folder / "run" / name / "trace.jsonl")]) == 6
 
 
+@pytest.mark.slow
 def test_both_kinds_of_models_stand_in_one_table(run, server):
     server.say(["", ["### x"]])
     compared = f"interleaved,static,static+model.path={server.url}"
@@ -176,6 +183,7 @@ def test_both_kinds_of_models_stand_in_one_table(run, server):
     assert record["first_minus"][compared.split(",")[2]]["all"]["exact_match"]["mean"] == -1
 
 
+@pytest.mark.slow
 def test_a_policy_of_ones_own(run, server, folder):
     code = "def twice(run):\n    run.search(run.question)\n    run.search('Emma')\n"
     (folder / "mine.py").write_text(code + "    run.respond(run.chat('Say it').text)\n")
@@ -185,6 +193,7 @@ def test_a_policy_of_ones_own(run, server, folder):
     assert record["settings"]["mine:twice bm25"]["groups"]["all"]["searches"]["mean"] == 2
 
 
+@pytest.mark.slow
 def test_its_key_is_sent_to_the_server(run, server, monkeypatch):
     monkeypatch.setenv("DLM_RAG_MODEL_KEY", "secret")
     server.say(["", ["### x"]])
@@ -196,6 +205,7 @@ NO_COMPLETIONS = [["Think step", ["x"]], ["", [{"status": 404, "text": "no"}]]]
 NO_LOG_PROBS = ["", [{"status": 400, "text": "logprobs are not supported"}]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "rules", "says"),
     [
@@ -223,6 +233,7 @@ def test_what_cannot_be_is_said_before_anything_starts(run, server, folder, word
     assert not record and not [*folder.glob("run/**/answers.jsonl")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("url", "says"),
     [
@@ -237,6 +248,7 @@ def test_a_model_that_is_not_there(run, server, url, says):
     assert code == 2 and says in shown, shown
 
 
+@pytest.mark.slow
 def test_programs_that_decode_here_refuse_it(call, server, folder):
     code, _, err = call("Who wrote Emma?", "--model", server.url, program=sample)
     assert code == 2 and "is for evaluate" in err

@@ -47,6 +47,7 @@ def searched(rollout):
     return [step.query for step in rollout.steps if step.retrieved]
 
 
+@pytest.mark.slow
 def test_no_retrieval_asks_once_and_shows_nothing(answer, server):
     server.say(["", ["Austen was born there. ### Steventon."]])
     rollout = answer("no_retrieval")
@@ -61,6 +62,7 @@ def test_no_retrieval_asks_once_and_shows_nothing(answer, server):
     assert rollout.forwards == rollout.tokens_committed == 6
 
 
+@pytest.mark.slow
 def test_static_shows_what_the_question_finds_in_the_prompt_that_is_named(answer, server):
     server.say(["", ["### Steventon"]])
     rollout = answer("static")
@@ -73,6 +75,7 @@ def test_static_shows_what_the_question_finds_in_the_prompt_that_is_named(answer
     assert "Doc 1(Title: " in server.requests[0]["text"] and rollout.answer == "Steventon"
 
 
+@pytest.mark.slow
 def test_replies_that_are_cut_are_counted_and_max_new_tokens_is_sent(answer, server):
     server.say(["", [{"text": "Austen was", "finish": "length"}]])
     rollout = answer("static", decode=DecodeConfig(max_new_tokens=2, temperature=0.5, seed=7))
@@ -81,6 +84,7 @@ def test_replies_that_are_cut_are_counted_and_max_new_tokens_is_sent(answer, ser
     assert rollout.usage["cut_replies"] == 1 and rollout.answer == "" and not rollout.error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("probability", "threshold", "searches"),
     # exp(-gap) of tokens with p and 1 - p is (1 - p) / p
@@ -98,6 +102,7 @@ def test_targ_searches_where_the_draft_is_unsure(answer, server, probability, th
     assert rollout.forwards == 1 + 2, "the draft's word, and those of the answer"
 
 
+@pytest.mark.slow
 def test_targ_takes_the_mean_over_tokens(answer, server):
     """(1 - 0.9) / 0.9 and (1 - 0.6) / 0.6 are 0.11 and 0.67: 0.39 in the mean."""
     for threshold, searches in ((0.38, 1), (0.40, 0)):
@@ -105,6 +110,7 @@ def test_targ_takes_the_mean_over_tokens(answer, server):
         assert len(searched(answer("targ", threshold=threshold))) == searches
 
 
+@pytest.mark.slow
 def test_ircot_searches_with_each_sentence_and_reads_with_all_it_found(answer, server):
     thoughts = [
         "Emma was written by Jane Austen. She was born in Steventon.",
@@ -134,6 +140,7 @@ def test_ircot_searches_with_each_sentence_and_reads_with_all_it_found(answer, s
     assert requests[-1]["prompt"].endswith(f"\n\n\n{facts}\n\nQ: {QUESTION.question}\nA:"), "the reader"
 
 
+@pytest.mark.slow
 def test_ircot_ends_after_its_rounds_and_takes_the_reader_at_its_word(answer, server):
     server.say(["", ["Nobody knows of it."]])
     rollout = answer("ircot")
@@ -146,6 +153,7 @@ def test_ircot_ends_after_its_rounds_and_takes_the_reader_at_its_word(answer, se
     assert answer("ircot").answer == "" and len(server.requests) == 1 + 1, "an empty thought ends the chain"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("most", "kept"), [(15, 5), (3, 3)])
 def test_ircot_keeps_each_passage_once_and_no_more_than_its_most(answer, server, monkeypatch, most, kept):
     assert policies.IRCOT_PASSAGES == 15
@@ -156,6 +164,7 @@ def test_ircot_keeps_each_passage_once_and_no_more_than_its_most(answer, server,
     assert len({*rollout.evidence}) == len(rollout.evidence) == kept and len(searched(rollout)) == 5
 
 
+@pytest.mark.slow
 def test_flare_searches_with_a_sentence_it_is_unsure_of(answer, server):
     sure = {"tokens": [[" The", 0.9], [" author", 0.95], [" is", 0.9], [" Jane", 0.9], [" Austen.", 0.9],
                        [" She", 0.1]]}  # fmt: skip
@@ -185,6 +194,7 @@ def test_flare_searches_with_a_sentence_it_is_unsure_of(answer, server):
     assert rollout.answer == "Steventon"
 
 
+@pytest.mark.slow
 def test_flare_has_a_threshold_and_an_end(answer, server):
     half = {"tokens": [[" It", 0.7], [" is", 0.7], [" so.", 0.7], [" And", 0.7]], "finish": "length"}
     server.say(["", [half]])
@@ -195,6 +205,7 @@ def test_flare_has_a_threshold_and_an_end(answer, server):
     assert searched(answer("flare")) == [QUESTION.question], "nothing is left to ask with"
 
 
+@pytest.mark.slow
 def test_self_ask_searches_its_follow_up_questions(answer, server):
     begin = "Are follow up questions needed here:"
     server.say(
@@ -223,12 +234,14 @@ def test_self_ask_searches_its_follow_up_questions(answer, server):
     assert rollout.answer == "Steventon" and rollout.evidence == rollout.steps[-1].passage_ids
 
 
+@pytest.mark.slow
 def test_self_ask_without_follow_ups_is_asked_for_its_answer(answer, server):
     server.say(["final answer is:$", [" Steventon\nand more"]], ["needed here:$", [" No."]])
     rollout = answer("self_ask")
     assert searched(rollout) == [] and rollout.response == "No.\nSo the final answer is: Steventon"
 
 
+@pytest.mark.slow
 def test_self_ask_has_a_budget(answer, server):
     server.say(["final answer is:$", [" x"]], ["", [" a.\nFollow up: Who wrote Emma?"]])
     rollout = answer("self_ask", max_rounds=2)
@@ -237,6 +250,7 @@ def test_self_ask_has_a_budget(answer, server):
     assert server.requests[2]["stop"][0] == "\nFollow up:"
 
 
+@pytest.mark.slow
 def test_search_r1_puts_what_it_finds_into_the_reply(answer, server):
     think = "<think>Who wrote it?</think>\n<search> author of Emma </search> never read"
     server.say(
@@ -265,6 +279,7 @@ def test_search_r1_puts_what_it_finds_into_the_reply(answer, server):
     assert rollout.answer == "Steventon" and "<information>" not in rollout.response
 
 
+@pytest.mark.slow
 def test_search_r1_has_four_turns_and_one_without_a_search(answer, server):
     server.say(["", ["<search>Emma</search>"]])
     rollout = answer("search_r1")
@@ -274,6 +289,7 @@ def test_search_r1_has_four_turns_and_one_without_a_search(answer, server):
     assert searched(rollout) == [] and rollout.answer == "x", "what was cut is no action"
 
 
+@pytest.mark.slow
 def test_each_search_finds_what_our_retriever_finds(answer, server, corpus_file):
     """Whatever the policy, a step's passages are those of the same text elsewhere in this program."""
     script = [

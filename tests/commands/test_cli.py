@@ -399,6 +399,7 @@ def test_without_git_the_stamp_has_no_commit(monkeypatch):
     assert get_code_commit() is None
 
 
+@pytest.mark.slow
 def test_control_c_in_the_middle_loses_and_repeats_nothing(tmp_path, model, corpus_file):
     """A real process is interrupted after its first answers; the same command then finishes."""
     questions = [{"id": f"n{n}", "question": f"Who wrote book number {n}?"} for n in range(40)]

@@ -80,6 +80,7 @@ def program(body: str) -> str:
 LOG = "import logging; logging.getLogger('dlm_rag').info('the id %s', '\\x1b[2J')"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "to", "code", "out", "err"),
     [
@@ -110,6 +111,7 @@ def test_a_working_folder_that_is_gone_is_one_sentence(tmp_path, monkeypatch, ca
     assert code == 2 and "the working folder is there no more" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_json_lines_survive_any_standard_output(encoding):
     record = {"response": "Zoë 東京 \N{GRINNING FACE}"}

@@ -133,6 +133,7 @@ def test_what_is_fetched_is_said_before_and_stands_beside_it_after(hub, tmp_path
     assert call(hub, tmp_path, "get", "hotpotqa", "wiki18")[0] == 0 and fetched(hub) == []
 
 
+@pytest.mark.slow
 def test_the_first_thousand_are_lines_of_the_whole(hub, tmp_path):
     assert call(hub, tmp_path, "get", "--split", "flashrag_1000", "nq")[0] == 0
     whole, first = (tmp_path / "data/nq" / name for name in ("test.jsonl", "test.first_1000.jsonl"))
@@ -212,6 +213,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BAD)
 def test_what_goes_wrong_is_a_sentence_and_leaves_nothing(hub, tmp_path, case):
     spoil, words, says = BAD[case]
@@ -221,6 +223,7 @@ def test_what_goes_wrong_is_a_sentence_and_leaves_nothing(hub, tmp_path, case):
     assert not (tmp_path / "data").exists() or not found_files(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_a_sentence(hub, tmp_path):
     hub.url = "http://127.0.0.1:9"
     code, _, err = call(hub, tmp_path, "get", "hotpotqa")
@@ -235,6 +238,7 @@ def put_sideways(folder, name, make):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bamboogle/test.jsonl", ".cache/huggingface/download/x.lock"])
 @pytest.mark.parametrize("kind", ["link", "fifo", "device"])
 def test_links_and_pipes_are_not_written_through(hub, tmp_path, name, kind):
@@ -250,6 +254,7 @@ def test_links_and_pipes_are_not_written_through(hub, tmp_path, name, kind):
     assert mine.read_text() == "mine" and not fetched(hub)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["link", "fifo"])
 def test_a_card_is_not_written_through(hub, tmp_path, kind):
     (mine := tmp_path / "mine").write_text("mine")
@@ -276,6 +281,7 @@ def test_a_card_of_odd_types_is_a_sentence(laid_out, card):
         hub_datasets.find_dataset("hotpotqa", "search_r1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "headers",
     [
@@ -290,6 +296,7 @@ def test_odd_headers_of_a_hub_are_a_sentence(hub, tmp_path, headers):
     assert "\x1b" not in out + err
 
 
+@pytest.mark.slow
 def test_blank_lines_have_an_end(hub, tmp_path):
     hub.files[FLASHRAG]["bamboogle/test.jsonl"] = b"\n" * 20_000_000
     code, _, err = call(hub, tmp_path, "get", "bamboogle")
@@ -315,6 +322,7 @@ def test_a_disk_that_becomes_full_is_a_sentence():
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.slow
 def test_the_parts_of_an_index_become_one_file(hub, tmp_path):
     """Joined in order, and not fetched again."""
     whole = bytes(range(256)) * 50

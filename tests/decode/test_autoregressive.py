@@ -17,6 +17,7 @@ from dlm_rag.retrieval.composite import NoRetriever
 from dlm_rag.tokenizer.prompts import PromptTemplate
 from tests.support.attention import run_with_mask
 from tests.support.block_attention import MASK, block_denoiser
+from tests.support.cases import first_is_fast
 from tests.support.tiny_models import tiny_tokenizer, write_autoregressive_checkpoint
 from tests.support.traces import RotatingRetriever
 
@@ -116,7 +117,7 @@ def draw_settings(seed):
 
 
 @pytest.mark.parametrize("models", MODELS)
-@pytest.mark.parametrize(("layout", "order"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "order"), first_is_fast(LAYOUTS))
 def test_tokens_are_those_of_plain_decoding_under_the_same_evidence(corpus, layout, order, models):
     """Evidence that changes, batches and pools: with 25 models 300 questions of the three layouts."""
     changed = 0
@@ -161,7 +162,7 @@ def test_sampled_tokens_are_the_same_alone_and_in_a_batch(corpus):
     assert found[0] == found[1] != [text_of(rollout) for rollout in greedy]
 
 
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama"])
+@pytest.mark.parametrize("family", first_is_fast(["Qwen2", "Qwen3", "Llama"]))
 def test_an_autoregressive_checkpoint_writes_what_transformers_generates(tmp_path, corpus, family):
     import transformers
 

@@ -7,6 +7,7 @@ from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, fill_in_shipped_fil
 from dlm_rag.config import EngineConfig, load_config
 from dlm_rag.decode.model_runner import MaskedModelRunner
 from dlm_rag.questions import read_questions
+from tests.support.cases import first_is_fast
 from tests.support.decoding import LAYOUTS, QUESTIONS, make_decoder
 
 
@@ -31,14 +32,14 @@ def flat(decoded):
     return [token for steps in decoded for committed in steps for token in committed]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("threads", first_is_fast([1, 2]))
+@pytest.mark.parametrize("layout", first_is_fast(LAYOUTS))
 def test_the_same_run_again_is_equal_to_the_bit(decode, layout, threads):
     assert decode(layout, threads) == decode(layout, threads)
 
 
 @pytest.mark.parametrize("other", [{"batch_size": 1}, {"threads": 2}, {"prefix_cache_gib": 0.0}], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", first_is_fast(LAYOUTS))
 def test_other_batches_threads_and_pools_give_the_same_tokens_to_rounding(decode, layout, other):
     one, two = flat(decode(layout)), flat(decode(layout, **other))
     assert [(t.position, t.token_id) for t in one] == [(t.position, t.token_id) for t in two]

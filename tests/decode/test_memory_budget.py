@@ -29,6 +29,7 @@ from dlm_rag.model.memory_tracker import MemoryTracker
 from dlm_rag.tokenizer.prompts import PromptTemplate
 from dlm_rag.training.planning.plan import check_run_fits
 from tests.support.attention import shared_segments
+from tests.support.cases import first_is_fast
 from tests.support.decoding import QUESTIONS, rollout_records
 from tests.support.passages import write_jsonl_file
 from tests.support.paths import ROOT
@@ -59,9 +60,9 @@ def make(folder, layout, rows, **shape):
     return decoder, memory
 
 
-@pytest.mark.parametrize("block", [None, 8])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
+@pytest.mark.parametrize("block", first_is_fast([8, None]))
+@pytest.mark.parametrize("rows", first_is_fast([3, 1]))
+@pytest.mark.parametrize("layout", first_is_fast(["independent", "joint", "prefix"]))
 def test_a_decoder_takes_what_is_reckoned_and_not_more(tmp_path, layout, rows, block):
     """Weights and slots to the byte; of the rest a bound that is not far off; the same answers."""
     decoder, memory = make(tmp_path, layout, rows, block_size=block)
@@ -84,7 +85,7 @@ def test_a_decoder_takes_what_is_reckoned_and_not_more(tmp_path, layout, rows, b
     assert 0.5 * reckoned < alive.peak_bytes <= reckoned
 
 
-@pytest.mark.parametrize("block", [None, 8])
+@pytest.mark.parametrize("block", first_is_fast([8, None]))
 def test_rows_that_gather_what_they_see_take_what_is_reckoned(tmp_path, block):
     """Where segments lie in the pool alone, with room for those of all rows."""
     decoder, memory = make(tmp_path, "independent", 3, block_size=block, head_dim=64, num_hidden_layers=2)
@@ -119,7 +120,7 @@ def test_many_new_passages_run_a_few_at_a_time(tmp_path, monkeypatch):
     assert alive.peak_bytes <= less + found.pool_bytes and less < whole
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.7}, {"commit_rule": "sampled"}])
+@pytest.mark.parametrize("settings", first_is_fast([{"temperature": 0.7}, {"commit_rule": "sampled"}]))
 def test_sampling_takes_more_for_each_position(tmp_path, settings):
     _, plain = make(tmp_path, "independent", 1)
     decoder, _ = make(tmp_path, "independent", 1, vocab_size=4000)

@@ -9,6 +9,7 @@ from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.terminal import render_answer
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval.corpus import open_corpus
+from tests.support.cases import first_is_fast
 from tests.support.passages import write_jsonl_file
 
 
@@ -35,7 +36,7 @@ def test_real_questions_are_answered(golden, real, name):
     assert any(step.retrieved for rollout in rollouts for step in rollout.steps[1:])
 
 
-@pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
+@pytest.mark.parametrize("layout", first_is_fast(["independent", "joint", "prefix"]))
 def test_passages_of_two_thousand_tokens_are_cut_counted_and_shown(golden, real, tmp_path, layout):
     """Twenty real passages in one, with unicode and quotes: seven of them exceed the 4,096 positions."""
     passages = open_corpus(real / "2wikimultihopqa" / "corpus.jsonl")

@@ -207,6 +207,7 @@ def _fill_until_the_disk_is_full(folder, pipe):
     pipe.send(store.stats.written_entries)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_what_was_written(tmp_path):
     here, there = SPAWN.Pipe()
     process = SPAWN.Process(target=_fill_until_the_disk_is_full, args=(tmp_path, there))

@@ -30,6 +30,7 @@ def slow_build(scratch):
     (scratch / "second").write_text("2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damaged", [False, True])
 def test_several_processes_build_an_index_once(tmp_path, damaged):
     if damaged:
@@ -50,6 +51,7 @@ def test_several_processes_build_an_index_once(tmp_path, damaged):
     assert (tmp_path / "index" / "mine").exists(), "what was added is no damage"
 
 
+@pytest.mark.slow
 def test_a_build_that_was_killed_is_never_picked_up(tmp_path):
     context = multiprocessing.get_context("fork")
     worker = context.Process(target=build_once, args=(tmp_path / "index", slow_build))

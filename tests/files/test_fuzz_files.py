@@ -249,6 +249,7 @@ def test_the_files_that_are_changed_are_read(good, tmp_path, name):
     READERS[name](folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_JSON)
 @given(line=st.integers(0, 20), changes=CHANGES)
 @hypothesis_settings(15)
@@ -262,6 +263,7 @@ def test_any_value_at_any_place_of_a_document(good, tmp_path, name, line, change
     check(folder, READERS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 @given(change=BYTES)
 @hypothesis_settings(10)
@@ -274,6 +276,7 @@ def test_any_bytes_at_any_place_of_a_file(good, tmp_path, name, change):
     check(folder, READERS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gone", "empty", "a folder", *LINKS])
 @pytest.mark.parametrize("name", READERS)
 def test_what_is_no_such_file(good, tmp_path, name, kind):

@@ -58,6 +58,7 @@ def test_weights_arrive_in_the_dtype_that_was_asked_for_and_positions_keep_their
         torch.testing.assert_close(after.inverse_frequencies, before, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_loading_takes_no_second_copy_of_the_weights(tmp_path):
     """The peak of a fresh process that loads 150 MB stays under one copy and a half more."""
     import subprocess

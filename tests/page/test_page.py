@@ -149,6 +149,7 @@ def test_two_traces_share_the_questions_of_one_id_and_text(tmp_path):
         build_page_record(read_trace_runs([one, foreign]))
 
 
+@pytest.mark.slow
 def test_a_page_is_made_of_a_trace_without_torch(tmp_path):
     trace, out = write_trace(tmp_path / "trace.jsonl", make_two_hop_rollout()), tmp_path / "page.html"
     code = (
@@ -249,6 +250,7 @@ def check_step(browser, rollout, step):
     assert browser.run(SEEN_GHOSTS) == list(ghosts(rollout))[step], f"{rollout.id}, step {step}"
 
 
+@pytest.mark.slow
 def test_canvas_and_ghosts_at_every_step_are_those_of_the_trace(browser, show):
     """Forwards, backwards and in leaps; with tokens that are masked again and edited, and guesses that come
     back before the token that replaced them.
@@ -275,6 +277,7 @@ def test_canvas_and_ghosts_at_every_step_are_those_of_the_trace(browser, show):
 AFTER = "getComputedStyle(page.panes[0].tokens[%d], '::after').content"
 
 
+@pytest.mark.slow
 def test_ghosts_come_and_go_by_key_and_by_box(browser, show):
     show(haunted(make_two_hop_rollout()), place="#step=3")
     facts = "page.panes[0].facts.textContent"
@@ -293,6 +296,7 @@ def test_ghosts_come_and_go_by_key_and_by_box(browser, show):
     assert browser.run("page.timer === null"), "in a box a blank ticks, and plays nothing"
 
 
+@pytest.mark.slow
 def test_a_trace_without_guesses_says_so(browser, show):
     """Also where another one beside it has them."""
     told = "[...document.querySelectorAll('.pane')].map((p) => p.querySelector('h4 .note').textContent)"
@@ -306,6 +310,7 @@ def test_a_trace_without_guesses_says_so(browser, show):
     assert not browser.run("byId('ghosts').disabled")
 
 
+@pytest.mark.slow
 def test_what_is_shown_of_a_step(browser, show):
     """The query with its new, guessed and lost words, cards that come and go, words that are taken."""
     show(make_two_hop_rollout(), place="#step=1")
@@ -336,6 +341,7 @@ def test_what_is_shown_of_a_step(browser, show):
     assert seen(".card.new") == seen(".query ins") == [], "nothing was there before"
 
 
+@pytest.mark.slow
 def test_a_token_tells_its_step_confidence_and_source(browser, show):
     show(make_two_hop_rollout(), place="#step=4")
     facts = "page.panes[0].facts.textContent"
@@ -366,6 +372,7 @@ LINES = """page.panes[0].node.querySelectorAll('.lines path').values().map((path
 }).toArray()"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1280])
 def test_lines_lead_from_the_words_of_a_step_to_their_passages(browser, show, width):
     show(make_two_hop_rollout(), place="#step=1", width=width)
@@ -385,6 +392,7 @@ def known(rollout, gold, hops=None):
     return Question(rollout.id, rollout.question, gold, hops=hops)
 
 
+@pytest.mark.slow
 def test_answers_are_right_or_wrong_where_gold_answers_are_known(browser, tmp_path):
     """By id and text; exact match, as `evaluate` has it. Lists are narrowed down by it, hops and words."""
     rollouts = [replace(make_two_hop_rollout(), id=f"q{n}", question=f"Where {n}?") for n in range(6)]
@@ -419,6 +427,7 @@ def test_answers_are_right_or_wrong_where_gold_answers_are_known(browser, tmp_pa
     assert browser.run("page.number") == 4
 
 
+@pytest.mark.slow
 def test_where_no_answer_is_given_the_page_says_why(browser, show):
     rollout = make_two_hop_rollout()
     rollout.response, rollout.citations = "### unknown", []
@@ -441,6 +450,7 @@ def test_a_page_of_a_trace_names_the_questions_file(tmp_path):
     assert question["gold"] == ["Steventon"] and question["sides"][0]["right"]
 
 
+@pytest.mark.slow
 def test_nothing_is_under_the_controls(browser, show):
     """They are above what they move, and stay in sight."""
     show(make_two_hop_rollout(), width=390, height=500)
@@ -451,6 +461,7 @@ def test_nothing_is_under_the_controls(browser, show):
     assert browser.run(top % (".found", "bottom")) > browser.run(top % ("#player", "bottom"))
 
 
+@pytest.mark.slow
 def test_on_a_phone_the_list_makes_room_for_the_question_that_is_chosen(browser, show):
     show(make_two_hop_rollout(), replace(make_two_hop_rollout(), id="q2", question="Why?"), width=390)
     shown = "[byId('questions').open, byId('question').textContent, byId('view').open]"
@@ -460,12 +471,14 @@ def test_on_a_phone_the_list_makes_room_for_the_question_that_is_chosen(browser,
     assert browser.run(shown) == [False, "Why?", False]
 
 
+@pytest.mark.slow
 def test_a_page_without_a_question_has_no_controls(browser, tmp_path):
     (tmp_path / "live.html").write_text(render_live_page(False))
     browser.open(tmp_path / "live.html")
     assert not browser.run("byId('player').checkVisibility()")
 
 
+@pytest.mark.slow
 def test_the_keyboard_alone_reaches_everything(browser, show):
     show(make_two_hop_rollout(), replace(make_two_hop_rollout(), id="q2", question="Why?"))
     found = []
@@ -477,6 +490,7 @@ def test_the_keyboard_alone_reaches_everything(browser, show):
     assert places == sorted(places), "in the order of reading"
 
 
+@pytest.mark.slow
 def test_keys_slider_and_player_move(browser, show):
     show(make_two_hop_rollout(), replace(make_two_hop_rollout(), id="q2", question="Why?"))
     at = lambda: browser.run("[page.at, Number(page.step.value), byId('where').value]")  # noqa: E731
@@ -504,6 +518,7 @@ def test_keys_slider_and_player_move(browser, show):
     assert browser.run("location.hash") == "#question=2&step=0"
 
 
+@pytest.mark.slow
 def test_two_traces_side_by_side(browser, show):
     """The shorter one stays at its end; the bridge is entered by one and never by the other."""
     short = static(make_two_hop_rollout())
@@ -518,6 +533,7 @@ def test_two_traces_side_by_side(browser, show):
     assert browser.run("page.at") == 2
 
 
+@pytest.mark.slow
 def test_what_a_trace_does_not_hold_is_not_shown(browser, tmp_path):
     """A trace of version 1 has neither texts of passages nor citations; a question that failed, no step."""
     old = replace(make_two_hop_rollout(), passages={}, citations=[], settings={})
@@ -536,6 +552,7 @@ def test_what_a_trace_does_not_hold_is_not_shown(browser, tmp_path):
     assert browser.run(CANVAS) == [[None] * 4]
 
 
+@pytest.mark.slow
 def test_hostile_text_is_shown_as_text(browser, show):
     rollout = make_two_hop_rollout()
     shown = HOSTILE.replace("\ud800", "\ufffd")
@@ -557,6 +574,7 @@ def test_hostile_text_is_shown_as_text(browser, show):
     assert browser.run("[document.scripts.length, document.images.length]") == [2, 0]
 
 
+@pytest.mark.slow
 def test_steps_are_added_to_a_trace_that_is_running(browser, show):
     """Step by step it comes to show what the page of the finished trace shows."""
     shown = "document.querySelector('#panes').innerHTML.replace(/min-height: [0-9.]+px/, '')"
@@ -576,6 +594,7 @@ def test_steps_are_added_to_a_trace_that_is_running(browser, show):
     assert browser.run("page.at") == 1, "who looks back is left there"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1440])
 def test_all_texts_can_be_read(browser, show, width, dark):
@@ -600,6 +619,7 @@ def test_all_texts_can_be_read(browser, show, width, dark):
     assert (contrast(ground, "rgb(0, 0, 0)") < 2) == dark
 
 
+@pytest.mark.slow
 def test_a_reader_of_screens_hears_what_can_be_used_and_no_ghosts(browser, show):
     """As the browser's own accessibility tree has it; nor are ghosts in what is copied."""
     show(traces=TWO_TRACES, place="#step=1")

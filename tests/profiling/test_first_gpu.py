@@ -22,6 +22,7 @@ def look(folder, *words):
     return page, {name: part["rows"] for name, part in found.items()}
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_or_hangs_says_so_and_is_over(tmp_path):
     def taken(code, limit=30.0):
         return first_gpu.run_part_process([sys.executable, "-c", code], tmp_path / "part.json", limit)
@@ -108,6 +109,7 @@ def test_one_part_alone(tmp_path):
     assert "| copies, GB/s |" in page and list(found) == ["machine"]
 
 
+@pytest.mark.slow
 def test_bad_words(tmp_path):
     (tmp_path / "file").touch()
     for words, said in (

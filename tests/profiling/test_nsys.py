@@ -40,6 +40,7 @@ def adds_up(found):
     assert all(part["self_time"] >= 0 for part in found["stages"])
 
 
+@pytest.mark.slow
 @needs_nsys
 def test_stage_times_of_a_session_are_those_of_the_answers(tmp_path):
     answers = tmp_path / "answers.jsonl"
@@ -73,6 +74,7 @@ def test_a_session_of_training_covers_backward_and_the_steps_that_were_asked_for
     assert calls["checkpoint"] in (1, 2) and calls["evaluate"] in (1, 2) and calls["denoise"] > 4
 
 
+@pytest.mark.slow
 def test_torch_profiler_makes_the_same_report(tmp_path):
     profiling("nsys.py", "sample", "--with", "torch", "--from-step", 2, "decode.batch_size=4",
               "decode.overlap=pipeline", "--report", tmp_path)  # fmt: skip
@@ -89,6 +91,7 @@ def test_torch_profiler_makes_the_same_report(tmp_path):
     assert "aten::linear" in stages["denoise"]["kernels"]
 
 
+@pytest.mark.slow
 def test_a_baseline_shows_what_got_slower_first(tmp_path):
     for name, factor in (("before", 1), ("after", 3)):
         write_session(tmp_path / f"{name}.sqlite", 4, denoise=factor * 1000, commit=500 // factor)
@@ -156,6 +159,7 @@ def broken_reports(folder):
     }
 
 
+@pytest.mark.slow
 def test_a_report_that_is_none_is_one_sentence(tmp_path):
     for name, (content, says) in broken_reports(tmp_path).items():
         (tmp_path / name).write_bytes(content)
@@ -174,6 +178,7 @@ def test_a_report_that_is_none_is_one_sentence(tmp_path):
         assert says in profiling("attribute.py", path, code=2)
 
 
+@pytest.mark.slow
 @needs_nsys
 def test_a_broken_nsys_report_is_one_sentence(tmp_path):
     for name, says in (("a.nsys-rep", "nsys cannot export"), ("a.qdstrm", "is no whole recording")):
@@ -182,6 +187,7 @@ def test_a_broken_nsys_report_is_one_sentence(tmp_path):
         (tmp_path / name).unlink()
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_named_with_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "--with torch" in profiling("nsys.py", "sample", "--report", tmp_path, code=2)

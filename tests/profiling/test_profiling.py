@@ -34,6 +34,7 @@ def test_search_by_url_gives_the_answers_of_a_local_search():
     assert run_benchmark("bench_retrieval", "remote", "--limit", 6, "--rounds", 1).count("6 of 6") == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "named"),
     [

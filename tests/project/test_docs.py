@@ -1,4 +1,4 @@
-"""The documentation: links lead somewhere, code names what is there, pages are short, the site builds."""
+"""The documentation: links lead somewhere, code names what is there, pages are short."""
 
 import ast
 import importlib.util
@@ -95,18 +95,25 @@ def list_anchors(page: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", [*PAGES, *CARDS], ids=name_page)
-def test_links_and_images_lead_somewhere(page):
-    """Of pages as GitHub shows them; those of the site are checked again when it is built."""
+def find_broken_links(page: Path) -> list[str]:
+    """The links and images of a page, as GitHub shows it, that lead nowhere."""
+    broken = []
     prose = re.sub(r"`[^`\n]*`", "", read_prose(page))
     for link in re.findall(r"\]\(([^)\s]+)(?: \"[^\"]*\")?\)", prose):
         if "://" in link or link.startswith("mailto:"):
             continue
         name, _, anchor = link.partition("#")
         target = (page.parent / name).resolve() if name else page
-        assert target.exists(), f"{link} is not there"
-        if anchor and target.suffix == ".md" and target.name != "api.md":
-            assert anchor in list_anchors(target), f"{link} is no heading"
+        has_anchors = anchor and target.suffix == ".md" and target.name != "api.md"
+        if not target.exists() or (has_anchors and anchor not in list_anchors(target)):
+            broken.append(link)
+    return broken
+
+
+def test_links_and_images_lead_somewhere():
+    """The links of the site are checked again when it is built, which is a step of `.ci/run`."""
+    broken = {name_page(page): find_broken_links(page) for page in [*PAGES, *CARDS]}
+    assert not {name: links for name, links in broken.items() if links}
 
 
 def test_the_site_has_every_page_once():
@@ -117,13 +124,6 @@ def test_the_site_has_every_page_once():
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     listed = list(list_pages(settings["nav"]))
     assert sorted(listed) == [str(page.relative_to(DOCS)) for page in SITE_PAGES]
-
-
-def test_the_site_builds(tmp_path):
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert (tmp_path / "site" / "reference" / "api" / "index.html").is_file()
 
 
 def test_pages_are_short():
@@ -137,6 +137,7 @@ def test_pages_are_short():
     assert not long
 
 
+@pytest.mark.slow
 def test_generated_pages_are_up_to_date():
     done = subprocess.run(
         [sys.executable, DOCS / "build_reference.py", "--check"], cwd=ROOT, capture_output=True, text=True
@@ -144,17 +145,16 @@ def test_generated_pages_are_up_to_date():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("block", select_blocks("python", "py"), ids=str)
-def test_python_compiles(block):
-    text = re.sub(r"^(>>> |\.\.\. )", "", block.text, flags=re.MULTILINE)
-    compile(text, str(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+def test_python_compiles():
+    for block in select_blocks("python", "py"):
+        text = re.sub(r"^(>>> |\.\.\. )", "", block.text, flags=re.MULTILINE)
+        compile(text, str(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
-@pytest.mark.parametrize("block", select_blocks("yaml", "yml", "json", "jsonl"), ids=str)
-def test_data_can_be_read(block):
-    if block.language in ("yaml", "yml"):
+def test_data_can_be_read():
+    for block in select_blocks("yaml", "yml"):
         yaml.safe_load(block.text)
-    else:
+    for block in select_blocks("json", "jsonl"):
         decoder, text = json.JSONDecoder(), block.text.strip()
         while text:
             _, end = decoder.raw_decode(text)
@@ -246,29 +246,40 @@ def check_command(page: Path, words: list[str]) -> None:
             assert rest[0] in list_benchmarks(), f"no benchmark {rest[0]}"
 
 
-@pytest.mark.parametrize("block", select_blocks("bash", "sh", "shell", "console"), ids=str)
-def test_shell_names_what_is_there(block):
-    text = block.text.replace("\\\n", " ")
-    if block.language == "console":  # what is typed, without what is printed
-        text = "\n".join(line for line in text.splitlines() if line.startswith("$ "))
-    for words in split_commands(text):
-        check_command(block.page, words)
+@pytest.mark.slow  # asks every program for its flags
+def test_shell_names_what_is_there():
+    wrong = []
+    for block in select_blocks("bash", "sh", "shell", "console"):
+        text = block.text.replace("\\\n", " ")
+        if block.language == "console":  # what is typed, without what is printed
+            text = "\n".join(line for line in text.splitlines() if line.startswith("$ "))
+        for words in split_commands(text):
+            try:
+                check_command(block.page, words)
+            except AssertionError as error:
+                wrong.append(f"{block}: {error}")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_page)
-def test_configs_settings_and_scripts_that_are_named_exist(page):
+def find_unknown_names(page: Path) -> set[str]:
+    """The configs, settings and programs that a page names and that are not there."""
     text = re.sub(r"^ *```python.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    if page.name in OF_THE_PAST or page.parent.name == "measurements":  # of their commits
-        return
     configs = {path.name for path in CONFIG_FOLDER.glob("*.yaml")} | set(
         re.findall(r'title="(\S+\.yaml)"', text)
     )
-    assert {Path(name).name for name in re.findall(r"--config ([\w/.-]+\.yaml)", text)} <= configs
+    unknown = {Path(name).name for name in re.findall(r"--config ([\w/.-]+\.yaml)", text)} - configs
     named = re.findall(rf"(?<![\w/.-])((?:{'|'.join(sorted(SECTIONS))})\.[a-z0-9_]+)(?![\w/(.])", text)
     named = {key for key in named if not key.endswith((".py", ".md", ".png", ".yaml", ".html", ".jsonl"))}
-    assert named <= set(list_setting_fields())
+    unknown |= named - set(list_setting_fields())
     programs = set(re.findall(r"(?:python|torchrun .*) profiling/(\w+)\.py", text))
-    assert programs <= {path.stem for path in (ROOT / "profiling").glob("*.py")}
+    return unknown | (programs - {path.stem for path in (ROOT / "profiling").glob("*.py")})
+
+
+def test_configs_settings_and_scripts_that_are_named_exist():
+    """Measurements and the log are of their commits."""
+    pages = [page for page in PAGES if page.name not in OF_THE_PAST and page.parent.name != "measurements"]
+    unknown = {name_page(page): find_unknown_names(page) for page in pages}
+    assert not {name: names for name, names in unknown.items() if names}
 
 
 def test_extras_that_are_named_exist():

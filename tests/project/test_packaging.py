@@ -69,6 +69,7 @@ def test_the_container_is_made_of_what_is_there():
     assert re.search(r"^USER [1-9]\d*$", text, re.MULTILINE), "not root"
 
 
+@pytest.mark.slow
 def test_hadolint_finds_nothing_in_the_dockerfile():
     found = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if found is None:

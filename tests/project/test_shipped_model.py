@@ -71,6 +71,7 @@ def test_retrieving_while_denoising_is_what_makes_the_answers_right(questions):
     assert interleaved >= 0.7 and static <= 0.15
 
 
+@pytest.mark.slow
 def test_the_reader_answers_about_a_corpus_of_ones_own_from_any_folder(tmp_path):
     gap = "Harbour Lights is a 1931 British drama film directed by ____ and starring Vera Stanton."
     expected = {
@@ -91,6 +92,7 @@ def test_the_reader_answers_about_a_corpus_of_ones_own_from_any_folder(tmp_path)
     assert reasons == {question: silent.get(question, "") for question in expected}
 
 
+@pytest.mark.slow
 def test_sample_without_arguments_answers():
     done = subprocess.run([sys.executable, "sample.py"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -180,6 +180,7 @@ def kill_before_it_is_named(monkeypatch, kill):
     monkeypatch.setattr(build_once, "write_text_atomic", write_parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("die", "at_least"),
     [(kill_in_counting, 2), (kill_in_merging, 8), (kill_in_writing, 8), (kill_before_it_is_named, 8)],
@@ -237,6 +238,7 @@ def test_a_damaged_shard_is_counted_again(corpus, tmp_path, monkeypatch, small_p
     assert read_index(corpus) == resumed
 
 
+@pytest.mark.slow
 def test_two_processes_build_it_once(corpus, tmp_path, monkeypatch, small_parts):
     count = bm25_build._count_words
 
@@ -318,6 +320,7 @@ def test_the_index_is_mapped(corpus):
         assert isinstance(array.base, np.memmap) or isinstance(array.base.base, np.memmap)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["retrieval.bm25", "retrieval.sparse_vectors", "commands.sample"])
 def test_jax_is_kept_from_the_gpu_before_bm25s_starts_it(tmp_path, module):
     """On a GPU JAX takes three quarters of the memory at once.

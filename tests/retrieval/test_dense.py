@@ -74,6 +74,7 @@ def interrupt():
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_build_that_was_killed_goes_on_and_gives_the_same_bytes(corpus, build):
     encoder = Encoder(die=(150, kill))
     worker = multiprocessing.get_context("fork").Process(target=build, args=(corpus, encoder))

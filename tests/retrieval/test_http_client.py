@@ -109,6 +109,7 @@ def found_at(url, **settings):
     )
 
 
+@pytest.mark.slow
 def test_https_trusts_whom_the_environment_names_and_nobody_else(
     encrypted, certificate, monkeypatch, tmp_path
 ):
@@ -126,6 +127,7 @@ def test_https_trusts_whom_the_environment_names_and_nobody_else(
             found_at(url)
 
 
+@pytest.mark.slow
 def test_a_certificate_of_another_host_is_refused(encrypted, certificate, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
     found = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", encrypted.port))

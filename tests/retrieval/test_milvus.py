@@ -121,6 +121,7 @@ def queries(path: Path) -> list[Query]:
 # ---------------------------------------------------------------------------------- what is found
 
 
+@pytest.mark.slow
 def test_passages_are_those_of_a_local_search_on_any_shards(server, few):
     """Other files in another order too, on which an engine's own BM25 would count other words."""
     path, found = few
@@ -133,6 +134,7 @@ def test_passages_are_those_of_a_local_search_on_any_shards(server, few):
     assert other.fingerprint == found.fingerprint, "answers of the one go on with the other"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [milvus.MAX_SEARCH_HITS, 100])
 def test_equal_scores_stand_in_corpus_order(server, tmp_path, monkeypatch, most):
     """More equals than are asked for at first; where they have no end, that query alone fails."""
@@ -157,6 +159,7 @@ def test_the_rule_for_equals():
     assert select_top_hits(hits, 3, 4) == select_top_hits(hits, 9, 4)[:3]
 
 
+@pytest.mark.slow
 def test_a_refresh_takes_two_round_trips_and_one_where_passages_recur(few, monkeypatch):
     found, calls = load_retriever(url=few[1]._collection.url), []
     call = MilvusCollection._call
@@ -220,6 +223,7 @@ def changed(server: MilvusServer, name: str, **properties) -> str:
     return server.url(name)
 
 
+@pytest.mark.slow
 def test_what_is_no_collection_of_ours_is_refused(server, few):
     refused(server.url("fex"), "there is no such collection: build it with `dlm-rag index")
     refused(server.url("few"), "built with retrieval.method=bm25", method="dense")
@@ -231,6 +235,7 @@ def test_what_is_no_collection_of_ours_is_refused(server, few):
     refused(changed(server, "nobody", **{"dlm_rag.fingerprint": ""}), "was not built by this version")
 
 
+@pytest.mark.slow
 def test_the_wrong_place_is_told_at_once(server, few, monkeypatch):
     from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -248,6 +253,7 @@ def test_the_wrong_place_is_told_at_once(server, few, monkeypatch):
     refused(server.url("few"), "needs pymilvus: pip install 'dlm_rag[milvus]'")
 
 
+@pytest.mark.slow
 def test_passages_that_are_not_given_are_an_error(server, tmp_path, corpus_file):
     found = build(server, "lacking", corpus_file, top_k=2)
     client = server.client()
@@ -260,6 +266,7 @@ def test_passages_that_are_not_given_are_an_error(server, tmp_path, corpus_file)
     refused(server.url("lacking"), "holds 4 of 5 passages: run `dlm-rag index --to` again")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("anew", [True, False])
 def test_a_collection_that_was_replaced_is_noticed(server, corpus_file, tmp_path, anew):
     """By the first hit, though the passages are the same; the run ends, for nothing is right any more."""
@@ -277,6 +284,7 @@ def give(found: MilvusRetriever, seconds: float) -> None:
     found._collection._seconds = seconds
 
 
+@pytest.mark.slow
 def test_a_server_that_begins_again_is_searched_again(own_server, corpus_file, capfd):
     """By a search that began while it was away, too: it goes on until its deadline."""
     found = build(own_server, "small", corpus_file, top_k=2)
@@ -293,6 +301,7 @@ def test_a_server_that_begins_again_is_searched_again(own_server, corpus_file, c
     assert not capfd.readouterr().err, "nothing of pymilvus and gRPC, which say much"
 
 
+@pytest.mark.slow
 def test_a_collection_that_was_released_is_loaded_again(server, corpus_file):
     found = build(server, "late", corpus_file, top_k=2)
     before = found.search([asked("Who wrote Emma?")])
@@ -300,6 +309,7 @@ def test_a_collection_that_was_released_is_loaded_again(server, corpus_file):
     assert found.search([asked("Who wrote Emma?")]) == before
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_is_left_alone_in_time(own_server, corpus_file, capfd):
     found = build(own_server, "small", corpus_file)
     own_server.pause()
@@ -320,6 +330,7 @@ def index(*words: str) -> None:
     dispatch(["index", *words])
 
 
+@pytest.mark.slow
 def test_index_builds_and_leaves_what_is_finished(server, corpus_file, capsys):
     url = server.url("built")
     index("--corpus", str(corpus_file), "--to", url)
@@ -336,6 +347,7 @@ def test_index_builds_and_leaves_what_is_finished(server, corpus_file, capsys):
     assert "5 passages are indexed in" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_program_says_one_line(server, corpus_file):
     """In a process of its own: pymilvus would print a traceback for a collection that is not there yet."""
     url = server.url("aloud")
@@ -343,6 +355,7 @@ def test_a_program_says_one_line(server, corpus_file):
     assert said == f"5 passages are in {url}, 5 of them new\n"
 
 
+@pytest.mark.slow
 def test_other_passages_and_texts_that_are_too_long_are_refused(server, corpus_file, tmp_path):
     url = server.url("other")
     index("--corpus", str(corpus_file), "--to", url)
@@ -356,6 +369,7 @@ def test_other_passages_and_texts_that_are_too_long_are_refused(server, corpus_f
         index("--corpus", str(path), "--to", server.url("long"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [[], [40], [0, 99], list(range(100))])
 def test_a_build_goes_on_from_what_is_there(server, tmp_path, lost):
     """It counts no passage as there behind one that lacks."""

@@ -272,6 +272,7 @@ def test_a_service_that_becomes_another_in_mid_run_ends_the_run(answer, local, o
     assert code == 2 and "searches other passages than when this run began" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("out", [[], ["--out", "answers.jsonl"]], ids=["on the screen", "into a file"])
 def test_a_dead_service_is_found_before_torch_is_imported(tmp_path, out):
     """In a fresh process, for what is not known there is not imported; `evaluate` plans as `--out` does."""

@@ -23,6 +23,7 @@ from dlm_rag.serving.async_engine import EngineRequest
 from dlm_rag.serving.middleware import read_api_keys
 from dlm_rag.serving.responses import find_stop
 from tests.support.block_attention import block_denoiser
+from tests.support.cases import first_is_fast
 from tests.support.gemma_decoding import QueryHashRetriever, make_gemma_decoder
 from tests.support.passages import PASSAGES, write_jsonl_file
 from tests.support.processes import wait_until
@@ -88,7 +89,7 @@ def content_of(answer):
     return answer.json()["choices"][0]["message"]["content"]
 
 
-@pytest.mark.parametrize("kind", ["masked", "uniform"])
+@pytest.mark.parametrize("kind", first_is_fast(["masked", "uniform"]))
 def test_answers_and_figures_are_those_of_the_decoder(make_decoder_of, kind):
     """Asked at once by many, with more questions than places: rows join and leave. Every question of a
     server has the id, and so the noise, of one that is typed alone.
@@ -122,15 +123,17 @@ def test_answers_and_figures_are_those_of_the_decoder(make_decoder_of, kind):
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [
-        ("masked", {}),
-        ("masked", {"temperature": 1.0, "seed": 3}),
-        ("masked", {"block_length": 4}),
-        ("masked", {"max_tokens": 5}),
-        ("edits", {}),
-        ("causal", {"mode": "autoregressive"}),
-        pytest.param("uniform", {}, marks=pytest.mark.slow),
-    ],
+    first_is_fast(
+        [
+            ("masked", {"temperature": 1.0, "seed": 3}),
+            ("masked", {}),
+            ("masked", {"block_length": 4}),
+            ("masked", {"max_tokens": 5}),
+            ("edits", {}),
+            ("causal", {"mode": "autoregressive"}),
+            ("uniform", {}),
+        ]
+    ),
     ids=str,
 )
 def test_a_stream_shows_every_step_and_text_that_is_never_taken_back(make_decoder_of, kind, settings):
@@ -187,7 +190,7 @@ def test_stop_texts_cut_the_stream_and_the_whole_alike(decoder):
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [("masked", {"commit_threshold": 0.9}), ("causal", {}), ("uniform", {})],
+    first_is_fast([("masked", {"commit_threshold": 0.9}), ("causal", {}), ("uniform", {})]),
     ids=["masked", "causal", "uniform"],
 )
 def test_the_page_gets_the_records_of_a_trace(make_decoder_of, tmp_path, kind, settings):
@@ -294,11 +297,13 @@ def test_what_asks_for_nothing_is_taken(refusing):
 
 @pytest.mark.parametrize(
     ("kind", "own"),
-    [
-        ("masked", {"commit_threshold": 0.99, "query_policy": "question"}),
-        ("uniform", {"max_new_tokens": 12, "steps_per_block": 3, "seed": 4}),
-        ("causal", {"mode": "autoregressive", "max_new_tokens": 12}),
-    ],
+    first_is_fast(
+        [
+            ("masked", {"commit_threshold": 0.99, "query_policy": "question"}),
+            ("uniform", {"max_new_tokens": 12, "steps_per_block": 3, "seed": 4}),
+            ("causal", {"mode": "autoregressive", "max_new_tokens": 12}),
+        ]
+    ),
 )
 def test_settings_hold_for_one_request(make_decoder_of, kind, own):
     """Rows of one batch have settings of their own, and are what each of them is alone."""

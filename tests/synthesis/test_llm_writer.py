@@ -69,6 +69,7 @@ def run(tmp_path, server):
     return invoke
 
 
+@pytest.mark.slow
 def test_tokens_that_a_server_counts_in_another_form_are_not_known(run):
     rows, counts = run("Who wrote the uncounted Emma?", "Who wrote the uncounted Emma of 1815?")
     assert [(row["prompt_tokens"], row["response_tokens"]) for row in rows] == [(None, None)] * 2
@@ -77,6 +78,7 @@ def test_tokens_that_a_server_counts_in_another_form_are_not_known(run):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_paraphrases_keep_what_is_known_of_a_question(run, server, tmp_path, monkeypatch):
     monkeypatch.setenv("DLM_RAG_WRITER_KEY", "secret")
     rows, counts = run("Who wrote Emma?", "Who wrote Dune in 1965?", more=["synthesis.n=2"])
@@ -104,6 +106,7 @@ def test_paraphrases_keep_what_is_known_of_a_question(run, server, tmp_path, mon
     assert len(server.requests) == 4, "nothing is asked again"
 
 
+@pytest.mark.slow
 def test_what_fails_in_passing_is_tried_again_and_what_is_refused_is_not(run, server):
     rows, counts = run(
         "busy: who?", "broken: who?", "forbidden: who?", "endless: who?", "same: who?", "other Emma?"
@@ -118,6 +121,7 @@ def test_what_fails_in_passing_is_tried_again_and_what_is_refused_is_not(run, se
     assert counts["spent: requests"] == 8
 
 
+@pytest.mark.slow
 def test_a_run_whose_server_goes_keeps_what_it_has_and_goes_on(run, server, tmp_path):
     texts = [f"Who wrote volume {n} of Emma?" for n in range(12)]
     server.say(("", [{"status": 503, "text": "going down"}]), models=["tiny-writer"])
@@ -129,6 +133,7 @@ def test_a_run_whose_server_goes_keeps_what_it_has_and_goes_on(run, server, tmp_
     assert len(rows) == 12
 
 
+@pytest.mark.slow
 def test_what_has_no_answer_is_asked_again_by_the_same_command(run, server, capsys):
     """One that takes too long does not cost the others theirs."""
     short = ["synthesis.timeout=0.5", "synthesis.max_retries=1"]
@@ -141,6 +146,7 @@ def test_what_has_no_answer_is_asked_again_by_the_same_command(run, server, caps
     assert tries == {"Who wrote Emma?": 1, "slow: who?": 2, "Who wrote Dune?": 1}
 
 
+@pytest.mark.slow
 def test_passages_as_tables_and_questions(server, tmp_path):
     corpus = write_jsonl_file(
         tmp_path / "corpus.jsonl",
@@ -158,6 +164,7 @@ def test_passages_as_tables_and_questions(server, tmp_path):
     assert faq[0]["title"] == "Emma" and "question" not in faq[0]
 
 
+@pytest.mark.slow
 def test_a_server_that_is_none_and_a_model_that_is_not_there(server):
     def client(url=server.base, model="tiny-writer", **more):
         config = SynthesisConfig(method="writer", writer_url=url, writer_model=model, **more)

@@ -100,6 +100,7 @@ def together(folders):
     return lambda case: launched(next(cases for cases in launches if case in cases))[case]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [case if case in FAST else pytest.param(case, marks=slow) for case in SAME]
 )
@@ -119,6 +120,7 @@ def check_same_steps(case, theirs, ours):
     assert ours["again"] == ours["loss"][2:] and ours["same"], "resumed bit for bit"
 
 
+@pytest.mark.slow
 def test_searches_that_fail_on_one_process_hold_up_no_other(together):
     """It has no canvas to denoise where the other has two, step by step; both must end, and together."""
     found = together(FAILING)["scores"]
@@ -126,6 +128,7 @@ def test_searches_that_fail_on_one_process_hold_up_no_other(together):
     assert 0 < found["nelbo_per_token"] < 10, "whose passages are named"
 
 
+@pytest.mark.slow
 @slow
 @pytest.mark.parametrize("case", [case for case in SAME if case.startswith("pretrain")])
 def test_the_work_of_all_processes_is_that_of_one(alone, together, case):
@@ -155,6 +158,7 @@ def test_what_cannot_be_shared_is_refused_before_anything_is_read(processes, wor
         check_run_fits(load_config(None, words), processes, torch.device("cpu"))
 
 
+@pytest.mark.slow
 @slow
 @pytest.mark.parametrize("case", ["sft sharded", "pretrain shared, sharded", "adapters sharded"])
 def test_what_shards_export_is_whole(alone, together, folders, case):
@@ -170,6 +174,7 @@ def test_what_shards_export_is_whole(alone, together, folders, case):
         )
 
 
+@pytest.mark.slow
 @slow
 def test_a_run_goes_on_with_another_number_of_processes(alone, together, folders, tmp_path):
     """Whole or in two shards: the losses of the second half are the same."""
@@ -217,6 +222,7 @@ def test_only_a_dead_process_is_called_dead_and_the_cause_is_kept(said, gone):
         assert str(caught.value.__cause__).startswith(said)
 
 
+@pytest.mark.slow
 @slow
 def test_phases_go_from_copies_to_shards_to_shared_sequences(tmp_path):
     """One run of three phases on two processes has the losses of the same run on one."""
@@ -238,6 +244,7 @@ def test_phases_go_from_copies_to_shards_to_shared_sequences(tmp_path):
     assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
+@pytest.mark.slow
 @slow
 def test_a_reference_in_shards_is_what_the_phase_began_with(tmp_path):
     """Read, then act: on one process, and on two that are stopped within the second phase."""
@@ -275,6 +282,7 @@ LONG = [word for word in TRAINING_CASES["sft"] if "steps" not in word] + [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @slow
 def test_sigterm_saves_and_ends_well(tmp_path):
     process = start_training(tmp_path, *LONG)
@@ -293,6 +301,7 @@ def workers_of(launched):
     return sorted(int(pid) for pid in listed.stdout.split())
 
 
+@pytest.mark.slow
 @slow
 def test_two_processes_stop_at_the_same_step_even_in_a_validation(tmp_path):
     words = [word for word in LONG if "eval_steps" not in word]
@@ -308,6 +317,7 @@ def test_two_processes_stop_at_the_same_step_even_in_a_validation(tmp_path):
     )
 
 
+@pytest.mark.slow
 @slow
 def test_what_happens_while_python_ends_does_not_fail_a_run(tmp_path):
     """As threads of a group do now and then: here all processes of the run would end by SIGABRT."""
@@ -319,6 +329,7 @@ def test_what_happens_while_python_ends_does_not_fail_a_run(tmp_path):
     assert done.returncode == 0 and (tmp_path / "run/model").is_dir(), done.stderr
 
 
+@pytest.mark.slow
 @slow
 def test_processes_with_folders_of_their_own_are_refused(tmp_path):
     """As on two machines without a common file system."""
@@ -329,6 +340,7 @@ def test_processes_with_folders_of_their_own_are_refused(tmp_path):
     assert not list(tmp_path.glob("*/checkpoints"))
 
 
+@pytest.mark.slow
 @slow
 def test_a_dead_process_is_named_and_the_checkpoint_stays(tmp_path):
     words = [*LONG, "train.save_steps=1"]

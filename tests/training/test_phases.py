@@ -46,6 +46,7 @@ def test_phases_follow_one_another_and_a_stopped_run_ends_the_same(tmp_path):
     assert [line["loss"] for line in again] == [line["loss"] for line in lines], "bit for bit"
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_the_last_phase_is_said_before_the_first(tmp_path):
     missing = ["data.questions=none.jsonl", "data.corpus=none.jsonl"]
     done = train(tmp_path / "run", *(word for word in PHASES if "world" not in word), *missing)
@@ -107,6 +108,7 @@ B200 = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

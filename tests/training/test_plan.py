@@ -32,6 +32,7 @@ from dlm_rag.training.planning.plan_report import (
     _make_machine_table,
 )
 from tests.support import planned_step
+from tests.support.cases import first_is_fast
 from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_denoiser
 from tests.support.training import CPU, MICRO_SETTINGS, build_denoiser, make_trainer
@@ -42,12 +43,7 @@ PLANNED = sorted(
 )
 
 
-def slow(ways, *words):
-    """The ways as parameters, slow where they have one of these words."""
-    return [pytest.param(w, marks=[pytest.mark.slow] * any(x in w for x in words)) for w in ways]
-
-
-@pytest.mark.parametrize("way", slow(planned_step.PLAN_CASES, "more", "rl"))
+@pytest.mark.parametrize("way", first_is_fast(planned_step.PLAN_CASES))
 def test_the_predicted_peak_is_within_a_hundredth_and_flops_within_a_tenth_of_what_torch_finds(way):
     found = planned_step.measure_planned_step([*planned_step.BASE_SETTINGS, *planned_step.PLAN_CASES[way]])
     assert found.predicted_bytes == pytest.approx(found.measured_bytes, rel=0.01)
@@ -100,8 +96,8 @@ DEEP = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("experts", [None, ExpertsConfig(4, 2, 16, first_k_dense_replace=2)])
-@pytest.mark.parametrize("way", slow(DEEP, "rl"))
+@pytest.mark.parametrize("experts", first_is_fast([None, ExpertsConfig(4, 2, 16, first_k_dense_replace=2)]))
+@pytest.mark.parametrize("way", first_is_fast(DEEP))
 def test_a_few_layers_and_items_tell_of_all(monkeypatch, way, experts):
     """Nine layers and eight items, run whole and not."""
     if "adapters" in way:
