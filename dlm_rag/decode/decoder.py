@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass, field
 from heapq import heappop, heappush
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.config.fields import replace_settings
+from dlm_rag.config.fields import import_object, replace_settings
 from dlm_rag.decode.model_runner import DecodeBudget, DecoderStats, MaskedModelRunner, ModelRunner
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.resolve_settings import resolve_settings
@@ -94,9 +94,8 @@ class Decoder(NamesRemedy):
         cls, model: str | Path | None = None, corpus: Any = None, **settings: Any
     ) -> "Decoder":
         """The decoder that `dlm_rag.load` makes of the same arguments."""
-        from dlm_rag.decode.load import load
-
-        return load(model, corpus, **settings)
+        load = import_object("dlm_rag.decode.load:load", "load")  # that module is built upon this one
+        return cast(Decoder, load(model, corpus, **settings))
 
     def __repr__(self) -> str:
         dtype = str(self.denoiser.dtype).removeprefix("torch.")
