@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -359,26 +358,6 @@ def test_keys_are_asked_for_and_the_corpus_is_searched_at_the_same_server(decode
         assert [[document["id"] for document in each] for each in found] == [["dune"]]
         page = get_page(service, "/")
         assert page.status_code == 200 and not any(key in page.text for key in KEYS)
-
-
-def test_a_request_has_one_line_in_the_log(decoder, tmp_path, caplog):
-    """With its status and whose key it has, without what was asked; none for what machines ask."""
-    caplog.set_level("INFO", "dlm_rag.serving")
-    file = tmp_path / "keys.txt"
-    file.write_text("\n".join(KEYS))
-    file.chmod(0o600)
-    with serve_decoder(decoder, keys=file) as service:
-        send_request(service, chat_body(stream=True), Authorization=f"Bearer {KEYS[1]}")
-        send_request(service, chat_body())
-        send_request(service, path="/no%0Aline", method="GET")
-        get_page(service, "/metrics")
-        get_page(service, "/health")
-    said = [re.sub(r"\d\.\d{3} s", "T", line) for line in caplog.messages]
-    assert said == [
-        "POST /v1/chat/completions 200 T key2",
-        "POST /v1/chat/completions 401 T -",
-        "GET /no%0Aline 404 T -",
-    ]
 
 
 def test_a_key_file_that_everybody_can_read_is_warned_of(tmp_path, caplog):
