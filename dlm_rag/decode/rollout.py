@@ -3,6 +3,7 @@
 Files of trajectories are in `trace_file.py`.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -22,6 +23,7 @@ from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalToken, r
 from dlm_rag.errors import NamesRemedy
 from dlm_rag.text import (
     content_words,
+    extract_names,
     find_answer,
     find_answer_span,
     find_sentence_spans,
@@ -190,6 +192,22 @@ class Rollout(NamesRemedy):
     def closest(self) -> list[ClosestPassage]:
         """The passages that come closest to the question where the model abstains, else none."""
         return find_closest(self.question, self.passages) if self.abstained else []
+
+    @property
+    def sources(self) -> dict[str, int]:
+        """The cited passages in the order of their first citation, each with how many words it gave.
+
+        A passage that gave neither a word of the answer nor a name or number ("was written by") is left
+        out, unless no passage did.
+        """
+        words, telling = Counter[str](), set[str]()
+        for unit in self.citations:
+            names = extract_names(unit["text"])
+            for passage in unit["passages"]:
+                words[passage["id"]] += len(passage["words"])
+                if unit["kind"] == "answer" or names.intersection(passage["words"]):
+                    telling.add(passage["id"])
+        return {name: count for name, count in words.items() if name in telling or not telling}
 
     @property
     def evidence(self) -> tuple[str, ...]:

@@ -175,3 +175,8 @@ class MemoizedBatchFunction(Generic[K, V]):
             if new:
                 self._known.update(zip(new, self._compute(new), strict=True))
             return [self._known[key] for key in keys]
+
+
+def count_passages(retriever: Retriever) -> int | None:
+    """How many passages are searched; None where a service does it."""
+    return len(retriever.corpus) if isinstance(retriever, CorpusRetriever) else None

@@ -563,3 +563,16 @@ def test_the_end_answers_what_was_taken_and_refuses_the_rest(slow):
 
     with serve_decoder(slow) as service:
         assert run_in_loop(service.loop, ended(service)) == [200, 503, 503]
+
+
+def test_a_greeting_needs_no_model(decoder):
+    """Whole, as a stream and on the page."""
+    said = "I answer questions about these"
+    with serve_decoder(decoder) as service:
+        whole = send_request(service, chat_body("Hello!")).json()
+        choice = whole["choices"][0]
+        assert choice["message"]["content"].startswith(said) and choice["finish_reason"] == "stop"
+        assert whole["usage"]["completion_tokens"] == 0 and whole["dlm_rag"]["forwards"] == 0
+        assert said in send_request(service, chat_body("thanks", stream=True)).text
+        assert said in send_request(service, chat_body("hi", abstain="copied"), "/v1/answers").text
+        assert service.engine.counts["answered"] == 0
