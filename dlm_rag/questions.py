@@ -6,8 +6,8 @@ import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ from dlm_rag.files.record_readers import (
 log = logging.getLogger(__name__)
 
 IMAGE_FIELDS = ("image", "images", "image_url")
-QUICK_QUESTION_LIMIT = 200  # questions of --quick
 ALIASES_FILE = "id_aliases.json"  # of 2WikiMultihopQA, beside its questions
 _NESTED = re.compile(r"\s*(\[.*\]|\{\s*['\"]text['\"].*\})\s*", re.DOTALL)  # a list, SQuAD's object
 
@@ -141,10 +140,10 @@ def parse_typed_questions(texts: list[str]) -> list[Question]:
     return questions
 
 
-def as_questions(questions: str | Question | Sequence[str | Question]) -> list[Question]:
-    """Questions as records, also a single one; texts get the ids q1, q2, ... by their place."""
-    if isinstance(questions, str | Question):
-        questions = [questions]
+def as_questions(questions: Sequence[str | Question]) -> list[Question]:
+    """Questions as records; texts get the ids q1, q2, ... by their place."""
+    if isinstance(questions, str):
+        raise QuestionError("questions are a list: put the text into brackets, as in [question]")
     numbered = parse_typed_questions([q if isinstance(q, str) else q.question for q in questions])
     asked = [q if isinstance(q, Question) else n for q, n in zip(questions, numbered, strict=True)]
     if len({question.id for question in asked}) < len(asked):
@@ -152,21 +151,13 @@ def as_questions(questions: str | Question | Sequence[str | Question]) -> list[Q
     return asked
 
 
-def number_questions(questions: str | Question | Iterable[str | Question]) -> Iterator[Question]:
-    """Questions as records, one by one as they come; texts get the ids q1, q2, ... by their place."""
-    given = [questions] if isinstance(questions, str | Question) else questions
-    for number, each in enumerate(given, start=1):
-        yield replace(parse_typed_questions([each])[0], id=f"q{number}") if isinstance(each, str) else each
-
-
 def select_questions(questions: list[Question], config: Config) -> list[Question]:
-    """`limit` questions (with `quick` 200), drawn evenly over hops and labels; in file order.
+    """`limit` questions, drawn evenly over hops and labels; in file order.
 
     The numbers of hops take turns, within each the labels, and each of these gives its questions in a
     random order that is always the same: a larger limit draws the same questions and more.
     """
-    most = QUICK_QUESTION_LIMIT if config.quick else config.limit
-    if most is None:
+    if config.limit is None:
         return questions
     kinds: dict[int | None, dict[tuple[str, ...], list[int]]] = {}
     for place, question in enumerate(questions):
@@ -174,7 +165,7 @@ def select_questions(questions: list[Question], config: Config) -> list[Question
     for hops, labelled in kinds.items():
         for labels, places in labelled.items():
             random.Random(f"quick/{hops}/{labels}").shuffle(places)
-    drawn = _take_turns([_take_turns([*labelled.values()]) for labelled in kinds.values()])[:most]
+    drawn = _take_turns([_take_turns([*labelled.values()]) for labelled in kinds.values()])[: config.limit]
     return [questions[place] for place in sorted(drawn)]
 
 

@@ -22,7 +22,7 @@ from unittest import mock
 
 from dlm_rag import config
 from dlm_rag.__main__ import PROGRAMS
-from dlm_rag.config.fields import SET, SEVERAL, get_field_metadata, list_choices
+from dlm_rag.config.fields import SET, get_field_metadata, list_choices
 from dlm_rag.config.ineffective_settings import list_needs
 from dlm_rag.config.inference import LikelihoodConfig
 
@@ -129,7 +129,7 @@ def describe_condition(key: str, wanted: Any) -> str:
         if isinstance(value, str | bool)
     ]
     parts = [f"`{key}` {join_words(named, 'or')}"] if named else []
-    parts += [f"`{key}` set"] * (SET in values) + [f"`{key}` of 2 or more"] * (SEVERAL in values)
+    parts += [f"`{key}` set"] * (SET in values)
     parts += [f"`{key}` unset"] * (None in values or {} in values)
     return " or ".join(parts)
 
@@ -139,17 +139,10 @@ def join_words(words: list[str], last: str) -> str:
     return f" {last} ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-def describe_needs(needs: tuple[Mapping[str, Any], ...]) -> str:
+def describe_needs(need: Mapping[str, Any]) -> str:
     """The line on `only_with`; empty where the setting always has an effect."""
-    ways = []
-    for need in needs:
-        conditions = (describe_condition(*condition) for condition in need.items())
-        ways.append("; ".join(filter(None, conditions)))
-    if not all(ways):
-        return ""
-    if len(ways) > 1:
-        return "Has an effect only with one of these:\n\n" + "\n".join(f"- {way}" for way in ways)
-    return "".join(f"Has an effect only with {way}." for way in ways)
+    conditions = "; ".join(filter(None, (describe_condition(*each) for each in need.items())))
+    return f"Has an effect only with {conditions}." if conditions else ""
 
 
 def capitalize(text: str) -> str:

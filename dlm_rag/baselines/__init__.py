@@ -20,7 +20,6 @@ class BaselinePolicy:
 
     answer: str | Callable[[Any], None]
     needs: str = "template"
-    settings: tuple[str, ...] = ()
     own_prompt: bool = False
 
 
@@ -28,11 +27,11 @@ _POLICIES = "dlm_rag.baselines.policies"
 POLICIES = {
     "no_retrieval": BaselinePolicy(f"{_POLICIES}:answer_directly"),
     "static": BaselinePolicy(f"{_POLICIES}:answer_static"),
-    "ircot": BaselinePolicy(f"{_POLICIES}:answer_ircot", "text", ("max_rounds",), True),
-    "flare": BaselinePolicy(f"{_POLICIES}:answer_flare", "text_log_probs", ("threshold",), True),
-    "self_ask": BaselinePolicy(f"{_POLICIES}:answer_self_ask", "text", ("max_rounds",), True),
-    "targ": BaselinePolicy(f"{_POLICIES}:answer_targ", "chat_log_probs", ("threshold",)),
-    "search_r1": BaselinePolicy(f"{_POLICIES}:answer_search_r1", "continued_chat", ("max_rounds",), True),
+    "ircot": BaselinePolicy(f"{_POLICIES}:answer_ircot", "text", True),
+    "flare": BaselinePolicy(f"{_POLICIES}:answer_flare", "text_log_probs", True),
+    "self_ask": BaselinePolicy(f"{_POLICIES}:answer_self_ask", "text", True),
+    "targ": BaselinePolicy(f"{_POLICIES}:answer_targ", "chat_log_probs"),
+    "search_r1": BaselinePolicy(f"{_POLICIES}:answer_search_r1", "continued_chat", True),
 }
 READ_DECODE_SETTINGS = ("max_new_tokens", "temperature", "seed")  # of `decode`, by a model behind a server
 

@@ -25,6 +25,7 @@ from dlm_rag.text import replace_control_chars
 Item = TypeVar("Item")
 T = TypeVar("T")
 REFUSED_TEXT_STATUSES = (400, 413, 422)  # of this text alone
+REQUEST_SECONDS, ATTEMPTS = 120.0, 5  # of a request: seconds for its whole answer, and attempts
 INITIAL_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 30.0  # pauses between attempts
 RETRYABLE_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _MODEL_URL = re.compile(r"openai(s?)://([^/?#]+(?:/[^?#]+)*?/v1)/([^?#]+)")
@@ -42,15 +43,13 @@ class ChatError(RuntimeError):
 class ChatServer:
     """A model and where it is: url ends in /v1, key_variable names the environment's key.
 
-    setting: that names it, as errors begin. timeout: of a request, in seconds. max_retries: attempts.
+    setting: that names it, as errors begin.
     """
 
     url: str
     model: str
     setting: str
     key_variable: str
-    timeout: float
-    max_retries: int
 
 
 @dataclass(frozen=True)
@@ -173,17 +172,17 @@ class ChatClient:
 
     def ask(self, body: dict[str, Any]) -> Completion:
         """The reply to messages, or what continues a prompt. Raises `ChatError`."""
-        failure, server = "", self.server
+        failure = ""
         path = "/completions" if "prompt" in body else "/chat/completions"
         pauses = iterate_backoff_seconds(INITIAL_RETRY_SECONDS, MAX_RETRY_SECONDS)
-        for attempt in range(1, server.max_retries + 1):
+        for attempt in range(1, ATTEMPTS + 1):
             try:
                 return replace(self._complete(path, body), requests=attempt)
             except RetryableFailure as error:
                 failure = str(error)
-            if attempt < server.max_retries:
+            if attempt < ATTEMPTS:
                 time.sleep(next(pauses))
-        raise ChatError(f"{self._url} failed {server.max_retries} times, at last with {failure}")
+        raise ChatError(f"{self._url} failed {ATTEMPTS} times, at last with {failure}")
 
     def ask_all(
         self, ask: Callable[[Item], T], items: Iterable[Item], concurrency: int
@@ -240,7 +239,7 @@ class ChatClient:
         """
         asked = None if body is None else json.dumps({"model": self.server.model} | body).encode()  # ASCII
         try:
-            status, answer = self._client.send(self._url + path, asked, self.server.timeout)
+            status, answer = self._client.send(self._url + path, asked, REQUEST_SECONDS)
             if not 200 <= status < 300:
                 said = self._client.describe_refusal(status, answer)
                 raise RetryableFailure(said) if status in RETRYABLE_STATUSES else ChatError(said, status)

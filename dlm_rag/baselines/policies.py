@@ -67,7 +67,7 @@ def answer_targ(run: BaselineRun) -> None:
     """
     draft = run.ask_template(TARG_DRAFT_TOKENS, top=2).tokens
     uncertainty = fmean(exp(-token.margin) for token in draft) if draft else 1.0
-    if uncertainty > (TARG_THRESHOLD if run.settings.threshold is None else run.settings.threshold):
+    if uncertainty > TARG_THRESHOLD:
         run.search(run.question)
     answer_directly(run)
 
@@ -86,7 +86,7 @@ def answer_ircot(run: BaselineRun) -> None:
         return run.complete(prompt.rstrip(), stop=["\n"], max_tokens=IRCOT_TOKENS).text.strip()
 
     chain: list[str] = []
-    for _ in range(run.settings.max_rounds or IRCOT_ROUNDS):
+    for _ in range(IRCOT_ROUNDS):
         facts = [sentence for sentence in chain if not _REASONING.match(sentence)]
         run.search(facts[-1] if facts else run.question, keep=IRCOT_PASSAGES)
         sentence = cut_sentence(think(" ".join(chain)))
@@ -104,19 +104,18 @@ def answer_flare(run: BaselineRun) -> None:
     of 0.8 or less, a search with the sentence, less its tokens of 0.4 or less, and the sentence is written
     anew with what that finds. Passages of the last search stay, as in the authors' program.
     """
-    threshold = FLARE_THRESHOLD if run.settings.threshold is None else run.settings.threshold
     run.search(run.question)
     written, tokens, finished = "", 0, False
     while tokens < FLARE_TOKENS and not finished:
-        sentence, query, count, finished = _look_ahead(run, written, threshold)
+        sentence, query, count, finished = _look_ahead(run, written)
         if query:
             run.search(query)
-            sentence, _, count, finished = _look_ahead(run, written, threshold)
+            sentence, _, count, finished = _look_ahead(run, written)
         written, tokens = written + sentence, tokens + count
     run.respond(written)
 
 
-def _look_ahead(run: BaselineRun, written: str, threshold: float) -> tuple[str, str, int, bool]:
+def _look_ahead(run: BaselineRun, written: str) -> tuple[str, str, int, bool]:
     """The next sentence, its query ("" where it is sure of itself), its tokens, whether it is the last."""
     facts = "\n".join(map(normalize_whitespace, run.write_facts(FLARE_FACT, run.evidence)))
     ranked = f"Search results ranked based on relevance in descending order:\n{facts}"
@@ -130,7 +129,7 @@ def _look_ahead(run: BaselineRun, written: str, threshold: float) -> tuple[str, 
         begin += len(token.text)
     sure = [exp(token.log_prob) for token in kept]
     masked = (t.text if p > FLARE_MASK_THRESHOLD else " " for t, p in zip(kept, sure, strict=True))
-    query = normalize_whitespace("".join(masked)) if any(p <= threshold for p in sure) else ""
+    query = normalize_whitespace("".join(masked)) if any(p <= FLARE_THRESHOLD for p in sure) else ""
     ended = ahead.finish_reason != "length" and len(sentence) == len(ahead.text)
     return sentence, query, len(kept), ended or not sentence.strip()
 
@@ -143,7 +142,7 @@ def answer_self_ask(run: BaselineRun) -> None:
     2310.01558) and FlashRAG have it, and the model reads the answer in them.
     """
     written = ""
-    for _ in range(run.settings.max_rounds or SELF_ASK_ROUNDS):
+    for _ in range(SELF_ASK_ROUNDS):
         written += _go_on(run, written, "\nIntermediate answer:")
         _, _, follow_up = written.rpartition("\n")[2].partition("Follow up:")
         if not follow_up.strip():
@@ -174,7 +173,7 @@ def answer_search_r1(run: BaselineRun) -> None:
     asked = run.question.strip()
     asked += "?" * (not asked.endswith("?"))
     message = PROMPTS["search_r1"].replace("{question}", asked) + "\n"
-    dialogue, replies, turns = "", "", run.settings.max_rounds or SEARCH_R1_TURNS
+    dialogue, replies, turns = "", "", SEARCH_R1_TURNS
     for turn in range(turns + 1):
         reply = run.chat(message, dialogue, stop=["</search>", "</answer>"], max_tokens=SEARCH_R1_TOKENS)
         text, left_open = reply.text, find_action(reply.text, closed=False)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dlm_rag.decode.terminal import RunTotals
     from dlm_rag.workers.worker_pool import WorkerPool
 
-PLAN_SETTINGS = ("plan.machine", "plan.mfu")  # of decoding
+PLAN_SETTINGS = ("plan.machine",)  # of decoding
 Machine = dict[str, str | int]  # as `describe_machine`
 Prepared: TypeAlias = "PreparedDecoder | PreparedBaseline"
 

@@ -21,11 +21,12 @@ from dlm_rag.files.paths import expand_path
 
 # What programs that answer questions read; sections stand for all of their keys.
 ANSWER_SETTINGS = (
-    "model", "prompt", "retrieval", "decode", "engine", "questions", "limit", "quick", "out",
+    "model", "prompt", "retrieval", "decode", "engine", "questions", "limit", "out",
     "record_provisional", "workers", "energy",
 )  # fmt: skip
 Options = Mapping[str, tuple[str | int | tuple[()], str]]
 READER_CONFIG = str(CONFIG_FOLDER / "reader.yaml")
+QUICK_LIMIT = 200  # questions of --quick
 _SETTING = re.compile(r"([A-Za-z_][\w.-]*)=")
 
 SETTING_BY_FLAG = {"--model": "model.path", "--corpus": "retrieval.corpus"} | {
@@ -148,8 +149,8 @@ def _build_parser(
     for name, help_text in switches.items():
         parser.add_argument(f"--{name}", action="store_true", dest=name, help=help_text)
     add_setting = partial(parser.add_argument, action="append_const", dest="set")
-    if is_read("quick", reads):
-        add_setting("--quick", const="quick=true", help=_describe("quick"))
+    if is_read("limit", reads):
+        add_setting("--quick", const=f"limit={QUICK_LIMIT}", help=f"short for --limit {QUICK_LIMIT}")
     if _answers(reads):
         anyway = "give every answer, also an unsupported one (decode.abstain=never)"
         add_setting("--answer-anyway", const="decode.abstain=never", help=anyway)

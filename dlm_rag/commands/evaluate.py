@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dlm_rag.baselines import is_model_url
 from dlm_rag.cli import check_writable, print_note
 from dlm_rag.commands.answer_job import AnswerJob, open_engines, parse_answer_command_line, plan_answer_job
-from dlm_rag.commands.arguments import ANSWER_SETTINGS, CommandLine
+from dlm_rag.commands.arguments import ANSWER_SETTINGS, QUICK_LIMIT, CommandLine
 from dlm_rag.commands.prepare_baseline import (
     PreparedBaseline,
     check_served_keys,
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError("evaluation needs a folder: --out FOLDER")
     if words.config.out is None:
         quick = not (words.settings or words.options["dataset"])
-        more = ["quick=true"] * quick  # with nothing named, the shipped model for a minute
+        more = [f"limit={QUICK_LIMIT}"] * quick  # with nothing named, the shipped model for a minute
         words = words.with_settings([*words.settings, "out=runs/evaluation", *more])
         print_note(f"the results go to {words.config.out} (--out FOLDER)")
     evaluate_settings(words, argv)
@@ -122,7 +122,7 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] 
     assert config.questions is not None
     f1_rule, groups = choose_f1_rule(config.f1_rule, config.questions), group_questions(questions)
     said = wanted.report_header | {"f1_rule": f1_rule}
-    said["chosen"] = {"limit": config.limit, "quick": config.quick}
+    said["chosen"] = {"limit": config.limit}
     outputs.check_question_selection(out, said["chosen"])
     folders = {
         name: out if wanted.is_single_setting else out / name.replace("/", "_") for name in wanted.settings

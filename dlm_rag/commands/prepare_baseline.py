@@ -48,7 +48,7 @@ class PreparedBaseline:
             f"{section}.{key}": value
             for section in ("retrieval", "remote")
             for key, value in asdict(getattr(self.config, section)).items()
-            if key not in (*FREE_SETTINGS, "concurrency", "max_retries")
+            if key not in (*FREE_SETTINGS, "concurrency")
         } | {f"decode.{key}": getattr(self.config.decode, key) for key in READ_DECODE_SETTINGS}
         policy = POLICIES.get(self.config.remote.policy)
         if policy is None or not policy.own_prompt:
@@ -76,11 +76,9 @@ class PreparedBaseline:
         return stamp_run(self.config, self.answers_depend_on(), machine)
 
 
-def open_chat_client(config: Config, setting: str, url: str, key_variable: str) -> ChatClient:
+def open_chat_client(setting: str, url: str, key_variable: str) -> ChatClient:
     """The client of a model at `openai://`; setting: that names it. Raises `ConfigError`."""
-    where, remote = parse_model_url(setting, url), config.remote
-    server = ChatServer(*where, f"{setting}={url}", key_variable, remote.timeout, remote.max_retries)
-    return ChatClient(server)
+    return ChatClient(ChatServer(*parse_model_url(setting, url), f"{setting}={url}", key_variable))
 
 
 def check_served_keys(keys: Iterable[str]) -> None:
@@ -99,7 +97,7 @@ def prepare_baseline(config: Config, questions: list[Question], once: ResourceCa
         raise ConfigError("retrieval.oracle=true needs remote.policy=static: its evidence never changes")
     find = open_search_source(config.retrieval, once)
     template = load_prompt(config.prompt, "joint") if config.prompt else PROMPTS["sardi"]
-    client = open_chat_client(config, "model.path", config.model.path, "DLM_RAG_MODEL_KEY")
+    client = open_chat_client("model.path", config.model.path, "DLM_RAG_MODEL_KEY")
     show_status("opening the index")
     found = find()
     retriever = wrap_oracle(found, questions, "question") if config.retrieval.oracle else found

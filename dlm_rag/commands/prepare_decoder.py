@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made")
 # Settings of retrieval and decoding that change no answer; of what a URL searches there is a fingerprint.
-FREE_SETTINGS = {"batch_size", "corpus", "index_dir", "embedding_batch_size", "url", "timeout"}
+FREE_SETTINGS = {"batch_size", "corpus", "index_dir", "url", "timeout"}
 WORLD_MODELS = [f"{SHIPPED_PREFIX}{name}" for name in ("model", "whole")]  # trained on the world that ships
 STAMPED_PACKAGES = ("torch", "transformers", "sentence-transformers", "bm25s", "numpy")
 
@@ -183,8 +183,8 @@ def gather_questions(config: Config, typed: list[str]) -> list[Question]:
 
     Raises `QuestionError`.
     """
-    if (config.limit or config.quick) and not config.questions:
-        raise ConfigError("limit and quick choose among the questions of a file: name one with --questions")
+    if config.limit and not config.questions:
+        raise ConfigError("limit chooses among the questions of a file: name one with --questions")
     questions = select_questions(read_questions(config.questions), config) if config.questions else []
     questions += parse_typed_questions(typed)
     if len({question.id for question in questions}) < len(questions):

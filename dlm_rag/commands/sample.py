@@ -51,6 +51,8 @@ def main(argv: list[str]) -> None:
     words = parse_answer_command_line(__doc__ or "", argv, (*ANSWER_SETTINGS, "trace", "html"), typed=True)
     if words.config.workers is not None and words.config.out is None:
         raise ConfigError("workers= answers into a file, not to the screen: add --out FILE")
+    if words.config.record_provisional and words.config.trace is None and words.config.html is None:
+        raise ConfigError("record_provisional=true has no effect without trace: set it too")
     answer_questions(words)
 
 
@@ -66,7 +68,7 @@ def answer_questions(words: CommandLine) -> None:
             "(GSAI-ML/LLaDA-8B-Instruct)"
         )
     show_status("loading torch")
-    if not (words.config.questions or words.questions or config.limit or config.quick):
+    if not (words.config.questions or words.questions or config.limit):
         questions = select_few_per_hop(questions)
     if config.out is not None:
         job = plan_answer_job(config, questions)

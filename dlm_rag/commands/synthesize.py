@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 SYNTHESIS_SETTINGS = ("synthesis", "-record_provisional")
 # Settings of the section that rows of one kind depend on.
 ROW_SETTINGS_BY_KIND = {
-    "traces": ("filter", "known_hops"),
-    "corpus": ("max_hops", "held_out"),
-    "writer": ("writer_model", "template", "n", "temperature", "max_tokens"),
+    "traces": ("filter",),
+    "corpus": ("held_out",),
+    "writer": ("writer_model", "template", "n"),
 }
 
 
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> None:
     words = parse_command_line(__doc__ or "", argv, (*ANSWER_SETTINGS, *SYNTHESIS_SETTINGS))
     config = words.config
     if config.synthesis.method != "traces":  # nothing is decoded
-        check_read(words.settings, ("retrieval", "questions", "limit", "quick", "out", "synthesis"))
+        check_read(words.settings, ("retrieval", "questions", "limit", "out", "synthesis"))
     if config.out in (None, "-"):
         raise ConfigError("synthesis needs --out FOLDER")
     from dlm_rag.synthesis.rows_folder import RowsFolder
@@ -121,8 +121,8 @@ def run_synthesis(
     done = len(folder.done) - before
     print_note(f"sources: {done:,}, rows: {rows:,}, {seconds:.1f} s, {rows / seconds:,.1f} rows/s")
     read, wrote = (counts.get(f"spent: {what}_tokens", 0) for what in ("prompt", "response"))
-    if price := (read * settings.prompt_price + wrote * settings.response_price) / 1e6:
-        print_note(f"{read:,} tokens read and {wrote:,} written by the writer: ${price:,.2f}")
+    if read:
+        print_note(f"{read:,} tokens read and {wrote:,} written by the writer")
     kept = sum(n for key, n in counts.items() if key.startswith(("rows: ", "held out: ")))
     print_note(f"rows in {name}: {kept:,}; README.md says which")
 
@@ -148,8 +148,6 @@ def plan_trace_rows(config: "Config") -> SynthesisPlan:
     for question in questions:
         if settings.filter == "answer" and not question.golden_answers:
             raise ConfigError(f"'{question.id}' has no golden_answers: set synthesis.filter=evidence")
-        if settings.known_hops and question.hops is None:
-            raise ConfigError(f"synthesis.known_hops=true: question '{question.id}' has no hops")
     if config.workers is not None:
         from dlm_rag.workers.placement import check_ray_installed
 
@@ -189,7 +187,7 @@ def plan_corpus_rows(config: "Config") -> SynthesisPlan:
     """A corpus without questions. Raises `UserError`."""
     if config.retrieval.corpus is None:
         raise ConfigError("synthesis.method=corpus needs --corpus FILE")
-    if config.questions is not None or config.limit or config.quick:
+    if config.questions is not None or config.limit:
         raise ConfigError("synthesis.method=corpus reads no questions: leave them out")
     from dlm_rag.retrieval.corpus import open_corpus
     from dlm_rag.synthesis.cloze_questions import CorpusRowGenerator
@@ -197,7 +195,7 @@ def plan_corpus_rows(config: "Config") -> SynthesisPlan:
 
     show_status("reading the corpus")
     opened = open_corpus(config.retrieval.corpus, config.retrieval.index_dir)
-    source = CorpusRowGenerator(opened, config.synthesis.max_hops, config.synthesis.held_out)
+    source = CorpusRowGenerator(opened, held_out=config.synthesis.held_out)
     if not source.names.count:
         raise CorpusError(f"{config.retrieval.corpus} has no titles that stand for one passage alone")
     return SynthesisPlan(source, {"corpus": opened.fingerprint}, "", QUESTION_COLUMNS)

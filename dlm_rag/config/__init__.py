@@ -20,7 +20,6 @@ from pydantic import TypeAdapter, ValidationError
 from yaml.constructor import ConstructorError
 
 from dlm_rag.config.fields import (
-    SET,
     CheckedSettings,
     explain_validation_error,
     merge_settings,
@@ -69,8 +68,6 @@ class Config(CheckedSettings):
     limit: int | None = setting(None, low=1)
     """use only this many questions of the file, drawn evenly from all hops and labels; always the same
     ones, and a larger limit adds to them"""
-    quick: bool = setting(False)
-    """short for limit=200"""
     out: str | None = setting(None)
     """where results are written: a file (sample) or a folder (evaluate, train)"""
     compare: str | None = setting(None)
@@ -81,7 +78,7 @@ class Config(CheckedSettings):
     it if the file or folder of the questions says hotpotqa or 2wikimultihopqa"""
     trace: str | None = setting(None)
     """file for decoding traces, one JSON line per question"""
-    record_provisional: bool = setting(False, only_with=({"trace": SET}, {"html": SET}))
+    record_provisional: bool = setting(False)
     """record in traces what is predicted at masked positions, which the page shows; always on with html"""
     workers: str | None = setting(None)
     """number of worker processes that each load the model, from 1 to 999, auto (one per GPU, or else per
@@ -92,8 +89,6 @@ class Config(CheckedSettings):
     """file for an HTML page that replays the decoding (sample)"""
 
     def __post_init__(self) -> None:
-        if self.quick and self.limit is not None:
-            raise ConfigError("quick and limit both choose questions: leave one out")
         if self.workers is not None and not _WORKERS.fullmatch(self.workers):
             raise ConfigError(f"workers={self.workers} must be from 1 to 999, auto or ray://HOST:PORT")
 
@@ -125,7 +120,7 @@ def load_config(
 ) -> Config:
     """The resolved tree: defaults, then the YAML file `name`, then `key=value` words.
 
-    effects: whether settings without effect are refused, as `check_effects` says: for command lines.
+    effects: whether words without effect are refused (`check_effects`).
     Raises `ConfigError`, naming the key and the nearest valid one, for anything not in the tree.
     """
     path = None if name is None else find_config_file(name)
@@ -150,7 +145,6 @@ def load_config(
         note_given(section, (key.removeprefix(prefix) for key in given if key.startswith(prefix)))
     if effects:
         check_effects([(config, keys_of_words)])
-        check_effects([(config, keys_of_file)], keys_of_words)
     return config
 
 

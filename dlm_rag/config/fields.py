@@ -29,8 +29,7 @@ from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
 
 MAX_SHOWN_CHARS = 60  # characters of a value
 SET = object()  # in `only_with`: any value but null, 0, false and the empty one
-SEVERAL = object()  # in `only_with`: 2 or more
-Need = dict[str, Any]  # the values of other settings, by dotted key: `SET`, `SEVERAL`, or a tuple of values
+Need = dict[str, Any]  # the values of other settings, by dotted key: `SET` or a tuple of values
 _SETTINGS_RULES = ConfigDict(
     extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, coerce_numbers_to_str=True
 )
@@ -43,16 +42,14 @@ def setting(
     table: str = "",
     low: float | None = None,
     high: float | None = None,
-    only_with: Need | tuple[Need, ...] = (),
+    only_with: Need | tuple[()] = (),
 ) -> Any:
     """A dataclass field with its allowed values (bounds are inclusive); the text below it is its help.
 
     table: `module:NAME` of a table whose names are the choices; a value may then also be `module:function`.
-    only_with: without these values of other settings this one has no effect (`ineffective_settings.py`); of
-    several such dicts one must hold.
+    only_with: without these values of other settings this one has no effect (`ineffective_settings.py`).
     """
-    needs = (only_with,) if isinstance(only_with, dict) else only_with
-    own = {"choices": choices, "table": table, "only_with": needs}
+    own = {"choices": choices, "table": table, "only_with": only_with}
     metadata = {"ge": low, "le": high, "json_schema_extra": own}
     kind = "default_factory" if callable(default) else "default"
     return dataclasses.field(**{kind: default}, metadata=metadata)
@@ -144,10 +141,6 @@ def replace_settings(settings: Settings, **values: Any) -> Settings:
 
     Raises `ConfigError`.
     """
-    for name in values:
-        if not hasattr(settings, name):
-            nearest = suggest_nearest(name, [item.name for item in dataclasses.fields(settings)])
-            raise ConfigError(f"{type(settings).__name__} has no setting '{name}'{nearest}")
     new = {name: value for name, value in values.items() if getattr(settings, name) != value}
     if not new and settings.given >= values.keys():
         return settings

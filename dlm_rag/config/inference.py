@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dlm_rag.config.fields import SET, SEVERAL, CheckedSettings, check_url, setting, settings_dataclass
+from dlm_rag.config.fields import SET, CheckedSettings, check_url, setting, settings_dataclass
 from dlm_rag.errors import ConfigError
 
 SEARCH_SCHEMES = ("http", "https", "milvus")  # of `retrieval.url`
@@ -11,10 +11,8 @@ NO_URL = {"retrieval.url": (None,)}
 NO_SERVICE = {"retrieval.url": (None, "milvus://")}
 DIFFUSION = {"decode.mode": ("diffusion",)}
 IN_BLOCKS = DIFFUSION | {"attention_blocks": (True,)}
-AT_ONCE = {"decode.blocks_at_once": SEVERAL}
 CACHED = {"engine.prefix_cache_gib": (None, SET)}
 SERVED = {"model.path": ("openai://", "openais://")}  # a model behind a server
-ROLLOUTS = {"train.objective": ("rl",)}  # which sample what they commit
 
 
 @settings_dataclass
@@ -62,8 +60,6 @@ class RetrievalConfig(CheckedSettings):
     """folder where indexes are kept; unset takes $DLM_RAG_CACHE or ~/.cache/dlm_rag"""
     embedding_model: str = setting("sentence-transformers/all-MiniLM-L6-v2", only_with=NO_SERVICE)
     """sentence-transformers model for dense search: a folder or a hub id"""
-    embedding_batch_size: int = setting(64, low=1, only_with=NO_SERVICE)
-    """number of texts embedded at once"""
     embedding_dtype: str = setting(
         "float32",
         choices=("float32", "float16", "int8"),
@@ -80,8 +76,6 @@ class RetrievalConfig(CheckedSettings):
     bm25_query: str = setting("whole", choices=("whole", "sentences"), only_with=NO_URL)
     """how BM25, also in hybrid, searches a query: as a whole, or the question and each sentence in
     turn, as dense search does"""
-    fusion_depth: int = setting(50, low=1, only_with=NO_SERVICE)
-    """number of BM25 and dense results that hybrid search fuses"""
     url: str | None = setting(None)
     """search a service instead of a corpus: http://HOST:PORT/retrieve, https:// or
     milvus://HOST:PORT/COLLECTION"""
@@ -122,9 +116,9 @@ class DecodeConfig(CheckedSettings):
     )
     """number of attention blocks in which tokens may be committed at a step: the first unfinished one and
     those after it that have joined; a block just finished counts until its keys and values are computed"""
-    block_add_threshold: float = setting(0.1, low=0, high=1, only_with=AT_ONCE)
+    block_add_threshold: float = setting(0.1, low=0, high=1)
     """share of a block that is committed when the next one joins"""
-    semi_complete_threshold: float = setting(0.9, low=0, high=1, only_with=AT_ONCE)
+    semi_complete_threshold: float = setting(0.9, low=0, high=1)
     """share of a block that is committed when the next one commits at every step, however unsure; until
     then it commits only what the threshold lets it"""
     commit_rule: str | None = setting(
@@ -132,10 +126,10 @@ class DecodeConfig(CheckedSettings):
     )
     """rule that decides which masked positions are committed at a step; unset takes the checkpoint's
     own, else threshold"""
-    commit_threshold: float = setting(0.9, low=0, high=1, only_with=(DIFFUSION, ROLLOUTS))
+    commit_threshold: float = setting(0.9, low=0, high=1)
     """confidence at which a position is committed (tau_c), for the rule threshold; for sampled the
     confidence at which a position is committed with probability 1/2"""
-    gate_temperature: float = setting(0.5, low=1e-3, high=100, only_with=(DIFFUSION, ROLLOUTS))
+    gate_temperature: float = setting(0.5, low=1e-3, high=100)
     """softness of that threshold for sampled, in logits"""
     tokens_per_step: int | None = setting(None, low=1, only_with=DIFFUSION)
     """number of positions committed per step: exactly this many for top_k, entropy, margin and
@@ -162,8 +156,6 @@ class DecodeConfig(CheckedSettings):
     """what becomes the search query"""
     query_threshold: float = setting(0.0, low=0, high=1)
     """confidence at which a prediction may enter the query (tau_q); 1 for committed tokens only"""
-    passage_order: str = setting("best_first", choices=("best_first", "best_last"))
-    """order of the passages in the prompt by rank; those that do not fit are dropped by rank in either"""
     retrieval_interval: int = setting(1, low=1)
     """number of steps between two refreshes of the evidence"""
     retrieval_threshold: float | None = setting(None, low=0, high=1)
@@ -264,14 +256,5 @@ class RemoteConfig(CheckedSettings):
 
     policy: str = setting("static", table="dlm_rag.baselines:POLICIES", only_with=SERVED)
     """when a model behind a server retrieves, and with what"""
-    threshold: float | None = setting(None, low=0, high=1, only_with=SERVED)
-    """uncertainty above which targ searches (unset: 0.2), or probability of a token up to which flare does
-    (unset: 0.8)"""
-    max_rounds: int | None = setting(None, low=1, high=1000, only_with=SERVED)
-    """maximum number of searches of a question; unset: 8 for ircot, 5 for self_ask, 4 for search_r1"""
     concurrency: int = setting(8, low=1, high=1024, only_with=SERVED)
     """number of concurrent requests"""
-    timeout: float = setting(120.0, low=0.1, high=2**20, only_with=SERVED)
-    """time limit of a request in seconds"""
-    max_retries: int = setting(5, low=1, high=100, only_with=SERVED)
-    """number of attempts for each request if the server is busy or fails"""

@@ -5,7 +5,6 @@ from typing import Any
 
 from dlm_rag.config.fields import (
     SET,
-    SEVERAL,
     CheckedSettings,
     check_url,
     merge_settings,
@@ -30,7 +29,7 @@ class DataConfig(CheckedSettings):
     questions: str | None = setting(None, only_with=ANSWERING)
     """sft: file or folder of questions with a `response`, or at least `golden_answers`; needs
     data.corpus"""
-    corpus: str | None = setting(None, only_with=(ANSWERING, NEW_MODEL))
+    corpus: str | None = setting(None)
     """sft, rl: passages from which evidence is retrieved; without data.questions, questions are made
     from its titles"""
     held_out: float = setting(0.25, low=0, high=0.9, only_with=ANSWERING | MADE_QUESTIONS)
@@ -70,9 +69,7 @@ class TrainConfig(CheckedSettings):
     """number of layers of a new model"""
     vocab_size: int = setting(1024, low=300, high=2**20, only_with=NEW_MODEL)
     """vocabulary size of a new model; its tokenizer is trained on worlds, or on data.corpus"""
-    passage_length: int = setting(
-        96, low=16, only_with=({"model.evidence_layout": (None, "independent")}, NEW_MODEL)
-    )
+    passage_length: int = setting(96, low=16)
     """maximum length of a passage in tokens, in the independent evidence layout"""
     trainable: str | None = setting(None, choices=("all", "lora"))
     """what is trained: all weights or lora (adapters); unset: lora if lora_rank is set, else all"""
@@ -149,9 +146,7 @@ class TrainConfig(CheckedSettings):
     """maximum number of hops of a question, in training and evaluation"""
     min_hops: int = setting(1, low=1, high=4, only_with=RL | WORLDS)
     """rl: minimum number of hops of a question"""
-    world_passages: int = setting(
-        700, low=100, high=10**6, only_with=(ANSWERING | WORLDS, READING | {"data.documents": ({},)})
-    )
+    world_passages: int = setting(700, low=100, high=10**6)
     """number of passages in a training world"""
     worlds: int = setting(6, low=1, only_with=SFT | WORLDS)
     """number of worlds that examples are drawn from at a time"""
@@ -168,9 +163,7 @@ class TrainConfig(CheckedSettings):
     """rl: reward subtracted for each forward pass"""
     search_cost: float = setting(0.0, low=0, only_with=RL)
     """rl: reward subtracted for each search"""
-    cost_start: float = setting(
-        0.0, low=0, high=1, only_with=(RL | {"train.forward_cost": SET}, RL | {"train.search_cost": SET})
-    )
+    cost_start: float = setting(0.0, low=0, high=1, only_with=RL)
     """rl: fraction of the steps after which forward_cost and search_cost apply"""
     rollout_temperature: float = setting(1.0, low=1e-3, high=100, only_with=RL)
     """rl: sampling temperature of rollouts"""
@@ -178,7 +171,7 @@ class TrainConfig(CheckedSettings):
     """rl: number of randomly chosen denoising steps of each rollout that are trained on; unset: all"""
     num_iterations: int = setting(1, low=1, high=2**10, only_with=RL)
     """rl: number of weight updates on the rollouts of a step"""
-    clip_eps: float = setting(0.2, low=0, only_with=RL | {"train.num_iterations": SEVERAL})
+    clip_eps: float = setting(0.2, low=0, only_with=RL)
     """rl: clipping range of the probability ratio of a step, with several updates"""
     kl_coef: float = setting(0.0, low=0, only_with=RL)
     """rl: coefficient of the KL divergence from the policy at the start of the phase, in nats per step"""
@@ -233,12 +226,6 @@ class PlanConfig(CheckedSettings):
     """machine to plan for; unset: all known ones"""
     devices: int = setting(1, low=1)
     """number of devices that a training step is divided among; what they send each other is not counted"""
-    mfu: float = setting(0.4, low=0.01, high=1)
-    """assumed model FLOPs utilisation"""
-    price_per_kwh: float = setting(0.3, low=0)
-    """price of a kilowatt hour in dollars"""
-    price_per_hour: float | None = setting(None, low=0)
-    """rent of a device in dollars an hour; unset: that of a public price list, where it has the machine"""
 
 
 @settings_dataclass
@@ -251,10 +238,6 @@ class SynthesisConfig(CheckedSettings):
     filter: str = setting("answer", choices=("answer", "evidence"), only_with=TRACES)
     """which traces are kept: those that end in a known answer (where none is known, those supported by
     their evidence), or those supported by their evidence"""
-    known_hops: bool = setting(False, only_with=TRACES)
-    """keep only traces that have as many sentences as the question has hops"""
-    max_hops: int = setting(3, low=1, high=3, only_with=CORPUS)
-    """corpus: maximum number of passages that a question needs"""
     held_out: float = setting(0.25, low=0, high=1, only_with=CORPUS)
     """corpus: share of the passages whose rows are written to held_out/ and not for training"""
     writer_url: str | None = setting(None, only_with=WRITER)
@@ -267,20 +250,6 @@ class SynthesisConfig(CheckedSettings):
     table about each passage"""
     n: int = setting(1, low=1, high=1000, only_with=WRITER)
     """number of texts that the writer generates for each source"""
-    concurrency: int = setting(8, low=1, high=1024, only_with=WRITER)
-    """number of concurrent requests to the writer"""
-    temperature: float = setting(0.7, low=0, high=2, only_with=WRITER)
-    """sampling temperature of the writer"""
-    max_tokens: int = setting(1024, low=1, only_with=WRITER)
-    """maximum number of tokens that the writer may generate; truncated texts are dropped"""
-    timeout: float = setting(120.0, low=0.1, only_with=WRITER)
-    """time limit of a request to the writer in seconds"""
-    max_retries: int = setting(5, low=1, high=100, only_with=WRITER)
-    """number of attempts for each request if the writer is busy or fails"""
-    prompt_price: float = setting(0.0, low=0, only_with=WRITER)
-    """price of a million prompt tokens in dollars"""
-    response_price: float = setting(0.0, low=0, only_with=WRITER)
-    """price of a million generated tokens in dollars"""
     decontaminate_against: str | None = setting(None)
     """files of evaluation questions, separated by commas; rows that share 12 consecutive words with one
     are dropped"""

@@ -5,7 +5,7 @@ from typing import Any
 
 from dlm_rag.config import DecodeConfig
 from dlm_rag.config.fields import fill_unset, flatten_settings, replace_settings
-from dlm_rag.config.ineffective_settings import check_checkpoint_effects, list_idle_settings
+from dlm_rag.config.ineffective_settings import find_idle_settings
 from dlm_rag.diffusion.commit_rules import find_rule, samples_actions
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -30,9 +30,10 @@ def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeCon
     settings = _take_own_settings(settings, shape.decode_settings, facts)
     order, rule = shape.finished_block_context, settings.commit_rule or "threshold"
     own = {"finished_block_context": order, "commit_rule": rule}
-    check_checkpoint_effects(
-        "decode", settings, facts | {"decode.commit_rule": rule}, {"finished_block_context": order}
-    )
+    idle = find_idle_settings("decode", settings, facts | {"decode.commit_rule": rule})
+    for name, reason in idle.items():
+        if (name, settings.finished_block_context) != ("finished_block_context", order):
+            raise ConfigError(f"decode.{name}={reason}: leave it out")
     if block and settings.block_length and block % settings.block_length:
         raise ConfigError(
             f"block_length={settings.block_length} does not divide this model's blocks of {block} tokens"
@@ -73,7 +74,7 @@ def _take_own_settings(
 ) -> DecodeConfig:
     """`settings` with a checkpoint's `own` for those that nobody has set, but for what then has no effect.
 
-    facts: as in `check_checkpoint_effects`.
+    facts: about the checkpoint, and how it is read.
     """
     given = [name for name in settings.given if getattr(settings, name) is not None]
     ruled_out = {other for name in given for other in _EXCLUDES.get(name, ())}
@@ -81,7 +82,8 @@ def _take_own_settings(
     found = fill_unset(settings, own)
     while True:
         known = {k: v for k, v in flatten_settings(found, "decode.").items() if v is not None}
-        idle = list_idle_settings("decode", found, {**known, **facts}, own)
+        values = {name: getattr(found, name) for name in own}
+        idle = find_idle_settings("decode", found, {**known, **facts}, values)
         if not idle:
             return found
         defaults = DecodeConfig.__dataclass_fields__

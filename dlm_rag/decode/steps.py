@@ -333,7 +333,7 @@ class RetrievalStep:
     def _lay_out(self, row: Row, texts: Mapping[str, str]) -> tuple[FittedPrompt, LaidOutPrompt]:
         """The prompt with what fits of the evidence next to the canvas; raises `QuestionError`."""
         shape, settings = self.model_runner.shape, row.settings
-        room = ContextBudget.from_config(shape, self.layout, row.canvas.length, settings.passage_order)
+        room = ContextBudget.from_config(shape, self.layout, row.canvas.length)
         asked = row.question
         fitted = fit_passages(self.tokenizer, asked.question, texts, room, asked.system)
         laid = lay_out_prompt(

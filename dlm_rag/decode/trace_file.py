@@ -205,9 +205,8 @@ def rebuild_prompts(rollout: Rollout, header: TraceHeader, tokenizer: Tokenizer)
     tokenizer: see `TraceHeader.tokenizer`. rollout: of this header's file, for the texts are needed.
     """
     room = ContextBudget(
-        rollout.prompt_layout, header.context_length, rollout.canvas_length, header.passage_length,
-        rollout.settings.get("passage_order", "best_first"),
-    )  # fmt: skip
+        rollout.prompt_layout, header.context_length, rollout.canvas_length, header.passage_length
+    )
     made: dict[tuple[str, ...], FittedPrompt] = {}
     prompts = []
     for step in rollout.steps:

@@ -36,7 +36,7 @@ from dlm_rag.tokenizer import Tokenizer
 REDRAW = Rule(lambda proposals, context: np.arange(len(proposals.positions)), redraws=True)
 REDRAW_PATH = "dlm_rag.diffusion_gemma.decoding:REDRAW"
 READ_SETTINGS = {  # of `decode`; the others have no effect
-    "max_new_tokens", "steps_per_block", "query_policy", "query_threshold", "passage_order",
+    "max_new_tokens", "steps_per_block", "query_policy", "query_threshold",
     "retrieval_interval", "retrieval_threshold", "seed", "batch_size", "overlap", "abstain",
     "abstain_threshold", "early_stopping",
 }  # fmt: skip

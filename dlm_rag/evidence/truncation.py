@@ -18,20 +18,15 @@ class ContextBudget:
     context_length: int
     canvas_length: int
     passage_length: int
-    passage_order: str = "best_first"  # as `decode.passage_order`
 
     @classmethod
     def from_config(
-        cls,
-        shape: DenoiserConfig,
-        layout: str | None = None,
-        canvas: int | None = None,
-        passage_order: str = "best_first",
+        cls, shape: DenoiserConfig, layout: str | None = None, canvas: int | None = None
     ) -> "ContextBudget":
         """The room in a denoiser's context; by default with its own layout and canvas."""
         return cls(
             layout or shape.evidence_layout, shape.max_position_embeddings, canvas or shape.canvas_length,
-            shape.passage_length, passage_order,
+            shape.passage_length,
         )  # fmt: skip
 
 
@@ -115,21 +110,18 @@ def fit_passages(
 ) -> FittedPrompt:
     """The prompt for a question and its passages (id -> text as found, in rank order).
 
-    They are cut by rank, whatever their order in the prompt. A passage without a place still shapes the
+    They are cut by rank. A passage without a place still shapes the
     prompt: the one before it is not the last fact, which alone has no line break after it where facts are
     numbered. Raises `QuestionError` when the question alone does not fit.
     """
-    step = -1 if room.passage_order == "best_last" else 1
-    prompt = tokenizer.build_prompt(question, list(passages.values())[::step], system)
-    ranked = Prompt(prompt.head, prompt.facts[::step], prompt.tail)
-    fitted, cut = truncate_evidence(ranked, room)
+    prompt = tokenizer.build_prompt(question, list(passages.values()), system)
+    fitted, cut = truncate_evidence(prompt, room)
     texts = {
         name: text if kept == fact else tokenizer.decode_with_offsets(list(kept))[0]
-        for (name, text), fact, kept in zip(passages.items(), ranked.facts, fitted.facts, strict=True)
+        for (name, text), fact, kept in zip(passages.items(), prompt.facts, fitted.facts, strict=True)
         if kept
     }
-    placed = Prompt(fitted.head, fitted.facts[::step], fitted.tail)
-    return FittedPrompt(placed, texts, tuple(name for name in passages if name not in texts), cut)
+    return FittedPrompt(fitted, texts, tuple(name for name in passages if name not in texts), cut)
 
 
 def keep_shorter_texts(texts: dict[str, str], more: Mapping[str, str]) -> None:

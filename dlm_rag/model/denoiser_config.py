@@ -132,8 +132,7 @@ class DenoiserConfig:
                 f"excluded tokens {self.excluded_token_ids} are not in the vocabulary",
             ),
             (
-                not self.causal_context
-                or bool(self.block_size and self.block_grid == "canvas"),
+                not self.causal_context or bool(self.block_size and self.block_grid == "canvas"),
                 "causal_context needs a block_size, block_grid=canvas and shifted=false",
             ),
         )

@@ -17,6 +17,8 @@ from dlm_rag.retrieval.base import (
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.query import Query, build_query
 
+FUSION_DEPTH = 50  # results of each retriever that hybrid search fuses
+
 
 def fuse_rankings(
     rankings: Sequence[Ranking], depth: int, fusion_depth: int, constant: int = 60
@@ -38,7 +40,9 @@ def fuse_rankings(
 class HybridRetriever(CorpusRetriever):
     """Reciprocal rank fusion of the first `fusion_depth` ranks of each; the last ranks what follows."""
 
-    def __init__(self, retrievers: Sequence[CorpusRetriever], top_k: int, fusion_depth: int) -> None:
+    def __init__(
+        self, retrievers: Sequence[CorpusRetriever], top_k: int, fusion_depth: int = FUSION_DEPTH
+    ) -> None:
         super().__init__(retrievers[0].corpus, top_k)
         self._retrievers, self._fusion_depth = retrievers, fusion_depth
         self.query_fields = tuple(dict.fromkeys(name for r in retrievers for name in r.query_fields))
@@ -53,7 +57,7 @@ class HybridRetriever(CorpusRetriever):
 def open_hybrid_retriever(config: RetrievalConfig, corpus: Corpus) -> HybridRetriever:
     """BM25 and dense search, fused."""
     parts = [RETRIEVERS[method](config, corpus) for method in ("bm25", "dense")]
-    return HybridRetriever(parts, config.top_k, config.fusion_depth)
+    return HybridRetriever(parts, config.top_k)
 
 
 def open_no_retriever(config: RetrievalConfig, corpus: Corpus) -> "NoRetriever":

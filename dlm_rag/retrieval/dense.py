@@ -17,7 +17,7 @@ from dlm_rag.progress import report_progress
 from dlm_rag.retrieval.base import SCORE_TIE_DECIMALS, CorpusRetriever, Hits, Ranking, select_top_hits
 from dlm_rag.retrieval.composite import MultiQueryRetriever
 from dlm_rag.retrieval.corpus import Corpus
-from dlm_rag.retrieval.encoder import TextEncoder
+from dlm_rag.retrieval.encoder import BATCH_SIZE, TextEncoder
 from dlm_rag.retrieval.forked_workers import count_workers, map_on_devices
 from dlm_rag.retrieval.passage_vectors import PassageVectors, open_faiss_flat_index, pack_rows
 from dlm_rag.retrieval.query import Query
@@ -111,7 +111,7 @@ def _embed_corpus(corpus: Corpus, scratch: Path, config: RetrievalConfig, encode
     """
     log.info("embedding %s passages with %s", f"{len(corpus):,}", config.embedding_model)
     # Many batches at a time, for the encoder sorts texts by length to waste less padding.
-    shards = corpus.split_into_shards(scratch, 64 * config.embedding_batch_size, SHARD_BYTES)
+    shards = corpus.split_into_shards(scratch, 64 * BATCH_SIZE, SHARD_BYTES)
     devices = _choose_devices(encoder, len(shards))
     done: Iterator[int] = map(_make_shard_encoder(corpus, config, encoder), shards)
     if _announce_costs(corpus, config, encoder, len(devices)) and len(devices) > 1:
@@ -139,7 +139,7 @@ def _choose_devices(encoder: TextEncoder, shards: int) -> list[str]:
 
 def _announce_costs(corpus: Corpus, config: RetrievalConfig, encoder: TextEncoder, processes: int) -> bool:
     """Says what a long build takes, from what a sample of the passages does; whether it is long."""
-    if (passages := SAMPLE_BATCHES * config.embedding_batch_size) > len(corpus) / 80:
+    if (passages := SAMPLE_BATCHES * BATCH_SIZE) > len(corpus) / 80:
         return False
     sample = range(0, len(corpus), len(corpus) // passages)
     texts, start = [passage.text for passage in corpus.read_passages(sample)], perf_counter()

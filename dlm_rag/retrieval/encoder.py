@@ -22,6 +22,7 @@ from dlm_rag.machine import has_bfloat16
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
+BATCH_SIZE = 64  # texts embedded at once
 PROBE_TEXTS = ["Where was the first of them made, in 1900 or before?"]
 _ELSEWHERE = ("tokenizer_name_or_path", "processor_name")  # settings that name another folder
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -34,7 +35,7 @@ class TextEncoder:
     """
 
     def __init__(self, config: RetrievalConfig, device: str | None = None) -> None:
-        self.model, self._batch_size = config.embedding_model, config.embedding_batch_size
+        self.model = config.embedding_model
         self._encoder = load_sentence_transformer(self.model, device)
         self._query_prompt, self._passage_prompt = config.query_prompt, config.passage_prompt
         self.device = self._encoder.device
@@ -52,7 +53,7 @@ class TextEncoder:
 
     def _embed(self, texts: list[str], prompt: str) -> Tensor:
         found = self._encoder.encode(
-            texts, prompt=prompt or None, batch_size=self._batch_size, convert_to_tensor=True,
+            texts, prompt=prompt or None, batch_size=BATCH_SIZE, convert_to_tensor=True,
             normalize_embeddings=True, show_progress_bar=False,
         ).float()  # fmt: skip
         if not torch.isfinite(found).all():

@@ -364,10 +364,8 @@ def open_milvus_retriever(config: RetrievalConfig) -> CorpusRetriever:
                 f"{url} was built with retrieval.method={info.kind}, and cannot be searched with "
                 f"{config.method}"
             )
-        if max(config.top_k, config.fusion_depth) > MAX_SEARCH_HITS - EXTRA_HITS:
-            raise ConfigError(
-                f"Milvus gives at most {MAX_SEARCH_HITS:,} passages: set top_k and fusion_depth lower"
-            )
+        if config.top_k > MAX_SEARCH_HITS - EXTRA_HITS:
+            raise ConfigError(f"Milvus gives at most {MAX_SEARCH_HITS:,} passages: set top_k lower")
         collection.check_indexes()
         collection.load()
         collection.check_row_count()
@@ -390,7 +388,7 @@ def open_milvus_retriever(config: RetrievalConfig) -> CorpusRetriever:
     )
     if config.method == "dense":
         return dense
-    return HybridRetriever([sparse, dense], config.top_k, config.fusion_depth)
+    return HybridRetriever([sparse, dense], config.top_k)
 
 
 def check_collection_encoder(collection: MilvusCollection, model: str, encoder: str) -> None:

@@ -4,14 +4,14 @@ Nothing is ignored silently: a field that cannot be honoured is refused by name,
 what happens anyway.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, BeforeValidator, Field, create_model
 
 from dlm_rag.config import DecodeConfig
 from dlm_rag.config.fields import get_field_metadata, replace_settings
-from dlm_rag.config.ineffective_settings import reset_idle_settings
+from dlm_rag.config.ineffective_settings import find_idle_settings
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.errors import UserError
 from dlm_rag.serving.conversation import make_question_stand_alone
@@ -195,7 +195,8 @@ class RequestParser:
             if value is None:  # which OpenAI's clients send for the default
                 given[name] = _SETTINGS[name].default
         if (mode := given.get("mode") or own.mode) != own.mode:
-            own = reset_idle_settings("decode", own, {"decode.mode": mode})
+            idle = find_idle_settings("decode", own, {"decode.mode": mode})
+            own = replace(own, **{name: DecodeConfig.__dataclass_fields__[name].default for name in idle})
         try:
             settings = self._decoder.resolve_settings(replace_settings(own, **given))
             length, limit = settings.max_new_tokens or 0, self._own.max_new_tokens or 0

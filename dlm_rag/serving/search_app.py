@@ -32,7 +32,7 @@ MAX_TOP_K = 1000
 MAX_QUERIES = 4096  # of a request
 MAX_SEARCH_REQUEST_BYTES = 2**24  # of a request
 # what a search finds
-RESULT_SETTINGS = ("method", "embedding_model", "query_prompt", "passage_prompt", "fusion_depth")
+RESULT_SETTINGS = ("method", "embedding_model", "query_prompt", "passage_prompt")
 
 
 class SearchBody(RequestBody):

@@ -28,6 +28,8 @@ WRITER_PROMPTS = {
 # Copied from a question to its paraphrases.
 COPIED_QUESTION_FIELDS = ("golden_answers", "supporting_ids", "hops", "response")
 WriterRequest = tuple[int, str, Question | Passage]  # its index, its key, and what it is about
+CONCURRENCY = 8  # requests at once
+TEMPERATURE, MAX_TOKENS = 0.7, 1024  # of the writer; a text that is cut there is dropped
 _NUMBER = re.compile(r"\d+")
 
 
@@ -40,11 +42,8 @@ class LlmWriter:
         assert config.writer_url is not None
         setting = f"synthesis.writer_url={config.writer_url}"
         self.client = ChatClient(
-            ChatServer(
-                config.writer_url, config.writer_model, setting, "DLM_RAG_WRITER_KEY", config.timeout,
-                config.max_retries,
-            )
-        )  # fmt: skip
+            ChatServer(config.writer_url, config.writer_model, setting, "DLM_RAG_WRITER_KEY")
+        )
         self._config, self._sources, self.failed = config, sources, 0
 
     def __len__(self) -> int:
@@ -55,7 +54,7 @@ class LlmWriter:
 
         Raises `RunError` as `ChatClient.ask_all` does.
         """
-        asked = self.client.ask_all(self._ask, self._requests({*done}), self._config.concurrency)
+        asked = self.client.ask_all(self._ask, self._requests({*done}), CONCURRENCY)
         for (index, key, _), found in asked:
             if isinstance(found, SourceOutcome):
                 yield found
@@ -77,7 +76,7 @@ class LlmWriter:
         reply = self.client.ask({
             "messages": [{"role": "user", "content": prompt}],
             "seed": int(hashlib.sha256(key.encode()).hexdigest()[:7], 16),  # another for each text
-            "temperature": self._config.temperature, "max_tokens": self._config.max_tokens,
+            "temperature": TEMPERATURE, "max_tokens": MAX_TOKENS,
         })  # fmt: skip
         reply = replace(reply, text=reply.text.strip())
         spent = {
@@ -112,7 +111,7 @@ def format_writer_prompt(source: Question | Passage, template: str) -> str:
 def check_written_text(source: Question | Passage, reply: Completion) -> dict[str, bool]:
     """What holds of a text, by name; it is kept where all do.
 
-    finished: the writer came to its end, which it did not where it was cut at `max_tokens`. Of questions,
+    finished: the writer came to its end, which it did not where it was cut at `MAX_TOKENS`. Of questions,
     other_words: it is a line and not the question as it was; names_kept: every name and number is in it,
     and no other number; answer_not_in_question. Of passages, numbers_held: the passage has every number.
     """

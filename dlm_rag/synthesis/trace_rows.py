@@ -138,6 +138,4 @@ def contains_words(said: Sequence[str], part: Sequence[str]) -> bool:
 def find_drop_reason(found: dict[str, bool], config: SynthesisConfig) -> str:
     """The first check that a trace would have to pass and does not; "" for one that is kept."""
     needed = ["answer", "cited"] if config.filter == "answer" else ["cited", "supported", "linked"]
-    if config.known_hops:
-        needed.append("hops")
     return next((f"not {name}" for name in needed if not found.get(name, False)), "")

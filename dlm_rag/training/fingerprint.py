@@ -34,7 +34,6 @@ CHANGEABLE_KEYS = frozenset({
     "train.context_parallel",
     "model.device", "model.dtype", "model.attn_implementation",
     "decode.batch_size",
-    "retrieval.embedding_batch_size",
     # Where something is kept, and what training does not read.
     "retrieval.index_dir", "retrieval.corpus", "retrieval.url", "retrieval.timeout",
 })  # fmt: skip
@@ -72,10 +71,9 @@ def collect_phase_settings(config: Config, train: TrainConfig, task: type[Task])
 
 def _is_read(item: "Field[Any]", train: TrainConfig) -> bool:
     """Whether the objective of a phase reads a setting, as far as its field declares; all of one's own."""
-    accepted = [
-        need.get("train.objective", (train.objective,)) for need in get_field_metadata(item, "only_with")
-    ]
-    return not accepted or ":" in train.objective or any(train.objective in names for names in accepted)
+    need = get_field_metadata(item, "only_with") or {}
+    accepted = need.get("train.objective", (train.objective,))
+    return ":" in train.objective or train.objective in accepted
 
 
 def fingerprint_files(config: Config, origin: InitialModel) -> dict[str, str]:

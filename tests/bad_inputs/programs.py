@@ -118,7 +118,7 @@ CASES = [
             for key, word in (
                 ("retrieval.url", f"retrieval.url={NOBODY}"), ("limit", "--limit 3"), ("trace", "--trace t.jsonl"),
                 ("questions", "--questions questions.jsonl"), ("retrieval.corpus", "--corpus corpus.jsonl"),
-                ("workers", "workers=2"), ("compare", "--compare all"), ("quick", "quick=true"),
+                ("workers", "workers=2"), ("compare", "--compare all"),
                 ("html", "--html page.html"), ("record_provisional", "record_provisional=true"),
             )
         ),
@@ -220,7 +220,6 @@ CASES = [
         ("nearest: 'traces'", "--out rows synthesis.method=trace"),
         ("'n0' has no golden_answers: set synthesis.filter=evidence", "--out rows",
          {"questions.jsonl": '{"id": "n0", "question": "Who?"}'}),
-        ("question 'n0' has no hops", "--out rows synthesis.known_hops=true"),
     ),
     *table("synthesize --out rows",
         ("need --questions", "--model model --corpus corpus.jsonl"),

@@ -91,7 +91,6 @@ CASES = [
         ("question 1: the text is not UTF-8", "caf\udce9?"),
         ("question 'q1': the question is", f"'{'why ' * 25_000}'"),
         ("limit=0", "--questions questions.jsonl --limit 0"),
-        ("leave one out", "--questions questions.jsonl --quick --limit 3"),
     ),
     # Search by URL.
     *table(SAMPLE_WITH_MODEL,

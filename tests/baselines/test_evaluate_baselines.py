@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from dlm_rag.baselines import chat_client
 from dlm_rag.baselines.run import PROBE_TOKENS
 from dlm_rag.commands import evaluate, sample
 from dlm_rag.decode.trace_file import read_trace
@@ -19,7 +20,7 @@ from tests.support.evaluations import make_evaluation_folder
 from tests.support.paths import ROOT
 from tests.support.processes import count_lines, wait_until
 
-WORDS = ("--corpus", "corpus.jsonl", "--questions", "q.jsonl", "--out", "run", "remote.max_retries=1")
+WORDS = ("--corpus", "corpus.jsonl", "--questions", "q.jsonl", "--out", "run")
 EVERY_POLICY = [
     ["inside <think>", ["<search>Emma</search>", "<answer>x</answer>"]],
     ["final answer is:$", [" x"]],
@@ -109,10 +110,11 @@ def test_what_failed_is_wrong_and_asked_again(run, server, folder):
 
 
 @pytest.mark.slow
-def test_busy_servers_are_asked_again_and_replies_that_end_early_too(run, server):
+def test_busy_servers_are_asked_again_and_replies_that_end_early_too(run, server, monkeypatch):
+    monkeypatch.setattr(chat_client, "ATTEMPTS", 4)
     busy = [{"status": 429, "text": "slow down"}, {"raw": ""}, {"raw": '{"choi'}, "### x"]
     server.say(["Who\\?", ["x"]], ["", busy])
-    code, shown, record = run("remote.max_retries=4", "remote.concurrency=1")
+    code, shown, record = run("remote.concurrency=1")
     assert code == 0, shown
     assert record["settings"]["static bm25"]["groups"]["all"]["exact_match"]["mean"] == 1
     assert record["settings"]["static bm25"]["groups"]["all"]["requests"]["mean"] == (4 + 5) / 6
@@ -220,7 +222,6 @@ NO_LOG_PROBS = ["", [{"status": 400, "text": "logprobs are not supported"}]]
         ("decode.commit_threshold=0.8", [], "decode.commit_threshold has no effect on a model behind a"),
         ("--compare static,static+decode.query_policy=proxy", [], "decode.query_policy has no effect"),
         ("model.quantize=int8", [], "model.quantize has no effect"),
-        ("remote.threshold=0.5", [], "needs remote.policy=flare or targ"),
         ("remote.policy=ircot retrieval.oracle=true", [], "needs remote.policy=static"),
         ("workers=2", [], "workers= are processes with weights"),
         ("prompt=sardy", [], "nearest: 'sardi'"),

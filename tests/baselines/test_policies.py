@@ -25,16 +25,18 @@ TEXT = {name: f"{title}\n{text}" for name, title, text in PASSAGES}
 
 
 @pytest.fixture
-def answer(server, corpus_file):
-    """The rollout of a question under a policy."""
+def answer(server, corpus_file, monkeypatch):
+    """The rollout of a question under a policy; threshold: in place of the policy's own."""
 
-    def run(policy, question=QUESTION, top_k=2, prompt="sardi", decode=None, **remote):
+    def run(policy, question=QUESTION, top_k=2, prompt="sardi", decode=None, threshold=None):
+        if threshold is not None:
+            monkeypatch.setattr(policies, f"{policy.upper()}_THRESHOLD", threshold)
         config = Config(
             model=ModelConfig(path=server.url),
-            remote=RemoteConfig(policy=policy, max_retries=2, **remote),
+            remote=RemoteConfig(policy=policy),
             decode=decode or DecodeConfig(),
         )
-        client = open_chat_client(config, "model.path", server.url, "DLM_RAG_MODEL_KEY")
+        client = open_chat_client("model.path", server.url, "DLM_RAG_MODEL_KEY")
         retriever = load_retriever(str(corpus_file), top_k=top_k)
         context = BaselineContext(client, retriever, config, PROMPTS[prompt])
         (rollout,) = BaselineEngine(context, {}).stream([question])
@@ -141,13 +143,15 @@ def test_ircot_searches_with_each_sentence_and_reads_with_all_it_found(answer, s
 
 
 @pytest.mark.slow
-def test_ircot_ends_after_its_rounds_and_takes_the_reader_at_its_word(answer, server):
+def test_ircot_ends_after_its_rounds_and_takes_the_reader_at_its_word(answer, server, monkeypatch):
     server.say(["", ["Nobody knows of it."]])
     rollout = answer("ircot")
     assert len(server.requests) == 8 + 1 and len(searched(rollout)) == 8
     assert rollout.answer == "Nobody knows of it"
     server.say(["", ["Nobody knows of it."]])
-    answer("ircot", max_rounds=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(policies, "IRCOT_ROUNDS", 2)
+        answer("ircot")
     assert len(server.requests) == 2 + 1
     server.say(["", [""]])
     assert answer("ircot").answer == "" and len(server.requests) == 1 + 1, "an empty thought ends the chain"
@@ -242,9 +246,10 @@ def test_self_ask_without_follow_ups_is_asked_for_its_answer(answer, server):
 
 
 @pytest.mark.slow
-def test_self_ask_has_a_budget(answer, server):
+def test_self_ask_has_a_budget(answer, server, monkeypatch):
+    monkeypatch.setattr(policies, "SELF_ASK_ROUNDS", 2)
     server.say(["final answer is:$", [" x"]], ["", [" a.\nFollow up: Who wrote Emma?"]])
-    rollout = answer("self_ask", max_rounds=2)
+    rollout = answer("self_ask")
     assert len(searched(rollout)) == 2 and rollout.answer == "x"
     assert len(server.requests) == 2 + 1 + 1, "the last intermediate answer, then the final one"
     assert server.requests[2]["stop"][0] == "\nFollow up:"

@@ -151,7 +151,7 @@ def test_models_behind_a_server_get_their_policies_and_one_precision(tmp_path, m
         datasets={"d": "--dataset hotpotqa --split search_r1"},
         policies=["interleaved", "static", "ircot+retrieval.top_k=3", "decode.commit_threshold=0.8"],
         precisions=["none", "int8"],
-        settings="limit=5 decode.batch_size=16 remote.timeout=9 --split search_r1",
+        settings="limit=5 decode.batch_size=16 remote.concurrency=9 --split search_r1",
     )
     cells = [*benchmark.list_cells(benchmark.read_benchmark(file), tmp_path / "out")]
     assert [(cell.model, cell.precision) for cell in cells] == [
@@ -159,9 +159,9 @@ def test_models_behind_a_server_get_their_policies_and_one_precision(tmp_path, m
     ]  # fmt: skip
     ours, _, theirs, own = ([*cell.words[:-2], cell.words[-3]] for cell in cells)
     assert ours[-1] == "interleaved,static,decode.commit_threshold=0.8"
-    assert "decode.batch_size=16" in ours and "remote.timeout=9" not in ours
+    assert "decode.batch_size=16" in ours and "remote.concurrency=9" not in ours
     assert theirs[:2] == ["--model", url] and theirs[-1] == "static,ircot+retrieval.top_k=3"
-    assert "decode.batch_size=16" not in theirs and "remote.timeout=9" in theirs
+    assert "decode.batch_size=16" not in theirs and "remote.concurrency=9" in theirs
     assert all(words.count("search_r1") == 2 for words in (ours, theirs, own)), "a word that is no policy"
     assert "remote.concurrency=4" in own and not any("quantize" in word for word in theirs)
     only_ours = write_benchmark(tmp_path, models={"m": url}, datasets={"d": ""}, policies=["interleaved"])

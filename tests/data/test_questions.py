@@ -9,7 +9,7 @@ import pytest
 
 from dlm_rag.config import Config, DecodeConfig
 from dlm_rag.errors import QuestionError
-from dlm_rag.questions import QUICK_QUESTION_LIMIT, Question, read_questions, select_questions
+from dlm_rag.questions import Question, read_questions, select_questions
 from tests.support.passages import write_jsonl_file
 
 
@@ -100,13 +100,13 @@ def test_quick_draws_evenly_over_hops_and_labels():
     """300 of one kind, 300 of another, 10 of a third: the rare ones are all there."""
     kinds = [(1, ())] * 300 + [(2, ("hard",))] * 300 + [(2, ())] * 10
     asked = [Question(str(n), "?", hops=hops, labels=labels) for n, (hops, labels) in enumerate(kinds)]
-    chosen = select_questions(asked, Config(quick=True))
-    assert len(chosen) == QUICK_QUESTION_LIMIT
+    chosen = select_questions(asked, Config(limit=200))
+    assert len(chosen) == 200
     assert chosen == sorted(chosen, key=lambda q: int(q.id)), "the file's order"
     assert Counter((q.hops, q.labels) for q in chosen) == {(1, ()): 100, (2, ("hard",)): 90, (2, ()): 10}
-    assert chosen == select_questions(asked, Config(quick=True)), "seeded"
+    assert chosen == select_questions(asked, Config(limit=200)), "seeded"
     assert [q.id for q in chosen[:100]] != [str(n) for n in range(100)], "not the first of a kind"
-    assert select_questions(asked[:150], Config(quick=True)) == asked[:150]
+    assert select_questions(asked[:150], Config(limit=200)) == asked[:150]
     assert select_questions(asked, Config()) == asked
 
 
@@ -120,7 +120,7 @@ def test_a_limit_draws_evenly_over_hops_and_a_larger_one_the_same_and_more():
     sets = [{q.id for q in questions} for questions in drawn.values()]
     assert all(fewer <= more for fewer, more in pairwise(sets))
     assert all(q == sorted(q, key=lambda q: int(q.id)) for q in drawn.values()), "the file's order"
-    assert drawn[200] == select_questions(asked, Config(quick=True))
+    assert drawn[200] == select_questions(asked, Config(limit=200))
     other_seed = Config(limit=40, decode=DecodeConfig(seed=7))
     assert drawn[40] == select_questions(asked, other_seed), "whatever the seed"
 

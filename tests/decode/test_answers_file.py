@@ -88,10 +88,10 @@ def test_what_another_process_has_begun_with_other_settings_is_left_alone(files)
 def test_a_setting_that_is_newer_than_the_answers_had_its_default(files):
     """They were made by a version without it."""
     run(files, [answer("q0")])
-    newer = {"decode.passage_order": DecodeConfig().passage_order}
+    newer = {"decode.schedule": DecodeConfig().schedule}
     assert run(files, **newer) == ["q1", "q2"]
-    with pytest.raises(ConfigError, match=r"decode\.passage_order=best_first.*best_last"):
-        run(files, **{"decode.passage_order": "best_last"})
+    with pytest.raises(ConfigError, match=r"decode\.schedule=even.*rounded"):
+        run(files, **{"decode.schedule": "rounded"})
 
 
 def test_reading_while_another_process_writes_is_no_error(files):

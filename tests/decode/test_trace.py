@@ -65,7 +65,7 @@ def tokenizer_folder(tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"retrieval_interval": 2}, {"passage_order": "best_last"}],
+    [{}, {"retrieval_interval": 2}],
     ids=str,
 )
 @pytest.mark.parametrize("shifted", [False, True])

@@ -112,15 +112,13 @@ def test_what_fits_is_not_touched_and_a_question_that_does_not_fit_says_by_how_m
         truncate_evidence(Prompt((1,) * 6, (), ()), ContextBudget("joint", 10, 6, 0))
 
 
-def test_the_order_of_passages_is_turned_after_they_are_cut_by_rank():
+def test_passages_are_cut_by_rank():
     tokenizer = tiny_tokenizer(PromptTemplate(head="{question}", fact="{passage}"))
     found = {"first": "aaaa", "second": "bbbb", "third": "cccc"}
     room = ContextBudget("joint", 9, 2, 0)  # 6 tokens next to a question of 1
-    orders = [replace(room, passage_order=order) for order in ("best_first", "best_last")]
-    first, last = (fit_passages(tokenizer, "?", found, each) for each in orders)
-    assert [bytes(fact) for fact in first.prompt.facts] == [b"aaaa\n", b"b", b""]
-    assert [bytes(fact) for fact in last.prompt.facts] == [b"", b"b", b"aaaa\n"]
-    assert first.texts == last.texts and first.dropped == last.dropped == ("third",)
+    fitted = fit_passages(tokenizer, "?", found, room)
+    assert [bytes(fact) for fact in fitted.prompt.facts] == [b"aaaa\n", b"b", b""]
+    assert fitted.texts == {"first": "aaaa", "second": "b"} and fitted.dropped == ("third",)
 
 
 def test_ids_of_a_passage_do_not_depend_on_its_rank_in_independent():

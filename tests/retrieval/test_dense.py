@@ -59,7 +59,8 @@ def build(monkeypatch):
 
     def opened(corpus, encoder, **more):
         monkeypatch.setattr(encoder_module, "load_sentence_transformer", lambda *_: encoder)
-        config = RetrievalConfig(embedding_model="model", embedding_batch_size=1, **more)
+        monkeypatch.setattr(dense, "BATCH_SIZE", 1)
+        config = RetrievalConfig(embedding_model="model", **more)
         dense.open_dense_retriever(config, corpus)
         return {path.parent.name: path.read_bytes() for path in corpus.folder.glob("*/vectors.npy")}
 

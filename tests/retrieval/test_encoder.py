@@ -242,8 +242,9 @@ from dlm_rag.retrieval.corpus import open_corpus
 corpus, encoder, indexes, processes = sys.argv[1:]
 logging.basicConfig(level="INFO")
 build_once.ANNOUNCE_FROM_SECONDS = 0  # all builds are long ones
+dense.BATCH_SIZE = 1
 dense.count_workers = lambda shards: min(shards, int(processes))
-config = RetrievalConfig(embedding_model=encoder, embedding_batch_size=1)
+config = RetrievalConfig(embedding_model=encoder)
 dense.open_dense_retriever(config, open_corpus(corpus, indexes))
 """
 

@@ -66,11 +66,13 @@ def reply(body: bytes, *headers: str, status="200 OK", length=None) -> bytes:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(chat_client, "INITIAL_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(chat_client, "REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr(chat_client, "ATTEMPTS", 1)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
-def open_client(url, timeout=1.0, retries=1):
-    return ChatClient(ChatServer(url, "tiny", "setting", "DLM_RAG_TEST_KEY", timeout, retries))
+def open_client(url):
+    return ChatClient(ChatServer(url, "tiny", "setting", "DLM_RAG_TEST_KEY"))
 
 
 def ask(url, **body):

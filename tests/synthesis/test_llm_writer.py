@@ -7,12 +7,14 @@ from collections import Counter
 
 import pytest
 
+from dlm_rag.baselines import chat_client
 from dlm_rag.baselines.chat_client import ChatClient, ChatError, Completion
 from dlm_rag.commands import synthesize
 from dlm_rag.config import SynthesisConfig
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.synthesis import llm_writer
 from dlm_rag.synthesis.llm_writer import LlmWriter, check_written_text, format_writer_prompt
 from tests.support.chat_server import server as chat_server  # noqa: F401 - a fixture
 from tests.support.passages import PASSAGES, write_jsonl_file
@@ -122,26 +124,28 @@ def test_what_fails_in_passing_is_tried_again_and_what_is_refused_is_not(run, se
 
 
 @pytest.mark.slow
-def test_a_run_whose_server_goes_keeps_what_it_has_and_goes_on(run, server, tmp_path):
+def test_a_run_whose_server_goes_keeps_what_it_has_and_goes_on(run, server, monkeypatch):
+    monkeypatch.setattr(chat_client, "ATTEMPTS", 1)
+    monkeypatch.setattr(llm_writer, "CONCURRENCY", 2)
     texts = [f"Who wrote volume {n} of Emma?" for n in range(12)]
     server.say(("", [{"status": 503, "text": "going down"}]), models=["tiny-writer"])
-    few = ["synthesis.max_retries=1", "synthesis.concurrency=2"]
     with pytest.raises(RunError, match="at last with HTTP status 503 .going down.: the same command"):
-        run(*texts, more=few)
+        run(*texts)
     server.say(*RULES, models=["tiny-writer"])
-    rows, _ = run(*texts, more=few)
+    rows, _ = run(*texts)
     assert len(rows) == 12
 
 
 @pytest.mark.slow
-def test_what_has_no_answer_is_asked_again_by_the_same_command(run, server, capsys):
+def test_what_has_no_answer_is_asked_again_by_the_same_command(run, server, capsys, monkeypatch):
     """One that takes too long does not cost the others theirs."""
-    short = ["synthesis.timeout=0.5", "synthesis.max_retries=1"]
+    monkeypatch.setattr(chat_client, "REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(chat_client, "ATTEMPTS", 1)
     with pytest.raises(SystemExit) as stop:
-        run("Who wrote Emma?", "slow: who?", "Who wrote Dune?", more=short)
+        run("Who wrote Emma?", "slow: who?", "Who wrote Dune?")
     assert stop.value.code == 1 and "1 failed; the same command asks again" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        run("Who wrote Emma?", "slow: who?", "Who wrote Dune?", more=short)
+        run("Who wrote Emma?", "slow: who?", "Who wrote Dune?")
     tries = Counter(line["text"].rpartition("Question: ")[2] for line in server.requests)
     assert tries == {"Who wrote Emma?": 1, "slow: who?": 2, "Who wrote Dune?": 1}
 
@@ -165,9 +169,9 @@ def test_passages_as_tables_and_questions(server, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_server_that_is_none_and_a_model_that_is_not_there(server):
-    def client(url=server.base, model="tiny-writer", **more):
-        config = SynthesisConfig(method="writer", writer_url=url, writer_model=model, **more)
+def test_a_server_that_is_none_and_a_model_that_is_not_there(server, monkeypatch):
+    def client(url=server.base, model="tiny-writer"):
+        config = SynthesisConfig(method="writer", writer_url=url, writer_model=model)
         return LlmWriter([], config).client
 
     with pytest.raises(ConfigError, match="writer_url=.* has no model 'tiny', but tiny-writer"):
@@ -177,8 +181,9 @@ def test_a_server_that_is_none_and_a_model_that_is_not_there(server):
             client(url).check_model()
     server.process.kill()
     server.process.wait()
+    monkeypatch.setattr(chat_client, "ATTEMPTS", 2)
     with pytest.raises(ChatError, match="failed 2 times, at last with .*refused"):
-        client(max_retries=2).ask({"messages": []})
+        client().ask({"messages": []})
 
 
 def test_requests_wait_until_answers_are_taken(monkeypatch):
@@ -190,9 +195,8 @@ def test_requests_wait_until_answers_are_taken(monkeypatch):
         return Completion(f"Please say: Who wrote volume {len(begun)}?", "stop", 1, 1)
 
     monkeypatch.setattr(ChatClient, "ask", ask)
-    config = SynthesisConfig(
-        method="writer", writer_url="http://127.0.0.1:1/v1", writer_model="w", concurrency=2
-    )
+    monkeypatch.setattr(llm_writer, "CONCURRENCY", 2)
+    config = SynthesisConfig(method="writer", writer_url="http://127.0.0.1:1/v1", writer_model="w")
     questions = [Question(f"q{n}", f"Who wrote volume {n}?") for n in range(40)]
     writer, done = LlmWriter(questions, config), {f"q{n}#paraphrase0" for n in range(0, 40, 2)}
     threads = threading.active_count()

@@ -390,7 +390,6 @@ def test_which_checks_decide():
     assert reason(by_answer, cited=False) == "not cited"
     assert reason(by_evidence, answer=False, hops=False) == ""
     assert reason(by_evidence, linked=False, supported=False) == "not supported"
-    assert reason(SynthesisConfig(filter="evidence", known_hops=True), hops=False) == "not hops"
 
 
 def test_a_kept_trace_is_a_row_that_training_takes(tmp_path):

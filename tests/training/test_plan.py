@@ -99,7 +99,11 @@ DEEP = {
 @pytest.mark.parametrize("experts", first_is_fast([None, ExpertsConfig(4, 2, 16, first_k_dense_replace=2)]))
 @pytest.mark.parametrize("way", first_is_fast(DEEP))
 def test_a_few_layers_and_items_tell_of_all(monkeypatch, way, experts):
-    """Nine layers and eight items, run whole and not."""
+    """Nine layers and eight items, run whole and not.
+
+    The peaks are extrapolated from runs of fewer layers and items. Which of the steps' moments is the
+    highest may change between them, so they are near and not equal.
+    """
     if "adapters" in way:
         pytest.importorskip("peft")
     config = load_config(None, [*SMALL, *DEEP[way]])
@@ -199,19 +203,16 @@ def run_measured(*command):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(
-    ("words", "rents"), [([], ["$14.80", "?"]), (["plan.price_per_hour=0.5"], ["$1.00", "$1.00"])]
-)
-def test_electricity_and_rent_are_apart(words, rents):
+def test_electricity_and_rent_are_apart():
     """An hour on two devices: a machine with a public price, and one without."""
     phase = SimpleNamespace(
         device_bytes={"weights": 200e9}, train=SimpleNamespace(max_steps=3600), step_seconds=lambda *_: 1.0
     )
-    plan = load_config(None, ["plan.devices=2", "plan.price_per_kwh=0.25", *words]).plan
+    plan = load_config(None, ["plan.devices=2"]).plan
     table = _make_machine_table([GPU_SPECS["gb300"], GPU_SPECS["gb10"]], [phase], torch.bfloat16, plan)
     fits, time, _, power, rent = [list(column.cells) for column in table.columns][3:]
     assert fits == ["yes", "no"] and time == ["1 h", "1 h"]
-    assert power == ["$0.70", "$0.07"] and rent == rents
+    assert power == ["$0.84", "$0.08"] and rent == ["$14.80", "?"]
 
 
 LLADA = "GSAI-ML/LLaDA-8B-Instruct"

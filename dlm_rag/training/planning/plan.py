@@ -34,6 +34,7 @@ from dlm_rag.training.planning.step_memory import (
 from dlm_rag.training.task import Phase, Task
 from dlm_rag.training.tasks import find_task
 
+MFU = 0.4  # share of a device's peak that a step is assumed to reach
 GB = 1e9
 ROLLOUT_EXTRA_KEY = "rollouts, beyond these"
 MEMORY_REMEDY = (
@@ -164,7 +165,7 @@ def plan_decode_step(
     packed = 1.0 if quantize == "none" else METHODS[quantize].bytes_per_weight / size
     return DecodeStepPlan(
         memory.bytes_without_pool(rows) + GIB * (config.engine.prefix_cache_gib or 0.0),
-        (work.flops + head.flops) / (machine.flops[dtype] * config.plan.mfu),
+        (work.flops + head.flops) / (machine.flops[dtype] * MFU),
         (keys + packed * (work.bytes_moved - keys) + head.bytes_moved) / machine.bandwidth,
     )
 

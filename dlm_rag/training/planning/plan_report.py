@@ -19,11 +19,14 @@ from dlm_rag.training.planning.gpu_specs import GPU_SPECS, RENT_SOURCE, GpuSpec,
 from dlm_rag.training.planning.known_checkpoints import read_known_config
 from dlm_rag.training.planning.plan import (
     GB,
+    MFU,
     PhasePlan,
     plan_decode_step,
     plan_phases,
     resolve_shape,
 )
+
+PRICE_PER_KWH = 0.3  # dollars
 
 
 def print_plan(config: Config) -> None:
@@ -44,16 +47,14 @@ def print_plan(config: Config) -> None:
     tokens = sum(phase.tokens * phase.train.max_steps for phase in phases)
     flops = sum(phase.flops * phase.train.max_steps for phase in phases)
     console.print(
-        f"\n{_format_count(tokens)} tokens, {flops:.2e} FLOPs, at {plan.mfu:.0%} of the peak of a machine "
+        f"\n{_format_count(tokens)} tokens, {flops:.2e} FLOPs, at {MFU:.0%} of the peak of a machine "
         "(a small model reaches less); what devices send each other is not counted.\n"
     )
     console.print(_make_machine_table(machines, phases, dtype, plan))
-    rent = f"costs what it does {RENT_SOURCE}; plan.price_per_hour sets another price"
-    if plan.price_per_hour is not None:
-        rent = f"costs ${plan.price_per_hour:g} an hour"
     console.print(
         "kWh are computed from the power of a device at full load, and cost "
-        f"${plan.price_per_kwh:g} each; machine and cooling are not in it. Rented, a device {rent}.\n"
+        f"${PRICE_PER_KWH:g} each; machine and cooling are not in it. Rented, a device costs what it does "
+        f"{RENT_SOURCE}.\n"
     )
     for machine in machines:
         console.print(f"[dim]{machine.name}: {machine.source}[/dim]", highlight=False)
@@ -122,11 +123,10 @@ def _make_machine_table(
         if dtype not in machine.flops:
             table.add_row(machine.name, "none", size, fits, *[""] * 4)
             continue
-        seconds = sum(p.train.max_steps * p.step_seconds(machine, dtype, plan.mfu) for p in phases)
+        seconds = sum(p.train.max_steps * p.step_seconds(machine, dtype, MFU) for p in phases)
         hours, rent = plan.devices * seconds / 3600, machine.rent
-        rent = rent if plan.price_per_hour is None else plan.price_per_hour
         energy, peak = hours * machine.watts / 1e3, f"{machine.flops[dtype] / 1e12:,.0f}"
-        paid = _format_dollars(energy * plan.price_per_kwh), _format_dollars(rent and hours * rent)
+        paid = _format_dollars(energy * PRICE_PER_KWH), _format_dollars(rent and hours * rent)
         time, kwh = _format_duration(seconds), format_three_digits(energy)
         table.add_row(machine.name, peak, size, fits, time, kwh, *paid)
     return table
