@@ -31,7 +31,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["dlm_rag", "dlm_rag.*"]),
-    package_data={"dlm_rag": ["shipped/*/*", "page/*.html", "page/*.css", "page/*.js", "*/*.yaml"]},
+    package_data={
+        "dlm_rag": ["py.typed", "shipped/*/*", "page/*.html", "page/*.css", "page/*.js", "*/*.yaml"]
+    },
     cmdclass={"build_py": BuildWithCompanions},
     entry_points={"console_scripts": ["dlm-rag = dlm_rag.__main__:main"]},
     # Ranges end at the newest version that was tested. The closed end on torch also matters where a

@@ -1,6 +1,8 @@
 """dlm_rag: masked-diffusion language models that retrieve while they denoise.
 
-The four names of the public interface are imported when first used, so that `import dlm_rag`
+    dlm_rag.load(corpus="notes").ask("Who wrote Emma?").answer
+
+The names of the public interface are imported when first used, so that `import dlm_rag`
 and `sample.py --help` do not wait for torch.
 """
 
@@ -20,21 +22,44 @@ os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 __version__ = "0.3.0"
 
 if TYPE_CHECKING:
+    from dlm_rag.config import DecodeConfig
     from dlm_rag.decode.decoder import Decoder
+    from dlm_rag.decode.load import load
+    from dlm_rag.decode.trace_file import read_trace
     from dlm_rag.model.denoiser import Denoiser
+    from dlm_rag.questions import Question
     from dlm_rag.retrieval import load_retriever
     from dlm_rag.tokenizer import Tokenizer
 
 _HOMES = {
+    "DecodeConfig": "dlm_rag.config",
     "Decoder": "dlm_rag.decode.decoder",
     "Denoiser": "dlm_rag.model.denoiser",
+    "Question": "dlm_rag.questions",
     "Tokenizer": "dlm_rag.tokenizer",
+    "load": "dlm_rag.decode.load",
     "load_retriever": "dlm_rag.retrieval",
+    "read_trace": "dlm_rag.decode.trace_file",
 }
-__all__ = ["Decoder", "Denoiser", "Tokenizer", "__version__", "load_retriever"]
+_INSTEAD = dict.fromkeys(
+    ("pipeline", "from_pretrained", "AutoModel", "AutoModelForCausalLM", "Reader", "RAG", "Pipeline"),
+    "load",
+) | {"AutoTokenizer": "Tokenizer", "Retriever": "load_retriever", "BM25Retriever": "load_retriever"}
+__all__ = [
+    "DecodeConfig",
+    "Decoder",
+    "Denoiser",
+    "Question",
+    "Tokenizer",
+    "__version__",
+    "load",
+    "load_retriever",
+    "read_trace",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'dlm_rag' has no attribute '{name}'")
+        right = f": use dlm_rag.{_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"module 'dlm_rag' has no attribute '{name}'{right}")
     return getattr(importlib.import_module(_HOMES[name]), name)

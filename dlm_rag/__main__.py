@@ -1,6 +1,7 @@
 """The commands of dlm_rag, from any folder.
 
     dlm-rag sample             answer questions, retrieving while denoising
+    dlm-rag chat               ask one question after another in a terminal
     dlm-rag evaluate           score a denoiser on questions with known answers
     dlm-rag benchmark          evaluate models x precisions x data sets x seeds in one table
     dlm-rag lm-eval            run lm-evaluation-harness: multiple choice and perplexity
@@ -28,8 +29,8 @@ from dlm_rag.cli import run_program
 from dlm_rag.errors import ConfigError, suggest_nearest
 
 PROGRAMS = (
-    "sample", "evaluate", "benchmark", "lm-eval", "train", "synthesize", "page", "serve", "data", "index",
-    "encode", "retrieve-server", "profile", "bench", "doctor",
+    "sample", "chat", "evaluate", "benchmark", "lm-eval", "train", "synthesize", "page", "serve", "data",
+    "index", "encode", "retrieve-server", "profile", "bench", "doctor",
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar
 
 
 class UserError(ValueError):
@@ -38,6 +39,19 @@ def suggest_nearest(word: str, candidates: Iterable[str]) -> str:
     known = {each.casefold(): each for each in candidates if each != word}
     close = difflib.get_close_matches(word.casefold(), known, n=1, cutoff=0.5)
     return f" (nearest: '{known[close[0]]}')" if close else ""
+
+
+class NamesRemedy:
+    """A class whose missing attributes say what to use instead, for names that other libraries have."""
+
+    _instead: ClassVar[dict[str, str]] = {}
+
+    if not TYPE_CHECKING:  # or every attribute would pass a type checker
+
+        def __getattr__(self, name: str) -> None:
+            right = type(self)._instead.get(name)
+            said = f"{type(self).__name__} has no '{name}'{f': use {right}' if right else ''}"
+            raise AttributeError(said, name=name, obj=self)
 
 
 def is_failure(error: BaseException) -> bool:

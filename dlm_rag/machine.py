@@ -47,6 +47,14 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name, torch.float32)
 
 
+def parse_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The torch dtype called `name`, also as torch prints it; "auto" as in `choose_dtype`."""
+    known = ("auto", "float32", "bfloat16", "float16")
+    if (short := name.removeprefix("torch.")) not in known:
+        raise ConfigError(f"dtype={name} is not one of {', '.join(known)}")
+    return choose_dtype(short, device)
+
+
 def has_bfloat16(device: torch.device) -> bool:
     """Whether a device computes in bfloat16; GPUs below compute capability 8.0 only emulate it."""
     import torch

@@ -6,8 +6,8 @@ import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -140,15 +140,22 @@ def parse_typed_questions(texts: list[str]) -> list[Question]:
     return questions
 
 
-def as_questions(questions: Sequence[str | Question]) -> list[Question]:
-    """Questions as records; texts get the ids q1, q2, ... by their place."""
-    if isinstance(questions, str):
-        raise QuestionError("questions are a list: put the text into brackets, as in [question]")
+def as_questions(questions: str | Question | Sequence[str | Question]) -> list[Question]:
+    """Questions as records, also a single one; texts get the ids q1, q2, ... by their place."""
+    if isinstance(questions, str | Question):
+        questions = [questions]
     numbered = parse_typed_questions([q if isinstance(q, str) else q.question for q in questions])
     asked = [q if isinstance(q, Question) else n for q, n in zip(questions, numbered, strict=True)]
     if len({question.id for question in asked}) < len(asked):
         raise QuestionError("two questions have the same id")
     return asked
+
+
+def number_questions(questions: str | Question | Iterable[str | Question]) -> Iterator[Question]:
+    """Questions as records, one by one as they come; texts get the ids q1, q2, ... by their place."""
+    given = [questions] if isinstance(questions, str | Question) else questions
+    for number, each in enumerate(given, start=1):
+        yield replace(parse_typed_questions([each])[0], id=f"q{number}") if isinstance(each, str) else each
 
 
 def select_questions(questions: list[Question], config: Config) -> list[Question]:

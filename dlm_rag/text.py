@@ -106,6 +106,11 @@ def get_title_line(text: str) -> str:
     return text.strip().partition("\n")[0].strip('"')
 
 
+def fold_title(text: str) -> str:
+    """The title of a passage without control characters, so that it cannot look like a line of its own."""
+    return normalize_whitespace(replace_control_chars(get_title_line(text)))
+
+
 def strip_disambiguation(title: str) -> str:
     """The title without what tells it apart: `Hot Rod (film)` is written Hot Rod in a sentence."""
     return _BRACKET.sub("", normalize_whitespace(title))

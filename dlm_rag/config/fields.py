@@ -141,6 +141,10 @@ def replace_settings(settings: Settings, **values: Any) -> Settings:
 
     Raises `ConfigError`.
     """
+    for name in values:
+        if not hasattr(settings, name):
+            nearest = suggest_nearest(name, [item.name for item in dataclasses.fields(settings)])
+            raise ConfigError(f"{type(settings).__name__} has no setting '{name}'{nearest}")
     new = {name: value for name, value in values.items() if getattr(settings, name) != value}
     if not new and settings.given >= values.keys():
         return settings

@@ -9,7 +9,7 @@
 Rows are packed without padding and share nothing but the call, so a question gets the same tokens alone
 and in a batch; what goes wrong in one row ends that row alone. Every row has decode settings of its own.
 
-    for rollout in Decoder(denoiser, retriever, tokenizer).stream([Question("1", "Who wrote Emma?")]):
+    for rollout in Decoder(denoiser, retriever, tokenizer).stream(["Who wrote Emma?"]):
         print(rollout.answer)
 """
 
@@ -18,23 +18,24 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from heapq import heappop, heappush
 from itertools import count, islice
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.config.fields import replace_settings
+from dlm_rag.config.fields import import_object, replace_settings
 from dlm_rag.decode.model_runner import DecodeBudget, DecoderStats, MaskedModelRunner, ModelRunner
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.resolve_settings import resolve_settings
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.row import Row, Ticket, make_canvas
 from dlm_rag.decode.steps import NO_SEARCH, DenoiseStep, PendingSearch, RetrievalStep
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import ConfigError, NamesRemedy
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.model.quantize import describe_precision
 from dlm_rag.nvtx_ranges import StageClock, mark_event, profile_stage, profile_step
-from dlm_rag.questions import Question, as_questions
+from dlm_rag.questions import Question, as_questions, number_questions
 from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.tokenizer import Tokenizer
@@ -42,13 +43,19 @@ from dlm_rag.tokenizer import Tokenizer
 _tickets = count(1)  # of all engines of the process: a retriever may serve several
 
 
-class Decoder:
-    """Answers questions with a denoiser, a retriever and a `DecodeConfig`.
+class Decoder(NamesRemedy):
+    """Answers questions with a denoiser, a retriever and a `DecodeConfig`; `dlm_rag.load` makes one.
 
     `evidence_layout` and the lengths of canvas and blocks default to the checkpoint's own. `engine` says
     how decoding is run; it changes no token except by rounding (`compile`). Raises `ConfigError` for a
     layout that the prompt template cannot have.
     """
+
+    _instead = dict.fromkeys(("generate", "answer", "chat", "run", "predict", "query"), "ask(question)") | {
+        "to": 'dlm_rag.load(model, corpus, device="cuda")', "batch": "decode(questions)",
+        "batch_decode": "decode(questions)", "search": "decoder.retriever.search(text)",
+        "save_pretrained": "decoder.denoiser.save_pretrained(folder)",
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -82,6 +89,19 @@ class Decoder:
             return
         self.model_runner = MaskedModelRunner(denoiser, tokenizer.mask_id, self._engine)
 
+    @classmethod
+    def from_pretrained(
+        cls, model: str | Path | None = None, corpus: Any = None, **settings: Any
+    ) -> "Decoder":
+        """The decoder that `dlm_rag.load` makes of the same arguments."""
+        load = import_object("dlm_rag.decode.load:load", "load")  # that module is built upon this one
+        return cast(Decoder, load(model, corpus, **settings))
+
+    def __repr__(self) -> str:
+        dtype = str(self.denoiser.dtype).removeprefix("torch.")
+        used = f"{dtype} on {self.denoiser.device}, {self.evidence_layout} evidence"
+        return f"Decoder({used}, {self.retriever!r})"
+
     @property
     def config(self) -> DecodeConfig:
         """The settings, with the checkpoint's own for those that are unset."""
@@ -104,10 +124,12 @@ class Decoder:
         assert isinstance(self.denoiser, Denoiser), "others refuse a budget"
         self.model_runner = MaskedModelRunner(self.denoiser, self.tokenizer.mask_id, self._engine, budget)
 
-    def new_engine(self) -> "Engine":
-        """An engine to be stepped by hand; it shares the cache with this decoder's others."""
-        self.resolve_settings()
-        return Engine(self)
+    def new_engine(self, **settings: Any) -> "Engine":
+        """An engine to be stepped by hand; it shares the cache with this decoder's others.
+
+        settings: of `DecodeConfig`, in place of the decoder's own.
+        """
+        return Engine(self, self.resolve_settings(replace_settings(self.config, **settings)))
 
     @property
     def stats(self) -> DecoderStats:
@@ -121,26 +143,37 @@ class Decoder:
         """Device, dtype, kernel and layout, in words for a person, and what was reused."""
         return self.stats.describe()
 
-    def decode(self, questions: Sequence[str | Question]) -> list[Rollout]:
-        """One finished rollout per question, in order.
+    def ask(self, question: str | Question, **settings: Any) -> Rollout:
+        """The finished rollout of one question; it prints as its answer."""
+        return self.decode([question], **settings)[0]
+
+    __call__ = ask
+
+    def decode(
+        self, questions: str | Question | Sequence[str | Question], **settings: Any
+    ) -> list[Rollout]:
+        """One finished rollout per question, in order; settings: as in `new_engine`.
 
         Raises `QuestionError` for a blank question. If one question fails (it does not fit the context, or
         its search or logits fail), its rollout has an `error`, and the others continue.
         """
         asked = as_questions(questions)
-        by_id = {rollout.id: rollout for rollout in self.stream(asked)}
+        by_id = {rollout.id: rollout for rollout in self.stream(asked, **settings)}
         return [by_id[question.id] for question in asked]
 
     def stream(
-        self, questions: Iterable[Question], on_step: Callable[[Rollout], None] | None = None
+        self,
+        questions: str | Question | Iterable[str | Question],
+        on_step: Callable[[Rollout], None] | None = None,
+        **settings: Any,
     ) -> Iterator[Rollout]:
-        """Finished rollouts, each as soon as it is complete.
+        """Finished rollouts, each as soon as it is complete; settings: as in `new_engine`.
 
         A question is taken from the iterator when a row is free. `on_step` is called with the growing
         rollout of every question after each of its steps.
         """
-        source = iter(questions)
-        with self.new_engine() as engine:
+        source = number_questions(questions)
+        with self.new_engine(**settings) as engine:
             while True:
                 for question in islice(source, engine.capacity):
                     engine.submit(question, guesses=self.record_provisional)
@@ -187,8 +220,9 @@ class Engine(AbstractContextManager["Engine"]):
     many questions have a place, and `overlap` hold for all.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder, self.settings, self.tokenizer = decoder, decoder.config, decoder.tokenizer
+    def __init__(self, decoder: Decoder, settings: DecodeConfig | None = None) -> None:
+        """settings: in place of the decoder's."""
+        self.decoder, self.settings, self.tokenizer = decoder, settings or decoder.config, decoder.tokenizer
         self.model_runner, self.retriever = decoder.model_runner, decoder.retriever
         self._denoising = DenoiseStep(self.model_runner, self.tokenizer)
         self._retrieval = RetrievalStep(

@@ -3,6 +3,7 @@
 Files of trajectories are in `trace_file.py`.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -13,13 +14,16 @@ from typing_extensions import TypedDict  # that of Python 3.11 cannot be checked
 
 from dlm_rag.decode.abstention import (
     ClosestPassage,
+    describe_abstention,
     find_abstain_reason,
     find_closest,
     find_unsupported_words,
 )
 from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalToken, replay_provisional
+from dlm_rag.errors import NamesRemedy
 from dlm_rag.text import (
     content_words,
+    extract_names,
     find_answer,
     find_answer_span,
     find_sentence_spans,
@@ -113,8 +117,14 @@ class RolloutStep:
 
 
 @dataclass
-class Rollout:
+class Rollout(NamesRemedy):
     """The trajectory of one question, complete once `finished`."""
+
+    _instead = dict.fromkeys(("text", "output", "generated_text", "content"), "response") | {
+        "sources": "citations", "documents": "passages", "contexts": "passages", "trace": "steps",
+        "history": "steps", "score": "steps[n].committed[n].confidence", "to_json": "to_dict()",
+        "to_pandas": "pandas.DataFrame(rollout.to_rows())",
+    }  # fmt: skip
 
     id: str
     question: str
@@ -135,6 +145,17 @@ class Rollout:
     # Of a model behind a server, whose tokens are not in the steps: requests, prompt_tokens,
     # completion_tokens, and how many replies were cut at their most tokens.
     usage: dict[str, int] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        said = self.error or ("no answer" if self.abstained else self.answer)
+        return f"Rollout({self.question[:60]!r}, {said[:60]!r}, {self.forwards} forwards)"
+
+    def __str__(self) -> str:
+        """The answer, or what there is in place of one."""
+        near = self.closest
+        why = describe_abstention(self.abstain_reason, near) if self.abstained else ""
+        lines = [f"- {each['title']}: {each['sentence']}" for each in near]
+        return self.error or self.answer or "\n".join(filter(None, [why, *lines])) or self.response
 
     @property
     def answer(self) -> str:
@@ -171,6 +192,22 @@ class Rollout:
     def closest(self) -> list[ClosestPassage]:
         """The passages that come closest to the question where the model abstains, else none."""
         return find_closest(self.question, self.passages) if self.abstained else []
+
+    @property
+    def sources(self) -> dict[str, int]:
+        """The cited passages in the order of their first citation, each with how many words it gave.
+
+        A passage that gave neither a word of the answer nor a name or number ("was written by") is left
+        out, unless no passage did.
+        """
+        words, telling = Counter[str](), set[str]()
+        for unit in self.citations:
+            names = extract_names(unit["text"])
+            for passage in unit["passages"]:
+                words[passage["id"]] += len(passage["words"])
+                if unit["kind"] == "answer" or names.intersection(passage["words"]):
+                    telling.add(passage["id"])
+        return {name: count for name, count in words.items() if name in telling or not telling}
 
     @property
     def evidence(self) -> tuple[str, ...]:
@@ -265,6 +302,27 @@ class Rollout:
         abstained = {"abstained": True} if self.abstain_reason else {}
         optional = ("abstain_reason", "closest", "cut", "error", "usage")
         return record | abstained | {key: value for key in optional if (value := getattr(self, key))}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The answer with its sources and counts, as in the answers file."""
+        return self.answer_record()
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """A row for each step, for `pandas.DataFrame`: what was written, searched for and read."""
+        return [
+            {
+                "id": self.id,
+                "question": self.question,
+                "step": step.step,
+                "written": "".join(token.token for token in step.committed),
+                "tokens": len(step.committed),
+                "query": step.query,
+                "searched": step.retrieved,
+                "passages": list(step.passage_ids),
+                "answer": self.answer,
+            }
+            for step in self.steps
+        ]
 
 
 def split_citable_spans(response: str, answer_form: str = "marked") -> list[tuple[Span, str]]:

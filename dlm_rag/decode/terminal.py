@@ -17,7 +17,13 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.energy.meter import EnergyReading, format_energy, summarise_energy
 from dlm_rag.nvtx_ranges import drop_nested_stages
 from dlm_rag.progress import show_status
-from dlm_rag.text import find_word_spans, get_title_line, normalize_whitespace, replace_control_chars
+from dlm_rag.text import (
+    find_word_spans,
+    fold_title,
+    get_title_line,
+    normalize_whitespace,
+    replace_control_chars,
+)
 
 MAX_TOKEN_REPEATS = 3  # of a token in a row that are written out
 # From the first commits (cool) to the last (warm).
@@ -104,25 +110,24 @@ def render_progress(rollout: Rollout) -> Panel:
 
 def render_answer(rollout: Rollout) -> Panel:
     """A finished question: what was written and when, the answer, and where each sentence is from."""
-    unheld = {unit["kind"]: unit["unsupported"] for unit in rollout.citations}.get("answer", ())
-    if rollout.error:
-        answer = escape_text(rollout.error, "bold red")
-    elif reason := rollout.abstain_reason:
-        answer = Text(describe_abstention(reason, rollout.closest), "bold yellow")
-    elif rollout.answer:
-        answer = mark_unsupported(rollout.answer, unheld, "bold red" if unheld else "bold")
-    else:
-        answer = escape_text("none was marked", "dim")
+    answer = _render_answer_text(rollout)
     parts: list[RenderableType] = [render_canvas(rollout), Text(), Text("answer  ").append(answer)]
     if closest := rollout.closest:
         parts += [_render_closest(each) for each in closest]
     if rollout.citations:
+        told = rollout.sources
         sources = Table(box=None, show_header=False, padding=(0, 1))
         sources.add_column(no_wrap=True, max_width=46, overflow="ellipsis", style="dim")
         sources.add_column()
         for unit in rollout.citations:
-            cited = [f"{p['id']} {_title(rollout, p['id'])} (step {p['step']})" for p in unit["passages"]]
-            said = escape_text("; ".join(cited) or "no passage holds these words")
+            cited = [
+                f"{p['id']} {_title(rollout, p['id'])} (step {p['step']})"
+                for p in unit["passages"]
+                if p["id"] in told
+            ]
+            said = escape_text(
+                "; ".join(cited) or "no passage holds these words" * bool(unit["unsupported"])
+            )
             sources.add_row(mark_unsupported(unit["text"], unit["unsupported"]), said)
         parts += [Text("sources", style="dim"), sources]
     if any(unit["unsupported"] for unit in rollout.citations):
@@ -134,6 +139,72 @@ def render_answer(rollout: Rollout) -> Panel:
         f"{rollout.forwards} forwards · {rollout.tokens_committed} tokens · {rollout.retrievals} retrievals"
     )
     return _panel(rollout, parts, counts, "green")
+
+
+def _render_answer_text(rollout: Rollout) -> Text:
+    """The answer, or what there is in place of one."""
+    unheld = {unit["kind"]: unit["unsupported"] for unit in rollout.citations}.get("answer", ())
+    if rollout.error:
+        return escape_text(rollout.error, "bold red")
+    if reason := rollout.abstain_reason:
+        return Text(describe_abstention(reason, rollout.closest), "bold yellow")
+    if rollout.answer:
+        return mark_unsupported(rollout.answer, unheld, "bold red" if unheld else "bold")
+    return escape_text("none was marked", "dim")
+
+
+def render_reply(rollout: Rollout) -> Group:
+    """The answer on a line, below it the titles of its sources, or the closest passages."""
+    titles = [fold_title(rollout.passages[name]) or name for name in rollout.sources]
+    listed = [escape_text(f"[{n}] {title}", "dim") for n, title in enumerate(titles, start=1)]
+    near = [_render_closest(each) for each in rollout.closest]
+    return Group(_render_answer_text(rollout), *(near or listed))
+
+
+def render_sources(rollout: Rollout) -> RenderableType:
+    """The passages from which an answer is cited, whole, the words that it took in bold."""
+    parts: list[RenderableType] = []
+    for number, name in enumerate(rollout.sources, start=1):
+        cited = [p for unit in rollout.citations for p in unit["passages"] if p["id"] == name]
+        taken, text = {word for each in cited for word in each["words"]}, rollout.passages[name].strip()
+        shown = escape_text(f"[{number}] {name}\n", "dim")
+        for line in text.splitlines():
+            body = escape_text(line)
+            for word, span in find_word_spans(line):
+                if word in taken:
+                    body.stylize("bold green", *span)
+            shown.append_text(body).append("\n")
+        parts.append(shown)
+    return Group(*parts) if parts else Text("no passage holds its words", "dim")
+
+
+def render_steps(rollout: Rollout) -> Table:
+    """What every step wrote, searched for and read: new passages by their titles."""
+    table, seen = Table(box=None, padding=(0, 1), header_style="dim"), set[str]()
+    for head, style in (
+        ("step", "dim"),
+        ("wrote", "bold"),
+        ("searched for, after the question", "italic"),
+        ("read anew", ""),
+    ):
+        table.add_column(head, style=style, overflow="fold")
+    for step in rollout.steps:
+        new = [name for name in step.passage_ids if name not in seen]
+        seen.update(new)
+        titles = [fold_title(rollout.passages[name]) or name for name in new]
+        tokens = sorted(step.written_tokens, key=lambda token: token.position)
+        runs = groupby(enumerate(tokens), lambda pair: pair[1].position - pair[0])
+        written = " … ".join(_drop_repeats(token.token for _, token in run) for _, run in runs)
+        asked = step.query or ""
+        if step.step:
+            asked = asked.removeprefix(rollout.question).strip() if step.retrieved else "(not again)"
+        table.add_row(*map(escape_text, (str(step.step), written, asked, "; ".join(titles))))
+    return table
+
+
+def _drop_repeats(tokens: Iterable[str]) -> str:
+    """The text of tokens, those that stand several times in a row, as end tokens do, once."""
+    return "".join(token for token, _ in groupby(tokens)).strip()
 
 
 def _render_closest(found: ClosestPassage) -> Text:

@@ -14,13 +14,14 @@ from dataclasses import replace
 from functools import cache, partial, wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from dlm_rag.errors import ConfigError
+from dlm_rag.machine import choose_device, parse_dtype
 from dlm_rag.model.attention import FLASH_MODULE, choose_backend
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -130,7 +131,7 @@ class Denoiser(TransformerWeights):
         cls,
         path: str | Path | Checkpoint,
         device: str | torch.device = "cpu",
-        dtype: torch.dtype = torch.float32,
+        dtype: str | torch.dtype = torch.float32,
         attention: str = "auto",
         quantize: str = "none",
         device_map: str | Sequence[str] | None = None,
@@ -144,8 +145,12 @@ class Denoiser(TransformerWeights):
         extra or misshapen tensor.
         """
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+        if isinstance(device, str):
+            device = choose_device(device)
         devices = list_devices(device_map) or [torch.device(device)]
         device = devices[0]
+        if isinstance(dtype, str):
+            dtype = parse_dtype(dtype, device)
         choose_backend(attention, device, dtype, checkpoint.config.causal_context)
         check_quantize(quantize, checkpoint.config, dtype)
         with torch.device("meta"):
@@ -153,6 +158,12 @@ class Denoiser(TransformerWeights):
         denoiser.load(checkpoint, devices, dtype, quantize)
         denoiser.attention = attention
         return denoiser.eval()
+
+    def generate(self, *_: Any, **__: Any) -> NoReturn:
+        """Says what answers in its place."""
+        raise ConfigError(
+            "a Denoiser predicts masked tokens: dlm_rag.load(model, corpus).ask(question) answers"
+        )
 
     def load(
         self, checkpoint: Checkpoint, devices: Sequence[torch.device], dtype: torch.dtype,

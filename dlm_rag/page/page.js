@@ -444,7 +444,7 @@ class Pane {
       bare ||= none.size > 0;
       const said = make("span", "", ...pieced(text, (word, shown) => (none.has(word) ? make("u", "", shown) : null)));
       const from = passages.map(([name, step]) => `${this.rollout.titleOf(name)} (${name}, step ${step})`);
-      return make("li", "", said, make("small", "", from.join("; ") || "no passage holds these words"));
+      return make("li", "", said, make("small", "", from.join("; ") || (none.size ? "no passage holds these words" : "")));
     });
     if (rows.length) this.sources.replaceChildren(make("h4", "", "Sources"), make("ul", "", ...rows));
     if (closest.length) {
@@ -741,6 +741,7 @@ class Page {
 
   key(event) {
     const on = event.target instanceof Element ? event.target : document.body;
+    if (!byId("player").checkVisibility()) return; // the keys move nothing that is seen
     if (event.ctrlKey || event.altKey || event.metaKey || on.closest("select, form, [type=search]")) return;
     const by = event.shiftKey ? LEAP : 1;
     const to = { ArrowLeft: this.at - by, ArrowRight: this.at + by, Home: 0, End: this.last }[event.key];

@@ -189,7 +189,7 @@ def build_step_record(
 
 def build_end_record(rollout: Rollout, bridges: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What is known when the rollout is finished."""
-    reason, closest = rollout.abstain_reason, rollout.closest
+    reason, closest, cited = rollout.abstain_reason, rollout.closest, [*rollout.sources]
     return {
         "response": rollout.response,
         "answer": rollout.answer,
@@ -202,10 +202,11 @@ def build_end_record(rollout: Rollout, bridges: Sequence[Mapping[str, Any]]) -> 
                 "kind": unit["kind"],
                 "text": split_content_words(unit["text"]),
                 "unsupported": unit["unsupported"],
-                "passages": [(p["id"], p["step"]) for p in unit["passages"]],
+                "passages": [(p["id"], p["step"]) for p in unit["passages"] if p["id"] in cited],
             }
             for unit in rollout.citations
         ],
+        "cited": cited,
         "bridges": bridges,
     }
 
@@ -302,11 +303,12 @@ def render_page(runs: Sequence[TraceRun], known: Iterable[Question] = ()) -> str
     return _render(build_page_record(runs, known))
 
 
-def render_live_page(keyed: bool, examples: Sequence[str] = ()) -> str:
-    """The page of a server, with a form to ask it; keyed: whether it needs a key. examples: questions to
-    click on.
+def render_live_page(keyed: bool, examples: Sequence[str] = (), about: str = "") -> str:
+    """The chat of a server; keyed: whether it needs a key. examples: questions to click on. about: what can
+    be asked.
     """
     form = read_asset("live.html").replace("@hidden@", "" if keyed else "hidden")
+    form = form.replace("@about@", escape(about))
     buttons = (f'<button type="button">{escape(question)}</button>' for question in examples)
     form = form.replace("@examples@", "\n    ".join(buttons))
     empty: dict[str, Any] = {"names": [""], "settings": [[]], "left_out": 0, "questions": []}
@@ -316,5 +318,5 @@ def render_live_page(keyed: bool, examples: Sequence[str] = ()) -> str:
 def _render(record: Mapping[str, Any], form: str = "", scripts: Sequence[str] = (), more: str = "") -> str:
     """The page of a record; more: what its policy allows besides its own style and script."""
     body = read_asset("page.html").replace("@form@", form)
-    title = "An answer being written, with a search at every step"
+    title = "Ask" if form else "An answer being written, with a search at every step"
     return render_html(title, body, "page.css", ("page.js", *scripts), record, more)

@@ -5,6 +5,7 @@
 
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -23,28 +24,43 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # bm25s starts JAX, which reserve
 
 @overload
 def load_retriever(
-    config: str | Path, corpus: "Corpus | None" = None, model: str | Path | None = None, **settings: Any
+    config: "str | Path | Iterable[Any]",
+    corpus: "Corpus | None" = None,
+    model: str | Path | None = None,
+    **settings: Any,
 ) -> "CorpusRetriever": ...
 @overload
 def load_retriever(config: RetrievalConfig, corpus: "Corpus", **settings: Any) -> "CorpusRetriever": ...
 @overload
 def load_retriever(
-    config: RetrievalConfig | None = None, corpus: None = None, **settings: Any
+    config: RetrievalConfig | None = None,
+    corpus: "str | Path | Iterable[Any] | None" = None,
+    model: str | Path | None = None,
+    **settings: Any,
 ) -> "Retriever": ...
 def load_retriever(
-    config: "RetrievalConfig | str | Path | None" = None,
-    corpus: "Corpus | None" = None,
+    config: "RetrievalConfig | str | Path | Iterable[Any] | None" = None,
+    corpus: "Corpus | str | Path | Iterable[Any] | None" = None,
     model: str | Path | None = None,
     **settings: Any,
 ) -> "Retriever":
     """The retriever that a config describes. Its index is built at the first use.
 
-    `config` can be just the path of a corpus. `settings` are fields of `RetrievalConfig`, as in
+    `config` can be just a corpus: the path of a file or folder, or passages as texts, dicts with `text`
+    (and `id`, `title`), or a table of pandas. `settings` are fields of `RetrievalConfig`, as in
     `load_retriever("corpus.jsonl", method="hybrid", top_k=5)` and `load_retriever(url="http://...")`.
     `corpus` is the opened corpus, if the caller has it. `model` is the checkpoint that answers, whose own
     settings of retrieval (as `top_k`) are the defaults. Raises `UserError` if the corpus, index, model or
     service cannot be used; a service gets one request.
     """
+    from dlm_rag.retrieval.corpus import Corpus, open_corpus, store_texts
+
+    if not isinstance(config, RetrievalConfig | str | Path | None):
+        config = str(store_texts(config, settings.get("index_dir")))
+    if not isinstance(corpus, Corpus | None):
+        if not isinstance(corpus, str | Path):
+            corpus = store_texts(corpus, settings.get("index_dir"))
+        config, corpus = replace_settings(config or RetrievalConfig(), corpus=str(corpus)), None
     if not isinstance(config, RetrievalConfig):
         config = RetrievalConfig(corpus=None if config is None else str(config))
     config = replace_settings(config, **settings)
@@ -53,8 +69,6 @@ def load_retriever(
     if config.url is not None:
         return import_object(SEARCH_SERVICES[config.url.partition("://")[0]], "retrieval.url")(config)
     if corpus is None:
-        from dlm_rag.retrieval.corpus import open_corpus
-
         if config.corpus is None:
             raise ConfigError("no corpus: give --corpus FILE, or retrieval.url=URL")
         corpus = open_corpus(config.corpus, config.index_dir)

@@ -4,11 +4,11 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, overload
 
-from dlm_rag.errors import UserError
+from dlm_rag.errors import NamesRemedy, UserError
 from dlm_rag.retrieval.corpus import Corpus, Passage
-from dlm_rag.retrieval.query import Query
+from dlm_rag.retrieval.query import Query, as_queries
 from dlm_rag.retrieval.retry import SearchUnavailableError
 
 log = logging.getLogger(__name__)
@@ -51,16 +51,23 @@ class PartialSearchError(RuntimeError):
         self.results = results
 
 
-class CorpusRetriever(ABC):
+class CorpusRetriever(NamesRemedy, ABC):
     """A `Retriever` for the `top_k` best passages of a corpus. Subclasses only need `rank`.
 
     query_fields: the fields of `Query` that a result depends on.
     """
 
     query_fields: tuple[str, ...] = ("text",)
+    _instead = dict.fromkeys(
+        ("retrieve", "query", "invoke", "get_relevant_documents", "similarity_search", "get"),
+        "search(text)",
+    ) | {"batch_search": "search(texts)", "documents": "corpus", "passages": "corpus"}
 
     def __init__(self, corpus: Corpus, top_k: int) -> None:
         self.corpus, self.top_k = corpus, min(top_k, len(corpus))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.corpus):,} passages, top_k={self.top_k})"
 
     @property
     def fingerprint(self) -> str:
@@ -73,13 +80,22 @@ class CorpusRetriever(ABC):
     def key(self, query: Query) -> Hashable:
         return tuple(getattr(query, name) for name in self.query_fields)
 
-    def search(self, queries: Sequence[Query]) -> list[list[Passage]]:
-        """As in `Retriever`; a batch that fails is searched query by query, so one costs no other its own.
+    @overload
+    def search(self, queries: str) -> list[Passage]: ...  # type: ignore[overload-overlap]
+    @overload
+    def search(self, queries: Sequence[Query | str]) -> list[list[Passage]]: ...
+    def search(self, queries: str | Sequence[Query | str]) -> list[Passage] | list[list[Passage]]:
+        """As in `Retriever`, also for plain texts; a single text gets its passages alone.
+
+        A batch that fails is searched query by query, so one costs no other its own.
 
         What is wrong with all, a corpus that has changed or an engine that does not answer, is raised.
         Where the whole corpus fits into `top_k` there is nothing to choose: once a query finds anything,
         the passages it did not find follow in corpus order.
         """
+        if isinstance(queries, str):
+            return self.search([queries])[0]
+        queries = as_queries(queries)
         try:
             return self._search(queries)
         except (UserError, SearchUnavailableError):
@@ -159,3 +175,8 @@ class MemoizedBatchFunction(Generic[K, V]):
             if new:
                 self._known.update(zip(new, self._compute(new), strict=True))
             return [self._known[key] for key in keys]
+
+
+def count_passages(retriever: Retriever) -> int | None:
+    """How many passages are searched; None where a service does it."""
+    return len(retriever.corpus) if isinstance(retriever, CorpusRetriever) else None

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -37,6 +37,9 @@ class Passage:
     id: str
     title: str
     contents: str
+
+    def __repr__(self) -> str:
+        return f"Passage({self.id!r}, {self.title[:40]!r}, {self.contents[:60]!r})"
 
     @property
     def text(self) -> str:
@@ -181,6 +184,34 @@ def open_corpus(path: str | Path, index_dir: str | Path | None = None) -> Corpus
     folder = root / make_folder_name(path.stem, fingerprint)
     build_once(folder / "offsets", lambda scratch: save_array(scratch / "offsets.npy", _scan_offsets(path)))
     return Corpus(path, folder, fingerprint, state)
+
+
+def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Path:
+    """The file of JSON lines, among the indexes, with passages that are at hand as texts or records.
+
+    Rows without an id are numbered from 1. Raises `CorpusError` that names the row.
+    """
+    root = expand_path(index_dir, CorpusError, "retrieval.index_dir") if index_dir else get_cache_folder()
+    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a table of pandas
+        rows = rows.to_dict("records")
+    lines = []
+    for number, row in enumerate(rows, start=1):
+        if isinstance(row, Passage):
+            row = asdict(row)
+        record = {"contents": row} if isinstance(row, str) else row
+        if not isinstance(record, Mapping):
+            raise CorpusError(
+                f"passage {number} is {type(row).__name__}: give a text, or a dict with 'text'"
+            )
+        named = {"id": str(number), **{key: value for key, value in record.items() if value is not None}}
+        passage = parse_passage(named, f"passage {number}")
+        lines.append(json.dumps(asdict(passage), ensure_ascii=False) + "\n")
+    text = "".join(lines).encode(errors="surrogatepass")
+
+    def build(scratch: Path) -> None:
+        (scratch / "texts.jsonl").write_bytes(text)
+
+    return build_once(root / make_folder_name("texts", blake3(text).hexdigest()), build) / "texts.jsonl"
 
 
 def _convert_to_jsonl(

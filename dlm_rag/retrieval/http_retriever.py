@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError, CorpusError, UserError
@@ -20,7 +20,7 @@ from dlm_rag.files.checked_json import parse_json
 from dlm_rag.files.record_readers import get_field
 from dlm_rag.retrieval.corpus import Passage, parse_passage
 from dlm_rag.retrieval.http_client import HttpClient, UnusableAnswerError
-from dlm_rag.retrieval.query import Query
+from dlm_rag.retrieval.query import Query, as_queries
 from dlm_rag.retrieval.retry import (
     MAX_ATTEMPT_FRACTION,
     RetryableFailure,
@@ -66,8 +66,15 @@ class HttpRetriever:
     def key(self, query: Query) -> Hashable:
         return tuple(getattr(query, name) for name in self._service[1])
 
-    def search(self, queries: Sequence[Query]) -> list[list[Passage]]:
-        found, service = call_with_retries(self._url, self._seconds, lambda s: self._ask(queries, s))
+    @overload
+    def search(self, queries: str) -> list[Passage]: ...  # type: ignore[overload-overlap]
+    @overload
+    def search(self, queries: Sequence[Query | str]) -> list[list[Passage]]: ...
+    def search(self, queries: str | Sequence[Query | str]) -> list[Passage] | list[list[Passage]]:
+        if isinstance(queries, str):
+            return self.search([queries])[0]
+        asked = as_queries(queries)
+        found, service = call_with_retries(self._url, self._seconds, lambda s: self._ask(asked, s))
         if service != self._service:
             raise ConfigError(
                 f"{self._url} searches other passages than when this run began, or in another way: answers "

@@ -4,7 +4,7 @@
 the table take, and may return a text.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -41,6 +41,11 @@ class QueryPolicy:
     reads_guesses: bool = False
     merges_rounds: bool = False
     settings: tuple[str, ...] = ()
+
+
+def as_queries(queries: Sequence[Query | str]) -> list[Query]:
+    """Queries, made of those that are plain texts."""
+    return [join_query(each, "") if isinstance(each, str) else each for each in queries]
 
 
 def join_query(question: str, added: str) -> Query:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -15,11 +15,14 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 from dlm_rag.config import ServingConfig
 from dlm_rag.decode.decoder import Decoder
+from dlm_rag.decode.rollout import Rollout, RolloutStep
 from dlm_rag.errors import QuestionError
 from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
 from dlm_rag.page.render import render_live_page
 from dlm_rag.questions import Question
+from dlm_rag.retrieval.base import count_passages
 from dlm_rag.serving.async_engine import MAX_WAITING, AsyncEngine, EngineRequest
+from dlm_rag.serving.conversation import reply_to_greeting
 from dlm_rag.serving.metrics import ServerMetrics
 from dlm_rag.serving.middleware import (
     AccessControl,
@@ -81,12 +84,12 @@ class AnswerService:
         self.engine = AsyncEngine(decoder, max_waiting)
         self.metrics = ServerMetrics(self.engine, decoder)
         self._passages: dict[str, str] = {}
-        page = HTMLResponse(
-            render_live_page(access.keys is not None, model.examples), headers={"X-Frame-Options": "DENY"}
-        )
+        self._passage_count = count_passages(decoder.retriever)
+        about = f"{reply_to_greeting('hello', self._passage_count)} {model.note}".strip()
+        page = render_live_page(access.keys is not None, model.examples, about)
         models = JSONResponse({"object": "list", "data": [model.describe()]})
         routes: list[tuple[str, str, RequestHandler, bool]] = [
-            ("GET", "/", _reply_with(page), False),
+            ("GET", "/", _reply_with(HTMLResponse(page, headers={"X-Frame-Options": "DENY"})), False),
             ("GET", "/health", self._health, False),
             ("GET", "/metrics", self._metrics, False),
             ("GET", "/v1/models", _reply_with(models), True),
@@ -160,7 +163,7 @@ class AnswerService:
     async def _chat(self, request: Request) -> Response:
         asked, room = await self._parse(request, self._parser.parse_chat)
         self._check_model(asked.model)
-        job = EngineRequest(self._build_question(asked), asked.settings, asked.stream)
+        job = self._build_job(asked, watched=asked.stream)
         context = ReplyContext(
             self.model.name, self._tokenizer, room,
             lambda name, text: f"{request.base_url}{self._publish_passage(name, text)}", self.model.note,
@@ -173,15 +176,22 @@ class AnswerService:
 
     async def _answers(self, request: Request) -> Response:
         asked, _ = await self._parse(request, self._parser.parse_answer)
-        job = EngineRequest(
-            self._build_question(asked), asked.settings, watched=True, record_provisional=True
-        )
+        job = self._build_job(asked, watched=True, record_provisional=True)
         return await self._stream(request, job, AnswerEvents(job, self._tokenizer).new_events)
 
-    @staticmethod
-    def _build_question(asked: ParsedRequest) -> Question:
-        """Returns the question, by whose id and seed a sampling draws: both give the same text again."""
-        return Question("q1", asked.question, system=asked.system)
+    def _build_job(self, asked: ParsedRequest, **how: bool) -> EngineRequest:
+        """Returns the question for the engine; of a greeting, what is said to it at once.
+
+        By the id and the seed a sampling draws: the same question gives the same text again.
+        """
+        job = EngineRequest(Question("q1", asked.question, system=asked.system), asked.settings, **how)
+        if said := reply_to_greeting(asked.asked, self._passage_count):
+            settings, step = asdict(asked.settings) | {"abstain": "never"}, RolloutStep(0, None, (), False)
+            job.rollout = Rollout(
+                "q1", asked.question, self._decoder.evidence_layout, 0, [step], said, settings,
+                finished=True, answer_form="whole",
+            )  # fmt: skip
+        return job
 
     async def _parse(
         self, request: Request, parse: Callable[[bytes], ParsedRequest]
@@ -206,6 +216,9 @@ class AnswerService:
 
     async def _follow(self, job: EngineRequest) -> AsyncGenerator[bool]:
         """Submits a job; yields at every news whether it is done. Who goes away gives it up."""
+        if job.done:  # it needs no engine
+            yield True
+            return
         deadline = asyncio.get_running_loop().time() + self._timeout
         self.engine.submit(job)
         try:

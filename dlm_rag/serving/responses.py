@@ -21,11 +21,9 @@ from dlm_rag.serving.async_engine import EngineRequest
 from dlm_rag.serving.middleware import ApiError
 from dlm_rag.serving.requests import ParsedRequest
 from dlm_rag.text import (
-    extract_names,
     find_answer,
     find_possible_mark,
-    get_title_line,
-    replace_control_chars,
+    fold_title,
 )
 from dlm_rag.tokenizer import Tokenizer
 
@@ -119,7 +117,7 @@ def build_reply(rollout: Rollout, text: str, asked: ParsedRequest, context: Repl
 def _say_what_is_closest(rollout: Rollout, reason: str) -> str:
     """Returns why there is no answer, with the passages that come closest, the best sentence in bold."""
     lines = [
-        f"- {escape_markup(_fold_title(each['title']))}: **{escape_markup(each['sentence'])}**"
+        f"- {escape_markup(fold_title(each['title']))}: **{escape_markup(each['sentence'])}**"
         for each in rollout.closest
     ]
     said = describe_abstention(reason, rollout.closest)
@@ -138,26 +136,16 @@ def _annotate(content: str, start: int, sources: Sequence[dict[str, Any]]) -> li
 
 
 def _list_sources(rollout: Rollout, link: Callable[[str, str], str]) -> list[dict[str, Any]]:
-    """Returns the cited passages in the order in which they are cited first.
+    """Returns the sources of an answer in the order in which they are cited first.
 
-    A passage that gave neither a word of the answer nor a name or number ("was written by") is left out.
     score: the share of the content words of reasoning and answer that are cited from the passage.
     """
-    held: dict[str, int] = {}
-    telling = set[str]()
-    for unit in rollout.citations:
-        names = extract_names(unit["text"])
-        for passage in unit["passages"]:
-            held[passage["id"]] = held.get(passage["id"], 0) + len(passage["words"])
-            if unit["kind"] == "answer" or names.intersection(passage["words"]):
-                telling.add(passage["id"])
-    every = sum(held.values()) + sum(len(unit["unsupported"]) for unit in rollout.citations)
+    held = sum(len(passage["words"]) for unit in rollout.citations for passage in unit["passages"])
+    every = held + sum(len(unit["unsupported"]) for unit in rollout.citations)
     sources = []
-    for name, words in held.items():
-        if telling and name not in telling:
-            continue
+    for name, words in rollout.sources.items():
         text = rollout.passages[name]
-        found = {"id": name, "title": _fold_title(text) or name, "text": text}
+        found = {"id": name, "title": fold_title(text) or name, "text": text}
         sources.append(found | {"score": round(words / every, 4), "url": link(name, text)})
     return sources
 
@@ -165,11 +153,6 @@ def _list_sources(rollout: Rollout, link: Callable[[str, str], str]) -> list[dic
 def escape_markup(text: str) -> str:
     """Returns a text that a client shows as it is, whatever Markdown or HTML it holds."""
     return _MARKUP.sub(r"\\\g<0>", text)
-
-
-def _fold_title(text: str) -> str:
-    """Returns the title of a passage on one line, so that it cannot look like a source of its own."""
-    return " ".join(replace_control_chars(get_title_line(text)).split())
 
 
 class ChatResponse:
@@ -271,6 +254,7 @@ class ChatResponse:
         context, end_ids = self._context, self._context.tokenizer.end_ids
         at = find_stop(rollout.response, self._asked.stops)
         ended = at is not None or any(token.token_id in end_ids for token in self._canvas.values())
+        ended |= not rollout.canvas_length  # said without the model
         # The prompt is that of the last pass; what fills the canvas after the end is not counted.
         seen = rollout.steps[-2 if len(rollout.steps) > 1 else -1]
         found = {name: rollout.passages[name] for name in (*seen.passage_ids, *seen.dropped)}

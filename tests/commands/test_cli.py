@@ -21,7 +21,7 @@ from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 sys.path.insert(0, str(ROOT))
 from dlm_rag import __version__
 from dlm_rag.__main__ import PROGRAMS, main
-from dlm_rag.commands import evaluate, sample, synthesize, train
+from dlm_rag.commands import evaluate, sample, train
 from dlm_rag.commands.arguments import READER_CONFIG, parse_command_line
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import CONFIG_FOLDER, Config, load_config
@@ -156,27 +156,6 @@ def test_a_corpus_of_ones_own_is_read_by_the_shipped_reader(call, corpus_file, t
         assert asked[-1].decode == Config().decode and asked[-1].model.path == str(SHIPPED_FOLDER / "model")
     call("What?", "--corpus", corpus_file, "--model", "elsewhere", defaults=False)
     assert asked[-1].decode == Config().decode and asked[-1].model.path == "elsewhere"
-
-
-def test_who_answers_is_said_once_all_has_been_checked(call, corpus_file, tmp_path, monkeypatch):
-    asked = ["--questions", write_scored(tmp_path), "decode.max_new_tokens=8"]
-    told = "the shipped reader answers"
-    for program, words in (
-        (sample, asked),
-        (sample, [*asked, "--out", tmp_path / "answers.jsonl"]),
-        (evaluate, [*asked, "--out", tmp_path / "run", "--compare", "interleaved,committed"]),
-        (synthesize, [*asked, "--out", tmp_path / "rows"]),
-    ):
-        code, _, err = call("--corpus", corpus_file, *words, program=program, defaults=False)
-        assert code == 0 and err.count(told) == 1, err
-        code, _, err = call("--corpus", "nowhere.jsonl", *words, program=program, defaults=False)
-        assert code == 2 and told not in err and "'nowhere.jsonl' was not found" in err
-    code, _, err = call(
-        "--corpus", corpus_file, "--out", tmp_path / "titles", "synthesis.method=corpus",
-        program=synthesize,
-        defaults=False,
-    )  # fmt: skip
-    assert told not in err, "which decodes nothing"
 
 
 def test_evaluate_compares_settings_of_the_shipped_reader(corpus_file):
@@ -466,41 +445,6 @@ def test_evaluate_compares_settings_on_the_same_questions(call, tmp_path):
     assert code == 0 and err.count("1 of 1 questions are answered already") == 3
 
 
-ODD = ("[/nope]", "$x_{$", "a|b", "\x1b[31mred", "\u4e2d\u6587", "[bold]")
-
-
-def test_names_that_look_like_markup_are_shown_as_they_are(call, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.chdir(tmp_path)
-    row = {"question": "Who wrote Emma?", "golden_answers": ["x"]}
-    rows = [row | {"id": f"[/{label}]", label: True} for label in ODD]
-    path, out = write_jsonl_file(tmp_path / "q.jsonl", rows), tmp_path / "[/runs]"
-    prompts = [f"static+retrieval.index_dir={text}" for text in ("$x$[/b]", "\x1b[2J")]
-    words = ("--questions", path, "--out", out, "--compare", ",".join(["static", *prompts]))
-    code, screen, err = call(*words, program=evaluate)
-    assert code == 0 and "\x1b" not in screen + err
-    for text in ("[/nope] (1)", "$x_{$ (1)", "a|b (1)", " [31mred (1)", "[bold] (1)", "=$x$[/b]"):
-        assert text in screen
-    assert max(map(len, screen.splitlines()[:-1])) <= 80
-    assert screen.splitlines()[-1] == f"scores.md, scores.json, scores.png and all answers are in {out}"
-    assert "| a\\|b (1) |" in (out / "scores.md").read_text()
-    assert "\x1b" not in (out / "scores.md").read_text() and (out / "scores.png").is_file()
-    assert set(ODD) <= set(json.loads((out / "scores.json").read_text())["questions"])
-
-
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("backend: no such")])
-def test_what_goes_wrong_with_the_picture_takes_no_scores(call, tmp_path, monkeypatch, error):
-    def plot(*_):
-        raise error
-
-    monkeypatch.setattr("dlm_rag.evaluation.plots.plot_by_hops", plot)
-    out = tmp_path / "runs"
-    code, screen, err = call("--questions", write_scored(tmp_path), "--out", out, program=evaluate)
-    assert code == 1 and error.args[-1] in err and "Exact match" in screen
-    assert json.loads((out / "scores.json").read_text())["questions"] == {"all": 1}
-    assert (out / "scores.md").is_file()
-
-
 def test_a_folder_keeps_the_scores_of_one_choice_of_questions(call, tmp_path):
     rows = [{"id": str(n), "question": f"Who {n}?", "golden_answers": ["x"]} for n in range(4)]
     words = ("--questions", write_jsonl_file(tmp_path / "q.jsonl", rows), "--out", tmp_path / "runs")
@@ -513,9 +457,3 @@ def test_a_folder_keeps_the_scores_of_one_choice_of_questions(call, tmp_path):
         code, _, err = call(*words, *more, program=evaluate)
         assert code == 2 and "holds the scores of questions chosen with limit=3" in err
     assert call(*words, "--limit", 3, program=evaluate)[0] == 0
-
-
-def test_help_names_every_default(call):
-    code, out, _ = call("--help")
-    assert code == 0 and "MISSING" not in out and "decode.batch_size=8" in out and "--limit N" in out
-    assert "data.documents" not in out  # which sample does not read

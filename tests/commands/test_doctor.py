@@ -1,10 +1,8 @@
 """The doctor: each finding against a fake of what is wrong; no check can end the others."""
 
 import logging
-import shutil
 import subprocess
 import sys
-from importlib import metadata
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -15,7 +13,6 @@ from dlm_rag.__main__ import dispatch
 from dlm_rag.commands import doctor
 from dlm_rag.commands.doctor import HINT, OK, PROBLEM, Finding
 from dlm_rag.config import Config
-from dlm_rag.config.inference import RetrievalConfig
 from dlm_rag.machine import choose_dtype
 
 
@@ -74,52 +71,6 @@ def test_a_gpu_on_which_torch_does_not_compute_is_a_problem(gpu, capability, ind
     gpu((12, 1))
     finding = [*doctor.check_torch(Config())][-1]
     assert finding.state == OK and "96 GB, compute capability 12.1" in finding.what
-
-
-@pytest.mark.parametrize(("build", "remedy"), [(None, "pip"), ("13.0", "nvidia")])
-def test_a_gpu_that_torch_does_not_see_is_a_hint(monkeypatch, build, remedy):
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(torch.version, "cuda", build)
-    finding = found(doctor.check_torch)
-    assert finding.state == HINT and finding.remedy.startswith(remedy)
-
-
-def test_packages_that_are_missing_or_newer(monkeypatch):
-    def faked(name):
-        if name == "torch":
-            return "99.0"
-        if name in ("bm25s", "ray"):
-            raise metadata.PackageNotFoundError(name)
-        return metadata.version(name)
-
-    monkeypatch.setattr(doctor, "version", faked)
-    _, *found = doctor.check_packages(Config())
-    (missing,) = (each for each in found if each.state == PROBLEM)
-    assert missing.remedy.startswith("pip install 'bm25s")
-    assert [each.what for each in found if "99.0 is here" in each.what and each.state == HINT]
-
-
-def of_cache(folder) -> Finding:
-    return [*doctor.check_machine(Config(retrieval=RetrievalConfig(index_dir=str(folder))))][-1]
-
-
-def test_the_cache_its_disk_and_whether_it_can_be_written(tmp_path, monkeypatch):
-    (tmp_path / "indexes").mkdir()
-    assert of_cache(tmp_path / "indexes").state == OK
-    assert of_cache(tmp_path / "not" / "yet").state == OK and not (tmp_path / "not").exists()
-    (tmp_path / "file").touch()
-    assert of_cache(tmp_path / "file").state == PROBLEM
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-    finding = of_cache(tmp_path / "indexes")
-    assert (
-        finding.state == PROBLEM and "0 kB are free" in finding.what and "DLM_RAG_CACHE" in finding.remedy
-    )
-
-
-def test_too_many_threads_are_a_hint(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 999)
-    cores, *_ = doctor.check_machine(Config())
-    assert cores.state == HINT and "OMP_NUM_THREADS=" in cores.remedy
 
 
 def test_the_shipped_model_answers_and_a_wrong_answer_is_a_problem(monkeypatch):

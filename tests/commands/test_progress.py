@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from dlm_rag import progress as module
-from dlm_rag.cli import _StderrHandler, print_note, run_program
+from dlm_rag.cli import _StderrHandler, run_program
 from dlm_rag.errors import ConfigError
-from dlm_rag.progress import format_bytes, format_duration, report_progress, show_status
+from dlm_rag.progress import report_progress
 
 ERASE = "\r\x1b[2K"
 
@@ -59,21 +59,6 @@ def test_a_bar_comes_after_two_seconds_says_how_far_and_goes(open_terminal, cloc
         advance(1)
         assert len(terminal.getvalue()) == drawn, "ten times a second are enough"
     assert terminal.getvalue() == shown + ERASE
-
-
-@pytest.mark.parametrize(
-    ("total", "before", "added", "shown"),
-    [
-        (300, 100, 100, "200 of 300 after 10 s, 10 s left"),  # what was there is no speed
-        (None, 0, 7, "passages 7 after 10 s\r"),
-    ],
-)
-def test_how_far_a_task_is(open_terminal, clock, total, before, added, shown):
-    terminal = open_terminal()
-    with report_progress("embedding passages", total, done=before) as advance:
-        clock[0] += 10
-        advance(added)
-    assert shown in terminal.getvalue()
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -135,45 +120,3 @@ def test_without_a_terminal_there_is_a_line_a_minute(clock, caplog, capsys):
         "hashing the corpus: 4.8 GB of 5.0 GB after 2 min, 5 s left",
     ]
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), ("RANK", "1"), ("is a terminal", "0")])
-def test_what_cannot_be_drawn_on_and_the_second_process_get_no_bar(
-    open_terminal, clock, monkeypatch, name, value
-):
-    terminal = open_terminal()
-    monkeypatch.setenv(name, value)
-    if name == "is a terminal":
-        monkeypatch.setattr(terminal, "isatty", lambda: False)
-    show_status("loading")
-    with report_progress("answering", 10) as advance:
-        clock[0] += 3
-        advance(1)
-    assert terminal.getvalue() == ""
-
-
-def test_a_status_is_replaced_by_the_next_and_by_whatever_is_said(open_terminal):
-    terminal = open_terminal()
-    show_status("loading the model")
-    show_status("warming up")
-    print_note("done")
-    assert terminal.getvalue() == "loading the model\r\x1b[2Kwarming up\r\x1b[2Kdone\n"
-    show_status("loading")
-    sys.stderr = io.StringIO()  # as a live view does
-    show_status()
-    assert terminal.getvalue().endswith("loading\r\x1b[2K") and not sys.stderr.getvalue()
-
-
-def test_a_line_is_never_wider_than_the_terminal(open_terminal, monkeypatch):
-    """What is wrapped could not be taken away."""
-    terminal = open_terminal()
-    monkeypatch.setenv("COLUMNS", "20")
-    show_status("a line that is longer than that")
-    assert terminal.getvalue() == "a line that is long"
-
-
-def test_times_and_sizes_in_words():
-    assert [format_duration(s) for s in (0.2, 1, 89, 90, 5000, 10_800, 200_000)] == [
-        "0 s", "1 s", "89 s", "2 min", "83 min", "3 h", "2 days",
-    ]  # fmt: skip
-    assert [format_bytes(n) for n in (900, 1.25e6, 32e9, 5e12)] == ["1 kB", "1.2 MB", "32 GB", "5.0 TB"]

@@ -211,6 +211,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", HOSTILE)
 def test_the_time_is_linear(piece):
     """100 KB take no more than some 10 times as long as 10 KB: quadratic work takes 100 times as long."""

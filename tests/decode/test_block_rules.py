@@ -244,7 +244,7 @@ def test_more_blocks_than_the_canvas_has_are_all_of_them(corpus):
     [
         ({"block_size": None}, {}, "blocks_at_once=2 has no effect on a model whose attention"),
         (SHIFTED, {}, "blocks_at_once=2: a finished block predicts"),
-        ({}, {"commit_rule": "sampled"}, "blocks_at_once=2: a finished block is sampled"),
+        ({}, {"commit_rule": "sampled"}, "blocks_at_once=2 has no effect with decode.commit_rule=sampled"),
         ({}, {"edit_threshold": 0.5}, "edits one block at a time"),
     ],
 )

@@ -253,7 +253,6 @@ def test_what_goes_wrong_in_a_row_ends_that_row_alone(corpus_file, question, err
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ("Who wrote Emma?", "put the text into brackets"),
         (["Dune?", " "], "question 2 is blank"),
         ([Question("a", "x"), Question("a", "y")], "same id"),
     ],

@@ -1,20 +1,16 @@
 """Energy: exact joules from a fake NVML and a fake /sys; without a sensor the reason and no figure."""
 
 import json
-import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import pynvml
 import pytest
 import torch
 
 from dlm_rag.commands import answer_job
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.decode.answers_file import AnswersFile
-from dlm_rag.decode.terminal import RunTotals
 from dlm_rag.energy import meter as meters
 from dlm_rag.energy.meter import (
     EnergyCounter,
@@ -33,8 +29,6 @@ from tests.support.rollouts import make_two_step_rollout as two_steps
 
 sys.path.insert(0, str(ROOT / "profiling"))
 
-import attribute
-import attribution
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ONE = DistributedContext(0, 1, 0)
@@ -121,29 +115,6 @@ def test_joules_are_the_difference_of_both_ends(clock):
     assert measure(clock, 3600.0, 1.0, 2.0).joules == 1.0
 
 
-@pytest.mark.parametrize(
-    ("seconds", "values", "wraps_at", "reason"),
-    [
-        (5.0, (7.0, 2.0), 0.0, "backwards"),
-        (5.0, (7.0, 7.0), 0.0, "still"),
-        (1.9, (0.0, 100.0), 0.0, "1.9 s are too short: 2 s"),
-        (5.0, (1.0, 2.0), 0.0, "a thing: [Errno 5] Input/output error"),
-    ],
-)
-def test_a_reading_that_cannot_be_right_has_a_reason_and_no_joules(
-    clock, seconds, values, wraps_at, reason
-):
-    def broken():
-        yield 1.0
-        raise OSError(5, "Input/output error")
-
-    counters = [counter(values, wraps_at)] + [counter(broken())] * ("Errno" in reason)
-    with EnergyMeter(counters) as meter:
-        clock.now += seconds
-    reading = meter.reading
-    assert reading.joules is None and reason in reading.reason
-
-
 def test_joules_of_two_packages_are_exact_when_a_counter_wraps(rapl, clock):
     """Range 65,500 J: from 65,000 to 500 by way of the end is 1,000 J; the other goes from 100 to 350.
 
@@ -164,25 +135,6 @@ def test_joules_of_two_packages_are_exact_when_a_counter_wraps(rapl, clock):
     reading = meter.stop()
     assert [joules for *_, joules in reading.parts] == [pytest.approx(1000), pytest.approx(250)]
     assert reading.joules == pytest.approx(1250)
-
-
-def test_a_thread_reads_counters_that_wrap(monkeypatch, clock):
-    """The counter goes around three times; were it read at both ends only it would show 1 J."""
-    values, seen = [0.0], meters.threading.Event()
-
-    def read():
-        values.append((values[-1] + 7.0) % 20.0)
-        if len(values) > 12:
-            seen.set()
-        return values[-1]
-
-    monkeypatch.setattr(meters, "READ_SECONDS", 0.001)
-    meter = EnergyMeter([EnergyCounter("d", "s", read, wraps_at=20.0)])
-    meter.start()
-    assert seen.wait(120)
-    clock.now += 5
-    joules = meter.stop().joules
-    assert joules >= 70 and joules % 7 == 0, "of 7 J a reading"
 
 
 @pytest.mark.parametrize(
@@ -231,59 +183,6 @@ def test_a_gpu_is_measured_with_its_cpus_after_both_ends_are_synchronized(rapl, 
     assert waits == [CUDA]
     meter.stop()
     assert waits == [CUDA, CUDA]
-
-
-@pytest.mark.parametrize(
-    ("name", "nvml", "reason"),
-    [
-        ("NVIDIA H200 MIG 1g.18gb", fake_nvml(), "MIG"),
-        ("Tesla K80", fake_nvml(millijoules=None), "Tesla K80: Not Supported"),
-        ("NVIDIA H200", fake_nvml(driver=False), "Driver Not Loaded"),
-    ],
-)
-def test_a_gpu_without_a_counter_is_not_measured_by_its_cpu(rapl, cuda, name, nvml, reason):
-    cuda(name, nvml)
-    rapl("intel-rapl:0")
-    with open_meter("auto", CUDA) as meter:
-        pass
-    assert meter.reading.joules is None and reason in meter.reading.reason
-
-
-def test_the_fake_has_functions_of_the_package():
-    used = [name for name in vars(fake_nvml()) if name.startswith("nvml")]
-    assert len(used) == 3 and all(callable(getattr(pynvml, name)) for name in used)
-
-
-def test_a_cpu_is_measured_without_the_gpus_that_are_not_used(rapl):
-    rapl("intel-rapl:0")
-    assert [c.sensor for c in open_meter("auto", CPU).counters] == ["RAPL: CPU package-0"]
-    assert not open_meter("auto", CPU, host=False).counters
-    with open_meter("none", CPU) as meter:
-        pass
-    assert meter.reading.to_record() is None
-    assert "energy" not in RunTotals().summary_line(1.0, "cpu", meter.reading)
-
-
-def test_two_machines_of_one_hostname_have_two_cpus(rapl, tmp_path, monkeypatch):
-    rapl("intel-rapl:0")
-    monkeypatch.setattr(meters, "BOOT_ID_FILE", tmp_path / "boot_id")
-    monkeypatch.setattr(meters.platform, "node", lambda: "localhost")
-    names = [open_meter("auto", CPU).counters[0].device]
-    for boot_id in ("11111111-2222", "33333333-2222"):
-        meters.BOOT_ID_FILE.write_text(boot_id)
-        names.append(open_meter("auto", CPU).counters[0].device)
-    assert names == ["localhost:package-0", "11111111:package-0", "33333333:package-0"]
-    assert merge_readings([part(name) for name in names[1:]]).joules == 200
-
-
-def test_a_device_that_cannot_be_waited_for_is_no_error_of_the_meter():
-    def gone():
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    meter = EnergyMeter([counter([1.0, 2.0])], synchronize=gone)
-    with pytest.raises(KeyError, match="of the run"), meter:
-        raise KeyError("of the run")
-    assert meter.reading.joules is None
 
 
 @pytest.mark.gpu
@@ -338,32 +237,6 @@ def test_figures_of_a_run_by_hand():
     ]
 
 
-def test_parts_that_were_not_measured_count_neither_joules_nor_answers():
-    mig = lost("MIG").to_record() | {"answers": 70, "tokens": 9}
-    found = summarise_energy([entry(), mig, entry()])
-    assert (found["joules"], found["answers"]) == (2000.0, 40)
-    assert summarise_energy([mig]) is None and mig["joules"] is None and mig["reason"] == "MIG"
-
-
-@pytest.mark.parametrize(
-    "what", [None, 3, [3], [{}], [{"joules": 5}], [entry(joules=0)], [entry(seconds="x")]]
-)
-def test_what_is_no_record_of_energy_is_passed_over(what):
-    assert summarise_energy(what) is None
-
-
-def test_tokens_are_those_before_the_first_end_token():
-    """Token 5 stands at position 0, token 7 at 1, where 6 has been; what is at an end token is no text."""
-    rollout = two_steps()
-    found = {end: rollout.tokens_before_end({end}) for end in (5, 6, 7, 9)}
-    assert found == {5: 0, 6: 2, 7: 1, 9: 2} and rollout.tokens_committed == 2
-    tally = RunTotals({7})
-    tally.add(rollout)
-    line = tally.summary_line(10.0, "cpu", part(joules=50.0))
-    assert "0.02 tokens/J" in line and "50 J/answer" in line
-    assert "(why)" in tally.summary_line(1.0, "cpu", lost("why"))
-
-
 def test_every_part_of_a_run_stands_in_the_stamp(tmp_path):
     out = tmp_path / "a.jsonl"
     stamp = {"answers_depend_on": {}, "machines": [{"device": "cpu"}], "energy": None}
@@ -408,49 +281,6 @@ def test_sample_puts_its_joules_into_line_and_stamp(tmp_path, clock, monkeypatch
     assert json.loads((tmp_path / "a.jsonl.run.json").read_text())["energy"] == [found]
 
 
-def test_rows_have_the_joules_of_all_parts_on_their_card(tmp_path, clock, monkeypatch, capsys):
-    """Traces of two questions, stopped after one and gone on with; the second part was too short."""
-    from dlm_rag.commands.synthesize import main
-    from dlm_rag.synthesis.rows_folder import RowsFolder
-
-    add = RowsFolder.append_outcome
-
-    def stopped(folder, outcome):
-        add(folder, outcome)
-        raise KeyboardInterrupt
-
-    fake_meters(clock, monkeypatch, 8.0, 1.0)
-    words = ["--questions", QUESTIONS, "--limit", "2", "decode.batch_size=1"]
-    words += ["synthesis.filter=evidence", "--out", str(tmp_path / "rows")]
-    with monkeypatch.context() as stop, pytest.raises(KeyboardInterrupt):
-        stop.setattr(RowsFolder, "append_outcome", stopped)
-        main(words)
-    assert "energy: 500 J · 500 J/answer" in capsys.readouterr().err
-    main(words)
-    said = capsys.readouterr().err
-    assert " tokens/s · 1 question in" in said and "energy: not measured (1.0 s are too short" in said
-    first, second = json.loads((tmp_path / "rows/rows.json").read_text())["energy"]
-    assert (first["joules"], first["answers"]) == (500.0, 1) and second["joules"] is None
-    assert "energy: 500 J · 500 J/answer" in (tmp_path / "rows/README.md").read_text()
-
-
-def test_evaluate_has_a_table_of_joules_and_null_where_it_was_too_short(
-    tmp_path, clock, monkeypatch, capsys
-):
-    from dlm_rag.commands.evaluate import main
-
-    fake_meters(clock, monkeypatch, 8.0, 1.0)
-    main(["--out", str(tmp_path), "--limit", "2", "--compare", "static,none"])
-    found = json.loads((tmp_path / "scores.json").read_text())["settings"]
-    assert found["static"]["energy"]["joules_per_answer"] == 250 and found["none"]["energy"] is None
-    assert found["none"]["stamp"]["energy"][0]["reason"] == "1.0 s are too short: 2 s at least"
-    text = (tmp_path / "scores.md").read_text()
-    assert re.search(r"\| static \| 250 \| \S+ \| 62.5 \| 500 \| 8 \| fake: a thing \|", text)
-    assert re.search(r"\| none( \| -){5} \| not measured \|", text)
-    out, err = capsys.readouterr()
-    assert "Energy, measured" in out and "energy: not measured (1.0 s are too short" in err
-
-
 @pytest.mark.parametrize(
     ("meter", "said"),
     [
@@ -474,18 +304,3 @@ def test_joules_are_those_of_all_processes_or_none(other, clock, monkeypatch):
     meter.start()
     clock.now += 3
     assert ("600 J" in describe_energy(meter, ONE, 1)) == bool(other.parts)
-
-
-def test_stages_get_joules_by_their_share_of_time_and_the_page_says_so(tmp_path):
-    (tmp_path / "stamp.json").write_text(json.dumps({"energy": [entry()]}))
-    assert attribute.read_mean_watts(tmp_path / "stamp.json") == 100
-    (tmp_path / "none.json").write_text('{"energy": null}')
-    with pytest.raises(Exception, match="holds no joules"):
-        attribute.read_mean_watts(tmp_path / "none.json")
-    stage = attribution.StageTime("denoise", 2, 3.0, 3.0, 0.75, 0.0, 0.0, 0.0, 0.0, {})
-    found = attribution.Attribution("x", 4.0, [stage], None, 0, 0.0, 0.0, 0, watts=100.0)
-    (_, rows), *_ = attribute.build_tables(found, None)
-    assert [row["J, by time share"] for row in rows] == ["300", "400"]
-    assert "the mean of the run, times self time" in attribute.format_overlap_note(found)
-    (_, rows), *_ = attribute.build_tables(replace(found, watts=None), None)
-    assert not any("J, by time share" in row for row in rows)

@@ -8,7 +8,6 @@ from statistics import stdev
 
 import numpy as np
 import pytest
-from rich.console import Console
 from scipy.stats import binom, binomtest
 
 from dlm_rag.decode.rollout import Rollout, RolloutStep
@@ -33,7 +32,6 @@ from dlm_rag.evaluation.metrics import (
 from dlm_rag.evaluation.plots import plot_by_hops
 from dlm_rag.evaluation.tables import (
     build_comparison_tables,
-    print_tables,
     render_markdown_report,
 )
 from dlm_rag.questions import Question
@@ -301,18 +299,6 @@ def test_tables_and_picture_hold_what_was_measured(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # as that axes have no room left
         plot_by_hops(tmp_path / "long.png", groups, long)
-
-
-def test_the_tables_of_one_setting_each_fit_a_terminal_of_80_columns():
-    groups = group_questions([Question("a", "?", hops=1), Question("b", "?", hops=2)])
-    summaries = {"one": summarize_scores([a_score(1.0), a_score(0.0, 0.5)], groups)}
-    found = build_comparison_tables(groups, summaries, {}, "squad")
-    assert found[0].rows[2] == ["2 hops (1)", "0.0 [0, 83]", "50.0 [10, 90]", "50.0 [10, 90]"]
-    console = Console(record=True, width=80)
-    print_tables(console, found)
-    shown = console.export_text()
-    assert shown.count("┏") == len(found), "no table is cut"
-    assert all(cell in shown for table in found for row in (table.headings, *table.rows) for cell in row)
 
 
 def test_labels_of_questions_are_their_true_fields(tmp_path):

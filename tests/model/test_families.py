@@ -32,7 +32,7 @@ PUBLIC = {
     ),
     "a2d-qwen3": (
         ("Qwen3", {"head_dim": 12, "tie_word_embeddings": True}), {},
-        {"block_size": None, "block_length": None, "shifted": False, "qk_norm": True},
+        {"block_size": None, "block_length": 32, "shifted": False, "qk_norm": True},
     ),
     "a2d-qwen2": (
         ("Qwen2", {}), {"attention_block": 8},

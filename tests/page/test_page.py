@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from dlm_rag.commands import page as page_command
 from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalRecorder
@@ -21,19 +20,14 @@ from dlm_rag.page.render import (
     align_tokens,
     attribute_words,
     build_page_record,
-    find_bridge_entities,
     read_trace_runs,
-    render_live_page,
     render_page,
-    split_content_words,
     write_page,
 )
 from dlm_rag.questions import Question
-from tests.support.legibility import COLOURS, WIDTHS, contrast
 from tests.support.pages import END, cited, header, make_two_hop_rollout, write_trace
 from tests.support.paths import ROOT
 from tests.support.rollouts import make_committed_token, make_two_step_rollout
-from tests.support.synthetic_rollout import make_synthetic_rollout
 
 SEPARATORS = "\u2028\u2029"
 HOSTILE = (
@@ -98,19 +92,6 @@ def test_words_are_attributed_to_the_passage_that_is_cited_for_them():
     bare.citations[1] = cited("Steventon", unsupported=["steventon"])
     assert attribute_words(bare)[2]["passage"] is None
     assert attribute_words(replace(bare, citations=[])) == []
-
-
-def test_pieces_are_the_text_and_its_content_words():
-    cut = split_content_words("The Straße <b>")
-    assert cut == ["The ", ["Straße", "strasse"], " <", ["b"], ">"]
-    assert "".join(piece if isinstance(piece, str) else piece[0] for piece in cut) == "The Straße <b>"
-
-
-def test_a_bridge_is_asked_for_and_then_found_or_never():
-    """What stands in brackets is no part of a name; Emma is in the question, Dune is not cited."""
-    one, other = find_bridge_entities([static(make_two_hop_rollout()), make_two_hop_rollout()])
-    assert other == [{"passage": "austen", "entity": "Jane Austen", "asked": 1, "found": 2}]
-    assert one == [{"passage": "austen", "entity": "Jane Austen", "asked": None, "found": None}]
 
 
 def data_of(html):
@@ -194,11 +175,6 @@ def test_settings_that_no_decode_has_are_refused(tmp_path, settings):
         read_trace_runs([path])
 
 
-TWO_TRACES = {
-    "static": [static(make_two_hop_rollout())],
-    "interleaved": [haunted(make_two_hop_rollout())],
-}
-
 # In the browser.
 
 CANVAS = """page.panes.map((pane) =>
@@ -206,8 +182,6 @@ CANVAS = """page.panes.map((pane) =>
 # The guess at each position, with the shade of its confidence; null where none is.
 SEEN_GHOSTS = """page.panes[0].tokens.map((node) => node.classList.contains('g')
   ? [node.dataset.guess, Number(node.className.match(/ g([0-4])/)[1])] : null)"""
-GHOST_COLOURS = """page.panes[1].tokens.filter((node) => node.matches('.g:not(.repeated)')).map((node) =>
-  [Number(node.className.match(/ g([0-4])/)[1]), getComputedStyle(node, '::after').color])"""
 
 
 def canvases(rollout):
@@ -224,11 +198,6 @@ def ghosts(rollout):
             for n, guess in found.items()
         }
         yield [list(shown[n]) if n in shown else None for n in range(rollout.canvas_length)]
-
-
-def test_the_contrast_of_black_and_white_is_21():
-    assert contrast("rgb(0, 0, 0)", "rgb(255, 255, 255)") == pytest.approx(21)
-    assert contrast("rgb(119, 119, 119)", "rgb(255, 255, 255)") == pytest.approx(4.48, abs=0.01)
 
 
 @pytest.fixture
@@ -274,120 +243,6 @@ def test_canvas_and_ghosts_at_every_step_are_those_of_the_trace(browser, show):
     assert repeated == [False] * 7 + [True], "of guesses that end the text only the first is spelled out"
 
 
-AFTER = "getComputedStyle(page.panes[0].tokens[%d], '::after').content"
-
-
-@pytest.mark.slow
-def test_ghosts_come_and_go_by_key_and_by_box(browser, show):
-    show(haunted(make_two_hop_rollout()), place="#step=3")
-    facts = "page.panes[0].facts.textContent"
-    assert "Steventon" in browser.run(AFTER % 5)
-    assert "×" in browser.run(AFTER.replace("after", "before") % 3)
-    assert browser.run("document.querySelector('.ghost').textContent") == "guesses, not committed"
-    browser.run("page.panes[0].tokens[4].focus()")
-    browser.press_key("ArrowRight")
-    assert browser.run(facts) == "guess “ Steventon” · position 5 · not committed · confidence 0.70"
-    browser.press_key("g")
-    assert browser.run("[page.ghosts, byId('ghosts').checked]") == [False, False]
-    assert "Steventon" not in browser.run(AFTER % 5) and browser.run(facts) == "masked · position 5"
-    browser.run("byId('ghosts').focus()")
-    browser.press_key(" ")
-    assert browser.run("page.ghosts") and "Steventon" in browser.run(AFTER % 5)
-    assert browser.run("page.timer === null"), "in a box a blank ticks, and plays nothing"
-
-
-@pytest.mark.slow
-def test_a_trace_without_guesses_says_so(browser, show):
-    """Also where another one beside it has them."""
-    told = "[...document.querySelectorAll('.pane')].map((p) => p.querySelector('h4 .note').textContent)"
-    none = "its trace holds no guesses"
-    show(make_two_hop_rollout())
-    assert browser.run(told) == [none] and browser.run("byId('ghosts').disabled")
-    browser.press_key("g")
-    assert browser.run("page.ghosts")
-    show(traces={"one": [make_two_hop_rollout()], "two": [haunted(make_two_hop_rollout())]})
-    assert browser.run(told) == [none, "and guesses, not committed"]
-    assert not browser.run("byId('ghosts').disabled")
-
-
-@pytest.mark.slow
-def test_what_is_shown_of_a_step(browser, show):
-    """The query with its new, guessed and lost words, cards that come and go, words that are taken."""
-    show(make_two_hop_rollout(), place="#step=1")
-    texts = "(s) => [...document.querySelectorAll(s)].map((node) => node.textContent)"
-    seen = lambda selector: browser.run(f"({texts})({selector!r})")  # noqa: E731
-    assert seen(".query ins") == ["Jane", "Austen.", "Bat"] and seen(".query .guess") == ["Austen.", "Bat"]
-    assert seen(".card.new b") == ["Dune"] and seen(".card mark") == ["Jane", "Austen"]
-    browser.press_key("ArrowRight")
-    assert "none was due" in seen(".asked h4")[0] and seen(".query ins") == []
-    assert seen(".card.new b") == ["Jane Austen (author)"]
-    assert seen(".card.left b") == ["Emma (novel)", "Dune"]
-    assert "without room in the prompt: Emma (novel)" in seen(".found p.note")[-1]
-    assert seen(".bridges button.reached") == ["step 1", "step 2"]
-    assert not browser.run("page.panes[0].final.checkVisibility()")
-    browser.press_key("ArrowRight")
-    assert seen(".query del") == ["Bat"] and seen(".t.fallen") == [""]
-    assert seen(".query .guess") == ["Steventon"], "it was masked again"
-    assert seen(".t.end") == ["<end>"] and seen(".t.repeated") == []
-    browser.press_key("End")
-    assert browser.run("page.panes[0].final.checkVisibility()")
-    assert browser.run("page.panes[0].final.textContent") == "Steventon" and seen(".query .guess") == []
-    sources = ["Emma (novel) (emma, step 1)", *["Jane Austen (author) (austen, step 1)"] * 2]
-    assert seen(".sources small") == sources
-    assert seen(".t.repeated") == ["<end>"]
-    words = browser.run("[...page.panes[0].rollout.wordsOnCanvas()]")
-    assert words == ["Jane", "Austen.", "Steventon", "###"], "what ends the text is no word"
-    browser.press_key("Home")
-    assert seen(".card.new") == seen(".query ins") == [], "nothing was there before"
-
-
-@pytest.mark.slow
-def test_a_token_tells_its_step_confidence_and_source(browser, show):
-    show(make_two_hop_rollout(), place="#step=4")
-    facts = "page.panes[0].facts.textContent"
-    box = "page.panes[0].tokens[1].getBoundingClientRect()"
-    browser.move_pointer(*browser.run(f"[{box}.x + {box}.width / 2, {box}.y + {box}.height / 2]"))
-    source = "“austen” from Emma (novel) (emma)"
-    assert browser.run(facts) == f"“ Austen” · position 1 · step 1 · confidence 0.600 · {source}"
-    browser.run("page.panes[0].tokens[0].focus()")
-    for _ in range(3):
-        browser.press_key("ArrowRight")
-    assert browser.run("document.activeElement.textContent") == " Steventon"
-    assert "step 4 · confidence 0.910" in browser.run(facts)
-    assert browser.run("page.at") == 4, "within the canvas arrows go from token to token"
-    assert browser.run("document.querySelector('.card.source b').textContent") == "Jane Austen (author)"
-    browser.run("page.go(2)")
-    assert "“ Bath” · position 3 · step 2" in browser.run(facts)
-    assert "from" not in browser.run(facts), "the word was taken away again"
-
-
-LINES = """page.panes[0].node.querySelectorAll('.lines path').values().map((path) => {
-  const end = path.getPointAtLength(path.getTotalLength());
-  const box = page.panes[0].node.getBoundingClientRect();
-  const near = (mark) => Math.hypot(mark.getBoundingClientRect().left - box.left - end.x,
-    mark.getBoundingClientRect().top + mark.getBoundingClientRect().height / 2 - box.top - end.y);
-  const marks = [...document.querySelectorAll('mark')].sort((a, b) => near(a) - near(b));
-  const card = marks[0].closest('.card').querySelector('b').textContent;
-  return [card, marks[0].textContent, near(marks[0]) < 4, path.classList.contains('strong')];
-}).toArray()"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [390, 1280])
-def test_lines_lead_from_the_words_of_a_step_to_their_passages(browser, show, width):
-    show(make_two_hop_rollout(), place="#step=1", width=width)
-    emma = "Emma (novel)"
-    assert browser.run(LINES) == [[emma, "Jane", True, False], [emma, "Austen", True, False]]
-    browser.run("page.go(3)")
-    assert browser.run(LINES) == [], "the step wrote no word that a passage gave"
-    browser.run("page.go(4)")
-    assert browser.run(LINES) == [["Jane Austen (author)", "Steventon", True, False]] * 2
-    browser.run("page.panes[0].tokens[2].focus()")
-    browser.press_key("ArrowRight")
-    assert browser.run("page.panes[0].told") == 3
-    assert [line[3] for line in browser.run(LINES)] == [True, False]
-
-
 def known(rollout, gold, hops=None):
     return Question(rollout.id, rollout.question, gold, hops=hops)
 
@@ -427,19 +282,6 @@ def test_answers_are_right_or_wrong_where_gold_answers_are_known(browser, tmp_pa
     assert browser.run("page.number") == 4
 
 
-@pytest.mark.slow
-def test_where_no_answer_is_given_the_page_says_why(browser, show):
-    rollout = make_two_hop_rollout()
-    rollout.response, rollout.citations = "### unknown", []
-    closest = "I could not read an answer in these; closest:"
-    for abstain, said in (("answer", closest), ("never", "unknown")):
-        rollout.settings = rollout.settings | {"abstain": abstain}
-        show(rollout, place="#step=99")
-        assert browser.run("page.panes[0].final.innerText") == said
-        marked = browser.run("page.panes[0].sources.querySelectorAll('mark').length")
-        assert marked == (2 if abstain == "answer" else 0)
-
-
 def test_a_page_of_a_trace_names_the_questions_file(tmp_path):
     trace = write_trace(tmp_path / "trace.jsonl", make_two_hop_rollout())
     asked = tmp_path / "asked.jsonl"
@@ -448,34 +290,6 @@ def test_a_page_of_a_trace_names_the_questions_file(tmp_path):
     page_command.main([str(trace), "--questions", str(asked), "--html", str(tmp_path / "p.html")])
     (question,) = data_of((tmp_path / "p.html").read_text())["questions"]
     assert question["gold"] == ["Steventon"] and question["sides"][0]["right"]
-
-
-@pytest.mark.slow
-def test_nothing_is_under_the_controls(browser, show):
-    """They are above what they move, and stay in sight."""
-    show(make_two_hop_rollout(), width=390, height=500)
-    top = "document.querySelector(%r).getBoundingClientRect().%s"
-    assert browser.run(top % ("#player", "bottom")) <= browser.run(top % (".pane", "top"))
-    browser.run("scrollTo(0, 1e6)")
-    assert browser.run(top % ("#player", "top")) == 0
-    assert browser.run(top % (".found", "bottom")) > browser.run(top % ("#player", "bottom"))
-
-
-@pytest.mark.slow
-def test_on_a_phone_the_list_makes_room_for_the_question_that_is_chosen(browser, show):
-    show(make_two_hop_rollout(), replace(make_two_hop_rollout(), id="q2", question="Why?"), width=390)
-    shown = "[byId('questions').open, byId('question').textContent, byId('view').open]"
-    browser.press_key("/")
-    assert browser.run(shown)[0], "its search is in the list"
-    browser.run("page.items[1].click()")
-    assert browser.run(shown) == [False, "Why?", False]
-
-
-@pytest.mark.slow
-def test_a_page_without_a_question_has_no_controls(browser, tmp_path):
-    (tmp_path / "live.html").write_text(render_live_page(False))
-    browser.open(tmp_path / "live.html")
-    assert not browser.run("byId('player').checkVisibility()")
 
 
 @pytest.mark.slow
@@ -491,34 +305,6 @@ def test_the_keyboard_alone_reaches_everything(browser, show):
 
 
 @pytest.mark.slow
-def test_keys_slider_and_player_move(browser, show):
-    show(make_two_hop_rollout(), replace(make_two_hop_rollout(), id="q2", question="Why?"))
-    at = lambda: browser.run("[page.at, Number(page.step.value), byId('where').value]")  # noqa: E731
-    for key, step in (("ArrowRight", 1), ("End", 4), ("ArrowLeft", 3), ("Home", 0)):
-        browser.press_key(key)
-        assert at() == [step, step, f"step {step} of 4"]
-    browser.press_key("ArrowRight", shift=True)
-    assert at()[0] == 4, "a leap ends at the last step"
-    browser.run("page.step.value = 2; page.step.dispatchEvent(new Event('input'))")
-    assert at()[:2] == [2, 2] and browser.run(CANVAS) == [list(canvases(make_two_hop_rollout()))[2]]
-    browser.run("byId('speed').value = 60")
-    browser.press_key(" ")
-    wait = "const wait = () => page.timer ? setTimeout(wait, 5) : done(); wait();"
-    browser.run(f"new Promise((done) => {{ {wait} }})")
-    assert at()[0] == 4, "it has played to the end"
-    browser.run("byId('speed').focus()")
-    browser.press_key("ArrowLeft")
-    assert at()[0] == 4, "there the arrows choose a speed"
-    browser.run("page.items[0].focus()")
-    browser.press_key("ArrowDown")
-    assert browser.run("document.activeElement.textContent") == "Why?"
-    browser.run("document.activeElement.click()")
-    assert browser.run("document.querySelector('#question').textContent") == "Why?" and at()[0] == 0
-    browser.run("new Promise((done) => setTimeout(done, 2 * SETTLED))")
-    assert browser.run("location.hash") == "#question=2&step=0"
-
-
-@pytest.mark.slow
 def test_two_traces_side_by_side(browser, show):
     """The shorter one stays at its end; the bridge is entered by one and never by the other."""
     short = static(make_two_hop_rollout())
@@ -531,25 +317,6 @@ def test_two_traces_side_by_side(browser, show):
     assert heads == ["static decode.query_policy=question", "interleaved decode.query_policy=proxy"]
     browser.run("document.querySelectorAll('.bridges button')[1].click()")
     assert browser.run("page.at") == 2
-
-
-@pytest.mark.slow
-def test_what_a_trace_does_not_hold_is_not_shown(browser, tmp_path):
-    """A trace of version 1 has neither texts of passages nor citations; a question that failed, no step."""
-    old = replace(make_two_hop_rollout(), passages={}, citations=[], settings={})
-    failed = Rollout("q2", "Why?", "joint", 4, error="the search failed")
-    path = tmp_path / "page.html"
-    write_page(path, [TraceRun("", None, [old, failed])])
-    browser.open(path, "#step=4")
-    assert browser.run(CANVAS) == [list(canvases(old))[4]]
-    assert browser.run("document.querySelector('.card b').textContent") == "austen"
-    assert (
-        browser.run("document.querySelectorAll('mark, .bridges tr, .guess, .settings, .sources li').length")
-        == 0
-    )
-    browser.run("page.open(1); page.play()")
-    assert browser.run("page.panes[0].final.textContent") == "none, the search failed"
-    assert browser.run(CANVAS) == [[None] * 4]
 
 
 @pytest.mark.slow
@@ -595,60 +362,6 @@ def test_steps_are_added_to_a_trace_that_is_running(browser, show):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1440])
-def test_all_texts_can_be_read(browser, show, width, dark):
-    """Contrast of 4.5 at every step and by both colours, of guesses of 3, the fainter the less sure; no
-    text is wider than the window.
-    """
-    show(traces=TWO_TRACES, width=width, dark=dark)
-    paper = browser.run("getComputedStyle(page.panes[1].node).backgroundColor")
-    poor, shades = set(), {}
-    for by in ("step", "confidence"):
-        browser.run(f"byId('colour').value = '{by}'; page.colour()")
-        for step in range(5):
-            browser.run(f"page.go({step})")
-            poor |= {name for name, text, behind in browser.run(COLOURS) if contrast(text, behind) < 4.5}
-            shades |= {shade: contrast(colour, paper) for shade, colour in browser.run(GHOST_COLOURS)}
-            wide, window = browser.run(WIDTHS)
-            assert wide <= window == width
-    assert not poor and sorted(shades) == [0, 1, 2, 3, 4]
-    assert [shades[n] for n in range(5)] == sorted(shades.values())
-    assert shades[0] >= 3 and shades[4] >= 4.5
-    ground = browser.run("getComputedStyle(document.body).backgroundColor")
-    assert (contrast(ground, "rgb(0, 0, 0)") < 2) == dark
-
-
-@pytest.mark.slow
-def test_a_reader_of_screens_hears_what_can_be_used_and_no_ghosts(browser, show):
-    """As the browser's own accessibility tree has it; nor are ghosts in what is copied."""
-    show(traces=TWO_TRACES, place="#step=1")
-    assert browser.run("page.panes[1].canvas.textContent") == " Jane Austen"
-    nodes = browser.call("Accessibility.getFullAXTree")["nodes"]
-    named = [(node["role"]["value"], node["name"]["value"]) for node in nodes if "name" in node]
-    said = [name for _, name in named]
-    assert " Austen" in said and not any("Steventon" in text for text in said)
-    used = [name for role, name in named if role in ("button", "slider", "combobox", "checkbox")]
-    assert {"Step", "Speed", "Colour", "Guesses", "First step", "Play"} < {*used} and all(used)
-    assert named.count(("group", "Canvas; arrow keys go from token to token")) == 2
-
-
-@pytest.mark.slow
-def test_a_thousand_steps_of_a_thousand_tokens(browser, show):
-    """The bound is a hundred times what it takes: for what would grow with steps times tokens."""
-    rollout = make_synthetic_rollout(1000, 1000)
-    show(rollout)
-    for step in (1, 500, 499, 1000, 0, 777):
-        browser.run(f"page.go({step})")
-        check_step(browser, rollout, step)
-    spent = browser.run(
-        "(() => { const begun = performance.now(); for (let n = 0; n < 20; n++) { page.go(500 + n);"
-        " document.body.offsetHeight; } return (performance.now() - begun) / 20; })()"
-    )
-    assert spent < 1000
-
-
-@pytest.mark.slow
 def test_sample_makes_the_page_of_what_it_answers(browser, tmp_path):
     """On the screen, and with --out of its trace; the canvases are those of the trace."""
     for words in (["--trace", "t1"], ["--out", "answers.jsonl", "--trace", "t2"]):
@@ -663,15 +376,3 @@ def test_sample_makes_the_page_of_what_it_answers(browser, tmp_path):
             for step in range(len(rollout.steps)):
                 browser.run(f"page.go({step})")
                 check_step(browser, rollout, step)
-
-
-@pytest.mark.slow
-def test_a_picture_of_a_page_has_a_frame_for_every_step(browser, tmp_path):
-    page = tmp_path / "page.html"
-    write_page(page, [TraceRun("", header(make_two_hop_rollout()), [make_two_hop_rollout()])])
-    for name, frames in (("all.webp", 5), ("one.png", 1)):
-        words = [sys.executable, ROOT / "docs" / "picture.py", page, tmp_path / name, "--width", "600"]
-        subprocess.run(words, check=True)
-        with Image.open(tmp_path / name) as picture:
-            assert (picture.n_frames, picture.width) == (frames, 600)
-            assert len({picture.seek(n) or picture.tobytes() for n in range(frames)}) == frames

@@ -25,7 +25,7 @@ FLOORS = [  # lowest first; a room knows the floors below it
     "decode",
     "diffusion_gemma",
     "workers",
-    "__init__",  # the front door: Decoder, Denoiser, Tokenizer, load_retriever
+    "__init__",  # the front door: load, Decoder, Denoiser, Question, Tokenizer, load_retriever ...
     "baselines",
     "evaluation",
     "page",

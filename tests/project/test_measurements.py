@@ -2,13 +2,10 @@
 
 import importlib
 import importlib.util
-import json
 import re
-from collections import Counter
 from functools import cache
 
 import pytest
-import yaml
 
 from dlm_rag.config import list_setting_fields
 from dlm_rag.errors import ConfigError
@@ -31,26 +28,6 @@ def measure_again():
 
 def all_entries():
     return [(page, entry) for page in builder().PAGES for entry in builder().read_entries(page)]
-
-
-def an_entry(**changes):
-    entry = {
-        "title": "Two",
-        "what": "A sum.",
-        "command": "python train.py",
-        "machine": "one",
-        "date": "2026-11-26",
-    }
-    return {key: value for key, value in (entry | changes).items() if value is not None}
-
-
-def store(folder, *entries, page="world"):
-    """A folder of results in which one page has these entries and the others have one each."""
-    (folder / "results").mkdir()
-    for name in builder().PAGES:
-        of_page = entries if name == page else [an_entry()]
-        (folder / "results" / f"{name}.yaml").write_text(yaml.safe_dump(list(of_page)))
-    return folder
 
 
 def test_pages_are_up_to_date():
@@ -108,19 +85,6 @@ def test_a_change_since_the_measurement_is_said(tmp_path, monkeypatch, changed):
         again.check_inputs({"x": then})
 
 
-def test_every_page_has_a_file_of_results():
-    stored = {path.stem for path in (builder().FOLDER / "results").iterdir()}
-    assert stored == set(builder().PAGES)
-    assert {path.stem for path in builder().FOLDER.glob("*.md")} == {"index", *stored}
-
-
-def test_no_measurement_is_stored_twice():
-    entries = all_entries()
-    titles = Counter(entry["title"].lower() for _, entry in entries)
-    tables = Counter(json.dumps(entry["rows"]) for _, entry in entries if entry.get("rows"))
-    assert not [each for each, times in (titles + tables).items() if times > 1]
-
-
 def test_commands_name_what_exists():
     """A program or a setting that is gone needs the commit that still has it."""
     settings = list_setting_fields()
@@ -135,59 +99,3 @@ def test_commands_name_what_exists():
             key for key in re.findall(rf"(?<![\w.])((?:{sections})\.\w+)=", text) if key not in settings
         ]
         assert not gone or "commit" in entry, (page, entry["title"], gone)
-
-
-@pytest.mark.parametrize(
-    ("entry", "said"),
-    [
-        (an_entry(titel="x"), "unknown key 'titel' (nearest: 'title')"),
-        (an_entry(machine=None), "machine is missing"),
-        (an_entry(command=[]), "command"),
-        (an_entry(what=" "), "what"),
-        (an_entry(date="26 November"), "is not like '2026-11-26'"),
-        (an_entry(columns=["a"], rows=[[1.5]]), "quote numbers"),
-        (an_entry(columns=["a", "b"], rows=[["1"]]), "every row needs 2 cells"),
-        (an_entry(rows=[["1"]]), "every row needs 0 cells"),
-    ],
-)
-def test_an_entry_that_cannot_be_shown_is_refused(tmp_path, entry, said):
-    with pytest.raises(ConfigError, match=re.escape(said)) as error:
-        builder().render_pages(store(tmp_path, an_entry(title="One"), entry))
-    assert "world.yaml, entry 2" in str(error.value)
-
-
-def test_two_entries_with_one_anchor_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="rename one"):
-        builder().render_pages(store(tmp_path, an_entry(), an_entry(title="Two!")))
-
-
-def test_what_is_dumped_is_read_again():
-    """YAML reads all that `dump_entry` writes, and shows it in the page."""
-    entry = an_entry(command=["a # b", "c: d"], columns=["x", "y | z"], rows=[["1.0 [0, 2]", ""]], seed=0)
-    text = builder().dump_entry(entry)
-    assert yaml.safe_load(text) == [entry]
-    shown = builder().render_entry(entry)
-    assert (
-        "```sh\na # b\nc: d\n```" in shown
-        and "| x | y \\| z |" in shown
-        and "one; 2026-11-26; seed 0" in shown
-    )
-
-
-def test_an_evaluation_becomes_an_entry(tmp_path):
-    """--add stores the command, the stamp and the table of a scores.json, and writes the pages anew."""
-    store(tmp_path, an_entry())
-    means = {"exact_match": {"mean": 0.5, "low": 0.25, "high": 0.75}}
-    stamp = {"device": "one cpu", "date": "2026-11-26T10:00:00+00:00", "commit": "c0ffee", "seed": 3}
-    settings = {name: {"groups": {"all": means}, "stamp": stamp} for name in ("a", "b")}
-    scores = {"questions": {"all": 2}, "settings": settings, "first_minus": {"b": {"all": means}}}
-    (tmp_path / "scores.json").write_text(json.dumps(scores | {"command": "dlm-rag evaluate"}))
-    add = ["--folder", str(tmp_path), "--add", str(tmp_path / "scores.json"), "--page", "world"]
-    builder().main([*add, "--title", "New", "--what", "Equal."])
-    _, entry = builder().read_entries("world", tmp_path)
-    assert entry["machine"] == "one cpu" and entry["date"] == "2026-11-26" and entry["seed"] == 3
-    assert [row[:2] for row in entry["rows"]] == [["a", "50.0 [25, 75]"], ["b", "50.0 [25, 75]"]]
-    assert "| a | 50.0 [25, 75] |" in (tmp_path / "world.md").read_text()
-    assert "[New](world.md#new)" in (tmp_path / "index.md").read_text()
-    with pytest.raises(ConfigError, match="--title"):
-        builder().main(add)

@@ -53,7 +53,6 @@ SMALLER = {
         "interleaved,static retrieval": "interleaved,static --limit 2 retrieval",
     },
 }
-LANGUAGES = {"bash", "console", "html", "json", "jsonl", "markdown", "python", "text", "yaml"}
 PROGRAMS = {"python": "", "dlm-rag": "-m dlm_rag", "torchrun": "-m torch.distributed.run"}
 SECONDS = 900
 
@@ -97,16 +96,6 @@ def checkout(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_every_block_says_what_it_is(page):
-    """A block of another kind, or one without a fence, would be shown and run by nobody."""
-    text = page.read_text()
-    assert {language for language, _, _ in read_blocks(page)} <= LANGUAGES
-    assert len(re.findall("^ *```", text, re.MULTILINE)) == 2 * len(read_blocks(page))
-    assert not re.search(r"^\n    \S", text, re.MULTILINE)
-    assert all(words in text for words in SMALLER.get(page.stem, {})), "what is made smaller is not there"
-
-
 def is_alive(group: int) -> bool:
     """Whether a process group has a process."""
     try:
@@ -142,10 +131,6 @@ def test_the_shell_blocks_of_a_tutorial_run(page, checkout, tmp_path):
             shell.wait()
     assert status == 0, log.read_text()[-4000:]
     assert not left, "the page leaves a process behind"
-
-
-def test_what_is_made_smaller_is_a_tutorial():
-    assert set(SMALLER) <= {page.stem for page in TUTORIALS}
 
 
 def test_notebooks_are_those_of_their_tutorials():

@@ -1,12 +1,9 @@
 """The BM25 index that is built as a stream: what bm25s has in memory, whenever a build dies."""
 
-import logging
 import multiprocessing
 import os
 import resource
 import signal
-import subprocess
-import sys
 from errno import ENOSPC
 from pathlib import Path
 
@@ -304,33 +301,8 @@ def test_a_corpus_that_changes_meanwhile_leaves_no_shard(corpus, small_parts):
     assert not list(corpus.folder.glob(f"*.building/{build_once.PARTS_FOLDER}/*/{build_once.DIGESTS_FILE}"))
 
 
-def test_a_long_build_says_what_it_takes_before_it_begins(corpus, small_parts, monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr(build_once, "ANNOUNCE_FROM_SECONDS", 0)
-    monkeypatch.setattr(bm25_build, "SAMPLE_PASSAGES", 2)
-    BM25Retriever(corpus, 7)
-    (said,) = (record.getMessage() for record in caplog.records if record.name == build_once.__name__)
-    assert "24 passages" in said and "of disk" in said and "of memory" in said
-
-
 def test_the_index_is_mapped(corpus):
     """Not read: what is searched are views of files."""
     retriever = BM25Retriever(corpus, 7)
     for array in (retriever._words, *(retriever._index.scores[n] for n in ("data", "indices", "indptr"))):
         assert isinstance(array.base, np.memmap) or isinstance(array.base.base, np.memmap)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("module", ["retrieval.bm25", "retrieval.sparse_vectors", "commands.sample"])
-def test_jax_is_kept_from_the_gpu_before_bm25s_starts_it(tmp_path, module):
-    """On a GPU JAX takes three quarters of the memory at once.
-
-    A stand-in for JAX tells which platforms it may take when it is first imported.
-    """
-    (tmp_path / "jax").mkdir()
-    (tmp_path / "jax" / "__init__.py").write_text("import os; print(os.environ['JAX_PLATFORMS'])")
-    (tmp_path / "jax" / "lax.py").write_text("def top_k(scores, k): return scores[:k], range(k)")
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import dlm_rag.{module}, bm25s"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert (run.stdout, run.returncode) == ("cpu\n", 0), run.stderr

@@ -10,7 +10,12 @@ from dlm_rag.decode.abstention import describe_abstention
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.questions import read_questions
-from dlm_rag.serving.conversation import find_names, make_question_stand_alone
+from dlm_rag.serving.conversation import (
+    find_names,
+    make_question_stand_alone,
+    reply_to_greeting,
+    suggest_questions,
+)
 from dlm_rag.serving.requests import ParsedRequest
 from dlm_rag.serving.responses import ReplyContext, build_reply, cut_open_reasoning
 from dlm_rag.tokenizer import Tokenizer
@@ -268,19 +273,30 @@ def test_serve_alone_answers_its_example_questions_and_links_their_sources(tmp_p
 
 
 @pytest.mark.slow
-def test_a_click_on_an_example_plays_its_answer(tmp_path):
+def test_a_chat_keeps_its_turns_answer_first_then_sources_then_the_trace(tmp_path):
     """In a browser, whose console is silent."""
     if find_chromium() is None:
         pytest.skip("chromium is not here (apt-get install chromium)")
     port = find_free_port()
     with start_server_process(tmp_path, port), HeadlessChromium() as browser:
         browser.call("Page.navigate", url=f"http://127.0.0.1:{port}/")
-        wait_until(lambda: browser.run("typeof asking !== 'undefined'"))
+        wait_until(lambda: browser.run("typeof chat !== 'undefined'"))
         browser.run("document.querySelectorAll('#examples button')[2].click()")
-        wait_until(lambda: browser.run("page.data.questions[0]?.sides[0].end?.answer") is not None)
-        answer = browser.run("page.data.questions[0].sides[0].end.answer")
-        assert answer == "a town in the Danish region of North Jutland" and browser.complaints == []
-        assert browser.run("byId('question').textContent") == "What is Kellerup?"
+        wait_until(lambda: not browser.run("chat.busy"))
+        parts = browser.run("[...document.querySelector('.reply').children].map((node) => node.className)")
+        assert [parts[0], *parts[-2:]] == ["said", "cited", "trace"]
+        said = "document.querySelectorAll('.said')[%d].textContent"
+        assert browser.run(said % 0) == "a town in the Danish region of North Jutland"
+        browser.run("chat.ask('What is it?')")
+        wait_until(lambda: not browser.run("chat.busy"))
+        assert browser.run(said % 1) == browser.run(said % 0), "'it' is what the turn before named"
+        browser.run("chat.ask('thanks')")
+        wait_until(lambda: not browser.run("chat.busy"))
+        assert browser.run("byId('told').value").startswith("I answer questions about these 6 passages")
+        browser.run("document.querySelector('.trace').open = true")
+        wait_until(lambda: browser.run("byId('player').checkVisibility()"))
+        assert browser.run("document.querySelectorAll('#turns > li').length") == 3
+        assert browser.complaints == []
 
 
 @pytest.mark.slow
@@ -292,3 +308,22 @@ def test_the_model_of_the_invented_world_says_what_it_knows(tmp_path):
         answer = httpx.post(path, json=chat_body(model["examples"][0]), timeout=60).json()
     assert "invented world" in model["description"] and len(model["examples"]) == 3
     assert answer["choices"][0]["message"]["content"].endswith(f"\n\n{model['description']}")
+
+
+@pytest.mark.parametrize(
+    "said", ["hello", "Hi there!", "thanks a lot", "OK, and who are you?", "\N{WAVING HAND SIGN}"]
+)
+def test_a_greeting_is_answered_by_what_can_be_asked(said):
+    assert reply_to_greeting(said, 2000) == "I answer questions about these 2,000 passages; ask one."
+
+
+@pytest.mark.parametrize(
+    "asked", ["Who wrote Emma?", "When?", "hello kitty", "thanks, and who wrote it?", "東京"]
+)
+def test_a_question_is_no_greeting(asked):
+    assert reply_to_greeting(asked, 2000) == ""
+
+
+def test_questions_are_suggested_from_titles():
+    titles = ["Emma", "notes.md", "Hot Rod (film)", "x", "Who sang it?", "Jane Austen"]
+    assert suggest_questions(titles) == ("What is Emma?", "What is Hot Rod?", "Who sang it?")

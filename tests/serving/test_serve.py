@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -361,26 +360,6 @@ def test_keys_are_asked_for_and_the_corpus_is_searched_at_the_same_server(decode
         assert page.status_code == 200 and not any(key in page.text for key in KEYS)
 
 
-def test_a_request_has_one_line_in_the_log(decoder, tmp_path, caplog):
-    """With its status and whose key it has, without what was asked; none for what machines ask."""
-    caplog.set_level("INFO", "dlm_rag.serving")
-    file = tmp_path / "keys.txt"
-    file.write_text("\n".join(KEYS))
-    file.chmod(0o600)
-    with serve_decoder(decoder, keys=file) as service:
-        send_request(service, chat_body(stream=True), Authorization=f"Bearer {KEYS[1]}")
-        send_request(service, chat_body())
-        send_request(service, path="/no%0Aline", method="GET")
-        get_page(service, "/metrics")
-        get_page(service, "/health")
-    said = [re.sub(r"\d\.\d{3} s", "T", line) for line in caplog.messages]
-    assert said == [
-        "POST /v1/chat/completions 200 T key2",
-        "POST /v1/chat/completions 401 T -",
-        "GET /no%0Aline 404 T -",
-    ]
-
-
 def test_a_key_file_that_everybody_can_read_is_warned_of(tmp_path, caplog):
     file = tmp_path / "keys.txt"
     file.write_text(KEYS[0])
@@ -584,3 +563,16 @@ def test_the_end_answers_what_was_taken_and_refuses_the_rest(slow):
 
     with serve_decoder(slow) as service:
         assert run_in_loop(service.loop, ended(service)) == [200, 503, 503]
+
+
+def test_a_greeting_needs_no_model(decoder):
+    """Whole, as a stream and on the page."""
+    said = "I answer questions about these"
+    with serve_decoder(decoder) as service:
+        whole = send_request(service, chat_body("Hello!")).json()
+        choice = whole["choices"][0]
+        assert choice["message"]["content"].startswith(said) and choice["finish_reason"] == "stop"
+        assert whole["usage"]["completion_tokens"] == 0 and whole["dlm_rag"]["forwards"] == 0
+        assert said in send_request(service, chat_body("thanks", stream=True)).text
+        assert said in send_request(service, chat_body("hi", abstain="copied"), "/v1/answers").text
+        assert service.engine.counts["answered"] == 0

@@ -1,0 +1,80 @@
+"""A decoder in one call: a model by its name, and a corpus in whatever form it is at hand."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from dlm_rag.config import CONFIG_FOLDER, Config, load_config
+from dlm_rag.config.fields import replace_settings
+from dlm_rag.decode.decoder import Decoder
+from dlm_rag.errors import ConfigError, suggest_nearest
+from dlm_rag.files.hub import SHIPPED_FOLDER, SHIPPED_PREFIX
+from dlm_rag.files.smollm2 import MODEL_NAME
+from dlm_rag.machine import choose_device, parse_dtype
+from dlm_rag.model.checkpoint import open_checkpoint
+from dlm_rag.model.denoiser import load_denoiser
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.tokenizer import Tokenizer
+
+SECTIONS = ("model", "retrieval", "decode", "engine")  # whose settings `load` takes, by their bare names
+WORLD_MODELS = [f"{SHIPPED_PREFIX}{name}" for name in ("model", "whole")]  # trained on the world that ships
+WORLD_CORPUS = SHIPPED_FOLDER / "world" / "corpus.jsonl"
+INSTEAD = {"torch_dtype": "dtype", "k": "top_k", "n_docs": "top_k", "max_length": "max_new_tokens",
+           "documents": "corpus", "texts": "corpus", "threshold": "commit_threshold"}  # fmt: skip
+
+
+def load(model: str | Path | None = None, corpus: Any = None, **settings: Any) -> Decoder:
+    """The decoder of a model and a corpus, ready for `ask`, `decode` and `stream`.
+
+    model: a folder, a hub id, `smollm2`, or what ships (`dlm_rag/shipped/model`); unset: the reader that
+    ships, without a corpus the model of the invented world. corpus: a file or folder, passages as texts or
+    dicts, or a retriever. settings: any of `model`, `retrieval`, `decode` and `engine` by its bare name, as
+    `top_k=3, commit_threshold=0.8, device="cuda", dtype="bfloat16"`. Raises `UserError`.
+    """
+    config, name = _choose_config(model, corpus, settings)
+    sections = {section: getattr(config, section) for section in SECTIONS}
+    for key, value in settings.items():
+        section = _find_section(key, sections)
+        if key in ("device", "dtype"):  # also as objects of torch
+            value = str(value).removeprefix("torch.")
+        sections[section] = replace_settings(sections[section], **{key: value})
+    wanted, retrieval = sections["model"], sections["retrieval"]
+    checkpoint = open_checkpoint(name, wanted.block_size)
+    device = choose_device(wanted.device)
+    layout = wanted.evidence_layout or checkpoint.config.evidence_layout
+    if hasattr(corpus, "search") and hasattr(corpus, "key"):
+        retriever = corpus
+    elif corpus is None and retrieval.url is None:
+        if name not in WORLD_MODELS:
+            raise ConfigError("load: give corpus= a file, a folder, a list of texts, or a retriever")
+        retriever = load_retriever(replace_settings(retrieval, corpus=str(WORLD_CORPUS)), model=name)
+    else:
+        retriever = load_retriever(retrieval, corpus, model=name)
+    denoiser = load_denoiser(
+        checkpoint, device, parse_dtype(wanted.dtype, device), wanted.attn_implementation, wanted.quantize,
+        wanted.device_map,
+    )  # fmt: skip
+    tokenizer = Tokenizer.from_pretrained(checkpoint, layout)
+    return Decoder(denoiser, retriever, tokenizer, sections["decode"], layout, sections["engine"])
+
+
+def _choose_config(model: str | Path | None, corpus: Any, settings: dict[str, Any]) -> tuple[Config, str]:
+    """The settings to begin with, and the model's name: of the reader that ships those of its file."""
+    name = None if model is None else str(model)
+    if corpus is None and "url" not in settings:
+        return Config(), name or WORLD_MODELS[0]
+    reader = load_config(str(CONFIG_FOLDER / "reader.yaml"), [])
+    own = f"{SHIPPED_PREFIX}{MODEL_NAME}"
+    if name == MODEL_NAME and (SHIPPED_FOLDER / MODEL_NAME / "config.json").is_file():
+        name = own
+    shipped = str(reader.model.path)
+    return (reader, shipped) if name in (None, shipped) else (Config(), str(name))
+
+
+def _find_section(key: str, sections: dict[str, Any]) -> str:
+    """The section that has a setting; raises `ConfigError` with the nearest name."""
+    names = {item.name: name for name in SECTIONS for item in dataclasses.fields(sections[name])}
+    if key not in names:
+        right = f" (nearest: '{INSTEAD[key]}')" if key in INSTEAD else suggest_nearest(key, names)
+        raise ConfigError(f"load has no setting '{key}'{right}")
+    return names[key]

@@ -1,0 +1,32 @@
+"""`dlm-rag chat`: one question after another, in a terminal or a pipe."""
+
+import io
+import sys
+
+import pytest
+
+from dlm_rag.commands import chat
+from tests.support.commands import call, model  # noqa: F401 - fixtures
+
+
+@pytest.fixture
+def say(call, monkeypatch):
+    """What the chat prints when these lines are typed: exit code, output, errors."""
+
+    def run(*lines, **more):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        return call(program=chat, **more)
+
+    return run
+
+
+def test_questions_are_answered_one_after_another_until_quit(say):
+    code, out, err = say("", "Who wrote Emma?", "/sources", "/why", "/quit", "Who wrote Emma?")
+    assert (code, err.count("error")) == (0, 0)
+    assert "step  wrote" in out and out.count("Who wrote Emma?") == 1, "asked first, in /why alone"
+
+
+def test_a_greeting_is_answered_by_what_is_asked_here(say):
+    _, out, _ = say("hello", "thanks!", "/sources", "/what")
+    assert out.count("I answer questions about these") == 3, "at the start, and for each greeting"
+    assert "nothing was answered yet" in out and out.count("/quit: end") == 2

@@ -1,0 +1,143 @@
+"""What somebody who knows Hugging Face types first, by guess: it works, or says the right name."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import dlm_rag
+from dlm_rag import DecodeConfig, Decoder, Denoiser, Question, Tokenizer, load_retriever, read_trace
+from dlm_rag.errors import UserError
+from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
+
+TEXTS = ["Emma is a novel by Jane Austen.", "Bees make honey.", "Kellerup is a town on a fjord."]
+DICTS = [{"text": text, "title": f"t{n}"} for n, text in enumerate(TEXTS)]
+ASKED = "Who wrote Emma?"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a tiny checkpoint, a folder of notes and a file of passages."""
+    folder = tmp_path_factory.mktemp("first")
+    tiny_denoiser(max_position_embeddings=2048, canvas_length=8).save_pretrained(
+        folder / "model", eos_token_id=257
+    )
+    byte_tokenizer().save_pretrained(folder / "model")
+    (folder / "notes").mkdir()
+    (folder / "notes" / "a.md").write_text("# Emma\n\nEmma is a novel by Jane Austen.\n")
+    (folder / "corpus.jsonl").write_text('{"id": "1", "contents": "Emma is a novel."}\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def decoder(home):
+    return dlm_rag.load(home / "model", corpus=TEXTS)
+
+
+@pytest.fixture(scope="module")
+def rollout(decoder):
+    return decoder.ask(ASKED)
+
+
+class Table:  # what pandas' tables have
+    columns = ("text",)
+
+    def to_dict(self, form):
+        return [{"text": text} for text in TEXTS]
+
+
+def load(home, **settings):
+    return dlm_rag.load(str(home / "model"), **settings)
+
+
+GUESSES = {
+    "load, a list of texts": lambda home, d, r: load(home, corpus=TEXTS).ask(ASKED).steps,
+    "load, a list of dicts": lambda home, d, r: load(home, corpus=DICTS).ask(ASKED).steps,
+    "load, a file as text": lambda home, d, r: (
+        load(home, corpus=str(home / "corpus.jsonl")).ask(ASKED).steps
+    ),
+    "load, a folder": lambda home, d, r: load(home, corpus=home / "notes").ask(ASKED).steps,
+    "load, a retriever": lambda home, d, r: load(home, corpus=d.retriever).retriever is d.retriever,
+    "load, the corpus second": lambda home, d, r: dlm_rag.load(home / "model", TEXTS),
+    "load, settings": lambda home, d, r: (
+        load(home, corpus=TEXTS, top_k=2, commit_threshold=0.8).config.commit_threshold == 0.8
+    ),
+    "load, dtype and device": lambda home, d, r: (
+        load(home, corpus=TEXTS, dtype="bfloat16", device="cpu").denoiser.dtype == torch.bfloat16
+    ),
+    "load, dtype of torch": lambda home, d, r: load(home, corpus=TEXTS, dtype=torch.float32),
+    "load, batch_size": lambda home, d, r: load(home, corpus=TEXTS, batch_size=2).config.batch_size == 2,
+    "load, what ships": lambda home, d, r: (
+        len(dlm_rag.load("dlm_rag/shipped/model").retriever.corpus) == 2000
+    ),
+    "Decoder.from_pretrained": lambda home, d, r: Decoder.from_pretrained(
+        str(home / "model"), corpus=TEXTS, dtype="float32", device="cpu"
+    ),
+    "Denoiser.from_pretrained": lambda home, d, r: (
+        Denoiser.from_pretrained(str(home / "model"), dtype="bfloat16", device="cpu").dtype
+        == torch.bfloat16
+    ),
+    "Tokenizer.from_pretrained": lambda home, d, r: Tokenizer.from_pretrained(str(home / "model")),
+    "calling it": lambda home, d, r: d(ASKED).steps,
+    "decode, a text": lambda home, d, r: len(d.decode(ASKED)) == 1,
+    "decode, texts": lambda home, d, r: len(d.decode([ASKED, "Who?"])) == 2,
+    "decode, a question": lambda home, d, r: d.decode(Question("7", ASKED))[0].id == "7",
+    "decode, settings": lambda home, d, r: (
+        d.decode([ASKED], commit_threshold=0.8)[0].settings["commit_threshold"] == 0.8
+    ),
+    "ask, settings": lambda home, d, r: d.ask(ASKED, max_new_tokens=4).canvas_length == 4,
+    "stream, texts": lambda home, d, r: (
+        [x.id for x in d.stream(["a?", "b?"], batch_size=1)] == ["q1", "q2"]
+    ),
+    "DecodeConfig": lambda home, d, r: Decoder(
+        d.denoiser, d.retriever, d.tokenizer, DecodeConfig(commit_threshold=0.8)
+    ),
+    "search, a text": lambda home, d, r: d.retriever.search("honey")[0].text == TEXTS[1],
+    "search, texts": lambda home, d, r: (
+        [found[0].text for found in d.retriever.search(["honey", "fjord"])] == TEXTS[1:]
+    ),
+    "load_retriever, texts": lambda home, d, r: load_retriever(TEXTS, top_k=1).search("honey"),
+    "load_retriever, dicts": lambda home, d, r: load_retriever(DICTS).search("honey")[0].title == "t1",
+    "load_retriever, a folder": lambda home, d, r: load_retriever(str(home / "notes")).search("Emma"),
+    "load_retriever, corpus=": lambda home, d, r: load_retriever(corpus=str(home / "corpus.jsonl")),
+    "load_retriever, corpus=texts": lambda home, d, r: load_retriever(corpus=tuple(TEXTS), method="bm25"),
+    "load_retriever, a table": lambda home, d, r: len(load_retriever(Table()).corpus) == 3,
+    "abstained": lambda home, d, r: r.abstained is False and r.closest == [],
+    "to_dict": lambda home, d, r: r.to_dict()["question"] == ASKED,
+    "to_rows": lambda home, d, r: [row["step"] for row in r.to_rows()] == [*range(len(r.steps))],
+    "repr of a rollout": lambda home, d, r: ASKED in repr(r) and len(repr(r)) < 200,
+    "print of a rollout": lambda home, d, r: str(r) == (r.answer or r.response),
+    "repr of the decoder": lambda home, d, r: len(repr(d)) < 200,
+    "repr of a passage": lambda home, d, r: len(repr(d.retriever.search("honey")[0])) < 150,
+    "read_trace": lambda home, d, r: callable(read_trace),
+    "types": lambda home, d, r: (Path(dlm_rag.__file__).parent / "py.typed").is_file(),
+}
+
+
+@pytest.mark.parametrize("guess", GUESSES.values(), ids=GUESSES)
+def test_a_first_guess_works(home, decoder, rollout, guess):
+    assert guess(home, decoder, rollout)
+
+
+ELSEWHERE = {
+    "generate of the decoder": (lambda d, r: d.generate(ASKED), "ask"),
+    "generate of the model": (lambda d, r: d.denoiser.generate(ASKED), "dlm_rag.load"),
+    "pipeline": (lambda d, r: dlm_rag.pipeline, "dlm_rag.load"),
+    "retrieve": (lambda d, r: d.retriever.retrieve(ASKED), "search"),
+    "text of a rollout": (lambda d, r: r.text, "response"),
+    "decoder.to": (lambda d, r: d.to("cuda"), "device="),
+    "a setting of the retriever": (lambda d, r: d.decode([ASKED], top_k=2), "no setting 'top_k'"),
+    "a setting misspelled": (lambda d, r: d.decode([ASKED], comit_threshold=1), "'commit_threshold'"),
+    "torch_dtype": (lambda d, r: dlm_rag.load("x", TEXTS, torch_dtype="bfloat16"), "'dtype'"),
+    "a dtype": (lambda d, r: Denoiser.from_pretrained("dlm_rag/shipped/model", dtype="half"), "float16"),
+    "no corpus": (lambda d, r: dlm_rag.load("x"), "x"),
+    "a corpus of numbers": (lambda d, r: load_retriever([1, 2]), "passage 1"),
+    "an empty corpus": (lambda d, r: load_retriever([]), "no passages"),
+}
+
+
+@pytest.mark.parametrize(("guess", "said"), ELSEWHERE.values(), ids=ELSEWHERE)
+def test_what_is_not_offered_says_the_right_name(decoder, rollout, guess, said):
+    with pytest.raises((UserError, AttributeError)) as caught:
+        guess(decoder, rollout)
+    assert said in str(caught.value)
