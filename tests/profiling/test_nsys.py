@@ -1,9 +1,7 @@
 """Real sessions: of nsys where it is installed, of torch.profiler everywhere; and reports that are none."""
 
-import gzip
 import json
 import shutil
-import sqlite3
 import subprocess
 import sys
 
@@ -133,61 +131,3 @@ finally:
     assert found["steps"]["count"] == 333_334
     denoise = next(part for part in found["stages"] if part["stage"] == "denoise")
     assert denoise["gpu_busy"] == pytest.approx(333_334 * 491e-9)
-
-
-NOTHING = "CREATE TABLE NVTX_EVENTS (start, end, eventType, text, textId, domainId, globalTid)"
-
-
-def broken_reports(folder):
-    """Name of the file -> its content, what is said of it."""
-    write_session(folder / "whole.sqlite", 200)
-    whole = (folder / "whole.sqlite").read_bytes()
-    event = {"ph": "X", "cat": "user_annotation", "name": "denoise", "pid": 1, "tid": 1, "ts": 1.0}
-    trace = json.dumps({"traceEvents": [event]})
-    return {
-        "empty.sqlite": (b"", "is empty"),
-        "truncated.sqlite": (whole[: len(whole) // 2], "no whole sqlite export"),
-        "text.sqlite": (b"It was a dark and stormy night.\n" * 200, "no whole sqlite export"),
-        "truncated.json": (trace[:-9].encode(), "no whole trace"),
-        "truncated.json.gz": (gzip.compress(trace.encode())[:-9], "no whole trace"),
-        "corrupted.json.gz": (gzip.compress(trace.encode())[:20] + b"?" * 50, "no whole trace"),
-        "foreign.json": (b'{"traceEvents": []}', "has no ranges of dlm_rag"),
-        "numbers.json": (b'{"traceEvents": [1]}', "no whole trace"),
-        "endless.json": (trace.replace("1.0", "Infinity").encode(), "no whole trace"),
-        "instant.json": (trace.encode(), "without length"),
-        "list.json": (b"[1, 2]", "no whole trace"),
-    }
-
-
-@pytest.mark.slow
-def test_a_report_that_is_none_is_one_sentence(tmp_path):
-    for name, (content, says) in broken_reports(tmp_path).items():
-        (tmp_path / name).write_bytes(content)
-        told = profiling("attribute.py", tmp_path / name, code=2)
-        assert says in told and told.count("\n") == 1, (name, told)
-    assert "was not found" in profiling("attribute.py", tmp_path / "nowhere.sqlite", code=2)
-    for statement, says in (
-        (NOTHING, "has no ranges of dlm_rag"),
-        ("CREATE TABLE t (a)", "no NVTX events"),
-        ("CREATE TABLE NVTX_EVENTS (start)", "no whole sqlite export"),
-    ):
-        path = tmp_path / f"{len(statement)}.sqlite"
-        with sqlite3.connect(path) as database:
-            database.execute(statement)
-        database.close()
-        assert says in profiling("attribute.py", path, code=2)
-
-
-@pytest.mark.slow
-@needs_nsys
-def test_a_broken_nsys_report_is_one_sentence(tmp_path):
-    for name, says in (("a.nsys-rep", "nsys cannot export"), ("a.qdstrm", "is no whole recording")):
-        (tmp_path / name).write_bytes(b"no report")
-        assert says in profiling("attribute.py", tmp_path / name, code=2)
-        (tmp_path / name).unlink()
-
-
-@pytest.mark.slow
-def test_what_is_missing_is_named_with_the_remedy(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert "--with torch" in profiling("nsys.py", "sample", "--report", tmp_path, code=2)

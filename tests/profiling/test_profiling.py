@@ -34,25 +34,6 @@ def test_search_by_url_gives_the_answers_of_a_local_search():
     assert run_benchmark("bench_retrieval", "remote", "--limit", 6, "--rounds", 1).count("6 of 6") == 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--limit", "none"], "limit"),
-        (["--rounds", "none"], "--rounds"),
-        (["--shape", "8b"], "100m, 1b, 7b"),
-        ([], "--out FOLDER"),
-        (["retrieval.url=http://127.0.0.1:1/retrieve"], "retrieval.url"),
-    ],
-)
-def test_bad_words_are_one_sentence(tmp_path, words, named):
-    out = ["--out", str(tmp_path)] if words else []
-    command = [sys.executable, str(ROOT / "profiling" / "bench_decode.py"), *out, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert named in done.stderr
-
-
 PROGRAMS = sorted(
     path.stem for path in (ROOT / "profiling").glob("*.py") if "run_program(main)" in path.read_text()
 )
