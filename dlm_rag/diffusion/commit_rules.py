@@ -111,6 +111,17 @@ class Rule:
     redraws: bool = False
 
 
+def select_left_to_right(confidence: FloatArray, threshold: float, least: int = 1) -> IndexArray:
+    """Returns the first candidates, up to the first one below the threshold; at least `least` of them.
+
+    confidence: (n,) by position. Where the end of a response is easy to guess and its middle is not, no end
+    token is committed before what precedes it.
+    """
+    unsure = np.flatnonzero(confidence < threshold)
+    count = int(unsure[0]) if len(unsure) else len(confidence)
+    return np.arange(min(len(confidence), max(count, least)))
+
+
 def select_by_threshold(confidence: FloatArray, commit_threshold: float, least: int = 1) -> IndexArray:
     """All with confidence of at least `commit_threshold`; where they are fewer than `least`, so many of
     the most confident.
@@ -187,6 +198,10 @@ _SCHEDULED = ("tokens_per_step", "steps_per_block", "schedule")
 RULES = {
     "threshold": Rule(
         lambda p, c: select_by_threshold(p.confidence, c.settings.commit_threshold, c.least),
+        settings=("commit_threshold", *_SCHEDULED),
+    ),
+    "left_to_right": Rule(
+        lambda p, c: select_left_to_right(p.confidence, c.settings.commit_threshold, c.least),
         settings=("commit_threshold", *_SCHEDULED),
     ),
     "top_k": Rule(lambda p, c: select_highest(p.confidence, c.count), settings=_SCHEDULED),

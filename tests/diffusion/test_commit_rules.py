@@ -13,6 +13,7 @@ from dlm_rag.diffusion.commit_rules import (
     select_by_entropy_bound,
     select_by_threshold,
     select_highest,
+    select_left_to_right,
 )
 from dlm_rag.errors import ConfigError
 
@@ -106,3 +107,11 @@ def test_select_reads_the_value_that_belongs_to_the_rule():
     assert choose("threshold", found, commit_threshold=0.5, tokens_per_step=2) == [0, 1], "at most two"
     with pytest.raises(ConfigError, match=r"decode\.commit_rule=magic"):
         find_rule("magic")
+
+
+def test_left_to_right_commits_no_token_behind_an_unsure_one():
+    confidence = np.array([0.95, 0.99, 0.4, 0.99])
+    assert select_left_to_right(confidence, 0.9).tolist() == [0, 1]
+    assert select_left_to_right(confidence, 0.999).tolist() == [0]
+    assert select_left_to_right(confidence, 0.999, least=3).tolist() == [0, 1, 2]
+    assert select_left_to_right(confidence, 0.1).tolist() == [0, 1, 2, 3]
