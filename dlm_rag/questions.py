@@ -31,6 +31,7 @@ from dlm_rag.files.record_readers import (
     read_record_stream,
     read_records,
 )
+from dlm_rag.text import normalize_text, normalize_whitespace
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,9 @@ class Question:
     place: str = field(default="", compare=False, repr=False)  # in its file, for errors
     supporting_titles: tuple[str, ...] = ()  # of the supporting passages, where a file says no ids
     system: str = ""  # a system prompt, which stands in the prompt and in no query
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "question", normalize_whitespace(normalize_text(self.question)))
 
 
 def select_few_per_hop(questions: list[Question], each: int = 2) -> list[Question]:
@@ -207,6 +211,14 @@ def _parse_question(row: dict[str, Any], place: str, aliases: Sequence[str] = ()
     )
 
 
+def spell_out_truth(answer: Any) -> tuple[Any, ...]:
+    """The word for a truth value; of a text that says it, as tables do, that word and the text."""
+    word = {"true": "yes", "false": "no"}.get(str(answer).strip().lower())
+    if word is None:
+        return (answer,)
+    return (word,) if isinstance(answer, bool) else (word, answer)
+
+
 def _parse_hops(value: Any, place: str) -> int | None:
     whole = re.fullmatch(r"([1-9]\d?)(\.0)?", str(value))
     if value is not None and not whole:
@@ -237,6 +249,8 @@ def _parse_texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]
     if field == "supporting_ids" and all(isinstance(item, dict) for item in texts):
         texts = [item.get("id") for item in texts]
         texts = [] if None in texts else texts
-    if not all(isinstance(item, str | int) and not isinstance(item, bool) for item in texts):
+    if field in ("golden_answers", "answer_aliases"):
+        texts = [answer for item in texts for answer in spell_out_truth(item)]
+    if not all(isinstance(item, str | int | float) and not isinstance(item, bool) for item in texts):
         raise QuestionError(f"{place}: '{key}' must be a list of texts")
     return tuple(str(text) for text in texts if str(text).strip())

@@ -4,6 +4,7 @@ import re
 import string
 import unicodedata
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 # Words that carry grammar rather than facts: they neither need evidence nor count as evidence.
@@ -20,7 +21,29 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # It begins where blanks begin, never within them: a run of blanks is looked at once.
 _SENTENCE_END = re.compile(r"(?<!\s)(?:(?<=[.!?])\s+(?:#{3,}\s*)*+|\s*+(?:#{3,}\s*)++|(?>\s*\n)\s*+)")
 _BRACKET = re.compile(r" ?\([^()]*\)$")
-_WORD = re.compile(r"[\w\u0300-\u036f]+")
+_MARKS = "".join(  # combining marks of every script of the basic plane: no letters to Python's `\\w`
+    chr(code)
+    for code in (*range(0x300, 0x1D00), *range(0x1DC0, 0x1E00), 0x3099, 0x309A, *range(0xA600, 0xAC00))
+    if unicodedata.category(chr(code)).startswith("M")
+)  # fmt: skip
+_WORD = re.compile(rf"[\w{_MARKS}]+")
+_TYPOGRAPHY = {ord(char): "'" for char in "\u2018\u2019\u201a\u201b\u2032\u02bc\u00b4"}
+_TYPOGRAPHY |= {ord(char): '"' for char in "\u201c\u201d\u201e\u201f\u2033\u00ab\u00bb"}
+_TYPOGRAPHY |= dict.fromkeys((160, 5760, *range(8192, 8203), 8239, 8287, 12288), " ")
+_TYPOGRAPHY |= {0x2028: "\n", 0x2029: "\n", 0x85: "\n"}
+_TYPOGRAPHY |= dict.fromkeys((0xAD, 0x200B, 0x200C, 0x200D, 0x200E, 0x200F, 0x2060, 0xFEFF), "")
+_TYPOGRAPHY |= dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), "")
+# bm25s's rule: runs of two or more word characters.
+_ASCII_TERM = re.compile(r"\b\w\w+\b", re.ASCII)
+_TERM = re.compile(rf"[\w{_MARKS}]+")
+_POINTS = re.compile(
+    "[\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u05c7\u0610-\u061a\u0640\u064b-\u065f\u0670\u06d6-\u06ed]"
+)
+# Thai, Lao, Tibetan, Burmese, Khmer, kana, Han, Hangul: a sentence, or a word with its endings, is one run.
+_JOINED = "\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff"
+_JOINED += "\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
+_JOINED_RUN = re.compile(f"([{_JOINED}]+)")
+_LETTER = re.compile(rf".[{_MARKS}]*")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 # "Answer" in the languages that evaluations use, and what may stand before it.
 _ANSWER_WORD = (
@@ -99,6 +122,34 @@ _ARTICLE = re.compile(r"\b(a|an|the)\b")
 def normalize_whitespace(text: str) -> str:
     """White space folded to single blanks, none at the ends."""
     return " ".join(text.split())
+
+
+def normalize_text(text: str) -> str:
+    """Text as it is asked and searched: NFC, plain quotes and blanks, `\\n` at line ends, nothing unseen.
+
+    Unseen are soft hyphens, joiners and marks of direction.
+    """
+    if not text.isascii():
+        text = unicodedata.normalize("NFC", text.translate(_TYPOGRAPHY))
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def split_terms(text: str) -> list[str]:
+    """The words of a text in lower case, and pairs of letters where a script has no blanks between words.
+
+    Points of Hebrew and vowels of Arabic are left out; a lone letter of a script with blanks as well.
+    """
+    if text.isascii():
+        return _ASCII_TERM.findall(text.lower())
+    terms = list[str]()
+    for word in _TERM.findall(_POINTS.sub("", normalize_text(text).lower())):
+        for run in _JOINED_RUN.split(word):
+            if _JOINED_RUN.fullmatch(run):
+                letters = _LETTER.findall(run)  # each with its marks
+                terms += map("".join, pairwise(letters)) if len(letters) > 1 else letters
+            elif len(run) > 1:
+                terms.append(run)
+    return terms
 
 
 def get_title_line(text: str) -> str:

@@ -13,6 +13,7 @@ and in a batch; what goes wrong in one row ends that row alone. Every row has de
         print(rollout.answer)
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
@@ -78,6 +79,7 @@ class Decoder(NamesRemedy):
         self.config = config or DecodeConfig()
         self.record_provisional = False  # whether steps record what is guessed at masked positions
         self._engine = engine or EngineConfig()
+        self.lock = threading.RLock()  # of what its engines share: one step at a time, whatever the thread
         if self._engine.memory_gib is not None:
             raise ConfigError(
                 "engine.memory_gib is planned before weights are read, as sample and evaluate do it: leave "
@@ -282,12 +284,13 @@ class Engine(AbstractContextManager["Engine"]):
 
         Raises `KeyError` for a ticket that is not in flight.
         """
-        for group in self._groups:
-            for row in group.rows:
-                if row.ticket == ticket:
-                    row.rollout.error = "cancelled"
-                    self._remove_row(group, row)
-                    return
+        with self.decoder.lock:
+            for group in self._groups:
+                for row in group.rows:
+                    if row.ticket == ticket:
+                        row.rollout.error = "cancelled"
+                        self._remove_row(group, row)
+                        return
         raise KeyError(f"ticket {ticket} is not in flight")
 
     def close(self) -> None:
@@ -308,7 +311,7 @@ class Engine(AbstractContextManager["Engine"]):
         """
         group = self._groups[self._turn % len(self._groups)]
         try:
-            with self._clock, profile_step(self._turn, len(group.rows)):
+            with self.decoder.lock, self._clock, profile_step(self._turn, len(group.rows)):
                 closed = self._take_step(group)
         except BaseException:
             for row in list(group.rows):  # half a step is no state to go on from
@@ -318,7 +321,8 @@ class Engine(AbstractContextManager["Engine"]):
         for row in closed:
             if row.rollout.finished:
                 mark_event(f"question {row.question.id}")
-                self._remove_row(group, row)
+                with self.decoder.lock:
+                    self._remove_row(group, row)
         return [StepEvent(row.ticket, row.rollout) for row in closed]
 
     def _take_step(self, group: RowGroup) -> list[Row]:

@@ -43,6 +43,7 @@ from dlm_rag.model.match_tensors import (
     TensorSources,
     match_tensors,
     match_tensors_by_name,
+    untie_another_head,
 )
 from dlm_rag.model.quantize import count_weight_bytes
 from dlm_rag.model.stored_scales import REMEDY, read_scale_block
@@ -225,6 +226,7 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
     if family.list_named_shapes is not None:
         homes = match_tensors_by_name(folder, family.list_named_shapes(raw, place))
     else:
+        config = untie_another_head(folder, config, family)
         homes = match_tensors(folder, config, family, block)
     if config.rope_scaling is not None:
         problem = f"{place}: rope_scaling={config.rope_scaling!r:.200} gives no rotary positions"
@@ -314,6 +316,9 @@ def _update_raw_config(raw: dict[str, Any], config: DenoiserConfig) -> dict[str,
     found = {**raw, **{key: getattr(config, name) for key, name in DLM_RAG_FIELDS.items()}}
     found[BLOCK_SIZE_KEY] = config.block_size or 0  # whatever the family says
     found["mask_token_id"] = config.mask_token_id
+    for key in ("tie_word_embeddings", "weight_tying"):
+        if key in raw:
+            found[key] = config.tie_word_embeddings
     for key in ("vocab_size", "embedding_size"):
         if key in raw:
             found[key] = max(raw[key], config.vocab_size)

@@ -1,10 +1,12 @@
 """The tensors that a checkpoint's files hold, compared with those that its config asks for."""
 
+import logging
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import safe_open
 
 from dlm_rag.errors import CheckpointError, suggest_nearest, translate_failures
@@ -23,9 +25,12 @@ from dlm_rag.model.stored_scales import (
     count_scales,
 )
 
+log = logging.getLogger(__name__)
+
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+COMPARED_ROWS = 4096  # of embedding and head, that are read at a time
 TensorSources = dict[str, list[tuple[Path, TensorSource]]]  # by our name
 
 
@@ -75,6 +80,26 @@ def match_tensors(
         ours: [(paths[part.name], replace(part, scales=scales.get(part.name))) for part in parts]
         for ours, parts in sources.items()
     }
+
+
+def untie_another_head(folder: Path, config: DenoiserConfig, family: Family) -> DenoiserConfig:
+    """The config, without its tie where the files hold a head that is not the embedding.
+
+    So does transformers. Both are read, a part at a time.
+    """
+    names = [family.rename_tensor(ours) for ours in ("embed_tokens.weight", "lm_head.weight")]
+    found = _read_headers(folder) if config.tie_word_embeddings else {}
+    if not all(name in found for name in names):
+        return config
+    embedding, head = (found[name] for name in names)
+    if embedding.shape == head.shape and embedding.dtype == head.dtype:
+        with safe_open(embedding.path, "pt") as one, safe_open(head.path, "pt") as other:
+            parts = one.get_slice(names[0]), other.get_slice(names[1])
+            starts = range(0, max(head.shape[0], 1), COMPARED_ROWS)
+            if all(torch.equal(*(part[n : n + COMPARED_ROWS] for part in parts)) for n in starts):
+                return config
+    log.warning("%s ties its embeddings, but holds another %s, which is used", folder, names[1])
+    return replace(config, tie_word_embeddings=False)
 
 
 def match_tensors_by_name(folder: Path, wanted: NamedShapes) -> TensorSources:

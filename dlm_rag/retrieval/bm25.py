@@ -33,7 +33,8 @@ from dlm_rag.retrieval.query import Query
 
 log = logging.getLogger(__name__)
 
-INDEX_FORM = "hashed words"  # a part of the folder's name; another text makes every index be built again
+# A part of the folder's name; another text makes every index be built again.
+INDEX_FORM = "hashed words, pairs of letters"
 
 
 def _enable_numba_cache(function: Any) -> None:

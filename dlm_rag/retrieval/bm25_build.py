@@ -8,7 +8,6 @@ Words are known by 64 bits of a hash. That any two of ten million words have the
 word, has a probability of 3 in a million.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -25,6 +24,7 @@ from dlm_rag.files.build_once import Shard, announce_build, build_shard, save_ar
 from dlm_rag.progress import format_bytes, report_progress
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.forked_workers import count_workers, map_in_processes
+from dlm_rag.text import split_terms
 
 BM25_K1, BM25_B = 1.5, 0.75
 WORDS, STARTS, ROWS, SCORES = "words.npy", "starts.npy", "rows.npy", "scores.npy"  # of an index
@@ -35,14 +35,13 @@ SAMPLE_PASSAGES = 2000  # that are counted to tell the costs of a build
 POSTING_BYTES = 16  # of disk while an index is built: 3 of a shard, 8 of the index, and words
 WORKER_BYTES = 400 << 20  # of memory of a process
 
-# The rule of bm25s: lower case, runs of two or more word characters, English stop words left out.
-_find_words = re.compile(r"(?u)\b\w\w+\b").findall
+# Left out, as bm25s does.
 _STOP_WORDS = frozenset(STOPWORDS_EN)
 
 
 def extract_terms(text: str) -> list[str]:
     """The BM25 terms of a text, in order, repeated ones kept."""
-    return [word for word in _find_words(text.lower()) if word not in _STOP_WORDS]
+    return [word for word in split_terms(text) if word not in _STOP_WORDS]
 
 
 def hash_words(words: Iterable[str]) -> np.ndarray:

@@ -14,20 +14,30 @@ from typing import Any, overload
 import numpy as np
 from blake3 import blake3
 
+from dlm_rag.cli import print_note
 from dlm_rag.errors import CorpusError, suggest_nearest
 from dlm_rag.files.build_once import PARTS_FOLDER, Shard, build_once, make_folder_name, save_array
-from dlm_rag.files.checked_json import iter_lines, parse_json_object
+from dlm_rag.files.checked_json import iter_lines, parse_json_object, read_json_or_empty
 from dlm_rag.files.digest import digest_file, digest_open_file, read_file_state
 from dlm_rag.files.paths import expand_path, get_cache_folder, resolve_regular_file
 from dlm_rag.files.public_layouts import list_context_passages
 from dlm_rag.files.record_readers import Record, get_field, get_record_id, is_json_lines, read_records
 from dlm_rag.progress import report_progress
-from dlm_rag.retrieval.chunking import fingerprint_text_folder, list_text_files, read_text_passages
+from dlm_rag.retrieval.chunking import (
+    describe_text_folder,
+    fingerprint_text_folder,
+    list_text_files,
+    read_text_passages,
+    split_passages,
+)
 
 log = logging.getLogger(__name__)
 
 MAX_PARSED_PASSAGES = 4096  # that are kept in memory
-CONVERTED_CORPUS_VERSION = 1  # raise it when other forms become other JSON lines
+MAX_ROW_CHARS = 1200  # of a row that is a passage; a longer one is a document, and cut into passages
+MAX_CUT_CORPUS_BYTES = 256 << 20  # of a larger corpus, whose rows are taken as they are
+COUNTS_FILE = "counts.json"  # of the rows that were cut or left out
+CONVERTED_CORPUS_VERSION = 2  # raise it when other forms become other JSON lines
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,10 @@ class Passage:
         return f"{self.title}\n{self.contents}"
 
 
+class BlankPassageError(CorpusError):
+    """A row has neither text nor title."""
+
+
 def parse_passage(record: dict[str, Any], place: str) -> Passage:
     """The passage in a record; raises `CorpusError` that begins with `place`."""
     name, contents = get_field(record, "contents")
@@ -60,11 +74,15 @@ def parse_passage(record: dict[str, Any], place: str) -> Passage:
         raise CorpusError(f"{place}: no passages come with this question: name another corpus")
     if contents is None:
         raise CorpusError(f"{place}: the passage has no 'contents'{suggest_nearest('contents', record)}")
-    if not isinstance(contents, str) or not contents.strip():
-        raise CorpusError(f"{place}: '{name}' must be a text that is not empty")
     title = record.get("title")
     if not isinstance(title, str | None):
         raise CorpusError(f"{place}: 'title' must be a text")
+    if not isinstance(contents, str):
+        raise CorpusError(f"{place}: '{name}' must be a text that is not empty")
+    if not contents.strip():  # of BEIR, some rows are a title alone
+        contents = (title or "").strip()
+    if not contents:
+        raise BlankPassageError(f"{place}: '{name}' must be a text that is not empty")
     return Passage(get_record_id(record, "passage", place, CorpusError), title or "", contents)
 
 
@@ -167,13 +185,14 @@ def open_corpus(path: str | Path, index_dir: str | Path | None = None) -> Corpus
     MuSiQue) is the corpus of these. The file is hashed at every start, so an index over other bytes is
     never used. The first start also reads every line. Raises `CorpusError` naming file and line.
     """
-    path = expand_path(path, CorpusError)
+    path, texts = expand_path(path, CorpusError), None
     root = expand_path(index_dir, CorpusError, "retrieval.index_dir") if index_dir else get_cache_folder()
     try:
         if path.is_dir():
             if not list_text_files(path):
                 raise CorpusError(f"the folder {path} has no .txt or .md files: name a file")
-            path = _convert_to_jsonl(path, fingerprint_text_folder(path), read_text_passages, root)
+            texts, digest = path, fingerprint_text_folder(path)
+            path = _convert_to_jsonl(path, digest, read_text_passages, root)
         path = resolve_regular_file(path, "corpus", CorpusError)
         state, fingerprint = read_file_state(path), digest_file(path)
         if not is_json_lines(path, CorpusError) or _holds_contexts(path):
@@ -181,9 +200,67 @@ def open_corpus(path: str | Path, index_dir: str | Path | None = None) -> Corpus
             state, fingerprint = read_file_state(path), digest_file(path)
     except OSError as error:
         raise CorpusError(f"corpus '{error.filename or path}' cannot be read ({error.strerror})") from None
+    try:
+        if texts is None and _has_documents(path):
+            raise BlankPassageError
+        folder = _index_rows(path, fingerprint, root)
+    except BlankPassageError:
+        given, path = path, _convert_to_jsonl(path, fingerprint, _read_cut_passages, root)
+        state, fingerprint = read_file_state(path), digest_file(path)
+        folder = _index_rows(path, fingerprint, root)
+        log.warning("%s: %s", given, _describe_counts(path.parent))
+    found = Corpus(path, folder, fingerprint, state)
+    if texts is not None:
+        print_note(f"{texts}: {describe_text_folder(texts, len(found))}")
+    return found
+
+
+def _index_rows(path: Path, fingerprint: str, root: Path) -> Path:
+    """The folder of the indexes of a file, with where its rows begin."""
     folder = root / make_folder_name(path.stem, fingerprint)
     build_once(folder / "offsets", lambda scratch: save_array(scratch / "offsets.npy", _scan_offsets(path)))
-    return Corpus(path, folder, fingerprint, state)
+    return folder
+
+
+def _has_documents(path: Path) -> bool:
+    """Whether a row of a corpus that is not too large is longer than a passage."""
+    if path.stat().st_size > MAX_CUT_CORPUS_BYTES:
+        return False
+    with path.open("rb") as file:
+        for place, _, line in iter_lines(file, str(path), CorpusError):
+            if len(line) > MAX_ROW_CHARS:
+                contents = get_field(parse_json_object(line, place, CorpusError), "contents")[1]
+                if isinstance(contents, str) and len(contents) > MAX_ROW_CHARS:
+                    return True
+    return False
+
+
+def _read_cut_passages(path: Path) -> Iterator[Record]:
+    """The rows of a file, long ones in passages: the first has the row's id, the others `id#2` and so on.
+
+    Rows without text and title are left out.
+    """
+    for place, row in read_records(path, CorpusError):
+        try:
+            passage = parse_passage(row, place)
+        except BlankPassageError:
+            continue
+        parts = [passage.contents]
+        if len(passage.contents) > MAX_ROW_CHARS:
+            parts = split_passages(passage.contents)
+        for number, part in enumerate(parts, 1):
+            name = passage.id if number == 1 else f"{passage.id}#{number}"
+            yield place, {"id": name, "title": passage.title, "contents": part}
+
+
+def _describe_counts(folder: Path) -> str:
+    counts = read_json_or_empty(folder / COUNTS_FILE)
+    cut, parts, blank = (counts.get(key, 0) for key in ("cut", "parts", "blank"))
+    said = [
+        f"{cut:,} rows are longer than {MAX_ROW_CHARS:,} characters: cut into {parts:,} passages"
+    ] * bool(cut)
+    said += [f"{blank:,} rows without a text are left out"] * bool(blank)
+    return "; ".join(said)
 
 
 def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Path:
@@ -225,11 +302,20 @@ def _convert_to_jsonl(
 
     def build(scratch: Path) -> None:
         log.info("reading %s into JSON lines", path)
+        rows = dict[str, int]()  # passages of each place
         with (scratch / name).open("w", encoding="utf-8") as file:
-            for _, _, passage in _check_ids(read_passages, path):
+            for place, _, passage in _check_ids(read_passages, path):
                 file.write(json.dumps(asdict(passage), ensure_ascii=False) + "\n")
+                if cuts:
+                    rows[place] = rows.get(place, 0) + 1
+        if cuts:
+            several = [count for count in rows.values() if count > 1]
+            blank = sum(1 for _ in read_records(path, CorpusError)) - len(rows)
+            counts = {"cut": len(several), "parts": sum(several), "blank": blank}
+            (scratch / COUNTS_FILE).write_text(json.dumps(counts))
 
-    parts = (Path(name).stem, "lines", CONVERTED_CORPUS_VERSION, path.name, fingerprint)
+    cuts = read is _read_cut_passages
+    parts = (Path(name).stem, "cut" if cuts else "lines", CONVERTED_CORPUS_VERSION, path.name, fingerprint)
     return build_once(root / make_folder_name(*parts), build) / name
 
 

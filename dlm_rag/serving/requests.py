@@ -112,7 +112,8 @@ class ParsedRequest:
 
     question: as it stands on its own. asked: as it was typed. system: the system prompt, where the model
     reads one; unread: the fields of the request that it does not read. include_usage: whether a stream ends
-    with a chunk of usage alone. cite: whether sources stand below the answer.
+    with a chunk of usage alone. cite: whether sources stand below the answer. max_tokens: of the response,
+    which is cut there; the canvas stays, for another one has another answer.
     """
 
     question: str
@@ -124,6 +125,7 @@ class ParsedRequest:
     stream: bool = False
     include_usage: bool = False
     stops: tuple[str, ...] = ()
+    max_tokens: int | None = None
     cite: bool = True
 
 
@@ -148,11 +150,12 @@ class RequestParser:
         bounds = [most for most in (asked.max_tokens, asked.max_completion_tokens) if most is not None]
         return ParsedRequest(
             **self._read_turns(asked.messages),
-            settings=self._resolve_settings(asked, min(bounds, default=None)),
+            settings=self._resolve_settings(asked),
             model=asked.model,
             stream=bool(asked.stream),
             include_usage=bool(options and options.include_usage),
             stops=tuple(asked.stop or ()),
+            max_tokens=min(bounds, default=None),
             cite=asked.cite is not False,
         )
 
@@ -184,9 +187,9 @@ class RequestParser:
             "unread": unread,
         }
 
-    def _resolve_settings(self, asked: BaseModel, most: int | None = None) -> DecodeConfig:
-        """Returns the settings of a request, on top of the server's; most: its max_tokens."""
-        own, shape = self._own, self._decoder.denoiser.config
+    def _resolve_settings(self, asked: BaseModel) -> DecodeConfig:
+        """Returns the settings of a request, on top of the server's."""
+        own = self._own
         given = {name: getattr(asked, name) for name in asked.model_fields_set if name in _SETTINGS}
         for name, value in given.items():  # a client must not choose what code the server imports
             table = get_field_metadata(_SETTINGS[name], "table")
@@ -203,10 +206,6 @@ class RequestParser:
             if length > limit:
                 reason = f"max_new_tokens={length} is more than the {limit} of this server"
                 raise ApiError(400, reason, "max_new_tokens")
-            if most is not None and most < length:
-                if shape.block_size and settings.mode == "diffusion":
-                    raise UserError(f"max_tokens={most} is under the {length} that this model fills")
-                settings = replace_settings(settings, max_new_tokens=most)
         except UserError as error:
             raise ApiError(400, str(error)) from None
         return settings

@@ -1,6 +1,7 @@
 """Replies: OpenAI's form of an answer, whole or step by step, and the trace page's events of every step."""
 
 import re
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -229,7 +230,7 @@ class ChatResponse:
         With edits nothing is certain before the end, of uniform noise nothing in the open block. Held back
         at the end are blanks, a character that is not whole, and what may begin a stop text.
         """
-        settings, most = rollout.settings, rollout.canvas_length
+        settings, most = rollout.settings, min(rollout.canvas_length, self._asked.max_tokens or sys.maxsize)
         if settings["edit_threshold"] is not None:
             return ""
         if find_rule(settings["commit_rule"] or "threshold").redraws:  # finished blocks are certain
@@ -246,27 +247,38 @@ class ChatResponse:
         at = find_stop(text, stops)
         return text[: min([*begins[:1], *([] if at is None else [at])], default=len(text))]
 
+    def _cut_response(self, rollout: Rollout) -> tuple[str, bool]:
+        """Returns the response up to the request's `max_tokens`, and whether that is all of it."""
+        tokenizer, most = self._context.tokenizer, self._asked.max_tokens
+        if most is None or rollout.tokens_before_end(tokenizer.end_ids) <= most:
+            return rollout.response, True
+        ids = [token.token_id for _, token in sorted(self._canvas.items())][:most]
+        return tokenizer.decode_with_offsets(ids)[0].rstrip("\ufffd").strip(), False
+
     def _finish(self) -> tuple[Reply, dict[str, Any]]:
         """Returns the reply, and why it ends, its usage and record; raises `ApiError`."""
         rollout = get_finished_rollout(self._job)
         while self._take_step(rollout):
             pass
         context, end_ids = self._context, self._context.tokenizer.end_ids
-        at = find_stop(rollout.response, self._asked.stops)
-        ended = at is not None or any(token.token_id in end_ids for token in self._canvas.values())
+        text, whole = self._cut_response(rollout)
+        at = find_stop(text, self._asked.stops)
+        ended = at is not None or (
+            whole and any(token.token_id in end_ids for token in self._canvas.values())
+        )
         ended |= not rollout.canvas_length  # said without the model
         # The prompt is that of the last pass; what fills the canvas after the end is not counted.
         seen = rollout.steps[-2 if len(rollout.steps) > 1 else -1]
         found = {name: rollout.passages[name] for name in (*seen.passage_ids, *seen.dropped)}
         question, system = rollout.question, self._asked.system
         prompt = len(fit_passages(context.tokenizer, question, found, context.room, system).prompt)
-        written = rollout.tokens_before_end(end_ids)
+        written = min(rollout.tokens_before_end(end_ids), self._asked.max_tokens or sys.maxsize)
         usage = {
             "prompt_tokens": prompt,
             "completion_tokens": written,
             "total_tokens": prompt + written,
         }
-        reply = build_reply(rollout, rollout.response[:at], self._asked, context)
+        reply = build_reply(rollout, text[:at], self._asked, context)
         record = rollout.answer_record() | {"sources": reply.sources}
         del record["id"], record["seconds"]
         if self._asked.unread:

@@ -8,6 +8,7 @@ where the tokenizers of the public checkpoints break too, so the ids equal those
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +19,11 @@ from typing import TYPE_CHECKING
 
 from dlm_rag.errors import CheckpointError, QuestionError, translate_failures
 from dlm_rag.files.hub import read_checkpoint_json
-from dlm_rag.tokenizer.chat_template import render_chat_affixes
+from dlm_rag.tokenizer.chat_template import CHAT_TEMPLATE_FILE, read_chat_template, render_chat_affixes
 from dlm_rag.tokenizer.prompts import PromptTemplate, load_prompt
 from dlm_rag.tokenizer.safe_encode import PlainTextEncoder
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,6 +129,8 @@ class Tokenizer:
         else:
             template = load_prompt(prompt, layout)
         inner = load_tokenizer(checkpoint.folder)
+        if template.chat and not inner.chat_template and checkpoint.raw_config["model_type"] != "dlm_rag":
+            log.warning("%s has no chat template: prompts are plain text", checkpoint.folder)
         mask_id = add_mask_token(inner) if config.mask_token_id is None else config.mask_token_id
         return cls(inner, mask_id, template, checkpoint.end_token_ids, config.vocab_size)
 
@@ -203,9 +208,15 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             read_checkpoint_json(folder / name)  # says which of the files it is
     with translate_failures(CheckpointError, f"the tokenizer in {folder} cannot be read"):
         if (folder / "tokenizer.json").is_file():
-            return PreTrainedTokenizerFast.from_pretrained(folder)
-        if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-            return Qwen2Tokenizer.from_pretrained(folder)
+            found = PreTrainedTokenizerFast.from_pretrained(folder)
+        elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            found = Qwen2Tokenizer.from_pretrained(folder)
+        else:
+            found = None
+    if found is not None:
+        if not found.chat_template and (folder / CHAT_TEMPLATE_FILE).is_file():
+            found.chat_template = read_chat_template(folder / CHAT_TEMPLATE_FILE)
+        return found
     raise CheckpointError(f"{folder} has no tokenizer: tokenizer.json is missing")
 
 

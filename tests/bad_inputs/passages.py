@@ -93,7 +93,7 @@ CASES = [
             ("corpus.jsonl, line 1", "{oops\n"),
             ("the id '1' occurs", ONE_ID_TWICE),
             ("has no 'contents' (nearest: 'content')", '{"id": "b", "content": "x"}'),
-            ("must be a text that is not empty", '{"id": "b", "contents": " \\n"}'),
+            ("holds no passages", '{"id": "b", "contents": " \\n"}'),
             ("'text' must be a text", '{"id": "b", "text": ["x"]}'),
             ("'title' must be a text", '{"id": "b", "contents": "x", "title": false}'),
             ("occurs a second", f'{{"id": "{"x" * 10_000}", "text": "y"}}\n' * 2),

@@ -230,3 +230,23 @@ def test_a_model_that_is_written_over_another_is_the_one_that_is_read(tmp_path, 
         denoiser = tiny_denoiser(seed)
         denoiser.save_pretrained(tmp_path)
         assert torch.equal(Denoiser.from_pretrained(tmp_path)(ids), denoiser(ids))
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_head_in_the_file_that_is_not_the_embedding_is_used(tmp_path, caplog, other):
+    """As transformers does, whatever tie_word_embeddings says; a copy of the embedding stays tied."""
+    denoiser = tiny_denoiser(tie_word_embeddings=True)
+    denoiser.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = (
+        torch.randn_like(tensors["embed_tokens.weight"])
+        if other
+        else tensors["embed_tokens.weight"].clone()
+    )
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+    again = Denoiser.from_pretrained(tmp_path)
+    assert torch.equal(again.lm_head.weight, head)
+    assert (again.lm_head.weight is again.embed_tokens.weight) != other
+    assert ("holds another lm_head.weight" in caplog.text) == other
+    again.save_pretrained(tmp_path / "saved")
+    assert torch.equal(Denoiser.from_pretrained(tmp_path / "saved").lm_head.weight, head)

@@ -70,19 +70,25 @@ WORDS = [
     "of",
     "zoë",
     "straße",
-    "日本語",
+    "ñandú",
     "x",
     "it's",
-    "İstanbul",
+    "Istanbul",
     "\ud83d\ude00",
     "a1",
 ]
 TEXTS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=12).map(" ".join)
 
 
+# Of other scripts, points and hidden characters the terms are ours (`split_terms`).
+LATIN = st.text(st.characters(max_codepoint=0x24F, exclude_characters="\xadİ"), min_size=1).filter(
+    str.strip
+)
+
+
 @hypothesis_settings(25)
 @given(
-    st.lists(st.one_of(TEXTS, st.just("emma dune"), st.text(min_size=1).filter(str.strip)), min_size=1),
+    st.lists(st.one_of(TEXTS, st.just("emma dune"), LATIN), min_size=1),
     st.lists(TEXTS, min_size=1, max_size=4),
     st.integers(1, 9),
 )

@@ -127,7 +127,7 @@ def test_answers_and_figures_are_those_of_the_decoder(make_decoder_of, kind):
             ("masked", {"temperature": 1.0, "seed": 3}),
             ("masked", {}),
             ("masked", {"block_length": 4}),
-            ("masked", {"max_tokens": 5}),
+            ("masked", {"max_new_tokens": 5}),
             ("edits", {}),
             ("causal", {"mode": "autoregressive"}),
             ("uniform", {}),
@@ -137,10 +137,9 @@ def test_answers_and_figures_are_those_of_the_decoder(make_decoder_of, kind):
 )
 def test_a_stream_shows_every_step_and_text_that_is_never_taken_back(make_decoder_of, kind, settings):
     decoder, taken_back, early = make_decoder_of(kind), 0, 0
-    own = {name.replace("max_tokens", "max_new_tokens"): value for name, value in settings.items()}
     with serve_decoder(decoder) as service:
         for question in QUESTIONS:
-            (rollout,) = make_decoder_of(kind, **own).decode([question])
+            (rollout,) = make_decoder_of(kind, **settings).decode([question])
             whole = send_request(service, chat_body(question, **settings)).json()
             streamed = send_request(service, chat_body(question, stream=True, **settings))
             *chunks, (_, last), (_, done) = parse_events(streamed)
@@ -251,7 +250,6 @@ REFUSED = {
 
 UNIFORM_REFUSED = {
     "one temperature": (chat_body(temperature=0.7), "temperature=0.7 has no effect on a model"),
-    "part of a block": (chat_body(max_tokens=5), "max_tokens=5 is under the 36 that this model fills"),
     "another block": (chat_body(block_length=4), "block_length=4 has no effect on a model that denoises"),
     "another block more": (chat_body(max_new_tokens=37), "max_new_tokens=48 is more than the 36"),
 }  # fmt: skip
@@ -456,13 +454,34 @@ class Broken:
         ]
 
 
+@pytest.mark.parametrize("kind", ["masked", "causal"])
+@pytest.mark.parametrize("most", [1, 3, 7, 1000])
+def test_max_tokens_cuts_the_answer_and_changes_nothing_else(make_decoder_of, kind, most):
+    decoder = make_decoder_of(kind)
+    with serve_decoder(decoder) as service:
+        whole = send_request(service, chat_body(QUESTIONS[0])).json()
+        cut = send_request(service, chat_body(QUESTIONS[0], max_tokens=most)).json()
+        streamed = send_request(service, chat_body(QUESTIONS[0], max_tokens=most, stream=True))
+    (choice,), (full,) = cut["choices"], whole["choices"]
+    written = whole["usage"]["completion_tokens"]
+    assert cut["dlm_rag"]["response"] == whole["dlm_rag"]["response"], "the canvas stays"
+    assert cut["usage"]["completion_tokens"] == min(most, written)
+    if most >= written:
+        assert choice["finish_reason"] == full["finish_reason"]
+    else:
+        assert choice["finish_reason"] == "length"
+        assert len(choice["message"]["content"]) < len(full["message"]["content"])
+    last = parse_events(streamed)[-2][1]
+    assert last["choices"][0]["finish_reason"] == choice["finish_reason"]
+
+
 def test_a_row_whose_logits_are_no_numbers_fails_alone(decoder):
     known = {r.question: r.response for r in decoder.decode(QUESTIONS)}
     decoder.model_runner = Broken(decoder.model_runner)
     with serve_decoder(decoder) as service:
-        bodies = chat_body("Who is this?", max_tokens=7), *map(chat_body, QUESTIONS)
+        bodies = chat_body("Who is this?", max_new_tokens=7), *map(chat_body, QUESTIONS)
         bad, *others = send_requests(service, *bodies)
-        streamed = send_request(service, chat_body(max_tokens=7, stream=True))
+        streamed = send_request(service, chat_body(max_new_tokens=7, stream=True))
     assert bad.status_code == 500 and "not a number" in bad.json()["error"]["message"]
     # A row that fails before its first step was looked at has a status of its own.
     early = streamed.status_code == 500
@@ -502,7 +521,7 @@ def test_a_question_that_fails_every_step_costs_no_other_and_ends_nothing(decode
     decoder.model_runner = Broken(decoder.model_runner, poisoned=RuntimeError("too long"))
     with serve_decoder(decoder) as service:
         for _ in range(4):
-            assert send_request(service, chat_body(max_tokens=7)).status_code == 500
+            assert send_request(service, chat_body(max_new_tokens=7)).status_code == 500
         assert send_request(service, chat_body()).status_code == 200 and health(service) == (200, "ok")
 
 

@@ -1,12 +1,13 @@
 """Chat templates: rendered as by transformers, and confined whatever they do."""
 
 import datetime
+import json
 import resource
 
 import pytest
 
 from dlm_rag.errors import CheckpointError
-from dlm_rag.tokenizer import Tokenizer, chat_template
+from dlm_rag.tokenizer import Tokenizer, chat_template, load_tokenizer
 from dlm_rag.tokenizer.chat_template import render_chat_affixes
 from tests.support.tiny_models import byte_tokenizer
 
@@ -137,3 +138,26 @@ def test_endless_template_is_stopped(monkeypatch):
     loops = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
     with pytest.raises(CheckpointError, match="takes more than"):
         render_chat_affixes(with_template(loops))
+
+
+@pytest.mark.parametrize(
+    "place", ["chat_template.jinja", "chat_template.json", "a list", "tokenizer_config.json"]
+)
+def test_a_template_is_found_in_every_file(tmp_path, place):
+    inner = byte_tokenizer()
+    if place == "tokenizer_config.json":
+        inner.chat_template = CHATML
+    inner.save_pretrained(tmp_path)
+    if place == "chat_template.jinja":
+        (tmp_path / place).write_text(CHATML)
+    elif place != "tokenizer_config.json":
+        found = [{"name": "default", "template": CHATML}] if place == "a list" else CHATML
+        (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": found}))
+    assert load_tokenizer(tmp_path).chat_template == CHATML
+
+
+def test_a_template_that_is_no_text_is_refused(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text('{"chat_template": 3}')
+    with pytest.raises(CheckpointError, match="no chat_template that is a text"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,150 @@
+"""Texts as people have them: other scripts, typography, documents in a row, notes with front matter."""
+
+import json
+
+import pytest
+
+from dlm_rag.errors import CorpusError
+from dlm_rag.questions import Question, parse_typed_questions, read_questions
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.chunking import PASSAGE_LENGTH_CHARS, split_front_matter, split_markdown_sections
+from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.retrieval.query import Query
+from dlm_rag.text import normalize_text, split_terms
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+SCRIPTS = [
+    (
+        ["北京是中华人民共和国的首都。", "长江是亚洲最长的河流，发源于青藏高原。", "黄河注入渤海。"],
+        "亚洲最长的河流是什么？",
+    ),
+    (
+        ["東京は日本の首都です。", "富士山は日本で一番高い山です。", "琵琶湖は湖です。"],
+        "一番高い山は何ですか",
+    ),
+    (["กรุงเทพเป็นเมืองหลวง", "แม่น้ำเจ้าพระยาไหลผ่านกรุงเก่า", "ภูเขาทองอยู่ในวัด"], "แม่น้ำเจ้าพระยาอยู่ที่ไหน"),
+    (["תל אביב היא עיר", "יְרוּשָׁלַיִם הִיא עִיר הַבִּירָה", "חיפה היא נמל"], "ירושלים הבירה"),
+    (["القاهرة مدينة", "مُحَمَّدٌ كَتَبَ الكِتَابَ", "دمشق عاصمة"], "من كتب الكتاب محمد"),
+    (["दिल्ली राजधानी है", "गंगा सबसे लंबी नदी है", "मुंबई बड़ा शहर है"], "सबसे लंबी नदी कौन सी है"),
+    (["서울은 수도이다", "한라산은 가장 높은 산이다", "부산은 항구이다"], "한라산이 높은가"),
+    (["Paris", "Café Zöe".replace("é", "e\u0301"), "Rome"], "café"),
+]
+
+
+@pytest.mark.parametrize(("texts", "question"), SCRIPTS)
+def test_bm25_finds_every_script(tmp_path, texts, question):
+    corpus = write_rows(
+        tmp_path / "c.jsonl", [{"id": str(n), "contents": text} for n, text in enumerate(texts)]
+    )
+    retriever = load_retriever(str(corpus), top_k=1, index_dir=str(tmp_path / "index"))
+    ((row,),) = retriever.rank([Query(question, (question,))], 1)
+    assert row == 1
+
+
+def test_terms_of_english_are_those_of_bm25s():
+    assert split_terms("The Cat's  x 2nd_one, naïve") == ["the", "cat", "2nd_one", "naïve"]
+    assert split_terms("東京Tower") == ["東京", "tower"]
+
+
+PLAIN = 'Who directed "Harbour Lights"?'
+FORMS = [
+    PLAIN + "\n",
+    PLAIN + "\r\n",
+    " " + PLAIN + "\t",
+    'Who directed  "Harbour\nLights"?',
+    "Who directed “Harbour Lights”?",
+    "Who directed „Harbour Lights“?",
+    "Who directed «Harbour Lights»?",
+    'Who directed "Harbour\u00a0Lights"?',
+    'Who directed "Harbour\u202fLights"?',
+    'Who directed "Har\u00adbour Lights"?',
+    "\ufeff" + PLAIN,
+    "\u200b" + PLAIN,
+    'Who directed\u2003"Harbour Lights"?',
+    'Who directed\u3000"Harbour Lights"?',
+    'Who directed\u2028"Harbour Lights"?',
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_question_is_the_same_in_every_typography(tmp_path, form):
+    (typed,) = parse_typed_questions([form])
+    (read,) = read_questions(write_rows(tmp_path / "q.jsonl", [{"id": "1", "question": form}]))
+    assert typed.question == read.question == Question("q", form).question == PLAIN
+
+
+def test_letters_are_composed_and_apostrophes_plain():
+    assert (
+        normalize_text("Ame\u0301lie\u2019s") == "Amélie's"
+        and Question("q", "Zoe\u0308?").question == "Zoë?"
+    )
+
+
+def test_truth_values_are_words(tmp_path):
+    rows = [
+        {"id": str(n), "question": "So?", "answer": answer}
+        for n, answer in enumerate((True, [False], "True", 2.5))
+    ]
+    found = [q.golden_answers for q in read_questions(write_rows(tmp_path / "q.jsonl", rows))]
+    assert found == [("yes",), ("no",), ("yes", "True"), ("2.5",)]
+
+
+LONG = (
+    " ".join(f"The town of Place{n} lies on the river Flow{n}." for n in range(80))
+    + " Ada Quill directed it."
+)
+
+
+def test_documents_in_rows_are_cut_into_passages(tmp_path, caplog):
+    rows = [
+        {"id": "a", "title": "Short", "contents": "A film."},
+        {"id": "b", "title": "Lamp", "contents": LONG},
+    ]
+    for _ in range(2):  # said again when it is kept from before
+        caplog.clear()
+        corpus = open_corpus(write_rows(tmp_path / "c.jsonl", rows), tmp_path / "index")
+        assert "1 rows are longer than 1,200 characters" in caplog.text and "passages" in caplog.text
+    passages = list(corpus)
+    assert [p.id for p in passages[:3]] == ["a", "b", "b#2"] and {p.title for p in passages} == {
+        "Short",
+        "Lamp",
+    }
+    assert max(len(p.contents) for p in passages) <= PASSAGE_LENGTH_CHARS[1]
+    assert "Ada Quill" in passages[-1].contents
+
+
+def test_a_row_with_a_title_alone_is_its_title_and_a_blank_one_is_left_out(tmp_path, caplog):
+    rows = [{"_id": "d1", "title": "Dover", "text": "A town."}, {"_id": "d2", "title": "Tea", "text": ""}]
+    assert [p.contents for p in open_corpus(write_rows(tmp_path / "b.jsonl", rows), tmp_path)] == [
+        "A town.",
+        "Tea",
+    ]
+    blank = [*rows, {"_id": "d3", "title": "", "text": " "}]
+    assert [p.id for p in open_corpus(write_rows(tmp_path / "c.jsonl", blank), tmp_path)] == ["d1", "d2"]
+    assert "1 rows without a text are left out" in caplog.text
+    with pytest.raises(CorpusError, match="no passages"):
+        open_corpus(write_rows(tmp_path / "d.jsonl", blank[2:]), tmp_path)
+
+
+def test_a_folder_says_what_was_read_and_what_was_not(tmp_path, capsys):
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "a.md").write_text("---\ntitle: 'Harbour Lights'\ntags: [film]\n---\n\nA 1931 film.\n")
+    (notes / "b.md").write_text("Night Ferry\n===========\n\nA comedy.\n\nCast\n----\n\nPaul.\n")
+    (notes / "c.zip").write_bytes(b"PK")
+    (notes / "d.png").write_bytes(b"x")
+    found = [(p.title, p.contents) for p in open_corpus(notes, tmp_path / "index")]
+    assert found == [("Harbour Lights", "A 1931 film."), ("Night Ferry", "A comedy."), ("Cast", "Paul.")]
+    assert "read 2 files into 3 passages; skipped 2: c.zip, d.png" in capsys.readouterr().err
+
+
+def test_rules_and_tables_are_no_headings():
+    text = "Some words.\nMore words.\n\n---\n\n| a | b |\n|---|---|\n\n- item\n---\n"
+    assert [title for title, _ in split_markdown_sections(text)] == [""]
+    assert split_front_matter("---\nnot closed\n") == ("", "---\nnot closed\n")
+    assert split_front_matter('+++\ntitle = "T"\n+++\nx') == ("T", "x")
