@@ -62,6 +62,16 @@ def has_bfloat16(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def limit_cuda_allocator(memory_gib: float | None, device: torch.device) -> None:
+    """Makes torch's own allocator refuse more than so much, where it can: on CUDA."""
+    import torch
+
+    if memory_gib is not None and device.type == "cuda":
+        place = torch.cuda.current_device() if device.index is None else device.index
+        whole = torch.cuda.get_device_properties(place).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gib * 2**30 / whole), place)
+
+
 def get_machine_name(device: torch.device) -> str:
     """What a computation on this device runs on, in words."""
     if device.type == "cuda":

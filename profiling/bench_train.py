@@ -31,13 +31,13 @@ from dlm_rag.cli import print_note, run_program
 from dlm_rag.config import Config, TrainConfig
 from dlm_rag.machine import describe_machine, get_code_commit
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.memory_tracker import MemoryTracker
 from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.training.data.documents import PackedDocuments, open_token_file
 from dlm_rag.training.data.examples import Example
 from dlm_rag.training.initial_model import DEFAULT_PROMPT_TEMPLATE, iterate_world_texts, train_tokenizer
 from dlm_rag.training.losses import LossWeights, MaskedObjective, count_examples
 from dlm_rag.training.phase_data import write_world_documents
+from dlm_rag.training.planning.memory_tracker import MemoryTracker
 
 VOCABULARY, HIDDEN, LAYERS = 32_000, 256, 4
 BATCH, SEQUENCE = 4096, 512  # tokens

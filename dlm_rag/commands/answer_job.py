@@ -200,7 +200,7 @@ class CheckedDecoderFactory:
             if here.get(key) != value:
                 raise ConfigError(f"{key} is {here.get(key)}, and {value} in the main process")
         engine = prepared.config.engine
-        if engine.prefix_cache_gib is None:
+        if engine.prefix_cache_gib is None and engine.memory_gib is None:
             gib = default_pool_bytes(prepared.device) / 2**30 / workers_per_machine
             engine = replace(engine, prefix_cache_gib=gib)
             prepared = replace(prepared, config=replace(prepared.config, engine=engine))

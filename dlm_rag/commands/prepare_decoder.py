@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dlm_rag import __version__
 from dlm_rag.baselines import is_model_url
-from dlm_rag.config import Config, RetrievalConfig
+from dlm_rag.config import Config, EngineConfig, RetrievalConfig
 from dlm_rag.config.fields import fill_unset
 from dlm_rag.data.hub_datasets import find_named_corpus
 from dlm_rag.decode.trace_file import TraceHeader, build_trace_header
@@ -35,7 +35,7 @@ from dlm_rag.model.flops import count_encode_flops, warn_slow_compute
 from dlm_rag.progress import format_bytes, show_status
 from dlm_rag.questions import Question, parse_typed_questions, read_questions, select_questions
 from dlm_rag.retrieval import load_retriever, read_retrieval_settings
-from dlm_rag.retrieval.base import CorpusRetriever, Retriever
+from dlm_rag.retrieval.base import Retriever
 from dlm_rag.retrieval.composite import wrap_oracle
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.tokenizer import Tokenizer
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     import torch
 
     from dlm_rag.decode.decoder import AnyDenoiser, Decoder
-    from dlm_rag.decode.memory_budget import DecodeBudget
     from dlm_rag.model.checkpoint import Checkpoint
 
 Made = TypeVar("Made")
@@ -66,7 +65,6 @@ class PreparedDecoder:
     attention: str
     evidence_layout: str
     config: Config
-    budget: DecodeBudget | None = None  # what `engine.memory_gib` comes to
 
     @property
     def weight_bytes(self) -> int:
@@ -81,20 +79,16 @@ class PreparedDecoder:
         """Reads the weights, where they are not given."""
         show_status("reading weights")
         from dlm_rag.decode.decoder import Decoder
-        from dlm_rag.decode.memory_budget import limit_cuda_allocator
         from dlm_rag.model.denoiser import load_denoiser
 
-        limit_cuda_allocator(self.config.engine, self.device)
-        config, engine = self.config, replace(self.config.engine, memory_gib=None)
+        config = self.config
         if denoiser is None:
             how = self.device, self.dtype, self.attention, config.model.quantize, config.model.device_map
             denoiser = load_denoiser(self.checkpoint, *how)
         decoder = Decoder(
-            denoiser, self.retriever, self.tokenizer, config.decode, self.evidence_layout, engine
+            denoiser, self.retriever, self.tokenizer, config.decode, self.evidence_layout, config.engine
         )
         decoder.record_provisional = config.record_provisional or config.html is not None
-        if self.budget is not None:
-            decoder.set_memory_budget(self.budget)
         return decoder
 
     def answers_depend_on(self) -> dict[str, Any]:
@@ -248,6 +242,8 @@ def prepare_decoder(
     shape = checkpoint.config
     check_quantize(config.model.quantize, shape, dtype)
     check_weights_fit(checkpoint, devices, dtype, config.model.quantize)
+    need = checkpoint.count_weight_bytes(dtype.itemsize, config.model.quantize)
+    check_memory_limit(config.engine, device, need)
     check_store(config.engine, shape, dtype.itemsize)
     show_status("reading the tokenizer")
     canvas, layout = decode.max_new_tokens, config.model.evidence_layout or shape.evidence_layout
@@ -265,10 +261,7 @@ def prepare_decoder(
     show_status("opening the index")
     found = find()
     retriever = wrap_oracle(found, questions, decode.query_policy) if config.retrieval.oracle else found
-    prepared = PreparedDecoder(checkpoint, tokenizer, retriever, device, dtype, attention, layout, config)
-    if config.engine.memory_gib is None:
-        return prepared
-    return replace(prepared, budget=_plan_budget(prepared, found, room, longest, len(questions)))
+    return PreparedDecoder(checkpoint, tokenizer, retriever, device, dtype, attention, layout, config)
 
 
 def take_retrieval_settings(config: Config) -> Config:
@@ -288,28 +281,6 @@ def _open_checkpoint(path: str, block_size: int | None) -> Checkpoint:
     if block_size is not None and checkpoint.config.decode_modes == ("autoregressive",):
         raise ConfigError("model.block_size has no effect on an autoregressive model: leave it out")
     return checkpoint
-
-
-def _plan_budget(
-    prepared: PreparedDecoder, found: Retriever, room: ContextBudget, longest: int, questions: int
-) -> DecodeBudget:
-    """What `engine.memory_gib` comes to; longest: tokens of the longest prompt. Raises `ConfigError`."""
-    from dlm_rag.decode import memory_budget
-
-    config, shape = prepared.config, prepared.checkpoint.config
-    passage = room.context_length  # nothing is known of the passages of a service
-    if isinstance(found, CorpusRetriever) and config.retrieval.url is None:
-        passage = found.corpus.longest_line_bytes + len(prepared.tokenizer.template.fact)  # in bytes
-    evidence = config.retrieval.top_k, passage
-    row = memory_budget.LongestRow.from_budget(room, shape, longest or None, evidence)
-    shared = memory_budget.SharedSegmentBytes.from_config(
-        shape, prepared.dtype, prepared.attention, config.engine
-    )
-    memory = memory_budget.DecodeMemory.from_config(
-        shape, prepared.dtype, config.decode, row, shared, config.model.quantize
-    )
-    rows = min(config.decode.batch_size, questions or config.decode.batch_size)
-    return memory_budget.plan_decode_budget(memory, config.engine, prepared.device, rows)
 
 
 def open_search_source(config: RetrievalConfig, once: ResourceCache) -> Callable[[], Retriever]:
@@ -362,4 +333,25 @@ def check_weights_fit(
             f"the weights of {checkpoint.folder} take {format_bytes(need)} in {str(dtype)[6:]}, and this "
             f"{devices[0].type} has {format_bytes(have)} of memory: {half}choose a smaller model or a "
             "larger device, or spread the layers over several GPUs (model.device_map=auto)"
+        )
+
+
+def check_memory_limit(engine: EngineConfig, device: torch.device, weight_bytes: int) -> None:
+    """Raises `ConfigError` for an `engine.memory_gib` that is not free, or that weights and pool fill."""
+    from dlm_rag.evidence.segment_kv_cache import measure_free_bytes
+
+    if engine.memory_gib is None:
+        return
+    limit, free = engine.memory_gib * 2**30, measure_free_bytes(device)
+    need = weight_bytes + (engine.prefix_cache_gib or 0.0) * 2**30
+    said = f"engine.memory_gib={engine.memory_gib:g}"
+    if limit > free:
+        raise ConfigError(
+            f"{said} is more than the {format_bytes(free)} that are free on this {device.type}: lower it, "
+            "or wait until others have ended"
+        )
+    if need >= limit:
+        raise ConfigError(
+            f"{said} is too little: weights and engine.prefix_cache_gib alone take {format_bytes(need)}: "
+            "raise it, or choose a smaller model"
         )

@@ -28,6 +28,7 @@ from dlm_rag.config.ineffective_settings import check_effects
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.journal import acquire_file_lock, release_file_lock
 from dlm_rag.files.paths import make_folder
+from dlm_rag.machine import limit_cuda_allocator
 
 TRAIN_SETTINGS = (
     "model", "-model.device_map", "prompt",
@@ -58,7 +59,6 @@ def main(argv: list[str]) -> None:
         return
     check_read(words.settings, ("-plan", *TRAIN_SETTINGS))
     prepare_run_folder(folder, resume)
-    from dlm_rag.decode.memory_budget import limit_cuda_allocator
     from dlm_rag.training.checkpoints import find_latest_checkpoint, skip_damaged_checkpoints
     from dlm_rag.training.distributed import DistributedContext, translate_distributed_errors
     from dlm_rag.training.initial_model import open_initial_model
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> None:
             print_note(f"{folder} has no checkpoint: the run begins again")
         device = processes.local_device(config.model.device)
         check_run_fits(config, processes.world_size, device)  # before anything is fetched
-        limit_cuda_allocator(config.engine, device)
+        limit_cuda_allocator(config.engine.memory_gib, device)
         run_training(config, open_initial_model(config), folder, processes, stop)
     if stop.interrupted:
         raise KeyboardInterrupt

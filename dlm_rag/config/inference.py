@@ -198,11 +198,12 @@ class EngineConfig(CheckedSettings):
 
     memory_gib: float | None = setting(None, low=2**-20, high=2**20)
     """memory limit for decoding or training on the device in GiB, for weights, batch, cache and a step
-    together; the cache gets what is left; unset: the machine's limit"""
+    together: on CUDA no more is allocated, and the cache is a share of what weights leave of it; unset:
+    the machine's limit"""
     prefix_cache_gib: float | None = setting(None, low=0)
     """memory for cached keys and values of evidence on the device in GiB, in addition to those of the
-    current batch; unset: what memory_gib leaves, or half of the free memory (on a CPU a quarter); 0: no
-    cache"""
+    current batch; unset: half of the free memory, or of what weights leave of memory_gib (on a CPU a
+    quarter); 0: no cache"""
     cpu_offload_gib: float = setting(0.0, low=0, only_with=CACHED)
     """host memory in GiB for cached evidence that leaves the device"""
     cache_dtype: str = setting("auto", choices=("auto", "int8"))

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, cast
 
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.config.fields import import_object, replace_settings
-from dlm_rag.decode.model_runner import DecodeBudget, DecoderStats, MaskedModelRunner, ModelRunner
+from dlm_rag.decode.model_runner import DecoderStats, MaskedModelRunner, ModelRunner
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.resolve_settings import resolve_settings
 from dlm_rag.decode.rollout import Rollout
@@ -80,11 +80,6 @@ class Decoder(NamesRemedy):
         self.record_provisional = False  # whether steps record what is guessed at masked positions
         self._engine = engine or EngineConfig()
         self.lock = threading.RLock()  # of what its engines share: one step at a time, whatever the thread
-        if self._engine.memory_gib is not None:
-            raise ConfigError(
-                "engine.memory_gib is planned before weights are read, as sample and evaluate do it: leave "
-                "it out here, and call `set_memory_budget`"
-            )
         self.model_runner: ModelRunner
         if not isinstance(denoiser, Denoiser):
             self.model_runner = denoiser.make_runner()
@@ -120,11 +115,6 @@ class Decoder(NamesRemedy):
         assert found.finished_block_context is not None
         check_finished_blocks(shape, found.finished_block_context, self.evidence_layout)
         return found
-
-    def set_memory_budget(self, budget: DecodeBudget) -> None:
-        """Drops all keys and values, and takes no more for them than `plan_decode_budget` has found."""
-        assert isinstance(self.denoiser, Denoiser), "others refuse a budget"
-        self.model_runner = MaskedModelRunner(self.denoiser, self.tokenizer.mask_id, self._engine, budget)
 
     def new_engine(self, **settings: Any) -> "Engine":
         """An engine to be stepped by hand; it shares the cache with this decoder's others.

@@ -23,6 +23,7 @@ from dlm_rag.evidence.evidence_store import open_evidence_store
 from dlm_rag.evidence.kv_tiers import KVArena
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
 from dlm_rag.evidence.segment_kv_cache import CacheStats, EvidencePool, default_pool_bytes
+from dlm_rag.machine import limit_cuda_allocator
 from dlm_rag.model.attention import RAGGED_KERNELS
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -33,16 +34,6 @@ from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.retrieval.corpus import Passage
 
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class DecodeBudget:
-    """What a decoder may take: bytes of the pool, and the slots that are there from the start."""
-
-    pool_bytes: int
-    slot_count: int
-    slot_tokens: int
-    scratch_tokens: int
 
 
 @dataclass(frozen=True)
@@ -117,24 +108,21 @@ class MaskedModelRunner(ModelRunner):
 
     denoiser: Denoiser
 
-    def __init__(
-        self, denoiser: Denoiser, mask_id: int, engine: EngineConfig, budget: DecodeBudget | None = None
-    ) -> None:
-        """budget: what `plan_decode_budget` has found for `engine.memory_gib`."""
-        self.denoiser, self._engine, self._budget, self._mask_id = denoiser, engine, budget, mask_id
+    def __init__(self, denoiser: Denoiser, mask_id: int, engine: EngineConfig) -> None:
+        self.denoiser, self._engine, self._mask_id = denoiser, engine, mask_id
+        limit_cuda_allocator(engine.memory_gib, denoiser.device)
         if engine.compile:
             denoiser.compile_layers()
         self.reset_cache()
 
     def reset_cache(self) -> None:
-        device, engine, budget = self.denoiser.device, self._engine, self._budget
+        device, engine = self.denoiser.device, self._engine
         # What was kept is freed first: the pool is a share of what is free.
         format = KVFormat(self.denoiser, engine.cache_dtype)
         self.pool, self._contexts = None, KVCacheManager(self.denoiser, None, format)
-        if budget is not None:
-            near = budget.pool_bytes
-        elif engine.prefix_cache_gib is None:
-            near = default_pool_bytes(device)
+        if engine.prefix_cache_gib is None:
+            limit = None if engine.memory_gib is None else engine.memory_gib * GIB
+            near = default_pool_bytes(device, limit, sum(p.nbytes for p in self.denoiser.parameters()))
         else:
             near = int(engine.prefix_cache_gib * GIB)
         if near:
@@ -145,8 +133,6 @@ class MaskedModelRunner(ModelRunner):
                 open_evidence_store(engine, self.denoiser),
             )  # fmt: skip
         self._contexts = KVCacheManager(self.denoiser, self.pool, format)
-        if budget is not None and budget.slot_tokens:  # slots that grow exist twice for a moment
-            self._contexts.reserve(budget.slot_count, budget.slot_tokens, budget.scratch_tokens)
         self._dtype = self.denoiser.compute_dtype
 
     @property

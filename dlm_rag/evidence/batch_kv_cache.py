@@ -92,7 +92,6 @@ class KVCacheManager:
         self._store = SlotKVCache(
             config.num_key_value_heads, config.head_dim, denoiser.compute_dtype, denoiser.layer_devices
         )
-        self.reserve = self._store.reserve  # at once for so many rows of so many tokens, and new segments
         self._held: dict[int, _SlotLayout] = {}
         # Of the call under way: what it computes and where it puts it, and what the slots hold then.
         self._new: dict[Segment, int] = {}

@@ -93,9 +93,15 @@ def _count_container_bytes_left(group: tuple[Path, Path]) -> float:
     return max(0, limit - used)
 
 
-def default_pool_bytes(device: torch.device) -> int:
-    """Bytes of a pool whose size nobody has named: a share of the memory that is free."""
-    return int(POOL_SHARE_OF_FREE_MEMORY.get(device.type, 0.25) * measure_free_bytes(device))
+def default_pool_bytes(device: torch.device, limit: float | None = None, weight_bytes: int = 0) -> int:
+    """Bytes of a pool whose size nobody has named: a share of the memory that is free.
+
+    limit: bytes that weights, pool and all else may take together.
+    """
+    free = measure_free_bytes(device)
+    if limit is not None:
+        free = max(0.0, min(free, limit - weight_bytes))
+    return int(POOL_SHARE_OF_FREE_MEMORY.get(device.type, 0.25) * free)
 
 
 class EvidencePool:

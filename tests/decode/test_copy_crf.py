@@ -18,8 +18,8 @@ from dlm_rag.decode.copy_sources import (
     batch_copy_sources,
 )
 from dlm_rag.diffusion.copy_crf import CopyCRF, apply_copy_crf, estimate_crf_bytes
-from dlm_rag.model.memory_tracker import MemoryTracker
 from dlm_rag.tokenizer import Prompt
+from dlm_rag.training.planning.memory_tracker import MemoryTracker
 from tests.support.decoding import QUESTIONS, make_decoder, rollout_records
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from dlm_rag.model.memory_tracker import RESERVED_MEMORY_FRACTION
+from dlm_rag.training.planning.memory_tracker import RESERVED_MEMORY_FRACTION
 
 
 class GpuSpec(NamedTuple):

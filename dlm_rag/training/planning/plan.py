@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from dlm_rag.config import Config, TrainConfig
-from dlm_rag.decode.memory_budget import GIB, DecodeMemory, LongestRow
 from dlm_rag.decode.resolve_settings import resolve_settings
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.segment_kv_cache import measure_free_bytes
@@ -23,6 +22,7 @@ from dlm_rag.training.distributed import check_parallelism
 from dlm_rag.training.initial_model import make_training_shape, open_initial_model
 from dlm_rag.training.initial_weights import InitialModel, build_meta_denoiser
 from dlm_rag.training.losses import lay_out_examples
+from dlm_rag.training.planning.decode_memory import DecodeMemory, LongestRow
 from dlm_rag.training.planning.gpu_specs import GpuSpec
 from dlm_rag.training.planning.known_checkpoints import read_known_config
 from dlm_rag.training.planning.step_memory import (
@@ -35,7 +35,7 @@ from dlm_rag.training.task import Phase, Task
 from dlm_rag.training.tasks import find_task
 
 MFU = 0.4  # share of a device's peak that a step is assumed to reach
-GB = 1e9
+GB, GIB = 1e9, 2**30
 ROLLOUT_EXTRA_KEY = "rollouts, beyond these"
 MEMORY_REMEDY = (
     "see what fits with --plan (gradient_accumulation_steps, activation_checkpointing, parallel=fsdp, "
@@ -130,12 +130,11 @@ def estimate_rollout_bytes(
 def plan_decode_memory(
     config: Config, shape: DenoiserConfig, dtype: torch.dtype, passage: int, quantize: str = "none"
 ) -> DecodeMemory:
-    """What decoding takes with long questions and `top_k` passages of so many tokens; the pool is not
-    known, nor what kernel shares it."""
+    """What decoding takes with long questions and `top_k` passages of so many tokens, without the pool."""
     layout, decode = config.model.evidence_layout, config.decode
     room = ContextBudget.from_config(shape, layout, decode.max_new_tokens)
     row = LongestRow.from_budget(room, shape, LONG_QUESTION_TOKENS, (config.retrieval.top_k, passage))
-    return DecodeMemory.from_config(shape, dtype, decode, row, None, quantize)
+    return DecodeMemory.from_config(shape, dtype, decode, row, quantize)
 
 
 class DecodeStepPlan(NamedTuple):
@@ -164,7 +163,7 @@ def plan_decode_step(
     keys = memory.kv_bytes_per_token * sum(seen)
     packed = 1.0 if quantize == "none" else METHODS[quantize].bytes_per_weight / size
     return DecodeStepPlan(
-        memory.bytes_without_pool(rows) + GIB * (config.engine.prefix_cache_gib or 0.0),
+        memory.total_bytes(rows) + GIB * (config.engine.prefix_cache_gib or 0.0),
         (work.flops + head.flops) / (machine.flops[dtype] * MFU),
         (keys + packed * (work.bytes_moved - keys) + head.bytes_moved) / machine.bandwidth,
     )

@@ -18,10 +18,10 @@ from dlm_rag.config import TrainConfig
 from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.memory_tracker import MemoryTracker, replace_with_empty_weights
 from dlm_rag.training.initial_weights import build_meta_denoiser
 from dlm_rag.training.losses import make_autocast
 from dlm_rag.training.optimizers import make_optimizers
+from dlm_rag.training.planning.memory_tracker import MemoryTracker, replace_with_empty_weights
 from dlm_rag.training.task import Task
 
 FLOAT32_BYTES = 4  # bytes of a weight under training, of its gradient, of a number of the optimizer
