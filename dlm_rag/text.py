@@ -64,7 +64,7 @@ _ANSWER_LINE = re.compile(
     rf"|(?=[\r\n]|\Z))|(?:a|ans\.?){_MARKUP}{{0,4}}[:：](?:\*\*)?)",
     re.IGNORECASE,
 )
-# The same within a line; "Intermediate answer:" is a step of Self-Ask.
+# The same within a line; "Intermediate answer:", as Self-Ask writes it, is no answer yet.
 _ANSWER_LABEL = re.compile(
     rf"(?<![A-Za-z-])(?<!intermediate )(?:{_ANSWER_WORD}){_MARKUP}{{0,4}}[:：﹕︰]"
     r"(?:[*_]{1,2}(?=[ \t]))?",

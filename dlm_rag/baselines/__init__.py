@@ -14,8 +14,8 @@ class BaselinePolicy:
     """A way to answer a question.
 
     answer: a function, or `module:function`, imported once it is needed. needs: what is tried at the server
-    beforehand, see `run.PROBES`. settings: those of `remote` that only some policies read.
-    own_prompt: whether the policy has a prompt of its own, so that `prompt` has no effect.
+    beforehand, see `run.PROBES`. own_prompt: whether it has a prompt of its own, so that `prompt` has no
+    effect.
     """
 
     answer: str | Callable[[Any], None]
@@ -29,8 +29,6 @@ POLICIES = {
     "static": BaselinePolicy(f"{_POLICIES}:answer_static"),
     "ircot": BaselinePolicy(f"{_POLICIES}:answer_ircot", "text", True),
     "flare": BaselinePolicy(f"{_POLICIES}:answer_flare", "text_log_probs", True),
-    "self_ask": BaselinePolicy(f"{_POLICIES}:answer_self_ask", "text", True),
-    "targ": BaselinePolicy(f"{_POLICIES}:answer_targ", "chat_log_probs"),
     "search_r1": BaselinePolicy(f"{_POLICIES}:answer_search_r1", "continued_chat", True),
 }
 READ_DECODE_SETTINGS = ("max_new_tokens", "temperature", "seed")  # of `decode`, by a model behind a server

@@ -5,11 +5,10 @@ repeated after a pause that doubles; other refusals are reported in the server's
 """
 
 import json
-import math
 import re
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.pool import ThreadPool
 from threading import Event, Semaphore
 from typing import Annotated, Any, TypeVar
@@ -54,16 +53,10 @@ class ChatServer:
 
 @dataclass(frozen=True)
 class WrittenToken:
-    """A token of a reply; log_prob in nats, top: log-probabilities of the likeliest, falling."""
+    """A token of a reply; log_prob in nats."""
 
     text: str
     log_prob: float
-    top: tuple[float, ...] = ()
-
-    @property
-    def margin(self) -> float:
-        """By how much the likeliest token is above the next, in nats, as in logits."""
-        return self.top[0] - self.top[1] if len(self.top) > 1 else math.inf
 
 
 @dataclass(frozen=True)
@@ -98,32 +91,12 @@ class _Message:
 
 
 @dataclass(frozen=True)
-class _TopToken:
-    logprob: _LogProb
-
-
-@dataclass(frozen=True)
-class _Token(_TopToken):
-    token: str
-    top_logprobs: list[_TopToken]
-
-
-@dataclass(frozen=True)
 class _LogProbs:
-    """Log-probabilities in the form of chats (content), or in that of plain completions."""
-
-    content: list[_Token] | None = None
-    tokens: list[str] = field(default_factory=list)
-    token_logprobs: list[_LogProb] = field(default_factory=list)
-    top_logprobs: list[dict[str, _LogProb]] = field(default_factory=list)
+    tokens: list[str]
+    token_logprobs: list[_LogProb]
 
     def to_tokens(self) -> tuple[WrittenToken, ...]:
-        if self.content is not None:
-            found = [(t.token, t.logprob, [top.logprob for top in t.top_logprobs]) for t in self.content]
-        else:
-            tops = [[*top.values()] for top in self.top_logprobs]
-            found = [*zip(self.tokens, self.token_logprobs, tops, strict=True)]
-        return tuple(WrittenToken(text, p, tuple(sorted(top, reverse=True))) for text, p, top in found)
+        return tuple(map(WrittenToken, self.tokens, self.token_logprobs))
 
 
 @dataclass(frozen=True)
@@ -223,11 +196,8 @@ class ChatClient:
         choice, text = answer.choices[0], answer.choices[0].text
         if "prompt" not in body:
             text = choice.message.content if choice.message else None
-        try:
-            tokens = choice.logprobs.to_tokens() if body.get("logprobs") and choice.logprobs else ()
-        except ValueError:  # lists of different lengths
-            text = None
-        if text is None or (body.get("logprobs") and choice.logprobs is None):
+        tokens = choice.logprobs.to_tokens() if body.get("logprobs") and choice.logprobs else ()
+        if text is None or (body.get("logprobs") and text and not tokens):
             raise RetryableFailure("an answer of another form (a reply without text, or log-probabilities)")
         counts = [_read_count(answer.usage, name) for name in ("prompt_tokens", "completion_tokens")]
         return Completion(text, str(choice.finish_reason), counts[0], counts[1], tokens)

@@ -7,22 +7,17 @@ with what, and in which passages a prompt shows. Numbers are those of the public
 import re
 from math import exp
 from pathlib import Path
-from statistics import fmean
 
 import yaml
 
 from dlm_rag.baselines.run import BaselineRun
 from dlm_rag.text import normalize_whitespace
 
-# Passages as each prompt shows them: in the published ones, for Self-Ask in that of Yoran et al. (2024).
+# Passages as each prompt shows them.
 IRCOT_FACT, FLARE_FACT = "Wikipedia Title: {title}\n{text}", "[{number}]: {passage}"
-SELF_ASK_FACT = "Context{number}: {title}: {text}"
 SEARCH_R1_FACT = "Doc {number}(Title: {title}) {text}"
-SELF_ASK_FINAL = "So the final answer is:"
 IRCOT_ROUNDS, IRCOT_PASSAGES, IRCOT_TOKENS = 8, 15, 256
 FLARE_THRESHOLD, FLARE_MASK_THRESHOLD, FLARE_AHEAD, FLARE_TOKENS = 0.8, 0.4, 64, 256
-SELF_ASK_ROUNDS, SELF_ASK_TOKENS = 5, 256
-TARG_DRAFT_TOKENS, TARG_THRESHOLD = 20, 0.2  # the latter of Qwen2.5-7B-Instruct on NQ-Open (table 1)
 SEARCH_R1_TURNS, SEARCH_R1_TOKENS, SEARCH_R1_PASSAGES = 4, 500, 10**6
 PROMPTS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text("utf-8"))
 MIN_SENTENCE_CHARS = 5
@@ -56,19 +51,6 @@ def answer_directly(run: BaselineRun) -> None:
 def answer_static(run: BaselineRun) -> None:
     """One search, with the question; then the answer."""
     run.search(run.question)
-    answer_directly(run)
-
-
-def answer_targ(run: BaselineRun) -> None:
-    """TARG (Wang et al. 2025, arXiv 2511.09803, algorithm 1), by the margin, its default gate.
-
-    A draft of 20 tokens without passages; one search where the mean of exp(-gap), gap the difference of the
-    two largest logits (that of log-probabilities), is above the threshold; then the answer anew.
-    """
-    draft = run.ask_template(TARG_DRAFT_TOKENS, top=2).tokens
-    uncertainty = fmean(exp(-token.margin) for token in draft) if draft else 1.0
-    if uncertainty > TARG_THRESHOLD:
-        run.search(run.question)
     answer_directly(run)
 
 
@@ -120,7 +102,7 @@ def _look_ahead(run: BaselineRun, written: str) -> tuple[str, str, int, bool]:
     facts = "\n".join(map(normalize_whitespace, run.write_facts(FLARE_FACT, run.evidence)))
     ranked = f"Search results ranked based on relevance in descending order:\n{facts}"
     prompt = f"{PROMPTS['flare']}\n\n{ranked}\nQuestion: {run.question}\nAnswer:{written}"
-    ahead = run.complete(prompt, stop=["\n\n"], max_tokens=FLARE_AHEAD, top=1)
+    ahead = run.complete(prompt, stop=["\n\n"], max_tokens=FLARE_AHEAD, log_probs=True)
     sentence, begin, kept = cut_sentence(ahead.text), 0, []
     for token in ahead.tokens:
         if begin >= len(sentence):
@@ -134,36 +116,6 @@ def _look_ahead(run: BaselineRun, written: str) -> tuple[str, str, int, bool]:
     return sentence, query, len(kept), ended or not sentence.strip()
 
 
-def answer_self_ask(run: BaselineRun) -> None:
-    """Self-Ask with a search engine (Press et al. 2023, arXiv 2210.03350, sections 3 and 4).
-
-    Each follow-up question is searched; then the model goes on after "Intermediate answer:". A search
-    engine's answer box is not there: the passages stand before the question, as Yoran et al. (2024, arXiv
-    2310.01558) and FlashRAG have it, and the model reads the answer in them.
-    """
-    written = ""
-    for _ in range(SELF_ASK_ROUNDS):
-        written += _go_on(run, written, "\nIntermediate answer:")
-        _, _, follow_up = written.rpartition("\n")[2].partition("Follow up:")
-        if not follow_up.strip():
-            break
-        run.search(normalize_whitespace(follow_up))
-        written += "\nIntermediate answer:"
-    else:
-        written += _go_on(run, written, "\nFollow up:")
-    if SELF_ASK_FINAL not in written:
-        written += f"\n{SELF_ASK_FINAL}"
-        written += _go_on(run, written, "\n")
-    run.respond(written)
-
-
-def _go_on(run: BaselineRun, written: str, stop: str) -> str:
-    facts = "".join(f"{fact}\n" for fact in run.write_facts(SELF_ASK_FACT, run.evidence))
-    asked = f"Question: {run.question}\nAre follow up questions needed here:"
-    prompt = f"{PROMPTS['self_ask']}\n\n{facts}{asked}{written}"
-    return run.complete(prompt, stop=[stop, "\n\n"], max_tokens=SELF_ASK_TOKENS).text.rstrip()
-
-
 def answer_search_r1(run: BaselineRun) -> None:
     """Search-R1's loop (Jin et al. 2025, arXiv 2503.09516, algorithm 1), of trained and other models.
 
@@ -173,14 +125,14 @@ def answer_search_r1(run: BaselineRun) -> None:
     asked = run.question.strip()
     asked += "?" * (not asked.endswith("?"))
     message = PROMPTS["search_r1"].replace("{question}", asked) + "\n"
-    dialogue, replies, turns = "", "", SEARCH_R1_TURNS
-    for turn in range(turns + 1):
+    dialogue, replies = "", ""
+    for turn in range(SEARCH_R1_TURNS + 1):
         reply = run.chat(message, dialogue, stop=["</search>", "</answer>"], max_tokens=SEARCH_R1_TOKENS)
         text, left_open = reply.text, find_action(reply.text, closed=False)
         if left_open and reply.finish_reason == "stop":  # servers leave out what stopped them
             text += f"</{left_open[0]}>"
         replies, action = replies + text, find_action(text)
-        if turn == turns or (action and action[0] == "answer"):
+        if turn == SEARCH_R1_TURNS or (action and action[0] == "answer"):
             break
         dialogue += text
         if action:

@@ -56,7 +56,6 @@ class BaselineRun:
 
     def __init__(self, context: BaselineContext, question: Question) -> None:
         self._context, self.question = context, question.question
-        self.settings = context.config.remote
         self.evidence: list[Passage] = []
         self.rollout = Rollout(question.id, question.question, "joint", 0)
         self.rollout.usage = dict.fromkeys(
@@ -97,38 +96,39 @@ class BaselineRun:
         """Where the answer stands in a reply to the prompt that `prompt` names."""
         return self._context.template.answer
 
-    def ask_template(self, max_tokens: int | None = None, top: int = 0) -> Completion:
+    def ask_template(self, max_tokens: int | None = None) -> Completion:
         """The reply to the prompt that `prompt` names, with the evidence there is."""
         form, passages = self._context.template, [passage.text for passage in self.evidence]
         message = form.write_message(self.question, passages)
         if not passages:
             message = NO_FACTS[form.answer].replace("{question}", self.question)
         if form.chat:
-            return self.chat(message, form.tail, max_tokens=max_tokens, top=top)
-        return self.complete(message + form.tail, max_tokens=max_tokens, top=top)
+            return self.chat(message, form.tail, max_tokens=max_tokens)
+        return self.complete(message + form.tail, max_tokens=max_tokens)
 
     def chat(
-        self, message: str, written: str = "", *, stop: Sequence[str] = (), max_tokens: int | None = None,
-        top: int = 0,
-    ) -> Completion:  # fmt: skip
+        self, message: str, written: str = "", *, stop: Sequence[str] = (), max_tokens: int | None = None
+    ) -> Completion:
         """The reply to a user's message, in the model's chat template.
 
-        written: what the reply begins with, which it continues. top: log-probabilities of so many of the
-        likeliest tokens are asked for.
+        written: what the reply begins with, which it continues.
         """
         body: dict[str, Any] = {"messages": [{"role": "user", "content": message}]}
         if written:  # vLLM and SGLang have these two; llama.cpp continues without being asked
             body["messages"].append({"role": "assistant", "content": written})
             body |= {"continue_final_message": True, "add_generation_prompt": False}
-        if top:
-            body |= {"logprobs": True, "top_logprobs": top}
         return self._ask(body, stop, max_tokens)
 
     def complete(
-        self, prompt: str, *, stop: Sequence[str] = (), max_tokens: int | None = None, top: int = 0
+        self,
+        prompt: str,
+        *,
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+        log_probs: bool = False,
     ) -> Completion:
-        """What continues a plain text, without any chat template; top: as of `chat`."""
-        return self._ask({"prompt": prompt} | ({"logprobs": top} if top else {}), stop, max_tokens)
+        """What continues a plain text, without any chat template."""
+        return self._ask({"prompt": prompt} | ({"logprobs": 1} if log_probs else {}), stop, max_tokens)
 
     def _ask(self, body: dict[str, Any], stop: Sequence[str], max_tokens: int | None) -> Completion:
         decode, usage = self._context.config.decode, self.rollout.usage
@@ -151,18 +151,16 @@ class BaselineRun:
 
 
 PROBE_TOKENS = 16  # some servers refuse less
-# By `BaselinePolicy.needs`: a short request, its likeliest tokens, and what the server must have for it.
-PROBES: dict[str, tuple[Callable[[BaselineRun], Completion], int, str]] = {
-    "template": (lambda run: run.ask_template(PROBE_TOKENS), 0, "chat completions"),
-    "text": (lambda run: run.complete("Hello", max_tokens=PROBE_TOKENS), 0, "/completions of plain text"),
+# By `BaselinePolicy.needs`: a short request, and what the server must have for it.
+PROBES: dict[str, tuple[Callable[[BaselineRun], Completion], str]] = {
+    "template": (lambda run: run.ask_template(PROBE_TOKENS), "chat completions"),
+    "text": (lambda run: run.complete("Hello", max_tokens=PROBE_TOKENS), "/completions of plain text"),
     "text_log_probs": (
-        lambda run: run.complete("Hello", max_tokens=PROBE_TOKENS, top=1), 1, "/completions with logprobs",
-    ),
-    "chat_log_probs": (
-        lambda run: run.ask_template(PROBE_TOKENS, top=2), 2, "two top_logprobs of each token",
+        lambda run: run.complete("Hello", max_tokens=PROBE_TOKENS, log_probs=True),
+        "/completions with logprobs",
     ),
     "continued_chat": (
-        lambda run: run.chat("Hello", "Hello,", max_tokens=PROBE_TOKENS), 0, "continue_final_message",
+        lambda run: run.chat("Hello", "Hello,", max_tokens=PROBE_TOKENS), "continue_final_message",
     ),
 }  # fmt: skip
 
@@ -185,15 +183,13 @@ class BaselineEngine:
         """Raises `ConfigError` for a server that does not answer, or not what the policy needs."""
         client, name = self._context.client, self._context.config.remote.policy
         client.check_model()
-        ask, top, what = PROBES[self._policy.needs]
+        ask, what = PROBES[self._policy.needs]
         try:
-            tokens = ask(BaselineRun(self._context, Question("probe", "Who?"))).tokens
-            least = min((len(token.top) for token in tokens), default=0)
-            reason = "its reply has none" if least < top else ""
+            ask(BaselineRun(self._context, Question("probe", "Who?")))
         except ChatError as error:
-            reason = str(error)
-        if reason:
-            raise ConfigError(f"remote.policy={name} needs {what} of {client.server.url}: {reason}")
+            raise ConfigError(
+                f"remote.policy={name} needs {what} of {client.server.url}: {error}"
+            ) from None
 
     def stream(
         self, questions: Sequence[Question], step: Callable[[Rollout], None] | None = None

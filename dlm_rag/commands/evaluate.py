@@ -17,7 +17,7 @@ a second search with the best passage of the first (two_rounds, feedback), none,
 --sweep: every combination of the values, under each setting of --compare.
 
 A model behind an OpenAI-compatible server has its own policies: no_retrieval, static, oracle, ircot,
-flare, self_ask, targ and search_r1.
+flare and search_r1.
 
 The folder gets scores.json, scores.md, a picture, and the answers and traces of every setting.
 Run the same command again to resume. In a checkout, `python evaluate.py` is the same program.

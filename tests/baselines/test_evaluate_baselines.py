@@ -23,8 +23,6 @@ from tests.support.processes import count_lines, wait_until
 WORDS = ("--corpus", "corpus.jsonl", "--questions", "q.jsonl", "--out", "run")
 EVERY_POLICY = [
     ["inside <think>", ["<search>Emma</search>", "<answer>x</answer>"]],
-    ["final answer is:$", [" x"]],
-    ["needed here:$", [" Yes.\nFollow up: Who wrote Emma?"]],
     ["", ["The answer is x."]],
 ]
 
@@ -157,9 +155,9 @@ def test_a_search_that_fails_costs_its_question_alone(run, server, monkeypatch):
 
 @pytest.mark.slow
 def test_killed_it_goes_on_and_ends_in_the_same_answers(folder, server):
-    server.say(*EVERY_POLICY[:3], ["", ["The answer is x."]])
+    server.say(*EVERY_POLICY[:1], ["", ["The answer is x."]])
     command = [sys.executable, "-m", "dlm_rag", "evaluate", "--model", server.url, *WORDS,
-               "--compare", "static,ircot,self_ask", "remote.concurrency=1"]  # fmt: skip
+               "--compare", "static,ircot,flare", "remote.concurrency=1"]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, cwd=folder, env=environment)
     wait_until(lambda: count_lines(folder / "run" / "ircot" / "answers.jsonl") >= 2, process)
@@ -169,7 +167,7 @@ def test_killed_it_goes_on_and_ends_in_the_same_answers(folder, server):
     assert subprocess.run(command, cwd=folder, env=environment, check=False).returncode == 0
     answers = read_answers(folder / "run" / "ircot" / "answers.jsonl")
     assert {name: answers[name] for name in kept} == kept and len(answers) == 6
-    for name in ("static", "ircot", "self_ask"):
+    for name in ("static", "ircot", "flare"):
         lines = (folder / "run" / name / "answers.jsonl").read_text().splitlines()
         assert len(lines) == 6 and len([*read_trace(folder / "run" / name / "trace.jsonl")]) == 6
 
@@ -215,8 +213,6 @@ NO_LOG_PROBS = ["", [{"status": 400, "text": "logprobs are not supported"}]]
         ("--compare interleaved", [], "no_retrieval, static, ircot"),
         ("remote.policy=flair", [], "nearest: 'flare'"),
         ("--compare flare", [NO_LOG_PROBS], "remote.policy=flare needs /completions with logprobs"),
-        ("--compare targ", [NO_LOG_PROBS], "remote.policy=targ needs two top_logprobs"),
-        ("--compare targ", [["", [{"tokens": []}]]], "remote.policy=targ needs two top_logprobs"),
         ("--compare static", [["", [{"text": "x", "usage": None}]]], "does not count tokens"),
         ("--compare static,ircot", NO_COMPLETIONS, "ircot needs /completions of plain text"),
         ("decode.commit_threshold=0.8", [], "decode.commit_threshold has no effect on a model behind a"),

@@ -87,32 +87,6 @@ def test_replies_that_are_cut_are_counted_and_max_new_tokens_is_sent(answer, ser
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("probability", "threshold", "searches"),
-    # exp(-gap) of tokens with p and 1 - p is (1 - p) / p
-    [(0.9, None, 0), (0.6, None, 1), (0.9, 0.1, 1), (0.9, 0.12, 0)],
-)
-def test_targ_searches_where_the_draft_is_unsure(answer, server, probability, threshold, searches):
-    draft = {"tokens": [["Stev", probability], ["enton", probability]]}
-    server.say(["", [draft, "### Steventon"]])
-    rollout = answer("targ", threshold=threshold)
-    first, last = server.requests
-    assert (first["max_tokens"], first["top_logprobs"]) == (20, 2) and "Facts" not in first["text"]
-    assert searched(rollout) == [QUESTION.question] * searches
-    assert ("Facts:" in last["text"]) == bool(searches) and "logprobs" not in last
-    assert rollout.steps[0].passage_ids == () and rollout.answer == "Steventon"
-    assert rollout.forwards == 1 + 2, "the draft's word, and those of the answer"
-
-
-@pytest.mark.slow
-def test_targ_takes_the_mean_over_tokens(answer, server):
-    """(1 - 0.9) / 0.9 and (1 - 0.6) / 0.6 are 0.11 and 0.67: 0.39 in the mean."""
-    for threshold, searches in ((0.38, 1), (0.40, 0)):
-        server.say([f"^(?s:.*){threshold}", []], ["", [{"tokens": [["a", 0.9], ["b", 0.6]]}, "### x"]])
-        assert len(searched(answer("targ", threshold=threshold))) == searches
-
-
-@pytest.mark.slow
 def test_ircot_searches_with_each_sentence_and_reads_with_all_it_found(answer, server):
     thoughts = [
         "Emma was written by Jane Austen. She was born in Steventon.",
@@ -199,62 +173,17 @@ def test_flare_searches_with_a_sentence_it_is_unsure_of(answer, server):
 
 
 @pytest.mark.slow
-def test_flare_has_a_threshold_and_an_end(answer, server):
-    half = {"tokens": [[" It", 0.7], [" is", 0.7], [" so.", 0.7], [" And", 0.7]], "finish": "length"}
-    server.say(["", [half]])
-    rollout = answer("flare", threshold=0.6)
-    assert searched(rollout) == [QUESTION.question], "0.7 is sure enough"
+def test_flare_has_an_end(answer, server):
+    sure = {"tokens": [[" It", 0.9], [" is", 0.9], [" so.", 0.9], [" And", 0.9]], "finish": "length"}
+    server.say(["", [sure]])
+    rollout = answer("flare")
+    assert searched(rollout) == [QUESTION.question], "0.9 is sure enough"
     assert len(server.requests) == -(-256 // 3), "three tokens a sentence, 256 in all"
     server.say(["", [{"tokens": [[" Who", 0.2], ["?", 0.2]]}]])
     assert searched(answer("flare")) == [QUESTION.question], "nothing is left to ask with"
 
 
 @pytest.mark.slow
-def test_self_ask_searches_its_follow_up_questions(answer, server):
-    begin = "Are follow up questions needed here:"
-    server.say(
-        ["born\\?\nIntermediate answer:$", [" Steventon.\nSo the final answer is: Steventon"]],
-        ["Emma\\?\nIntermediate answer:$", [" Jane Austen.\nFollow up: Where was Jane Austen born?"]],
-        [f"{begin}$", [" Yes.\nFollow up: Who wrote Emma?\nIntermediate answer: a guess"]],
-    )
-    rollout = answer("self_ask")
-    assert searched(rollout) == ["Who wrote Emma?", "Where was Jane Austen born?"]
-    requests = server.requests
-    assert len(requests) == 3 and all(r["prompt"].startswith(POLICY_PROMPTS["self_ask"]) for r in requests)
-    assert requests[0]["prompt"].endswith(f"No\n\nQuestion: {QUESTION.question}\n{begin}"), (
-        "no passages yet"
-    )
-    for request, step in zip(requests[1:], rollout.steps[1:], strict=True):
-        facts = "".join(
-            f"Context{n}: {TEXT[name]}\n".replace("\n", ": ", 1)
-            for n, name in enumerate(step.passage_ids, start=1)
-        )
-        assert f"No\n\n{facts}Question: {QUESTION.question}\n" in request["prompt"]
-    assert rollout.response == (
-        "Yes.\nFollow up: Who wrote Emma?\nIntermediate answer: Jane Austen.\n"
-        "Follow up: Where was Jane Austen born?\nIntermediate answer: Steventon.\n"
-        "So the final answer is: Steventon"
-    )
-    assert rollout.answer == "Steventon" and rollout.evidence == rollout.steps[-1].passage_ids
-
-
-@pytest.mark.slow
-def test_self_ask_without_follow_ups_is_asked_for_its_answer(answer, server):
-    server.say(["final answer is:$", [" Steventon\nand more"]], ["needed here:$", [" No."]])
-    rollout = answer("self_ask")
-    assert searched(rollout) == [] and rollout.response == "No.\nSo the final answer is: Steventon"
-
-
-@pytest.mark.slow
-def test_self_ask_has_a_budget(answer, server, monkeypatch):
-    monkeypatch.setattr(policies, "SELF_ASK_ROUNDS", 2)
-    server.say(["final answer is:$", [" x"]], ["", [" a.\nFollow up: Who wrote Emma?"]])
-    rollout = answer("self_ask")
-    assert len(searched(rollout)) == 2 and rollout.answer == "x"
-    assert len(server.requests) == 2 + 1 + 1, "the last intermediate answer, then the final one"
-    assert server.requests[2]["stop"][0] == "\nFollow up:"
-
-
 @pytest.mark.slow
 def test_search_r1_puts_what_it_finds_into_the_reply(answer, server):
     think = "<think>Who wrote it?</think>\n<search> author of Emma </search> never read"
@@ -300,8 +229,6 @@ def test_each_search_finds_what_our_retriever_finds(answer, server, corpus_file)
     script = [
         ["</information>\n", ["<answer>x</answer>"]],
         ["inside <think>", ["<search>novel by Herbert</search>"]],
-        ["Intermediate answer:$", [" x"]],
-        ["needed here:$", [" Yes.\nFollow up: Who was born in Tacoma?"]],
         ["Search results", [{"tokens": [[" Steventon", 0.5], [" village.", 0.5]]}]],
         ["", [{"tokens": [["Steventon", 0.5]]}]],
     ]
