@@ -14,7 +14,7 @@ from dlm_rag.config.fields import (
 from dlm_rag.errors import ConfigError, suggest_nearest
 
 # What settings need, as `only_with` says it.
-SFT, RL, PRETRAIN, ADAPT = ({"train.objective": (name,)} for name in ("sft", "rl", "pretrain", "adapt"))
+SFT, RL, PRETRAIN = ({"train.objective": (name,)} for name in ("sft", "rl", "pretrain"))
 ANSWERING, READING = {"train.objective": ("sft", "rl")}, {"train.objective": ("pretrain", "adapt")}
 TRACES, CORPUS, WRITER = ({"synthesis.method": (name,)} for name in ("traces", "corpus", "writer"))
 NEW_MODEL = {"model.path": (None,)}
@@ -71,9 +71,7 @@ class TrainConfig(CheckedSettings):
     """vocabulary size of a new model; its tokenizer is trained on worlds, or on data.corpus"""
     passage_length: int = setting(96, low=16)
     """maximum length of a passage in tokens, in the independent evidence layout"""
-    trainable: str | None = setting(None, choices=("all", "lora"))
-    """what is trained: all weights or lora (adapters); unset: lora if lora_rank is set, else all"""
-    lora_rank: int = setting(0, low=0, only_with={"train.trainable": (None, "lora"), "model.path": SET})
+    lora_rank: int = setting(0, low=0, only_with={"model.path": SET})
     """rank of low-rank adapters on frozen weights (needs peft); 0 trains all weights"""
     # What a phase trains on.
     objective: str = setting("sft", table="dlm_rag.training.tasks:TASKS")
@@ -101,8 +99,6 @@ class TrainConfig(CheckedSettings):
     """pretrain, adapt: number of tokens in a step, over all processes"""
     rope_theta: float | None = setting(None, low=1)
     """base of the rotary position embedding; unset takes the model's own"""
-    attention_anneal_fraction: float = setting(0.3, low=0, high=1, only_with=ADAPT)
-    """adapt: fraction of the steps over which attention changes from causal to bidirectional"""
     # Optimisation.
     optimizer: str = setting("muon", choices=("muon", "adamw"))
     """optimizer: muon (for the matrices of the layers, adamw for the rest) or adamw (for everything)"""
@@ -110,8 +106,6 @@ class TrainConfig(CheckedSettings):
     """learning rate of Muon"""
     learning_rate: float = setting(8e-3, low=0)
     """learning rate of AdamW; four times this for QK norm gains if Muon is used"""
-    weight_decay: float = setting(0.0, low=0)
-    """weight decay of matrices"""
     warmup_steps: int = setting(50, low=0)
     """number of steps over which the learning rate rises"""
     decay_fraction: float = setting(0.25, low=0, high=1)
@@ -163,16 +157,10 @@ class TrainConfig(CheckedSettings):
     """rl: reward subtracted for each forward pass"""
     search_cost: float = setting(0.0, low=0, only_with=RL)
     """rl: reward subtracted for each search"""
-    cost_start: float = setting(0.0, low=0, high=1, only_with=RL)
-    """rl: fraction of the steps after which forward_cost and search_cost apply"""
-    rollout_temperature: float = setting(1.0, low=1e-3, high=100, only_with=RL)
-    """rl: sampling temperature of rollouts"""
     train_steps_per_rollout: int | None = setting(None, low=1, only_with=RL)
     """rl: number of randomly chosen denoising steps of each rollout that are trained on; unset: all"""
     num_iterations: int = setting(1, low=1, high=2**10, only_with=RL)
     """rl: number of weight updates on the rollouts of a step"""
-    clip_eps: float = setting(0.2, low=0, only_with=RL)
-    """rl: clipping range of the probability ratio of a step, with several updates"""
     kl_coef: float = setting(0.0, low=0, only_with=RL)
     """rl: coefficient of the KL divergence from the policy at the start of the phase, in nats per step"""
     # Checkpoints and evaluation.
@@ -188,10 +176,6 @@ class TrainConfig(CheckedSettings):
             raise ConfigError(f"hidden_size must be a multiple of an even head_dim, not {self.head_dim}")
         if self.batch_tokens % self.sequence_length:
             raise ConfigError(f"batch_tokens must be a multiple of sequence_length={self.sequence_length}")
-        if self.trainable is not None and bool(self.lora_rank) != (self.trainable == "lora"):
-            raise ConfigError(
-                f"trainable={self.trainable} does not go with lora_rank={self.lora_rank}: leave one out"
-            )
         self.get_phase_configs()
 
     def get_phase_configs(self) -> dict[str, "TrainConfig"]:

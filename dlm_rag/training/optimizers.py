@@ -19,12 +19,12 @@ def make_optimizers(denoiser: Denoiser, train: TrainConfig) -> list[torch.optim.
     Raises `ConfigError` for Muon on a matrix with fewer rows than shards, which torch cannot compute.
     """
     matrices: list[Tensor] = []
-    gains, rest, decayed = list[Tensor](), list[Tensor](), list[Tensor]()
+    gains, rest = list[Tensor](), list[Tensor]()
     for name, value in denoiser.named_parameters():
         if not value.requires_grad:
             continue
         if value.dim() == 2 and "layers." in name:
-            (matrices if train.optimizer == "muon" else decayed).append(value)
+            (matrices if train.optimizer == "muon" else rest).append(value)
         elif train.optimizer == "muon" and name.endswith(("q_norm.weight", "k_norm.weight")):
             gains.append(value)
         else:
@@ -35,18 +35,15 @@ def make_optimizers(denoiser: Denoiser, train: TrainConfig) -> list[torch.optim.
             f"optimizer=muon cannot share a matrix of {rows} rows among {mesh.size()} processes: set "
             "train.optimizer=adamw, or take fewer processes"
         )
-    rate, decay = train.learning_rate, train.weight_decay
-    groups = [
-        {"params": rest, "lr": rate}, {"params": gains, "lr": 4 * rate},
-        {"params": decayed, "lr": rate, "weight_decay": decay},
-    ]  # fmt: skip
+    rate = train.learning_rate
+    groups = [{"params": rest, "lr": rate}, {"params": gains, "lr": 4 * rate}]
     found: list[torch.optim.Optimizer] = []
     if matrices:
         device = matrices[0].device
         kind = torch.optim.Muon if device.type != "cpu" and has_bfloat16(device) else MuonInFloat32
-        found.append(kind(matrices, lr=train.muon_learning_rate, weight_decay=decay))
+        found.append(kind(matrices, lr=train.muon_learning_rate, weight_decay=0.0))
     if groups := [group for group in groups if group["params"]]:  # adapters are matrices of the layers only
-        fused = not any(value.is_meta for value in (*rest, *gains, *decayed))
+        fused = not any(value.is_meta for value in (*rest, *gains))
         found.append(torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=fused))
     for group in (group for optimizer in found for group in optimizer.param_groups):
         group["initial_lr"] = group["lr"]

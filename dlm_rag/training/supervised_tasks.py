@@ -25,6 +25,7 @@ STAGE_START_ACCURACY = 0.3  # running accuracy on names that the next stage begi
 STAGE_END_ACCURACY = 0.62  # and at which it ends
 # Shares of the steps at which stages begin where workers make batches ahead.
 STAGE_STARTS = (0.0, 0.06, 0.15)
+ATTENTION_ANNEAL_SHARE = 0.3  # of the steps of adapt, over which attention opens
 END_TOKEN_WEIGHT, FINAL_END_TOKEN_WEIGHT = 0.15, 0.4  # in the loss, the latter once the rate has fallen
 
 
@@ -79,7 +80,7 @@ class AdaptTask(PretrainTask):
 
     def loss_weights(self, step: int) -> LossWeights:
         """From causal to bidirectional: blocks of 1, doubling at an even pace, then one block."""
-        opening = self.train.attention_anneal_fraction * self.train.max_steps
+        opening = ATTENTION_ANNEAL_SHARE * self.train.max_steps
         if step >= opening:
             return LossWeights()
         return LossWeights(block_size=round(self.train.sequence_length ** (step / opening)))

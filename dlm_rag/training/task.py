@@ -67,7 +67,7 @@ class Task:
 
     def __init__(self, phase: Phase) -> None:
         self.phase, self.train, self._config, self._origin = phase, phase.train, phase.config, phase.origin
-        # Steps that the phase had when it began, by which curricula and prices go: they do not go back when
+        # Steps that the phase had when it began, by which curricula go: they do not go back when
         # --resume raises `train.max_steps`.
         self.planned_steps = self.train.max_steps
         self.items, rows = self.count_items(self.train)

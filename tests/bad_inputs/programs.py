@@ -128,7 +128,6 @@ CASES = [
         ("data.documents={'a'", "data.documents.a=corpus.jsonl"),
         ("data.questions=questions.jsonl has no effect",
          "train.objective=pretrain data.questions=questions.jsonl data.corpus=corpus.jsonl"),
-        ("trainable=lora does not go with lora_rank=0", "train.trainable=lora"),
         ("engine.store keeps what weights compute", "engine.store=s"),
         ("engine.cache_dtype=int8 needs whole weights", "engine.cache_dtype=int8 train.parallel=fsdp"),
         ("model.quantize=int8 is for decoding alone: leave it out", "model.quantize=int8"),

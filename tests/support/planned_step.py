@@ -27,7 +27,7 @@ PRETRAIN_SETTINGS = ["train.objective=pretrain", "train.sequence_length=1024", "
 # Larger than what the plan itself runs (five layers at most, few items).
 MORE_LAYERS_SETTINGS = ["train.num_hidden_layers=7", "train.logit_chunk=64"]
 RL_SETTINGS = [
-    "model.path=dlm_rag/shipped/whole", "train.objective=rl", "train.trainable=all",
+    "model.path=dlm_rag/shipped/whole", "train.objective=rl",
     "train.num_generations=2", "train.train_steps_per_rollout=2", "train.pointer_loss_weight=null",
     "train.final_pointer_loss_weight=null",
 ]  # fmt: skip

@@ -48,7 +48,7 @@ RL = [
     *PLAIN, "train.objective=rl", "train.num_generations=4", "train.max_hops=1", "train.optimizer=adamw",
     "train.train_steps_per_rollout=2", "decode.max_new_tokens=8",
 ]  # fmt: skip
-DENOISER = [*RL, "train.trainable=all", "decode.commit_rule=threshold", "decode.gate_temperature=2"]
+DENOISER = [*RL, "decode.commit_rule=threshold", "decode.gate_temperature=2"]
 TRAINING_SETUPS = {
     "sft": [],
     "sft, joint": ["model.evidence_layout=joint"],

@@ -29,7 +29,7 @@ SHAPE = [
 SFT = [*FRESH, *WORLDS, *SHAPE, "train.worlds=1", "train.passage_sets_per_step=4", "train.rows_per_set=4"]
 RL = [
     *WORLDS, *SHAPE, "train.objective=rl", "train.prompts_per_step=4", "train.num_generations=4",
-    "train.trainable=all", "decode.commit_rule=threshold", "decode.commit_threshold=0.05",
+    "decode.commit_rule=threshold", "decode.commit_threshold=0.05",
     "decode.gate_temperature=2", "train.max_hops=1", "train.f1_weight=1", "train.recall_weight=1",
     "train.forward_cost=0.01", "train.train_steps_per_rollout=2", "model.path={checkpoint}",
     "train.passage_length=96",
@@ -45,14 +45,14 @@ ROWS_ON_ONE = {
     "sharded, joint": ["model.evidence_layout=joint"],
     "sharded, prefix": ["model.evidence_layout=prefix"],
     "sharded, blocks": ["model.block_size=8", "decode.finished_block_context=no_evidence"],
-    "sharded adapters": ["train.trainable=lora", "train.lora_rank=4"],
+    "sharded adapters": ["train.lora_rank=4"],
 }
 SHARDED = [*RL, "train.parallel=fsdp", "train.kl_coef=0.5"]
 PRETRAIN = [
     *FRESH, *SHAPE, "train.world_passages=100", "train.objective=pretrain",
     "train.sequence_length=96", "train.batch_tokens=384",
 ]  # fmt: skip
-ADAPT = [*PRETRAIN, "train.objective=adapt", "train.attention_anneal_fraction=0.75"]
+ADAPT = [*PRETRAIN, "train.objective=adapt"]
 BFLOAT16 = "train.dtype=bfloat16"
 ADAPTERS = [*SFT, BFLOAT16, "train.lora_rank=4", "model.path={checkpoint}", "train.passage_length=96"]
 # Three questions, one after another: two for the first process, one for the second.

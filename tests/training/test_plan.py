@@ -89,7 +89,7 @@ DEEP = {
     "sft, adapters": ["train.lora_rank=2", "train.optimizer=adamw"],
     "sft in shards": ["train.parallel=fsdp", "plan.devices=2", "train.activation_checkpointing=full"],
     "rl, with a reference": [
-        "train.objective=rl", "train.trainable=all", "train.kl_coef=0.1", "train.train_steps_per_rollout=1",
+        "train.objective=rl", "train.kl_coef=0.1", "train.train_steps_per_rollout=1",
     ],
     "pretrain, shared": ["train.objective=pretrain", "train.context_parallel=2", "plan.devices=2"],
     "adapt": ["train.objective=adapt", "train.activation_checkpointing=selective"],
@@ -167,7 +167,7 @@ def test_the_config_of_a_machine_fits_it_without_network_or_weights(name):
 def test_rollouts_count_where_they_take_more_than_the_update():
     """They come before it, when there are neither gradients nor activations."""
     words = (
-        "train.trainable=all train.passage_sets_per_step=1 train.prompts_per_step=1 train.rows_per_set=64 "
+        "train.passage_sets_per_step=1 train.prompts_per_step=1 train.rows_per_set=64 "
         "train.num_generations=64 train.kl_coef=0.1 train.activation_checkpointing=full "
         "train.train_steps_per_rollout=1"
     )
@@ -239,7 +239,7 @@ def test_a_plan_of_decoding_reads_no_weights_and_its_settings_nobody_else(capsys
 
 
 LINE = (
-    "--config search_rl.yaml plan.machine=gb300 model.path=GSAI-ML/LLaDA-8B-Instruct train.trainable=all "
+    "--config search_rl.yaml plan.machine=gb300 model.path=GSAI-ML/LLaDA-8B-Instruct "
     "train.prompts_per_step=32 train.num_generations=16"
 )
 

@@ -25,7 +25,6 @@ from dlm_rag.training.checkpoints import (
 )
 from dlm_rag.training.fingerprint import CHANGEABLE_KEYS, collect_phase_settings, collect_run_settings
 from dlm_rag.training.initial_weights import InitialModel
-from dlm_rag.training.rl.rollouts import RolloutBuffer
 from dlm_rag.training.supervised_tasks import CURRICULUM_STAGES
 from dlm_rag.training.tasks import TASKS, find_task
 from dlm_rag.training.trainer import Trainer, open_trainer
@@ -318,11 +317,11 @@ def replace_in(path: Path, old: str, new: str) -> None:
 
 
 def test_a_setting_that_is_younger_than_a_run_had_its_default(base):
-    change = in_record(lambda record: record["phase"].pop("train.weight_decay"), digested=True)
+    change = in_record(lambda record: record["phase"].pop("train.rope_theta"), digested=True)
     change(next((base / "sft" / "checkpoints").iterdir()))
     assert open_run(base, "sft", "train.max_steps=20", "train.wandb=offline").restore()
-    with pytest.raises(ConfigError, match=r"begun with train.weight_decay=0.0, not 0.1"):
-        open_run(base, "sft", "train.weight_decay=0.1")
+    with pytest.raises(ConfigError, match=r"begun with train.rope_theta=None, not 10000.0"):
+        open_run(base, "sft", "train.rope_theta=10000")
 
 
 def test_every_setting_is_held_or_stands_in_the_table():
@@ -367,22 +366,3 @@ def test_curricula_and_prices_stay_where_they_were_when_steps_are_added(tmp_path
     fresh, _ = open_trainer(more, tmp_path / "fresh")
     fresh.task.prepare_microbatch(3, [0])
     assert stages[2] == {"stage": 0}
-
-
-def test_prices_of_searches_do_not_end_when_steps_are_added(base, monkeypatch):
-    begun = [*OWN, "train.objective=rl", "train.search_cost=0.1", "train.cost_start=0.5"]
-    shares = []
-
-    def fill(decoder, asked, train, share_done):
-        shares.append(share_done)
-        return RolloutBuffer({}, [None])
-
-    monkeypatch.setattr("dlm_rag.training.rl.task.fill_rollout_buffer", fill)
-    for steps, resumed in ((10, False), (40, True)):
-        words = [word.format(base=base) for word in (*begun, f"train.max_steps={steps}")]
-        trainer, _ = open_trainer(load_config(None, words), base / "priced")
-        assert trainer.restore() == resumed
-        trainer.task.make_microbatch(6, [0], None)
-        trainer.state.step = trainer.state.phase_step = 6
-        trainer.save()
-    assert shares == [0.6, 0.6]

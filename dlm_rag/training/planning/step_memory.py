@@ -22,6 +22,7 @@ from dlm_rag.training.initial_weights import build_meta_denoiser
 from dlm_rag.training.losses import make_autocast
 from dlm_rag.training.optimizers import make_optimizers
 from dlm_rag.training.planning.memory_tracker import MemoryTracker, replace_with_empty_weights
+from dlm_rag.training.supervised_tasks import ATTENTION_ANNEAL_SHARE
 from dlm_rag.training.task import Task
 
 FLOAT32_BYTES = 4  # bytes of a weight under training, of its gradient, of a number of the optimizer
@@ -105,7 +106,7 @@ def _interpolate(found: list[Peaks], at: int, numbers: tuple[int, ...]) -> Peaks
 
 def _choose_terms(task: Task) -> Any:
     """Returns the terms of the loss in the middle of their schedule."""
-    return task.loss_weights(int(task.train.attention_anneal_fraction * task.train.max_steps / 2))
+    return task.loss_weights(int(ATTENTION_ANNEAL_SHARE * task.train.max_steps / 2))
 
 
 def _simulate(task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: int) -> Peaks:

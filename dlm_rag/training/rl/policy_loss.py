@@ -33,6 +33,7 @@ from dlm_rag.model.device_io import to_device
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.training.rl.rollouts import PolicyRow, RolloutBuffer
 
+CLIP_RANGE = 0.2  # of the probability ratio of a step, with several updates
 MAX_LOGIT_BYTES = 4 * 2**30  # of logits that exist at a time, with all that is computed of them
 LOGIT_COPIES = 20  # numbers of float32 for each logit at the peak, which is in backward, with a reference
 
@@ -139,5 +140,5 @@ def compute_clipped_surrogate(
     if train.num_iterations == 1:
         return (weights * log_prob).sum(), log_prob.new_zeros(())
     ratio = (log_prob - recorded).exp()
-    bounded = weights * ratio.clamp(1 - train.clip_eps, 1 + train.clip_eps)
+    bounded = weights * ratio.clamp(1 - CLIP_RANGE, 1 + CLIP_RANGE)
     return torch.minimum(weights * ratio, bounded).sum(), (bounded < weights * ratio).sum().detach()

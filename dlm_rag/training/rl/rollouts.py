@@ -98,25 +98,23 @@ def make_rollout_settings(config: Config, train: TrainConfig) -> DecodeConfig:
     return replace(
         config.decode,
         commit_rule="sampled",
-        temperature=train.rollout_temperature,
+        temperature=1.0,
         batch_size=min(config.decode.batch_size, train.prompts_per_step * train.num_generations),
         seed=train.seed,
     )
 
 
-def fill_rollout_buffer(
-    decoder: Decoder, asked: Sequence[Question], train: TrainConfig, share_done: float
-) -> RolloutBuffer:
+def fill_rollout_buffer(decoder: Decoder, asked: Sequence[Question], train: TrainConfig) -> RolloutBuffer:
     """Decodes `train.num_generations` rollouts of each question, and weighs their steps.
 
-    share_done: of the steps of the phase. Rollouts with an error leave their group, and are counted. Groups
-    without differences are learned from only where divergence is: it counts in every rollout.
+    Rollouts with an error leave their group, and are counted. Groups without differences are learned from
+    only where divergence is: it counts in every rollout.
     """
     members = [replace(q, id=f"{q.id}.{member}") for q in asked for member in range(train.num_generations)]
     with profile_stage("rollout"):
         rollouts = decoder.decode(members)
     with profile_stage("reward"):
-        priced = has_prices(train) and share_done >= train.cost_start
+        priced = has_prices(train)
         buffer = RolloutBuffer(dict.fromkeys(ROLLOUT_SUMS, 0.0), [])
         for number, question in enumerate(asked):
             group = rollouts[number * train.num_generations : (number + 1) * train.num_generations]

@@ -47,7 +47,7 @@ NOT_IN_ROLLOUTS = {
     "decode.edit_threshold": "edits are not sampled, so none is learned; leave it out",
     "decode.blocks_at_once": "a step samples one block; leave it out",
     "decode.copy_penalty": "steps are computed again without it; leave it out",
-    "decode.temperature": "rollouts have train.rollout_temperature; set that",
+    "decode.temperature": "rollouts are sampled at temperature 1; leave it out",
     "decode.seed": "rollouts are sampled by the seed of the run; set train.seed",
     "engine.cache_dtype": "steps are computed again without it; leave it out",
 }
@@ -147,7 +147,7 @@ class RlTask(Task):
         asked, retriever = self._source(step, items)
         settings = make_rollout_settings(self._config, train)
         decoder = Decoder(self._denoiser, retriever, self._tokenizer, settings, engine=engine)
-        buffer = fill_rollout_buffer(decoder, asked, train, step / self.planned_steps)
+        buffer = fill_rollout_buffer(decoder, asked, train)
         return buffer if buffer.rows else RolloutBuffer(buffer.sums, [make_idle_row(decoder)])
 
     def count_microbatch(self, part: RolloutBuffer, terms: None) -> dict[str, float]:
@@ -215,8 +215,7 @@ def find_alarms(state: TaskState, priced: bool) -> dict[str, str]:
         "certain": (
             state["certain"] >= ALARM_PATIENCE_STEPS,
             f"Policy entropy has been below {MIN_ENTROPY_NATS} nats per step for {ALARM_PATIENCE_STEPS} "
-            "steps, so nothing new is tried: lower the learning rate, or raise rollout_temperature or "
-            "decode.gate_temperature.",
+            "steps, so nothing new is tried: lower the learning rate, or raise decode.gate_temperature.",
         ),
         "searches": (
             state["searches"] > 2 * max(1.0, state["searches_at_first"]),
