@@ -25,7 +25,7 @@ from dlm_rag.commands.prepare_decoder import (
 )
 from dlm_rag.config import Config
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.energy.meter import open_meter
+from dlm_rag.energy.meter import EnergyReading, open_meter
 from dlm_rag.errors import ConfigError
 from dlm_rag.machine import compute_code_digest, describe_machine
 from dlm_rag.page.html import check_page_target
@@ -92,13 +92,18 @@ class WorkerEngines:
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
-        self.describe, self.read_energy = pool.describe, pool.read_energy
+        self.describe = pool.describe
 
     def open(self, asked: PreparedQuestions) -> list[Machine]:
         assert isinstance(asked.prepared, PreparedDecoder), "`prepare_baseline` refuses workers"
         factory, self._prepared = make_decoder_factory(asked), asked.prepared
         config = factory.config
-        return self._pool.open(factory, config.model, config.energy, config.decode.batch_size)
+        return self._pool.open(factory, config.model, config.decode.batch_size)
+
+    def read_energy(self) -> EnergyReading:
+        """Nothing: the sensors are on the machines of the workers."""
+        asked = self._prepared.config.energy != "none"
+        return EnergyReading(0.0, reason="not measured with workers=" * asked)
 
     def stream(self, questions: Sequence[Question]) -> Iterator[Rollout]:
         return self._pool.stream(questions, self._make_failed_rollout)

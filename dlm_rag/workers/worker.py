@@ -20,7 +20,6 @@ from dlm_rag.errors import UserError
 if TYPE_CHECKING:
     from dlm_rag.decode.decoder import AnyDenoiser, Decoder, DecoderStats, Engine
     from dlm_rag.decode.rollout import Rollout
-    from dlm_rag.energy.meter import EnergyMeter, EnergyReading
     from dlm_rag.questions import Question
 
     # Makes the decoder of a job, around this denoiser if there is one, for so many workers on the machine;
@@ -46,7 +45,6 @@ class Worker:
         self._decoder: Decoder | None = None
         self._engine: Engine | None = None
         self._model: object = None
-        self._meter: EnergyMeter | None = None
         self._waiting: deque[Question] = deque()
         self._answers: dict[str, asyncio.Future[WorkerAnswer]] = {}
         self._stepping: asyncio.Task[None] | None = None
@@ -72,19 +70,6 @@ class Worker:
         self._engine, self._model = self._decoder.new_engine(), model
         self._warnings.buffer.clear()  # the main process has logged the same
         return machine
-
-    async def start_energy(self, choice: str) -> None:
-        """Starts the meter; `choice` as in `Config.energy`."""
-        from dlm_rag.energy.meter import open_meter
-
-        assert self._decoder is not None
-        self._meter = open_meter(choice, self._decoder.denoiser.device)
-        self._meter.start()
-
-    async def read_energy(self) -> EnergyReading:
-        """The energy used since `start_energy`."""
-        assert self._meter is not None
-        return self._meter.stop()
 
     async def answer(self, question: Question) -> WorkerAnswer:
         """Raises whatever the engine raises, out of memory or `UserError`."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_rag.decode.decoder import DecoderStats
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.energy.meter import EnergyReading, merge_readings
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.progress import show_status
 from dlm_rag.questions import Question
@@ -27,8 +26,7 @@ log = logging.getLogger(__name__)
 MAX_DEATHS = 5  # of workers with a question, the first with others, until it is given up
 MAX_FAILED_STARTS = 5  # in a row, for each worker
 PLACEMENT_TIMEOUT_SECONDS = 60.0  # in which a worker must find a place
-RESTART_TIMEOUT_SECONDS = 600.0  # in which one for a dead worker must find a place; it may load for longer
-ENERGY_TIMEOUT_SECONDS = 10.0
+RESTART_TIMEOUT_SECONDS = 1800.0  # in which one for a dead worker must find a place and load
 
 
 class WorkerPool:
@@ -48,11 +46,9 @@ class WorkerPool:
         self._workers: list[Any] = []  # handles of Ray
         self._ready: dict[Any, list[Question]] = {}  # opened workers, and what they have not answered
         self._calls: dict[Any, tuple[Any, Question | None]] = {}  # by reference; None opens the worker
-        self._places: dict[Any, Any] = {}  # by replacement: a call that ends once it has a place
         self._machines: list[dict[str, str | int]] = []
         self._stats: dict[Any, DecoderStats] = {}  # of this job by worker, those that died too
         self._failed_starts, self._cause = 0, ""  # in a row; of the last death
-        self._has_lost_worker, self._energy = False, "none"
 
     def __enter__(self) -> "WorkerPool":
         return self
@@ -69,18 +65,14 @@ class WorkerPool:
             shutil.rmtree(self._log_folder, ignore_errors=True)
         show_status()
 
-    def open(
-        self, factory: "DecoderFactory", model: object, energy: str, batch_size: int
-    ) -> list[dict[str, str | int]]:
+    def open(self, factory: "DecoderFactory", model: object, batch_size: int) -> list[dict[str, str | int]]:
         """Gets all workers ready for a job; returns their machines, each once. The first call starts them.
 
         Raises `ConfigError` if Ray or a place is missing, whatever `factory` raises, and `RunError` if
         workers keep dying.
         """
-        import ray
-
-        self._job, self._batch_size, self._energy = (factory, model), batch_size, energy
-        self._calls, self._ready, self._places, self._stats, self._machines = {}, {}, {}, {}, []
+        self._job, self._batch_size = (factory, model), batch_size
+        self._calls, self._ready, self._stats, self._machines = {}, {}, {}, []
         first = not self._workers
         if first:
             self._start()
@@ -90,10 +82,6 @@ class WorkerPool:
             self._open(worker)
         while len(self._ready) < len(self._workers):
             self._poll()
-        self._has_lost_worker = False
-        if energy != "none":
-            show_status("")
-            ray.get([worker.start_energy.remote(energy) for worker in self._workers])
         show_status()
         return self._machines
 
@@ -113,18 +101,6 @@ class WorkerPool:
         for question in lost:
             reason = f"{MAX_DEATHS} workers died with this question, all but the first with it alone"
             yield make_failed_rollout(question, f"{reason}: {self._cause}")
-
-    def read_energy(self) -> EnergyReading:
-        """What the workers have used since all were open."""
-        import ray
-
-        if self._energy == "none":
-            return EnergyReading(0.0)
-        if not self._has_lost_worker:
-            with suppress(Exception):  # of a worker that is gone, in whatever way
-                readings = [worker.read_energy.remote() for worker in self._workers]
-                return merge_readings(ray.get(readings, timeout=ENERGY_TIMEOUT_SECONDS))
-        return EnergyReading(0.0, reason="a worker has died, and its part is not known")
 
     def describe(self) -> str:
         """The number of workers, and their statistics added up."""
@@ -197,8 +173,9 @@ class WorkerPool:
 
         try:
             ended, _ = ray.wait([*self._calls], timeout=RESTART_TIMEOUT_SECONDS)
-            if not ended and not any(self._ready.values()) and not self._is_any_loading():
-                raise RunError(f"workers died, and Ray at {self._address} found no place for other ones")
+            if not ended and not any(self._ready.values()):
+                minutes = f"{RESTART_TIMEOUT_SECONDS / 60:.0f} minutes"
+                raise RunError(f"no worker of Ray at {self._address} was ready within {minutes}")
             if not ended:
                 return []
             worker, question = self._calls.pop(ended[0])
@@ -221,16 +198,6 @@ class WorkerPool:
         self._stats[worker] = answer.stats
         return answer
 
-    def _is_any_loading(self) -> bool:
-        """Whether a worker that is being opened has a place: weights and indexes may take long."""
-        import ray
-
-        opening = [worker for worker, question in self._calls.values() if question is None]
-        return any(
-            worker not in self._places or ray.wait([self._places[worker]], timeout=0)[0]
-            for worker in opening
-        )
-
     def _replace(self, worker: Any) -> list[Question]:
         """Starts a worker for one that died; returns what that had not answered. Raises `RunError`."""
         if worker in self._ready:
@@ -239,10 +206,8 @@ class WorkerPool:
             logs = f"; its log is in {self._log_folder}" if self._log_folder else ""
             raise RunError(f"workers died {failed} times before one was ready ({self._cause}){logs}")
         self._failed_starts += worker not in self._ready
-        self._has_lost_worker = True
         self._calls = {call: asked for call, asked in self._calls.items() if asked[0] != worker}
         other: Any = self._make_worker()
         self._workers[self._workers.index(worker)] = other
-        self._places[other] = other.__ray_ready__.remote()  # before `open`, which keeps the worker busy
         self._open(other)
         return self._ready.pop(worker, [])

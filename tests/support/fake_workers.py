@@ -3,13 +3,10 @@
 import os
 import signal
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.energy.meter import EnergyReading
 from dlm_rag.errors import CorpusError
 from dlm_rag.questions import Question
 
@@ -86,30 +83,6 @@ def make_finished_rollout(question: Question, error: str = "") -> Rollout:
     return Rollout(question.id, question.question, "joint", 8, response=said, finished=True, error=error)
 
 
-@contextmanager
-def log_interval(path, what):
-    """Adds a line: what was done, and between which moments."""
-    begun = time.monotonic()
-    yield
-    with Path(path).open("a") as file:
-        file.write(f"{what} {begun} {time.monotonic()}\n")
-
-
-@dataclass
-class LoggingMeter:
-    """A meter that notes when it began, after a moment of idleness where that was asked for."""
-
-    path: str
-    choice: str
-
-    def start(self):
-        with log_interval(self.path, self.choice):
-            time.sleep(0.2)
-
-    def stop(self):
-        return EnergyReading(1.0)
-
-
 @dataclass(frozen=True)
 class FakeDecoderFactory:
     """As `a DecoderFactory of workers`."""
@@ -117,15 +90,8 @@ class FakeDecoderFactory:
     places: int = 4
     seconds: float = 0.02
     dies_while_loading: bool = False
-    interval_log: str = ""  # file for the moments between which workers load and measure
 
     def __call__(self, denoiser, sharing):
-        if self.interval_log:
-            from dlm_rag.energy import meter
-
-            meter.open_meter = lambda choice, device: LoggingMeter(self.interval_log, choice)
-            with log_interval(self.interval_log, "load"):
-                time.sleep(0.3 + os.getpid() % 7 * 0.2)
         if self.dies_while_loading:
             os.kill(os.getpid(), signal.SIGKILL)
         return FakeDecoder(self.places, self.seconds), {"name": "a machine", "sharing": sharing}
