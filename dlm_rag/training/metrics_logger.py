@@ -69,8 +69,6 @@ class MetricsLogger:
         if self._wandb is not None:
             self._wandb.log(metrics, step=metrics["step"])
         done, self._last = metrics["step"] + 1, metrics
-        if "alarm" in metrics:
-            print_note(f"step {done:,}: {metrics['alarm']}")
         self._recent.append(metrics)
         if self._is_line_due(done):
             left = (self._steps - done) * (self._said - self._begun) / (done - self._from_step)

@@ -25,7 +25,7 @@ from dlm_rag.training.rl.policy_loss import (
 )
 from dlm_rag.training.rl.reward import compute_advantages, compute_reward, compute_reward_parts
 from dlm_rag.training.rl.rollouts import fill_rollout_buffer, sample_rollout_steps
-from dlm_rag.training.rl.task import ALARM_PATIENCE_STEPS, find_alarms, make_idle_row
+from dlm_rag.training.rl.task import make_idle_row
 from dlm_rag.training.tasks import check_task_settings
 from dlm_rag.training.trainer import open_trainer
 from tests.support.decoding import LAYOUTS, QUESTIONS, make_decoder, rollout_records
@@ -210,7 +210,7 @@ def test_rollouts_with_an_error_leave_their_group_and_are_counted(corpus_file, m
 
 
 def test_groups_are_mixed_by_the_reward_that_is_trained_and_not_by_its_prices():
-    """Exact match may differ in no group where another reward does: then there is no alarm."""
+    """Exact match may differ in no group where another reward does."""
     asked = [Question("0.0", "Is it?", ("maybe",)), Question("1.2", "Is it?", ("yes",))]
     for changes, mixed in (({}, 1), ({"forward_cost": 0.1}, 1), ({"reward": "forwards"}, 2)):
         sums = fill_rollout_buffer(MADE, asked, TrainConfig(num_generations=4, **changes)).sums
@@ -232,31 +232,6 @@ def test_what_rollouts_override_or_do_not_learn_is_refused_before_a_model_is_rea
     check_task_settings(load_config(None, [*words, "model.path=nowhere"]))
     with pytest.raises(ConfigError, match=word.split("=")[0].split(".")[1]):
         check_task_settings(load_config(None, [*words, "model.path=nowhere", word]))
-
-
-def test_alarms_by_hand():
-    calm = {"unmixed": 0, "certain": 0, "searches_at_first": 5.0, "searches": 6.0}
-    assert find_alarms(calm, False) == {}
-    unmixed = calm | {"unmixed": ALARM_PATIENCE_STEPS}
-    assert "nothing was learned" in find_alarms(unmixed, False)["unmixed"]
-    assert "only prices were learned" in find_alarms(unmixed, True)["unmixed"]
-    assert "nothing new is tried" in find_alarms(calm | {"certain": ALARM_PATIENCE_STEPS}, False)["certain"]
-    assert "search_cost" in find_alarms(calm | {"searches": 10.5}, False)["searches"]
-
-
-def test_an_alarm_is_reported_once_for_each_cause_of_a_run(tmp_path, model):
-    """Searches double, groups agree and entropy falls for 40 steps, then all recovers and comes back."""
-    trainer, _ = open_rl(tmp_path, model, *LEARN["all"])
-    state, reported = {}, []
-    for step in range(120):
-        bad = 2 <= step < 40 or step >= 60
-        metrics = {
-            "groups_mixed": 0.0 if bad else 0.5, "entropy": 0.001 if bad else 1.0,
-            "rollout_searches": 20.0 if bad else 5.0,
-        }  # fmt: skip
-        state = json.loads(json.dumps(trainer.task.advance(state, metrics, {})))  # as a checkpoint has it
-        reported += [metrics["alarm"]] if "alarm" in metrics else []
-    assert len(reported) == 3 == len(set(reported)), reported
 
 
 def test_the_surrogate_by_hand():

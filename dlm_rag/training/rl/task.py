@@ -1,7 +1,6 @@
 """The task of learning by reward: rollouts of the policy of the step, and the gradient of their reward."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
@@ -20,7 +19,7 @@ from dlm_rag.training.initial_weights import copy_frozen_denoiser
 from dlm_rag.training.losses import lay_out_examples
 from dlm_rag.training.phase_data import open_questions, open_world_validation
 from dlm_rag.training.rl.policy_loss import PolicyObjective
-from dlm_rag.training.rl.reward import REWARDS, has_prices
+from dlm_rag.training.rl.reward import REWARDS
 from dlm_rag.training.rl.rollouts import (
     PolicyRow,
     QuestionSource,
@@ -34,8 +33,6 @@ from dlm_rag.training.task import Phase, Task, TaskState, Validation
 
 STEPS_PER_ROLLOUT = 8.0  # that a rollout counts in the divisor, whatever it took
 ROLLOUT_PASSAGE_FACTOR = 2  # times top_k: passages that all rollouts of a question see; 1.6 to 2.7 measured
-ALARM_PATIENCE_STEPS = 10  # steps that something must last before it is reported
-MIN_ENTROPY_NATS = 0.02  # of entropy a step, under which nothing is tried any more
 _BY_SAMPLED = "rollouts commit by the rule sampled; leave it out"
 # Settings that rollouts would override, or that decide what no gradient is computed for, and why; and what
 # of them is accepted besides the default.
@@ -55,11 +52,7 @@ ACCEPTED = {"decode.mode": ("diffusion",), "decode.commit_rule": ("threshold", "
 
 
 class RlTask(Task):
-    """Groups of rollouts by reward (GRPO, arXiv 2402.03300).
-
-    The state is what the alarms count: steps without a mixed group, steps nearly without entropy, the
-    searches of a rollout at first and now; and the alarms that the run has reported, each once.
-    """
+    """Groups of rollouts by reward (GRPO, arXiv 2402.03300)."""
 
     name, can_prefetch, needs_trained_model = "rl", False, True
     _source: QuestionSource
@@ -179,21 +172,6 @@ class RlTask(Task):
             found["divergence"] = sums["divergence"] / max(1.0, counts["visited"])
         return found
 
-    def advance(self, state: TaskState, metrics: dict[str, Any], counts: dict[str, float]) -> TaskState:
-        first = state.get("searches_at_first", metrics["rollout_searches"])
-        reported = state.get("alarms", [])
-        state = {
-            "unmixed": 0 if metrics["groups_mixed"] else state.get("unmixed", 0) + 1,
-            "certain": state.get("certain", 0) + 1 if 0 < metrics["entropy"] < MIN_ENTROPY_NATS else 0,
-            "searches_at_first": first,
-            "searches": 0.9 * state.get("searches", first) + 0.1 * metrics["rollout_searches"],
-        }
-        found = find_alarms(state, has_prices(self.train))
-        if new := found.keys() - reported:
-            cause = min(new)
-            metrics["alarm"], reported = found[cause], [*reported, cause]
-        return state | {"alarms": reported}
-
 
 def make_idle_row(decoder: Decoder) -> PolicyRow:
     """A row of masks that weighs nothing."""
@@ -201,25 +179,3 @@ def make_idle_row(decoder: Decoder) -> PolicyRow:
     order = decoder.config.finished_block_context
     laid = lay_out_prompt(Prompt(mask, (mask,), mask), shape, decoder.evidence_layout, order)
     return PolicyRow(laid.build_row(mask, 0, shape.shifted), (0,), (-1,), False, 0.0, 0.0, 0.0)
-
-
-def find_alarms(state: TaskState, priced: bool) -> dict[str, str]:
-    """What goes wrong while the reward may not show it: a sentence for each cause that lasts."""
-    found = {
-        "unmixed": (
-            state["unmixed"] >= ALARM_PATIENCE_STEPS,
-            f"No group of the last {ALARM_PATIENCE_STEPS} steps had rollouts of different reward, so "
-            f"{'only prices were' if priced else 'nothing was'} learned: ask other questions (min_hops, "
-            "max_hops), or reward parts of an answer (f1_weight, recall_weight).",
-        ),
-        "certain": (
-            state["certain"] >= ALARM_PATIENCE_STEPS,
-            f"Policy entropy has been below {MIN_ENTROPY_NATS} nats per step for {ALARM_PATIENCE_STEPS} "
-            "steps, so nothing new is tried: lower the learning rate, or raise decode.gate_temperature.",
-        ),
-        "searches": (
-            state["searches"] > 2 * max(1.0, state["searches_at_first"]),
-            "Rollouts search twice as often as at first: set search_cost, or look at the retriever.",
-        ),
-    }
-    return {cause: sentence for cause, (lasts, sentence) in found.items() if lasts}
