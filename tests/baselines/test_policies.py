@@ -25,12 +25,10 @@ TEXT = {name: f"{title}\n{text}" for name, title, text in PASSAGES}
 
 
 @pytest.fixture
-def answer(server, corpus_file, monkeypatch):
-    """The rollout of a question under a policy; threshold: in place of the policy's own."""
+def answer(server, corpus_file):
+    """The rollout of a question under a policy."""
 
-    def run(policy, question=QUESTION, top_k=2, prompt="sardi", decode=None, threshold=None):
-        if threshold is not None:
-            monkeypatch.setattr(policies, f"{policy.upper()}_THRESHOLD", threshold)
+    def run(policy, question=QUESTION, top_k=2, prompt="sardi", decode=None):
         config = Config(
             model=ModelConfig(path=server.url),
             remote=RemoteConfig(policy=policy),
