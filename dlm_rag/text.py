@@ -3,7 +3,7 @@
 import re
 import string
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -114,8 +114,9 @@ _ANSWER_TAIL = re.compile(
     r"(?:[.。．।]|<\|[^|<>\n]{1,40}\|>|</?\w{1,20}>|[ \t]?\[\d{1,3}(?:, ?\d{1,3}){0,9}\])$"
 )
 MAX_ANSWER_MARKS = 16  # from the last one, until one has an answer
+MAX_TITLE_WORDS = 12  # words of a passage's first line, beyond which it is none
 MAX_WRAPPINGS = 16  # around an answer: emphasis, LaTeX, tags, citations
-ANSWER_FORMS = ("marked", "whole")
+ANSWER_FORMS = ("marked", "titled", "whole")  # titled: marked, with the titles of passages before it
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 
 
@@ -167,6 +168,36 @@ def strip_disambiguation(title: str) -> str:
     return _BRACKET.sub("", normalize_whitespace(title))
 
 
+def find_title_spans(titles: str) -> list[tuple[int, int]]:
+    """Character ranges of the titles that a semicolon keeps apart; those without a letter or digit are left
+    out."""
+    spans, start = [], 0
+    for title in titles.split(";"):
+        if _WORD.search(title):
+            spans.append((start, start + len(title)))
+        start += len(title) + 1
+    return spans
+
+
+def find_named_passages(titles: str, passages: Mapping[str, str]) -> set[str]:
+    """The ids of the passages whose title is one of `titles`, which semicolons keep apart.
+
+    Words are compared, and "Hot Rod" names `Hot Rod (film)`. A first line of more than `MAX_TITLE_WORDS`
+    words is no title: such a passage is named by words that it begins with. A title with a semicolon is
+    named by all of its parts.
+    """
+    parts = {fold_words(titles[slice(*span)]) for span in find_title_spans(titles)}
+
+    def is_named(text: str) -> bool:
+        title = get_title_line(text)
+        if len(title.split()) > MAX_TITLE_WORDS:
+            return any(fold_words(title).startswith(part) for part in parts)
+        ways = (title.split(";"), strip_disambiguation(title).split(";"))
+        return bool(_WORD.search(title)) and any(parts.issuperset(map(fold_words, way)) for way in ways)
+
+    return {name for name, text in passages.items() if is_named(text)}
+
+
 def replace_control_chars(text: str) -> str:
     """Foreign text for a terminal or a table: a blank for every control character."""
     return _CONTROL.sub(" ", text)
@@ -191,6 +222,11 @@ def find_word_spans(text: str) -> list[tuple[str, tuple[int, int]]]:
 def split_words(text: str) -> list[str]:
     """The words of `find_word_spans`."""
     return [word for word, _ in find_word_spans(text)]
+
+
+def fold_words(text: str) -> str:
+    """The words of a text between single blanks, to look for words in a row."""
+    return f" {' '.join(split_words(text))} "
 
 
 def content_words(text: str, start: int, stop: int) -> list[tuple[str, tuple[int, int]]]:
@@ -252,9 +288,10 @@ def find_answer_span(response: str, form: str = "marked") -> tuple[int, int]:
 def find_answer(response: str, form: str = "marked") -> AnswerPlace:
     r"""The place of the answer in a response; empty, at its end, when there is none.
 
-    `whole`: its first line, behind what stands in `<think>`. `marked`: what the last of these marks says,
-    outside `<think>` and `<search>`: `### answer`, `\boxed{}`, `<answer>`, "answer" as a heading, a label
-    or a key of JSON, "A:", "the answer is". A `###` above a section is no mark, unless it is the only one.
+    `whole`: its first line, behind what stands in `<think>`. `marked` and `titled`: what the last of these
+    marks says, outside `<think>` and `<search>`: `### answer`, `\boxed{}`, `<answer>`, "answer" as a
+    heading, a label or a key of JSON, "A:", "the answer is". A `###` above a section is no mark, unless it
+    is the only one.
     A line that stands alone behind `<think>` needs no mark. Of an answer the first line counts, without
     emphasis, LaTeX and tags around it, citations behind it and the final period.
     """

@@ -23,12 +23,10 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.sampling import (
     ModelInput,
     SamplingMetadata,
-    collect_crf_inputs,
     collect_sampling_metadata,
     sample_proposals,
 )
 from dlm_rag.diffusion.commit_rules import Proposals
-from dlm_rag.diffusion.copy_crf import CopyCRF, apply_copy_crf
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.model.denoiser import Denoiser
@@ -100,10 +98,8 @@ class ReferenceModelRunner:
                 at = torch.tensor([row.find_state(n) for n in view.positions.tolist()]).to(every.device)
                 drawing = view.soft_threshold is not None
                 arrays = collect_sampling_metadata([view], self._mask_id, self.shape, drawing)
-                wanted, logits = to_device(arrays, every.device), every[at]
-                if copied := collect_crf_inputs([view], self._mask_id):
-                    logits = apply_copy_crf(logits, CopyCRF(*to_device(copied, every.device)))
-                values = sample_proposals(logits, SamplingMetadata(*wanted))
+                wanted = to_device(arrays, every.device)
+                values = sample_proposals(every[at], SamplingMetadata(*wanted))
                 rows = values.cpu().numpy().astype(np.float64)
                 found.append(Proposals.from_rows(view.positions, rows))
         return found

@@ -33,6 +33,7 @@ NO_FACTS = {
     "whole": "Answer the question based on your own knowledge. Only give me the answer and do not output "
     "any other words.\n\nQuestion: {question}",
 }
+NO_FACTS["titled"] = NO_FACTS["marked"]
 
 
 @dataclass

@@ -12,11 +12,11 @@ from types import MappingProxyType
 from typing import Any
 
 from dlm_rag.cli import CommandParser, parse_int, print_note
-from dlm_rag.config import CONFIG_FOLDER, Config, dump_config, list_setting_fields, load_config
+from dlm_rag.config import Config, dump_config, list_setting_fields, load_config
 from dlm_rag.config.fields import get_field_metadata, list_choices
 from dlm_rag.data.hub_datasets import find_named_corpus
 from dlm_rag.errors import ConfigError
-from dlm_rag.files.hub import SHIPPED_FOLDER
+from dlm_rag.files.hub import SHIPPED_FOLDER, SHIPPED_PREFIX
 from dlm_rag.files.paths import expand_path
 
 # What programs that answer questions read; sections stand for all of their keys.
@@ -25,8 +25,8 @@ ANSWER_SETTINGS = (
     "record_provisional", "workers", "energy",
 )  # fmt: skip
 Options = Mapping[str, tuple[str | int | tuple[()], str]]
-READER_CONFIG = str(CONFIG_FOLDER / "reader.yaml")
 QUICK_LIMIT = 200  # questions of --quick
+READER = f"{SHIPPED_PREFIX}smollm2"  # the model that answers where --corpus is named and no model
 _SETTING = re.compile(r"([A-Za-z_][\w.-]*)=")
 
 SETTING_BY_FLAG = {"--model": "model.path", "--corpus": "retrieval.corpus"} | {
@@ -42,8 +42,9 @@ class CommandLine:
     questions: list[str]
     switches: set[str]
     options: dict[str, Any]
-    file: str | None  # of --config, or READER_CONFIG where the shipped reader answers
+    file: str | None  # of --config
     settings: list[str]  # KEY=VALUE, of words and flags
+    reader_is_default: bool = False  # then the first of `settings` is the model that nobody has named
 
     def with_settings(self, settings: list[str]) -> "CommandLine":
         """The command line with these settings in place of its own; raises `ConfigError`."""
@@ -51,11 +52,10 @@ class CommandLine:
 
     def announce_reader(self) -> None:
         """Says that the shipped reader answers, where nobody has named it."""
-        if self.file == READER_CONFIG:
+        if self.reader_is_default:
             print_note(
-                "the shipped reader answers (configs/reader.yaml): it is small and made for single facts,\n"
-                "such as 'Who directed ...?' (docs/tutorials/own-documents.md);\n"
-                "for any question give --model DIR_OR_HUB_ID (GSAI-ML/LLaDA-8B-Instruct)"
+                f"{READER} answers: SmolLM2-135M, small and trained to answer short questions from\n"
+                "passages (docs/tutorials/own-documents.md); --model DIR_OR_HUB_ID names another"
             )
 
 
@@ -97,8 +97,10 @@ def parse_command_line(
     check_read(settings, reads)
     file, config = given["config"], load_config(given["config"], settings, effects=effects)
     _reject_training_config(file, config, reads)
-    if {"decode", "out"} <= {*reads} and file is None and _uses_shipped_reader(config, settings):
-        file, config = READER_CONFIG, load_config(READER_CONFIG, settings, effects=effects)
+    reader = {"decode", "out"} <= {*reads} and file is None and _uses_shipped_reader(config, settings)
+    if reader:
+        settings = [f"model.path={READER}", *settings]
+        config = load_config(None, settings, effects=effects)
     for key in ("out", "trace", "html"):  # what is read is expanded where it is opened
         if (path := getattr(config, key) or "").startswith("~"):
             setattr(config, key, str(expand_path(path, ConfigError)))
@@ -106,9 +108,8 @@ def parse_command_line(
         print(dump_config(config), end="")
         raise SystemExit(0)
     config.retrieval.corpus = find_named_corpus(config.retrieval.corpus)
-    return CommandLine(
-        config, questions, {name for name in switches if given[name]}, values, file, settings
-    )
+    switched_on = {name for name in switches if given[name]}
+    return CommandLine(config, questions, switched_on, values, file, settings, reader)
 
 
 def _answers(reads: Sequence[str]) -> bool:

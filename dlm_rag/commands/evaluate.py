@@ -180,10 +180,11 @@ def plan_from_command_line(words: CommandLine, dataset: str = "") -> EvaluationP
             said["dataset"] = dataset
             more = resolve_dataset_files(dataset, words.settings)
             more += [f"model.path={SARDI_CHECKPOINT}"] * (words.config.model.path is None)
-        words = words.with_settings([*more, *words.settings])
+        words = words.with_settings([*words.settings, *more])
     if words.options["split"] != EVALUATE_OPTIONS["split"][0] and "questions_of" not in said:
         raise ConfigError("--split has no effect without --dataset and --corpus: leave it out")
-    config, given = words.config, [word.partition("=")[0] for word in words.settings]
+    named = words.settings[words.reader_is_default :]
+    config, given = words.config, [word.partition("=")[0] for word in named]
     if words.options["sweep"] == []:
         raise ConfigError("sweep: no key has two values or more: write KEY=VALUE,VALUE")
     if swept := parse_sweep(words.options["sweep"]):

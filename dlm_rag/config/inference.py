@@ -149,9 +149,6 @@ class DecodeConfig(CheckedSettings):
         16, low=0, high=2**20, only_with=DIFFUSION | {"decode.edit_threshold": SET}
     )
     """maximum number of steps that edit a block after its last mask is gone"""
-    copy_penalty: float | None = setting(None, low=0, high=50, only_with=DIFFUSION)
-    """cost in nats of a token that is in neither question nor evidence, and of each jump between places
-    in them; unset: no cost"""
     query_policy: str = setting("proxy", table="dlm_rag.retrieval.query:QUERIES")
     """what becomes the search query"""
     query_threshold: float = setting(0.0, low=0, high=1)
@@ -168,11 +165,11 @@ class DecodeConfig(CheckedSettings):
     """number of questions denoised together"""
     overlap: str = setting("none", choices=("none", "pipeline"))
     """search while the model runs: pipeline (on the other half of the batch; the same tokens)"""
-    abstain: str | None = setting(None, choices=("never", "answer", "response", "copied"))
+    abstain: str | None = setting(None, choices=("never", "answer", "response"))
     """when no answer is given: if it is "unknown" or "unclear", or has a word that neither a passage nor
-    the question has; response: also if a name or number before it is in neither; copied: also if it does
-    not stand word for word in a passage and in the sentences before it, or no passage has the names of
-    the question; unset takes the checkpoint's own (never for public ones)"""
+    the question has; response: also if a name or number before it is in neither; both: also if the model
+    names passages before the answer, and it is in none of these; unset takes the checkpoint's own (never
+    for public ones)"""
     abstain_threshold: float = setting(0.0, low=0, high=1)
     """no answer is given if a token of the response was less probable than this when it was written, and
     abstain is not never"""

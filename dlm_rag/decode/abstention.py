@@ -9,6 +9,7 @@ from dlm_rag.text import (
     content_words,
     extract_names,
     extract_sentences,
+    find_named_passages,
     normalize_whitespace,
     replace_control_chars,
     split_words,
@@ -21,8 +22,7 @@ ABSTAIN_REASONS = {
     "unknown_form": "this is not a form of question that the model knows",
     "no_answer": "what was written has no answer",
     "unsupported_words": "what was written has words that no passage has",
-    "not_copied": "none of the passages found has the answer as it was written",
-    "unknown_words": "none of the passages found has the names of the question",
+    "not_named": "the passages that were named before the answer do not have it",
     "unsure": "the model was not sure enough of what it wrote",
 }
 MAX_SENTENCE_CHARS = 300  # of a sentence that is shown where no answer is given
@@ -101,32 +101,28 @@ def find_abstain_reason(
     mode: str,
     answer: str,
     unsupported_kinds: Collection[str],
-    said: str,
-    question: str,
-    passages: Iterable[str],
+    titles: str | None,
+    passages: Mapping[str, str],
 ) -> str:
-    """A key of `ABSTAIN_REASONS`, or "" where the answer is given.
+    """Returns a key of `ABSTAIN_REASONS`, or "" where the answer is given.
 
-    mode: as `decode.abstain`. answer: as it is written, said: what stands before it. unsupported_kinds: of
-    units with unsupported words. passages: the texts of all that were found.
+    mode: as `decode.abstain`. answer: as it is written. unsupported_kinds: of units with unsupported words.
+    titles: what stands before the answer where a model names its passages there, else None. passages: the
+    texts of all that were found, by id.
     """
     if mode == "never":
         return ""
     if not answer:
-        return "no_answer" if mode == "copied" else ""  # of others the response is shown as it is
+        return "" if titles is None else "no_answer"  # of others the response is shown as it is
     if reason := _REASON_BY_WORD.get(answer.casefold()):
         return reason
     if {"answer"} & {*unsupported_kinds} if mode == "answer" else unsupported_kinds:
         return "unsupported_words"
-    if mode != "copied":
-        return ""
-    texts = [_fold(text) for text in passages]
-    if _fold(answer) not in _fold(said) or not any(_fold(answer) in text for text in texts):
-        return "not_copied"
-    names = extract_names(question.partition(" ")[2])  # without the word that begins it
-    return "unknown_words" if any(not any(f" {name} " in text for text in texts) for name in names) else ""
+    return "" if titles is None or _named_have_answer(answer, titles, passages) else "not_named"
 
 
-def _fold(text: str) -> str:
-    """The words of a text between single blanks, to look for words in a row."""
-    return f" {' '.join(split_words(text))} "
+def _named_have_answer(answer: str, titles: str, passages: Mapping[str, str]) -> bool:
+    """Whether a passage is named, and every content word of the answer is in one of those named."""
+    named = find_named_passages(titles, passages)
+    known = _OWN_WORDS.union(*(split_words(passages[name]) for name in named))
+    return bool(named) and all(word in known for word, _ in content_words(answer, 0, len(answer)))

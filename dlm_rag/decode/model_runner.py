@@ -11,13 +11,11 @@ from dlm_rag.config import EngineConfig
 from dlm_rag.decode.sampling import (
     ModelInput,
     SamplingMetadata,
-    collect_crf_inputs,
     collect_sampling_metadata,
     sample_proposals,
     split_logit_chunks,
 )
 from dlm_rag.diffusion.commit_rules import STATISTICS, Proposals
-from dlm_rag.diffusion.copy_crf import CopyCRF, apply_copy_crf
 from dlm_rag.evidence.batch_kv_cache import CacheRequest, ForwardSpan, KVCacheManager
 from dlm_rag.evidence.evidence_store import open_evidence_store
 from dlm_rag.evidence.kv_tiers import KVArena
@@ -160,23 +158,17 @@ class MaskedModelRunner(ModelRunner):
             read = [[] if run.row is None else self._read_tokens(run, views[run.row]) for run in runs]
             chunks, policy = list(split_logit_chunks(views)), any(view.soft_threshold for view in views)
             wanted = [
-                (
-                    collect_sampling_metadata(chunk, self._mask_id, self.shape, policy),
-                    collect_crf_inputs(chunk, self._mask_id),
-                )
-                for chunk in chunks
+                collect_sampling_metadata(chunk, self._mask_id, self.shape, policy) for chunk in chunks
             ]
             segments = [run.segment for run in runs]
-            rows = pack_rows(segments, self.denoiser.device, read, context, add=[*chain(*chain(*wanted))])
+            rows = pack_rows(segments, self.denoiser.device, read, context, add=[*chain(*wanted)])
             hidden, _ = self.denoiser.encode(rows)
             self._contexts.store_computed()
             sizes = [sum(len(view.positions) for view in chunk) for chunk in chunks]
             tensors, found = iter(rows.extra_tensors), []
-            for states, (sampling, copying) in zip(hidden.split(sizes), wanted, strict=True):
+            for states, sampling in zip(hidden.split(sizes), wanted, strict=True):
                 metadata = SamplingMetadata(*islice(tensors, len(sampling)))
                 logits = self.denoiser.compute_token_logits(states).float()
-                if copying:
-                    logits = apply_copy_crf(logits, CopyCRF(*islice(tensors, len(copying))))
                 found.append(sample_proposals(logits, metadata))
             values = to_host(torch.cat(found, dim=1)).astype(np.float64)
         ends = np.cumsum([len(view.positions) for view in views])

@@ -26,7 +26,9 @@ from dlm_rag.text import (
     extract_names,
     find_answer,
     find_answer_span,
+    find_named_passages,
     find_sentence_spans,
+    find_title_spans,
     overlapping_spans,
     split_words,
 )
@@ -176,8 +178,9 @@ class Rollout(NamesRemedy):
     def abstain_reason(self) -> str:
         """Why no answer is given, a key of `ABSTAIN_REASONS`; "" if the answer stands."""
         mode = "never" if self.error else self.settings.get("abstain") or "never"
-        said = self.response[: find_answer_span(self.response, self.answer_form)[0]]
-        found = self.unsupported.values(), said, self.question, self.passages.values()
+        mark = find_answer(self.response, self.answer_form).mark
+        titles = self.response[:mark] if self.answer_form == "titled" else None
+        found = self.unsupported.values(), titles, self.passages
         if (reason := find_abstain_reason(mode, self.written_answer, *found)) or mode == "never":
             return reason
         least = min((token.confidence for step in self.steps for token in step.written_tokens), default=1.0)
@@ -326,9 +329,11 @@ class Rollout(NamesRemedy):
 
 
 def split_citable_spans(response: str, answer_form: str = "marked") -> list[tuple[Span, str]]:
-    """What is cited: each sentence of the reasoning, then the answer where there is one, with its kind."""
+    """What is cited: each sentence or title before the answer, then the answer where there is one, with its
+    kind."""
     mark, start, stop = find_answer(response, answer_form)
-    units = [(span, "reasoning") for span in find_sentence_spans(response[:mark])]
+    split = find_title_spans if answer_form == "titled" else find_sentence_spans
+    units = [(span, "reasoning") for span in split(response[:mark])]
     return [*units, ((start, stop), "answer")] if start < stop else units
 
 
@@ -351,19 +356,27 @@ def cite_passages(
     the sentence, then whichever adds most words that are not in the question, while one does (of
     equals the one whose word comes first). Each is cited with the last step that committed one of
     its words. Words held by none are listed.
+
+    In the form `titled`, only passages that are named are cited: for a title those that have it, for the
+    answer all of them.
     """
     passage_words = {name: frozenset(split_words(text)) for name, text in texts.items()}
     asked = frozenset(split_words(question))
 
-    def find_holders(word: str, span: Span) -> HeldWord:
+    def find_holders(word: str, span: Span, citable: Collection[str]) -> HeldWord:
         steps = sorted({commit_steps[token] for token in overlapping_spans(token_spans, *span)})
         always = set.intersection(*(set(evidence_at(step)) for step in steps))
-        ranked = [name for name in evidence_at(steps[-1]) if name in always]
+        ranked = [name for name in evidence_at(steps[-1]) if name in always and name in citable]
         return word, steps[-1], [name for name in ranked if word in passage_words[name]]
 
     units: list[Citation] = []
-    for unit, kind in split_citable_spans(response, answer_form):
-        words = [find_holders(word, span) for word, span in content_words(response, *unit)]
+    spans = split_citable_spans(response, answer_form)
+    for unit, kind in spans:
+        citable: Collection[str] = texts
+        if answer_form == "titled":
+            titles = [span for span, what in spans if what == "reasoning"] if kind == "answer" else [unit]
+            citable = find_named_passages(";".join(response[slice(*span)] for span in titles), texts)
+        words = [find_holders(word, span, citable) for word, span in content_words(response, *unit)]
         unheld = dict.fromkeys(word for word, _, names in words if not names)
         cited, text = _choose_passages(words, asked), response[slice(*unit)].strip()
         units.append({"text": text, "kind": kind, "passages": cited, "unsupported": list(unheld)})

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.canvas import Canvas, Span
-from dlm_rag.decode.copy_sources import CopySources
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout, RolloutStep, cite_passages
 from dlm_rag.diffusion.commit_rules import Proposals
@@ -59,7 +58,6 @@ class Row:
     first_passages: list[Passage] = field(default_factory=list)  # what the first search found
     fitted_prompt: FittedPrompt | None = None  # with what fits of the evidence, once there is some
     laid_out_prompt: LaidOutPrompt = field(init=False, repr=False)  # this, laid out
-    copy_sources: CopySources | None = None  # where copying has a price
     query_key: Hashable = None
     provisional: Proposals | None = None
     lowest_confidence: float | None = None  # of provisional tokens; None where nothing is masked

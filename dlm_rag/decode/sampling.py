@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_rag.decode.copy_sources import CopySources, batch_copy_sources
 from dlm_rag.diffusion.commit_rules import ACTION_STATISTICS
 from dlm_rag.diffusion.policy import SoftThreshold, draw_actions, sample_at_quantile
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
@@ -35,8 +34,6 @@ class ModelInput:
     soft_threshold: tuple[float, float, float] | None = None  # of a policy: temperature, threshold, width
     needs_entropy: bool = False  # whether entropy and margin are wanted
     finished_length: int = 0  # positions in front that are whole blocks and change no more
-    copy_sources: CopySources | None = None  # what is to be copied where it can be
-    copy_penalty: float = 0.0  # nats, of what is not
 
 
 def split_logit_chunks(views: Sequence[ModelInput]) -> Iterator[list[ModelInput]]:
@@ -54,21 +51,6 @@ def split_logit_chunks(views: Sequence[ModelInput]) -> Iterator[list[ModelInput]
             chunk.append(piece)
             room -= len(piece.positions)
     yield chunk
-
-
-def collect_crf_inputs(views: Sequence[ModelInput], mask_id: int) -> Arrays:
-    """The fields of `CopyCRF` for these views; empty where none copies."""
-    sources, chains, first, penalties, begin = [], [], [], [], 0
-    for view in views:
-        if view.copy_sources is not None:
-            sources.append(view.copy_sources)
-            chains.append(view.copy_sources.build_chain(view.canvas, view.positions, mask_id))
-            first.append(begin)
-            penalties.append(view.copy_penalty)
-        begin += len(view.positions)
-    if not sources:
-        return []
-    return [*batch_copy_sources(sources, chains, first), np.array(penalties, np.float32)]
 
 
 def collect_sampling_metadata(

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlm_rag.decode.canvas import CanvasChange, Span
-from dlm_rag.decode.copy_sources import CopySources, SeparatorTokens
 from dlm_rag.decode.model_runner import ModelRunner
 from dlm_rag.decode.rollout import Action, CommittedToken
 from dlm_rag.decode.row import Row
@@ -115,8 +114,6 @@ def build_model_input(row: Row) -> ModelInput:
         quantiles=quantiles,
         soft_threshold=soft,
         needs_entropy="spread" in statistics,
-        copy_sources=row.copy_sources,
-        copy_penalty=settings.copy_penalty or 0.0,
     )
 
 
@@ -223,10 +220,6 @@ class RetrievalStep:
         self.layout = layout
 
     @cached_property
-    def _separators(self) -> SeparatorTokens:
-        return SeparatorTokens(self.tokenizer)
-
-    @cached_property
     def _worker(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(1, "search")
 
@@ -315,8 +308,6 @@ class RetrievalStep:
             fitted, laid = self._lay_out(row, texts)
         if fitted.truncation.tokens > rollout.cut.get("tokens", 0):
             rollout.cut = asdict(fitted.truncation)
-        if row.settings.copy_penalty is not None:
-            row.copy_sources = CopySources.from_prompt(fitted.prompt, self._separators)
         keep_shorter_texts(rollout.evidence_texts, fitted.texts)
         row.retrieved_passages, row.fitted_prompt, row.laid_out_prompt = passages, fitted, laid
         self.model_runner.prefetch(laid)

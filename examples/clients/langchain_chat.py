@@ -17,7 +17,7 @@ class Answer(BaseModel):
 
 
 address = sys.argv[1] if sys.argv[1:] else "http://127.0.0.1:8000/v1"
-chat = ChatOpenAI(model="dlm-rag-reader", base_url=address, api_key="none")
+chat = ChatOpenAI(model="dlm-rag-smollm2", base_url=address, api_key="none")
 messages = [("system", "Be brief."), ("user", "What is Kellerup?")]
 answer = chat.invoke(messages)
 print(answer.content)

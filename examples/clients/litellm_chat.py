@@ -8,7 +8,7 @@ import sys
 import litellm
 
 server = {
-    "model": "openai/dlm-rag-reader",
+    "model": "openai/dlm-rag-smollm2",
     "api_base": sys.argv[1] if sys.argv[1:] else "http://127.0.0.1:8000/v1",
     "api_key": "none",
 }

@@ -10,7 +10,7 @@ from llama_index.llms.openai_like import OpenAILike
 
 address = sys.argv[1] if sys.argv[1:] else "http://127.0.0.1:8000/v1"
 llm = OpenAILike(
-    model="dlm-rag-reader", api_base=address, api_key="none", is_chat_model=True, temperature=0.0
+    model="dlm-rag-smollm2", api_base=address, api_key="none", is_chat_model=True, temperature=0.0
 )
 messages = [ChatMessage(role="user", content="What is Kellerup?")]
 answer = llm.chat(messages)

@@ -328,7 +328,6 @@ CASES = [
         (says, f"{key}={value}", {"gemma/config.json": lambda path: write_tiny_gemma(path.parent)})
         for key, value, says in (
             ("decode.block_length", 4, "block_length=4 has no effect on a model that denoises from uniform noise"),
-            ("decode.copy_penalty", 4, "copy_penalty=4.0 has no effect on a model that denoises from uniform noise"),
             ("decode.finished_block_context", "no_evidence", "=no_evidence has no effect on a model that"),
             ("decode.commit_rule", "threshold", "commit_rule=threshold has no effect on a model that"),
             ("decode.query_window", 4, "query_window=4 has no effect"),

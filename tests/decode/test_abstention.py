@@ -24,13 +24,15 @@ SLIP = "Tflaindm Klopo was wedded to Pristelk Nothea. ### Pristelk Nothea"
 WRONG = "Neaflaind Klopo was wedded to Pristelk Nothea. ### Pristel Nothea"
 
 
-def answered(response, abstain="response"):
-    """A rollout that has written a response in one step, with the passage in context."""
-    rollout = Rollout("q", QUESTION, "joint", 8, passages=PASSAGES, evidence_texts=PASSAGES)
-    rollout.steps = [RolloutStep(n, QUESTION, ("1",), True) for n in range(2)]
+def answered(response, abstain="response", passages=PASSAGES, form="marked"):
+    """A rollout that has written a response in one step, with the passages in context."""
+    rollout = Rollout("q", QUESTION, "joint", 8, passages=passages, evidence_texts=passages)
+    rollout.steps = [RolloutStep(n, QUESTION, tuple(passages), True) for n in range(2)]
     rollout.response, rollout.settings, rollout.finished = response, {"abstain": abstain}, True
-    whole = [(0, len(response))]
-    rollout.citations = cite_passages(response, whole, [1], lambda step: ("1",), PASSAGES, QUESTION)
+    rollout.answer_form, whole = form, [(0, len(response))]
+    rollout.citations = cite_passages(
+        response, whole, [1], lambda step: tuple(passages), passages, QUESTION, form
+    )
     return rollout
 
 
@@ -63,29 +65,40 @@ def test_who_knows_no_answer_gives_none_and_says_why(response, reasons, unsuppor
     assert "abstained" not in rollout.answer_record()
 
 
+NAMED = {
+    "emma": "Emma (novel)\nEmma is a novel by Jane Austen, first published in 1815.",
+    "jane": "Jane Austen\nJane Austen was born in Steventon on 16 December 1775.",
+    "half": "Emma; or, a Draft\nThe draft was sold in 1816.",
+    "note": "The centrifuge of the second floor was repaired on Tuesday by Olga and it runs again",
+}
+
+
 @pytest.mark.parametrize(
-    ("response", "question", "reason"),
+    ("response", "reason"),
     [
-        (RIGHT, QUESTION, ""),
-        (
-            "It was Pristelk Nothea. ### Nothea Pristelk",
-            QUESTION,
-            "not_copied",
-        ),  # its words, in another row
-        (
-            "Neaflaind Klopo was wedded. ### Pristelk Nothea",
-            QUESTION,
-            "not_copied",
-        ),  # not what it said before
-        (RIGHT, "Was Neaflaind Klopo wedded in Oslo?", "unknown_words"),
-        (RIGHT, "Name the spouse of neaflaind klopo.", ""),  # the first word is no name
-        (SLIP, QUESTION, "unsupported_words"),
+        ("Emma ### 1815", ""),
+        (" Emma (novel); Jane Austen ### 16 December 1775", ""),
+        ("EMMA; jane austen. ### Jane Austen", ""),
+        ("Jane Austen ### 1815", "not_named"),  # another passage has it
+        ("Emma; Jane ### 1775", "not_named"),  # a part of a title names nothing
+        ("Who wrote Emma? ### 1815", "not_named"),
+        ("### 1815", "not_named"),
+        ("Emma; Jane Austen ### yes", ""),
+        ("Persuasion ### no", "not_named"),
+        ("Emma; or, a Draft ### 1816", ""),
+        ("The centrifuge of the second floor ### Olga", ""),  # a passage without a title
+        ("Olga ### Tuesday", "not_named"),
+        ("Emma ### 1817", "unsupported_words"),
+        ("Emma ### unknown", "no_passage"),
+        ("### unknown", "no_passage"),
+        ("Emma; Jane Austen", "no_answer"),
     ],
 )
-def test_what_is_only_copied_stands_in_a_passage_as_it_is_written(response, question, reason):
-    rollout = answered(response, "copied")
-    rollout.question = question
+def test_a_model_that_names_its_passages_gives_answers_that_these_have(response, reason):
+    rollout = answered(response, "answer", NAMED, "titled")
     assert rollout.abstain_reason == reason and bool(rollout.answer) == (not reason)
+    rollout.settings = {"abstain": "never"}
+    assert rollout.abstain_reason == "" and bool(rollout.answer) == (reason != "no_answer")
 
 
 def test_what_was_written_with_little_confidence_is_not_given():

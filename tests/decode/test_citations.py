@@ -62,3 +62,42 @@ def test_words_compare_alike_however_their_accents_are_encoded():
     spans = [(n, n + 1) for n in range(len(response))]
     cited = cite_passages(response, spans, [1] * len(response), lambda _: ["a"], {"a": passage}, "Who?")
     assert cited[0]["passages"][0]["words"] == ["amélie"] and cited[0]["unsupported"] == []
+
+
+TITLED = {
+    "emma": "Emma (novel)\nEmma is a novel by Jane Austen, first published in 1815.",
+    "jane": "Jane Austen\nJane Austen was born in Steventon in 1775.",
+    "year": "1775\nIn 1775 Jane Austen was born in Steventon, and others elsewhere.",
+}
+
+
+def cite_titled(response, evidence=("year", "emma", "jane"), steps=None):
+    spans = [(n, n + 1) for n in range(len(response))]
+    steps = steps or [1] * len(response)
+    cited = cite_passages(response, spans, steps, lambda _: evidence, TITLED, QUESTION, "titled")
+    return [(each["text"], each["kind"], [p["id"] for p in each["passages"]]) for each in cited]
+
+
+def test_a_model_that_names_its_passages_is_cited_from_these_alone():
+    assert cite_titled(" Emma; Jane Austen ### Steventon") == [
+        ("Emma", "reasoning", ["emma"]),
+        ("Jane Austen", "reasoning", ["jane"]),
+        ("Steventon", "answer", ["jane"]),  # though another passage ranks before it
+    ]
+    assert cite_titled("1775 ### Steventon")[-1] == ("Steventon", "answer", ["year"])
+    assert cite_titled("Emma ### Steventon")[-1] == ("Steventon", "answer", [])
+    assert cite_titled("Jane ### Steventon") == [("Jane", "reasoning", []), ("Steventon", "answer", [])]
+    assert cite_titled("### unknown") == [("unknown", "answer", [])]
+
+
+def test_a_named_passage_that_was_not_in_context_is_not_cited():
+    assert cite_titled("Jane Austen ### 1775", ("emma",)) == [
+        ("Jane Austen", "reasoning", []),
+        ("1775", "answer", []),
+    ]
+
+
+def test_titles_without_words_between_semicolons_are_left_out():
+    assert [text for text, *_ in cite_titled("; Emma;; ;Jane Austen; ### 1775")] == [
+        "Emma", "Jane Austen", "1775",
+    ]  # fmt: skip

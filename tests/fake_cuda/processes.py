@@ -137,8 +137,6 @@ FRESH = ["train.hidden_size=256", "train.num_hidden_layers=2", "train.vocab_size
 OWN = {
     "tiny": FRESH,
     "world": FRESH,
-    "corpus": [*FRESH, "train.init_layers_from=null", "data.corpus={folder}/titles.jsonl",
-    "data.held_out=0.4"],
     "b200": [
         "model.path={folder}/qwen", "data.questions={folder}/questions.jsonl",
         "data.corpus={folder}/corpus.jsonl", "data.documents.web={folder}/web.jsonl",
@@ -203,10 +201,9 @@ def test_a_step_of_every_config_on_its_own_processes_and_on_many(
 def test_steps_of_every_config_of_decoding(monkeypatch, corpus_file, folder, name):
     # Which waits for the contents of weights.
     monkeypatch.setattr("dlm_rag.model.checkpoint._check_values", lambda *_: None)
-    own = ["decode.max_new_tokens=64"] if name != "reader" else []
     model = "blocks" if name.startswith(("llada2", "fast_dllm_v2")) else "plain"
-    words = [*own, "model.device=cuda", f"retrieval.corpus={corpus_file}"]
-    words += [] if name == "reader" else [f"model.path={folder}/{model}"]
+    words = ["decode.max_new_tokens=64", "model.device=cuda", f"retrieval.corpus={corpus_file}"]
+    words.append(f"model.path={folder}/{model}")
     config = load_config(CONFIG_FOLDER / f"{name}.yaml", words)
     asked = [Question("1", "Who wrote Emma?")]
     with fake_cuda() as seen, checked_kernels():

@@ -363,10 +363,10 @@ def without_waits(device):
 @DEVICES
 @pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("block", "price"), [(None, None), (4, None), (4, 3.0)])
-def test_decode_steps_wait_in_the_marked_place_only(corpus_file, device, layout, dtype, block, price):
+@pytest.mark.parametrize("block", [None, 4])
+def test_decode_steps_wait_in_the_marked_place_only(corpus_file, device, layout, dtype, block):
     engine = EngineConfig(prefix_cache_gib=4e-5, cpu_offload_gib=4e-5)
-    settings = {"temperature": 0.5, "overlap": "pipeline", "copy_penalty": price}
+    settings = {"temperature": 0.5, "overlap": "pipeline"}
     decoder = make_decoder(corpus_file, layout, batch_size=2, **settings)
     decoder.denoiser.config = replace(decoder.denoiser.config, block_size=block)
     for parameter in decoder.denoiser.to(device).parameters():

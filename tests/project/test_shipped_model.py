@@ -5,27 +5,17 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from safetensors import safe_open
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
-from dlm_rag.config import DecodeConfig, TrainConfig
+from dlm_rag.config import DecodeConfig
 from dlm_rag.data.synthetic_world import write_world
 from dlm_rag.evaluation.metrics import compute_mean_score, score_rollout
 from dlm_rag.questions import read_questions
-from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.training.data.examples import ExampleBuilder
-from dlm_rag.training.data.question_examples import (
-    QuestionExamples,
-    TrainingQuestions,
-    generate_corpus_questions,
-)
-from dlm_rag.training.losses import LossWeights, MaskedObjective, count_examples
 from tests.support.paths import ROOT
 
 MODEL, WHOLE, WORLD = SHIPPED_FOLDER / "model", SHIPPED_FOLDER / "whole", SHIPPED_FOLDER / "world"
-READER = SHIPPED_FOLDER / "reader"
 
 
 def test_the_shipped_world_is_what_its_seed_makes(tmp_path):
@@ -36,10 +26,10 @@ def test_the_shipped_world_is_what_its_seed_makes(tmp_path):
 
 @pytest.mark.parametrize(
     ("folder", "config"),
-    [(MODEL, "world_blocks.yaml"), (WHOLE, "world.yaml"), (READER, "reader_training.yaml")],
+    [(MODEL, "world_blocks.yaml"), (WHOLE, "world.yaml")],
 )
 def test_the_shipped_models_are_small_and_say_where_they_come_from(folder, config):
-    assert sum(path.stat().st_size for path in SHIPPED_FOLDER.glob("*/model.safetensors")) < 40e6
+    assert sum(path.stat().st_size for path in SHIPPED_FOLDER.glob("*/*.safetensors")) < 40e6
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
     card = json.loads((folder / "training.json").read_text())
@@ -72,27 +62,6 @@ def test_retrieving_while_denoising_is_what_makes_the_answers_right(questions):
 
 
 @pytest.mark.slow
-def test_the_reader_answers_about_a_corpus_of_ones_own_from_any_folder(tmp_path):
-    gap = "Harbour Lights is a 1931 British drama film directed by ____ and starring Vera Stanton."
-    expected = {
-        "What is Tessenow Glacier?": "a valley glacier in northern Greenland",
-        "Who directed Night Ferry?": "Paul Reiner",
-        "When was the director of Harbour Lights born?": "4 March 1894",
-        f"Which name is left out here: '{gap}'?": "Edwin Marlowe",
-        "Who wrote Emma?": "",
-        "Where was Vera Stanton born?": "",
-    }
-    words = ["-m", "dlm_rag", "sample", *expected, "--corpus", str(ROOT / "examples" / "passages.jsonl")]
-    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "the shipped reader answers" in done.stderr, done.stderr
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {answer["question"]: answer["answer"] for answer in answers} == expected
-    reasons = {answer["question"]: answer.get("abstain_reason", "") for answer in answers}
-    silent = {"Who wrote Emma?": "no_passage", "Where was Vera Stanton born?": "unsure"}
-    assert reasons == {question: silent.get(question, "") for question in expected}
-
-
-@pytest.mark.slow
 def test_sample_without_arguments_answers():
     done = subprocess.run([sys.executable, "sample.py"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -101,30 +70,3 @@ def test_sample_without_arguments_answers():
     silent = {answer["id"] for answer in answers if answer.get("abstained")}
     assert silent == {"q1", "q300"}, "which are answered with decode.blocks_at_once=1, at more forwards"
     assert all(bool(answer["answer"]) == (answer["id"] not in silent) for answer in answers)
-
-
-@pytest.mark.slow
-def test_the_reader_copies_names_from_passages_that_it_was_not_asked_about(real, tmp_path):
-    """Masked tokens of held-out chains, among other passages; the card says on which corpus."""
-    passages, titles = [], set()
-    for folder in ("hotpotqa", "2wikimultihopqa"):
-        for line in (real / folder / "corpus.jsonl").read_text(encoding="utf-8").splitlines():
-            entry = json.loads(line)
-            if entry["title"] not in titles:
-                titles.add(entry["title"])
-                passages.append(entry | {"id": str(len(passages))})
-    path = tmp_path / "passages.jsonl"
-    path.write_text("".join(f"{json.dumps(entry)}\n" for entry in passages), encoding="utf-8")
-    corpus = open_corpus(path, str(tmp_path / "index"))
-    denoiser, tokenizer = Denoiser.from_pretrained(READER), Tokenizer.from_pretrained(READER)
-    builder = ExampleBuilder(tokenizer, denoiser.config)
-    made = generate_corpus_questions(corpus, builder, 4, 0.1)
-    retriever = load_retriever(path, top_k=4, index_dir=str(tmp_path / "index"))
-    train = TrainConfig(passage_sets_per_step=40, rows_per_set=1)
-    rows = QuestionExamples(TrainingQuestions(made.held_out), retriever, builder, train, "")
-    examples = rows.examples(0, range(40), (4, 4))
-    terms = LossWeights()
-    counts = count_examples(examples, tokenizer.end_ids, terms.end_token)
-    with torch.no_grad():
-        _, sums = MaskedObjective(denoiser, "independent", tokenizer.end_ids)(examples, counts, terms)
-    assert sums["names_right"] / counts["pointed"] > 0.60

@@ -29,7 +29,6 @@ DECODING_SETUPS = {  # layout of the evidence, shape of the model, settings
     "drawn": ("prefix", {}, {"temperature": 0.5}),
     "by entropy": ("joint", {}, {"commit_rule": "entropy_bound"}),
     "by lot": ("independent", {}, {"commit_rule": "sampled", "temperature": 1.0}),
-    "copying": ("independent", {}, {"copy_penalty": 3.0, "max_new_tokens": 3}),
     "experts of a block": ("joint", {"block_size": 3, "experts": ROUTED}, {"edit_threshold": 0.1}),
     "edited": ("independent", {"block_size": 3}, {"edit_threshold": 0.5, "max_edit_steps": 2}),
     "one question at a time": ("joint", {"block_size": 3}, {"batch_size": 1}),

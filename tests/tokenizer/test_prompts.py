@@ -79,6 +79,8 @@ def test_a_prompt_must_leave_room_for_evidence():
         ("marked", "Jane Austen", ""),
         ("whole", " Jane Austen.\nShe was", "Jane Austen"),
         ("whole", "", ""),
+        ("titled", "Emma; Jane Austen ### 1775", "1775"),
+        ("titled", "Emma; Jane Austen", ""),
     ],
 )
 def test_where_the_answer_stands(form, response, answer):

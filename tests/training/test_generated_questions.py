@@ -231,10 +231,11 @@ def test_a_fresh_denoiser_begins_with_the_layers_of_another(tmp_path, web):
 @pytest.mark.slow
 def test_the_way_from_a_corpus_to_answers(tmp_path, web):
     words = [
-        "--config", "corpus.yaml", f"data.corpus={web}",
+        f"data.corpus={web}", "retrieval.top_k=4", "decode.max_new_tokens=128", "decode.block_length=8",
+        "train.counterfactual_share=0.7", "train.passage_length=128", "train.eval_questions=100",
         "data.held_out=0.4", "train.max_steps=4", "train.eval_steps=4", "train.save_steps=4",
         "train.passage_sets_per_step=2", "train.rows_per_set=2", "train.vocab_size=300", "energy=none",
-        "train.init_layers_from=null", "train.hidden_size=64", "train.num_hidden_layers=2",
+        "train.hidden_size=64", "train.num_hidden_layers=2",
     ]  # fmt: skip
     done = run_train_program(tmp_path / "run", *words)
     assert done.returncode == 0, done.stderr

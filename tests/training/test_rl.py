@@ -220,7 +220,7 @@ def test_groups_are_mixed_by_the_reward_that_is_trained_and_not_by_its_prices():
 @pytest.mark.parametrize(
     "word",
     [
-        "decode.edit_threshold=0.6", "decode.blocks_at_once=2", "decode.copy_penalty=1", "decode.seed=3",
+        "decode.edit_threshold=0.6", "decode.blocks_at_once=2", "decode.seed=3",
         "decode.mode=autoregressive", "decode.commit_rule=top_k", "decode.commit_rule=mine:rule",
         "decode.tokens_per_step=2", "decode.steps_per_block=4",
         "decode.temperature=0.5", "decode.commit_threshold=1", "engine.cache_dtype=int8",

@@ -43,7 +43,6 @@ NOT_IN_ROLLOUTS = {
     "decode.steps_per_block": _BY_SAMPLED,
     "decode.edit_threshold": "edits are not sampled, so none is learned; leave it out",
     "decode.blocks_at_once": "a step samples one block; leave it out",
-    "decode.copy_penalty": "steps are computed again without it; leave it out",
     "decode.temperature": "rollouts are sampled at temperature 1; leave it out",
     "decode.seed": "rollouts are sampled by the seed of the run; set train.seed",
     "engine.cache_dtype": "steps are computed again without it; leave it out",
