@@ -16,7 +16,7 @@ from dlm_rag.config import Config, dump_config, list_setting_fields, load_config
 from dlm_rag.config.fields import get_field_metadata, list_choices
 from dlm_rag.data.hub_datasets import find_named_corpus
 from dlm_rag.errors import ConfigError
-from dlm_rag.files.hub import SHIPPED_FOLDER, SHIPPED_PREFIX
+from dlm_rag.files.hub import READER, SHIPPED_FOLDER
 from dlm_rag.files.paths import expand_path
 
 # What programs that answer questions read; sections stand for all of their keys.
@@ -26,7 +26,6 @@ ANSWER_SETTINGS = (
 )  # fmt: skip
 Options = Mapping[str, tuple[str | int | tuple[()], str]]
 QUICK_LIMIT = 200  # questions of --quick
-READER = f"{SHIPPED_PREFIX}smollm2"  # the model that answers where --corpus is named and no model
 _SETTING = re.compile(r"([A-Za-z_][\w.-]*)=")
 
 SETTING_BY_FLAG = {"--model": "model.path", "--corpus": "retrieval.corpus"} | {

@@ -4,12 +4,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from dlm_rag.config import CONFIG_FOLDER, Config, load_config
+from dlm_rag.config import Config
 from dlm_rag.config.fields import replace_settings
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.errors import ConfigError, suggest_nearest
-from dlm_rag.files.hub import SHIPPED_FOLDER, SHIPPED_PREFIX
-from dlm_rag.files.smollm2 import MODEL_NAME
+from dlm_rag.files.hub import READER, SHIPPED_FOLDER, SHIPPED_PREFIX
 from dlm_rag.machine import choose_device, parse_dtype
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.denoiser import load_denoiser
@@ -26,13 +25,13 @@ INSTEAD = {"torch_dtype": "dtype", "k": "top_k", "n_docs": "top_k", "max_length"
 def load(model: str | Path | None = None, corpus: Any = None, **settings: Any) -> Decoder:
     """The decoder of a model and a corpus, ready for `ask`, `decode` and `stream`.
 
-    model: a folder, a hub id, `smollm2`, or what ships (`dlm_rag/shipped/model`); unset: the reader that
-    ships, without a corpus the model of the invented world. corpus: a file or folder, passages as texts or
+    model: a folder, a hub id, `smollm2`, or what ships (`dlm_rag/shipped/model`); unset: SmolLM2 with the
+    adapter that ships (93 MB are fetched at the first use), without a corpus the model of the invented world. corpus: a file or folder, passages as texts or
     dicts, or a retriever. settings: any of `model`, `retrieval`, `decode` and `engine` by its bare name, as
     `top_k=3, commit_threshold=0.8, device="cuda", dtype="bfloat16"`. Raises `UserError`.
     """
-    config, name = _choose_config(model, corpus, settings)
-    sections = {section: getattr(config, section) for section in SECTIONS}
+    default = WORLD_MODELS[0] if corpus is None and "url" not in settings else READER
+    name, sections = str(model or default), {section: getattr(Config(), section) for section in SECTIONS}
     for key, value in settings.items():
         section = _find_section(key, sections)
         if key in ("device", "dtype"):  # also as objects of torch
@@ -56,19 +55,6 @@ def load(model: str | Path | None = None, corpus: Any = None, **settings: Any) -
     )  # fmt: skip
     tokenizer = Tokenizer.from_pretrained(checkpoint, layout)
     return Decoder(denoiser, retriever, tokenizer, sections["decode"], layout, sections["engine"])
-
-
-def _choose_config(model: str | Path | None, corpus: Any, settings: dict[str, Any]) -> tuple[Config, str]:
-    """The settings to begin with, and the model's name: of the reader that ships those of its file."""
-    name = None if model is None else str(model)
-    if corpus is None and "url" not in settings:
-        return Config(), name or WORLD_MODELS[0]
-    reader = load_config(str(CONFIG_FOLDER / "reader.yaml"), [])
-    own = f"{SHIPPED_PREFIX}{MODEL_NAME}"
-    if name == MODEL_NAME and (SHIPPED_FOLDER / MODEL_NAME / "config.json").is_file():
-        name = own
-    shipped = str(reader.model.path)
-    return (reader, shipped) if name in (None, shipped) else (Config(), str(name))
 
 
 def _find_section(key: str, sections: dict[str, Any]) -> str:

@@ -28,6 +28,7 @@ LFS_POINTER_PREFIX = (
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]{0,95}/\w[\w.-]{0,95})(?<![.-])")
 SHIPPED_FOLDER = Path(__file__).resolve().parents[1] / "shipped"
 SHIPPED_PREFIX = "dlm_rag/shipped/"
+READER = f"{SHIPPED_PREFIX}smollm2"  # the model that answers about a corpus where no model is named
 HUB_ANSWER_SECONDS = 3.0  # in which the hub must answer; a download may take longer
 
 
