@@ -70,7 +70,7 @@ def test_the_prompt_is_the_one_it_was_trained_with(fetched):
     prompt = tokenizer.build_prompt("Who wrote Emma?", ["Emma\nEmma is a novel."])
     (fact,) = prompt.facts
     asked = tokenizer.decode_with_offsets([*prompt.head, *prompt.tail])[0]
-    assert tokenizer.decode_with_offsets([*fact])[0] == "Emma\nEmma is a novel."
+    assert tokenizer.decode_with_offsets([*fact])[0].rstrip("\n") == "Emma\nEmma is a novel."
     assert asked == "Question: Who wrote Emma?\nAnswer:"
 
 
