@@ -1,7 +1,7 @@
 """Answer questions, many at a time, retrieving while denoising.
 
     dlm-rag sample                               # the shipped model on its invented world
-    dlm-rag sample "What is Emma?" --corpus passages.jsonl      # SmolLM2 (93 MB, fetched once) on your own passages
+    dlm-rag sample "What is Emma?" --corpus passages.jsonl      # SmolLM2 on passages of your own
     dlm-rag sample "Who wrote Emma?" --model DIR_OR_HUB_ID --corpus passages.jsonl
     dlm-rag sample --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
         --out answers.jsonl decode.batch_size=16
