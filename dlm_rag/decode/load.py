@@ -27,8 +27,9 @@ def load(model: str | Path | None = None, corpus: Any = None, **settings: Any) -
 
     model: a folder, a hub id, `smollm2`, or what ships (`dlm_rag/shipped/model`); unset: SmolLM2 with the
     adapter that ships (93 MB are fetched at the first use), without a corpus the model of the invented
-    world. corpus: a file or folder, passages as texts or dicts, or a retriever. settings: any of `model`, `retrieval`, `decode` and `engine` by its bare name, as
-    `top_k=3, commit_threshold=0.8, device="cuda", dtype="bfloat16"`. Raises `UserError`.
+    world. corpus: a file or folder, passages as texts or dicts, or a retriever. settings: any of `model`,
+    `retrieval`, `decode` and `engine` by its bare name, as `top_k=3, commit_threshold=0.8, device="cuda",
+    dtype="bfloat16"`. Raises `UserError`.
     """
     default = WORLD_MODELS[0] if corpus is None and "url" not in settings else READER
     name, sections = str(model or default), {section: getattr(Config(), section) for section in SECTIONS}
