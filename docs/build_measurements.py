@@ -25,7 +25,7 @@ from dlm_rag.evaluation.stored_results import build_result_table, read_result
 FOLDER = Path(__file__).parent / "measurements"
 PAGES = {
     "world": ("The invented world", "The shipped model on questions about its invented world."),
-    "reader": ("Real text", "SmolLM2-135M with the shipped adapter, and the reader of 8.8 M parameters at the tag `v0.3`."),
+    "reader": ("Real text", "SmolLM2-135M with the shipped adapter, and the 8.8 M reader of `v0.3`."),
     "retrieval": ("Retrieval", "What BM25, dense and hybrid search find, and what they cost."),
     "engine": ("The engine", "What each mechanism of the decode engine saves."),
     "serving": ("Serving", "The HTTP server, its clients and the trace page."),
