@@ -239,7 +239,8 @@ def main(argv: list[str]) -> None:
             text = "\n".join(map(store.dump_entry, entries))
             (store.FOLDER / "results" / f"{page}.yaml").write_text(text)
     if README_COMMAND in results:
-        report = (results[README_COMMAND].folder / "scores.md").read_text()
+        shown = given.result[[*results].index(README_COMMAND)] if given.result else ROOT / "runs/shipped"
+        report = (shown / "scores.md").read_text()
         (ROOT / "dlm_rag/shipped/model/RESULTS.md").write_text(report)
     (ROOT / "README.md").write_text(write_readme(ROOT / "README.md", store.read_entries("world")))
     store.main([])
