@@ -24,7 +24,7 @@ Run the same command again to resume. In a checkout, `python evaluate.py` is the
 """
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -56,6 +56,7 @@ from dlm_rag.questions import Question
 if TYPE_CHECKING:
     from dlm_rag.retrieval.corpus import Corpus
 
+MAX_CHECKED_PASSAGES = 2_000_000  # of a corpus that is read for supporting passages before a run
 EVALUATE_READS = (*ANSWER_SETTINGS, "compare", "f1_rule", "remote")
 SARDI_CHECKPOINT = "pauljngr/sardi-dream-7b"
 EVALUATE_OPTIONS: dict[str, tuple[str | tuple[()], str]] = {
@@ -140,6 +141,7 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] 
         questions = drop_incomplete_support(questions, corpus)
     titled = sum(bool(q.supporting_titles) and not q.supporting_ids for q in questions)
     said["recall_by"] = {"id": sum(bool(q.supporting_ids) for q in questions), "title": titled}
+    note_missing_support(jobs, questions)
     ready()
     run_answer_jobs(jobs, config.workers)
     scores = {name: outputs.score_folder(folder, questions, f1_rule) for name, folder in folders.items()}
@@ -266,6 +268,19 @@ def resolve_dataset_files(dataset: str, settings: Sequence[str]) -> list[str]:
             command = f"dlm-rag data get {dataset} --split sardi"
             raise ConfigError(f"--dataset {dataset}: {path} is not there; `{command}` brings it")
     return [f"questions={questions}", f"retrieval.corpus={corpus}"]
+
+
+def note_missing_support(jobs: Mapping[str, AnswerJob], questions: Sequence[Question]) -> None:
+    """Says on standard error where a corpus that is searched lacks supporting passages."""
+    from dlm_rag.retrieval.base import CorpusRetriever
+    from dlm_rag.retrieval.composite import describe_missing_support
+
+    for job in jobs.values():
+        found = getattr(job.prepared, "retriever", None)
+        if isinstance(found, CorpusRetriever) and len(found.corpus) <= MAX_CHECKED_PASSAGES:
+            if said := describe_missing_support(questions, found.corpus):
+                print_note(said)
+            return
 
 
 def drop_incomplete_support(questions: list[Question], corpus: "Corpus") -> list[Question]:

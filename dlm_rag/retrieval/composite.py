@@ -14,7 +14,7 @@ from dlm_rag.retrieval.base import (
     Retriever,
     interleave_rankings,
 )
-from dlm_rag.retrieval.corpus import Corpus
+from dlm_rag.retrieval.corpus import Corpus, Passage
 from dlm_rag.retrieval.query import Query, build_query
 
 FUSION_DEPTH = 50  # results of each retriever that hybrid search fuses
@@ -142,6 +142,26 @@ def _list_supports(question: Question) -> list[tuple[str, str]]:
     if question.supporting_ids:
         return [("id", name) for name in question.supporting_ids]
     return [("title", normalize_title(title)) for title in question.supporting_titles]
+
+
+def describe_missing_support(questions: Sequence[Question], corpus: Sequence[Passage]) -> str:
+    """A sentence on the supporting passages that a corpus lacks; "" where it has all."""
+    wanted = {key for question in questions for key in _list_supports(question)}
+    titled = any(kind == "title" for kind, _ in wanted)
+    missing = set(wanted)
+    for passage in corpus if wanted else ():
+        missing.discard(("id", passage.id))
+        if titled:
+            missing.discard(("title", get_first_line_title(passage.text)))
+    if not missing:
+        return ""
+    without = [q for q in questions if missing.intersection(_list_supports(q))]
+    name = next(key for key in _list_supports(without[0]) if key in missing)[1]
+    table = ' (a list in a table is JSON: ["a", "b"])' * ("," in name)
+    return (
+        f"{len(missing):,} of {len(wanted):,} supporting passages are not in the corpus, so that evidence "
+        f"recall of {len(without):,} of {len(questions):,} questions cannot be whole: '{name}'{table}"
+    )
 
 
 def check_oracle_support(questions: Sequence[Question]) -> None:

@@ -8,6 +8,7 @@ from dlm_rag.errors import CorpusError
 from dlm_rag.questions import Question, parse_typed_questions, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.chunking import PASSAGE_LENGTH_CHARS, split_front_matter, split_markdown_sections
+from dlm_rag.retrieval.composite import describe_missing_support
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.query import Query
 from dlm_rag.text import normalize_text, split_terms
@@ -148,3 +149,22 @@ def test_rules_and_tables_are_no_headings():
     assert [title for title, _ in split_markdown_sections(text)] == [""]
     assert split_front_matter("---\nnot closed\n") == ("", "---\nnot closed\n")
     assert split_front_matter('+++\ntitle = "T"\n+++\nx') == ("T", "x")
+
+
+def test_supports_that_the_corpus_lacks_are_counted(tmp_path):
+    rows = [
+        {"id": "1", "title": "Dover", "contents": "A town."},
+        {"id": "2", "title": "Tea", "contents": "Leaves."},
+    ]
+    corpus = open_corpus(write_rows(tmp_path / "c.jsonl", rows), tmp_path)
+    there = Question("a", "x", supporting_ids=("1",)), Question("b", "x", supporting_titles=("Tea",))
+    assert describe_missing_support(there, corpus) == ""
+    lacking = (
+        *there,
+        Question("c", "x", supporting_ids=("doc-3", "2")),
+        Question("d", "x", supporting_titles=("Kent",)),
+    )
+    said = describe_missing_support(lacking, corpus)
+    assert "2 of 5 supporting passages are not in the corpus" in said and "2 of 4 questions" in said
+    assert "'doc-3'" in said and "JSON" not in said
+    assert "JSON" in describe_missing_support([Question("e", "x", supporting_ids=("1,2",))], corpus)
