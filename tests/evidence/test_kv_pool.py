@@ -243,7 +243,7 @@ def test_what_a_decoder_kept_is_free_before_it_asks_how_much_is(monkeypatch):
     """Else a pool that has filled its share would get a share of the rest, at every new set of weights."""
     held = []
 
-    def budget(device):
+    def budget(device, limit, weight_bytes):
         gone = [pool() is None for pool in held]
         assert all(gone), "the pool of before is still there"
         return 10**6
