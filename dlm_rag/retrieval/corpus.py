@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import reprlib
 import threading
 import weakref
 from array import array
@@ -49,7 +50,7 @@ class Passage:
     contents: str
 
     def __repr__(self) -> str:
-        return f"Passage({self.id!r}, {self.title[:40]!r}, {self.contents[:60]!r})"
+        return f"Passage({self.id!r}, {reprlib.repr(self.title)}, {reprlib.repr(self.contents)})"
 
     @property
     def text(self) -> str:

@@ -31,7 +31,8 @@ def make_decoder(corpus, layout="joint", prefix_cache_gib=1.0, shape=None, **set
     """Attention in blocks of 4, other evidence at every search."""
     template = PromptTemplate(head="{question}\n", fact=PromptTemplate.from_checkpoint(None, layout).fact)
     shape = {"passage_length": 96, "block_grid": "prompt"} | (shape or {})
-    config = DecodeConfig(**({"max_new_tokens": LENGTH, "commit_threshold": 0.4} | settings))
+    threshold = {} if settings.get("commit_rule") == "top_k" else {"commit_threshold": 0.4}
+    config = DecodeConfig(**({"max_new_tokens": LENGTH} | threshold | settings))
     engine = EngineConfig(prefix_cache_gib=prefix_cache_gib)
     return Decoder(
         block_denoiser(**shape),

@@ -35,10 +35,11 @@ SDAR_RULES = {
 
 
 def sdar(public):
-    return public["block_length"], {
+    rule = SDAR_RULES[public["remasking_strategy"]]
+    threshold = {"commit_threshold": public["confidence_threshold"]} if rule == "threshold" else {}
+    return public["block_length"], threshold | {
         "max_new_tokens": public["gen_length"],
-        "commit_rule": SDAR_RULES[public["remasking_strategy"]],
-        "commit_threshold": public.get("confidence_threshold", 1),
+        "commit_rule": rule,
         "steps_per_block": public["denoising_steps"],
     }  # fmt: skip
 

@@ -15,7 +15,8 @@ LAYOUTS = ["joint", "prefix", "independent"]
 def make_decoder(corpus_file, layout="joint", top_k=2, shifted=False, **settings):
     template = PromptTemplate.from_checkpoint(None, layout)
     tokenizer = tiny_tokenizer(PromptTemplate(head="{question}\n", fact=template.fact))
-    config = DecodeConfig(**({"max_new_tokens": 12, "commit_threshold": 0.4} | settings))
+    threshold = {} if settings.get("commit_rule") == "top_k" else {"commit_threshold": 0.4}
+    config = DecodeConfig(**({"max_new_tokens": 12} | threshold | settings))
     denoiser = tiny_denoiser(shifted=shifted)
     return Decoder(denoiser, load_retriever(corpus_file, top_k=top_k), tokenizer, config, layout)
 
