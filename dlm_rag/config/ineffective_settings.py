@@ -11,7 +11,7 @@ a setting that only others of them read has no effect.
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from dlm_rag.config.fields import (
     SET,
@@ -41,9 +41,9 @@ def check_effects(variants: Iterable[tuple[Any, Iterable[str]]]) -> None:
                     holder = getattr(config, section) if section else config
                     found = find_idle_settings(section, holder, known, {name: known[own]})
                     reasons.setdefault(key, []).append(found.get(name, ""))
-    for key, found in sorted(reasons.items()):
-        if all(found):
-            raise ConfigError(f"{key}={found[0]}")
+    for key, why in sorted(reasons.items()):
+        if all(why):
+            raise ConfigError(f"{key}={why[0]}")
 
 
 def find_idle_settings(
@@ -57,11 +57,11 @@ def find_idle_settings(
     known: values of other settings by dotted keys, and facts about the checkpoint. values: those that are
     asked about, in place of all.
     """
-    found = {}
+    found, holder = {}, cast(Any, type(settings))  # a class, which has a hash where its instances have none
     for name, value in (flatten_settings(settings) if values is None else values).items():
         if value in (settings.__dataclass_fields__[name].default, {}):
             continue
-        if reason := _describe_missing(list_needs(section, type(settings), name), known):
+        if reason := _describe_missing(list_needs(section, holder, name), known):
             found[name] = f"{_show(value)} has no effect {reason}"
     return found
 

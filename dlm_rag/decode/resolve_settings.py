@@ -49,9 +49,9 @@ def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeCon
         own_length = shape.block_length or 0
         changes["block_length"] = own_length if own_length <= length else longest
     settings = replace_settings(settings, **changes, abstain=settings.abstain or shape.abstain)
-    for find, name in ((find_rule, settings.commit_rule), (find_query_policy, settings.query_policy)):
-        if name is not None:
-            find(name)
+    for find, entry in ((find_rule, settings.commit_rule), (find_query_policy, settings.query_policy)):
+        if entry is not None:
+            find(entry)
     if settings.blocks_at_once > 1 and (shape.predicts_next_block or samples_actions(settings)):
         why = "predicts the first token of the next" if shape.predicts_next_block else "is sampled alone"
         raise ConfigError(

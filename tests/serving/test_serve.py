@@ -593,5 +593,5 @@ def test_a_greeting_needs_no_model(decoder):
         assert choice["message"]["content"].startswith(said) and choice["finish_reason"] == "stop"
         assert whole["usage"]["completion_tokens"] == 0 and whole["dlm_rag"]["forwards"] == 0
         assert said in send_request(service, chat_body("thanks", stream=True)).text
-        assert said in send_request(service, chat_body("hi", abstain="copied"), "/v1/answers").text
+        assert said in send_request(service, chat_body("hi", abstain="answer"), "/v1/answers").text
         assert service.engine.counts["answered"] == 0

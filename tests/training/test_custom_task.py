@@ -122,7 +122,7 @@ def test_an_objective_of_ones_own_is_named_on_the_command_line(tmp_path, monkeyp
     assert trainer.task.name == "end_tokens" and trainer.task.loss_weights(0).end_token == 2.0
     assert trainer.step()["loss"] > 0 and trainer.save().exists()
     (plan,) = plan_phases(config, trainer.origin.config, torch.float32)
-    assert plan.items == trainer.task.items and plan.memory.activations > 0
+    assert plan.microbatch_items == trainer.task.items and plan.memory.activations > 0
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def test_electricity_and_rent_are_apart():
     table = _make_machine_table([GPU_SPECS["gb300"], GPU_SPECS["gb10"]], [phase], torch.bfloat16, plan)
     fits, time, _, power, rent = [list(column.cells) for column in table.columns][3:]
     assert fits == ["yes", "no"] and time == ["1 h", "1 h"]
-    assert power == ["$0.84", "$0.08"] and rent == ["$14.80", "?"]
+    assert power == ["$0.84", "$0.084"] and rent == ["$14.80", "?"]
 
 
 LLADA = "GSAI-ML/LLaDA-8B-Instruct"

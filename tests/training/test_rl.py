@@ -185,10 +185,10 @@ MADE = SimpleNamespace(decode=lambda questions: [*map(made_rollout, questions)])
 def test_divergence_weighs_as_much_however_many_groups_differ(right, train_steps_per_rollout):
     asked = [Question(f"{n}.{times}", "Is it?", ("yes",)) for n, times in enumerate(right)]
     train = TrainConfig(num_generations=4, kl_coef=0.1, train_steps_per_rollout=train_steps_per_rollout)
-    taken = fill_rollout_buffer(MADE, asked, train, 0.0).rows
+    taken = fill_rollout_buffer(MADE, asked, train).rows
     assert sum(part.steps_represented for part in taken) == pytest.approx(len(right) * (2 + 3 + 4 + 5))
     assert sum(part.weight for part in taken if part.state[2] in "04") == 0
-    alone = fill_rollout_buffer(MADE, asked, replace(train, kl_coef=0.0), 0.0).rows
+    alone = fill_rollout_buffer(MADE, asked, replace(train, kl_coef=0.0)).rows
     mixed = 4 * sum(0 < times < 4 for times in right)
     assert len({part.state for part in alone}) == mixed, "without it they alone are learned from"
 
