@@ -95,6 +95,10 @@ class _LogProbs:
     tokens: list[str]
     token_logprobs: list[_LogProb]
 
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.token_logprobs):
+            raise ValueError("as many log-probabilities as tokens")
+
     def to_tokens(self) -> tuple[WrittenToken, ...]:
         return tuple(map(WrittenToken, self.tokens, self.token_logprobs))
 

@@ -1,4 +1,4 @@
-"""A folder of texts and Markdown as a corpus: passages of one to two hundred words."""
+"""A folder of texts and Markdown as a corpus: passages of fifty to a hundred words."""
 
 import hashlib
 import re
