@@ -57,12 +57,12 @@ def load_retriever(
 
     if not isinstance(config, RetrievalConfig | str | Path | None):
         config = str(store_texts(config, settings.get("index_dir")))
+    if not isinstance(config, RetrievalConfig):
+        config = RetrievalConfig(corpus=None if config is None else str(config))
     if not isinstance(corpus, Corpus | None):
         if not isinstance(corpus, str | Path):
             corpus = store_texts(corpus, settings.get("index_dir"))
-        config, corpus = replace_settings(config or RetrievalConfig(), corpus=str(corpus)), None
-    if not isinstance(config, RetrievalConfig):
-        config = RetrievalConfig(corpus=None if config is None else str(config))
+        config, corpus = replace_settings(config, corpus=str(corpus)), None
     config = replace_settings(config, **settings)
     if model is not None:
         config = fill_unset(config, read_retrieval_settings(model))

@@ -179,12 +179,15 @@ class AnswerService:
         job = self._build_job(asked, watched=True, record_provisional=True)
         return await self._stream(request, job, AnswerEvents(job, self._tokenizer).new_events)
 
-    def _build_job(self, asked: ParsedRequest, **how: bool) -> EngineRequest:
+    def _build_job(
+        self, asked: ParsedRequest, watched: bool, record_provisional: bool = False
+    ) -> EngineRequest:
         """Returns the question for the engine; of a greeting, what is said to it at once.
 
         By the id and the seed a sampling draws: the same question gives the same text again.
         """
-        job = EngineRequest(Question("q1", asked.question, system=asked.system), asked.settings, **how)
+        question = Question("q1", asked.question, system=asked.system)
+        job = EngineRequest(question, asked.settings, watched, record_provisional)
         if said := reply_to_greeting(asked.asked, self._passage_count):
             settings, step = asdict(asked.settings) | {"abstain": "never"}, RolloutStep(0, None, (), False)
             job.rollout = Rollout(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dlm_rag import load_retriever
-from dlm_rag.config import load_config
+from dlm_rag.config import RetrievalConfig, load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import read_questions
@@ -59,6 +59,13 @@ def test_a_query_that_finds_nothing_is_an_empty_list_beside_full_ones(corpus_fil
         tmp_path / "c.jsonl", [{"id": 1, "contents": "the"}, {"id": 2, "contents": "and"}]
     )
     assert list_passage_ids(load_retriever(stop_words, top_k=1).search(asked[1:])) == [[], [], []]
+
+
+def test_a_corpus_of_its_own_comes_before_the_one_of_a_config(corpus_file):
+    """A path as a config is what a config with that corpus is."""
+    for config in ("no_such.jsonl", RetrievalConfig(corpus="no_such.jsonl")):
+        retriever = load_retriever(config, corpus_file, top_k=1)
+        assert retriever.search([make_query("George Herbert")])[0]
 
 
 def test_top_k_beyond_the_corpus_takes_all_of_it_with_a_warning(corpus_file, caplog):
