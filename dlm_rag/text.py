@@ -98,7 +98,7 @@ _REASONING_TAG = re.compile(
 _MARK_START = re.compile(
     r"[#\\<*_>]|\b(?:answer|final)|^[ \t]*a(?:ns\.?)?(?::|$)", re.IGNORECASE | re.MULTILINE
 )
-_JSON_TEXT = re.compile(r'[:：\s]\s*\[?\s*"((?:[^"\\\n]|\\.)*)"')
+_JSON_TEXT = re.compile(r'[:：\s]\s*(?:\[\s*)?"((?:[^"\\\n]|\\.)*)"')
 _ANSWER_TAG = re.compile(r"<(/?)(?:final[ _-]?)?answer>", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)[ \t]?\{")
 _BRACE = re.compile(r"\\[{}]|[{}]")
