@@ -38,7 +38,8 @@ class Retriever(Protocol):
     def search(self, queries: Sequence[Query]) -> list[list[Passage]]:
         """The passages for each query, best first, each once; an empty list if a query finds nothing.
 
-        Raises the error if the search failed for all queries, `PartialSearchError` if it failed for some.
+        Equal scores are in any order that is always the same, perhaps another for another `top_k`. Raises
+        the error if the search failed for all queries, `PartialSearchError` if it failed for some.
         """
 
 

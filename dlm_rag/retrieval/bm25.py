@@ -61,8 +61,9 @@ _enable_numba_cache(retrieve_utils._retrieve_internal_jitted_serial)
 class BM25Retriever(CorpusRetriever):
     """BM25 in Lucene's form (k1 1.5, b 0.75); all scores are computed when the index is built.
 
-    Ties are broken by bm25s's heap, a fixed function of the scores in corpus order, as in the
-    published traces. A passage that shares no term with the query has score 0 and is not ranked.
+    Ties are broken by bm25s's heap, a fixed function of the scores and the depth, as in the published
+    traces: equal scores are not in corpus order, and the best 7 need not begin with the best 3. A passage
+    that shares no term with the query has score 0 and is not ranked.
     """
 
     def __init__(self, corpus: Corpus, top_k: int) -> None:
