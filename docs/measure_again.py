@@ -132,7 +132,10 @@ def build_rows(table: dict[str, Any], result: StoredResult) -> tuple[list[str], 
     if "overview" in table:
         headings, rows = build_result_table(result)[1:]
         names = {"above the first": "difference from the first", "Pareto front": "on the Pareto front"}
-        return [table["overview"], *(names.get(each, each) for each in headings[1:])], [*map(list, rows)]
+        columns = [table["overview"], *(names.get(each, each) for each in headings[1:])]
+        # Answers a second are those of a machine that may be shared.
+        kept = [n for n, name in enumerate(columns) if name not in ("answers/s", "on the Pareto front")]
+        return [columns[n] for n in kept], [[row[n] for n in kept] for row in rows]
     if "columns" in table:
         rows = [
             [name, *format_metrics(setting.groups["all"], table["columns"].values())]
