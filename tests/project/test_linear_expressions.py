@@ -106,6 +106,7 @@ def test_what_reads_a_text_is_linear(name):
         assert taken[1] < max(0.3, 30 * taken[0]), (filler, taken)
 
 
+@pytest.mark.slow
 def test_every_expression_is_linear():
     slow = {}
     for name, each in list_expressions().items():
