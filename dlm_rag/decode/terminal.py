@@ -231,6 +231,7 @@ class RunTotals:
         self._end_ids = end_ids
         self.answers = self.forwards = self.tokens = self.failed = 0
         self.text_tokens = 0  # before the end
+        self.cut_tokens = 0  # of passages that were longer than what is read
         # Of all, once it has ended.
         self.wall_seconds, self.summary = 0.0, ""
         self.energy: dict[str, Any] | None = None
@@ -239,6 +240,7 @@ class RunTotals:
     def add(self, rollout: Rollout) -> None:
         self.answers += 1
         self.failed += bool(rollout.error)
+        self.cut_tokens += rollout.cut.get("tokens", 0)
         self.forwards += rollout.forwards
         self.tokens += rollout.tokens_committed
         self.text_tokens += rollout.tokens_before_end(self._end_ids)
@@ -262,6 +264,8 @@ class RunTotals:
             f"{self.answers / wall_seconds:.2f} answers/s",
             f"{self.forwards / max(self.answers, 1):.1f} forwards/answer",
             f"{self.tokens / max(self.forwards, 1):.2f} tokens/forward",
+            f"passages cut for {self.cut_answers}: {self.cut_tokens:,} tokens not read"
+            * bool(self.cut_answers),
             f"time: {spent}" if spent else "",
             backend,
             format_energy(measured, energy["reason"]) if energy else "",

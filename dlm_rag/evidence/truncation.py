@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.questions import Question
+from dlm_rag.text import content_words, find_sentence_spans, split_words
 from dlm_rag.tokenizer import Prompt, Tokenizer
 
 
@@ -112,16 +114,58 @@ def fit_passages(
 
     They are cut by rank. A passage without a place still shapes the
     prompt: the one before it is not the last fact, which alone has no line break after it where facts are
-    numbered. Raises `QuestionError` when the question alone does not fit.
+    numbered. Where passages are separate, one that is longer than a passage may be begins at the sentence
+    that `skip_to_relevant` finds. Raises `QuestionError` when the question alone does not fit.
     """
+    skipped: dict[str, int] = {}
+    if EVIDENCE_LAYOUTS[room.layout].separate_passages:
+        found = {
+            name: skip_to_relevant(tokenizer, text, question, room.passage_length)
+            for name, text in passages.items()
+        }
+        passages = {name: text for name, (text, _) in found.items()}
+        skipped = {name: tokens for name, (_, tokens) in found.items() if tokens}
     prompt = tokenizer.build_prompt(question, list(passages.values()), system)
     fitted, cut = truncate_evidence(prompt, room)
+    if skipped:
+        facts = zip(passages, prompt.facts, fitted.facts, strict=True)
+        shortened = sum(1 for name, fact, kept in facts if kept and (name in skipped or kept != fact))
+        cut = Truncation(cut.tokens + sum(skipped.values()), shortened, cut.passages_dropped)
     texts = {
         name: text if kept == fact else tokenizer.decode_with_offsets(list(kept))[0]
         for (name, text), fact, kept in zip(passages.items(), prompt.facts, fitted.facts, strict=True)
         if kept
     }
     return FittedPrompt(fitted, texts, tuple(name for name in passages if name not in texts), cut)
+
+
+@lru_cache(maxsize=4096)  # a passage stays in the evidence of a question for several steps
+def skip_to_relevant(tokenizer: Tokenizer, text: str, question: str, length: int) -> tuple[str, int]:
+    """Returns a text without the sentences that stand before those about the question, and their tokens.
+
+    A text of at most `length` tokens stays as it is. Of a longer one, the part of `length` tokens stays
+    that has most content words of the question, of equals the first; its title line is kept before it.
+    """
+    if len(text) <= length or len(tokenizer.encode(text)) <= length:  # a token has one character at least
+        return text, 0
+    title, _, body = text.partition("\n") if "\n" in text else ("", "", text)
+    asked = {word for word, _ in content_words(question, 0, len(question))} - {*split_words(title)}
+    spans = find_sentence_spans(body)
+    held = [asked & {*split_words(body[start:stop])} for start, stop in spans]
+    lengths = [len(tokenizer.encode(body[start:stop])) for start, stop in spans]
+    room, best, most = length - len(tokenizer.encode(title)), 0, -1
+    for first in range(len(spans)):
+        left, found = room, set[str]()
+        for words, tokens in zip(held[first:], lengths[first:], strict=True):
+            if tokens > left:
+                break
+            left, found = left - tokens, found | words
+        if len(found) > most:
+            best, most = first, len(found)
+    if not best:
+        return text, 0
+    kept = body[spans[best][0] :].lstrip()
+    return f"{title}\n{kept}" if title else kept, sum(lengths[:best])
 
 
 def keep_shorter_texts(texts: dict[str, str], more: Mapping[str, str]) -> None:

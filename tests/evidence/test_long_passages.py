@@ -1,0 +1,37 @@
+"""What of a passage is read that is longer than a passage may be."""
+
+import pytest
+
+from dlm_rag import Tokenizer
+from dlm_rag.evidence.truncation import skip_to_relevant
+from tests.support.paths import ROOT
+
+QUESTION = "Who directed The Silver Lamp?"
+FILLER = "The house has three floors and a garden. "
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_pretrained(ROOT / "dlm_rag" / "shipped" / "model")
+
+
+@pytest.mark.parametrize("title", ["", "The Silver Lamp\n"])
+@pytest.mark.parametrize("before", [0, 3, 40, 400])
+def test_the_part_about_the_question_is_kept(tokenizer, title, before):
+    fact = "It was Ada Quill who directed it. "
+    text = title + FILLER * before + fact + FILLER * 40
+    kept, skipped = skip_to_relevant(tokenizer, text, QUESTION, 120)
+    read = tokenizer.decode_with_offsets(tokenizer.encode(kept)[:120])[0]
+    assert "Ada Quill" in read and kept.startswith(title)
+    assert kept.removeprefix(title) in text  # cut, not rewritten
+    assert bool(skipped) == (kept != text)
+
+
+def test_a_text_that_fits_stays_as_it_is(tokenizer):
+    text = "  A title\n" + FILLER + "It was directed by Ada Quill.\n"
+    assert skip_to_relevant(tokenizer, text, QUESTION, len(tokenizer.encode(text))) == (text, 0)
+
+
+def test_of_equal_parts_the_first_is_read(tokenizer):
+    text = "A title\n" + FILLER * 100
+    assert skip_to_relevant(tokenizer, text, QUESTION, 50) == (text, 0)
