@@ -23,9 +23,9 @@ __version__ = "0.3.0"
 
 if TYPE_CHECKING:
     from dlm_rag.config import DecodeConfig
-    from dlm_rag.decode.decoder import Decoder
-    from dlm_rag.decode.load import load
     from dlm_rag.decode.trace_file import read_trace
+    from dlm_rag.engine.engine import Decoder
+    from dlm_rag.engine.load import load
     from dlm_rag.model.denoiser import Denoiser
     from dlm_rag.questions import Question
     from dlm_rag.retrieval import load_retriever
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "DecodeConfig": "dlm_rag.config",
-    "Decoder": "dlm_rag.decode.decoder",
+    "Decoder": "dlm_rag.engine.engine",
     "Denoiser": "dlm_rag.model.denoiser",
     "Question": "dlm_rag.questions",
     "Tokenizer": "dlm_rag.tokenizer",
-    "load": "dlm_rag.decode.load",
+    "load": "dlm_rag.engine.load",
     "load_retriever": "dlm_rag.retrieval",
     "read_trace": "dlm_rag.decode.trace_file",
 }

@@ -53,13 +53,13 @@ from decode_replay import (
 from dlm_rag.cli import print_note, run_program
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, gather_questions, prepare_decoder
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.terminal import RunTotals
 from dlm_rag.energy.meter import open_meter, summarise_energy
+from dlm_rag.engine.engine import Decoder
+from dlm_rag.engine.segment_kv_cache import CacheStats
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import compute_exact_match
-from dlm_rag.evidence.segment_kv_cache import CacheStats
 from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.machine import get_peak_memory_bytes
 from dlm_rag.model.flops import FlopCount

@@ -17,16 +17,16 @@ import torch
 from dlm_rag.cli import print_note
 from dlm_rag.commands.prepare_decoder import PreparedDecoder
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.model_runner import MaskedModelRunner
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.decode.sampling import (
+from dlm_rag.engine.engine import Decoder
+from dlm_rag.engine.rules import Proposals
+from dlm_rag.engine.runner import MaskedModelRunner
+from dlm_rag.engine.sampling import (
     ModelInput,
     SamplingMetadata,
     collect_sampling_metadata,
     sample_proposals,
 )
-from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.model.denoiser import Denoiser

@@ -19,7 +19,7 @@ The learning rate of each is chosen among four on other tables than those it is 
 import torch
 from torch import Tensor
 
-from dlm_rag.diffusion.policy import (
+from dlm_rag.engine.policy import (
     SoftThreshold,
     compute_action_distribution,
     gather_action_log_probs,

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from dlm_rag.commands.prepare_baseline import PreparedBaseline
     from dlm_rag.config import ModelConfig
     from dlm_rag.decode.answers_file import AnswersFile
-    from dlm_rag.decode.decoder import AnyDenoiser, Decoder
     from dlm_rag.decode.terminal import RunTotals
+    from dlm_rag.engine.engine import AnyDenoiser, Decoder
     from dlm_rag.workers.worker_pool import WorkerPool
 
 PLAN_SETTINGS = ("plan.machine",)  # of decoding
@@ -197,7 +197,7 @@ class CheckedDecoderFactory:
 
     def __call__(self, denoiser: AnyDenoiser | None, workers_per_machine: int) -> tuple[Decoder, Machine]:
         """As `workers.worker.DecoderFactory`. Raises `UserError` for what is missing here or differs."""
-        from dlm_rag.evidence.segment_kv_cache import default_pool_bytes
+        from dlm_rag.engine.segment_kv_cache import default_pool_bytes
 
         prepared = prepare_decoder(self.config, self.questions)
         here = describe_dependencies(prepared)

@@ -25,7 +25,7 @@ from dlm_rag.progress import format_bytes, format_duration, report_progress, sho
 from dlm_rag.retrieval.base import CorpusRetriever
 
 if TYPE_CHECKING:
-    from dlm_rag.evidence.evidence_store import EvidenceStore
+    from dlm_rag.engine.store import EvidenceStore
     from dlm_rag.model.denoiser import Denoiser
     from dlm_rag.model.packed_batch import Segment
 
@@ -104,8 +104,8 @@ class PassageEncoder:
         """
         import torch
 
+        from dlm_rag.engine.kv_format import KVFormat
         from dlm_rag.evidence.encode_segments import encode_segments
-        from dlm_rag.model.kv_format import KVFormat
 
         store, denoiser = self._store
         form = KVFormat(denoiser, self._config.engine.cache_dtype)
@@ -128,7 +128,7 @@ class PassageEncoder:
     @cached_property
     def _store(self) -> "tuple[EvidenceStore, Denoiser]":
         show_status("reading weights")
-        from dlm_rag.evidence.evidence_store import open_evidence_store
+        from dlm_rag.engine.store import open_evidence_store
         from dlm_rag.model.denoiser import Denoiser
 
         made, engine = self._prepared, self._config.engine

@@ -43,7 +43,7 @@ from dlm_rag.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import torch
 
-    from dlm_rag.decode.decoder import AnyDenoiser, Decoder
+    from dlm_rag.engine.engine import AnyDenoiser, Decoder
     from dlm_rag.model.checkpoint import Checkpoint
 
 Made = TypeVar("Made")
@@ -78,7 +78,7 @@ class PreparedDecoder:
     def load(self, denoiser: AnyDenoiser | None = None) -> Decoder:
         """Reads the weights, where they are not given."""
         show_status("reading weights")
-        from dlm_rag.decode.decoder import Decoder
+        from dlm_rag.engine.engine import Decoder
         from dlm_rag.model.denoiser import load_denoiser
 
         config = self.config
@@ -221,8 +221,8 @@ def prepare_decoder(
     config = take_retrieval_settings(config)
     find = open_search_source(config.retrieval, once)
     show_status("checking the model")
-    from dlm_rag.decode.resolve_settings import resolve_settings
-    from dlm_rag.evidence.evidence_store import check_store
+    from dlm_rag.engine.resolve_settings import resolve_settings
+    from dlm_rag.engine.store import check_store
     from dlm_rag.evidence.prompt_segments import check_finished_blocks, check_kept_evidence
     from dlm_rag.model.attention import choose_backend
     from dlm_rag.model.quantize import check_quantize
@@ -338,7 +338,7 @@ def check_weights_fit(
 
 def check_memory_limit(engine: EngineConfig, device: torch.device, weight_bytes: int) -> None:
     """Raises `ConfigError` for an `engine.memory_gib` that is not free, or that weights and pool fill."""
-    from dlm_rag.evidence.segment_kv_cache import measure_free_bytes
+    from dlm_rag.engine.segment_kv_cache import measure_free_bytes
 
     if engine.memory_gib is None:
         return

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     config, resume = words.config, "resume" in words.switches
     folder = Path(config.out or "runs/train")
     check_effects([(config, ["data.documents", "data.questions", "train.counterfactual_share"])])
-    from dlm_rag.evidence.evidence_store import check_store
+    from dlm_rag.engine.store import check_store
     from dlm_rag.training.tasks import check_task_settings
 
     check_task_settings(config)

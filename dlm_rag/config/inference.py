@@ -121,9 +121,7 @@ class DecodeConfig(CheckedSettings):
     semi_complete_threshold: float = setting(0.9, low=0, high=1)
     """share of a block that is committed when the next one commits at every step, however unsure; until
     then it commits only what the threshold lets it"""
-    commit_rule: str | None = setting(
-        None, table="dlm_rag.diffusion.commit_rules:RULES", only_with=DIFFUSION
-    )
+    commit_rule: str | None = setting(None, table="dlm_rag.engine.rules:RULES", only_with=DIFFUSION)
     """rule that decides which masked positions are committed at a step; unset takes the checkpoint's
     own, else threshold"""
     commit_threshold: float = setting(0.9, low=0, high=1)

@@ -5,10 +5,8 @@ only once.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-
-from dlm_rag.diffusion.commit_rules import Proposals
 
 NO_CONFIDENCE = "  "  # in the place of a confidence
 _CONFIDENCES = re.compile(r"(?:[0-9]{2}|  )*")
@@ -50,10 +48,10 @@ class ProvisionalRecorder:
         self._last: dict[int, int] = {}  # token ids by position
         self._known: set[int] = set()
 
-    def record_step(self, guesses: Proposals) -> ProvisionalDelta:
-        """The record of a step; guesses: for positions that are masked after it."""
-        tokens = dict(zip(guesses.positions.tolist(), guesses.token_ids.tolist(), strict=True))
-        sure = dict(zip(tokens, guesses.confidence.tolist(), strict=True))
+    def record_step(self, guesses: Mapping[int, tuple[int, float]]) -> ProvisionalDelta:
+        """The record of a step; guesses: token and confidence of the positions that are masked after it."""
+        tokens = {n: token for n, (token, _) in guesses.items()}
+        sure = {n: confidence for n, (_, confidence) in guesses.items()}
         changed = {n: token for n, token in tokens.items() if self._last.get(n) != token}
         new = [token for token in dict.fromkeys(changed.values()) if token not in self._known]
         self._last |= changed

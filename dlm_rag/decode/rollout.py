@@ -70,7 +70,7 @@ class CommittedToken:
 
 @dataclass(frozen=True)
 class Action:
-    """A sampled decision of a step, and how likely it was (`diffusion/policy.py`).
+    """A sampled decision of a step, and how likely it was (`engine/policy.py`).
 
     candidates: canvas positions that might have been committed; those that were are the step's. forced:
     whether none would have been, so that one had to. log_prob: of commits and stays, in nats.

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep
-from dlm_rag.diffusion.commit_rules import find_rule
+from dlm_rag.decode.rollout import Rollout, RolloutStep
 from dlm_rag.errors import TraceError
 from dlm_rag.evidence.truncation import ContextBudget, FittedPrompt, fit_passages
 from dlm_rag.files.checked_json import validate_json_value
 from dlm_rag.files.journal import Journal, read_json_lines
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.tokenizer import Prompt, Tokenizer, load_tokenizer
+from dlm_rag.tokenizer import Tokenizer, load_tokenizer
 from dlm_rag.tokenizer.prompts import PromptTemplate
 
 Line = TypeVar("Line")
@@ -216,35 +215,6 @@ def rebuild_prompts(rollout: Rollout, header: TraceHeader, tokenizer: Tokenizer)
             made[names] = fit_passages(tokenizer, rollout.question, found, room)
         prompts.append(made[names])
     return prompts
-
-
-@dataclass(frozen=True)
-class StepExample:
-    """One step of a rollout as something to learn from; ids of canvas positions in order."""
-
-    step: int
-    prompt: Prompt
-    canvas: tuple[int, ...]  # as the denoiser saw it
-    committed: tuple[CommittedToken, ...]
-
-
-def make_step_examples(
-    rollout: Rollout, header: TraceHeader, tokenizer: Tokenizer
-) -> Iterator[StepExample]:
-    """A row for each step that committed; parameters as in `rebuild_prompts`.
-
-    Raises `TraceError` for a trace of uniform noise.
-    """
-    if find_rule(header.settings.get("commit_rule") or "threshold").redraws:
-        raise TraceError(
-            f"the trace of question '{rollout.id}' is of a model that denoises from uniform noise, which "
-            "is not in it: no rows with masks can be made from it"
-        )
-    canvases = rollout.canvases(header.mask_id)
-    prompts = rebuild_prompts(rollout, header, tokenizer)
-    for step, canvas, fitted in zip(rollout.steps[1:], canvases, prompts, strict=False):
-        if step.committed:  # else it edited, at most
-            yield StepExample(step.step, fitted.prompt, tuple(canvas), step.committed)
 
 
 def _entries(path: Path, kind: type[Line]) -> Iterator[tuple[str, TraceHeader | PassageText | Line]]:

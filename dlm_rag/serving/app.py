@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from dlm_rag.config import ServingConfig
-from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.rollout import Rollout, RolloutStep
+from dlm_rag.engine.engine import Decoder
 from dlm_rag.errors import QuestionError
 from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
 from dlm_rag.page.render import render_live_page

@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.decoder import Decoder, StepEvent
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.decode.row import Ticket
+from dlm_rag.engine.engine import Decoder, StepEvent
+from dlm_rag.engine.row import Ticket
 from dlm_rag.errors import RunError, UserError, is_failure, summarize_error
 from dlm_rag.questions import Question
 from dlm_rag.serving.middleware import ApiError

@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, Histogram, disable_created_metr
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dlm_rag.decode.decoder import Decoder
 from dlm_rag.energy.meter import EnergyMeter
+from dlm_rag.engine.engine import Decoder
 from dlm_rag.serving.async_engine import AsyncEngine
 
 BUCKET_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)

@@ -8,14 +8,7 @@ import torch
 from torch import Tensor
 
 from dlm_rag.config import Config
-from dlm_rag.decode.decoder import Decoder
-from dlm_rag.diffusion.noise import (
-    NOISE_SCHEDULES,
-    mask_tokens,
-    nelbo,
-    sample_antithetic_times,
-    token_losses,
-)
+from dlm_rag.engine.engine import Decoder
 from dlm_rag.evaluation.metrics import score_rollout
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.device_io import to_device, to_host
@@ -28,6 +21,13 @@ from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.data.documents import PackedDocuments
 from dlm_rag.training.data.examples import Example, ExampleBuilder
 from dlm_rag.training.losses import LossWeights, count_examples, encode_batch
+from dlm_rag.training.noise import (
+    NOISE_SCHEDULES,
+    mask_tokens,
+    nelbo,
+    sample_antithetic_times,
+    token_losses,
+)
 from dlm_rag.training.trainer import Trainer, sum_counts
 
 NELBO_TIMES_PER_QUESTION = 4  # for each question

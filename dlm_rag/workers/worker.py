@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from dlm_rag.errors import UserError
 
 if TYPE_CHECKING:
-    from dlm_rag.decode.decoder import AnyDenoiser, Decoder, DecoderStats, Engine
     from dlm_rag.decode.rollout import Rollout
+    from dlm_rag.engine.engine import AnyDenoiser, Decoder, DecoderStats, Engine
     from dlm_rag.questions import Question
 
     # Makes the decoder of a job, around this denoiser if there is one, for so many workers on the machine;

@@ -9,8 +9,8 @@ from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any
 
-from dlm_rag.decode.decoder import DecoderStats
 from dlm_rag.decode.rollout import Rollout
+from dlm_rag.engine.engine import DecoderStats
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.progress import show_status
 from dlm_rag.questions import Question

@@ -26,8 +26,9 @@ from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import CONFIG_FOLDER, Config, load_config
 from dlm_rag.config.generation import read_generation_settings
 from dlm_rag.decode.answers_file import AnswersFile
-from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.trace_file import make_step_examples, read_trace, read_trace_header
+from dlm_rag.decode.trace_file import read_trace, read_trace_header
+from dlm_rag.engine.engine import Decoder
+from dlm_rag.engine.replay import make_step_examples
 from dlm_rag.errors import RunError
 from dlm_rag.machine import get_code_commit
 from dlm_rag.page.render import build_page_record, read_trace_runs
@@ -66,7 +67,7 @@ def test_a_step_that_takes_minutes_is_announced_before_it(call, tmp_path, corpus
     def stop(*_):
         raise RunError("the step begins")
 
-    monkeypatch.setattr("dlm_rag.decode.steps.DenoiseStep.run", stop)
+    monkeypatch.setattr("dlm_rag.engine.step.DenoiseStep.run", stop)
     monkeypatch.setattr("dlm_rag.training.trainer.Trainer.step", stop)
     tiny_denoiser(max_position_embeddings=2**21).save_pretrained(tmp_path / "long", eos_token_id=257)
     byte_tokenizer().save_pretrained(tmp_path / "long")

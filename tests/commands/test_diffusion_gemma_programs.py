@@ -9,7 +9,8 @@ import pytest
 
 from dlm_rag.cli import run_program
 from dlm_rag.commands import evaluate, sample
-from dlm_rag.decode.trace_file import build_trace_header, make_step_examples, read_trace
+from dlm_rag.decode.trace_file import build_trace_header, read_trace
+from dlm_rag.engine.replay import make_step_examples
 from dlm_rag.errors import TraceError
 from tests.support.gemma_decoding import QueryHashRetriever, make_gemma_decoder
 from tests.support.passages import write_jsonl_file

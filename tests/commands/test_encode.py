@@ -8,10 +8,10 @@ import pytest
 
 from dlm_rag.commands import encode
 from dlm_rag.config import EngineConfig
-from dlm_rag.decode.decoder import Decoder
+from dlm_rag.engine.engine import Decoder
+from dlm_rag.engine.segment_kv_cache import EvidencePool
+from dlm_rag.engine.store import list_entries, open_evidence_store
 from dlm_rag.errors import ConfigError
-from dlm_rag.evidence.evidence_store import list_entries, open_evidence_store
-from dlm_rag.evidence.segment_kv_cache import EvidencePool
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import torch
 
 from dlm_rag import Decoder, Denoiser, Tokenizer
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.decode.steps import DenoiseStep
+from dlm_rag.engine.step import DenoiseStep
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.composite import NoRetriever

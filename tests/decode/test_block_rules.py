@@ -3,9 +3,10 @@
 import pytest
 
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.steps import DenoiseStep, build_model_input
-from dlm_rag.decode.trace_file import make_step_examples, read_trace, read_trace_header, rebuild_prompts
+from dlm_rag.decode.trace_file import read_trace, read_trace_header, rebuild_prompts
+from dlm_rag.engine.engine import Decoder
+from dlm_rag.engine.replay import make_step_examples
+from dlm_rag.engine.step import DenoiseStep, build_model_input
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.model.denoiser_config import ExpertsConfig

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from dlm_rag.decode.canvas import Canvas
-from dlm_rag.decode.steps import find_commit_span
-from dlm_rag.diffusion.commit_rules import Proposals
+from dlm_rag.engine.row import Canvas
+from dlm_rag.engine.rules import Proposals
+from dlm_rag.engine.step import find_commit_span
 
 MASK, END = 256, 257
 

@@ -8,10 +8,10 @@ import torch
 
 from dlm_rag import Decoder, load_retriever
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.decode.model_runner import MaskedModelRunner
-from dlm_rag.decode.resolve_settings import resolve_settings
-from dlm_rag.decode.sampling import SamplingMetadata, sample_proposals
-from dlm_rag.diffusion.commit_rules import Proposals
+from dlm_rag.engine.resolve_settings import resolve_settings
+from dlm_rag.engine.rules import Proposals
+from dlm_rag.engine.runner import MaskedModelRunner
+from dlm_rag.engine.sampling import SamplingMetadata, sample_proposals
 from dlm_rag.errors import QuestionError
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.composite import HybridRetriever

@@ -13,8 +13,8 @@ import torch
 
 from dlm_rag import Decoder
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.decode.model_runner import MaskedModelRunner
-from dlm_rag.diffusion.commit_rules import Proposals
+from dlm_rag.engine.rules import Proposals
+from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.errors import CorpusError
 from dlm_rag.questions import Question
 from tests.support.decoding import (

@@ -5,7 +5,7 @@ import torch
 
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, fill_in_shipped_files, prepare_decoder
 from dlm_rag.config import EngineConfig, load_config
-from dlm_rag.decode.model_runner import MaskedModelRunner
+from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.questions import read_questions
 from tests.support.cases import first_is_fast
 from tests.support.decoding import LAYOUTS, QUESTIONS, make_decoder

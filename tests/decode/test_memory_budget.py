@@ -10,9 +10,9 @@ import torch
 
 from dlm_rag.commands.prepare_decoder import check_memory_limit
 from dlm_rag.config import EngineConfig, load_config
-from dlm_rag.decode.model_runner import MaskedModelRunner
+from dlm_rag.engine.runner import MaskedModelRunner
+from dlm_rag.engine.segment_kv_cache import default_pool_bytes, has_unified_memory, measure_free_bytes
 from dlm_rag.errors import ConfigError
-from dlm_rag.evidence.segment_kv_cache import default_pool_bytes, has_unified_memory, measure_free_bytes
 from dlm_rag.machine import limit_cuda_allocator
 from dlm_rag.training.planning.plan import check_run_fits
 from tests.support.paths import ROOT

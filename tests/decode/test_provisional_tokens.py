@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from dlm_rag.decode.provisional_log import (
@@ -14,19 +13,10 @@ from dlm_rag.decode.provisional_log import (
     replay_provisional,
 )
 from dlm_rag.decode.trace_file import read_trace
-from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.retrieval.query import build_query
 from tests.support import block_attention
 from tests.support.rollouts import strip_times_and_confidences
 from tests.support.traces import TRACE_QUESTIONS, make_decoder, make_trace_header, write_rollouts
-
-
-def proposals(found):
-    """Of token ids and confidences by position."""
-    tokens, sure = ([pair[n] for pair in found.values()] for n in (0, 1))
-    unknown = [np.zeros(len(found))] * 3
-    return Proposals(np.array([*found], dtype=np.int64), np.array(tokens), np.array(sure), *unknown)
-
 
 # Position: token, confidence. 0 is committed before the second step, masked again before the third.
 SEEN = [
@@ -39,7 +29,7 @@ SEEN = [
 
 def test_a_step_holds_what_is_new_in_it():
     recorder = ProvisionalRecorder(lambda token: f"t{token}")
-    steps = [recorder.record_step(proposals(found)) for found in SEEN]
+    steps = [recorder.record_step(found) for found in SEEN]
     assert steps == [
         ProvisionalDelta("9950  05", (0, 7, 1, 8, 3, 7), ((7, "t7"), (8, "t8"))),
         ProvisionalDelta("  70  00", (3, 9), ((9, "t9"),)),

@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.decoder import Decoder
+from dlm_rag.engine.engine import Decoder
 from tests.support.gemma_decoding import QueryHashRetriever
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 

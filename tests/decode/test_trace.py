@@ -7,15 +7,15 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from dlm_rag.decode.steps import DenoiseStep
 from dlm_rag.decode.terminal import render_answer
 from dlm_rag.decode.trace_file import (
     TraceWriter,
-    make_step_examples,
     read_trace,
     read_trace_header,
     rebuild_prompts,
 )
+from dlm_rag.engine.replay import make_step_examples
+from dlm_rag.engine.step import DenoiseStep
 from dlm_rag.errors import TraceError, UserError
 from dlm_rag.evaluation.metrics import score_rollout
 from dlm_rag.evidence.prompt_segments import lay_out_prompt

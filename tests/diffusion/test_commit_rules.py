@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.diffusion.commit_rules import (
+from dlm_rag.engine.rules import (
     Proposals,
     RuleContext,
     choose_commits,

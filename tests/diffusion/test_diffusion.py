@@ -6,14 +6,14 @@ import math
 import pytest
 import torch
 
-from dlm_rag.diffusion.noise import (
+from dlm_rag.randomness import make_keyed_generator
+from dlm_rag.training.noise import (
     NOISE_SCHEDULES,
     mask_tokens,
     nelbo,
     sample_antithetic_times,
     token_losses,
 )
-from dlm_rag.randomness import make_keyed_generator
 from tests.support.tiny_models import tiny_denoiser
 
 MASK = 256

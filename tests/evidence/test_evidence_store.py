@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save
 
 from dlm_rag.config import EngineConfig
+from dlm_rag.engine import store as evidence_store
+from dlm_rag.engine.store import EvidenceStore, list_entries, open_evidence_store
 from dlm_rag.errors import ConfigError
-from dlm_rag.evidence import evidence_store
-from dlm_rag.evidence.evidence_store import EvidenceStore, list_entries, open_evidence_store
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.packed_batch import Segment
 from tests.support.processes import wait_until

@@ -10,14 +10,14 @@ import torch
 
 from dlm_rag.commands.answer_job import LocalEngines
 from dlm_rag.config import EngineConfig
-from dlm_rag.decode.model_runner import MaskedModelRunner
-from dlm_rag.evidence.batch_kv_cache import CacheRequest, KVCacheManager
+from dlm_rag.engine.batch_kv_cache import CacheRequest, KVCacheManager
+from dlm_rag.engine.kv_format import KVFormat
+from dlm_rag.engine.kv_tiers import KVArena, Tier
+from dlm_rag.engine.runner import MaskedModelRunner
+from dlm_rag.engine.segment_kv_cache import EvidencePool, default_pool_bytes, measure_free_bytes
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
-from dlm_rag.evidence.kv_tiers import KVArena, Tier
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt, lay_out_prompt
-from dlm_rag.evidence.segment_kv_cache import EvidencePool, default_pool_bytes, measure_free_bytes
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.kv_format import KVFormat
 from dlm_rag.model.packed_batch import Segment, pack_rows
 from dlm_rag.tokenizer import Prompt
 from tests.support.tiny_models import tiny_denoiser
@@ -248,7 +248,7 @@ def test_what_a_decoder_kept_is_free_before_it_asks_how_much_is(monkeypatch):
         assert all(gone), "the pool of before is still there"
         return 10**6
 
-    monkeypatch.setattr("dlm_rag.decode.model_runner.default_pool_bytes", budget)
+    monkeypatch.setattr("dlm_rag.engine.runner.default_pool_bytes", budget)
     proposer = MaskedModelRunner(tiny_denoiser(), 256, EngineConfig())
     held.append(weakref.ref(proposer.pool))
     proposer.reset_cache()
@@ -283,7 +283,7 @@ def test_what_is_free_is_what_the_container_may_take(tmp_path, monkeypatch):
     for name, value in (("max", "5000000"), ("current", "3000000")):
         (tmp_path / name).write_text(f"{value}\n")
     group = (tmp_path / "max", tmp_path / "current")
-    monkeypatch.setattr("dlm_rag.evidence.segment_kv_cache.CGROUP_MEMORY_FILES", (group,))
+    monkeypatch.setattr("dlm_rag.engine.segment_kv_cache.CGROUP_MEMORY_FILES", (group,))
     assert measure_free_bytes(CPU) == 2_000_000 and default_pool_bytes(CPU) == 500_000
     (tmp_path / "max").write_text("max\n")
     assert measure_free_bytes(CPU) > 2_000_000

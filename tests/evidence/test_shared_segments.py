@@ -10,14 +10,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.decode.model_runner import MaskedModelRunner
-from dlm_rag.decode.sampling import ModelInput
-from dlm_rag.evidence.batch_kv_cache import KVCacheManager
-from dlm_rag.evidence.kv_tiers import KVArena, round_up_to_unit
+from dlm_rag.engine.batch_kv_cache import KVCacheManager
+from dlm_rag.engine.kv_format import KVFormat
+from dlm_rag.engine.kv_tiers import KVArena, round_up_to_unit
+from dlm_rag.engine.runner import MaskedModelRunner
+from dlm_rag.engine.sampling import ModelInput
+from dlm_rag.engine.segment_kv_cache import EvidencePool
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt, lay_out_prompt
-from dlm_rag.evidence.segment_kv_cache import EvidencePool
 from dlm_rag.model.attention import _KERNELS
-from dlm_rag.model.kv_format import KVFormat
 from dlm_rag.model.kv_store import CachedRows, SharedSegments, SlotKVCache
 from dlm_rag.model.packed_batch import Segment, pack_rows
 from dlm_rag.tokenizer import Prompt

@@ -12,11 +12,11 @@ import torch
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_decoder
 from dlm_rag.config import DecodeConfig, EngineConfig, load_config
-from dlm_rag.decode.model_runner import MaskedModelRunner
-from dlm_rag.decode.sampling import ModelInput
 from dlm_rag.diffusion_gemma.model import DiffusionGemma
+from dlm_rag.engine.runner import MaskedModelRunner
+from dlm_rag.engine.sampling import ModelInput
+from dlm_rag.engine.segment_kv_cache import EvidencePool
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
-from dlm_rag.evidence.segment_kv_cache import EvidencePool
 from dlm_rag.machine import choose_dtype
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.families import find_family

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.decode.model_runner import MaskedModelRunner
-from dlm_rag.decode.sampling import ModelInput
+from dlm_rag.engine.batch_kv_cache import PREFILL_SCRATCH_TOKENS
+from dlm_rag.engine.runner import MaskedModelRunner
+from dlm_rag.engine.sampling import ModelInput
 from dlm_rag.errors import ConfigError
-from dlm_rag.evidence.batch_kv_cache import PREFILL_SCRATCH_TOKENS
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.questions import Question
@@ -175,7 +175,7 @@ def test_a_step_is_one_call_of_the_model(corpus_file, monkeypatch, shape, prefix
     """New passages run in it, too, unless they are too many; which changes no token."""
     found = []
     for scratch in (PREFILL_SCRATCH_TOKENS, 0):
-        monkeypatch.setattr("dlm_rag.evidence.batch_kv_cache.PREFILL_SCRATCH_TOKENS", scratch)
+        monkeypatch.setattr("dlm_rag.engine.batch_kv_cache.PREFILL_SCRATCH_TOKENS", scratch)
         decoder = make_decoder(corpus_file, shape=shape, batch_size=4, prefix_cache_gib=prefix_cache_gib)
         rollouts = decoder.decode(ASKED)
         steps = max(rollout.forwards for rollout in rollouts)

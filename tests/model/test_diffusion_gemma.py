@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.diffusion_gemma.config import GemmaConfig
 from dlm_rag.diffusion_gemma.decoding import (
     PrefixKVCache,
@@ -16,6 +15,7 @@ from dlm_rag.diffusion_gemma.decoding import (
     uniform_tokens,
 )
 from dlm_rag.diffusion_gemma.model import DiffusionGemma, load_diffusion_gemma
+from dlm_rag.engine.rules import Proposals
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.questions import Question
 from dlm_rag.randomness import make_keyed_generator

@@ -17,9 +17,9 @@ import torch
 
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_decoder
 from dlm_rag.config import EngineConfig, load_config
-from dlm_rag.decode.model_runner import GIB, MaskedModelRunner
+from dlm_rag.engine.runner import GIB, MaskedModelRunner
+from dlm_rag.engine.segment_kv_cache import EvidencePool, default_pool_bytes, measure_free_bytes
 from dlm_rag.evaluation.metrics import compute_exact_match
-from dlm_rag.evidence.segment_kv_cache import EvidencePool, default_pool_bytes, measure_free_bytes
 from dlm_rag.model.attention import (
     ATTENTION_BACKENDS,
     RAGGED_KERNELS,

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.decode.model_runner import MaskedModelRunner
+from dlm_rag.engine.kv_format import KVFormat, dequantize_int8, quantize_int8
+from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.evidence.encode_segments import encode_segments
-from dlm_rag.model.kv_format import KVFormat, dequantize_int8, quantize_int8
 from dlm_rag.model.packed_batch import Segment
 from tests.model.test_block_attention import ASKED, make_decoder, what_happened
 from tests.support.attention import shared_segments

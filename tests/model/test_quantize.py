@@ -12,8 +12,8 @@ from dlm_rag.commands.encode import PassageEncoder
 from dlm_rag.commands.prepare_decoder import prepare_decoder
 from dlm_rag.config import ModelConfig, load_config
 from dlm_rag.config.fields import list_choices
+from dlm_rag.engine.store import describe_context
 from dlm_rag.errors import ConfigError
-from dlm_rag.evidence.evidence_store import describe_context
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.quantize import (
     METHODS,

@@ -6,14 +6,12 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from dlm_rag.commands import page as page_command
 from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalRecorder
 from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep
 from dlm_rag.decode.trace_file import read_trace
-from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.errors import TraceError
 from dlm_rag.page.render import (
     TraceRun,
@@ -51,10 +49,7 @@ def haunted(rollout: Rollout) -> Rollout:
     recorder = ProvisionalRecorder(GHOSTS.__getitem__)
     steps = [rollout.steps[0]]
     for step in rollout.steps[1:]:
-        at = np.array([*GUESSED[step.step]], dtype=np.int64)
-        tokens, sure = (np.array([guess[n] for guess in GUESSED[step.step].values()]) for n in (0, 1))
-        found = Proposals(at, tokens, sure, *[np.zeros(len(at))] * 3)
-        steps.append(replace(step, guesses=recorder.record_step(found)))
+        steps.append(replace(step, guesses=recorder.record_step(GUESSED[step.step])))
     return replace(rollout, steps=steps)
 
 

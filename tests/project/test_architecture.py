@@ -19,10 +19,11 @@ PACKAGE = ROOT / "dlm_rag"
 GROUND = "errors text files randomness nvtx_ranges progress config machine cli questions"
 FLOORS = [  # lowest first; a room knows the floors below it
     GROUND,  # these know one another, in no circle; rooms of the other floors know no neighbour
-    "diffusion model retrieval data energy",
+    "model retrieval data energy",
     "tokenizer",
     "evidence",
     "decode",
+    "engine",
     "diffusion_gemma",
     "workers",
     "__init__",  # the front door: load, Decoder, Denoiser, Question, Tokenizer, load_retriever ...

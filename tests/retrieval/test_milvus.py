@@ -24,7 +24,7 @@ from dlm_rag.__main__ import dispatch
 from dlm_rag.commands.answer_job import LocalEngines, plan_answer_job
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, fill_in_shipped_files
 from dlm_rag.config import DecodeConfig, RetrievalConfig, load_config
-from dlm_rag.decode.decoder import Decoder
+from dlm_rag.engine.engine import Decoder
 from dlm_rag.errors import ConfigError, CorpusError, UserError
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.questions import read_questions

@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from dlm_rag.decode.abstention import describe_abstention
-from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.rollout import Rollout
+from dlm_rag.engine.engine import Decoder
 from dlm_rag.questions import read_questions
 from dlm_rag.serving.conversation import (
     find_names,

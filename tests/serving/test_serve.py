@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from dlm_rag.config import DecodeConfig, RetrievalConfig
-from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
+from dlm_rag.engine.engine import Decoder
 from dlm_rag.errors import RunError
 from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.sampling import ModelInput
+from dlm_rag.engine.engine import Decoder
+from dlm_rag.engine.sampling import ModelInput
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.retrieval import load_retriever

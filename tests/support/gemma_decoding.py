@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.decoder import Decoder
 from dlm_rag.diffusion_gemma.model import DiffusionGemma
+from dlm_rag.engine.engine import Decoder
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.retrieval.base import CorpusRetriever

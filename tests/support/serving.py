@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import httpx
 
 from dlm_rag.config import DecodeConfig, EngineConfig, RetrievalConfig, ServingConfig
-from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.trace_file import TraceWriter, build_trace_header
+from dlm_rag.engine.engine import Decoder
 from dlm_rag.page.render import build_page_record, read_trace_runs
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.serving.app import AnswerService, ServedModel

@@ -5,7 +5,6 @@ from numpy.typing import NDArray
 
 from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalRecorder
 from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep
-from dlm_rag.diffusion.commit_rules import Proposals
 
 PASSAGES_PER_STEP = 7
 
@@ -45,8 +44,7 @@ def make_provisional_tokens(
     recorder: ProvisionalRecorder, positions: NDArray[np.int64], step: int
 ) -> ProvisionalDelta:
     """Guesses of which a tenth are others than a step before, and all are more or less sure."""
-    none = np.zeros(len(positions))
     token = (7 * positions + (positions + step) // 10) % 5000
-    return recorder.record_step(
-        Proposals(positions, token, (37 * positions + 11 * step) % 100 / 100, none, none, none)
-    )
+    sure = (37 * positions + 11 * step) % 100 / 100
+    guesses = zip(token.tolist(), sure.tolist(), strict=True)
+    return recorder.record_step(dict(zip(positions.tolist(), guesses, strict=True)))

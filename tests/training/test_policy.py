@@ -17,9 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlm_rag.config import DecodeConfig, TrainConfig
 from dlm_rag.decode.rollout import Action, Rollout, RolloutStep
-from dlm_rag.decode.sampling import SamplingMetadata, sample_proposals
-from dlm_rag.diffusion.commit_rules import Proposals, RuleContext, choose_commits, select_by_threshold
-from dlm_rag.diffusion.policy import (
+from dlm_rag.engine.policy import (
     ActionDistribution,
     SoftThreshold,
     compute_action_distribution,
@@ -28,6 +26,8 @@ from dlm_rag.diffusion.policy import (
     step_kl_divergence,
     step_log_prob,
 )
+from dlm_rag.engine.rules import Proposals, RuleContext, choose_commits, select_by_threshold
+from dlm_rag.engine.sampling import SamplingMetadata, sample_proposals
 from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.packed_batch import Segment

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from dlm_rag.config import EngineConfig, TrainConfig, load_config
-from dlm_rag.decode.model_runner import MaskedModelRunner
 from dlm_rag.decode.rollout import Action, Rollout, RolloutStep
+from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.questions import Question
 from dlm_rag.training.rl.policy_loss import (

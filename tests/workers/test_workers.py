@@ -242,7 +242,7 @@ def test_next_job_of_a_worker_keeps_weights_and_its_share_of_memory(config, work
     factory = make_factory(config)
     open_worker(worker, factory)
     before = worker._decoder
-    monkeypatch.setattr("dlm_rag.evidence.segment_kv_cache.measure_free_bytes", lambda device: 8 * 2**30)
+    monkeypatch.setattr("dlm_rag.engine.segment_kv_cache.measure_free_bytes", lambda device: 8 * 2**30)
     open_worker(worker, factory)
     assert worker._decoder is not before and worker._decoder.denoiser is before.denoiser
     assert worker._decoder.model_runner._engine.prefix_cache_gib == 1, "a quarter of what is free, halved"

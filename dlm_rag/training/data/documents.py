@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 
 from dlm_rag.config import TrainConfig
-from dlm_rag.diffusion.noise import NOISE_SCHEDULES
 from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.files.build_once import build_once, make_folder_name
 from dlm_rag.files.digest import digest_file
@@ -26,6 +25,7 @@ from dlm_rag.files.record_readers import get_field, read_records
 from dlm_rag.randomness import sample_permutation
 from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.data.examples import Example
+from dlm_rag.training.noise import NOISE_SCHEDULES
 
 MIXTURE_BLOCK_SEQUENCES = 1000  # sequences within which every source has its exact share
 HELD_OUT_SEQUENCES = 8  # sequences of each source at its end, for validation; at most one in 20

@@ -11,9 +11,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.sampling import LOGITS_CHUNK_POSITIONS, SamplingMetadata, sample_proposals
-from dlm_rag.diffusion.commit_rules import samples_actions
-from dlm_rag.evidence.batch_kv_cache import PREFILL_SCRATCH_TOKENS
+from dlm_rag.engine.batch_kv_cache import PREFILL_SCRATCH_TOKENS
+from dlm_rag.engine.rules import samples_actions
+from dlm_rag.engine.sampling import LOGITS_CHUNK_POSITIONS, SamplingMetadata, sample_proposals
 from dlm_rag.evidence.truncation import ContextBudget
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig

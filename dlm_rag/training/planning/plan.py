@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from dlm_rag.config import Config, TrainConfig
-from dlm_rag.decode.resolve_settings import resolve_settings
+from dlm_rag.engine.resolve_settings import resolve_settings
+from dlm_rag.engine.segment_kv_cache import measure_free_bytes
 from dlm_rag.errors import ConfigError
-from dlm_rag.evidence.segment_kv_cache import measure_free_bytes
 from dlm_rag.evidence.truncation import ContextBudget
 from dlm_rag.machine import choose_dtype
 from dlm_rag.model.denoiser_config import DenoiserConfig

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dlm_rag.config import DecodeConfig, TrainConfig
-from dlm_rag.diffusion.policy import (
+from dlm_rag.engine.policy import (
     ActionDistribution,
     SoftThreshold,
     compute_action_distribution,

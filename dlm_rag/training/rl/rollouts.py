@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
-from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.rollout import Rollout, RolloutStep
+from dlm_rag.engine.engine import Decoder
 from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.questions import Question

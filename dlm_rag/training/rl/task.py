@@ -6,7 +6,7 @@ from torch import nn
 
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
 from dlm_rag.config.fields import flatten_settings, resolve_or_import
-from dlm_rag.decode.decoder import Decoder
+from dlm_rag.engine.engine import Decoder
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.machine import choose_device, choose_dtype

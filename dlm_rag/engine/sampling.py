@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_rag.diffusion.commit_rules import ACTION_STATISTICS
-from dlm_rag.diffusion.policy import SoftThreshold, draw_actions, sample_at_quantile
+from dlm_rag.engine.policy import SoftThreshold, draw_actions, sample_at_quantile
+from dlm_rag.engine.rules import ACTION_STATISTICS
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
 from dlm_rag.model.denoiser_config import DenoiserConfig
 

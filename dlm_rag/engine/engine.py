@@ -1,8 +1,8 @@
 """Decoding: questions come and go, and all that are in flight take their denoising steps together.
 
     step 0     retrieve with the question alone
-    step s     encode the evidence and denoise the canvas       (decode/model_runner.py)
-               commit what the commit rule chooses              (diffusion/commit_rules.py)
+    step s     encode the evidence and denoise the canvas       (engine/runner.py)
+               commit what the commit rule chooses              (engine/rules.py)
                build the query from what the canvas says now    (retrieval/query.py)
                retrieve; what was found is the evidence of step s + 1
 
@@ -24,12 +24,13 @@ from typing import Any, NamedTuple, cast
 
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.config.fields import import_object, replace_settings
-from dlm_rag.decode.model_runner import DecoderStats, MaskedModelRunner, ModelRunner
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
-from dlm_rag.decode.resolve_settings import resolve_settings
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.decode.row import Row, Ticket, make_canvas
-from dlm_rag.decode.steps import NO_SEARCH, DenoiseStep, PendingSearch, RetrievalStep
+from dlm_rag.engine.resolve_settings import resolve_settings
+from dlm_rag.engine.row import Row, Ticket, make_canvas
+from dlm_rag.engine.runner import DecoderStats, MaskedModelRunner, ModelRunner
+from dlm_rag.engine.search import NO_SEARCH, PendingSearch, RetrievalStep
+from dlm_rag.engine.step import DenoiseStep
 from dlm_rag.errors import ConfigError, NamesRemedy
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
@@ -91,7 +92,7 @@ class Decoder(NamesRemedy):
         cls, model: str | Path | None = None, corpus: Any = None, **settings: Any
     ) -> "Decoder":
         """The decoder that `dlm_rag.load` makes of the same arguments."""
-        load = import_object("dlm_rag.decode.load:load", "load")  # that module is built upon this one
+        load = import_object("dlm_rag.engine.load:load", "load")  # that module is built upon this one
         return cast(Decoder, load(model, corpus, **settings))
 
     def __repr__(self) -> str:

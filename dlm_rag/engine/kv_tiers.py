@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dlm_rag.model.kv_format import KVFormat
+from dlm_rag.engine.kv_format import KVFormat
 from dlm_rag.model.packed_batch import Segment
 
 ARENA_UNIT_TOKENS = 8  # in which segments lie: freed room is likelier to fit the next one

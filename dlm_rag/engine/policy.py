@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from dlm_rag.diffusion.commit_rules import ACTION_STATISTICS
+from dlm_rag.engine.rules import ACTION_STATISTICS
 
 # log-probabilities above this are that of a token that is certain: 1 - c is rounding there
 MAX_LOG_CONFIDENCE = -1e-6

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dlm_rag.evidence.kv_tiers import KVArena, Tier
+from dlm_rag.engine.kv_tiers import KVArena, Tier
 from dlm_rag.model.packed_batch import Segment
 from dlm_rag.progress import format_bytes
 
 if TYPE_CHECKING:
-    from dlm_rag.evidence.evidence_store import EvidenceStore
+    from dlm_rag.engine.store import EvidenceStore
 
 _CGROUP = Path("/sys/fs/cgroup")
 CGROUP_MEMORY_FILES = (  # limit and usage of a container, in version 2 and in version 1

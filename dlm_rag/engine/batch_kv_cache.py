@@ -18,14 +18,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from dlm_rag.engine.kv_format import KVFormat
+from dlm_rag.engine.kv_tiers import count_arena_tokens
+from dlm_rag.engine.segment_kv_cache import CacheStats, EvidencePool
 from dlm_rag.errors import RunError
 from dlm_rag.evidence.encode_segments import encode_segments
-from dlm_rag.evidence.kv_tiers import count_arena_tokens
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
-from dlm_rag.evidence.segment_kv_cache import CacheStats, EvidencePool
 from dlm_rag.model.attention import RAGGED_KERNELS
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.kv_format import KVFormat
 from dlm_rag.model.kv_store import CachedRows, SharedSegments, SlotKVCache, round_up_to_page
 from dlm_rag.model.packed_batch import Segment
 

@@ -20,7 +20,7 @@ FloatArray = NDArray[np.float64]
 IndexArray = NDArray[np.intp]
 # What a call of a denoiser says of each position: the rows of the tensor that comes from the device.
 STATISTICS = ("token_ids", "confidence", "log_prob", "entropy", "margin")
-# What it adds where a rule draws actions (`diffusion/policy.py`): of a drawn token and of a forced one.
+# What it adds where a rule draws actions (`engine/policy.py`): of a drawn token and of a forced one.
 ACTION_STATISTICS = (
     "token_ids", "log_confidence", "gate", "log_commit", "log_stay", "forced_logit", "forced_token_ids",
     "forced_log_confidence", "forced_log_prob",
@@ -167,7 +167,7 @@ def compute_step_sizes(length: int, steps: int, schedule: str) -> tuple[int, ...
 
 
 def sample_commits(candidates: Proposals, context: RuleContext) -> SampledCommits:
-    """Commits by a soft threshold on what the denoiser says (`diffusion/policy.py`).
+    """Commits by a soft threshold on what the denoiser says (`engine/policy.py`).
 
     Of `context.draws`, row 2 is for the gates, the first number of row 3 for the position that is forced
     where every candidate stays.

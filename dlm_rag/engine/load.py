@@ -6,7 +6,7 @@ from typing import Any
 
 from dlm_rag.config import Config
 from dlm_rag.config.fields import replace_settings
-from dlm_rag.decode.decoder import Decoder
+from dlm_rag.engine.engine import Decoder
 from dlm_rag.errors import ConfigError, suggest_nearest
 from dlm_rag.files.hub import READER, SHIPPED_FOLDER, SHIPPED_PREFIX
 from dlm_rag.machine import choose_device, parse_dtype

@@ -31,13 +31,13 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from dlm_rag.config import EngineConfig
+from dlm_rag.engine.kv_format import KVFormat
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.digest import create_hasher
 from dlm_rag.files.paths import expand_path, make_folder, read_regular_file
 from dlm_rag.model.checkpoint import DLM_RAG_FIELDS
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.kv_format import KVFormat
 from dlm_rag.model.layers import is_autocast
 from dlm_rag.model.packed_batch import Segment
 from dlm_rag.progress import format_bytes

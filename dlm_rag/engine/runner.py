@@ -8,25 +8,25 @@ import numpy as np
 import torch
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.decode.sampling import (
+from dlm_rag.engine.batch_kv_cache import CacheRequest, ForwardSpan, KVCacheManager
+from dlm_rag.engine.kv_format import KVFormat
+from dlm_rag.engine.kv_tiers import KVArena
+from dlm_rag.engine.rules import STATISTICS, Proposals
+from dlm_rag.engine.sampling import (
     ModelInput,
     SamplingMetadata,
     collect_sampling_metadata,
     sample_proposals,
     split_logit_chunks,
 )
-from dlm_rag.diffusion.commit_rules import STATISTICS, Proposals
-from dlm_rag.evidence.batch_kv_cache import CacheRequest, ForwardSpan, KVCacheManager
-from dlm_rag.evidence.evidence_store import open_evidence_store
-from dlm_rag.evidence.kv_tiers import KVArena
+from dlm_rag.engine.segment_kv_cache import CacheStats, EvidencePool, default_pool_bytes
+from dlm_rag.engine.store import open_evidence_store
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
-from dlm_rag.evidence.segment_kv_cache import CacheStats, EvidencePool, default_pool_bytes
 from dlm_rag.machine import limit_cuda_allocator
 from dlm_rag.model.attention import RAGGED_KERNELS
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_host
-from dlm_rag.model.kv_format import KVFormat
 from dlm_rag.model.packed_batch import pack_rows
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.retrieval.corpus import Passage

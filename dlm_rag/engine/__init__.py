@@ -1,0 +1,1 @@
+"""The engine: questions in flight, their denoising steps, and the memory of keys and values."""

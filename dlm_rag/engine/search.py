@@ -1,0 +1,175 @@
+"""Searches: when a row asks, what for, and how what was found becomes its evidence."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from dlm_rag.engine.row import Row
+from dlm_rag.engine.runner import ModelRunner
+from dlm_rag.errors import QuestionError, UserError
+from dlm_rag.evidence.prompt_segments import LaidOutPrompt, lay_out_prompt
+from dlm_rag.evidence.truncation import ContextBudget, FittedPrompt, fit_passages, keep_shorter_texts
+from dlm_rag.nvtx_ranges import profile_stage
+from dlm_rag.retrieval.base import PartialSearchError, Retriever, interleave_rankings
+from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.retrieval.query import (
+    Query,
+    build_query,
+    find_query_policy,
+    is_retrieval_due,
+    resolve_query_threshold,
+)
+from dlm_rag.retrieval.retry import SearchUnavailableError
+from dlm_rag.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+SearchResult = list[Passage] | Exception  # of one query
+
+
+class PendingSearch(NamedTuple):
+    """What was asked for some rows; `results` waits while the search is under way."""
+
+    rows: list[Row]
+    results: Callable[[], list[SearchResult]]
+
+
+NO_SEARCH = PendingSearch([], list)
+
+
+class RetrievalStep:
+    """Searches for rows and lays out their prompts."""
+
+    def __init__(
+        self, model_runner: ModelRunner, retriever: Retriever, tokenizer: Tokenizer, layout: str
+    ) -> None:
+        self.model_runner, self.retriever, self.tokenizer = model_runner, retriever, tokenizer
+        self.layout = layout
+
+    @cached_property
+    def _worker(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "search")
+
+    def close(self) -> None:
+        if "_worker" in vars(self):
+            self._worker.shutdown()
+            del self._worker
+
+    def start_search(self, rows: list[Row], aside: bool = False) -> PendingSearch:
+        """Searches for the rows that are due and whose query has changed; `aside`: on another thread."""
+        asking: list[Row] = []
+        queries: list[Query] = []
+        with profile_stage("detokenize"):
+            for row in rows:
+                if (query := self._build_row_query(row)) is None:
+                    continue
+                row.record.query, key = query.text, self.retriever.key(query)
+                if not row.step or key != row.query_key:
+                    row.query_key, row.record.retrieved = key, True
+                    asking.append(row)
+                    queries.append(query)
+        if not asking:
+            return NO_SEARCH
+        if aside:
+            return PendingSearch(asking, self._worker.submit(self._search, queries).result)
+        found = self._search(queries)
+        return PendingSearch(asking, lambda: found)
+
+    def _build_row_query(self, row: Row) -> Query | None:
+        """What a row asks now; None where no refresh is due."""
+        settings, lowest, response = row.settings, row.lowest_confidence, ""
+        if row.step and not is_retrieval_due(
+            row.step, settings.retrieval_interval, settings.retrieval_threshold, lowest
+        ):
+            return None
+        if row.provisional is not None:
+            least = resolve_query_threshold(settings.query_policy, settings.query_threshold)
+            response = self.tokenizer.query_text(row.canvas.fill_provisional(row.provisional, least))
+        best = row.first_passages[0].text if row.first_passages else ""
+        return build_query(settings.query_policy, row.question.question, response, best)
+
+    def _search(self, queries: list[Query]) -> list[SearchResult]:
+        """What each query finds, or the error that it met; a search that fails is not repeated."""
+        with profile_stage("retrieve"):
+            try:
+                found: list[SearchResult] = list(self.retriever.search(queries))
+            except PartialSearchError as error:
+                found = error.results
+            except UserError:  # no answer of this run can be right any more
+                raise
+            except Exception as error:
+                if not isinstance(error, SearchUnavailableError):  # whose sentence says it all
+                    log.warning("a search failed", exc_info=error)
+                return [error] * len(queries)
+        if len(found) != len(queries):
+            return [RuntimeError(f"{len(found)} results for {len(queries)} queries")] * len(queries)
+        return [_check_passages(passages) for passages in found]
+
+    def apply_search(self, search: PendingSearch) -> None:
+        """Takes what was found as the evidence of its rows; only the wait for it counts as time."""
+        with profile_stage("retrieve"):
+            found = search.results()
+        with profile_stage("tokenize"):
+            for row, passages in zip(search.rows, found, strict=True):
+                if row.rollout.error:  # it has left while the search was under way
+                    continue
+                if isinstance(passages, Exception):  # even of the last: evidence is part of the answer
+                    row.fail(f"the search failed: {type(passages).__name__}: {passages}")
+                else:
+                    try:
+                        self._update_evidence(row, passages)
+                    except QuestionError as error:
+                        row.fail(str(error))
+
+    def _update_evidence(self, row: Row, found: list[Passage]) -> None:
+        """Makes what fits of the passages the evidence of the row, and lays out its prompt."""
+        rollout, passages = row.rollout, self._merge_passages(row, found)
+        if passages == row.retrieved_passages:
+            return
+        # An id stands for one text throughout a question, whatever a search engine says later.
+        texts = {p.id: rollout.passages.setdefault(p.id, p.text) for p in passages}
+        fitted, laid = self._lay_out(row, texts)
+        first = row.fitted_prompt is None
+        if first and (length := laid.round_up_canvas(row.canvas.length)) > row.canvas.length:
+            row.canvas, rollout.canvas_length = replace(row.canvas, length=length), length
+            fitted, laid = self._lay_out(row, texts)
+        if fitted.truncation.tokens > rollout.cut.get("tokens", 0):
+            rollout.cut = asdict(fitted.truncation)
+        keep_shorter_texts(rollout.evidence_texts, fitted.texts)
+        row.retrieved_passages, row.fitted_prompt, row.laid_out_prompt = passages, fitted, laid
+        self.model_runner.prefetch(laid)
+
+    def _merge_passages(self, row: Row, found: list[Passage]) -> list[Passage]:
+        """What was found, with what stays of earlier searches, in the order of the prompt."""
+        if not row.step:
+            row.first_passages = found
+        elif find_query_policy(row.settings.query_policy).merges_rounds:
+            most = max(len(row.first_passages), len(found))
+            found = interleave_rankings((row.first_passages, found), most)
+        return self.model_runner.order_passages(row.retrieved_passages or [], found)
+
+    def _lay_out(self, row: Row, texts: Mapping[str, str]) -> tuple[FittedPrompt, LaidOutPrompt]:
+        """The prompt with what fits of the evidence next to the canvas; raises `QuestionError`."""
+        shape, settings = self.model_runner.shape, row.settings
+        room = ContextBudget.from_config(shape, self.layout, row.canvas.length)
+        asked = row.question
+        fitted = fit_passages(self.tokenizer, asked.question, texts, room, asked.system)
+        laid = lay_out_prompt(
+            fitted.prompt, shape, self.layout, settings.finished_block_context, settings.mode or "diffusion"
+        )
+        return fitted, laid
+
+
+def _check_passages(found: SearchResult) -> SearchResult:
+    """What a retriever, maybe the user's own, has found, or the error that it is not a list of passages."""
+    if isinstance(found, Exception):
+        return found
+    passages = list(found) if isinstance(found, Iterable) else [found]
+    for passage in passages:
+        fields = (passage.id, passage.title, passage.contents) if isinstance(passage, Passage) else (None,)
+        if not all(isinstance(field, str) for field in fields):
+            return TypeError(f"a search found {passage!r:.60}, which is not a Passage of three texts")
+    return passages
