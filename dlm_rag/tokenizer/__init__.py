@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import re
+import unicodedata
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -103,6 +105,8 @@ class Tokenizer:
         self._special_texts = [text for text in texts if text]
         self.encode = lru_cache(maxsize=TEXT_CACHE_SIZE)(self.encode_uncached)
         self._head = lru_cache(maxsize=QUESTION_CACHE_SIZE)(self.encode_uncached)
+        self._find_spelled_script = lru_cache(maxsize=QUESTION_CACHE_SIZE)(self.find_spelled_script)
+        self._named_scripts = set[str]()  # that a warning has named
         # Bytes that are no whole character show as U+FFFD.
         self.token_text = lru_cache(maxsize=65536)(lambda token: self._decode([token]))
 
@@ -173,8 +177,25 @@ class Tokenizer:
         head, foot = map(self._head, texts)
         if not head and not foot:
             raise QuestionError("the tokenizer makes no tokens of the question")
+        script = self._find_spelled_script(question)
+        if script not in self._named_scripts:
+            self._named_scripts.add(script)
+            if script:
+                log.warning("this model's tokenizer spells %s letter by letter: expect no answers", script)
         facts = template.write_facts(passages)
         return Prompt(self._prefix + head, tuple(map(self.encode, facts)), foot + self._suffix)
+
+    def find_spelled_script(self, text: str) -> str:
+        """The script, as Unicode names it, of which most letters take a token or more each; else "".
+
+        A model whose tokenizer spells a script has hardly read it. Latin letters are not looked at.
+        """
+        scripts = [(unicodedata.name(char, "?").split()[0], char) for char in text if char.isalpha()]
+        foreign = [(script, char) for script, char in scripts if script != "LATIN"]
+        if 2 * len(foreign) <= len(scripts):
+            return ""
+        spelled = len(self.encode_uncached("".join(char for _, char in foreign))) >= len(foreign)
+        return Counter(script for script, _ in foreign).most_common(1)[0][0].capitalize() if spelled else ""
 
     def query_text(self, ids: list[int]) -> str:
         """Text of ids with each special token, masks included, as a blank (SARDI's proxy response)."""

@@ -9,6 +9,7 @@ from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.tokenizer.prompts import PromptTemplate
+from tests.support.paths import ROOT
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser, tiny_tokenizer
 
 
@@ -102,3 +103,19 @@ def test_a_broken_tokenizer_is_named(tmp_path):
 def test_a_tail_that_begins_with_a_mask_ends_no_text():
     tokenizer = Tokenizer(byte_tokenizer(), 256, PromptTemplate(tail="<mask>"))
     assert tokenizer.build_prompt("a", []).tail == (256,) and 256 not in tokenizer.end_ids
+
+
+@pytest.mark.parametrize(
+    ("text", "script"),
+    [
+        ("Who directed Night Ferry?", ""),
+        ("Qui a écrit « Les Misérables » à Liège ?", ""),
+        ("1, 2 + 3?", ""),
+        ("Who wrote 紅樓夢, a novel?", ""),  # most letters are read
+        ("亚洲最长的河流是什么？", "Cjk"),
+        ("भारत की राजधानी क्या है?", "Devanagari"),
+    ],
+)
+def test_a_script_that_is_spelled_letter_by_letter_is_named(text, script):
+    tokenizer = Tokenizer.from_pretrained(ROOT / "dlm_rag" / "shipped" / "model")
+    assert tokenizer.find_spelled_script(text) == script
