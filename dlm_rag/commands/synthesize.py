@@ -7,8 +7,8 @@
     dlm-rag synthesize synthesis.method=writer synthesis.writer_url=http://localhost:8000/v1 \\
         synthesis.writer_model=NAME --questions questions.jsonl --out rows/paraphrased
 
-The folder of --out gets JSON lines, a card and, if rows are held out, held_out/. Run the same command
-again to resume. Train on the folder:
+The folder of --out gets JSON lines, rows.json with what was left out and why and, if rows are held out,
+held_out/. Run the same command again to resume. Train on the folder:
 
     dlm-rag train data.questions=rows/corpus data.corpus=passages.jsonl
 
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 
     RowSource = TraceRowGenerator | CorpusRowGenerator | LlmWriter
 
-SYNTHESIS_SETTINGS = ("synthesis", "-record_provisional")
+SYNTHESIS_SETTINGS = ("synthesis", "-record_provisional", "-energy")
 # Settings of the section that rows of one kind depend on.
 ROW_SETTINGS_BY_KIND = {
     "traces": ("filter",),
     "corpus": ("held_out",),
-    "writer": ("writer_model", "template", "n"),
+    "writer": ("writer_model",),
 }
 
 
@@ -64,7 +64,6 @@ class SynthesisPlan(NamedTuple):
     source: "RowSource"
     depends_on: dict[str, Any]  # all that can change a row
     model: str  # that makes the rows
-    columns: dict[str, Any]
 
 
 def main(argv: list[str]) -> None:
@@ -81,17 +80,15 @@ def main(argv: list[str]) -> None:
     plan = plans[config.synthesis.method](config)
     words.announce_reader()
     folder = RowsFolder(Path(str(config.out)), depends_on | plan.depends_on, plan.model)
-    run_synthesis(plan.source, plan.columns, folder, config)
+    run_synthesis(plan.source, folder, config)
     if failed := plan.source.failed:
         print_note(f"{failed} failed; the same command asks again")
         raise SystemExit(1)
 
 
-def run_synthesis(
-    source: "RowSource", columns: dict[str, Any], folder: "RowsFolder", config: "Config"
-) -> None:
+def run_synthesis(source: "RowSource", folder: "RowsFolder", config: "Config") -> None:
     """Does what is left to do, and writes the files."""
-    name, settings, rows, before = replace_control_chars(str(folder.folder)), config.synthesis, 0, 0
+    name, rows, before = replace_control_chars(str(folder.folder)), 0, 0
     try:
         command, now = [Path(sys.argv[0]).name, *sys.argv[1:]], datetime.datetime.now(datetime.UTC)
         stamp = {"command": shlex.join(command), "date": now.isoformat(timespec="seconds")}
@@ -103,16 +100,13 @@ def run_synthesis(
         if before:
             print_note(f"{before:,} of {len(source):,} sources are done already")
         bar = report_progress("synthesizing", len(source), done=before)
-        try:
-            with bar as advance, closing(source.outcomes(folder.done)) as outcomes:
-                for outcome in outcomes:
-                    folder.append_outcome(outcome)
-                    rows += len(outcome.rows)
-                    advance(1)
-        finally:
-            folder.append_energy(source.energy)
+        with bar as advance, closing(source.outcomes(folder.done)) as outcomes:
+            for outcome in outcomes:
+                folder.append_outcome(outcome)
+                rows += len(outcome.rows)
+                advance(1)
         seconds = time.perf_counter() - start
-        counts = folder.finish(settings, columns, complete=not source.failed)
+        counts = folder.finish(config.synthesis.decontaminate_against, complete=not source.failed)
     except KeyboardInterrupt:
         print_note(f"{len(folder.done):,} of {len(source):,} sources done; the same command resumes here")
         raise
@@ -120,11 +114,7 @@ def run_synthesis(
         folder.close()
     done = len(folder.done) - before
     print_note(f"sources: {done:,}, rows: {rows:,}, {seconds:.1f} s, {rows / seconds:,.1f} rows/s")
-    read, wrote = (counts.get(f"spent: {what}_tokens", 0) for what in ("prompt", "response"))
-    if read:
-        print_note(f"{read:,} tokens read and {wrote:,} written by the writer")
-    kept = sum(n for key, n in counts.items() if key.startswith(("rows: ", "held out: ")))
-    print_note(f"rows in {name}: {kept:,}; README.md says which")
+    print_note(f"{name}: {', '.join(f'{key} {n:,}' for key, n in counts.items())}")
 
 
 def collect_row_settings(config: "Config") -> dict[str, Any]:
@@ -152,20 +142,17 @@ def plan_trace_rows(config: "Config") -> SynthesisPlan:
         from dlm_rag.workers.placement import check_ray_installed
 
         check_ray_installed()
-    from dlm_rag.synthesis.rows_folder import QUESTION_COLUMNS
     from dlm_rag.synthesis.trace_rows import TraceRowGenerator
 
     prepared = prepare_decoder(config, questions)
     asked = PreparedQuestions(config, questions, prepared)
-    source = TraceRowGenerator(questions, settings, prepared.tokenizer, partial(decode_rollouts, asked))
+    source = TraceRowGenerator(questions, settings, partial(decode_rollouts, asked))
     depends_on = prepared.answers_depend_on() | {"questions": digest_questions(questions)}
-    return SynthesisPlan(source, depends_on, prepared.checkpoint.folder.name, QUESTION_COLUMNS)
+    return SynthesisPlan(source, depends_on, prepared.checkpoint.folder.name)
 
 
-def decode_rollouts(
-    asked: PreparedQuestions, questions: list[Question], source: "TraceRowGenerator"
-) -> "Iterator[Rollout]":
-    """Finished rollouts as they come, then a line on their time and energy, which `source` gets too."""
+def decode_rollouts(asked: PreparedQuestions, questions: list[Question]) -> "Iterator[Rollout]":
+    """Yields finished rollouts as they come, then prints a line on their time."""
     with open_engines(asked.config.workers, [asked.prepared]) as engines:
         engines.open(asked)
         try:
@@ -174,7 +161,6 @@ def decode_rollouts(
                     tally.add(rollout)
                     yield rollout
         finally:
-            source.energy = tally.energy
             print_note(f"{tally.text_tokens / tally.wall_seconds:,.1f} tokens/s · {tally.summary}")
 
 
@@ -191,39 +177,23 @@ def plan_corpus_rows(config: "Config") -> SynthesisPlan:
         raise ConfigError("synthesis.method=corpus reads no questions: leave them out")
     from dlm_rag.retrieval.corpus import open_corpus
     from dlm_rag.synthesis.cloze_questions import CorpusRowGenerator
-    from dlm_rag.synthesis.rows_folder import QUESTION_COLUMNS
 
     show_status("reading the corpus")
     opened = open_corpus(config.retrieval.corpus, config.retrieval.index_dir)
     source = CorpusRowGenerator(opened, held_out=config.synthesis.held_out)
     if not source.names.count:
         raise CorpusError(f"{config.retrieval.corpus} has no titles that stand for one passage alone")
-    return SynthesisPlan(source, {"corpus": opened.fingerprint}, "", QUESTION_COLUMNS)
+    return SynthesisPlan(source, {"corpus": opened.fingerprint}, "")
 
 
 def plan_writer_rows(config: "Config") -> SynthesisPlan:
-    """Texts by another model: of questions for the template paraphrase, of passages for the others.
+    """Questions in another model's words. Raises `UserError`, also where the writer does not answer."""
+    from dlm_rag.synthesis.llm_writer import WRITER_PROMPT, LlmWriter
 
-    Raises `UserError`, also where the writer does not answer.
-    """
-    from dlm_rag.retrieval.corpus import open_corpus
-    from dlm_rag.synthesis.llm_writer import WRITER_PROMPTS, LlmWriter
-    from dlm_rag.synthesis.rows_folder import QUESTION_COLUMNS, TEXT_COLUMNS
-
-    settings = config.synthesis
-    of_questions = settings.template == "paraphrase"
-    given = {"--questions": config.questions, "--corpus": config.retrieval.corpus}
-    wanted, other = list(given) if of_questions else list(given)[::-1]
-    if given[wanted] is None or given[other] is not None:
-        raise ConfigError(f"synthesis.template={settings.template} needs {wanted}, and not {other}")
-    depends_on: dict[str, Any] = {"prompt": WRITER_PROMPTS[settings.template]}
-    if of_questions:
-        questions = gather_questions(config, [])
-        writer, columns = LlmWriter(questions, settings), QUESTION_COLUMNS
-        depends_on["questions"] = digest_questions(questions)
-    else:
-        opened = open_corpus(str(config.retrieval.corpus), config.retrieval.index_dir)
-        writer, columns = LlmWriter(opened, settings), TEXT_COLUMNS
-        depends_on["corpus"] = opened.fingerprint
+    if config.questions is None or config.retrieval.corpus is not None:
+        raise ConfigError("synthesis.method=writer needs --questions, and not --corpus")
+    questions = gather_questions(config, [])
+    writer = LlmWriter(questions, config.synthesis)
+    depends_on = {"prompt": WRITER_PROMPT, "questions": digest_questions(questions)}
     writer.client.check_model()
-    return SynthesisPlan(writer, depends_on, settings.writer_model, columns)
+    return SynthesisPlan(writer, depends_on, config.synthesis.writer_model)

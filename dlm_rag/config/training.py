@@ -214,11 +214,11 @@ class PlanConfig(CheckedSettings):
 
 @settings_dataclass
 class SynthesisConfig(CheckedSettings):
-    """Training rows from questions, from a corpus, or written by another model."""
+    """Training rows from questions, from a corpus, or in another model's words."""
 
     method: str = setting("traces", choices=("traces", "corpus", "writer"))
     """where rows come from: traces (decoded questions), corpus (cloze questions from the titles of a
-    corpus) or writer (another model rewrites questions or passages)"""
+    corpus) or writer (another model says questions in other words)"""
     filter: str = setting("answer", choices=("answer", "evidence"), only_with=TRACES)
     """which traces are kept: those that end in a known answer (where none is known, those supported by
     their evidence), or those supported by their evidence"""
@@ -229,11 +229,6 @@ class SynthesisConfig(CheckedSettings):
     key"""
     writer_model: str = setting("", only_with=WRITER)
     """name of the model on that server"""
-    template: str = setting("paraphrase", choices=("paraphrase", "faq", "table"), only_with=WRITER)
-    """what the writer is asked for: a paraphrase of each question; questions and answers (faq) or a
-    table about each passage"""
-    n: int = setting(1, low=1, high=1000, only_with=WRITER)
-    """number of texts that the writer generates for each source"""
     decontaminate_against: str | None = setting(None)
     """files of evaluation questions, separated by commas; rows that share 12 consecutive words with one
     are dropped"""

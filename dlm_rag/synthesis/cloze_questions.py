@@ -63,7 +63,7 @@ class ClozeGap:
 class CorpusRowGenerator:
     """The rows of a corpus, passage by passage; all that it keeps is some three times the texts."""
 
-    failed, energy = 0, None  # nothing fails, and nothing is decoded
+    failed = 0  # nothing can
 
     def __init__(self, corpus: Iterable[Passage], longest: int = 3, held_out: float = 0.25) -> None:
         """longest: passages of a chain at most. held_out: share of the passages not to be trained on."""
@@ -106,9 +106,9 @@ class CorpusRowGenerator:
             made = self._make_row(kind, [self.passages[each] for each in chain], gap)
             made["held_out"] = self.is_held_out(row)
             if len({self.is_held_out(each) for each in chain}) > 1:
-                reason = "across the split"
+                reason = "left out: across the split"
             elif contains_answer(made["question"], made["golden_answers"][0]):
-                reason = "the answer stands in the question"
+                reason = "left out: the answer stands in the question"
             else:
                 found.append(made)
                 continue

@@ -1,33 +1,20 @@
-"""Another model as writer: questions in other words, passages as questions and answers or as a table.
-
-Any server with POST /v1/chat/completions will do.
-"""
+"""Another model as writer: questions in other words. Any server with POST /v1/chat/completions will do."""
 
 import hashlib
 import re
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Generator, Sequence
 
 from dlm_rag.baselines.chat_client import ChatClient, ChatServer, Completion
 from dlm_rag.config import SynthesisConfig
 from dlm_rag.questions import Question
-from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.synthesis.cloze_questions import contains_answer
 from dlm_rag.synthesis.rows_folder import SourceOutcome
 from dlm_rag.text import FUNCTION_WORDS, find_word_spans, normalize_whitespace, split_words
 
-WRITER_PROMPTS = {
-    "paraphrase": "Say the question in other words. Keep every name and number as it is, add nothing, do "
-    "not answer it. Reply with the question alone.\n\nQuestion: {text}",
-    "faq": "Write questions that the passage answers, each with its answer: a line that begins with Q: and "
-    "one that begins with A:. Use nothing but what the passage says.\n\nTitle: {title}\n\n{text}",
-    "table": "Write what the passage says as a Markdown table with the columns Subject, Relation and "
-    "Object. Use nothing but what the passage says. Reply with the table alone.\n\nTitle: {title}"
-    "\n\n{text}",
-}
-# Copied from a question to its paraphrases.
-COPIED_QUESTION_FIELDS = ("golden_answers", "supporting_ids", "hops", "response")
-WriterRequest = tuple[int, str, Question | Passage]  # its index, its key, and what it is about
+WRITER_PROMPT = (
+    "Say the question in other words. Keep every name and number as it is, add nothing, do not answer it. "
+    "Reply with the question alone.\n\nQuestion: {text}"
+)
 CONCURRENCY = 8  # requests at once
 TEMPERATURE, MAX_TOKENS = 0.7, 1024  # of the writer; a text that is cut there is dropped
 _NUMBER = re.compile(r"\d+")
@@ -36,102 +23,79 @@ _NUMBER = re.compile(r"\d+")
 class LlmWriter:
     """Rows by another model, some requests at once; `failed` counts those that are to be asked again."""
 
-    energy = None  # not measured
-
-    def __init__(self, sources: Sequence[Question | Passage], config: SynthesisConfig) -> None:
+    def __init__(self, questions: Sequence[Question], config: SynthesisConfig) -> None:
         assert config.writer_url is not None
         setting = f"synthesis.writer_url={config.writer_url}"
         self.client = ChatClient(
             ChatServer(config.writer_url, config.writer_model, setting, "DLM_RAG_WRITER_KEY")
         )
-        self._config, self._sources, self.failed = config, sources, 0
+        self._questions, self.failed = questions, 0
 
     def __len__(self) -> int:
-        return len(self._sources) * self._config.n
+        return len(self._questions)
 
     def outcomes(self, done: set[str]) -> Generator[SourceOutcome]:
-        """What becomes of each request that is not done, as it is answered.
+        """Yields what becomes of each question that is not done, as it is answered.
 
         Raises `RunError` as `ChatClient.ask_all` does.
         """
-        asked = self.client.ask_all(self._ask, self._requests({*done}), CONCURRENCY)
-        for (index, key, _), found in asked:
+        done = {*done}
+        waiting = ((n, each) for n, each in enumerate(self._questions) if each.id not in done)
+        for (place, question), found in self.client.ask_all(self._ask, waiting, CONCURRENCY):
             if isinstance(found, SourceOutcome):
                 yield found
             elif found.status is None:
                 self.failed += 1
             else:
-                yield SourceOutcome(index, key, [], {"refused by the writer": 1})
+                yield SourceOutcome(place, question.id, [], {"left out: refused by the writer": 1})
 
-    def _requests(self, done: set[str]) -> Iterator[WriterRequest]:
-        for index in range(len(self)):
-            source, number = self._sources[index // self._config.n], index % self._config.n
-            if (key := f"{source.id}#{self._config.template}{number}") not in done:
-                yield index, key, source
-
-    def _ask(self, request: WriterRequest) -> SourceOutcome:
-        """What becomes of a request. Raises `ChatError`."""
-        index, key, source = request
-        prompt = format_writer_prompt(source, self._config.template)
+    def _ask(self, asked: tuple[int, Question]) -> SourceOutcome:
+        """Returns what becomes of a question. Raises `ChatError`."""
+        place, question = asked
         reply = self.client.ask({
-            "messages": [{"role": "user", "content": prompt}],
-            "seed": int(hashlib.sha256(key.encode()).hexdigest()[:7], 16),  # another for each text
+            "messages": [{"role": "user", "content": WRITER_PROMPT.format(text=question.question)}],
+            "seed": int(hashlib.sha256(question.id.encode()).hexdigest()[:7], 16),  # another for each
             "temperature": TEMPERATURE, "max_tokens": MAX_TOKENS,
         })  # fmt: skip
-        reply = replace(reply, text=reply.text.strip())
-        spent = {
-            "requests": reply.requests,
-            "prompt_tokens": reply.prompt_tokens or 0,
-            "response_tokens": reply.response_tokens or 0,
+        counts = {
+            "writer: requests": reply.requests,
+            "writer: prompt tokens": reply.prompt_tokens or 0,
+            "writer: response tokens": reply.response_tokens or 0,
         }
-        checked = check_written_text(source, reply)
-        if failing := next((f"not {name}" for name, holds in checked.items() if not holds), ""):
-            return SourceOutcome(index, key, [], {failing: 1}, spent)
+        checked = check_paraphrase(question, reply)
+        if failing := next((name for name, holds in checked.items() if not holds), ""):
+            return SourceOutcome(place, question.id, [], counts | {f"left out: not {failing}": 1})
         row = {
-            "id": key, "source_ids": [source.id], "template": self._config.template,
-            "filters": list(checked), "finish_reason": reply.finish_reason,
-            "prompt_tokens": reply.prompt_tokens, "response_tokens": reply.response_tokens,
+            "id": f"{question.id}#paraphrase", "question": extract_question(reply.text),
+            "golden_answers": list(question.golden_answers),
+            "supporting_ids": list(question.supporting_ids), "hops": question.hops,
+            "response": question.response, "source_ids": [question.id], "template": "paraphrase",
+            "filters": list(checked),
         }  # fmt: skip
-        if isinstance(source, Question):
-            known = asdict(source)
-            row |= {name: known[name] for name in COPIED_QUESTION_FIELDS}
-            row["question"] = extract_question(reply.text)
-        else:
-            row |= {"title": source.title, "text": reply.text}
-        return SourceOutcome(index, key, [row], {}, spent)
+        return SourceOutcome(place, question.id, [row], counts)
 
 
-def format_writer_prompt(source: Question | Passage, template: str) -> str:
-    """What the writer is asked."""
-    if isinstance(source, Question):
-        return WRITER_PROMPTS[template].format(text=source.question)
-    return WRITER_PROMPTS[template].format(title=source.title, text=source.contents)
+def check_paraphrase(question: Question, reply: Completion) -> dict[str, bool]:
+    """Returns what holds of a paraphrase, by name; it is kept where all do.
 
-
-def check_written_text(source: Question | Passage, reply: Completion) -> dict[str, bool]:
-    """What holds of a text, by name; it is kept where all do.
-
-    finished: the writer came to its end, which it did not where it was cut at `MAX_TOKENS`. Of questions,
-    other_words: it is a line and not the question as it was; names_kept: every name and number is in it,
-    and no other number; answer_not_in_question. Of passages, numbers_held: the passage has every number.
+    finished: the writer came to its end, which it did not where it was cut at `MAX_TOKENS`. other_words: it
+    is a line and not the question as it was. names_kept: every name and number is in it, and no other
+    number. answer_not_in_question: nor is an answer, where the question did not have it.
     """
-    found = {"finished": reply.finish_reason == "stop" and bool(reply.text)}
-    if isinstance(source, Passage):
-        held = {*_NUMBER.findall(f"{source.title} {source.contents}")}
-        return found | {"numbers_held": {*_NUMBER.findall(reply.text)} <= held}
     said = extract_question(reply.text)
-    spoken, numbers = {*split_words(said)}, {*_NUMBER.findall(source.question)}
-    given = [answer for answer in source.golden_answers if not contains_answer(source.question, answer)]
-    return found | {
-        "other_words": "\n" not in said and split_words(said) != split_words(source.question),
-        "names_kept": _extract_required_words(source.question) <= spoken
+    spoken, numbers = {*split_words(said)}, {*_NUMBER.findall(question.question)}
+    given = [answer for answer in question.golden_answers if not contains_answer(question.question, answer)]
+    return {
+        "finished": reply.finish_reason == "stop" and bool(reply.text.strip()),
+        "other_words": "\n" not in said and split_words(said) != split_words(question.question),
+        "names_kept": _extract_required_words(question.question) <= spoken
         and {*_NUMBER.findall(said)} <= numbers,
         "answer_not_in_question": not any(contains_answer(said, answer) for answer in given),
     }
 
 
 def extract_question(text: str) -> str:
-    """The question in an answer, without the word and the quotes that some put around it."""
+    """Returns the question in a reply, without the word and the quotes that some put around it."""
     said = re.sub(r"^\s*question:\s*", "", text, flags=re.IGNORECASE).strip()
     if len(said) > 1 and said[0] == said[-1] == '"':
         said = said[1:-1]
@@ -139,7 +103,7 @@ def extract_question(text: str) -> str:
 
 
 def _extract_required_words(text: str) -> set[str]:
-    """Words with a capital or a digit, but for the first and for function words."""
+    """Returns words with a capital or a digit, but for the first and for function words."""
     found = find_word_spans(text)[1:]
     return {
         word

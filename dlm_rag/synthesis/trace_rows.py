@@ -9,7 +9,6 @@ from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.questions import Question
 from dlm_rag.synthesis.rows_folder import SourceOutcome
 from dlm_rag.text import FUNCTION_WORDS, MAX_TITLE_WORDS, extract_names, split_words
-from dlm_rag.tokenizer import Tokenizer
 
 CitationUnits = Sequence[Mapping[str, Any]]  # units of `citations.cite_passages`
 
@@ -21,14 +20,11 @@ class TraceRowGenerator:
         self,
         questions: list[Question],
         config: SynthesisConfig,
-        tokenizer: Tokenizer,
-        decode: Callable[[list[Question], "TraceRowGenerator"], Iterable[Rollout]],
+        decode: Callable[[list[Question]], Iterable[Rollout]],
     ) -> None:
-        """decode: gives the rollouts of questions as they are finished; it may set `energy`."""
+        """decode: gives the rollouts of questions as they are finished."""
         self._places = {question.id: place for place, question in enumerate(questions)}
-        self._questions, self._config, self._tokenizer = questions, config, tokenizer
-        self._decode, self.failed = decode, 0
-        self.energy: dict[str, Any] | None = None
+        self._questions, self._config, self._decode, self.failed = questions, config, decode, 0
 
     def __len__(self) -> int:
         return len(self._questions)
@@ -36,36 +32,33 @@ class TraceRowGenerator:
     def outcomes(self, done: set[str]) -> Generator[SourceOutcome]:
         """What becomes of each question that is not done, as its rollout is finished."""
         remaining = [question for question in self._questions if question.id not in done]
-        for rollout in self._decode(remaining, self) if remaining else ():
+        for rollout in self._decode(remaining) if remaining else ():
             if rollout.error:
                 self.failed += 1
                 continue
             place = self._places[rollout.id]
             question = self._questions[place]
             found = check_trace(rollout, question)
-            row = self._make_row(rollout, question, found)
-            spent = {"response_tokens": row["response_tokens"], "forwards": rollout.forwards}
-            reason = find_drop_reason(found, self._config)
-            rows = [] if reason else [row]
-            yield SourceOutcome(place, rollout.id, rows, {reason: 1} if reason else {}, spent)
+            if reason := find_drop_reason(found, self._config):
+                yield SourceOutcome(place, rollout.id, [], {f"left out: {reason}": 1})
+            else:
+                yield SourceOutcome(place, rollout.id, [make_row(rollout, question, found)])
 
-    def _make_row(self, rollout: Rollout, question: Question, found: Mapping[str, bool]) -> dict[str, Any]:
-        """The question with its trace; its supporting_ids are the passages that the trace cites."""
-        cited = [p["id"] for unit in rollout.citations for p in unit["passages"]]
-        evidence = [rollout.evidence_texts.get(name, "") for name in rollout.evidence]
-        return {
-            "id": rollout.id,
-            "question": rollout.question,
-            "golden_answers": list(question.golden_answers) or [rollout.answer],
-            "supporting_ids": list(dict.fromkeys(cited)),
-            "hops": question.hops or sum(unit["kind"] == "reasoning" for unit in rollout.citations) or None,
-            "response": rollout.response,
-            "source_ids": [rollout.id],
-            "template": "trace",
-            "filters": [name for name, holds in found.items() if holds],
-            "prompt_tokens": len(self._tokenizer.build_prompt(rollout.question, evidence)),
-            "response_tokens": len(self._tokenizer.encode(rollout.response)),
-        }
+
+def make_row(rollout: Rollout, question: Question, found: Mapping[str, bool]) -> dict[str, Any]:
+    """Returns the question with its trace; its supporting_ids are the passages that the trace cites."""
+    cited = [p["id"] for unit in rollout.citations for p in unit["passages"]]
+    return {
+        "id": rollout.id,
+        "question": rollout.question,
+        "golden_answers": list(question.golden_answers) or [rollout.answer],
+        "supporting_ids": list(dict.fromkeys(cited)),
+        "hops": question.hops or sum(unit["kind"] == "reasoning" for unit in rollout.citations) or None,
+        "response": rollout.response,
+        "source_ids": [rollout.id],
+        "template": "trace",
+        "filters": [name for name, holds in found.items() if holds],
+    }
 
 
 def check_trace(rollout: Rollout, question: Question) -> dict[str, bool]:

@@ -241,9 +241,7 @@ CASES = [
     *table(f"{WRITER_ROWS} --out rows",
         ("synthesis.writer_url=localhost", "synthesis.writer_url=localhost"),
         ("synthesis.writer_url=http://127.0.0.1:1/v1 does not list its models", "--questions questions.jsonl"),
-        ("template=paraphrase needs --questions", "--corpus corpus.jsonl"),
-        ("template=table needs --corpus, and not --questions",
-         "--questions questions.jsonl synthesis.template=table"),
+        ("synthesis.method=writer needs --questions, and not --corpus", "--corpus corpus.jsonl"),
     ),
     # Worlds.
     *table(WORLD,

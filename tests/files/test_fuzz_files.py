@@ -21,7 +21,6 @@ from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.query import build_query
-from dlm_rag.synthesis.rows_folder import QUESTION_COLUMNS as COLUMNS
 from dlm_rag.synthesis.rows_folder import RowsFolder
 from dlm_rag.training.checkpoints import scan_checkpoints
 from dlm_rag.training.metrics_logger import is_number, read_metrics
@@ -29,7 +28,7 @@ from tests.support.pages import make_two_hop_rollout, write_trace
 from tests.support.passages import PASSAGES, write_jsonl_file
 from tests.support.properties import hypothesis_settings
 from tests.support.results import make_stamp
-from tests.support.rows import SETTINGS, SYNTHESIS, make_outcome
+from tests.support.rows import SETTINGS, make_outcome
 from tests.support.traces import HEADER
 
 MOST_SECONDS = 20
@@ -102,8 +101,7 @@ def good(tmp_path_factory) -> Path:
     rows.begin({"command": "test"})
     rows.append_outcome(make_outcome(0))
     rows.append_outcome(make_outcome(1))
-    rows.append_energy({"seconds": 1.0, "joules": 5.0, "error": 1.0, "answers": 1, "tokens": 2})
-    rows.finish(SYNTHESIS, COLUMNS, complete=False)
+    rows.finish(None, complete=False)
     rows.close()
     passages = [{"id": i, "title": t, "contents": c} for i, t, c in PASSAGES]
     corpus = write_jsonl_file(folder / "corpus.jsonl", passages)
@@ -152,7 +150,7 @@ def go_on_with_rows(folder: Path) -> None:
         if not rows.complete:
             if "s2" not in rows.done:
                 rows.append_outcome(make_outcome(2))
-            rows.finish(SYNTHESIS, COLUMNS)
+            rows.finish(None)
     finally:
         rows.close()
 

@@ -13,15 +13,13 @@ from dlm_rag.commands import synthesize
 from dlm_rag.config import SynthesisConfig
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.questions import Question, read_questions
-from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.synthesis import llm_writer
-from dlm_rag.synthesis.llm_writer import LlmWriter, check_written_text, format_writer_prompt
+from dlm_rag.synthesis.llm_writer import LlmWriter, check_paraphrase
 from tests.support.chat_server import server as chat_server  # noqa: F401 - a fixture
-from tests.support.passages import PASSAGES, write_jsonl_file
+from tests.support.passages import write_jsonl_file
 
 SAID = '"Please say: {last line}"'
 BUSY = {"status": 503, "text": "overloaded"}
-TABLE = "| Subject | Relation | Object |\n|---|---|---|\n| {last line} |"
 RULES = [
     ("busy", [BUSY, BUSY, SAID]),
     ("broken", [{"raw": ""}, SAID]),
@@ -30,9 +28,6 @@ RULES = [
     ("slow", [{"text": SAID, "wait": 30}]),
     ("uncounted.*1815", [{"text": SAID, "usage": {"prompt_tokens": "9", "completion_tokens": "9"}}]),
     ("uncounted", [{"text": SAID, "usage": [5]}]),
-    (r"(?s)Markdown table.*odd[^\n]*$", [f"{TABLE} | 7 |"]),
-    ("Markdown table", [f"{TABLE} | |"]),
-    ("Q:", ["Q: What is said?\nA: {last line}"]),
     (r"Question: other[^\n]*$", ["Question: Who?"]),
     (r"Question: same[^\n]*$", ["{last line}"]),
     ("", [SAID]),
@@ -74,38 +69,36 @@ def run(tmp_path, server):
 @pytest.mark.slow
 def test_tokens_that_a_server_counts_in_another_form_are_not_known(run):
     rows, counts = run("Who wrote the uncounted Emma?", "Who wrote the uncounted Emma of 1815?")
-    assert [(row["prompt_tokens"], row["response_tokens"]) for row in rows] == [(None, None)] * 2
-    assert {key: n for key, n in counts.items() if "spent" in key} == {
-        "spent: prompt_tokens": 0, "spent: requests": 2, "spent: response_tokens": 0,
+    assert len(rows) == 2 and {key: n for key, n in counts.items() if "writer" in key} == {
+        "writer: prompt tokens": 0, "writer: requests": 2, "writer: response tokens": 0,
     }  # fmt: skip
 
 
 @pytest.mark.slow
 def test_paraphrases_keep_what_is_known_of_a_question(run, server, tmp_path, monkeypatch):
     monkeypatch.setenv("DLM_RAG_WRITER_KEY", "secret")
-    rows, counts = run("Who wrote Emma?", "Who wrote Dune in 1965?", more=["synthesis.n=2"])
-    assert [row["id"] for row in rows] == ["q0#paraphrase0", "q1#paraphrase0"], "equal ones are one"
+    texts = ("Who wrote Emma?", "Who wrote Dune in 1965?", "Who wrote Emma?")
+    rows, counts = run(*texts)
+    assert [row["id"] for row in rows] == ["q0#paraphrase", "q1#paraphrase"], "equal ones are one"
     assert rows[0] == {
-        "id": "q0#paraphrase0", "question": "Please say: Who wrote Emma?",
+        "id": "q0#paraphrase", "question": "Please say: Who wrote Emma?",
         "golden_answers": ["Jane Austen"],
         "supporting_ids": ["emma"], "hops": 1, "response": "Jane Austen wrote Emma. ### Jane Austen",
         "source_ids": ["q0"], "template": "paraphrase", "model": "tiny-writer",
         "filters": ["finished", "other_words", "names_kept", "answer_not_in_question"],
-        "settings": rows[0]["settings"], "finish_reason": "stop",
-        "prompt_tokens": len(format_writer_prompt(Question("", "Who wrote Emma?"), "paraphrase").split()),
-        "response_tokens": 5,
+        "settings": rows[0]["settings"],
     }  # fmt: skip
-    assert counts["spent: requests"] == counts["sources"] == 4
-    assert counts["left out: equal to an earlier row"] == 2
-    assert counts["spent: response_tokens"] == 2 * 5 + 2 * 7
+    assert counts["writer: requests"] == counts["sources"] == 3
+    assert counts["left out: equal to an earlier row"] == 1
+    assert counts["writer: response tokens"] == 2 * 5 + 7
     sent = server.requests
-    assert {line["key"] for line in sent} == {"Bearer secret"} and len({line["seed"] for line in sent}) == 4
+    assert {line["key"] for line in sent} == {"Bearer secret"} and len({line["seed"] for line in sent}) == 3
     assert {(line["model"], line["temperature"], line["max_tokens"]) for line in sent} == {
         ("tiny-writer", 0.7, 1024)
     }
     assert read_questions(tmp_path / "rows")[1].question == "Please say: Who wrote Dune in 1965?"
-    run("Who wrote Emma?", "Who wrote Dune in 1965?", more=["synthesis.n=2"])
-    assert len(server.requests) == 4, "nothing is asked again"
+    run(*texts)
+    assert len(server.requests) == 3, "nothing is asked again"
 
 
 @pytest.mark.slow
@@ -120,7 +113,7 @@ def test_what_fails_in_passing_is_tried_again_and_what_is_refused_is_not(run, se
     }  # fmt: skip
     tries = Counter(line["text"].rpartition("Question: ")[2].split(":")[0] for line in server.requests)
     assert tries == {"busy": 3, "broken": 2, "forbidden": 1, "endless": 1, "same": 1, "other Emma?": 1}
-    assert counts["spent: requests"] == 8
+    assert counts["writer: requests"] == 8
 
 
 @pytest.mark.slow
@@ -148,24 +141,6 @@ def test_what_has_no_answer_is_asked_again_by_the_same_command(run, server, caps
         run("Who wrote Emma?", "slow: who?", "Who wrote Dune?")
     tries = Counter(line["text"].rpartition("Question: ")[2] for line in server.requests)
     assert tries == {"Who wrote Emma?": 1, "slow: who?": 2, "Who wrote Dune?": 1}
-
-
-@pytest.mark.slow
-def test_passages_as_tables_and_questions(server, tmp_path):
-    corpus = write_jsonl_file(
-        tmp_path / "corpus.jsonl",
-        [{"id": i, "title": t, "contents": c} for i, t, c in [*PASSAGES, ("odd", "Odd", "odd words.")]],
-    )
-    found = {}
-    for template in ("table", "faq"):
-        words = [f"synthesis.writer_url={server.base}", f"synthesis.template={template}"]
-        synthesize.main([*TINY, *words, "--corpus", str(corpus), "--out", str(tmp_path / template)])
-        found[template] = [json.loads(line) for line in (tmp_path / template / "rows.jsonl").open()]
-    table, faq = found["table"], found["faq"]
-    ids = [name for name, _, _ in PASSAGES]
-    assert [row["source_ids"] for row in table] == [[name] for name in ids], "one had a number of its own"
-    assert len(faq) == 6 and faq[0]["text"] == f"Q: What is said?\nA: {PASSAGES[0][2]}"
-    assert faq[0]["title"] == "Emma" and "question" not in faq[0]
 
 
 @pytest.mark.slow
@@ -198,7 +173,7 @@ def test_requests_wait_until_answers_are_taken(monkeypatch):
     monkeypatch.setattr(llm_writer, "CONCURRENCY", 2)
     config = SynthesisConfig(method="writer", writer_url="http://127.0.0.1:1/v1", writer_model="w")
     questions = [Question(f"q{n}", f"Who wrote volume {n}?") for n in range(40)]
-    writer, done = LlmWriter(questions, config), {f"q{n}#paraphrase0" for n in range(0, 40, 2)}
+    writer, done = LlmWriter(questions, config), {f"q{n}" for n in range(0, 40, 2)}
     threads = threading.active_count()
     outcomes = writer.outcomes(done)
     for taken in range(1, 6):
@@ -230,24 +205,13 @@ def test_requests_wait_until_answers_are_taken(monkeypatch):
 )
 def test_what_is_checked_of_a_paraphrase(text, fails):
     source = Question("q", "Who wrote Emma of 1815?", ("Jane Austen",))
-    found = check_written_text(source, Completion(text, "stop", 1, 1))
+    found = check_paraphrase(source, Completion(text, "stop", 1, 1))
     assert [name for name, holds in found.items() if not holds] == ([fails] if fails else [])
 
 
 @pytest.mark.parametrize(
-    ("text", "reason", "fails"),
-    [
-        ("Of 1815.", "length", "finished"),
-        ("Of 1816.", "stop", "numbers_held"),
-        ("", "stop", "finished"),
-        ("Of 1815.", "stop", None),
-    ],
+    ("text", "reason"), [("By whom was Emma of 1815 written?", "length"), ("", "stop")]
 )
-def test_what_is_checked_of_a_rewritten_passage(text, reason, fails):
-    found = check_written_text(Passage("p", "Emma", "Emma is of 1815."), Completion(text, reason, 1, 1))
-    assert [name for name, holds in found.items() if not holds] == ([fails] if fails else [])
-
-
-def test_braces_of_a_text_are_text():
-    passage = Passage("p", "{text}", "{title} {0}")
-    assert format_writer_prompt(passage, "table").endswith("Title: {text}\n\n{title} {0}")
+def test_a_paraphrase_that_was_cut_is_left_out(text, reason):
+    source = Question("q", "Who wrote Emma of 1815?", ("Jane Austen",))
+    assert not check_paraphrase(source, Completion(text, reason, 1, 1))["finished"]

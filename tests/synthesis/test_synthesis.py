@@ -399,20 +399,19 @@ def test_a_kept_trace_is_a_row_that_training_takes(tmp_path):
     rollouts[0].error = "the search failed"
     decoded = []
 
-    def decode(questions, source):
+    def decode(questions):
         decoded.append([question.id for question in questions])
         return [rollout for rollout in rollouts if rollout.id in decoded[-1]]
 
-    work = TraceRowGenerator(asked, SynthesisConfig(filter="answer"), tiny_tokenizer(), decode)
+    work = TraceRowGenerator(asked, SynthesisConfig(filter="answer"), decode)
     wrong, right = work.outcomes(set())
     assert work.failed == 1 and [each.source for each in work.outcomes({"q"})] == ["wrong"]
     assert decoded == [["q", "wrong", "failed"], ["wrong", "failed"]]
-    assert (wrong.place, wrong.rows, wrong.dropped) == (1, [], {"not answer": 1})
+    assert (wrong.place, wrong.rows, wrong.counts) == (1, [], {"left out: not answer": 1})
     (row,) = right.rows
-    assert (right.place, right.source, right.dropped) == (0, "q", {})
+    assert (right.place, right.source, right.counts) == (0, "q", {})
     assert row["supporting_ids"] == ["emma", "austen"] and row["hops"] == 2
     assert row["response"] == f"{WROTE[0]} {BORN[0]} ### Steventon"
-    assert row["response_tokens"] == len(row["response"]) == right.spent["response_tokens"]
     assert row["filters"] == ["answer", "cited", "supported", "linked", "hops"]
     write_jsonl_file(tmp_path / "rows-0.jsonl", [row])
     assert read_questions(tmp_path) == [
