@@ -20,6 +20,7 @@ from dlm_rag.questions import Question
 from dlm_rag.text import replace_control_chars
 
 TRACE_FILE = "trace.jsonl"
+MAX_SCREEN_TABLES = 2  # all are in scores.md
 SettingScores = dict[str, list[Score]]  # of each setting, by question
 
 
@@ -72,7 +73,7 @@ def write_evaluation_report(
             first.append(tables.build_spread_table(overall, "prompt"))
     brief = {name: places for name, places in groups.items() if ", " not in name}
     shown = [] if "swept" in said else tables.build_comparison_tables(brief, summaries, against, rule)
-    tables.print_tables(Console(), [*first, *shown, *spent])
+    tables.print_tables(Console(), [*[*first, *shown][: MAX_SCREEN_TABLES - len(spent)], *spent])
     everything = [*first, *tables.build_comparison_tables(groups, summaries, against, rule), *spent]
     stamp, picture = next(iter(stamps.values())), get_plot_file_name(said)
     write_text_atomic(out / "scores.md", tables.render_markdown_report(everything, stamp))
@@ -83,7 +84,9 @@ def write_evaluation_report(
             plots.plot_by_hops(out / picture, groups, summaries)
     except (RuntimeError, ValueError) as error:  # of matplotlib: MPLBACKEND, a font
         raise RunError(f"{out / picture} cannot be drawn: {summarize_error(error)}") from None
-    print(f"scores.md, scores.json, {picture} and all answers are in {replace_control_chars(str(out))}")
+    print(f"all tables are in scores.md, with {picture} and all answers: {replace_control_chars(str(out))}")
+    for line in tables.summarize_findings(overall, {name: each["all"] for name, each in against.items()}):
+        print(replace_control_chars(line))
 
 
 def report_datasets(out: Path, names: Sequence[str]) -> None:

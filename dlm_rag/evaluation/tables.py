@@ -18,6 +18,7 @@ COST_METRICS = ("forwards", "searches")
 USAGE_METRICS = {"requests": "requests", "prompt_tokens": "prompt tokens", "tokens": "tokens of replies",
                  "cut_replies": "replies that were cut"}  # fmt: skip
 PLOT_COSTS = ("answers/s", "forwards")  # what the two pictures of a sweep have along their lower edge
+MOSTLY = 0.5  # share of questions above which abstaining is what is to be said
 CELL_FRAME_CHARS = 3  # characters that a table puts around a cell
 
 
@@ -195,6 +196,35 @@ def build_energy_table(energy: Mapping[str, Mapping[str, Any] | None]) -> list[R
         rows.append([name, *cells, str(found["sensor"]) if found else "not measured"])
     headings = ["setting", "J/answer", "tokens/J", "W", "J", "s", "sensor"]
     return [ResultTable("Energy, measured (tokens: committed before the end)", headings, rows)]
+
+
+def summarize_findings(
+    overall: Mapping[str, SettingMetrics], against: Mapping[str, SettingMetrics]
+) -> list[str]:
+    """What came of it in a sentence, and in another what is wrong where nothing can have come of it.
+
+    overall: all questions under each setting. against: the first minus each other, paired; held against
+    the first is `static` where it is there, or the next setting.
+    """
+    first, metrics = next(iter(overall.items()))
+    gold = overall.get("oracle", {}).get("exact_match")
+    match, abstained = metrics["exact_match"], metrics.get("abstained")
+    rival = "static" if "static" in against else next(iter(against), "")
+    said = f"{first}: exact match {format_metric('exact_match', match)} %"
+    if rival and (less := against[rival]["exact_match"]):
+        said = f"{first} {format_metric('exact_match', less, signed=True)} over {rival}"
+        if (cost := against[rival]["forwards"]) is not None:
+            said += f" at {abs(cost.mean):.1f} {'fewer' if cost.mean <= 0 else 'more'} forwards"
+    elif (cost := metrics["forwards"]) is not None:
+        said += f" at {cost.mean:.1f} forwards"
+    found = [said if gold is None else f"{said}; gold passages {100 * gold.mean:.1f}"]
+    if gold is not None and not gold.mean:
+        found.append(
+            "this model cannot read these questions: with the gold passages it answers none of them"
+        )
+    elif abstained is not None and abstained.mean > MOSTLY:
+        found.append(f"this model cannot read these questions: it abstains on {abstained.mean:.0%} of them")
+    return found
 
 
 def print_tables(console: Console, found: Sequence[ResultTable]) -> None:

@@ -33,6 +33,7 @@ from dlm_rag.evaluation.plots import plot_by_hops
 from dlm_rag.evaluation.tables import (
     build_comparison_tables,
     render_markdown_report,
+    summarize_findings,
 )
 from dlm_rag.questions import Question
 
@@ -308,3 +309,29 @@ def test_labels_of_questions_are_their_true_fields(tmp_path):
     row = {"id": 1, "question": "?", "held_out_path": True, "held_out_wording": False, "hops": 2}
     path.write_text(json.dumps(row))
     assert read_questions(path)[0].labels == ("held_out_path",)
+
+
+def test_an_evaluation_ends_in_a_sentence_and_says_where_a_model_cannot_read():
+    def metrics(match, abstained=0.0):
+        return {
+            "exact_match": Estimate(match, match - 0.1, match + 0.1),
+            "abstained": Estimate(abstained, 0, 1),
+            "forwards": Estimate(4.9, 4, 5),
+        }
+
+    less = {"exact_match": Estimate(0.5, 0.35, 0.62), "forwards": Estimate(-7.6, -8, -7)}
+    found = {
+        "interleaved": metrics(0.9),
+        "none": metrics(0.1),
+        "static": metrics(0.4),
+        "oracle": metrics(0.947),
+    }
+    against = dict.fromkeys(("none", "static", "oracle"), less)
+    assert summarize_findings(found, against) == [
+        "interleaved +50.0 [+35, +62] over static at 7.6 fewer forwards; gold passages 94.7"
+    ]
+    (_, diagnosis) = summarize_findings(found | {"oracle": metrics(0.0)}, against)
+    assert "cannot read these questions" in diagnosis
+    (said, diagnosis) = summarize_findings({"proxy bm25": metrics(0.2, 0.75)}, {})
+    assert said == "proxy bm25: exact match 20.0 [10, 30] % at 4.9 forwards"
+    assert "abstains on 75%" in diagnosis
