@@ -24,6 +24,7 @@ from dlm_rag.commands.prepare_decoder import (
     prepare_decoder,
 )
 from dlm_rag.config import Config
+from dlm_rag.config.fields import replace_settings
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.energy.meter import EnergyReading, open_meter
 from dlm_rag.errors import ConfigError
@@ -174,7 +175,8 @@ def make_decoder_factory(asked: PreparedQuestions) -> CheckedDecoderFactory:
     names = ("corpus", "index_dir", "embedding_model")
     paths: dict[str, Any] = {name: locate(getattr(config.retrieval, name)) for name in names}
     engine = replace(config.engine, store=locate(config.engine.store))
-    config = replace(config, model=model, retrieval=replace(config.retrieval, **paths), engine=engine)
+    retrieval = replace_settings(config.retrieval, **paths)
+    config = replace(config, model=model, retrieval=retrieval, engine=engine)
     questions = asked.questions if config.retrieval.oracle else []
     return CheckedDecoderFactory(config, questions, describe_dependencies(prepared))
 

@@ -5,7 +5,7 @@
     dlm-rag evaluate --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
         --out runs/first
     dlm-rag evaluate ... --out runs/all --compare all --quick     # 200 of the questions, of every kind
-    dlm-rag evaluate ... --out runs/two --compare interleaved,interleaved+decode.commit_threshold=0.8
+    dlm-rag evaluate ... --out runs/two --compare interleaved,interleaved+commit_threshold=0.8
     dlm-rag evaluate ... --out runs/swept --sweep decode.commit_threshold=0.9,0.8,0.7 retrieval.top_k=7,3
     dlm-rag evaluate --config sardi.yaml --dataset 2wiki --out runs/2wiki      # SARDI's questions
     dlm-rag evaluate --dataset hotpotqa,2wiki --corpus wiki18 --model DIR --out runs/field

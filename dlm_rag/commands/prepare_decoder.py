@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dlm_rag import __version__
 from dlm_rag.baselines import is_model_url
 from dlm_rag.config import Config, EngineConfig, RetrievalConfig
-from dlm_rag.config.fields import fill_unset
+from dlm_rag.config.fields import fill_unset, replace_settings
 from dlm_rag.data.hub_datasets import find_named_corpus
 from dlm_rag.decode.trace_file import TraceHeader, build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
@@ -194,16 +194,17 @@ def fill_in_shipped_files(config: Config, typed: list[str]) -> Config:
     The model by itself, the world for its own models, the world's questions for no other corpus. The
     corpus "context" is the file of the questions, that of a name its file. Raises `ConfigError`.
     """
-    model, retrieval, questions = config.model, config.retrieval, config.questions
-    if retrieval.corpus == "context" and not Path("context").exists():
+    model, questions, corpus = config.model, config.questions, config.retrieval.corpus
+    if corpus == "context" and not Path("context").exists():
         if questions in (None, "-"):
             raise ConfigError("--corpus context is what comes with the questions of --questions FILE")
-        retrieval = replace(retrieval, corpus=questions)
-    retrieval = replace(retrieval, corpus=find_named_corpus(retrieval.corpus))
-    if model.path in (None, *WORLD_MODELS) and retrieval.corpus is None and retrieval.url is None:
-        retrieval = replace(retrieval, corpus=str(SHIPPED_FOLDER / "world" / "corpus.jsonl"))
+        corpus = questions
+    corpus = find_named_corpus(corpus)
+    if model.path in (None, *WORLD_MODELS) and corpus is None and config.retrieval.url is None:
+        corpus = str(SHIPPED_FOLDER / "world" / "corpus.jsonl")
         if questions is None and not typed:
             questions = str(SHIPPED_FOLDER / "world" / "questions.jsonl")
+    retrieval = replace_settings(config.retrieval, corpus=corpus)
     if model.path is None:
         model = replace(model, path=str(SHIPPED_FOLDER / "model"))
     return replace(config, model=model, retrieval=retrieval, questions=questions)

@@ -208,8 +208,18 @@ def _list_given_keys(node: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved tree as YAML, which `load_config` reads back as it is."""
-    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
+    """The tree as YAML, which `load_config` reads back as it is.
+
+    Settings of `decode` and `retrieval` that nobody has set are comments: a checkpoint may have its own.
+    """
+    tree, unset = asdict(config), {}
+    for name in ("decode", "retrieval"):
+        given = getattr(config, name).given
+        unset[name] = {key: value for key, value in tree[name].items() if key not in given}
+        tree[name] = {key: value for key, value in tree[name].items() if key in given}
+    said, defaults = (yaml.safe_dump(each, sort_keys=False, allow_unicode=True) for each in (tree, unset))
+    comment = "".join(f"# {line}\n" for line in defaults.splitlines())
+    return f"{said}# Unset: a checkpoint's own values, or else these defaults.\n{comment}"
 
 
 def _explain_unknown_key(key: str, origin: str) -> str:

@@ -2,8 +2,9 @@
 
 A setting is a name from `SETTING_PRESETS` (of a model behind a server from `SERVED_PRESETS`) or
 `KEY=VALUE`, joined by `+`: `static`, `oracle`,
-`interleaved+retrieval.method=dense`, `decode.commit_rule=top_k+decode.tokens_per_step=2`. A sweep
-makes such names: every combination of the values of some keys, under each setting there is.
+`interleaved+method=dense`, `commit_rule=top_k+tokens_per_step=2`. The section of a key may be left out
+where no other section has such a key. A sweep makes such names: every combination of the values of some
+keys, under each setting there is.
 """
 
 import re
@@ -59,7 +60,7 @@ def parse_compared_settings(compare: str, served: bool = False) -> dict[str, lis
     for name in names:
         if name in settings:
             raise ConfigError(f"compare: '{name}' is named twice")
-        settings[name], parts = [], name.split("+")
+        settings[name], parts = [], [_complete_key(part) for part in name.split("+")]
         own = [part.removeprefix("model.path=") for part in parts if part.startswith("model.path=")]
         presets = SERVED_PRESETS if (is_model_url(own[0]) if own else served) else SETTING_PRESETS
         for part in parts:
@@ -70,6 +71,14 @@ def parse_compared_settings(compare: str, served: bool = False) -> dict[str, lis
                 )
             settings[name] += presets.get(part, (part,))
     return settings
+
+
+def _complete_key(part: str) -> str:
+    """Returns `top_k=3` as `retrieval.top_k=3`; a part whose key names no setting, or two, as it is."""
+    key, equals, value = part.partition("=")
+    known = [name for name in list_setting_fields() if name.startswith(COMPARED_SECTIONS)]
+    full = [name for name in known if equals and name.rpartition(".")[2] == key]
+    return f"{full[0]}={value}" if len(full) == 1 else part
 
 
 def parse_sweep(words: Sequence[str]) -> dict[str, list[str]]:

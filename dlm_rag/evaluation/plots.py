@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PLOT_MARKERS = "osD^vPX*<>"
+MAX_LABELLED_POINTS = 16  # in a panel; more names would cover each other
 
 
 def plot_pareto(path: Path, summaries: Mapping[str, SettingMetrics], swept: Iterable[str] = ()) -> None:
@@ -55,6 +56,10 @@ def plot_fronts(
                     color=colours[half[0]], marker=markers[half[1]], markersize=7,
                     linewidth=0, elinewidth=0.6, alpha=0.9,
                 )  # fmt: skip
+            for name in known if len(known) <= MAX_LABELLED_POINTS else ():
+                point = known[name][0].mean, 100 * known[name][1].mean
+                label = ", ".join(filter(None, halves[name]))
+                axis.annotate(label, point, (4, 4), textcoords="offset points", fontsize=7)
             front = [known[name] for name in compute_pareto_front(summaries, cost)]
             line = [(price.mean, 100 * match.mean) for price, match in front]
             axis.plot(*zip(*line, strict=True), color="0.6", linewidth=1.2, zorder=0)

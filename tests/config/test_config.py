@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dlm_rag.commands.arguments import parse_command_line
+from dlm_rag.commands.prepare_decoder import fill_in_shipped_files
 from dlm_rag.config import (
     CONFIG_FOLDER,
     Config,
@@ -15,7 +16,7 @@ from dlm_rag.config import (
     list_setting_fields,
     load_config,
 )
-from dlm_rag.config.fields import replace_settings
+from dlm_rag.config.fields import fill_unset, replace_settings
 from dlm_rag.errors import ConfigError
 
 
@@ -45,6 +46,23 @@ def test_dumped_tree_loads_to_the_same_config(tmp_path):
     config = load_config(None, words)
     (tmp_path / "dump.yaml").write_text(dump_config(config))
     assert load_config(str(tmp_path / "dump.yaml")) == config
+
+
+def test_a_dump_leaves_unset_what_a_checkpoint_may_say(tmp_path):
+    path = tmp_path / "dump.yaml"
+    path.write_text(dump_config(load_config(None, ["decode.seed=3", "retrieval.top_k=7"])))
+    assert "#   blocks_at_once: 1" in path.read_text(), "shown as a comment"
+    again = load_config(str(path))
+    assert (again.decode.given, again.retrieval.given) == ({"seed"}, {"top_k"})
+    own = fill_unset(again.decode, {"blocks_at_once": 3, "seed": 5})
+    assert (own.blocks_at_once, own.seed) == (3, 3)
+
+
+def test_a_setting_that_is_given_as_its_default_stays_given():
+    """Where shipped files are filled in: a checkpoint's own value does not replace it."""
+    config = load_config(None, ["retrieval.top_k=7", "retrieval.corpus=context", "questions=x.jsonl"])
+    filled = fill_in_shipped_files(config, []).retrieval
+    assert filled.corpus == "x.jsonl" and fill_unset(filled, {"top_k": 5}).top_k == 7
 
 
 @pytest.mark.parametrize("path", sorted(CONFIG_FOLDER.glob("*.yaml")), ids=lambda path: path.name)

@@ -173,8 +173,10 @@ def test_tokens_per_forward_is_a_ratio_of_sums():
 def test_settings_by_name_by_value_and_joined():
     every = "interleaved committed static two_rounds feedback none oracle"
     assert " ".join(parse_compared_settings("all")) == every
-    found = parse_compared_settings("static, oracle+retrieval.method=dense,decode.commit_rule=top_k")
-    assert found["static"] == ["decode.query_policy=question"]
+    found = parse_compared_settings(
+        "static, oracle+retrieval.method=dense,decode.commit_rule=top_k,top_k=3"
+    )
+    assert found["static"] == ["decode.query_policy=question"] and found["top_k=3"] == ["retrieval.top_k=3"]
     assert found["oracle+retrieval.method=dense"][-1] == "retrieval.method=dense"
     assert found["decode.commit_rule=top_k"] == ["decode.commit_rule=top_k"]
 
