@@ -231,7 +231,7 @@ class RunTotals:
         self._end_ids = end_ids
         self.answers = self.forwards = self.tokens = self.failed = 0
         self.text_tokens = 0  # before the end
-        self.cut_tokens = 0  # of passages that were longer than what is read
+        self.cut_answers = self.cut_tokens = 0  # tokens of passages that were longer than what is read
         # Of all, once it has ended.
         self.wall_seconds, self.summary = 0.0, ""
         self.energy: dict[str, Any] | None = None
@@ -240,7 +240,9 @@ class RunTotals:
     def add(self, rollout: Rollout) -> None:
         self.answers += 1
         self.failed += bool(rollout.error)
-        self.cut_tokens += rollout.cut.get("tokens", 0)
+        cut = rollout.cut.get("tokens", 0)
+        self.cut_answers += cut > 0
+        self.cut_tokens += cut
         self.forwards += rollout.forwards
         self.tokens += rollout.tokens_committed
         self.text_tokens += rollout.tokens_before_end(self._end_ids)
