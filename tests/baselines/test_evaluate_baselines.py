@@ -38,7 +38,7 @@ def run(call, folder, server):
     """Evaluates the scripted model: the exit status, standard error, and scores.json if there is one."""
 
     def invoke(*words, model=server.url, out="run"):
-        given = ("--model", model, *WORDS[:5], out, WORDS[6])
+        given = ("--model", model, *WORDS[:5], out)
         code, shown, err = call(*given, *words, program=evaluate, defaults=False)
         path = folder / out / "scores.json"
         return code, shown + err, json.loads(path.read_text()) if path.exists() else {}
@@ -51,9 +51,11 @@ def read_answers(path):
 
 
 @pytest.mark.slow
-def test_all_policies_are_settings_of_one_table(run, server, folder):
+def test_all_policies_are_settings_of_one_table(run, server, folder, monkeypatch):
+    monkeypatch.setenv("DLM_RAG_MODEL_KEY", "secret")
     server.say(*EVERY_POLICY)
     code, shown, record = run("--compare", "all")
+    assert {request["key"] for request in server.requests} == {"Bearer secret"}
     assert code == 0, shown
     assert [*record["settings"]] == [*SERVED_PRESETS] and "static" in record["first_minus"]
     spent = 0
@@ -136,28 +138,10 @@ def test_a_server_that_goes_ends_the_run_which_goes_on_later(run, server, folder
 
 
 @pytest.mark.slow
-def test_a_search_that_fails_costs_its_question_alone(run, server, monkeypatch):
-    from dlm_rag.retrieval.bm25 import BM25Retriever
-
-    rank = BM25Retriever.rank
-
-    def fail(self, queries, depth):
-        if any("1804" in query.text for query in queries):
-            raise ValueError("the index is odd")
-        return rank(self, queries, depth)
-
-    monkeypatch.setattr(BM25Retriever, "rank", fail)
-    server.say(["", ["### x"]])
-    code, shown, record = run()
-    assert code == 0 and "1 failed, counted as wrong" in shown
-    assert record["settings"]["static bm25"]["groups"]["all"]["exact_match"]["mean"] == pytest.approx(5 / 6)
-
-
-@pytest.mark.slow
 def test_killed_it_goes_on_and_ends_in_the_same_answers(folder, server):
     server.say(*EVERY_POLICY[:1], ["", ["The answer is x."]])
     command = [sys.executable, "-m", "dlm_rag", "evaluate", "--model", server.url, *WORDS,
-               "--compare", "static,ircot,flare", "remote.concurrency=1"]  # fmt: skip
+               "--compare", "static,ircot", "remote.concurrency=1"]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, cwd=folder, env=environment)
     wait_until(lambda: count_lines(folder / "run" / "ircot" / "answers.jsonl") >= 2, process)
@@ -167,7 +151,7 @@ def test_killed_it_goes_on_and_ends_in_the_same_answers(folder, server):
     assert subprocess.run(command, cwd=folder, env=environment, check=False).returncode == 0
     answers = read_answers(folder / "run" / "ircot" / "answers.jsonl")
     assert {name: answers[name] for name in kept} == kept and len(answers) == 6
-    for name in ("static", "ircot", "flare"):
+    for name in ("static", "ircot"):
         lines = (folder / "run" / name / "answers.jsonl").read_text().splitlines()
         assert len(lines) == 6 and len([*read_trace(folder / "run" / name / "trace.jsonl")]) == 6
 
@@ -193,14 +177,6 @@ def test_a_policy_of_ones_own(run, server, folder):
     assert record["settings"]["mine:twice bm25"]["groups"]["all"]["searches"]["mean"] == 2
 
 
-@pytest.mark.slow
-def test_its_key_is_sent_to_the_server(run, server, monkeypatch):
-    monkeypatch.setenv("DLM_RAG_MODEL_KEY", "secret")
-    server.say(["", ["### x"]])
-    run()
-    assert {request["key"] for request in server.requests} == {"Bearer secret"}
-
-
 NO_COMPLETIONS = [["Think step", ["x"]], ["", [{"status": 404, "text": "no"}]]]
 NO_LOG_PROBS = ["", [{"status": 400, "text": "logprobs are not supported"}]]
 
@@ -209,18 +185,12 @@ NO_LOG_PROBS = ["", [{"status": 400, "text": "logprobs are not supported"}]]
 @pytest.mark.parametrize(
     ("words", "rules", "says"),
     [
-        ("--compare static,irocot", [], "nearest: 'ircot'"),
         ("--compare interleaved", [], "no_retrieval, static, ircot"),
-        ("remote.policy=flair", [], "nearest: 'flare'"),
         ("--compare flare", [NO_LOG_PROBS], "remote.policy=flare needs /completions with logprobs"),
         ("--compare static", [["", [{"text": "x", "usage": None}]]], "does not count tokens"),
         ("--compare static,ircot", NO_COMPLETIONS, "ircot needs /completions of plain text"),
         ("decode.commit_threshold=0.8", [], "decode.commit_threshold has no effect on a model behind a"),
-        ("--compare static,static+decode.query_policy=proxy", [], "decode.query_policy has no effect"),
-        ("model.quantize=int8", [], "model.quantize has no effect"),
         ("remote.policy=ircot retrieval.oracle=true", [], "needs remote.policy=static"),
-        ("workers=2", [], "workers= are processes with weights"),
-        ("prompt=sardy", [], "nearest: 'sardi'"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_starts(run, server, folder, words, rules, says):
@@ -235,7 +205,6 @@ def test_what_cannot_be_is_said_before_anything_starts(run, server, folder, word
     ("url", "says"),
     [
         ("openai://127.0.0.1:1/v1/tiny", "does not list its models"),
-        ("openai://127.0.0.1:1/tiny", "must be openai://HOST:PORT/v1/NAME"),
         ("openais://user@host/v1/tiny", "must be openai://HOST:PORT/v1/NAME"),
         ("{url}-7b", "has no model 'tiny-7b', but tiny (nearest: 'tiny')"),
     ],

@@ -1,6 +1,5 @@
 """`dlm-rag data` against a hub on this machine, by the public client; and evaluations by name."""
 
-import errno
 import gzip
 import hashlib
 import json
@@ -13,7 +12,6 @@ import pytest
 
 from dlm_rag.commands import evaluate
 from dlm_rag.data import hub_datasets
-from dlm_rag.data.hub_download import explain_hub_errors
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import read_questions
 from tests.support.commands import model  # noqa: F401
@@ -177,16 +175,8 @@ def gate(hub):
     hub.status[FLASHRAG] = (403, "GatedRepo")
 
 
-def remove(hub):
-    del hub.files[FLASHRAG]
-
-
 def say_more(hub):
     hub.size = 10**15
-
-
-def send_other_bytes(hub):
-    hub.corrupt = True
 
 
 def put(content):
@@ -195,21 +185,14 @@ def put(content):
 
 BAD = {
     "gated": (gate, "get hotpotqa", "is gated: ask for access there"),
-    "missing repository": (remove, "get hotpotqa", "is not there, or it is private"),
     "missing file": (
         lambda hub: hub.files[FLASHRAG].pop("nq/test.jsonl"),
         "get nq",
         "has no nq/test.jsonl",
     ),
     "full disk": (say_more, "get hotpotqa", "are needed: make room"),
-    "other bytes": (send_other_bytes, "get hotpotqa", "came with other bytes"),
     "no questions": (put(lines([{"id": 1, "query": "?"}])), "get hotpotqa", "there is no 'question'"),
-    "no answers": (put(lines([{"id": 1, "question": "?"}])), "get hotpotqa", "has no answers"),
-    "no lines": (put(b"<html>Sign in</html>"), "get hotpotqa", "is not"),
     "unknown name": (lambda hub: None, "get hotpotq", "nearest: 'hotpotqa'"),
-    "unknown rule": (lambda hub: None, "get nq --split searchr1", "nearest: 'search_r1'"),
-    "no name": (lambda hub: None, "get", "get takes names"),
-    "a name too many": (lambda hub: None, "list nq", "list takes none"),
 }
 
 
@@ -223,13 +206,6 @@ def test_what_goes_wrong_is_a_sentence_and_leaves_nothing(hub, tmp_path, case):
     assert not (tmp_path / "data").exists() or not found_files(tmp_path)
 
 
-@pytest.mark.slow
-def test_a_hub_that_does_not_answer_is_a_sentence(hub, tmp_path):
-    hub.url = "http://127.0.0.1:9"
-    code, _, err = call(hub, tmp_path, "get", "hotpotqa")
-    assert code == 2 and "give the same command again" in err and "Traceback" not in err
-
-
 def put_sideways(folder, name, make):
     """Something else than a file, where the hub's client or this program writes."""
     path = folder / "data" / name
@@ -239,8 +215,14 @@ def put_sideways(folder, name, make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bamboogle/test.jsonl", ".cache/huggingface/download/x.lock"])
-@pytest.mark.parametrize("kind", ["link", "fifo", "device"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("bamboogle/test.jsonl", "link"),
+        ("bamboogle/test.jsonl", "device"),
+        (".cache/huggingface/download/x.lock", "fifo"),
+    ],
+)
 def test_links_and_pipes_are_not_written_through(hub, tmp_path, name, kind):
     (mine := tmp_path / "mine").write_text("mine")
     make = {
@@ -255,17 +237,15 @@ def test_links_and_pipes_are_not_written_through(hub, tmp_path, name, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["link", "fifo"])
-def test_a_card_is_not_written_through(hub, tmp_path, kind):
+def test_a_card_is_not_written_through(hub, tmp_path):
     (mine := tmp_path / "mine").write_text("mine")
-    make = os.mkfifo if kind == "fifo" else lambda path: path.symlink_to(mine)
-    card = put_sideways(tmp_path, "bamboogle/test.jsonl.card.json", make)
+    card = put_sideways(tmp_path, "bamboogle/test.jsonl.card.json", lambda path: path.symlink_to(mine))
     code, _, err = call(hub, tmp_path, "get", "bamboogle")
     assert code == 0 and mine.read_text() == "mine" and not card.is_symlink() and card.is_file(), err
 
 
 ODD_CARDS = [
-    b"[]", b"{", b"\xff", b'{"revision": 5}', b'{"a":' * 100_000, b"7" * 5000,
+    b"[]", b"\xff", b'{"a":' * 100_000, b"7" * 5000,
     json.dumps({"repository": "a", "path": "b", "revision": ["c"], "licence": {}, "bytes": "1",
                 "sha256": None}).encode(),
     json.dumps({"repository": "a", "path": "b", "revision": "c", "licence": "d", "bytes": 1e400,
@@ -283,12 +263,8 @@ def test_a_card_of_odd_types_is_a_sentence(laid_out, card):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "headers",
-    [
-        {"X-Repo-Commit": "\x1b[31m"}, {"X-Linked-Etag": "../../x"}, {"X-Linked-Size": "-5"},
-        {"X-Linked-Size": "9" * 400}, {"X-Linked-Size": "x", "Content-Length": "0"},
-    ],
-)  # fmt: skip
+    "headers", [{"X-Repo-Commit": "\x1b[31m"}, {"X-Linked-Etag": "../../x"}, {"X-Linked-Size": "9" * 400}]
+)
 def test_odd_headers_of_a_hub_are_a_sentence(hub, tmp_path, headers):
     hub.headers = headers
     code, out, err = call(hub, tmp_path, "get", "bamboogle")
@@ -314,12 +290,6 @@ def test_a_changed_revision_takes_nothing_away(hub, tmp_path):
     code, _, err = call(hub, tmp_path, "get", "hotpotqa")
     assert code == 2 and f"is of revision {old[:12]}" in err and hub.revision(FLASHRAG)[:12] in err
     assert path.read_bytes() == before
-
-
-def test_a_disk_that_becomes_full_is_a_sentence():
-    file = hub_datasets.HubFile("a/b", "c", None)
-    with pytest.raises(ConfigError, match="the disk is full"), explain_hub_errors(file):
-        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.slow
@@ -414,14 +384,11 @@ def test_the_corpus_context_is_what_comes_with_the_questions(laid_out, model):  
     ("words", "says"),
     [
         ("--dataset musique --corpus wiki18", "`dlm-rag data get musique` brings it"),
-        ("--dataset nq --split flashrag_1000 --corpus wiki18", "data get nq --split flashrag_1000"),
-        ("--dataset hotpotqa,2wikki --corpus wiki18", "nearest: '2wiki'"),
         ("--dataset nq --questions q.jsonl --corpus wiki18", "leave --questions out"),
         (
             "--dataset hotpotqa,bamboogle --corpus wiki18 --compare static,oracle",
             "'test_0' has no supporting_ids",
         ),
-        ("--split sardi", "--split has no effect"),
         ("--corpus context", "--questions FILE"),
     ],
 )

@@ -4,10 +4,7 @@ import csv
 import gzip
 import io
 import json
-import re
-import string
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -148,33 +145,16 @@ STEPS = [
 SARDI = {"id": "s1", "question": "Where does Vesk end?", "answer": "Orra"}
 CASES = {
     "hotpotqa distractor": ("hotpot_dev_distractor_v1.json", as_json([HOTPOT]), [HOTPOT_READ]),
-    "hotpotqa lines": ("hotpot.jsonl", as_lines([HOTPOT]), [HOTPOT_READ]),
-    "hotpotqa gzipped": ("hotpot.json.gz", gzip.compress(as_json([HOTPOT])), [HOTPOT_READ]),
     "hotpotqa fullwiki test": (
         "hotpot_test_fullwiki_v1.json",
         as_json([changed(HOTPOT, ("answer", "supporting_facts", "type", "level"))]),
         [NO_GOLD],
-    ),
-    "hotpotqa comparison": (
-        "dev.json",
-        as_json([changed(HOTPOT, type="comparison", answer="no")]),
-        [
-            Question(
-                HOTPOT["_id"],
-                HOTPOT["question"],
-                ("no",),
-                hops=2,
-                labels=("comparison",),
-                supporting_titles=("Vesk", "Orra"),
-            )
-        ],
     ),
     "hotpotqa hub parquet": (
         "validation-00000-of-00001.parquet",
         as_parquet([column_form(HOTPOT)]),
         [HOTPOT_READ],
     ),
-    "hotpotqa texts": ("hotpot.parquet", as_parquet([text_form(HOTPOT)]), [HOTPOT_READ]),
     "hotpotqa csv": (
         "hotpot.csv",
         as_table(list(HOTPOT), [[v if isinstance(v, str) else json.dumps(v) for v in HOTPOT.values()]]),
@@ -186,25 +166,15 @@ CASES = {
         [HOTPOT_READ],
     ),
     "2wiki": ("dev.json", as_json([TWOWIKI]), [TWOWIKI_READ]),
-    "2wiki lines": ("dev.jsonl", as_lines([TWOWIKI]), [TWOWIKI_READ]),
-    "2wiki without ids": (
-        "dev.json",
-        as_json([changed(TWOWIKI, ("evidences_id", "answer_id"))]),
-        [TWOWIKI_READ],
-    ),
     "2wiki hub parquet": ("dev.parquet", as_parquet([text_form(TWOWIKI)]), [TWOWIKI_READ]),
-    "2wiki columns": ("dev.parquet", as_parquet([column_form(TWOWIKI)]), [TWOWIKI_READ]),
     "2wiki test": (
         "test.json",
         as_json([changed(TWOWIKI, supporting_facts=[], evidences=[], answer="")]),
         [Question(TWOWIKI["_id"], TWOWIKI["question"], hops=2, labels=("compositional",))],
     ),
     "2wiki comparison": type_case("comparison", 2),
-    "2wiki inference": type_case("inference", 2),
     "2wiki bridge_comparison": type_case("bridge_comparison", 4),
     "musique": ("musique_ans_v1.0_dev.jsonl", as_lines([MUSIQUE]), [MUSIQUE_READ]),
-    "musique gzipped": ("musique.jsonl.gz", gzip.compress(as_lines([MUSIQUE])), [MUSIQUE_READ]),
-    "musique json": ("musique.json", as_json([MUSIQUE]), [MUSIQUE_READ]),
     "musique hub parquet": ("musique.parquet", as_parquet([MUSIQUE]), [MUSIQUE_READ]),
     "musique full": (
         "musique_full_v1.0_dev.jsonl",
@@ -224,49 +194,22 @@ CASES = {
         ),
         [Question(MUSIQUE["id"], MUSIQUE["question"], hops=2)],
     ),
-    "musique without aliases": (
-        "dev.jsonl",
-        as_lines([changed(MUSIQUE, answer_aliases=[])]),
-        [
-            Question(
-                MUSIQUE["id"],
-                MUSIQUE["question"],
-                ("Lake Orra",),
-                hops=2,
-                supporting_titles=("Vesk", "Orra"),
-            )
-        ],
-    ),
     "musique 3hop1": hop_case("3hop1__305282_282081_73772", 3, 3),
-    "musique 3hop2": hop_case("3hop2__132710_120035_818", 3, 3),
     "musique 4hop1": hop_case("4hop1__152562_5274_458768_33637", 4, 4),
-    "musique 4hop3": hop_case("4hop3__463724_100414_35260_54090", 4, 4),
     "musique other ids": hop_case("q7", 3, 3),
     "bamboogle": (
         "Bamboogle Prerelease - Sheet1.csv",
         as_table(["Question", "Answer"], BAMBOOGLE),
         BAMBOOGLE_READ,
     ),
-    "bamboogle small letters": (
-        "bamboogle.csv",
-        as_table(["question", "answer"], BAMBOOGLE),
-        BAMBOOGLE_READ,
-    ),
-    "bamboogle capitals": ("bamboogle.csv", as_table(["QUESTION", "ANSWER"], BAMBOOGLE), BAMBOOGLE_READ),
     "bamboogle byte order mark": (
         "bamboogle.csv",
         b"\xef\xbb\xbf" + as_table(["Question", "Answer"], BAMBOOGLE),
         BAMBOOGLE_READ,
     ),
-    "bamboogle tabs": ("bamboogle.tsv", as_table(["Question", "Answer"], BAMBOOGLE, "\t"), BAMBOOGLE_READ),
     "bamboogle gzipped": (
         "bamboogle.csv.gz",
         gzip.compress(as_table(["Question", "Answer"], BAMBOOGLE)),
-        BAMBOOGLE_READ,
-    ),
-    "bamboogle parquet": (
-        "test.parquet",
-        as_parquet([{"Question": q, "Answer": a} for q, a in BAMBOOGLE]),
         BAMBOOGLE_READ,
     ),
     "bamboogle numbered": (
@@ -275,7 +218,6 @@ CASES = {
         [Question(f"b{n}", q, (a,)) for n, (q, a) in enumerate(BAMBOOGLE)],
     ),
     "flashrag hotpotqa": ("dev.jsonl", as_lines([flashrag_form(HOTPOT)]), [FLASHRAG_HOTPOT]),
-    "flashrag hotpotqa parquet": ("dev.parquet", as_parquet([flashrag_form(HOTPOT)]), [FLASHRAG_HOTPOT]),
     "flashrag 2wiki": ("dev.jsonl", as_lines([flashrag_form(TWOWIKI, "content")]), [FLASHRAG_2WIKI]),
     "flashrag musique": (
         "dev.jsonl",
@@ -290,21 +232,6 @@ CASES = {
         "test.jsonl",
         as_lines([{"id": "test_0", "question": "Who?", "golden_answers": ["Tulm"]}]),
         [Question("test_0", "Who?", ("Tulm",))],
-    ),
-    "flashrag nq": (
-        "test.jsonl",
-        as_lines([{"id": "test_0", "question": "who wrote parn", "golden_answers": ["Tulm", "A. Tulm"]}]),
-        [Question("test_0", "who wrote parn", ("Tulm", "A. Tulm"))],
-    ),
-    "flashrag popqa": (
-        "test.jsonl",
-        as_lines([flashrag(0, "Who is the author of Parn?", ["Tulm"], prop="author", s_pop=7)]),
-        [Question("dev_0", "Who is the author of Parn?", ("Tulm",))],
-    ),
-    "flashrag empty metadata": (
-        "test.jsonl",
-        as_lines([flashrag(0, "Who?", ["Tulm"])]),
-        [Question("dev_0", "Who?", ("Tulm",))],
     ),
     "popqa original": (
         "popQA.tsv",
@@ -346,11 +273,6 @@ CASES = {
         ),
         [Question("tc_8", "Who?", ("Tulm", "A. Tulm"))],
     ),
-    "sardi ids and titles": (
-        "test.parquet",
-        as_parquet([SARDI | {"supporting_docs": [{"id": "7", "contents": '"Vesk"\nVesk ends.'}]}]),
-        [Question("s1", SARDI["question"], ("Orra",), ("7",), supporting_titles=("Vesk",))],
-    ),
     "sardi titles": (
         "test.parquet",
         as_parquet(
@@ -365,11 +287,6 @@ CASES = {
             ]
         ),
         [Question("s1", SARDI["question"], ("Orra",), supporting_titles=("Vesk", "Orra"))],
-    ),
-    "sardi without titles": (
-        "test.parquet",
-        as_parquet([SARDI | {"supporting_docs": [{"contents": "Vesk ends in Orra."}]}]),
-        [Question("s1", SARDI["question"], ("Orra",))],
     ),
 }
 
@@ -420,15 +337,6 @@ MORE = changed(MUSIQUE, id="3hop1__1_2_3", paragraphs=[
                 ("Tulm", "Tulm wrote Parn."),
                 ("Orra", "Orra is a lake."),
                 ("Parn (novel)", "Parn is a novel. It has a sea."),
-            ],
-        ),
-        (
-            "h.jsonl",
-            as_lines([HOTPOT]),
-            [
-                ("Vesk", "Vesk is a river. It ends in Orra."),
-                ("Tulm", "Tulm wrote Parn."),
-                ("Orra", "Orra is a lake."),
             ],
         ),
         (
@@ -484,8 +392,8 @@ def test_recall_by_title_counts_any_passage_of_a_title():
     assert compute_support_recall(["4"], texts, Question("a", "?")) is None
 
 
-@pytest.mark.parametrize("name", ["hotpotqa", "2wikimultihopqa"])
-def test_recall_by_title_is_recall_by_id_where_titles_are_unique(real, name):
+def test_recall_by_title_is_recall_by_id_where_titles_are_unique(real):
+    name = "2wikimultihopqa"
     retriever = load_retriever(real / name / "corpus.jsonl", top_k=7)
     titles = {passage.id: passage.title for passage in retriever.corpus}
     rows = {get_row_id(name) for name in titles}
@@ -513,118 +421,3 @@ def test_oracle_evidence_by_titles(tmp_path):
 
 
 # An independent reference, as a script of its own would have it: json, csv, sets and bm25s.
-
-
-def script_hotpot(path):
-    rows = json.loads(Path(path).read_text())
-    asked = {r["_id"]: (r["question"], [r["answer"]], {t for t, _ in r["supporting_facts"]}) for r in rows}
-    return asked, {t: (" ".join(s.strip() for s in lines)) for r in rows for t, lines in r["context"]}
-
-
-def script_musique(path):
-    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    asked = {
-        r["id"]: (r["question"], [r["answer"], *r["answer_aliases"]],
-                  {p["title"] for p in r["paragraphs"] if p["is_supporting"]})
-        for r in rows
-    }  # fmt: skip
-    return asked, {p["title"]: p["paragraph_text"] for r in rows for p in r["paragraphs"]}
-
-
-def script_bamboogle(path):
-    rows = list(csv.DictReader(Path(path).read_text().splitlines()))
-    return {str(n): (r["Question"], [r["Answer"]], set()) for n, r in enumerate(rows, start=1)}, {}
-
-
-def tiny_copy(kind, folder):
-    """A file of 6 questions in the public layout, over 24 passages whose words tell them apart."""
-    words = [
-        f"{a}{b}" for a in ("vel", "tor", "mar", "sil", "kun", "ode") for b in ("ak", "is", "un", "er")
-    ]
-    pages = [
-        [
-            w.title(),
-            [
-                f"{w.title()} is near {words[n - 5]}.",
-                f" It has {'old ' * (n % 7)}{words[n - 9]} stones {n}.",
-            ],
-        ]
-        for n, w in enumerate(words)
-    ]
-    rows = []
-    for n in range(6):
-        own = [pages[4 * n + k] for k in (2, 0, 3, 1)]
-        text = f"What is near {words[4 * n]} and has {words[(4 * n + 11) % 24]} stones?"
-        if kind == "musique":
-            paragraphs = [
-                {
-                    "idx": k,
-                    "title": t,
-                    "paragraph_text": " ".join(s.strip() for s in lines),
-                    "is_supporting": k < 2,
-                }
-                for k, (t, lines) in enumerate(own)
-            ]
-            rows.append(changed(MUSIQUE, id=f"{2 + n % 3}hop__{n}_1", question=text, paragraphs=paragraphs))
-        else:
-            facts = [[own[0][0], 1], [own[1][0], 0]]
-            base = HOTPOT if kind == "hotpotqa" else TWOWIKI
-            rows.append(changed(base, _id=f"q{n}", question=text, context=own, supporting_facts=facts))
-    path = folder / ("musique.jsonl" if kind == "musique" else f"{kind}.json")
-    path.write_bytes(as_lines(rows) if kind == "musique" else as_json(rows))
-    return path
-
-
-@pytest.mark.parametrize("depth", [1, 3, 7])
-@pytest.mark.parametrize("kind", ["hotpotqa", "2wiki", "musique"])
-def test_questions_support_and_recall_are_those_of_an_independent_script(tmp_path, kind, depth):
-    import bm25s
-
-    path = tiny_copy(kind, tmp_path)
-    asked, pages = (script_musique if kind == "musique" else script_hotpot)(path)
-    index = bm25s.BM25()
-    texts = [f"{title}\n{text}" for title, text in pages.items()]
-    index.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)
-    questions = read_questions(path)
-    assert [q.id for q in questions] == [*asked]
-    retriever = load_retriever(open_corpus(path, tmp_path / "index").path, top_k=depth)
-    recalls = []
-    for question in questions:
-        text, answers, titles = asked[question.id]
-        assert (question.question, {*question.golden_answers}) == (text, {*answers})
-        assert {*question.supporting_titles} == titles and question.hops in (2, 3, 4)
-        tokens = bm25s.tokenize(text, stopwords="en", show_progress=False)
-        rows = index.retrieve(tokens, k=depth, show_progress=False).documents[0]
-        theirs = {[*pages][row] for row in rows}
-        (found,) = retriever.search([Query(text, (text,))])
-        ours = compute_support_recall([p.id for p in found], {p.id: p.text for p in found}, question)
-        assert ours == len(titles & theirs) / len(titles)
-        recalls.append(ours)
-    assert 0 < sum(recalls) / len(recalls) < 1 or depth == 7
-
-
-def test_bamboogle_is_what_an_independent_script_reads(tmp_path):
-    (tmp_path / "b.csv").write_bytes(as_table(["Question", "Answer"], BAMBOOGLE))
-    asked, _ = script_bamboogle(tmp_path / "b.csv")
-    read = {
-        q.id: (q.question, [*q.golden_answers], {*q.supporting_titles})
-        for q in read_questions(tmp_path / "b.csv")
-    }
-    assert read == asked
-
-
-def test_cover_match_is_containment_after_normalisation():
-    """Against a script of its own: lower case, no punctuation, no articles, then `in`."""
-    from dlm_rag.evaluation.metrics import compute_cover_match
-
-    def norm(text):
-        text = "".join(c for c in text.lower() if c not in string.punctuation)
-        return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
-
-    pairs = [
-        ("The lake Orra, in Tulm", ["Orra"]), ("Orra", ["the lake Orra"]), ("", ["Orra"]), ("Orra", [""]),
-        ("about 1,815 of them", ["no", "1815"]), ("nothing", ["no"]), ("x", []),
-    ]  # fmt: skip
-    for said, golden in pairs:
-        expected = any(norm(each) and norm(each) in norm(said) for each in golden)
-        assert compute_cover_match(said, golden) == float(expected), said

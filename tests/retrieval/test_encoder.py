@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from dlm_rag.errors import CheckpointError
 from dlm_rag.retrieval.encoder import load_sentence_transformer
@@ -55,32 +54,11 @@ def test_an_ordinary_folder_loads(folder):
     assert load_sentence_transformer(str(folder), "cpu").encode(["a b"]).shape == (1, 16)
 
 
-@pytest.mark.parametrize(("computed", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_an_encoder_in_a_bfloat16_that_is_only_emulated_computes_in_float32(
-    folder, monkeypatch, computed, dtype
-):
-    from transformers import BertModel
-
-    BertModel.from_pretrained(folder).bfloat16().save_pretrained(folder)
-    monkeypatch.setattr("dlm_rag.retrieval.encoder.has_bfloat16", lambda device: computed)
-    encoder = load_sentence_transformer(str(folder), "cpu")
-    assert {p.dtype for p in encoder.parameters()} == {dtype}
-
-
 HARMS = {  # files, with what they say
     "a module": {"modules.json": [*MODULES, {"idx": 2, "name": "2", "path": "", "type": "evil.Evil"}]},
     "a router": {
         "modules.json": ROUTER,
         "router_config.json": {"types": {"query_0": "evil.Evil"}, "structure": {}, "parameters": {}},
-    },
-    "a router in a router": {
-        "modules.json": ROUTER,
-        "router_config.json": {"types": {"q": ROUTER[0]["type"]}, "structure": {}},
-        "q/config.json": {"types": {"query_0": "evil.Evil"}, "structure": {}, "parameters": {}},
-    },
-    "word vectors": {
-        "modules.json": [{"idx": 0, "name": "0", "path": "w", "type": f"{OWN}.WordEmbeddings"}],
-        "w/wordembedding_config.json": {"tokenizer_class": "evil.Tokens"},
     },
     "an unknown architecture": {"config.json": EVIL | {"model_type": "evil"}},
     "an adapter": {
@@ -90,7 +68,6 @@ HARMS = {  # files, with what they say
     "a kernel": {"sentence_bert_config.json": {"model_args": {"attn_implementation": "evil/kernel"}}},
 }
 HARMLESS = {  # what the libraries pass over
-    "generation": {"config.json": {"custom_generate": "evil"}},
     "trust": {
         "sentence_bert_config.json": {"model_kwargs": {"trust_remote_code": True}},
         "config.json": EVIL,
@@ -149,8 +126,10 @@ class Evil:
         return open, (str(self.path), "w")
 
 
-@pytest.mark.parametrize("beside", [None, "other.safetensors", "model.safetensors.index.json"])
-@pytest.mark.parametrize("place", ["", "2_Dense"])
+@pytest.mark.parametrize(
+    ("place", "beside"),
+    [("", None), ("", "model.safetensors.index.json"), ("2_Dense", "other.safetensors")],
+)
 def test_pickles_are_refused(folder, place, beside):
     put(folder, "modules.json", [*MODULES, DENSE_MODULE])
     put(folder, "2_Dense/config.json", {"in_features": 16, "out_features": 4})
@@ -194,18 +173,9 @@ def text(name, content):
 DENSE = "encoder.layer.0.output.dense.weight"
 DAMAGES = {
     "modules are not JSON": (text("modules.json", "["), "modules.json.* not JSON"),
-    "a class of a number": (text("modules.json", '[{"type": 3}]'), "could not be loaded"),
-    "a key twice": (text("1_Pooling/config.json", '{"a": 1, "a": 2}'), "1_Pooling/config.json.*'a'"),
-    "no configuration": (text("config.json", "{}"), "could not be loaded"),
-    "weights are text": (text("model.safetensors", "x"), "could not be loaded"),
     "a tensor is not there": (tensors(lambda found: found.pop(DENSE)), f"{DENSE} is missing"),
     "not numbers": (tensors(lambda found: found[DENSE].fill_(float("nan"))), "weights are damaged"),
     "zeros": (tensors(lambda found: [value.zero_() for value in found.values()]), "weights are damaged"),
-    "nothing pools": (lambda folder: put(folder, "modules.json", MODULES[:1]), "could not be loaded"),
-    "a negative length": (
-        text("sentence_bert_config.json", '{"max_seq_length": -1}'),
-        "could not be loaded",
-    ),
 }
 
 
@@ -222,14 +192,6 @@ def test_a_missing_pooler_is_made_up_the_same_at_every_start(folder):
     tensors(lambda found: found.pop("pooler.dense.weight"))(folder)
     one, other = (load_sentence_transformer(str(folder), "cpu").state_dict() for _ in range(2))
     assert all((one[name] == other[name]).all() for name in one)
-
-
-def test_a_hub_id_is_found_as_a_models_is(folder, monkeypatch):
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download",
-        lambda name, **_: str({"sentence-transformers/tiny": folder}[name]),
-    )
-    assert load_sentence_transformer("tiny", "cpu").encode(["a"]).shape == (1, 16)
 
 
 PASSAGES = 800  # 13 shards

@@ -107,7 +107,7 @@ def test_blanks_without_end_are_cut(monkeypatch):
         assert "its answer has more than 1 MiB" in search(url)
 
 
-@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "gzip, gzip"])
+@pytest.mark.parametrize("coding", ["gzip", "br"])
 def test_nothing_is_unpacked(coding):
     bomb = gzip.compress(gzip.compress(bytes(10**7)))
     with serve(reply(bomb, f"Content-Encoding: {coding}")) as url:
@@ -127,12 +127,9 @@ def chat_tokens(**changes):
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"null", b"[]", b"7", b"\xff\xfe", b"<html>", b"[" * 10**6, b'{"a":' * 10**5, b"9" * 5000,
+        b"", b"null", b"\xff\xfe", b'{"a":' * 10**5, b"9" * 5000, b"{}", b'{"choices": [7]}',
         b'{"choices": [{"message": {"content": "\\ud800"}}]}', b'{"choices": [], "choices": []}',
-        *(json.dumps(each).encode() for each in (
-            {}, {"choices": []}, {"choices": {}}, {"choices": [7]}, {"choices": [{"message": "x"}]},
-            {"choices": [{"message": {"content": 7}}]}, {"choices": [{"message": {"content": None}}]},
-        )),
+        b'{"choices": [{"message": {"content": 7}}]}',
     ],
 )  # fmt: skip
 def test_an_answer_of_another_form_is_a_sentence(body):
@@ -146,9 +143,7 @@ def test_an_answer_of_another_form_is_a_sentence(body):
 @pytest.mark.parametrize(
     "answer",
     [
-        chat_tokens(logprob=10**400), chat_tokens(logprob=1e300), chat_tokens(logprob="x"),
-        chat_tokens(logprob=True), chat_tokens(top_logprobs=None), chat_tokens(token=7),
-        chat_tokens(top_logprobs=[{"logprob": -(10**400)}]), with_choice(logprobs=None),
+        chat_tokens(logprob=10**400), chat_tokens(logprob="x"), chat_tokens(token=7),
         with_choice(logprobs={"tokens": ["a"], "token_logprobs": [-1.0, -2.0], "top_logprobs": []}),
         with_choice(logprobs={"content": [chat_tokens(logprob=float("nan"))]}),
     ],
@@ -158,7 +153,7 @@ def test_log_probabilities_of_another_form_are_a_sentence(answer):
         assert "an answer of another form" in ask(url, logprobs=True, top_logprobs=1)
 
 
-@pytest.mark.parametrize("count", [10**400, -1, 1.5, "7", True, None, {}])
+@pytest.mark.parametrize("count", [10**400, -1, "7", True])
 def test_a_count_of_tokens_that_is_none_is_not_known(count):
     answer = REPLY | {"usage": {"prompt_tokens": count, "completion_tokens": 3}, "odd": {"": [None]}}
     with serve(reply(json.dumps(answer).encode())) as url:
@@ -166,8 +161,8 @@ def test_a_count_of_tokens_that_is_none_is_not_known(count):
     assert (found.prompt_tokens, found.response_tokens) == (None, 3)
 
 
-@pytest.mark.parametrize("status", ["400 Bad", "500 Bad", "301 Moved", "999 Odd", "204 No"])
-@pytest.mark.parametrize("body", [b"\x1b[31m" * 10**5, b'{"error": {"message": "\\n"}}', b"\xff", b""])
+@pytest.mark.parametrize("status", ["400 Bad", "301 Moved", "204 No"])
+@pytest.mark.parametrize("body", [b"\x1b[31m" * 10**5, b"\xff"])
 def test_a_refusal_is_shown_without_control_characters(status, body):
     with serve(reply(body, status=status)) as url:
         assert "HTTP status" in ask(url) or status.startswith("204")
@@ -182,16 +177,14 @@ def test_what_a_server_says_never_holds_the_key(monkeypatch):
     assert "sesame" not in said and "DLM_RAG_TEST_KEY in the environment is not its key" in said
 
 
-@pytest.mark.parametrize("key", ["a b", "ü", "a\nb: c", "\x1b"])
+@pytest.mark.parametrize("key", ["ü", "a\nb: c"])
 def test_a_key_that_is_none_is_refused(monkeypatch, key):
     monkeypatch.setenv("DLM_RAG_TEST_KEY", key)
     with pytest.raises(ConfigError, match="DLM_RAG_TEST_KEY in the environment is not a bearer token"):
         open_client("http://127.0.0.1:1/v1")
 
 
-@pytest.mark.parametrize(
-    "proxy", ["http://[::1", "::", "ftp://a", "x y", "http://a:99999", "http://", "\\"]
-)
+@pytest.mark.parametrize("proxy", ["http://[::1", "ftp://a", "x y", "http://a:99999"])
 def test_odd_proxies_are_a_sentence(monkeypatch, proxy):
     monkeypatch.delenv("no_proxy")
     for name in ("HTTP_PROXY", "http_proxy"):
@@ -201,8 +194,6 @@ def test_odd_proxies_are_a_sentence(monkeypatch, proxy):
     assert "\n" not in str(failed.value) and len(str(failed.value)) < 600
 
 
-@pytest.mark.parametrize(
-    "url", ["http://" + "a" * 300 + "/v1", "http://a..b/v1", "http://xn--/v1", "http://:1/v1"]
-)
+@pytest.mark.parametrize("url", ["http://" + "a" * 300 + "/v1", "http://xn--/v1"])
 def test_odd_hosts_are_a_sentence(url):
     ask(url)

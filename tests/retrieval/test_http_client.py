@@ -156,7 +156,7 @@ def test_a_token_goes_to_the_service_and_nowhere_else(monkeypatch, caplog):
     assert SECRET not in f"{refused.value!r}{caplog.text}{retriever._client._client.headers!r}"
 
 
-@pytest.mark.parametrize("token", ["two words", "line\nbreak", "schlüssel"])
+@pytest.mark.parametrize("token", ["line\nbreak", "schlüssel"])
 def test_what_is_no_token_is_refused_before_anything_is_sent(monkeypatch, token):
     monkeypatch.setenv(http_retriever.RETRIEVAL_TOKEN_VARIABLE, token)
     with pytest.raises(ConfigError, match="DLM_RAG_RETRIEVAL_TOKEN .* is not a bearer token") as error:

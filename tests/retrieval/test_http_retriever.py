@@ -11,7 +11,7 @@ from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import DecodeConfig, RetrievalConfig
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import read_questions
-from dlm_rag.retrieval import http_client, http_retriever
+from dlm_rag.retrieval import http_retriever
 from dlm_rag.retrieval.composite import HybridRetriever
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import Query
@@ -23,13 +23,12 @@ from tests.support.search_server import CannedService, serve_search, speak_bytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["none", "pipeline"])
-def test_the_shipped_model_takes_the_same_steps_over_http_as_over_a_local_search(overlap):
+def test_the_shipped_model_takes_the_same_steps_over_http_as_over_a_local_search():
     local = load_retriever(SHIPPED_FOLDER / "world" / "corpus.jsonl", top_k=7)
     questions = read_questions(str(SHIPPED_FOLDER / "world" / "questions.jsonl"))[::25]
     denoiser = Denoiser.from_pretrained(SHIPPED_FOLDER / "model")
     tokenizer = Tokenizer.from_pretrained(SHIPPED_FOLDER / "model")
-    settings = DecodeConfig(batch_size=8, overlap=overlap)
+    settings = DecodeConfig(batch_size=8, overlap="pipeline")
     with serve_search(SearchService(local, RetrievalConfig())) as url:
         there = Decoder(denoiser, load_retriever(url=url, top_k=7), tokenizer, settings).decode(questions)
     here = Decoder(denoiser, local, tokenizer, settings).decode(questions)
@@ -46,7 +45,7 @@ QUERIES = [
 
 
 @pytest.mark.parametrize("kind", ["bm25", "dense", "hybrid"])
-@pytest.mark.parametrize("top_k", [1, 3, 5, 9])
+@pytest.mark.parametrize("top_k", [1, 5, 9])
 def test_every_kind_finds_the_same_passages_in_the_same_order(corpus_file, kind, top_k):
     sparse = load_retriever(corpus_file, top_k=top_k)
     dense = make_letter_retriever(sparse.corpus, top_k)
@@ -81,13 +80,8 @@ def document(**fields):
 
 BAD_ANSWERS = {
     "not JSON": (b"<html>", "it answers no search: the answer is not JSON"),
-    "no object": ([], "'result' is not a list of lists"),
     "fewer results": ({"result": []}, "it gives 0 results for 1 queries"),
-    "documents without lists": ({"result": [{"contents": "x"}]}, "'result' is not a list of lists"),
-    "a number": ({"result": [[3]]}, "a document that is not an object"),
     "no contents": ({"result": [[{"document": {"id": "a"}}]]}, "the passage has no 'contents'"),
-    "contents of numbers": (document(contents=3), "'contents' must be a text"),
-    "an id of a list": (document(id=[]), "must be a text"),
     "half a character": (b'{"result": [[{"id": "a", "contents": "\\ud800"}]]}', "a lone surrogate"),
     "one id for two": (
         {"result": [[{"id": "a", "contents": "x"}, {"id": "a", "contents": "y"}]]},
@@ -106,29 +100,19 @@ def test_an_answer_that_is_none_is_an_error_and_never_fewer_passages(what):
         load_retriever(url=url)
 
 
-@pytest.mark.parametrize("status", [301, 400, 404, 500, 503])
+@pytest.mark.parametrize("status", [301, 404, 503])
 def test_a_status_other_than_success_is_shown_with_its_reason(status):
     service = serve_search(CannedService("go away", status))
     with service as url, pytest.raises(ConfigError, match=f"{status} .*go away"):
         load_retriever(url=url)
 
 
-def test_an_answer_may_be_too_large(monkeypatch):
-    monkeypatch.setattr(http_client, "MAX_RESPONSE_BYTES", 20)
-    service = serve_search(CannedService(document()))
-    with service as url, pytest.raises(ConfigError, match="its answer has more than 0 MiB"):
-        load_retriever(url=url)
-
-
 LATE = "no answer within 0.2 s"
 SPOKEN = {
-    "another protocol": ((b"SSH-2.0-OpenSSH_9.2\r\n",), 0.0, "illegal status line|disconnected"),
-    "closed": ((), 0.0, "disconnected"),
     "cut off": ((HEAD, b'{"result": '), 0.0, "closed connection"),
     "nothing": ((HEAD, b"x"), 9.0, LATE),
     "a trickle": ((HEAD, *[b"x"] * 99), 0.04, LATE),
     "a trickle of the head": ([bytes([byte]) for byte in HEAD], 0.04, LATE),
-    "a trickle to its end": ((HEAD.replace(b"1.1", b"1.0"), *[b"x"] * 99), 0.04, LATE),
 }
 
 

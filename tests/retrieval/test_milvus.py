@@ -160,21 +160,6 @@ def test_the_rule_for_equals():
 
 
 @pytest.mark.slow
-def test_a_refresh_takes_two_round_trips_and_one_where_passages_recur(few, monkeypatch):
-    found, calls = load_retriever(url=few[1]._collection.url), []
-    call = MilvusCollection._call
-    monkeypatch.setattr(
-        MilvusCollection,
-        "_call",
-        lambda self, *given, **more: calls.append(1) or call(self, *given, **more),
-    )
-    some = [asked(passage.text) for passage in open_corpus(few[0])[300:]]
-    first = found.search(some)
-    assert len(calls) == 2
-    assert found.search(some) == first and len(calls) == 3
-
-
-@pytest.mark.slow
 def test_dense_and_hybrid_find_what_they_find_here(server, few, minilm, tmp_path):
     """Passages that are there twice have equal vectors; a hybrid collection answers all three kinds."""
     lines = few[0].read_text().splitlines()
@@ -254,27 +239,11 @@ def test_the_wrong_place_is_told_at_once(server, few, monkeypatch):
 
 
 @pytest.mark.slow
-def test_passages_that_are_not_given_are_an_error(server, tmp_path, corpus_file):
-    found = build(server, "lacking", corpus_file, top_k=2)
-    client = server.client()
-    keys = [hit["row"] for hit in client.query("lacking", filter="row >= 0", output_fields=["row"])]
-    before = found.search([asked("Who wrote Dune?")])
-    client.delete("lacking", ids=sorted(keys)[:1])
-    assert found.search([asked("Who wrote Dune?")]) == before
-    with pytest.raises(SearchUnavailableError, match="does not give 1 of 1 passages"):
-        found._collection.fetch_rows([0])
-    refused(server.url("lacking"), "holds 4 of 5 passages: run `dlm-rag index --to` again")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("anew", [True, False])
-def test_a_collection_that_was_replaced_is_noticed(server, corpus_file, tmp_path, anew):
+def test_a_collection_that_was_replaced_is_noticed(server, corpus_file, tmp_path):
     """By the first hit, though the passages are the same; the run ends, for nothing is right any more."""
-    name = f"replaced{anew}"
-    found = build(server, name, corpus_file, top_k=2)
-    server.client().drop_collection(name)
-    if anew:
-        build(server, name, corpus_file)
+    found = build(server, "replaced", corpus_file, top_k=2)
+    server.client().drop_collection("replaced")
+    build(server, "replaced", corpus_file)
     with pytest.raises(CorpusError, match="no longer the collection"):
         found.search([asked("Who wrote Emma?")])
 
@@ -299,14 +268,6 @@ def test_a_server_that_begins_again_is_searched_again(own_server, corpus_file, c
     assert found.search([asked("Who wrote Emma?")]) == before
     begin.join()
     assert not capfd.readouterr().err, "nothing of pymilvus and gRPC, which say much"
-
-
-@pytest.mark.slow
-def test_a_collection_that_was_released_is_loaded_again(server, corpus_file):
-    found = build(server, "late", corpus_file, top_k=2)
-    before = found.search([asked("Who wrote Emma?")])
-    server.client().release_collection("late")
-    assert found.search([asked("Who wrote Emma?")]) == before
 
 
 @pytest.mark.slow
@@ -348,14 +309,6 @@ def test_index_builds_and_leaves_what_is_finished(server, corpus_file, capsys):
 
 
 @pytest.mark.slow
-def test_a_program_says_one_line(server, corpus_file):
-    """In a process of its own: pymilvus would print a traceback for a collection that is not there yet."""
-    url = server.url("aloud")
-    _, said = command("index", "--corpus", str(corpus_file), "--to", url).communicate(timeout=60)
-    assert said == f"5 passages are in {url}, 5 of them new\n"
-
-
-@pytest.mark.slow
 def test_other_passages_and_texts_that_are_too_long_are_refused(server, corpus_file, tmp_path):
     url = server.url("other")
     index("--corpus", str(corpus_file), "--to", url)
@@ -370,7 +323,7 @@ def test_other_passages_and_texts_that_are_too_long_are_refused(server, corpus_f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [[], [40], [0, 99], list(range(100))])
+@pytest.mark.parametrize("lost", [[], [40, 99]])
 def test_a_build_goes_on_from_what_is_there(server, tmp_path, lost):
     """It counts no passage as there behind one that lacks."""
     path = write_jsonl_file(tmp_path / "corpus.jsonl", [entry(n, f"word{n} text") for n in range(100)])
@@ -408,6 +361,9 @@ def command(*words: str) -> subprocess.Popen:
     )  # fmt: skip
 
 
+EVENTS = 6
+
+
 class Chaos:
     """A retriever whose server is killed, and begins again, or stands still for a while, as it is asked."""
 
@@ -420,7 +376,7 @@ class Chaos:
         return getattr(self._inner, name)
 
     def search(self, asked):
-        if self.events < 20 and not self._mending.is_alive() and self._chance.random() < 0.5:
+        if self.events < EVENTS and not self._mending.is_alive() and self._chance.random() < 0.5:
             kill = self.events % 2 == 0
             (self._server.kill if kill else self._server.pause)()
             self._mending = threading.Thread(target=self._mend, args=(kill, self._chance.uniform(0, 1.0)))
@@ -438,10 +394,12 @@ class Chaos:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_or_stopped_20_times_costs_no_answer(own_server, tmp_path, monkeypatch):
+def test_a_server_that_is_killed_or_stopped_again_and_again_costs_no_answer(
+    own_server, tmp_path, monkeypatch
+):
     """Questions whose search failed are asked again by the same command; the answers are as without."""
     build(own_server, "world", WORLD / "corpus.jsonl")
-    questions = read_questions(str(WORLD / "questions.jsonl"))[::10]
+    questions = read_questions(str(WORLD / "questions.jsonl"))[::20]
 
     def job(out: str):
         url = own_server.url("world")
@@ -452,7 +410,7 @@ def test_a_server_that_is_killed_or_stopped_20_times_costs_no_answer(own_server,
 
     here, chaos, failed = LocalEngines(), None, []
     job("calm.jsonl").run(here)
-    while chaos is None or chaos.events < 20 or failed[-1]:
+    while chaos is None or chaos.events < EVENTS or failed[-1]:
         wild = job("wild.jsonl" if chaos is None or failed[-1] else f"wild{len(failed)}.jsonl")
         if chaos is None:
             chaos = Chaos(wild.prepared.retriever, own_server, random.Random(0))
@@ -477,36 +435,33 @@ def test_a_server_that_is_killed_or_stopped_20_times_costs_no_answer(own_server,
 
 @pytest.mark.slow
 def test_trajectories_are_those_of_a_local_search(server):
-    """Every step, every passage, every token; of some also where the server has other files and order."""
-    questions = read_questions(str(WORLD / "questions.jsonl"))
+    """Every step, every passage, every token."""
+    questions = read_questions(str(WORLD / "questions.jsonl"))[::10]
     path, model = WORLD / "corpus.jsonl", str(SHIPPED_FOLDER / "model")
     denoiser, tokenizer = Denoiser.from_pretrained(model), Tokenizer.from_pretrained(model)
 
-    def trajectories(retriever, count: int):
+    def trajectories(retriever):
         decoder = Decoder(denoiser, retriever, tokenizer, DecodeConfig(batch_size=16))
-        found = decoder.decode(questions[:count])
+        found = decoder.decode(questions)
         assert not any(rollout.error for rollout in found)
         return [
             (rollout.passages, [replace(step, seconds={}) for step in rollout.steps]) for rollout in found
         ]
 
-    local = trajectories(LocalBM25Retriever(open_corpus(path), 7), 128)
-    assert len(local) == 128 and trajectories(build(server, "world", path), 128) == local
-    spread(server, "world_spread", path, 2)
-    other = load_retriever(url=server.url("world_spread"))
-    assert trajectories(other, 48) == trajectories(LocalBM25Retriever(open_corpus(path), 7), 48)
+    local = trajectories(LocalBM25Retriever(open_corpus(path), 7))
+    assert len(local) == 40 and trajectories(build(server, "world", path)) == local
 
 
 @pytest.mark.slow
 def test_builds_that_are_killed_lose_nothing(own_server, tmp_path):
-    """The program is killed twice and the server twice, at random moments; the end is as without."""
+    """The program is killed, then the server, at random moments; the end is as without."""
     chance = random.Random(0)
-    texts = [f"{chance.random()} word{n % 7} text of passage {n}" for n in range(6000)]
+    texts = [f"{chance.random()} word{n % 7} text of passage {n}" for n in range(3000)]
     path = write_jsonl_file(tmp_path / "corpus.jsonl", [entry(n, text) for n, text in enumerate(texts)])
     words = ["index", "--corpus", str(path), "--to", own_server.url("killed")]
-    for kill in range(4):
+    for kill in range(2):
         process = command(*words)
-        time.sleep(chance.uniform(2.0, 6.0))
+        time.sleep(chance.uniform(2.0, 4.0))
         if kill % 2:
             own_server.kill()
             process.communicate(timeout=120)
@@ -517,38 +472,7 @@ def test_builds_that_are_killed_lose_nothing(own_server, tmp_path):
     last = command(*words)
     _, said = last.communicate(timeout=120)
     assert last.returncode == 0, said
-    assert found_ids(own_server, "killed") == [f"p{n}" for n in range(6000)]
+    assert found_ids(own_server, "killed") == [f"p{n}" for n in range(3000)]
 
 
 # ---------------------------------------------------------------------------------- what is asked for
-
-
-class Answers:
-    """A client whose every search finds 200 hits: equal ones for the vector 1, others for the rest."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, int, int]] = []  # field, vectors, limit
-
-    def search(self, _, vectors, anns_field, limit, **settings):
-        self.asked.append((anns_field, len(vectors), limit))
-        return [
-            [{"distance": 1.0 if vector == [1.0] else 300.0 - n, "row": n} for n in range(min(limit, 200))]
-            for vector in vectors
-        ]
-
-
-def fake_retriever(field: str) -> tuple[MilvusRetriever, Answers]:
-    collection, client = MilvusCollection.__new__(MilvusCollection), Answers()
-    collection.url, collection.name, collection._client = "milvus://here/a", "a", client
-    collection._seconds = 1.0
-    collection.info = CollectionInfo("f", "hybrid", 200)
-    vectors = {"a": [1.0], "b": [0.5], "c": [0.25]}
-    return MilvusRetriever(collection, field, 3, lambda texts: [vectors[text] for text in texts]), client
-
-
-def test_only_what_ends_among_equals_is_asked_for_again(monkeypatch):
-    found, client = fake_retriever("dense")
-    monkeypatch.setattr(milvus, "MAX_REQUEST_ITEMS", 2)
-    ranked = MultiQueryRetriever(found).rank([Query("a b c", ("a", "b", "c"))], 3)
-    assert ranked == [[0, 1, 2]]
-    assert client.asked == [("dense", 2, 28), ("dense", 1, 28), ("dense", 1, 112), ("dense", 1, 448)]

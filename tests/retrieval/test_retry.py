@@ -54,8 +54,8 @@ def test_a_service_that_is_back_before_the_deadline_answers(service):
     assert len(service.given) > 3 and 12.0 <= service.now <= 15.0
 
 
-@pytest.mark.parametrize("takes", [0.0, 0.3, 2.0, 60.0])
-@pytest.mark.parametrize("chance", [0.0, 0.5, 0.99])
+@pytest.mark.parametrize("takes", [0.0, 2.0, 60.0])
+@pytest.mark.parametrize("chance", [0.0, 0.99])
 def test_a_call_ends_by_its_deadline_and_waits_double(service, monkeypatch, takes, chance):
     monkeypatch.setattr(retry, "_draw_jitter", lambda: chance)
     service.takes = takes

@@ -52,15 +52,10 @@ def other(tmp_path):
     ("body", "says"),
     [
         (b"{", "the body is not JSON"),
-        (b"\xff", "the body is not UTF-8"),
-        ([], "must be a JSON object"),
         ({}, "'queries"),
-        ({"queries": [3]}, "'queries"),
         ({"queries": ["x"] * 4097}, "4096"),
         ({"queries": ["x"], "topk": 1001}, "'topk'"),
-        ({"queries": ["x"], "topk": True}, "'topk'"),
         ({"queries": ["x"], "parts": [["x"], ["y"]]}, "'parts' must be a list of texts for each query"),
-        ({"queries": ["x"], "parts": ["x"]}, "'parts"),
     ],
 )
 def test_a_wrong_body_is_answered_in_a_sentence(url, body, says):
@@ -90,17 +85,6 @@ def test_scores_are_those_of_the_index_and_depth_is_that_of_the_request(url, loc
     assert len(plain) == 3, "the depth of the server where none is asked for"
     (unscored,) = make_letter_retriever(corpus, 3).rank_scored([make_query("Dune")], 3)
     assert [*unscored.values()] == [1, 1 / 2, 1 / 3], "the reciprocal rank"
-
-
-def test_what_the_server_searches_and_how_is_its_fingerprint(local, other):
-    ways = [
-        (local, RetrievalConfig()),
-        (local, RetrievalConfig(method="dense")),
-        (other, RetrievalConfig()),
-        (local, RetrievalConfig(corpus="elsewhere", top_k=9)),  # neither its path nor a depth changes it
-    ]
-    said = [SearchService(*way).describe_service()["dlm_rag"]["fingerprint"] for way in ways]
-    assert len({*said}) == 3 and said[3] == said[0]
 
 
 def test_connections_are_bounded_and_those_that_say_half_of_it_keep_nobody_waiting(local, monkeypatch):
@@ -214,16 +198,15 @@ TROUBLES = {  # with what the error of a question says
 }
 
 
-@pytest.mark.parametrize("overlap", ["none", "pipeline"])
 @pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: trouble.__name__)
 def test_trouble_in_mid_run_is_an_error_of_rows_and_the_run_is_resumed_from_there(
-    answer, local, corpus_file, trouble, overlap, caplog, monkeypatch
+    answer, local, corpus_file, trouble, caplog, monkeypatch
 ):
     monkeypatch.setattr(retry, "INITIAL_BACKOFF_SECONDS", 1000.0)  # nothing is tried again
     expected = answer("--corpus", str(corpus_file), out="local.jsonl")[2]
     config = RetrievalConfig(top_k=3)
     troubled = TroubledService(local, config, 8, trouble)
-    settings = [f"decode.overlap={overlap}", f"retrieval.timeout={0.6 if trouble is hangs else 60}"]
+    settings = ["decode.overlap=pipeline", f"retrieval.timeout={0.6 if trouble is hangs else 60}"]
     with serve_search(troubled) as url:
         port = int(url.split(":")[2].split("/")[0])
         code, err, found = answer(f"retrieval.url={url}", *settings)
@@ -272,27 +255,6 @@ def test_a_service_that_becomes_another_in_mid_run_ends_the_run(answer, local, o
     assert code == 2 and "searches other passages than when this run began" in err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("out", [[], ["--out", "answers.jsonl"]], ids=["on the screen", "into a file"])
-def test_a_dead_service_is_found_before_torch_is_imported(tmp_path, out):
-    """In a fresh process, for what is not known there is not imported; `evaluate` plans as `--out` does."""
-    words = ["dlm-rag", "sample", "Who?", "retrieval.url=http://127.0.0.1:1/retrieve", *out]
-    script = f"""
-import sys
-sys.argv = {words!r}
-from dlm_rag.__main__ import main
-try:
-    main()
-finally:
-    print("torch" in sys.modules)
-"""
-    given = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "False\n")
-    assert "cannot be searched: Connection refused" in done.stderr and not list(tmp_path.iterdir())
-
-
 # The program.
 
 
@@ -323,26 +285,15 @@ def program(corpus_file):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_the_program_serves_until_a_signal_ends_it(program, sent):
+def test_the_program_serves_until_a_signal_ends_it(program):
     begun = program()
     retriever = load_retriever(url=program.url, top_k=1)
     assert list_passage_ids(retriever.search([make_query("Tacoma")])) == [["herbert"]]
     second = subprocess.run(program.command, cwd=ROOT, capture_output=True, text=True)
     assert second.returncode == 2
     assert "cannot be listened at (Address already in use)" in second.stderr
-    begun.send_signal(sent)
+    begun.send_signal(signal.SIGINT)
     assert begun.communicate(timeout=120)[1].splitlines()[-1] == "ended" and begun.returncode == 0
-
-
-@pytest.mark.slow
-def test_the_program_ends_when_its_corpus_has_changed(program, corpus_file):
-    begun = program()
-    corpus_file.write_text(corpus_file.read_text().replace("Tacoma", "Seattle"))
-    assert post(program.url, {"queries": ["Tacoma"]})[0] == 500
-    said = begun.communicate(timeout=120)[1].splitlines()
-    said = [line for line in said if not line.startswith("POST ")]  # a line a request
-    assert begun.returncode == 2 and len(said) == 1 and str(corpus_file) in said[0]
 
 
 @pytest.mark.slow
@@ -350,7 +301,7 @@ def test_a_server_that_is_killed_or_stopped_again_and_again_costs_no_answer(
     program, answer, corpus_file, tmp_path
 ):
     """Each time once at least two questions more are answered; `EXAMPLES` says how often."""
-    times = int(os.environ.get("EXAMPLES", 4))
+    times = int(os.environ.get("EXAMPLES", 2))
     asked = [{"id": f"n{n}", "question": f"Who wrote book {n} of {n % 7}?"} for n in range(40 + 8 * times)]
     path, out = write_jsonl_file(tmp_path / "many.jsonl", asked), tmp_path / "answers.jsonl"
     expected = answer("--corpus", str(corpus_file), out="local.jsonl", questions=path)[2]

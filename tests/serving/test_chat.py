@@ -47,20 +47,14 @@ WHO, WHERE = (
         ((*WHO, "When was she born?"), "When was Ann Lee born?"),
         ((*WHO, "Was it lost?"), "Was Night Ferry lost?"),
         ((*WHO, "What are her films?"), "What are Ann Lee's films?"),
-        ((*WHO, "Who met her?"), "Who met Ann Lee?"),
         ((*WHO, "Tell me about its music."), "Tell me about Night Ferry's music."),
         ((*WHERE, "When did she die?"), "When did Ann Lee die?"),
         (("What is the capital of France?", "Paris", "How big is it?"), "How big is Paris?"),
-        (("Who is Ann Lee?", "a British director", "When did she die?"), "When did Ann Lee die?"),
         ((*WHO, "Thanks.", "Welcome", "When was she born?"), "When was Ann Lee born?"),
         ((*WHO, "And when?"), "And when? (Ann Lee, Night Ferry)"),
-        ((*WHO, "Why?"), "Why? (Ann Lee, Night Ferry)"),
-        ((*WHO, "What about the music"), "What about the music (Ann Lee, Night Ferry)"),
         ((*WHO, "Who wrote Emma and when was it published?"), "Who wrote Emma and when was it published?"),
-        ((*WHO, "what is photosynthesis?"), "what is photosynthesis?"),
         ((*WHO, "Who wrote Emma?"), "Who wrote Emma?"),
         (("Hello", "I do not know.", "When was she born?"), "When was she born?"),
-        (("When was she born?",), "When was she born?"),
     ],
     ids=str,
 )
@@ -125,9 +119,7 @@ def test_a_reply_is_the_answer_with_its_sources_and_the_reasoning_apart():
     [
         (r"By Jane. \boxed{Jane}", "By Jane.", "Jane"),
         ("By Jane. <answer>Jane</answer>", "By Jane.", "Jane"),
-        ("So the answer is: Jane.", "So the answer is:", "Jane"),
         ("One. ### a ### b", "One. ### a", "b"),
-        ("Jane", "Jane", "Jane"),
     ],
 )
 def test_reasoning_that_is_streamed_is_never_taken_back(response, reasoning, content):
@@ -297,17 +289,6 @@ def test_a_chat_keeps_its_turns_answer_first_then_sources_then_the_trace(tmp_pat
         wait_until(lambda: browser.run("byId('player').checkVisibility()"))
         assert browser.run("document.querySelectorAll('#turns > li').length") == 3
         assert browser.complaints == []
-
-
-@pytest.mark.slow
-def test_the_model_of_the_invented_world_says_what_it_knows(tmp_path):
-    port = find_free_port()
-    with start_server_process(tmp_path, port, "--model", "dlm_rag/shipped/model"):
-        (model,) = httpx.get(f"http://127.0.0.1:{port}/v1/models").json()["data"]
-        path = f"http://127.0.0.1:{port}/v1/chat/completions"
-        answer = httpx.post(path, json=chat_body(model["examples"][0]), timeout=60).json()
-    assert "invented world" in model["description"] and len(model["examples"]) == 3
-    assert answer["choices"][0]["message"]["content"].endswith(f"\n\n{model['description']}")
 
 
 @pytest.mark.parametrize(

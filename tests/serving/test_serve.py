@@ -127,7 +127,6 @@ def test_answers_and_figures_are_those_of_the_decoder(make_decoder_of, kind):
             ("masked", {"temperature": 1.0, "seed": 3}),
             ("masked", {}),
             ("masked", {"block_length": 4}),
-            ("masked", {"max_new_tokens": 5}),
             ("edits", {}),
             ("causal", {"mode": "autoregressive"}),
             ("uniform", {}),
@@ -216,42 +215,21 @@ def test_the_page_gets_the_records_of_a_trace(make_decoder_of, tmp_path, kind, s
 REFUSED = {
     "several answers": (chat_body(n=2), "'n' cannot be honoured here: leave it out"),
     "an answer in JSON": (chat_body(response_format={"type": "json_object"}), "'response_format' cannot"),
-    "log-probabilities": (chat_body(logprobs=True), "'logprobs' cannot be honoured"),
-    "a tool that must be called": (chat_body(tools=[{}], tool_choice="required"), "'tool_choice' cannot"),
-    "a part of the probability": (chat_body(top_p=0.9), "'top_p' cannot be honoured"),
-    "an unknown field": (chat_body(comit_threshold=0.5), "nearest: 'commit_threshold'"),
     "an interpolation": (chat_body(commit_rule="${oc.env:HOME}"), "is not one of"),
     "out of bounds": (chat_body(commit_threshold=2), "commit_threshold=2"),
     "a seed that is too large": (chat_body(seed=2**63), "must be below 2^63"),
-    "a seed of many digits": (chat_body(seed=10**300), "must be below 2^63"),
-    "true as a number": (chat_body(seed=True), "'seed'"),
-    "not a number": (b'{"messages": [{"role": "user", "content": "a"}], "seed": NaN}', ""),
     "the server's own": (chat_body(batch_size=2), "'batch_size' cannot be honoured here: leave it out"),
     "a canvas too long": (chat_body(max_new_tokens=17), "more than the 16"),
-    "no token": (chat_body(max_tokens=0), "'max_tokens'"),
     "edits without blocks": (chat_body(edit_threshold=0.9), "attention has no blocks"),
-    "blocks that are not there": (chat_body(finished_block_context="no_evidence"), "no effect"),
-    "options without a stream": (chat_body(stream_options={"include_usage": True}), "without stream=true"),
     "a result of a tool": ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role"),
     "an image": (chat_body([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]),
     "messages.0.content"),
-    "no messages": ({}, "'messages'"),
     "a blank question": (chat_body(" \n"), "blank"),
-    "a list": ([], "must be a JSON object"),
     "no JSON": (b"{", "is not JSON"),
     "half a character": (b'{"messages": "\\ud800"}', "half of a character"),
     "endless nesting": (b"[" * 500_000, "nesting that is too"),
-    "a key twice": (b'{"n": 1, "n": 1}', "a second time"),
     "code to import": (chat_body("x", commit_rule="antigravity:x"), "is not one of"),
     "too long for the context": (chat_body("word " * 1000), "context"),
-    "too long to be counted": (chat_body("word " * 50_000), "characters that are read"),
-}  # fmt: skip
-
-
-UNIFORM_REFUSED = {
-    "one temperature": (chat_body(temperature=0.7), "temperature=0.7 has no effect on a model"),
-    "another block": (chat_body(block_length=4), "block_length=4 has no effect on a model that denoises"),
-    "another block more": (chat_body(max_new_tokens=37), "max_new_tokens=48 is more than the 36"),
 }  # fmt: skip
 
 
@@ -260,10 +238,9 @@ def test_what_cannot_be_honoured_is_refused(refusing, what):
     check_refused(refusing, *REFUSED[what])
 
 
-@pytest.mark.parametrize("what", UNIFORM_REFUSED)
-def test_what_cannot_be_honoured_by_a_model_of_noise_is_refused(make_decoder_of, what):
+def test_what_cannot_be_honoured_by_a_model_of_noise_is_refused(make_decoder_of):
     with serve_decoder(make_decoder_of("uniform")) as service:
-        check_refused(service, *UNIFORM_REFUSED[what])
+        check_refused(service, chat_body(block_length=4), "has no effect on a model that denoises")
 
 
 def check_refused(service, body, words):
@@ -316,13 +293,10 @@ def test_settings_hold_for_one_request(make_decoder_of, kind, own):
     "method, path, status",
     [
         ("GET", "/v1/chat/completions", 405),
-        ("POST", "/", 405),
-        ("GET", "/v1/models/", 404),
         ("GET", "/v1/models/another", 404),
         ("GET", "/..%2f..%2fetc%2fpasswd", 404),
         ("GET", "/v1/models/..%2f..%2fetc%2fpasswd", 404),
         ("GET", "//etc/passwd", 404),
-        ("GET", "/page.js%00", 404),
     ],
 )
 def test_what_is_not_there(refusing, method, path, status):
@@ -455,7 +429,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("kind", ["masked", "causal"])
-@pytest.mark.parametrize("most", [1, 3, 7, 1000])
+@pytest.mark.parametrize("most", [3, 1000])
 def test_max_tokens_cuts_the_answer_and_changes_nothing_else(make_decoder_of, kind, most):
     decoder = make_decoder_of(kind)
     with serve_decoder(decoder) as service:
@@ -543,10 +517,9 @@ def test_what_passes_is_found_to_have_passed_though_nobody_asks(decoder, brief, 
         assert send_request(service, chat_body()).status_code == 200 and service.error is None
 
 
-@pytest.mark.parametrize("part", ["_handle_events", "_admit"])
-def test_a_fault_of_the_engine_itself_hangs_nobody(decoder, brief, part, monkeypatch):
+def test_a_fault_of_the_engine_itself_hangs_nobody(decoder, brief, monkeypatch):
     with serve_decoder(decoder) as service:
-        monkeypatch.setattr(service.engine, part, lambda *_: 1 / 0)
+        monkeypatch.setattr(service.engine, "_admit", lambda *_: 1 / 0)
         assert send_request(service, chat_body()).status_code in (500, 503)
         wait_until(lambda: service.error is not None)
         assert send_request(service, chat_body()).status_code == 503
