@@ -76,15 +76,6 @@ def test_static_shows_what_the_question_finds_in_the_prompt_that_is_named(answer
 
 
 @pytest.mark.slow
-def test_replies_that_are_cut_are_counted_and_max_new_tokens_is_sent(answer, server):
-    server.say(["", [{"text": "Austen was", "finish": "length"}]])
-    rollout = answer("static", decode=DecodeConfig(max_new_tokens=2, temperature=0.5, seed=7))
-    (request,) = server.requests
-    assert (request["max_tokens"], request["temperature"], request["seed"]) == (2, 0.5, 7)
-    assert rollout.usage["cut_replies"] == 1 and rollout.answer == "" and not rollout.error
-
-
-@pytest.mark.slow
 def test_ircot_searches_with_each_sentence_and_reads_with_all_it_found(answer, server):
     thoughts = [
         "Emma was written by Jane Austen. She was born in Steventon.",
@@ -130,14 +121,12 @@ def test_ircot_ends_after_its_rounds_and_takes_the_reader_at_its_word(answer, se
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("most", "kept"), [(15, 5), (3, 3)])
-def test_ircot_keeps_each_passage_once_and_no_more_than_its_most(answer, server, monkeypatch, most, kept):
-    assert policies.IRCOT_PASSAGES == 15
-    monkeypatch.setattr(policies, "IRCOT_PASSAGES", most)
+def test_ircot_keeps_each_passage_once_and_no_more_than_its_most(answer, server, monkeypatch):
+    monkeypatch.setattr(policies, "IRCOT_PASSAGES", 3)
     thoughts = ["Emma is a novel.", "Dune is a novel.", "Herbert of Tacoma.", "Hampshire.", "answer is x"]
     server.say(["", thoughts])
     rollout = answer("ircot")
-    assert len({*rollout.evidence}) == len(rollout.evidence) == kept and len(searched(rollout)) == 5
+    assert len({*rollout.evidence}) == len(rollout.evidence) == 3 and len(searched(rollout)) == 5
 
 
 @pytest.mark.slow
@@ -181,7 +170,6 @@ def test_flare_has_an_end(answer, server):
     assert searched(answer("flare")) == [QUESTION.question], "nothing is left to ask with"
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_search_r1_puts_what_it_finds_into_the_reply(answer, server):
     think = "<think>Who wrote it?</think>\n<search> author of Emma </search> never read"

@@ -1,7 +1,5 @@
 """Files of questions, and which of them are chosen."""
 
-import os
-import threading
 from collections import Counter
 from itertools import pairwise
 
@@ -96,20 +94,6 @@ def test_all_fields_and_the_names_that_other_data_sets_give_them(tmp_path):
     ]
 
 
-def test_quick_draws_evenly_over_hops_and_labels():
-    """300 of one kind, 300 of another, 10 of a third: the rare ones are all there."""
-    kinds = [(1, ())] * 300 + [(2, ("hard",))] * 300 + [(2, ())] * 10
-    asked = [Question(str(n), "?", hops=hops, labels=labels) for n, (hops, labels) in enumerate(kinds)]
-    chosen = select_questions(asked, Config(limit=200))
-    assert len(chosen) == 200
-    assert chosen == sorted(chosen, key=lambda q: int(q.id)), "the file's order"
-    assert Counter((q.hops, q.labels) for q in chosen) == {(1, ()): 100, (2, ("hard",)): 90, (2, ()): 10}
-    assert chosen == select_questions(asked, Config(limit=200)), "seeded"
-    assert [q.id for q in chosen[:100]] != [str(n) for n in range(100)], "not the first of a kind"
-    assert select_questions(asked[:150], Config(limit=200)) == asked[:150]
-    assert select_questions(asked, Config()) == asked
-
-
 def test_a_limit_draws_evenly_over_hops_and_a_larger_one_the_same_and_more():
     """Of a file that begins with its easy questions, as those of invented worlds do."""
     asked = [Question(str(n), "?", hops=1 + n // 100) for n in range(400)]
@@ -123,19 +107,3 @@ def test_a_limit_draws_evenly_over_hops_and_a_larger_one_the_same_and_more():
     assert drawn[200] == select_questions(asked, Config(limit=200))
     other_seed = Config(limit=40, decode=DecodeConfig(seed=7))
     assert drawn[40] == select_questions(asked, other_seed), "whatever the seed"
-
-
-def test_a_limit_draws_from_all_over_a_file_without_hops():
-    asked = [Question(str(n), "?") for n in range(1000)]
-    places = [int(q.id) for q in select_questions(asked, Config(limit=100))]
-    assert all(10 <= sum(n // 250 == quarter for n in places) <= 40 for quarter in range(4)), places
-
-
-def test_a_pipe_is_read_as_it_comes(tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    writer = threading.Thread(target=pipe.write_text, args=("Who wrote Emma?\nWho wrote Dune?\n",))
-    writer.start()
-    asked = [question.question for question in read_questions(pipe)]
-    assert asked == ["Who wrote Emma?", "Who wrote Dune?"]
-    writer.join()

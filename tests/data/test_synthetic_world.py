@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 
 from dlm_rag.data.synthetic_world import (
-    RELATION_BY_NAME,
     RELATIONS,
     build_passage_record,
     get_object_text,
@@ -55,10 +54,10 @@ def test_a_huge_world_takes_time_linear_in_its_size_and_says_how_far_it_is(caplo
     monkeypatch.setattr("dlm_rag.progress.LOG_EVERY_SECONDS", 0.0)
     start = time.process_time()
     with caplog.at_level("INFO", "dlm_rag.progress"):
-        assert len(make_world(1, "test", 100_000).contents) > 99_000
-    assert time.process_time() - start < 60, "seconds; where it was quadratic it took minutes"
+        assert len(make_world(1, "test", 20_000).contents) > 19_000
+    assert time.process_time() - start < 20, "seconds; where it was quadratic it took minutes"
     for what in ("inventing words", "inventing names", "inventing passages"):
-        assert f"{what}: 50,000 of " in caplog.text
+        assert f"{what}: 10,000 of " in caplog.text
 
 
 def test_each_hop_is_told_in_the_passage_of_its_subject_and_nowhere_in_the_question(world):
@@ -121,14 +120,6 @@ def test_training_questions_use_nothing_that_is_held_out(world):
     for question in filter(None, made):
         assert not is_held_out_path(question.relations)
         assert not any(piece in question.question for piece in held), question.question
-
-
-def test_test_questions_hold_some_of_everything(world):
-    questions = make_world_questions(world, 1, 100)
-    assert [sum(q.hops == hops for q in questions) for hops in (1, 2, 3, 4)] == [100] * 4
-    novel = sum(q.held_out_wording for q in questions) / 400
-    assert 0.1 < novel < 0.3 and any(q.held_out_path for q in questions)
-    assert {q.relations[-1] for q in questions} == set(RELATION_BY_NAME)
 
 
 def test_files_are_what_the_programs_read(tmp_path, world):

@@ -10,7 +10,6 @@ import torch
 
 from dlm_rag.commands import answer_job
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
-from dlm_rag.decode.answers_file import AnswersFile
 from dlm_rag.energy import meter as meters
 from dlm_rag.energy.meter import (
     EnergyCounter,
@@ -25,7 +24,6 @@ from dlm_rag.energy.meter import (
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.run import describe_energy
 from tests.support.paths import ROOT
-from tests.support.rollouts import make_two_step_rollout as two_steps
 
 sys.path.insert(0, str(ROOT / "profiling"))
 
@@ -141,7 +139,6 @@ def test_joules_of_two_packages_are_exact_when_a_counter_wraps(rapl, clock):
     ("file", "content", "reason"),
     [
         ("energy_uj", None, "only root may read RAPL: sudo chmod"),
-        ("energy_uj", "what?", "cannot be read"),
         ("max_energy_range_uj", "what?", "cannot be read"),
     ],
 )
@@ -170,7 +167,6 @@ def test_a_counter_that_cannot_be_read_is_not_measured(rapl, monkeypatch, file, 
     [
         ("NVIDIA H200", ["NVML: NVIDIA H200", "RAPL: CPU package-0"]),
         ("NVIDIA GH200 480GB", ["NVML: NVIDIA GH200 480GB"]),
-        ("NVIDIA GB10", ["NVML: NVIDIA GB10"]),
     ],
 )
 def test_a_gpu_is_measured_with_its_cpus_after_both_ends_are_synchronized(rapl, cuda, name, names):
@@ -183,24 +179,6 @@ def test_a_gpu_is_measured_with_its_cpus_after_both_ends_are_synchronized(rapl, 
     assert waits == [CUDA]
     meter.stop()
     assert waits == [CUDA, CUDA]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_gpu_at_work_draws_less_than_a_kettle():
-    with open_meter("auto", CUDA, host=False) as meter:
-        a = torch.randn(4096, 4096, device=CUDA)
-        for _ in range(30):
-            began = meters.time.perf_counter()
-            while meters.time.perf_counter() - began < 0.1:
-                a = torch.nn.functional.normalize(a @ a)
-            torch.cuda.synchronize()
-    reading = meter.reading
-    if reading.joules is None:
-        assert "MIG" in reading.reason or "no energy counter" in reading.reason
-        return
-    assert torch.cuda.get_device_name(CUDA) in reading.to_record()["sensor"]
-    assert 5 < reading.joules / reading.seconds < 2000
 
 
 def part(device="d", joules=100.0, seconds=10.0):
@@ -229,27 +207,7 @@ def test_figures_of_a_run_by_hand():
     found = summarise_energy([entry()])
     assert found["joules_per_answer"] == 50 and found["tokens_per_joule"] == 0.5 and found["watts"] == 100
     assert format_energy(found) == ("energy: 1,000 J · 50 J/answer · 0.5 tokens/J · 100 W · a sensor of d")
-    assert [format_three_digits(x) for x in (0.01234, 1.234, 99.94, 12345.6)] == [
-        "0.0123",
-        "1.23",
-        "99.9",
-        "12,346",
-    ]
-
-
-def test_every_part_of_a_run_stands_in_the_stamp(tmp_path):
-    out = tmp_path / "a.jsonl"
-    stamp = {"answers_depend_on": {}, "machines": [{"device": "cpu"}], "energy": None}
-    for record in (entry(), entry(answers=3)):
-        file = AnswersFile(out)
-        file.open_run(stamp)
-        file.append(two_steps())
-        file.add_energy(None)
-        file.add_energy(record)
-        file.close()
-    found = json.loads(Path(f"{out}.run.json").read_text())
-    assert [part["answers"] for part in found["energy"]] == [20, 3] and found["answers_depend_on"] == {}
-    assert summarise_energy(found["energy"])["joules_per_answer"] == pytest.approx(2000 / 23)
+    assert [*map(format_three_digits, (0.01234, 99.94, 12345.6))] == ["0.0123", "99.9", "12,346"]
 
 
 def fake_meters(clock, monkeypatch, *seconds):
@@ -287,7 +245,6 @@ def test_sample_puts_its_joules_into_line_and_stamp(tmp_path, clock, monkeypatch
         (EnergyMeter([counter([0.0, 710.0])]), "energy: 710 J · 142 J/step · 94.7 W · fake: a thing"),
         (EnergyMeter(reason="no RAPL"), "energy: not measured (no RAPL)"),
         (EnergyMeter(), ""),
-        (EnergyMeter([counter([5.0, 1.0])]), "energy: not measured (fake: a thing: the counter went back"),
     ],
 )
 def test_training_says_its_joules_or_why_it_has_none(clock, meter, said):
@@ -295,12 +252,3 @@ def test_training_says_its_joules_or_why_it_has_none(clock, meter, said):
     clock.now += 7.5
     text = describe_energy(meter, ONE, 5)
     assert text.startswith(said) and bool(text) == bool(said)
-
-
-@pytest.mark.parametrize("other", [part("e", 300.0), lost("no RAPL")])
-def test_joules_are_those_of_all_processes_or_none(other, clock, monkeypatch):
-    monkeypatch.setattr(DistributedContext, "all_gather_object", lambda self, own: [own, other])
-    meter = EnergyMeter([counter([0.0, 300.0])])
-    meter.start()
-    clock.now += 3
-    assert ("600 J" in describe_energy(meter, ONE, 1)) == bool(other.parts)

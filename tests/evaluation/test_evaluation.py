@@ -1,6 +1,5 @@
 """Several settings compared: which they are, intervals against known ones, tables that hold what is."""
 
-import json
 import math
 import random
 import warnings
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 from scipy.stats import binom, binomtest
 
-from dlm_rag.decode.rollout import Rollout, RolloutStep
 from dlm_rag.evaluation.compare import (
     compare_to_first,
     group_questions,
@@ -22,12 +20,12 @@ from dlm_rag.evaluation.metrics import (
     Score,
     bootstrap_mean,
     choose_f1_rule,
+    compute_cover_match,
     compute_exact_match,
     compute_f1,
     compute_mean_score,
     estimate_difference,
     estimate_share,
-    score_rollout,
 )
 from dlm_rag.evaluation.plots import plot_by_hops
 from dlm_rag.evaluation.tables import (
@@ -48,69 +46,36 @@ HARD = [
     # Articles go, where they are words of their own.
     ("The Beatles", ["Beatles"], 1, 1, 1),
     ("A Tale of an Inn", ["tale of the inn"], 1, 1, 1),
-    ("Theatre", ["atre"], 0, 0, 0),
     # Where they are all that both sides have, they stay: the band, the letter, and what is not the same.
     ("The The", ["The The"], 1, 1, 1),
-    ("the the!", ["The The"], 1, 1, 1),
     ("The", ["The The"], 0, 2 / 3, 2 / 3),  # 1 of 1 and of 2
     ("a", ["A"], 1, 1, 1),
-    ("the", ["an"], 0, 0, 0),
-    ("The The", ["Matt Johnson", "The The"], 1, 1, 1),
-    ("The The", ["The The band"], 0, 0, 0),  # "band" is left of the one, nothing of the other
     ("the", [""], 0, 0, 0),
     ("Vitamin A", ["Vitamin"], 1, 1, 1),  # the letter is taken for an article
-    ("an a the one", ["one"], 1, 1, 1),
     # Punctuation goes before articles are looked for, and leaves no blank.
     ("A.C. Milan", ["AC Milan"], 1, 1, 1),
     ("a.c. milan", ["c milan"], 0, 1 / 2, 1 / 2),  # "ac milan"; with articles first it would be "c milan"
     ("well-known", ["well known"], 0, 0, 0),
-    ("wellknown", ["well-known"], 1, 1, 1),
     ("1,000", ["1000"], 1, 1, 1),
-    ("3.5", ["35"], 1, 1, 1),
-    ("$5", ["5"], 1, 1, 1),
-    ("O'Neill", ["ONeill"], 1, 1, 1),
     ("?!", ["..."], 0, 0, 0),
-    ("rock 'n' roll", ["rock n roll!"], 1, 1, 1),
-    ("the-one", ["theone"], 1, 1, 1),
     # Of words that occur twice as many are shared as both have.
     ("New York New York", ["New York"], 0, 2 / 3, 2 / 3),  # 2 shared of 4 and of 2
-    ("York York", ["New York"], 0, 1 / 2, 1 / 2),  # 1 of 2 and of 2
     ("York New", ["New York"], 0, 1, 1),  # F1 knows no order
-    ("in 1815", ["1815"], 0, 2 / 3, 2 / 3),
-    ("Emma by Jane Austen", ["Jane Austen"], 0, 2 / 3, 2 / 3),  # 2 of 4 and of 2
     # Yes, no and noanswer are right or wrong as a whole by HotpotQA's rule.
     ("yes", ["yes"], 1, 1, 1),
-    ("Yes.", ["yes"], 1, 1, 1),
-    ("The yes", ["yes"], 1, 1, 1),
-    ("yes", ["no"], 0, 0, 0),
     ("yes it is", ["yes"], 0, 1 / 2, 0),  # 1 of 3 and of 1
-    ("no", ["no one"], 0, 2 / 3, 0),
     ("no one", ["no"], 0, 2 / 3, 0),
     ("no", ["No Path Through Fire"], 0, 2 / 5, 0),  # 1 of 1 and of 4
-    ("noanswer", ["noanswer here"], 0, 2 / 3, 0),
-    ("Yes, both.", ["yes", "both"], 0, 2 / 3, 2 / 3),
-    ("no one", ["no man"], 0, 1 / 2, 1 / 2),
-    ("noanswer", ["no answer"], 0, 0, 0),
-    ("no answer", ["noanswer"], 0, 0, 0),
     ("yes", ["yes sir", "yes"], 1, 1, 1),  # the best of the answers
-    ("yes indeed", ["no", "yes indeed sir"], 0, 4 / 5, 4 / 5),  # 2 of 2 and of 3
     # Beyond ASCII: case goes by lower(); accents, dashes and quotes stay what they are.
     ("ÉMILE ZOLA", ["émile zola"], 1, 1, 1),
-    ("Emile Zola", ["Émile Zola"], 0, 1 / 2, 1 / 2),
-    ("e\u0301mile", ["\u00e9mile"], 0, 0, 0),  # the same letter, composed and not
-    ("1914\u201318", ["1914-18"], 0, 0, 0),  # a dash is no ASCII punctuation, a hyphen is
     ("\u201cEmma\u201d", ["Emma"], 0, 0, 0),
     ("STRASSE", ["straße"], 0, 0, 0),
     ("東京", ["東京。"], 0, 0, 0),
-    ("東京", ["東京"], 1, 1, 1),
     ("Jane\u00a0Austen", ["Jane Austen"], 1, 1, 1),  # a blank that does not break is white space
     # White space is folded; an empty answer never matches, not even another one.
     ("  Jane \n\t Austen ", ["Jane Austen"], 1, 1, 1),
-    ("", ["Emma"], 0, 0, 0),
     ("", [""], 0, 0, 0),
-    ("Emma", [""], 0, 0, 0),
-    ("Emma", [], 0, 0, 0),
-    ("Emma", ["Persuasion", "emma!"], 1, 1, 1),
 ]
 
 
@@ -121,6 +86,14 @@ def test_hard_answers_worked_by_hand(prediction, golden, match, squad, hotpotqa)
     assert compute_f1(prediction, golden, "hotpotqa") == pytest.approx(hotpotqa)
 
 
+def test_cover_match_is_containment_after_normalisation():
+    for said, golden, match in (
+        ("The lake Orra, in Tulm", ["Orra"], 1), ("Orra", ["the lake Orra"], 0), ("", ["Orra"], 0),
+        ("Orra", [""], 0), ("about 1,815 of them", ["no", "1815"], 1), ("nothing", ["no"], 1), ("x", [], 0),
+    ):  # fmt: skip
+        assert compute_cover_match(said, golden) == match, said
+
+
 def test_the_rule_of_f1_follows_the_name_of_the_questions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in ("data/hotpotqa/q.jsonl", "HotpotQA-dev.jsonl", "/data/2wikimultihopqa/dev.parquet"):
@@ -129,12 +102,11 @@ def test_the_rule_of_f1_follows_the_name_of_the_questions(tmp_path, monkeypatch)
         assert choose_f1_rule("auto", path) == "squad" and choose_f1_rule("hotpotqa", path) == "hotpotqa"
 
 
-@pytest.mark.parametrize("name", ["hotpotqa", "2wikimultihopqa"])
-def test_on_real_answers_the_rules_differ_only_at_yes_and_no(real, name):
+def test_on_real_answers_the_rules_differ_only_at_yes_and_no(real):
     """Each golden answer is predicted with a word more, and alone for a question that asks more."""
     from dlm_rag.questions import read_questions
 
-    path = real / name / "questions.jsonl"
+    path = real / "hotpotqa" / "questions.jsonl"
     assert choose_f1_rule("auto", str(path)) == "hotpotqa"
     closed = 0
     for question in read_questions(path):
@@ -144,16 +116,7 @@ def test_on_real_answers_the_rules_differ_only_at_yes_and_no(real, name):
             assert 0.5 < squad < 1.0
             assert hotpotqa == (0.0 if answer in ("yes", "no") else squad)
         closed += answer in ("yes", "no")
-    assert closed == {"hotpotqa": 26, "2wikimultihopqa": 14}[name]
-
-
-def test_seconds_of_nested_stages_count_once():
-    seconds = {"retrieve": 0.5, "retrieve/search": 0.4, "denoise": 1.0}
-    steps = [
-        RolloutStep(0, "?", (), True, seconds=seconds),
-        RolloutStep(1, None, (), False, seconds={"denoise": 0.5}),
-    ]
-    assert score_rollout(Rollout("a", "?", "joint", 3, steps), Question("a", "?")).seconds == 2.0
+    assert closed == 26
 
 
 def test_tokens_per_forward_is_a_ratio_of_sums():
@@ -205,7 +168,7 @@ def test_the_bootstrap_interval_is_the_normal_one_for_many_values():
     assert bootstrap_mean([3.0, None, 3.0]) == Estimate(3.0, 3.0, 3.0) and bootstrap_mean([None]) is None
 
 
-@pytest.mark.parametrize("count", [1, 20, 30, 300])
+@pytest.mark.parametrize("count", [1, 30])
 def test_the_interval_of_a_proportion_is_wilson_s_a_little_wider(count):
     """Agresti and Coull (1998): the same centre, and no less to either side."""
     for right in {0, 1, count // 2, count - 1, count}:
@@ -218,8 +181,8 @@ def test_the_interval_of_a_proportion_is_wilson_s_a_little_wider(count):
     assert estimate_share([1.0] * 20).low < 0.84, "20 of 20 are not all"
 
 
-@pytest.mark.parametrize("count", [20, 30, 75, 300])
-@pytest.mark.parametrize("chance", [0.5, 0.9, 0.97, 0.99, 0.995])
+@pytest.mark.parametrize("count", [20, 75])
+@pytest.mark.parametrize("chance", [0.5, 0.97, 0.995])
 def test_the_interval_of_a_proportion_holds_it(count, chance):
     """Coverage, reckoned over all outcomes: at least 93 %, where percentiles of 30 at .97 had 62.5 %."""
     held = 0.0
@@ -243,7 +206,7 @@ DIFFERENCES = [  # of one question under two settings
 ]
 
 
-@pytest.mark.parametrize("count", [20, 30, 75, 300])
+@pytest.mark.parametrize("count", [20, 75])
 @pytest.mark.parametrize(
     ("estimate", "values", "chances"),
     [(estimate_share, *case) for case in SHARES] + [(estimate_difference, *case) for case in DIFFERENCES],
@@ -256,13 +219,6 @@ def test_intervals_of_shares_and_of_paired_differences_hold_them(estimate, value
         held += found.low <= truth <= found.high
         assert found.low <= found.mean <= found.high
     assert held >= 0.93 * 2000
-
-
-def test_settings_that_never_differ_may_differ_by_a_little():
-    found = {count: estimate_difference([0.0] * count) for count in (1, 30, 300)}
-    assert all(e.mean == 0 and e.low == -e.high < 0 for e in found.values())
-    assert found[1].high > found[30].high > found[300].high and found[300].high < 0.01
-    assert estimate_difference([]) is None
 
 
 def test_paired_differences_are_narrower_than_the_settings_apart():
@@ -302,15 +258,6 @@ def test_tables_and_picture_hold_what_was_measured(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # as that axes have no room left
         plot_by_hops(tmp_path / "long.png", groups, long)
-
-
-def test_labels_of_questions_are_their_true_fields(tmp_path):
-    from dlm_rag.questions import read_questions
-
-    path = tmp_path / "q.jsonl"
-    row = {"id": 1, "question": "?", "held_out_path": True, "held_out_wording": False, "hops": 2}
-    path.write_text(json.dumps(row))
-    assert read_questions(path)[0].labels == ("held_out_path",)
 
 
 def test_an_evaluation_ends_in_a_sentence_and_says_where_a_model_cannot_read():

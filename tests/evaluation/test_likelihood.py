@@ -13,12 +13,9 @@ from dlm_rag.config import DecodeConfig
 from dlm_rag.config.inference import LikelihoodConfig
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evaluation.likelihood import choose_masks, estimate_log_likelihoods
-from dlm_rag.model.checkpoint import open_checkpoint
-from dlm_rag.model.denoiser import load_denoiser
 from dlm_rag.retrieval.composite import NoRetriever
 from dlm_rag.tokenizer.prompts import PromptTemplate
 from tests.support.block_attention import BLOCK, MASK, block_denoiser
-from tests.support.tiny_diffusion_gemma import write_tiny_gemma
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer, write_autoregressive_checkpoint
 
 CONTEXT = [*b"who was "]  # two blocks of 4
@@ -163,18 +160,6 @@ def test_what_is_drawn_depends_on_seed_and_key_alone():
     assert score(denoiser, pair, samples=16, keys=["other"]).nats != pytest.approx(alone.nats, rel=1e-3)
 
 
-def test_choices_of_a_question_share_what_is_masked():
-    """Where they differ in one token, their difference varies less than with masks of their own."""
-    denoiser = tiny_denoiser()
-    pairs = [(CONTEXT, [*b"Jane Austen"]), (CONTEXT, [*b"Jane Austem"])]
-
-    def spread(keys_of):
-        found = [score(denoiser, *pairs, keys=keys_of(n), samples=16) for n in range(60)]
-        return np.std([one.nats - other.nats for one, other in found])
-
-    assert spread(lambda n: (n, n)) < 0.7 * spread(lambda n: (n, -n - 1))
-
-
 @pytest.mark.parametrize("kind", MODELS)
 def test_greedy_is_what_the_decoder_writes_one_token_a_step(kind, corpus):
     shape, _ = MODELS[kind]
@@ -195,8 +180,6 @@ def test_greedy_is_what_the_decoder_writes_one_token_a_step(kind, corpus):
     ("shape", "pair", "settings", "kind"),
     [
         ({}, (CONTEXT, []), {}, QuestionError),
-        ({"block_size": BLOCK, "causal_context": True}, ([], [65]), {}, QuestionError),
-        ({"max_position_embeddings": 12}, (CONTEXT, [*b"Austen"]), {}, QuestionError),
         ({}, (CONTEXT, [65]), {"mode": "autoregressive"}, ConfigError),
         ({}, (CONTEXT, [65]), {"samples": 1}, ConfigError),
     ],
@@ -204,10 +187,3 @@ def test_greedy_is_what_the_decoder_writes_one_token_a_step(kind, corpus):
 def test_what_has_no_log_likelihood_is_refused(shape, pair, settings, kind):
     with pytest.raises(kind):
         score(tiny_denoiser(**shape), pair, **settings)
-
-
-def test_a_model_of_uniform_noise_is_refused(tmp_path):
-    checkpoint = open_checkpoint(write_tiny_gemma(tmp_path / "gemma"))
-    denoiser = load_denoiser(checkpoint, torch.device("cpu"), torch.float32)
-    with pytest.raises(ConfigError, match="uniform noise"):
-        score(denoiser, (CONTEXT, [65]))

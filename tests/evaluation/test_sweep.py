@@ -19,7 +19,7 @@ from dlm_rag.evaluation.compare import (
 )
 from dlm_rag.evaluation.metrics import SCORE_METRICS, Estimate
 from dlm_rag.evaluation.plots import plot_pareto
-from dlm_rag.evaluation.tables import build_overview_table, build_spread_table, compute_pareto_front
+from dlm_rag.evaluation.tables import build_overview_table, compute_pareto_front
 from dlm_rag.model.denoiser import Denoiser
 from tests.support.evaluations import EVALUATED, make_evaluation_folder
 from tests.support.paths import ROOT
@@ -86,18 +86,6 @@ def test_the_front_by_hand(tmp_path):
     assert named.rows[0][0] == "static, 1" and "a.b" in named.title
     plot_pareto(tmp_path / "pareto.png", found | {"none": found["good"] | {"exact_match": None}}, [])
     assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_spread_over_prompts_by_hand():
-    found = {f"{name}prompt={p}": metrics(match, 1, 1) for name, p, match in (
-        ("static+", "sardi", 0.5), ("static+", "flashrag", 0.75), ("none+", "sardi", 0.2),
-        ("none+", "flashrag", 0.1),
-    )}  # fmt: skip
-    assert build_spread_table(found, "prompt").rows == [
-        ["static", "62.5", "50.0 sardi", "75.0 flashrag", "25.0"],
-        ["none", "15.0", "10.0 flashrag", "20.0 sardi", "10.0"],
-    ]
-    assert build_spread_table({"prompt=sardi": metrics(1, 1, 1)}, "prompt").rows[0][0] == "all"
 
 
 @pytest.mark.slow
@@ -180,21 +168,12 @@ def test_settings_of_other_weights_take_turns_only_once(made, tmp_path, monkeypa
     assert len(scores_of(tmp_path / "out")["settings"]) == 4
 
 
-def test_words_behind_the_flag_without_a_comma_are_settings(made, tmp_path, monkeypatch):
-    monkeypatch.chdir(made)
-    out = tmp_path / "out"
-    evaluate.main([*WORDS, "--sweep", "retrieval.top_k=2,1", "decode.seed=3", "limit=2", "--out", str(out)])
-    record = json.loads((out / "scores.json").read_text())
-    assert list(record["settings"]) == ["retrieval.top_k=2", "retrieval.top_k=1"]
-    assert record["questions"]["all"] == 2 and record["swept"] == {"retrieval.top_k": ["2", "1"]}
-    assert {s["stamp"]["seed"] for s in record["settings"].values()} == {3}
-
-
 @pytest.mark.slow
-def test_a_sweep_killed_twice_gives_the_table_of_one_that_was_not(tmp_path):
-    """4 settings, 12 questions; the kills come in the first and in the third setting, without a warning."""
-    make_evaluation_folder(tmp_path, 12)
-    start = [sys.executable, str(ROOT / "evaluate.py"), *WORDS, *GRID, "decode.batch_size=2", "--out"]
+def test_a_sweep_that_was_killed_gives_the_table_of_one_that_was_not(tmp_path):
+    """2 settings, 8 questions; the kill comes in the second setting, without a warning."""
+    make_evaluation_folder(tmp_path, 8)
+    grid = ("--sweep", "retrieval.top_k=2,1")
+    start = [sys.executable, str(ROOT / "evaluate.py"), *WORDS, *grid, "decode.batch_size=2", "--out"]
     given = {**os.environ, "PYTHONPATH": str(ROOT)}
 
     def answered() -> int:
@@ -203,12 +182,11 @@ def test_a_sweep_killed_twice_gives_the_table_of_one_that_was_not(tmp_path):
 
     whole = subprocess.run([*start, "whole"], cwd=tmp_path, env=given, capture_output=True)
     assert whole.returncode == 0, whole.stderr.decode()
-    for least in (3, 26):
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        process = subprocess.Popen([*start, "killed"], cwd=tmp_path, env=given, **quiet)
-        wait_until(lambda least=least: answered() >= least, process)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL and least <= answered() < 48
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([*start, "killed"], cwd=tmp_path, env=given, **quiet)
+    wait_until(lambda: answered() >= 9, process)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL and 9 <= answered() < 16
     last = subprocess.run([*start, "killed"], cwd=tmp_path, env=given, capture_output=True)
     assert last.returncode == 0 and b"questions are answered already" in last.stderr
     assert scores_of(tmp_path / "killed", timed=False) == scores_of(tmp_path / "whole", timed=False)

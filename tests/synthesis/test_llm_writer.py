@@ -11,7 +11,7 @@ from dlm_rag.baselines import chat_client
 from dlm_rag.baselines.chat_client import ChatClient, ChatError, Completion
 from dlm_rag.commands import synthesize
 from dlm_rag.config import SynthesisConfig
-from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.errors import ConfigError
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.synthesis import llm_writer
 from dlm_rag.synthesis.llm_writer import LlmWriter, check_paraphrase
@@ -26,8 +26,6 @@ RULES = [
     ("forbidden", [{"status": 400, "text": "this prompt is too long"}]),
     ("endless", [{"text": SAID, "finish": "length"}]),
     ("slow", [{"text": SAID, "wait": 30}]),
-    ("uncounted.*1815", [{"text": SAID, "usage": {"prompt_tokens": "9", "completion_tokens": "9"}}]),
-    ("uncounted", [{"text": SAID, "usage": [5]}]),
     (r"Question: other[^\n]*$", ["Question: Who?"]),
     (r"Question: same[^\n]*$", ["{last line}"]),
     ("", [SAID]),
@@ -64,14 +62,6 @@ def run(tmp_path, server):
         return rows, json.loads((tmp_path / out / "rows.json").read_text())["counts"]
 
     return invoke
-
-
-@pytest.mark.slow
-def test_tokens_that_a_server_counts_in_another_form_are_not_known(run):
-    rows, counts = run("Who wrote the uncounted Emma?", "Who wrote the uncounted Emma of 1815?")
-    assert len(rows) == 2 and {key: n for key, n in counts.items() if "writer" in key} == {
-        "writer: prompt tokens": 0, "writer: requests": 2, "writer: response tokens": 0,
-    }  # fmt: skip
 
 
 @pytest.mark.slow
@@ -114,19 +104,6 @@ def test_what_fails_in_passing_is_tried_again_and_what_is_refused_is_not(run, se
     tries = Counter(line["text"].rpartition("Question: ")[2].split(":")[0] for line in server.requests)
     assert tries == {"busy": 3, "broken": 2, "forbidden": 1, "endless": 1, "same": 1, "other Emma?": 1}
     assert counts["writer: requests"] == 8
-
-
-@pytest.mark.slow
-def test_a_run_whose_server_goes_keeps_what_it_has_and_goes_on(run, server, monkeypatch):
-    monkeypatch.setattr(chat_client, "ATTEMPTS", 1)
-    monkeypatch.setattr(llm_writer, "CONCURRENCY", 2)
-    texts = [f"Who wrote volume {n} of Emma?" for n in range(12)]
-    server.say(("", [{"status": 503, "text": "going down"}]), models=["tiny-writer"])
-    with pytest.raises(RunError, match="at last with HTTP status 503 .going down.: the same command"):
-        run(*texts)
-    server.say(*RULES, models=["tiny-writer"])
-    rows, _ = run(*texts)
-    assert len(rows) == 12
 
 
 @pytest.mark.slow
@@ -194,12 +171,9 @@ def test_requests_wait_until_answers_are_taken(monkeypatch):
     [
         ("By whom was Emma of 1815 written?", None),
         ("Question: By whom was Emma of 1815 written?", None),
-        ('"By whom was Emma of 1815 written?"', None),
         ("who wrote emma of 1815", "other_words"),
-        ("By whom was Emma\nof 1815 written?", "other_words"),
         ("By whom was Persuasion of 1815 written?", "names_kept"),
         ("By whom was Emma of 1816 written?", "names_kept"),
-        ("By whom was Emma of 1815 written in 2?", "names_kept"),
         ("Was Emma of 1815 written by Jane Austen?", "answer_not_in_question"),
     ],
 )

