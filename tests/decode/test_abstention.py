@@ -42,13 +42,10 @@ def answered(response, abstain="response", passages=PASSAGES, form="marked"):
         (RIGHT, ("", "", ""), []),
         (SLIP, ("", "", "unsupported_words"), ["tflaindm"]),
         (WRONG, ("", "unsupported_words", "unsupported_words"), ["pristel"]),
-        ("It was so. ### the 44th", ("", "unsupported_words", "unsupported_words"), ["44th"]),
         ("It was so. ### the 43rd Klopo", ("", "", ""), []),
         ("It was all wedded. ### the mayor", ("", "", ""), []),  # names alone are checked before the answer
-        ("It was so. ### a wedded mayor", ("", "unsupported_words", "unsupported_words"), ["wedded"]),
         ("### Yes", ("", "", ""), []),
         ("### unknown", ("", "no_passage", "no_passage"), []),
-        ("### Unclear.", ("", "unknown_form", "unknown_form"), []),
         ("nothing is marked", ("", "", ""), []),
     ],
 )
@@ -77,20 +74,14 @@ NAMED = {
     ("response", "reason"),
     [
         ("Emma ### 1815", ""),
-        (" Emma (novel); Jane Austen ### 16 December 1775", ""),
-        ("EMMA; jane austen. ### Jane Austen", ""),
         ("Jane Austen ### 1815", "not_named"),  # another passage has it
         ("Emma; Jane ### 1775", "not_named"),  # a part of a title names nothing
         ("Who wrote Emma? ### 1815", "not_named"),
         ("### 1815", "not_named"),
-        ("Emma; Jane Austen ### yes", ""),
-        ("Persuasion ### no", "not_named"),
         ("Emma; or, a Draft ### 1816", ""),
         ("The centrifuge of the second floor ### Olga", ""),  # a passage without a title
         ("Olga ### Tuesday", "not_named"),
-        ("Emma ### 1817", "unsupported_words"),
         ("Emma ### unknown", "no_passage"),
-        ("### unknown", "no_passage"),
         ("Emma; Jane Austen", "no_answer"),
     ],
 )

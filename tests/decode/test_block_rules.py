@@ -234,13 +234,6 @@ def test_blocks_join_and_wait_as_their_thresholds_say(corpus):
     assert waited and forced
 
 
-def test_more_blocks_than_the_canvas_has_are_all_of_them(corpus):
-    few, many = (decode_committed(corpus, blocks_at_once=n, block_add_threshold=0) for n in (6, 1000))
-    assert few == many
-    alone = decode_committed(corpus)
-    assert sum(map(len, many)) < sum(map(len, alone)), "fewer steps"
-
-
 @pytest.mark.parametrize(
     ("shape", "settings", "error"),
     [

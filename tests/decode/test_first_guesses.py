@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dlm_rag
-from dlm_rag import DecodeConfig, Decoder, Denoiser, Question, Tokenizer, load_retriever, read_trace
+from dlm_rag import DecodeConfig, Decoder, Denoiser, Question, Tokenizer, load_retriever
 from dlm_rag.errors import UserError
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 
@@ -58,15 +58,12 @@ GUESSES = {
     ),
     "load, a folder": lambda home, d, r: load(home, corpus=home / "notes").ask(ASKED).steps,
     "load, a retriever": lambda home, d, r: load(home, corpus=d.retriever).retriever is d.retriever,
-    "load, the corpus second": lambda home, d, r: dlm_rag.load(home / "model", TEXTS),
     "load, settings": lambda home, d, r: (
         load(home, corpus=TEXTS, top_k=2, commit_threshold=0.8).config.commit_threshold == 0.8
     ),
     "load, dtype and device": lambda home, d, r: (
         load(home, corpus=TEXTS, dtype="bfloat16", device="cpu").denoiser.dtype == torch.bfloat16
     ),
-    "load, dtype of torch": lambda home, d, r: load(home, corpus=TEXTS, dtype=torch.float32),
-    "load, batch_size": lambda home, d, r: load(home, corpus=TEXTS, batch_size=2).config.batch_size == 2,
     "load, what ships": lambda home, d, r: (
         len(dlm_rag.load("dlm_rag/shipped/model").retriever.corpus) == 2000
     ),
@@ -82,9 +79,6 @@ GUESSES = {
     "decode, a text": lambda home, d, r: len(d.decode(ASKED)) == 1,
     "decode, texts": lambda home, d, r: len(d.decode([ASKED, "Who?"])) == 2,
     "decode, a question": lambda home, d, r: d.decode(Question("7", ASKED))[0].id == "7",
-    "decode, settings": lambda home, d, r: (
-        d.decode([ASKED], commit_threshold=0.8)[0].settings["commit_threshold"] == 0.8
-    ),
     "ask, settings": lambda home, d, r: d.ask(ASKED, max_new_tokens=4).canvas_length == 4,
     "stream, texts": lambda home, d, r: (
         [x.id for x in d.stream(["a?", "b?"], batch_size=1)] == ["q1", "q2"]
@@ -97,9 +91,7 @@ GUESSES = {
         [found[0].text for found in d.retriever.search(["honey", "fjord"])] == TEXTS[1:]
     ),
     "load_retriever, texts": lambda home, d, r: load_retriever(TEXTS, top_k=1).search("honey"),
-    "load_retriever, dicts": lambda home, d, r: load_retriever(DICTS).search("honey")[0].title == "t1",
     "load_retriever, a folder": lambda home, d, r: load_retriever(str(home / "notes")).search("Emma"),
-    "load_retriever, corpus=": lambda home, d, r: load_retriever(corpus=str(home / "corpus.jsonl")),
     "load_retriever, corpus=texts": lambda home, d, r: load_retriever(corpus=tuple(TEXTS), method="bm25"),
     "load_retriever, a table": lambda home, d, r: len(load_retriever(Table()).corpus) == 3,
     "abstained": lambda home, d, r: r.abstained is False and r.closest == [],
@@ -107,9 +99,6 @@ GUESSES = {
     "to_rows": lambda home, d, r: [row["step"] for row in r.to_rows()] == [*range(len(r.steps))],
     "repr of a rollout": lambda home, d, r: ASKED in repr(r) and len(repr(r)) < 200,
     "print of a rollout": lambda home, d, r: str(r) == (r.answer or r.response),
-    "repr of the decoder": lambda home, d, r: len(repr(d)) < 200,
-    "repr of a passage": lambda home, d, r: len(repr(d.retriever.search("honey")[0])) < 150,
-    "read_trace": lambda home, d, r: callable(read_trace),
     "types": lambda home, d, r: (Path(dlm_rag.__file__).parent / "py.typed").is_file(),
 }
 

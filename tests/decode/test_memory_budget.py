@@ -1,8 +1,5 @@
 """A limit of memory: what the pool gets of it, and what does not fit is refused."""
 
-import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +12,6 @@ from dlm_rag.engine.segment_kv_cache import default_pool_bytes, has_unified_memo
 from dlm_rag.errors import ConfigError
 from dlm_rag.machine import limit_cuda_allocator
 from dlm_rag.training.planning.plan import check_run_fits
-from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_denoiser
 
 GIB = 2**30
@@ -89,31 +85,3 @@ def test_training_is_held_to_the_budget_by_its_plan():
         with pytest.raises(ConfigError, match=said) as caught:
             check_run_fits(load_config(None, [*words, *more]), 1, CPU)
         assert "engine.memory_gib=" in str(caught.value)
-
-
-def answers(path):
-    """All of each line but how long it took."""
-    lines = [json.loads(line) | {"seconds": None} for line in path.read_text().splitlines()]
-    return {line["id"]: line for line in lines}
-
-
-@pytest.mark.slow
-def test_two_programs_under_budgets_finish_side_by_side(tmp_path):
-    """With the answers of one that has the machine for itself."""
-
-    def start(name, *more):
-        words = ["--limit", "24", "--out", str(tmp_path / name), "decode.batch_size=4", *more]
-        questions = str(ROOT / "dlm_rag/shipped/world/questions.jsonl")
-        command = [sys.executable, "sample.py", "--questions", questions, *words]
-        return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-
-    both = [start(name, "engine.memory_gib=0.15") for name in ("one", "two")]
-    for process in both:
-        _, error = process.communicate(timeout=120)
-        assert process.returncode == 0, error
-    alone = start("alone")
-    assert alone.communicate(timeout=120) and alone.returncode == 0
-    expected = answers(tmp_path / "alone")
-    assert len(expected) == 24 and answers(tmp_path / "one") == answers(tmp_path / "two") == expected
-    stamp = json.loads((tmp_path / "one.run.json").read_text())
-    assert stamp["config"]["engine"]["memory_gib"] == 0.15

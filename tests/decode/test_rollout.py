@@ -11,7 +11,7 @@ from dlm_rag.evaluation.metrics import (
     score_rollout,
 )
 from dlm_rag.questions import Question
-from dlm_rag.text import extract_sentences, find_answer_span, normalize_answer
+from dlm_rag.text import extract_sentences, normalize_answer
 from tests.support.rollouts import make_committed_token, make_two_step_rollout
 
 
@@ -47,24 +47,6 @@ def test_counts_and_the_line_of_the_answers_file():
         "seconds": {"retrieve": 0.5},
     }  # fmt: skip
     assert rollout.answer_record() == expected
-
-
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        ("A is B. ### C D", "C D"),
-        ("### a ### b.", "b"),
-        ("so \\boxed{Paris, France}.", "Paris, France"),
-        ("The answer is: Paris.", "Paris"),
-        ("The answer is Paris\nand more", "Paris"),
-        ("### Paris\nand more", "Paris"),
-        ("### ", ""),
-        ("nothing", ""),
-    ],
-)
-def test_where_the_answer_stands(response, answer):
-    start, stop = find_answer_span(response)
-    assert response[start:stop] == answer
 
 
 def test_sentences_end_at_stops_line_ends_and_the_marker():

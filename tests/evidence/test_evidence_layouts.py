@@ -83,11 +83,6 @@ def test_segments_and_lead_hold_the_prompt_once_and_the_canvas_follows(layout, s
         )
 
 
-def test_without_evidence_the_question_stands_alone():
-    laid = lay_out_prompt(Prompt((1, 2), (), (3,)), DenoiserConfig(300), "independent")
-    assert [segment.ids for segment in laid.context_segments] == [(1, 2, 3)]
-
-
 @pytest.mark.parametrize("layout", ["joint", "prefix"])
 def test_passages_keep_their_tokens_in_rank_order_until_the_context_is_full(layout):
     prompt = Prompt((1,), ((2,) * 4, (3,) * 4, (4,) * 4), (5,))
@@ -119,13 +114,6 @@ def test_passages_are_cut_by_rank():
     fitted = fit_passages(tokenizer, "?", found, room)
     assert [bytes(fact) for fact in fitted.prompt.facts] == [b"aaaa\n", b"b", b""]
     assert fitted.texts == {"first": "aaaa", "second": "b"} and fitted.dropped == ("third",)
-
-
-def test_ids_of_a_passage_do_not_depend_on_its_rank_in_independent():
-    tokenizer = tiny_tokenizer(PromptTemplate.from_checkpoint(None, "independent"))
-    prompt, turned = (tokenizer.build_prompt("Who?", order) for order in (["one", "two"], ["two", "one"]))
-    assert [bytes(fact) for fact in prompt.facts] == [b"one\n", b"two\n"]
-    assert prompt.facts == turned.facts[::-1]
 
 
 class Counted(TorchDispatchMode):

@@ -3,8 +3,6 @@
 import multiprocessing
 import os
 import random
-import resource
-import signal
 import threading
 import time
 from pathlib import Path
@@ -24,7 +22,6 @@ from tests.support.tiny_models import tiny_denoiser
 
 GENEROUS = 2**30
 TOKEN = torch.empty(2, 2, 1, 2, 8)
-SPAWN = multiprocessing.get_context("spawn")
 
 
 def segment(number, **changes):
@@ -52,7 +49,7 @@ def count_right(folder, numbers):
     return sum(tensor is not None for tensor in found.values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_an_entry_is_returned_bit_for_bit_by_another_process(tmp_path, dtype):
     store = EvidenceStore(tmp_path, "tiny", TOKEN.to(dtype), GENEROUS)
     store.add(segment(1), kept(1, dtype))
@@ -73,7 +70,7 @@ def test_flipped_bits_are_found(tmp_path, caplog):
     fill(tmp_path, [1])
     (path,) = tmp_path.glob("*/*.safetensors")
     whole = path.read_bytes()
-    for _ in range(50):
+    for _ in range(20):
         flipped = bytearray(whole)
         flipped[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
         path.write_bytes(flipped)
@@ -110,11 +107,12 @@ def test_an_entry_knows_whose_it_is(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda x: x[:1], lambda x: x[:, :, :5], lambda x: x.bfloat16(), lambda x: x.double(),
-        lambda x: x[0], lambda x: x.reshape(2, 2, 10, 8, 2), lambda x: x.new_zeros(0),
+        lambda x: x[:, :, :5],
+        lambda x: x.bfloat16(),
+        lambda x: x.reshape(2, 2, 10, 8, 2),
         lambda x: x.to(torch.complex64),
     ],
-)  # fmt: skip
+)
 def test_shape_and_dtype_of_an_entry_are_checked(tmp_path, change):
     """Of an entry whose checksum is right."""
     path, other = entry_path(tmp_path, 1), change(kept(1)).contiguous()
@@ -134,13 +132,11 @@ def make_sparse(path):
     "make",
     [
         os.mkfifo, lambda path: path.symlink_to("/dev/zero"), make_sparse, Path.mkdir,
-        lambda path: path.symlink_to(path), lambda path: path.write_bytes(b""),
-        lambda path: path.write_bytes(b"\xff" * 64),
+        lambda path: path.write_bytes(b""), lambda path: path.write_bytes(b"\xff" * 64),
         lambda path: path.write_bytes((3000).to_bytes(8, "little") + b'{"a":' * 600),
         lambda path: path.write_bytes(save({"keys_values": kept(1)})),
-        lambda path: path.write_bytes(save({"other": kept(1)})),
     ],
-    ids=["fifo", "zero", "sparse", "folder", "loop", "empty", "noise", "deep", "no checksum", "other name"],
+    ids=["fifo", "zero", "sparse", "folder", "empty", "noise", "deep", "no checksum"],
 )  # fmt: skip
 @pytest.mark.parametrize("ahead", [False, True])
 def test_what_is_no_entry_is_not_read(tmp_path, make, ahead, monkeypatch):
@@ -196,27 +192,6 @@ def test_a_store_never_passes_its_budget(tmp_path):
     assert 0.9 * budget < most <= budget
 
 
-def _fill_until_the_disk_is_full(folder, pipe):
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    store = fill(folder, range(3))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # it may be a file, which the limit is for as well
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))  # bytes of a file: writing more fails
-    for number in range(3, 9):
-        store.add(segment(number), kept(number))
-    store.flush()
-    pipe.send(store.stats.written_entries)
-
-
-@pytest.mark.slow
-def test_a_full_disk_leaves_what_was_written(tmp_path):
-    here, there = SPAWN.Pipe()
-    process = SPAWN.Process(target=_fill_until_the_disk_is_full, args=(tmp_path, there))
-    process.start()
-    process.join(120)
-    assert process.exitcode == 0 and here.recv() == 3
-    assert count_right(tmp_path, range(9)) == 3 and not list(tmp_path.glob("*/.part-*"))
-
-
 def _fill_forever(folder, seed):
     numbers = list(range(200))
     random.Random(seed).shuffle(numbers)
@@ -227,7 +202,7 @@ def _fill_forever(folder, seed):
 @pytest.mark.slow
 def test_two_writers_that_are_killed_leave_a_store_that_is_right(tmp_path):
     fork = multiprocessing.get_context("fork")
-    for round_number in range(40):  # two kills each
+    for round_number in range(8):  # two kills each
         writers = [
             fork.Process(target=_fill_forever, args=(tmp_path, 2 * round_number + n)) for n in (0, 1)
         ]
@@ -281,49 +256,6 @@ def test_what_waits_for_a_slow_disk_is_bounded_in_bytes(tmp_path, monkeypatch):
     assert count_right(tmp_path, range(9)) == 9
 
 
-def test_what_is_read_ahead_is_read_once(tmp_path, monkeypatch):
-    """However many rows ask for it before the first call."""
-    monkeypatch.setattr(evidence_store, "SMALL_ENTRY_BYTES", 1)
-    fill(tmp_path, range(100))
-    store, read = EvidenceStore(tmp_path, "tiny", TOKEN, GENEROUS), []
-    monkeypatch.setattr(store, "_read", lambda segment: read.append(segment))
-    for number in range(100):
-        store.prefetch([segment(number)])
-        store._readers.submit(lambda: None).result()
-    for number in range(100):
-        store.get(segment(number))
-    assert len(read) == 100
-
-
-def test_an_entry_of_another_user_is_read(tmp_path, monkeypatch):
-    fill(tmp_path, [1])
-    (path,) = tmp_path.glob("*/*.safetensors")
-    os.utime(path, (0, 0))
-
-    def refuse(*_):
-        raise PermissionError
-
-    monkeypatch.setattr(os, "utime", refuse)
-    assert count_right(tmp_path, [1]) == 1
-
-
-def test_two_stores_of_a_process_write_the_same_entries(tmp_path):
-    stores = [EvidenceStore(tmp_path, "tiny", TOKEN, GENEROUS) for _ in range(8)]
-    for number in range(30):
-        for store in stores:
-            store.add(segment(number), kept(number))
-    for store in stores:
-        store.flush()
-    assert not any(store.is_full for store in stores) and count_right(tmp_path, range(30)) == 30
-
-
-def test_what_another_version_has_computed_is_not_read(tmp_path, checkpoint, monkeypatch):
-    denoiser = Denoiser.from_pretrained(checkpoint)
-    before = evidence_store.describe_context(denoiser, "auto")
-    monkeypatch.setattr(evidence_store, "KEYS_VALUES_VERSION", 3)
-    assert evidence_store.describe_context(denoiser, "auto") != before
-
-
 def test_entries_belong_to_weights_and_not_to_settings_of_decoding(tmp_path, checkpoint):
     denoiser = Denoiser.from_pretrained(checkpoint)
     open_store(tmp_path, denoiser).add(segment(1), kept(1))
@@ -353,12 +285,8 @@ def step(denoiser):
         lambda denoiser: denoiser.load_state_dict(tiny_denoiser(1).state_dict()),
         lambda denoiser: denoiser.load_state_dict(tiny_denoiser(1).state_dict(), assign=True),
         lambda denoiser: denoiser.bfloat16().float(),
-        lambda denoiser: (
-            denoiser.layers[0].self_attn.k_proj.register_parameter("bias", None)
-            or setattr(denoiser.layers[0].self_attn.k_proj, "bias", torch.nn.Parameter(torch.ones(16)))
-        ),
     ],
-    ids=["an optimizer step", "copied", "assigned", "rounded", "another parameter"],
+    ids=["an optimizer step", "copied", "assigned", "rounded"],
 )
 def test_weights_that_changed_are_refused(tmp_path, checkpoint, change):
     denoiser = Denoiser.from_pretrained(checkpoint)

@@ -3,16 +3,14 @@
 import random
 import weakref
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dlm_rag.commands.answer_job import LocalEngines
 from dlm_rag.config import EngineConfig
 from dlm_rag.engine.batch_kv_cache import CacheRequest, KVCacheManager
 from dlm_rag.engine.kv_format import KVFormat
-from dlm_rag.engine.kv_tiers import KVArena, Tier
+from dlm_rag.engine.kv_tiers import KVArena
 from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.engine.segment_kv_cache import EvidencePool, default_pool_bytes, measure_free_bytes
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
@@ -61,11 +59,11 @@ def test_what_leaves_the_device_comes_back_from_the_host():
     torch.testing.assert_close(pool.get(segment(1)), one)
 
 
-def test_no_tier_passes_its_budget_in_ten_thousand_refreshes():
+def test_no_tier_passes_its_budget_in_thousands_of_refreshes():
     rng = random.Random(0)
     budgets = (5000, 9000)
     pool, largest = EvidencePool(CPU, *budgets), 0
-    for _ in range(10_000):
+    for _ in range(3000):
         wanted = segment(rng.randrange(300), rng.choice((1, 7, 30, 200)))
         if pool.get(wanted) is None:
             pool.add(wanted, kept(len(wanted.ids)))
@@ -160,15 +158,6 @@ def test_without_a_pool_every_step_encodes_everything_and_without_context_there_
     ]
 
 
-def test_pinned_blocks_count_what_the_allocator_takes_for_them():
-    """torch rounds them up to a power of two: 10 tokens of 128 bytes take 2,048 bytes."""
-    tier, gone = Tier(5000, pinned=True), []
-    for name in (1, 2, 3):
-        gone.append([lost.ids[0] for lost, _ in tier.make_room(tier.cost(kept()))])
-        tier.put(segment(name), kept())
-    assert tier.bytes == 4096 and gone == [[], [], [1]]
-
-
 def test_under_autocast_contexts_are_kept_in_its_dtype():
     """As in the validation of a training whose weights are float32."""
     denoiser, laid = tiny_denoiser(), [laid_out("independent", (A, B), False)]
@@ -253,30 +242,6 @@ def test_what_a_decoder_kept_is_free_before_it_asks_how_much_is(monkeypatch):
     held.append(weakref.ref(proposer.pool))
     proposer.reset_cache()
     assert proposer.pool._near.budget == 10**6
-
-
-class DecoderOfNothing:
-    denoiser = None
-
-    def stream(self, questions, step=None):
-        return iter(questions)
-
-    def describe(self):
-        return ""
-
-
-def test_the_decoder_of_one_setting_is_gone_before_that_of_the_next_is_made():
-    engines, config, made = LocalEngines(), SimpleNamespace(model=None, energy="none"), []
-
-    def load(_):
-        assert all(decoder() is None for decoder in made)
-        decoder = DecoderOfNothing()
-        made.append(weakref.ref(decoder))
-        return decoder
-
-    for _ in range(3):
-        engines.open(SimpleNamespace(prepared=SimpleNamespace(config=config, device=CPU, load=load)))
-        assert [*engines.stream([1, 2])] == [1, 2]
 
 
 def test_what_is_free_is_what_the_container_may_take(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """Segments that rows share: the same keys and values, the same tokens, each segment in memory once."""
 
 import random
-from collections import OrderedDict
 from itertools import pairwise
 
 import numpy as np
@@ -105,17 +104,6 @@ def test_an_arena_keeps_what_it_holds_apart_and_within_its_budget(host_bytes):
         assert all((kept == segment.ids[0]).all() for segment, kept in arena.kept.items())
     assert pool.cache_stats.evicted_segments > 100
     assert bool(pool.cache_stats.host_tokens) == bool(host_bytes)
-
-
-def test_room_that_is_there_is_found_without_a_look_at_all_that_is_kept():
-    class Kept(OrderedDict):
-        def __iter__(self):
-            raise AssertionError("a pool has thousands of passages")
-
-    format = KVFormat(tiny_denoiser())
-    pool = EvidencePool(CPU, KVArena(100 * format.token_bytes, format))
-    pool.arena.kept = Kept()
-    assert len(pool.locate([Segment((name,) * 9, 0) for name in range(6)])) == 6
 
 
 def test_what_a_failed_call_was_to_write_is_not_kept():
