@@ -175,14 +175,6 @@ def gate(hub):
     hub.status[FLASHRAG] = (403, "GatedRepo")
 
 
-def say_more(hub):
-    hub.size = 10**15
-
-
-def put(content):
-    return lambda hub: hub.files[FLASHRAG].update({"hotpotqa/dev.jsonl": content})
-
-
 BAD = {
     "gated": (gate, "get hotpotqa", "is gated: ask for access there"),
     "missing file": (
@@ -190,8 +182,6 @@ BAD = {
         "get nq",
         "has no nq/test.jsonl",
     ),
-    "full disk": (say_more, "get hotpotqa", "are needed: make room"),
-    "no questions": (put(lines([{"id": 1, "query": "?"}])), "get hotpotqa", "there is no 'question'"),
     "unknown name": (lambda hub: None, "get hotpotq", "nearest: 'hotpotqa'"),
 }
 
@@ -368,16 +358,6 @@ def test_data_sets_by_name_are_a_folder_and_a_row_each(laid_out, model, capsys):
     assert {"bridge", "comparison"} < {
         *json.loads(Path("runs/hotpotqa/scores.json").read_text())["questions"]
     }
-
-
-@pytest.mark.slow
-def test_the_corpus_context_is_what_comes_with_the_questions(laid_out, model):  # noqa: F811
-    evaluate_by_name(model, "--dataset", "hotpotqa", "--corpus", "context")
-    answers = [json.loads(line) for line in Path("runs/answers.jsonl").read_text().splitlines()]
-    assert {name for answer in answers for name in answer["evidence"]} == {"Emma", "Dune"}
-    record = json.loads(Path("runs/scores.json").read_text())
-    (setting,) = record["settings"].values()
-    assert setting["groups"]["all"]["recall_last"]["mean"] == 0.5, "'Jane Austen' is not among them"
 
 
 @pytest.mark.parametrize(

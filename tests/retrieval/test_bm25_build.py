@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-from errno import ENOSPC
 from pathlib import Path
 
 import bm25s
@@ -118,20 +117,6 @@ def test_parts_of_any_size_and_any_number_of_processes_give_the_same_bytes(corpu
         assert read_index(corpus) == whole
 
 
-def test_rows_are_split_by_number_and_by_bytes(tmp_path):
-    lines = [{"id": n, "contents": "word " * (1 + n % 9 * 10)} for n in range(60)]
-    corpus = open_corpus(write_jsonl_file(tmp_path / "c.jsonl", lines), tmp_path / "indexes")
-    sizes = [len(line) + 1 for line in (tmp_path / "c.jsonl").read_text().splitlines()]
-    for passages, size in ((1, 10**9), (7, 10**9), (60, 1), (60, 500), (8, 1500), (10**9, 10**9)):
-        found = corpus.split_rows(passages, size)
-        assert [row for rows in found for row in rows] == list(range(60))
-        for rows, after in zip(found, [*found[1:], None], strict=True):
-            held = sum(sizes[row] for row in rows)
-            assert len(rows) == 1 or (len(rows) <= passages and held <= size)
-            full = after and (len(rows) == passages or held + sizes[after.start] > size)
-            assert full or after is None, "none is cut short without need"
-
-
 def is_running(pid):
     """A process that has ended and is not yet waited for has no command line."""
     try:
@@ -217,19 +202,6 @@ def test_two_processes_build_it_once(corpus, tmp_path, monkeypatch, small_parts)
     assert [builder.exitcode for builder in builders] == [0, 0]
     counted = (tmp_path / "counted").read_text().split()
     assert sorted(map(int, counted)) == list(range(0, PASSAGES, 3))
-
-
-@pytest.mark.parametrize("phase", ["_count_words", "_write_bucket"])
-def test_a_full_disk_is_said_in_a_sentence_and_the_build_goes_on(corpus, small_parts, phase):
-    def fill(*_):
-        raise OSError(ENOSPC, os.strerror(ENOSPC))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bm25_build, phase, fill)
-        with pytest.raises(CorpusError, match=r"No space left.*the same command again"):
-            BM25Retriever(corpus, 7)
-    retriever = BM25Retriever(corpus, 7)
-    assert list(retriever.rank_scored([make_query("own17")], 3)[0]) == [17]
 
 
 def test_a_worker_that_is_killed_is_no_endless_wait(corpus, monkeypatch, small_parts):

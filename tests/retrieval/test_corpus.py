@@ -4,7 +4,6 @@ import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +12,6 @@ from blake3 import blake3
 from dlm_rag.errors import CorpusError
 from dlm_rag.files.digest import digest_file
 from dlm_rag.retrieval import corpus as corpus_module
-from dlm_rag.retrieval.chunking import read_text_passages
 from dlm_rag.retrieval.corpus import Passage, open_corpus
 from tests.support.passages import PASSAGES, write_jsonl_file
 
@@ -125,13 +123,3 @@ def test_ids_that_agree_in_their_digests_are_still_different(tmp_path, monkeypat
         file.write('{"id": "3", "contents": "again"}\n')
     with pytest.raises(CorpusError, match="line 6: the id '3' occurs a second time"):
         open_corpus(path)
-
-
-def test_lines_that_are_as_long_as_a_passage_are_read_in_linear_time(tmp_path):
-    (tmp_path / "table.txt").write_text("\n".join(["word " * 110] * 3000), encoding="utf-8")
-    splitter = SimpleNamespace(chunks=lambda text: [text])
-    with patch("semantic_text_splitter.TextSplitter", lambda _: splitter):
-        begin = time.process_time()
-        ((_, record),) = read_text_passages(tmp_path)
-        assert time.process_time() - begin < 1.0, "with the square of a line's length it takes five"
-    assert len(record["contents"].splitlines()) == 3000

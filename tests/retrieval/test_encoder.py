@@ -188,12 +188,6 @@ def test_a_damaged_folder_is_named_before_any_passage(folder, damage, capfd):
     assert "LOAD REPORT" not in capfd.readouterr().err
 
 
-def test_a_missing_pooler_is_made_up_the_same_at_every_start(folder):
-    tensors(lambda found: found.pop("pooler.dense.weight"))(folder)
-    one, other = (load_sentence_transformer(str(folder), "cpu").state_dict() for _ in range(2))
-    assert all((one[name] == other[name]).all() for name in one)
-
-
 PASSAGES = 800  # 13 shards
 BUILD = """
 import logging, sys

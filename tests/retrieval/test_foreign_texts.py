@@ -12,7 +12,7 @@ from dlm_rag.retrieval.chunking import PASSAGE_LENGTH_CHARS, split_front_matter,
 from dlm_rag.retrieval.composite import describe_missing_support, wrap_oracle
 from dlm_rag.retrieval.corpus import get_row_id, open_corpus
 from dlm_rag.retrieval.query import Query
-from dlm_rag.text import normalize_text, split_terms
+from dlm_rag.text import split_terms
 
 
 def write_rows(path, rows):
@@ -56,19 +56,11 @@ def test_terms_of_english_are_those_of_bm25s():
 PLAIN = 'Who directed "Harbour Lights"?'
 FORMS = [
     PLAIN + "\n",
-    PLAIN + "\r\n",
-    " " + PLAIN + "\t",
-    'Who directed  "Harbour\nLights"?',
     "Who directed “Harbour Lights”?",
-    "Who directed „Harbour Lights“?",
-    "Who directed «Harbour Lights»?",
     'Who directed "Harbour\u00a0Lights"?',
-    'Who directed "Harbour\u202fLights"?',
     'Who directed "Har\u00adbour Lights"?',
     "\ufeff" + PLAIN,
     "\u200b" + PLAIN,
-    'Who directed\u2003"Harbour Lights"?',
-    'Who directed\u3000"Harbour Lights"?',
     'Who directed\u2028"Harbour Lights"?',
 ]
 
@@ -78,13 +70,6 @@ def test_a_question_is_the_same_in_every_typography(tmp_path, form):
     (typed,) = parse_typed_questions([form])
     (read,) = read_questions(write_rows(tmp_path / "q.jsonl", [{"id": "1", "question": form}]))
     assert typed.question == read.question == Question("q", form).question == PLAIN
-
-
-def test_letters_are_composed_and_apostrophes_plain():
-    assert (
-        normalize_text("Ame\u0301lie\u2019s") == "Amélie's"
-        and Question("q", "Zoe\u0308?").question == "Zoë?"
-    )
 
 
 def test_truth_values_are_words(tmp_path):

@@ -127,15 +127,6 @@ def test_https_trusts_whom_the_environment_names_and_nobody_else(
             found_at(url)
 
 
-@pytest.mark.slow
-def test_a_certificate_of_another_host_is_refused(encrypted, certificate, monkeypatch):
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
-    found = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", encrypted.port))
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [found])
-    with pytest.raises(ConfigError, match=r"other\.example.*mismatch|mismatch.*other\.example"):
-        found_at(f"https://other.example:{encrypted.port}/retrieve")
-
-
 def test_a_token_goes_to_the_service_and_nowhere_else(monkeypatch, caplog):
     """Not into errors, even where the service repeats it, nor into logs, nor to where it is sent on."""
     caplog.set_level(logging.DEBUG)

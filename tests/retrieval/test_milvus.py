@@ -23,13 +23,11 @@ pytest.importorskip("milvus_lite")
 from dlm_rag.__main__ import dispatch
 from dlm_rag.commands.answer_job import LocalEngines, plan_answer_job
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, fill_in_shipped_files
-from dlm_rag.config import DecodeConfig, RetrievalConfig, load_config
-from dlm_rag.engine.engine import Decoder
+from dlm_rag.config import RetrievalConfig, load_config
 from dlm_rag.errors import ConfigError, CorpusError, UserError
-from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever, milvus
-from dlm_rag.retrieval.base import PartialSearchError, Retriever, select_top_hits
+from dlm_rag.retrieval.base import PartialSearchError, Retriever
 from dlm_rag.retrieval.composite import HybridRetriever, MultiQueryRetriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import DenseRetriever
@@ -44,7 +42,6 @@ from dlm_rag.retrieval.milvus import (
 from dlm_rag.retrieval.query import Query
 from dlm_rag.retrieval.retry import SearchUnavailableError
 from dlm_rag.retrieval.sparse_vectors import compute_corpus_statistics
-from dlm_rag.tokenizer import Tokenizer
 from tests.support.milvus_server import LocalBM25Retriever, MilvusServer
 
 WORLD = SHIPPED_FOLDER / "world"
@@ -153,12 +150,6 @@ def test_equal_scores_stand_in_corpus_order(server, tmp_path, monkeypatch, most)
         assert [p.id for p in error.value.results[1]] == ["p0"]
 
 
-def test_the_rule_for_equals():
-    hits = [(3.0, 4), (2.00001, 9), (2.0, 1), (1.9999, 3), (1.0, 0)]
-    assert [row for _, row in select_top_hits(hits, 9, 4)] == [4, 1, 9, 3, 0]
-    assert select_top_hits(hits, 3, 4) == select_top_hits(hits, 9, 4)[:3]
-
-
 @pytest.mark.slow
 def test_dense_and_hybrid_find_what_they_find_here(server, few, minilm, tmp_path):
     """Passages that are there twice have equal vectors; a hybrid collection answers all three kinds."""
@@ -213,10 +204,7 @@ def test_what_is_no_collection_of_ours_is_refused(server, few):
     refused(server.url("fex"), "there is no such collection: build it with `dlm-rag index")
     refused(server.url("few"), "built with retrieval.method=bm25", method="dense")
     refused(server.url("few"), "at most 16,384", top_k=20_000)
-    refused(changed(server, "form", **{"dlm_rag.form": "0"}), "(form 0)")
     refused(changed(server, "half", **{"dlm_rag.finished": "0"}), "half-built: finish it with `dlm-rag")
-    refused(changed(server, "odd", **{"dlm_rag.kind": "all"}), "damaged properties")
-    refused(changed(server, "unindexed"), "the index of its field 'sparse' is None by None")
     refused(changed(server, "nobody", **{"dlm_rag.fingerprint": ""}), "was not built by this version")
 
 
@@ -225,7 +213,6 @@ def test_the_wrong_place_is_told_at_once(server, few, monkeypatch):
     from http.server import BaseHTTPRequestHandler, HTTPServer
 
     refused("milvus://127.0.0.1:1/world", "Connection refused")
-    refused("milvus://nowhere.invalid/world", "cannot be searched")
     web = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
     threading.Thread(target=web.serve_forever, daemon=True).start()
     refused(f"milvus://127.0.0.1:{web.server_port}/world", "does not answer as a Milvus does")
@@ -251,23 +238,6 @@ def test_a_collection_that_was_replaced_is_noticed(server, corpus_file, tmp_path
 def give(found: MilvusRetriever, seconds: float) -> None:
     """From now on a search has so long."""
     found._collection._seconds = seconds
-
-
-@pytest.mark.slow
-def test_a_server_that_begins_again_is_searched_again(own_server, corpus_file, capfd):
-    """By a search that began while it was away, too: it goes on until its deadline."""
-    found = build(own_server, "small", corpus_file, top_k=2)
-    before = found.search([asked("Who wrote Emma?")])
-    own_server.kill()
-    give(found, 1)
-    with pytest.raises(SearchUnavailableError, match=own_server.url("small")):
-        found.search([asked("Who wrote Emma?")])
-    give(found, SECONDS)
-    begin = threading.Timer(1.0, own_server.start)
-    begin.start()
-    assert found.search([asked("Who wrote Emma?")]) == before
-    begin.join()
-    assert not capfd.readouterr().err, "nothing of pymilvus and gRPC, which say much"
 
 
 @pytest.mark.slow
@@ -431,25 +401,6 @@ def test_a_server_that_is_killed_or_stopped_again_and_again_costs_no_answer(
             calm, key=lambda answer: answer["id"]
         )
     assert len(calm) == len(questions)
-
-
-@pytest.mark.slow
-def test_trajectories_are_those_of_a_local_search(server):
-    """Every step, every passage, every token."""
-    questions = read_questions(str(WORLD / "questions.jsonl"))[::10]
-    path, model = WORLD / "corpus.jsonl", str(SHIPPED_FOLDER / "model")
-    denoiser, tokenizer = Denoiser.from_pretrained(model), Tokenizer.from_pretrained(model)
-
-    def trajectories(retriever):
-        decoder = Decoder(denoiser, retriever, tokenizer, DecodeConfig(batch_size=16))
-        found = decoder.decode(questions)
-        assert not any(rollout.error for rollout in found)
-        return [
-            (rollout.passages, [replace(step, seconds={}) for step in rollout.steps]) for rollout in found
-        ]
-
-    local = trajectories(LocalBM25Retriever(open_corpus(path), 7))
-    assert len(local) == 40 and trajectories(build(server, "world", path)) == local
 
 
 @pytest.mark.slow

@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from dlm_rag import load_retriever
-from dlm_rag.config import RetrievalConfig, load_config
+from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import read_questions
-from dlm_rag.retrieval import RETRIEVERS
 from dlm_rag.retrieval.base import MemoizedBatchFunction, interleave_rankings
 from dlm_rag.retrieval.bm25_build import extract_terms
-from dlm_rag.retrieval.composite import HybridRetriever, NoRetriever, fuse_rankings
+from dlm_rag.retrieval.composite import HybridRetriever, fuse_rankings
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import DenseRetriever
 from dlm_rag.retrieval.query import Query
@@ -58,13 +57,6 @@ def test_a_query_that_finds_nothing_is_an_empty_list_beside_full_ones(corpus_fil
         tmp_path / "c.jsonl", [{"id": 1, "contents": "the"}, {"id": 2, "contents": "and"}]
     )
     assert list_passage_ids(load_retriever(stop_words, top_k=1).search(asked[1:])) == [[], [], []]
-
-
-def test_a_corpus_of_its_own_comes_before_the_one_of_a_config(corpus_file):
-    """A path as a config is what a config with that corpus is."""
-    for config in ("no_such.jsonl", RetrievalConfig(corpus="no_such.jsonl")):
-        retriever = load_retriever(config, corpus_file, top_k=1)
-        assert retriever.search([make_query("George Herbert")])[0]
 
 
 def test_top_k_beyond_the_corpus_takes_all_of_it_with_a_warning(corpus_file, caplog):
@@ -229,22 +221,6 @@ def test_words_of_parts_takes_turns_of_a_search_for_each_part(corpus_file):
         found = by_parts.rank([query, make_query("zzz"), make_query(parts[0]), Query("", ())], 3)
         assert found == [interleave_rankings(alone, 3), [], alone[0], []]
     assert whole.rank([query], 3) != by_parts.rank([query], 3)
-
-
-def test_hybrid_fuses_the_turns_of_parts_with_dense(corpus_file, monkeypatch):
-    """Dense search is played by the whole corpus backwards."""
-
-    class Backwards(NoRetriever):
-        def rank(self, queries, depth):
-            return [[4, 3, 2, 1, 0][:depth] for _ in queries]
-
-    monkeypatch.setitem(RETRIEVERS, "dense", lambda config, corpus: Backwards(corpus, config.top_k))
-    parts = ("novel by Frank Herbert", "Jane Austen was born in")
-    query = Query(" ".join(parts), parts)
-    hybrid = load_retriever(corpus_file, method="hybrid", top_k=3, bm25_query="sentences")
-    turns = load_retriever(corpus_file, top_k=5, bm25_query="sentences").rank([query], 50)[0]
-    assert hybrid.rank([query], 3) == [fuse_rankings([turns, [4, 3, 2, 1, 0]], 3, 50)]
-    assert hybrid.key(query) != load_retriever(corpus_file, method="hybrid").key(query)
 
 
 OWN_RETRIEVER = """

@@ -244,17 +244,6 @@ def test_answers_of_another_service_are_not_mixed(answer, local, url, other, cor
     assert code == 2 and "holds answers with corpus=" in err
 
 
-def test_a_service_that_becomes_another_in_mid_run_ends_the_run(answer, local, other):
-    new = SearchService(other, RetrievalConfig())
-
-    def becomes_another(searches, found):
-        return found | {"dlm_rag": new.describe_service()["dlm_rag"]}
-
-    with serve_search(TroubledService(local, RetrievalConfig(top_k=3), 5, becomes_another)) as url:
-        code, err, _ = answer(f"retrieval.url={url}")
-    assert code == 2 and "searches other passages than when this run began" in err
-
-
 # The program.
 
 

@@ -19,7 +19,6 @@ from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.serving.async_engine import EngineRequest
-from dlm_rag.serving.middleware import read_api_keys
 from dlm_rag.serving.responses import find_stop
 from tests.support.block_attention import block_denoiser
 from tests.support.cases import first_is_fast
@@ -260,15 +259,6 @@ def refusing(tmp_path_factory):
         yield service
 
 
-def test_what_asks_for_nothing_is_taken(refusing):
-    """As clients send it by themselves."""
-    more = {"n": 1, "tools": [], "logprobs": False, "top_p": 1.0, "frequency_penalty": 0, "stop": None}
-    more |= {"user": "me", "stream": False, "seed": None, "response_format": {"type": "text"}}
-    plain = content_of(send_request(refusing, chat_body()))
-    assert content_of(send_request(refusing, chat_body(**more))) == plain
-    assert content_of(send_request(refusing, chat_body([{"type": "text", "text": ASKED}]))) == plain
-
-
 @pytest.mark.parametrize(
     ("kind", "own"),
     first_is_fast(
@@ -330,16 +320,6 @@ def test_keys_are_asked_for_and_the_corpus_is_searched_at_the_same_server(decode
         assert [[document["id"] for document in each] for each in found] == [["dune"]]
         page = get_page(service, "/")
         assert page.status_code == 200 and not any(key in page.text for key in KEYS)
-
-
-def test_a_key_file_that_everybody_can_read_is_warned_of(tmp_path, caplog):
-    file = tmp_path / "keys.txt"
-    file.write_text(KEYS[0])
-    for mode, said in ((0o640, 0), (0o600, 0), (0o644, 1)):
-        file.chmod(mode)
-        read_api_keys(str(file))
-        assert len(caplog.messages) == said
-    assert f"chmod o= {file}" in caplog.messages[0]
 
 
 @pytest.fixture

@@ -107,29 +107,6 @@ def test_real_clients_at_a_real_server(folder, corpus):
         assert httpx.post(f"{url}/v1/chat/completions", json=chat_body()).status_code == 200
 
 
-@pytest.mark.slow
-def test_the_same_corpus_is_served_on_and_another_ends_the_process(folder, corpus_file):
-    """Though its name is the same; questions on their way are refused."""
-    port = find_free_port()
-    url = f"http://127.0.0.1:{port}"
-    with start_server_process(folder, port, *TINY, *ROWS) as process:
-        corpus_file.touch()
-        assert httpx.post(f"{url}/v1/chat/completions", json=chat_body()).status_code == 200
-        corpus_file.write_text(corpus_file.read_text().replace("Tacoma", "Seattle"))
-        assert httpx.post(f"{url}/v1/chat/completions", json=chat_body(), timeout=30).status_code == 503
-        assert process.wait(30) == 2
-        process.reading.join(30)
-        *asked, last = process.said
-        assert [re.sub(r"\d\.\d{3} s", "T", line) for line in asked] == [
-            "POST /v1/chat/completions 200 T -",
-            "POST /v1/chat/completions 503 T -",
-        ]
-        assert last == (
-            f"error: {corpus_file.name} has changed while it was in use: answers so far are of the file as "
-            "it was; begin again with the file as it is"
-        )
-
-
 def hostile(port):
     """What no client sends: each is answered in a line or dropped, and nothing of the machine is told."""
     for sent in (
