@@ -9,16 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
-from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.answers_file import AnswersFile
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.trace_file import read_trace
-from dlm_rag.errors import ConfigError, RunError, TraceError
+from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.questions import Question
 from tests.support.results import CPU, make_stamp
-from tests.support.traces import HEADER, VERSION_1_LINE, make_rollout_with
+from tests.support.traces import HEADER, make_rollout_with
 
 GPU = {"device": "cuda", "name": "a device", "attention": "flash", "torch": "2.13.0", "cuda": "12.9"}
 ASKED = [Question(f"q{n}", "Who?") for n in range(3)]
@@ -81,28 +79,6 @@ def test_what_another_process_has_begun_with_other_settings_is_left_alone(files)
         late.open_run(make_stamp(dtype="bfloat16"), HEADER)
     assert ids(files) == [["q0"]] * 2
     assert run(files, dtype="float32") == ["q1", "q2"], "the lock was given back"
-
-
-def test_a_setting_that_is_newer_than_the_answers_had_its_default(files):
-    """They were made by a version without it."""
-    run(files, [answer("q0")])
-    newer = {"decode.schedule": DecodeConfig().schedule}
-    assert run(files, **newer) == ["q1", "q2"]
-    with pytest.raises(ConfigError, match=r"decode\.schedule=even.*rounded"):
-        run(files, **{"decode.schedule": "rounded"})
-
-
-def test_reading_while_another_process_writes_is_no_error(files):
-    """Between the reading of the answers and that of the traces the other one goes on."""
-    running = AnswersFile(*files)
-    running.open_run(make_stamp(), HEADER)
-    running.append(answer("q0"))
-    reader = AnswersFile(*files)
-    assert [question.id for question in reader.remaining(ASKED)] == ["q1", "q2"]
-    running._writer.write(answer("q1"))
-    running._writer.write(answer("q2"))
-    AnswersFile(*files)
-    running.close()
 
 
 def test_a_kill_at_any_byte_loses_and_repeats_nothing(tmp_path, files):
@@ -199,36 +175,6 @@ def test_a_trace_of_another_run_is_left_alone(files, tmp_path):
     assert files[1].read_bytes() == before
 
 
-def test_a_trace_of_version_1_is_not_gone_on_with(files):
-    files[1].write_text(VERSION_1_LINE)
-    record = {"id": "q1", "question": "Who wrote Emma?", "response": "M"}
-    files[0].write_text(json.dumps(record) + "\n")
-    files[0].with_name("a.jsonl.run.json").write_text(json.dumps({"answers_depend_on": {}}))
-    assert AnswersFile(*files).remaining([Question("q1", "Who wrote Emma?")]) == [], "it can be read"
-    with pytest.raises(TraceError, match="version 1, which nothing can be added to"):
-        run(files, [answer("q2")])
-    assert files[1].read_text() == VERSION_1_LINE
-
-
-def test_the_lock_is_gone_before_it_is_given_back(files, monkeypatch):
-    """Unlinked afterwards, it might be the lock of a process that has taken it in between."""
-    file = AnswersFile(*files)
-    file.open_run(make_stamp(), HEADER)
-    path, release, seen = Path(f"{files[0]}.lock"), FileLock.release, []
-
-    def note(lock, **options):
-        seen.extend([path.exists()] * (lock.lock_file == str(path)))
-        release(lock, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FileLock, "release", note)
-        file.close()
-    assert seen and not any(seen)
-    with FileLock(path):
-        file.close()
-        assert path.exists(), "closed already: the lock is another's"
-
-
 def test_a_full_disk_is_one_sentence_and_what_was_answered_stays(files, monkeypatch):
     """Wherever it is noticed: in the trace, in the answers, half-way through a line."""
     import resource
@@ -251,17 +197,6 @@ def test_a_full_disk_is_one_sentence_and_what_was_answered_stays(files, monkeypa
     assert files[0].read_bytes() == before[0] and files[1].read_bytes().startswith(before[1])
     assert run(files, [answer("q1"), answer("q2")]) == ["q1", "q2"]
     assert ids(files) == [["q0", "q1", "q2"]] * 2
-
-
-def test_the_same_when_the_disk_is_full_from_the_beginning(files, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("dlm_rag.files.journal.write_text_atomic", full)
-    with pytest.raises(RunError, match="No space left on device"):
-        run(files)
-    monkeypatch.undo()
-    assert run(files) == ["q0", "q1", "q2"], "the lock was given back"
 
 
 @pytest.mark.parametrize("how", ["cut", "moved", "removed before the first answer"])

@@ -166,17 +166,6 @@ def test_a_trace_gives_prompts_canvases_and_edits_again(corpus, tmp_path, settin
         assert [row.step for row in rows] == [step.step for step in rollout.steps if step.committed]
 
 
-@pytest.mark.parametrize(("grid", "length"), [("prompt", 16), ("canvas", 13)])
-def test_the_last_block_is_whole_where_blocks_are_counted_from_the_prompt(corpus, grid, length):
-    decoder = make_decoder(corpus, "independent", shape={"block_grid": grid}, max_new_tokens=13)
-    assert {rollout.canvas_length for rollout in decoder.decode(ASKED)} == {length}
-    rollouts, seen = seen_by(make_decoder(corpus, shape={"block_grid": grid}, max_new_tokens=13))
-    for rollout in rollouts:
-        laid, canvas = seen[rollout.id, 1]
-        assert len(canvas) == rollout.canvas_length
-        assert grid == "canvas" or (len(laid.canvas_prefix.ids) + len(canvas)) % BLOCK == 0
-
-
 def test_a_token_that_follows_from_the_block_before_is_asked_for_alone(corpus, monkeypatch):
     """And leaves the query the guesses that are behind it."""
     decoder = make_decoder(corpus, "independent", shape=SHIFTED, max_new_tokens=24, early_stopping=False)

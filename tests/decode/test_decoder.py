@@ -64,16 +64,6 @@ def test_how_the_work_is_done_changes_no_token(corpus_file, layout, shifted, way
     assert len({r.forwards for r in together}) > 1, "rows should finish at different steps"
 
 
-def test_rollouts_come_in_the_order_asked_and_stream_as_they_finish(corpus_file):
-    decoder = make_decoder(corpus_file, batch_size=2)
-    asked = [Question(f"id{n}", text) for n, text in enumerate(QUESTIONS)]
-    assert [r.id for r in decoder.decode(asked)] == ["id0", "id1", "id2"]
-    seen = []
-    finished = [r.id for r in decoder.stream(asked, lambda r: seen.append((r.id, len(r.steps))))]
-    assert sorted(finished) == ["id0", "id1", "id2"]
-    assert seen[:2] == [("id0", 1), ("id1", 1)], "step 0 of the rows that joined"
-
-
 class RotatingRetriever(CountingRetriever):
     """Finds other passages at every search."""
 
@@ -139,11 +129,6 @@ def test_two_rounds_merge_what_two_searches_find(corpus_file, kind, overlap):
     assert found == [(asked, True), (f"{asked} {longer}", True), (f"{asked} {longer}", False)]
     assert steps[0].passage_ids == tuple(p.id for p in first)
     assert all(step.passage_ids == dealt for step in steps[1:])
-
-
-def test_nothing_found_is_an_empty_evidence_set_and_the_loop_goes_on(corpus_file):
-    rollout = make_decoder(corpus_file, query_policy="question").decode(["zzz?"])[0]
-    assert rollout.evidence == () and rollout.finished and rollout.steps[0].retrieved
 
 
 class Fragile(CountingRetriever):

@@ -88,16 +88,6 @@ def test_a_stream_that_is_left_early_leaves_nothing_behind(corpus_file, overlap)
     assert rollout_records(decoder.decode(QUESTIONS)) == expected
 
 
-def test_a_full_engine_says_so_and_a_place_is_free_once_a_question_has_ended(corpus_file):
-    engine = make_decoder(corpus_file, batch_size=1).new_engine()
-    engine.submit(ASKED[0])
-    assert engine.capacity == 0 and engine.busy
-    with pytest.raises(RuntimeError, match="no free place"):
-        engine.submit(ASKED[1])
-    run(engine)
-    assert engine.capacity == 1 and not engine.busy
-
-
 def test_questions_are_taken_as_places_get_free_and_never_before(corpus_file):
     decoder, taken = make_decoder(corpus_file, batch_size=2), []
 
@@ -109,22 +99,6 @@ def test_questions_are_taken_as_places_get_free_and_never_before(corpus_file):
     for finished, _ in enumerate(decoder.stream(source()), start=1):
         assert len(taken) <= finished + 2
     assert finished == len(taken) == 9
-
-
-def test_a_server_that_is_down_is_asked_once(corpus):
-    """Not once for the batch and once more for each of its queries."""
-
-    class Down(CountingRetriever):
-        calls = 0
-
-        def search(self, queries):
-            self.calls += 1
-            raise ConnectionError("nobody answers")
-
-    retriever = Down(corpus)
-    found = Decoder(tiny_denoiser(), retriever, tiny_tokenizer()).decode(QUESTIONS)
-    assert {r.error for r in found} == {"the search failed: ConnectionError: nobody answers"}
-    assert retriever.calls == 1
 
 
 def test_a_search_that_ends_the_run_is_raised_once(corpus):
@@ -242,15 +216,6 @@ def test_a_step_that_raises_gives_nobody_a_wrong_answer(corpus_file, what, overl
                 wrong.append(f"call {at}: still busy after 500 steps")
             wrong += [f"call {at}: {name}" for name in found if found[name] != expected[name]]
     assert not wrong
-
-
-def test_questions_one_after_another_need_one_slot(corpus_file):
-    decoder = make_decoder(corpus_file, "independent", batch_size=16)
-    with decoder.new_engine() as engine:
-        for number in range(16):
-            engine.submit(Question(f"{number}", QUESTIONS[0]))
-            run(engine)
-    assert decoder.model_runner._contexts._store.slots == 1
 
 
 WAYS = [

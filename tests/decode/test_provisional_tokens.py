@@ -15,7 +15,6 @@ from dlm_rag.decode.provisional_log import (
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.retrieval.query import build_query
 from tests.support import block_attention
-from tests.support.rollouts import strip_times_and_confidences
 from tests.support.traces import TRACE_QUESTIONS, make_decoder, make_trace_header, write_rollouts
 
 # Position: token, confidence. 0 is committed before the second step, masked again before the third.
@@ -99,20 +98,6 @@ def test_guesses_are_those_that_the_queries_are_made_of(corpus, corpus_file, way
             seen += len(guesses)
         assert are_deltas_valid((step.guesses for step in rollout.steps), rollout.canvas_length)
     assert seen
-
-
-def test_a_row_records_guesses_beside_one_that_does_not(corpus):
-    decoder = make_decoder(corpus, "joint", batch_size=2)
-    with decoder.new_engine() as engine:
-        tickets = [engine.submit(TRACE_QUESTIONS[0], guesses=wanted) for wanted in (True, False)]
-        found = {}
-        while engine.busy:
-            found |= {event.ticket: event.rollout for event in engine.step()}
-    one, other = (found[ticket] for ticket in tickets)
-    assert any(step.guesses for step in one.steps) and not any(step.guesses for step in other.steps)
-    assert strip_times_and_confidences(one) == strip_times_and_confidences(other)
-    sure = [[c.confidence for step in r.steps for c in step.committed] for r in (one, other)]
-    assert sure[0] == pytest.approx(sure[1], abs=1e-5)
 
 
 def test_a_trace_with_guesses_is_one_without_for_who_does_not_know_them(corpus, tmp_path):

@@ -179,15 +179,6 @@ def test_rows_differ_in_settings_texts_and_errors(tmp_path):
         next(reading)
 
 
-def test_a_text_is_written_once_however_often_the_file_is_opened(tmp_path):
-    path = tmp_path / "t.jsonl"
-    for name in ("q1", "q2", "q3"):
-        write_rollouts(path, HEADER, [make_rollout_with(id=name)])
-    lines = path.read_text().splitlines()
-    assert len(lines) == 1 + 3 + 3 and sum('"trace": 2' in line for line in lines) == 1
-    assert [rollout.id for rollout in read_trace(path)] == ["q1", "q2", "q3"]
-
-
 def test_version_1_is_still_read(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text(VERSION_1_LINE + VERSION_1_LINE.replace('"q1"', '"q2"'), encoding="utf-8")

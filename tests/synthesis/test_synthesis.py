@@ -52,14 +52,6 @@ def test_sentences_of_an_encyclopaedia(sentences):
     assert split_sentences("  ".join(sentences)) == sentences
 
 
-def test_no_word_is_lost_between_sentences():
-    rng, pieces = random.Random(0), 'U.S. J. K. Rowling. ( ) The end. Is it? Dr. "So!" 3. a'.split()
-    for _ in range(300):
-        text = " ".join(rng.choices(pieces, k=20))
-        kept = " ".join(split_sentences(text))
-        assert [c for c in kept if c.isalnum()] == [c for c in text if c.isalnum()]
-
-
 @pytest.mark.parametrize(
     ("name", "sentence", "what", "verb"),
     [
@@ -104,18 +96,6 @@ def test_names_are_found_longest_first_and_words_are_none():
     longer = 'New York Times|Old Chennai|Chennai-based|Chennai\'s Port|of "Return to Chennai" he'
     assert not any(map(found, longer.split("|"))), "parts of longer names"
     assert all(map(found, ("The Chennai of old", 'of "Chennai" he', "Chennai's port")))
-
-
-def test_names_agree_with_a_search_string_by_string():
-    """For names that do not overlap, on texts of words in any order."""
-    rng = random.Random(1)
-    vocabulary = [f"W{n}x" for n in range(12)]
-    passages = titled(*((f"{a} {b}", "x") for a, b in zip(vocabulary[::2], vocabulary[1::2], strict=True)))
-    names = NameMatcher(passages)
-    for _ in range(200):
-        text = ", ".join(" ".join(rng.choices([*vocabulary, "and"], k=2)) for _ in range(6))
-        naive = {(text.find(p.name), p.name) for p in passages if p.name in text.split(", ")}
-        assert {(start, text[start:stop]) for start, stop, _ in names.find_names(text)} >= naive
 
 
 BOOKS = [
@@ -202,21 +182,6 @@ def test_every_row_of_a_corpus_is_what_it_says():
     rows = rows_of(BOOKS, held_out=0.5)
     check_rows(rows, BOOKS)
     assert len(rows) > 10 and len({row["id"] for row in rows}) == len(rows)
-
-
-def test_a_definition_with_its_own_name_in_it_is_crossed_as_a_whole():
-    emma = Passage("0", "Emma", "Emma is a novel about Emma Woodhouse and her father.")
-    rows = CorpusRowGenerator(
-        [emma, Passage("1", "Ann Roe", "Ann Roe has read of Marwick Bay in four old newspapers.")],
-        held_out=0.0,
-    )
-    gaps, defined = rows.list_counterfactual_parts()
-    assert [rows.passages[row].name for row in defined] == ["Emma"]
-    (gap,) = [gap for gap in gaps if gap.name == "Marwick Bay"]
-    row, second = rows.make_counterfactual(gap, *defined)
-    assert row["golden_answers"] == ["a novel about Marwick Bay Woodhouse and her father"]
-    assert second.contents == f"Marwick Bay is {row['golden_answers'][0]}."
-    assert row["response"] == f"{gap.sentence} {second.contents} ### {row['golden_answers'][0]}"
 
 
 @pytest.mark.slow
