@@ -2,9 +2,10 @@
 
     python examples/smollm2/train.py rows.jsonl runs/smollm2 --minutes 67 --learning-rate 2e-3
 
-rows.jsonl is of `make_rows.py`. The result is an adapter in PEFT's format with the config of the denoiser:
-`dlm-rag sample --model runs/smollm2 --corpus FILE "Who ...?"` reads it. It ends after `--minutes`, along
-which the learning rate falls; `--resume` goes on from the last save. On a GPU give more `--rows-per-step`.
+rows.jsonl is of `make_rows.py`, or a folder of `pack.py`, with which none of our packages is needed. The
+result is an adapter in PEFT's format with the config of the denoiser: `dlm-rag sample --model runs/smollm2
+--corpus FILE "Who ...?"` reads it. It ends after `--minutes`, along which the learning rate falls;
+`--resume` goes on from the last save, `--start` begins with an adapter. On a GPU give more rows a step.
 
 What differs from `dlm-rag train` with `objective=sft`, and why: passages are padded and attention is plain
 matrix products, which costs a CPU half as much as a call of SDPA for each row; W + 2 B A is made once a
@@ -19,14 +20,13 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-
-from dlm_rag.files.smollm2 import MODEL_NAME, get_smollm2
 
 LAYERS, HEADS, KEY_HEADS, WIDTH, HIDDEN = 30, 9, 3, 64, 576
 EPS, ROPE_THETA = 1e-5, 100_000.0
@@ -40,13 +40,14 @@ MATRICES = tuple(f"self_attn.{x}_proj" for x in "qkvo") + tuple(
 )
 HIDDEN_SCORE = -30000.0
 FULL_GRADIENT_EVERY = 4
-STATE_FILE = "state.safetensors"
+STATE_FILE, ROWS_FILE, ADAPTER_FILE = "state.safetensors", "rows.safetensors", "adapter_model.safetensors"
+ADAPTER_HALVES = ("adapter_1.safetensors", "adapter_2.safetensors")
 SAVE_STEPS, LOG_STEPS, WARMUP_STEPS = 40, 10, 25
 CONSTANT_SHARE = 0.35  # of the time, at the highest learning rate
 END_WEIGHT, PADDING_WEIGHT, FINISHED_WEIGHT = 0.7, 0.05, 0.3
 CAUSAL_SHARE = 0.35  # share of the rows without a mask, whose tokens are each predicted from those before
 ALL_MASKED_SHARE, CUT_SHARE, FIRST_SHOWN_SHARE = 0.31, 0.46, 0.92  # of the rows with masks
-FURTHER_WEIGHT, LEAST_WEIGHT = 0.6, 0.1  # of a masked token by how many masks stand right before it
+FURTHER_WEIGHT, LEAST_WEIGHT = 0.75, 0.15  # of a masked token by how many masks stand right before it
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,61 @@ def read_sets(path: Path, folder: Path) -> list[RowSet]:
     return found
 
 
+def unpack_rows(path: Path) -> list[RowSet]:
+    """Returns the sets of a file of `pack.py`."""
+    found = load_file(path)
+    tokens = iter(found.pop("tokens").int().tolist())
+    counts = {name: values.tolist() for name, values in found.items()}
+
+    def take(lengths: Iterator[int], count: int) -> list[list[int]]:
+        return [list(islice(tokens, length)) for length in islice(lengths, count)]
+
+    passages = take(iter(counts["passages"]), len(counts["passages"]))
+    texts, sets = iter(passages), list[RowSet]()
+    rows = zip(counts["heads"], counts["responses"], counts["is_open"], strict=True)
+    for passages_of_set, rows_of_set in zip(counts["passages_of_set"], counts["rows_of_set"], strict=True):
+        read = [
+            Row(list(islice(tokens, head)), list(islice(tokens, response)), bool(is_open))
+            for head, response, is_open in islice(rows, rows_of_set)
+        ]
+        sets.append(RowSet(list(islice(texts, passages_of_set)), read))
+    return sets
+
+
+def load_base(folder: Path) -> dict[str, Tensor]:
+    """Returns the weights of a converted model, or of the parts that `pack.py` wrote, by name."""
+    if (folder / "model.safetensors").exists():
+        return load_file(folder / "model.safetensors")
+    parts = [load_file(path) for path in sorted(folder.glob("base-*.safetensors"))]
+    packed = {name: value for part in parts for name, value in part.items()}
+    return {
+        name.partition(":")[0]: dequantize(value, name.partition(":")[2]) for name, value in packed.items()
+    }
+
+
+def dequantize(values: Tensor, kind: str) -> Tensor:
+    """Returns the weights (rows, columns) in bfloat16 of GGUF's blocks of 32, (rows, bytes); F32 as it is.
+
+    A block of Q4_1 is a scale and a minimum in float16 and 32 numbers of 4 bits, the first 16 in the low
+    halves of the bytes; one of Q8_0 a scale and 32 int8.
+    """
+    if kind == "F32":
+        return values.bfloat16()
+    blocks = values.unflatten(-1, (-1, {"Q4_1": 20, "Q8_0": 34}[kind]))
+    scale = blocks[..., :2].contiguous().view(torch.float16).float()
+    if kind == "Q8_0":
+        numbers = blocks[..., 2:].contiguous().view(torch.int8).float() * scale
+    else:
+        least, halves = blocks[..., 2:4].contiguous().view(torch.float16).float(), blocks[..., 4:]
+        numbers = torch.cat((halves & 15, halves >> 4), -1).float() * scale + least
+    return numbers.flatten(-2).bfloat16()
+
+
 class Denoiser:
     """SmolLM2 with adapters, as plain products over padded rows; base weights are bfloat16 and fixed."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        tensors = {
-            name: value.to(device) for name, value in load_file(folder / "model.safetensors").items()
-        }
+        tensors = {name: value.to(device) for name, value in load_base(folder).items()}
         self.device = device
         self.base = {
             f"{layer}.{name}": tensors[f"model.layers.{layer}.{name}.weight"].bfloat16()
@@ -132,6 +181,14 @@ class Denoiser:
     @property
     def parameters(self) -> list[Tensor]:
         return [*self.a.values(), *self.b.values()]
+
+    @torch.no_grad()
+    def start_from(self, adapter: dict[str, Tensor]) -> None:
+        """Takes over the values of an adapter in PEFT's format."""
+        for name in self.base:
+            prefix = f"base_model.model.model.layers.{name}"
+            self.a[name].copy_(adapter[f"{prefix}.lora_A.weight"])
+            self.b[name].copy_(adapter[f"{prefix}.lora_B.weight"])
 
     @torch.no_grad()
     def merge(self) -> dict[str, Tensor]:
@@ -354,22 +411,28 @@ def iterate_batches(sets: list[RowSet], rows_per_step: int) -> Iterator[list[Row
         epoch += 1
 
 
-def save(out: Path, model: Denoiser, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Writes the adapter as `dlm-rag` reads it, and what `--resume` needs."""
+def save(out: Path, model: Denoiser, optimizer: torch.optim.Optimizer, step: int, base: Path) -> None:
+    """Writes the adapter as `dlm-rag` reads it, also in halves, and what `--resume` needs.
+
+    base: the folder with the config of the base.
+    """
     out.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name in model.a:
         prefix = f"base_model.model.model.layers.{name}"
         tensors[f"{prefix}.lora_A.weight"] = model.a[name].detach().bfloat16().cpu().contiguous()
         tensors[f"{prefix}.lora_B.weight"] = model.b[name].detach().bfloat16().cpu().contiguous()
-    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, out / ADAPTER_FILE, metadata={"format": "pt"})
+    names = sorted(tensors)
+    for number, half in enumerate(ADAPTER_HALVES):
+        save_file({name: tensors[name] for name in names[number::2]}, out / half)
     adapter = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": MODEL_NAME, "r": RANK,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "smollm2", "r": RANK,
         "lora_alpha": round(SCALE * RANK), "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
         "target_modules": sorted({name.split(".")[-1] for name in MATRICES}),
     }  # fmt: skip
     (out / "adapter_config.json").write_text(json.dumps(adapter, indent=2) + "\n")
-    config = json.loads((get_smollm2() / "config.json").read_text())
+    config = json.loads((base / "config.json").read_text())
     config = {
         key: value for key, value in config.items() if key[0] != "_" and key != "transformers_version"
     }
@@ -409,10 +472,21 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--rows-per-step", type=int, default=20)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, default=10**9, help="after which it ends, if that is earlier")
+    parser.add_argument("--start", type=Path, metavar="FOLDER", help="of an adapter to begin with")
     parser.add_argument("--resume", action="store_true", help="go on from the last save in OUT")
     given = parser.parse_args()
-    folder, device = get_smollm2(), torch.device(given.device)
-    sets, model = read_sets(given.rows, folder), Denoiser(folder, device)
+    device, packed = torch.device(given.device), given.rows.is_dir()
+    if packed:
+        folder, sets = given.rows, unpack_rows(given.rows / ROWS_FILE)
+    else:
+        from dlm_rag.files.smollm2 import get_smollm2
+
+        folder = get_smollm2()
+        sets = read_sets(given.rows, folder)
+    model = Denoiser(folder, device)
+    if given.start:
+        model.start_from(load_file(given.start / ADAPTER_FILE))
     print(f"{sum(len(item.rows) for item in sets):,} rows about {len(sets):,} sets of passages", flush=True)
     optimizer = torch.optim.AdamW(
         model.parameters, lr=given.learning_rate, betas=(0.9, 0.98), weight_decay=0.0
@@ -422,15 +496,15 @@ def main() -> None:
         step = resume(given.out, model, optimizer)
         for _ in range(step):
             next(batches)
-    begun, seen = time.time(), 0
+    begun, seen, every = time.time(), 0, 1 if device.type == "cuda" else FULL_GRADIENT_EVERY
     recent: list[tuple[float, float]] = []
     with (given.out.with_name(f"{given.out.name}.jsonl")).open("a") as log:
-        while (done := (time.time() - begun) / (60 * given.minutes)) < 1:
+        while (done := (time.time() - begun) / (60 * given.minutes)) < 1 and step < given.steps:
             falling = min(1.0, (1 - done) / (1 - CONSTANT_SHARE))
             for group in optimizer.param_groups:
                 group["lr"] = given.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS) * max(0.02, falling)
             batch, merged = make_batch(next(batches), random.Random(step), device), model.merge()
-            loss, right = model.loss(merged, batch, step % FULL_GRADIENT_EVERY == FULL_GRADIENT_EVERY - 1)
+            loss, right = model.loss(merged, batch, step % every == every - 1)
             loss.backward()
             model.pass_gradients(merged)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters, 1.0)
@@ -448,8 +522,8 @@ def main() -> None:
                 print(json.dumps(record), file=log, flush=True)
                 print(json.dumps(record), flush=True)
             if step % SAVE_STEPS == 0:
-                save(given.out, model, optimizer, step)
-    save(given.out, model, optimizer, step)
+                save(given.out, model, optimizer, step, folder)
+    save(given.out, model, optimizer, step, folder)
 
 
 if __name__ == "__main__":

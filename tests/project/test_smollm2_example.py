@@ -1,0 +1,55 @@
+"""What `examples/smollm2/pack.py` packs is what `train.py` reads."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.support.paths import ROOT
+
+FOLDER = ROOT / "examples" / "smollm2"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.delitem(sys.modules, "train", raising=False)  # `train.py` of the root has that name too
+    monkeypatch.delitem(sys.modules, "pack", raising=False)
+    import pack
+
+    import train
+
+    yield pack, train
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    monkeypatch.delitem(sys.modules, "pack", raising=False)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F32"])
+def test_blocks_are_read_as_gguf_reads_them(example, kind):
+    gguf = pytest.importorskip("gguf")
+    weights = np.random.default_rng(0).standard_normal((6, 64), dtype=np.float32)
+    form = gguf.GGMLQuantizationType[kind]
+    stored = gguf.quants.quantize(weights, form)
+    expected = torch.from_numpy(np.array(gguf.quants.dequantize(stored, form))).bfloat16()
+    assert torch.equal(example[1].dequantize(torch.from_numpy(np.array(stored)), kind), expected)
+
+
+def test_rows_come_back(example, tmp_path):
+    pack, train = example
+    sets = [
+        train.RowSet([[1, 2], [3]], [train.Row([4, 5], [6], False), train.Row([7], [49151, 0], True)]),
+        train.RowSet([[8]], [train.Row([9], [10, 11], False)]),
+    ]
+    pack.pack_rows(sets, tmp_path / "rows.safetensors")
+    assert train.unpack_rows(tmp_path / "rows.safetensors") == sets
+
+
+def test_an_adapter_is_joined_of_its_halves(example, tmp_path):
+    pack, train = example
+    for number, half in enumerate(train.ADAPTER_HALVES):
+        save_file({f"tensor {number}": torch.arange(4.0) + number}, tmp_path / half)
+    pack.join_adapter(tmp_path)
+    joined = train.load_file(tmp_path / train.ADAPTER_FILE)
+    assert {name: value[0].item() for name, value in joined.items()} == {"tensor 0": 0, "tensor 1": 1}
