@@ -7,7 +7,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from dlm_rag.decode.terminal import render_answer
 from dlm_rag.decode.trace_file import (
     TraceWriter,
     read_trace,
@@ -22,7 +21,6 @@ from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.evidence.truncation import ContextBudget, fit_passages, keep_shorter_texts
 from dlm_rag.questions import Question
 from dlm_rag.tokenizer.prompts import PromptTemplate
-from tests.support.rollouts import render_to_text
 from tests.support.tiny_models import byte_tokenizer, tiny_tokenizer
 from tests.support.traces import (
     HEADER,
@@ -104,22 +102,6 @@ def test_a_rollout_read_back_is_the_rollout(corpus, tmp_path, tokenizer_folder, 
         assert score_rollout(again, question) == score_rollout(rollout, question)
         assert list(again.replay()) == list(rollout.replay())
         assert again.answer_record() == rollout.answer_record()
-
-
-def test_a_page_is_made_again(corpus, tmp_path, tokenizer_folder):
-    """Texts as far as they were in the prompt, citations, the canvas: what a person sees is the same."""
-    decoder = make_decoder(corpus, "joint")
-    rollout = decoder.decode(TRACE_QUESTIONS[:1])[0]
-    path = write_rollouts(tmp_path / "t.jsonl", make_trace_header(decoder), [rollout])
-    header, (again,) = read_trace_header(path), read_trace(path)
-    tokenizer = header.tokenizer(tokenizer_folder)
-    assert render_to_text(
-        render_answer(restore_evidence_texts(again, header, tokenizer))
-    ) == render_to_text(render_answer(rollout))
-    for step, prompt in zip(again.steps, rebuild_prompts(again, header, tokenizer), strict=True):
-        text = bytes(prompt.prompt.ids).decode()
-        assert tuple(prompt.texts) == step.passage_ids and prompt.dropped == step.dropped
-        assert all(part.strip() in text for part in prompt.texts.values())
 
 
 def test_what_was_dropped_shapes_the_prompt():

@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -73,23 +72,6 @@ def kill():
 
 def interrupt():
     raise KeyboardInterrupt
-
-
-@pytest.mark.slow
-def test_a_build_that_was_killed_goes_on_and_gives_the_same_bytes(corpus, build):
-    encoder = Encoder(die=(150, kill))
-    worker = multiprocessing.get_context("fork").Process(target=build, args=(corpus, encoder))
-    worker.start()
-    worker.join()
-    assert worker.exitcode == -signal.SIGKILL
-    second = Encoder()
-    ((name, resumed),) = build(corpus, second).items()
-    assert second.embedded == [f"passage {n}" for n in range(3 * BLOCK, PASSAGES)]
-    for path in (corpus.folder / name).iterdir():
-        path.unlink()
-    (corpus.folder / name).rmdir()
-    whole = Encoder()
-    assert build(corpus, whole)[name] == resumed and len(whole.embedded) == PASSAGES
 
 
 def test_another_encoder_or_corpus_begins_anew(corpus, build, tmp_path):

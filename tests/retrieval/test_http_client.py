@@ -155,33 +155,6 @@ def test_what_is_no_token_is_refused_before_anything_is_sent(monkeypatch, token)
     assert token not in str(error.value)
 
 
-def address(host, port):
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return family, socket.SOCK_STREAM, 6, "", (host, port, 0, 0) if ":" in host else (host, port)
-
-
-def has_ipv6():
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_localhost_is_whichever_address_answers(host, monkeypatch):
-    with running(host=host) as service:
-        port = service.port
-        if ":" in host:
-            assert found_at(f"http://[::1]:{port}/retrieve") == [["a"], ["a"]]
-        both = [address("::1", port), address("127.0.0.1", port)]
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
-        assert found_at(f"http://localhost:{port}/retrieve") == [["a"], ["a"]]
-    with pytest.raises(ConfigError, match="cannot be searched: Connection refused"):
-        found_at(f"http://localhost:{port}/retrieve")
-
-
 def test_one_connection_serves_a_whole_run_and_one_that_was_closed_is_made_again():
     opened = []
 

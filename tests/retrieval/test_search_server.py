@@ -221,18 +221,6 @@ def test_trouble_in_mid_run_is_an_error_of_rows_and_the_run_is_resumed_from_ther
     assert found == expected
 
 
-def test_a_passing_trouble_costs_nothing(answer, local, corpus_file):
-    expected = answer("--corpus", str(corpus_file), out="local.jsonl")[2]
-
-    def once(searches, found):
-        searches.healthy = 5
-        raise ApiError(503, "come back later")
-
-    with serve_search(TroubledService(local, RetrievalConfig(top_k=3), 3, once)) as url:
-        code, _, found = answer(f"retrieval.url={url}")
-    assert code == 0 and found == expected
-
-
 def test_answers_of_another_service_are_not_mixed(answer, local, url, other, corpus_file):
     assert answer(f"retrieval.url={url}")[0] == 0
     with serve_search(SearchService(local, RetrievalConfig())) as same:

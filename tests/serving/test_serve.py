@@ -471,14 +471,6 @@ def test_a_server_whose_steps_all_fail_says_so_and_ends(decoder):
         assert isinstance(service.error, RunError) and "lost: /home" in str(service.error)
 
 
-def test_a_question_that_fails_every_step_costs_no_other_and_ends_nothing(decoder, brief):
-    decoder.model_runner = Broken(decoder.model_runner, poisoned=RuntimeError("too long"))
-    with serve_decoder(decoder) as service:
-        for _ in range(4):
-            assert send_request(service, chat_body(max_new_tokens=7)).status_code == 500
-        assert send_request(service, chat_body()).status_code == 200 and health(service) == (200, "ok")
-
-
 @pytest.mark.parametrize("part", ["proposer", "retriever"])
 def test_what_passes_is_found_to_have_passed_though_nobody_asks(decoder, brief, part):
     """As behind a balancer, which sends nobody while the answer is 503; nothing of the machine is said."""
@@ -519,22 +511,6 @@ def test_a_fault_of_our_own_and_a_failed_search_tell_nothing_of_the_machine(deco
     for response in failed:
         assert response.status_code == 500 and response.json()["error"]["message"] == "the search failed"
     assert ours.status_code == 500 and "/home" not in ours.text
-
-
-def test_the_end_answers_what_was_taken_and_refuses_the_rest(slow):
-    async def ended(service):
-        async with make_client(service) as client:
-            running = asyncio.ensure_future(client.post("/v1/chat/completions", json=chat_body()))
-            while not service.engine.num_running:
-                await asyncio.sleep(0.01)
-            service.drain()
-            refused = await client.post("/v1/chat/completions", json=chat_body())
-            health = await client.get("/health")
-            slow.model_runner.free.set()
-            return [response.status_code for response in (await running, refused, health)]
-
-    with serve_decoder(slow) as service:
-        assert run_in_loop(service.loop, ended(service)) == [200, 503, 503]
 
 
 def test_a_greeting_needs_no_model(decoder):
