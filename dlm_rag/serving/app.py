@@ -224,8 +224,9 @@ class AnswerService:
             return
         deadline = asyncio.get_running_loop().time() + self._timeout
         self.engine.submit(job)
+        done = False
         try:
-            while not job.done:
+            while not done:  # `job.done` may come while the reader has not taken the news before it
                 try:
                     async with asyncio.timeout_at(deadline):
                         await job.news.wait()
@@ -234,7 +235,8 @@ class AnswerService:
                     reason = f"the question took longer than {self._timeout:g} seconds"
                     raise ApiError(504, reason) from None
                 job.news.clear()
-                yield job.done
+                done = job.done
+                yield done
         finally:
             self.engine.cancel(job)
 

@@ -171,6 +171,21 @@ def test_a_stream_shows_every_step_and_text_that_is_never_taken_back(make_decode
         assert not early and taken_back, "what may be edited is not shown as text"
 
 
+def test_the_end_of_a_stream_reaches_a_reader_who_was_late(decoder):
+    """The question is done before its reader has taken the first step."""
+
+    async def read_late(service):
+        job = EngineRequest(Question("late", ASKED), SETTINGS, watched=True)
+        follow = service._follow(job)
+        first = await anext(follow)
+        while not job.done:
+            await asyncio.sleep(0.01)
+        return [first, *[done async for done in follow]]
+
+    with serve_decoder(decoder) as service:
+        assert run_in_loop(service.loop, read_late(service)) == [False, True]
+
+
 def test_stop_texts_cut_the_stream_and_the_whole_alike(decoder):
     with serve_decoder(decoder) as service:
         text = content_of(send_request(service, chat_body()))
