@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from dlm_rag.commands import evaluate
-from dlm_rag.commands.evaluate import drop_incomplete_support, resolve_dataset_files
+from dlm_rag.commands.evaluate import drop_incomplete_support
 from dlm_rag.data.hub_datasets import SARDI_SETS
-from dlm_rag.errors import ConfigError
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
@@ -96,26 +95,6 @@ def test_our_index_ranks_as_the_one_beside_the_corpus(tmp_path):
         rows = theirs.retrieve(tokens, k=3, show_progress=False, return_as="documents")[0]
         (found,) = retriever.search([Query(text, (text,))])
         assert [passage.id for passage in found] == [str(row["id"]) for row in rows]
-
-
-def test_the_files_of_each_data_set(tmp_path, monkeypatch):
-    """As the public repository names them; what is missing is named, with the command that brings it."""
-    monkeypatch.chdir(tmp_path)
-    needed = {
-        "2wiki": "2wikimultihopqa", "hotpotqa": "hotpotqa", "musique": "musique", "cofca": "cofca",
-        "synthworlds": "synthworlds/sm",
-    }  # fmt: skip
-    assert {name: folder for name, (folder, _) in SARDI_SETS.items()} == needed
-    for dataset, folder in needed.items():
-        files = [f"data/{folder}/test.parquet", f"data/{folder}/corpus/index_chunked/corpus.jsonl"]
-        for path in map(Path, files):
-            if not path.exists():
-                with pytest.raises(ConfigError, match=f"{dataset}: {path} is not there; `dlm-rag data get"):
-                    resolve_dataset_files(dataset, [])
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-        words = [f"questions={files[0]}", f"retrieval.corpus={files[1]}"]
-        assert resolve_dataset_files(dataset, []) == words
 
 
 def test_supporting_passages_that_are_objects(tmp_path):

@@ -88,22 +88,6 @@ def test_the_front_by_hand(tmp_path):
     assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-def test_prompts_are_a_sweep_and_each_is_the_evaluation_under_that_prompt(
-    made, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(made)
-    out = tmp_path / "swept"
-    evaluate.main([*WORDS, "--sweep", "prompt=sardi,flashrag", "--out", str(out), "--limit", "2"])
-    assert "Exact match % over values of prompt" in capsys.readouterr().out
-    assert "spread, points" in (out / "scores.md").read_text()
-    swept = scores_of(out, timed=False)
-    assert list(swept["settings"]) == ["prompt=sardi", "prompt=flashrag"]
-    evaluate.main([*WORDS, "prompt=flashrag", "--out", str(tmp_path / "alone"), "--limit", "2"])
-    (alone,) = scores_of(tmp_path / "alone", timed=False)["settings"].values()
-    assert alone == swept["settings"]["prompt=flashrag"]
-
-
 def test_nothing_beats_the_front_and_it_beats_all_else():
     rng = random.Random(0)
     for _ in range(50):

@@ -7,7 +7,6 @@ import socket
 import ssl
 import subprocess
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -153,26 +152,3 @@ def test_what_is_no_token_is_refused_before_anything_is_sent(monkeypatch, token)
     with pytest.raises(ConfigError, match="DLM_RAG_RETRIEVAL_TOKEN .* is not a bearer token") as error:
         load_retriever(url="http://127.0.0.1:1/retrieve")
     assert token not in str(error.value)
-
-
-def test_one_connection_serves_a_whole_run_and_one_that_was_closed_is_made_again():
-    opened = []
-
-    class Closable(Handler):
-        def setup(self):
-            opened.append(self.request)
-            super().setup()
-
-    with running(handler=Closable) as service:
-        retriever = load_retriever(url=f"http://127.0.0.1:{service.port}/retrieve", top_k=1)
-        for _ in range(3):
-            retriever.search([make_query("Who?")])
-        assert len(opened) == 1
-        opened[0].shutdown(socket.SHUT_RDWR)
-        assert list_passage_ids(retriever.search([make_query("Who?")])) == [["a"]]
-        assert len(opened) == 2
-        with ThreadPoolExecutor(16) as threads:
-            found = threads.map(
-                lambda _: list_passage_ids(retriever.search([make_query("Who?")])), range(16)
-            )
-        assert [*found] == [[["a"]]] * 16

@@ -36,7 +36,6 @@ from dlm_rag.retrieval.milvus import (
     CollectionInfo,
     MilvusCollection,
     MilvusRetriever,
-    count_complete_rows,
     ingest_corpus,
 )
 from dlm_rag.retrieval.query import Query
@@ -290,28 +289,6 @@ def test_other_passages_and_texts_that_are_too_long_are_refused(server, corpus_f
     path = write_jsonl_file(tmp_path / "long.jsonl", [entry(0, "short"), entry(1, "é" * 40_000)])
     with pytest.raises(CorpusError, match=r"long.jsonl, row 1: a text has 80,000 bytes"):
         index("--corpus", str(path), "--to", server.url("long"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", [[], [40, 99]])
-def test_a_build_goes_on_from_what_is_there(server, tmp_path, lost):
-    """It counts no passage as there behind one that lacks."""
-    path = write_jsonl_file(tmp_path / "corpus.jsonl", [entry(n, f"word{n} text") for n in range(100)])
-    name, corpus = f"gaps{len(lost)}", open_corpus(path)
-    collection = MilvusCollection(server.url(name), SECONDS)
-    ingest_corpus(collection, corpus, RetrievalConfig())
-    client = server.client()
-    properties = client.describe_collection(name)["properties"]
-    client.alter_collection_properties(name, {"dlm_rag.finished": "0"})
-    keys = sorted(hit["row"] for hit in client.query(name, filter="row >= 0", output_fields=["row"]))
-    if lost:
-        client.delete(name, ids=[keys[row] for row in lost])
-    collection = MilvusCollection(server.url(name), SECONDS)
-    collection.describe()
-    assert count_complete_rows(collection) == min(lost, default=100)
-    assert ingest_corpus(collection, corpus, RetrievalConfig()) == 100 - min(lost, default=100)
-    assert client.describe_collection(name)["properties"] == properties, "the same build"
-    assert found_ids(server, name) == [f"p{n}" for n in range(100)]
 
 
 def found_ids(server: MilvusServer, name: str) -> list[str]:

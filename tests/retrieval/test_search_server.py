@@ -235,74 +235,27 @@ def test_answers_of_another_service_are_not_mixed(answer, local, url, other, cor
 # The program.
 
 
-@pytest.fixture
-def program(corpus_file):
-    """Starts the program at a port of its own, again and again; gives the process once it serves."""
+@pytest.mark.slow
+def test_the_program_serves_until_a_signal_ends_it(corpus_file):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     command = [sys.executable, "-m", "dlm_rag", "retrieve-server", "--corpus", str(corpus_file)]
     command += ["--port", port, "retrieval.top_k=3"]
-    begun = []
-
-    def begin():
-        process = subprocess.Popen(
-            command, cwd=ROOT, stderr=subprocess.PIPE, text=True,
-            # Ctrl-C is ignored where the tests themselves run in the background of a shell.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )  # fmt: skip
-        begun.append(process)
-        assert f"5 passages, by bm25, are searched at {begin.url}" in process.stderr.readline()
-        return process
-
-    begin.url, begin.command = f"http://127.0.0.1:{port}/retrieve", command
-    yield begin
-    for process in begun:
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        # Ctrl-C is ignored where the tests themselves run in the background of a shell.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    try:
+        url = f"http://127.0.0.1:{port}/retrieve"
+        assert f"5 passages, by bm25, are searched at {url}" in process.stderr.readline()
+        retriever = load_retriever(url=url, top_k=1)
+        assert list_passage_ids(retriever.search([make_query("Tacoma")])) == [["herbert"]]
+        second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert second.returncode == 2
+        assert "cannot be listened at (Address already in use)" in second.stderr
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=120)[1].splitlines()[-1] == "ended" and process.returncode == 0
+    finally:
         process.kill()
         process.communicate()
-
-
-@pytest.mark.slow
-def test_the_program_serves_until_a_signal_ends_it(program):
-    begun = program()
-    retriever = load_retriever(url=program.url, top_k=1)
-    assert list_passage_ids(retriever.search([make_query("Tacoma")])) == [["herbert"]]
-    second = subprocess.run(program.command, cwd=ROOT, capture_output=True, text=True)
-    assert second.returncode == 2
-    assert "cannot be listened at (Address already in use)" in second.stderr
-    begun.send_signal(signal.SIGINT)
-    assert begun.communicate(timeout=120)[1].splitlines()[-1] == "ended" and begun.returncode == 0
-
-
-@pytest.mark.slow
-def test_a_server_that_is_killed_or_stopped_again_and_again_costs_no_answer(
-    program, answer, corpus_file, tmp_path
-):
-    """Each time once at least two questions more are answered; `EXAMPLES` says how often."""
-    times = int(os.environ.get("EXAMPLES", 2))
-    asked = [{"id": f"n{n}", "question": f"Who wrote book {n} of {n % 7}?"} for n in range(40 + 8 * times)]
-    path, out = write_jsonl_file(tmp_path / "many.jsonl", asked), tmp_path / "answers.jsonl"
-    expected = answer("--corpus", str(corpus_file), out="local.jsonl", questions=path)[2]
-
-    def answered():
-        lines = out.read_text().splitlines() if out.is_file() else []
-        return sum('"error"' not in line for line in lines)
-
-    def harm(process, sent, count):
-        while answered() < count and process.poll() is None:
-            time.sleep(0.001)
-        process.send_signal(sent)
-
-    failures = 0
-    for number in range(times):
-        process, sent = program(), (signal.SIGKILL, signal.SIGSTOP)[number % 2]
-        watch = threading.Thread(target=harm, args=(process, sent, answered() + 2))
-        watch.start()
-        code, err, found = answer(f"retrieval.url={program.url}", "retrieval.timeout=3", questions=path)
-        failures += sum("error" in line for line in found.values())
-        process.kill()
-        watch.join()
-        assert code == 1 and "Traceback" not in err and len(found) == len(asked)
-    assert failures >= times
-    program()
-    code, _, found = answer(f"retrieval.url={program.url}", questions=path)
-    assert code == 0 and found == expected

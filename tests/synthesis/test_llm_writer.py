@@ -1,19 +1,16 @@
 """Another model as writer, behind a real server in a process of its own."""
 
 import json
-import threading
-import time
 from collections import Counter
 
 import pytest
 
 from dlm_rag.baselines import chat_client
-from dlm_rag.baselines.chat_client import ChatClient, ChatError, Completion
+from dlm_rag.baselines.chat_client import ChatError, Completion
 from dlm_rag.commands import synthesize
 from dlm_rag.config import SynthesisConfig
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import Question, read_questions
-from dlm_rag.synthesis import llm_writer
 from dlm_rag.synthesis.llm_writer import LlmWriter, check_paraphrase
 from tests.support.chat_server import server as chat_server  # noqa: F401 - a fixture
 from tests.support.passages import write_jsonl_file
@@ -136,34 +133,6 @@ def test_a_server_that_is_none_and_a_model_that_is_not_there(server, monkeypatch
     monkeypatch.setattr(chat_client, "ATTEMPTS", 2)
     with pytest.raises(ChatError, match="failed 2 times, at last with .*refused"):
         client().ask({"messages": []})
-
-
-def test_requests_wait_until_answers_are_taken(monkeypatch):
-    """Twice as many as are asked at once are under way or answered, and no more begin after a stop."""
-    begun = []
-
-    def ask(client, body):
-        begun.append(body)
-        return Completion(f"Please say: Who wrote volume {len(begun)}?", "stop", 1, 1)
-
-    monkeypatch.setattr(ChatClient, "ask", ask)
-    monkeypatch.setattr(llm_writer, "CONCURRENCY", 2)
-    config = SynthesisConfig(method="writer", writer_url="http://127.0.0.1:1/v1", writer_model="w")
-    questions = [Question(f"q{n}", f"Who wrote volume {n}?") for n in range(40)]
-    writer, done = LlmWriter(questions, config), {f"q{n}" for n in range(0, 40, 2)}
-    threads = threading.active_count()
-    outcomes = writer.outcomes(done)
-    for taken in range(1, 6):
-        assert next(outcomes).source not in done
-        time.sleep(0.05)
-        assert len(begun) <= taken + 4
-    outcomes.close()
-    for _ in range(100):
-        if threading.active_count() == threads:
-            break
-        time.sleep(0.02)
-    assert threading.active_count() == threads and len(begun) <= 5 + 4
-    assert len([*writer.outcomes(done)]) == 20
 
 
 @pytest.mark.parametrize(

@@ -17,28 +17,6 @@ CHATML = """{%- if messages[0]['role'] != 'system' -%}
 {% for message in messages %}
 {{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-# As Llama 3's: a date, tools, white space trimmed.
-HEADERS = """{{- bos_token }}
-{%- if not tools is defined %}
-    {%- set tools = none %}
-{%- endif %}
-{%- if strftime_now is defined %}
-    {%- set today = strftime_now('%d %b %Y') %}
-{%- else %}
-    {%- set today = '26 Jul 2024' %}
-{%- endif %}
-{%- if tools is not none %}
-    {{- 'Environment: ipython\\n' }}
-{%- endif %}
-{{- today }}
-{%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-    {{- message['content'] | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
 # As Mistral's: a namespace, roles that must alternate, a loop that is left.
 INSTRUCT = """{{ bos_token }}{% set ns = namespace(index=0) %}{% for message in messages %}
 {% if (message['role'] == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('roles must alternate') }}
@@ -46,7 +24,7 @@ INSTRUCT = """{{ bos_token }}{% set ns = namespace(index=0) %}{% for message in 
 {% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}
 {% else %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{% endif %}
 {% set ns.index = ns.index + 1 %}{% endfor %}"""
-TEMPLATES = {"ChatML": CHATML, "headers": HEADERS, "instruct": INSTRUCT}
+TEMPLATES = {"ChatML": CHATML, "instruct": INSTRUCT}
 
 
 def with_template(template):
@@ -65,7 +43,7 @@ def on_the_day_of_templates(monkeypatch):
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Day)
 
 
-@pytest.mark.parametrize("name", ["ChatML", "headers", "instruct"])
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_affixes_are_those_of_transformers_on_one_date(on_the_day_of_templates, name):
     inner = with_template(TEMPLATES[name])
     messages = [{"role": "user", "content": "Who <wrote> “Emma”?"}]
