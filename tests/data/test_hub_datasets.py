@@ -282,22 +282,6 @@ def test_a_changed_revision_takes_nothing_away(hub, tmp_path):
     assert path.read_bytes() == before
 
 
-@pytest.mark.slow
-def test_the_parts_of_an_index_become_one_file(hub, tmp_path):
-    """Joined in order, and not fetched again."""
-    whole = bytes(range(256)) * 50
-    hub.files["PeterJinGo/wiki-18-e5-index"] = {"part_aa": whole[:7000], "part_ab": whole[7000:]}
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "part_aa").write_bytes(whole[:7000])
-    code, out, err = call(hub, tmp_path, "get", "wiki18_e5")
-    assert code == 0 and "retrieval.faiss_index=" in out, err
-    assert found_files(tmp_path) == {"data/e5_Flat.index"}
-    assert (tmp_path / "data" / "e5_Flat.index").read_bytes() == whole
-    assert fetched(hub) == ["part_ab"], "the first part was there"
-    hub.asked.clear()
-    assert call(hub, tmp_path, "get", "wiki18_e5")[0] == 0 and hub.asked == []
-
-
 def test_search_r1_takes_test_else_dev_else_train():
     chosen = {
         name: hub_datasets.list_dataset_files(name, "search_r1")[0].path for name in hub_datasets.DATASETS

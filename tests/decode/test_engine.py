@@ -1,19 +1,14 @@
 """The engine: questions come and go between steps, each with settings of its own."""
 
-import gc
-import os
 import random
 import time
 from contextlib import suppress
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from dlm_rag import Decoder
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.engine.rules import Proposals
 from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.errors import CorpusError
 from dlm_rag.questions import Question
@@ -117,61 +112,6 @@ def test_a_search_that_ends_the_run_is_raised_once(corpus):
             engine.step()
     assert QUESTIONS[0] in str(caught.value) and caught.value.__context__ is None
     assert not engine.busy and "_worker" not in vars(engine._retrieval)
-
-
-class Trivial:
-    """A model that is sure of the end token at once, and keeps nothing."""
-
-    def __init__(self):
-        self.shape = tiny_denoiser(canvas_length=4).config
-
-    def propose(self, views):
-        return [
-            Proposals(v.positions, np.full(len(v.positions), 257), *[np.ones(len(v.positions))] * 4)
-            for v in views
-        ]
-
-    def prefetch(self, arrangement):
-        pass
-
-    def release(self, slot):
-        pass
-
-
-def resident():
-    """Bytes of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def stream_through(engine, numbers):
-    """Answers trivial questions, all different; returns how many."""
-    source, done = (Question(f"{n}", f"Who wrote book number {n}?") for n in numbers), 0
-    while True:
-        while engine.capacity and (question := next(source, None)) is not None:
-            engine.submit(question)
-        if not engine.busy:
-            return done
-        done += sum(event.finished for event in engine.step())
-
-
-class Careless(CountingRetriever):
-    """Finds one passage and remembers nothing."""
-
-    def rank(self, queries, depth):
-        return [[0] for _ in queries]
-
-
-@pytest.mark.slow
-def test_thousands_of_questions_pass_in_flat_memory(corpus):
-    settings = DecodeConfig(max_new_tokens=4, batch_size=64)
-    decoder = Decoder(tiny_denoiser(), Careless(corpus, 1), tiny_tokenizer(), settings)
-    decoder.model_runner = Trivial()
-    with decoder.new_engine() as engine:
-        stream_through(engine, range(6_000))  # until what is kept of texts has its full size
-        before = resident()
-        assert stream_through(engine, range(6_000, 12_000)) == 6_000
-        gc.collect()
-        assert resident() - before < 2 * 2**20
 
 
 def raising(function, at):

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from dlm_rag.commands.prepare_decoder import check_memory_limit
-from dlm_rag.config import EngineConfig, load_config
+from dlm_rag.config import EngineConfig
 from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.engine.segment_kv_cache import default_pool_bytes, has_unified_memory, measure_free_bytes
 from dlm_rag.errors import ConfigError
 from dlm_rag.machine import limit_cuda_allocator
-from dlm_rag.training.planning.plan import check_run_fits
 from tests.support.tiny_models import tiny_denoiser
 
 GIB = 2**30
@@ -65,23 +64,3 @@ def test_a_gpu_in_the_memory_of_the_host_has_what_the_host_has_free(monkeypatch)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     limit_cuda_allocator(4, torch.device("cuda"))
     assert shares == [(0.25, 0), (0.5, 3)], "torch takes a number here, not `cuda`"
-
-
-@pytest.mark.slow
-def test_training_is_held_to_the_budget_by_its_plan():
-    words = [
-        "train.hidden_size=64", "train.num_hidden_layers=2", "train.vocab_size=400",
-        "train.passage_sets_per_step=1", "train.prompts_per_step=1",
-        "train.rows_per_set=2", "train.num_generations=2", "decode.max_new_tokens=32", "retrieval.top_k=2",
-        "train.world_passages=100",
-    ]  # fmt: skip
-    check_run_fits(load_config(None, [*words, "engine.memory_gib=0.1"]), 1, CPU)
-    for more, said in (
-        (["engine.memory_gib=0.001"], "alone take"),
-        (["engine.memory_gib=0.003"], "a step takes"),
-        (["engine.memory_gib=0.1", "engine.prefix_cache_gib=0.1"], "a step takes"),
-        (["engine.memory_gib=1000000"], "GB free for it"),
-    ):
-        with pytest.raises(ConfigError, match=said) as caught:
-            check_run_fits(load_config(None, [*words, *more]), 1, CPU)
-        assert "engine.memory_gib=" in str(caught.value)

@@ -1,12 +1,10 @@
 """The evidence layouts against one dense mask, and what is cut when it does not fit."""
 
-import random
 from dataclasses import replace
 from itertools import combinations
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_rag.errors import QuestionError
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
@@ -15,8 +13,6 @@ from dlm_rag.evidence.truncation import ContextBudget, Truncation, fit_passages,
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.tokenizer.prompts import PromptTemplate
-from dlm_rag.training.data.examples import Example
-from dlm_rag.training.losses import LossWeights, MaskedObjective, count_examples
 from tests.support.attention import run_with_mask
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 
@@ -114,32 +110,3 @@ def test_passages_are_cut_by_rank():
     fitted = fit_passages(tokenizer, "?", found, room)
     assert [bytes(fact) for fact in fitted.prompt.facts] == [b"aaaa\n", b"b", b""]
     assert fitted.texts == {"first": "aaaa", "second": "b"} and fitted.dropped == ("third",)
-
-
-class Counted(TorchDispatchMode):
-    """Counts the operators that run while it is open."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.count += operator is not torch.ops.prim.device.default
-        return operator(*args, **(kwargs or {}))
-
-
-def test_the_operators_of_a_step_do_not_grow_with_its_rows():
-    """Nor with their passages: a step of thousands of rows is not made of as many small tensors."""
-    denoiser, rng = tiny_denoiser(), random.Random(0)
-    objective = MaskedObjective(denoiser, "independent", frozenset())
-
-    def operators(rows, passages):
-        ids = [tuple(rng.randrange(250) for _ in range(n)) for n in [20] * passages + [8] * rows]
-        facts, hidden = tuple(ids[:passages]), (True,) * 8
-        few = [Example(Prompt((1, n), facts, ()), ids[passages + n], hidden) for n in range(rows)]
-        with Counted() as seen:
-            objective(few, count_examples(few, frozenset(), 1.0), LossWeights())[0].backward()
-        return seen.count
-
-    operators(1, 1)  # the first call prepares some things once
-    assert operators(16, 8) == operators(2, 2)

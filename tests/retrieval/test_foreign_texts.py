@@ -8,7 +8,7 @@ from dlm_rag.errors import CorpusError
 from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import Question, parse_typed_questions, read_questions
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.retrieval.chunking import PASSAGE_LENGTH_CHARS, split_front_matter, split_markdown_sections
+from dlm_rag.retrieval.chunking import PASSAGE_LENGTH_CHARS
 from dlm_rag.retrieval.composite import describe_missing_support, wrap_oracle
 from dlm_rag.retrieval.corpus import get_row_id, open_corpus
 from dlm_rag.retrieval.query import Query
@@ -128,13 +128,6 @@ def test_a_folder_says_what_was_read_and_what_was_not(tmp_path, capsys):
     found = [(p.title, p.contents) for p in open_corpus(notes, tmp_path / "index")]
     assert found == [("Harbour Lights", "A 1931 film."), ("Night Ferry", "A comedy."), ("Cast", "Paul.")]
     assert "read 2 files into 3 passages; skipped 2: c.zip, d.png" in capsys.readouterr().err
-
-
-def test_rules_and_tables_are_no_headings():
-    text = "Some words.\nMore words.\n\n---\n\n| a | b |\n|---|---|\n\n- item\n---\n"
-    assert [title for title, _ in split_markdown_sections(text)] == [""]
-    assert split_front_matter("---\nnot closed\n") == ("", "---\nnot closed\n")
-    assert split_front_matter('+++\ntitle = "T"\n+++\nx') == ("T", "x")
 
 
 def test_supports_that_the_corpus_lacks_are_counted(tmp_path):

@@ -5,7 +5,6 @@ import pytest
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import DecodeConfig, RetrievalConfig
-from dlm_rag.errors import ConfigError
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import http_retriever
 from dlm_rag.retrieval.composite import HybridRetriever
@@ -15,7 +14,7 @@ from dlm_rag.serving.search_app import SearchService
 from tests.support.decoding import rollout_records
 from tests.support.passages import write_jsonl_file
 from tests.support.retrievers import list_passage_ids, make_letter_retriever, make_query
-from tests.support.search_server import CannedService, serve_search, speak_bytes
+from tests.support.search_server import CannedService, serve_search
 
 
 @pytest.mark.slow
@@ -67,56 +66,8 @@ def test_texts_arrive_as_a_local_corpus_has_them_whatever_title_and_contents_are
     assert {p.id: p.text for p in found} == {p.id: p.text for p in local.corpus}
 
 
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n"
-
-
 def document(**fields):
     return {"result": [[{"document": {"id": "a", "contents": "x"} | fields, "score": 1.0}]]}
-
-
-BAD_ANSWERS = {
-    "not JSON": (b"<html>", "it answers no search: the answer is not JSON"),
-    "fewer results": ({"result": []}, "it gives 0 results for 1 queries"),
-    "no contents": ({"result": [[{"document": {"id": "a"}}]]}, "the passage has no 'contents'"),
-    "half a character": (b'{"result": [[{"id": "a", "contents": "\\ud800"}]]}', "a lone surrogate"),
-    "one id for two": (
-        {"result": [[{"id": "a", "contents": "x"}, {"id": "a", "contents": "y"}]]},
-        "two passages with the id 'a'",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", BAD_ANSWERS)
-def test_an_answer_that_is_none_is_an_error_and_never_fewer_passages(what):
-    answer, says = BAD_ANSWERS[what]
-    service = serve_search(CannedService(answer))
-    if isinstance(answer, bytes):
-        service = speak_bytes(HEAD.replace(b"100", b"%d" % len(answer)) + answer)
-    with service as url, pytest.raises(ConfigError, match=f"cannot be searched: .*{says}"):
-        load_retriever(url=url)
-
-
-@pytest.mark.parametrize("status", [301, 404, 503])
-def test_a_status_other_than_success_is_shown_with_its_reason(status):
-    service = serve_search(CannedService("go away", status))
-    with service as url, pytest.raises(ConfigError, match=f"{status} .*go away"):
-        load_retriever(url=url)
-
-
-LATE = "no answer within 0.2 s"
-SPOKEN = {
-    "cut off": ((HEAD, b'{"result": '), 0.0, "closed connection"),
-    "nothing": ((HEAD, b"x"), 9.0, LATE),
-    "a trickle": ((HEAD, *[b"x"] * 99), 0.04, LATE),
-    "a trickle of the head": ([bytes([byte]) for byte in HEAD], 0.04, LATE),
-}
-
-
-@pytest.mark.parametrize("spoken", SPOKEN)
-def test_a_deadline_holds_whatever_the_service_does(spoken):
-    parts, wait, says = SPOKEN[spoken]
-    with speak_bytes(*parts, wait=wait) as url, pytest.raises(ConfigError, match=says):
-        load_retriever(url=url, timeout=0.6)
 
 
 def test_documents_come_in_the_forms_that_servers_give():

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from dlm_rag.commands.serve import get_socket_url
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.serving import http_server
-from dlm_rag.serving.middleware import ApiError
 from dlm_rag.serving.search_app import SEARCH_PATH, SearchService
 
 NO_PASSAGES = SimpleNamespace(query_fields=("text",), fingerprint="none", corpus=())
@@ -45,48 +44,12 @@ def post(url, body, path="/retrieve", **headers):
 
 
 class CannedService(SearchService):
-    """Says what it is told to; `status` is that of a refusal. `asked` has what it was sent."""
+    """Says what it is told to; `asked` has what it was sent."""
 
-    def __init__(self, said, status=0):
+    def __init__(self, said):
         super().__init__(NO_PASSAGES, RetrievalConfig())
-        self.said, self.status, self.asked = said, status, []
+        self.said, self.asked = said, []
 
     def answer(self, body):
         self.asked.append(json.loads(body))
-        if self.status:
-            raise ApiError(self.status, self.said)
         return self.said
-
-
-@contextmanager
-def speak_bytes(*parts, wait=0.0):
-    """A service that reads a request, says each of `parts` after a wait, and closes; gives its URL."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    over = threading.Event()
-
-    def speak():
-        while not over.is_set():
-            try:
-                connection, _ = listening.accept()
-            except OSError:
-                return
-            with connection:
-                connection.recv(65536)
-                try:
-                    for part in parts:
-                        over.wait(wait)
-                        connection.sendall(part)
-                    connection.shutdown(socket.SHUT_WR)
-                    over.wait()  # closed before all was read it would be reset
-                except OSError:
-                    pass
-
-    thread = threading.Thread(target=speak)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}/retrieve"
-    finally:
-        over.set()
-        listening.shutdown(socket.SHUT_RDWR)
-        listening.close()
-        thread.join()
