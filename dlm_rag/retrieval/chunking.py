@@ -1,4 +1,4 @@
-"""A folder of texts and Markdown as a corpus: passages of fifty to a hundred words."""
+"""A folder of texts, Markdown and documents as a corpus: passages of fifty to a hundred words."""
 
 import hashlib
 import re
@@ -9,6 +9,7 @@ from dlm_rag.errors import CorpusError
 from dlm_rag.files.checked_json import decode_utf8, is_utf8_encodable
 from dlm_rag.files.digest import digest_file
 from dlm_rag.files.record_readers import Record
+from dlm_rag.retrieval.documents import DOCUMENT_SUFFIXES, list_document_suffixes, read_document
 from dlm_rag.text import replace_control_chars
 
 TEXT_FILE_SUFFIXES = (".txt", ".md", ".markdown")
@@ -30,19 +31,19 @@ SKIPPED_NAMES = 8  # of a folder, that are named
 
 
 def list_text_files(folder: Path) -> list[Path]:
-    """The texts below a folder in the order of their paths; what begins with a dot is left out."""
-    return [path for path in _list_files(folder) if path.suffix.lower() in TEXT_FILE_SUFFIXES]
+    """The files to be read below a folder, by path; what begins with a dot is left out."""
+    read = (*TEXT_FILE_SUFFIXES, *list_document_suffixes())
+    return [path for path in _list_files(folder) if path.suffix.lower() in read]
 
 
 def describe_text_folder(folder: Path, passages: int) -> str:
     """What was read of a folder, and which of its files were not."""
-    read = len(list_text_files(folder))
-    skipped = [
-        replace_control_chars(path.relative_to(folder).as_posix())
-        for path in _list_files(folder)
-        if path.suffix.lower() not in TEXT_FILE_SUFFIXES
-    ]
+    files = list_text_files(folder)
+    read, left_out = len(files), sorted({*_list_files(folder)} - {*files})
+    skipped = [replace_control_chars(path.relative_to(folder).as_posix()) for path in left_out]
     named = ", ".join(skipped[:SKIPPED_NAMES]) + ", ..." * (len(skipped) > SKIPPED_NAMES)
+    if any(path.suffix.lower() in DOCUMENT_SUFFIXES for path in left_out):
+        named += " (documents are read with: pip install 'dlm_rag[documents]')"
     line = f"read {read:,} file{'s' * (read != 1)} into {passages:,} passage{'s' * (passages != 1)}"
     return line + (f"; skipped {len(skipped):,}: {named}" if skipped else "")
 
@@ -66,24 +67,29 @@ def fingerprint_text_folder(folder: Path) -> str:
 def read_text_passages(folder: Path) -> Iterator[Record]:
     """The passages of a folder's texts, `path#1` and so on, titled by the heading above or the file's name.
 
-    Raises `CorpusError` for a text that is not UTF-8.
+    Raises `CorpusError` for a text that is not UTF-8, and for a document that cannot be read.
     """
     for path in list_text_files(folder):
         name, count = path.relative_to(folder).as_posix(), 0
-        try:
-            data = path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        except OSError as error:
-            raise CorpusError(f"{path} cannot be read ({error.strerror})") from None
-        text = decode_utf8(data, str(path), CorpusError, "text")
+        suffix = path.suffix.lower()
+        markdown = suffix not in (".txt", ".pdf")
+        text = _read_text(path) if suffix in TEXT_FILE_SUFFIXES else read_document(path)
         if not is_utf8_encodable(name):
             raise CorpusError(f"{path!a}: the name is not UTF-8: rename the file")
-        markdown = path.suffix.lower() != ".txt"
         named, text = split_front_matter(text) if markdown else ("", text)
         for title, body in split_markdown_sections(text) if markdown else [("", text)]:
             for passage in split_passages(body, markdown):
                 count += 1
                 heading = title or named or path.stem
                 yield str(path), {"id": f"{name}#{count}", "title": heading, "contents": passage}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        data = path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    except OSError as error:
+        raise CorpusError(f"{path} cannot be read ({error.strerror})") from None
+    return decode_utf8(data, str(path), CorpusError, "text")
 
 
 def split_passages(text: str, markdown: bool = False) -> list[str]:
