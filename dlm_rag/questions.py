@@ -5,7 +5,6 @@ import logging
 import random
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -57,17 +56,6 @@ class Question:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "question", normalize_whitespace(normalize_text(self.question)))
-
-
-def select_few_per_hop(questions: list[Question], each: int = 2) -> list[Question]:
-    """The first questions of every number of hops."""
-    seen: Counter[int | None] = Counter()
-    kept = []
-    for question in questions:
-        seen[question.hops] += 1
-        if seen[question.hops] <= each:
-            kept.append(question)
-    return kept
 
 
 def read_questions(path: str | Path) -> list[Question]:

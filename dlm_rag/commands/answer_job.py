@@ -156,7 +156,8 @@ def count_answers(engines: LocalEngines | WorkerEngines, prepared: Prepared) -> 
     try:
         yield tally
     finally:
-        tally.wall_seconds, reading = time.perf_counter() - start, engines.read_energy()
+        reading = engines.read_energy()
+        tally.wall_seconds = time.perf_counter() - start - tally.paused_seconds
         tally.energy = tally.energy_record(reading)
         tally.summary = tally.summary_line(tally.wall_seconds, engines.describe(), reading)
 

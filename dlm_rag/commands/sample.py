@@ -41,14 +41,23 @@ from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError
 from dlm_rag.page.render import TraceRun, read_trace_runs, write_page
 from dlm_rag.progress import show_status
-from dlm_rag.questions import Question, select_few_per_hop
+from dlm_rag.questions import Question
 
 if TYPE_CHECKING:
     from dlm_rag.decode.rollout import Rollout
 
 
+# Of the shipped world, where no question is named: two of 1 to 4 hops; of the last it is unsure.
+FIRST_QUESTIONS = ("q100", "q0", "q3", "q102", "q200", "q201", "q301", "q300")
+FIRST_SPEED = 2  # steps a second at which the first of them is shown
+SAMPLE_OPTIONS = {
+    "speed": (0, "steps a second at which a terminal shows the first answer; 0: as fast as it is decoded"),
+}
+
+
 def main(argv: list[str]) -> None:
-    words = parse_answer_command_line(__doc__ or "", argv, (*ANSWER_SETTINGS, "trace", "html"), typed=True)
+    reads = (*ANSWER_SETTINGS, "trace", "html")
+    words = parse_answer_command_line(__doc__ or "", argv, reads, typed=True, options=SAMPLE_OPTIONS)
     if words.config.workers is not None and words.config.out is None:
         raise ConfigError("workers= answers into a file, not to the screen: add --out FILE")
     if words.config.record_provisional and words.config.trace is None and words.config.html is None:
@@ -68,8 +77,10 @@ def answer_questions(words: CommandLine) -> None:
             "(GSAI-ML/LLaDA-8B-Instruct)"
         )
     show_status("loading torch")
+    speed = words.options["speed"]
     if not (words.config.questions or words.questions or config.limit):
-        questions = select_few_per_hop(questions)
+        by_id = {question.id: question for question in questions}
+        questions, speed = [by_id[name] for name in FIRST_QUESTIONS], speed or FIRST_SPEED
     if config.out is not None:
         job = plan_answer_job(config, questions)
         words.announce_reader()
@@ -81,7 +92,7 @@ def answer_questions(words: CommandLine) -> None:
         if config.html is not None and config.trace is not None:
             write_run_page(config.html, read_trace_runs([Path(config.trace)]), questions)
     else:
-        failed = decode_to_screen(config, questions, words.announce_reader)
+        failed = decode_to_screen(config, questions, words.announce_reader, speed)
     if failed:
         raise SystemExit(1)
 
@@ -96,11 +107,11 @@ def asks_beyond_shipped_world(given: Config, questions: list[Question]) -> bool:
 
 
 def decode_to_screen(
-    config: Config, questions: list[Question], ready: Callable[[], None] = lambda: None
+    config: Config, questions: list[Question], ready: Callable[[], None], speed: float
 ) -> int:
     """Answers to standard output: a live view in a terminal, JSON lines in a pipe.
 
-    ready: called once all has been checked. Returns how many questions failed.
+    ready: called once all has been checked. speed: as of `LiveView`. Returns how many questions failed.
     """
     check_output_files(config)
     if config.trace is not None and Path(config.trace).is_file() and Path(config.trace).stat().st_size:
@@ -110,20 +121,22 @@ def decode_to_screen(
     from rich.console import Console
 
     from dlm_rag.decode.answers_file import write_json_line
-    from dlm_rag.decode.terminal import LiveView
+    from dlm_rag.decode.terminal import LiveView, render_verdict
     from dlm_rag.decode.trace_file import TraceWriter
+    from dlm_rag.evaluation.metrics import compute_exact_match
 
     engines, console = LocalEngines(), Console()
     engines.open(PreparedQuestions(config, questions, prepared))
     show_status("taking the first step")
     shown: list[Rollout] = []
+    verdicts, known = list[bool](), {q.id: q.golden_answers for q in questions}
     try:
         with ExitStack() as stack:
             trace = TraceWriter(Path(config.trace), prepared.trace_header()) if config.trace else None
             if trace:
                 stack.callback(trace.file.close)
             tally = stack.enter_context(count_answers(engines, prepared))
-            view = stack.enter_context(LiveView(console)) if console.is_terminal else None
+            view = stack.enter_context(LiveView(console, speed)) if console.is_terminal else None
             for rollout in engines.stream(questions, view.step if view else None):
                 tally.add(rollout)
                 if trace:
@@ -131,7 +144,10 @@ def decode_to_screen(
                 if config.html:
                     shown.append(rollout)
                 if view:
-                    view.finish(rollout)
+                    right = compute_exact_match(rollout.answer, known[rollout.id]) > 0
+                    verdicts += [right] * bool(known[rollout.id])
+                    view.finish(rollout, render_verdict(right, known[rollout.id]))
+                    tally.paused_seconds = view.paused_seconds
                 else:
                     show_status()
                     write_json_line(sys.stdout, rollout.answer_record())
@@ -144,7 +160,9 @@ def decode_to_screen(
         if config.html and shown:
             write_run_page(config.html, [TraceRun("", prepared.trace_header(), shown)], questions)
     if view:
-        console.print(tally.summary, markup=False, highlight=False)
+        console.print(tally.summary, style="dim", markup=False, highlight=False)
+        scored = f" · {sum(verdicts)} of {len(verdicts)} right" if verdicts else ""
+        print(f"{tally.answers} answered in {tally.wall_seconds:.1f} s{scored}")
     else:
         print_note(tally.summary)
     return tally.failed

@@ -1,9 +1,9 @@
 """What a person sees in a terminal: the canvas filling in, the queries, the evidence, the answer."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -29,6 +29,7 @@ MAX_TOKEN_REPEATS = 3  # of a token in a row that are written out
 # From the first commits (cool) to the last (warm).
 STEP_COLOURS = ("#4fa3ff", "#38c6d9", "#3ddc97", "#a8e05f", "#f2d14b", "#ff9f45", "#ff6b6b")
 MAX_QUERY_LINES = 3
+NO_VERDICT = Text()  # on an answer
 UNSUPPORTED_STYLE = "underline"  # words that no passage in context holds
 
 
@@ -108,9 +109,12 @@ def render_progress(rollout: Rollout) -> Panel:
     return _panel(rollout, parts, f"step {step.step} · {tokens} · {searched}", "blue")
 
 
-def render_answer(rollout: Rollout) -> Panel:
-    """A finished question: what was written and when, the answer, and where each sentence is from."""
-    answer = _render_answer_text(rollout)
+def render_answer(rollout: Rollout, verdict: Text = NO_VERDICT) -> Panel:
+    """A finished question: what was written and when, the answer, and where each sentence is from.
+
+    verdict: what stands behind the answer, a tick, say.
+    """
+    answer = _render_answer_text(rollout).append_text(verdict)
     parts: list[RenderableType] = [render_canvas(rollout), Text(), Text("answer  ").append(answer)]
     if closest := rollout.closest:
         parts += [_render_closest(each) for each in closest]
@@ -139,6 +143,13 @@ def render_answer(rollout: Rollout) -> Panel:
         f"{rollout.forwards} forwards · {rollout.tokens_committed} tokens · {rollout.retrievals} retrievals"
     )
     return _panel(rollout, parts, counts, "green")
+
+
+def render_verdict(right: bool, golden_answers: Sequence[str]) -> Text:
+    """A tick behind a right answer, a known one behind another; nothing where none is known."""
+    if right or not golden_answers:
+        return Text(" ✓" * right, "bold green")
+    return escape_text(f" (known answer: {golden_answers[0]})", "dim")
 
 
 def _render_answer_text(rollout: Rollout) -> Text:
@@ -214,8 +225,8 @@ def _render_closest(found: ClosestPassage) -> Text:
 
 
 def _panel(rollout: Rollout, parts: Iterable[RenderableType], subtitle: str, colour: str) -> Panel:
-    title = escape_text(normalize_whitespace(rollout.question)[:90], "bold")
-    return Panel(Group(*parts), title=title, subtitle=subtitle, border_style=colour)
+    title = ClippedText(escape_text(normalize_whitespace(rollout.question), "bold"), MAX_QUERY_LINES)
+    return Panel(Group(title, Text(), *parts), subtitle=subtitle, border_style=colour)
 
 
 def _title(rollout: Rollout, name: str) -> Text:
@@ -234,6 +245,7 @@ class RunTotals:
         self.cut_answers = self.cut_tokens = 0  # tokens of passages that were longer than what is read
         # Of all, once it has ended.
         self.wall_seconds, self.summary = 0.0, ""
+        self.paused_seconds = 0.0  # not counted among them
         self.energy: dict[str, Any] | None = None
         self.seconds: Counter[str] = Counter()
 
@@ -276,9 +288,14 @@ class RunTotals:
 
 
 class LiveView:
-    """Shows the questions in flight, and prints each when it is finished."""
+    """Shows the questions in flight, and prints each when it is finished.
 
-    def __init__(self, console: Console) -> None:
+    speed: steps a second at which the first question is shown; 0: as fast as it is decoded.
+    paused_seconds: time that was spent on that.
+    """
+
+    def __init__(self, console: Console, speed: float = 0) -> None:
+        self._speed, self._slow_id, self.paused_seconds = speed, "", 0.0
         self._flying: dict[str, Rollout] = {}
         self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
         self._shown = 0.0
@@ -294,14 +311,19 @@ class LiveView:
     def step(self, rollout: Rollout) -> None:
         """Takes note of a step; draws at most 15 times a second."""
         self._flying[rollout.id] = rollout
-        if perf_counter() - self._shown > 1 / 15:
+        self._slow_id = self._slow_id or rollout.id
+        if self._speed and rollout.id == self._slow_id:
+            self._draw()
+            sleep(1 / self._speed)
+            self.paused_seconds += 1 / self._speed
+        elif perf_counter() - self._shown > 1 / 15:
             self._draw()
 
-    def finish(self, rollout: Rollout) -> None:
+    def finish(self, rollout: Rollout, verdict: Text = NO_VERDICT) -> None:
         """Prints a finished question above those in flight."""
         self._flying.pop(rollout.id, None)
         show_status()
-        self._live.console.print(render_answer(rollout))
+        self._live.console.print(render_answer(rollout, verdict))
         self._draw()
 
     def _draw(self) -> None:

@@ -58,6 +58,9 @@ def test_the_first_sign_is_there_before_torch_and_goes_when_the_view_begins():
     last = shown.rindex("taking the first step", 0, first_panel)
     assert "\r\x1b[2K" in shown[last:first_panel], "the line of the status is taken away"
     assert session.status() == 0
+    assert shown.count("✓") >= 5, "what is right is ticked"
+    line = shown.strip().splitlines()[-1]
+    assert line.endswith(" right") and len(line) < 80
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from dlm_rag.decode.terminal import (
     LiveView,
     render_answer,
     render_progress,
+    render_verdict,
 )
 from dlm_rag.questions import as_questions
 from tests.support.decoding import QUESTIONS, make_decoder
@@ -28,10 +29,12 @@ def test_live_view_survives_a_whole_run_and_prints_every_answer(corpus_file):
     """Also that of a question that fails at once."""
     console = Console(width=100, height=40, record=True, force_terminal=True, file=io.StringIO())
     decoder = make_decoder(corpus_file, batch_size=2)
-    with LiveView(console) as view:
+    with LiveView(console, speed=1000) as view:
         for rollout in decoder.stream(as_questions(["why " * 2000, *QUESTIONS]), view.step):
-            view.finish(rollout)
+            view.finish(rollout, render_verdict(rollout.id == "q2", ["x"]))
     text = console.export_text()
+    assert text.count("✓") == 1 and text.count("(known answer: x)") == len(QUESTIONS)
+    assert view.paused_seconds > 0, "the first question is shown slowly"
     assert "tokens too long" in text and all(question[:40] in text for question in QUESTIONS)
 
 
