@@ -32,10 +32,11 @@ from dlm_rag.config import Config, TrainConfig
 from dlm_rag.machine import describe_machine, get_code_commit
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.training.batches import BatchMaker, LossWeights
 from dlm_rag.training.data.documents import PackedDocuments, open_token_file
 from dlm_rag.training.data.examples import Example
 from dlm_rag.training.initial_model import DEFAULT_PROMPT_TEMPLATE, iterate_world_texts, train_tokenizer
-from dlm_rag.training.losses import LossWeights, MaskedObjective, count_examples
+from dlm_rag.training.losses import MaskedObjective
 from dlm_rag.training.phase_data import write_world_documents
 from dlm_rag.training.planning.memory_tracker import MemoryTracker
 
@@ -147,14 +148,15 @@ def train_hf_baseline(weights: Path, batches: list[list[Example]]) -> tuple[floa
 def train_packed(weights: Path, batches: list[list[Example]]) -> tuple[float, list[float]]:
     """Seconds and losses of our step."""
     denoiser = load_denoiser_from_llama(weights)
-    objective = MaskedObjective(denoiser, "joint", frozenset({1}))
+    objective, maker = MaskedObjective(denoiser), BatchMaker(denoiser.config, "joint", frozenset({1}))
     optimizer = torch.optim.AdamW(
         denoiser.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
     losses = []
     start = time.perf_counter()
     for examples in batches:
-        loss, _ = objective(examples, count_examples(examples, frozenset({1}), 1.0), LossWeights())
+        batch = maker.prepare(examples, LossWeights())
+        loss, _ = objective(batch, batch.counts)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(denoiser.parameters(), 1.0)
         optimizer.step()
@@ -174,13 +176,13 @@ def measure_peak_bytes_of_loops(weights: Path, examples: list[Example]) -> list[
     """Bytes that operators had allocated at most in forward and backward of one batch: plain, ours."""
     model = LlamaForCausalLM.from_pretrained(weights, attn_implementation="sdpa")
     inputs = PaddedDataset([examples], 0)[0]
-    objective = MaskedObjective(load_denoiser_from_llama(weights), "joint", frozenset({1}))
+    objective = MaskedObjective(load_denoiser_from_llama(weights))
+    maker = BatchMaker(objective.denoiser.config, "joint", frozenset({1}))
+    batch = maker.prepare(examples, LossWeights())
     found = []
     for step in (
         lambda: HfBaselineTrainer.compute_loss(SimpleNamespace(found=[]), model, inputs).backward(),  # type: ignore[arg-type]
-        lambda: objective(examples, count_examples(examples, frozenset({1}), 1.0), LossWeights())[
-            0
-        ].backward(),
+        lambda: objective(batch, batch.counts)[0].backward(),
     ):
         with MemoryTracker() as alive:
             step()

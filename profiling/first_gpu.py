@@ -51,11 +51,11 @@ class ReportPart(NamedTuple):
 
 
 BILLION = [
-    "train.hidden_size=2048", "train.head_dim=64", "train.intermediate_size=5632",
+    "train.hidden_size=2048", "train.intermediate_size=5632",
     "train.num_hidden_layers=20", "train.sequence_length=4096", "train.batch_tokens=16384",
 ]  # fmt: skip
 TINY = [
-    "train.hidden_size=64", "train.head_dim=32", "train.intermediate_size=128",
+    "train.hidden_size=64", "train.intermediate_size=128",
     "train.num_hidden_layers=2", "train.sequence_length=64", "train.batch_tokens=128",
 ]  # fmt: skip
 BATCHES = {64: 96, 16: 40, 1: 6}  # questions of a round
@@ -81,9 +81,8 @@ QUICK_PARTS = {
             measure_training,
             settings=TINY,
             vocabulary=512,
-            switches=("none", "logit_chunk", "selective", "full"),
+            switches=("none", "selective", "full"),
             steps=2,
-            logit_chunk=16,
         ),
     ),
     "tiny": ReportPart(

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import decode_replay
 import torch
@@ -239,10 +239,10 @@ class RepeatedBatch(PretrainTask):
     """The same documents of random tokens in every step."""
 
     @cached_property
-    def sampled(self) -> list[Any]:
-        return self.sample_examples(self.phase.origin.config, self.items)
+    def sampled(self) -> Any:
+        return self.sample_batch(self.phase.origin.config, self.items)
 
-    def make_microbatch(self, step: int, items: Sequence[int], conditions: None) -> list[Any]:
+    def make_batch(self, step: int, items: Sequence[int], conditions: None) -> Any:
         return self.sampled
 
 
@@ -250,9 +250,8 @@ def measure_training(
     record: PartRecord,
     settings: Sequence[str],
     vocabulary: int,
-    switches: Sequence[str] = ("none", "logit_chunk", "selective", "full", "compile"),
+    switches: Sequence[str] = ("none", "selective", "full", "compile"),
     steps: int = 6,
-    logit_chunk: int = 512,
 ) -> None:
     """Steps of one trainer whose switches are turned; memory beside that of the plan."""
     words = ["train.objective=pretrain", "train.optimizer=adamw", "train.max_steps=1000", *settings]
@@ -263,7 +262,7 @@ def measure_training(
     with tempfile.TemporaryDirectory() as scratch:
         task = RepeatedBatch(Phase(config, "", origin, Path(scratch)))
         trainer = Trainer(task, DistributedContext(0, 1, 0))
-    root, denoiser, device = cast(Any, trainer.root), trainer.denoiser, trainer.device
+    denoiser, device = trainer.denoiser, trainer.device
     record.add(
         title="Training",
         text=f"{count_millions(denoiser)}, sequences of {config.train.sequence_length:,} tokens, "
@@ -272,7 +271,6 @@ def measure_training(
     metrics: dict[str, Any] = {}
     for switch in switches:
         denoiser.activation_checkpointing = switch if switch in ("selective", "full") else "none"
-        root.logit_chunk = logit_chunk if switch == "logit_chunk" else config.train.logit_chunk
         if switch == "compile":
             denoiser.compile_layers()
         free_memory()
@@ -283,13 +281,12 @@ def measure_training(
         changed = replace(
             config.train,
             activation_checkpointing=denoiser.activation_checkpointing,
-            logit_chunk=root.logit_chunk,
         )
         switched = PretrainTask(Phase(replace(config, train=changed), "", origin, Path()))
         planned = estimate_step_memory(switched, shape, trainer.dtype, task.items)
         whole = planned.weights + planned.gradients + planned.optimizer + planned.activations
         record.add({
-            "switch": f"{switch} {root.logit_chunk}" if switch == "logit_chunk" else switch,
+            "switch": switch,
             "tokens/s": speed["tokens_per_second"], "TFLOP/s": speed["tflops_per_second"],
             "MFU %": 100 * speed["mfu"] if "mfu" in speed else "unknown machine",
             "ms/step": [1e3 * each for each in seconds], "peak GiB": read_and_reset_peak_gib(device),

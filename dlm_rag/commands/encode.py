@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ READS = (
 )  # fmt: skip
 BATCH_TOKENS = 4096  # of passages that are encoded in one call
 COUNTED = ("encoded", "present", "evicted", "bytes")  # passages, entries of the store
-IDLE_MINUTES = 14 * 24 * 60  # for which a process waits for the others
+MAX_WAIT = timedelta(days=14)  # that a process waits for the others
 PART_PASSAGES = 128  # that are encoded before they are counted
 
 
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError("name the folder that is to be filled: engine.store=FOLDER")
     from dlm_rag.training.distributed import DistributedContext
 
-    processes = DistributedContext.init(IDLE_MINUTES)
+    processes = DistributedContext.init(MAX_WAIT)
     device = str(processes.local_device(config.model.device))
     config = replace(config, model=replace(config.model, device=device))
     encoder = PassageEncoder(config)

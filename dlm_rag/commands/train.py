@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
     words = parse_command_line(__doc__ or "", argv, TRAIN_SETTINGS, switches=switches)
     config, resume = words.config, "resume" in words.switches
     folder = Path(config.out or "runs/train")
-    check_effects([(config, ["data.documents", "data.questions", "train.counterfactual_share"])])
+    check_effects([(config, ["data.documents", "data.questions"])])
     from dlm_rag.engine.store import check_store
     from dlm_rag.training.tasks import check_task_settings
 
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
 
     stop = StopSignal()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    processes = DistributedContext.init(config.train.timeout_minutes)
+    processes = DistributedContext.init()
     with ExitStack() as stack:
         stack.callback(processes.destroy)
         stack.enter_context(translate_distributed_errors())

@@ -18,8 +18,7 @@ SFT, RL, PRETRAIN = ({"train.objective": (name,)} for name in ("sft", "rl", "pre
 ANSWERING, READING = {"train.objective": ("sft", "rl")}, {"train.objective": ("pretrain", "adapt")}
 TRACES, CORPUS, WRITER = ({"synthesis.method": (name,)} for name in ("traces", "corpus", "writer"))
 NEW_MODEL = {"model.path": (None,)}
-NEW_LAYERS = NEW_MODEL | {"train.init_layers_from": (None,)}
-WORLDS, MADE_QUESTIONS = {"data.corpus": (None,)}, {"data.corpus": SET, "data.questions": (None,)}
+WORLDS = {"data.corpus": (None,)}
 
 
 @settings_dataclass
@@ -30,10 +29,7 @@ class DataConfig(CheckedSettings):
     """sft: file or folder of questions with a `response`, or at least `golden_answers`; needs
     data.corpus"""
     corpus: str | None = setting(None)
-    """sft, rl: passages from which evidence is retrieved; without data.questions, questions are made
-    from its titles"""
-    held_out: float = setting(0.25, low=0, high=0.9, only_with=ANSWERING | MADE_QUESTIONS)
-    """share of the passages that generated training questions never ask about"""
+    """sft, rl: passages from which evidence is retrieved; needs data.questions"""
     documents: dict[str, str] = setting(dict, only_with=READING)
     """pretrain, adapt: JSON lines files with a `text`, as NAME: FILE"""
 
@@ -42,6 +38,11 @@ class DataConfig(CheckedSettings):
             raise ConfigError("data.documents: a name is empty")
         if self.questions is not None and self.corpus is None:
             raise ConfigError("data.questions needs data.corpus too")
+        if self.corpus is not None and self.questions is None:
+            raise ConfigError(
+                "data.corpus needs data.questions too: make some with `dlm-rag synthesize "
+                "synthesis.method=corpus`"
+            )
 
 
 @settings_dataclass
@@ -55,17 +56,11 @@ class TrainConfig(CheckedSettings):
     """random seed of weights, worlds and examples"""
     wandb: str = setting("off", choices=("off", "offline", "online"))
     """also log metrics to Weights & Biases"""
-    init_layers_from: str | None = setting(None, only_with=NEW_MODEL)
-    """checkpoint whose layers initialise a new model with a vocabulary of its own"""
-    timeout_minutes: float = setting(10.0, low=0.01, high=10_000)
-    """time in minutes that a process waits for another one before the run stops with what was saved"""
-    hidden_size: int = setting(192, low=64, high=2**17, only_with=NEW_LAYERS)
+    hidden_size: int = setting(192, low=64, high=2**17, only_with=NEW_MODEL)
     """hidden size of a new model"""
-    head_dim: int = setting(32, low=8, high=2**12, only_with=NEW_LAYERS)
-    """attention head dimension of a new model"""
-    intermediate_size: int = setting(256, low=32, high=2**20, only_with=NEW_LAYERS)
+    intermediate_size: int = setting(256, low=32, high=2**20, only_with=NEW_MODEL)
     """feed-forward size of a new model"""
-    num_hidden_layers: int = setting(5, low=2, high=2**12, only_with=NEW_LAYERS)
+    num_hidden_layers: int = setting(5, low=2, high=2**12, only_with=NEW_MODEL)
     """number of layers of a new model"""
     vocab_size: int = setting(1024, low=300, high=2**20, only_with=NEW_MODEL)
     """vocabulary size of a new model; its tokenizer is trained on worlds, or on data.corpus"""
@@ -88,9 +83,6 @@ class TrainConfig(CheckedSettings):
     """rl: number of questions in a step, over all processes"""
     num_generations: int = setting(12, low=1, high=2**16, only_with=RL)
     """rl: number of rollouts per question (the group size of GRPO)"""
-    counterfactual_share: float = setting(0.0, low=0, high=1, only_with=SFT | MADE_QUESTIONS)
-    """sft on questions generated from data.corpus: share of passage sets whose second passage is
-    swapped for another one under the same name"""
     mixture: dict[str, float] = setting(dict, only_with=READING | {"data.documents": SET})
     """pretrain, adapt: share of each source in data.documents; unset: equal shares"""
     sequence_length: int = setting(1024, low=8, only_with=READING)
@@ -121,8 +113,6 @@ class TrainConfig(CheckedSettings):
     and, unless compiled, matrix products)"""
     data_workers: int = setting(0, low=0, high=1024, only_with=SFT)
     """sft: number of processes that make batches ahead of the steps; 0: a thread, one step ahead"""
-    logit_chunk: int = setting(4096, low=1)
-    """number of supervised positions whose logits are computed at a time"""
     compile: bool = setting(False)
     """compile around attention with torch.compile"""
     parallel: str = setting("ddp", choices=("single", "ddp", "fsdp"))
@@ -142,25 +132,17 @@ class TrainConfig(CheckedSettings):
     """rl: minimum number of hops of a question"""
     world_passages: int = setting(700, low=100, high=10**6)
     """number of passages in a training world"""
-    worlds: int = setting(6, low=1, only_with=SFT | WORLDS)
-    """number of worlds that examples are drawn from at a time"""
     steps_per_world: int = setting(50, low=1, only_with=ANSWERING | WORLDS)
     """number of steps after which the oldest world is replaced"""
-    # Reinforcement learning: the reward plus these parts minus these costs.
+    # Reinforcement learning: the reward minus these costs.
     reward: str = setting("exact_match", table="dlm_rag.training.rl.reward:REWARDS", only_with=RL)
-    """rl: reward of a rollout before weights and costs; or a function of your own as module:function"""
-    f1_weight: float = setting(0.0, low=0, only_with=RL)
-    """rl: weight of the answer's F1 in the reward"""
-    recall_weight: float = setting(0.0, low=0, only_with=RL)
-    """rl: weight in the reward of the share of supporting passages in the last evidence"""
+    """rl: reward of a rollout before costs; or a function of your own as module:function"""
     forward_cost: float = setting(0.0, low=0, only_with=RL)
     """rl: reward subtracted for each forward pass"""
     search_cost: float = setting(0.0, low=0, only_with=RL)
     """rl: reward subtracted for each search"""
     train_steps_per_rollout: int | None = setting(None, low=1, only_with=RL)
     """rl: number of randomly chosen denoising steps of each rollout that are trained on; unset: all"""
-    num_iterations: int = setting(1, low=1, high=2**10, only_with=RL)
-    """rl: number of weight updates on the rollouts of a step"""
     kl_coef: float = setting(0.0, low=0, only_with=RL)
     """rl: coefficient of the KL divergence from the policy at the start of the phase, in nats per step"""
     # Checkpoints and evaluation.
@@ -172,8 +154,8 @@ class TrainConfig(CheckedSettings):
     """number of evaluation questions for each number of hops, about a separate world"""
 
     def __post_init__(self) -> None:
-        if self.hidden_size % self.head_dim or self.head_dim % 2:
-            raise ConfigError(f"hidden_size must be a multiple of an even head_dim, not {self.head_dim}")
+        if self.hidden_size % 32:
+            raise ConfigError(f"hidden_size={self.hidden_size} must be a multiple of 32")
         if self.batch_tokens % self.sequence_length:
             raise ConfigError(f"batch_tokens must be a multiple of sequence_length={self.sequence_length}")
         self.get_phase_configs()

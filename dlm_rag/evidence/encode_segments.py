@@ -7,7 +7,6 @@ from einops import rearrange
 from torch import Tensor
 
 from dlm_rag.evidence.prompt_segments import LaidOutRow
-from dlm_rag.model.context_parallel import ContextParallel, GatheredRows
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.kv_store import KeysValues, SharedContext, make_consecutive_ranges
 from dlm_rag.model.layers import AttentionProbe
@@ -60,29 +59,6 @@ def encode_canvases(
     asked = [[row.find_state(n) for n in places] for row, places in zip(states, read, strict=True)]
     rows = pack_rows([row.canvas_segment for row in states], denoiser.device, asked, contexts)
     return denoiser.encode(rows, probe=probe)[0]
-
-
-def encode_sequence_shards(
-    denoiser: Denoiser, states: Sequence[LaidOutRow], read: Sequence[Sequence[int]], share: ContextParallel
-) -> tuple[Tensor, list[list[int]]]:
-    """As `encode_canvases` without contexts, on this process's stretch of every row.
-
-    Returns the hidden states and the places that they are of: those of `read` that are predicted here.
-    """
-    runs = [row.canvas_segment for row in states]
-    own = [share.local_token_range(len(run.ids)) for run in runs]
-    parts = [
-        Segment(run.ids[s.start : s.stop], run.start + s.start) for run, s in zip(runs, own, strict=True)
-    ]
-    rows = list(zip(states, own, read, strict=True))
-    here = [[place for place in places if row.find_state(place) in s] for row, s, places in rows]
-    asked = [
-        [row.find_state(place) - s.start for place in places]
-        for (row, s, _), places in zip(rows, here, strict=True)
-    ]
-    whole = tuple(len(run.ids) for run in runs)
-    packed = pack_rows(parts, denoiser.device, asked, GatheredRows(share, whole))
-    return denoiser.encode(packed)[0], here
 
 
 def run_starts(states: Sequence[LaidOutRow]) -> list[int]:

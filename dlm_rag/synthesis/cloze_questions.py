@@ -12,7 +12,7 @@ The first sentence of the response can be found by the question, the second only
 import hashlib
 import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -124,30 +124,6 @@ class CorpusRowGenerator:
         """
         key = self.passages[self._first_rows[row] if self._sizes[row] <= MAX_COMPONENT_PASSAGES else row].id
         return int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) < self._held_out * 2**32
-
-    def list_counterfactual_parts(self) -> tuple[list[ClozeGap], list[int]]:
-        """What `cross` takes, of the passages to train on: gaps with another name than the passage's own,
-        and rows of passages that say what they are, by their name."""
-        rows = [row for row in range(len(self)) if not self.is_held_out(row)]
-        gaps = [gap for row in rows for gap in self._gaps[row] if gap.name != self.passages[row].name]
-        passages = ((row, self.passages[row]) for row in rows if self._has_definition(row))
-        return gaps, [row for row, passage in passages if passage.sentences[0].startswith(passage.name)]
-
-    def make_counterfactual(self, gap: ClozeGap, row: int) -> tuple[dict[str, Any], Passage]:
-        """A chain of two that the corpus does not tell, and its second passage: that of `row` with the
-        name that was left out in place of its own."""
-        other = self.passages[row]
-        own = re.compile(rf"(?<!\w){re.escape(other.name)}(?!\w)")
-        named = replace(
-            other,
-            id=f"{other.id}/{gap.name}",
-            name=gap.name,
-            sentences=tuple(own.sub(lambda _: gap.name, sentence) for sentence in other.sentences),
-            what=own.sub(lambda _: gap.name, other.what),
-            says=own.sub(lambda _: gap.name, other.says),
-        )
-        row_of = self._make_row("chain2", [self.passages[gap.row], named], gap)
-        return row_of, Passage(named.id, named.name, " ".join(named.sentences))
 
     def _chains(self, row: int) -> Iterator[tuple[str, list[int], ClozeGap | None]]:
         """Kind, rows of the passages and gap of everything that can be asked from a passage on."""

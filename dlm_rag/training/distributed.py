@@ -34,6 +34,7 @@ from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.packed_batch import Segment
 
+TIMEOUT = timedelta(minutes=10)  # that a process waits for another
 # What gloo, NCCL and torch's store say only of a lost process: NCCL's name is in all of its errors, and
 # `socket` in those of any system call.
 _GONE = re.compile(
@@ -82,18 +83,16 @@ def make_peer_lost_error(error: BaseException) -> RunError:
 class DistributedContext:
     """This process among those that torchrun started; alone without it.
 
-    `context_parallel_size` neighbours work on the same sequences, each on its part of them. None waits
-    for another for longer than `timeout`; where it is None, than torch's own.
+    `context_parallel_size` neighbours work on the same sequences, each on its part of them.
     """
 
     rank: int
     world_size: int
     local_rank: int
     context_parallel_size: int = 1
-    timeout: timedelta | None = None
 
     @classmethod
-    def init(cls, timeout_minutes: float | None = None) -> "DistributedContext":
+    def init(cls, timeout: timedelta = TIMEOUT) -> "DistributedContext":
         """Meets the others, over NCCL where there is CUDA and over gloo where there is none.
 
         Who waits for another for so long raises what `is_peer_lost` knows: a cable that was pulled out
@@ -108,11 +107,10 @@ class DistributedContext:
                 f"RANK={rank} and WORLD_SIZE={count} in the environment are not torchrun's: unset them, or "
                 "start with torchrun"
             )
-        timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
         if count > 1 and not dist.is_initialized():
             backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, timeout=timeout)
-        return cls(rank, count, local, timeout=timeout)
+        return cls(rank, count, local)
 
     @property
     def is_main(self) -> bool:
@@ -171,7 +169,7 @@ class DistributedContext:
         """These processes with `count` neighbours at a time on the same sequences; every one must call."""
         if count == 1:
             return self, None
-        group, _ = dist.new_subgroups(group_size=count, timeout=self.timeout)
+        group, _ = dist.new_subgroups(group_size=count, timeout=TIMEOUT)
         return replace(self, context_parallel_size=count), ContextParallel(self.rank % count, count, group)
 
     def check_shared_folder(self, folder: Path) -> None:

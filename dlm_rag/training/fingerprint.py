@@ -27,9 +27,9 @@ CHANGEABLE_KEYS = frozenset({
     # How long the run is, what it saves and reports. But adapt holds its steps (attention opens in a
     # share of them), and eval_questions are held where they are kept back from data.questions.
     "train.max_steps", "train.decay_fraction", "train.phases", "train.save_steps", "train.eval_steps",
-    "train.eval_questions", "train.wandb", "train.timeout_minutes",
+    "train.eval_questions", "train.wandb",
     # How the work is done: nothing but rounding changes.
-    "train.gradient_accumulation_steps", "train.activation_checkpointing", "train.logit_chunk",
+    "train.gradient_accumulation_steps", "train.activation_checkpointing",
     "train.compile", "train.parallel",
     "train.context_parallel",
     "model.device", "model.dtype", "model.attn_implementation",
@@ -38,7 +38,7 @@ CHANGEABLE_KEYS = frozenset({
     "retrieval.index_dir", "retrieval.corpus", "retrieval.url", "retrieval.timeout",
 })  # fmt: skip
 FINGERPRINTED_KEYS = (
-    "model.path", "train.init_layers_from", "data.questions", "data.corpus", "data.documents",
+    "model.path", "data.questions", "data.corpus", "data.documents",
     "retrieval.embedding_model"
 )  # fmt: skip
 # of `decode`: a denoiser is trained for them
@@ -81,8 +81,7 @@ def fingerprint_files(config: Config, origin: InitialModel) -> dict[str, str]:
     there. What can be read only once, a pipe, has no fingerprint.
     """
     data = config.data
-    checkpoints = {"model.path": origin.checkpoint, "train.init_layers_from": origin.layers_checkpoint}
-    found = {key: each.fingerprint for key, each in checkpoints.items() if each is not None}
+    found = {} if origin.checkpoint is None else {"model.path": origin.checkpoint.fingerprint}
     rows = {"data.questions": data.questions}
     rows |= {f"data.documents.{name}": path for name, path in data.documents.items()}
     for key, name in rows.items():

@@ -13,7 +13,7 @@ from dlm_rag.config.generation import DECODE_NAMES, RETRIEVAL_NAMES, list_given
 from dlm_rag.data.synthetic_world import make_world, make_world_question
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
-from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint
+from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.model.generation_settings import add_settings
@@ -65,7 +65,7 @@ def iterate_world_texts(seed: int, worlds: int = 60) -> Iterator[str]:
 
 
 DEFAULT_PROMPT_TEMPLATE = PromptTemplate(head="{question}\n", fact="{passage}")
-SIZE_FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "intermediate_size")
+SIZE_FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
 
 
 def open_initial_model(config: Config) -> InitialModel:
@@ -160,18 +160,17 @@ def _make_fresh_model(config: Config) -> InitialModel:
     train, corpus = config.train, config.data.corpus
     if train.lora_rank:
         raise ConfigError("lora_rank needs a checkpoint: set model.path, or lora_rank=0")
-    layers = None if train.init_layers_from is None else _open_layers_checkpoint(train.init_layers_from)
-    heads = train.hidden_size // train.head_dim
+    # Heads of 32 suit small models, of 64 a GPU's kernels.
+    head_dim = 64 if train.hidden_size >= 1024 and train.hidden_size % 64 == 0 else 32
+    heads = train.hidden_size // head_dim
     own = DenoiserConfig(
         num_attention_heads=heads,
         num_key_value_heads=heads,
+        head_dim=head_dim,
         qk_norm=True,
         tie_word_embeddings=True,
         **{name: getattr(train, name) for name in SIZE_FIELDS},
     )
-    if layers is not None:
-        kept = ("canvas_length", "block_length", "block_size", "finished_block_context", "abstain")
-        own = replace(layers.config, **{name: getattr(own, name) for name in kept})
     # Positions for the question, the canvas, and all passages if they follow one another.
     layout = EVIDENCE_LAYOUTS[config.model.evidence_layout or "independent"]
     room = (1 if layout.separate_passages else config.retrieval.top_k) * train.passage_length
@@ -184,23 +183,4 @@ def _make_fresh_model(config: Config) -> InitialModel:
         texts = (passages[row].text for row in range(0, len(passages), every))
     tokenizer = Tokenizer(train_tokenizer(texts, train.vocab_size), 0, DEFAULT_PROMPT_TEMPLATE, (1,))
     shape = make_training_shape(config, own)
-    return InitialModel(shape, tokenizer, None, train.seed, 0, layers_checkpoint=layers)
-
-
-def _open_layers_checkpoint(path: str) -> Checkpoint:
-    """The checkpoint whose layers a fresh denoiser takes over; raises `CheckpointError`."""
-    found = open_checkpoint(path)
-    if found.config.adapter is not None:
-        raise CheckpointError(
-            f"train.init_layers_from: {found.folder} denoises from uniform noise, which a fresh denoiser "
-            "does not: name another"
-        )
-    reasons = {
-        "predicts the next token": found.config.predicts_next_block,
-    }
-    if why := [reason for reason, holds in reasons.items() if holds]:
-        raise CheckpointError(
-            f"train.init_layers_from: {found.folder} {why[0]}, which a fresh denoiser does not: give it "
-            "as model.path instead"
-        )
-    return found
+    return InitialModel(shape, tokenizer, None, train.seed, 0)

@@ -150,7 +150,6 @@ class InitialModel:
     checkpoint: Checkpoint | None  # that the weights come from; None: fresh ones
     seed: int
     lora_rank: int
-    layers_checkpoint: Checkpoint | None = None  # of which a fresh denoiser has the layers
 
     def build_on_meta(self, frozen: torch.dtype) -> Denoiser:
         """The denoiser on the meta device; frozen: the dtype of weights that are not trained."""
@@ -166,9 +165,7 @@ class InitialModel:
 
     @torch.no_grad()
     def fill(self, denoiser: Denoiser, trained: bool) -> None:
-        """The checkpoint's weights, or fresh ones that depend on the seed; adapters and layers of
-        `layers_checkpoint` besides.
-        """
+        """The checkpoint's weights, or fresh ones that depend on the seed; adapters besides."""
         fresh = dict[str, Tensor]()
         for name, value in denoiser.named_parameters():
             if value.requires_grad and not trained:
@@ -180,8 +177,6 @@ class InitialModel:
             else:
                 fresh[name] = value
         for name, made in draw_fresh_weights(self.config, self.seed) if fresh else ():
-            if self.layers_checkpoint is not None and name not in EMBEDDING_NAMES:
-                made = self.layers_checkpoint.read_tensor_rows(name, slice(0, made.shape[0])).float()
             _copy_local_rows(fresh[name], made)
 
     def export(

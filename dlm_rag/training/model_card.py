@@ -77,7 +77,7 @@ def _render_readme(record: dict[str, Any]) -> str:
     config = record["config"]
     data = config["data"]
     rows = {
-        "begun from": config["model"]["path"] or config["train"]["init_layers_from"] or "random weights",
+        "begun from": config["model"]["path"] or "random weights",
         "data": data["questions"] or data["corpus"] or data["documents"] or "invented worlds",
         **{name: record[name] for name in ("commit", "date", "machine", "hours", "seed", "steps", "rows")},
         "supervised tokens": record["supervised_tokens"],

@@ -8,16 +8,12 @@ from dlm_rag.config import Config
 from dlm_rag.data.synthetic_world import make_world, make_world_question, write_world
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.build_once import build_once
-from dlm_rag.questions import read_questions
+from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.training.data.documents import PackedDocuments, open_token_file
-from dlm_rag.training.data.question_examples import (
-    TrainingQuestions,
-    generate_corpus_questions,
-    target_response,
-)
+from dlm_rag.training.data.question_examples import target_response
 from dlm_rag.training.task import Phase
 from dlm_rag.training.validation import QuestionValidation
 
@@ -40,22 +36,16 @@ def open_documents(phase: Phase) -> PackedDocuments:
     return PackedDocuments(sources, tokenizer, train, phase.name, shape.shifted)
 
 
-def open_questions(phase: Phase) -> tuple[TrainingQuestions, CorpusRetriever, QuestionValidation]:
-    """Questions of `data.questions`, or made from `data.corpus`; some are held out for validation."""
+def open_questions(phase: Phase) -> tuple[list[Question], CorpusRetriever, QuestionValidation]:
+    """The questions of `data.questions`, of which some are held out for validation."""
     config, train = phase.config, phase.train
-    assert config.data.corpus is not None
+    assert config.data.questions is not None and config.data.corpus is not None
+    given = read_questions(config.data.questions)
+    kept = len(given) - min(train.eval_questions, len(given) // 10)
     corpus = open_corpus(config.data.corpus, config.retrieval.index_dir)
-    if config.data.questions is None:
-        questions = generate_corpus_questions(corpus, phase.builder, train.max_hops, config.data.held_out)
-        count = min(train.eval_questions, len(questions.held_out))
-        asked = random.Random(f"validation/{train.seed}").sample(questions.held_out, count)
-    else:
-        given = read_questions(config.data.questions)
-        kept = len(given) - min(train.eval_questions, len(given) // 10)
-        questions, asked = TrainingQuestions(given[:kept]), given[kept:]
     retriever = load_retriever(config.retrieval, corpus)
-    truths = [target_response(question) for question in asked]
-    return questions, retriever, QuestionValidation(asked, truths, retriever, config)
+    truths = [target_response(question) for question in given[kept:]]
+    return given[:kept], retriever, QuestionValidation(given[kept:], truths, retriever, config)
 
 
 def open_world_validation(phase: Phase) -> QuestionValidation:

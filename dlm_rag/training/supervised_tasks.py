@@ -9,15 +9,15 @@ from dlm_rag.config import TrainConfig
 from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.training.batches import BatchMaker, LossWeights, PreparedBatch, Sums
 from dlm_rag.training.data.documents import PackedDocuments
 from dlm_rag.training.data.examples import Example, sample_document_rows, sample_prompt_rows
 from dlm_rag.training.data.question_examples import QuestionExamples
 from dlm_rag.training.data.world_examples import WorldExamples
-from dlm_rag.training.losses import LossWeights, MaskedObjective, count_examples
+from dlm_rag.training.losses import MaskedObjective
 from dlm_rag.training.optimizers import compute_decay_factor
 from dlm_rag.training.phase_data import open_documents, open_questions, open_world_validation
-from dlm_rag.training.prepared_batch import PreparedBatch, prepare_batch
-from dlm_rag.training.task import Phase, Sums, Task, TaskState, Validation
+from dlm_rag.training.task import Phase, Task, TaskState, Validation
 from dlm_rag.training.validation import DocumentValidation
 
 CURRICULUM_STAGES = ((2, 2), (2, 4), (4, None))  # passages in a prompt, at least and at most; None: top_k
@@ -32,20 +32,38 @@ END_TOKEN_WEIGHT, FINAL_END_TOKEN_WEIGHT = 0.15, 0.4  # in the loss, the latter 
 class MaskedTask(Task):
     """Cross-entropy at the masked tokens of rows."""
 
-    def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> MaskedObjective:
-        layout, ends = self.layout(denoiser.config), self._origin.tokenizer.end_ids
-        return MaskedObjective(denoiser, layout, ends, self.train.logit_chunk, share)
+    layout: str | None = None  # evidence layout of the rows; None: the denoiser's own
+    _maker: BatchMaker
 
-    def count_microbatch(self, part: Any, terms: LossWeights) -> Sums:
-        if isinstance(part, PreparedBatch):
-            return part.counts
-        return count_examples(part, self._origin.tokenizer.end_ids, terms.end_token)
+    def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> MaskedObjective:
+        layout = self.layout or denoiser.config.evidence_layout
+        self._maker = BatchMaker(denoiser.config, layout, self._origin.tokenizer.end_ids, share)
+        return MaskedObjective(denoiser, share)
+
+    def make_batch(self, step: int, items: Sequence[int], conditions: Any) -> PreparedBatch:
+        return self._maker.prepare(self.make_rows(step, items, conditions), self.loss_weights(step))
+
+    def sample_batch(self, shape: DenoiserConfig, count: int) -> PreparedBatch:
+        middle = self.loss_weights(int(ATTENTION_ANNEAL_SHARE * self.train.max_steps / 2))
+        return self._maker.prepare(self.sample_rows(shape, count), middle)
+
+    def make_rows(self, step: int, items: Sequence[int], conditions: Any) -> list[Example]:
+        """The rows of some items of a step."""
+        raise NotImplementedError
+
+    def sample_rows(self, shape: DenoiserConfig, count: int) -> list[Example]:
+        """Typical rows of `count` items."""
+        raise NotImplementedError
+
+    def loss_weights(self, step: int) -> LossWeights:
+        """What changes in the loss from step to step of the phase."""
+        return LossWeights()
 
 
 class PretrainTask(MaskedTask):
     """Packed documents: the NELBO per token."""
 
-    name, reads_sequences = "pretrain", True
+    name, reads_sequences, layout = "pretrain", True, "joint"
     _source: PackedDocuments
 
     @staticmethod
@@ -54,22 +72,16 @@ class PretrainTask(MaskedTask):
 
     def open_data(self) -> Validation:
         self._source = open_documents(self.phase)
-        return DocumentValidation(self._source)
+        return DocumentValidation(self._source, lambda rows: self._maker.prepare(rows, LossWeights()))
 
-    def sample_examples(self, shape: DenoiserConfig, count: int) -> list[Example]:
+    def sample_rows(self, shape: DenoiserConfig, count: int) -> list[Example]:
         return sample_document_rows(shape, self.train.sequence_length, count)
 
-    def layout(self, shape: DenoiserConfig) -> str:
-        return "joint"
-
-    def make_microbatch(self, step: int, items: Sequence[int], conditions: None) -> list[Example]:
+    def make_rows(self, step: int, items: Sequence[int], conditions: None) -> list[Example]:
         return self._source.examples(step, items)
 
-    def loss_weights(self, step: int) -> LossWeights:
-        return LossWeights()
-
-    def metrics(self, sums: Sums, counts: Sums, state: TaskState) -> Sums:
-        return {"loss": sums["tokens"] / counts["divisor"]}
+    def finish_step(self, sums: Sums, counts: Sums, state: TaskState) -> tuple[Sums, TaskState]:
+        return {"loss": sums["tokens"] / counts["divisor"]}, state
 
 
 class AdaptTask(PretrainTask):
@@ -111,26 +123,25 @@ class SftTask(MaskedTask):
         self._source = QuestionExamples(questions, retriever, phase.builder, self.train, phase.name)
         return validation
 
-    def sample_examples(self, shape: DenoiserConfig, count: int) -> list[Example]:
+    def sample_rows(self, shape: DenoiserConfig, count: int) -> list[Example]:
         train = self.train
         return sample_prompt_rows(shape, train.passage_length, self._top_k, count, train.rows_per_set)
 
-    def conditions(self, state: TaskState) -> tuple[int, int]:
-        """How many passages the prompts of this stage have: at least, at most."""
-        least, most = CURRICULUM_STAGES[state.get("stage", 0)]
+    def conditions(self, step: int, state: TaskState) -> tuple[int, int]:
+        """How many passages the prompts of this stage have: at least, at most.
+
+        Workers do not know the accuracy that ends a stage: there stages begin at shares of the steps.
+        """
+        stage = state.get("stage", 0)
+        if self.train.data_workers:
+            stage = sum(step >= share * self.planned_steps for share in STAGE_STARTS) - 1
+        least, most = CURRICULUM_STAGES[stage]
         return min(least, self._top_k), min(most or self._top_k, self._top_k)
 
-    def make_microbatch(
-        self, step: int, items: Sequence[int], conditions: tuple[int, int]
-    ) -> list[Example]:
+    def make_rows(self, step: int, items: Sequence[int], conditions: tuple[int, int]) -> list[Example]:
+        if isinstance(self._source, QuestionExamples):
+            return self._source.examples(step, items)
         return self._source.examples(step, items, conditions)
-
-    def prepare_microbatch(self, step: int, items: Sequence[int]) -> PreparedBatch:
-        done = step / self.planned_steps
-        stage = sum(done >= share for share in STAGE_STARTS) - 1
-        rows = self.make_microbatch(step, items, self.conditions({"stage": stage}))
-        shape, ends = self._origin.config, self._origin.tokenizer.end_ids
-        return prepare_batch(rows, shape, self.layout(shape), ends, self.loss_weights(step).end_token)
 
     def loss_weights(self, step: int) -> LossWeights:
         """As the rate falls, end tokens count more and pointers less."""
@@ -141,20 +152,19 @@ class SftTask(MaskedTask):
             pointer=final_pointer + left * (pointer - final_pointer),
         )
 
-    def metrics(self, sums: Sums, counts: Sums, state: TaskState) -> Sums:
+    def finish_step(self, sums: Sums, counts: Sums, state: TaskState) -> tuple[Sums, TaskState]:
         pointed = max(1, counts["pointed"])
-        found = {"loss": sums["tokens"] / counts["divisor"], "name_accuracy": sums["names_right"] / pointed}
-        if "pointers" in sums:
-            found["pointer_loss"] = sums["pointers"] / pointed
-            found["pointer_mass"] = sums["passage_mass"] / pointed
+        found = {
+            "loss": sums["tokens"] / counts["divisor"],
+            "name_accuracy": sums["names_right"] / pointed,
+            "pointer_loss": sums["pointers"] / pointed,
+            "pointer_mass": sums["passage_mass"] / pointed,
+        }
         if self._config.data.questions is None and not self.train.data_workers:
-            found["passages"] = self.conditions(state)[1]
-        return found
-
-    def advance(self, state: TaskState, metrics: dict[str, Any], counts: Sums) -> TaskState:
+            found["passages"] = self.conditions(0, state)[1]
         stage, accuracy = state.get("stage", 0), state.get("name_accuracy", 0.0)
         if counts["pointed"]:
-            accuracy = 0.97 * accuracy + 0.03 * metrics["name_accuracy"]
+            accuracy = 0.97 * accuracy + 0.03 * found["name_accuracy"]
         if accuracy > STAGE_END_ACCURACY and stage + 1 < len(CURRICULUM_STAGES):
             stage, accuracy = stage + 1, STAGE_START_ACCURACY
-        return {"stage": stage, "name_accuracy": accuracy}
+        return found, {"stage": stage, "name_accuracy": accuracy}

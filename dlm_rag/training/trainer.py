@@ -5,11 +5,9 @@ CPU the weights are equal bit for bit.
 """
 
 import math
-from collections.abc import Hashable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.device_io import to_host
 from dlm_rag.model.flops import count_head_flops
 from dlm_rag.nvtx_ranges import StageClock, profile_stage, profile_step
+from dlm_rag.training.batches import Prefetcher
 from dlm_rag.training.checkpoints import (
     CheckpointRecord,
     Checkpoints,
@@ -51,7 +50,6 @@ from dlm_rag.training.initial_weights import InitialModel, allocate_denoiser, co
 from dlm_rag.training.losses import make_autocast
 from dlm_rag.training.optimizers import make_optimizers, set_learning_rates
 from dlm_rag.training.planning.gpu_specs import find_gpu_spec
-from dlm_rag.training.prepared_batch import make_in_workers
 from dlm_rag.training.task import Phase, Task, TaskState, Validation
 from dlm_rag.training.tasks import find_task
 
@@ -85,9 +83,7 @@ class Trainer:
         self.optimizers = make_optimizers(self.denoiser, train)
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self._checkpoints = Checkpoints(phase.folder, self.processes)
-        self._worker = ThreadPoolExecutor(1, "parts")  # which prepares the parts of the next step
-        self._made: Iterator[list[Any]] | None = None  # parts of the steps, where workers make them
-        self._ahead: dict[tuple[int, Hashable], Future[list[Any]]] = {}  # at most one
+        self._batches = Prefetcher(self._make_parts, task.conditions, train.data_workers)
 
     def _build_denoiser(self, share: Any) -> None:
         """The denoiser in its loss, in copies or shards, with the first weights of what is trained anew."""
@@ -124,89 +120,65 @@ class Trainer:
         return self.state.tasks.get(self.task.name, {})
 
     def step(self) -> dict[str, Any]:
-        """One step, of one update of the weights or more; returns its metrics, of the last update.
-
-        Raises `RunError` where the loss is not a number.
-        """
+        """One update of the weights; returns metrics. Raises `RunError` for a loss that is no number."""
         state, task = self.state, self.task
         with profile_step(state.step, task.rows), StageClock() as clock:
             with profile_stage("data"):
-                parts, terms = self._microbatches(), task.loss_weights(state.phase_step)
-                mine = sum_counts([task.count_microbatch(part, terms) for part in parts])
+                parts = self._take_parts()
+                mine = {name: sum(part.counts[name] for part in parts) for name in parts[0].counts}
                 counts = self._all_reduce(mine, self.processes.context_parallel_size)
             before = replace(self.denoiser.flop_count)
             share = set_learning_rates(self.optimizers, self.train, state.phase_step)
-            for _ in range(task.updates):
-                found = self._run_backward(parts, counts, terms)
-                with profile_stage("optimizer"):
-                    norm, own = self._clip_gradients(found)
-                    sums = self._all_reduce(own)
-                    found_metrics = task.metrics(sums, counts, self.task_state)
-                    self._check_finite(found_metrics["loss"], "loss")
-                    self._update(norm)
-            supervised = mine["supervised"] * task.updates / self.processes.context_parallel_size
-            head = count_head_flops(self.denoiser.config, supervised, 4)
-            spent = self.denoiser.flop_count - before + head
+            found = self._run_backward(parts, counts)
+            with profile_stage("optimizer"):
+                norm, own = self._clip_gradients(found)
+                own_metrics, after = task.finish_step(self._all_reduce(own), counts, self.task_state)
+                self._check_finite(own_metrics["loss"], "loss")
+                self._update(norm)
+            supervised = mine["supervised"] / self.processes.context_parallel_size
+            spent = self.denoiser.flop_count - before
+            spent += count_head_flops(self.denoiser.config, supervised, 4)
             self.flops = spent.flops_with_backward(bool(self.train.lora_rank))
         names = {"rows": "rows", "tokens": "tokens", "supervised_tokens": "supervised"}
         metrics = {
             "step": state.step,
             **({"phase": state.phase} if state.phase else {}),
-            **found_metrics,
+            **own_metrics,
             "learning_rate_share": share,
             "gradient_norm": norm,
             **{name: round(counts[count]) for name, count in names.items()},
         }
         self.stage_seconds = clock.pop_seconds()
-        state.tasks[task.name] = task.advance(self.task_state, metrics, counts)
+        state.tasks[task.name] = after
         state.step, state.phase_step = state.step + 1, state.phase_step + 1
         return metrics
 
-    def _microbatches(self) -> list[Any]:
-        """This process's parts of the step."""
-        if self.train.data_workers:
-            steps = range(self.state.phase_step, self.train.max_steps)
-            make = partial(self._make_microbatches, make=self.task.prepare_microbatch)
-            self._made = self._made or make_in_workers(make, steps, self.train.data_workers)
-            return next(self._made)
-        if self.task.can_prefetch:
-            return self._take_prefetched()
-        step, conditions = self.state.phase_step, self.task.conditions(self.task_state)
+    def _take_parts(self) -> list[Any]:
+        """This process's batches of the step."""
+        step, task = self.state.phase_step, self.task
+        if task.can_prefetch:
+            return self._batches.take(step, self.task_state, self.train.max_steps)
         with self.evaluation_mode():
-            return self._make_microbatches(step, conditions)
+            return self._make_parts(step, task.conditions(step, self.task_state))
 
-    def _take_prefetched(self) -> list[Any]:
-        """The parts of this step; begins on those of the next."""
-        step, conditions = self.state.phase_step, self.task.conditions(self.task_state)
-        wait(self._ahead.values())
-        ready = self._ahead.get((step, conditions))
-        parts = self._make_microbatches(step, conditions) if ready is None else ready.result()
-        self._ahead = {
-            (step + 1, conditions): self._worker.submit(self._make_microbatches, step + 1, conditions)
-        }
-        return parts
-
-    def _make_microbatches(self, step: int, *conditions: Any, make: Any = None) -> list[Any]:
-        """This process's items, in as many parts as its gradients are accumulated from."""
+    def _make_parts(self, step: int, conditions: Any) -> list[Any]:
+        """This process's items, in as many batches as its gradients are accumulated from."""
         mine, count = self.processes.local_items(self.task.items), self.train.gradient_accumulation_steps
-        make = make or self.task.make_microbatch
-        return [make(step, mine[n::count], *conditions) for n in range(count)]
+        return [self.task.make_batch(step, mine[n::count], conditions) for n in range(count)]
 
     def _all_reduce(self, own: dict[str, float], shared_by: int = 1) -> dict[str, float]:
         """Each value summed over all processes, of which `shared_by` have the same."""
         values = self.processes.all_reduce_sum(list(own.values()))
         return {name: value / shared_by for name, value in zip(own, values, strict=True)}
 
-    def _run_backward(
-        self, parts: list[Any], counts: dict[str, float], terms: Any
-    ) -> list[dict[str, Tensor]]:
+    def _run_backward(self, parts: list[Any], counts: dict[str, float]) -> list[dict[str, Tensor]]:
         """Adds up the gradients of all parts and, with the last, of all processes; returns their sums."""
         sums = []
         scale = self.processes.world_size  # DDP and FSDP take means over the processes
         for number, part in enumerate(parts, start=1):
             with nullcontext() if number == len(parts) else skip_gradient_sync(self.root):
                 with profile_stage("forward"), self.autocast():
-                    loss, found = self.root(part, counts, terms)
+                    loss, found = self.root(part, counts)
                 with profile_stage("backward"):
                     self._scaler.scale(loss * scale).backward()
             sums.append(found)
@@ -269,7 +241,7 @@ class Trainer:
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
         """While it is open every process may call the denoiser by itself, as often as it needs."""
-        wait(self._ahead.values())  # searches of two threads at once would not do
+        self._batches.wait()
         self.denoiser.eval()
         alone = allow_independent_forwards(self.root, self.denoiser, self.processes)
         try:
@@ -320,11 +292,6 @@ class Trainer:
         if self.processes.is_main:
             self.origin.export(folder, tensors, self.denoiser.config.rope_theta, dtype)
         self.processes.barrier()
-
-
-def sum_counts(parts: list[dict[str, float]]) -> dict[str, float]:
-    """The counts of several parts together."""
-    return {name: sum(part[name] for part in parts) for name in parts[0]}
 
 
 def open_trainer(

@@ -1,7 +1,7 @@
 """Validation: the real decoder and the NELBO on questions, the NELBO on documents, all held out."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -10,17 +10,20 @@ from torch import Tensor
 from dlm_rag.config import Config
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.evaluation.metrics import score_rollout
+from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.device_io import to_device, to_host
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.questions import Question
 from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.retrieval.base import CorpusRetriever
+from dlm_rag.retrieval.corpus import get_row_id
 from dlm_rag.retrieval.query import build_query
+from dlm_rag.text import FUNCTION_WORDS, split_words
 from dlm_rag.tokenizer import Prompt, Tokenizer
+from dlm_rag.training.batches import PreparedBatch, lay_out_examples
 from dlm_rag.training.data.documents import PackedDocuments
 from dlm_rag.training.data.examples import Example, ExampleBuilder
-from dlm_rag.training.losses import LossWeights, count_examples, encode_batch
 from dlm_rag.training.noise import (
     NOISE_SCHEDULES,
     mask_tokens,
@@ -28,7 +31,7 @@ from dlm_rag.training.noise import (
     sample_antithetic_times,
     token_losses,
 )
-from dlm_rag.training.trainer import Trainer, sum_counts
+from dlm_rag.training.trainer import Trainer
 
 NELBO_TIMES_PER_QUESTION = 4  # for each question
 LINEAR = NOISE_SCHEDULES["linear"]
@@ -77,8 +80,9 @@ class QuestionValidation:
         """The NELBO in nats of the true responses to some questions, each with one end token; and the
         number of these tokens.
 
-        Given the passages that hold the answer (where they are not named: those found for question and
-        response); linear schedule, antithetic times, one sample of masks for every question and time.
+        Given the passages that hold the answer (of a row that was cut, the one with most of the words;
+        where none are named, those found for question and response); linear schedule, antithetic times,
+        one sample of masks for every question and time.
         """
         total = tokens = 0.0
         builder = ExampleBuilder(tokenizer, denoiser.config)
@@ -97,13 +101,23 @@ class QuestionValidation:
         if not question.supporting_ids:
             (found,) = self._retriever.search([build_query("proxy", question.question, truth)])
             return [passage.text for passage in found]
-        return [self._support[name] for name in question.supporting_ids if name in self._support]
+        wanted = {*split_words(f"{question.question} {truth}")} - FUNCTION_WORDS
+
+        def count_shared(text: str) -> int:
+            return len(wanted.intersection(split_words(text)))
+
+        parts = (self._support.get(name) for name in question.supporting_ids)
+        return [max(texts, key=count_shared) for texts in parts if texts]
 
     @cached_property
-    def _support(self) -> dict[str, str]:
-        """The texts of the passages that support the questions, by their ids."""
+    def _support(self) -> dict[str, list[str]]:
+        """The texts that support the questions, by the ids of passages and of rows that were cut."""
         wanted = {name for question in self.questions for name in question.supporting_ids}
-        return {passage.id: passage.text for passage in self._retriever.corpus if passage.id in wanted}
+        found: dict[str, list[str]] = {}
+        for passage in self._retriever.corpus:
+            for name in wanted.intersection((passage.id, get_row_id(passage.id))):
+                found.setdefault(name, []).append(passage.text)
+        return found
 
 
 def _masked_bounds(
@@ -115,9 +129,11 @@ def _masked_bounds(
     some = hidden.any(dim=1)  # a row without masks adds nothing
     losses = torch.zeros(hidden.shape, dtype=torch.float64)
     if examples := [Example(prompt, target, tuple(row)) for row in hidden[some].tolist()]:
-        seen = encode_batch(denoiser, examples, denoiser.config.evidence_layout)
-        (targets,) = to_device([ids[hidden].numpy()], seen.hidden.device)
-        found = token_losses(denoiser.compute_token_logits(seen.hidden), targets).double()
+        states = lay_out_examples(examples, denoiser.config, denoiser.config.evidence_layout)
+        read = [example.supervised_positions for example in examples]
+        seen = encode_canvases(denoiser, states, encode_contexts(denoiser, states), read)
+        (targets,) = to_device([ids[hidden].numpy()], seen.device)
+        found = token_losses(denoiser.compute_token_logits(seen), targets).double()
         losses[hidden] = torch.from_numpy(to_host(found))
     return nelbo(losses, times, LINEAR)
 
@@ -125,8 +141,10 @@ def _masked_bounds(
 class DocumentValidation:
     """The last sequences of every source, which no step trains on."""
 
-    def __init__(self, documents: PackedDocuments) -> None:
-        self._documents = documents
+    def __init__(
+        self, documents: PackedDocuments, prepare: Callable[[list[Example]], PreparedBatch]
+    ) -> None:
+        self._documents, self._prepare = documents, prepare
 
     def compute_scores(self, trainer: Trainer) -> dict[str, float]:
         """The NELBO per token in nats, of all sources together."""
@@ -134,13 +152,12 @@ class DocumentValidation:
         if not held:
             return {}
         # One sequence at a time, as a step needs at least; shards are gathered by all as often.
-        mine = [held[n] for n in processes.local_items(len(held))]
+        mine = [self._prepare(held[n]) for n in processes.local_items(len(held))]
         calls = -(-len(held) * processes.context_parallel_size // processes.world_size)
-        ends = trainer.origin.tokenizer.end_ids
-        counts = sum_counts([count_examples(rows, ends, 1.0) for rows in held])
+        idle = [self._prepare(held[-1])] * (calls - len(mine))
+        divisor = sum(row.divisor or 0.0 for rows in held for row in rows)
         with profile_stage("evaluate"), torch.no_grad(), trainer.autocast():
-            found = [trainer.root(rows, counts, LossWeights())[1]["tokens"] for rows in mine]
-            for _ in range(calls - len(mine)):
-                trainer.root(held[-1], counts, LossWeights())
+            found = [trainer.root(batch, {"divisor": divisor})[1]["tokens"] for batch in (*mine, *idle)]
+            found = found[: len(mine)]
             own = float(to_host(torch.stack(found).double().sum())) if found else 0.0
-        return {"nelbo_per_token": processes.all_reduce_sum([own])[0] / counts["divisor"]}
+        return {"nelbo_per_token": processes.all_reduce_sum([own])[0] / divisor}

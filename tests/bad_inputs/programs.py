@@ -122,8 +122,7 @@ CASES = [
                 ("html", "--html page.html"), ("record_provisional", "record_provisional=true"),
             )
         ),
-        ("train.counterfactual_share=0.7 has no effect", "train.counterfactual_share=0.7"),
-        ("train.max_hops=1", "data.corpus=corpus.jsonl train.max_hops=1"),
+        ("data.corpus needs data.questions too", "data.corpus=corpus.jsonl"),
         ("train.world_passages=1000000000", "train.world_passages=1000000000"),
         ("data.documents={'a'", "data.documents.a=corpus.jsonl"),
         ("data.questions=questions.jsonl has no effect",
@@ -171,8 +170,6 @@ CASES = [
     )),
     *table(TRAIN,
         ("has no generation_config.json", "--model noisy", {"noisy": copy_gemma_without_generation_config}),
-        ("uniform noise, which a fresh denoiser does not", "train.init_layers_from=noisy",
-         {"noisy": copy_gemma}),
     ),
     # Servers, indexes.
     *table("serve",

@@ -28,7 +28,7 @@ def test_every_declared_need_is_a_setting_or_a_fact_of_checkpoints():
     [
         ("train.kl_coef=0.1", "train.kl_coef=0.1", "train.objective=rl"),
         ("train.num_generations=3", "train.num_generations=3", "train.objective=rl"),
-        ("train.worlds=3 data.corpus=x", "train.worlds=3", "data.corpus=null"),
+        ("train.steps_per_world=3 data.corpus=x data.questions=q", "steps_per_world=3", "corpus=null"),
         ("train.hidden_size=64 model.path=x", "train.hidden_size=64", "model.path=null"),
         ("train.phases.a.kl_coef=0.1", "train.phases.a.kl_coef=0.1", "train.objective=rl"),
         ("decode.tokens_per_step=2 decode.commit_rule=sampled", "_per_step=2", "rule=threshold"),
@@ -67,7 +67,7 @@ def test_a_setting_that_may_have_an_effect_is_not(words, monkeypatch):
 
 def test_a_file_is_a_recipe_that_words_may_change(tmp_path):
     path = tmp_path / "c.yaml"
-    path.write_text("decode: {query_threshold: 0.5}\ntrain: {counterfactual_share: 0.5}\n")
+    path.write_text("decode: {query_threshold: 0.5}\ntrain: {pointer_loss_weight: 0.5}\n")
     load("decode.query_policy=question", str(path))
 
 

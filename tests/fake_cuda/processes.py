@@ -130,7 +130,7 @@ for path in sorted(CONFIG_FOLDER.glob("*.yaml")):
     (TRAINED if "\ntrain:" in path.read_text() else DECODED).append(path.stem)
 TOY = [
     "model.device=cuda", "decode.max_new_tokens=64", "retrieval.top_k=2", "train.passage_length=96",
-    "train.world_passages=100", "train.worlds=1", "train.eval_questions=1", "train.rows_per_set=2",
+    "train.world_passages=100", "train.eval_questions=1", "train.rows_per_set=2",
     "train.num_generations=2",
 ]  # fmt: skip
 FRESH = ["train.hidden_size=256", "train.num_hidden_layers=2", "train.vocab_size=400"]
@@ -221,7 +221,7 @@ def test_a_step_in_the_shape_of_eight_billion_parameters_on_many_processes(tmp_p
     monkeypatch.setattr(InitialModel, "fill", lambda *_: None)
     words = [
         "model.device=cuda", f"train.passage_sets_per_step={2 * MANY}",
-        f"train.prompts_per_step={2 * MANY}", "train.world_passages=100", "train.worlds=1",
+        f"train.prompts_per_step={2 * MANY}", "train.world_passages=100",
         "train.eval_questions=1", "train.parallel=fsdp", "train.gradient_accumulation_steps=2",
         "train.activation_checkpointing=selective",
     ]  # fmt: skip

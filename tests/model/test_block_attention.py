@@ -15,8 +15,8 @@ from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.questions import Question
 from dlm_rag.tokenizer import Prompt
+from dlm_rag.training.batches import lay_out_examples
 from dlm_rag.training.data.examples import ExampleBuilder
-from dlm_rag.training.losses import encode_batch
 from tests.support.block_attention import (
     BLOCK,
     FACTS,
@@ -107,7 +107,8 @@ def test_with_causal_context_the_first_token_of_a_block_is_trained_as_it_is_deco
         if places[1:]:
             views.append(ModelInput(1, laid, canvas, np.array(places[1:]), finished_length=first))
         with torch.no_grad():
-            hidden = encode_batch(denoiser, [example], layout).hidden
+            states = lay_out_examples([example], denoiser.config, layout)
+            hidden = encode_canvases(denoiser, states, encode_contexts(denoiser, states), [places])
         expected = torch.cat([dense_reference_states(denoiser, view) for view in views])
         torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-5)
     assert len(finished) > 2

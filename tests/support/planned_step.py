@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -12,20 +13,22 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from dlm_rag.config import load_config
 from dlm_rag.training.distributed import DistributedContext
-from dlm_rag.training.planning.plan import ROLLOUT_EXTRA_KEY, count_forward_flops, plan_phases
+from dlm_rag.training.losses import MaskedObjective
+from dlm_rag.training.planning.plan import ROLLOUT_EXTRA_KEY, plan_phases
+from dlm_rag.training.rl.policy_loss import PolicyObjective
 from dlm_rag.training.trainer import open_trainer
 
 SINGLE_PROCESS = DistributedContext(0, 1, 0)
 BASE_SETTINGS = [
     "train.hidden_size=128", "train.num_hidden_layers=4", "train.vocab_size=2000", "train.rows_per_set=8",
     "train.passage_sets_per_step=1", "train.prompts_per_step=1", "train.num_generations=8",
-    "train.world_passages=100", "train.worlds=1", "train.eval_questions=1", "train.optimizer=adamw",
+    "train.world_passages=100", "train.eval_questions=1", "train.optimizer=adamw",
     "train.pointer_loss_weight=0", "train.final_pointer_loss_weight=0", "decode.max_new_tokens=120",
     "retrieval.top_k=3",
 ]  # fmt: skip
 PRETRAIN_SETTINGS = ["train.objective=pretrain", "train.sequence_length=1024", "train.batch_tokens=1024"]
 # Larger than what the plan itself runs (five layers at most, few items).
-MORE_LAYERS_SETTINGS = ["train.num_hidden_layers=7", "train.logit_chunk=64"]
+MORE_LAYERS_SETTINGS = ["train.num_hidden_layers=7"]
 RL_SETTINGS = [
     "model.path=dlm_rag/shipped/whole", "train.objective=rl",
     "train.num_generations=2", "train.train_steps_per_rollout=2", "train.pointer_loss_weight=null",
@@ -41,14 +44,13 @@ PLAN_CASES = {
     "sft, checkpointing selective": ["train.activation_checkpointing=selective"],
     "sft, second of two parts": [*TWO_PARTS_SETTINGS, "train.gradient_accumulation_steps=2"],
     "pretrain": PRETRAIN_SETTINGS,
-    "pretrain, 64 logits at a time": [*PRETRAIN_SETTINGS, "train.logit_chunk=64"],
     "sft, more layers and sets": [*THREE_SETS_SETTINGS, *MORE_LAYERS_SETTINGS],
     "pretrain, more layers and rows": [
         *PRETRAIN_SETTINGS, "train.batch_tokens=3072", *MORE_LAYERS_SETTINGS
     ],
-    "rl": [*RL_SETTINGS, "train.prompts_per_step=3", "train.logit_chunk=64"],
+    "rl": [*RL_SETTINGS, "train.prompts_per_step=3"],
     "rl, with a reference": [
-        *RL_SETTINGS, *THREE_SETS_SETTINGS, "train.logit_chunk=64", "train.kl_coef=0.1"
+        *RL_SETTINGS, *THREE_SETS_SETTINGS, "train.kl_coef=0.1"
     ],
 }  # fmt: skip
 
@@ -64,19 +66,25 @@ class PlanComparison:
 
 
 def measure_planned_step(words: list[str]) -> PlanComparison:
-    """Plans and takes a step with these settings."""
+    """Plans and takes a step with these settings, 64 logits at a time: the plan runs few of them itself."""
+    with (
+        mock.patch.object(MaskedObjective, "logit_chunk", 64),
+        mock.patch.object(PolicyObjective, "logit_chunk", 64),
+    ):
+        return _measure_planned_step(words)
+
+
+def _measure_planned_step(words: list[str]) -> PlanComparison:
     config = load_config(None, words)
     with tempfile.TemporaryDirectory() as folder:
         trainer, _ = open_trainer(config, Path(folder), SINGLE_PROCESS)
     shape = trainer.origin.config
     (plan,) = plan_phases(config, shape, trainer.dtype)
-    part = trainer.task.sample_microbatch(shape, plan.microbatch_items)
-    terms = trainer.task.loss_weights(0)
-    counts = trainer.task.count_microbatch(part, terms)
+    batch = trainer.task.sample_batch(shape, plan.microbatch_items)
 
     def step() -> None:
         with trainer.autocast():
-            loss, _ = trainer.root(part, counts, terms)
+            loss, _ = trainer.root(batch, batch.counts)
         loss.backward()
 
     flops, held = measure_flops(step), 0.0
@@ -84,8 +92,7 @@ def measure_planned_step(words: list[str]) -> PlanComparison:
         held = plan.memory.gradients
     else:
         trainer.denoiser.zero_grad(set_to_none=True)
-    examples = trainer.task.sample_examples(shape, plan.microbatch_items)
-    work = count_forward_flops(shape, examples, trainer.task.layout(shape))
+    work = plan.memory.forward
     held_all_along = ("weights", "reference", "optimizer", ROLLOUT_EXTRA_KEY)
     return PlanComparison(
         predicted_bytes=sum(n for name, n in plan.device_bytes.items() if name not in held_all_along),

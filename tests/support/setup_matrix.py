@@ -37,7 +37,7 @@ SHAPE = [
     "train.hidden_size=64", "train.num_hidden_layers=2", "train.vocab_size=400",
     "train.passage_sets_per_step=2", "train.prompts_per_step=2",
     "train.rows_per_set=3", "train.num_generations=3", "train.world_passages=100", "train.max_steps=9",
-    "train.worlds=1",
+
     "train.eval_questions=1", "train.passage_length=96", "decode.max_new_tokens=24",
     "retrieval.top_k=3",
 ]  # fmt: skip
@@ -59,7 +59,7 @@ TRAINING_SETUPS = {
     "sft, selective, sdpa": ["train.activation_checkpointing=selective", "model.attn_implementation=sdpa"],
     "adapters": [*PLAIN, "train.lora_rank=4", "train.activation_checkpointing=full"],
     "experts": ["model.path={folder}/experts"],
-    "pretrain": [*PRETRAIN, "train.logit_chunk=16", "train.activation_checkpointing=selective"],
+    "pretrain": [*PRETRAIN, "train.activation_checkpointing=selective"],
     "adapt": [*PRETRAIN, "train.objective=adapt", "train.activation_checkpointing=full"],
     "rl": DENOISER,
     "rl in parts": [
@@ -67,7 +67,6 @@ TRAINING_SETUPS = {
         "train.gradient_accumulation_steps=2",
         "train.activation_checkpointing=full",
     ],
-    "rl with several updates": [*DENOISER, "train.num_iterations=2"],
     "rl near the first weights": [*DENOISER, "train.kl_coef=0.1"],
 }
 

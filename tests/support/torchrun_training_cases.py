@@ -26,11 +26,11 @@ SHAPE = [
     "train.max_steps=4", "train.warmup_steps=0",
     "decode.max_new_tokens=48", "retrieval.top_k=3", "train.optimizer=adamw", "train.learning_rate=0.001",
 ]  # fmt: skip
-SFT = [*FRESH, *WORLDS, *SHAPE, "train.worlds=1", "train.passage_sets_per_step=4", "train.rows_per_set=4"]
+SFT = [*FRESH, *WORLDS, *SHAPE, "train.passage_sets_per_step=4", "train.rows_per_set=4"]
 RL = [
     *WORLDS, *SHAPE, "train.objective=rl", "train.prompts_per_step=4", "train.num_generations=4",
     "decode.commit_rule=threshold", "decode.commit_threshold=0.05",
-    "decode.gate_temperature=2", "train.max_hops=1", "train.f1_weight=1", "train.recall_weight=1",
+    "decode.gate_temperature=2", "train.max_hops=1", "train.reward=recall",
     "train.forward_cost=0.01", "train.train_steps_per_rollout=2", "model.path={checkpoint}",
     "train.passage_length=96",
 ]  # fmt: skip
@@ -96,7 +96,7 @@ def make_case_trainer(case: str, folder: Path, processes: DistributedContext) ->
         validation._retriever = FailingRetriever(validation._retriever)
     if "rows on one" in case:
         task: Any = trainer.task
-        task.make_microbatch = partial(keep_even_questions, task.make_microbatch)
+        task.make_batch = partial(keep_even_questions, task.make_batch)
     return trainer, validation
 
 
@@ -149,7 +149,7 @@ def run_training_case(case: str, folder: Path, processes: DistributedContext) ->
 
 def main() -> None:
     root, *cases = sys.argv[1:]
-    processes = DistributedContext.init(timeout_minutes=5.0)
+    processes = DistributedContext.init()
     torch.set_num_threads(1)
     for case in cases:
         found = run_training_case(Path(case).name, Path(root, case), processes)

@@ -32,7 +32,7 @@ from dlm_rag.synthesis.rows_folder import RowsFolder
 from dlm_rag.synthesis.trace_rows import TraceRowGenerator, check_trace
 from dlm_rag.text import normalize_answer
 from dlm_rag.training.data.examples import ExampleBuilder
-from dlm_rag.training.data.question_examples import QuestionExamples, TrainingQuestions
+from dlm_rag.training.data.question_examples import QuestionExamples
 from tests.support.passages import write_jsonl_file
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 
@@ -270,8 +270,8 @@ def test_rows_of_a_corpus_are_trained_on_as_they_are(tmp_path):
     train = TrainConfig(passage_sets_per_step=2, rows_per_set=2)
     retriever = load_retriever(corpus, top_k=3)
     builder = ExampleBuilder(tiny_tokenizer(), shape)
-    rows = QuestionExamples(TrainingQuestions(made), retriever, builder, train, "")
-    rows = rows.examples(0, range(2), (1, 3))
+    rows = QuestionExamples(made, retriever, builder, train, "")
+    rows = rows.examples(0, range(2))
     said = {tiny_tokenizer().inner.decode(row.target) for row in rows}
     assert len(rows) == 4 and all(any(text.startswith(q.response) for q in made) for text in said)
 

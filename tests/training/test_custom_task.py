@@ -1,5 +1,7 @@
 """A task of one's own: nothing of the trainer's has to be known or changed for it."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
@@ -31,24 +33,27 @@ class Regression(Task):
         self.denoiser = denoiser
         return Distance(denoiser)
 
-    def conditions(self, state):
+    def conditions(self, step, state):
         return state.get("target", 2.0)
 
-    def make_microbatch(self, step, items, conditions):
+    def make_batch(self, step, items, conditions):
         assert not self.denoiser.training and not torch.is_grad_enabled(), "as for a decoder"
-        return [(conditions + item, float(self.denoiser.norm.weight[0])) for item in items]
+        gain = float(self.denoiser.norm.weight[0])
+        return Targets(1.0 + step, [(conditions + item, gain) for item in items])
 
-    def loss_weights(self, step):
-        return 1.0 + step
+    def finish_step(self, sums, counts, state):
+        found = {"loss": sums["squares"] / counts["rows"], "weight": counts["seen"] / counts["rows"]}
+        return found, {"target": state.get("target", 2.0) - 0.25, "steps": state.get("steps", 0) + 1}
 
-    def count_microbatch(self, part, terms):
-        return {"rows": float(len(part)), "tokens": 0.0, "supervised": 0.0, "seen": sum(w for _, w in part)}
 
-    def metrics(self, sums, counts, state):
-        return {"loss": sums["squares"] / counts["rows"], "weight": counts["seen"] / counts["rows"]}
+class Targets(NamedTuple):
+    weight: float
+    pairs: list
 
-    def advance(self, state, metrics, counts):
-        return {"target": self.conditions(state) - 0.25, "steps": state.get("steps", 0) + 1}
+    @property
+    def counts(self):
+        seen = sum(weight for _, weight in self.pairs)
+        return {"rows": float(len(self.pairs)), "tokens": 0.0, "supervised": 0.0, "seen": seen}
 
 
 class Distance(nn.Module):
@@ -56,10 +61,10 @@ class Distance(nn.Module):
         super().__init__()
         self.denoiser = denoiser
 
-    def forward(self, part, counts, terms):
-        squares = sum((self.denoiser.norm.weight[0] - target) ** 2 for target, _ in part)
+    def forward(self, batch, counts):
+        squares = sum((self.denoiser.norm.weight[0] - target) ** 2 for target, _ in batch.pairs)
         everything = sum(value.sum() for value in self.denoiser.parameters())
-        return terms * squares / counts["rows"] + 0 * everything, {"squares": squares.detach()}
+        return batch.weight * squares / counts["rows"] + 0 * everything, {"squares": squares.detach()}
 
 
 def make_trainer(folder):
@@ -100,7 +105,7 @@ def test_a_checkpoint_of_another_format_is_refused_in_a_sentence(tmp_path, recor
 
 
 EARLY_TOKENS = """
-from dlm_rag.training.losses import LossWeights
+from dlm_rag.training.batches import LossWeights
 from dlm_rag.training.supervised_tasks import SftTask
 
 
@@ -131,8 +136,6 @@ def test_an_objective_of_ones_own_is_named_on_the_command_line(tmp_path, monkeyp
         (["train.objective=sftt"], "sft"),
         (["train.objective=math:floor"], "Task"),
         (["train.objective=no_such_module:Task"], "no_such_module"),
-        (["data.corpus=x", "train.max_hops=1"], "max_hops"),
-        (["train.objective=rl", "model.path=x", "data.corpus=x", "train.max_hops=1"], "max_hops"),
         (["train.objective=rl"], "model.path"),
         (["train.objective=rl", "model.path=x", "train.reward=math:no_such"], "train.reward"),
         (["train.objective=rl", "model.path=x", "train.min_hops=4", "train.max_hops=2"], "min_hops"),

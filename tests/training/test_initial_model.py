@@ -171,6 +171,3 @@ def test_a_process_has_its_rows_of_the_same_weights_and_reads_no_others(
         means = 2 * 257 * 32 * 4 if rank == 2 and origin.checkpoint else 0
         assert sum(size for _, size in asked) <= sum(whole_bytes) / 3 * 1.05 + means
         assert not asked or max(size for _, size in asked) < sum(whole_bytes) / 3
-
-
-WIDE = ["train.hidden_size=256", "train.head_dim=16", "train.num_hidden_layers=2", "train.vocab_size=401"]

@@ -251,7 +251,7 @@ def test_a_reference_in_shards_is_what_the_phase_began_with(tmp_path):
     make_checkpoint(tmp_path)
     phases = "read={{objective: sft, max_steps: 2}}", "act={{objective: rl, max_steps: {}, kl_coef: 0.5}}"
     words = [w.format(checkpoint=tmp_path / "checkpoint") for w in TRAINING_CASES["rl"]] + [
-        "train.objective=sft", "train.passage_sets_per_step=4", "train.rows_per_set=4", "train.worlds=1",
+        "train.objective=sft", "train.passage_sets_per_step=4", "train.rows_per_set=4",
     ]  # fmt: skip
     found = []
     for processes, steps in ((1, [3]), (2, [2, 3])):

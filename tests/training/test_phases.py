@@ -93,7 +93,7 @@ TOY = [
     "train.passage_length=96", "train.world_passages=100", "train.eval_questions=1",
 ]  # fmt: skip
 SFT = [
-    "train.worlds=1", "train.max_steps=2", "train.passage_sets_per_step=4", "train.rows_per_set=2",
+    "train.max_steps=2", "train.passage_sets_per_step=4", "train.rows_per_set=2",
     "train.save_steps=2", "train.eval_steps=2",
 ]  # fmt: skip
 PARTS = {"open": 128, "short": 128, "long": 512}

@@ -286,7 +286,7 @@ def test_the_loss_is_reward_and_divergence_of_all_visited_steps(train_steps_per_
     divergence is that at these states."""
     ours, theirs = Toy(1), Toy(2)
     divergence = functools.cache(lambda x: enumerated_divergence(ours.logits(x), theirs.logits(x)))
-    train = TrainConfig(kl_coef=0.7, train_steps_per_rollout=train_steps_per_rollout, logit_chunk=5)
+    train = TrainConfig(kl_coef=0.7, train_steps_per_rollout=train_steps_per_rollout)
     rows, expected, total = [], torch.zeros((), dtype=torch.float64), 0.0
     for probability, path, end in ours.trajectories():
         advantage, total = float(end == (1, 2)) - 0.5 * float(end[0] == 1), total + probability
@@ -309,7 +309,8 @@ def test_the_loss_is_reward_and_divergence_of_all_visited_steps(train_steps_per_
     soft = {"commit_threshold": SOFT.threshold, "gate_temperature": SOFT.width}
     settings = DecodeConfig(temperature=SOFT.temperature, **soft)
     objective = PolicyObjective(ours.denoiser, settings, V - 1, train, theirs.denoiser)
-    loss, sums = objective(SimpleNamespace(rows=rows), {"divisor": 1.0}, None)
+    objective.logit_chunk = 5
+    loss, sums = objective(SimpleNamespace(rows=rows), {"divisor": 1.0})
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
     assert 0.7 * sums["divergence"] - sums["policy"] == pytest.approx(loss.item(), rel=1e-5)
     weights = list(ours.denoiser.parameters())
@@ -372,7 +373,7 @@ def test_logits_of_a_large_vocabulary_stay_within_their_budget(kl_coef, dtype, m
         objective = PolicyObjective(denoiser, DecodeConfig(temperature=0.9), mask, train, reference)
         with LogitTracker() as alive:
             with make_autocast("cpu", dtype):
-                loss, _ = objective(SimpleNamespace(rows=rows), {"divisor": 1.0}, None)
+                loss, _ = objective(SimpleNamespace(rows=rows), {"divisor": 1.0})
             loss.backward()
     assert MAX_LOGIT_BYTES / 2 < alive.logits_at_peak < MAX_LOGIT_BYTES
     assert alive.peak_bytes < 1.1 * MAX_LOGIT_BYTES, "but for the weights, of which the head has 16 MB"

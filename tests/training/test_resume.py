@@ -25,7 +25,6 @@ from dlm_rag.training.checkpoints import (
 )
 from dlm_rag.training.fingerprint import CHANGEABLE_KEYS, collect_phase_settings, collect_run_settings
 from dlm_rag.training.initial_weights import InitialModel
-from dlm_rag.training.supervised_tasks import CURRICULUM_STAGES
 from dlm_rag.training.tasks import TASKS, find_task
 from dlm_rag.training.trainer import Trainer, open_trainer
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
@@ -341,28 +340,21 @@ def test_every_setting_is_held_or_stands_in_the_table():
     assert known >= CHANGEABLE_KEYS and known == held | CHANGEABLE_KEYS and not held & CHANGEABLE_KEYS
 
 
-def test_curricula_and_prices_stay_where_they_were_when_steps_are_added(tmp_path, monkeypatch):
+def test_curricula_stay_where_they_were_when_steps_are_added(tmp_path):
     """Step 3 of 4 is in the last stage, however many steps a resumed run is to take."""
     words = [*MICRO_SETTINGS, "retrieval.top_k=7", "train.data_workers=1", "train.max_steps=4"]
     trainer, _ = open_trainer(load_config(None, words), tmp_path)
-    stages, own = [], type(trainer.task).conditions
-
-    def note(task, state):
-        stages.append(state)
-        return own(task, state)
-
-    monkeypatch.setattr(type(trainer.task), "conditions", note)
-    trainer.task.prepare_microbatch(3, [0])
+    stages = []
+    stages.append(trainer.task.conditions(3, {}))
     trainer.state.step = trainer.state.phase_step = 3
     trainer.save()
     more = load_config(None, [*words[:-1], "train.max_steps=400"])
     again, _ = open_trainer(more, tmp_path)
     assert again.restore() and not again.finished
-    again.task.prepare_microbatch(3, [0])
+    stages.append(again.task.conditions(3, {}))
     again.save()
     third, _ = open_trainer(more, tmp_path)
     assert third.restore() and third.task.planned_steps == 4, "and so it is when it is stopped again"
-    assert stages[0] == stages[1] == {"stage": len(CURRICULUM_STAGES) - 1}
+    assert stages == [(4, 7)] * 2
     fresh, _ = open_trainer(more, tmp_path / "fresh")
-    fresh.task.prepare_microbatch(3, [0])
-    assert stages[2] == {"stage": 0}
+    assert fresh.task.conditions(3, {}) == (2, 2)

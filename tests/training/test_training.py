@@ -32,6 +32,15 @@ from dlm_rag.files.journal import acquire_file_lock, release_file_lock
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_host
 from dlm_rag.model.layers import AttentionProbe
+from dlm_rag.questions import Question
+from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.training.batches import (
+    BatchMaker,
+    LossWeights,
+    count_examples,
+    lay_out_examples,
+    locate_pointers,
+)
 from dlm_rag.training.checkpoints import find_latest_checkpoint, find_resume_point, scan_checkpoints
 from dlm_rag.training.data.examples import ExampleBuilder
 from dlm_rag.training.data.world_examples import WorldExamples, find_subsequence
@@ -42,21 +51,12 @@ from dlm_rag.training.initial_model import (
     open_initial_model,
     train_tokenizer,
 )
-from dlm_rag.training.losses import (
-    ChunkedCrossEntropy,
-    LossWeights,
-    MaskedObjective,
-    compute_pointer_loss,
-    count_examples,
-    encode_batch,
-    lay_out_examples,
-    locate_pointers,
-)
+from dlm_rag.training.losses import ChunkedCrossEntropy, MaskedObjective, compute_pointer_loss
 from dlm_rag.training.metrics_logger import MetricsLogger, read_metrics, start_wandb
 from dlm_rag.training.model_card import make_train_command
 from dlm_rag.training.optimizers import compute_decay_factor, make_optimizers
 from dlm_rag.training.run import run_training
-from dlm_rag.training.trainer import open_phase, open_trainer, sum_counts
+from dlm_rag.training.trainer import open_phase, open_trainer
 from dlm_rag.training.validation import QuestionValidation
 from tests.support.paths import ROOT
 from tests.support.processes import count_lines, wait_until
@@ -85,7 +85,7 @@ def examples(tokenizer):
 
 def make_stream(tokenizer, seed=0):
     train = TrainConfig(
-        seed=seed, passage_sets_per_step=6, rows_per_set=6, world_passages=150, steps_per_world=3, worlds=2
+        seed=seed, passage_sets_per_step=6, rows_per_set=6, world_passages=150, steps_per_world=3
     )
     return WorldExamples(ExampleBuilder(tokenizer, DenoiserConfig(1024, canvas_length=120)), train, top_k=5)
 
@@ -135,16 +135,20 @@ def micro_denoiser(*words):
     return build_denoiser(open_initial_model(config))
 
 
-def objective_of(denoiser, layout="independent"):
-    return MaskedObjective(denoiser, layout, frozenset({1}), logit_chunk=7)
+PLAIN = LossWeights()
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["what is hidden", "a mask of its own"])
-def test_the_loss_is_the_textbook_one_at_supervised_positions(examples, own):
+def loss_of(denoiser, rows, counts, weights=PLAIN):
+    """The loss of rows and its sums, seven logits at a time."""
+    objective = MaskedObjective(denoiser)
+    objective.logit_chunk = 7
+    maker = BatchMaker(denoiser.config, "independent", frozenset({1}))
+    return objective(maker.prepare(rows, weights), counts)
+
+
+def test_the_loss_is_the_textbook_one_at_supervised_positions(examples):
     """Full logits, cross-entropy, the mean by weight; nothing else goes through the last layer."""
     denoiser, rows, passed = micro_denoiser(), examples[:5], []
-    if own:
-        rows = [replace(row, supervised=tuple(n % 3 == 0 for n in range(len(row.target)))) for row in rows]
     total = weight = 0.0
     for row in rows:
         states = [lay_out_prompt(row.prompt, denoiser.config).build_row(row.canvas(0), 0, shifted=False)]
@@ -153,15 +157,15 @@ def test_the_loss_is_the_textbook_one_at_supervised_positions(examples, own):
         logits = denoiser.lm_head(denoiser.norm(hidden))
         losses = F.cross_entropy(logits, torch.tensor(row.target), reduction="none")
         weights = torch.tensor([0.15 if t == 1 else 1.0 for t in row.target])
-        weights = weights * torch.tensor(row.supervised or row.masked)
+        weights = weights * torch.tensor(row.masked)
         total, weight = total + float((losses * weights).sum().detach()), weight + float(weights.sum())
     mlp = denoiser.layers[-1].mlp
     mlp.register_forward_pre_hook(lambda _, inputs: passed.append(len(inputs[0])))
     counts = count_examples(rows, {1}, 0.15)
-    found, sums = objective_of(denoiser)(rows, counts, LossWeights(end_token=0.15))
+    found, sums = loss_of(denoiser, rows, counts, LossWeights(end_token=0.15))
     assert float(found.detach()) == pytest.approx(total / weight, rel=1e-4)
     assert float(sums["tokens"]) == pytest.approx(total, rel=1e-4)
-    assert passed[-1] == counts["supervised"] == sum(sum(row.supervised or row.masked) for row in rows)
+    assert passed[-1] == counts["supervised"] == sum(sum(row.masked) for row in rows)
 
 
 def test_the_chunked_loss_is_the_cross_entropy_with_its_gradients():
@@ -189,7 +193,7 @@ def test_pointer_loss_is_the_mass_where_it_belongs(tokenizer, examples, layout, 
     """Against the softmax over all keys that a token sees, written out for each pointer."""
     denoiser = micro_denoiser(f"model.evidence_layout={layout}", f"model.block_size={block}")
     example = next(e for e in examples if e.supervised_pointers)
-    states, probe = lay_out_examples([example], denoiser.config), AttentionProbe(0)
+    states, probe = lay_out_examples([example], denoiser.config, layout), AttentionProbe(0)
     encode_canvases(denoiser, states, encode_contexts(denoiser, states), [[0]], probe)
     starts = [at + row.canvas_start for at, row in zip(run_starts(states), states, strict=True)]
     loss, mass = pointer_loss_of([example], states, probe)
@@ -216,7 +220,9 @@ def test_the_pointer_loss_is_float32_under_autocast(examples):
     denoiser, few = micro_denoiser(), [e for e in examples if e.supervised_pointers][:4]
     probe = AttentionProbe(0)
     with torch.autocast("cpu", torch.bfloat16):
-        states = encode_batch(denoiser, few, "independent", probe).states
+        states = lay_out_examples(few, denoiser.config, "independent")
+        read = [example.supervised_positions for example in few]
+        encode_canvases(denoiser, states, encode_contexts(denoiser, states), read, probe)
         found = pointer_loss_of(few, states, probe)
     torch.testing.assert_close(found, pointer_loss_of(few, states, probe), rtol=0, atol=0)
     assert probe.keys.dtype == torch.bfloat16 and found[0].dtype == torch.float32
@@ -225,19 +231,20 @@ def test_the_pointer_loss_is_float32_under_autocast(examples):
 def test_the_parts_of_a_step_add_up_to_the_whole(tokenizer):
     """Losses are divided by the counts of all: the gradients of two halves sum to the whole's."""
     stream, denoiser = make_stream(tokenizer), micro_denoiser()
-    objective, terms = objective_of(denoiser), LossWeights(0.15, 0.3)
+    terms = LossWeights(0.15, 0.3)
     halves = [
         stream.examples(1, DistributedContext(rank, 2, rank).local_items(6), (2, 3)) for rank in (0, 1)
     ]
     whole = stream.examples(1, range(6), (2, 3))
     assert halves[0][:6] + halves[1][:6] == whole[:12] and len(halves[1]) == 18
     counts = count_examples(whole, {1}, 0.15)
-    assert counts == pytest.approx(sum_counts([count_examples(half, {1}, 0.15) for half in halves]))
-    objective(whole, counts, terms)[0].backward()
+    parts = [count_examples(half, {1}, 0.15) for half in halves]
+    assert counts == pytest.approx({name: sum(part[name] for part in parts) for name in counts})
+    loss_of(denoiser, whole, counts, terms)[0].backward()
     expected = [p.grad.clone() for p in denoiser.parameters()]
     denoiser.zero_grad()
     for half in halves:
-        objective(half, counts, terms)[0].backward()
+        loss_of(denoiser, half, counts, terms)[0].backward()
     for parameter, gradient in zip(denoiser.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-5)
 
@@ -247,7 +254,7 @@ def test_a_part_that_hides_nothing_still_has_gradients_for_all(examples):
     denoiser = micro_denoiser()
     bare = [replace(example, masked=(False,) * len(example.target)) for example in examples[:3]]
     counts = count_examples(examples, {1}, 0.15)
-    objective_of(denoiser)(bare, counts, LossWeights())[0].backward()
+    loss_of(denoiser, bare, counts)[0].backward()
     assert all(p.grad is not None and not p.grad.any() for p in denoiser.parameters())
 
 
@@ -255,16 +262,25 @@ def test_a_part_that_hides_nothing_still_has_gradients_for_all(examples):
 @pytest.mark.parametrize("kind", ["selective", "full"])
 def test_checkpointing_changes_no_gradient(examples, kind, compiled):
     denoiser = micro_denoiser()
-    objective, counts = objective_of(denoiser), count_examples(examples, {1}, 0.15)
-    objective(examples, counts, LossWeights(0.15, 0.3))[0].backward()
+    counts = count_examples(examples, {1}, 0.15)
+    loss_of(denoiser, examples, counts, LossWeights(0.15, 0.3))[0].backward()
     expected = [p.grad.clone() for p in denoiser.parameters()]
     denoiser.zero_grad()
     denoiser.activation_checkpointing = kind
     if compiled:
         denoiser.compile_layers()
-    objective(examples, counts, LossWeights(0.15, 0.3))[0].backward()
+    loss_of(denoiser, examples, counts, LossWeights(0.15, 0.3))[0].backward()
     for parameter, gradient in zip(denoiser.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_the_passage_of_a_cut_row_that_tells_the_answer_is_the_evidence_of_its_bound():
+    texts = {"a": "Emma is a novel.", "a#2": "Its author is Jane Austen.", "b": "A town.", "c#2": "Rest."}
+    corpus = [Passage(name, "", text) for name, text in texts.items()]
+    asked = [Question("q", "Who is the author?", ("Jane Austen",), ("a", "b", "c#2", "gone"))]
+    validation = QuestionValidation(asked, [""], SimpleNamespace(corpus=corpus), load_config(None, []))
+    found = validation._evidence(asked[0], "Jane Austen wrote it.")
+    assert found == ["Its author is Jane Austen.", "A town.", "Rest."]
 
 
 def test_a_fresh_denoiser_has_a_nelbo_of_about_log_v_per_token(tmp_path):
@@ -611,14 +627,15 @@ def test_loss_falls(tmp_path):
 
 def test_the_curriculum_moves_on_when_names_are_read(tmp_path):
     task = make_trainer(tmp_path, "retrieval.top_k=7").task
-    states = [{"stage": 0}]
+    states, sums = [{"stage": 0}], {"tokens": 1.0, "names_right": 5.0, "pointers": 0.0, "passage_mass": 0.0}
     for _ in range(200):
-        assert task.advance(states[-1], {}, {"pointed": 0.0})["stage"] == states[-1]["stage"]
-        states.append(task.advance(states[-1], {"name_accuracy": 1.0}, {"pointed": 5.0}))
+        _, same = task.finish_step(sums, {"divisor": 1.0, "pointed": 0.0}, states[-1])
+        assert same["stage"] == states[-1]["stage"]
+        states.append(task.finish_step(sums, {"divisor": 1.0, "pointed": 5.0}, states[-1])[1])
     second = next(state for state in states if state["stage"] == 1)
-    assert task.conditions({}) == (2, 2) and task.conditions(second) == (2, 4)
+    assert task.conditions(0, {}) == (2, 2) and task.conditions(0, second) == (2, 4)
     assert second["name_accuracy"] == 0.3
-    assert task.conditions(states[-1]) == (4, 7), "and stays there"
+    assert task.conditions(0, states[-1]) == (4, 7), "and stays there"
 
 
 def test_the_rate_falls_over_the_last_steps():

@@ -46,14 +46,12 @@ class Example:
     pointers: tuple[Pointer, ...] = ()
     weight: float = 1.0
     divisor: float | None = None
-    supervised: tuple[bool, ...] | None = None  # None: what is hidden
     finished: int = 0  # positions at its start that are whole finished blocks, where attention has blocks
 
     @cached_property
     def supervised_positions(self) -> tuple[int, ...]:
-        """The supervised canvas positions, ascending."""
-        counted = self.masked if self.supervised is None else self.supervised
-        return tuple(place for place, counts in enumerate(counted) if counts)
+        """The supervised canvas positions: those that are hidden, ascending."""
+        return tuple(place for place, hidden in enumerate(self.masked) if hidden)
 
     @property
     def supervised_pointers(self) -> list[Pointer]:

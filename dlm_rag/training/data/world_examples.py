@@ -30,6 +30,7 @@ from dlm_rag.training.data.examples import Example, ExampleBuilder, Pointer, sam
 
 HOPS = (1, 2, 2, 3, 3, 4, 4)  # of the questions that evidence is retrieved for
 SIDE_HOPS = (1, 1, 1, 2)  # of questions that start at a passage of that evidence
+WORLDS = 6  # that examples are drawn from at a time
 WRONG_HOP_SHARE = 0.4  # share of states whose next hop is guessed wrongly in the query
 
 
@@ -69,7 +70,7 @@ class WorldExamples:
         self._builder, self._train, self._top_k = builder, train, top_k
         self._hops = [n for n in HOPS if n <= train.max_hops]
         self._side_hops = [n for n in SIDE_HOPS if n <= train.max_hops]
-        self._world = lru_cache(train.worlds)(self._make_world)
+        self._world = lru_cache(WORLDS)(self._make_world)
 
     def examples(self, step: int, items: Iterable[int], passages: tuple[int, int]) -> list[Example]:
         """Some groups of a step, with between passages[0] and passages[1] passages in each prompt."""
@@ -77,7 +78,7 @@ class WorldExamples:
         examples: list[Example] = []
         for group in items:
             rng = random.Random(f"examples/{self._train.seed}/{step}/{group}")
-            world = self._world(rng.randrange(max(0, newest - self._train.worlds + 1), newest + 1))
+            world = self._world(rng.randrange(max(0, newest - WORLDS + 1), newest + 1))
             examples.extend(self._group(rng, world, rng.randint(*passages)))
         return examples
 

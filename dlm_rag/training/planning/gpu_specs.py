@@ -28,6 +28,7 @@ class GpuSpec(NamedTuple):
         return (1 - RESERVED_MEMORY_FRACTION) * self.memory
 
 
+MFU = 0.4  # share of a device's peak that a step is assumed to reach
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 RENT_SOURCE = "on demand by hyperstack.cloud/gpu-pricing of 2026-08-26 (gb300: a B300)"
 # Name; TFLOP/s by `DTYPES`; GB; GB/s of memory; W; dollars an hour by `RENT_SOURCE`; source.

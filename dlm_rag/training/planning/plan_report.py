@@ -15,16 +15,10 @@ from dlm_rag.config import Config, PlanConfig
 from dlm_rag.energy.meter import format_three_digits
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.progress import format_bytes, show_status
-from dlm_rag.training.planning.gpu_specs import GPU_SPECS, RENT_SOURCE, GpuSpec, choose_planned_dtype
+from dlm_rag.training.planning.decode_plan import plan_decode_step
+from dlm_rag.training.planning.gpu_specs import GPU_SPECS, MFU, RENT_SOURCE, GpuSpec, choose_planned_dtype
 from dlm_rag.training.planning.known_checkpoints import read_known_config
-from dlm_rag.training.planning.plan import (
-    GB,
-    MFU,
-    PhasePlan,
-    plan_decode_step,
-    plan_phases,
-    resolve_shape,
-)
+from dlm_rag.training.planning.plan import GB, PhasePlan, plan_phases, resolve_shape
 
 PRICE_PER_KWH = 0.3  # dollars
 

@@ -18,22 +18,23 @@ from dlm_rag.config import TrainConfig
 from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.flops import FlopCount, count_head_flops
 from dlm_rag.training.initial_weights import build_meta_denoiser
 from dlm_rag.training.losses import make_autocast
 from dlm_rag.training.optimizers import make_optimizers
 from dlm_rag.training.planning.memory_tracker import MemoryTracker, replace_with_empty_weights
-from dlm_rag.training.supervised_tasks import ATTENTION_ANNEAL_SHARE
 from dlm_rag.training.task import Task
 
 FLOAT32_BYTES = 4  # bytes of a weight under training, of its gradient, of a number of the optimizer
 EDGE_LAYERS = 2  # layers at either end of the denoiser whose moments stand for all between them
 MIN_LOGIT_CHUNKS = 2  # chunks of logits from which on the loss grows evenly with items
-Peaks = dict[tuple[str | int, ...], float]  # bytes at the peak of each part of a step
+COUNTED = ("flops", "attention_flops", "tokens")  # of the forward, beside the peaks
+Peaks = dict[tuple[str | int, ...], float]  # bytes at the peak of each part of a step; `COUNTED`
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes on one device that holds everything, for one part of a step."""
+    """Bytes on one device that holds everything, for one part of a step; and what its forward computes."""
 
     weights: int
     reference: int  # weights of another denoiser, which is not trained
@@ -43,6 +44,7 @@ class StepMemory:
     parameters: int
     outside_parameters: int  # of the layers
     trained: int
+    forward: FlopCount
 
 
 def estimate_step_memory(task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: int) -> StepMemory:
@@ -56,8 +58,10 @@ def estimate_step_memory(task: Task, shape: DenoiserConfig, dtype: torch.dtype, 
     gradients = FLOAT32_BYTES * sum(p.numel() for p in trained)
     reference = getattr(root, "reference", None)
     both = zip(root.denoiser.parameters(), reference.parameters(), strict=True) if reference else ()
-    peak = _estimate_peak(task, shape, dtype, items, root.logit_chunk * train.context_parallel)
+    peaks = _estimate_peaks(task, shape, dtype, items, root.logit_chunk * train.context_parallel)
+    flops, attention, tokens = (peaks.pop((name,)) for name in COUNTED)
     # Gradients are counted by themselves; those of earlier parts are not in the peak, others are.
+    peak = max(peaks.values())
     activations = peak if _accumulates(train) else max(0.0, peak - gradients)
     return StepMemory(
         weights=gradients + sum(p.nbytes for _, p in named if not p.requires_grad),
@@ -69,6 +73,7 @@ def estimate_step_memory(task: Task, shape: DenoiserConfig, dtype: torch.dtype, 
         parameters=sum(p.numel() for _, p in named),
         outside_parameters=sum(p.numel() for name, p in named if not name.startswith("layers.")),
         trained=sum(p.numel() for p in trained),
+        forward=FlopCount(flops, attention, tokens=round(tokens)),
     )
 
 
@@ -77,24 +82,22 @@ def _accumulates(train: TrainConfig) -> bool:
     return train.gradient_accumulation_steps > 1 or train.parallel == "fsdp"
 
 
-def _estimate_peak(task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: int, chunk: int) -> float:
-    """Returns the peak with so many items, from runs of as few layers and items as tell of them.
+def _estimate_peaks(task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: int, chunk: int) -> Peaks:
+    """Returns the peaks with so many items, from runs of as few layers and items as tell of them.
 
     chunk: positions whose logits are there at a time.
     """
-    each = task.count_microbatch(task.sample_microbatch(shape, 1), _choose_terms(task))["supervised"]
-    few = math.ceil(MIN_LOGIT_CHUNKS * chunk / each)
+    few = math.ceil(MIN_LOGIT_CHUNKS * chunk / task.sample_batch(shape, 1).counts["supervised"])
     counts = (items,) if items <= 2 * few else (few, 2 * few)
     # The first layers may be dense where the others have experts.
     shallow = (shape.dense_layers if shape.experts else 0) + 2 * EDGE_LAYERS
     layers = shape.num_hidden_layers
     depths = (shallow, shallow + 1) if layers > shallow + 1 else (layers,)
-
     found = []
     for depth in depths:
         small = replace(shape, num_hidden_layers=depth)
         found.append(_interpolate([_simulate(task, small, dtype, n) for n in counts], items, counts))
-    return max(_interpolate(found, shape.num_hidden_layers, depths).values())
+    return _interpolate(found, layers, depths)
 
 
 def _interpolate(found: list[Peaks], at: int, numbers: tuple[int, ...]) -> Peaks:
@@ -104,16 +107,10 @@ def _interpolate(found: list[Peaks], at: int, numbers: tuple[int, ...]) -> Peaks
     return {part: value + t * (b[part] - value) for part, value in a.items()}
 
 
-def _choose_terms(task: Task) -> Any:
-    """Returns the terms of the loss in the middle of their schedule."""
-    return task.loss_weights(int(ATTENTION_ANNEAL_SHARE * task.train.max_steps / 2))
-
-
 def _simulate(task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: int) -> Peaks:
     """Runs a part of a step with so many items, forward and backward."""
-    part, terms = task.sample_microbatch(shape, items), _choose_terms(task)
     root = _build_objective(task, shape, dtype)
-    counts = task.count_microbatch(part, terms)
+    batch = task.sample_batch(shape, items)
     if task.train.parallel == "fsdp":  # as weights are gathered
         for parameter in root.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -126,9 +123,11 @@ def _simulate(task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: int)
                 parameter.grad = torch.zeros_like(parameter)
         with StepMemoryTracker(root) as alive:
             with make_autocast("cpu", dtype):
-                loss, _ = root(part, counts, terms)
+                loss, _ = root(batch, batch.counts)
             loss.backward()
-    return alive.peaks
+    work = root.denoiser.flop_count
+    work += count_head_flops(shape, batch.counts["supervised"] / task.train.context_parallel, 2)
+    return alive.peaks | {(name,): getattr(work, name) for name in COUNTED}
 
 
 def _build_objective(task: Task, shape: DenoiserConfig, dtype: torch.dtype) -> Any:

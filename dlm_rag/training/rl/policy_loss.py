@@ -8,9 +8,7 @@ steps are visited has no gradient in it.
 
 The divisor is constant, so that long rollouts count no less a step than short ones (arXiv 2503.20783). The
 log-probabilities are those of the decoder, computed again with gradients from the same inputs:
-`ratio_error` says how far apart. With several updates of a buffer the weights are no longer those that it
-was made with, and in place of log pi(step) stands the ratio to the recorded probability, clipped (PPO,
-arXiv 1707.06347), of whole steps.
+`ratio_error` says how far apart. Each buffer is used for one update, so no ratio needs clipping.
 """
 
 import numpy as np
@@ -33,13 +31,14 @@ from dlm_rag.model.device_io import to_device
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.training.rl.rollouts import PolicyRow, RolloutBuffer
 
-CLIP_RANGE = 0.2  # of the probability ratio of a step, with several updates
 MAX_LOGIT_BYTES = 4 * 2**30  # of logits that exist at a time, with all that is computed of them
 LOGIT_COPIES = 20  # numbers of float32 for each logit at the peak, which is in backward, with a reference
 
 
 class PolicyObjective(nn.Module):
     """The policy-gradient loss of a denoiser: a soft threshold over its own logits."""
+
+    logit_chunk = 4096  # candidates whose logits exist at a time, at most
 
     def __init__(
         self,
@@ -58,11 +57,9 @@ class PolicyObjective(nn.Module):
         )
         self.reference = reference
         fitting = MAX_LOGIT_BYTES // (4 * LOGIT_COPIES * denoiser.config.vocab_size)
-        self.logit_chunk = max(1, min(train.logit_chunk, fitting))
+        self.logit_chunk = max(1, min(self.logit_chunk, fitting))
 
-    def forward(
-        self, part: RolloutBuffer, counts: dict[str, float], terms: None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, part: RolloutBuffer, counts: dict[str, float]) -> tuple[Tensor, dict[str, Tensor]]:
         """What the rows of a part add to the loss of a step, and sums over their decisions."""
         rows, reference = part.rows, self.reference
         hidden = self._encode(self.denoiser, rows)
@@ -89,7 +86,7 @@ class PolicyObjective(nn.Module):
                     entropy += self._find_actions(self.denoiser, states[0], excluded_ids).entropy().sum()
             parts = torch.cat(found, 1)
             log_prob = step_log_prob(parts[:4], step, taken >= 0, forced)
-            gained, clipped = compute_clipped_surrogate(log_prob, recorded, weights, self.train_config)
+            gained = (weights * log_prob).sum()
             loss, divergence = -gained, torch.zeros_like(gained)
             if reference is not None:
                 own = torch.cat((parts[1:3], parts[4:6]))
@@ -101,8 +98,8 @@ class PolicyObjective(nn.Module):
             ratios = (log_prob.double() - recorded.double()).exp()
             learns = float(rows[0].steps_represented > 0)  # else it is there for the other processes
             sums = {
-                "policy": gained, "ratio_error": (ratios - 1).abs().sum(), "clipped": clipped,
-                "entropy": entropy, "divergence": divergence, "learned": gained.new_full((), len(rows)),
+                "policy": gained, "ratio_error": (ratios - 1).abs().sum(), "entropy": entropy,
+                "divergence": divergence, "learned": gained.new_full((), len(rows)),
             }  # fmt: skip
             return loss, {name: learns * value.detach().double() for name, value in sums.items()}
 
@@ -131,14 +128,3 @@ class PolicyObjective(nn.Module):
         return compute_action_distribution(
             denoiser.lm_head(denoiser.norm(hidden)).float(), excluded_ids, self.soft
         )
-
-
-def compute_clipped_surrogate(
-    log_prob: Tensor, recorded: Tensor, weights: Tensor, train: TrainConfig
-) -> tuple[Tensor, Tensor]:
-    """What is to be made large, summed over steps (S,), and how many of them are clipped."""
-    if train.num_iterations == 1:
-        return (weights * log_prob).sum(), log_prob.new_zeros(())
-    ratio = (log_prob - recorded).exp()
-    bounded = weights * ratio.clamp(1 - CLIP_RANGE, 1 + CLIP_RANGE)
-    return torch.minimum(weights * ratio, bounded).sum(), (bounded < weights * ratio).sum().detach()

@@ -1,4 +1,4 @@
-"""What a rollout is worth: a reward, with weighted scores added and prices taken off."""
+"""What a rollout is worth: a reward, less its prices."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -23,8 +23,7 @@ REWARDS: dict[str, Reward] = {  # each is logged as `rollout_NAME`; `train.rewar
     "searches": lambda rollout, _: float(rollout.retrievals),
     "unanswered": lambda rollout, _: float(not rollout.answer),
 }
-WEIGHTS = {"f1": "f1_weight", "recall": "recall_weight"}  # entries of `REWARDS` that are added, by setting
-PRICES = {"forwards": "forward_cost", "searches": "search_cost"}  # and those that are subtracted
+PRICES = {"forwards": "forward_cost", "searches": "search_cost"}  # subtracted, by setting
 
 
 def compute_reward_parts(rollout: Rollout, question: Question, reward: str) -> dict[str, float]:
@@ -35,12 +34,9 @@ def compute_reward_parts(rollout: Rollout, question: Question, reward: str) -> d
 
 
 def compute_reward(parts: Mapping[str, float], train: TrainConfig, priced: bool) -> float:
-    """R = base + a F1 + b recall - c_f forwards - c_s searches, the last two where `priced`."""
-    value = parts["base"]
-    for name, weight in WEIGHTS.items():
-        value += getattr(train, weight) * parts[name]
+    """R = base - c_f forwards - c_s searches, the prices only where `priced`."""
     prices = sum(getattr(train, price) * parts[name] for name, price in PRICES.items())
-    return value - prices if priced else value
+    return parts["base"] - prices if priced else parts["base"]
 
 
 def has_prices(train: TrainConfig) -> bool:

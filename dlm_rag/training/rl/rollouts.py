@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
+from dlm_rag.config.fields import replace_settings
 from dlm_rag.decode.rollout import Rollout, RolloutStep
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.evidence.prompt_segments import LaidOutRow
@@ -29,6 +30,7 @@ from dlm_rag.training.rl.reward import (
 
 # Some questions of a step, by their numbers in it, and what answers their searches.
 QuestionSource = Callable[[int, Iterable[int]], tuple[list[Question], CorpusRetriever]]
+STEPS_PER_ROLLOUT = 8.0  # steps that a rollout counts in the divisor, whatever it took
 ROLLOUT_SUMS = (
     "rollouts", "failed", "reward", *REWARDS,
     "groups", "groups_right", "groups_wrong", "groups_mixed", "steps", "forced",
@@ -52,6 +54,17 @@ class RolloutBuffer(NamedTuple):
 
     sums: dict[str, float]
     rows: list[PolicyRow]
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """As `Task` says."""
+        return self.sums | {
+            "rows": self.sums["rollouts"],
+            "tokens": float(sum(len(row.state.canvas_segment.ids) for row in self.rows)),
+            "supervised": float(sum(len(row.candidates) for row in self.rows)),
+            "visited": sum(row.steps_represented for row in self.rows),
+            "divisor": (self.sums["rollouts"] + self.sums["failed"]) * STEPS_PER_ROLLOUT,
+        }
 
 
 def make_world_source(train: TrainConfig, top_k: int) -> QuestionSource:
@@ -94,11 +107,16 @@ def make_file_source(
 
 
 def make_rollout_settings(config: Config, train: TrainConfig) -> DecodeConfig:
-    """How rollouts are decoded: as the config says, but sampled."""
-    return replace(
+    """How rollouts are decoded: as the config and the checkpoint say, but sampled.
+
+    What a checkpoint may ask for and no gradient is computed for is left out.
+    """
+    return replace_settings(
         config.decode,
         commit_rule="sampled",
         temperature=1.0,
+        edit_threshold=None,
+        blocks_at_once=1,
         batch_size=min(config.decode.batch_size, train.prompts_per_step * train.num_generations),
         seed=train.seed,
     )

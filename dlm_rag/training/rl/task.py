@@ -7,6 +7,7 @@ from torch import nn
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
 from dlm_rag.config.fields import flatten_settings, resolve_or_import
 from dlm_rag.engine.engine import Decoder
+from dlm_rag.engine.resolve_settings import resolve_settings
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.machine import choose_device, choose_dtype
@@ -14,13 +15,14 @@ from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.tokenizer import Prompt
-from dlm_rag.training.data.examples import Example, sample_prompt_rows
+from dlm_rag.training.batches import Sums, lay_out_examples
+from dlm_rag.training.data.examples import sample_prompt_rows
 from dlm_rag.training.initial_weights import copy_frozen_denoiser
-from dlm_rag.training.losses import lay_out_examples
 from dlm_rag.training.phase_data import open_questions, open_world_validation
 from dlm_rag.training.rl.policy_loss import PolicyObjective
 from dlm_rag.training.rl.reward import REWARDS
 from dlm_rag.training.rl.rollouts import (
+    STEPS_PER_ROLLOUT,
     PolicyRow,
     QuestionSource,
     RolloutBuffer,
@@ -31,7 +33,6 @@ from dlm_rag.training.rl.rollouts import (
 )
 from dlm_rag.training.task import Phase, Task, TaskState, Validation
 
-STEPS_PER_ROLLOUT = 8.0  # that a rollout counts in the divisor, whatever it took
 ROLLOUT_PASSAGE_FACTOR = 2  # times top_k: passages that all rollouts of a question see; 1.6 to 2.7 measured
 _BY_SAMPLED = "rollouts commit by the rule sampled; leave it out"
 # Settings that rollouts would override, or that decide what no gradient is computed for, and why; and what
@@ -58,8 +59,10 @@ class RlTask(Task):
 
     def __init__(self, phase: Phase) -> None:
         super().__init__(phase)
-        self.updates, self._tokenizer = self.train.num_iterations, self._origin.tokenizer
+        self._tokenizer = self._origin.tokenizer
         self._denoiser: Denoiser | None = None
+        self._steps = self.train.train_steps_per_rollout or int(STEPS_PER_ROLLOUT)
+        self.forwards_before = STEPS_PER_ROLLOUT / self._steps
 
     @staticmethod
     def count_items(train: TrainConfig) -> tuple[int, int]:
@@ -87,38 +90,30 @@ class RlTask(Task):
             self._source = make_world_source(train, self._config.retrieval.top_k)
             return open_world_validation(phase)
         questions, retriever, validation = open_questions(phase)
-        for question in (*questions.chains, *validation.questions):
+        for question in (*questions, *validation.questions):
             if not question.golden_answers:
                 raise QuestionError(f"question '{question.id}' has no 'golden_answers' to reward")
-        self._source = make_file_source(questions.chains, retriever, train, phase.name)
+        self._source = make_file_source(questions, retriever, train, phase.name)
         return validation
 
-    def sample_examples(self, shape: DenoiserConfig, count: int) -> list[Example]:
-        steps = self.train.train_steps_per_rollout or int(STEPS_PER_ROLLOUT)
-        return self._sample_steps(shape, count, steps)
-
-    def sample_decoding(self, shape: DenoiserConfig) -> list[Example]:
-        return self._sample_steps(shape, 1, int(STEPS_PER_ROLLOUT))
-
-    def _sample_steps(self, shape: DenoiserConfig, count: int, steps: int) -> list[Example]:
-        top_k, rows = self._config.retrieval.top_k, steps * self.train.num_generations
-        return sample_prompt_rows(
-            shape, self.train.passage_length, top_k, count, rows, ROLLOUT_PASSAGE_FACTOR
-        )
-
-    def sample_microbatch(self, shape: DenoiserConfig, count: int) -> RolloutBuffer:
-        examples = self.sample_examples(shape, count)
-        positions = [example.supervised_positions for example in examples]
+    def sample_batch(self, shape: DenoiserConfig, count: int) -> RolloutBuffer:
+        train, rollouts = self.train, self.train.num_generations
+        examples = sample_prompt_rows(
+            shape, train.passage_length, self._config.retrieval.top_k, count, self._steps * rollouts,
+            ROLLOUT_PASSAGE_FACTOR,
+        )  # fmt: skip
+        states = lay_out_examples(examples, shape, shape.evidence_layout)
+        read = [example.supervised_positions for example in examples]
         rows = [
-            PolicyRow(state, read, (-1,) * len(read), False, 1.0, 0.0)
-            for read, state in zip(positions, lay_out_examples(examples, shape), strict=True)
+            PolicyRow(state, places, (-1,) * len(places), False, 1.0, 0.0)
+            for places, state in zip(read, states, strict=True)
         ]
-        sums = {"rollouts": float(count * self.train.num_generations), "failed": 0.0}
-        return RolloutBuffer(sums, rows)
+        return RolloutBuffer({"rollouts": float(count * rollouts), "failed": 0.0}, rows)
 
     def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> nn.Module:
         self._denoiser = denoiser
-        settings, shape = make_rollout_settings(self._config, self.train), denoiser.config
+        shape = denoiser.config
+        settings = resolve_settings(make_rollout_settings(self._config, self.train), shape)
         if shape.block_size and shape.predicts_next_block:
             raise ConfigError(
                 "rl computes steps again from the canvas alone, which excludes models that predict the "
@@ -128,7 +123,7 @@ class RlTask(Task):
         reference = copy_frozen_denoiser(denoiser, dtype) if self.train.kl_coef else None
         return PolicyObjective(denoiser, settings, self._tokenizer.mask_id, self.train, reference)
 
-    def make_microbatch(self, step: int, items: Sequence[int], conditions: None) -> RolloutBuffer:
+    def make_batch(self, step: int, items: Sequence[int], conditions: None) -> RolloutBuffer:
         """The rollouts of some questions, from the weights as they are now: nothing is kept of older ones.
 
         Weights in shards are gathered by all processes together, so one that learns from no step gets a row
@@ -142,34 +137,21 @@ class RlTask(Task):
         buffer = fill_rollout_buffer(decoder, asked, train)
         return buffer if buffer.rows else RolloutBuffer(buffer.sums, [make_idle_row(decoder)])
 
-    def count_microbatch(self, part: RolloutBuffer, terms: None) -> dict[str, float]:
-        runs = [row.state.canvas_segment for row in part.rows]
-        return part.sums | {
-            "rows": part.sums["rollouts"],
-            "tokens": float(sum(len(run.ids) for run in runs)),
-            "supervised": float(sum(len(row.candidates) for row in part.rows)),
-            "visited": sum(row.steps_represented for row in part.rows),
-            "divisor": (part.sums["rollouts"] + part.sums["failed"]) * STEPS_PER_ROLLOUT,
-        }
-
-    def metrics(
-        self, sums: dict[str, float], counts: dict[str, float], state: TaskState
-    ) -> dict[str, float]:
+    def finish_step(self, sums: Sums, counts: Sums, state: TaskState) -> tuple[Sums, TaskState]:
         rollouts, groups = max(1.0, counts["rollouts"]), max(1.0, counts["groups"])
-        learned = {name: value / max(1.0, sums["learned"]) for name, value in sums.items()}
+        learned = max(1.0, sums["learned"])
         found = {
             "loss": (self.train.kl_coef * sums["divergence"] - sums["policy"]) / counts["divisor"],
             **{f"rollout_{name}": counts[name] / rollouts for name in ("reward", *REWARDS)},
             "rollouts_failed": counts["failed"],
             **{name: counts[name] / groups for name in ("groups_right", "groups_wrong", "groups_mixed")},
             "forced_share": counts["forced"] / max(1.0, counts["steps"]),
-            "clipped_share": learned["clipped"],
-            "ratio_error": learned["ratio_error"],
-            "entropy": learned["entropy"],
+            "ratio_error": sums["ratio_error"] / learned,
+            "entropy": sums["entropy"] / learned,
         }
         if self.train.kl_coef:
             found["divergence"] = sums["divergence"] / max(1.0, counts["visited"])
-        return found
+        return found, state
 
 
 def make_idle_row(decoder: Decoder) -> PolicyRow:

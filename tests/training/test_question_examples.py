@@ -1,0 +1,79 @@
+"""Training on questions of one's own: which evidence they get, and what is copied from it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from dlm_rag.config import TrainConfig
+from dlm_rag.errors import QuestionError
+from dlm_rag.questions import Question, read_questions
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.training.data.examples import (
+    MIN_COPY_TOKENS,
+    CopyIndex,
+    ExampleBuilder,
+    Pointer,
+    sample_passages,
+)
+from dlm_rag.training.data.question_examples import QuestionExamples, target_response
+from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
+from tests.support.training_data import write_own_data
+
+
+def test_a_copy_is_the_longest_run_and_short_ones_are_chance():
+    facts = [(7, 1, 2, 3, 9), (5, 1, 2, 3, 4, 5, 6)]
+    assert CopyIndex(facts).find([1, 2, 3, 4, 5, 8, 1, 2, 9, 1, 2, 3]) == (
+        *(Pointer(n, 1, n + 1) for n in range(5)),  # not the first fact, where three agree
+        *(Pointer(9 + n, 0, 1 + n) for n in range(3)),
+    )
+    for ids, where in (([1, 2], facts), ([], facts), ([1, 2, 3], [])):
+        assert CopyIndex(where).find(ids) == ()
+
+
+def test_a_pointer_names_the_token_that_it_points_at():
+    rng = random.Random(0)
+    for _ in range(200):
+        facts = [[rng.randrange(5) for _ in range(rng.randrange(20))] for _ in range(3)]
+        ids = [rng.randrange(5) for _ in range(30)]
+        found = CopyIndex(facts).find(ids)
+        assert all(ids[p.position] == facts[p.fact][p.token] for p in found)
+        places = [p.position for p in found]
+        assert places == sorted(set(places))
+        # What has none is in no run of the facts that is long enough to begin there.
+        size = MIN_COPY_TOKENS
+        grams = {tuple(f[n : n + size]) for f in facts for n in range(len(f) - size + 1)}
+        assert all(tuple(ids[n : n + size]) not in grams for n in set(range(30)) - set(places))
+
+
+def test_what_is_needed_stays_in_the_evidence():
+    found = [Passage(str(n), "", "text") for n in range(7)]
+    for seed in range(30):
+        kept = sample_passages(random.Random(seed), found, {"5", "6", "missing"}, 3)
+        assert len(kept) == len({p.id for p in kept}) == 3 and {"5", "6"} <= {p.id for p in kept}
+        assert {p.id for p in sample_passages(random.Random(seed), found, {"1", "2", "3"}, 2)} == {"2", "3"}
+    assert len(sample_passages(random.Random(0), found, (), 9)) == 7
+
+
+def test_own_questions_become_what_decoding_sees(tmp_path):
+    folder = write_own_data(tmp_path)
+    questions = read_questions(folder / "questions.jsonl")
+    retriever = load_retriever(folder / "corpus.jsonl", top_k=2)
+    shape = tiny_denoiser(canvas_length=80, evidence_layout="independent").config
+    train = TrainConfig(passage_sets_per_step=10, rows_per_set=3)
+
+    def make_batches(asked, shape=shape):
+        builder = ExampleBuilder(tiny_tokenizer(), shape)
+        return QuestionExamples(asked, retriever, builder, train, "")
+
+    batches = make_batches(questions)
+    rows = [row for step in range(4) for row in batches.examples(step, range(10))]
+    assert len(rows) == 120 and all(len(row.prompt.facts) == 2 and any(row.masked) for row in rows)
+    seen = {bytes(t for t in row.target if t < 256).decode() for row in rows}
+    assert seen == {target_response(q)[:80] for q in questions}, "every question once an epoch"
+    assert batches.examples(2, [3]) == batches.examples(2, range(10))[9:12]
+    with pytest.raises(QuestionError, match=r"'x'.* neither 'response' nor 'golden_answers'"):
+        make_batches([Question("x", "Why?")])
+    with pytest.raises(QuestionError, match="35 tokens, more than the canvas of 20: set decode.max_new"):
+        make_batches(questions[11:], replace(shape, canvas_length=20))
