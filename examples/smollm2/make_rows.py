@@ -1,12 +1,16 @@
 """Training rows for SmolLM2 from public question sets: passages, and questions that they answer or do not.
 
     python examples/smollm2/make_rows.py FOLDER rows.jsonl
+    python examples/smollm2/make_rows.py FOLDER held_out --held-out
 
 FOLDER holds a folder a set, each with `corpus.jsonl(.gz)` and `questions.jsonl(.gz)` as `dlm-rag` reads
 them. A line of the result is a set of two to four passages (gold ones, and what BM25 or the same page puts
 beside them) with up to eight questions. A response is short: the titles that the answer needs, then the
 answer as it stands in its passage: " Dillon Francis ### October 5, 1987". Where no passage holds the answer
 it is " ### unknown"; where the second page of two is missing, the names so far, and nothing after them.
+
+passages of their sets, in the folders `natural` (asked without the passage in view) and `squad`.
+passages of their sets: `natural.jsonl` (asked without seeing the passage) and `squad.jsonl`, with corpora.
 """
 
 import argparse
@@ -36,6 +40,9 @@ MISSING_PAGE_SHARE = 0.35  # share of the questions of two pages whose second pa
 UNKNOWN_PER_ANSWER = 0.25
 NO_QUESTION_MARK_SHARE, SMALL_LETTERS_SHARE = 0.15, 0.12
 SEARCH_BATCH, SEARCH_DEPTH = 2000, 8
+HELD_OUT_OF = 50
+HELD_OUT_SETS = {"natural": ("tydiqa_en", "natural_questions", "natural_silver"), "squad": ("squad",)}
+MAX_HELD_OUT_ANSWER_WORDS = 5
 
 
 def read_lines(path: Path) -> list[Record]:
@@ -45,6 +52,34 @@ def read_lines(path: Path) -> list[Record]:
         with gzip.open(packed, "rt", encoding="utf-8") as file:
             return [json.loads(line) for line in file]
     return [json.loads(line) for line in path.open(encoding="utf-8")] if path.is_file() else []
+
+
+def digest_id(row: Record) -> int:
+    return int(hashlib.sha1(row["id"].encode()).hexdigest(), 16)
+
+
+def is_held_out(row: Record) -> bool:
+    return digest_id(row) % HELD_OUT_OF == 0
+
+
+def write_held_out(folder: Path, out: Path) -> None:
+    """Writes questions with short answers that are held out, in an order that their digests fix."""
+    for name, sets in HELD_OUT_SETS.items():
+        rows = [row for part in sets for row in read_lines(folder / part / "questions.jsonl")]
+        asked = [
+            row
+            for row in rows
+            if is_held_out(row)
+            and row["answer_kind"] == "span"
+            and min(len(answer.split()) for answer in row["golden_answers"]) <= MAX_HELD_OUT_ANSWER_WORDS
+        ]
+        asked.sort(key=digest_id)
+        passages = {row["id"]: row for part in sets for row in read_lines(folder / part / "corpus.jsonl")}
+        (out / name).mkdir(parents=True, exist_ok=True)
+        for path, records in (("questions.jsonl", asked), ("corpus.jsonl", passages.values())):
+            lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+            (out / name / path).write_text("".join(lines), encoding="utf-8")
+        print(f"{name}: {len(asked):,} questions, {len(passages):,} passages")
 
 
 class QuestionSets:
@@ -72,7 +107,9 @@ class QuestionSets:
     def _can_be_asked(self, row: Record) -> bool:
         found = row["supporting_ids"] and all(key in self.passages for key in row["supporting_ids"])
         spans = row["answer_kind"] == "yesno" or (row["answer_kind"] == "span" and row["answer_in_passage"])
-        return bool(found and spans and len(row["question"].split()) <= MAX_QUESTION_WORDS)
+        return bool(
+            found and spans and not is_held_out(row) and len(row["question"].split()) <= MAX_QUESTION_WORDS
+        )
 
     def _find_answer(self, row: Record) -> str | None:
         """Returns the shortest golden answer as it stands in its passage, None where none is short."""
@@ -196,7 +233,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--held-out", action="store_true", help="write to the folder OUT what is held out")
     given = parser.parse_args()
+    if given.held_out:
+        write_held_out(given.folder, given.out)
+        return
     sets, rng = QuestionSets(given.folder), random.Random(given.seed)
     plan = []
     for passage, rows in sets.by_passage.items():
