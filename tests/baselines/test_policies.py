@@ -121,15 +121,6 @@ def test_ircot_ends_after_its_rounds_and_takes_the_reader_at_its_word(answer, se
 
 
 @pytest.mark.slow
-def test_ircot_keeps_each_passage_once_and_no_more_than_its_most(answer, server, monkeypatch):
-    monkeypatch.setattr(policies, "IRCOT_PASSAGES", 3)
-    thoughts = ["Emma is a novel.", "Dune is a novel.", "Herbert of Tacoma.", "Hampshire.", "answer is x"]
-    server.say(["", thoughts])
-    rollout = answer("ircot")
-    assert len({*rollout.evidence}) == len(rollout.evidence) == 3 and len(searched(rollout)) == 5
-
-
-@pytest.mark.slow
 def test_flare_searches_with_a_sentence_it_is_unsure_of(answer, server):
     sure = {"tokens": [[" The", 0.9], [" author", 0.95], [" is", 0.9], [" Jane", 0.9], [" Austen.", 0.9],
                        [" She", 0.1]]}  # fmt: skip

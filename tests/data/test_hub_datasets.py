@@ -142,26 +142,6 @@ def test_the_first_thousand_are_lines_of_the_whole(hub, tmp_path):
 
 
 @pytest.mark.slow
-def test_sardis_own_come_with_their_corpus(hub, tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    table = pyarrow.Table.from_pylist(
-        [{"id": "a", "question": "Who?", "answer": "x", "supporting_docs": []}]
-    )
-    parquet.write_table(table, tmp_path / "q.parquet")
-    corpus = "2wikimultihopqa/corpus/index_chunked/corpus.jsonl"
-    hub.files[SARDI] = {
-        "2wikimultihopqa/test.parquet": (tmp_path / "q.parquet").read_bytes(),
-        corpus: lines([{"id": 0, "text": "x"}]), "2wikimultihopqa/corpus/index_chunked/data.npy": b"pickle",
-    }  # fmt: skip
-    hub.lfs = False  # git's digests, of small files
-    code, _, err = call(hub, tmp_path, "get", "2wiki", "--split", "sardi")
-    assert code == 0, err
-    assert fetched(hub) == ["2wikimultihopqa/test.parquet", corpus]
-
-
-@pytest.mark.slow
 def test_offline_what_is_here_is_enough(hub, tmp_path):
     assert call(hub, tmp_path, "get", "bamboogle")[0] == 0
     hub.asked.clear()
@@ -280,21 +260,6 @@ def test_a_changed_revision_takes_nothing_away(hub, tmp_path):
     code, _, err = call(hub, tmp_path, "get", "hotpotqa")
     assert code == 2 and f"is of revision {old[:12]}" in err and hub.revision(FLASHRAG)[:12] in err
     assert path.read_bytes() == before
-
-
-def test_search_r1_takes_test_else_dev_else_train():
-    chosen = {
-        name: hub_datasets.list_dataset_files(name, "search_r1")[0].path for name in hub_datasets.DATASETS
-    }
-    assert chosen == {
-        "hotpotqa": "hotpotqa/dev.jsonl",
-        "2wiki": "2wikimultihopqa/dev.jsonl",
-        "musique": "musique/dev.jsonl",
-        "bamboogle": "bamboogle/test.jsonl",
-        "nq": "nq/test.jsonl",
-        "popqa": "popqa/test.jsonl",
-        "triviaqa": "triviaqa/test.jsonl",
-    }
 
 
 @pytest.fixture

@@ -28,21 +28,6 @@ def test_a_folder_stands_for_the_files_of_rows_in_it(tmp_path):
     assert [question.id for question in read_questions(tmp_path)] == ["a", "b", "c"]
 
 
-def test_parquet_of_the_sardi_data_set(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    rows = {"question": ["Who?", "Where?"], "answer": ["A", "B"], "supporting_docs": [["x", "y"], []]}
-    parquet.write_table(pyarrow.table(rows), tmp_path / "q.parquet")
-    assert read_questions(tmp_path / "q.parquet") == [
-        Question("1", "Who?", ("A",), ("x", "y")),
-        Question("2", "Where?", ("B",)),
-    ]
-    (tmp_path / "bad.parquet").write_text("no")
-    with pytest.raises(QuestionError, match="is not a parquet file"):
-        read_questions(tmp_path / "bad.parquet")
-
-
 @pytest.mark.parametrize(
     ("line", "says"),
     [

@@ -153,26 +153,6 @@ def test_a_failing_search_ends_its_row_and_no_other(corpus, overlap):
     assert rollout_records(found[1:]) == rollout_records(expected[1:])
 
 
-@pytest.mark.parametrize("overlap", ["none", "pipeline"])
-def test_the_last_search_too_must_not_fail(corpus, overlap):
-    """No token needs it, but its passages are the evidence of the answer: those before are not."""
-
-    class Failing(CountingRetriever):
-        def rank(self, queries, depth):
-            if len(self.asked) == 2:
-                raise RuntimeError("the disk is gone")
-            return super().rank(queries, depth)
-
-    settings = DecodeConfig(
-        max_new_tokens=4, commit_rule="top_k", tokens_per_step=2, query_policy="committed", overlap=overlap
-    )
-    decoder = Decoder(tiny_denoiser(), Failing(corpus), tiny_tokenizer(), settings)
-    script(decoder, [dict(enumerate("Emma"))], 9.0)
-    rollout = decoder.decode(["Who?"])[0]
-    assert rollout.error == "the search failed: RuntimeError: the disk is gone" and not rollout.response
-    assert rollout.tokens_committed == 2, "the step that the search belongs to is not recorded"
-
-
 @pytest.mark.parametrize("nonsense", [None, "text", [{"id": "a"}], [Passage("a", "", 3)]])
 def test_what_is_no_list_of_passages_ends_its_row_and_no_other(corpus, nonsense):
     class Odd(CountingRetriever):

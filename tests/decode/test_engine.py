@@ -7,19 +7,15 @@ from contextlib import suppress
 import pytest
 import torch
 
-from dlm_rag import Decoder
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.engine.runner import MaskedModelRunner
-from dlm_rag.errors import CorpusError
 from dlm_rag.questions import Question
 from tests.support.decoding import (
     QUESTIONS,
-    CountingRetriever,
     make_decoder,
     rollout_record,
     rollout_records,
 )
-from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 
 ASKED = [Question(f"id{n}", text) for n, text in enumerate(QUESTIONS)]
 
@@ -94,24 +90,6 @@ def test_questions_are_taken_as_places_get_free_and_never_before(corpus_file):
     for finished, _ in enumerate(decoder.stream(source()), start=1):
         assert len(taken) <= finished + 2
     assert finished == len(taken) == 9
-
-
-def test_a_search_that_ends_the_run_is_raised_once(corpus):
-    """With a search of the other half under way that fails alike."""
-
-    class Failing(CountingRetriever):
-        def search(self, queries):
-            raise CorpusError(f"the corpus has changed: {queries[0].text}")
-
-    config = DecodeConfig(max_new_tokens=8, batch_size=2, overlap="pipeline")
-    engine = Decoder(tiny_denoiser(), Failing(corpus), tiny_tokenizer(), config).new_engine()
-    with pytest.raises(CorpusError) as caught, engine:
-        for question in ASKED[:2]:
-            engine.submit(question)
-        while engine.busy:
-            engine.step()
-    assert QUESTIONS[0] in str(caught.value) and caught.value.__context__ is None
-    assert not engine.busy and "_worker" not in vars(engine._retrieval)
 
 
 def raising(function, at):

@@ -102,23 +102,6 @@ def test_the_rule_of_f1_follows_the_name_of_the_questions(tmp_path, monkeypatch)
         assert choose_f1_rule("auto", path) == "squad" and choose_f1_rule("hotpotqa", path) == "hotpotqa"
 
 
-def test_on_real_answers_the_rules_differ_only_at_yes_and_no(real):
-    """Each golden answer is predicted with a word more, and alone for a question that asks more."""
-    from dlm_rag.questions import read_questions
-
-    path = real / "hotpotqa" / "questions.jsonl"
-    assert choose_f1_rule("auto", str(path)) == "hotpotqa"
-    closed = 0
-    for question in read_questions(path):
-        (answer,) = question.golden_answers
-        for prediction, golden in ((f"{answer} indeed", answer), (answer, f"{answer} indeed")):
-            squad, hotpotqa = compute_f1(prediction, [golden]), compute_f1(prediction, [golden], "hotpotqa")
-            assert 0.5 < squad < 1.0
-            assert hotpotqa == (0.0 if answer in ("yes", "no") else squad)
-        closed += answer in ("yes", "no")
-    assert closed == 26
-
-
 def test_tokens_per_forward_is_a_ratio_of_sums():
     """90 tokens in 3 forwards and 10 in 17 are 5 a forward, not the mean of 30 and 0.6."""
     fast, slow = (Score(1.0, 1.0, None, None, n, n, tokens, 0.1, 1.0) for n, tokens in ((3, 90), (17, 10)))

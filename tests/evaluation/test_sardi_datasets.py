@@ -10,11 +10,10 @@ import pytest
 from dlm_rag.commands import evaluate
 from dlm_rag.commands.evaluate import drop_incomplete_support
 from dlm_rag.data.hub_datasets import SARDI_SETS
-from dlm_rag.questions import Question, read_questions
+from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.query import Query
-from tests.support.passages import write_jsonl_file
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 
 CHECKPOINT = "checkpoints/sardi-dream-7b"  # a folder of that name stands for the published one
@@ -97,31 +96,6 @@ def test_our_index_ranks_as_the_one_beside_the_corpus(tmp_path):
         assert [passage.id for passage in found] == [str(row["id"]) for row in rows]
 
 
-def test_supporting_passages_that_are_objects(tmp_path):
-    rows = [
-        {"id": "a", "question": "?", "supporting_docs": [{"id": 7, "contents": "x"}, {"id": "8"}]},
-        {"id": "b", "question": "?", "supporting_docs": [{"contents": "x"}]},
-    ]
-    read = read_questions(write_jsonl_file(tmp_path / "q.jsonl", rows))
-    assert [question.supporting_ids for question in read] == [("7", "8"), ()]
-
-
 def test_support_that_the_corpus_lacks_is_not_counted(corpus):
     whole, part = (Question("a", "?", supporting_ids=ids) for ids in (("emma",), ("emma", "x")))
     assert drop_incomplete_support([whole, part], corpus) == [whole, replace(part, supporting_ids=())]
-
-
-def test_flashrag_questions_are_read_as_they_are(tmp_path):
-    """A line of its HotpotQA: nested metadata, several golden answers."""
-    row = {
-        "id": "dev_0", "question": "Were Scott Derrickson and Ed Wood of one nationality?",
-        "golden_answers": ["yes", "Yes, both American"],
-        "metadata": {"type": "comparison", "level": "hard",
-                     "supporting_facts": {"title": ["Scott Derrickson", "Ed Wood"], "sent_id": [0, 0]},
-                     "context": {"title": ["Ed Wood"], "sentences": [["Edward was.", " He is."]]}},
-    }  # fmt: skip
-    (question,) = read_questions(write_jsonl_file(tmp_path / "dev.jsonl", [row]))
-    assert question == Question(
-        "dev_0", row["question"], tuple(row["golden_answers"]), hops=2, labels=("comparison",),
-        supporting_titles=("Scott Derrickson", "Ed Wood"),
-    )  # fmt: skip

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import random
-import threading
 import time
 from pathlib import Path
 
@@ -235,25 +234,6 @@ def test_large_entries_are_read_ahead(tmp_path, monkeypatch):
     store.prefetch(map(segment, range(101)))  # most of which nobody comes for, and one that is not there
     assert all(torch.equal(store.get(segment(n)), kept(n)) for n in range(100))
     assert store.get(segment(100)) is None
-
-
-def test_what_waits_for_a_slow_disk_is_bounded_in_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(evidence_store, "MAX_PENDING_BYTES", 3 * kept(0).nbytes)
-    store, disk, write = (
-        EvidenceStore(tmp_path, "tiny", TOKEN, GENEROUS),
-        threading.Event(),
-        EvidenceStore._write,
-    )
-    monkeypatch.setattr(EvidenceStore, "_write", lambda *given: disk.wait() and write(*given))
-    filling = threading.Thread(target=lambda: [store.add(segment(n), kept(n)) for n in range(9)])
-    filling.start()
-    wait_until(lambda: len(store._writing) == 2, seconds=10)
-    filling.join(0.1)
-    assert filling.is_alive() and sum(size for size, _ in store._writing) <= 3 * kept(0).nbytes
-    disk.set()
-    filling.join()
-    store.flush()
-    assert count_right(tmp_path, range(9)) == 9
 
 
 def test_entries_belong_to_weights_and_not_to_settings_of_decoding(tmp_path, checkpoint):

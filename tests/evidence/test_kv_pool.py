@@ -1,20 +1,17 @@
 """What is kept between steps: the same as computing it anew, within its budget, counted."""
 
 import random
-import weakref
 from contextlib import nullcontext
 
 import pytest
 import torch
 
-from dlm_rag.config import EngineConfig
 from dlm_rag.engine.batch_kv_cache import CacheRequest, KVCacheManager
 from dlm_rag.engine.kv_format import KVFormat
 from dlm_rag.engine.kv_tiers import KVArena
-from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.engine.segment_kv_cache import EvidencePool, default_pool_bytes, measure_free_bytes
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
-from dlm_rag.evidence.prompt_segments import LaidOutPrompt, lay_out_prompt
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.packed_batch import Segment, pack_rows
 from dlm_rag.tokenizer import Prompt
@@ -144,20 +141,6 @@ def test_a_segment_is_encoded_once_for_all_rows_and_steps():
     assert contexts.cache_stats.requested_tokens == 2 * (9 + 9 + 6)
 
 
-def test_without_a_pool_every_step_encodes_everything_and_without_context_there_is_no_store():
-    denoiser = tiny_denoiser()
-    contexts = KVCacheManager(denoiser, None, KVFormat(denoiser))
-    with torch.inference_mode():
-        for _ in range(3):
-            contexts.prepare_rows(shown_of((0,), [laid_out("independent", (A, B), False)]))
-    assert contexts.cache_stats.reused_share == 0
-    laid = [LaidOutPrompt((), Segment((1, 2), 0))]
-    runs, stored = contexts.prepare_rows(shown_of((0,), laid))
-    assert stored is None and [run.segment for run in runs] == [
-        laid[0].build_canvas_segment(CANVASES[0], 0)
-    ]
-
-
 def test_under_autocast_contexts_are_kept_in_its_dtype():
     """As in the validation of a training whose weights are float32."""
     denoiser, laid = tiny_denoiser(), [laid_out("independent", (A, B), False)]
@@ -226,22 +209,6 @@ def test_nothing_is_moved_in_an_arena_before_its_copies_are_made(streams):
     assert pool.arena.range_of(segment(2, 8)).start == 24
     pool.locate([segment(3, 16), segment(2, 8), segment(4, 16)])
     assert pool.arena.range_of(segment(2, 8)).start == 16 and log == ["denoiser waits for copies"]
-
-
-def test_what_a_decoder_kept_is_free_before_it_asks_how_much_is(monkeypatch):
-    """Else a pool that has filled its share would get a share of the rest, at every new set of weights."""
-    held = []
-
-    def budget(device, limit, weight_bytes):
-        gone = [pool() is None for pool in held]
-        assert all(gone), "the pool of before is still there"
-        return 10**6
-
-    monkeypatch.setattr("dlm_rag.engine.runner.default_pool_bytes", budget)
-    proposer = MaskedModelRunner(tiny_denoiser(), 256, EngineConfig())
-    held.append(weakref.ref(proposer.pool))
-    proposer.reset_cache()
-    assert proposer.pool._near.budget == 10**6
 
 
 def test_what_is_free_is_what_the_container_may_take(tmp_path, monkeypatch):

@@ -208,23 +208,6 @@ def test_what_is_no_collection_of_ours_is_refused(server, few):
 
 
 @pytest.mark.slow
-def test_the_wrong_place_is_told_at_once(server, few, monkeypatch):
-    from http.server import BaseHTTPRequestHandler, HTTPServer
-
-    refused("milvus://127.0.0.1:1/world", "Connection refused")
-    web = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
-    threading.Thread(target=web.serve_forever, daemon=True).start()
-    refused(f"milvus://127.0.0.1:{web.server_port}/world", "does not answer as a Milvus does")
-    web.shutdown()
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:1")
-    named = server.url("few").replace("127.0.0.1", "localhost")
-    assert MilvusCollection(named, SECONDS).describe(), "a proxy is not for this machine"
-    monkeypatch.setitem(sys.modules, "pymilvus", None)
-    refused(server.url("few"), "needs pymilvus: pip install 'dlm_rag[milvus]'")
-
-
-@pytest.mark.slow
 def test_a_collection_that_was_replaced_is_noticed(server, corpus_file, tmp_path):
     """By the first hit, though the passages are the same; the run ends, for nothing is right any more."""
     found = build(server, "replaced", corpus_file, top_k=2)

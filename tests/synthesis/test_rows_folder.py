@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.errors import ConfigError
 from dlm_rag.questions import read_questions
 from dlm_rag.synthesis.rows_folder import COLUMNS, JOURNAL, RowsFolder, SourceOutcome
 from tests.support.passages import write_jsonl_file
@@ -76,22 +76,6 @@ def test_a_kill_at_any_byte_of_the_journal_loses_and_repeats_nothing(tmp_path):
         (folder / "rows.json").write_bytes(note)
         make(folder, every)
         assert contents(folder) == whole, end
-
-
-def test_a_journal_that_is_taken_away_meanwhile_ends_the_run_and_the_next_makes_all(tmp_path):
-    every = [make_outcome(place) for place in range(6)]
-    make(tmp_path / "whole" / "rows", every)
-
-    def losing():
-        for each in every:
-            yield each
-            if each.place == 3:
-                (tmp_path / "rows" / JOURNAL).unlink()
-
-    with pytest.raises(RunError, match="was removed"):
-        make(tmp_path / "rows", losing())
-    make(tmp_path / "rows", every)
-    check_same(tmp_path / "rows", tmp_path / "whole" / "rows", 6)
 
 
 def test_a_folder_that_is_complete_is_left_alone_and_what_failed_is_asked_again(tmp_path):

@@ -4,7 +4,6 @@ import pytest
 
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evidence.truncation import ContextBudget, check_prompt_room
-from dlm_rag.text import find_answer_span
 from dlm_rag.tokenizer.prompts import PROMPTS, PromptTemplate, load_prompt
 from tests.support.tiny_models import tiny_tokenizer
 
@@ -59,21 +58,3 @@ def test_a_prompt_must_leave_room_for_evidence():
             continue
         with pytest.raises(ConfigError):
             check_prompt_room(tokenizer, room)
-
-
-@pytest.mark.parametrize(
-    ("form", "response", "answer"),
-    [
-        ("marked", "He did. ### Jane Austen.", "Jane Austen"),
-        ("marked", "<think> a </think> <answer> Beijing </answer>", "Beijing"),
-        ("marked", "<answer>a</answer> no, \\boxed{b}", "b"),
-        ("marked", "Jane Austen", ""),
-        ("whole", " Jane Austen.\nShe was", "Jane Austen"),
-        ("whole", "", ""),
-        ("titled", "Emma; Jane Austen ### 1775", "1775"),
-        ("titled", "Emma; Jane Austen", ""),
-    ],
-)
-def test_where_the_answer_stands(form, response, answer):
-    start, stop = find_answer_span(response, form)
-    assert response[start:stop] == answer
