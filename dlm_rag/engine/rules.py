@@ -111,13 +111,17 @@ class Rule:
     redraws: bool = False
 
 
-def select_left_to_right(confidence: FloatArray, threshold: float, least: int = 1) -> IndexArray:
+def select_left_to_right(
+    token_ids: NDArray[np.int64], confidence: FloatArray, threshold: float, least: int = 1
+) -> IndexArray:
     """Returns the first candidates, up to the first one below the threshold; at least `least` of them.
 
-    confidence: (n,) by position. Where the end of a response is easy to guess and its middle is not, no end
-    token is committed before what precedes it.
+    token_ids, confidence: (n,) by position. Where the end of a response is easy to guess and its middle is
+    not, no end token is committed before what precedes it. A token that repeats the one right before it
+    waits for the next step: guessed together, the second is often the first again ("Ewaldwald").
     """
-    unsure = np.flatnonzero(confidence < threshold)
+    repeated = np.concatenate(([False], token_ids[1:] == token_ids[:-1]))
+    unsure = np.flatnonzero((confidence < threshold) | repeated)
     count = int(unsure[0]) if len(unsure) else len(confidence)
     return np.arange(min(len(confidence), max(count, least)))
 
@@ -201,7 +205,7 @@ RULES = {
         settings=("commit_threshold", *_SCHEDULED),
     ),
     "left_to_right": Rule(
-        lambda p, c: select_left_to_right(p.confidence, c.settings.commit_threshold, c.least),
+        lambda p, c: select_left_to_right(p.token_ids, p.confidence, c.settings.commit_threshold, c.least),
         settings=("commit_threshold", *_SCHEDULED),
     ),
     "top_k": Rule(lambda p, c: select_highest(p.confidence, c.count), settings=_SCHEDULED),

@@ -110,8 +110,15 @@ def test_select_reads_the_value_that_belongs_to_the_rule():
 
 
 def test_left_to_right_commits_no_token_behind_an_unsure_one():
+    ids = np.arange(4)
     confidence = np.array([0.95, 0.99, 0.4, 0.99])
-    assert select_left_to_right(confidence, 0.9).tolist() == [0, 1]
-    assert select_left_to_right(confidence, 0.999).tolist() == [0]
-    assert select_left_to_right(confidence, 0.999, least=3).tolist() == [0, 1, 2]
-    assert select_left_to_right(confidence, 0.1).tolist() == [0, 1, 2, 3]
+    assert select_left_to_right(ids, confidence, 0.9).tolist() == [0, 1]
+    assert select_left_to_right(ids, confidence, 0.999).tolist() == [0]
+    assert select_left_to_right(ids, confidence, 0.999, least=3).tolist() == [0, 1, 2]
+    assert select_left_to_right(ids, confidence, 0.1).tolist() == [0, 1, 2, 3]
+
+
+def test_left_to_right_leaves_a_repeated_token_for_the_next_step():
+    ids = np.array([5, 6, 6, 7])
+    assert select_left_to_right(ids, np.ones(4), 0.9).tolist() == [0, 1]
+    assert select_left_to_right(ids, np.ones(4), 0.9, least=4).tolist() == [0, 1, 2, 3]
