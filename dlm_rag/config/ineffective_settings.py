@@ -1,6 +1,6 @@
 """Settings that have no effect under the others: declared by `setting(..., only_with=...)`, refused here.
 
-    kl_coef: float = setting(0.0, only_with={"train.objective": ("rl",)})
+    forward_cost: float = setting(0.0, only_with={"train.objective": ("rl",)})
 
 Each key of `only_with` is another setting, or "attention_blocks", a fact about the checkpoint, which is
 known once that is open. What is unset, and thus the checkpoint's own, is not known before either. Where a

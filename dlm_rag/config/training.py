@@ -143,8 +143,6 @@ class TrainConfig(CheckedSettings):
     """rl: reward subtracted for each search"""
     train_steps_per_rollout: int | None = setting(None, low=1, only_with=RL)
     """rl: number of randomly chosen denoising steps of each rollout that are trained on; unset: all"""
-    kl_coef: float = setting(0.0, low=0, only_with=RL)
-    """rl: coefficient of the KL divergence from the policy at the start of the phase, in nats per step"""
     # Checkpoints and evaluation.
     save_steps: int = setting(200, low=1)
     """number of steps between checkpoints"""

@@ -45,15 +45,6 @@ class ActionDistribution:
     log_stay: Tensor  # (n,)
     forced_logit: Tensor  # (n,) logit c_max / w: by its softmax the forced position is drawn
 
-    def kl_divergence(self, other: "ActionDistribution") -> Tensor:
-        """KL (2, n) of these outcomes from others: of all V + 1 of each position, and of pi alone."""
-
-        def of(ours: Tensor, theirs: Tensor) -> Tensor:
-            return (ours.exp() * torch.where(ours.isfinite(), ours - theirs, 0.0)).sum(-1)
-
-        stayed = self.log_stay.exp() * (self.log_stay - other.log_stay)
-        return torch.stack((of(self.log_commit, other.log_commit) + stayed, of(self.log_pi, other.log_pi)))
-
     def entropy(self) -> Tensor:
         """Entropy (n,) over the V + 1 outcomes of each position."""
         return torch.special.entr(self.log_commit.exp()).sum(-1) + torch.special.entr(self.log_stay.exp())
@@ -106,19 +97,6 @@ def step_log_prob(parts: Tensor, step: Tensor, took: Tensor, forced: Tensor) -> 
     drawn = urge - segment_logsumexp(urge, step, steps)[step] + log_pi
     each = torch.where(took & ~must, commit, stay) + torch.where(took & must, drawn, 0.0)
     return stay.new_zeros(steps).index_add(0, step, each)
-
-
-def step_kl_divergence(parts: Tensor, other: Tensor, step: Tensor, steps: int) -> Tensor:
-    """KL (S,) of the actions of S steps from those of another policy, in nats, what is forced included.
-
-    parts (4, n): log-probability of staying, urge, and the two rows of `ActionDistribution.divergence`, at
-    all candidates; other (n,): the urge of the other policy. step (n,): as in `step_log_prob`.
-    """
-    stay, urge, free, token = parts
-    place, theirs = (x - segment_logsumexp(x, step, steps)[step] for x in (urge, other))
-    forced = place.exp() * (place - theirs + token)
-    none = stay.new_zeros(steps).index_add(0, step, stay).exp()
-    return stay.new_zeros(steps).index_add(0, step, free + none[step] * forced)
 
 
 def segment_logsumexp(values: Tensor, step: Tensor, steps: int) -> Tensor:

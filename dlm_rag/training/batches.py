@@ -109,7 +109,7 @@ def lay_out_examples(examples: Sequence[Example], shape: DenoiserConfig, layout:
     assert shape.mask_token_id is not None
     return [
         lay_out_prompt(example.prompt, shape, layout).build_row(
-            example.canvas(shape.mask_token_id, shape.causal_context), example.finished, shape.shifted
+            example.canvas(shape.mask_token_id), example.finished, shape.shifted
         )
         for example in examples
     ]

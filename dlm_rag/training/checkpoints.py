@@ -222,12 +222,10 @@ class Checkpoints:
         record: CheckpointRecord,
         root: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        keep: int | None = None,
     ) -> Path:
-        """Writes a checkpoint and removes the oldest beyond two, but not that of the step `keep`; every
-        process takes part.
-        """
-        target = self._path_of_step(step := record.state.step)
+        """Writes a checkpoint and removes the oldest beyond two; every process takes part."""
+        step = record.state.step
+        target = self._folder / "checkpoints" / f"step-{step:08d}"
         scratch = target.with_suffix(".part")
         if self._processes.is_main:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -256,28 +254,9 @@ class Checkpoints:
             target.unlink(missing_ok=True)
             scratch.rename(target)
             for old in [*scan_checkpoints(self._folder)[0]][:-KEPT_CHECKPOINTS]:
-                if keep is None or old != self._path_of_step(keep):
-                    shutil.rmtree(old)
+                shutil.rmtree(old)
         self._processes.barrier()
         return target
-
-    def _path_of_step(self, step: int) -> Path:
-        return self._folder / "checkpoints" / f"step-{step:08d}"
-
-    def load_phase_start(self, step: int, root: nn.Module) -> None:
-        """Reads the weights that a phase began with, at that step of the run; every process takes part.
-
-        Raises `CheckpointError` where they are not what was written.
-        """
-        path = self._path_of_step(step)
-        found = scan_checkpoints(self._folder)[0].get(path)
-        damages = ["it is not whole"] if found is None else find_damaged_files(path, found, self._processes)
-        if damages:
-            raise CheckpointError(
-                f"{path} holds the weights that the phase began with, from which kl_coef counts, and "
-                f"{damages[0]}: put it back, or begin again in another --out"
-            )
-        self.load(path, root, [])
 
     def load(self, path: Path, root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Reads weights, and the state of the optimizers where any are given, into their places."""

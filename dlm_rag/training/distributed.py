@@ -239,10 +239,8 @@ def apply_fsdp(
     # Inputs stay as they are: the rotary angles need float32.
     dtypes = {"param_dtype": dtype, "reduce_dtype": torch.float32} if dtype != torch.float32 else {}
     policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
-    for module in list(objective.modules()):  # also of a reference
-        if isinstance(module, Denoiser):
-            for block in module.layers:
-                fully_shard(block, mesh=mesh, mp_policy=policy)
+    for block in denoiser.layers:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     root: Any = fully_shard(objective, mesh=mesh, mp_policy=policy)
     root.small_call = _encode_one_token
     register_fsdp_forward_method(root, "small_call")  # as the root's own: it may be the first call of all

@@ -5,7 +5,7 @@ with, is held unless `CHANGEABLE_KEYS` names it. What `FINGERPRINTED_KEYS` names
 of what lies there: it may be moved, but not changed.
 """
 
-from dataclasses import Field, asdict, fields, replace
+from dataclasses import Field, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +105,11 @@ def check_resume_settings(
 ) -> None:
     """Raises `ConfigError` for the first thing that is not as it was when a checkpoint was written.
 
-    record: of the checkpoint. phase: that is to go on, or to follow. held: `fingerprint_files` of now. A
-    setting that is younger than the checkpoint had its default.
+    record: of the checkpoint. phase: that is to go on, or to follow. held: `fingerprint_files` of now.
+    Settings that are younger than the checkpoint may be anything.
     """
     config, train = phase.config, phase.train
-    plain = replace(TrainConfig(), objective=train.objective)
-    then = collect_run_settings(Config()) | collect_phase_settings(Config(), plain, task)
-    then |= record.phase | record.run
-    now = collect_run_settings(config)
+    then, now = record.phase | record.run, collect_run_settings(config)
     if record.state.phase == phase.name:
         now |= collect_phase_settings(config, train, task)
     for key, value in now.items():

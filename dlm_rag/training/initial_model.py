@@ -126,15 +126,15 @@ def _open_base_model(config: Config, path: str) -> InitialModel:
 def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
     """An architecture with what training gives it: layout, lengths, room for long contexts.
 
-    Raises `ConfigError` for an objective that would not train how the model begins a block.
+    Raises `ConfigError` for a model that is not trained here.
     """
     train, decode, block = config.train, config.decode, config.model.block_size
     block = own.block_size if block is None else block or None
     phases = train.get_phase_configs().values()
-    if own.causal_context and not all(find_task(phase).trains_causal_context for phase in phases):
+    if own.causal_context:
         raise ConfigError(
-            "this model predicts the first token of a block from the text before it, which a phase would "
-            "unlearn: set train.objective=sft"
+            "this model predicts the first token of a block from the text before it, and only decodes "
+            "here: train another model"
         )
     canvas = decode.max_new_tokens or own.canvas_length
     longest = [

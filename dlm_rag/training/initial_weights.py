@@ -7,13 +7,12 @@ whoever has it, bit for bit.
 
 import shutil
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.checkpoint import Checkpoint, save_tensors
@@ -54,28 +53,6 @@ def add_lora_adapters(denoiser: Denoiser, rank: int) -> None:
     )
     for name, parameter in denoiser.named_parameters():
         parameter.requires_grad_("lora_" in name)
-
-
-def copy_frozen_denoiser(denoiser: Denoiser, dtype: torch.dtype) -> Denoiser:
-    """A copy of an empty denoiser that is not trained, with matrices in the dtype of the arithmetic.
-
-    Autocast takes them in it anyway, so with the same weights both compute the same, bit for bit.
-    """
-    found = deepcopy(denoiser).requires_grad_(False)
-    for module in found.modules():
-        if isinstance(module, nn.Linear) and module.weight is not found.embed_tokens.weight:
-            module.to(dtype)
-    return found
-
-
-@torch.no_grad()
-def copy_weights(source: Denoiser, target: Denoiser) -> None:
-    """Gives a placed denoiser the weights of another that lies in memory alike; frozen ones are shared."""
-    for theirs, ours in zip(source.parameters(), target.parameters(), strict=True):
-        if theirs.requires_grad or hasattr(theirs, "device_mesh"):
-            get_local(ours).copy_(get_local(theirs))
-        else:
-            ours.data = theirs.data
 
 
 def allocate_denoiser(denoiser: Denoiser, device: torch.device) -> None:

@@ -38,7 +38,6 @@ class MetricsLogger:
         """quiet: nothing is written, as on all processes but the first."""
         self._path, self._quiet = folder / "metrics.jsonl", quiet
         self._last: Metrics = {"step": from_step - 1}
-        self._last_line = b""
         if not quiet and self._path.is_file():
             self._drop_steps(from_step)
         self._steps = sum(phase.max_steps for phase in config.train.get_phase_configs().values())
@@ -63,9 +62,8 @@ class MetricsLogger:
         """The metrics of one step."""
         if self._quiet:
             return
-        self._last_line = encode_metrics(metrics)
         with self._path.open("ab") as file:
-            file.write(self._last_line)
+            file.write(encode_metrics(metrics))
         if self._wandb is not None:
             self._wandb.log(metrics, step=metrics["step"])
         done, self._last = metrics["step"] + 1, metrics
@@ -80,16 +78,11 @@ class MetricsLogger:
 
     def _is_line_due(self, done: int) -> bool:
         """In a terminal after so many steps; in a log after as many, then once a minute, and at the end."""
-        now, first = time.perf_counter(), self._said == 0.0
-        due = done % SCREEN_WINDOW_STEPS == 0
+        now, due = time.perf_counter(), done % SCREEN_WINDOW_STEPS == 0
         if not self._bar:
-            due = (
-                (due and first)
-                or done == self._steps
-                or (not first and now - self._said >= LOG_EVERY_SECONDS)
-            )
-        if due:
-            self._said = now
+            late = self._said and now - self._said >= LOG_EVERY_SECONDS
+            due = bool((due and not self._said) or done == self._steps or late)
+        self._said = now if due else self._said
         return due
 
     @property
@@ -98,31 +91,29 @@ class MetricsLogger:
         return not self._quiet and bool(select_validation_metrics(self._last))
 
     def log_validation(self, scores: dict[str, float]) -> None:
-        """Adds the scores of a validation to the metrics of the last step."""
+        """Adds the scores of a validation to the metrics of the last step, whose line is written anew."""
         if self._quiet:
             return
-        self._last |= scores
+        old, self._last = encode_metrics(self._last), self._last | scores
         lines = self._path.read_bytes().splitlines(keepends=True) if self._path.is_file() else []
-        at = len(lines) - 1 - lines[::-1].index(self._last_line) if self._last_line in lines else len(lines)
-        self._last_line = encode_metrics(self._last)
-        self._write([*lines[:at], self._last_line, *lines[at + 1 :]])
+        at = len(lines) - 1 - lines[::-1].index(old) if old in lines else len(lines)
+        self._write([*lines[:at], encode_metrics(self._last), *lines[at + 1 :]])
         if self._wandb is not None:
             self._wandb.log(scores, step=self._last["step"])
         self._validated = select_validation_metrics(self._last)
         if (done := self._last["step"] + 1) == self._steps:  # no later line would show it
-            print_note(
-                " · ".join([f"validation after step {done:,}", *describe_validation(self._validated)])
-            )
+            shown = describe_validation(self._validated)
+            print_note(" · ".join([f"validation after step {done:,}", *shown]))
 
     def _drop_steps(self, begin: int) -> None:
         """Drops the lines of steps from `begin` on, and a last line that was cut short; others stay."""
         kept = []
         for line in self._path.read_bytes().splitlines(keepends=True):
-            metrics, whole = parse_metrics(line), line.rstrip(b"\n") + b"\n"
+            metrics = parse_metrics(line)
             if metrics is not None and metrics["step"] < begin:
-                self._last, self._last_line = metrics, whole
-                kept.append(whole)
-            elif metrics is None and whole == line:
+                self._last = metrics
+                kept.append(encode_metrics(metrics))
+            elif metrics is None and line.endswith(b"\n"):
                 kept.append(line)
         self._write(kept)
 
@@ -133,18 +124,18 @@ class MetricsLogger:
 
 def describe_steps(recent: Sequence[Metrics], validated: Metrics) -> str:
     """Means over recent steps, what was done in a second, and the last validation, in a line."""
-    last = recent[-1]
+    last, seconds = recent[-1], sum(metrics["seconds"] for metrics in recent)
 
-    def mean(name: str, per: str = "step") -> float:
-        values = [(m[name], 1 if per == "step" else m[per]) for m in recent if is_number(m.get(name))]
-        return sum(value for value, _ in values) / sum(count for _, count in values)
+    def total(name: str) -> float:
+        return sum(metrics[name] for metrics in recent if is_number(metrics.get(name)))
 
     named = [name for name in SCREEN_FORMATS if last.get(name) and is_number(last[name])]
-    shown = [SCREEN_FORMATS[name].format(mean(name)) for name in named]
+    counts = {name: sum(is_number(metrics.get(name)) for metrics in recent) for name in named}
+    shown = [SCREEN_FORMATS[name].format(total(name) / counts[name]) for name in named]
     if "rollout_reward" in last:
-        shown.append(f"{mean('rows', 'seconds'):,.1f} rollouts/s")
+        shown.append(f"{total('rows') / seconds:,.1f} rollouts/s")
     else:
-        tokens, supervised = (mean(name, "seconds") for name in ("tokens", "supervised_tokens"))
+        tokens, supervised = (total(name) / seconds for name in ("tokens", "supervised_tokens"))
         shown.append(f"{tokens:,.0f} tokens/s, {supervised:,.0f} supervised")
     return " · ".join(shown + describe_validation(validated))
 

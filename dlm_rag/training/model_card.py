@@ -20,20 +20,9 @@ from dlm_rag.training.metrics_logger import (
     select_validation_metrics,
 )
 
-CURVES = (  # the axis, the metric, its label, its colour
-    (0, "loss", "masked tokens, training", "#1f5c99"),
-    (0, "pointer_loss", "pointers, training", "#b8862b"),
-    (0, "nelbo_per_token", "NELBO per token, validation", "#b3423c"),
-    (0, "rollout_forwards", "forwards of a rollout", "#1f5c99"),
-    (0, "rollout_searches", "searches of a rollout", "#b8862b"),
-    (1, "pointer_mass", "attention on the right passage", "#b8862b"),
-    (1, "name_accuracy", "masked names right, training", "0.55"),
-    (1, "rollout_exact_match", "exact match of rollouts", "0.55"),
-    *(
-        (1, f"exact_match_{hops}_hops", f"exact match, {hops} hops", color)
-        for hops, color in enumerate(("#cfe3d4", "#93c3a0", "#4f9a68", "#1d6b3c"), start=1)
-    ),
-)
+LOSSES = "loss", "pointer_loss", "nelbo_per_token"  # on the left; of rollouts what they cost:
+COSTS = "rollout_forwards", "rollout_searches"
+SHARES = "pointer_mass", "name_accuracy", "rollout_exact_match"  # on the right, with exact match
 
 
 def write_model_card(
@@ -99,25 +88,22 @@ def plot_curves(path: Path, metrics: list[dict[str, Any]]) -> None:
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     rollouts = any("rollout_reward" in line for line in metrics)
-    for side, name, label, color in CURVES:
-        logged = [line for line in metrics if is_number(line.get(name))]
-        validated = name.startswith(VALIDATION_PREFIXES)
-        size = 1 if validated else SCREEN_WINDOW_STEPS
-        of_counts = rollouts and side == 0  # what the left axis then shows
-        if not any(validated or line[name] for line in logged) or (of_counts and "rollout" not in name):
-            continue
-        parts = [logged[n : n + size] for n in range(0, len(logged), size)]
-        means = [sum(line[name] for line in part) / len(part) for part in parts]
-        at, mark = [part[-1]["step"] + 1 for part in parts], "o-" if validated else "-"
-        axes[side].plot(at, means, mark, color=color, markersize=3, label=label)
-    axes[0].set_ylabel("a rollout" if rollouts else "nats")
-    axes[0].set_ylim(0)
-    axes[1].set_ylim(0, 1.02)
-    for axis in axes:
+    scores = sorted({name for line in metrics for name in line if name.startswith("exact_match")})
+    for axis, names in zip(axes, (COSTS if rollouts else LOSSES, (*SHARES, *scores)), strict=True):
+        for name in names:
+            logged = [line for line in metrics if is_number(line.get(name))]
+            if not any(line[name] for line in logged) and name not in scores:
+                continue
+            size = 1 if name.startswith(VALIDATION_PREFIXES) else SCREEN_WINDOW_STEPS
+            parts = [logged[n : n + size] for n in range(0, len(logged), size)]
+            means = [sum(line[name] for line in part) / len(part) for part in parts]
+            axis.plot(
+                [part[-1]["step"] + 1 for part in parts], means, "o-" if size == 1 else "-", label=name
+            )
         axis.set_xlabel("step")
+        axis.set_ylim(0)
         if axis.lines:
             axis.legend(frameon=False, fontsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
     with open_atomic_file(path) as scratch:
         figure.savefig(scratch, dpi=130)
     pyplot.close(figure)

@@ -14,7 +14,6 @@ from dlm_rag.config import Config
 from dlm_rag.energy.meter import EnergyMeter, format_energy, format_three_digits, merge_readings, open_meter
 from dlm_rag.files.paths import open_atomic_folder
 from dlm_rag.machine import get_code_commit
-from dlm_rag.model.flops import count_encode_flops, warn_slow_compute
 from dlm_rag.training.checkpoints import find_resume_point
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_weights import InitialModel
@@ -39,11 +38,6 @@ def run_training(
     # What is wrong with the data of the last phase is said before the first begins.
     opened = {phase: open_phase(config, phase, origin, folder) for phase in left}
     meter: EnergyMeter | None = None
-    if processes.is_main:
-        rows = max(task.rows for task, _ in opened.values()) / processes.world_size
-        canvas, device = origin.config.canvas_length, processes.local_device(config.model.device)
-        each = count_encode_flops(origin.config, [canvas], [canvas], [canvas], 4).flops_with_backward(False)
-        warn_slow_compute(rows * each, f"a training step with max_new_tokens={canvas}", device.type)
     with MetricsLogger(folder, config, step, quiet=not processes.is_main) as report:
         for phase, (task, validation) in opened.items():
             trainer = Trainer(task, processes)

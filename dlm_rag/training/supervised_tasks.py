@@ -104,7 +104,7 @@ class SftTask(MaskedTask):
     The state is the stage of the curriculum and the running accuracy on names that ends it.
     """
 
-    name, trains_causal_context = "sft", True
+    name = "sft"
     _source: WorldExamples | QuestionExamples
 
     def __init__(self, phase: Phase) -> None:

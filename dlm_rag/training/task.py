@@ -64,7 +64,6 @@ class Task:
     needs_trained_model: ClassVar[bool] = False
     reads_sequences: ClassVar[bool] = False  # a model needs positions for `train.sequence_length`
     opens_causal_attention: ClassVar[bool] = False  # can begin with an autoregressive checkpoint
-    trains_causal_context: ClassVar[bool] = False  # its rows predict the first token of a block from before
     forwards_before = 0.0  # of each row of a step, in rollouts; for the plan
 
     def __init__(self, phase: Phase) -> None:
@@ -99,8 +98,7 @@ class Task:
             objective(batch, counts) -> (loss, {name: sum})
 
         The loss is divided by `counts` of the whole step: the losses of all batches on all processes add up
-        to that of the step, and so do the sums, scalars on the device without gradients. If the module has
-        a `reference`, another denoiser, it gets the weights that the phase began with.
+        to that of the step, and so do the sums, scalars on the device without gradients.
         share: processes that each hold a part of the same items.
         """
         raise NotImplementedError

@@ -18,7 +18,6 @@ from torch import Tensor
 from dlm_rag.config import Config
 from dlm_rag.errors import RunError
 from dlm_rag.machine import choose_dtype, get_peak_memory_bytes
-from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.device_io import to_host
 from dlm_rag.model.flops import count_head_flops
 from dlm_rag.nvtx_ranges import StageClock, profile_stage, profile_step
@@ -46,7 +45,7 @@ from dlm_rag.training.fingerprint import (
     fingerprint_files,
 )
 from dlm_rag.training.initial_model import open_initial_model
-from dlm_rag.training.initial_weights import InitialModel, allocate_denoiser, copy_weights
+from dlm_rag.training.initial_weights import InitialModel
 from dlm_rag.training.losses import make_autocast
 from dlm_rag.training.optimizers import make_optimizers, set_learning_rates
 from dlm_rag.training.planning.gpu_specs import find_gpu_spec
@@ -90,21 +89,15 @@ class Trainer:
         train, device, origin, processes = self.train, self.device, self.origin, self.processes
         self.denoiser = origin.build_on_meta(self.dtype)
         self.root = self.task.objective(self.denoiser, share)
-        self._reference: Denoiser | None = getattr(self.root, "reference", None)
         sharded = train.parallel == "fsdp" and dist.is_initialized()
         if sharded:
             apply_fsdp(self.root, self.denoiser, processes, device, self.dtype)
-        trained = self._begun is None or self._reference is not None
-        origin.materialize(self.denoiser, device, trained=trained)
-        if self._reference is not None:
-            allocate_denoiser(self._reference, device)
-            copy_weights(self.denoiser, self._reference)
+        origin.materialize(self.denoiser, device, trained=self._begun is None)
         if processes.world_size > 1 and not sharded:
             self.root = wrap_in_ddp(self.root)
-        for denoiser in filter(None, (self.denoiser, self._reference)):
-            denoiser.attention = self.config.model.attn_implementation
-            if train.rope_theta is not None:
-                denoiser.set_rope_theta(train.rope_theta)
+        self.denoiser.attention = self.config.model.attn_implementation
+        if train.rope_theta is not None:
+            self.denoiser.set_rope_theta(train.rope_theta)
         self.denoiser.activation_checkpointing = train.activation_checkpointing
         if train.compile:
             self.denoiser.compile_layers()
@@ -259,8 +252,7 @@ class Trainer:
             phase = collect_phase_settings(self.config, self.train, type(self.task))
             run, scaler = collect_run_settings(self.config), self._scaler.state_dict()
             record = CheckpointRecord(self.state, run, phase, self._fingerprints, scaler, {}, {})
-            start = None if self._reference is None else self.state.step - self.state.phase_step
-            return self._checkpoints.save(record, self.root, self.optimizers, keep=start)
+            return self._checkpoints.save(record, self.root, self.optimizers)
 
     def restore(self) -> bool:
         """Goes on from the newest checkpoint, of this phase or the one before; False without.
@@ -273,10 +265,6 @@ class Trainer:
         state, name = record.state, self.state.phase
         same = state.phase == name
         kept = same or record.phase.get("train.optimizer") == self.train.optimizer
-        start = state.step - state.phase_step if same else state.step
-        if self._reference is not None and start:
-            self._checkpoints.load_phase_start(start, self.root)
-            copy_weights(self.denoiser, self._reference)
         self._checkpoints.load(path, self.root, self.optimizers if kept else [])
         if self._scaler.is_enabled() and record.scaler:
             self._scaler.load_state_dict(record.scaler)

@@ -24,17 +24,10 @@ from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.batches import PreparedBatch, lay_out_examples
 from dlm_rag.training.data.documents import PackedDocuments
 from dlm_rag.training.data.examples import Example, ExampleBuilder
-from dlm_rag.training.noise import (
-    NOISE_SCHEDULES,
-    mask_tokens,
-    nelbo,
-    sample_antithetic_times,
-    token_losses,
-)
+from dlm_rag.training.noise import mask_tokens, nelbo, sample_antithetic_times, token_losses
 from dlm_rag.training.trainer import Trainer
 
 NELBO_TIMES_PER_QUESTION = 4  # for each question
-LINEAR = NOISE_SCHEDULES["linear"]
 
 
 class QuestionValidation:
@@ -125,7 +118,7 @@ def _masked_bounds(
 ) -> Tensor:
     """The NELBO in nats of one response at each of these times (rows,)."""
     ids = torch.tensor(target).expand(len(times), -1)
-    hidden = mask_tokens(ids, LINEAR.alpha(times), -1, generator) < 0
+    hidden = mask_tokens(ids, times, -1, generator) < 0
     some = hidden.any(dim=1)  # a row without masks adds nothing
     losses = torch.zeros(hidden.shape, dtype=torch.float64)
     if examples := [Example(prompt, target, tuple(row)) for row in hidden[some].tolist()]:
@@ -135,7 +128,7 @@ def _masked_bounds(
         (targets,) = to_device([ids[hidden].numpy()], seen.device)
         found = token_losses(denoiser.compute_token_logits(seen), targets).double()
         losses[hidden] = torch.from_numpy(to_host(found))
-    return nelbo(losses, times, LINEAR)
+    return nelbo(losses, times)
 
 
 class DocumentValidation:

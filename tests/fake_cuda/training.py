@@ -21,12 +21,11 @@ from tests.support.setup_matrix import (
 
 IN, OUT, WAIT = STEP_TRAFFIC
 V100, H200, GB10 = (7, 0), (9, 0), (12, 1)
-# of `setup_matrix.TRAINING_SETUPS`: copies in, one for each call of the layers and one for the loss
+# of `setup_matrix.TRAINING_SETUPS`: copies in, one for each part; of rollouts for each call and the loss
 WAITS_BY_SETUP = {
-    "sft": 3, "sft, joint": 2, "sft, prefix": 3, "sft in parts": 6, "sft in blocks, reread": 3,
-    "sft in blocks, text": 3, "sft, checkpointing": 3, "sft, selective, sdpa": 3, "adapters": 3,
-    "experts": 3, "pretrain": 2, "adapt": 2, "rl": 3, "rl in parts": 6,
-    "rl near the first weights": 5,
+    "sft": 1, "sft, joint": 1, "sft, prefix": 1, "sft in parts": 2, "sft in blocks, reread": 1,
+    "sft in blocks, text": 1, "sft, checkpointing": 1, "sft, selective, sdpa": 1, "adapters": 1,
+    "experts": 1, "pretrain": 1, "adapt": 1, "rl": 3, "rl in parts": 6,
 }  # fmt: skip
 ON = {  # GPU, settings -> dtype
     "H200": (H200, [], torch.bfloat16),

@@ -1,7 +1,5 @@
 """Attention in blocks: what is kept equals its definition as a mask; lookahead commits no other token."""
 
-import random
-
 import numpy as np
 import pytest
 import torch
@@ -15,8 +13,6 @@ from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.questions import Question
 from dlm_rag.tokenizer import Prompt
-from dlm_rag.training.batches import lay_out_examples
-from dlm_rag.training.data.examples import ExampleBuilder
 from tests.support.block_attention import (
     BLOCK,
     FACTS,
@@ -28,7 +24,6 @@ from tests.support.block_attention import (
     top_confidences,
     walk_decode_views,
 )
-from tests.support.tiny_models import tiny_tokenizer
 from tests.support.traces import RotatingRetriever
 
 SHAPES = {
@@ -87,31 +82,6 @@ def test_training_sees_what_decoding_sees(order):
         with torch.no_grad():
             hidden = encode_canvases(denoiser, states, encode_contexts(denoiser, states), [view.positions])
         torch.testing.assert_close(hidden, dense_reference_states(denoiser, view), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("layout", ["independent", "joint"])
-def test_with_causal_context_the_first_token_of_a_block_is_trained_as_it_is_decoded(layout):
-    """By the state before the block; the other tokens of the block see it."""
-    denoiser, finished = block_denoiser(causal_context=True, evidence_layout=layout), set()
-    builder, rng = ExampleBuilder(tiny_tokenizer(), denoiser.config), random.Random(0)
-    for n in range(12):
-        prompt = builder.build_prompt("Who?", ["ab", "cdef"])
-        example = builder.build_example(rng, prompt, [*range(60, 60 + LENGTH)], n, [])
-        first, laid = example.finished, lay_out_prompt(prompt, denoiser.config)
-        finished.add(first)
-        places = list(example.supervised_positions)
-        assert places[0] == first
-        canvas = np.array(example.canvas(MASK, causal_context=True))
-        assert canvas[: first + 1].tolist() == list(example.target[: first + 1])
-        views = [ModelInput(1, laid, canvas[:first], np.array([first]), finished_length=first)]
-        if places[1:]:
-            views.append(ModelInput(1, laid, canvas, np.array(places[1:]), finished_length=first))
-        with torch.no_grad():
-            states = lay_out_examples([example], denoiser.config, layout)
-            hidden = encode_canvases(denoiser, states, encode_contexts(denoiser, states), [places])
-        expected = torch.cat([dense_reference_states(denoiser, view) for view in views])
-        torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-5)
-    assert len(finished) > 2
 
 
 @pytest.mark.parametrize("order", ORDERS)

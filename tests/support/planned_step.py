@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -13,9 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from dlm_rag.config import load_config
 from dlm_rag.training.distributed import DistributedContext
-from dlm_rag.training.losses import MaskedObjective
 from dlm_rag.training.planning.plan import ROLLOUT_EXTRA_KEY, plan_phases
-from dlm_rag.training.rl.policy_loss import PolicyObjective
 from dlm_rag.training.trainer import open_trainer
 
 SINGLE_PROCESS = DistributedContext(0, 1, 0)
@@ -27,8 +24,6 @@ BASE_SETTINGS = [
     "retrieval.top_k=3",
 ]  # fmt: skip
 PRETRAIN_SETTINGS = ["train.objective=pretrain", "train.sequence_length=1024", "train.batch_tokens=1024"]
-# Larger than what the plan itself runs (five layers at most, few items).
-MORE_LAYERS_SETTINGS = ["train.num_hidden_layers=7"]
 RL_SETTINGS = [
     "model.path=dlm_rag/shipped/whole", "train.objective=rl",
     "train.num_generations=2", "train.train_steps_per_rollout=2", "train.pointer_loss_weight=null",
@@ -44,14 +39,7 @@ PLAN_CASES = {
     "sft, checkpointing selective": ["train.activation_checkpointing=selective"],
     "sft, second of two parts": [*TWO_PARTS_SETTINGS, "train.gradient_accumulation_steps=2"],
     "pretrain": PRETRAIN_SETTINGS,
-    "sft, more layers and sets": [*THREE_SETS_SETTINGS, *MORE_LAYERS_SETTINGS],
-    "pretrain, more layers and rows": [
-        *PRETRAIN_SETTINGS, "train.batch_tokens=3072", *MORE_LAYERS_SETTINGS
-    ],
     "rl": [*RL_SETTINGS, "train.prompts_per_step=3"],
-    "rl, with a reference": [
-        *RL_SETTINGS, *THREE_SETS_SETTINGS, "train.kl_coef=0.1"
-    ],
 }  # fmt: skip
 
 
@@ -66,15 +54,7 @@ class PlanComparison:
 
 
 def measure_planned_step(words: list[str]) -> PlanComparison:
-    """Plans and takes a step with these settings, 64 logits at a time: the plan runs few of them itself."""
-    with (
-        mock.patch.object(MaskedObjective, "logit_chunk", 64),
-        mock.patch.object(PolicyObjective, "logit_chunk", 64),
-    ):
-        return _measure_planned_step(words)
-
-
-def _measure_planned_step(words: list[str]) -> PlanComparison:
+    """Plans and takes a step with these settings."""
     config = load_config(None, words)
     with tempfile.TemporaryDirectory() as folder:
         trainer, _ = open_trainer(config, Path(folder), SINGLE_PROCESS)
@@ -93,12 +73,11 @@ def _measure_planned_step(words: list[str]) -> PlanComparison:
     else:
         trainer.denoiser.zero_grad(set_to_none=True)
     work = plan.memory.forward
-    held_all_along = ("weights", "reference", "optimizer", ROLLOUT_EXTRA_KEY)
+    held_all_along = ("weights", "optimizer", ROLLOUT_EXTRA_KEY)
     return PlanComparison(
         predicted_bytes=sum(n for name, n in plan.device_bytes.items() if name not in held_all_along),
         measured_bytes=held + measure_peak_bytes(step),
-        predicted_flops=work.flops_with_backward(frozen=False)
-        + (work.flops if plan.memory.reference else 0),
+        predicted_flops=work.flops_with_backward(frozen=False),
         measured_flops=flops,
     )
 

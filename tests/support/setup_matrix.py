@@ -67,7 +67,6 @@ TRAINING_SETUPS = {
         "train.gradient_accumulation_steps=2",
         "train.activation_checkpointing=full",
     ],
-    "rl near the first weights": [*DENOISER, "train.kl_coef=0.1"],
 }
 
 

@@ -36,32 +36,24 @@ RL = [
 ]  # fmt: skip
 # Nothing is learned from questions with an odd number: of two processes one is left without rows.
 ROWS_ON_ONE = {
-    "copied": ["train.parallel=ddp"],
-    "sharded": [],
     "sharded, accumulated, checkpointed": [
         "train.gradient_accumulation_steps=2",
         "train.activation_checkpointing=full",
     ],
-    "sharded, joint": ["model.evidence_layout=joint"],
-    "sharded, prefix": ["model.evidence_layout=prefix"],
     "sharded, blocks": ["model.block_size=8", "decode.finished_block_context=no_evidence"],
-    "sharded adapters": ["train.lora_rank=4"],
 }
-SHARDED = [*RL, "train.parallel=fsdp", "train.kl_coef=0.5"]
+SHARDED = [*RL, "train.parallel=fsdp"]
 PRETRAIN = [
     *FRESH, *SHAPE, "train.world_passages=100", "train.objective=pretrain",
     "train.sequence_length=96", "train.batch_tokens=384",
 ]  # fmt: skip
-ADAPT = [*PRETRAIN, "train.objective=adapt"]
 BFLOAT16 = "train.dtype=bfloat16"
 ADAPTERS = [*SFT, BFLOAT16, "train.lora_rank=4", "model.path={checkpoint}", "train.passage_length=96"]
 # Three questions, one after another: two for the first process, one for the second.
 UNEVEN = [*SFT, "train.parallel=fsdp", "train.max_hops=3", "decode.batch_size=1"]
 TRAINING_CASES = {
     "sft": SFT,
-    "sft in blocks": [*SFT, "model.block_size=8"],
     "sft muon": [*SFT, "train.optimizer=muon"],
-    "sft accumulated": [*SFT, "train.gradient_accumulation_steps=2"],
     "sft sharded": [*SFT, "train.parallel=fsdp"],
     "sft sharded, accumulated, checkpointed": [
         *SFT, "train.parallel=fsdp", "train.gradient_accumulation_steps=2",
@@ -77,11 +69,8 @@ TRAINING_CASES = {
     "rl sharded": [*RL, "train.parallel=fsdp"],
     **{f"rl {kind}, rows on one": [*SHARDED, *words] for kind, words in ROWS_ON_ONE.items()},
     "pretrain": PRETRAIN,
-    "pretrain sharded": [*PRETRAIN, "train.parallel=fsdp"],
-    "pretrain shared": [*PRETRAIN, "train.context_parallel=2"],
     "pretrain shared, sharded": [*PRETRAIN, "train.context_parallel=2", "train.parallel=fsdp"],
     "sft float16, overflows on one": [*SFT, "train.dtype=float16"],
-    "adapt": ADAPT,
 }  # fmt: skip
 
 

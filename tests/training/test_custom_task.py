@@ -95,10 +95,9 @@ def test_a_task_of_ones_own_is_stepped_saved_and_resumed(tmp_path):
     assert torch.equal(again.denoiser.norm.weight, trainer.denoiser.norm.weight)
 
 
-@pytest.mark.parametrize("record", ['{"state": {"step": 1, "stage": 0}}', '{"format": 99}'])
-def test_a_checkpoint_of_another_format_is_refused_in_a_sentence(tmp_path, record):
+def test_a_checkpoint_of_another_format_is_refused_in_a_sentence(tmp_path):
     path = make_trainer(tmp_path).save()
-    (path / RECORD_FILE).write_text(record)
+    (path / RECORD_FILE).write_text('{"format": 99}')
     for look in (lambda: find_resume_point(tmp_path, [""]), lambda: make_trainer(tmp_path)):
         with pytest.raises(CheckpointError, match="goes on with format 2 only: end the run"):
             look()

@@ -64,10 +64,3 @@ def test_metrics_of_a_task_of_ones_own_stay_whatever_they_are(tmp_path):
         report.log_step(step_metrics(3, **own))
     assert [line.get("exact_match") for line in read_metrics(path)] == [None, None, 0.75, None]
     plot_curves(tmp_path / "curves.png", read_metrics(path))
-
-
-def test_a_validation_is_kept_where_the_metrics_of_its_step_are_gone(tmp_path):
-    config = load_config(None, [*MICRO_SETTINGS, "train.max_steps=9"])
-    with MetricsLogger(tmp_path, config, 3) as report:
-        report.log_validation({"exact_match": 0.75})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 2, "exact_match": 0.75}

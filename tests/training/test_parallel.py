@@ -26,26 +26,14 @@ from tests.support.training import run_train_program
 
 ALONE = DistributedContext(0, 1, 0)
 SAME = {  # case on two processes -> case on one
-    **{
-        case: case
-        for case in (
-            "sft",
-            "sft in blocks",
-            "sft muon",
-            "sft bfloat16",
-            "adapters",
-            "uneven",
-            "rl",
-            "adapt",
-            "sft float16, overflows on one",
-        )
-    },
+    **{case: case for case in ("sft", "sft muon", "uneven", "rl", "sft float16, overflows on one")},
     **{case: case for case in TRAINING_CASES if "rows on one" in case},
     "sft bfloat16 sharded": "sft bfloat16",
-    **dict.fromkeys(("sft accumulated", "sft sharded", "sft sharded, accumulated, checkpointed"), "sft"),
+    "sft sharded": "sft",
+    "sft sharded, accumulated, checkpointed": "sft",
     "adapters sharded": "adapters",
     "rl sharded": "rl",
-    **{case: "pretrain" for case in TRAINING_CASES if case.startswith("pretrain")},
+    "pretrain shared, sharded": "pretrain",
 }
 FAILING = "uneven, searches fail on one"
 FAST = ["sft", "sft bfloat16 sharded", FAILING]
@@ -100,10 +88,8 @@ def together(folders):
     return lambda case: launched(next(cases for cases in launches if case in cases))[case]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [case if case in FAST else pytest.param(case, marks=slow) for case in SAME]
-)
+@slow
+@pytest.mark.parametrize("case", SAME)
 def test_two_processes_take_the_steps_of_one(alone, together, case):
     """Up to the order of additions; in bfloat16, shards round gains and embeddings before they are used."""
     check_same_steps(case, alone(SAME[case]), together(case))
@@ -120,7 +106,7 @@ def check_same_steps(case, theirs, ours):
     assert ours["again"] == ours["loss"][2:] and ours["same"], "resumed bit for bit"
 
 
-@pytest.mark.slow
+@slow
 def test_searches_that_fail_on_one_process_hold_up_no_other(together):
     """It has no canvas to denoise where the other has two, step by step; both must end, and together."""
     found = together(FAILING)["scores"]
@@ -128,7 +114,6 @@ def test_searches_that_fail_on_one_process_hold_up_no_other(together):
     assert 0 < found["nelbo_per_token"] < 10, "whose passages are named"
 
 
-@pytest.mark.slow
 @slow
 @pytest.mark.parametrize("case", [case for case in SAME if case.startswith("pretrain")])
 def test_the_work_of_all_processes_is_that_of_one(alone, together, case):
@@ -158,7 +143,6 @@ def test_what_cannot_be_shared_is_refused_before_anything_is_read(processes, wor
         check_run_fits(load_config(None, words), processes, torch.device("cpu"))
 
 
-@pytest.mark.slow
 @slow
 @pytest.mark.parametrize("case", ["sft sharded", "pretrain shared, sharded", "adapters sharded"])
 def test_what_shards_export_is_whole(alone, together, folders, case):
@@ -174,7 +158,6 @@ def test_what_shards_export_is_whole(alone, together, folders, case):
         )
 
 
-@pytest.mark.slow
 @slow
 def test_a_run_goes_on_with_another_number_of_processes(alone, together, folders, tmp_path):
     """Whole or in two shards: the losses of the second half are the same."""
@@ -222,54 +205,6 @@ def test_only_a_dead_process_is_called_dead_and_the_cause_is_kept(said, gone):
         assert str(caught.value.__cause__).startswith(said)
 
 
-@pytest.mark.slow
-@slow
-def test_phases_go_from_copies_to_shards_to_shared_sequences(tmp_path):
-    """One run of three phases on two processes has the losses of the same run on one."""
-    words = [
-        *(word for word in TRAINING_CASES["pretrain"] if "steps=4" not in word),
-        "train.phases.short={max_steps: 2}", "train.phases.long={max_steps: 2, sequence_length: 192}",
-        "train.phases.last={max_steps: 2, sequence_length: 384}",
-    ]  # fmt: skip
-    spread = [
-        "train.phases.short.parallel=ddp", "train.phases.long.parallel=fsdp",
-        "train.phases.last.parallel=fsdp", "train.phases.last.context_parallel=2",
-    ]  # fmt: skip
-    losses = []
-    for processes, more in ((1, []), (2, spread)):
-        done = run_train_program(tmp_path / str(processes), *words, *more, processes=processes)
-        assert done.returncode == 0, done.stderr[-4000:]
-        lines = (tmp_path / str(processes) / "metrics.jsonl").read_text().splitlines()
-        losses.append([json.loads(line)["loss"] for line in lines])
-    assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], rel=1e-3)
-
-
-@pytest.mark.slow
-@slow
-def test_a_reference_in_shards_is_what_the_phase_began_with(tmp_path):
-    """Read, then act: on one process, and on two that are stopped within the second phase."""
-    make_checkpoint(tmp_path)
-    phases = "read={{objective: sft, max_steps: 2}}", "act={{objective: rl, max_steps: {}, kl_coef: 0.5}}"
-    words = [w.format(checkpoint=tmp_path / "checkpoint") for w in TRAINING_CASES["rl"]] + [
-        "train.objective=sft", "train.passage_sets_per_step=4", "train.rows_per_set=4",
-    ]  # fmt: skip
-    found = []
-    for processes, steps in ((1, [3]), (2, [2, 3])):
-        folder = tmp_path / str(processes)
-        for number in steps:
-            more = [f"train.phases.{phase}".format(number) for phase in phases]
-            more += ["train.parallel=fsdp"] if processes == 2 else []
-            more += ["--resume"] if number != steps[0] else []
-            done = run_train_program(folder, *words, *more, processes=processes, timeout=300)
-            assert done.returncode == 0, done.stderr[-4000:]
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        found.append([json.loads(line) for line in lines][2:])
-    for name in ("loss", "divergence"):
-        one, two = ([metrics[name] for metrics in lines] for lines in found)
-        assert len(one) == 3 and two == pytest.approx(one, rel=1e-3)
-    assert found[1][0]["divergence"] == 0 < found[1][1]["divergence"]
-
-
 def start_training(folder, *words, launcher=()):
     command = [*(launcher or [sys.executable]), "train.py", "--out", str(folder), *words]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -282,7 +217,6 @@ LONG = [word for word in TRAINING_CASES["sft"] if "steps" not in word] + [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 @slow
 def test_sigterm_saves_and_ends_well(tmp_path):
     process = start_training(tmp_path, *LONG)
@@ -301,7 +235,6 @@ def workers_of(launched):
     return sorted(int(pid) for pid in listed.stdout.split())
 
 
-@pytest.mark.slow
 @slow
 def test_two_processes_stop_at_the_same_step_even_in_a_validation(tmp_path):
     words = [word for word in LONG if "eval_steps" not in word]
@@ -317,19 +250,6 @@ def test_two_processes_stop_at_the_same_step_even_in_a_validation(tmp_path):
     )
 
 
-@pytest.mark.slow
-@slow
-def test_what_happens_while_python_ends_does_not_fail_a_run(tmp_path):
-    """As threads of a group do now and then: here all processes of the run would end by SIGABRT."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import atexit, os\nif 'RANK' in os.environ: atexit.register(os.abort)\n"
-    )
-    words, env = [*TRAINING_CASES["sft"], "train.max_steps=1"], os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = run_train_program(tmp_path / "run", *words, processes=2, env=env)
-    assert done.returncode == 0 and (tmp_path / "run/model").is_dir(), done.stderr
-
-
-@pytest.mark.slow
 @slow
 def test_processes_with_folders_of_their_own_are_refused(tmp_path):
     """As on two machines without a common file system."""
@@ -340,7 +260,6 @@ def test_processes_with_folders_of_their_own_are_refused(tmp_path):
     assert not list(tmp_path.glob("*/checkpoints"))
 
 
-@pytest.mark.slow
 @slow
 def test_a_dead_process_is_named_and_the_checkpoint_stays(tmp_path):
     words = [*LONG, "train.save_steps=1"]

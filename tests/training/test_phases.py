@@ -4,13 +4,16 @@ import json
 
 import pytest
 
-from dlm_rag import Denoiser, Tokenizer
+from dlm_rag import Denoiser, Tokenizer, commands
 from dlm_rag.config import load_config
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import ConfigError, UserError
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 from tests.support.training import MICRO_SETTINGS
-from tests.support.training import run_train_program as train
 from tests.support.training_data import write_own_data
+
+
+def train(folder, *words):
+    commands.train.main(["--out", str(folder), *words])
 
 
 def metrics_of(folder):
@@ -30,8 +33,7 @@ PHASES = [
 
 @pytest.mark.slow
 def test_phases_follow_one_another_and_a_stopped_run_ends_the_same(tmp_path):
-    done = train(tmp_path / "whole", *PHASES)
-    assert done.returncode == 0, done.stderr
+    train(tmp_path / "whole", *PHASES)
     lines = metrics_of(tmp_path / "whole")
     assert [line["phase"] for line in lines] == ["read"] * 3 + ["long"] * 2 + ["answer"] * 3
     assert [line["step"] for line in lines] == list(range(8))
@@ -39,18 +41,16 @@ def test_phases_follow_one_another_and_a_stopped_run_ends_the_same(tmp_path):
     assert Denoiser.from_pretrained(tmp_path / "whole" / "model").config.rope_theta == 50000
     later = ("phases.answer", "phases.long", "_set", "worlds", "steps_per_world", "eval_questions")
     short = [word for word in PHASES if not any(name in word for name in later)]
-    assert train(tmp_path / "stopped", *short).returncode == 0
-    done = train(tmp_path / "stopped", *PHASES, "--resume")
-    assert done.returncode == 0 and "going on from step 3" in done.stderr, done.stderr
+    train(tmp_path / "stopped", *short)
+    train(tmp_path / "stopped", *PHASES, "--resume")
     again = metrics_of(tmp_path / "stopped")
     assert [line["loss"] for line in again] == [line["loss"] for line in lines], "bit for bit"
 
 
-@pytest.mark.slow
 def test_what_is_wrong_with_the_last_phase_is_said_before_the_first(tmp_path):
     missing = ["data.questions=none.jsonl", "data.corpus=none.jsonl"]
-    done = train(tmp_path / "run", *(word for word in PHASES if "world" not in word), *missing)
-    assert done.returncode == 2 and "none.jsonl" in done.stderr and "Traceback" not in done.stderr
+    with pytest.raises(UserError, match=r"none\.jsonl"):
+        train(tmp_path / "run", *(word for word in PHASES if "world" not in word), *missing)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -109,18 +109,11 @@ B200 = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gb300",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gb10", "gb10_cluster", "h200", "v100x4")),
-    ],
-)
+@pytest.mark.parametrize("name", ["gb300", "v100x4"])
 def test_the_config_of_a_machine_runs_at_a_toy_size(checkpoint, tmp_path, name):
-    if name in ("gb10", "v100x4"):
+    if name == "v100x4":
         pytest.importorskip("peft")
-    done = train(tmp_path / "run", "--config", f"{name}.yaml", "--model", str(checkpoint), *TOY, *SFT)
-    assert done.returncode == 0, done.stderr
+    train(tmp_path / "run", "--config", f"{name}.yaml", "--model", str(checkpoint), *TOY, *SFT)
     (_, last) = metrics_of(tmp_path / "run")
     assert last["exact_match"] >= 0 and last["tokens_per_second"] > last["supervised_tokens_per_second"] > 0
     model = Denoiser.from_pretrained(tmp_path / "run" / "model")
@@ -129,21 +122,17 @@ def test_the_config_of_a_machine_runs_at_a_toy_size(checkpoint, tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gb300_rl", "h200_rl"])
-def test_learning_by_reward_on_a_machine_runs_at_a_toy_size(checkpoint, tmp_path, name):
+def test_learning_by_reward_on_a_machine_runs_at_a_toy_size(checkpoint, tmp_path):
     """A price on forwards: where nothing is answered, rollouts differ in nothing else."""
-    if name == "h200_rl":
-        pytest.importorskip("peft")
     small = [
         *(word for word in SFT if not any(part in word for part in ("_per_set", "passage_sets", "worlds"))),
         "train.prompts_per_step=4", "train.num_generations=2", "train.gradient_accumulation_steps=2",
         "train.forward_cost=0.01", "decode.max_new_tokens=32",
     ]  # fmt: skip
-    words = ["--config", f"{name}.yaml", "--model", str(checkpoint), *TOY, *small]
-    done = train(tmp_path / "run", *words)
-    assert done.returncode == 0, done.stderr
+    words = ["--config", "gb300_rl.yaml", "--model", str(checkpoint), *TOY, *small]
+    train(tmp_path / "run", *words)
     (_, last) = metrics_of(tmp_path / "run")
-    assert last["exact_match"] >= 0 and last["divergence"] >= 0 and last["gradient_norm"] > 0
+    assert last["exact_match"] >= 0 and last["gradient_norm"] > 0
     assert {"rollout", "forward", "backward"} <= last["stage_seconds"].keys()
     assert Denoiser.from_pretrained(tmp_path / "run" / "model").config.evidence_layout == "independent"
 
@@ -154,11 +143,10 @@ def test_the_phases_of_b200_run_at_a_toy_size_on_own_data(autoregressive_qwen, o
         f"data.documents.web={own_data}/web.jsonl", f"data.documents.quality={own_data}/quality.jsonl",
         f"data.questions={own_data}/questions.jsonl", f"data.corpus={own_data}/corpus.jsonl",
     ]  # fmt: skip
-    done = train(
+    train(
         tmp_path / "run", "--config", "b200.yaml", "--model", str(autoregressive_qwen),
         *(word for word in TOY if "world" not in word), *B200, *data,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     lines = metrics_of(tmp_path / "run")
     assert [line["phase"] for line in lines[::2]] == ["open", "short", "long", "answer"]
     model = Denoiser.from_pretrained(tmp_path / "run" / "model")

@@ -3,20 +3,16 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 
 from dlm_rag.commands.sample import main as sample
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
-from dlm_rag.model.denoiser_config import ExpertsConfig
 from dlm_rag.training.initial_model import open_initial_model
 from dlm_rag.training.initial_weights import add_lora_adapters
-from dlm_rag.training.losses import MaskedObjective
 from dlm_rag.training.planning.decode_plan import plan_decode_step
 from dlm_rag.training.planning.gpu_specs import GPU_SPECS, choose_planned_dtype
 from dlm_rag.training.planning.known_checkpoints import read_known_config
@@ -28,18 +24,12 @@ from dlm_rag.training.planning.plan import (
 )
 from dlm_rag.training.planning.plan_report import _make_machine_table
 from dlm_rag.training.planning.step_memory import estimate_step_memory
-from dlm_rag.training.rl.policy_loss import PolicyObjective
 from tests.support import planned_step
 from tests.support.cases import first_is_fast
 from tests.support.paths import ROOT
-from tests.support.tiny_models import tiny_denoiser
 from tests.support.training import CPU, MICRO_SETTINGS, build_denoiser, make_trainer
 
 FLOAT32 = torch.float32
-# Configs that train, by name.
-PLANNED = sorted(
-    path.stem for path in (ROOT / "configs").glob("*.yaml") if "train" in yaml.safe_load(path.read_text())
-)
 
 
 @pytest.mark.parametrize("way", first_is_fast(planned_step.PLAN_CASES))
@@ -76,45 +66,6 @@ def test_weights_and_optimizer_are_what_a_run_holds(tmp_path, optimizer):
     assert plan.memory.optimizer == sum(x.nbytes for x in kept if x.dim()), "step counts are left out"
 
 
-SMALL = [
-    "train.passage_length=24", "decode.max_new_tokens=32",
-    "train.passage_sets_per_step=8", "train.prompts_per_step=8", "train.rows_per_set=2",
-    "train.num_generations=2", "train.sequence_length=64", "train.batch_tokens=512",
-]  # fmt: skip
-DEEP = {
-    "sft": [],
-    "sft, adapters": ["train.lora_rank=2", "train.optimizer=adamw"],
-    "sft in shards": ["train.parallel=fsdp", "plan.devices=2", "train.activation_checkpointing=full"],
-    "rl, with a reference": [
-        "train.objective=rl", "train.kl_coef=0.1", "train.train_steps_per_rollout=1",
-    ],
-    "pretrain, shared": ["train.objective=pretrain", "train.context_parallel=2", "plan.devices=2"],
-    "adapt": ["train.objective=adapt", "train.activation_checkpointing=selective"],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("experts", first_is_fast([None, ExpertsConfig(4, 2, 16, first_k_dense_replace=2)]))
-@pytest.mark.parametrize("way", first_is_fast(DEEP))
-def test_a_few_layers_and_items_tell_of_all(monkeypatch, way, experts):
-    """Nine layers and eight items, run whole and not.
-
-    The peaks are extrapolated from runs of fewer layers and items. Which of the steps' moments is the
-    highest may change between them, so they are near and not equal.
-    """
-    if "adapters" in way:
-        pytest.importorskip("peft")
-    config = load_config(None, [*SMALL, *DEEP[way]])
-    for objective in (MaskedObjective, PolicyObjective):
-        monkeypatch.setattr(objective, "logit_chunk", 16)
-    shape = tiny_denoiser(num_hidden_layers=9, experts=experts, canvas_length=32).config
-    (found,) = plan_phases(config, shape, torch.bfloat16)
-    monkeypatch.setattr("dlm_rag.training.planning.step_memory.EDGE_LAYERS", 10)
-    monkeypatch.setattr("dlm_rag.training.planning.step_memory.MIN_LOGIT_CHUNKS", 1000)
-    (whole,) = plan_phases(config, shape, torch.bfloat16)
-    assert replace(found.memory, activations=0) == replace(whole.memory, activations=0)
-    assert found.memory.activations == pytest.approx(whole.memory.activations, rel=0.01)
-
-
 def test_sharing_a_sequence_divides_its_activations():
     """Eight devices on one sequence: an eighth of its tokens each, the keys and values of all."""
     words = [*MICRO_SETTINGS, *planned_step.PRETRAIN_SETTINGS]
@@ -140,7 +91,7 @@ def test_what_cannot_fit_is_refused_before_it_is_allocated(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in PLANNED if load_config(name).plan.machine])
+@pytest.mark.parametrize("name", ["gb300_rl", "v100x4"])
 def test_the_config_of_a_machine_fits_it_without_network_or_weights(name):
     config = load_config(name)
     dtype = torch.float16 if config.train.dtype == "float16" else torch.bfloat16
@@ -153,7 +104,7 @@ def test_rollouts_count_where_they_take_more_than_the_update():
     """They come before it, when there are neither gradients nor activations."""
     words = (
         "train.passage_sets_per_step=1 train.prompts_per_step=1 train.rows_per_set=64 "
-        "train.num_generations=64 train.kl_coef=0.1 train.activation_checkpointing=full "
+        "train.num_generations=64 train.activation_checkpointing=full "
         "train.train_steps_per_rollout=1"
     )
     found = []
@@ -161,8 +112,7 @@ def test_rollouts_count_where_they_take_more_than_the_update():
         config = load_config("search_rl", [*words.split(), f"decode.batch_size={places}"])
         (plan,) = plan_phases(config, resolve_shape(config), torch.float32)
         memory = plan.memory
-        assert memory.reference == memory.weights > 0
-        always = memory.weights + memory.reference + memory.optimizer
+        always = memory.weights + memory.optimizer
         update = memory.gradients + memory.activations
         assert sum(plan.device_bytes.values()) == pytest.approx(always + max(update, plan.decode_bytes))
         found.append((plan.decode_bytes, update))
@@ -223,17 +173,10 @@ def test_a_plan_of_decoding_reads_no_weights_and_its_settings_nobody_else(capsys
             sample(wrong)
 
 
-LINE = (
-    "--config search_rl.yaml plan.machine=gb300 model.path=GSAI-ML/LLaDA-8B-Instruct "
-    "train.prompts_per_step=32 train.num_generations=16"
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [*(f"--config {name}.yaml" for name in ("b200", "h200", "tiny")), LINE])
-def test_a_plan_takes_less_than_a_gigabyte_and_half_a_minute(words):
-    """Of the largest configs and one of each other kind; importing takes 0.3 GB and 3 s of it."""
-    command = [sys.executable, "train.py", "--plan", *words.split()]
+def test_a_plan_takes_less_than_a_gigabyte_and_half_a_minute():
+    """Of the largest config; importing takes 0.3 GB and 3 s of it."""
+    command = [sys.executable, "train.py", "--plan", "--config", "b200.yaml"]
     status, said, errors, seconds, size = run_measured(*command)
     assert status == 0 and not errors, errors
     for text in ("parameters", "optimizer", "electricity", "kWh"):

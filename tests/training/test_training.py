@@ -558,9 +558,7 @@ BROKEN = {  # what lies beside two whole checkpoints, by its name: what makes it
     "step-00000009": (Path.touch, "state.json cannot be read (Not a directory)"),
     "step-00000008": (Path.mkdir, "state.json cannot be read (No such file"),
     "step-last": (Path.mkdir, "its name is not that of a checkpoint"),
-    "step-9": (Path.mkdir, "its name is not that of a checkpoint"),
     "step-00000004": (cut_shard, ".safetensors is cut short"),
-    "step-00000010": ("[]", "the line is not a JSON object"),
     "step-00000011": ('{"format": 2, "run": {}, "phase": {}, "state": []}', "state.json has changed"),
 }
 
@@ -616,13 +614,6 @@ def test_control_c_saves_a_checkpoint_and_a_second_ends_at_once(tmp_path):
     # Steps of several seconds, so that the second comes in the one that the first has let go on.
     err = interrupt(tmp_path / "long", "train.passage_sets_per_step=200", times=2)
     assert "interrupted" in err and "stopped after step" not in err
-
-
-@pytest.mark.slow
-def test_loss_falls(tmp_path):
-    trainer = make_trainer(tmp_path, "train.max_steps=40", "train.warmup_steps=5")
-    losses = [trainer.step()["loss"] for _ in range(40)]
-    assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
 
 
 def test_the_curriculum_moves_on_when_names_are_read(tmp_path):

@@ -25,7 +25,7 @@ from dlm_rag.files.record_readers import get_field, read_records
 from dlm_rag.randomness import sample_permutation
 from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.data.examples import Example
-from dlm_rag.training.noise import NOISE_SCHEDULES
+from dlm_rag.training.noise import alpha, weigh_masked
 
 MIXTURE_BLOCK_SEQUENCES = 1000  # sequences within which every source has its exact share
 HELD_OUT_SEQUENCES = 8  # sequences of each source at its end, for validation; at most one in 20
@@ -152,10 +152,9 @@ class PackedDocuments:
         ]
 
     def _mask(self, ids: list[int], time: float, rng: np.random.Generator) -> Example:
-        schedule = NOISE_SCHEDULES["linear"]
         at = torch.tensor(MIN_MASK_TIME + (1 - MIN_MASK_TIME) * time, dtype=torch.float64)
-        hidden = rng.random(len(ids)) >= float(schedule.alpha(at))
-        weight = float(schedule.weight(at))
+        hidden = rng.random(len(ids)) >= float(alpha(at))
+        weight = float(weigh_masked(at))
         return Example(self._prompt, tuple(ids), tuple(hidden.tolist()), (), weight, float(len(ids)))
 
 

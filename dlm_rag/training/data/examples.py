@@ -6,8 +6,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-import numpy as np
-
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -59,15 +57,10 @@ class Example:
         places = set(self.supervised_positions)
         return [pointer for pointer in self.pointers if pointer.position in places]
 
-    def canvas(self, mask_id: int, causal_context: bool = False) -> list[int]:
-        """What the denoiser sees of the target.
-
-        With `causal_context` the first token of the block under work: it is predicted by a state that does
-        not see it, and written before the others.
-        """
-        hidden = np.array(self.masked)
-        hidden[self.finished : self.finished + causal_context] = False
-        return np.where(hidden, mask_id, self.target).tolist()
+    def canvas(self, mask_id: int) -> list[int]:
+        """What the denoiser sees of the target."""
+        pairs = zip(self.masked, self.target, strict=True)
+        return [mask_id if hidden else token for hidden, token in pairs]
 
 
 def draw_random_mask(rng: random.Random, used: int, length: int, stands: int) -> tuple[bool, ...]:
@@ -139,8 +132,6 @@ class ExampleBuilder:
             first = lay_out_prompt(prompt, shape).block_bounds(0)[1]
             blocks = shape.canvas_length, shape.block_size, first
             masked, finished = draw_block_mask(rng, len(ids), stands, *blocks)
-            if shape.causal_context:
-                masked = (*masked[:finished], True, *masked[finished + 1 :])
         target = (*ids, *[end_id] * len(masked))[: len(masked)]
         used = min(len(ids) + 1, shape.canvas_length)
         there = tuple(pointer for pointer in pointers if pointer.position < used)

@@ -21,7 +21,7 @@ from dlm_rag.training.data.examples import LONG_QUESTION_TOKENS
 from dlm_rag.training.planning.gpu_specs import MFU, GpuSpec
 
 GIB = 2**30
-LOGIT_COPIES = 4  # numbers of float32 for each logit that is read
+LOGIT_COPIES = 8  # numbers of float32 for each logit that is read
 
 
 @dataclass(frozen=True)

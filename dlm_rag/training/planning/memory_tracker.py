@@ -5,7 +5,6 @@ kernels allocate internally is not seen.
 """
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,13 +56,6 @@ class MemoryTracker(TorchDispatchMode):
 
     def _drop(self, size: int) -> None:
         self.live_bytes -= size
-
-
-def measure_simulated_peak(call: Callable[[], object]) -> int:
-    """Peak bytes of what the operators of a call make."""
-    with MemoryTracker() as alive:
-        call()
-    return alive.peak_bytes
 
 
 def replace_with_empty_weights(denoiser: Denoiser) -> Denoiser:

@@ -56,10 +56,9 @@ class PhasePlan:
         memory, shards = self.memory, self.devices if self.train.parallel == "fsdp" else 1
         layer = (memory.parameters - memory.outside_parameters) / self.layers
         # What shards are gathered into: the layer at work, the next one, and the rest.
-        gathered = self.size * (2 * layer + memory.outside_parameters * (2 if memory.reference else 1))
+        gathered = self.size * (2 * layer + memory.outside_parameters)
         return {
             "weights": memory.weights / shards,
-            "reference": memory.reference / shards,
             "gradients": memory.gradients / shards,
             "optimizer": memory.optimizer / shards,
             "gathered shards": gathered if shards > 1 else 0.0,
@@ -89,7 +88,7 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
         memory = estimate_step_memory(task, shape, dtype, items)
         forward, parts = memory.forward, task.items * train.context_parallel / items
         flops = forward.flops_with_backward(bool(train.lora_rank))
-        flops += forward.flops * (task.forwards_before + (1 if memory.reference else 0))
+        flops += forward.flops * task.forwards_before
         found.append(PhasePlan(
             name, train, shape.num_hidden_layers, dtype.itemsize, devices, items, parts * forward.tokens,
             parts * flops, memory, estimate_rollout_bytes(config, task, shape, dtype, items),

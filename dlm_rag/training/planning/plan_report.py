@@ -31,7 +31,7 @@ def print_plan(config: Config) -> None:
     show_status("planning a step: its rows are counted, and its memory")
     phases = plan_phases(config, shape, dtype)
     show_status()
-    console, memory = make_console(), phases[0].memory
+    console, memory = _make_console(), phases[0].memory
     console.print(
         f"{config.model.path or 'fresh weights'}: {_format_count(memory.parameters)} parameters, "
         f"{_format_count(memory.trained)} of them trained, "
@@ -70,19 +70,19 @@ def print_decode_plan(config: Config) -> None:
                 _format_duration(step.seconds), "compute" if step.compute > step.traffic else "memory",
                 "yes" if step.memory <= machine.usable_memory else "no",
             )  # fmt: skip
-    console = make_console()
+    console = _make_console()
     console.print(f"{config.model.path}: a step of decode.batch_size={config.decode.batch_size} rows")
     console.print(table)
     console.print("model.quantize and a smaller decode.batch_size take less.")
 
 
+def _make_console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+
+
 def list_planned_machines(plan: PlanConfig) -> list[GpuSpec]:
     """Lists the machines that are planned for."""
     return [GPU_SPECS[plan.machine]] if plan.machine else list(GPU_SPECS.values())
-
-
-def make_console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 100, highlight=False)
 
 
 def _make_step_table(phases: list[PhasePlan]) -> Table:
@@ -126,11 +126,16 @@ def _make_machine_table(
     return table
 
 
+def _scale(number: float, units: dict[str, float]) -> str:
+    """A number in the largest of some units that it reaches."""
+    for unit, size in units.items():
+        if number >= size:
+            return f"{number / size:,.3g} {unit}"
+    return f"{number:.3g}"
+
+
 def _format_duration(seconds: float) -> str:
-    for size, unit in ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s")):
-        if seconds >= size:
-            return f"{seconds / size:,.3g} {unit}"
-    return f"{1e3 * seconds:.3g} ms"
+    return _scale(seconds, {"d": 86_400.0, "h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3})
 
 
 def _format_dollars(amount: float | None) -> str:
@@ -140,7 +145,4 @@ def _format_dollars(amount: float | None) -> str:
 
 
 def _format_count(number: float) -> str:
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g} {letter}"
-    return f"{number:.0f}"
+    return _scale(number, {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3})

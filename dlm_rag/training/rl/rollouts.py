@@ -44,9 +44,9 @@ class PolicyRow(NamedTuple):
     candidates: tuple[int, ...]
     committed_tokens: tuple[int, ...]  # of each candidate the token that it committed, -1 where it stayed
     forced: bool
-    weight: float  # its advantage, times `steps_represented`
+    weight: float  # its advantage, times the number of steps of its rollout that it represents
     old_log_prob: float
-    steps_represented: float = 1.0  # steps of its rollout
+    learns: bool = True  # False: it is there for the other processes
 
 
 class RolloutBuffer(NamedTuple):
@@ -62,7 +62,6 @@ class RolloutBuffer(NamedTuple):
             "rows": self.sums["rollouts"],
             "tokens": float(sum(len(row.state.canvas_segment.ids) for row in self.rows)),
             "supervised": float(sum(len(row.candidates) for row in self.rows)),
-            "visited": sum(row.steps_represented for row in self.rows),
             "divisor": (self.sums["rollouts"] + self.sums["failed"]) * STEPS_PER_ROLLOUT,
         }
 
@@ -74,15 +73,15 @@ def make_world_source(train: TrainConfig, top_k: int) -> QuestionSource:
     def open_world(number: int) -> IndexedWorld:
         return IndexedWorld(train.seed * 1_000_003 + 500_000 + number, train.world_passages, top_k)
 
+    def draw_one(indexed: IndexedWorld, step: int, item: int) -> Question:
+        rng = random.Random(f"rl/{train.seed}/{step}/{item}")
+        found = draw_world_question(rng, indexed, rng.randint(train.min_hops, train.max_hops))
+        support = tuple(subject.id for subject in found.subjects)
+        return Question(f"{step}.{item}", found.question, (found.answer,), support, found.hops)
+
     def draw(step: int, items: Iterable[int]) -> tuple[list[Question], CorpusRetriever]:
-        indexed, questions = open_world(step // train.steps_per_world), []
-        for item in items:
-            rng = random.Random(f"rl/{train.seed}/{step}/{item}")
-            found = draw_world_question(rng, indexed, rng.randint(train.min_hops, train.max_hops))
-            support = tuple(subject.id for subject in found.subjects)
-            golden = (found.answer,)
-            questions.append(Question(f"{step}.{item}", found.question, golden, support, found.hops))
-        return questions, indexed.retriever
+        indexed = open_world(step // train.steps_per_world)
+        return [draw_one(indexed, step, item) for item in items], indexed.retriever
 
     return draw
 
@@ -97,11 +96,9 @@ def make_file_source(
         return sample_permutation((train.seed, phase, "rl", epoch), len(questions))
 
     def draw(step: int, items: Iterable[int]) -> tuple[list[Question], CorpusRetriever]:
-        found = []
-        for item in items:
-            epoch, place = divmod(step * train.prompts_per_step + item, len(questions))
-            found.append(replace(questions[int(shuffle(epoch)[place])], id=f"{step}.{item}"))
-        return found, retriever
+        places = {item: divmod(step * train.prompts_per_step + item, len(questions)) for item in items}
+        found = {item: questions[int(shuffle(epoch)[at])] for item, (epoch, at) in places.items()}
+        return [replace(question, id=f"{step}.{item}") for item, question in found.items()], retriever
 
     return draw
 
@@ -125,8 +122,8 @@ def make_rollout_settings(config: Config, train: TrainConfig) -> DecodeConfig:
 def fill_rollout_buffer(decoder: Decoder, asked: Sequence[Question], train: TrainConfig) -> RolloutBuffer:
     """Decodes `train.num_generations` rollouts of each question, and weighs their steps.
 
-    Rollouts with an error leave their group, and are counted. Groups without differences are learned from
-    only where divergence is: it counts in every rollout.
+    Rollouts with an error leave their group, and are counted. From groups without differences nothing is
+    learned.
     """
     members = [replace(q, id=f"{q.id}.{member}") for q in asked for member in range(train.num_generations)]
     with profile_stage("rollout"):
@@ -143,7 +140,7 @@ def fill_rollout_buffer(decoder: Decoder, asked: Sequence[Question], train: Trai
             _count_group(buffer.sums, group, found, rewards)
             buffer.sums["groups_mixed"] += max(unpriced) - min(unpriced) > 1e-9
             for rollout, advantage in zip(sound, compute_advantages(rewards, priced), strict=True):
-                if advantage or train.kl_coef:
+                if advantage:
                     buffer.rows.extend(sample_rollout_steps(rollout, float(advantage), train))
     return buffer
 
@@ -167,7 +164,7 @@ def _make_row(rollout: Rollout, step: RolloutStep, advantage: float, represented
     action, written = step.action, {token.position: token.token_id for token in step.committed}
     assert action is not None
     tokens = tuple(written.get(position, -1) for position in action.candidates)
-    numbers = advantage * represented, action.log_prob, represented
+    numbers = advantage * represented, action.log_prob
     return PolicyRow(rollout.states[step.step](), action.candidates, tokens, action.forced, *numbers)
 
 

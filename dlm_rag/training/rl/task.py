@@ -10,14 +10,12 @@ from dlm_rag.engine.engine import Decoder
 from dlm_rag.engine.resolve_settings import resolve_settings
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
-from dlm_rag.machine import choose_device, choose_dtype
 from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.batches import Sums, lay_out_examples
 from dlm_rag.training.data.examples import sample_prompt_rows
-from dlm_rag.training.initial_weights import copy_frozen_denoiser
 from dlm_rag.training.phase_data import open_questions, open_world_validation
 from dlm_rag.training.rl.policy_loss import PolicyObjective
 from dlm_rag.training.rl.reward import REWARDS
@@ -34,20 +32,12 @@ from dlm_rag.training.rl.rollouts import (
 from dlm_rag.training.task import Phase, Task, TaskState, Validation
 
 ROLLOUT_PASSAGE_FACTOR = 2  # times top_k: passages that all rollouts of a question see; 1.6 to 2.7 measured
-_BY_SAMPLED = "rollouts commit by the rule sampled; leave it out"
-# Settings that rollouts would override, or that decide what no gradient is computed for, and why; and what
-# of them is accepted besides the default.
-NOT_IN_ROLLOUTS = {
-    "decode.mode": "rollouts are by diffusion; leave it out",
-    "decode.commit_rule": _BY_SAMPLED,
-    "decode.tokens_per_step": _BY_SAMPLED,
-    "decode.steps_per_block": _BY_SAMPLED,
-    "decode.edit_threshold": "edits are not sampled, so none is learned; leave it out",
-    "decode.blocks_at_once": "a step samples one block; leave it out",
-    "decode.temperature": "rollouts are sampled at temperature 1; leave it out",
-    "decode.seed": "rollouts are sampled by the seed of the run; set train.seed",
-    "engine.cache_dtype": "steps are computed again without it; leave it out",
-}
+# Settings that rollouts override, or that decide what no gradient is computed for; and what is accepted.
+NOT_IN_ROLLOUTS = (
+    "decode.mode", "decode.commit_rule", "decode.tokens_per_step", "decode.steps_per_block",
+    "decode.edit_threshold", "decode.blocks_at_once", "decode.temperature", "decode.seed",
+    "engine.cache_dtype",
+)  # fmt: skip
 ACCEPTED = {"decode.mode": ("diffusion",), "decode.commit_rule": ("threshold", "sampled")}
 
 
@@ -75,9 +65,12 @@ class RlTask(Task):
         if train.min_hops > train.max_hops:
             raise ConfigError(f"min_hops={train.min_hops} is more than max_hops={train.max_hops}")
         values, defaults = flatten_settings(config), flatten_settings(Config())
-        for key, reason in NOT_IN_ROLLOUTS.items():
+        for key in NOT_IN_ROLLOUTS:
             if values[key] not in (defaults[key], *ACCEPTED.get(key, ())):
-                raise ConfigError(f"{key}={values[key]} does not go with train.objective=rl: {reason}")
+                raise ConfigError(
+                    f"{key}={values[key]} does not go with train.objective=rl, whose rollouts commit by "
+                    "the rule sampled at temperature 1 and train.seed, block by block: leave it out"
+                )
         cls.rollout_settings(config, train)
 
     @classmethod
@@ -119,9 +112,7 @@ class RlTask(Task):
                 "rl computes steps again from the canvas alone, which excludes models that predict the "
                 "first token of a block from before it"
             )
-        dtype = choose_dtype(self.train.dtype, choose_device(self._config.model.device))
-        reference = copy_frozen_denoiser(denoiser, dtype) if self.train.kl_coef else None
-        return PolicyObjective(denoiser, settings, self._tokenizer.mask_id, self.train, reference)
+        return PolicyObjective(denoiser, settings, self._tokenizer.mask_id)
 
     def make_batch(self, step: int, items: Sequence[int], conditions: None) -> RolloutBuffer:
         """The rollouts of some questions, from the weights as they are now: nothing is kept of older ones.
@@ -141,7 +132,7 @@ class RlTask(Task):
         rollouts, groups = max(1.0, counts["rollouts"]), max(1.0, counts["groups"])
         learned = max(1.0, sums["learned"])
         found = {
-            "loss": (self.train.kl_coef * sums["divergence"] - sums["policy"]) / counts["divisor"],
+            "loss": (0.0 - sums["policy"]) / counts["divisor"],
             **{f"rollout_{name}": counts[name] / rollouts for name in ("reward", *REWARDS)},
             "rollouts_failed": counts["failed"],
             **{name: counts[name] / groups for name in ("groups_right", "groups_wrong", "groups_mixed")},
@@ -149,8 +140,6 @@ class RlTask(Task):
             "ratio_error": sums["ratio_error"] / learned,
             "entropy": sums["entropy"] / learned,
         }
-        if self.train.kl_coef:
-            found["divergence"] = sums["divergence"] / max(1.0, counts["visited"])
         return found, state
 
 
@@ -159,4 +148,4 @@ def make_idle_row(decoder: Decoder) -> PolicyRow:
     shape, mask = decoder.denoiser.config, (decoder.tokenizer.mask_id,)
     order = decoder.config.finished_block_context
     laid = lay_out_prompt(Prompt(mask, (mask,), mask), shape, decoder.evidence_layout, order)
-    return PolicyRow(laid.build_row(mask, 0, shape.shifted), (0,), (-1,), False, 0.0, 0.0, 0.0)
+    return PolicyRow(laid.build_row(mask, 0, shape.shifted), (0,), (-1,), False, 0.0, 0.0, False)
