@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dlm_rag.config import ModelConfig
     from dlm_rag.decode.answers_file import AnswersFile
     from dlm_rag.decode.terminal import RunTotals
-    from dlm_rag.engine.engine import AnyDenoiser, Decoder
+    from dlm_rag.engine.engine import Decoder
     from dlm_rag.workers.worker_pool import WorkerPool
 
 PLAN_SETTINGS = ("plan.machine",)  # of decoding
@@ -98,8 +98,7 @@ class WorkerEngines:
     def open(self, asked: PreparedQuestions) -> list[Machine]:
         assert isinstance(asked.prepared, PreparedDecoder), "`prepare_baseline` refuses workers"
         factory, self._prepared = make_decoder_factory(asked), asked.prepared
-        config = factory.config
-        return self._pool.open(factory, config.model, config.decode.batch_size)
+        return self._pool.open(factory, factory.config.decode.batch_size)
 
     def read_energy(self) -> EnergyReading:
         """Nothing: the sensors are on the machines of the workers."""
@@ -198,7 +197,7 @@ class CheckedDecoderFactory:
     questions: list[Question]
     depends_on: dict[str, Any]
 
-    def __call__(self, denoiser: AnyDenoiser | None, workers_per_machine: int) -> tuple[Decoder, Machine]:
+    def __call__(self, workers_per_machine: int) -> tuple[Decoder, Machine]:
         """As `workers.worker.DecoderFactory`. Raises `UserError` for what is missing here or differs."""
         from dlm_rag.engine.segment_kv_cache import default_pool_bytes
 
@@ -212,7 +211,7 @@ class CheckedDecoderFactory:
             gib = default_pool_bytes(prepared.device) / 2**30 / workers_per_machine
             engine = replace(engine, prefix_cache_gib=gib)
             prepared = replace(prepared, config=replace(prepared.config, engine=engine))
-        return prepared.load(denoiser), describe_machine(prepared.device, prepared.attention)
+        return prepared.load(), describe_machine(prepared.device, prepared.attention)
 
 
 @dataclass

@@ -91,7 +91,7 @@ class FakeDecoderFactory:
     seconds: float = 0.02
     dies_while_loading: bool = False
 
-    def __call__(self, denoiser, sharing):
+    def __call__(self, sharing):
         if self.dies_while_loading:
             os.kill(os.getpid(), signal.SIGKILL)
         return FakeDecoder(self.places, self.seconds), {"name": "a machine", "sharing": sharing}

@@ -25,7 +25,7 @@ from dlm_rag.questions import Question
 from dlm_rag.workers import worker_pool as pool_module
 from dlm_rag.workers.placement import WorkerPlacement, plan_workers
 from dlm_rag.workers.ray_cluster import summarize_ray_error
-from dlm_rag.workers.worker_pool import MAX_DEATHS, WorkerPool
+from dlm_rag.workers.worker_pool import WorkerPool
 from tests.support.fake_workers import FakeDecoderFactory, make_finished_rollout
 from tests.support.ray_runs import gone, mark, processes, surroundings, workers  # noqa: F401 - fixtures
 from tests.support.results import make_stamp
@@ -39,7 +39,7 @@ PLACES = partial(plan_workers, "auto", device=torch.device("cpu"), weights=1)
 
 
 def open_pool(crew: WorkerPool, **fake) -> list[dict]:
-    return crew.open(FakeDecoderFactory(**fake), "fake", 4)
+    return crew.open(FakeDecoderFactory(**fake), 4)
 
 
 def asked(count: int, prefix: str = "q", **texts: str) -> list[Question]:
@@ -96,7 +96,7 @@ def test_forty_kills_lose_nothing_and_repeat_nothing(tmp_path, mark, caplog):
                 assert sorted(line["id"] for line in lines) == sorted(q.id for q in questions)
                 assert not [line for line in lines if line.get("error")]
     assert len(kills) == 40 and runs > 1
-    assert "): it is restarted" in caplog.text
+    assert "a worker died (" in caplog.text
     assert gone(mark), processes(mark)
 
 
@@ -107,11 +107,11 @@ def test_what_kills_its_workers_is_given_up_and_the_others_are_answered(mark, ca
         assert len(found) == 30 and "answered" in crew.describe() and "2 workers" in crew.describe()
         failed = {name: rollout.error for name, rollout in found.items() if rollout.error}
         assert set(failed) == {"q7"}
-        assert failed["q7"].startswith(f"{MAX_DEATHS} workers died with this question")
+        assert failed["q7"].startswith("workers died with this question alone: ")
         with pytest.raises(CorpusError, match="^the corpus has changed$"):
             list(crew.stream(asked(3, "r", r1="raise"), make_finished_rollout))
     with (
-        pytest.raises(RunError, match=r"died 5 times before one was ready .*log is in /tmp") as end,
+        pytest.raises(RunError, match=r"workers died again and again .*log is in /tmp") as end,
         WorkerPool("local", WorkerPlacement(1, 1, 1)) as crew,
     ):
         open_pool(crew, dies_while_loading=True)
@@ -166,11 +166,6 @@ def test_a_node_that_is_killed_and_one_that_others_hold(monkeypatch, mark, caplo
                     there.remove_node(others[0], allow_graceful=False)
             assert sorted(r.id for r in found) == sorted(q.id for q in questions)
             assert not [r for r in found if r.error]
-            assert "it is restarted" in caplog.text
-            monkeypatch.setattr(pool_module, "PLACEMENT_TIMEOUT_SECONDS", 3.0)
-            open_pool(crew, seconds=0.01)  # goes on with two
-            assert "no place for 1 of" in caplog.text and "the others go on" in caplog.text
-            assert len({r.id for r in crew.stream(asked(20), make_finished_rollout)}) == 20
         hold = (
             "import ray, sys, time\n"
             "ray.init(sys.argv[1], log_to_driver=False)\n"
@@ -197,11 +192,11 @@ def test_the_run_ends_once_no_node_is_left_for_a_worker(monkeypatch, mark):
         WorkerPool(address, PLACES) as pool,
     ):
         open_pool(pool)
-        monkeypatch.setattr(pool_module, "RESTART_TIMEOUT_SECONDS", 3.0)
+        monkeypatch.setattr(pool_module, "ANSWER_TIMEOUT_SECONDS", 3.0)
         rollouts = pool.stream(asked(600), make_finished_rollout)
         next(rollouts)
         there.remove_node(others[0], allow_graceful=False)
-        with pytest.raises(RunError, match="no worker of Ray"):
+        with pytest.raises(RunError, match="no worker of Ray at .* has answered"):
             list(rollouts)
 
 

@@ -2,18 +2,14 @@
 
 import asyncio
 import json
-import logging
 import pickle
 import shutil
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dlm_rag import machine
 from dlm_rag.commands.answer_job import (
@@ -37,51 +33,13 @@ from dlm_rag.workers.placement import (
     describe_local_node,
     plan_workers,
 )
-from dlm_rag.workers.worker import Worker, WorkerAnswer
-from dlm_rag.workers.worker_pool import MAX_DEATHS, WorkerPool
-from tests.support.fake_workers import FakeDecoder, FakeDecoderFactory, make_finished_rollout
-from tests.support.properties import hypothesis_settings
+from dlm_rag.workers.worker import Worker
+from tests.support.fake_workers import FakeDecoderFactory
 from tests.support.rollouts import strip_times_and_confidences
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 
 CPU = torch.device("cpu")
 ASKED = [Question(f"q{n}", "Who?") for n in range(40)]
-
-
-class FakePool(WorkerPool):
-    """Workers that take, answer and die as `data` says; those that hold a bad question die in the end."""
-
-    def __init__(self, data, workers, bad):
-        super().__init__("local", WorkerPlacement(workers, 1, workers))
-        self._data, self._bad, self._batch_size, self.deaths = data, bad, 4, Counter()
-        self._ready = {FakeWorker(): [] for _ in range(workers)}
-
-    def _poll(self):
-        held = self._data.draw(st.sampled_from([held for held in self._ready.values() if held]))
-        poisoned = any(question.id in self._bad for question in held)
-        assert len(held) <= 6
-        if poisoned or (sum(self.deaths.values()) < 30 and self._data.draw(st.booleans())):
-            self.deaths.update(question.id for question in held)
-            lost, held[:] = list(held), []
-            return lost
-        question = held.pop(self._data.draw(st.integers(0, len(held) - 1)))
-        return WorkerAnswer(make_finished_rollout(question), None, [])
-
-
-class FakeWorker:
-    answer = SimpleNamespace(remote=lambda question: object())
-
-
-@hypothesis_settings(50)
-@given(st.data())
-def test_every_question_is_answered_or_given_up_once_whoever_dies(data):
-    bad = {f"q{n}" for n in data.draw(st.sets(st.integers(0, 39), max_size=3))}
-    pool = FakePool(data, data.draw(st.integers(1, 4)), bad)
-    found = list(pool.stream(ASKED, make_finished_rollout))
-    assert sorted(rollout.id for rollout in found) == sorted(question.id for question in ASKED)
-    given_up = {rollout.id for rollout in found if rollout.error}
-    assert bad <= given_up, "what kills is given up"
-    assert given_up == {name for name, count in pool.deaths.items() if count == MAX_DEATHS}
 
 
 @pytest.mark.parametrize(("system", "counted"), [("linux", 3 * 2**20), ("darwin", 3 * 2**30)])
@@ -193,13 +151,11 @@ def test_weights_that_a_device_cannot_hold_are_refused_before_they_are_read(conf
 
 
 @pytest.fixture
-def worker(monkeypatch):
-    """A worker in this process, which keeps its environment and its loggers."""
+def make_worker(monkeypatch):
+    """Makes a worker in this process, which keeps its environment."""
     for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
-    handlers = list(logging.getLogger("dlm_rag").handlers)
-    yield Worker(threads=1, workers_per_machine=2)
-    logging.getLogger("dlm_rag").handlers = handlers
+    return lambda factory: Worker(factory, threads=1, workers_per_machine=2)
 
 
 def make_factory(config, questions=ASKED):
@@ -208,8 +164,9 @@ def make_factory(config, questions=ASKED):
     return pickle.loads(pickle.dumps(make_decoder_factory(asked)))
 
 
-def open_worker(worker, factory):
-    return asyncio.run(worker.open(factory, factory.config.model))
+def open_worker(make_worker, factory):
+    worker = make_worker(factory)
+    return worker, asyncio.run(worker.open())
 
 
 def answer_all(worker, questions):
@@ -219,14 +176,14 @@ def answer_all(worker, questions):
     return asyncio.run(gather())
 
 
-def test_worker_answers_equal_those_of_a_decoder(config, worker, tmp_path):
+def test_worker_answers_equal_those_of_a_decoder(config, make_worker, tmp_path):
     job = plan_answer_job(config, ASKED)
     with open_engines(None, [job.prepared]) as engines:
         job.run(engines)
     expected = {
         rollout.id: strip_times_and_confidences(rollout) for rollout in read_trace(tmp_path / "t.jsonl")
     }
-    described = open_worker(worker, make_factory(replace(config, record_provisional=True)))
+    worker, described = open_worker(make_worker, make_factory(replace(config, record_provisional=True)))
     stamp = json.loads((tmp_path / "a.jsonl.run.json").read_text())
     assert [described] == stamp["machines"], "stamped alike"
     answers = answer_all(worker, ASKED)
@@ -238,36 +195,23 @@ def test_worker_answers_equal_those_of_a_decoder(config, worker, tmp_path):
     assert answers[-1].stats.describe().startswith("cpu float32")
 
 
-def test_next_job_of_a_worker_keeps_weights_and_its_share_of_memory(config, worker, monkeypatch):
-    factory = make_factory(config)
-    open_worker(worker, factory)
-    before = worker._decoder
-    monkeypatch.setattr("dlm_rag.engine.segment_kv_cache.measure_free_bytes", lambda device: 8 * 2**30)
-    open_worker(worker, factory)
-    assert worker._decoder is not before and worker._decoder.denoiser is before.denoiser
-    assert worker._decoder.model_runner._engine.prefix_cache_gib == 1, "a quarter of what is free, halved"
-    other = replace(factory.config.model, attn_implementation="sdpa")
-    open_worker(worker, replace(factory, config=replace(factory.config, model=other)))
-    assert worker._decoder.denoiser is not before.denoiser
-
-
-def test_a_worker_with_another_corpus_names_its_node(config, worker, corpus_file):
+def test_a_worker_with_another_corpus_names_its_node(config, make_worker, corpus_file):
     factory = make_factory(config)
     assert Path(factory.config.retrieval.corpus).is_absolute()
     corpus_file.write_text(corpus_file.read_text().replace("Tacoma", "Oslo"))
     with pytest.raises(ConfigError, match=r"on \S+: corpus is \w+, and \w+ in the main process"):
-        open_worker(worker, factory)
+        open_worker(make_worker, factory)
     corpus_file.unlink()
     with pytest.raises(CorpusError, match=r"on \S+: .*corpus.jsonl"):
-        open_worker(worker, factory)
+        open_worker(make_worker, factory)
 
 
-def test_a_worker_with_other_code_is_refused_before_it_loads(config, worker, monkeypatch):
+def test_a_worker_with_other_code_is_refused_before_it_loads(config, make_worker, monkeypatch):
     factory = make_factory(config)
     monkeypatch.setattr("dlm_rag.commands.prepare_decoder.PreparedDecoder.load", None)
     monkeypatch.setattr("dlm_rag.commands.answer_job.compute_code_digest", lambda: "another")
     with pytest.raises(ConfigError, match=r"on \S+: dlm_rag is \S+ \(another\)"):
-        open_worker(worker, factory)
+        open_worker(make_worker, factory)
 
 
 def test_code_digest_depends_on_every_byte_and_name_and_no_folder(tmp_path):
@@ -283,21 +227,8 @@ def test_code_digest_depends_on_every_byte_and_name_and_no_folder(tmp_path):
     assert len(found) == 3
 
 
-def test_warnings_of_a_worker_travel_with_its_answers(worker, monkeypatch):
-    submit = FakeDecoder.submit
-
-    def submit_with_warning(*words, **more):
-        logging.getLogger("dlm_rag.x").warning("%d!", 3)
-        submit(*words, **more)
-
-    monkeypatch.setattr(FakeDecoder, "submit", submit_with_warning)
-    asyncio.run(worker.open(FakeDecoderFactory(), "fake"))
-    warnings = [answer.warnings for answer in answer_all(worker, ASKED[:2])]
-    assert warnings == [[(logging.WARNING, "3!")] * 2, []]
-
-
-def test_an_error_of_the_engine_fails_every_call(worker):
-    asyncio.run(worker.open(FakeDecoderFactory(places=2), "fake"))
+def test_an_error_of_the_engine_fails_every_call(make_worker):
+    worker = make_worker(FakeDecoderFactory(places=2))
 
     async def gather():
         asked = [*ASKED[:5], Question("bad", "raise")]
