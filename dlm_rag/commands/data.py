@@ -7,7 +7,7 @@
     dlm-rag data get smollm2                # a language model: SmolLM2-135M-Instruct, 93 MB, with pip
 
 Files come from the Hugging Face hub (HF_ENDPOINT, HF_HUB_OFFLINE and `hf auth login` apply) and are kept
-below --folder, each with a card. Run the same command again to get what is missing. Then:
+below --folder. Run the same command again to get what is missing. Then:
 
     dlm-rag evaluate --dataset hotpotqa,2wiki --corpus wiki18 --model DIR_OR_HUB_ID --out runs/first
 """
@@ -19,16 +19,7 @@ from pathlib import Path
 
 from dlm_rag.cli import CommandParser, print_note
 from dlm_rag.data import hub_datasets
-from dlm_rag.data.hub_datasets import (
-    CORPORA,
-    DATASETS,
-    FIRST_QUESTIONS,
-    INDEXES,
-    SARDI_SETS,
-    SPLIT_RULES,
-    Card,
-    HubFile,
-)
+from dlm_rag.data.hub_datasets import FILES, FIRST_QUESTIONS, INDEXES, SPLIT_RULES, HubFile
 from dlm_rag.data.hub_download import HubState, fetch_file, find_file
 from dlm_rag.errors import ConfigError, UserError
 from dlm_rag.files.checked_json import iter_lines
@@ -67,18 +58,12 @@ def main(argv: list[str]) -> None:
 
 
 def list_datasets() -> None:
-    find = hub_datasets.list_dataset_files
-    named = [(name, split, file) for name, splits in DATASETS.items() for split, file in splits.items()]
-    named += [(name, "sardi", file) for name in SARDI_SETS for file in find(name, "sardi")]
-    named += [(name, "-", file) for name in (*CORPORA, *INDEXES) for file in find(name, "search_r1")]
-    rows = [("name", "split", "rows", "bytes", "layout", "licence", "file")]
-    for name, split, file in named:
+    """Prints the table of what can be fetched."""
+    rows = [("name", "rows", "layout", "licence", "file")]
+    for file in FILES:
         count = "-" if file.rows is None else f"{file.rows:,}"
-        size = "-" if file.size is None else format_bytes(file.size)
-        rows.append(
-            (name, split, count, size, file.layout, file.licence, f"{file.repository}: {file.path}")
-        )
-    rows.append((MODEL_NAME, "-", "-", format_bytes(WHEEL_BYTES), "model", "apache-2.0", f"pip: {PACKAGE}"))
+        rows.append((file.name, count, file.layout, file.licence, f"{file.repository}: {file.path}"))
+    rows.append((MODEL_NAME, "-", f"model, {format_bytes(WHEEL_BYTES)}", "apache-2.0", f"pip: {PACKAGE}"))
     print_columns(rows)
 
 
@@ -96,7 +81,7 @@ def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
         file
         for name in dict.fromkeys(names)
         for file in hub_datasets.list_dataset_files(name, rule)
-        if name not in INDEXES or not (folder / INDEXES[name][0]).is_file()
+        if name not in INDEXES or not (folder / INDEXES[name]).is_file()
     ]
     found = [(file, find_file(file, folder)) for file in files]
     rows = [("file", "bytes", "to fetch", "licence", "from")]
@@ -115,7 +100,7 @@ def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
         if not state.is_here:
             fetch_file(file, state, folder)
         if file.layout != "part of an index":
-            describe_file(file, state, rule, folder)
+            check_file(file, state, rule, folder)
     for name in (name for name in dict.fromkeys(names) if name in INDEXES):
         whole = join_parts(name, folder)
         print(f"{whole} is there: retrieval.faiss_index={whole} reads it")
@@ -123,7 +108,8 @@ def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
 
 def join_parts(name: str, folder: Path) -> Path:
     """Makes one file of the parts of an index, where that is not done yet."""
-    whole, parts = folder / INDEXES[name][0], [folder / file.path for file in INDEXES[name][1]]
+    whole = folder / INDEXES[name]
+    parts = [folder / file.path for file in hub_datasets.list_dataset_files(name, "search_r1")]
     if not whole.is_file():
         with open_atomic_file(whole) as scratch, scratch.open("wb") as joined:
             for part in parts:
@@ -134,8 +120,8 @@ def join_parts(name: str, folder: Path) -> Path:
     return whole
 
 
-def describe_file(file: HubFile, state: HubState, rule: str, folder: Path) -> None:
-    """Makes of a file what the rule says, and writes the cards. Raises `UserError` for another layout."""
+def check_file(file: HubFile, state: HubState, rule: str, folder: Path) -> None:
+    """Reads a file, and makes of it what the rule says. Raises `UserError` for another layout."""
     target, own = folder / file.path, hub_datasets.get_local_path(file, rule, folder)
     try:
         count = count_questions(target, file)
@@ -147,18 +133,9 @@ def describe_file(file: HubFile, state: HubState, rule: str, folder: Path) -> No
         if not state.is_here:  # nothing stays that cannot be read
             target.unlink()
         raise ConfigError(f"{file.repository} @ {state.revision[:12]}: {error}") from None
-    for path in {target, own}:
-        size, digest = path.stat().st_size, hub_datasets.digest_like(path)
-        card = Card(file.repository, file.path, state.revision, file.licence, size, digest)
-        if count is not None:
-            card.questions, card.published_questions = count, file.rows
-        if path != target:
-            card.questions, card.rule = min(count or 0, FIRST_QUESTIONS), rule
-        if path != target or not state.is_here or not hub_datasets.get_card_path(path).exists():
-            hub_datasets.write_card(path, card)
     if count not in (None, file.rows):
         print_note(f"warning: {target} has {count:,} questions, {file.rows:,} were published")
-    print(f"{own} is there, and {hub_datasets.get_card_path(own).name}")
+    print(f"{own} is there")
 
 
 def count_questions(path: Path, file: HubFile) -> int | None:

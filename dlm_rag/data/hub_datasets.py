@@ -1,18 +1,13 @@
-"""The field's data sets by name: where each file is, which split is meant, whether a copy here is whole.
+"""The field's data sets by name: where each file is, and which split is meant.
 
-Files keep their names in the repositories, below one folder (`data`), each with a card beside it that says
-where it is from. Entries are addresses; nothing of a repository but these files is fetched.
+Files keep their names in the repositories, below one folder (`data`). Nothing of a repository but these
+files is fetched.
 """
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from dlm_rag.errors import ConfigError, suggest_nearest
-from dlm_rag.files.checked_json import MAX_SIDECAR_BYTES, parse_json_object, validate_json_value
-from dlm_rag.files.paths import read_regular_file, write_text_atomic
 
 DATA_FOLDER = "data"  # below the working folder
 SPLIT_RULES = {
@@ -21,57 +16,43 @@ SPLIT_RULES = {
     "sardi": "SARDI's own, with their corpus",
 }
 FIRST_QUESTIONS = 1000  # of flashrag_1000
+FLASHRAG, SARDI = "RUC-NLPIR/FlashRAG_datasets", "pauljngr/sardi-data"
 
 
 class HubFile(NamedTuple):
-    """A file of a data set repository; rows and bytes as published, None where nothing says."""
+    """A file of a data set repository; rows as published, None where nothing says.
 
+    layout: FlashRAG, SARDI, passages or part of an index.
+    """
+
+    name: str
     repository: str
     path: str
     rows: int | None
-    size: int | None = None
-    layout: str = "FlashRAG"  # or SARDI, passages, part of an index
+    layout: str
     licence: str = "not said"
-    repo_type: str = "dataset"
 
 
-FLASHRAG, SARDI = "RUC-NLPIR/FlashRAG_datasets", "pauljngr/sardi-data"
-# Of each split: questions (FlashRAG's README) and bytes (the hub's file list).
-_SPLITS: dict[str, tuple[str, dict[str, tuple[int, int | None]]]] = {
-    "hotpotqa": ("hotpotqa", {"dev": (7405, None), "train": (90447, None)}),
-    "2wiki": ("2wikimultihopqa", {"dev": (12576, 54_700_000), "train": (15000, 59_600_000)}),
-    "musique": ("musique", {"dev": (2417, 5_620_000), "train": (19938, 40_100_000)}),
-    "bamboogle": ("bamboogle", {"test": (125, 17_000)}),
-    "nq": ("nq", {"test": (3610, 488_000), "dev": (8757, 1_070_000), "train": (79168, 9_960_000)}),
-    "popqa": ("popqa", {"test": (14267, 8_530_000)}),
-    "triviaqa": (
-        "triviaqa",
-        {"test": (11313, 4_800_000), "dev": (8837, 3_710_000), "train": (78785, 33_000_000)},
-    ),
-}
-DATASETS = {
-    name: {
-        split: HubFile(FLASHRAG, f"{folder}/{split}.jsonl", *counts, licence="cc-by-sa-4.0")
-        for split, counts in splits.items()
-    }
-    for name, (folder, splits) in _SPLITS.items()
-}
-SARDI_SETS = {  # folder, questions
-    "2wiki": ("2wikimultihopqa", 6253),
-    "hotpotqa": ("hotpotqa", 3701),
-    "cofca": ("cofca", 900),
-    "musique": ("musique", 2417),
-    "synthworlds": ("synthworlds/sm", 1200),
-}
-CORPORA = {
-    "wiki18": HubFile("PeterJinGo/wiki-18-corpus", "wiki-18.jsonl.gz", 21_015_324, layout="passages"),
-}
-INDEXES = {  # of a corpus: the file that parts are joined to, in their order, and the parts
-    "wiki18_e5": ("e5_Flat.index", [
-        HubFile("PeterJinGo/wiki-18-e5-index", part, None, layout="part of an index")
-        for part in ("part_aa", "part_ab")
-    ]),
-}  # fmt: skip
+FILES = [
+    HubFile("hotpotqa", FLASHRAG, "hotpotqa/dev.jsonl", 7405, "FlashRAG", "cc-by-sa-4.0"),
+    HubFile("2wiki", FLASHRAG, "2wikimultihopqa/dev.jsonl", 12576, "FlashRAG", "cc-by-sa-4.0"),
+    HubFile("musique", FLASHRAG, "musique/dev.jsonl", 2417, "FlashRAG", "cc-by-sa-4.0"),
+    HubFile("bamboogle", FLASHRAG, "bamboogle/test.jsonl", 125, "FlashRAG", "cc-by-sa-4.0"),
+    HubFile("nq", FLASHRAG, "nq/test.jsonl", 3610, "FlashRAG", "cc-by-sa-4.0"),
+    HubFile("popqa", FLASHRAG, "popqa/test.jsonl", 14267, "FlashRAG", "cc-by-sa-4.0"),
+    HubFile("triviaqa", FLASHRAG, "triviaqa/test.jsonl", 11313, "FlashRAG", "cc-by-sa-4.0"),
+    HubFile("2wiki", SARDI, "2wikimultihopqa/test.parquet", 6253, "SARDI"),
+    HubFile("hotpotqa", SARDI, "hotpotqa/test.parquet", 3701, "SARDI"),
+    HubFile("cofca", SARDI, "cofca/test.parquet", 900, "SARDI"),
+    HubFile("musique", SARDI, "musique/test.parquet", 2417, "SARDI"),
+    HubFile("synthworlds", SARDI, "synthworlds/sm/test.parquet", 1200, "SARDI"),
+    HubFile("wiki18", "PeterJinGo/wiki-18-corpus", "wiki-18.jsonl.gz", 21_015_324, "passages"),
+    HubFile("wiki18_e5", "PeterJinGo/wiki-18-e5-index", "part_aa", None, "part of an index"),
+    HubFile("wiki18_e5", "PeterJinGo/wiki-18-e5-index", "part_ab", None, "part of an index"),
+]
+SARDI_SETS = [file.name for file in FILES if file.layout == "SARDI"]
+CORPORA = [file.name for file in FILES if file.layout == "passages"]
+INDEXES = {"wiki18_e5": "e5_Flat.index"}  # the file that the parts are joined to, in their order
 
 
 def list_dataset_files(name: str, rule: str) -> list[HubFile]:
@@ -80,39 +61,19 @@ def list_dataset_files(name: str, rule: str) -> list[HubFile]:
         raise ConfigError(
             f"'{rule}' is none of {', '.join(SPLIT_RULES)}{suggest_nearest(rule, SPLIT_RULES)}"
         )
-    if name in CORPORA:
-        return [CORPORA[name]]
-    if name in INDEXES:
-        return INDEXES[name][1]
-    known: list[str] = [*(SARDI_SETS if rule == "sardi" else DATASETS), *CORPORA, *INDEXES]
-    if name not in known:
+    other = "FlashRAG" if rule == "sardi" else "SARDI"
+    known = [file for file in FILES if file.layout != other]
+    found = [file for file in known if file.name == name]
+    if not found:
+        names = list(dict.fromkeys(file.name for file in known))
         raise ConfigError(
-            f"'{name}' is no data set by the split rule {rule}, which has {', '.join(known)}"
-            f"{suggest_nearest(name, known)}"
+            f"'{name}' is no data set by the split rule {rule}, which has {', '.join(names)}"
+            f"{suggest_nearest(name, names)}"
         )
-    if rule == "sardi":
-        folder, count = SARDI_SETS[name]
-        corpus = f"{folder}/corpus/index_chunked/corpus.jsonl"
-        return [
-            HubFile(SARDI, f"{folder}/test.parquet", count, layout="SARDI"),
-            HubFile(SARDI, corpus, None, layout="passages"),
-        ]
-    return [next(DATASETS[name][split] for split in ("test", "dev", "train") if split in DATASETS[name])]
-
-
-@dataclass
-class Card:
-    """The note beside a file: where it is from, and its size and digest."""
-
-    repository: str
-    path: str
-    revision: str
-    licence: str
-    bytes: int
-    sha256: str
-    rule: str | None = None
-    questions: int | None = None
-    published_questions: int | None = None
+    if found[0].layout == "SARDI":
+        corpus = f"{Path(found[0].path).parent}/corpus/index_chunked/corpus.jsonl"
+        found.append(HubFile(name, SARDI, corpus, None, "passages"))
+    return found
 
 
 def get_local_path(file: HubFile, rule: str, folder: str | Path) -> Path:
@@ -125,19 +86,12 @@ def get_local_path(file: HubFile, rule: str, folder: str | Path) -> Path:
 def find_dataset(name: str, rule: str) -> Path:
     """Returns the questions of a data set, or the passages of a corpus, in `data` below the working folder.
 
-    Raises `ConfigError` where they are not there, or are not what their card says.
+    Raises `ConfigError` where they are not there.
     """
-    file = list_dataset_files(name, rule)[0]
-    path = get_local_path(file, rule, DATA_FOLDER)
-    command = f"dlm-rag data get {name}{f' --split {rule}' * (rule != 'search_r1')}"
+    path = get_local_path(list_dataset_files(name, rule)[0], rule, DATA_FOLDER)
     if not path.exists():
+        command = f"dlm-rag data get {name}{f' --split {rule}' * (rule != 'search_r1')}"
         raise ConfigError(f"{path} is not there; `{command}` brings it")
-    if (card := read_card(path)) is not None:
-        same = card.bytes == path.stat().st_size  # a corpus is hashed where it is opened
-        if not same or (file.layout != "passages" and card.sha256 != digest_like(path)):
-            raise ConfigError(
-                f"{path} has changed since its card was written: delete both; `{command}` brings it"
-            )
     return path
 
 
@@ -146,35 +100,3 @@ def find_named_corpus(corpus: str | None) -> str | None:
     if corpus is None or corpus not in CORPORA or Path(corpus).exists():
         return corpus
     return str(find_dataset(corpus, "search_r1"))
-
-
-def get_card_path(path: Path) -> Path:
-    """Returns the path of the card beside a file."""
-    return path.with_name(f"{path.name}.card.json")
-
-
-def read_card(path: Path) -> Card | None:
-    """Returns the card beside a file; None without one. Raises `ConfigError` for a broken one."""
-    card = get_card_path(path)
-    if not card.is_symlink() and not card.exists():
-        return None
-    try:
-        said = parse_json_object(read_regular_file(card, MAX_SIDECAR_BYTES), str(card), ConfigError)
-    except OSError as error:
-        raise ConfigError(f"{card} cannot be read ({error.strerror}): delete it") from None
-    return validate_json_value(Card, said, str(card), ConfigError)
-
-
-def digest_like(path: Path, digest: str = "") -> str:
-    """Returns the digest of a file, of the kind that `digest` is: git's of 40 digits, else SHA-256."""
-    found = hashlib.sha256()
-    if len(digest) == 40:
-        found = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: found).hexdigest()
-
-
-def write_card(path: Path, card: Card) -> None:
-    """Writes the card of a file."""
-    get_card_path(path).unlink(missing_ok=True)  # a link is not written through
-    write_text_atomic(get_card_path(path), json.dumps(asdict(card), indent=2) + "\n")

@@ -1,5 +1,6 @@
 """Files of a hub repository, fetched by huggingface_hub; their digests are checked."""
 
+import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +8,7 @@ from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import NamedTuple
 
-from dlm_rag.data.hub_datasets import HubFile, digest_like, read_card
+from dlm_rag.data.hub_datasets import HubFile
 from dlm_rag.errors import ConfigError, UserError, summarize_error
 from dlm_rag.text import replace_control_chars
 
@@ -24,8 +25,17 @@ class HubState(NamedTuple):
     is_here: bool = False
 
 
+def digest_like(path: Path, digest: str) -> str:
+    """Returns the digest of a file, of the kind that `digest` is: git's of 40 digits, else SHA-256."""
+    found = hashlib.sha256()
+    if len(digest) == 40:
+        found = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: found).hexdigest()
+
+
 def find_file(file: HubFile, folder: Path) -> HubState:
-    """Returns what the hub says of a file, offline its card, and whether it is in the folder already.
+    """Returns what the hub says of a file, and whether it is in the folder already; offline that is enough.
 
     Raises `ConfigError`, also for another file of that name.
     """
@@ -33,24 +43,20 @@ def find_file(file: HubFile, folder: Path) -> HubState:
 
     target = folder / file.path
     check_plain_files(folder, target)
-    card = read_card(target) if target.exists() else None
-    if constants.HF_HUB_OFFLINE and card is not None:
-        state = HubState(card.revision, card.bytes, card.sha256)
-    else:
-        with explain_hub_errors(file):
-            url = hf_hub_url(file.repository, file.path, repo_type=file.repo_type)
-            found = get_hf_file_metadata(url, timeout=HUB_ANSWER_SECONDS)
-            said = f"{found.commit_hash} {found.etag} {found.size}"
-            if not _STATE.fullmatch(said):
-                raise ConfigError(f"the hub does not say commit, digest and size of {file.path}")
-        state = HubState(str(found.commit_hash), found.size or 0, str(found.etag))
-    if target.exists() and digest_like(target, state.digest) != state.digest:
-        own = "not from the hub" if card is None else f"of revision {card.revision[:12]}"
+    if constants.HF_HUB_OFFLINE and target.exists():
+        return HubState("offline", target.stat().st_size, "", True)
+    with explain_hub_errors(file):
+        url = hf_hub_url(file.repository, file.path, repo_type="dataset")
+        found = get_hf_file_metadata(url, timeout=HUB_ANSWER_SECONDS)
+        if not _STATE.fullmatch(f"{found.commit_hash} {found.etag} {found.size}"):
+            raise ConfigError(f"the hub does not say commit, digest and size of {file.path}")
+    state = HubState(str(found.commit_hash), found.size or 0, str(found.etag), target.exists())
+    if state.is_here and digest_like(target, state.digest) != state.digest:
         raise ConfigError(
-            f"{target} is {own}, and the hub has another one at revision {state.revision[:12]}: keep "
-            "yours, or delete it and its card to fetch that"
+            f"{target} is another file than the hub has at revision {state.revision[:12]}: keep yours, or "
+            "delete it to fetch that"
         )
-    return state._replace(is_here=target.exists())
+    return state
 
 
 def fetch_file(file: HubFile, state: HubState, folder: Path) -> None:
@@ -59,7 +65,7 @@ def fetch_file(file: HubFile, state: HubState, folder: Path) -> None:
 
     with explain_hub_errors(file):
         hf_hub_download(
-            file.repository, file.path, repo_type=file.repo_type, revision=state.revision, local_dir=folder
+            file.repository, file.path, repo_type="dataset", revision=state.revision, local_dir=folder
         )
         if digest_like(folder / file.path, state.digest) != state.digest:
             (folder / file.path).unlink()
@@ -83,7 +89,7 @@ def explain_hub_errors(file: HubFile) -> Iterator[None]:
     """Raises `ConfigError`, in a sentence, for whatever the hub or its client says, and for a full disk."""
     from huggingface_hub import constants, errors
 
-    where = f"{constants.ENDPOINT}/{file.repo_type}s/{file.repository}"
+    where = f"{constants.ENDPOINT}/datasets/{file.repository}"
     try:
         yield
         return

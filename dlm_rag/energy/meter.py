@@ -7,12 +7,11 @@ meter.reading.joules  # None if not measured; `meter.reading.reason` says why
 
 from __future__ import annotations
 
-import platform
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import fsum
 from pathlib import Path
@@ -23,7 +22,7 @@ from dlm_rag.errors import summarize_error
 if TYPE_CHECKING:
     import torch
 
-POWERCAP, BOOT_ID_FILE = Path("/sys/class/powercap"), Path("/proc/sys/kernel/random/boot_id")
+POWERCAP = Path("/sys/class/powercap")
 MIN_SECONDS = 2.0  # a counter that steps every 0.1 s is 5 % off by then
 READ_SECONDS = 20.0  # between readings of counters, of which RAPL's wraps after some minutes
 COUNTED = ("joules", "seconds", "answers", "tokens")
@@ -37,7 +36,6 @@ class SensorError(Exception):
 class EnergyCounter:
     """A counter of joules from any start. wraps_at: joules at which it starts again from 0."""
 
-    device: str
     sensor: str  # what counts, and what it counts, in words
     read: Callable[[], float]
     wraps_at: float = 0.0
@@ -56,31 +54,28 @@ class EnergyCounter:
 
 @dataclass(frozen=True)
 class EnergyReading:
-    """What devices used in some seconds; with neither parts nor reason nobody asked."""
+    """The joules that devices used in some seconds, and their sensors; with no sensor and no reason nobody
+    asked. reason: why nothing was measured."""
 
     seconds: float
-    parts: tuple[tuple[str, str, float], ...] = ()  # device, sensor, joules
-    reason: str = ""  # why nothing was measured
-
-    @property
-    def joules(self) -> float | None:
-        """None if a part failed: what is left would look like a saving."""
-        return fsum(joules for *_, joules in self.parts) if self.parts and not self.reason else None
+    joules: float | None = None
+    sensor: str = ""
+    reason: str = ""
 
     def to_record(self) -> dict[str, Any] | None:
-        """Returns it for JSON, without names of machines; None if nobody asked."""
-        if not self.parts and not self.reason:
-            return None
-        sensor = "; ".join(dict.fromkeys(sensor for _, sensor, _ in self.parts))
-        return {"joules": self.joules, "seconds": self.seconds, "sensor": sensor, "reason": self.reason}
+        """Returns it for JSON; None if nobody asked."""
+        return asdict(self) if self.sensor or self.reason else None
 
 
 def merge_readings(readings: Sequence[EnergyReading]) -> EnergyReading:
-    """Merges readings of the same time, as of workers; a device counts once, by its longest reading."""
-    ordered = sorted(readings, key=lambda reading: reading.seconds)
-    parts = {part[0]: part for reading in ordered for part in reading.parts}
-    reason = "; ".join(dict.fromkeys(reading.reason for reading in ordered if reading.reason))
-    return EnergyReading(ordered[-1].seconds if ordered else 0.0, tuple(parts.values()), reason)
+    """Adds up the readings of processes that ran at the same time; nothing where one of them failed."""
+    asked = [reading for reading in readings if reading.to_record()]
+    sensor, reason = (
+        "; ".join(dict.fromkeys(filter(None, (getattr(reading, name) for reading in asked))))
+        for name in ("sensor", "reason")
+    )
+    joules = None if reason or not asked else fsum(reading.joules or 0.0 for reading in asked)
+    return EnergyReading(max(reading.seconds for reading in readings), joules, sensor, reason)
 
 
 class EnergyMeter:
@@ -119,19 +114,20 @@ class EnergyMeter:
         for counter in self.counters:
             if not reason and counter.total <= 0:
                 reason = f"{counter.sensor}: its counter stands still"
-        parts = tuple((counter.device, counter.sensor, counter.total) for counter in self.counters)
-        self.reading = EnergyReading(seconds, () if reason else parts, reason)
+        joules = fsum(counter.total for counter in self.counters) if self.counters and not reason else None
+        sensor = "; ".join(counter.sensor for counter in self.counters)
+        self.reading = EnergyReading(seconds, joules, sensor, reason)
         return self.reading
 
-    def count_joules(self) -> list[float]:
-        """Reads the counters; returns the joules of each since the start."""
+    def count_joules(self) -> float:
+        """Reads the counters; returns the joules since the start."""
         with self._lock:
             for counter in self.counters:
                 try:
                     counter.advance()
                 except Exception as error:  # of any driver; the run goes on
                     self._failure = f"{counter.sensor}: {summarize_error(error)}"
-            return [counter.total for counter in self.counters]
+            return fsum(counter.total for counter in self.counters)
 
     def _read_often(self, stopped: threading.Event) -> None:
         while not stopped.wait(READ_SECONDS):
@@ -172,10 +168,6 @@ def open_meter(choice: str, device: torch.device, host: bool = True) -> EnergyMe
 
 def _find_rapl_counters() -> list[EnergyCounter]:
     """Finds one for each CPU package: cores lie within them, `psys` around them."""
-    try:  # the same for all that runs on a machine, its containers included
-        host = BOOT_ID_FILE.read_text()[:8]
-    except OSError:
-        host = platform.node()
     counters: dict[str, EnergyCounter] = {}
     # Some packages are listed twice: by registers, and by memory ("mmio").
     for folder in sorted(POWERCAP.glob("*"), key=lambda path: ("mmio" in path.name, path.name)):
@@ -192,7 +184,7 @@ def _find_rapl_counters() -> list[EnergyCounter]:
             ) from None
         except (OSError, ValueError) as error:
             raise SensorError(f"{folder} cannot be read: {summarize_error(error)}") from None
-        counters[name] = EnergyCounter(f"{host}:{name}", f"RAPL: CPU {name}", read, wraps_at)
+        counters[name] = EnergyCounter(f"RAPL: CPU {name}", read, wraps_at)
     if not counters:
         raise SensorError(f"no RAPL in {POWERCAP}")
     return list(counters.values())
@@ -217,7 +209,7 @@ def _find_gpu_counter(device: torch.device) -> EnergyCounter:
         read()
     except nvml.NVMLError as error:
         raise SensorError(f"NVML has no energy counter of {name}: {summarize_error(error)}") from None
-    return EnergyCounter(uuid, f"NVML: {name}", read)
+    return EnergyCounter(f"NVML: {name}", read)
 
 
 def summarise_energy(entries: Any) -> dict[str, Any] | None:

@@ -1,29 +1,24 @@
 """Search in a collection of a Milvus by our own scores, and how one is built; all that knows pymilvus.
 
-A passage is an entity: its key, id, title and contents, and its vectors, `sparse` (`sparse_vectors.py`) and
-`dense`. A key is `build << 32 | row`: rows in corpus order, `build` a random number of the collection, so
-every hit shows whether the collection is still the one that was opened. Rankings are the same on any
-shards: equal scores are taken in corpus order, so more hits are asked for where they end among equals.
+A passage is an entity: its row in the corpus, which is its key, its id, title and contents, and its
+vectors, `sparse` (`sparse_vectors.py`) and `dense`. Rankings are the same on any shards: equal scores are
+taken in corpus order, of which some more than are wanted are asked for.
 """
 
 import logging
 import os
 import re
-import secrets
 import socket
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from dlm_rag.config import RetrievalConfig
-from dlm_rag.errors import ConfigError, CorpusError, RunError
-from dlm_rag.files.build_once import build_once, make_folder_name
+from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import report_progress, track_progress
 from dlm_rag.retrieval.base import (
@@ -37,15 +32,9 @@ from dlm_rag.retrieval.base import (
 from dlm_rag.retrieval.composite import HybridRetriever, MultiQueryRetriever
 from dlm_rag.retrieval.corpus import Corpus, Passage
 from dlm_rag.retrieval.query import Query
-from dlm_rag.retrieval.retry import (
-    MAX_ATTEMPT_FRACTION,
-    RetryableFailure,
-    SearchUnavailableError,
-    call_with_retries,
-)
+from dlm_rag.retrieval.retry import SearchUnavailableError
 from dlm_rag.retrieval.sparse_vectors import (
     SPARSE_VECTOR_VERSION,
-    CorpusStatistics,
     compute_corpus_statistics,
     count_query_words,
 )
@@ -64,8 +53,7 @@ MAX_REQUEST_HITS = 1_000_000  # of a search: less than the 64 MiB that gRPC take
 WRITE_BATCH_PASSAGES = 128  # of a write: with texts of any size less than the 64 MiB that gRPC takes
 MAX_CONNECT_SECONDS = 1.0  # a wrong address is reported within two
 MAX_BUILD_SECONDS = 600.0  # for an index, for loading
-EXTRA_HITS = 25  # hits beyond those that are wanted: most often the last equals end there
-EXTRA_HITS_GROWTH = 4  # times as many where they do not
+EXTRA_HITS = 100  # hits beyond those wanted: if even more are equal to the last, the engine chooses
 # A channel that waits up to 2 minutes, as by default, is still closed when the server is back.
 GRPC_CHANNEL_OPTIONS = {f"grpc.{name}_reconnect_backoff_ms": 100 for name in ("initial", "max")} | {
     "grpc.keepalive_time_ms": 600_000,  # some servers hang up on who pings often; calls have deadlines
@@ -83,7 +71,6 @@ class CollectionInfo:
     kind: Literal["bm25", "dense", "hybrid"]  # which vectors it has
     passages: int
     form: int = SPARSE_VECTOR_VERSION
-    build: int = 0  # of 20 bits: a key is then exact in JavaScript too
     finished: int = 0
     model: str = ""  # that made the dense vectors
     encoder: str = ""  # digest of its weights and of the passage prompt
@@ -96,9 +83,8 @@ class CollectionInfo:
 class MilvusCollection:
     """A collection by its URL, `milvus://HOST:PORT/NAME` or `milvus://HOST:PORT/DATABASE/NAME`.
 
-    Calls have deadlines and are tried again as `call_with_retries` has it. They raise
-    `SearchUnavailableError` for what may pass, `CorpusError` for a collection that is not what it should
-    be, or was.
+    Calls have deadlines, until which pymilvus tries again. They raise `SearchUnavailableError` for what may
+    pass, `CorpusError` for a collection that is not what it should be, or was.
     """
 
     info: CollectionInfo  # once `describe` has found it
@@ -123,7 +109,7 @@ class MilvusCollection:
 
             self._client = MilvusClient(
                 f"http://{host}:{port}", token=os.environ.get("MILVUS_TOKEN", ""),
-                db_name="".join(database), timeout=seconds * MAX_ATTEMPT_FRACTION, dedicated=True,
+                db_name="".join(database), timeout=seconds, dedicated=True,
                 grpc_options=GRPC_CHANNEL_OPTIONS | ({"grpc.enable_http_proxy": 0} if local else {}),
             )  # fmt: skip
         except ImportError:
@@ -157,7 +143,7 @@ class MilvusCollection:
         return self.info
 
     def create(self, info: CollectionInfo) -> None:
-        """Makes the collection, empty, with a `build` of its own."""
+        """Makes the collection, empty."""
         from pymilvus import DataType
 
         schema = self._client.create_schema(auto_id=False, enable_dynamic_field=False)
@@ -168,8 +154,7 @@ class MilvusCollection:
             schema.add_field("sparse", DataType.SPARSE_FLOAT_VECTOR)
         if info.kind != "bm25":
             schema.add_field("dense", DataType.FLOAT_VECTOR, dim=info.width)
-        properties = replace(info, build=secrets.randbits(20)).to_properties()
-        self._call("create_collection", schema=schema, properties=properties)
+        self._call("create_collection", schema=schema, properties=info.to_properties())
 
     def check_indexes(self, create: bool = False) -> None:
         """Raises `CorpusError` for an index that is not exact: it may miss the best hits.
@@ -213,15 +198,16 @@ class MilvusCollection:
 
     def count_rows(self, rows: int = 2**32) -> int:
         """Returns how many of the first `rows` passages are there."""
-        asked = f"row >= {self._key(0)} and row < {self._key(0) + rows}"
-        found = self._call("query", filter=asked, output_fields=["count(*)"], consistency_level="Strong")
+        found = self._call(
+            "query", filter=f"row < {rows}", output_fields=["count(*)"], consistency_level="Strong"
+        )
         return int(found[0]["count(*)"])
 
     def upsert_passages(
         self, start: int, passages: Sequence[Passage], vectors: dict[str, Sequence[Any]]
     ) -> None:
         """Writes passages from row `start` on, with a vector each for every field; may be repeated."""
-        entities = [{"row": self._key(start + n), **asdict(passage)} for n, passage in enumerate(passages)]
+        entities = [{"row": start + n, **asdict(passage)} for n, passage in enumerate(passages)]
         for n, entity in enumerate(entities):
             entity |= {field: column[n] for field, column in vectors.items()}
         self._call("upsert", entities)
@@ -236,7 +222,7 @@ class MilvusCollection:
                 consistency_level="Bounded",  # nothing is written any more
             )  # fmt: skip
         return [
-            [(h["distance"], self._row(h["row"])) for h in hits if field == "dense" or h["distance"] > 0]
+            [(h["distance"], h["row"]) for h in hits if field == "dense" or h["distance"] > 0]
             for hits in found
         ]
 
@@ -244,11 +230,12 @@ class MilvusCollection:
         """Returns some passages; raises `SearchUnavailableError` for one that the engine leaves out."""
         found: dict[int, Passage] = {}
         for start in range(0, len(rows), MAX_REQUEST_ITEMS):
-            keys = [self._key(row) for row in rows[start : start + MAX_REQUEST_ITEMS]]
-            names = ["row", *TEXT_FIELDS]
-            asked = {"filter": f"row in {keys}", "output_fields": names, "consistency_level": "Bounded"}
-            for entity in self._call("query", **asked):
-                found[self._row(entity["row"])] = Passage(*(entity[field] for field in TEXT_FIELDS))
+            keys = [*rows[start : start + MAX_REQUEST_ITEMS]]
+            for entity in self._call(
+                "query", filter=f"row in {keys}", output_fields=["row", *TEXT_FIELDS],
+                consistency_level="Bounded",
+            ):  # fmt: skip
+                found[entity["row"]] = Passage(*(entity[field] for field in TEXT_FIELDS))
         if missing := [row for row in rows if row not in found]:
             raise SearchUnavailableError(
                 f"{self.url} does not give {len(missing)} of {len(rows)} passages, first row {missing[0]}"
@@ -263,36 +250,21 @@ class MilvusCollection:
         """The corpus and the order of equals: the same wherever the collection is."""
         return f"milvus-{self.info.form}-{self.info.fingerprint}"
 
-    def _key(self, row: int) -> int:
-        return self.info.build << 32 | row
-
-    def _row(self, key: int) -> int:
-        """The row of a key; raises `CorpusError` where it is of another build."""
-        if key >> 32 != self.info.build or key & 0xFFFFFFFF >= self.info.passages:
-            raise self._make_changed_error()
-        return key & 0xFFFFFFFF
-
-    def _make_changed_error(self) -> CorpusError:
-        return CorpusError(
-            f"{self.url} is no longer the collection that was opened: answers so far are of that one; "
-            "begin again with the one that is there"
-        )
-
     def _call(self, method: str, *given: Any, **settings: Any) -> Any:
-        """What a method of the client says of the collection; raises as the class says."""
-
-        def attempt(seconds: float) -> Any:
+        """Returns what a method of the client says of the collection; raises as the class says."""
+        settings = {"timeout": self._seconds} | settings
+        try:
             try:
-                return getattr(self._client, method)(self.name, *given, **{"timeout": seconds} | settings)
+                return getattr(self._client, method)(self.name, *given, **settings)
             except Exception as error:
-                code = getattr(error, "code", None)
-                if code == _COLLECTION_NOT_FOUND:
-                    raise self._make_changed_error() from None
-                if code == _NOT_LOADED:  # the server was restarted; the next attempt shows whether it has
-                    self._client.load_collection(self.name, timeout=seconds, _async=True)
-                raise RetryableFailure(_summarize_failure(error)) from None
-
-        return call_with_retries(self.url, self._seconds, attempt)
+                if getattr(error, "code", None) != _NOT_LOADED:
+                    raise
+                self._client.load_collection(self.name, timeout=self._seconds)  # the server was restarted
+                return getattr(self._client, method)(self.name, *given, **settings)
+        except Exception as error:
+            if getattr(error, "code", None) == _COLLECTION_NOT_FOUND:
+                raise CorpusError(f"{self.url} is no longer there: build it again") from None
+            raise SearchUnavailableError(f"{self.url}: {_summarize_failure(error)}") from None
 
 
 def _summarize_failure(error: Exception) -> str:
@@ -315,33 +287,20 @@ class MilvusRetriever(CorpusRetriever):
         self._collection, self._field, self._vectorize = collection, field, vectorize
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
-        """Ranks as in `CorpusRetriever`; asks again where the last wanted hit may have more equals.
-
-        Raises `RunError` where equals have no end.
-        """
+        """Ranks as in `CorpusRetriever`."""
         texts, digits = list(dict.fromkeys(q.text for q in queries)), SCORE_TIE_DECIMALS[self._field]
-        found: dict[str, Ranking] = {}
         limit = min(depth + EXTRA_HITS, MAX_SEARCH_HITS)
         with profile_stage("retrieve/search"):
             vectors = zip(texts, self._vectorize(texts), strict=True)
             asked = {text: vector for text, vector in vectors if vector}
-            while asked:
-                answers = self._collection.search(self._field, [*asked.values()], limit)
-                for text, hits in zip([*asked], answers, strict=True):
-                    whole = min(limit, len(self._collection))
-                    if self._field == "dense" and len(hits) != whole:  # every passage has a similarity
-                        raise SearchUnavailableError(
-                            f"{self._collection.url} gives {len(hits)} of {whole} hits: a part may be down"
-                        )
-                    if len(hits) < limit or round(hits[-1][0], digits) != round(hits[depth - 1][0], digits):
-                        found[text] = [row for _, row in select_top_hits(hits, depth, digits)]
-                        del asked[text]
-                if asked and limit == MAX_SEARCH_HITS:
-                    raise RunError(
-                        f"more than {MAX_SEARCH_HITS:,} passages have the same score, and Milvus gives no "
-                        "more: their order is unknown"
-                    )
-                limit = min(limit * EXTRA_HITS_GROWTH, MAX_SEARCH_HITS)
+            answers = self._collection.search(self._field, [*asked.values()], limit)
+        whole = min(limit, len(self._collection))
+        if self._field == "dense" and any(len(hits) != whole for hits in answers):  # every passage has one
+            raise SearchUnavailableError(f"{self._collection.url} gives too few hits: a part may be down")
+        found = {
+            text: [row for _, row in select_top_hits(hits, depth, digits)]
+            for text, hits in zip(asked, answers, strict=True)
+        }
         return [found.get(query.text, []) for query in queries]
 
 
@@ -435,7 +394,8 @@ def ingest_corpus(collection: MilvusCollection, corpus: Corpus, config: Retrieva
     if collection.info.finished and start == len(corpus):
         return 0
     if "sparse" in fields:
-        encode = load_corpus_statistics(corpus).encode_passage
+        counted = (passage.text for passage in track_progress(corpus, "counting words"))
+        encode = compute_corpus_statistics(counted).encode_passage
         vectorize["sparse"] = lambda texts: [encode(text) for text in texts]
     with report_progress("writing passages", len(corpus), done=start) as advance:
         for row in range(start, len(corpus), WRITE_BATCH_PASSAGES):
@@ -473,15 +433,3 @@ def _check_text_sizes(corpus: Corpus) -> None:
                 f"{corpus.path}, row {row}: a text has {size:,} bytes, and Milvus takes "
                 f"{MAX_TEXT_BYTES:,}: split the passage"
             )
-
-
-def load_corpus_statistics(corpus: Corpus) -> CorpusStatistics:
-    """Returns the word counts of a corpus; computed once, and kept with its indexes."""
-
-    def build(scratch: Path) -> None:
-        found = compute_corpus_statistics(p.text for p in track_progress(corpus, "counting words"))
-        np.savez(scratch / "words.npz", **vars(found))
-
-    folder = build_once(corpus.folder / make_folder_name("words", SPARSE_VECTOR_VERSION, "npz"), build)
-    with np.load(folder / "words.npz") as kept:
-        return CorpusStatistics(int(kept["passages"]), int(kept["words"]), kept["ids"], kept["idf"])

@@ -1,7 +1,6 @@
 """Figures of a running server for Prometheus, collected when they are asked for."""
 
 from collections.abc import Callable, Iterator
-from math import fsum
 from time import process_time
 
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
@@ -68,7 +67,7 @@ class ServerMetrics(Collector):
             ("processor_seconds", "Processor time of all threads.", process_time()),
         ]
         if self.meter.counters:
-            counters.append(("joules", "Energy since the start.", fsum(self.meter.count_joules())))
+            counters.append(("joules", "Energy since the start.", self.meter.count_joules()))
         yield from (GaugeMetricFamily(f"dlm_rag_{name}", words, value) for name, words, value in gauges)
         yield from (CounterMetricFamily(f"dlm_rag_{name}", words, value) for name, words, value in counters)
         answers = CounterMetricFamily("dlm_rag_answers", "Questions by outcome.", labels=("outcome",))

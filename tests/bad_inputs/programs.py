@@ -102,8 +102,6 @@ CASES = [
         (("data/hotpotqa/dev.jsonl is not there", "`dlm-rag data get hotpotqa` brings it"),
          "hotpotqa,2wiki --corpus corpus.jsonl"),
         (("data/wiki-18.jsonl.gz is not there", "`dlm-rag data get wiki18` brings it"), "nq --corpus wiki18"),
-        (("data/nq/test.jsonl.card.json", "is not JSON"), "nq --corpus corpus.jsonl",
-         {"data/nq/test.jsonl": "", "data/nq/test.jsonl.card.json": "{"}),
         ("--dataset names questions: leave --questions out", "nq --corpus corpus.jsonl --questions questions.jsonl"),
     ),
     *table("evaluate --out run",

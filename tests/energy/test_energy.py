@@ -92,9 +92,9 @@ def cuda(monkeypatch):
     return make
 
 
-def counter(values, wraps_at=0.0, device="d"):
+def counter(values, wraps_at=0.0):
     """A counter with these values of joules, one after another."""
-    return EnergyCounter(device, "fake: a thing", iter(values).__next__, wraps_at)
+    return EnergyCounter("fake: a thing", iter(values).__next__, wraps_at)
 
 
 def measure(clock, seconds, *values, **more) -> EnergyReading:
@@ -130,7 +130,7 @@ def test_joules_of_two_packages_are_exact_when_a_counter_wraps(rapl, clock):
         meter.count_joules()  # as the thread does
     second.write_text("350000000")
     reading = meter.stop()
-    assert [joules for *_, joules in reading.parts] == [pytest.approx(1000), pytest.approx(250)]
+    assert [each.total for each in meter.counters] == [pytest.approx(1000), pytest.approx(250)]
     assert reading.joules == pytest.approx(1250)
 
 
@@ -154,20 +154,17 @@ def test_a_gpu_is_measured_with_its_cpus_after_both_ends_are_synchronized(rapl, 
 
 
 def part(device="d", joules=100.0, seconds=10.0):
-    return EnergyReading(seconds, ((device, f"a sensor of {device}", joules),))
+    return EnergyReading(seconds, joules, f"a sensor of {device}")
 
 
 def lost(reason, seconds=3.0):
     return EnergyReading(seconds, reason=reason)
 
 
-def test_what_workers_read_at_the_same_time_counts_every_device_once():
-    """Both have a GPU of their own and see the same CPU, the second for longer."""
-    one = merge_readings([part("gpu1", seconds=5.0), part("cpu", 60.0, 5.0)])
-    two = merge_readings([part("gpu2", 200.0, 6.0), part("cpu", 70.0, 6.0)])
-    whole = merge_readings([two, one, EnergyReading(9.0)])
-    assert (whole.joules, whole.seconds) == (370.0, 9.0)
-    assert merge_readings([one, lost("MIG")]).joules is None
+def test_what_processes_read_at_the_same_time_adds_up():
+    whole = merge_readings([part("gpu1", seconds=5.0), part("gpu2", 200.0, 6.0), EnergyReading(9.0)])
+    assert (whole.joules, whole.seconds) == (300.0, 9.0)
+    assert merge_readings([part(), lost("MIG")]).joules is None
     assert merge_readings([EnergyReading(1.0), EnergyReading(2.0)]).to_record() is None
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from dlm_rag.commands import evaluate
 from dlm_rag.commands.evaluate import drop_incomplete_support
-from dlm_rag.data.hub_datasets import SARDI_SETS
+from dlm_rag.data.hub_datasets import list_dataset_files
 from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
@@ -25,7 +25,7 @@ def lay_out(root: Path, dataset: str, texts: list[str], rows: list[dict]) -> Pat
     import pyarrow
     from pyarrow import parquet
 
-    folder = root / "data" / SARDI_SETS[dataset][0]
+    folder = (root / "data" / list_dataset_files(dataset, "sardi")[0].path).parent
     (folder / "corpus").mkdir(parents=True)
     index = bm25s.BM25()
     index.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)

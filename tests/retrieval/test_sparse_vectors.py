@@ -4,12 +4,10 @@ from collections import Counter
 from pathlib import Path
 
 import bm25s
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlm_rag.retrieval import sparse_vectors
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.sparse_vectors import (
     EMPTY_PASSAGE_WORD_ID,
@@ -94,13 +92,3 @@ def test_ids_are_the_same_everywhere_and_such_as_engines_take():
     emma, dune = hash_word("emma"), hash_word("dune")
     assert count_query_words("Emma, emma and the Dune") == {emma: 2.0, dune: 1.0}
     assert all(0 < hash_word(f"w{n}") < EMPTY_PASSAGE_WORD_ID for n in range(2000))
-
-
-@pytest.mark.parametrize("size", [1, 40])
-def test_counting_in_small_parts_changes_nothing(size, monkeypatch):
-    """A buffer that is smaller than a passage has words, too."""
-    whole = compute_corpus_statistics(TEXTS)
-    monkeypatch.setattr(sparse_vectors, "_COUNT_BUFFER_WORDS", size)
-    parts = compute_corpus_statistics(TEXTS)
-    assert np.array_equal(parts.ids, whole.ids) and np.array_equal(parts.idf, whole.idf)
-    assert (np.diff(parts.ids.astype(np.int64)) > 0).all()
