@@ -26,8 +26,8 @@ Tokens = list[int]
 class HarnessModel:
     """What the harness asks of a model, beside its own `TemplateLM`.
 
-    log_likelihoods: what was found, in the order in which it was asked for, with standard errors. Raises
-    `UserError` as loading a checkpoint does.
+    log_likelihoods: what was found, in the order in which it was asked for. Raises `UserError` as loading a
+    checkpoint does.
     """
 
     cache_hook: Any
@@ -119,13 +119,8 @@ class HarnessModel:
         fitted = [(a[max(0, len(a) + len(b) - self.max_length) :], b) for a, b in pairs]
         found = estimate_log_likelihoods(self._denoiser, fitted, self.settings, keys)
         self.log_likelihoods += found
-        errors = [each.standard_error for each in found if each.standard_error]
         exact = sum(each.exact for each in found)
-        said = f"{len(found)} log-likelihoods: {exact} exact, {len(found) - exact} bounds"
-        if errors:
-            mean, most = sum(errors) / len(errors), max(errors)
-            said += f", {len(errors)} estimated (standard error {mean:.2g} nats, at most {most:.2g})"
-        print_note(said)
+        print_note(f"{len(found)} log-likelihoods: {exact} exact, {len(found) - exact} bounds")
         return found
 
 

@@ -42,21 +42,14 @@ Span = tuple[int, int]  # positions of a continuation, from and up to
 class LogLikelihood:
     """What a denoiser says of a continuation.
 
-    nats: its log-likelihood given the context, or an estimate of the bound. standard_error: of that
-    estimate, in nats; 0 where nothing was drawn by lot. exact: whether it is the likelihood, not a bound.
-    greedy: whether writing the most probable token (by diffusion, at the most confident position of the
-    first block with a mask) at every step gives the continuation.
+    nats: its log-likelihood given the context, or an estimate of the bound. exact: whether it is the
+    likelihood, not a bound. greedy: whether writing the most probable token (by diffusion, at the most
+    confident position of the first block with a mask) at every step gives the continuation.
     """
 
     nats: float
-    standard_error: float
     exact: bool
     greedy: bool
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """95 % interval of the bound, by the normal distribution."""
-        return self.nats - 1.96 * self.standard_error, self.nats + 1.96 * self.standard_error
 
 
 @dataclass
@@ -68,55 +61,35 @@ class _Text:
     from_before: list[int] = field(default_factory=list)  # positions that the state before them predicts
     masked_spans: list[Span] = field(default_factory=list)  # what is masked of each block
     nats: float = 0.0
-    variance: float = 0.0
     greedy: bool = True
 
-    def count_rows(self, samples: int) -> int:
-        """How many rows it takes."""
-        return bool(self.from_before) + sum(min(samples, 2 ** (b - a) - 1) for a, b in self.masked_spans)
-
-    def make_row(self, shape: DenoiserConfig, span: Span, masked: Sequence[int]) -> "_Row":
+    def make_row(
+        self, shape: DenoiserConfig, span: Span, masked: Sequence[int], weight: float = 0.0
+    ) -> "_Row":
         """The row in which these positions of a span are masked; what is after its block is not there."""
         begin, end = max(0, self.laid.block_bounds(span[0])[0]), self.laid.round_up_canvas(span[1])
         assert shape.mask_token_id is not None
         canvas = self.target[: span[1]] + [shape.mask_token_id] * (end - span[1])
         for place in masked:
             canvas[place] = shape.mask_token_id
-        return _Row(self, self.laid.build_row(canvas, begin, shape.shifted), masked)
+        return _Row(self, self.laid.build_row(canvas, begin, shape.shifted), masked, weight)
 
     def make_row_from_before(self) -> "_Row":
         """The row in which nothing is masked, and states predict what is after them."""
-        count = len(self.target)
-        return _Row(self, self.laid.build_row(self.target, count, shifted=True), self.from_before)
+        row = self.laid.build_row(self.target, len(self.target), shifted=True)
+        return _Row(self, row, self.from_before, 1.0, whole=True)
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A row for the denoiser, and the positions, ascending, at which it is asked for the target."""
+    """A row for the denoiser: the positions, ascending, at which it is asked for the target, and the weight
+    of their log-probabilities. whole: whether they also tell what is greedy."""
 
     text: _Text
     laid: LaidOutRow
     positions: Sequence[int]
-
-
-@dataclass
-class _Estimate:
-    """The mean over masks of a span; weights (k,) of the sums over what each of k rows has masked."""
-
-    text: _Text
-    weights: FloatArray
-    drawn: bool  # by lot
-    sums: list[float] = field(default_factory=list)
-
-    def add(self, log_probs: FloatArray) -> None:
-        """Takes the next row; the last one ends the estimate."""
-        self.sums.append(float(log_probs.sum()))
-        if len(self.sums) < len(self.weights):
-            return
-        values = self.weights * np.array(self.sums)
-        self.text.nats += float(values.sum())
-        if self.drawn:  # as of independent rows: strata can only make it smaller
-            self.text.variance += len(values) * float(values.var(ddof=1))
+    weight: float
+    whole: bool = False
 
 
 def estimate_log_likelihoods(
@@ -146,27 +119,24 @@ def estimate_log_likelihoods(
         raise ConfigError(f"mode={mode}: the model was trained for {' and '.join(modes)}")
     keys = [tuple(context) for context, _ in pairs] if keys is None else keys
     texts = [_lay_out(shape, mode, *pair) for pair in pairs]
-    jobs = (
-        job
+    rows = (
+        row
         for text, key in zip(texts, keys, strict=True)
-        for job in _list_jobs(shape, text, settings, ("likelihood", settings.seed, key))
+        for row in _list_rows(shape, text, settings.samples, ("likelihood", settings.seed, key))
     )
-    total = sum(text.count_rows(settings.samples) for text in texts)
-    with report_progress("log-likelihoods, rows", total) as advance:
-        while part := list(islice(jobs, settings.batch_size)):
-            found = _predict_targets(denoiser, [row for _, row in part])
-            for (estimate, row), (log_probs, right, _) in zip(part, found, strict=True):
-                if estimate is None:
-                    row.text.nats += float(log_probs.sum())
-                    row.text.greedy &= bool(right.all())
-                else:
-                    estimate.add(log_probs)
-            advance(len(part))
+    with report_progress("log-likelihoods", len(texts)) as advance:
+        done = 0
+        while part := list(islice(rows, settings.batch_size)):
+            for row, (log_probs, right, _) in zip(part, _predict_targets(denoiser, part), strict=True):
+                row.text.nats += row.weight * float(log_probs.sum())
+                row.text.greedy &= not row.whole or bool(right.all())
+            at = next(n for n in range(done, len(texts)) if texts[n] is part[-1].text)
+            advance(at - done)
+            done = at
+        advance(len(texts) - done)
     _write_greedily(denoiser, texts, settings.batch_size)
     return [
-        LogLikelihood(
-            text.nats, math.sqrt(text.variance), all(a + 1 == b for a, b in text.masked_spans), text.greedy
-        )
+        LogLikelihood(text.nats, all(a + 1 == b for a, b in text.masked_spans), text.greedy)
         for text in texts
     ]
 
@@ -196,37 +166,34 @@ def _lay_out(shape: DenoiserConfig, mode: str, context: Sequence[int], target: S
     return text
 
 
-def _list_jobs(
-    shape: DenoiserConfig, text: _Text, settings: LikelihoodConfig, key: tuple[object, ...]
-) -> Iterator[tuple[_Estimate | None, _Row]]:
-    """The rows of a text, each with the estimate that it is a part of, if it is not the whole."""
+def _list_rows(shape: DenoiserConfig, text: _Text, samples: int, key: tuple[object, ...]) -> Iterator[_Row]:
     if text.from_before:
-        yield None, text.make_row_from_before()
+        yield text.make_row_from_before()
     for number, (begin, end) in enumerate(text.masked_spans):
-        masks, weights, drawn = choose_masks(end - begin, settings.samples, (*key, number))
-        estimate = _Estimate(text, weights, drawn)
-        for mask in masks:
-            yield estimate, text.make_row(shape, (begin, end), (begin + np.flatnonzero(mask)).tolist())
+        masks, weights = choose_masks(end - begin, samples, (*key, number))
+        for mask, weight in zip(masks, weights, strict=True):
+            masked = (begin + np.flatnonzero(mask)).tolist()
+            yield text.make_row(shape, (begin, end), masked, float(weight))
 
 
 def choose_masks(
     length: int, samples: int, key: tuple[object, ...]
-) -> tuple[NDArray[np.bool_], FloatArray, bool]:
+) -> tuple[NDArray[np.bool_], FloatArray]:
     """Which of `length` positions are masked in each of k rows, (k, length), and the weight (k,) of each.
 
     The weighted sum over rows of the log-probabilities of what is masked is the bound, or in the mean over
-    keys, where masks are drawn: which is the third value. These are `samples`, at least 2, in ascending
-    order of how many positions are masked: one in each of as many equal parts of 1 to `length`.
+    keys where masks are drawn: at least 2 `samples`, in ascending order of how many positions are masked,
+    one in each of as many equal parts of 1 to `length`.
     """
     if 2**length - 1 <= samples:
         masks = np.array(list(product((False, True), repeat=length))[1:])
-        return masks, np.array([1 / (n * math.comb(length, n)) for n in masks.sum(1)]), False
+        return masks, np.array([1 / (n * math.comb(length, n)) for n in masks.sum(1)])
     generator = make_keyed_generator(*key)
     parts = (np.arange(samples) + float(sample_uniform(generator, 1, 1)[0, 0])) / samples
     counts = np.minimum((parts * length).astype(np.int64) + 1, length)
     order = sample_uniform(generator, length, samples).T  # by position: a longer text has the same in front
     ranks = order.argsort(1).argsort(1)
-    return ranks < counts[:, None], length / counts / samples, True
+    return ranks < counts[:, None], length / counts / samples
 
 
 def _predict_targets(denoiser: Denoiser, rows: Sequence[_Row]) -> list[FloatArray]:

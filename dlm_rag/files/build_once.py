@@ -80,16 +80,15 @@ def build_shard(compute: Callable[[range], Mapping[str, np.ndarray]], shard: Sha
     return len(rows)
 
 
-def announce_build(what: str, seconds: float, disk_bytes: float, folder: Path) -> bool:
-    """Says what a long build takes, as a sample of it did; whether it is long."""
+def announce_build(what: str, seconds: float, disk_bytes: float, folder: Path) -> None:
+    """Says what a long build takes, as a sample of it did."""
     if seconds < ANNOUNCE_FROM_SECONDS:
-        return False
+        return
     free = format_bytes(shutil.disk_usage(folder).free)
     log.info(
         "%s: about %s, and %s of disk (%s are free); the same command resumes it when it was stopped",
         what, format_duration(seconds), format_bytes(disk_bytes), free,
     )  # fmt: skip
-    return True
 
 
 def save_array(path: Path, array: np.ndarray) -> None:

@@ -1,8 +1,7 @@
 """Dense retrieval: any sentence-transformers model, exact search in torch."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 
@@ -11,14 +10,13 @@ import torch
 from torch import Tensor
 
 from dlm_rag.config import RetrievalConfig
-from dlm_rag.files.build_once import Shard, announce_build, build_once, build_shard
+from dlm_rag.files.build_once import announce_build, build_once, build_shard
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import report_progress
 from dlm_rag.retrieval.base import SCORE_TIE_DECIMALS, CorpusRetriever, Hits, Ranking, select_top_hits
 from dlm_rag.retrieval.composite import MultiQueryRetriever
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.encoder import BATCH_SIZE, TextEncoder
-from dlm_rag.retrieval.forked_workers import count_workers, map_on_devices
 from dlm_rag.retrieval.passage_vectors import PassageVectors, open_faiss_flat_index, pack_rows
 from dlm_rag.retrieval.query import Query
 
@@ -106,20 +104,20 @@ def open_dense_retriever(config: RetrievalConfig, corpus: Corpus) -> MultiQueryR
 def _embed_corpus(corpus: Corpus, scratch: Path, config: RetrievalConfig, encoder: TextEncoder) -> None:
     """Writes the vectors of all passages; what earlier attempts encoded is used.
 
-    Each shard is encoded into a folder of its own, by this process or, of a long build, by others too: one
-    on each GPU, or with a share of the cores. Raises `CorpusError`, `RunError` and `OSError`.
+    Each shard is encoded into a folder of its own. Raises `CorpusError`, `RunError` and `OSError`.
     """
+
+    def encode(rows: range) -> dict[str, np.ndarray]:
+        texts = [passage.text for passage in corpus.read_passages(rows)]
+        return {"vectors": pack_rows(encoder.encode_passages(texts), config.embedding_dtype)}
+
     log.info("embedding %s passages with %s", f"{len(corpus):,}", config.embedding_model)
     # Many batches at a time, for the encoder sorts texts by length to waste less padding.
     shards = corpus.split_into_shards(scratch, 64 * BATCH_SIZE, SHARD_BYTES)
-    devices = _choose_devices(encoder, len(shards))
-    done: Iterator[int] = map(_make_shard_encoder(corpus, config, encoder), shards)
-    if _announce_costs(corpus, config, encoder, len(devices)) and len(devices) > 1:
-        threads = max(1, torch.get_num_threads() // len(devices))
-        done = map_on_devices(partial(_open_shard_encoder, corpus, config, threads), shards, devices)
+    _announce_costs(corpus, encode)
     with report_progress("embedding passages", len(corpus)) as advance:
-        for count in done:
-            advance(count)
+        for shard in shards:
+            advance(build_shard(encode, shard))
     rows = np.load(shards[0][1] / VECTORS_FILE, mmap_mode="r")
     layout = {"descr": np.lib.format.dtype_to_descr(rows.dtype), "fortran_order": False,
               "shape": (len(corpus), *rows.shape[1:])}  # fmt: skip
@@ -129,40 +127,11 @@ def _embed_corpus(corpus: Corpus, scratch: Path, config: RetrievalConfig, encode
             file.write(np.load(folder / VECTORS_FILE).tobytes())
 
 
-def _choose_devices(encoder: TextEncoder, shards: int) -> list[str]:
-    """Where the shards of a long build are encoded: a name for each process."""
-    most = count_workers(shards)
-    if encoder.device.type == "cuda" and most > 1:
-        return [f"cuda:{n}" for n in range(min(torch.cuda.device_count(), shards))]
-    return [str(encoder.device)] * (most if encoder.device.type == "cpu" else 1)
-
-
-def _announce_costs(corpus: Corpus, config: RetrievalConfig, encoder: TextEncoder, processes: int) -> bool:
-    """Says what a long build takes, from what a sample of the passages does; whether it is long."""
+def _announce_costs(corpus: Corpus, encode: Callable[[range], dict[str, np.ndarray]]) -> None:
+    """Says what a long build takes, from what a sample of the passages does."""
     if (passages := SAMPLE_BATCHES * BATCH_SIZE) > len(corpus) / 80:
-        return False
-    sample = range(0, len(corpus), len(corpus) // passages)
-    texts, start = [passage.text for passage in corpus.read_passages(sample)], perf_counter()
-    rows = pack_rows(encoder.encode_passages(texts), config.embedding_dtype)
-    share = len(corpus) / len(sample)
-    seconds = share * (perf_counter() - start) / (processes if encoder.device.type == "cuda" else 1)
-    what = f"vectors of {len(corpus):,} passages, in {processes} processes"
-    return announce_build(what, seconds, 2 * share * rows.nbytes, corpus.folder)
-
-
-def _open_shard_encoder(
-    corpus: Corpus, config: RetrievalConfig, threads: int, device: str
-) -> Callable[[Shard], int]:
-    """`_make_shard_encoder` in a process of its own."""
-    torch.set_num_threads(threads)
-    return _make_shard_encoder(corpus, config, TextEncoder(config, device))
-
-
-def _make_shard_encoder(
-    corpus: Corpus, config: RetrievalConfig, encoder: TextEncoder
-) -> Callable[[Shard], int]:
-    def encode(rows: range) -> dict[str, np.ndarray]:
-        texts = [passage.text for passage in corpus.read_passages(rows)]
-        return {"vectors": pack_rows(encoder.encode_passages(texts), config.embedding_dtype)}
-
-    return partial(build_shard, encode)
+        return
+    sample, start = range(0, len(corpus), len(corpus) // passages), perf_counter()
+    found, share = encode(sample)["vectors"], len(corpus) / len(sample)
+    seconds, size = share * (perf_counter() - start), 2 * share * found.nbytes
+    announce_build(f"vectors of {len(corpus):,} passages", seconds, size, corpus.folder)

@@ -34,9 +34,9 @@ class TextEncoder:
     Raises `CheckpointError` when the model cannot be loaded, `RunError` when its vectors are not finite.
     """
 
-    def __init__(self, config: RetrievalConfig, device: str | None = None) -> None:
+    def __init__(self, config: RetrievalConfig) -> None:
         self.model = config.embedding_model
-        self._encoder = load_sentence_transformer(self.model, device)
+        self._encoder = load_sentence_transformer(self.model)
         self._query_prompt, self._passage_prompt = config.query_prompt, config.passage_prompt
         self.device = self._encoder.device
         self.index_folder_name = make_folder_name(

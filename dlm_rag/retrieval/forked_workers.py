@@ -5,11 +5,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from functools import cache
 from multiprocessing import current_process, get_context, parent_process
-from types import ModuleType
 from typing import Any, TypeVar
 
 from dlm_rag.errors import CorpusError
@@ -40,7 +38,15 @@ def map_in_processes(function: Callable[[Item], Result], items: Sequence[Item]) 
         yield from map(function, items)
         return
     pool = ProcessPoolExecutor(workers, get_context("fork"), _begin_worker, (function,))
-    yield from _collect(pool, [pool.submit(_call_function, item) for item in items])
+    try:
+        for done in as_completed([pool.submit(_call_function, item) for item in items]):
+            yield done.result()
+    except BrokenProcessPool:
+        raise CorpusError(
+            "a process that built the index was killed, as when memory is short: the same command goes on"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def map_ranges(function: Callable[[range], Sequence[Result]], count: int) -> list[Result]:
@@ -51,38 +57,6 @@ def map_ranges(function: Callable[[range], Sequence[Result]], count: int) -> lis
     ranges = [range(first, min(first + size, count)) for first in range(0, count, size)]
     found = dict(map_in_processes(lambda numbers: (numbers.start, function(numbers)), ranges))
     return [result for first in sorted(found) for result in found[first]]
-
-
-def map_on_devices(
-    prepare: Callable[[str], Callable[[Item], Result]], items: Sequence[Item], devices: Sequence[str]
-) -> Iterator[Result]:
-    """As `map_in_processes`, in a fresh process for each name of a device, where `prepare` is called once.
-
-    They may use threads and GPUs; `prepare` is pickled too.
-    """
-    context, main = get_context("spawn"), sys.modules["__main__"]
-    names = context.SimpleQueue()
-    for name in devices:
-        names.put(name)
-    pool = ProcessPoolExecutor(len(devices), context, _begin_on_device, (prepare, names))
-    sys.modules["__main__"] = ModuleType("__main__")  # which fresh processes import, be it guarded or not
-    try:
-        calls = [pool.submit(_call_function, item) for item in items]
-    finally:
-        sys.modules["__main__"] = main
-    yield from _collect(pool, calls)
-
-
-def _collect(pool: ProcessPoolExecutor, calls: Sequence[Future[Any]]) -> Iterator[Any]:
-    try:
-        for done in as_completed(calls):
-            yield done.result()
-    except BrokenProcessPool:
-        raise CorpusError(
-            "a process that built the index was killed, as when memory is short: the same command goes on"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _begin_worker(function: Callable[[Any], Any]) -> None:
@@ -97,12 +71,6 @@ def _begin_worker(function: Callable[[Any], Any]) -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def _begin_on_device(prepare: Callable[[str], Callable[[Any], Any]], names: Any) -> None:
-    device = names.get()
-    prepared = cache(lambda: prepare(device))  # at the first item: what it raises is raised as of that
-    _begin_worker(lambda item: prepared()(item))
 
 
 def _call_function(item: Any) -> Any:

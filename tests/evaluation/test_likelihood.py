@@ -85,7 +85,7 @@ def test_all_masks_are_the_mean_over_all_orders(kind, length, layout):
         found = score(denoiser, (context, target), samples=2**7)
         expected = mean_over_orders(denoiser, context, target, block)
         assert found.nats == pytest.approx(expected, rel=1e-4, abs=1e-4)
-        assert found.standard_error == 0 and (found.exact or (length > 1 and block != 1))
+        assert found.exact or (length > 1 and block != 1)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_an_autoregressive_checkpoint_has_the_log_likelihood_of_transformers(tmp
             logits = model(torch.tensor([[*context, *target]])).logits[0, len(context) - 1 : -1]
         expected = logits.log_softmax(-1)[range(len(target)), target].sum()
         assert found.nats == pytest.approx(float(expected), abs=1e-4)
-        assert found.exact and found.standard_error == 0
+        assert found.exact
         assert found.greedy == (logits.argmax(-1).tolist() == target)
 
 
@@ -125,27 +125,22 @@ def test_masks_by_lot_weigh_what_all_masks_weigh(length):
 
     # E[L / l * sum] over l uniform and masks: singles count 1, pairs (l - 1) / (L - 1), 1 / 2 in the mean.
     expected = np.trace(values) + (values.sum() - np.trace(values)) / 2
-    every, weights, drawn = choose_masks(min(length, 9), 2**9, ())
-    assert not drawn and every.any(1).all() and len(np.unique(every, axis=0)) == len(every)
+    every, weights = choose_masks(min(length, 9), 2**9, ())
+    assert every.any(1).all() and len(np.unique(every, axis=0)) == len(every)
     if length <= 9:
         assert total(every, weights) == pytest.approx(expected)
-    found = [total(*choose_masks(length, 16, (seed,))[:2]) for seed in range(2000)]
+    found = [total(*choose_masks(length, 16, (seed,))) for seed in range(2000)]
     assert np.mean(found) == pytest.approx(expected, abs=4 * np.std(found) / math.sqrt(len(found)))
 
 
-def test_the_estimate_is_unbiased_and_its_interval_holds():
+def test_the_estimate_is_unbiased():
     denoiser, target = tiny_denoiser(), [*b"Jane Aus"]
     exact = score(denoiser, (CONTEXT, target), samples=2**8)
-    assert exact.standard_error == 0
     keys = range(300)
     found = score(denoiser, *[(CONTEXT, target)] * len(keys), keys=keys, samples=16, batch_size=512)
     values = np.array([each.nats for each in found])
-    spread = values.std(ddof=1)
-    assert values.mean() == pytest.approx(exact.nats, abs=4 * spread / math.sqrt(len(values)))
-    held = np.mean([low <= exact.nats <= high for low, high in (each.interval for each in found)])
-    assert 0.9 <= held <= 1
-    error = math.sqrt(np.mean([each.standard_error**2 for each in found]))
-    assert spread == pytest.approx(error, rel=0.35)
+    error = values.std(ddof=1) / math.sqrt(len(values))
+    assert values.mean() == pytest.approx(exact.nats, abs=4 * error)
 
 
 def test_what_is_drawn_depends_on_seed_and_key_alone():
@@ -155,7 +150,6 @@ def test_what_is_drawn_depends_on_seed_and_key_alone():
         _, found, again = score(denoiser, other, pair, pair, samples=16, batch_size=batch_size)
         assert found.nats == pytest.approx(again.nats, rel=1e-6)
         assert found.nats == pytest.approx(alone.nats, rel=1e-5)
-        assert found.standard_error == pytest.approx(alone.standard_error, rel=1e-3)
     assert score(denoiser, pair, samples=16, seed=1).nats != pytest.approx(alone.nats, rel=1e-3)
     assert score(denoiser, pair, samples=16, keys=["other"]).nats != pytest.approx(alone.nats, rel=1e-3)
 
