@@ -69,8 +69,6 @@ def write_evaluation_report(
     if "swept" in said:
         less = {name: found["all"] for name, found in against.items()}
         first.append(tables.build_overview_table(count, overall, less, said["swept"]))
-        if "prompt" in said["swept"]:
-            first.append(tables.build_spread_table(overall, "prompt"))
     brief = {name: places for name, places in groups.items() if ", " not in name}
     shown = [] if "swept" in said else tables.build_comparison_tables(brief, summaries, against, rule)
     tables.print_tables(Console(), [*[*first, *shown][: MAX_SCREEN_TABLES - len(spent)], *spent])

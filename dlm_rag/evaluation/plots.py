@@ -25,21 +25,12 @@ def plot_pareto(path: Path, summaries: Mapping[str, SettingMetrics], swept: Iter
     The first part of a setting's name is its colour, the rest its marker; swept: as in
     `build_overview_table`.
     """
-    keys = list(swept)
-    parts = {name: split_setting_name(name, keys) for name in summaries}
-    halves = {name: (first, ", ".join(rest)) for name, (first, *rest) in parts.items()}
-    plot_fronts(path, summaries, halves, PLOT_COSTS, "\n".join(keys))
-
-
-def plot_fronts(
-    path: Path, summaries: Mapping[str, SettingMetrics], labels: Mapping[str, tuple[str, str]],
-    costs: Sequence[str], title: str,
-) -> None:  # fmt: skip
-    """Exact match against each of some costs, with the fronts; labels: of a setting's colour and marker."""
     from matplotlib import pyplot
     from matplotlib.lines import Line2D
 
-    halves = {name: (replace_control_chars(a), replace_control_chars(b)) for name, (a, b) in labels.items()}
+    keys, costs = list(swept), PLOT_COSTS
+    parts = {name: split_setting_name(replace_control_chars(name), keys) for name in summaries}
+    halves = {name: (first, ", ".join(rest)) for name, (first, *rest) in parts.items()}
     firsts, rests = (list(dict.fromkeys(half)) for half in zip(*halves.values(), strict=True))
     palette = pyplot.get_cmap("viridis")
     colours = {first: palette(0.9 * n / max(1, len(firsts) - 1)) for n, first in enumerate(firsts)}
@@ -71,7 +62,7 @@ def plot_fronts(
             handles += [Line2D([], [], color="0.4", marker=m, linewidth=0, label=n or "(as is)")
                         for n, m in markers.items()]  # fmt: skip
         handles.append(Line2D([], [], color="0.6", label="Pareto front"))
-        figure.legend(handles=handles, loc="outside right upper", frameon=False, title=title)
+        figure.legend(handles=handles, loc="outside right upper", frameon=False, title="\n".join(keys))
 
 
 def _error_bars(estimates: Sequence[Estimate], scale: float = 1) -> list[list[float]]:

@@ -44,7 +44,7 @@ def compute_pareto_front(summaries: Mapping[str, SettingMetrics], cost: str) -> 
     """The settings that no other beats, cheapest first; of settings that are equal all stay.
 
     To beat is to be more exact at no more cost, or cheaper and no less exact. cost: "answers/s", of which
-    more is cheaper, or what is spent on an answer: "forwards", "searches", "joules".
+    more is cheaper, or what is spent on an answer: "forwards", "searches".
     """
     points = {}
     for name, metrics in summaries.items():
@@ -104,24 +104,6 @@ def build_overview_table(
     headings = ["setting", "exact match %", "above the first", "F1 %", "evidence recall %", *COST_METRICS,
                 "answers/s", "Pareto front"]  # fmt: skip
     return ResultTable(", ".join(["All settings", *swept]) + f": {count} questions", headings, rows)
-
-
-def build_spread_table(summaries: Mapping[str, SettingMetrics], key: str) -> ResultTable:
-    """Exact match over the values of a swept key, a row for each setting of all else."""
-    found = dict[str, list[tuple[float, str]]]()
-    for name, metrics in summaries.items():
-        parts = name.split("+")
-        (value,) = (part for part in parts if part.startswith(f"{key}="))
-        rest = "+".join(part for part in parts if part != value) or "all"
-        if (match := metrics["exact_match"]) is not None:
-            found.setdefault(rest, []).append((100 * match.mean, value.removeprefix(f"{key}=")))
-    rows = []
-    for name, values in found.items():
-        (low, worst), (high, best) = min(values), max(values)
-        mean = sum(value for value, _ in values) / len(values)
-        rows.append([name, f"{mean:.1f}", f"{low:.1f} {worst}", f"{high:.1f} {best}", f"{high - low:.1f}"])
-    headings = ["setting", "mean", "lowest", "highest", "spread, points"]
-    return ResultTable(f"Exact match % over values of {key}", headings, rows)
 
 
 def build_comparison_tables(
