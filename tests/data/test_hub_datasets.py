@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from dlm_rag.commands import evaluate
-from dlm_rag.data import hub_datasets
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import read_questions
 from tests.support.commands import model  # noqa: F401
