@@ -17,8 +17,12 @@ from pydantic import Field
 
 from dlm_rag.errors import ConfigError, RunError, UserError, suggest_nearest
 from dlm_rag.files.checked_json import parse_json, validate_json_value
-from dlm_rag.retrieval.http_client import HttpClient, UnusableAnswerError
-from dlm_rag.retrieval.retry import RetryableFailure, iterate_backoff_seconds
+from dlm_rag.retrieval.http_client import (
+    HttpClient,
+    RetryableFailure,
+    UnusableAnswerError,
+    iterate_backoff_seconds,
+)
 from dlm_rag.text import replace_control_chars
 
 Item = TypeVar("Item")

@@ -19,8 +19,16 @@ from pathlib import Path
 
 from dlm_rag.cli import CommandParser, print_note
 from dlm_rag.data import hub_datasets
-from dlm_rag.data.hub_datasets import FILES, FIRST_QUESTIONS, INDEXES, SPLIT_RULES, HubFile
-from dlm_rag.data.hub_download import HubState, fetch_file, find_file
+from dlm_rag.data.hub_datasets import (
+    FILES,
+    FIRST_QUESTIONS,
+    INDEXES,
+    SPLIT_RULES,
+    HubFile,
+    HubState,
+    fetch_file,
+    find_file,
+)
 from dlm_rag.errors import ConfigError, UserError
 from dlm_rag.files.checked_json import iter_lines
 from dlm_rag.files.paths import expand_path, make_folder, open_atomic_file

@@ -38,9 +38,9 @@ def main(argv: list[str]) -> None:
 
 
 def _build_collection(url: str, path: str, config: RetrievalConfig) -> None:
+    from dlm_rag.retrieval.base import SearchUnavailableError
     from dlm_rag.retrieval.corpus import open_corpus
     from dlm_rag.retrieval.milvus import MilvusCollection, ingest_corpus
-    from dlm_rag.retrieval.retry import SearchUnavailableError
 
     show_status(f"asking {url}")
     collection = MilvusCollection(url, WRITE_TIMEOUT_SECONDS)

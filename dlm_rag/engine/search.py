@@ -13,7 +13,12 @@ from dlm_rag.errors import QuestionError, UserError
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt, lay_out_prompt
 from dlm_rag.evidence.truncation import ContextBudget, FittedPrompt, fit_passages, keep_shorter_texts
 from dlm_rag.nvtx_ranges import profile_stage
-from dlm_rag.retrieval.base import PartialSearchError, Retriever, interleave_rankings
+from dlm_rag.retrieval.base import (
+    PartialSearchError,
+    Retriever,
+    SearchUnavailableError,
+    interleave_rankings,
+)
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import (
     Query,
@@ -22,7 +27,6 @@ from dlm_rag.retrieval.query import (
     is_retrieval_due,
     resolve_query_threshold,
 )
-from dlm_rag.retrieval.retry import SearchUnavailableError
 from dlm_rag.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ from typing import Generic, Protocol, TypeVar, overload
 from dlm_rag.errors import NamesRemedy, UserError
 from dlm_rag.retrieval.corpus import Corpus, Passage
 from dlm_rag.retrieval.query import Query, as_queries
-from dlm_rag.retrieval.retry import SearchUnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +40,10 @@ class Retriever(Protocol):
         Equal scores are in any order that is always the same, perhaps another for another `top_k`. Raises
         the error if the search failed for all queries, `PartialSearchError` if it failed for some.
         """
+
+
+class SearchUnavailableError(RuntimeError):
+    """A service gave no answer, or none that can be used; one sentence that names it."""
 
 
 class PartialSearchError(RuntimeError):

@@ -1,4 +1,4 @@
-"""Requests over HTTP with a deadline, a bound on bytes and words for what goes wrong.
+"""Requests over HTTP with a deadline, a bound on bytes and words for what goes wrong, and their repetition.
 
 They run on an event loop in a thread of its own: only there a deadline holds for name look-ups and for
 headers and bodies that trickle, too. Answers must not be compressed: a small one could fill the memory.
@@ -7,21 +7,33 @@ headers and bodies that trickle, too. Answers must not be compressed: a small on
 import asyncio
 import errno
 import os
+import random
 import re
 import ssl
 import threading
+import time
+from collections.abc import Callable, Iterator
 from functools import cache
 from http import HTTPStatus
+from typing import TypeVar
 
 import httpx2
 
 from dlm_rag.errors import ConfigError, UserError, summarize_error
 from dlm_rag.files.checked_json import parse_json
-from dlm_rag.retrieval.retry import RetryableFailure
+from dlm_rag.retrieval.base import SearchUnavailableError
 from dlm_rag.text import normalize_whitespace, replace_control_chars
 
+T = TypeVar("T")
 IDLE_CONNECTION_SECONDS = 60.0  # after which an idle connection is closed
 MAX_RESPONSE_BYTES = 2**26
+INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 1.0
+MAX_ATTEMPT_FRACTION = 1 / 3  # of a call's seconds: an answer that never comes leaves time for others
+_draw_jitter = random.Random().random  # of its own: waits change nothing that is drawn elsewhere
+
+
+class RetryableFailure(Exception):  # noqa: N818 - a state, which an attempt may find changed
+    """An attempt failed in a way that another may not: refused, cut off, too late, too busy."""
 
 
 class UnusableAnswerError(RuntimeError):
@@ -138,3 +150,29 @@ def _create_ssl_context() -> ssl.SSLContext:
             "the certificates that SSL_CERT_FILE or SSL_CERT_DIR names cannot be read "
             f"({summarize_error(error)})"
         ) from None
+
+
+def iterate_backoff_seconds(initial: float, longest: float) -> Iterator[float]:
+    """Endless pauses between attempts, each twice the last up to `longest`, with jitter of half of it."""
+    while True:
+        yield initial * (0.5 + _draw_jitter())
+        initial = min(2 * initial, longest)
+
+
+def call_with_retries(name: str, seconds: float, ask: Callable[[float], T]) -> T:
+    """What `ask` returns, which is given the seconds that it may take: at most a third of all.
+
+    It raises `RetryableFailure` for what is tried again; anything else that it raises goes through at once.
+    Raises `SearchUnavailableError`, which begins with `name`, where no answer has come within the seconds.
+    """
+    longest, deadline = seconds * MAX_ATTEMPT_FRACTION, time.monotonic() + seconds
+    pauses = iterate_backoff_seconds(INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
+    while True:
+        try:
+            return ask(min(longest, max(deadline - time.monotonic(), 0.01)))
+        except RetryableFailure as error:
+            pause = next(pauses)
+            # An attempt without half of its time would only hide why the others failed.
+            if time.monotonic() + pause + longest / 2 > deadline:
+                raise SearchUnavailableError(f"{name}: {error}") from None
+        time.sleep(pause)

@@ -18,15 +18,16 @@ from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError, CorpusError, UserError
 from dlm_rag.files.checked_json import parse_json
 from dlm_rag.files.record_readers import get_field
+from dlm_rag.retrieval.base import SearchUnavailableError
 from dlm_rag.retrieval.corpus import Passage, parse_passage
-from dlm_rag.retrieval.http_client import HttpClient, UnusableAnswerError
-from dlm_rag.retrieval.query import Query, as_queries
-from dlm_rag.retrieval.retry import (
+from dlm_rag.retrieval.http_client import (
     MAX_ATTEMPT_FRACTION,
+    HttpClient,
     RetryableFailure,
-    SearchUnavailableError,
+    UnusableAnswerError,
     call_with_retries,
 )
+from dlm_rag.retrieval.query import Query, as_queries
 
 # in the environment: sent with every request, to no other server
 RETRIEVAL_TOKEN_VARIABLE = "DLM_RAG_RETRIEVAL_TOKEN"

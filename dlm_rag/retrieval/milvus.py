@@ -27,12 +27,12 @@ from dlm_rag.retrieval.base import (
     Hits,
     MemoizedBatchFunction,
     Ranking,
+    SearchUnavailableError,
     select_top_hits,
 )
 from dlm_rag.retrieval.composite import HybridRetriever, MultiQueryRetriever
 from dlm_rag.retrieval.corpus import Corpus, Passage
 from dlm_rag.retrieval.query import Query
-from dlm_rag.retrieval.retry import SearchUnavailableError
 from dlm_rag.retrieval.sparse_vectors import (
     SPARSE_VECTOR_VERSION,
     compute_corpus_statistics,

@@ -15,7 +15,7 @@ import pytest
 from dlm_rag import load_retriever
 from dlm_rag.errors import ConfigError
 from dlm_rag.retrieval import http_retriever
-from dlm_rag.retrieval.retry import SearchUnavailableError
+from dlm_rag.retrieval.base import SearchUnavailableError
 from tests.support.retrievers import list_passage_ids, make_query
 
 SECRET = "sk-0123456789abcdef"

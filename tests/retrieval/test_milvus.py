@@ -27,7 +27,7 @@ from dlm_rag.config import RetrievalConfig, load_config
 from dlm_rag.errors import ConfigError, CorpusError, UserError
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.retrieval.base import Retriever
+from dlm_rag.retrieval.base import Retriever, SearchUnavailableError
 from dlm_rag.retrieval.composite import HybridRetriever, MultiQueryRetriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import DenseRetriever
@@ -39,7 +39,6 @@ from dlm_rag.retrieval.milvus import (
     ingest_corpus,
 )
 from dlm_rag.retrieval.query import Query
-from dlm_rag.retrieval.retry import SearchUnavailableError
 from dlm_rag.retrieval.sparse_vectors import compute_corpus_statistics
 from tests.support.milvus_server import LocalBM25Retriever, MilvusServer
 
