@@ -15,7 +15,6 @@ from dlm_rag.errors import CorpusError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 MAX_WORKERS = 8  # more would take more memory
-FEW_ITEMS = 2000  # a fork takes as long as work on so many
 
 _function: Callable[[Any], Any]  # of a worker
 
@@ -47,16 +46,6 @@ def map_in_processes(function: Callable[[Item], Result], items: Sequence[Item]) 
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def map_ranges(function: Callable[[range], Sequence[Result]], count: int) -> list[Result]:
-    """What `function` gives for ranges of the numbers below `count`, in order; in processes where many."""
-    if count < FEW_ITEMS:
-        return [*function(range(count))]
-    size = max(1, count // (4 * MAX_WORKERS))
-    ranges = [range(first, min(first + size, count)) for first in range(0, count, size)]
-    found = dict(map_in_processes(lambda numbers: (numbers.start, function(numbers)), ranges))
-    return [result for first in sorted(found) for result in found[first]]
 
 
 def _begin_worker(function: Callable[[Any], Any]) -> None:

@@ -21,8 +21,9 @@ from dlm_rag.files.record_readers import read_records
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.synthesis.cloze_questions import GAP_MARK, CorpusRowGenerator
-from dlm_rag.synthesis.passage_links import (
+from dlm_rag.synthesis.cloze_questions import (
+    GAP_MARK,
+    CorpusRowGenerator,
     NameMatcher,
     TitledPassage,
     extract_definition,
