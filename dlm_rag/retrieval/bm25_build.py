@@ -8,24 +8,34 @@ Words are known by 64 bits of a hash. That any two of ten million words have the
 word, has a probability of 3 in a million.
 """
 
+import os
+import signal
+import sys
+import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import pairwise
+from multiprocessing import current_process, get_context, parent_process
 from pathlib import Path
 from time import perf_counter
+from typing import Any, TypeVar
 
 import numpy as np
 from blake3 import blake3
 from bm25s.scoring import _score_idf_lucene, _score_tfc_lucene
 from bm25s.stopwords import STOPWORDS_EN
 
+from dlm_rag.errors import CorpusError
 from dlm_rag.files.build_once import Shard, announce_build, build_shard, save_array
 from dlm_rag.progress import format_bytes, report_progress
 from dlm_rag.retrieval.corpus import Corpus
-from dlm_rag.retrieval.forked_workers import count_workers, map_in_processes
 from dlm_rag.text import split_terms
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 BM25_K1, BM25_B = 1.5, 0.75
 WORDS, STARTS, ROWS, SCORES = "words.npy", "starts.npy", "rows.npy", "scores.npy"  # of an index
 SHARD_PASSAGES = 1 << 16  # that are counted at once; their rows are kept as uint16
@@ -34,9 +44,11 @@ BUCKET_POSTINGS = 1 << 24  # that are written at once, 8 bytes each, besides tho
 SAMPLE_PASSAGES = 2000  # that are counted to tell the costs of a build
 POSTING_BYTES = 16  # of disk while an index is built: 3 of a shard, 8 of the index, and words
 WORKER_BYTES = 400 << 20  # of memory of a process
+MAX_WORKERS = 8  # more would take more memory
 
 # Left out, as bm25s does.
 _STOP_WORDS = frozenset(STOPWORDS_EN)
+_function: Callable[[Any], Any]  # of a worker
 
 
 def extract_terms(text: str) -> list[str]:
@@ -168,3 +180,50 @@ def _write_bucket(
             file.seek(head + array.itemsize * begin)
             file.write(array.data)
     return size
+
+
+def count_workers(items: int) -> int:
+    """How many processes share so many items; 1: none but this one."""
+    if sys.platform != "linux" or current_process().daemon:  # forks elsewhere are not safe; daemons may not
+        return 1
+    return min(items, len(os.sched_getaffinity(0)), MAX_WORKERS)
+
+
+def map_in_processes(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+    """Results as they come, in no order; a failure is raised here, after the items that are under way.
+
+    Workers are forks: only items and results are pickled, and no program needs a guard against being
+    imported. They must not use threads that libraries have begun here. Raises `CorpusError` where one was
+    killed.
+    """
+    if (workers := count_workers(len(items))) < 2:
+        yield from map(function, items)
+        return
+    pool = ProcessPoolExecutor(workers, get_context("fork"), _begin_worker, (function,))
+    try:
+        for done in as_completed([pool.submit(_call_function, item) for item in items]):
+            yield done.result()
+    except BrokenProcessPool:
+        raise CorpusError(
+            "a process that built the index was killed, as when memory is short: the same command goes on"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker(function: Callable[[Any], Any]) -> None:
+    global _function
+    _function = function
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process stops the others
+    parent = parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _call_function(item: Any) -> Any:
+    return _function(item)

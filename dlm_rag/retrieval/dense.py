@@ -1,4 +1,7 @@
-"""Dense retrieval: any sentence-transformers model, exact search in torch."""
+"""Dense retrieval: any sentence-transformers model, exact search in torch.
+
+Vectors are in files: float32, float16, int8 with a scale each, or a flat index of FAISS.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -10,14 +13,15 @@ import torch
 from torch import Tensor
 
 from dlm_rag.config import RetrievalConfig
+from dlm_rag.errors import CorpusError
 from dlm_rag.files.build_once import announce_build, build_once, build_shard
+from dlm_rag.files.paths import resolve_regular_file
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import report_progress
 from dlm_rag.retrieval.base import SCORE_TIE_DECIMALS, CorpusRetriever, Hits, Ranking, select_top_hits
 from dlm_rag.retrieval.composite import MultiQueryRetriever
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.encoder import BATCH_SIZE, TextEncoder
-from dlm_rag.retrieval.passage_vectors import PassageVectors, open_faiss_flat_index, pack_rows
 from dlm_rag.retrieval.query import Query
 
 log = logging.getLogger(__name__)
@@ -28,6 +32,15 @@ VECTORS_FILE = "vectors.npy"
 SAMPLE_BATCHES = 4  # that are encoded to tell the costs of a build
 SHARD_BYTES = 1 << 30  # of the corpus, that are encoded at once
 SEARCH_BLOCK_BYTES = 256 << 20  # of passage vectors that one product reads
+FAISS_FLAT_KINDS = (b"IxFI", b"IxF2", b"IxFl")  # inner product, squared distance, either
+# What follows the kind: width, count, two numbers without use, whether it is trained, metric, and how many
+# float32 there are.
+_FAISS_HEADER = np.dtype(
+    [("kind", "S4"), ("width", "<i4"), ("count", "<i8"), ("unused", "<i8", 2), ("trained", "?"),
+     ("metric", "<i4"), ("floats", "<u8")]
+)  # fmt: skip
+UNIT_LENGTH_TOLERANCE = 0.01
+SAMPLED_ROWS = 1024  # whose length is looked at
 
 
 class DenseRetriever(CorpusRetriever):
@@ -36,7 +49,7 @@ class DenseRetriever(CorpusRetriever):
     def __init__(
         self, corpus: Corpus, top_k: int, embed: EmbedFunction, vectors: np.ndarray, device: torch.device
     ) -> None:
-        """embed: of queries. vectors: of the passages, unit vectors as `passage_vectors` packs them."""
+        """embed: of queries. vectors: of the passages, unit vectors as `pack_rows` packs them."""
         super().__init__(corpus, top_k)
         self._embed, self._device = embed, device
         self._vectors = PassageVectors(vectors, device)
@@ -135,3 +148,67 @@ def _announce_costs(corpus: Corpus, encode: Callable[[range], dict[str, np.ndarr
     found, share = encode(sample)["vectors"], len(corpus) / len(sample)
     seconds, size = share * (perf_counter() - start), 2 * share * found.nbytes
     announce_build(f"vectors of {len(corpus):,} passages", seconds, size, corpus.folder)
+
+
+def describe_rows(dtype: str, width: int) -> tuple[np.dtype, tuple[int, ...]]:
+    """The type of the numbers of a file of vectors, and the shape of a row of it."""
+    if dtype == "int8":
+        return np.dtype([("codes", "i1", (width,)), ("scale", "<f4")]), ()
+    return np.dtype({"float32": "<f4", "float16": "<f2"}[dtype]), (width,)
+
+
+def pack_rows(vectors: Tensor, dtype: str) -> np.ndarray:
+    """Rows of a file from vectors (n, width) float32."""
+    kind, shape = describe_rows(dtype, vectors.shape[1])
+    values = vectors.cpu().numpy()
+    if dtype != "int8":
+        return values.astype(kind)
+    rows = np.empty((len(values), *shape), kind)
+    rows["scale"] = np.abs(values).max(1) / 127
+    rows["codes"] = np.rint(values / np.maximum(rows["scale"], 1e-30)[:, None])
+    return rows
+
+
+class PassageVectors:
+    """Rows of a file, by number, as float32. On a CPU the file is mapped, and pages come and go."""
+
+    def __init__(self, rows: np.ndarray, device: torch.device) -> None:
+        packed = rows.dtype.names is not None
+        self._values = torch.from_numpy(rows["codes"] if packed else rows)
+        self._scales = torch.from_numpy(rows["scale"].copy()) if packed else None
+        self._device = device
+        if device.type == "cuda" and rows.nbytes < torch.cuda.mem_get_info(device)[0] // 2:
+            self._values = self._values.to(device)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Vectors (n, width) from `start` on and before `stop`, on the device."""
+        found = self._values[start:stop].to(self._device).float()
+        return found if self._scales is None else found * self._scales[start:stop, None].to(self._device)
+
+
+def open_faiss_flat_index(name: str, width: int, count: int) -> np.ndarray:
+    """The vectors (count, width) float32 of a flat index that FAISS has written, mapped.
+
+    Raises `CorpusError` for another index, other numbers of passages or width, and vectors that are not of
+    unit length, whose order by inner product is not that of similarity.
+    """
+    path, size = resolve_regular_file(name, "retrieval.faiss_index", CorpusError), _FAISS_HEADER.itemsize
+    with path.open("rb") as file:
+        head = np.frombuffer(file.read(size).ljust(size), _FAISS_HEADER)[0]
+    if head["kind"] not in FAISS_FLAT_KINDS or head["metric"] not in (0, 1):
+        raise CorpusError(f"{path} is no flat index of FAISS: name one that faiss.IndexFlatIP has written")
+    if (head["width"], head["count"]) != (width, count):
+        raise CorpusError(
+            f"{path} has {head['count']:,} vectors of {head['width']} numbers, and does not belong to "
+            f"{count:,} passages and an encoder of {width} numbers"
+        )
+    if head["floats"] != count * width or path.stat().st_size != size + 4 * count * width:
+        raise CorpusError(f"{path} is incomplete: fetch it again, and join its parts in order")
+    vectors = np.memmap(path, "<f4", "c", size, (count, width))
+    lengths = np.linalg.norm(vectors[:: max(1, count // SAMPLED_ROWS)], axis=1)
+    if not np.allclose(lengths, 1, atol=UNIT_LENGTH_TOLERANCE):
+        raise CorpusError(f"{path} holds vectors that are not of unit length: normalise them first")
+    return vectors

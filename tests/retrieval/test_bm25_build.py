@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dlm_rag.errors import CorpusError
 from dlm_rag.files import build_once
-from dlm_rag.retrieval import bm25_build, forked_workers
+from dlm_rag.retrieval import bm25_build
 from dlm_rag.retrieval.bm25 import BM25Retriever
 from dlm_rag.retrieval.bm25_build import extract_terms
 from dlm_rag.retrieval.corpus import open_corpus
@@ -33,7 +33,7 @@ def small_parts(monkeypatch):
     """Shards of 3 passages, buckets of 5 postings, 3 processes."""
     monkeypatch.setattr(bm25_build, "SHARD_PASSAGES", 3)
     monkeypatch.setattr(bm25_build, "BUCKET_POSTINGS", 5)
-    monkeypatch.setattr(forked_workers, "count_workers", lambda items: min(items, 3))
+    monkeypatch.setattr(bm25_build, "count_workers", lambda items: min(items, 3))
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_rankings_and_scores_are_those_of_bm25s(tmp_path_factory, texts, queries
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bm25_build, "SHARD_PASSAGES", shard)
         patch.setattr(bm25_build, "BUCKET_POSTINGS", shard)
-        patch.setattr(forked_workers, "count_workers", lambda items: 1)
+        patch.setattr(bm25_build, "count_workers", lambda items: 1)
         retriever = BM25Retriever(corpus, 7)
     texts = [passage.text for passage in corpus]
     for query in (*queries, texts[0]):
@@ -112,7 +112,7 @@ def test_parts_of_any_size_and_any_number_of_processes_give_the_same_bytes(corpu
             path.unlink()
         monkeypatch.setattr(bm25_build, "SHARD_PASSAGES", shard)
         monkeypatch.setattr(bm25_build, "BUCKET_POSTINGS", bucket)
-        monkeypatch.setattr(forked_workers, "count_workers", lambda items, n=workers: min(items, n))
+        monkeypatch.setattr(bm25_build, "count_workers", lambda items, n=workers: min(items, n))
         BM25Retriever(corpus, 7)
         assert read_index(corpus) == whole
 

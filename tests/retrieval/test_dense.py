@@ -16,7 +16,7 @@ from dlm_rag.errors import CorpusError
 from dlm_rag.retrieval import dense
 from dlm_rag.retrieval import encoder as encoder_module
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.retrieval.passage_vectors import PassageVectors, open_faiss_flat_index
+from dlm_rag.retrieval.dense import PassageVectors, open_faiss_flat_index
 from dlm_rag.retrieval.query import build_query
 from tests.support.passages import write_jsonl_file
 
