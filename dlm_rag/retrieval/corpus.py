@@ -119,11 +119,6 @@ class Corpus(Sequence[Passage]):
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
-    @property
-    def longest_line_bytes(self) -> int:
-        """Bytes of the longest line of the file."""
-        return int(np.diff(self._offsets).max())
-
     def split_into_shards(self, scratch: Path, passages: int, size: int) -> list[Shard]:
         """All rows by `split_rows`, each with a folder in the scratch folder of a resumable build."""
         parts = scratch / PARTS_FOLDER

@@ -384,7 +384,6 @@ def ingest_corpus(collection: MilvusCollection, corpus: Corpus, config: Retrieva
             wanted, model=config.embedding_model, encoder=encoder.index_folder_name, width=width
         )
     if there is None:
-        _check_text_sizes(corpus)
         collection.create(wanted)
         _check_same_corpus(collection.describe(), collection.url, corpus, config)  # another may be faster
     check_collection_encoder(collection, config.embedding_model, wanted.encoder)
@@ -421,15 +420,3 @@ def count_complete_rows(collection: MilvusCollection) -> int:
     """Returns how many rows are there without a gap, counted from the first."""
     rows = range(1, collection.info.passages + 1)
     return bisect_left(rows, True, key=lambda count: collection.count_rows(count) < count)
-
-
-def _check_text_sizes(corpus: Corpus) -> None:
-    """Raises `CorpusError` where a text has more bytes than a field may, before anything is written."""
-    if corpus.longest_line_bytes <= MAX_TEXT_BYTES:
-        return
-    for row, passage in enumerate(corpus):
-        if (size := max(len(text.encode()) for text in vars(passage).values())) > MAX_TEXT_BYTES:
-            raise CorpusError(
-                f"{corpus.path}, row {row}: a text has {size:,} bytes, and Milvus takes "
-                f"{MAX_TEXT_BYTES:,}: split the passage"
-            )
