@@ -147,10 +147,14 @@ def skip_damaged_checkpoints(folder: Path, processes: DistributedContext) -> lis
 
 def find_damaged_files(path: Path, record: CheckpointRecord, processes: DistributedContext) -> list[str]:
     """What is wrong with the files of a checkpoint, in words; processes share the reading, so all call."""
-    wrong = processes.all_gather_object(
-        [_find_damage(file, record.digests.get(file.name)) for file in _share_files(path, processes)]
-    )
-    return [line for lines in wrong for line in lines if line]
+    wrong = []
+    for file in _share_files(path, processes):
+        try:
+            if _compute_digest(file) != record.digests.get(file.name):
+                wrong.append(f"{file.name} has changed since it was written")
+        except OSError as error:
+            wrong.append(f"{file.name} cannot be read ({summarize_error(error)})")
+    return [line for lines in processes.all_gather_object(wrong) for line in lines]
 
 
 def _share_files(path: Path, processes: DistributedContext) -> list[Path]:
@@ -175,15 +179,6 @@ def _check_digests(path: Path, digests: dict[str, str]) -> None:
             f"{path} could not be written: its processes do not see the same files ({min(odd)}); the "
             "checkpoint before is intact: --resume"
         )
-
-
-def _find_damage(path: Path, digest: str | None) -> str:
-    """What is wrong with a file of a checkpoint, in words."""
-    try:
-        changed = _compute_digest(path) != digest
-    except OSError as error:
-        return f"{path.name} cannot be read ({summarize_error(error)})"
-    return f"{path.name} has changed since it was written" if changed else ""
 
 
 def find_latest_checkpoint(folder: Path) -> tuple[Path, CheckpointRecord] | None:
