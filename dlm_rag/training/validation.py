@@ -7,7 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dlm_rag.config import Config
+from dlm_rag.config import Config, DecodeConfig
+from dlm_rag.config.fields import replace_settings
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.evaluation.metrics import score_rollout
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
@@ -38,6 +39,9 @@ class QuestionValidation:
     ) -> None:
         self.questions, self._truths, self._seed = questions, truths, config.train.seed
         self._retriever, self._config = retriever, config.decode
+        if config.decode.commit_rule != "sampled":  # rollouts alone read it
+            soft = DecodeConfig().gate_temperature
+            self._config = replace_settings(config.decode, gate_temperature=soft)
         self._engine = config.engine.for_training_rollouts
 
     def compute_scores(self, trainer: Trainer) -> dict[str, float]:

@@ -33,9 +33,6 @@ TWO_PARTS_SETTINGS = ["train.passage_sets_per_step=2", "train.prompts_per_step=2
 THREE_SETS_SETTINGS = ["train.passage_sets_per_step=3", "train.prompts_per_step=3"]
 PLAN_CASES = {
     "sft, independent": [],
-    "sft, in blocks": ["model.block_size=8"],
-    "sft, joint": ["model.evidence_layout=joint"],
-    "sft, checkpointing full": ["train.activation_checkpointing=full"],
     "sft, checkpointing selective": ["train.activation_checkpointing=selective"],
     "sft, second of two parts": [*TWO_PARTS_SETTINGS, "train.gradient_accumulation_steps=2"],
     "pretrain": PRETRAIN_SETTINGS,

@@ -53,7 +53,6 @@ ADAPTERS = [*SFT, BFLOAT16, "train.lora_rank=4", "model.path={checkpoint}", "tra
 UNEVEN = [*SFT, "train.parallel=fsdp", "train.max_hops=3", "decode.batch_size=1"]
 TRAINING_CASES = {
     "sft": SFT,
-    "sft muon": [*SFT, "train.optimizer=muon"],
     "sft sharded": [*SFT, "train.parallel=fsdp"],
     "sft sharded, accumulated, checkpointed": [
         *SFT, "train.parallel=fsdp", "train.gradient_accumulation_steps=2",
@@ -63,7 +62,6 @@ TRAINING_CASES = {
     "sft bfloat16 sharded": [*SFT, BFLOAT16, "train.parallel=fsdp"],
     "adapters": ADAPTERS,
     "adapters sharded": [*ADAPTERS, "train.parallel=fsdp"],
-    "uneven": UNEVEN,
     "uneven, searches fail on one": UNEVEN,
     "rl": RL,
     "rl sharded": [*RL, "train.parallel=fsdp"],
@@ -114,8 +112,6 @@ def run_training_case(case: str, folder: Path, processes: DistributedContext) ->
     found = {"loss": [], "norm": []}
     if trainer.restore():
         found["from"] = trainer.state.step
-    if case == "uneven":  # the first call of the layers is then the decoder's, without gradients
-        validation.compute_scores(trainer)
     while not trainer.finished:
         metrics = trainer.step()
         found["loss"].append(metrics["loss"])

@@ -28,13 +28,11 @@ from dlm_rag.training.initial_weights import InitialModel
 from dlm_rag.training.tasks import TASKS, find_task
 from dlm_rag.training.trainer import Trainer, open_trainer
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
-from tests.support.torchrun_training_cases import TRAINING_CASES
 from tests.support.training import (
     METRICS_LINES,
     MICRO_SETTINGS,
     SINGLE_PROCESS,
     make_trainer,
-    run_train_program,
 )
 from tests.support.training_data import write_own_data
 
@@ -174,27 +172,6 @@ def test_where_no_checkpoint_is_whole_nothing_begins_anew(folder, capsys):
         with pytest.raises(CheckpointError, match="none of the checkpoints in .* is whole: .*shard-"):
             run(folder, "--resume")
     assert (folder / "metrics.jsonl").read_bytes() == metrics and "anew" not in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_damaged_shard_of_two_is_found_by_whoever_reads_it(tmp_path):
-    """Each process digests what it writes, and reads its part of what is checked."""
-
-    def both(*words):
-        words = [*TRAINING_CASES["sft sharded"], *words]
-        done = run_train_program(tmp_path, *words, processes=2, timeout=300)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return done.stderr
-
-    both("train.save_steps=2", "train.eval_steps=100")
-    checkpoint = tmp_path / "checkpoints" / "step-00000004"
-    record = json.loads((checkpoint / RECORD_FILE).read_text())
-    shards = sorted(checkpoint.glob("*.safetensors"))
-    assert len(shards) == 2
-    assert record["digests"] == {path.name: blake3(path.read_bytes()).hexdigest() for path in shards}
-    put(shards[1], lambda data: data[:-1] + bytes([data[-1] ^ 64]))
-    said = both("train.save_steps=2", "train.eval_steps=100", "--resume")
-    assert f"step-00000004 is passed over: {shards[1].name}" in said and "going on from step 2" in said
 
 
 OWN = [

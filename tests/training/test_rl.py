@@ -257,12 +257,14 @@ def test_rollouts_follow_the_checkpoint_and_what_ran_is_learned(tmp_path, model)
     raw = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps(raw | {"decode": own}))
     bare = [word for word in RL if not word.startswith(("decode.commit_", "decode.gate_"))]
-    for words, threshold in (([], 0.2), (["decode.commit_threshold=0.9"], 0.9)):
+    more = ["decode.commit_threshold=0.9", "decode.gate_temperature=1.5"]
+    for words, threshold in (([], 0.2), (more, 0.9)):
         config = load_config(None, [*bare, f"model.path={folder}", *words])
-        trainer, _ = open_trainer(config, tmp_path / f"run{threshold}", SINGLE_PROCESS)
+        trainer, validation = open_trainer(config, tmp_path / f"run{threshold}", SINGLE_PROCESS)
         assert trainer.root.soft == SoftThreshold(1.0, threshold, 1.5)
         found = trainer.step()
         assert found["gradient_norm"] > 0 and found["ratio_error"] < 1e-5
+    assert validation.compute_scores(trainer)["forwards_per_answer"] > 0, "by the rule of the config"
 
 
 LEARN = {
@@ -305,7 +307,7 @@ def go_on(folder, model, words, told, until):
 
 
 @pytest.mark.slow
-def test_a_run_killed_six_times_ends_with_the_same_bits(tmp_path, model):
+def test_a_run_killed_four_times_ends_with_the_same_bits(tmp_path, model):
     """A kill may come within rollouts, gradients, an optimizer's step or a checkpoint."""
     context, rng = multiprocessing.get_context("fork"), random.Random(0)
 
@@ -316,7 +318,7 @@ def test_a_run_killed_six_times_ends_with_the_same_bits(tmp_path, model):
         process.start()
         return process, told
 
-    for life in range(6):
+    for life in range(4):
         process, told = start("killed", 200)
         for _ in range(1 + life % 2):  # a slow machine, too, saves a step in every second life
             assert told.acquire(timeout=120)
@@ -325,7 +327,7 @@ def test_a_run_killed_six_times_ends_with_the_same_bits(tmp_path, model):
         process.join()
         assert process.exitcode == -signal.SIGKILL
     killed, _ = open_rl(tmp_path / "killed", model, *LEARN["all"], "train.max_steps=200")
-    assert killed.restore() and killed.state.step >= 3, "every second life saved a step"
+    assert killed.restore() and killed.state.step >= 2, "every second life saved a step"
     until = killed.state.step + 1
     for folder in ("killed", "whole"):
         process, _ = start(folder, until)

@@ -258,8 +258,10 @@ def test_a_part_that_hides_nothing_still_has_gradients_for_all(examples):
     assert all(p.grad is not None and not p.grad.any() for p in denoiser.parameters())
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["selective", "full"])
+@pytest.mark.parametrize(
+    ("kind", "compiled"),
+    [("selective", False), ("full", False), pytest.param("selective", True, marks=pytest.mark.slow)],
+)
 def test_checkpointing_changes_no_gradient(examples, kind, compiled):
     denoiser = micro_denoiser()
     counts = count_examples(examples, {1}, 0.15)
@@ -355,7 +357,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_killed_at_any_moment_ends_with_the_same_weights(tmp_path):
-    """Real processes: one runs through, one is killed three times while it trains or saves."""
+    """Real processes: one runs through, one is killed twice while it trains or saves."""
 
     def start(folder, *more):
         command = [sys.executable, "train.py", "--out", str(tmp_path / folder), *MICRO_SETTINGS, *more]
@@ -364,7 +366,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_weights(tmp_path):
 
     whole = start("whole")
     rng, metrics = random.Random(0), tmp_path / "killed" / "metrics.jsonl"
-    for attempt in range(3):
+    for attempt in range(2):
         process = start("killed", *["--resume"][: bool(attempt)])
         wait_until(lambda least=2 * attempt: count_lines(metrics) > least, process)
         time.sleep(rng.random() * 0.1)
@@ -388,23 +390,14 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_weights(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("limit", "words", "said"),
-    [
-        ("ulimit -f 200;", [], "the checkpoint of step 2 could not be written"),  # files of 200 KiB
-        ("", ["train.learning_rate=1e18", "train.save_steps=1", "train.warmup_steps=0"], "is not a number"),
-    ],
-    ids=["disk full", "loss not a number"],
-)
-def test_what_fails_is_one_sentence_and_leaves_the_last_checkpoint(tmp_path, limit, words, said):
-    make_trainer(tmp_path, *words).save()
-    command = [sys.executable, "train.py", "--resume", "--out", str(tmp_path), *MICRO_SETTINGS, *words]
-    done = subprocess.run(
-        ["bash", "-c", f"{limit} exec {shlex.join(command)}"], cwd=ROOT, capture_output=True, text=True
-    )
+def test_a_full_disk_is_one_sentence_and_leaves_the_last_checkpoint(tmp_path):
+    make_trainer(tmp_path).save()
+    command = [sys.executable, "train.py", "--resume", "--out", str(tmp_path), *MICRO_SETTINGS]
+    limited = f"ulimit -f 200; exec {shlex.join(command)}"  # files of 200 KiB
+    done = subprocess.run(["bash", "-c", limited], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert said in done.stderr and "intact" in done.stderr
-    trainer = make_trainer(tmp_path, *words)
+    assert "the checkpoint of step 2 could not be written" in done.stderr and "intact" in done.stderr
+    trainer = make_trainer(tmp_path)
     assert trainer.restore()
     assert all(value.isfinite().all() for value in clone_weights(trainer).values())
 
