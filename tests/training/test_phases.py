@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from dlm_rag import Denoiser, Tokenizer, commands
+from dlm_rag import Denoiser, Tokenizer
+from dlm_rag.commands import train as train_command
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError, UserError
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
@@ -13,7 +14,7 @@ from tests.support.training_data import write_own_data
 
 
 def train(folder, *words):
-    commands.train.main(["--out", str(folder), *words])
+    train_command.main(["--out", str(folder), *words])
 
 
 def metrics_of(folder):
