@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import platform
 import re
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
     import torch
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent
+_CGROUP = Path("/sys/fs/cgroup")
+CGROUP_MEMORY_FILES = (  # limit and usage of a container, in version 2 and in version 1
+    (_CGROUP / "memory.max", _CGROUP / "memory.current"),
+    (_CGROUP / "memory/memory.limit_in_bytes", _CGROUP / "memory/memory.usage_in_bytes"),
+)
+POOL_SHARE_OF_FREE_MEMORY = {"cuda": 0.5, "cpu": 0.25}  # of the memory that is free when a decoder begins
 
 
 def choose_device(name: str) -> torch.device:
@@ -156,3 +163,51 @@ def compute_code_digest(package: Path = PACKAGE_FOLDER) -> str:
         found.update(f"{path.relative_to(package).as_posix()}\0".encode())
         found.update(hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()[:12]
+
+
+def measure_free_bytes(device: torch.device) -> float:
+    """Bytes that could be allocated on a device now: on CUDA with what the allocator holds unused.
+
+    A device without memory of its own, as a GB10, has the host's, of which the driver counts what caches
+    files as taken.
+    """
+    unused = 0
+    if device.type == "cuda":
+        import torch
+
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if not has_unified_memory(device):
+            return torch.cuda.mem_get_info(device)[0] + unused
+    listed = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", listed.read_text()) if listed.is_file() else None
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = int(found[1]) * 1024 if found else physical // 2
+    return unused + min(free, *map(_count_container_bytes_left, CGROUP_MEMORY_FILES))
+
+
+def has_unified_memory(device: torch.device) -> bool:
+    """Whether a device has the host's memory and no other, as a CPU and a GB10."""
+    if device.type != "cuda":
+        return True
+    import torch
+
+    return bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
+
+
+def _count_container_bytes_left(group: tuple[Path, Path]) -> float:
+    try:
+        limit, used = (int(path.read_text()) for path in group)
+    except (OSError, ValueError):  # no such file; "max"
+        return math.inf
+    return max(0, limit - used)
+
+
+def default_pool_bytes(device: torch.device, limit: float | None = None, weight_bytes: int = 0) -> int:
+    """Bytes of a pool whose size nobody has named: a share of the memory that is free.
+
+    limit: bytes that weights, pool and all else may take together.
+    """
+    free = measure_free_bytes(device)
+    if limit is not None:
+        free = max(0.0, min(free, limit - weight_bytes))
+    return int(POOL_SHARE_OF_FREE_MEMORY.get(device.type, 0.25) * free)

@@ -56,8 +56,8 @@ from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.terminal import RunTotals
 from dlm_rag.energy.meter import open_meter, summarise_energy
+from dlm_rag.engine.cache import CacheStats
 from dlm_rag.engine.engine import Decoder
-from dlm_rag.engine.segment_kv_cache import CacheStats
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.files.paths import write_text_atomic
@@ -235,12 +235,14 @@ def measure_in_rounds(
             asked = turns[number] if number >= 0 else [*(earlier or turns[0])]
             if runner is not None and not earlier:
                 runner.reset_cache()
-            keeps_nothing = runner is None or runner.pool is None or not earlier
+            keeps_nothing = (
+                runner is None or runner.cache is None or not runner.cache.budget_tokens or not earlier
+            )
             if number < 0 and keeps_nothing and not setting.fills_store:
                 asked = asked[:2]
             found = measure_round(setting.decoder, asked)
-            if runner is not None and runner.pool is not None and runner.pool.store is not None:
-                runner.pool.store.flush()
+            if runner is not None and runner.cache is not None and runner.cache.store is not None:
+                runner.cache.store.flush()
             if number >= 0:
                 setting.rounds.append(found)
                 print_note(

@@ -31,9 +31,8 @@ from profile_readers import read_profile_session
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, gather_questions, prepare_decoder
 from dlm_rag.config import Config, EngineConfig, load_config
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.engine.segment_kv_cache import default_pool_bytes, measure_free_bytes
 from dlm_rag.files.paths import make_folder, write_text_atomic
-from dlm_rag.machine import choose_device, has_bfloat16
+from dlm_rag.machine import choose_device, default_pool_bytes, has_bfloat16, measure_free_bytes
 from dlm_rag.model.attention import (
     ATTENTION_BACKENDS,
     describe_kernel_version,

@@ -199,7 +199,7 @@ class CheckedDecoderFactory:
 
     def __call__(self, workers_per_machine: int) -> tuple[Decoder, Machine]:
         """As `workers.worker.DecoderFactory`. Raises `UserError` for what is missing here or differs."""
-        from dlm_rag.engine.segment_kv_cache import default_pool_bytes
+        from dlm_rag.machine import default_pool_bytes
 
         prepared = prepare_decoder(self.config, self.questions)
         here = describe_dependencies(prepared)

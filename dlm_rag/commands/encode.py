@@ -105,7 +105,7 @@ class PassageEncoder:
         """
         import torch
 
-        from dlm_rag.engine.kv_format import KVFormat
+        from dlm_rag.engine.memory import KVFormat
         from dlm_rag.evidence.encode_segments import encode_segments
 
         store, denoiser = self._store

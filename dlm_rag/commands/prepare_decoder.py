@@ -339,7 +339,7 @@ def check_weights_fit(
 
 def check_memory_limit(engine: EngineConfig, device: torch.device, weight_bytes: int) -> None:
     """Raises `ConfigError` for an `engine.memory_gib` that is not free, or that weights and pool fill."""
-    from dlm_rag.engine.segment_kv_cache import measure_free_bytes
+    from dlm_rag.machine import measure_free_bytes
 
     if engine.memory_gib is None:
         return

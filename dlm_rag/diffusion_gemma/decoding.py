@@ -18,12 +18,12 @@ from dlm_rag.config import DecodeConfig, EngineConfig, ModelConfig
 from dlm_rag.config.fields import CheckedSettings, replace_settings
 from dlm_rag.diffusion_gemma.config import GemmaConfig
 from dlm_rag.diffusion_gemma.model import DiffusionGemma, PromptKeysValues, StackedCaches
+from dlm_rag.engine.cache import CacheStats
 from dlm_rag.engine.policy import sample_at_quantile
 from dlm_rag.engine.row import Canvas, CanvasChange, Span, TokenIds
 from dlm_rag.engine.rules import Proposals, Rule, select_by_entropy_bound
 from dlm_rag.engine.runner import ModelRunner
 from dlm_rag.engine.sampling import ModelInput
-from dlm_rag.engine.segment_kv_cache import CacheStats
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.device_io import to_device, to_host
 from dlm_rag.nvtx_ranges import profile_stage

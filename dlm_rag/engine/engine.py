@@ -129,7 +129,7 @@ class Decoder(NamesRemedy):
         """What this decoder works with, and what came of it until now."""
         denoiser, runner = self.denoiser, self.model_runner
         used = f"{describe_precision(denoiser)} {denoiser.backend}, {self.evidence_layout} evidence"
-        store = "" if runner.pool is None or runner.pool.store is None else runner.pool.store.describe()
+        store = "" if runner.cache is None or runner.cache.store is None else runner.cache.store.describe()
         return DecoderStats(used, runner.cache_stats, denoiser.compilations, store)
 
     def describe(self) -> str:

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.engine.batch_kv_cache import CacheRequest, ForwardSpan, KVCacheManager
-from dlm_rag.engine.kv_format import KVFormat
-from dlm_rag.engine.kv_tiers import KVArena
+from dlm_rag.engine.cache import CacheRequest, CacheStats, ForwardSpan, KVCache
+from dlm_rag.engine.memory import KVFormat
 from dlm_rag.engine.rules import STATISTICS, Proposals
 from dlm_rag.engine.sampling import (
     ModelInput,
@@ -19,11 +18,9 @@ from dlm_rag.engine.sampling import (
     sample_proposals,
     split_logit_chunks,
 )
-from dlm_rag.engine.segment_kv_cache import CacheStats, EvidencePool, default_pool_bytes
 from dlm_rag.engine.store import open_evidence_store
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
-from dlm_rag.machine import limit_cuda_allocator
-from dlm_rag.model.attention import RAGGED_KERNELS
+from dlm_rag.machine import default_pool_bytes, limit_cuda_allocator
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_host
@@ -70,7 +67,7 @@ class ModelRunner:
     """A model as the loop knows it: it is shown the rows that are to take a step, and proposes."""
 
     denoiser: AnyDenoiser
-    pool: EvidencePool | None = None
+    cache: KVCache | None = None
 
     @property
     def shape(self) -> DenoiserConfig:
@@ -105,55 +102,46 @@ class MaskedModelRunner(ModelRunner):
     """A masked-diffusion denoiser: one call over all rows, logits at the positions asked for only."""
 
     denoiser: Denoiser
+    cache: KVCache
 
     def __init__(self, denoiser: Denoiser, mask_id: int, engine: EngineConfig) -> None:
         self.denoiser, self._engine, self._mask_id = denoiser, engine, mask_id
         limit_cuda_allocator(engine.memory_gib, denoiser.device)
         if engine.compile:
             denoiser.compile_layers()
+        self.cache = KVCache(denoiser, KVFormat(denoiser), 0)
         self.reset_cache()
 
     def reset_cache(self) -> None:
-        device, engine = self.denoiser.device, self._engine
-        # What was kept is freed first: the pool is a share of what is free.
-        format = KVFormat(self.denoiser, engine.cache_dtype)
-        self.pool, self._contexts = None, KVCacheManager(self.denoiser, None, format)
+        engine, format = self._engine, KVFormat(self.denoiser, self._engine.cache_dtype)
+        del self.cache  # what was kept is freed first: the budget is a share of what is free
         if engine.prefix_cache_gib is None:
             limit = None if engine.memory_gib is None else engine.memory_gib * GIB
-            near = default_pool_bytes(device, limit, sum(p.nbytes for p in self.denoiser.parameters()))
+            weights = sum(p.nbytes for p in self.denoiser.parameters())
+            budget = default_pool_bytes(self.denoiser.device, limit, weights)
         else:
-            near = int(engine.prefix_cache_gib * GIB)
-        if near:
-            # An arena is one block of memory, and layers may be on several devices.
-            shares = self.denoiser.backend in RAGGED_KERNELS and len({*self.denoiser.layer_devices}) == 1
-            self.pool = EvidencePool(
-                device, KVArena(near, format) if shares else near, int(engine.cpu_offload_gib * GIB),
-                open_evidence_store(engine, self.denoiser),
-            )  # fmt: skip
-        self._contexts = KVCacheManager(self.denoiser, self.pool, format)
+            budget = int(engine.prefix_cache_gib * GIB)
+        store = open_evidence_store(engine, self.denoiser) if budget else None
+        aside = int(engine.cpu_offload_gib * GIB)
+        self.cache = KVCache(self.denoiser, format, budget, aside, store)
         self._dtype = self.denoiser.compute_dtype
 
     @property
     def cache_stats(self) -> CacheStats:
-        return self._contexts.cache_stats
+        return self.cache.cache_stats
 
-    @torch.inference_mode()  # as `propose`, whose tensors it writes to
     def prefetch(self, laid: LaidOutPrompt) -> None:
-        self._contexts.prefetch(laid)
+        self.cache.prefetch(laid)
 
     def release(self, slot: int) -> None:
-        self._contexts.release(slot)
+        self.cache.release(slot)
 
     @torch.inference_mode()
     def propose(self, views: Sequence[ModelInput]) -> list[Proposals]:
         if self.denoiser.compute_dtype != self._dtype:
             self.reset_cache()  # an autocast has begun or ended since
-        parts = self._contexts.split_rows([view.laid_out_prompt for view in views])
-        return [found for part in parts for found in self._propose(views[part])]
-
-    def _propose(self, views: Sequence[ModelInput]) -> list[Proposals]:
         with profile_stage("encode_evidence"):
-            runs, context = self._contexts.prepare_rows([self._cache_request(view) for view in views])
+            runs, context = self.cache.prepare_rows([self._cache_request(view) for view in views])
         with profile_stage("denoise"):
             read = [[] if run.row is None else self._read_tokens(run, views[run.row]) for run in runs]
             chunks, policy = list(split_logit_chunks(views)), any(view.soft_threshold for view in views)
@@ -163,7 +151,7 @@ class MaskedModelRunner(ModelRunner):
             segments = [run.segment for run in runs]
             rows = pack_rows(segments, self.denoiser.device, read, context, add=[*chain(*wanted)])
             hidden, _ = self.denoiser.encode(rows)
-            self._contexts.store_computed()
+            self.cache.store_computed()
             sizes = [sum(len(view.positions) for view in chunk) for chunk in chunks]
             tensors, found = iter(rows.extra_tensors), []
             for states, sampling in zip(hidden.split(sizes), wanted, strict=True):

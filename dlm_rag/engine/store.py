@@ -31,7 +31,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.engine.kv_format import KVFormat
+from dlm_rag.engine.memory import KVFormat
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.digest import create_hasher
 from dlm_rag.files.paths import expand_path, make_folder, read_regular_file

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.kv_store import KeysValues, SharedContext, make_consecutive_ranges
 from dlm_rag.model.layers import AttentionProbe
-from dlm_rag.model.packed_batch import CachedContext, Segment, pack_rows
+from dlm_rag.model.packed_batch import CachedContext, KeysValues, Segment, SharedContext, pack_rows
+from dlm_rag.model.ranges import make_consecutive_ranges
 
 
 def encode_segments(denoiser: Denoiser, segments: Sequence[Segment]) -> list[Tensor]:
@@ -34,7 +34,7 @@ def encode_contexts(denoiser: Denoiser, states: Sequence[LaidOutRow]) -> SharedC
     """Per row the keys and values of its segments, or None.
 
     Segments that several rows share are encoded once, and gradients flow through; decoding, which keeps
-    keys and values from step to step, has `batch_kv_cache.KVCacheManager` instead.
+    keys and values from step to step, has `engine.cache.KVCache` instead.
     """
     segments = list(dict.fromkeys(segment for row in states for segment in row.context_segments))
     segments.sort(key=lambda segment: len(segment.ids))  # rows of equal lengths are attended to together

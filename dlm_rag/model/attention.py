@@ -12,7 +12,7 @@ for the module with the function.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -42,8 +42,8 @@ MaskRule = Callable[[Any, Any, Any, Any], Tensor]  # (row, head, query, key) -> 
 def compute_attention(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, backend: str) -> Tensor:
     """Row r of `q` (Tq, H, D) attends to row r of `k`, `v` (Tk, Hk, D); returns (Tq, H, D).
 
-    With `sight.cached_rows`, for sdpa alone, `k` and `v` are all that a `SlotKVCache` holds, (tokens, Hk,
-    D): row r sees the tokens from its start on, as many as its keys. `backend`: one of `choose_backend`'s.
+    With `sight.key_places`, for sdpa alone, `k` and `v` are all that a memory holds, (tokens, Hk, D), and
+    rows see the places that are theirs. `backend`: one of `choose_backend`'s.
     """
     # No other kernel takes a mask.
     return _KERNELS["sdpa" if sight.has_block_mask else backend](q, k, v, sight)
@@ -52,16 +52,16 @@ def compute_attention(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata,
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
     partial = sight.partial_view_rows or (False,) * len(sight.query_lengths)
     shapes = list(zip(sight.query_lengths, sight.key_lengths, partial, strict=True))
-    if sight.cached_rows is None:  # consecutive rows of equal lengths are one call
+    seen_by_them: Iterable[tuple[Tensor, ...]]
+    if sight.key_places is None:  # consecutive rows of equal lengths are one call
         runs = [(len(list(same)), *shape) for shape, same in groupby(shapes)]
         # Not slices: the gradient of each would be as long as all keys.
-        keys, values = (x.split([rows * seen for rows, _, seen, _ in runs]) for x in (k, v))
+        lengths = [rows * seen for rows, _, seen, _ in runs]
+        seen_by_them = zip(k.split(lengths), v.split(lengths), strict=True)
     else:
-        runs, starts = [(1, *shape) for shape in shapes], sight.cached_rows.starts
-        places = [slice(start, start + seen) for start, (_, seen, _) in zip(starts, shapes, strict=True)]
-        keys, values = (tuple(x[place] for place in places) for x in (k, v))
+        runs, seen_by_them = [(1, *shape) for shape in shapes], _read_rows(k, v, sight)
     found, at, row, queries = [], 0, 0, q.split([rows * n for rows, n, _, _ in runs])
-    for (rows, n, seen, bounded), own, *seen_by_it in zip(runs, queries, keys, values, strict=True):
+    for (rows, n, seen, bounded), own, seen_by_it in zip(runs, queries, seen_by_them, strict=True):
         run_q = own.unflatten(0, (rows, n)).transpose(1, 2)
         run_k, run_v = (x.unflatten(0, (rows, seen)).transpose(1, 2) for x in seen_by_it)
         if n and bounded and not sight.causal:
@@ -73,6 +73,21 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
         found.append(out.transpose(1, 2).flatten(0, 1))
         at, row = at + rows * n, row + rows
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _read_rows(k: Tensor, v: Tensor, sight: AttentionMetadata) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values of each row out of a memory, one after another through the same small room.
+
+    That stays in the processor's cache: attention reads it for about what it saves in order.
+    """
+    assert sight.key_places is not None
+    room = k.new_empty((2, max(sight.key_lengths), *k.shape[1:]))
+    for places, queries in zip(sight.key_places.split(sight.key_lengths), sight.query_lengths, strict=True):
+        read = room[:, : len(places)]
+        if queries:
+            torch.index_select(k, 0, places, out=read[0])
+            torch.index_select(v, 0, places, out=read[1])
+        yield read[0], read[1]
 
 
 def build_mask_rule(sight: AttentionMetadata, rows: int, queries: slice) -> MaskRule:

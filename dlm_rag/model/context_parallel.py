@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_rag.model.kv_store import concatenate_ranges
+from dlm_rag.model.ranges import concatenate_ranges
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_map import assign_devices, list_devices, move_to_device
 from dlm_rag.model.flops import FlopCount, count_encode_flops, count_head_flops
-from dlm_rag.model.kv_store import KeysValues
 from dlm_rag.model.layers import (
     AttentionProbe,
     ForwardContext,
@@ -38,7 +37,7 @@ from dlm_rag.model.layers import (
     get_compute_dtype,
     is_autocast,
 )
-from dlm_rag.model.packed_batch import PackedRows, Segment, pack_rows
+from dlm_rag.model.packed_batch import KeysValues, PackedRows, Segment, pack_rows
 from dlm_rag.model.quantize import (
     check_quantize,
     list_quantized_weights,
@@ -286,7 +285,7 @@ class Denoiser(TransformerWeights):
 
         Returns hidden states before the final norm, of all tokens (T, hidden) or of those that are read
         (n, hidden), and, with `keep`, the keys and values of all rows, for use in a
-        `kv_store.SharedContext`, else an empty list. `probe` gets the queries and keys of its layer.
+        `packed_batch.SharedContext`, else an empty list. `probe` gets the queries and keys of its layer.
         """
         sight, size = rows.attention_metadata, self.compute_dtype.itemsize
         last = sight if self.config.routes_blocks else rows.last_layer_metadata

@@ -2,6 +2,9 @@
 
 Rows follow one another without padding. All that a call needs to know about them (ids, positions, where
 rows end, where keys go) is made on the host and goes to the device in one copy.
+
+What rows see before their own tokens: in training parts of an earlier call that gradients flow through
+(`SharedContext`), in decoding places of a memory that stays from step to step (`MemoryRows`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +20,102 @@ from torch import Tensor
 
 from dlm_rag.model.context_parallel import GatheredRows
 from dlm_rag.model.device_io import to_device
-from dlm_rag.model.kv_store import CachedRows, SharedContext, SharedSegments, concatenate_ranges
+from dlm_rag.model.ranges import concatenate_ranges, make_consecutive_ranges
 
-CachedContext = SharedContext | CachedRows | SharedSegments | GatheredRows
+Places = NDArray[np.int64]  # of tokens in a memory
+KeysValues = Sequence[tuple[Tensor, Tensor]]  # for each layer, each (n, Hk, D)
+
+
+@dataclass(frozen=True)
+class SharedContext:
+    """The context of each row among the keys and values of an earlier call, which rows may share.
+
+    keys_values: of all tokens of that call, layer by layer. row_ranges: those that each row sees.
+    """
+
+    keys_values: KeysValues
+    row_ranges: Sequence[Sequence[range]]
+
+    @cached_property
+    def context_lengths(self) -> tuple[int, ...]:
+        """Tokens that each row sees before its own."""
+        return tuple(sum(map(len, stretches)) for stretches in self.row_ranges)
+
+    def build_arrays(self, lengths: Sequence[int], keys: Sequence[int]) -> dict[str, NDArray[Any]]:
+        """`places`: what each row sees, in that call's tokens followed by the rows' own, of `lengths`."""
+        _, *own = make_consecutive_ranges([len(self.keys_values[0][0]), *lengths])
+        seen = [part for row, last in zip(self.row_ranges, own, strict=True) for part in (*row, last)]
+        starts = np.array([part.start for part in seen])
+        return {"places": concatenate_ranges(starts, [len(part) for part in seen])}
+
+    def extend(self, layer: int, k: Tensor, v: Tensor, at: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """For each row its context, then its own k and v (T, Hk, D); at: what `build_arrays` made."""
+        kept_k, kept_v = self.keys_values[layer]
+        return GatherConcat.apply(kept_k, k, at["places"]), GatherConcat.apply(kept_v, v, at["places"])
+
+
+class GatherConcat(torch.autograd.Function):
+    """`torch.cat((kept, own))[places]`, with gradients that are tensors of their own.
+
+    A view would keep the gradients of the rows' own tokens alive until backward reaches the contexts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, kept: Tensor, own: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.lengths = len(kept), len(own)
+        return torch.cat((kept, own))[places]
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        whole = slope.new_zeros((sum(ctx.lengths), *slope.shape[1:])).index_add_(0, places, slope)
+        return *(part.clone() for part in whole.split(ctx.lengths)), None
+
+
+@dataclass(frozen=True)
+class MemoryRows:
+    """The rows of a call in a memory of keys and values: places of what each sees, and of its own tokens.
+
+    In each layer all rows write before any attends, so a row may see what another one computes. memory: a
+    `KVMemory` of the engine. by_row: whether attention reads the places itself, row by row.
+    """
+
+    memory: Any
+    seen: Sequence[Places]
+    own: Sequence[Places]
+    by_row: bool = False
+
+    @property
+    def context_lengths(self) -> list[int]:
+        """Tokens that each row sees before its own."""
+        return [*map(len, self.seen)]
+
+    def build_arrays(self, lengths: Sequence[int], keys: Sequence[int]) -> dict[str, NDArray[Any]]:
+        """places: (T,) where the packed tokens go. seen: (K,) the places of the `keys` of each row, its own
+        last; own: where these are among the K, if the memory does not keep them as they are.
+        """
+        places = np.concatenate([*chain.from_iterable(zip(self.seen, self.own, strict=True))])
+        found: dict[str, NDArray[Any]] = {"places": np.concatenate(self.own), "seen": places}
+        if self.memory.format.is_compressed:
+            own = np.cumsum(keys, dtype=np.int64) - np.array(lengths, dtype=np.int64)
+            found["own"] = concatenate_ranges(own, lengths)
+        return found
+
+    def extend(self, layer: int, k: Tensor, v: Tensor, at: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Writes the rows' own k and v (T, Hk, D); returns what rows see, or all that the memory holds."""
+        self.memory.write_layer(layer, at["places"], k, v, at["positions"])
+        if self.by_row:
+            keys, values = self.memory.layer(layer).unbind()
+            return keys, values
+        keys, values = self.memory.read_layer(layer, at["seen"]).unbind()
+        if "own" in at:
+            keys.index_copy_(0, at["own"], k)
+            values.index_copy_(0, at["own"], v)
+        return keys, values
+
+
+CachedContext = SharedContext | MemoryRows | GatheredRows
 
 
 @dataclass(frozen=True)
@@ -98,7 +194,7 @@ class AttentionMetadata:
     0 and the end of each row. num_attention_pairs: of a query and a key that it sees.
     partial_view_rows: rows with tokens that see only their first keys, `visible_counts` (Tq,) of them;
     causal: these rows have no context, and each token sees itself and what precedes it.
-    cached_rows: the rows whose keys are in slots, and are not gathered.
+    key_places: (sum of key_lengths,) where each row's keys are in a memory, if they are not gathered.
     masks: those of this call, made once for all layers that share them.
     """
 
@@ -110,7 +206,7 @@ class AttentionMetadata:
     partial_view_rows: tuple[bool, ...] = ()
     visible_counts: Tensor | None = None
     causal: bool = False
-    cached_rows: CachedRows | None = None
+    key_places: Tensor | None = None
     masks: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
@@ -220,10 +316,10 @@ def pack_rows(
     there = to_device([*sent.values(), *add], device)
     at = dict(zip(sent, there, strict=False))
     causal = any(partial) and context is None and all(run.block == 1 for run in runs)
-    in_slots = context if isinstance(context, CachedRows) and not context.gathered else None
+    in_memory = at["seen"] if isinstance(context, MemoryRows) and context.by_row else None
     sight = AttentionMetadata(
         lengths, keys, at["queries"], at["keys"], _count_pairs(lengths, keys, sent.get("limits")), partial,
-        at.get("limits"), causal, in_slots,
+        at.get("limits"), causal, in_memory,
     )  # fmt: skip
     last = sight
     if read is not None and not causal:  # the kernels' own causal rule is for whole rows
@@ -232,7 +328,8 @@ def pack_rows(
             num_attention_pairs=_count_pairs(reads, keys, sent.get("last_limits")),
         )  # fmt: skip
     return PackedRows(
-        at["ids"], at["positions"], sight, last, at.get("read"), context, {name: at[name] for name in kept},
+        at["ids"], at["positions"], sight, last, at.get("read"), context,
+        {name: at[name] for name in (*kept, "positions")},
         tuple(there[len(sent) :]),
     )  # fmt: skip
 

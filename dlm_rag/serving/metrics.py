@@ -43,7 +43,7 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yields each figure but the histograms."""
         engine, counts, runner = self._engine, self._engine.counts, self._decoder.model_runner
-        reuse, pool = runner.cache_stats, runner.pool
+        reuse, pool = runner.cache_stats, runner.cache
         gauges = [
             ("waiting", "Questions without a place.", engine.num_waiting),
             ("rows", "Questions in the batch.", engine.num_running),
@@ -52,8 +52,8 @@ class ServerMetrics(Collector):
         ]
         if pool is not None:
             gauges += [
-                ("pool_bytes", "Keys and values kept of evidence, on the device.", pool.used_bytes[0]),
-                ("pool_most_bytes", "Their limit (engine.prefix_cache_gib).", pool.capacity_bytes),
+                ("pool_bytes", "Keys and values kept of evidence, on the device.", pool.used_bytes),
+                ("pool_most_bytes", "Their limit (engine.prefix_cache_gib).", pool.budget_bytes),
             ]
         hits = reuse.requested_tokens - reuse.encoded_tokens
         counters = [

@@ -17,8 +17,15 @@ from dlm_rag.evidence.prompt_segments import LaidOutRow, lay_out_prompt
 from dlm_rag.model.context_parallel import ContextParallel, GatheredRows
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_device
-from dlm_rag.model.kv_store import SharedContext, make_consecutive_ranges
-from dlm_rag.model.packed_batch import CachedContext, PackedRows, Segment, map_arrays, pack_rows
+from dlm_rag.model.packed_batch import (
+    CachedContext,
+    PackedRows,
+    Segment,
+    SharedContext,
+    map_arrays,
+    pack_rows,
+)
+from dlm_rag.model.ranges import make_consecutive_ranges
 from dlm_rag.training.data.examples import Example
 
 CPU = torch.device("cpu")

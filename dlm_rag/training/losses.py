@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from dlm_rag.model.context_parallel import ContextParallel, GatheredRows
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.kv_store import SharedContext
 from dlm_rag.model.layers import AttentionProbe, get_compute_dtype
+from dlm_rag.model.packed_batch import SharedContext
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.training.batches import PreparedBatch, Sums
 

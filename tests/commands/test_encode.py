@@ -8,15 +8,15 @@ import pytest
 
 from dlm_rag.commands import encode
 from dlm_rag.config import EngineConfig
+from dlm_rag.engine.cache import KVCache
 from dlm_rag.engine.engine import Decoder
-from dlm_rag.engine.segment_kv_cache import EvidencePool
 from dlm_rag.engine.store import list_entries, open_evidence_store
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.tokenizer import Tokenizer
 from tests.evidence.test_evidence_store import step
-from tests.support.attention import shared_segments
+from tests.support.attention import ragged_kernel
 from tests.support.commands import call, model  # noqa: F401 - fixtures
 from tests.support.decoding import rollout_records
 from tests.support.passages import PASSAGES, write_jsonl_file
@@ -53,9 +53,9 @@ def open_to_read(store, model):
 def asked(monkeypatch, model, corpus_file):
     """The segments of passages that decoding asks for."""
     segments = []
-    get = EvidencePool.get
+    bring = KVCache._bring
     monkeypatch.setattr(
-        EvidencePool, "get", lambda pool, segment: segments.append(segment) or get(pool, segment)
+        KVCache, "_bring", lambda cache, segment: segments.append(segment) or bring(cache, segment)
     )
     tokenizer = Tokenizer.from_pretrained(model, "independent")
     retriever = load_retriever(corpus_file, top_k=3)
@@ -128,7 +128,7 @@ def test_processes_of_torchrun_take_parts_in_turn(model, many, store):
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("memory", [nullcontext, shared_segments], ids=["slots", "shared"])
+@pytest.mark.parametrize("memory", [nullcontext, ragged_kernel], ids=["by row", "gathered"])
 def test_a_second_decoder_encodes_nothing_and_gives_the_same_tokens(
     store, model, corpus_file, memory, cache_dtype
 ):
@@ -140,8 +140,8 @@ def test_a_second_decoder_encodes_nothing_and_gives_the_same_tokens(
         denoiser = Denoiser.from_pretrained(model)
         decoder = Decoder(denoiser, retriever, tokenizer, None, "independent", engine)
         found = rollout_records(decoder.decode(["Who wrote Emma?", "Who was born in Tacoma?"]))
-        if decoder.model_runner.pool.store is not None:
-            decoder.model_runner.pool.store.flush()
+        if decoder.model_runner.cache.store is not None:
+            decoder.model_runner.cache.store.flush()
         return found, decoder
 
     with memory():

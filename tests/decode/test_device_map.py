@@ -27,7 +27,7 @@ def test_two_devices_give_the_tokens_of_one(corpus_file, monkeypatch, way):
     monkeypatch.setattr(Denoiser, "layer_devices", [CPU, ALIAS])
     decoder = make_setup_decoder(corpus_file, way)
     assert rollout_records(decoder.decode(QUESTIONS)) == expected
-    assert [len(part) for part in decoder.model_runner._contexts._store.parts] == [1, 1]
+    assert [len(part) for part in decoder.model_runner.cache.memory._allocated()] == [1, 1]
 
 
 def test_every_operator_has_its_operands_on_one_device(monkeypatch):

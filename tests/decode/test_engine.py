@@ -64,7 +64,7 @@ def test_a_row_cancelled_in_mid_flight_leaves_no_trace_in_any_other(corpus_file,
         name: expected[name] for name in ("id0", "id2")
     }
     assert rollout_record(found["late"]) == expected["id0"] and "id1" not in found
-    assert not decoder.model_runner._contexts._held
+    assert not decoder.model_runner.cache._chains
 
 
 @pytest.mark.parametrize("overlap", ["none", "pipeline"])
@@ -75,7 +75,7 @@ def test_a_stream_that_is_left_early_leaves_nothing_behind(corpus_file, overlap)
     stream = decoder.stream(ASKED)
     next(stream)
     stream.close()
-    assert not decoder.model_runner._contexts._held
+    assert not decoder.model_runner.cache._chains
     assert rollout_records(decoder.decode(QUESTIONS)) == expected
 
 
@@ -191,4 +191,4 @@ def test_random_traffic_gives_every_question_what_it_gets_alone(corpus_file, lay
                     done += 1
                     assert rollout_record(event.rollout) == alone[asked[event.ticket]]
     assert done > 10 and engine.capacity == 5
-    assert not decoder.model_runner._contexts._held
+    assert not decoder.model_runner.cache._chains

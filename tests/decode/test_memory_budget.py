@@ -6,8 +6,8 @@ import torch
 from dlm_rag.commands.prepare_decoder import check_memory_limit
 from dlm_rag.config import EngineConfig
 from dlm_rag.engine.runner import MaskedModelRunner
-from dlm_rag.engine.segment_kv_cache import default_pool_bytes
 from dlm_rag.errors import ConfigError
+from dlm_rag.machine import default_pool_bytes
 from tests.support.tiny_models import tiny_denoiser
 
 GIB = 2**30
@@ -24,7 +24,8 @@ def test_the_pool_is_a_share_of_what_weights_leave_of_the_limit():
         (EngineConfig(memory_gib=0.5), 0.25 * (0.5 * GIB - weights)),
         (EngineConfig(memory_gib=0.5, prefix_cache_gib=0.25), 0.25 * GIB),
     ):
-        assert MaskedModelRunner(denoiser, 0, engine).pool._near.budget == int(expected)
+        runner = MaskedModelRunner(denoiser, 0, engine)
+        assert runner.cache.budget_tokens == int(expected) // runner.cache.memory.format.token_bytes
 
 
 @pytest.mark.parametrize(

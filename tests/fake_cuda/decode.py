@@ -13,10 +13,11 @@ from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_decoder
 from dlm_rag.config import DecodeConfig, EngineConfig, load_config
 from dlm_rag.diffusion_gemma.model import DiffusionGemma
+from dlm_rag.engine.cache import CacheRequest, KVCache
+from dlm_rag.engine.memory import KVFormat
 from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.engine.sampling import ModelInput
-from dlm_rag.engine.segment_kv_cache import EvidencePool
-from dlm_rag.evidence.prompt_segments import lay_out_prompt
+from dlm_rag.evidence.prompt_segments import LaidOutPrompt, lay_out_prompt
 from dlm_rag.machine import choose_dtype
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.families import find_family
@@ -252,7 +253,7 @@ def test_the_kernel_and_the_dtype_follow_the_generation(there, layout, heads, po
 
 @pytest.mark.parametrize(("cache_dtype", "most_gib"), [("auto", 12), ("int8", 8)])
 def test_64_rows_of_llada_8b_share_200_passages(cache_dtype, most_gib):
-    """Each sees 7 of them; in slots of their own, keys and values would take 36 GiB."""
+    """Each sees 7 of them; each with its own, keys and values would take 36 GiB."""
     public = KNOWN_CHECKPOINTS["GSAI-ML/LLaDA-8B-Instruct"]
     shape = replace(
         find_family(public["model_type"]).read_config(public),
@@ -279,8 +280,8 @@ def test_64_rows_of_llada_8b_share_200_passages(cache_dtype, most_gib):
             runner.propose(views)
         assert denoiser.flop_count.calls == before + 1, "all rows in one call"
     assert set(calls) == {"varlen"}
-    assert 0.6 * most_gib < runner.pool.used_bytes[0] / 2**30 <= most_gib
-    assert runner._contexts._store.parts[0].numel() == 0
+    assert 0.6 * most_gib < runner.cache.used_bytes / 2**30 <= most_gib
+    assert runner.cache.memory.capacity == runner.cache.budget_tokens, "it has not grown"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -333,30 +334,31 @@ def test_the_shipped_model_is_read_onto_the_device_and_answers(monkeypatch, capa
 # Streams.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["slots", "shared"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_passages_that_leave_and_come_back_are_waited_for(corpus_file, dtype):
     with fake_cuda() as seen:
         decoder = decoder_on_gpu(corpus_file, "independent", dtype)
         decoder.decode(QUESTIONS * 2)
         reuse = decoder.model_runner.cache_stats
     assert reuse.evicted_segments > 5 and reuse.host_tokens > 50
-    assert ("in", "_copy") in seen and ("out", "_copy") in seen
+    assert ("in", "write") in seen and ("out", "_copy_to_host") in seen
 
 
-def pool_of_two(count=6):
-    """What a pool with room for two of six passages is asked; work goes on beside it."""
-    segments = [Segment((n,) * 8, 0) for n in range(count)]
-    size = torch.empty(1, 2, 8, 2, 64).nbytes
-    pool = EvidencePool(CUDA, 2 * size, 8 * size)
-    for segment in segments:
-        pool.add(segment, torch.zeros(1, 2, 8, 2, 64, device=CUDA))
-    for segment in segments * 2:
-        pool.prefetch([segment])
-        pool.get(segment).sum()
+def cache_of_two(count=6):
+    """A cache with room for two of six passages is asked for them; all but two come from the host."""
+    denoiser = denoiser_on_gpu(torch.float32)
+    format = KVFormat(denoiser)
+    cache = KVCache(denoiser, format, 18 * format.token_bytes, 80 * format.token_bytes)
+    for number in [*range(count)] * 2:
+        laid = LaidOutPrompt((Segment((number,) * 8, 0),), Segment((), 0))
+        cache.prepare_rows([CacheRequest(0, laid, Segment((1,), 0), 0, 0)])
+        cache.memory.layer(0).sum()
+        cache.store_computed()
+    assert cache.cache_stats.host_segments >= count - 2
 
 
 FAULTS = {
-    "copies do not wait for the denoiser": ("tests.fake_cuda.streams.Stream.wait_event", lambda *_: None),
+    "nothing waits": ("tests.fake_cuda.streams.Stream.wait_event", lambda *_: None),
     "memory is given back": ("tests.fake_cuda.streams.Streams.record", lambda *_: None),
 }
 
@@ -365,11 +367,11 @@ FAULTS = {
 def test_a_copy_that_is_not_waited_for_is_found(monkeypatch, fault):
     if fault is None:
         with fake_cuda():
-            pool_of_two()
+            cache_of_two()
         return
     monkeypatch.setattr(*FAULTS[fault])
     with fake_cuda(), pytest.raises(RuntimeError, match="another stream"):
-        pool_of_two()
+        cache_of_two()
 
 
 # Uniform noise.

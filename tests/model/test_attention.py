@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dlm_rag.engine.memory import KVFormat, KVMemory
 from dlm_rag.errors import ConfigError
 from dlm_rag.model import attention
 from dlm_rag.model.attention import (
@@ -19,9 +20,9 @@ from dlm_rag.model.attention import (
     get_backend_problem,
 )
 from dlm_rag.model.denoiser import _list_saved_ops
-from dlm_rag.model.kv_store import CachedRows, SlotKVCache
-from dlm_rag.model.packed_batch import Segment, pack_rows
+from dlm_rag.model.packed_batch import MemoryRows, Segment, pack_rows
 from tests.support.attention import by_the_book, random_rows, sight_of
+from tests.support.tiny_models import tiny_denoiser
 
 CPU = torch.device("cpu")
 
@@ -139,18 +140,16 @@ def test_gpu_kernels_get_the_same_rows_as_sdpa(gpu_kernel, queries, keys, block)
     torch.testing.assert_close(compute_attention(q, k, v, sight, gpu_kernel), expected)
 
 
-def test_every_kernel_reads_the_slots_of_a_store(gpu_kernel):
-    """Rows 0 and 1 live in slots 2 and 0; the first sees 3 tokens and its own 2, the second 0 and 3."""
-    queries, keys, slots = (2, 3), (5, 3), (2, 0)
+def test_every_kernel_reads_places_of_a_memory(gpu_kernel):
+    """The first row sees 3 tokens, which lie in another order, and its own 2; the second its own 3."""
+    queries, keys = (2, 3), (5, 3)
     q, k, v = random_rows(queries, keys)
-    store = SlotKVCache(k.shape[1], k.shape[2], k.dtype, [CPU])
-    store.reserve(1, 10)
-    store.reserve(3, 3)
-    store.parts[0].fill_(torch.nan)
-    store.write_tokens(2 * store.capacity, torch.stack((k[:3], v[:3]))[None])
-    starts = [slot * store.capacity for slot in slots]
+    memory = KVMemory(KVFormat(tiny_denoiser(num_hidden_layers=1)), 20)
+    memory.layer(0).fill_(torch.nan)
+    gap, before, own = memory.take(3), memory.take(3), [memory.take(n) for n in queries]
+    memory.write(before[::-1], torch.stack((k[:3], v[:3]))[None], 0)
     for kernel in (gpu_kernel, "sdpa"):
-        context = CachedRows(store, starts, (3, 0), gathered=kernel != "sdpa")
+        context = MemoryRows(memory, [before[::-1], gap[:0]], own, by_row=kernel == "sdpa")
         rows = pack_rows([Segment((1,) * n, 0) for n in queries], CPU, context=context)
         seen = rows.gather_keys_values(k[3:], v[3:], 0)
         out = compute_attention(q, *seen, rows.attention_metadata, kernel)

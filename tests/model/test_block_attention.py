@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.engine.batch_kv_cache import PREFILL_SCRATCH_TOKENS
+from dlm_rag.engine.cache import PREFILL_TOKENS
 from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.engine.sampling import ModelInput
 from dlm_rag.errors import ConfigError
@@ -145,8 +145,8 @@ def test_tokens_do_not_depend_on_lookahead_where_the_evidence_does_not(corpus_fi
 def test_a_step_is_one_call_of_the_model(corpus_file, monkeypatch, shape, prefix_cache_gib):
     """New passages run in it, too, unless they are too many; which changes no token."""
     found = []
-    for scratch in (PREFILL_SCRATCH_TOKENS, 0):
-        monkeypatch.setattr("dlm_rag.engine.batch_kv_cache.PREFILL_SCRATCH_TOKENS", scratch)
+    for scratch in (PREFILL_TOKENS, 0):
+        monkeypatch.setattr("dlm_rag.engine.cache.PREFILL_TOKENS", scratch)
         decoder = make_decoder(corpus_file, shape=shape, batch_size=4, prefix_cache_gib=prefix_cache_gib)
         rollouts = decoder.decode(ASKED)
         steps = max(rollout.forwards for rollout in rollouts)
@@ -163,7 +163,7 @@ def test_finished_blocks_run_once_where_they_see_text_alone(corpus_file, corpus,
         settings = {"finished_block_context": order, "blocks_at_once": blocks_at_once}
         decoder = make_decoder(corpus_file, max_new_tokens=40, **settings)
         decoder.retriever = RotatingRetriever(corpus, 2)
-        contexts, counted = decoder.model_runner._contexts, []
+        contexts, counted = decoder.model_runner.cache, []
         load = contexts.prepare_rows
 
         def spy(shown, load=load, counted=counted):

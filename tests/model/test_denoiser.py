@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from dlm_rag import Denoiser
-from dlm_rag.model.kv_store import SharedContext
+from dlm_rag.model.packed_batch import SharedContext
 from tests.support.attention import packed
 from tests.support.tiny_models import tiny_denoiser
 

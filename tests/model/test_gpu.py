@@ -17,17 +17,18 @@ import torch
 
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_decoder
 from dlm_rag.config import EngineConfig, load_config
+from dlm_rag.engine.cache import CacheRequest, KVCache
+from dlm_rag.engine.memory import KVFormat, KVMemory
 from dlm_rag.engine.runner import GIB, MaskedModelRunner
-from dlm_rag.engine.segment_kv_cache import EvidencePool, default_pool_bytes, measure_free_bytes
 from dlm_rag.evaluation.metrics import compute_exact_match
+from dlm_rag.evidence.prompt_segments import LaidOutPrompt
+from dlm_rag.machine import default_pool_bytes, measure_free_bytes
 from dlm_rag.model.attention import (
     ATTENTION_BACKENDS,
-    RAGGED_KERNELS,
     compute_attention,
     get_backend_problem,
 )
-from dlm_rag.model.kv_store import CachedRows, SlotKVCache
-from dlm_rag.model.packed_batch import Segment, pack_rows
+from dlm_rag.model.packed_batch import MemoryRows, Segment, pack_rows
 from dlm_rag.model.quantize import _quantize_linear
 from dlm_rag.questions import read_questions
 from dlm_rag.training.distributed import DistributedContext
@@ -117,37 +118,37 @@ def test_every_kernel_gives_what_sdpa_gives_in_float32(device, kernel, dtype, ro
     close(found, expected, v)
 
 
-STORED = {  # tokens of each row that lie in its slot already, its own, the slot
-    "ragged": ((300, 0, 77), (40, 64, 8), (3, 0, 1)),
-    "one token each": ((255, 256, 700), (1, 1, 1), (0, 1, 2)),
-    "a long context": ((3000,), (64,), (1,)),
+STORED = {  # tokens of each row that lie in the memory already, and its own
+    "ragged": ((300, 0, 77), (40, 64, 8)),
+    "one token each": ((255, 256, 700), (1, 1, 1)),
+    "a long context": ((3000,), (64,)),
 }
 
 
 @KERNELS
 @pytest.mark.parametrize("rows", STORED)
 @pytest.mark.parametrize("reads", ["all", "few"])
-def test_every_kernel_reads_rows_that_lie_in_slots(device, kernel, dtype, rows, reads):
-    """Slots in which nothing but the rows is a number."""
+def test_every_kernel_reads_rows_that_lie_in_a_memory(device, kernel, dtype, rows, reads):
+    """Here and there, in a memory in which nothing but the rows is a number."""
     usable(kernel, device, dtype)
-    seen, own, slots = STORED[rows]
+    seen, own = STORED[rows]
     keys = tuple(a + b for a, b in zip(seen, own, strict=True))
     read = [range(n) if reads == "all" else range(n - 1, n) for n in own]
     queries = tuple(map(len, read))
     q, k, v = (x.to(dtype).float() for x in random_rows(queries, keys, *HEADS))
     expected = compute_attention(q, k, v, sight_of(queries, keys), "sdpa")
-    store = SlotKVCache(HEADS[1], HEADS[2], dtype, [device])
-    store.reserve(max(slots) + 1, max(keys))
-    store.parts[0].fill_(torch.nan)
-    own_keys, own_values = [], []
-    for slot, n, row_k, row_v in zip(slots, seen, k.split(keys), v.split(keys), strict=True):
-        store.write_tokens(
-            slot * store.capacity, torch.stack((row_k[:n], row_v[:n]))[None].to(device, dtype)
-        )
+    shape = dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), HEADS, strict=True))
+    memory = KVMemory(KVFormat(tiny_denoiser(num_hidden_layers=1, **shape).to(device, dtype)), 9000)
+    memory.layer(0).fill_(torch.nan)
+    memory.give_back(np.random.default_rng(0).permutation(memory.take(6000)))
+    before, own_keys, own_values = [memory.take(n) for n in seen], [], []
+    for places, row_k, row_v in zip(before, k.split(keys), v.split(keys), strict=True):
+        n = len(places)
+        memory.write(places, torch.stack((row_k[:n], row_v[:n]))[None].to(device, dtype), 0)
         own_keys.append(row_k[n:])
         own_values.append(row_v[n:])
-    starts = [slot * store.capacity for slot in slots]
-    context = CachedRows(store, starts, seen, gathered=kernel in RAGGED_KERNELS)
+    by_row = kernel == "sdpa" and device.type == "cpu"
+    context = MemoryRows(memory, before, [memory.take(n) for n in own], by_row)
     packed = pack_rows([Segment((1,) * n, 0) for n in own], device, read=read, context=context)
     there = packed.gather_keys_values(*(torch.cat(x).to(device, dtype) for x in (own_keys, own_values)), 0)
     close(compute_attention(q.to(device, dtype), *there, packed.last_layer_metadata, kernel), expected, v)
@@ -244,21 +245,22 @@ def test_two_tiers_and_prefetch_change_no_token(corpus_file, device, layout, ove
 def test_what_comes_back_is_what_was_put_aside_while_the_device_is_busy(device):
     """Copies run beside products that write and free memory; nothing is waited for until the end."""
     tokens, count, side = (4000, 24, 2048) if device.type == "cuda" else (8, 24, 16)
-    segments = [Segment((number,) * tokens, 0) for number in range(count)]
-    size = torch.zeros(4, 2, tokens, 2, 64).nbytes
-    pool = EvidencePool(device, 4 * size, count * 4 * size)
+    format = KVFormat(denoiser := tiny_denoiser().to(device))
+    cache = KVCache(denoiser, format, *(n * tokens * format.token_bytes for n in (4, count * 4)))
     generator = torch.Generator().manual_seed(0)
-    order = torch.randint(count, (600,), generator=generator).tolist()
-    matrix = torch.randn(side, side, device=device)
-    wrong = torch.zeros((), device=device)
-    for number, segment in enumerate(segments):
-        pool.add(segment, torch.full((4, 2, tokens, 2, 64), float(number), device=device))
-    for at, number in enumerate(order):
-        pool.prefetch(segments[n] for n in order[at + 1 : at + 3])
-        noise = (matrix @ matrix)[:1] * torch.full((4, 2, tokens, 2, 64), -1.0, device=device).sum()
-        kept = pool.get(segments[number])
-        wrong += (kept != number).sum() + 0 * noise.sum().nan_to_num(0, 0, 0)
-    assert pool.cache_stats.host_tokens > 100 * tokens and float(wrong) == 0
+    order = [*range(count), *torch.randint(count, (600,), generator=generator).tolist()]
+    matrix, wrong = torch.randn(side, side, device=device), torch.zeros((), device=device)
+    for number in order:
+        segment = Segment((number,) * tokens, 0)
+        laid = LaidOutPrompt((segment,), Segment((), 0))
+        cache.prepare_rows([CacheRequest(0, laid, Segment((1,), 0), 0, 0)])
+        places = cache._seen[segment]
+        for new in cache._new.values():
+            cache.memory.write(new, torch.full_like(cache.memory.read(new), float(number)), 0)
+        noise = (matrix @ matrix)[:1] * torch.full((4, tokens, 64), -1.0, device=device).sum()
+        wrong += (cache.memory.read(places) != number).sum() + 0 * noise.sum().nan_to_num(0, 0, 0)
+        cache.store_computed()
+    assert cache.cache_stats.host_tokens > 100 * tokens and float(wrong) == 0
 
 
 @DEVICES

@@ -30,14 +30,14 @@ def ragged_by_the_book(q, k, v, sight):
     """A ragged kernel: each row alone."""
     keys, values = (x.split(sight.key_lengths) for x in (k, v))
     assert not any(sight.partial_view_rows), "no kernel but SDPA takes masks"
-    assert sight.cached_rows is None, "rows are consecutive"
+    assert sight.key_places is None, "rows are consecutive"
     rows = zip(q.split(sight.query_lengths), keys, values, strict=True)
     return torch.cat([by_the_book(*row) for row in rows])
 
 
 @contextmanager
-def shared_segments():
-    """While it is open, denoisers on a CPU have such a kernel, and rows gather what they see."""
+def ragged_kernel():
+    """While it is open, denoisers on a CPU have such a kernel, for which rows are gathered."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Denoiser, "backend", property(lambda _: "varlen"))
         patch.setitem(_KERNELS, "varlen", ragged_by_the_book)

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from dlm_rag.config import Config, DecodeConfig
-from dlm_rag.engine.batch_kv_cache import PREFILL_SCRATCH_TOKENS
+from dlm_rag.engine.cache import PREFILL_TOKENS
 from dlm_rag.engine.resolve_settings import resolve_settings
 from dlm_rag.engine.sampling import LOGITS_CHUNK_POSITIONS
 from dlm_rag.evidence.truncation import ContextBudget
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.model.flops import count_encode_flops, count_head_flops
-from dlm_rag.model.kv_store import round_up_to_page
 from dlm_rag.model.quantize import METHODS, count_scratch_bytes, count_weight_bytes
 from dlm_rag.training.data.examples import LONG_QUESTION_TOKENS
 from dlm_rag.training.planning.gpu_specs import MFU, GpuSpec
@@ -26,14 +25,14 @@ LOGIT_COPIES = 8  # numbers of float32 for each logit that is read
 
 @dataclass(frozen=True)
 class LongestRow:
-    """Tokens of the longest row: its prompt, its canvas, what runs at every step, and whether it has a slot
-    of keys and values (all but a canvas that runs with its whole prompt).
+    """Tokens of the longest row: its prompt, its canvas, what runs at every step, and whether keys and values
+    of it are kept (all but a canvas that runs with its whole prompt).
     """
 
     prompt: int
     canvas: int
     step: int
-    has_kv_slot: bool
+    is_kept: bool
 
     @property
     def total(self) -> int:
@@ -74,14 +73,15 @@ def estimate_decode_bytes(shape: DenoiserConfig, dtype: torch.dtype, row: Longes
         wide = max(wide, chosen + experts.shared_intermediate_size)
     heads = (2 * shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
     token = size * (3 * shape.hidden_size + max(heads, 3 * wide))
-    new = rows * row.prompt if row.has_kv_slot else 0
-    call = token * (rows * row.step + min(PREFILL_SCRATCH_TOKENS, new))
+    new = rows * row.prompt if row.is_kept else 0
+    call = token * (rows * row.step + min(PREFILL_TOKENS, new))
     if shape.block_size:  # a mask of each query and key: added, and as a rule
         call += (size + 1) * rows * row.step * row.total
     read = min(LOGITS_CHUNK_POSITIONS, rows * row.canvas)
     logits = 4 * LOGIT_COPIES * shape.vocab_size * read
-    slots = kv * (rows * round_up_to_page(row.total) + min(PREFILL_SCRATCH_TOKENS, new)) * row.has_kv_slot
-    return slots + max(call, logits)
+    kept = kv * rows * row.total * row.is_kept
+    gathered = kept / shape.num_hidden_layers  # of one layer, for kernels that want rows in order
+    return kept + max(call + gathered, logits)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from dlm_rag.config import Config, TrainConfig
-from dlm_rag.engine.segment_kv_cache import measure_free_bytes
 from dlm_rag.errors import ConfigError
+from dlm_rag.machine import measure_free_bytes
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.training.distributed import check_parallelism
 from dlm_rag.training.initial_model import make_training_shape, open_initial_model

@@ -1,0 +1,355 @@
+"""Keys and values that stay between steps: the same as computed anew, within their budget, counted."""
+
+import random
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dlm_rag.config import EngineConfig
+from dlm_rag.engine.cache import CacheRequest, HostTier, KVCache
+from dlm_rag.engine.memory import KVFormat, KVMemory
+from dlm_rag.engine.runner import MaskedModelRunner
+from dlm_rag.engine.sampling import ModelInput
+from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
+from dlm_rag.evidence.prompt_segments import LaidOutPrompt, lay_out_prompt
+from dlm_rag.machine import default_pool_bytes, measure_free_bytes
+from dlm_rag.model.attention import _KERNELS
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.packed_batch import MemoryRows, Segment, pack_rows
+from dlm_rag.tokenizer import Prompt
+from tests.model.test_block_attention import ASKED, ORDERS, make_decoder, what_happened
+from tests.support.attention import ragged_kernel
+from tests.support.decoding import QUESTIONS, rollout_records
+from tests.support.setup_matrix import DECODING_SETUPS, make_setup_decoder
+from tests.support.tiny_models import tiny_denoiser
+
+CPU = torch.device("cpu")
+CANVASES = [(256, 7, 256), (9, 256), (256, 256, 256, 8)]
+READ = [(0, 2), (1,), (0, 1, 2)]
+
+
+def segment(name, length=10):
+    return Segment((name,) * length, 0)
+
+
+def request(*segments, row=0):
+    """A row that sees these, with a canvas of two tokens."""
+    return CacheRequest(row, LaidOutPrompt(segments, Segment((), 0)), Segment((1, 2), 0), 0, 0)
+
+
+def fill(cache):
+    """As the denoiser would: writes the name of each new segment to its places."""
+    for new, places in cache._new.items():
+        cache.memory.write(places, torch.full_like(cache.memory.read(places), new.ids[0]), 0)
+
+
+def refresh(cache, *segments):
+    cache.prepare_rows([request(*segments)])
+    fill(cache)
+    cache.store_computed()
+
+
+def cache_of(tokens, host_tokens=0, **shape):
+    denoiser = tiny_denoiser(**shape)
+    format = KVFormat(denoiser)
+    return KVCache(denoiser, format, tokens * format.token_bytes, host_tokens * format.token_bytes)
+
+
+def names(kept):
+    return [found.ids[0] for found in kept]
+
+
+def test_places_never_meet_and_what_they_hold_stays_as_the_memory_grows():
+    rng = random.Random(0)
+    memory, held = KVMemory(KVFormat(tiny_denoiser()), 20), {}
+    for name in range(1, 500):
+        tokens = rng.randrange(9)
+        held[name] = memory.take(tokens)
+        memory.write(held[name], torch.full((2, 2, tokens, 2, 8), float(name)), 0)
+        if rng.random() < 0.55:
+            memory.give_back(held.pop(rng.choice([*held])))
+        every = np.concatenate([*held.values(), []])
+        assert len(every) == len({*every.tolist()}) == memory.taken
+        assert memory.free == memory.capacity - memory.taken
+    assert memory.capacity > 20
+    assert all((memory.read(places) == name).all() for name, places in held.items())
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_a_row_sees_the_places_that_it_names_and_itself(int8, by_row):
+    """In its own order, of a memory without other numbers."""
+    format = KVFormat(tiny_denoiser(), "int8" if int8 else "auto")
+    memory, held = KVMemory(format, 100), [Segment((n,) * n, 10 * n) for n in (3, 9, 5)]
+    numbers = [torch.randn(2, 2, len(segment.ids), 2, 8) for segment in held]
+    memory.layer(0).fill_(0 if int8 else torch.nan)
+    places = []
+    for segment, values in zip(held, numbers, strict=True):
+        places.append(memory.take(len(segment.ids)))
+        memory.write(places[-1], format.pack(values, segment.start), segment.start)
+    seen, lengths = [(0, 2), (), (2, 1)], (2, 3, 1)  # segments of each row; its own tokens
+    before = [np.concatenate([*(places[n] for n in row), memory.take(0)]) for row in seen]
+    context = MemoryRows(memory, before, [memory.take(n) for n in lengths], by_row)
+    own = torch.randn(2, 6, 2, 8)
+    rows = pack_rows([Segment((1,) * n, 0) for n in lengths], CPU, [[0], [], []], context)
+    for layer in range(2):
+        found = torch.stack(rows.gather_keys_values(*own, layer))
+        assert (rows.attention_metadata.key_places is not None) == by_row
+        if by_row:
+            found = format.unpack_layer(found[:, rows.attention_metadata.key_places], layer, None)
+        expected = []
+        for row, mine in zip(seen, own.split(lengths, dim=1), strict=True):
+            expected += [*(numbers[m][layer] for m in row), mine]
+        torch.testing.assert_close(found, torch.cat(expected, dim=1), atol=0.03 * int8, rtol=0.0)
+    keys = (2 + 3 + 5, 3, 5 + 9 + 1)
+    assert rows.attention_metadata.key_lengths == rows.last_layer_metadata.key_lengths == keys
+    assert rows.last_layer_metadata.num_attention_pairs == keys[0]
+
+
+def test_what_was_used_longest_ago_leaves_first():
+    cache = cache_of(32)
+    for name in (1, 2, 3, 1, 4):
+        refresh(cache, segment(name))
+    assert names(cache.kept) == [3, 1, 4] and cache.cache_stats.evicted_segments == 1
+    assert cache.cache_stats.encoded_segments == 4 and cache.cache_stats.device_segments == 1
+
+
+def test_what_leaves_the_device_comes_back_from_the_host():
+    cache = cache_of(12, 12)
+    refresh(cache, segment(1))
+    refresh(cache, segment(2))
+    assert (names(cache.kept), names(cache.host.kept)) == ([2], [1])
+    refresh(cache, segment(1))
+    assert (names(cache.kept), names(cache.host.kept)) == ([1], [2])
+    assert cache.cache_stats.host_tokens == 10 and cache.cache_stats.encoded_segments == 2
+    assert (cache.memory.read(cache.kept[segment(1)]) == 1).all()
+
+
+@pytest.mark.parametrize("host_tokens", [0, 90])
+def test_a_cache_keeps_what_it_holds_apart_and_within_its_budget(host_tokens):
+    rng, cache = random.Random(0), cache_of(100, host_tokens)
+    for _ in range(2000):
+        wanted = {segment(name, name % 23 + 1): None for name in rng.sample(range(40), rng.randrange(1, 9))}
+        cache.prepare_rows([request(*wanted)])
+        fill(cache)
+        assert {*wanted} == {*cache._seen}
+        assert all((cache.memory.read(at) == seen.ids[0]).all() for seen, at in cache._seen.items())
+        if rng.random() < 0.9:  # else the call fails
+            cache.store_computed()
+            assert cache.used_bytes <= cache.budget_bytes
+            assert cache.memory.taken == sum(map(len, cache.kept.values()))
+        assert cache.host.bytes == sum(x.nbytes for x in cache.host.kept.values()) <= cache.host.budget
+        assert all((cache.memory.read(at) == kept.ids[0]).all() for kept, at in cache.kept.items())
+    assert cache.cache_stats.evicted_segments > 100
+    assert bool(cache.cache_stats.host_tokens) == bool(host_tokens)
+
+
+def test_what_a_failed_call_was_to_write_is_not_kept():
+    cache = cache_of(100)
+    cache.prepare_rows([request(segment(1))])  # and it fails
+    cache.prepare_rows([request()])
+    cache.store_computed()
+    assert not cache.kept and not cache.memory.taken
+
+
+def laid_out(layout, facts, shifted, question=(1, 2, 3)):
+    shape = DenoiserConfig(300, shifted=shifted, passage_length=6)
+    return lay_out_prompt(Prompt(question, tuple(facts), (4,)), shape, layout)
+
+
+def shown_of(numbers, laid):
+    """The rows with their canvases, of which all states may be asked for."""
+    rows = zip(numbers, laid, CANVASES, strict=False)
+    return [
+        CacheRequest(number, row, row.build_canvas_segment(canvas, 0), 0, 0) for number, row, canvas in rows
+    ]
+
+
+def hidden_of(denoiser, cache, numbers, laid):
+    """The states that predict the positions `READ`, from the cache and as they are computed anew."""
+    shifted, canvases = denoiser.config.shifted, CANVASES[: len(laid)]
+    states = [row.build_row(canvas, 0, shifted) for row, canvas in zip(laid, canvases, strict=True)]
+    runs, stored = cache.prepare_rows(shown_of(numbers, laid))
+    firsts = [len(row.canvas_prefix.ids) - shifted for row in laid]
+    asked = [[first + n for n in places] for first, places in zip(firsts, READ, strict=False)]
+    read = [[] if run.row is None else asked[run.row] for run in runs]
+    rows = pack_rows([run.segment for run in runs], CPU, read, stored)
+    fresh = encode_canvases(denoiser, states, encode_contexts(denoiser, states), READ[: len(laid)])
+    found = denoiser.encode(rows)[0]
+    cache.store_computed()
+    return found, fresh
+
+
+A, B, C, LONG = (10, 11), (20, 21, 22), (30,), (40, 41, 42, 43, 44)
+# Evidence of three rows, step by step: changes in the middle, shrinks, empties, repeats, grows.
+STEPS = [
+    [(A, B, C), (A,), (LONG, A)],
+    [(A, LONG, C), (A,), (LONG, B)],
+    [(A, LONG), (B,), ()],
+    [(), (C, B, A), ()],
+    [(A, B, C), (C, B, A, LONG), (A,)],
+]
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("layout", ["prefix", "independent"])
+@pytest.mark.parametrize("budget", [0, 700, 10**9])
+def test_kept_contexts_give_what_fresh_ones_give(layout, shifted, budget):
+    denoiser = tiny_denoiser(shifted=shifted)
+    cache = KVCache(denoiser, KVFormat(denoiser), budget, budget // 2)
+    numbers = (2, 0, 1)
+    with torch.inference_mode():
+        for evidence in STEPS:
+            laid = [
+                laid_out(layout, facts, shifted, question)
+                for facts, question in zip(evidence, ((1, 2), (3,), (5, 6, 7)), strict=True)
+            ]
+            found, fresh = hidden_of(denoiser, cache, numbers, laid)
+            torch.testing.assert_close(found, fresh)
+
+
+def test_a_segment_is_encoded_once_for_all_rows_and_steps():
+    denoiser = tiny_denoiser()
+    cache = KVCache(denoiser, KVFormat(denoiser), 10**9)
+    laid = [laid_out("independent", facts, False) for facts in ((A, B), (B, A), (A,))]
+    with torch.inference_mode():
+        hidden_of(denoiser, cache, (0, 1, 2), laid)
+        hidden_of(denoiser, cache, (0, 1, 2), laid[::-1])
+    question = 4  # tokens, the same in all rows
+    assert cache.cache_stats.encoded_tokens == len(A) + len(B) + question
+    assert cache.cache_stats.requested_tokens == 2 * (9 + 9 + 6)
+
+
+def test_without_a_budget_every_step_encodes_everything_and_without_context_there_is_no_memory():
+    cache, laid = cache_of(0), LaidOutPrompt((), Segment((1, 2), 0))
+    for _ in range(3):
+        refresh(cache, segment(1), segment(2))
+    assert cache.cache_stats.reused_share == 0 and not cache.kept and not cache.memory.taken
+    runs, stored = cache_of(0).prepare_rows(shown_of((0,), [laid]))
+    assert stored is None and [run.segment for run in runs] == [laid.build_canvas_segment(CANVASES[0], 0)]
+
+
+def test_pinned_blocks_count_what_the_allocator_takes_for_them():
+    """torch rounds them up to a power of two: 10 tokens of 128 bytes take 2,048 bytes."""
+    tier = HostTier(5000, pinned=True)
+    for name in (1, 2, 3):
+        tier.put(segment(name), torch.zeros(1, 2, 10, 2, 8))
+    assert tier.bytes == 4096 and names(tier.kept) == [2, 3]
+
+
+def test_under_autocast_contexts_are_kept_in_its_dtype():
+    """As in the validation of a training whose weights are float32."""
+    denoiser, laid = tiny_denoiser(), [laid_out("independent", (A, B), False)]
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        cache = KVCache(denoiser, KVFormat(denoiser), 10**9)
+        found, expected = hidden_of(denoiser, cache, (0,), laid)
+    assert cache.memory.layer(0).dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_copy_to_the_host_waits_for_the_denoiser_and_the_denoiser_not_for_it(monkeypatch):
+    log = []
+    copies = SimpleNamespace(wait_stream=log.append, record_event=lambda: "made")
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: "denoiser")
+    monkeypatch.setattr("torch.cuda.stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: log.append(stream))
+    empty = torch.empty_like
+    monkeypatch.setattr("torch.empty_like", lambda x, pin_memory, **given: empty(x, **given))
+    cache = cache_of(12)
+    refresh(cache, segment(7))
+    cache._copies = copies
+    kept, event = cache._copy_to_host(cache.kept[segment(7)])
+    assert (kept == 7).all() and event == "made" and log == ["denoiser", copies]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("shape", [{}, {"block_size": None}], ids=["blocks", "whole"])
+@pytest.mark.parametrize("layout", ["independent", "prefix"])
+def test_a_ragged_kernel_finds_the_same_tokens_in_every_batch_and_budget(corpus_file, shape, layout, order):
+    settings = {} if shape or layout == "prefix" else {"finished_block_context": order}
+
+    def decode(size, gib, **engine):
+        decoder = make_decoder(corpus_file, layout, gib, shape, batch_size=size, **settings, **engine)
+        return what_happened(decoder.decode(ASKED)), decoder.model_runner
+
+    expected, runner = decode(4, 0.0)
+    gib = 20 * runner.cache.memory.format.token_bytes / 2**30
+    with ragged_kernel():
+        for size, budget in ((4, 0.0), (4, 1.0), (1, 1.0), (4, gib)):
+            found, runner = decode(size, budget)
+            assert found == expected
+        assert layout == "prefix" or runner.cache_stats.evicted_segments
+        assert not runner.cache._chains
+
+
+KEEPS_NOTHING = ("joint", "parallel")  # or rows are masked, which ragged kernels do not do
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize(
+    "way", [way for way, setup in DECODING_SETUPS.items() if setup[0] not in KEEPS_NOTHING]
+)
+def test_every_way_of_decoding_finds_what_went_to_host_memory(corpus_file, way, cache_dtype):
+    def decode(tokens):
+        decoder = make_setup_decoder(corpus_file, way)
+        gib = tokens * KVFormat(decoder.denoiser, cache_dtype).token_bytes / 2**30
+        engine = EngineConfig(prefix_cache_gib=gib, cpu_offload_gib=1e-4, cache_dtype=cache_dtype)
+        decoder.model_runner = MaskedModelRunner(decoder.denoiser, decoder.tokenizer.mask_id, engine)
+        return rollout_records(decoder.decode(QUESTIONS * 2)), decoder.model_runner.cache_stats
+
+    expected, _ = decode(10**6)
+    with ragged_kernel() if cache_dtype == "auto" else nullcontext():
+        found, stats = decode(250)
+    assert found == expected and (stats.host_segments or DECODING_SETUPS[way][0] == "prefix")
+
+
+class OperatorCount(TorchDispatchMode):
+    """How many operators torch is asked for while it is open."""
+
+    total = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.total += 1
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("block", [None, 3])
+@pytest.mark.parametrize("gib", [0.0, 1.0])
+def test_a_layer_asks_for_as_many_operators_for_many_rows_as_for_one(block, gib):
+    """And for as many with many passages: on a GPU the host is waited for."""
+    denoisers = [tiny_denoiser(block_size=block, num_hidden_layers=layers) for layers in (2, 3)]
+
+    def count_in_a_layer(rows, passages):
+        found = []
+        for denoiser in denoisers:
+            runner = MaskedModelRunner(denoiser, 256, EngineConfig(prefix_cache_gib=gib))
+            facts = tuple((10 + n, 20 + n) for n in range(passages))
+            views = []
+            for row in range(rows):
+                laid = lay_out_prompt(Prompt((1, row), facts, (4,)), denoiser.config, "independent")
+                views.append(ModelInput(row, laid, np.full(6, 256), np.arange(6)))
+            runner.propose(views)  # which computes all segments if they are kept
+            calls = denoiser.flop_count.calls
+            with OperatorCount() as seen:
+                runner.propose(views)
+            assert denoiser.flop_count.calls == calls + 1
+            found.append(seen.total)
+        return found[1] - found[0]
+
+    with ragged_kernel(), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(_KERNELS, "varlen", lambda q, k, v, sight: torch.zeros_like(q))
+        assert 0 < count_in_a_layer(1, 2) == count_in_a_layer(5, 2) == count_in_a_layer(3, 6) <= 40
+
+
+def test_what_is_free_is_what_the_container_may_take(tmp_path, monkeypatch):
+    for name, value in (("max", "5000000"), ("current", "3000000")):
+        (tmp_path / name).write_text(f"{value}\n")
+    group = (tmp_path / "max", tmp_path / "current")
+    monkeypatch.setattr("dlm_rag.machine.CGROUP_MEMORY_FILES", (group,))
+    assert measure_free_bytes(CPU) == 2_000_000 and default_pool_bytes(CPU) == 500_000
+    (tmp_path / "max").write_text("max\n")
+    assert measure_free_bytes(CPU) > 2_000_000
