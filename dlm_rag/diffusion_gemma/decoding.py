@@ -245,8 +245,8 @@ class GemmaRunner(ModelRunner):
         self._prefixes = PrefixKVCache(self.denoiser)
         self._stacked: tuple[list[tuple[int, tuple[int, ...]]], StackedCaches] | None = None
 
-    def release(self, slot: int) -> None:
-        self._prefixes.release(slot)
+    def release(self, row: int) -> None:
+        self._prefixes.release(row)
         self._stacked = None
 
     def order_passages(self, before: Sequence[Passage], found: list[Passage]) -> list[Passage]:
@@ -255,8 +255,8 @@ class GemmaRunner(ModelRunner):
     @torch.inference_mode()
     def propose(self, views: Sequence[ModelInput]) -> list[Proposals]:
         with profile_stage("encode_evidence"):
-            slots = [self._prefixes.prefill(view.slot, _finished_ids(view)) for view in views]
-            texts = self._stack_texts([view.slot for view in views], slots)
+            slots = [self._prefixes.prefill(view.row, _finished_ids(view)) for view in views]
+            texts = self._stack_texts([view.row for view in views], slots)
         with profile_stage("denoise"):
             open_blocks = np.stack([view.canvas[view.finished_length :] for view in views])
             quantiles = [view.quantiles.astype(np.float32) for view in views if view.quantiles is not None]

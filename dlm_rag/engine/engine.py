@@ -16,8 +16,7 @@ and in a batch; what goes wrong in one row ends that row alone. Every row has de
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
-from heapq import heappop, heappush
+from dataclasses import asdict
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -29,8 +28,8 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.engine.resolve_settings import resolve_settings
 from dlm_rag.engine.row import Row, Ticket, make_canvas
 from dlm_rag.engine.runner import DecoderStats, MaskedModelRunner, ModelRunner
-from dlm_rag.engine.search import NO_SEARCH, PendingSearch, RetrievalStep
-from dlm_rag.engine.step import DenoiseStep
+from dlm_rag.engine.search import Searches
+from dlm_rag.engine.step import take_step
 from dlm_rag.errors import ConfigError, NamesRemedy
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
@@ -190,16 +189,6 @@ class StepEvent(NamedTuple):
         return self.rollout.finished
 
 
-@dataclass
-class RowGroup:  # that take their steps together
-    rows: list[Row] = field(default_factory=list)
-    search: PendingSearch = NO_SEARCH
-
-    @property
-    def active_rows(self) -> list[Row]:
-        return [row for row in self.rows if not (row.rollout.error or row.rollout.finished)]
-
-
 class Engine(AbstractContextManager["Engine"]):
     """Answers questions for a decoder; everything in flight is its state.
 
@@ -217,15 +206,12 @@ class Engine(AbstractContextManager["Engine"]):
         """settings: in place of the decoder's."""
         self.decoder, self.settings, self.tokenizer = decoder, settings or decoder.config, decoder.tokenizer
         self.model_runner, self.retriever = decoder.model_runner, decoder.retriever
-        self._denoising = DenoiseStep(self.model_runner, self.tokenizer)
-        self._retrieval = RetrievalStep(
+        self._searches = Searches(
             self.model_runner, self.retriever, self.tokenizer, decoder.evidence_layout
         )
         self._clock = StageClock()
-        places = self.settings.batch_size
-        halves = 2 if self.settings.overlap == "pipeline" and places > 1 else 1
-        self._groups = [RowGroup() for _ in range(halves)]
-        self._free = list(range(places))
+        halves = 2 if self.settings.overlap == "pipeline" and self.settings.batch_size > 1 else 1
+        self._groups = [list[Row]() for _ in range(halves)]  # each takes its steps together
         self._turn = 0
 
     def __exit__(self, *error: object) -> None:
@@ -234,11 +220,11 @@ class Engine(AbstractContextManager["Engine"]):
     @property
     def capacity(self) -> int:
         """How many questions may be submitted now."""
-        return len(self._free)
+        return self.settings.batch_size - sum(map(len, self._groups))
 
     @property
     def busy(self) -> bool:
-        return any(group.rows for group in self._groups)
+        return any(self._groups)
 
     def submit(
         self, question: Question, settings: DecodeConfig | None = None, guesses: bool = False
@@ -247,7 +233,7 @@ class Engine(AbstractContextManager["Engine"]):
 
         guesses: whether its steps record what is guessed at masked positions; no token depends on it.
         """
-        if not self._free:
+        if self.capacity <= 0:
             raise RuntimeError("the engine has no free place: submit when its capacity is above 0")
         own, shape = self.settings, self.model_runner.shape
         if settings is not None:
@@ -260,14 +246,13 @@ class Engine(AbstractContextManager["Engine"]):
             ticket=Ticket(next(_tickets)),
             question=question,
             settings=own,
-            slot=heappop(self._free),  # the lowest: memory is kept up to the highest in use
             canvas=make_canvas(own, shape, self.tokenizer, generator),
             generator=generator,
             rollout=Rollout(question.id, question.question, layout, length, settings=asdict(own)),
             end_ids=self.tokenizer.end_ids,
             recorder=ProvisionalRecorder(self.tokenizer.token_text) if guesses else None,
         )
-        min(self._groups, key=lambda group: len(group.rows)).rows.append(row)
+        min(self._groups, key=len).append(row)
         return row.ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -277,7 +262,7 @@ class Engine(AbstractContextManager["Engine"]):
         """
         with self.decoder.lock:
             for group in self._groups:
-                for row in group.rows:
+                for row in group:
                     if row.ticket == ticket:
                         row.rollout.error = "cancelled"
                         self._remove_row(group, row)
@@ -287,10 +272,9 @@ class Engine(AbstractContextManager["Engine"]):
     def close(self) -> None:
         """Cancels what is in flight and ends the search thread."""
         for group in self._groups:
-            for row in list(group.rows):
+            for row in list(group):  # nobody takes what their searches find, nor what they raise
                 self.cancel(row.ticket)
-            group.search = NO_SEARCH  # nobody takes what it finds, nor what it raises
-        self._retrieval.close()
+        self._searches.close()
 
     def step(self) -> list[StepEvent]:
         """One step of all rows, or of one half of them in turn with `overlap=pipeline`.
@@ -302,10 +286,10 @@ class Engine(AbstractContextManager["Engine"]):
         """
         group = self._groups[self._turn % len(self._groups)]
         try:
-            with self.decoder.lock, self._clock, profile_step(self._turn, len(group.rows)):
+            with self.decoder.lock, self._clock, profile_step(self._turn, len(group)):
                 closed = self._take_step(group)
         except BaseException:
-            for row in list(group.rows):  # half a step is no state to go on from
+            for row in list(group):  # half a step is no state to go on from
                 self.cancel(row.ticket)
             raise
         self._turn += 1
@@ -316,33 +300,31 @@ class Engine(AbstractContextManager["Engine"]):
                     self._remove_row(group, row)
         return [StepEvent(row.ticket, row.rollout) for row in closed]
 
-    def _take_step(self, group: RowGroup) -> list[Row]:
+    def _take_step(self, group: list[Row]) -> list[Row]:
         if self.settings.overlap == "none":
             self._denoise(group)
-            self._start_search(group)
-            self._apply_search(group)
-            return self._end_step(list(group.rows))
+            self._start_searches(group)
+            self._apply_searches(group)
+            return self._end_step(list(group))
         # The search is under way while the other group denoises: the same tokens.
-        self._apply_search(group)
-        closed = self._end_step([row for row in group.rows if row.step or row.record.query is not None])
+        self._apply_searches(group)
+        closed = self._end_step([row for row in group if row.step or row.record.query is not None])
         self._denoise(group)
-        self._start_search(group, aside=True)
+        self._start_searches(group, in_background=True)
         return closed
 
-    def _denoise(self, group: RowGroup) -> None:
-        rows = [row for row in group.active_rows if row.fitted_prompt is not None]
-        self._denoising.run(rows)
+    def _denoise(self, group: list[Row]) -> None:
+        rows = [row for row in group if row.is_active and row.fitted_prompt is not None]
+        take_step(self.model_runner, self.tokenizer, rows)
         self._split_seconds(rows)
 
-    def _start_search(self, group: RowGroup, aside: bool = False) -> None:
-        rows = group.active_rows
-        group.search = self._retrieval.start_search(rows, aside)
+    def _start_searches(self, group: list[Row], in_background: bool = False) -> None:
+        rows = [row for row in group if row.is_active]
+        self._searches.start(rows, in_background)
         self._split_seconds(rows)
 
-    def _apply_search(self, group: RowGroup) -> None:
-        search, group.search = group.search, NO_SEARCH
-        self._retrieval.apply_search(search)
-        self._split_seconds(search.rows)
+    def _apply_searches(self, group: list[Row]) -> None:
+        self._split_seconds(self._searches.apply(group))
 
     def _end_step(self, rows: list[Row]) -> list[Row]:
         for row in rows:
@@ -360,7 +342,6 @@ class Engine(AbstractContextManager["Engine"]):
             for row in rows:
                 row.record.seconds[name] = row.record.seconds.get(name, 0.0) + value / len(rows)
 
-    def _remove_row(self, group: RowGroup, row: Row) -> None:
-        group.rows.remove(row)
-        heappush(self._free, row.slot)
-        self.model_runner.release(row.slot)
+    def _remove_row(self, group: list[Row], row: Row) -> None:
+        group.remove(row)
+        self.model_runner.release(row.ticket)

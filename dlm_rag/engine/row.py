@@ -1,7 +1,7 @@
 """A question in the batch: its canvas, how a step writes into it, its evidence and its search."""
 
 import logging
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, NewType
 
@@ -25,6 +25,7 @@ from dlm_rag.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 Ticket = NewType("Ticket", int)
+SearchResult = list[Passage] | Exception  # of one query
 TokenIds = NDArray[np.int64]
 Span = tuple[int, int]  # positions, from and up to
 
@@ -154,7 +155,6 @@ class Row:
     ticket: Ticket
     question: Question
     settings: DecodeConfig  # its own
-    slot: int  # where its context is cached
     canvas: Canvas
     generator: torch.Generator
     rollout: Rollout
@@ -167,6 +167,7 @@ class Row:
     fitted_prompt: FittedPrompt | None = None  # with what fits of the evidence, once there is some
     laid_out_prompt: LaidOutPrompt = field(init=False, repr=False)  # this, laid out
     query_key: Hashable = None
+    search: Callable[[], SearchResult] | None = None  # waits for what was asked last, until it is taken
     provisional: Proposals | None = None
     lowest_confidence: float | None = None  # of provisional tokens; None where nothing is masked
     blocks_just_finished: int = 0  # by the last step: their keys and values are computed in this one
@@ -174,6 +175,11 @@ class Row:
     @property
     def step(self) -> int:
         return len(self.rollout.steps)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it takes part in the next step."""
+        return not (self.rollout.error or self.rollout.finished)
 
     @property
     def is_done(self) -> bool:

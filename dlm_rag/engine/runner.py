@@ -90,8 +90,8 @@ class ModelRunner:
     def prefetch(self, laid: LaidOutPrompt) -> None:
         """A row will be shown with this prompt next."""
 
-    def release(self, slot: int) -> None:
-        """The row in this slot takes no more steps."""
+    def release(self, row: int) -> None:
+        """The row of this number takes no more steps."""
 
     def order_passages(self, before: Sequence[Passage], found: list[Passage]) -> list[Passage]:
         """The passages that were found in the order of the prompt; before: those that it holds."""
@@ -133,8 +133,8 @@ class MaskedModelRunner(ModelRunner):
     def prefetch(self, laid: LaidOutPrompt) -> None:
         self.cache.prefetch(laid)
 
-    def release(self, slot: int) -> None:
-        self.cache.release(slot)
+    def release(self, row: int) -> None:
+        self.cache.release(row)
 
     @torch.inference_mode()
     def propose(self, views: Sequence[ModelInput]) -> list[Proposals]:
@@ -172,7 +172,7 @@ class MaskedModelRunner(ModelRunner):
         finished = segment.block_start(lead + view.finished_length)
         asked = view.positions if len(view.positions) else np.array([view.finished_length])
         first = int(laid.find_states(asked, len(view.canvas), self.shape.shifted)[0])
-        return CacheRequest(view.slot, laid, segment, finished, first)
+        return CacheRequest(view.row, laid, segment, finished, first)
 
     def _read_tokens(self, run: ForwardSpan, view: ModelInput) -> list[int]:
         """The tokens of a run whose states predict positions that are asked for."""

@@ -23,7 +23,7 @@ Arrays = list[NDArray[Any]]
 class ModelInput:
     """What a model is shown of a row that is to take a step."""
 
-    slot: int  # the row's own: what is kept for it is kept under this number
+    row: int  # its ticket: what is kept for it is kept under this number
     laid_out_prompt: LaidOutPrompt
     canvas: NDArray[np.int64]  # (length,) the ids that stand there now, as far as the model is to look
     # Those to propose for, ascending; (length,) alone: the masked one behind.

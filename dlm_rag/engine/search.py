@@ -1,13 +1,12 @@
 """Searches: when a row asks, what for, and how what was found becomes its evidence."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, partial
 
-from dlm_rag.engine.row import Row
+from dlm_rag.engine.row import Row, SearchResult
 from dlm_rag.engine.runner import ModelRunner
 from dlm_rag.errors import QuestionError, UserError
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt, lay_out_prompt
@@ -31,21 +30,9 @@ from dlm_rag.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-SearchResult = list[Passage] | Exception  # of one query
 
-
-class PendingSearch(NamedTuple):
-    """What was asked for some rows; `results` waits while the search is under way."""
-
-    rows: list[Row]
-    results: Callable[[], list[SearchResult]]
-
-
-NO_SEARCH = PendingSearch([], list)
-
-
-class RetrievalStep:
-    """Searches for rows and lays out their prompts."""
+class Searches:
+    """Searches for rows and lays out their prompts with what was found."""
 
     def __init__(
         self, model_runner: ModelRunner, retriever: Retriever, tokenizer: Tokenizer, layout: str
@@ -62,8 +49,8 @@ class RetrievalStep:
             self._worker.shutdown()
             del self._worker
 
-    def start_search(self, rows: list[Row], aside: bool = False) -> PendingSearch:
-        """Searches for the rows that are due and whose query has changed; `aside`: on another thread."""
+    def start(self, rows: list[Row], in_background: bool = False) -> None:
+        """Searches for the rows that are due and whose query has changed."""
         asking: list[Row] = []
         queries: list[Query] = []
         with profile_stage("detokenize"):
@@ -76,11 +63,12 @@ class RetrievalStep:
                     asking.append(row)
                     queries.append(query)
         if not asking:
-            return NO_SEARCH
-        if aside:
-            return PendingSearch(asking, self._worker.submit(self._search, queries).result)
-        found = self._search(queries)
-        return PendingSearch(asking, lambda: found)
+            return
+        search = self._worker.submit(self._search, queries) if in_background else Future()
+        if not in_background:
+            search.set_result(self._search(queries))
+        for number, row in enumerate(asking):
+            row.search = partial(_take_result, search, number)
 
     def _build_row_query(self, row: Row) -> Query | None:
         """What a row asks now; None where no refresh is due."""
@@ -112,14 +100,19 @@ class RetrievalStep:
             return [RuntimeError(f"{len(found)} results for {len(queries)} queries")] * len(queries)
         return [_check_passages(passages) for passages in found]
 
-    def apply_search(self, search: PendingSearch) -> None:
-        """Takes what was found as the evidence of its rows; only the wait for it counts as time."""
+    def apply(self, rows: list[Row]) -> list[Row]:
+        """Takes what was found as the evidence of the rows that asked, which are returned.
+
+        Only the wait for it counts as time.
+        """
+        found = list[tuple[Row, SearchResult]]()
         with profile_stage("retrieve"):
-            found = search.results()
+            for row in rows:
+                if row.search is not None:
+                    found.append((row, row.search()))
+                    row.search = None
         with profile_stage("tokenize"):
-            for row, passages in zip(search.rows, found, strict=True):
-                if row.rollout.error:  # it has left while the search was under way
-                    continue
+            for row, passages in found:
                 if isinstance(passages, Exception):  # even of the last: evidence is part of the answer
                     row.fail(f"the search failed: {type(passages).__name__}: {passages}")
                 else:
@@ -127,6 +120,7 @@ class RetrievalStep:
                         self._update_evidence(row, passages)
                     except QuestionError as error:
                         row.fail(str(error))
+        return [row for row, _ in found]
 
     def _update_evidence(self, row: Row, found: list[Passage]) -> None:
         """Makes what fits of the passages the evidence of the row, and lays out its prompt."""
@@ -165,6 +159,10 @@ class RetrievalStep:
             fitted.prompt, shape, self.layout, settings.finished_block_context, settings.mode or "diffusion"
         )
         return fitted, laid
+
+
+def _take_result(search: Future[list[SearchResult]], number: int) -> SearchResult:
+    return search.result()[number]
 
 
 def _check_passages(found: SearchResult) -> SearchResult:

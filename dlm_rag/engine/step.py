@@ -28,26 +28,23 @@ log = logging.getLogger(__name__)
 SearchResult = list[Passage] | Exception  # of one query
 
 
-class DenoiseStep:
-    """Denoises rows and commits by their rules: `denoise`, then `commit` and `record` row by row."""
+def take_step(model_runner: ModelRunner, tokenizer: Tokenizer, rows: list[Row]) -> None:
+    """Denoises rows, each with evidence, and commits by their rules: `denoise`, then `commit` and `record`.
 
-    def __init__(self, model_runner: ModelRunner, tokenizer: Tokenizer) -> None:
-        self.model_runner, self.tokenizer = model_runner, tokenizer
-
-    def run(self, rows: list[Row]) -> None:
-        """One step of these rows, each with evidence; a row whose proposals are wrong fails alone."""
-        if not rows:
-            return
-        inputs, found = denoise(self.model_runner, rows)
-        with profile_stage("commit"):
-            for row, view, proposals in zip(rows, inputs, found, strict=True):
-                if proposals is None:
-                    continue
-                shown, laid = view.canvas[: row.current_block[1]].tolist(), view.laid_out_prompt
-                record(row, commit(row, proposals), self.tokenizer.token_text)
-                if row.record.action is not None:
-                    shifted, finished = self.model_runner.shape.shifted, view.finished_length
-                    row.rollout.states[row.step] = partial(laid.build_row, shown, finished, shifted)
+    A row whose proposals are wrong fails alone.
+    """
+    if not rows:
+        return
+    inputs, found = denoise(model_runner, rows)
+    with profile_stage("commit"):
+        for row, view, proposals in zip(rows, inputs, found, strict=True):
+            if proposals is None:
+                continue
+            shown, laid = view.canvas[: row.current_block[1]].tolist(), view.laid_out_prompt
+            record(row, commit(row, proposals), tokenizer.token_text)
+            if row.record.action is not None:
+                shifted, finished = model_runner.shape.shifted, view.finished_length
+                row.rollout.states[row.step] = partial(laid.build_row, shown, finished, shifted)
 
 
 def denoise(model_runner: ModelRunner, rows: list[Row]) -> tuple[list[ModelInput], list[Proposals | None]]:
@@ -89,7 +86,7 @@ def build_model_input(row: Row) -> ModelInput:
     elif draws is not None and temperature:
         quantiles = draws[0, positions]
     return ModelInput(
-        slot=row.slot,
+        row=row.ticket,
         laid_out_prompt=row.laid_out_prompt,
         canvas=canvas.model_ids[:end],
         positions=positions,

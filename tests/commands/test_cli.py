@@ -67,7 +67,7 @@ def test_a_step_that_takes_minutes_is_announced_before_it(call, tmp_path, corpus
     def stop(*_):
         raise RunError("the step begins")
 
-    monkeypatch.setattr("dlm_rag.engine.step.DenoiseStep.run", stop)
+    monkeypatch.setattr("dlm_rag.engine.engine.take_step", stop)
     monkeypatch.setattr("dlm_rag.training.trainer.Trainer.step", stop)
     tiny_denoiser(max_position_embeddings=2**21).save_pretrained(tmp_path / "long", eos_token_id=257)
     byte_tokenizer().save_pretrained(tmp_path / "long")

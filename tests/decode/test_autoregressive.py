@@ -10,7 +10,7 @@ import torch
 
 from dlm_rag import Decoder, Denoiser, Tokenizer
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.engine.step import DenoiseStep
+from dlm_rag.engine import engine
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.composite import NoRetriever
@@ -49,14 +49,14 @@ def make_decoder(corpus, denoiser, layout="joint", prefix_cache_gib=1.0, **setti
 
 def decode(decoder):
     """Rollouts, and the prompts that the model was shown, by question and step."""
-    shown, run = {}, DenoiseStep.run
+    shown, run = {}, engine.take_step
 
-    def spy(steps, rows):
+    def spy(runner, tokenizer, rows):
         shown.update({(row.question.id, row.step): row.laid_out_prompt for row in rows})
-        run(steps, rows)
+        run(runner, tokenizer, rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DenoiseStep, "run", spy)
+        patch.setattr(engine, "take_step", spy)
         rollouts = decoder.decode(ASKED)
     assert not any(rollout.error for rollout in rollouts)
     return rollouts, shown

@@ -4,9 +4,10 @@ import pytest
 
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.trace_file import read_trace, read_trace_header, rebuild_prompts
+from dlm_rag.engine import engine
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.engine.replay import make_step_examples
-from dlm_rag.engine.step import DenoiseStep, build_model_input
+from dlm_rag.engine.step import build_model_input
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.model.denoiser_config import ExpertsConfig
@@ -132,14 +133,14 @@ def test_a_text_that_may_still_be_edited_is_not_at_its_end(corpus, rounds):
 
 def seen_by(decoder):
     """The rollouts; by question and step the arrangement and the canvas that the denoiser is shown."""
-    seen, denoise = {}, DenoiseStep.run
+    seen, denoise = {}, engine.take_step
 
-    def spy(steps, rows):
+    def spy(runner, tokenizer, rows):
         seen.update({(r.question.id, r.step): (r.laid_out_prompt, r.canvas.ids.tolist()) for r in rows})
-        denoise(steps, rows)
+        denoise(runner, tokenizer, rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DenoiseStep, "run", spy)
+        patch.setattr(engine, "take_step", spy)
         return decoder.decode(ASKED), seen
 
 
@@ -169,21 +170,21 @@ def test_a_trace_gives_prompts_canvases_and_edits_again(corpus, tmp_path, settin
 def test_a_token_that_follows_from_the_block_before_is_asked_for_alone(corpus, monkeypatch):
     """And leaves the query the guesses that are behind it."""
     decoder = make_decoder(corpus, "independent", shape=SHIFTED, max_new_tokens=24, early_stopping=False)
-    denoise, given = DenoiseStep.run, []
+    denoise, given = engine.take_step, []
 
-    def spy(steps, rows):
+    def spy(runner, tokenizer, rows):
         firsts = [(row, row.canvas.first_masked) for row in rows]
         now = [(row, n) for row, n in firsts if n and row.laid_out_prompt.block_bounds(n)[0] == n]
         for row, first in now:
             assert row.shown_span == (first, first)
             assert build_model_input(row).positions.tolist() == [first]
-        denoise(steps, rows)
+        denoise(runner, tokenizer, rows)
         for row, first in now:
             assert [token.position for token in row.record.committed] == [first]
             assert len(row.provisional.positions) > BLOCK or first > 24 - 2 * BLOCK
         given.extend(now)
 
-    monkeypatch.setattr(DenoiseStep, "run", spy)
+    monkeypatch.setattr(engine, "take_step", spy)
     decoder.decode(ASKED)
     assert len(given) == len(ASKED) * 24 // BLOCK
 

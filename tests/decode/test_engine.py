@@ -183,7 +183,7 @@ def test_random_traffic_gives_every_question_what_it_gets_alone(corpus_file, lay
                 number, question = rng.randrange(len(settings)), rng.choice(ASKED)
                 ticket = engine.submit(question, DecodeConfig(**settings[number]))
                 asked[ticket] = number, question.id
-            flying = [row.ticket for group in engine._groups for row in group.rows]
+            flying = [row.ticket for group in engine._groups for row in group]
             if flying and rng.random() < 0.1:
                 engine.cancel(rng.choice(flying))
             for event in engine.step():

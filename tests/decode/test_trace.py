@@ -13,8 +13,8 @@ from dlm_rag.decode.trace_file import (
     read_trace_header,
     rebuild_prompts,
 )
+from dlm_rag.engine import engine
 from dlm_rag.engine.replay import make_step_examples
-from dlm_rag.engine.step import DenoiseStep
 from dlm_rag.errors import TraceError, UserError
 from dlm_rag.evaluation.metrics import score_rollout
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
@@ -45,13 +45,13 @@ def restore_evidence_texts(rollout, header, tokenizer):
 
 def decode_and_spy(decoder):
     """The rollouts, and by question and step what the denoiser saw: arrangement, canvas."""
-    seen, denoise = {}, DenoiseStep.run
+    seen, denoise = {}, engine.take_step
 
-    def spy(steps, rows):
+    def spy(runner, tokenizer, rows):
         seen.update({(r.question.id, r.step): (r.laid_out_prompt, r.canvas.ids.tolist()) for r in rows})
-        denoise(steps, rows)
+        denoise(runner, tokenizer, rows)
 
-    with patch.object(DenoiseStep, "run", spy):
+    with patch.object(engine, "take_step", spy):
         return decoder.decode(TRACE_QUESTIONS), seen
 
 
