@@ -25,8 +25,8 @@ LOGIT_COPIES = 8  # numbers of float32 for each logit that is read
 
 @dataclass(frozen=True)
 class LongestRow:
-    """Tokens of the longest row: its prompt, its canvas, what runs at every step, and whether keys and values
-    of it are kept (all but a canvas that runs with its whole prompt).
+    """Tokens of the longest row: its prompt, its canvas, what runs at every step, and whether its keys and
+    values are kept (all but those of a canvas that runs with its whole prompt).
     """
 
     prompt: int
