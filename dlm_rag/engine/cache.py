@@ -286,7 +286,7 @@ class KVCache:
         for part in _split_by_tokens(new):
             own = [self._new[segment] for segment in part]
             context = MemoryRows(self.memory, [concatenate_places([])] * len(part), own)
-            read = [()] * len(part)
+            read = [[0], *[()] * (len(part) - 1)]  # the last layer writes only if some state is read
             self._denoiser.encode(pack_rows(part, self._denoiser.device, read, context))
         return []
 

@@ -146,10 +146,10 @@ def test_every_kernel_reads_places_of_a_memory(gpu_kernel):
     q, k, v = random_rows(queries, keys)
     memory = KVMemory(KVFormat(tiny_denoiser(num_hidden_layers=1)), 20)
     memory.layer(0).fill_(torch.nan)
-    gap, before, own = memory.take(3), memory.take(3), [memory.take(n) for n in queries]
-    memory.write(before[::-1], torch.stack((k[:3], v[:3]))[None], 0)
+    gap, before, own = memory.take(3), memory.take(3)[::-1].copy(), [memory.take(n) for n in queries]
+    memory.write(before, torch.stack((k[:3], v[:3]))[None], 0)
     for kernel in (gpu_kernel, "sdpa"):
-        context = MemoryRows(memory, [before[::-1], gap[:0]], own, by_row=kernel == "sdpa")
+        context = MemoryRows(memory, [before, gap[:0]], own, by_row=kernel == "sdpa")
         rows = pack_rows([Segment((1,) * n, 0) for n in queries], CPU, context=context)
         seen = rows.gather_keys_values(k[3:], v[3:], 0)
         out = compute_attention(q, *seen, rows.attention_metadata, kernel)
