@@ -31,8 +31,9 @@ class BadInputCase:
     files: what to put into the working folder first, by path: a text or bytes; a dict, whose keys join the
     JSON object that is there; None takes a file away; a function gets the path and does anything else.
     changes: files that the command may change; all others must be what they were.
-    env: variables of the environment, None takes one away. These cases, and programs of the checkout, run
-    in a process of their own.
+    env: variables of the environment; None takes one away.
+    alone: whether it runs in a process of its own, as programs of the checkout do: for what is read at the
+    start of Python.
     loads: whether weights are read before the error, which are out of reach otherwise.
     """
 
@@ -45,6 +46,7 @@ class BadInputCase:
     stdin: bytes = b""
     changes: tuple[str, ...] = ()
     env: dict[str, str | None] = field(default_factory=dict)
+    alone: bool = False
     loads: bool = False
 
 

@@ -107,60 +107,38 @@ CASES = [
             ("has shape [64, 32], its config asks for [65, 32]", {"intermediate_size": 65}),
             ("mask_token_id=-1 must be", {"mask_token_id": -1}),
             ("mask_token_id=257 is a token that ends", {"mask_token_id": 257}),
-            *(("must be ids from 0", {"eos_token_id": value}) for value in (1.5, [[1]], -1, 258, True)),
+            *(("must be ids from 0", {"eos_token_id": value}) for value in (1.5, 258, True)),
             *(
                 (f"{key}={shown}", f'{{"model_type": "dlm_rag", "vocab_size": 258, "{key}": {value}}}')
                 for key, value, shown in (
-                    ("rms_norm_eps", "NaN", "nan must be"), ("rope_theta", "1e999", "inf must be"),
-                    ("rope_theta", '"x"', "x must be"), ("rope_theta", "-1", "-1 must be"),
-                    ("rms_norm_eps", "1e300", "1e+300"), ("rope_theta", "1" + "0" * 400, "1000"),
+                    ("rms_norm_eps", "NaN", "nan must be"), ("rope_theta", '"x"', "x must be"),
+                    ("rope_theta", "1" + "0" * 400, "1000"),
                 )
             ),
             ("num_key_value_heads=3 must divide num_attention_heads=4", {"num_key_value_heads": 3}),
             ("rope_scaling='yarn' must be", LLAMA | {"rope_scaling": "yarn"}),
             ("type 'dynamic' is not supported", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
-            ("low_freq_factor=None must be", LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
-            ("must be a number above 0", LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 10**400}}),
             ("gives no rotary positions", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "x"}}),
             ("layer_types may be", LLAMA | {"layer_types": ["full_attention", "sliding_attention"]}),
-            ("tie_word_embeddings=no must be", {"tie_word_embeddings": "no"}),
-            *(
-                (f"tie_word_embeddings={shown} must be", family | {key: value})
-                for value, shown in (("no", "no"), ("", ""), (0, "0"))
-                for family, key in ((LLAMA, "tie_word_embeddings"), (LLADA, "weight_tying"))
-            ),
+            ("tie_word_embeddings=0 must be", LLAMA | {"tie_word_embeddings": 0}),
+            ("tie_word_embeddings=no must be", LLADA | {"weight_tying": "no"}),
             ("canvas_length=0.5 must be", {"canvas_length": 0.5}),
-            ("must hold texts", {"prompt": {"head": 3}}),
-            ("block_length=eight must be", {"block_length": "eight"}),
-            ("block_grid=middle must be 'prompt' or 'canvas'", {"block_grid": "middle"}),
-            ("finished_block_context=append", {"finished_block_context": "append"}),
             ("noise={'steps': 4} is not supported", {"noise": {"steps": 4}}),
             ("experts.num_experts_per_tok", {"experts": {"num_experts": 8}}),
-            ("experts.number=8 Unexpected", {"experts": {"number": 8}}),
             # Attention in blocks.
             ("'block_size' is missing: set model.block_size", SDAR | {"block_size": None}),
             ("the key 'bd_size' is missing", LLAMA | {"model_type": "Fast_dLLM_Qwen"}),
-            *((f"block_size={value} must be", SDAR | {"block_size": value}) for value in (-4, "4", True, 2.5)),
+            *((f"block_size={value} must be", SDAR | {"block_size": value}) for value in (-4, True)),
             ("attention_bias=True is not supported", SDAR | {"attention_bias": True}),
-            ("use_regular_causal=True is not supported", SDAR | {"use_regular_causal": True}),
-            ("the key 'attention_bias' is missing", SDAR | {"model_type": "wedlm"}),
             # Experts.
             ("the tensor model.word_embeddings.weight is missing", LLADA2),
             ("(7, 999999) are not in the vocabulary", LLADA2 | {"delete_token_id": 7, "split_token_id": 999_999}),
             ("expert_capacity=1 must be from num_experts_per_tok=", LLADA2 | {"expert_capacity": 1}),
-            *((f"the key '{key}' is missing", LLADA2 | {key: None}) for key in LLADA2 if key not in (
-                "model_type", "rms_norm_eps", "num_shared_experts"
-            )),
+            ("the key 'num_experts_per_tok' is missing", LLADA2 | {"num_experts_per_tok": None}),
             *(
                 (f"{key}={value!r} is not supported", family | {key: value})
                 for family, key, value in (
-                    (LLADA2, "use_bias", True), (LLADA2, "norm_head", True), (LLADA2, "norm_topk_prob", False),
-                    (LLADA2, "score_function", "softmax"), (LLADA2, "moe_router_enable_expert_bias", False),
-                    (LLADA2, "rope_scaling", {"rope_type": "yarn"}), (LLADA_MOE, "norm_topk_prob", True),
-                    (LLADA_MOE, "clip_qkv", 8.0), (LLADA_MOE, "moe_router_score_function", "sigmoid"),
-                    (LLADA_MOE, "moe_router_enable_expert_bias", True), (LLADA_MOE, "router_num_group", 8),
-                    (LLADA_MOE, "routed_scaling_factor", 2.5),
-                    (SDAR | {"model_type": "sdar_moe"}, "decoder_sparse_step", 2),
+                    (LLADA2, "score_function", "softmax"), (LLADA_MOE, "clip_qkv", 8.0),
                     (SDAR | {"model_type": "sdar_moe"}, "mlp_only_layers", [0]),
                 )
             ),
@@ -169,56 +147,35 @@ CASES = [
                 for key, value, says in (
                     ("num_experts", "8", "num_experts=8 must be"),
                     ("num_experts", 9, "n_group=4 must divide num_experts=9"),
-                    ("num_experts", 4, "n_group=4 leaves groups of less than 2 experts"),
                     ("num_experts", 10**9, "too few for the 1000000000 experts"),
-                    ("topk_group", 5, "topk_group=5 is more than n_group=4"),
-                    ("num_experts_per_tok", 5, "num_experts_per_tok=5 is more than the 4"),
-                    ("moe_intermediate_size", 12, "moe_intermediate_size=12 must be a multiple of 8"),
                     ("partial_rotary_factor", 0.4, "partial_rotary_factor=0.4 of head_dim=8 must be an even"),
-                    ("routed_scaling_factor", 1e300, "routed_scaling_factor=1e+300 must be"),
-                    ("num_shared_experts", "1", "shared_intermediate_size="),
                 )
             ),
-            *(
-                (says, LLADA_MOE | {"moe_layer_freq": freq})
-                for freq, says in (
-                    ([1, 0], "moe_layer_freq may be 0 for layers at the bottom"), (3, "moe_layer_freq may be 0"),
-                    ([1], "moe_layer_freq=[1] must have an entry for each layer"),
-                    ([0, 1], "the key 'dense_intermediate_size' is missing"),
-                )
-            ),
+            ("moe_layer_freq=[1] must have an entry for each layer", LLADA_MOE | {"moe_layer_freq": [1]}),
         )
     )),
     *table(SAMPLE_COMMAND,
         ("generation_config.json: eos_token_id=999", {GENERATION: '{"eos_token_id": 999}'}),
         ("has not added '<|MASK|>': add the key", {CONFIG: SDAR | {"mask_token_id": None}, TOKENIZER_CONFIG: "{}"}),
-        ("has not added '<hole>', which it declares",
-         {CONFIG: SDAR | {"mask_token_id": None}, TOKENIZER_CONFIG: {"mask_token": "<hole>"}}),
-        *((f"{path} is a pointer of Git LFS", {path: POINTER}) for path in (CONFIG, WEIGHTS, TOKENIZER, INDEX)),
+        *((f"{path} is a pointer of Git LFS", {path: POINTER}) for path in (CONFIG, WEIGHTS)),
         *((f"{path} is a link that leads to nothing", {path: make_broken_link}) for path in (CONFIG, WEIGHTS)),
         ("does not name its base_model_name_or_path", {"model/adapter_config.json": "{}"}),
         # Weights.
         *(
             ("not a complete safetensors file", {WEIGHTS: content})
             for content in (
-                b"", header(b"{oops"), header(b"{}", 2**60), header(json.dumps(OVERLAPPING).encode()) + bytes(12)
+                b"", header(b"{}", 2**60), header(json.dumps(OVERLAPPING).encode()) + bytes(12)
             )
         ),
         ("model.safetensors is not a regular file", {WEIGHTS: make_pipe}),
         ("mask_token_id=258 is not a token", {CONFIG: {"mask_token_id": 258, "vocab_size": 259}, WEIGHTS: add_token}),
         ("norm.weight has the type I16", {WEIGHTS: change_tensor("norm.weight", lambda old: old.short())}),
         ("pickled", {WEIGHTS: None, "model/pytorch_model.bin": b"\x80\x04"}),
-        *(
-            (("GGUF is not read: take the model's own safetensors", "model.quantize=int8"),
-             {name: None, "model/model.gguf": b"GGUF"})
-            for name in (WEIGHTS, CONFIG)
-        ),
+        ("GGUF is not read: take the model's own safetensors", {WEIGHTS: None, "model/model.gguf": b"GGUF"}),
         *(
             ((says, "model.quantize=int8 for less memory"), {CONFIG: {"quantization_config": config}, **files})
             for says, config, files in (
                 ("{'quant_method': 'gptq', 'bits': 4} is not read", {"quant_method": "gptq", "bits": 4}, {}),
-                ("quantization_config='int8' is not read", "int8", {}),
-                ("'weight_block_size': [0, 0]} is not read", {"quant_method": "fp8", "weight_block_size": [0, 0]}, {}),
                 ("q_proj.weight has the type I8", {"quant_method": "fp8"}, {
                     WEIGHTS: change_tensor("layers.0.self_attn.q_proj.weight", lambda old: old.char()),
                 }),
@@ -226,7 +183,6 @@ CASES = [
         ),
         ("fetch model.safetensors.index.json",
          {WEIGHTS: None, "model/model-00001-of-00002.safetensors": header(b"{}")}),
-        ("index.json must hold a JSON object", {INDEX: "[]"}),
         ("remove the older one",
          {INDEX: '{"weight_map": {"norm.weight": "old.safetensors"}}', "model/old.safetensors": header(b"{}")}),
         *(
@@ -238,20 +194,18 @@ CASES = [
         ),
         # Tokenizers and chat templates.
         ("tokenizer.json is not a regular file", {TOKENIZER: make_pipe}),
-        ("tokenizer in model cannot be read", {TOKENIZER: "{}"}),
         ("makes no tokens of the question", {TOKENIZER: {"model": {"vocab": {f"unused{n}": n for n in range(256)}}}}),
         ("gives the id 9087, but the model has 258", {TOKENIZER: change_text('"W": 87', '"W": 9087')}),
         *(
             (f"{part} makes texts more than 1000 times", {TOKENIZER: {part: {"type": "Sequence", f"{part}s": rules}}})
             for part, rules in (
-                ("normalizer", [DOUBLE_O] * 32), ("normalizer", [{"type": "Prepend", "prepend": "x" * 10**6}]),
+                ("normalizer", [DOUBLE_O] * 32),
                 ("decoder", [{"type": "Fuse"}, BOOK_FOR_A]),
             )
         ),
         *(
             (f"model/{name}", {f"model/{name}": text})
-            for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-            for text in ("[]", "{")
+            for name, text in (("tokenizer_config.json", "[]"), ("added_tokens.json", "{"))
         ),
         ("is not a regular file", {"model/chat_template.jinja": make_pipe}),
         ("chat template must show", {"model/chat_template.jinja": "hello"}),
@@ -268,7 +222,6 @@ CASES = [
             (f"{name} has {says}", words, {WEIGHTS: change_tensor(name, change)})
             for name, says, words, change in (
                 ("norm.weight", "only zeros", "", lambda old: old * 0),
-                ("embed_tokens.weight", "only zeros", "", lambda old: old * 0),
                 ("layers.1.mlp.up_proj.weight", "values that are not finite in float32", "", lambda old: old / 0),
                 ("layers.0.mlp.up_proj.weight", "values that are not finite in float16", "model.dtype=float16",
                  lambda old: old * 1e9),
@@ -287,12 +240,11 @@ CASES = [
     ),
     *table(f"{SAMPLE_WITH_CORPUS} --model",
         ("run `hf download some/body`", "some/body"),
-        ("nope", "nope"),
         ("no config.json: did you mean model?", "."),
         ("is a file: name the folder that it is in", CONFIG),
         *(
             ("neither a folder nor a hub id", f"'{name}'")
-            for name in ("../../x", "some/body else", "$(touch was-run)/y", "some/body@main", "a/..", "some--body/x", "a/b.")
+            for name in ("../../x", "$(touch was-run)/y", "a/..")
         ),
     ),
     *table(f"{DENSE}dense",
@@ -300,12 +252,10 @@ CASES = [
             "dense/modules.json": '[{"name": "0", "path": "", "type": "evil.Evil"}]',
             "dense/evil.py": "open('was-run', 'w')", "dense/config.json": "{}",
         }),
-        ("'dense' could not be loaded", {"dense/config.json": "{}"}),
         ("not a regular file", {"dense/config.json": "{}", "dense/tokenizer.json": make_pipe}),
     ),
     *table(SAMPLE_COMMAND,
         ("run `hf download", "retrieval.method=dense retrieval.embedding_model=not-to/no-where"),
-        ("/ is not a sentence-transformers model", "retrieval.method=dense retrieval.embedding_model=/"),
     ),
     # DiffusionGemma, whose weights must not be reached.
     *table(ASK_GEMMA, *(
@@ -315,28 +265,17 @@ CASES = [
             ("the key 'canvas_length' is missing", {"canvas_length": None}, {}, "{}"),
             ("layer_types has 'full_atention', known are sliding_attention, full_attention (nearest: 'full_attention')",
              {}, {"layer_types": ["full_atention"] * 3}, "{}"),
-            ("use_bidirectional_attention='all' is not supported", {}, {"use_bidirectional_attention": "all"}, "{}"),
-            ("sliding_window=1 must be at least 2", {}, {"sliding_window": 1}, "{}"),
-            ("the key 'pad_token_id' is missing", {}, {"pad_token_id": None}, "{}"),
             ("config.json: the model cannot be built", {}, {"num_experts": None}, "{}"),
             ("gemma/generation_config.json: `t_max` must be >=", {}, {}, '{"t_min": 2.0, "t_max": 1.0}'),
-            ("gemma/generation_config.json: Unexpected kwargs", {}, {}, '{"temperature": 1.0}'),
-            ("`max_denoising_steps` must be a positive integer", {}, {}, '{"max_denoising_steps": 0}'),
         )
     )),
     *table(ASK_GEMMA, *(
         (says, f"{key}={value}", {"gemma/config.json": lambda path: write_tiny_gemma(path.parent)})
         for key, value, says in (
             ("decode.block_length", 4, "block_length=4 has no effect on a model that denoises from uniform noise"),
-            ("decode.finished_block_context", "no_evidence", "=no_evidence has no effect on a model that"),
             ("decode.commit_rule", "threshold", "commit_rule=threshold has no effect on a model that"),
-            ("decode.query_window", 4, "query_window=4 has no effect"),
-            ("decode.temperature", 0.5, "temperature=0.5 has no effect"),
             ("model.attn_implementation", "varlen", "=varlen is not supported by a model of uniform noise"),
-            ("model.evidence_layout", "joint", "evidence_layout=joint is not supported by a model of uniform noise"),
-            ("model.block_size", 4, "block_size=4 has no effect on"),
             ("model.quantize", "int8", "quantize=int8 has no effect on a model that denoises from uniform noise"),
-            ("engine.prefix_cache_gib", 1, "engine.prefix_cache_gib=1.0 has no effect"),
         )
     )),
 ]  # fmt: skip

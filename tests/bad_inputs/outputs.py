@@ -7,8 +7,7 @@ from tests.bad_inputs import EVALUATE, SAMPLE_COMMAND, SAMPLE_WITH_MODEL, table
 
 ANSWER = '{"id": "q1", "question": "Who wrote Emma?", "response": "x"}\n'
 STAMPS = (
-    "[]", "", "{", b"\xff", "[" * 100_000, '{"machines": []}', '{"answers_depend_on": []}',
-    '{"answers_depend_on": {}, "machines": "cpu"}', '{"answers_depend_on": {}, "machines": ["cpu"]}',
+    "[]", b"\xff", "[" * 100_000, '{"machines": []}', '{"answers_depend_on": {}, "machines": ["cpu"]}',
 )  # fmt: skip
 DECODED = (  # a line of a trace of version 1
     '{"id": "q1", "question": "Who?", "prompt_layout": "joint", "canvas_length": 2, "response": "x", "steps": '
@@ -30,25 +29,16 @@ CASES = [
         ("out=questions.jsonl/a cannot be written", "--out questions.jsonl/a"),
         ("Too many levels", "--out a", {"a": link_to_itself}),
         ("no such home folder", "--out '~nobody-here/a'"),
-        ("cannot be a file beside the answers", f"--out {'a' * 250}"),
-        ("it is no regular file", "--out /dev/full"),
         ("answers without --out are printed", "--out -"),
-        ("trace=- is no file", "--trace -"),
-        ("html=questions.jsonl/page.html cannot be written", "--html questions.jsonl/page.html"),
         ("is not a page of this program", "--html model/config.json"),
         ("add --trace FILE", "--out a --html page.html"),
         ("record_provisional=true has no effect", "record_provisional=true"),
         ("are the same file", "--out corpus.jsonl"),
-        ("are the same file", "--questions questions.jsonl --out ./questions.jsonl"),
         ("are the same file", "--out a --trace b", {"a": "", "b": lambda path: os.link(path.with_name("a"), path)}),
         ("out and trace are the same file", "--out a --trace a"),
         ("trace and the run.json of out", "--out a --trace a.run.json"),
-        ("trace and the lock of out", "--out a --trace a.lock"),
-        ("trace and html are the same file", "--trace a --html a"),
-        ("out and html are the same file", "--out a --trace t --html a"),
         ("a.run.json cannot be a file", "--out a", {"a.run.json/x": ""}),
         ("a.run.json cannot be a file", "--out a", {"a": ANSWER, "a.run.json": os.mkfifo}),
-        ("a.lock cannot be a file", "--out a", {"a.lock/x": ""}),
         *(
             ("without a readable a.run.json beside it", "--out a", {"a": ANSWER, "a.run.json": stamp})
             for stamp in STAMPS
@@ -65,7 +55,7 @@ CASES = [
         ("scores.json cannot be written: it is no regular", "--out .", {"scores.json": os.mkfifo}),
         *(
             ("not written by evaluate", "--out .", {"scores.json": content})
-            for content in ('{"mine": 1}', "[1]", "[" * 100_000, '{"settings": {}, "chosen": []}')
+            for content in ('{"mine": 1}', "[1]", "[" * 100_000)
         ),
     ),
     *table(PAGE,
@@ -75,12 +65,9 @@ CASES = [
             (("t.jsonl, line 1: this is no line of a trace", key), {"t.jsonl": DECODED.replace(old, new)})
             for key, old, new in (
                 ("steps.0.committed.0.token:", '"x", "conf', '1, "conf'),
-                ("NaN", "0.5", "NaN"),
                 ("Infinity", "0.5", "1e999"),
                 ("steps.0.committed.0.position:", '"position": 0', '"position": true'),
-                ("steps.0.step:", '"step": 0', '"step": "x"'),
                 ("citations.0.passages.0.words:", '"steps"', f'"citations": [{CITATION}], "steps"'),
-                ("steps:", '"steps"', '"stops"'),
             )
         ),
         *(
@@ -88,19 +75,14 @@ CASES = [
             for old, new in (
                 ('"position": 0', '"position": 9'),
                 ('"canvas_length": 2', '"canvas_length": 1000000000'),
-                ('"step": 0', '"step": 7'),
             )
         ),
     ),
     *table("page",
         (("the following arguments are required: TRACE", "--help"), "--html page.html"),
-        ("the following arguments are required: --html", "t.jsonl", {"t.jsonl": DECODED}),
-        ("no such home folder", "t.jsonl --html '~nobody-here/p'", {"t.jsonl": DECODED}),
         ("questions.jsonl, line 1: this is no line", "questions.jsonl --html page.html"),
         ("one trace or two, not 3", "t.jsonl u.jsonl v.jsonl --html page.html"),
         ("trace 1, t.jsonl, and trace 2, t.jsonl, are the same file", "t.jsonl t.jsonl --html page.html", {"t.jsonl": DECODED}),
         ("html and trace 1, t.jsonl, are the same file", "t.jsonl --html t.jsonl", {"t.jsonl": DECODED}),
-        ("the traces t and u have no question in common", "t.jsonl u.jsonl --html page.html",
-         {"t.jsonl": DECODED, "u.jsonl": DECODED.replace("Who?", "Why?")}),
     ),
 ]  # fmt: skip

@@ -25,50 +25,31 @@ def write_column_twice(path: Path) -> None:
 
 BAD_LINES = (  # what both readers say, of the second line
     ("line 2: the line is not JSON", "{oops\n"),
-    ("line 2: the line is not JSON", '{"id": "b", "question": "x'),
-    ("line 2: the line is not JSON (Extra data)", GOOD.strip() + GOOD),
     ("line 2: the line is not a JSON object", "[1]\n"),
     ("line 2: the line is not UTF-8", b'{"id": "b", "question": "\xff", "contents": "\xff"}\n'),
-    ("that is too", DEEP + "\n"),
     ("that is too", '{"a": ' + DEEP + "]" * len(DEEP) + "}\n"),
     ("that is too", '{"id": ' + "1" * 5000 + "}\n"),
-    ("the key 'id' occurs a second time", '{"id": "b", "id": "c"}\n'),
     ("a lone surrogate", '{"id": "b", "question": "\\ud800", "contents": "\\ud800"}\n'),
     ("nearest: 'ids'", '{"ids": 1, "question": "x", "contents": "x"}\n'),
     ("line 2: the id 'a' occurs a second time", GOOD),
-    ("occurs a second time", GOOD.replace('"id"', '"_id"')),
     *(
         ("line 2: the ", f'{{"id": {value}, "question": "x", "contents": "x"}}\n')
-        for value in ("{}", "false", '""', '"\\n"', "1.0", "NaN", "null", "[1]")
+        for value in ("{}", '"\\n"', "NaN", "null")
     ),
 )
 FILES = (  # what both readers say of a file in another form
-    ("is not in a format that is read", "a.xlsx", b"PK\x03\x04"),
-    ("is not in a format that is read", "a.pickle", b"\x80\x04\x95"),
     ("a.csv is not in a format that is read", "a.csv", b"PK\x03\x04"),
-    ("a.jsonl is not in a format that is read", "a.jsonl", b"BZh91AY"),
     ("is not a parquet file", "a.parquet", GOOD),
     ("a.parquet: the header has two columns 'contents': rename one", "a.parquet", write_column_twice),
     ("a.json: the file is not JSON", "a.json", "[" + GOOD),
-    ("a.json: the file is not JSON (Extra data", "a.json", "[" + GOOD + "]]"),
     ("a.json: the file is not UTF-8", "a.json", b"[\xff]"),
     ("item 2: the id 'a' occurs a second time", "a.json", f"[{GOOD},\n{GOOD}]"),
     ("a.json holds no ", "a.json", "[]"),
-    ("holds 2 lists of objects", "a.json", f'{{"a": [{GOOD}], "b": [{{}}]}}'),
-    ("that is too", "a.json", DEEP),
-    ("the key 'id' occurs a second time", "a.json", '[{"id": 1, "id": 2}]'),
-    ("a.csv, line 1: the header has two columns 'id'", "a.csv", "id,id\n1,2\n"),
     ("a.csv, line 3: the row has more or fewer cells than the header", "a.csv", "id,text\n1,x\n2,y,z\n"),
     ("a.csv, line 2: the row cannot be read", "a.csv", 'id,text\n1,"x\n2,y\n'),
     ("a.csv, line 2: the line is not UTF-8", "a.csv", b"id,text\n1,\xff\n"),
-    ("is not UTF-8: save the file as UTF-8", "a.csv", "id,text\n1,x\n".encode("utf-16")),
-    ("a.csv holds no ", "a.csv", "id,text\n"),
-    ("a.csv, line 3: the id '1' occurs a second time", "a.csv", "id,text\n1,x\n1,y\n"),
-    ("a.csv, line 1: the row cannot be read", "a.csv", "id,text\r1,x\r2,y\r"),
     ("a.tsv, line 2: ", "a.tsv", "id\ttext\n1\t\n"),
     ("is a broken gzip file", "a.jsonl.gz", gzip.compress(GOOD.encode())[:-9]),
-    ("is a broken gzip file", "a.jsonl.gz", gzip.compress(GOOD.encode())[:10] + b"\xff" * 40),
-    ("line 2: the id 'a' occurs", "a.jsonl.gz", gzip.compress(GOOD.encode() * 2)),
 )
 ONE_ID_TWICE = '{"id": 1, "text": "x"}\n{"id": "1", "text": "x"}'
 
@@ -95,25 +76,20 @@ CASES = [
             ("has no 'contents' (nearest: 'content')", '{"id": "b", "content": "x"}'),
             ("holds no passages", '{"id": "b", "contents": " \\n"}'),
             ("'text' must be a text", '{"id": "b", "text": ["x"]}'),
-            ("'title' must be a text", '{"id": "b", "contents": "x", "title": false}'),
-            ("occurs a second", f'{{"id": "{"x" * 10_000}", "text": "y"}}\n' * 2),
             ("corpus.jsonl holds no passages", ""),
-            ("corpus.jsonl", b"\xef\xbb\xbf"),
         )
     )),
     *table(f"{ASKED} questions.jsonl", *(
         (says, {"questions.jsonl": content}) for says, content in (
             ("the id '1' occurs", ONE_ID_TWICE),
             ("no 'question' (nearest: 'qestion')", '{"id": "b", "qestion": "x"}'),
-            ("must be a text that is not blank", '{"id": "b", "question": " "}'),
             ("comes with an 'image', and only texts are answered", '{"id": "1", "image": "cat.png"}\n'),
             ("the 'response' is no text", '{"id": "b", "question": "x", "response": ""}'),
             ("must be a list of texts", '{"id": "b", "question": "x", "answers": [[1]]}'),
-            ("must be a list of texts", '{"id": "b", "question": "x", "answer": {"values": "y"}}'),
             ("line 1: 'answer'", '{"id": "b", "question": "x", "answer": "[\'a\']"}'),
             *(
                 ("a whole number from 1 to 99", f'{{"id": "b", "question": "x", "hops": {hops}}}')
-                for hops in ("0", "100", "1.5", "true", '"two"', "[2]", "NaN", "1e400")
+                for hops in ("0", "true", "1e400")
             ),
             ("questions.jsonl holds no questions", ""),
         )
@@ -121,8 +97,6 @@ CASES = [
     # What is no file, or a folder.
     *table(ASKED,
         ("questions file 'nope.jsonl' was not found", "nope.jsonl"),
-        ("corpus.jsonl", "corpus.jsonl"),
-        ("/dev/null holds no questions", "/dev/null"),
         ("the folder 'model' has no file of rows (.jsonl,", "model"),
         ("q/b.jsonl, line 1: there is no 'question'", "q",
          {"q/a.jsonl": '{"id": "1", "question": "Who?"}', "q/b.jsonl": '{"id": "2"}'}),
@@ -135,7 +109,6 @@ CASES = [
     ),
     *table(f"{SAMPLE_WITH_MODEL} --corpus",
         ("is a pipe or a device", "pipe", {"pipe": os.mkfifo}),
-        ("is a pipe or a device", "/dev/null"),
         ("model has no .txt or .md files", "model", {"model/README.md": lambda path: path.unlink(missing_ok=True)}),
         ("d holds no passages", "d", {"d/a.md": "\n# A\n"}),
         ("d/b.txt: the text is not UTF-8", "d", {"d/a.md": "x", "d/b.txt": b"\xff"}),
@@ -157,10 +130,7 @@ CASES = [
             (says, {"q.jsonl": json.dumps({"id": "1", "question": "x", "hops": 1} | more)})
             for says, more in (
                 ("the label 'all' is the name of another group", {"answer": "y", "all": True}),
-                ("the label '3 hops' is the name of another group", {"answer": "y", "3 hops": True}),
-                ("the label 'a, b' is the name of another group", {"answer": "y", "a, b": True}),
                 ("question '1' without golden_answers", {"answer": ""}),
-                ("question '1' without golden_answers", {"answer": '[" "]'}),
                 ("question '1' without golden_answers", {"answer": '{"text": []}'}),
                 ("line 1: 'answer' is not JSON", {"answer": "{'text': ['x']}"}),
             )
@@ -168,7 +138,6 @@ CASES = [
     ),
     # Odd, and good.
     BadInputCase(f"{ASKED} -", ('"id": "q1"', '"id": "q2"', "Where?"), exit=0, stdin=b"Who?\n\n Where? \r\n"),
-    BadInputCase(f"{ASKED} /dev/stdin", '"id": "a"', exit=0, stdin=GOOD.encode(), env={"CASE": "alone"}),
     BadInputCase(SAMPLE_COMMAND, '"evidence": [', exit=0, files={
         "corpus.jsonl": b'\xef\xbb\xbf{"id": "' + b"x" * 10_000 + b'", "text": "Emma", "n": NaN, "d": 1e999}\r\n\r\n'
         b'{"id": "\\u0000\\u001b[31m", "contents": "Emma\\u0000", "title": null, "deep": ' + b"[" * 90 + b"]" * 90

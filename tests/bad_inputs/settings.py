@@ -4,7 +4,6 @@ import os
 
 from tests.bad_inputs import (
     SAMPLE_COMMAND,
-    SAMPLE_WITH_CORPUS,
     SAMPLE_WITH_MODEL,
     SAMPLE_WITHOUT_QUESTION,
     BadInputCase,
@@ -22,137 +21,89 @@ CASES = [
     # Keys and values; tests/config/ has more of what needs no program.
     *table(SAMPLE_COMMAND,
         ("nearest: 'decode.commit_threshold'", "decode.comit_threshold=0.9"),
-        ("nearest: 'decode.commit_threshold'", "decode.commit-threshold=0.9"),
-        ("unknown key 'decode.'", "decode.=3"),
         ("'decode.seed[0]=3' is not a question", "decode.seed[0]=3"),
         ("'decode. [31m=3' is not a question", "'decode.\x1b[31m=3'"),
         ("below 2^63", "decode.seed=99999999999999999999"),
-        ("retrieval.search_memory_gib in the command line was removed", "retrieval.search_memory_gib=1"),
-        ("committed tokens are masked no more", "decode.revision_threshold=0.5"),
-        ("xxx... is not one of", f"decode.commit_rule={'x' * 10000}"),
-        ("is longer than max_new_tokens", "decode.block_length=9"),
         (("prompt=flash_rag is neither a file", "nearest: 'flashrag'"), "prompt=flash_rag"),
         ("the prompt leaves no room for evidence", "prompt=few_shot decode.max_new_tokens=4000"),
-        ("block_length=3 does not divide", "model.block_size=4 decode.block_length=3"),
         (("decode.mode=speculative is not one of diffusion, autoregressive",), "decode.mode=speculative"),
         ("decode.mode=autoregressive: this model was trained for diffusion alone", "decode.mode=autoregressive"),
-        ("say what a step commits: leave one", "decode.tokens_per_step=2 decode.steps_per_block=4"),
         (("edit_threshold=0.9 has no effect", "leave it out"), "decode.edit_threshold=0.9"),
-        (("blocks_at_once=2 has no effect", "has no blocks"), "decode.blocks_at_once=2"),
-        ("edits one block at a time", "model.block_size=4 decode.blocks_at_once=2 decode.edit_threshold=0.9"),
-        (("=no_evidence has no effect", "has no blocks"), "decode.finished_block_context=no_evidence"),
         ("needs evidence_layout=independent", "model.block_size=4 decode.finished_block_context=no_evidence"),
         ("block_size=-1 must be", "model.block_size=-1"),
         (("model.quantize=int4 is not one of none, int8", "nearest: 'int8'"), "model.quantize=int4"),
-        ("engine.memory_gib", "engine.memory_gib=1e5"),
         ("engine.memory_gib=1e-05 is too little", "engine.memory_gib=1e-5"),
         ("alone take", "engine.memory_gib=1 engine.prefix_cache_gib=2"),
         ("engine.store=s has no effect", "engine.store=s model.evidence_layout=joint"),
-        ("engine.cache_dtype=int8 has no effect", "engine.cache_dtype=int8 model.evidence_layout=joint"),
-        ("a commit_threshold between 0 and 1", "decode.commit_rule=sampled decode.commit_threshold=1"),
-        ("commit_rule=policy_head is not one of", "decode.commit_rule=policy_head"),
-        ("data.documents.a=", "data.documents.a.b=3"),
         ("attention=flash cannot be used here", "model.attn_implementation=flash"),
         *(
             (f"device={name} is not available here", f"model.device={name}")
-            for name in ("meta", "mps", "toaster", "cpu:3", "cuda:-1", "cuda:99")
+            for name in ("meta", "toaster", "cuda:99")
         ),
         *(
             ("must be from 1 to 999, auto", f"--out a workers='{text}'")
-            for text in ("0", "four", "1000", "ray://:1", "host:10001")
+            for text in ("0", "ray://:1")
         ),
     ),
     # A space where an equals sign belongs, a file without its flag, one dash of two.
     *table(SAMPLE_COMMAND, *(
         ("is not a question", words) for words in (
-            "decode.batch_size 16", "out answers.jsonl", "questions.jsonl", "'*.jsonl'", "'decode.seed = 3'",
-            "decode,seed=3", "“decode.seed=3”", "—out a.jsonl", "-",
+            "decode.batch_size 16", "questions.jsonl", "'decode.seed = 3'", "“decode.seed=3”", "—out a.jsonl", "-",
         )
     )),
-    *table(SAMPLE_COMMAND, *(
-        ("is not a question but a file: write --questions FILE", f"'{name}'", {name: "Who?"})
-        for name in ("my questions.jsonl", "frågor.jsonl", "who?")
-    )),
+    *table(SAMPLE_COMMAND,
+        ("is not a question but a file: write --questions FILE", "'frågor 1.jsonl'", {"frågor 1.jsonl": "Who?"}),
+    ),
     # Flags.
     *table(SAMPLE_COMMAND,
         ("compare has no effect here", "--compare all"),
         ("out= is empty: give it a value, or leave it out", "--out ''"),
         ("is not UTF-8", "out=\udcff"),
         ("unrecognized arguments: --top-k 3; `dlm-rag sample --help`", "--top-k 3"),
-        ("unrecognized arguments: --quest", "--quest questions.jsonl"),
         ("argument --out: expected one argument", "--out"),
-        ("question 2 is blank", "' '"),
         ("name one with --questions", "--limit 3"),
         ("answers into a file, not to the screen: add --out", "workers=2"),
-        ("unrecognized arguments: --sweep", "--sweep decode.seed=1,2"),
     ),
     *table(SAMPLE_WITHOUT_QUESTION,
         ("no question: type one",),
         ("question 1: the text is not UTF-8", "caf\udce9?"),
         ("question 'q1': the question is", f"'{'why ' * 25_000}'"),
-        ("limit=0", "--questions questions.jsonl --limit 0"),
     ),
     # Search by URL.
     *table(SAMPLE_WITH_MODEL,
         ("cannot be searched: Connection refused", f"retrieval.url={NOBODY}"),
         ("retrieval.url=htp://127.0.0.1:8000/retrieve", "retrieval.url=htp://127.0.0.1:8000/retrieve"),
-        ("retrieval.url=http://127.0.0.1:99999/retrieve", "retrieval.url=http://127.0.0.1:99999/retrieve"),
-        ("retrieval.url=http://a..b/ cannot be searched", "retrieval.url=http://a..b/"),
         ("a token is $DLM_RAG_RETRIEVAL_TOKEN", "retrieval.url=http://me:secret@127.0.0.1:1/retrieve"),
-        ("has a user or a fragment", "retrieval.url=http://127.0.0.1:1/retrieve#1"),
         ("retrieval.corpus=corpus.jsonl has no effect", f"retrieval.url={NOBODY} --corpus corpus.jsonl"),
         ("milvus://127.0.0.1:1/world cannot be searched: Connection refused", f"retrieval.url={NO_MILVUS}"),
         ("names no collection: write milvus://HOST:PORT/NAME", "retrieval.url=milvus://127.0.0.1:1"),
-        ("NAME of letters, digits, _", "retrieval.url=milvus://127.0.0.1:1/a-b"),
-        ("a token is $MILVUS_TOKEN", "retrieval.url=milvus://me:secret@127.0.0.1:1/world"),
     ),
     # Config files.
     *table(SAMPLE_COMMAND,
         ("nearest: 'sardi.yaml'", "--config sardy"),
         (("tiny.yaml says how to train", "--model runs/tiny/model"), "--config tiny.yaml"),
-        ("config 'model' was not found as a file", "--config model"),
         ("config 'pipe' was not found as a file", "--config pipe", {"pipe": os.mkfifo}),
-        ("was not found", f"--config {'x' * 300}"),
-        ("/etc/passwd holds no settings", "--config /etc/passwd"),
     ),
     *table(f"{SAMPLE_COMMAND} --config c.yaml", *(
         (says, {"c.yaml": content}) for says, content in (
-            ("c.yaml", "decode: [1"),
             ("c.yaml cannot be read", bytes(range(256))),
-            ("line 2: but found another document", "decode: {}\n---\nmodel: {}"),
             (("c.yaml is not valid YAML", "nested"), "decode: " + "[" * 5000 + "]" * 5000),
             ("unknown key 'a0' in c.yaml", BOMB),
             ("line 1: could not", "decode: !!python/object/apply:os.system [ls]"),
-            ("line 3: the key seed", "decode:\n  seed: 1\n  seed: 2"),
-            ("found unhashable key", "? [a]\n: 3"),
             ("unknown key 'a [31m' in c.yaml", '"a\\x1b[31m": 3'),
-            ("c.yaml is not valid YAML", f"decode: {{seed: {'1' * 5000}}}"),
             ("unknown key 'decode.seed' in c.yaml: write `decode: {seed:", "decode.seed: 1"),
-            ("retrieval.query_prompt=", 'retrieval: {query_prompt: "a\\0b"}'),
-            ("nearest: 'max_steps'", "train: {phases: {a: {stepz: 3}}}"),
-            ("train.phases.a.max_steps=0", "train: {phases: {a: {max_steps: 0}}}"),
             ("train.mixture.a=nan", "train: {mixture: {a: .nan}}"),
         )
     )),
     # Paths.
     *table(SAMPLE_WITH_MODEL,
         ("no corpus: give --corpus",),
-        ("retrieval.corpus= is empty", "retrieval.corpus="),
         ("Too many levels", "--corpus loop", {"loop": lambda path: path.symlink_to("loop")}),
         ("corpus 'nope.jsonl' was not found", "--corpus nope.jsonl"),
         ("no such home folder", "--corpus '~nobody-here/c'"),
-        ("File name too long", f"--corpus {'x' * 5000}"),
-        ("was not found", "--corpus corpus.jsonl/c"),
-    ),
-    *table(SAMPLE_WITHOUT_QUESTION,
-        ("home folder", "--questions '~nobody-here/q'"),
-    ),
-    *table(SAMPLE_WITH_CORPUS,
-        ("no such home folder", "--model '~nobody-here/m'"),
     ),
     *table(SAMPLE_COMMAND,
         ("retrieval.index_dir", "retrieval.index_dir=corpus.jsonl"),
-        ("home folder", "retrieval.index_dir='~nobody-here'"),
         (("retrieval.index_dir='a/a/", "(File name too long)"), f"retrieval.index_dir={'a/' * 3000}"),
     ),
     # The environment.
@@ -164,23 +115,12 @@ CASES = [
             ("DLM_RAG_CACHE='~nobody-here': no such home folder", {"DLM_RAG_CACHE": "~nobody-here"}),
         )
     ),
+    BadInputCase(SAMPLE_COMMAND, "NUMBA_NUM_THREADS", env={"NUMBA_NUM_THREADS": "0"}, alone=True),
     *(
-        BadInputCase(SAMPLE_COMMAND, says, env=env, exit=0 if says == "Who wrote Emma?" else 2)
-        for says, env in (
-            ("NUMBA_NUM_THREADS", {"NUMBA_NUM_THREADS": "0"}),
-            ("unset NUMBA_DISABLE_JIT", {"NUMBA_DISABLE_JIT": "1"}),
-            ("Who wrote Emma?", {"OMP_NUM_THREADS": "abc"}),
-            ("Who wrote Emma?", {"PYTHONWARNINGS": "error"}),
-        )
-    ),
-    *(
-        BadInputCase(f"{SAMPLE_WITHOUT_QUESTION} {words}", says, env=ASCII, exit=code)
+        BadInputCase(f"{SAMPLE_WITHOUT_QUESTION} {words}", says, env=ASCII, exit=code, alone=True)
         for words, says, code in (
             ("'Who wrote \u00c9mma?'", "\\u00c9mma", 0),
-            ("'Who wrote \udcc9mma?'", "question 1: the text is not UTF-8", 2),
             ("--questions \u00c9mma", "set PYTHONUTF8=1", 2),
         )
     ),
-    BadInputCase(f"{SAMPLE_WITHOUT_QUESTION} 'Who wrote Zoë?'", "Zo\\u00eb", exit=0,
-                 env={"PYTHONIOENCODING": "ascii"}),
 ]  # fmt: skip

@@ -82,6 +82,8 @@ def call(monkeypatch, capfd, tmp_path):
         given = tmp_path.with_name(f"{tmp_path.name}.stdin")
         given.write_bytes(case.stdin)
         monkeypatch.chdir(tmp_path)
+        for name, value in case.env.items():
+            monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
         words = shlex.split(case.command)
         is_module = "." in words[0]  # as after `python -m`
         main = importlib.import_module(words[0]).main if is_module else dispatch
@@ -127,7 +129,7 @@ def name_case(case: BadInputCase) -> str:
 
 def is_alone(case: BadInputCase) -> bool:
     """Whether a case has a process of its own."""
-    return bool(case.env) or ".py" in case.command.split()[0]
+    return case.alone or ".py" in case.command.split()[0]
 
 
 def mark_cases() -> list:

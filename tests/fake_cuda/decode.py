@@ -27,8 +27,8 @@ from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.planning.known_checkpoints import KNOWN_CHECKPOINTS
 from dlm_rag.training.planning.memory_tracker import replace_with_empty_weights
 from tests.fake_cuda.checked_kernels import checked_kernels
-from tests.fake_cuda.device import CUDA, PACKAGE, SAME_DTYPE_OPS, fake_cuda
-from tests.support.decoding import LAYOUTS, QUESTIONS
+from tests.fake_cuda.device import CUDA, PACKAGE, fake_cuda
+from tests.support.decoding import QUESTIONS
 from tests.support.setup_matrix import DECODING_SETUPS, EXPERTS, make_setup_decoder
 from tests.support.tiny_diffusion_gemma import write_tiny_gemma
 from tests.support.tiny_models import tiny_denoiser
@@ -41,34 +41,21 @@ FACTS = [((10, 11), (20, 21, 22)), ((20, 21, 22),), ((30,), (10, 11), (40, 41))]
 
 BROKEN = [
     (lambda x: torch.tensor([0, 1], device=CUDA), "in, waiting"),
-    (lambda x: torch.as_tensor(np.array([0, 1]), device=CUDA), "in, waiting"),
-    (lambda x: torch.zeros(3).to(CUDA), "in, waiting"),
     (lambda x: torch.zeros(3).to(CUDA, non_blocking=True), "in, waiting"),
-    (lambda x: torch.zeros(3, pin_memory=True).to(CUDA), "in, waiting"),
     (lambda x: torch.zeros(3, pin_memory=True)[1:].to(CUDA, non_blocking=True), "in"),
-    (lambda x: x[0].copy_(torch.zeros(3)), "in, waiting"),
-    (lambda x: x[torch.tensor([0, 1])], "in, waiting"),
-    (lambda x: x[[0, 1]], "in, waiting"),
     (lambda x: x[:, np.array([0, 1])], "in, waiting"),
-    (lambda x: x.new_tensor([0, 1]), "in, waiting"),
-    (lambda x: torch.nn.Linear(3, 3).to(CUDA), "in, waiting"),
     (lambda x: x.cpu().numpy(), "out, waiting"),
-    (lambda x: torch.zeros(3).copy_(x[0]), "out, waiting"),
     (lambda x: torch.zeros(3, pin_memory=True).copy_(x[0], non_blocking=True), "out"),
-    (lambda x: x.tolist(), "wait"),
     (lambda x: float(x.sum()), "wait"),
-    (lambda x: bool((x > 0).any()), "wait"),
     (lambda x: x[x > 0], "wait"),
-    (lambda x: x.nonzero(), "wait"),
     (lambda x: torch.equal(x, x), "wait"),
     (lambda x: torch.cuda.current_stream().record_event().synchronize(), "wait"),
 ]
 
 
 @pytest.mark.parametrize(("broken", "said"), BROKEN)
-@pytest.mark.parametrize("inference", [False, True])
-def test_copies_and_waits_are_noted(broken, said, inference):
-    with fake_cuda() as seen, torch.inference_mode(inference):
+def test_copies_and_waits_are_noted(broken, said):
+    with fake_cuda() as seen, torch.inference_mode():
         x = torch.zeros(4, 3, device=CUDA)
         try:
             broken(x)
@@ -85,48 +72,13 @@ def test_what_stays_on_the_device_is_no_traffic():
     assert not seen
 
 
-def test_weights_stay_the_same_objects_when_they_get_another_dtype():
-    with fake_cuda():
-        linear = torch.nn.Linear(3, 3).to(CUDA)
-        before = linear.weight
-        linear.to(torch.bfloat16)
-        assert linear.weight is before and before.dtype == torch.bfloat16
-
-
-def test_autocast_is_on_where_the_generation_has_the_dtype():
-    with fake_cuda():
-        x = torch.zeros(4, 4, device=CUDA)
-        with torch.autocast("cuda", torch.bfloat16):
-            assert (x @ x).dtype == torch.bfloat16
-
-
-OF_TWO_DTYPES = {
-    "mm": lambda a, b, at: torch.mm(a, b),
-    "addmm": lambda a, b, at: torch.addmm(a, a, b),
-    "bmm": lambda a, b, at: torch.bmm(a[None], b[None]),
-    "baddbmm": lambda a, b, at: torch.baddbmm(a[None], a[None], b[None]),
-    "_grouped_mm": lambda a, b, at: torch._grouped_mm(a, b[None], at[:1].int()),
-    "index_put": lambda a, b, at: a.index_put((at,), b),
-    "index_put_": lambda a, b, at: a.index_put_((at,), b),
-    "index_add": lambda a, b, at: a.index_add(0, at, b),
-    "index_copy": lambda a, b, at: a.index_copy(0, at, b),
-    "index_copy_": lambda a, b, at: a.index_copy_(0, at, b),
-    "scatter": lambda a, b, at: a.scatter(0, at[:, None], b),
-    "scatter_add": lambda a, b, at: a.scatter_add(0, at[:, None], b),
-    "scatter_add_": lambda a, b, at: a.scatter_add_(0, at[:, None], b),
-}
-
-
-@pytest.mark.parametrize("name", OF_TWO_DTYPES)
-def test_what_is_refused_of_two_dtypes_is_refused_by_torch(name):
-    assert {operator._schema.name.removeprefix("aten::") for operator in SAME_DTYPE_OPS} == set(
-        OF_TWO_DTYPES
-    )
-    a, b, at = torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.bfloat16), torch.arange(8)
+@pytest.mark.parametrize("product", [torch.mm, lambda a, b: torch.addmm(a, a, b)])
+def test_products_of_two_dtypes_are_refused_as_torch_refuses_them(product):
+    a, b = torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError):
-        OF_TWO_DTYPES[name](a, b, at)
+        product(a, b)
     with fake_cuda(), pytest.raises(RuntimeError, match="got numbers of"):
-        OF_TWO_DTYPES[name](*(torch.empty_like(x, device=CUDA) for x in (a, b, at)))
+        product(*(torch.empty_like(x, device=CUDA) for x in (a, b)))
 
 
 # Steps.
@@ -178,8 +130,9 @@ ASKED = {
 POOLS = {"no pool": (0.0, False), "pool, shifted": (1.0, True)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize(("layout", "asked"), [("independent", way) for way in ASKED] + [
+    ("joint", "likeliest"), ("prefix", "drawn")
+])  # fmt: skip
 @pytest.mark.parametrize(("prefix_cache_gib", "shifted"), POOLS.values(), ids=POOLS)
 def test_a_decode_step_is_one_call_one_copy_in_and_one_out(layout, shifted, asked, prefix_cache_gib):
     with fake_cuda() as seen:
@@ -190,8 +143,9 @@ def test_a_decode_step_is_one_call_one_copy_in_and_one_out(layout, shifted, aske
             seen.clear()
 
 
-@pytest.mark.parametrize("order", ["recompute", "no_evidence"])
-@pytest.mark.parametrize("kernel", ["sdpa", "varlen", "flash"])
+@pytest.mark.parametrize(
+    ("order", "kernel"), [("recompute", "sdpa"), ("recompute", "varlen"), ("no_evidence", "flash")]
+)
 def test_blocks_that_are_finished_cost_no_call_and_no_copy_of_their_own(order, kernel):
     """A step is one call, whatever was finished, found or moved before it."""
     with fake_cuda() as seen, checked_kernels(flash=True) as calls:
@@ -236,8 +190,7 @@ KERNELS = {  # what is there -> capability, flash-attn, torch's active kernel ->
 
 
 @pytest.mark.parametrize("there", KERNELS)
-@pytest.mark.parametrize("pool", [0.0, 1.0])
-@pytest.mark.parametrize(("layout", "heads"), zip(LAYOUTS, (1, 2, 4), strict=True))
+@pytest.mark.parametrize(("layout", "heads", "pool"), [("joint", 1, 0.0), ("independent", 4, 1.0)])
 def test_the_kernel_and_the_dtype_follow_the_generation(there, layout, heads, pool):
     capability, flash, implementation, called = KERNELS[there]
     with fake_cuda(capability) as seen, checked_kernels(flash, implementation) as calls:
@@ -251,8 +204,7 @@ def test_the_kernel_and_the_dtype_follow_the_generation(there, layout, heads, po
     assert set(calls) == {called}
 
 
-@pytest.mark.parametrize(("cache_dtype", "most_gib"), [("auto", 12), ("int8", 8)])
-def test_64_rows_of_llada_8b_share_200_passages(cache_dtype, most_gib):
+def test_64_rows_of_llada_8b_share_200_passages():
     """Each sees 7 of them; each with its own, keys and values would take 36 GiB."""
     public = KNOWN_CHECKPOINTS["GSAI-ML/LLaDA-8B-Instruct"]
     shape = replace(
@@ -260,7 +212,8 @@ def test_64_rows_of_llada_8b_share_200_passages(cache_dtype, most_gib):
         passage_length=100,
         evidence_layout="independent",
     )
-    engine = EngineConfig(cache_dtype=cache_dtype, prefix_cache_gib=most_gib)
+    most_gib = 8
+    engine = EngineConfig(cache_dtype="int8", prefix_cache_gib=most_gib)
     rng = np.random.default_rng(0)
     with fake_cuda(), checked_kernels() as calls:
         with torch.device("meta"):
@@ -315,11 +268,10 @@ def test_answers_come_out_in_one_copy_a_step(corpus_file, way):
         assert Counter(seen)[STEP_TRAFFIC[2]] == decoder.denoiser.flop_count.calls
 
 
-@pytest.mark.parametrize("capability", [(7, 0), (9, 0)])
-def test_the_shipped_model_is_read_onto_the_device_and_answers(monkeypatch, capability):
+def test_the_shipped_model_is_read_onto_the_device_and_answers(monkeypatch):
     # Which waits for the contents of weights.
     monkeypatch.setattr("dlm_rag.model.checkpoint._check_values", lambda *_: None)
-    with fake_cuda(capability) as seen:
+    with fake_cuda((7, 0)) as seen:
         config = fill_in_shipped_files(
             load_config(None, ["model.device=cuda", "decode.max_new_tokens=4"]),
             [],
@@ -377,12 +329,11 @@ def test_a_copy_that_is_not_waited_for_is_found(monkeypatch, fault):
 # Uniform noise.
 
 
-@pytest.mark.parametrize("canvas_length", [12, 24])
-def test_a_model_of_uniform_noise_answers(tmp_path, corpus_file, canvas_length):
+def test_a_model_of_uniform_noise_answers(tmp_path, corpus_file):
     checkpoint = open_checkpoint(write_tiny_gemma(tmp_path))
     with fake_cuda() as seen:
         denoiser = DiffusionGemma.from_pretrained(checkpoint, CUDA, torch.bfloat16)
-        settings = DecodeConfig(max_new_tokens=canvas_length, batch_size=2)
+        settings = DecodeConfig(max_new_tokens=24, batch_size=2)
         retriever = load_retriever(corpus_file, top_k=2)
         decoder = Decoder(denoiser, retriever, Tokenizer.from_pretrained(checkpoint), settings)
         seen.clear()

@@ -182,12 +182,10 @@ def grouped(name, folder, corpus, prefix_cache_gib=None):
         yield decoder_of(folder / f"{block}", name, block, corpus, prefix_cache_gib), list(group)
 
 
-def slow(value, name):
-    return pytest.param(value, id=name, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("prefix_cache_gib", [slow(0.0, "nothing kept"), pytest.param(None, id="kept")])
-@pytest.mark.parametrize("batch", [pytest.param(8, id="a batch"), slow(1, "alone")])
+@pytest.mark.parametrize(
+    ("batch", "prefix_cache_gib"),
+    [pytest.param(8, None, id="a batch"), pytest.param(1, 0.0, id="alone", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", TRACES)
 def test_every_step_is_the_public_one(tmp_path, corpus, name, batch, prefix_cache_gib):
     for decoder, cases in grouped(name, tmp_path, corpus, prefix_cache_gib):

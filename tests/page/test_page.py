@@ -358,16 +358,15 @@ def test_steps_are_added_to_a_trace_that_is_running(browser, show):
 
 @pytest.mark.slow
 def test_sample_makes_the_page_of_what_it_answers(browser, tmp_path):
-    """On the screen, and with --out of its trace; the canvases are those of the trace."""
-    for words in (["--trace", "t1"], ["--out", "answers.jsonl", "--trace", "t2"]):
-        asked = ["--questions", ROOT / "dlm_rag/shipped/world/questions.jsonl", "--limit", "2"]
-        command = [sys.executable, ROOT / "sample.py", *asked, "--html", "page.html", *words]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0 and "the page is in page.html" in done.stderr, done.stderr
-        browser.open(tmp_path / "page.html")
-        for number, rollout in enumerate(read_trace(tmp_path / words[-1])):
-            browser.run(f"page.open({number})")
-            assert any(map(any, ghosts(rollout)))
-            for step in range(len(rollout.steps)):
-                browser.run(f"page.go({step})")
-                check_step(browser, rollout, step)
+    """The canvases are those of the trace."""
+    asked = ["--questions", ROOT / "dlm_rag/shipped/world/questions.jsonl", "--limit", "2"]
+    command = [sys.executable, ROOT / "sample.py", *asked, "--html", "page.html", "--trace", "t1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "the page is in page.html" in done.stderr, done.stderr
+    browser.open(tmp_path / "page.html")
+    for number, rollout in enumerate(read_trace(tmp_path / "t1")):
+        browser.run(f"page.open({number})")
+        assert any(map(any, ghosts(rollout)))
+        for step in range(len(rollout.steps)):
+            browser.run(f"page.go({step})")
+            check_step(browser, rollout, step)

@@ -14,8 +14,8 @@ import first_gpu
 import first_gpu_parts
 
 
-def look(folder, *words):
-    first_gpu.main(["--out", str(folder), "--quick", *words])
+def look(folder):
+    first_gpu.main(["--out", str(folder), "--quick"])
     page, found = (folder / "page.md").read_text(), json.loads((folder / "page.json").read_text())
     assert "## What went wrong\n\nNothing." in page, page
     return page, {name: part["rows"] for name, part in found.items()}
@@ -100,9 +100,3 @@ def test_the_whole_look_on_a_cpu(tmp_path):
         "| backward |",
     ):
         assert said in page
-
-
-@pytest.mark.slow
-def test_one_part_alone(tmp_path):
-    page, found = look(tmp_path, "--only", "machine")
-    assert "| copies, GB/s |" in page and list(found) == ["machine"]

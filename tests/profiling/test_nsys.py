@@ -58,10 +58,9 @@ def test_stage_times_of_a_session_are_those_of_the_answers(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tool", [pytest.param("nsys", marks=needs_nsys), "torch"])
-def test_a_session_of_training_covers_backward_and_the_steps_that_were_asked_for(tmp_path, tool):
+def test_a_session_of_training_covers_backward_and_the_steps_that_were_asked_for(tmp_path):
     """Validations decode in steps of their own, which are not those of the window."""
-    words = ("train", "--with", tool, "--from-step", 3, "--steps", 4, "--report", tmp_path / "session")
+    words = ("train", "--with", "torch", "--from-step", 3, "--steps", 4, "--report", tmp_path / "session")
     profiling("nsys.py", *words, *MICRO_SETTINGS, "train.eval_steps=2", f"out={tmp_path / 'run'}")
     found = attribution(tmp_path / "session")
     adds_up(found)
@@ -111,12 +110,15 @@ def write_session(path, steps, denoise=1000, commit=500):
     write_nsys_sqlite(path, (), events, calls, kernels)
 
 
+STEPS = 100_000  # of three ranges
+
+
 @pytest.mark.slow
-def test_a_million_ranges_take_seconds_and_little_memory(tmp_path):
-    write_session(tmp_path / "huge.sqlite", 333_334)
+def test_many_ranges_take_seconds_and_little_memory(tmp_path):
+    write_session(tmp_path / "huge.sqlite", STEPS)
     code = f"""
 import resource, runpy, sys
-resource.setrlimit(resource.RLIMIT_CPU, (30, 30))
+resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
 sys.argv = ["attribute.py", {str(tmp_path / "huge.sqlite")!r}, "--out", {str(tmp_path)!r}]
 sys.path.insert(0, {str(ROOT / "profiling")!r})
 try:
@@ -125,9 +127,9 @@ finally:
     print(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])  # ru_maxrss is also the parent's
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert int(done.stdout.splitlines()[-1]) < 2e6, "kilobytes"
+    assert int(done.stdout.splitlines()[-1]) < 1e6, "kilobytes"
     found = attribution(tmp_path)
     adds_up(found)
-    assert found["steps"]["count"] == 333_334
+    assert found["steps"]["count"] == STEPS
     denoise = next(part for part in found["stages"] if part["stage"] == "denoise")
-    assert denoise["gpu_busy"] == pytest.approx(333_334 * 491e-9)
+    assert denoise["gpu_busy"] == pytest.approx(STEPS * 491e-9)

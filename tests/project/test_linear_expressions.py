@@ -3,8 +3,10 @@
 import importlib
 import pkgutil
 import re
+import signal
 import time
 from functools import partial
+from math import inf
 
 import pytest
 
@@ -24,14 +26,15 @@ FILLERS = (
 ENDS = ("x", "</search>", '"')
 SHORT, LONG = 10_000, 100_000
 SUSPICIOUS_SECONDS = 0.005  # for the short text: only then is the long one tried
+MOST_SECONDS = 1.0  # after which an expression is stopped
 # Expressions that are only tried at the beginning of a text.
-ANCHORED = {
-    "_SETTING", "_CONFIDENCES", "_MODEL_URL", "_HUB_ID", "_KEY", "ENTRY_NAME", "SCRATCH_NAME", "_LABEL",
-    "_WORKERS",
-    "_NESTED", "_LAST_WORD", "_PARAMETER", "_QUOTED_TITLE",
-    "_ANSWER_LINE", "_NO_ANSWER", "_STEP", "_SECTION_NAME", "_QUESTION_LABEL", "_JSON_TEXT",
-    "_BLANK_OR_MARKUP",
-}  # fmt: skip
+ANCHORED = set(
+    """
+_SETTING _CONFIDENCES _MODEL_URL _HUB_ID _KEY ENTRY_NAME SCRATCH_NAME _LABEL _WORKERS _NESTED _LAST_WORD
+_PARAMETER _QUOTED_TITLE _ANSWER_LINE _NO_ANSWER _STEP _SECTION_NAME _QUESTION_LABEL _JSON_TEXT
+_BLANK_OR_MARKUP
+""".split()
+)
 
 
 def list_expressions():
@@ -52,12 +55,25 @@ def list_expressions():
     return dict(found.values())
 
 
-def measure(expression, text, anchored):
+def stop(*_):
+    raise TimeoutError
+
+
+def measure(expression, text, anchored=False):
+    """Seconds for all that the expression finds in a text; infinity where it is stopped."""
+    old = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
     begin = time.thread_time()
-    for _ in () if anchored else expression.finditer(text):
-        pass
-    expression.match(text), expression.fullmatch(text)
-    return time.thread_time() - begin
+    try:
+        for _ in () if anchored else expression.finditer(text):
+            pass
+        expression.match(text), expression.fullmatch(text)
+        return time.thread_time() - begin
+    except TimeoutError:
+        return inf
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, old)
 
 
 def find_slow_filler(expression, anchored=False):
@@ -65,9 +81,10 @@ def find_slow_filler(expression, anchored=False):
     for filler in FILLERS:
         for end in ENDS:
             short, long = ((filler * size)[:size] + end for size in (SHORT, LONG))
-            if measure(expression, short, anchored) < SUSPICIOUS_SECONDS:
+            if (taken := measure(expression, short, anchored)) < SUSPICIOUS_SECONDS:
                 continue
-            taken = min(measure(expression, short, anchored) for _ in range(3))
+            if taken < inf:
+                taken = min(taken, *(measure(expression, short, anchored) for _ in range(2)))
             if taken > 0.03:
                 return filler, end, taken
             if taken > SUSPICIOUS_SECONDS and measure(expression, long, anchored) > 30 * taken:
@@ -115,6 +132,6 @@ def test_every_expression_is_linear():
     assert not slow
 
 
-@pytest.mark.parametrize("pattern", [r"\s*#", r"<answer>(.*?)</answer>", r"\w+ \w+!"])
+@pytest.mark.parametrize("pattern", [r"\s*#", r"<answer>(.*?)</answer>", r"(?:\s+|#)*"])
 def test_one_that_is_not_linear_is_found(pattern):
     assert find_slow_filler(re.compile(pattern, re.DOTALL))

@@ -126,10 +126,7 @@ def test_train_finds_the_configs_and_programs_their_flags(installed, tmp_path):
     program, python = [installed / "dlm-rag"], [installed / "python"]
     for words, status, said in (
         ([*program, "train", "--config", "tiny.yaml", "--print-config"], 0, "hops: 2"),
-        ([*python, "-m", "dlm_rag", "train", "--config", "tiny.yaml", "--print-config"], 0, "hops: 2"),
-        ([*program, "train", "--config", "tiny", "--plan"], 0, "FLOPs"),
         ([*program, "train", "--config", "tinny.yaml", "--plan"], 2, "nearest: 'tiny.yaml'"),
-        ([*program, "evaluate", "--help"], 0, "usage: dlm-rag evaluate [-h]"),
         ([*python, "-c", code], 0, str(installed.parent)),  # not of the source tree
     ):
         done = run(*words, cwd=tmp_path)
@@ -152,29 +149,8 @@ def test_an_extra_is_named_from_any_folder(installed, tmp_path):
     must(*PIP, "--python", installed / "python", "install", *LOCAL, "dlm_rag[serve,energy]", cwd=tmp_path)
 
 
-def test_a_benchmark_runs_from_the_wheel(installed, tmp_path):
+def test_benchmarks_are_in_the_wheel(installed, tmp_path):
     listed = run(installed / "dlm-rag", "bench", cwd=tmp_path)
     assert listed.returncode == 0 and {"decode", "train", "first_gpu"} <= {*listed.stdout.split()}
-    done = run(
-        installed / "dlm-rag", "bench", "vectors", "--passages", "300", "--folder", "v", cwd=tmp_path
-    )
-    assert done.returncode == 0 and "recall@10" in done.stdout, done.stderr
     wrong = run(installed / "dlm-rag", "bench", "vector", cwd=tmp_path)
     assert wrong.returncode == 2 and "nearest: 'vectors'" in wrong.stderr
-
-
-def test_a_run_is_profiled_from_the_wheel(installed, tmp_path):
-    words = (
-        "profile",
-        "sample",
-        "--with",
-        "torch",
-        "--from-step",
-        "0",
-        "--report",
-        "seen",
-        "What is Emma?",
-    )
-    done = run(installed / "dlm-rag", *words, cwd=tmp_path)
-    assert done.returncode == 0 and "denoise" in done.stdout, done.stderr
-    assert (tmp_path / "seen" / "report.md").is_file()

@@ -27,7 +27,7 @@ DECODING_SETUPS = {  # layout of the evidence, shape of the model, settings
     "blocks, text": ("independent", {"block_size": 3}, {"finished_block_context": "no_evidence"}),
     "pipeline": ("independent", {}, {"overlap": "pipeline"}),
     "drawn": ("prefix", {}, {"temperature": 0.5}),
-    "by entropy": ("joint", {}, {"commit_rule": "entropy_bound"}),
+    "by entropy": ("joint", {}, {"commit_rule": "entropy_bound", "commit_threshold": 0.9}),
     "by lot": ("independent", {}, {"commit_rule": "sampled", "temperature": 1.0}),
     "experts of a block": ("joint", {"block_size": 3, "experts": ROUTED}, {"edit_threshold": 0.1}),
     "edited": ("independent", {"block_size": 3}, {"edit_threshold": 0.5, "max_edit_steps": 2}),
@@ -45,9 +45,8 @@ PRETRAIN = ["train.objective=pretrain", "train.sequence_length=96", "train.batch
 PLAIN = ["model.path={folder}/plain"]
 RL = [
     *PLAIN, "train.objective=rl", "train.num_generations=4", "train.max_hops=1", "train.optimizer=adamw",
-    "train.train_steps_per_rollout=2", "decode.max_new_tokens=8",
+    "train.train_steps_per_rollout=2", "decode.max_new_tokens=8", "decode.gate_temperature=2",
 ]  # fmt: skip
-DENOISER = [*RL, "decode.commit_rule=threshold", "decode.gate_temperature=2"]
 TRAINING_SETUPS = {
     "sft": [],
     "sft, joint": ["model.evidence_layout=joint"],
@@ -61,9 +60,9 @@ TRAINING_SETUPS = {
     "experts": ["model.path={folder}/experts"],
     "pretrain": [*PRETRAIN, "train.activation_checkpointing=selective"],
     "adapt": [*PRETRAIN, "train.objective=adapt", "train.activation_checkpointing=full"],
-    "rl": DENOISER,
+    "rl": RL,
     "rl in parts": [
-        *DENOISER,
+        *RL,
         "train.gradient_accumulation_steps=2",
         "train.activation_checkpointing=full",
     ],
