@@ -127,15 +127,6 @@ def test_rows_of_a_table_without_ids_are_numbered(tmp_path):
     assert read_questions(path) == [Question("1", "Who?"), Question("2", "Where?")]
 
 
-def test_blank_lines_of_a_table_count_as_lines_alone(tmp_path):
-    path = tmp_path / "q.csv"
-    path.write_text("\nid,question\n1,a\n")
-    assert read_questions(path) == [Question("1", "a")]
-    path.write_text("id,question\n1,a\n\n\n2\n")
-    with pytest.raises(QuestionError, match="q.csv, line 5: the row has more or fewer cells"):
-        read_questions(path)
-
-
 def test_a_typed_question_with_half_of_a_character_is_refused():
     with pytest.raises(QuestionError, match="question 1: the text is not UTF-8"):
         parse_typed_questions(["a \ud800 b"])
@@ -188,14 +179,6 @@ def is_answered(path) -> None:
 def test_any_bytes(data, name, zipped, tmp_path):
     (tmp_path / name).write_bytes(gzip.compress(data) if zipped else data)
     is_answered(tmp_path / name)
-
-
-@MANY
-@given(rows=st.lists(st.lists(st.text(), max_size=4), max_size=5), header=st.permutations(KEYS))
-def test_any_table(rows, header, tmp_path):
-    with (tmp_path / "x.csv").open("w", encoding="utf-8", errors="replace", newline="") as file:
-        csv.writer(file).writerows([header[: max(map(len, rows), default=1)], *rows])
-    is_answered(tmp_path / "x.csv")
 
 
 @MANY

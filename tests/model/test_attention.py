@@ -1,6 +1,5 @@
 """Ragged attention against the textbook formula, and the varlen packing against the plain kernel."""
 
-import importlib.machinery
 import sys
 import types
 from dataclasses import replace
@@ -16,10 +15,7 @@ from dlm_rag.model import attention
 from dlm_rag.model.attention import (
     choose_backend,
     compute_attention,
-    describe_kernel_version,
-    get_backend_problem,
 )
-from dlm_rag.model.denoiser import _list_saved_ops
 from dlm_rag.model.packed_batch import MemoryRows, Segment, pack_rows
 from tests.support.attention import by_the_book, random_rows, sight_of
 from tests.support.tiny_models import tiny_denoiser
@@ -157,27 +153,6 @@ def test_every_kernel_reads_places_of_a_memory(gpu_kernel):
         torch.testing.assert_close(out, expected)
 
 
-@pytest.mark.parametrize("shape", ["nothing", "FlashAttention 4 alone", "flash-attn"])
-def test_flash_is_taken_where_the_function_is_that_will_be_called(monkeypatch, tmp_path, shape):
-    """FlashAttention 4 by itself is a package `flash_attn` too, without that function."""
-    if shape != "nothing":
-        (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
-    if shape == "flash-attn":
-        (tmp_path / "flash_attn" / "__init__.py").touch()
-        (tmp_path / "flash_attn" / "flash_attn_interface.py").touch()
-        (tmp_path / "flash_attn-2.8.3.dist-info").mkdir()
-        metadata = "Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n"
-        (tmp_path / "flash_attn-2.8.3.dist-info" / "METADATA").write_text(metadata)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    get_backend_problem.cache_clear()
-    found = get_backend_problem("flash", torch.device("cuda"), torch.bfloat16)
-    get_backend_problem.cache_clear()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
-        del sys.modules[name]
-    assert found == "" if shape == "flash-attn" else "pip install 'dlm_rag[flash]'" in found
-    if shape == "flash-attn":
-        assert describe_kernel_version("flash") == "flash-attn 2.8.3"
 
 
 def test_auto_takes_sdpa_on_a_cpu_and_an_impossible_wish_is_an_error():
@@ -186,21 +161,6 @@ def test_auto_takes_sdpa_on_a_cpu_and_an_impossible_wish_is_an_error():
         choose_backend("flash", CPU, torch.float32)
 
 
-def test_selective_checkpointing_keeps_the_products_of_flash_attn(monkeypatch):
-    """Its operator is known once its module is imported."""
-    library = torch.library.Library("flash_attn", "DEF")
-    library.define("_flash_attn_varlen_forward(Tensor q) -> Tensor")
-    module = types.ModuleType("flash_attn.flash_attn_interface")
-    package = types.ModuleType("flash_attn")
-    for name, made in (("flash_attn", package), ("flash_attn.flash_attn_interface", module)):
-        made.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        monkeypatch.setitem(sys.modules, name, made)
-    _list_saved_ops.cache_clear()
-    kept = _list_saved_ops()
-    _list_saved_ops.cache_clear()
-    assert torch.ops.flash_attn._flash_attn_varlen_forward.default in kept
-    assert torch.ops.torch_attn._varlen_attn.default in kept
-    assert any("scaled_dot_product" in str(operator) for operator in kept)
 
 
 @pytest.mark.filterwarnings("ignore:.*without torch.compile")

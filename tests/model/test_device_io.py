@@ -1,7 +1,5 @@
 """Between host and device: contents, dtypes and shapes stay; one buffer for all."""
 
-import types
-
 import numpy as np
 import pytest
 import torch
@@ -40,27 +38,3 @@ def test_nothing_but_the_marked_wait_waits():
         assert len(check(torch.device("cuda"))) == 1
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_what_comes_out_is_waited_for_on_its_own_device(monkeypatch):
-    """Not on that of the current one: with `model.device=cuda:1` these are two."""
-    asked = []
-
-    class There(torch.Tensor):
-        is_cuda, device = True, torch.device("cuda", 1)
-
-        def detach(self):
-            return self
-
-    class Stream:
-        def __init__(self, device=None):
-            self.device = device
-
-        def record_event(self):
-            return types.SimpleNamespace(synchronize=lambda: asked.append(self.device))
-
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
-    monkeypatch.setattr("torch.cuda.current_stream", Stream)
-    assert to_host(torch.arange(3.0).as_subclass(There)).tolist() == [0, 1, 2]
-    assert asked == [There.device]

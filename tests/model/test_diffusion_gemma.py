@@ -6,23 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from dlm_rag.diffusion_gemma.config import GemmaConfig
 from dlm_rag.diffusion_gemma.decoding import (
     PrefixKVCache,
-    UniformNoiseCanvas,
     anneal_temperature,
     has_converged,
     uniform_tokens,
 )
 from dlm_rag.diffusion_gemma.model import DiffusionGemma, load_diffusion_gemma
-from dlm_rag.engine.rules import Proposals
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.questions import Question
 from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.retrieval.composite import NoRetriever
-from dlm_rag.retrieval.query import build_query
 from tests.support.gemma_decoding import QueryHashRetriever, make_gemma_decoder
-from tests.support.tiny_diffusion_gemma import END, PAD, write_tiny_gemma
+from tests.support.tiny_diffusion_gemma import PAD, write_tiny_gemma
 
 
 @pytest.fixture(scope="module")
@@ -206,89 +202,6 @@ def test_logits_beside_longer_texts_are_those_of_the_text_alone(tiny):
             assert torch.allclose(together[row], alone, atol=1e-4)  # of logits up to 30
 
 
-def plain(decoder, retriever, question, settings):
-    """The loop as it is told, with the whole prompt encoded at each step: (tokens, passages) of each step,
-    and the text."""
-    tokenizer, shape, model = decoder.tokenizer, decoder.denoiser.config, decoder.denoiser.model
-    block, steps = shape.block_size, settings.steps_per_block
-    length = settings.max_new_tokens
-    draw = make_keyed_generator(settings.seed, question.id)
-
-    def numbers(count):
-        return torch.rand(count, length, generator=draw, dtype=torch.float64)
-
-    def search(text):
-        return retriever.search([build_query("proxy", question.question, text)])[0]
-
-    noise, text, told = (numbers(1)[0] * shape.vocab_size).long(), [], []
-    found, held = search(""), []
-    while len(text) < length and not set(text) & tokenizer.end_ids:
-        begin, before, last = len(text), None, None
-        canvas = noise[begin : begin + block]
-        for left in range(steps, 0, -1):
-            names = {passage.id for passage in found}
-            stay = [passage for passage in held if passage.id in names]
-            held = stay + [p for p in found if p.id not in {each.id for each in stay}]
-            prompt = tokenizer.build_prompt(question.question, [passage.text for passage in held]).ids
-            with torch.no_grad():
-                logits = model(
-                    input_ids=torch.tensor([prompt + text]), decoder_input_ids=canvas[None],
-                    self_conditioning_logits=before,
-                ).logits  # fmt: skip
-            low, high = shape.temperature_low, shape.temperature_high
-            before = logits / (low + (high - low) * left / steps)
-            weights, (uniform, fresh) = before[0].softmax(-1), numbers(2)
-            noise = (fresh * shape.vocab_size).long()
-            cumulative = weights.double().cumsum(-1)
-            at = uniform[begin : begin + block].float().double()[:, None] * cumulative[:, -1:]
-            drawn = torch.searchsorted(cumulative, at)[:, 0]
-            entropy = torch.distributions.Categorical(logits=before[0]).entropy()
-            order, best = entropy.argsort(stable=True), before[0].argmax(-1)
-            kept = order[entropy[order].cumsum(0) - entropy[order] <= shape.entropy_bound]
-            canvas = noise[begin : begin + block].clone()
-            canvas[kept] = drawn[kept]
-            over = left == 1 or (torch.equal(best, last) if last is not None else False)
-            over = over and (left == 1 or bool(entropy.mean() < shape.stop_entropy))
-            sure = logits[0].softmax(-1).gather(1, best[:, None])[:, 0] >= settings.query_threshold
-            state = {begin + int(n): int(drawn[n]) for n in kept}
-            asked = [int(best[n]) if sure[n] else int(drawn[n]) if n in kept else PAD for n in range(block)]
-            if over:
-                state = {begin + n: int(token) for n, token in enumerate(best)}
-                asked = best.tolist()
-            told.append((dict(enumerate(text)) | state, tuple(passage.id for passage in held)))
-            rest = [PAD] * (length - begin - block)
-            found, last = search(tokenizer.query_text(text + asked + rest)), best
-            if over:
-                break
-        text = text + best.tolist()
-    return told, text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("threshold", [0.0, 0.3])
-def test_with_retrieval_it_is_the_plain_loop_that_encodes_all_at_each_step(tiny, corpus, threshold):
-    retriever = QueryHashRetriever(corpus, 3)
-    decoder = make_gemma_decoder(
-        tiny, retriever, max_new_tokens=24, heat=(1e-3, 0.5),
-        query_threshold=threshold, seed=1,
-    )  # fmt: skip
-    changed = 0
-    for question in QUESTIONS:
-        (rollout,) = decoder.decode([question])
-        told, _ = plain(decoder, retriever, question, decoder.config)
-        states = list(rollout.replay())[1:]
-        for step, (state, (tokens, passages)) in enumerate(zip(states, told, strict=True), start=1):
-            assert {n: token.token_id for n, token in state.items()} == tokens, step
-            assert rollout.evidence_at(step) == passages, step
-        changed += len({passages for _, passages in told}) - 1
-    assert changed  # else nothing of it was tested
-    assert (
-        0
-        < decoder.model_runner.cache_stats.encoded_tokens
-        < decoder.model_runner.cache_stats.requested_tokens
-    )
-
-
 @pytest.mark.parametrize(("cut", "runs"), [((1, 2, 3, 4), 1), ((1, 2, 9), 1), ((1, 2, 3), 0), ((7,), 1)])
 def test_a_text_that_changes_runs_from_its_first_change(cut, runs):
     calls = []
@@ -315,28 +228,6 @@ def test_the_schedule_the_noise_and_when_a_canvas_has_settled():
         has_converged([], one, 0) and not has_converged([], one, 1) and has_converged([other, one], one, 1)
     )
     assert not has_converged([other, one], one, 2) and has_converged([one, one], one, 2)
-
-
-def test_what_is_accepted_may_be_taken_back_and_is_final_once_the_block_is_closed():
-    canvas = UniformNoiseCanvas(4, PAD, 0, shape=GemmaConfig(9), noise=np.array([5, 6, 7, 8]))
-
-    def accepted(tokens):
-        none = np.zeros(len(tokens))
-        at, ids = np.array(list(tokens)), np.array(list(tokens.values()))
-        return canvas.accept(Proposals(at, ids, none, none, none, none))
-
-    change = accepted({0: 1, 1: 2})
-    assert (len(change.committed.positions), len(change.edited.positions), change.remasked) == (2, 0, ())
-    assert canvas.model_ids.tolist() == [1, 2, 7, 8]
-    change = accepted({1: 3})
-    written = change.committed.positions.tolist(), change.edited.positions.tolist()
-    assert (written, change.remasked) == (([], [1]), (0,))
-    assert canvas.model_ids.tolist() == [5, 3, 7, 8]
-    accepted({0: 1, 1: END})
-    assert not canvas.is_finished({END})  # it might be taken back
-    canvas.frozen_length = 2
-    assert canvas.is_finished({END}) and accepted({2: 4}).remasked == ()
-    assert canvas.model_ids.tolist() == [1, END, 4, 8]
 
 
 @pytest.mark.gpu

@@ -1,6 +1,5 @@
 """Weights in low precision: every family loads, tokens are those of any batch, memory is counted."""
 
-import json
 from importlib.util import find_spec
 
 import pytest
@@ -8,26 +7,19 @@ import torch
 from torch import nn
 
 from dlm_rag import Denoiser
-from dlm_rag.commands.encode import PassageEncoder
-from dlm_rag.commands.prepare_decoder import prepare_decoder
-from dlm_rag.config import ModelConfig, load_config
-from dlm_rag.config.fields import list_choices
-from dlm_rag.engine.store import describe_context
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.quantize import (
     METHODS,
     check_quantize,
     count_weight_bytes,
-    describe_precision,
     list_quantized_weights,
 )
-from dlm_rag.questions import Question
 from tests.golden.tiny_checkpoints import CONFIGS, write_checkpoint
 from tests.model.test_block_attention import ASKED, make_decoder, what_happened
 from tests.model.test_families import PUBLIC, write_public
 from tests.support.setup_matrix import EXPERTS
-from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
+from tests.support.tiny_models import tiny_denoiser
 
 CPU = torch.device("cpu")
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
@@ -91,53 +83,6 @@ def test_tokens_are_the_same_in_every_batch(corpus_file, tmp_path, shape, method
 
 
 @needs_torchao
-def test_in_float16_sums_of_layers_are_float32_here_too(tmp_path):
-    """Which is an autocast, in which inputs are wider than results."""
-    tiny_denoiser(qkv_bias=True, qk_norm=True).save_pretrained(tmp_path)
-    ids, wide = torch.arange(30)[None], load(tmp_path, quantize="int8")
-    low = load(tmp_path, dtype=torch.float16, quantize="int8")
-    with torch.inference_mode():
-        expected, found = wide(ids), low(ids)
-        with torch.autocast("cpu", torch.bfloat16):
-            cast = wide(ids)
-    assert found.dtype == torch.float16 and cast.dtype == torch.bfloat16
-    for each in (found, cast):
-        assert (each.float() - expected).norm() < 0.15 * expected.norm()
-    with pytest.raises(ConfigError, match="nvfp4 has no float16"):
-        load(tmp_path, dtype=torch.float16, quantize="nvfp4")
-
-
-@needs_torchao
-def test_what_is_quantised_is_said_and_kept_apart(tmp_path):
-    tiny_denoiser().save_pretrained(tmp_path)
-    plain, denoiser = load(tmp_path), load(tmp_path, quantize="int8")
-    assert describe_precision(plain) == "cpu float32"
-    size = count_held_bytes(denoiser) / 1000
-    assert describe_precision(denoiser) == (
-        f"cpu float32 with int8 in the linear layers of 2 transformer layers (weights of {size:.0f} kB)"
-    )
-    contexts = [json.loads(describe_context(each, "auto")) for each in (plain, denoiser)]
-    assert [context.pop("quantize") for context in contexts] == ["none", "int8"]
-    assert contexts[0] == contexts[1], "the same weights"
-
-
-@needs_torchao
-def test_a_job_loads_counts_and_names_its_precision(tmp_path, corpus_file):
-    folder = tmp_path / "model"
-    tiny_denoiser(evidence_layout="independent").save_pretrained(folder, eos_token_id=257)
-    byte_tokenizer().save_pretrained(folder)
-    words = [f"model.path={folder}", f"retrieval.corpus={corpus_file}", "decode.max_new_tokens=8"]
-    config = load_config(None, [*words, "model.quantize=int8", f"engine.store={tmp_path / 'store'}"])
-    prepared = prepare_decoder(config, [Question("1", "Who wrote Emma?")])
-    assert prepared.answers_depend_on()["model.quantize"] == "int8"
-    decoder = prepared.load()
-    assert prepared.weight_bytes == count_held_bytes(decoder.denoiser)
-    assert "cpu float32 with int8 in the linear layers of 2 transformer layers" in decoder.describe()
-    _, denoiser = PassageEncoder(config)._store
-    assert describe_context(denoiser, "auto") == describe_context(decoder.denoiser, "auto")
-
-
-@needs_torchao
 def test_quantised_numbers_are_neither_moved_nor_saved(tmp_path):
     tiny_denoiser().save_pretrained(tmp_path)
     denoiser = load(tmp_path, quantize="int8")
@@ -149,10 +94,6 @@ def test_quantised_numbers_are_neither_moved_nor_saved(tmp_path):
     denoiser.layers = nn.ModuleList()
     with pytest.raises(ConfigError, match="finds no linear layers"):
         list_quantized_weights(denoiser)
-
-
-def test_the_names_of_the_setting_are_those_of_the_table():
-    assert list_choices(ModelConfig.__dataclass_fields__["quantize"]) == ("none", *METHODS)
 
 
 def test_what_cannot_be_quantised_is_refused_before_weights_are_read(monkeypatch):

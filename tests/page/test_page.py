@@ -142,34 +142,6 @@ def test_a_page_is_made_of_a_trace_without_torch(tmp_path):
     assert out.read_text() == render_page(read_trace_runs([trace]))
 
 
-def test_steps_that_no_decode_has_made_are_refused(tmp_path):
-    rollout = make_two_hop_rollout()
-    rollout.steps[1] = replace(rollout.steps[1], guesses=ProvisionalDelta("50"))
-    path = write_trace(tmp_path / "t.jsonl", rollout)
-    with pytest.raises(TraceError, match="t.jsonl: the line of question 'q1' is not from a decode"):
-        read_trace_runs([path])
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"query_policy": ["proxy"]},
-        {"query_policy": {}, "query_threshold": 0.5},
-        {"query_policy": "proxy", "query_threshold": "0.5"},
-        {"abstain": ["answer"]},
-        {"abstain": "answer", "abstain_threshold": "high"},
-    ],
-    ids=str,
-)
-def test_settings_that_no_decode_has_are_refused(tmp_path, settings):
-    path = write_trace(tmp_path / "t.jsonl", make_two_hop_rollout())
-    header, *lines = map(json.loads, path.read_text().splitlines())
-    header["settings"] |= settings
-    path.write_text("\n".join(map(json.dumps, [header, *lines])) + "\n")
-    with pytest.raises(TraceError, match="t.jsonl: .*"):
-        read_trace_runs([path])
-
-
 # In the browser.
 
 CANVAS = """page.panes.map((pane) =>

@@ -35,25 +35,6 @@ def test_a_part_that_fails_or_hangs_says_so_and_is_over(tmp_path):
     assert taken("print('fine')", -1.0) == "no time was left for it"
 
 
-def test_time_that_is_left_over_goes_to_the_next_parts(tmp_path, monkeypatch):
-    limits = []
-
-    def taken(command, record, limit):
-        limits.append(round(limit))
-        return "it broke" if len(limits) == 2 else ""
-
-    monkeypatch.setattr(first_gpu, "run_part_process", taken)
-    parts = {name: first_gpu.ReportPart(n, None) for name, n in (("a", 10), ("b", 20), ("c", 30))}
-    first_gpu.run_parts(parts, tmp_path, [], 100)
-    assert limits == [50, 70, 100], "nothing took any time here"
-    page = (tmp_path / "page.md").read_text()
-    assert "**b**: it broke" in page and "**a**" not in page
-    limits.clear()
-    first_gpu.run_parts(parts, tmp_path, [], 5)
-    assert limits == [5, 5, 5], "all of them together have no more than that"
-    assert sum(part.seconds for part in first_gpu.FULL_PARTS.values()) <= 60 * 9.5
-
-
 def test_the_page_says_what_was_found_until_a_part_broke_off(tmp_path):
     record = first_gpu_parts.PartRecord(tmp_path / "part.json", tmp_path)
     record.add(title="Decoding: 7b", text="7,600 M parameters.")

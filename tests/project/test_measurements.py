@@ -5,10 +5,7 @@ import importlib.util
 import re
 from functools import cache
 
-import pytest
-
 from dlm_rag.config import list_setting_fields
-from dlm_rag.errors import ConfigError
 from tests.support.paths import ROOT
 
 
@@ -55,34 +52,6 @@ def test_what_is_evaluated_with_shipped_files_is_checked_or_names_its_commit():
         commands = [each for each in builder().list_commands(entry) if "evaluate" in each]
         checked = [each for each in commands if each in inputs]
         assert not commands or checked or {"commit", "date"} & entry.keys(), (page, entry["title"])
-
-
-@pytest.mark.parametrize(
-    "changed", ["model.safetensors", "config.json", "generation_config.json", "corpus.jsonl", "settings"]
-)
-def test_a_change_since_the_measurement_is_said(tmp_path, monkeypatch, changed):
-    again = measure_again()
-    (tmp_path / "model").mkdir()
-    files = ["model/model.safetensors", "model/config.json", "corpus.jsonl"]
-    for name in files:
-        (tmp_path / name).write_text(name)
-    digests = {name: again.digest_file(tmp_path / name) for name in files}
-    then = {"date": "2026-11-25", "files": digests, "settings": {"static": {"decode.seed": 0, "gone": 1}}}
-    now = {"decode.seed": 0, "decode.new": 2}
-    monkeypatch.setattr(again, "resolve_settings", lambda command: {"static": now})
-    assert again.list_changes("x", then, tmp_path) == []
-    if changed == "settings":
-        now["decode.seed"] = 1
-        said = "decode.seed of 'static' was 0, and is 1"
-    else:
-        name = changed if changed == "corpus.jsonl" else f"model/{changed}"
-        said = f"{name} {'has changed' if (tmp_path / name).exists() else 'is new'}"
-        (tmp_path / name).write_text("other")
-    assert again.list_changes("x", then, tmp_path) == [said]
-    monkeypatch.setattr(again, "ROOT", tmp_path)
-    monkeypatch.setattr(again, "list_changes", lambda command, then: [said])
-    with pytest.raises(ConfigError, match="out of date.*measure_again.py"):
-        again.check_inputs({"x": then})
 
 
 def test_commands_name_what_exists():

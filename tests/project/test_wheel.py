@@ -44,7 +44,7 @@ def source(tmp_path_factory) -> Path:
 
 
 def build(kind: str, source: Path, into: Path) -> Path:
-    """What setuptools makes of the source: an sdist, or the wheel of an editable install."""
+    """What setuptools makes of the source."""
     code = f"from setuptools import build_meta as b; b.build_{kind}('{into}')"
     must(sys.executable, "-c", code, cwd=source)
     (built,) = into.iterdir()
@@ -132,16 +132,6 @@ def test_train_finds_the_configs_and_programs_their_flags(installed, tmp_path):
         done = run(*words, cwd=tmp_path)
         assert done.returncode == status and said in done.stdout + done.stderr, done.stderr
     assert not list(tmp_path.iterdir()), "nothing is written by asking"
-
-
-def test_an_editable_install_finds_the_configs_of_its_checkout(source, tmp_path):
-    found = fresh_environment(tmp_path / "env", build("editable", source, tmp_path / "dist"))
-    config = source / "configs" / "only_here.yaml"
-    config.write_text("decode: {seed: 17}\n")
-    words = ("sample", "--config", "only_here", "--print-config")
-    done = run(found / "dlm-rag", *words, cwd=tmp_path)
-    config.unlink()
-    assert done.returncode == 0 and "seed: 17" in done.stdout, done.stderr
 
 
 def test_an_extra_is_named_from_any_folder(installed, tmp_path):
