@@ -4,9 +4,9 @@ import ast
 import importlib.util
 import re
 import runpy
-import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from distutils.core import run_setup
 from functools import cache
 from pathlib import Path
@@ -26,15 +26,6 @@ PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.m
 CARDS = sorted((ROOT / "dlm_rag" / "shipped").glob("*/README.md"))
 OF_THE_PAST = {"log.md", "CHANGELOG.md"}  # pages that name settings and programs that are gone
 SECTIONS = {key.partition(".")[0] for key in list_setting_fields() if "." in key}
-# Programs that shell blocks may call, beside those of this project; an address is checked by nobody.
-TOOLS = set(
-    """
-cat cd cp curl docker echo env export git head hf hostname kill less ls mkdir mkdocs nohup nsys open
-nvidia-cuda-mps-control nvidia-smi open-webui pip pytest python ray rm rsync salloc sbatch scancel scontrol
-scp set sleep source squeue srun ssh sudo tail tar tee test time torchrun unzip uv vllm wc wget lm_eval for
-do done numactl wait
-""".split()
-)
 
 
 class Block(NamedTuple):
@@ -138,49 +129,10 @@ def test_python_compiles():
         compile(text, str(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
-def split_commands(text: str) -> list[list[str]]:
-    """The commands of a shell block in words: without comments, variables, prompts and redirections."""
-    found: list[list[str]] = []
-    text = re.sub(r"<<-?'?(\w+)'?\n.*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)  # here-documents
-    text = re.sub(r"^\$ |(?:^|(?<=\s))#.*$", "", text, flags=re.MULTILINE)
-    lexer = shlex.shlex(text, posix=True, punctuation_chars="();|&<>\n")
-    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
-    words: list[str] = []
-    for word in [*lexer, "\n"]:
-        if set(word) <= set("();|&\n"):
-            while words and re.match(r"[A-Za-z_]+=", words[0]):
-                words = words[1:]
-            found += [words] if words else []
-            words = []
-        else:
-            words.append(word)
-    return found
-
-
-def find_program(words: list[str]) -> tuple[str, list[str]]:
-    """The program of ours that a command runs, by the name that `dlm-rag` has for it, and its words.
-
-    Of others the name alone: "" for one of `TOOLS`.
-    """
-    head, rest = Path(words[0]).name, words[1:]
-    if head in ("env", "srun", "numactl", "nohup", "sudo", "time"):
-        inner = next(
-            (n for n, word in enumerate(rest) if Path(word).name in ("python", "torchrun", "dlm-rag")), None
-        )
-        return ("", []) if inner is None else find_program(rest[inner:])
-    if head == "torchrun":
-        script = next((n for n, word in enumerate(rest) if word == "-m" or word.endswith(".py")), None)
-        return ("", []) if script is None else find_program(["python", *rest[script:]])
-    if head == "dlm-rag":
-        return (rest[0], rest[1:]) if rest and not rest[0].startswith("-") else ("", [])
-    if head in ("python", "python3") and rest[:2] == ["-m", "dlm_rag"]:
-        return rest[2], rest[3:]
-    if head in ("python", "python3") and rest and rest[0] in ("sample.py", "evaluate.py", "train.py"):
-        return rest[0].removesuffix(".py"), rest[1:]
-    if head in ("python", "python3") and rest:
-        return ("python", rest)
-    assert head in TOOLS or head.startswith("python"), f"'{words[0]}' is no program"
-    return "", []
+COMMAND = re.compile(
+    r"(?:dlm-rag|python3? -m dlm_rag|(?:python3?|torchrun .*?) (?P<script>sample|evaluate|train)\.py)"
+    r"(?P<words>(?: [^\n;|&>]*)?)"
+)
 
 
 @cache
@@ -192,49 +144,39 @@ def list_flags(program: str) -> set[str]:
     return set(re.findall(r"(?<![\w-])--[a-z][\w-]*", capture(program)))
 
 
-@cache
-def was_there(page: Path, script: str) -> bool:
-    """Whether a measurement, whose commit its page names, was made by a script that is gone now."""
-    words = ["git", "log", "-1", "--format=%h", "--", script]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    return page.parent.name == "measurements" and bool(done.stdout)
-
-
-def check_python(page: Path, words: list[str]) -> None:
-    """The script or the module of `python WORDS` is there, or is written by the page itself."""
-    if words[0] == "-m":
-        assert words[1] == "venv" or importlib.util.find_spec(words[1]), f"no module {words[1]}"
-    elif words[0].endswith(".py"):
-        own = {Path(name).name for name in re.findall(r"([\w./-]+\.py)[`\"]", page.read_text())}
-        there = (ROOT / words[0]).is_file() or Path(words[0]).name in own
-        assert there or was_there(page, words[0]), f"no script {words[0]}"
-
-
-def check_command(page: Path, words: list[str]) -> None:
-    program, rest = find_program(words)
-    if program == "python":
-        check_python(page, rest)
-    elif program:
-        assert program in PROGRAMS, f"no program {program}"
-        if (flags := list_flags(program)) and page.parent.name != "measurements":  # of another commit
-            given = {word.partition("=")[0] for word in rest if re.match(r"--[a-z]", word)}
-            assert given <= flags, f"{program} has no {sorted(given - flags)}"
-        if program == "bench" and rest and not rest[0].startswith("-"):
-            assert rest[0] in list_benchmarks(), f"no benchmark {rest[0]}"
+def find_wrong_commands(page: Path, text: str) -> Iterator[str]:
+    """What is wrong with the programs, flags, scripts and modules that a shell block names."""
+    for found in COMMAND.finditer(text):
+        words = [*filter(None, [found["script"]]), *found["words"].split()]
+        if not words or words[0].startswith("-"):
+            continue
+        if words[0] not in PROGRAMS:
+            yield f"no program {words[0]}"
+        elif flags := list_flags(words[0]):
+            given = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
+            yield from (f"{words[0]} has no {flag}" for flag in given - flags)
+        elif words[0] == "bench" and words[1:] and words[1] not in list_benchmarks():
+            yield f"no benchmark {words[1]}"
+    own = {Path(name).name for name in re.findall(r"([\w./-]+\.py)[`\"]", page.read_text())}
+    for script in re.findall(r"python3? ([\w./-]+\.py)", text):
+        if not (ROOT / script).is_file() and Path(script).name not in own:
+            yield f"no script {script}"
+    for module in re.findall(r"python3? -m (\w[\w.]*)", text):
+        if module != "venv" and not importlib.util.find_spec(module):
+            yield f"no module {module}"
 
 
 @pytest.mark.slow  # asks every program for its flags
 def test_shell_names_what_is_there():
+    """Measurements are of their commits."""
     wrong = []
     for block in select_blocks("bash", "sh", "shell", "console"):
-        text = block.text.replace("\\\n", " ")
+        if block.page.parent.name == "measurements":
+            continue
+        text = re.sub(r"(?:^|(?<=\s))#.*$", "", block.text.replace("\\\n", " "), flags=re.MULTILINE)
         if block.language == "console":  # what is typed, without what is printed
             text = "\n".join(line for line in text.splitlines() if line.startswith("$ "))
-        for words in split_commands(text):
-            try:
-                check_command(block.page, words)
-            except AssertionError as error:
-                wrong.append(f"{block}: {error}")
+        wrong += [f"{block}: {said}" for said in find_wrong_commands(block.page, text)]
     assert not wrong, "\n".join(wrong)
 
 
