@@ -25,7 +25,6 @@ def write_column_twice(path: Path) -> None:
 
 BAD_LINES = (  # what both readers say, of the second line
     ("line 2: the line is not JSON", "{oops\n"),
-    ("line 2: the line is not a JSON object", "[1]\n"),
     ("line 2: the line is not UTF-8", b'{"id": "b", "question": "\xff", "contents": "\xff"}\n'),
     ("that is too", '{"a": ' + DEEP + "]" * len(DEEP) + "}\n"),
     ("that is too", '{"id": ' + "1" * 5000 + "}\n"),
@@ -44,11 +43,7 @@ FILES = (  # what both readers say of a file in another form
     ("a.json: the file is not JSON", "a.json", "[" + GOOD),
     ("a.json: the file is not UTF-8", "a.json", b"[\xff]"),
     ("item 2: the id 'a' occurs a second time", "a.json", f"[{GOOD},\n{GOOD}]"),
-    ("a.json holds no ", "a.json", "[]"),
     ("a.csv, line 3: the row has more or fewer cells than the header", "a.csv", "id,text\n1,x\n2,y,z\n"),
-    ("a.csv, line 2: the row cannot be read", "a.csv", 'id,text\n1,"x\n2,y\n'),
-    ("a.csv, line 2: the line is not UTF-8", "a.csv", b"id,text\n1,\xff\n"),
-    ("a.tsv, line 2: ", "a.tsv", "id\ttext\n1\t\n"),
     ("is a broken gzip file", "a.jsonl.gz", gzip.compress(GOOD.encode())[:-9]),
 )
 ONE_ID_TWICE = '{"id": 1, "text": "x"}\n{"id": "1", "text": "x"}'
@@ -84,9 +79,7 @@ CASES = [
             ("the id '1' occurs", ONE_ID_TWICE),
             ("no 'question' (nearest: 'qestion')", '{"id": "b", "qestion": "x"}'),
             ("comes with an 'image', and only texts are answered", '{"id": "1", "image": "cat.png"}\n'),
-            ("the 'response' is no text", '{"id": "b", "question": "x", "response": ""}'),
             ("must be a list of texts", '{"id": "b", "question": "x", "answers": [[1]]}'),
-            ("line 1: 'answer'", '{"id": "b", "question": "x", "answer": "[\'a\']"}'),
             *(
                 ("a whole number from 1 to 99", f'{{"id": "b", "question": "x", "hops": {hops}}}')
                 for hops in ("0", "true", "1e400")
@@ -130,7 +123,6 @@ CASES = [
             (says, {"q.jsonl": json.dumps({"id": "1", "question": "x", "hops": 1} | more)})
             for says, more in (
                 ("the label 'all' is the name of another group", {"answer": "y", "all": True}),
-                ("question '1' without golden_answers", {"answer": ""}),
                 ("question '1' without golden_answers", {"answer": '{"text": []}'}),
                 ("line 1: 'answer' is not JSON", {"answer": "{'text': ['x']}"}),
             )

@@ -82,6 +82,7 @@ def call(monkeypatch, capfd, tmp_path):
         given = tmp_path.with_name(f"{tmp_path.name}.stdin")
         given.write_bytes(case.stdin)
         monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("dlm_rag.cli.exit_rank", sys.exit)  # which would end this process
         for name, value in case.env.items():
             monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
         words = shlex.split(case.command)

@@ -33,7 +33,6 @@ from tests.support.training_data import write_own_data
 
 IN, OUT, WAIT = STEP_TRAFFIC
 MANY = 128
-COLLECTIVES = ("foreach_all_gather", "foreach_reduce")  # of shards
 
 
 @pytest.fixture(scope="module")

@@ -145,18 +145,6 @@ def test_what_is_not_text_is_no_id(kind, tmp_path):
 
 # Anything at all: good records, or a sentence that names the file.
 
-KEYS = (
-    "id",
-    "_id",
-    "question",
-    "text",
-    "contents",
-    "title",
-    "golden_answers",
-    "answers",
-    "hops",
-    "response",
-)
 MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NAMES = st.sampled_from(["x.jsonl", "x.json", "x.csv", "x.tsv", "x.parquet", "x", "x.txt", "x.bin"])
 

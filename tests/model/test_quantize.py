@@ -21,7 +21,6 @@ from tests.model.test_families import PUBLIC, write_public
 from tests.support.setup_matrix import EXPERTS
 from tests.support.tiny_models import tiny_denoiser
 
-CPU = torch.device("cpu")
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 DISTANCE = {"int8": 0.1, "nvfp4": 0.6}  # of the logits of random weights
 

@@ -141,6 +141,14 @@ UNREAD = [
 ]
 
 
+@pytest.mark.parametrize("said", UNREAD, ids=str)
+def test_a_format_that_is_not_read_is_refused_with_the_remedy(tmp_path, said):
+    write_public(tmp_path, "a2d-qwen3")
+    change(tmp_path, quantization_config=said)
+    with pytest.raises(CheckpointError, match=r"is not read, only .* model.quantize=int8"):
+        open_checkpoint(tmp_path)
+
+
 def test_scales_of_another_shape_or_none_are_refused(tmp_path):
     write_public(tmp_path, "a2d-qwen3")
     store(tmp_path, "for a row")
