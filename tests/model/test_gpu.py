@@ -1,6 +1,6 @@
 """What only a GPU can show, in at most five minutes on one: `python -m pytest -m gpu`.
 
-Nearly every check is a function of a device; the fast tests run it on the CPU, where the answer is known:
+Most checks are functions of a device; the fast tests run them on the CPU, where the answer is known:
 what fails on a GPU only is the GPU's.
 """
 
@@ -54,8 +54,7 @@ ON_GPU = [
 ]  # fmt: skip
 CUDA = pytest.param(torch.device("cuda"), marks=ON_GPU, id="cuda")
 DEVICES = pytest.mark.parametrize("device", [pytest.param(CPU, id="cpu"), CUDA])
-# the CPU has faster tests of the same
-SLOW_HERE = pytest.mark.parametrize("device", [pytest.param(CPU, marks=pytest.mark.slow, id="cpu"), CUDA])
+ON_A_GPU = pytest.mark.parametrize("device", [CUDA])  # of which the CPU has faster tests
 LOW = (torch.bfloat16, torch.float16)
 KERNELS = pytest.mark.parametrize(
     ("device", "kernel", "dtype"),
@@ -293,7 +292,7 @@ def test_training_steps_are_those_of_the_cpu(device, tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-3)
 
 
-@SLOW_HERE
+@ON_A_GPU
 def test_training_in_bfloat16_goes_through_validation_and_comes_back(device, tmp_path, monkeypatch):
     """Steps, a checkpoint, the validation by the decoder, an export, and half of the steps again."""
     monkeypatch.setitem(TRAINING_CASES, "here", words_for("sft bfloat16", device))
@@ -307,7 +306,7 @@ def test_training_in_bfloat16_goes_through_validation_and_comes_back(device, tmp
     )
 
 
-@SLOW_HERE
+@ON_A_GPU
 def test_one_process_with_one_shard(device, tmp_path, monkeypatch):
     """FSDP over NCCL (gloo on a CPU): the steps of the whole model, validated, saved, gone on with."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
@@ -324,7 +323,7 @@ def test_one_process_with_one_shard(device, tmp_path, monkeypatch):
         assert ours["scores"].keys() == theirs["scores"].keys()
 
 
-@SLOW_HERE
+@ON_A_GPU
 def test_compiled_layers_are_the_same_layers(device):
     plain, compiled = (tiny_denoiser(num_hidden_layers=3).to(device) for _ in range(2))
     torch._dynamo.reset()  # graphs of other tests would serve
@@ -339,7 +338,7 @@ def test_compiled_layers_are_the_same_layers(device):
     assert 2 <= compiled.compilations <= 6
 
 
-@SLOW_HERE
+@ON_A_GPU
 def test_compiled_training_steps_are_the_same_steps(device, tmp_path):
     found = []
     for more in ("train.compile=false", "train.compile=true"):
@@ -388,7 +387,7 @@ TRAINED = {
 }
 
 
-@SLOW_HERE
+@ON_A_GPU
 @pytest.mark.parametrize("way", TRAINED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_training_steps_wait_in_the_marked_place_only(device, way, dtype, tmp_path):
