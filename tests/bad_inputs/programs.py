@@ -172,8 +172,6 @@ CASES = [
     # Worlds.
     *table(WORLD,
         ("arguments are required: --seed", "--out w"),
-        ("a world of 100 has no 1000000000 questions of 1 hops",
-         "--seed 1 --passages 100 --per-hop 1000000000 --out w"),
         ("corpus.jsonl exists with other content", "--seed 1 --passages 100 --per-hop 1 --out ."),
         ("corpus.jsonl exists with other content", "--seed 1 --passages 100 --per-hop 1 --out w",
          {"w/corpus.jsonl": os.mkfifo}),
