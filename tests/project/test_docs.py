@@ -166,7 +166,6 @@ def find_wrong_commands(page: Path, text: str) -> Iterator[str]:
             yield f"no module {module}"
 
 
-@pytest.mark.slow  # asks every program for its flags
 def test_shell_names_what_is_there():
     """Measurements are of their commits."""
     wrong = []
