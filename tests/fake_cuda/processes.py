@@ -60,8 +60,8 @@ def in_copies(monkeypatch):
         done.set_result(bucket.buffer())
         return done
 
-    def wrapped(objective, processes):
-        found = copies(objective, processes)
+    def wrapped(objective):
+        found = copies(objective)
         found.register_comm_hook(None, summed)
         found.logger = Mock()
         return found
