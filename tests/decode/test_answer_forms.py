@@ -1,8 +1,5 @@
 """Where the answer stands in what language models write: one extractor, held against the forms they use."""
 
-import gc
-import time
-
 import pytest
 
 from dlm_rag.text import find_answer, find_answer_span
@@ -91,29 +88,3 @@ def test_a_whole_response_is_its_first_line(response):
 )  # fmt: skip
 def test_the_mark_is_no_part_of_the_reasoning(response, before):
     assert response[: find_answer(response).mark].rstrip() == before
-
-
-HOSTILE = [
-    "<answer>", "</think>", "<search></search>", "\\boxed{", "{", "\\text{", "### ", "#", "### a\n",
-    "Answer:", "the answer is", "A:\n", '"answer": "', "*", "_", "`", ".", " [1]", "<|a|>", " ", "\n", "> ",
-    '"', "答案：", "Dover. A ", "\\", "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx:\n",
-]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("piece", HOSTILE)
-def test_the_time_is_linear(piece):
-    """100 KB take no more than some 10 times as long as 10 KB: quadratic work takes 100 times as long."""
-
-    def measure(size):
-        text = piece * (size // len(piece)) + "Dover"
-        start = time.perf_counter()
-        find_answer_span(text), find_answer_span("### " + text), find_answer_span(text, "whole")
-        return time.perf_counter() - start
-
-    gc.disable()
-    measure(1000)
-    small = min(measure(10_000) for _ in range(3))
-    large = min(measure(100_000) for _ in range(2))
-    gc.enable()
-    assert large < 30 * small + 0.25, (piece, small, large)

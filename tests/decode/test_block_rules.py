@@ -49,12 +49,7 @@ def make_decoder(corpus, layout="joint", prefix_cache_gib=1.0, shape=None, **set
 def what_happened(rollout):
     """What each step asked, found and wrote."""
     return [
-        (
-            s.query,
-            s.passage_ids,
-            s.remasked,
-            *([(t.position, t.token_id) for t in part] for part in parts),
-        )
+        (s.query, s.passage_ids, s.remasked, *([(t.position, t.token_id) for t in part] for part in parts))
         for s in rollout.steps
         if (parts := (s.committed, s.edited))
     ]

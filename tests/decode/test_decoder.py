@@ -178,10 +178,7 @@ def test_what_goes_wrong_in_a_row_ends_that_row_alone(corpus_file, question, err
 
 @pytest.mark.parametrize(
     ("asked", "says"),
-    [
-        (["Dune?", " "], "question 2 is blank"),
-        ([Question("a", "x"), Question("a", "y")], "same id"),
-    ],
+    [(["Dune?", " "], "question 2 is blank"), ([Question("a", "x"), Question("a", "y")], "same id")],
 )
 def test_what_is_no_list_of_questions_is_refused(corpus_file, asked, says):
     with pytest.raises(QuestionError, match=says):

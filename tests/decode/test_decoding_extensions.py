@@ -37,20 +37,13 @@ def commits(rollout):
 
 def test_own_commit_rule(corpus_file):
     decoder = make_decoder(
-        corpus_file,
-        max_new_tokens=6,
-        early_stopping=False,
-        commit_rule=f"{__name__}:commit_ends",
+        corpus_file, max_new_tokens=6, early_stopping=False, commit_rule=f"{__name__}:commit_ends"
     )
     assert commits(decoder.decode([QUESTION])[0]) == [[0, 5], [1, 4], [2, 3]]
 
 
 def test_own_stochastic_rule_is_recorded_and_the_same_in_a_batch(corpus_file):
-    settings = {
-        "max_new_tokens": 8,
-        "early_stopping": False,
-        "commit_rule": f"{__name__}:coin",
-    }
+    settings = {"max_new_tokens": 8, "early_stopping": False, "commit_rule": f"{__name__}:coin"}
     alone = make_decoder(corpus_file, batch_size=1, **settings).decode([QUESTION])[0]
     together = make_decoder(corpus_file, batch_size=3, **settings).decode([QUESTION, "Who?", "Why?"])[0]
     assert commits(alone) == commits(together)

@@ -10,12 +10,7 @@ import torch
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.questions import Question
-from tests.support.decoding import (
-    QUESTIONS,
-    make_decoder,
-    rollout_record,
-    rollout_records,
-)
+from tests.support.decoding import QUESTIONS, make_decoder, rollout_record, rollout_records
 
 ASKED = [Question(f"id{n}", text) for n, text in enumerate(QUESTIONS)]
 

@@ -4,12 +4,7 @@ import io
 
 from rich.console import Console
 
-from dlm_rag.decode.terminal import (
-    LiveView,
-    render_answer,
-    render_progress,
-    render_verdict,
-)
+from dlm_rag.decode.terminal import LiveView, render_answer, render_progress, render_verdict
 from dlm_rag.questions import as_questions
 from tests.support.decoding import QUESTIONS, make_decoder
 from tests.support.rollouts import make_two_step_rollout, render_to_text

@@ -28,11 +28,7 @@ from dlm_rag.evaluation.metrics import (
     estimate_share,
 )
 from dlm_rag.evaluation.plots import plot_by_hops
-from dlm_rag.evaluation.tables import (
-    build_comparison_tables,
-    render_markdown_report,
-    summarize_findings,
-)
+from dlm_rag.evaluation.tables import build_comparison_tables, render_markdown_report, summarize_findings
 from dlm_rag.questions import Question
 
 

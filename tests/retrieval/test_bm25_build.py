@@ -142,10 +142,7 @@ def kill_in_writing(monkeypatch, kill):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("die", "at_least"),
-    [(kill_in_counting, 2), (kill_in_writing, 8)],
-)
+@pytest.mark.parametrize(("die", "at_least"), [(kill_in_counting, 2), (kill_in_writing, 8)])
 def test_a_build_that_was_killed_goes_on_and_gives_the_same_bytes(
     corpus, tmp_path, monkeypatch, small_parts, die, at_least
 ):

@@ -64,10 +64,7 @@ def test_a_text_without_an_end_takes_no_time(tmp_path, name, text):
     )
 
 
-CHANGES = {
-    "other bytes": lambda data: data.replace(b"Austen", b"Bronte"),
-    "emptied": lambda data: b"",
-}
+CHANGES = {"other bytes": lambda data: data.replace(b"Austen", b"Bronte"), "emptied": lambda data: b""}
 
 
 @pytest.mark.parametrize("change", CHANGES)

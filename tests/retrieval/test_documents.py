@@ -35,10 +35,7 @@ def make_pdf(text):
     return (
         found
         + b"xref\n0 5\n0000000000 65535 f \n%strailer\n<< /Size 5 /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n"
-        % (
-            table,
-            len(found),
-        )
+        % (table, len(found))
     )
 
 

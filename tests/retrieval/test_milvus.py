@@ -32,12 +32,7 @@ from dlm_rag.retrieval.composite import HybridRetriever, MultiQueryRetriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import DenseRetriever
 from dlm_rag.retrieval.encoder import TextEncoder
-from dlm_rag.retrieval.milvus import (
-    CollectionInfo,
-    MilvusCollection,
-    MilvusRetriever,
-    ingest_corpus,
-)
+from dlm_rag.retrieval.milvus import CollectionInfo, MilvusCollection, MilvusRetriever, ingest_corpus
 from dlm_rag.retrieval.query import Query
 from dlm_rag.retrieval.sparse_vectors import compute_corpus_statistics
 from tests.support.milvus_server import LocalBM25Retriever, MilvusServer

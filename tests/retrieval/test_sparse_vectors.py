@@ -58,10 +58,7 @@ def check(texts: list[str]) -> None:
         assert wrong <= shared
 
 
-@pytest.mark.parametrize(
-    "path",
-    [WORLD, pytest.param(REAL, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("path", [WORLD, pytest.param(REAL, marks=pytest.mark.slow)])
 def test_scores_are_those_of_bm25s_to_the_bit(path: Path):
     if not path.is_file():
         pytest.skip("the reference data is not here (set DLM_RAG_SHARED)")
