@@ -181,26 +181,6 @@ def test_a_build_that_was_killed_goes_on_and_gives_the_same_bytes(
     assert read_index(corpus) == resumed and len(resumed) == 5
 
 
-@pytest.mark.slow
-def test_two_processes_build_it_once(corpus, tmp_path, monkeypatch, small_parts):
-    count = bm25_build._count_words
-
-    def note_and_count(corpus, rows):
-        with (tmp_path / "counted").open("a") as file:
-            file.write(f"{rows.start}\n")
-        return count(corpus, rows)
-
-    monkeypatch.setattr(bm25_build, "_count_words", note_and_count)
-    builders = [FORK.Process(target=BM25Retriever, args=(corpus, 7)) for _ in range(2)]
-    for builder in builders:
-        builder.start()
-    for builder in builders:
-        builder.join()
-    assert [builder.exitcode for builder in builders] == [0, 0]
-    counted = (tmp_path / "counted").read_text().split()
-    assert sorted(map(int, counted)) == list(range(0, PASSAGES, 3))
-
-
 def test_a_worker_that_is_killed_is_no_endless_wait(corpus, monkeypatch, small_parts):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bm25_build, "_count_words", lambda *_: os.kill(os.getpid(), signal.SIGKILL))

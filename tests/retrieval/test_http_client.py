@@ -1,11 +1,7 @@
-"""The client of a search by HTTP alone: encryption, tokens, addresses, connections, deadlines."""
+"""The client of a search by HTTP alone: what becomes of its token."""
 
 import json
 import logging
-import shutil
-import socket
-import ssl
-import subprocess
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,9 +26,6 @@ class Service(ThreadingHTTPServer):
     def get_request(self):
         self.connections += 1
         return super().get_request()
-
-    def handle_error(self, request, client_address):
-        """Clients that do not trust it break off."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -61,14 +54,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def running(context=None, handler=Handler, host="127.0.0.1"):
+def running():
     """A service with its `port`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with type("Bound", (Service,), {"address_family": family})((host, 0), handler) as service:
-        if context:
-            service.socket = context.wrap_socket(
-                service.socket, server_side=True, do_handshake_on_connect=False
-            )
+    with Service(("127.0.0.1", 0), Handler) as service:
         service.port = service.server_address[1]
         thread = threading.Thread(target=service.serve_forever, args=(0.01,))
         thread.start()
@@ -79,51 +67,10 @@ def running(context=None, handler=Handler, host="127.0.0.1"):
             thread.join()
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    """Of localhost, signed by nobody but itself: its file and that of its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl makes the certificate")
-    folder = tmp_path_factory.mktemp("tls")
-    names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
-         "-addext", names, "-keyout", folder / "key.pem", "-out", folder / "cert.pem"],
-        check=True, capture_output=True, timeout=120,
-    )  # fmt: skip
-    return folder / "cert.pem", folder / "key.pem"
-
-
-@pytest.fixture
-def encrypted(certificate):
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*certificate)
-    with running(context=context) as service:
-        yield service
-
-
 def found_at(url, **settings):
     return list_passage_ids(
         load_retriever(url=url, **settings).search([make_query("Who?"), make_query("Where?")])
     )
-
-
-@pytest.mark.slow
-def test_https_trusts_whom_the_environment_names_and_nobody_else(
-    encrypted, certificate, monkeypatch, tmp_path
-):
-    url = f"https://localhost:{encrypted.port}/retrieve"
-    with pytest.raises(ConfigError, match="cannot be searched: self-signed certificate .*SSL_CERT_FILE"):
-        found_at(url)
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
-    assert found_at(url) == [["a"], ["a"]]
-    with pytest.raises(ConfigError, match="cannot be searched: "):
-        found_at(url.replace("https", "http"))
-    for name in ("no-such-file.pem", tmp_path / "empty.pem"):
-        (tmp_path / "empty.pem").touch()
-        monkeypatch.setenv("SSL_CERT_FILE", str(name))
-        with pytest.raises(ConfigError, match="certificates that SSL_CERT_FILE .* cannot be read"):
-            found_at(url)
 
 
 def test_a_token_goes_to_the_service_and_nowhere_else(monkeypatch, caplog):

@@ -6,12 +6,10 @@ from collections import Counter
 import pytest
 
 from dlm_rag.baselines import chat_client
-from dlm_rag.baselines.chat_client import ChatError, Completion
+from dlm_rag.baselines.chat_client import Completion
 from dlm_rag.commands import synthesize
-from dlm_rag.config import SynthesisConfig
-from dlm_rag.errors import ConfigError
 from dlm_rag.questions import Question, read_questions
-from dlm_rag.synthesis.llm_writer import LlmWriter, check_paraphrase
+from dlm_rag.synthesis.llm_writer import check_paraphrase
 from tests.support.chat_server import server as chat_server  # noqa: F401 - a fixture
 from tests.support.passages import write_jsonl_file
 
@@ -115,24 +113,6 @@ def test_what_has_no_answer_is_asked_again_by_the_same_command(run, server, caps
         run("Who wrote Emma?", "slow: who?", "Who wrote Dune?")
     tries = Counter(line["text"].rpartition("Question: ")[2] for line in server.requests)
     assert tries == {"Who wrote Emma?": 1, "slow: who?": 2, "Who wrote Dune?": 1}
-
-
-@pytest.mark.slow
-def test_a_server_that_is_none_and_a_model_that_is_not_there(server, monkeypatch):
-    def client(url=server.base, model="tiny-writer"):
-        config = SynthesisConfig(method="writer", writer_url=url, writer_model=model)
-        return LlmWriter([], config).client
-
-    with pytest.raises(ConfigError, match="writer_url=.* has no model 'tiny', but tiny-writer"):
-        client(model="tiny").check_model()
-    for url in (server.base.removesuffix("/v1"), "http://127.0.0.1:1/v1"):
-        with pytest.raises(ConfigError, match="does not list its models"):
-            client(url).check_model()
-    server.process.kill()
-    server.process.wait()
-    monkeypatch.setattr(chat_client, "ATTEMPTS", 2)
-    with pytest.raises(ChatError, match="failed 2 times, at last with .*refused"):
-        client().ask({"messages": []})
 
 
 @pytest.mark.parametrize(
