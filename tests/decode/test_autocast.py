@@ -10,18 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from dlm_rag import Decoder, Tokenizer, load_retriever
-from dlm_rag.config import DecodeConfig
-from dlm_rag.diffusion_gemma.model import DiffusionGemma
-from dlm_rag.model.checkpoint import open_checkpoint
 from tests.support.cases import first_is_fast
 from tests.support.decoding import QUESTIONS
+from tests.support.gemma_decoding import QueryHashRetriever, make_gemma_decoder
 from tests.support.setup_matrix import (
     force_mixed_rewards,
     make_setup_decoder,
     make_setup_trainer,
     write_setup_checkpoints,
 )
+from tests.support.tiny_diffusion_gemma import write_tiny_gemma
 
 # Those that mix dtypes in ways of their own.
 DECODING = ["shifted", "joint", "parallel windows", "experts", "experts of a block", "blocks, text"]
@@ -55,14 +53,9 @@ def test_the_first_proposals_are_those_of_float32_but_for_rounding(corpus_file, 
 
 
 @pytest.mark.slow
-def test_a_model_of_uniform_noise_answers(folder, corpus_file):
-    checkpoint = open_checkpoint(folder / "gemma")
-    denoiser = DiffusionGemma.from_pretrained(checkpoint, torch.device("cpu"), torch.float32)
-    retriever, settings = (
-        load_retriever(corpus_file, top_k=2),
-        DecodeConfig(max_new_tokens=24, batch_size=2),
-    )
-    decoder = Decoder(denoiser, retriever, Tokenizer.from_pretrained(checkpoint), settings)
+def test_a_model_of_uniform_noise_answers(tmp_path, corpus):
+    folder = write_tiny_gemma(tmp_path / "gemma")
+    decoder = make_gemma_decoder(folder, QueryHashRetriever(corpus, 2), max_new_tokens=24, batch_size=2)
     with AUTOCAST:
         assert not any(rollout.error for rollout in decoder.decode(QUESTIONS))
 
@@ -75,8 +68,8 @@ def test_a_step_is_that_of_float32_but_for_rounding(tmp_path, monkeypatch, folde
     found, parts = [], None
     for dtype in ("float32", "bfloat16"):
         trainer, validation = make_setup_trainer(tmp_path / dtype, folder, way, f"train.dtype={dtype}")
-        parts = trainer._microbatches() if parts is None else parts
-        with mock.patch.object(trainer, "_microbatches", lambda parts=parts: parts):
+        parts = trainer._take_parts() if parts is None else parts
+        with mock.patch.object(trainer, "_take_parts", lambda parts=parts: parts):
             metrics = trainer.step()
         found.append((metrics["loss"], metrics["gradient_norm"]))
     assert np.isfinite(list(validation.compute_scores(trainer).values())).all()
