@@ -13,7 +13,7 @@ from dlm_rag.questions import read_questions
 def test_real_questions_are_answered(golden, real):
     """With a low threshold: the toy model writes nonsense either way, and this takes a step or two."""
     folder = golden / "checkpoints" / "tiny-dream"
-    questions = read_questions(real / "hotpotqa" / "questions.jsonl")[:32]
+    questions = read_questions(real / "hotpotqa" / "questions.jsonl")[:16]
     decoder = Decoder(
         Denoiser.from_pretrained(folder),
         load_retriever(real / "hotpotqa" / "corpus.jsonl"),
