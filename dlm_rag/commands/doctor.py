@@ -87,11 +87,10 @@ def check_torch(_: Config) -> Iterator[Finding]:
     import torch
 
     build = f"{torch.__version__}, for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs'}"
-    if not torch.cuda.is_available() and shutil.which("nvidia-smi"):
-        remedy = "nvidia-smi" if torch.version.cuda else INSTALL_TORCH + CUDA_INDEX
-        yield Finding("torch", HINT, f"{build}: it does not see the GPU here", remedy)
-    else:
-        yield Finding("torch", OK, build)
+    unseen = not torch.cuda.is_available() and shutil.which("nvidia-smi")
+    remedy = "nvidia-smi" if torch.version.cuda else INSTALL_TORCH + CUDA_INDEX
+    text = f"{build}: it does not see the GPU here"
+    yield Finding("torch", HINT, text, remedy) if unseen else Finding("torch", OK, build)
     for number in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(number)
         text = f"{gpu.name}, {format_bytes(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"
@@ -108,10 +107,8 @@ def check_machine(config: Config) -> Iterator[Finding]:
     """Looks at cores, free memory, and the folder of indexes with its disk."""
     import torch
 
-    cores, threads, memory = cpu_count(), torch.get_num_threads(), read_host_memory()
-    remedy = f"export OMP_NUM_THREADS={cores}" if threads > cores else ""
-    yield Finding("cores", HINT if remedy else OK, f"{cores}, and torch uses {threads} threads", remedy)
-    if memory:
+    yield Finding("cores", OK, f"{cpu_count()}, and torch uses {torch.get_num_threads()} threads")
+    if memory := read_host_memory():
         text = f"{format_bytes(memory['available'])} of {format_bytes(memory['total'])} are free"
         yield Finding("memory", OK, text)
     given = config.retrieval.index_dir
@@ -134,11 +131,9 @@ def check_answer(config: Config) -> Iterator[Finding]:
     start = time.perf_counter()
     (rollout,) = decoder.decode([question])
     text = f"'{rollout.answer}' in {time.perf_counter() - start:.1f} s, {decoder.describe()}"
-    if rollout.answer in question.golden_answers:
-        yield Finding("answer", OK, text)
-    else:
-        wrong = rollout.error or f"{text}, expected was '{question.golden_answers[0]}'"
-        yield Finding("answer", PROBLEM, wrong)
+    right = rollout.answer in question.golden_answers
+    wrong = rollout.error or f"{text}, expected was '{question.golden_answers[0]}'"
+    yield Finding("answer", OK, text) if right else Finding("answer", PROBLEM, wrong)
 
 
 DOCTOR_CHECKS = {"packages": check_packages, "torch": check_torch, "machine": check_machine,

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from dlm_rag.retrieval.corpus import Corpus
 
 MAX_CHECKED_PASSAGES = 2_000_000  # of a corpus that is read for supporting passages before a run
-EVALUATE_READS = (*ANSWER_SETTINGS, "compare", "f1_rule", "remote")
+EVALUATE_READS = (*ANSWER_SETTINGS, "compare", "remote")
 SARDI_CHECKPOINT = "pauljngr/sardi-dream-7b"
 EVALUATE_OPTIONS: dict[str, tuple[str | tuple[()], str]] = {
     "sweep": (
@@ -121,7 +121,7 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] 
     config = fill_in_shipped_files(wanted.config, [])
     questions = read_scored_questions(wanted)
     assert config.questions is not None
-    f1_rule, groups = choose_f1_rule(config.f1_rule, config.questions), group_questions(questions)
+    f1_rule, groups = choose_f1_rule(config.questions), group_questions(questions)
     said = wanted.report_header | {"f1_rule": f1_rule}
     said["chosen"] = {"limit": config.limit}
     outputs.check_question_selection(out, said["chosen"])

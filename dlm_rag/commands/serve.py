@@ -78,7 +78,7 @@ def serve_answers(words: CommandLine) -> None:
 
         decoder, name = prepared.load(), get_served_model_name(config.model.path or "")
         model = ServedModel(name, *describe_corpus(config, decoder.retriever))
-        service = AnswerService(decoder, model, config.serving, access)
+        service = AnswerService(decoder, model, access)
         searched = config.retrieval.url is None and config.retrieval.method != "none"
         if searched and isinstance(decoder.retriever, CorpusRetriever):
             search = SearchService(decoder.retriever, config.retrieval, access)

@@ -73,9 +73,6 @@ class Config(CheckedSettings):
     compare: str | None = setting(None)
     """settings to compare in evaluate: all, or a list such as
     interleaved,static,oracle+retrieval.method=dense"""
-    f1_rule: str = setting("auto", choices=("auto", "squad", "hotpotqa"))
-    """how evaluate computes F1: hotpotqa gives 0 if exactly one side is yes, no or noanswer; auto takes
-    it if the file or folder of the questions says hotpotqa or 2wikimultihopqa"""
     trace: str | None = setting(None)
     """file for decoding traces, one JSON line per question"""
     record_provisional: bool = setting(False)

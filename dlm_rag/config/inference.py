@@ -222,12 +222,10 @@ class EngineConfig(CheckedSettings):
 
 @settings_dataclass
 class ServingConfig(CheckedSettings):
-    """Who may ask the server, and how long an answer may take."""
+    """Who may ask the server."""
 
     api_keys_file: str | None = setting(None)
     """file of API keys, one per line; every request then needs one of them; unset: no key is needed"""
-    timeout: float = setting(300.0, low=0.01, high=2**20)
-    """time limit of a question in seconds, waiting included"""
 
 
 @settings_dataclass

@@ -66,10 +66,8 @@ def _compute_word_f1(prediction: str, answer: str, rule: str) -> float:
     return 2 * shared / (len(predicted) + len(golden)) if shared else 0.0
 
 
-def choose_f1_rule(setting: str, questions: str) -> str:
-    """The rule of `f1` that a setting stands for; "auto" goes by the questions file and its folder."""
-    if setting != "auto":
-        return setting
+def choose_f1_rule(questions: str) -> str:
+    """The rule of `f1` for a file of questions, by its name and that of its folder."""
     path = Path(questions).absolute()
     said = f"{path.parent.name}/{path.name}".lower()
     return "hotpotqa" if "hotpotqa" in said or "2wikimultihopqa" in said else "squad"

@@ -13,7 +13,6 @@ from urllib.parse import quote
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from dlm_rag.config import ServingConfig
 from dlm_rag.decode.rollout import Rollout, RolloutStep
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.errors import QuestionError
@@ -41,6 +40,7 @@ from dlm_rag.serving.responses import (
 )
 from dlm_rag.serving.search_app import SEARCH_PATH, SearchService
 
+ANSWER_TIMEOUT_SECONDS = 300.0  # of a question, waiting included
 MAX_KEPT_PASSAGES = 4096  # cited passages whose texts are kept, the last ones
 # A proxy must not wait for the end of a stream; nobody may keep what was said.
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -71,12 +71,12 @@ class AnswerService:
         self,
         decoder: Decoder,
         model: ServedModel,
-        limits: ServingConfig,
         access: AccessControl | None = None,
         max_waiting: int = MAX_WAITING,
+        timeout_seconds: float = ANSWER_TIMEOUT_SECONDS,
     ) -> None:
         """access: without keys, for this machine alone, where None. max_waiting: questions in the queue."""
-        self.model, self._timeout, access = model, limits.timeout, access or AccessControl()
+        self.model, self._timeout, access = model, timeout_seconds, access or AccessControl()
         self._decoder, self._parser = decoder, RequestParser(decoder)
         # Requests are read on a thread of their own; a tokenizer is not for two threads at once.
         self._text_thread = ThreadPoolExecutor(1, "text")

@@ -1,18 +1,15 @@
 """What every program does: sentences for what is no fault of its own, streams that are not as usual."""
 
 import errno
-import json
 import os
 import shlex
 import subprocess
 import sys
-from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
 
 from dlm_rag.cli import check_writable, print_note, run_program
-from dlm_rag.decode.answers_file import write_json_line
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.files import journal
 from dlm_rag.files.paths import open_atomic_file, open_atomic_folder, write_text_atomic
@@ -109,18 +106,6 @@ def test_a_working_folder_that_is_gone_is_one_sentence(tmp_path, monkeypatch, ca
     tmp_path.rmdir()
     code, err = ends(capfd, None)
     assert code == 2 and "the working folder is there no more" in err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_json_lines_survive_any_standard_output(encoding):
-    record = {"response": "Zoë 東京 \N{GRINNING FACE}"}
-    stream = TextIOWrapper(BytesIO(), encoding=encoding)
-    write_json_line(stream, record)
-    line = stream.buffer.getvalue()
-    assert json.loads(line) == record and (b"\\u" in line) == (encoding != "utf-8")
-    done = shell(program("print('Zoë 東京')"), PYTHONIOENCODING=encoding)
-    assert done.returncode == 0 and done.stdout.decode(encoding).startswith("Zo"), done.stderr
 
 
 def test_a_path_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):

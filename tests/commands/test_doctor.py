@@ -1,8 +1,6 @@
 """The doctor: each finding against a fake of what is wrong; no check can end the others."""
 
 import logging
-import subprocess
-import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -96,11 +94,3 @@ def test_a_check_that_fails_leaves_the_others_alone_and_hints_the_exit_status(mo
     assert "$ apt install nsight-systems" in shown
     monkeypatch.setattr(doctor, "DOCTOR_CHECKS", checks)
     dispatch(["doctor"])
-
-
-@pytest.mark.slow
-def test_the_command_answers_from_the_shipped_model_and_says_nothing_else():
-    command = [sys.executable, "-m", "dlm_rag", "doctor"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and "ok       answer" in done.stdout, done.stdout + done.stderr
-    assert not done.stderr

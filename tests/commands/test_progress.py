@@ -7,8 +7,6 @@ import sys
 import pytest
 
 from dlm_rag import progress as module
-from dlm_rag.cli import _StderrHandler, run_program
-from dlm_rag.errors import ConfigError
 from dlm_rag.progress import report_progress
 
 ERASE = "\r\x1b[2K"
@@ -70,42 +68,6 @@ def test_an_error_leaves_the_terminal_as_it_was(open_terminal, clock, error):
         raise error
     assert "outer" in terminal.getvalue() and "inner" in terminal.getvalue()
     assert terminal.getvalue().endswith(ERASE) and not module._tasks
-
-
-def test_a_task_that_an_error_leaves_open_is_taken_away_at_the_end(open_terminal, clock, monkeypatch):
-    """As of a generator whose consumer fails: it is closed whenever the garbage is collected."""
-    terminal = open_terminal()
-    kept = []
-
-    def lines():
-        with report_progress("reading passages.jsonl", 10) as advance:
-            clock[0] += 3
-            advance(1)
-            yield 1
-
-    def main(_):
-        kept.append(lines())
-        next(kept[0])
-        raise ConfigError("something is wrong")
-
-    with pytest.raises(SystemExit):
-        run_program(main)
-    assert terminal.getvalue().endswith(f" left{ERASE}error: something is wrong\n")
-    kept[0].close()
-    assert not module._tasks
-
-
-def test_results_and_words_beside_a_bar_go_where_they_belong(open_terminal, clock, monkeypatch):
-    terminal = open_terminal()
-    monkeypatch.setattr(sys, "stdout", results := io.StringIO())
-    with report_progress("answering", 10) as advance:
-        clock[0] += 3
-        advance(1)
-        print("a result")
-        handler = _StderrHandler()
-        handler.emit(logging.makeLogRecord({"msg": "a warning"}))
-    assert results.getvalue() == "a result\n"
-    assert "a warning\n" in terminal.getvalue(), "a line of its own, not behind the bar"
 
 
 def test_without_a_terminal_there_is_a_line_a_minute(clock, caplog, capsys):

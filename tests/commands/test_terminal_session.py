@@ -72,10 +72,3 @@ def test_an_interrupt_says_how_to_go_on_and_shows_the_cursor_again():
     assert session.status() == 130
     assert b"of 400 answered; with --out FILE" in shown and b"Traceback" not in shown
     assert shown.rindex(SHOW_CURSOR) > shown.rindex(HIDE_CURSOR)
-
-
-@pytest.mark.slow
-def test_a_dumb_terminal_gets_no_cursor_moves():
-    session = Session(TERM="dumb")
-    assert b"\x1b" not in session.read_until(None).replace(SHOW_CURSOR, b"").replace(HIDE_CURSOR, b"")
-    assert session.status() == 0

@@ -93,9 +93,9 @@ def test_cover_match_is_containment_after_normalisation():
 def test_the_rule_of_f1_follows_the_name_of_the_questions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in ("data/hotpotqa/q.jsonl", "HotpotQA-dev.jsonl", "/data/2wikimultihopqa/dev.parquet"):
-        assert choose_f1_rule("auto", path) == "hotpotqa" and choose_f1_rule("squad", path) == "squad"
+        assert choose_f1_rule(path) == "hotpotqa"
     for path in ("hotpotqa/squad/questions.jsonl", "questions.jsonl"):
-        assert choose_f1_rule("auto", path) == "squad" and choose_f1_rule("hotpotqa", path) == "hotpotqa"
+        assert choose_f1_rule(path) == "squad"
 
 
 def test_tokens_per_forward_is_a_ratio_of_sums():

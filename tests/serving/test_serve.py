@@ -396,7 +396,7 @@ def test_the_first_to_come_is_served_first_and_a_full_queue_is_refused(slow):
 
 
 def test_time_is_bounded(slow):
-    with serve_decoder(slow, timeout=0.05) as service:
+    with serve_decoder(slow, timeout_seconds=0.05) as service:
         response = send_request(service, chat_body(commit_threshold=1.0))
         assert response.status_code == 504 and "0.05 seconds" in response.json()["error"]["message"]
         assert service.engine.counts["failed"] == 1 and not service.engine.counts["cancelled"]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import httpx
 
-from dlm_rag.config import DecodeConfig, EngineConfig, RetrievalConfig, ServingConfig
+from dlm_rag.config import DecodeConfig, EngineConfig, RetrievalConfig
 from dlm_rag.decode.trace_file import TraceWriter, build_trace_header
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.page.render import build_page_record, read_trace_runs
@@ -46,7 +46,7 @@ def made_decoder(corpus, settings=SETTINGS):
 def serve_decoder(decoder, keys=None, search=None, max_waiting=64, **limits):
     """A service on an event loop of its own thread; `run_in_loop` runs requests there."""
     access = AccessControl(keys=None if keys is None else read_api_keys(str(keys)))
-    service = AnswerService(decoder, ServedModel("tiny"), ServingConfig(**limits), access, max_waiting)
+    service = AnswerService(decoder, ServedModel("tiny"), access, max_waiting, **limits)
     if search is not None:
         service.offer_search(SearchService(decoder.retriever, search, access))
     with loop_thread() as service.loop:
