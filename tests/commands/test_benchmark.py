@@ -1,13 +1,8 @@
 """A benchmark: every cell once, whatever fails or is stopped in between, and one table of all."""
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +14,6 @@ from dlm_rag.commands import benchmark
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.evaluation.metrics import SCORE_METRICS
 from dlm_rag.files.hub import SHIPPED_FOLDER
-from tests.support.paths import ROOT
 
 POLICIES = ["interleaved", "static"]
 
@@ -171,11 +165,6 @@ def test_those_that_ship_name_settings_that_exist():
         assert [*benchmark.list_cells(benchmark.read_benchmark(path.stem), Path("out"))]
 
 
-def start(file, out):
-    command = [sys.executable, "-m", "dlm_rag", "benchmark", file, "--out", str(out)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
-
-
 @pytest.mark.slow
 def test_laptop_runs_at_a_small_size_over_the_folders_that_are_there(tmp_path, monkeypatch, capsys):
     text = (benchmark.BENCHMARK_FOLDER / "laptop.yaml").read_text()
@@ -193,21 +182,3 @@ def test_laptop_runs_at_a_small_size_over_the_folders_that_are_there(tmp_path, m
     file.write_text("models: {m: ''}\npolicies: [static]\ndatasets: {d: folder=$DLM_RAG_SHARED/x}")
     with pytest.raises(ConfigError, match="data sets"):
         benchmark.main([str(file), "--out", str(tmp_path / "out")])
-
-
-@pytest.mark.slow
-def test_killed_twice_it_ends_in_the_same_table(tmp_path):
-    file = write_benchmark(
-        tmp_path, models={"m": ""}, datasets={"d": ""}, precisions=["none", "int8"], settings="limit=12"
-    )
-    tables = []
-    for out, kills in ((tmp_path / "whole", 0), (tmp_path / "killed", 2)):
-        for _ in range(kills):
-            process = start(file, out)
-            time.sleep(6)
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        assert start(file, out).wait() == 0
-        text = (out / "table.md").read_text()
-        tables.append([re.split(r" \| ", line)[:12] for line in text.splitlines()])
-    assert tables[0] == tables[1] and len(tables[0]) == 10  # four rows, a picture below

