@@ -20,7 +20,7 @@ from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.engine.rules import Proposals
-from dlm_rag.engine.runner import MaskedModelRunner
+from dlm_rag.engine.runner import MaskedModelRunner, ModelRunner
 from dlm_rag.engine.sampling import (
     ModelInput,
     SamplingMetadata,
@@ -69,15 +69,11 @@ def make_random_denoiser(shape: str, device: torch.device, dtype: torch.dtype) -
     return denoiser
 
 
-class ReferenceModelRunner:
+class ReferenceModelRunner(ModelRunner):
     """The published algorithm as it is: the whole model over everything, logits at every position."""
 
     def __init__(self, denoiser: Denoiser, mask_id: int) -> None:
         self.denoiser, self._mask_id = denoiser, mask_id
-
-    @property
-    def shape(self) -> DenoiserConfig:
-        return self.denoiser.config
 
     @torch.inference_mode()
     def propose(self, views: Sequence[ModelInput]) -> list[Proposals]:
