@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.device_io import to_device
 from dlm_rag.model.layers import Attention, apply_rope
 from dlm_rag.model.packed_batch import Places
 
@@ -112,7 +113,7 @@ class KVMemory:
         del self._free[len(self._free) - again :]
         end = self._touched + tokens - again
         if end > self.capacity:
-            self._grow(max(end, 2 * self._touched))
+            self._grow(end + end // 8)
         new = np.arange(self._touched, end)
         self._touched = end
         return np.concatenate((np.array(found[::-1], dtype=np.int64), new)) if found else new
@@ -147,7 +148,7 @@ class KVMemory:
         """Writes what is kept of tokens at the positions from `start` on, (N, 2, n, ...), in all layers."""
         parts = self._allocated()
         for number, own in enumerate(kept.split([*map(len, parts)])):
-            at = torch.from_numpy(places).to(parts[number].device)
+            (at,) = to_device([places], parts[number].device)
             parts[number].index_copy_(2, at, own.to(at.device, non_blocking=True))
             if self.format.has_key_bias:
                 positions = torch.arange(start, start + len(places), dtype=torch.int32, device=at.device)
@@ -155,8 +156,9 @@ class KVMemory:
 
     def read(self, places: Places) -> Tensor:
         """A copy of what is kept at these places, (N, 2, n, ...), on the first device."""
-        at = torch.from_numpy(places)
-        first, *rest = (part.index_select(2, at.to(part.device)) for part in self._allocated())
+        first, *rest = (
+            part.index_select(2, *to_device([places], part.device)) for part in self._allocated()
+        )
         return torch.cat([first, *(part.to(first.device) for part in rest)]) if rest else first
 
     def _part_of(self, layer: int) -> tuple[int, int]:

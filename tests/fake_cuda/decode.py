@@ -263,7 +263,7 @@ def test_answers_come_out_in_one_copy_a_step(corpus_file, way):
         seen.clear()
         rollouts = decoder.decode(QUESTIONS)
         assert [rollout.error for rollout in rollouts] == [""] * len(QUESTIONS)
-        between_tiers = {("in", "_copy"), ("out", "_copy")}
+        between_tiers = {("in", "write"), ("out", "_copy_to_host")}
         assert set(STEP_TRAFFIC) <= set(seen) <= {*STEP_TRAFFIC, *between_tiers}
         assert Counter(seen)[STEP_TRAFFIC[2]] == decoder.denoiser.flop_count.calls
 
