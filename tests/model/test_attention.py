@@ -153,14 +153,10 @@ def test_every_kernel_reads_places_of_a_memory(gpu_kernel):
         torch.testing.assert_close(out, expected)
 
 
-
-
 def test_auto_takes_sdpa_on_a_cpu_and_an_impossible_wish_is_an_error():
     assert choose_backend("auto", CPU, torch.float32) == "sdpa"
     with pytest.raises(ConfigError, match="attention=flash cannot be used here"):
         choose_backend("flash", CPU, torch.float32)
-
-
 
 
 @pytest.mark.filterwarnings("ignore:.*without torch.compile")

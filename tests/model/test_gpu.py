@@ -401,8 +401,6 @@ def test_training_steps_wait_in_the_marked_place_only(device, way, dtype, tmp_pa
                 assert trainer.step()["loss"] > 0
 
 
-
-
 @DEVICES
 def test_the_shipped_model_answers(device):
     """As it is chosen by itself: bfloat16 and the fastest kernel on a GPU, float32 on a CPU."""

@@ -115,12 +115,17 @@ def test_what_reads_a_text_is_linear(name):
     """Several expressions together, each from where the last one has ended."""
     read = READERS[name]
     for filler in FILLERS:
-        taken = []
-        for size in (SHORT, LONG):
-            begin = time.thread_time()
-            read((filler * size)[:size] + "x")
-            taken.append(time.thread_time() - begin)
-        assert taken[1] < max(0.3, 30 * taken[0]), (filler, taken)
+        texts = [(filler * size)[:size] + "x" for size in (SHORT, LONG)]
+        # Where other work slows one reading, the next one counts.
+        tries = ([measure_reading(read, each) for each in texts] for _ in range(3))
+        assert any(long < max(0.3, 30 * short) for short, long in tries), filler
+
+
+def measure_reading(read, given):
+    """Seconds of the processor for one reading."""
+    begin = time.thread_time()
+    read(given)
+    return time.thread_time() - begin
 
 
 @pytest.mark.slow

@@ -1,6 +1,4 @@
-"""What `examples/smollm2/pack.py` packs is what `train.py` reads."""
-
-import sys
+"""What `examples/smollm2/pack.py` packs is what `train_adapter.py` reads."""
 
 import numpy as np
 import pytest
@@ -15,15 +13,10 @@ FOLDER = ROOT / "examples" / "smollm2"
 @pytest.fixture
 def example(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.delitem(sys.modules, "train", raising=False)  # `train.py` of the root has that name too
-    monkeypatch.delitem(sys.modules, "pack", raising=False)
     import pack
+    import train_adapter
 
-    import train
-
-    yield pack, train
-    monkeypatch.delitem(sys.modules, "train", raising=False)
-    monkeypatch.delitem(sys.modules, "pack", raising=False)
+    return pack, train_adapter
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F32"])

@@ -1,6 +1,6 @@
 """Trains SmolLM2-135M to denoise answers to questions about passages, as a LoRA adapter.
 
-    python examples/smollm2/train.py rows.jsonl runs/smollm2 --minutes 67 --learning-rate 2e-3
+    python examples/smollm2/train_adapter.py rows.jsonl runs/smollm2 --minutes 67 --learning-rate 2e-3
 
 rows.jsonl is of `make_rows.py`, or a folder of `pack.py`, with which none of our packages is needed. The
 result is an adapter in PEFT's format with the config of the denoiser: `dlm-rag sample --model runs/smollm2
