@@ -17,6 +17,7 @@ import torch
 from dlm_rag.cli import print_note
 from dlm_rag.commands.prepare_decoder import PreparedDecoder
 from dlm_rag.config import DecodeConfig, EngineConfig
+from dlm_rag.config.fields import replace_settings
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.engine.rules import Proposals
@@ -127,6 +128,9 @@ class ReplayTokenizer:
         facts = tuple(self._ids(passage, PASSAGE_LENGTH) for passage in passages)
         return Prompt(self._ids(question, QUESTION_LENGTH), facts, ())
 
+    def encode(self, text: str) -> tuple[int, ...]:
+        return self._ids(text, PASSAGE_LENGTH)
+
     def _ids(self, text: str, length: int) -> tuple[int, ...]:
         if text not in self._kept:
             rng = np.random.default_rng(list(text.encode()))
@@ -235,7 +239,7 @@ def open_checkpoint_source(prepared: PreparedDecoder) -> DecoderSource:
 
 def open_replay_source(prepared: PreparedDecoder, questions: list[Question], shape: str) -> DecoderSource:
     """Random weights of a shape in `RANDOM_MODEL_SHAPES` that follow decodes of the checkpoint."""
-    decode = replace(prepared.config.decode, max_new_tokens=CANVAS_LENGTH)
+    decode = replace_settings(prepared.config.decode, max_new_tokens=CANVAS_LENGTH, blocks_at_once=1)
     recorder = replace(prepared, config=replace(prepared.config, decode=decode)).load()
     recorded = {rollout.id: rollout for rollout in recorder.stream(questions)}
     random = make_random_denoiser(shape, recorder.denoiser.device, recorder.denoiser.dtype)
@@ -257,8 +261,7 @@ def open_replay_source(prepared: PreparedDecoder, questions: list[Question], sha
         return decoder
 
     # The shipped model attends in blocks, the shape does not.
-    decode = replace(decode, finished_block_context=None, blocks_at_once=1)
-    return DecoderSource(random, decode, make)
+    return DecoderSource(random, replace(decode, finished_block_context=None), make)
 
 
 def select_evenly(questions: list[Question], count: int) -> list[Question]:

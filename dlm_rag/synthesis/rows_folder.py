@@ -109,7 +109,7 @@ class RowsFolder:
                 self._journal.touch()
                 # before: what is not ours is not cut
                 self.done = {
-                    validate_json_value(SourceOutcome, line, place, ConfigError).source
+                    read_outcome(line, place).source
                     for place, line in journal.read_json_lines(self._journal, ConfigError)
                 }
                 journal.repair_last_line(self._journal)
@@ -193,6 +193,14 @@ class RowsFolder:
     def close(self) -> None:
         """Gives the folder back."""
         self._opened.close()
+
+
+def read_outcome(line: Any, place: str) -> SourceOutcome:
+    """Returns a line of the journal; raises `ConfigError` for one that is damaged."""
+    outcome = validate_json_value(SourceOutcome, line, place, ConfigError)
+    if not all(isinstance(row.get(name), str) for row in outcome.rows for name in ("question", "template")):
+        raise ConfigError(f"{place}: a row has no question or no template")
+    return outcome
 
 
 def collect_evaluation_ngrams(against: str | None) -> set[tuple[str, ...]]:
