@@ -242,10 +242,11 @@ def test_serve_alone_answers_its_example_questions_and_links_their_sources(tmp_p
             assert answer.choices[0].finish_reason == "stop"
             right += compute_exact_match(said["answer"], question.golden_answers)
             if said["answer"]:
-                assert message.content.startswith(f"{said['answer']} [1]\n\n[1] ")
-                (cited,) = (each.url_citation for each in message.annotations)
-                assert httpx.get(cited.url).text == said["sources"][0]["text"]
-                assert said["sources"][0]["text"].startswith(cited.title)
+                assert re.match(rf"{re.escape(said['answer'])}( \[\d\])+\n\n\[1\] ", message.content)
+                texts = [source["text"] for source in said["sources"]]
+                cited = [each.url_citation for each in message.annotations]
+                assert [httpx.get(each.url).text for each in cited] == texts
+                assert all(text.startswith(each.title) for text, each in zip(texts, cited, strict=True))
             else:
                 reason = describe_abstention(said["abstain_reason"], said.get("closest", ()))
                 assert message.content.startswith(reason)
