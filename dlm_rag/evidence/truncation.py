@@ -146,7 +146,7 @@ def skip_to_relevant(tokenizer: Tokenizer, text: str, question: str, length: int
     A text of at most `length` tokens stays as it is. Of a longer one, the part of `length` tokens stays
     that has most content words of the question, of equals the first; its title line is kept before it.
     """
-    if len(text) <= length or len(tokenizer.encode(text)) <= length:  # a token has one character at least
+    if len(tokenizer.encode(text)) <= length:
         return text, 0
     title, _, body = text.partition("\n") if "\n" in text else ("", "", text)
     asked = {word for word, _ in content_words(question, 0, len(question))} - {*split_words(title)}

@@ -71,14 +71,8 @@ def _read_docx(path: Path) -> str:
             found += [" | ".join(cell.text for cell in row.cells) for row in item.rows]
             continue
         style = (item.style.name if item.style else "") or ""
-        level = (
-            "#"
-            if style == "Title"
-            else "#" * int(style[-1])
-            if re.fullmatch("Heading [1-6]", style)
-            else ""
-        )
-        found.append(f"\n{level} {item.text}\n")
+        level = {"Title": 1} | {f"Heading {number}": number for number in range(1, 7)}
+        found.append(f"\n{'#' * level.get(style, 0)} {item.text}\n")
     return "\n".join(found)
 
 

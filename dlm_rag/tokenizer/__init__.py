@@ -186,7 +186,7 @@ class Tokenizer:
         return Prompt(self._prefix + head, tuple(map(self.encode, facts)), foot + self._suffix)
 
     def find_spelled_script(self, text: str) -> str:
-        """The script, as Unicode names it, of which most letters take a token or more each; else "".
+        """Returns the script of which most letters take a token or more each, else "".
 
         A model whose tokenizer spells a script has hardly read it. Latin letters are not looked at.
         """
@@ -194,8 +194,10 @@ class Tokenizer:
         foreign = [(script, char) for script, char in scripts if script != "LATIN"]
         if 2 * len(foreign) <= len(scripts):
             return ""
-        spelled = len(self.encode_uncached("".join(char for _, char in foreign))) >= len(foreign)
-        return Counter(script for script, _ in foreign).most_common(1)[0][0].capitalize() if spelled else ""
+        if len(self.encode_uncached("".join(char for _, char in foreign))) < len(foreign):
+            return ""
+        name = Counter(script for script, _ in foreign).most_common(1)[0][0]
+        return "Chinese" if name == "CJK" else name.capitalize()
 
     def query_text(self, ids: list[int]) -> str:
         """Text of ids with each special token, masks included, as a blank (SARDI's proxy response)."""

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from row_sets import ROWS_FILE, pack_rows, read_sets
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from train_adapter import ADAPTER_FILE, ADAPTER_HALVES, HEADS, KEY_HEADS, ROWS_FILE, RowSet, read_sets
+from train_adapter import ADAPTER_FILE, ADAPTER_HALVES, HEADS, KEY_HEADS
 
 from dlm_rag.files.smollm2 import get_smollm2
 
@@ -52,24 +53,6 @@ def pack_base(gguf_file: Path, folder: Path) -> None:
             values = values.reshape(heads, -1, 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
         part[f"{name}:{item.tensor_type.name}"] = torch.from_numpy(values)
         size += item.n_bytes
-
-
-def pack_rows(sets: list[RowSet], path: Path) -> None:
-    """Writes sets of rows as one run of tokens, with how many of them each text has."""
-    texts = [ids for item in sets for ids in item.passages]
-    rows = [row for item in sets for row in item.rows]
-    tokens = [token for ids in texts for token in ids]
-    tokens += [token for row in rows for ids in (row.head, row.response) for token in ids]
-    lengths = {
-        "passages_of_set": [len(item.passages) for item in sets],
-        "rows_of_set": [len(item.rows) for item in sets],
-        "passages": [len(ids) for ids in texts],
-        "heads": [len(row.head) for row in rows],
-        "responses": [len(row.response) for row in rows],
-        "is_open": [row.is_open for row in rows],
-    }
-    counts = {name: torch.tensor(values, dtype=torch.int32) for name, values in lengths.items()}
-    save_file(counts | {"tokens": torch.from_numpy(np.array(tokens, np.uint16))}, path)
 
 
 def join_adapter(folder: Path) -> None:

@@ -20,27 +20,26 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from row_sets import FACT, HEAD, PASSAGE_LENGTH, ROWS_FILE, Row, RowSet, read_sets, unpack_rows
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 LAYERS, HEADS, KEY_HEADS, WIDTH, HIDDEN = 30, 9, 3, 64, 576
 EPS, ROPE_THETA = 1e-5, 100_000.0
-BEGIN, END, VOCABULARY = 1, 2, 49152
+END, VOCABULARY = 2, 49152
 MASK = VOCABULARY  # added to the vocabulary, with the mean of all embeddings
-BLOCK, PASSAGE_LENGTH, MAX_HEAD, MAX_RESPONSE = 16, 224, 60, 46
-HEAD, FACT = "Question: {question}\nAnswer:", "{passage}\n"
+BLOCK = 16
 RANK, SCALE = 32, 2.0
 MATRICES = tuple(f"self_attn.{x}_proj" for x in "qkvo") + tuple(
     f"mlp.{x}_proj" for x in ("gate", "up", "down")
 )
 HIDDEN_SCORE = -30000.0
 FULL_GRADIENT_EVERY = 4
-STATE_FILE, ROWS_FILE, ADAPTER_FILE = "state.safetensors", "rows.safetensors", "adapter_model.safetensors"
+STATE_FILE, ADAPTER_FILE = "state.safetensors", "adapter_model.safetensors"
 ADAPTER_HALVES = ("adapter_1.safetensors", "adapter_2.safetensors")
 SAVE_STEPS, LOG_STEPS, WARMUP_STEPS = 40, 10, 25
 CONSTANT_SHARE = 0.35  # of the time, at the highest learning rate
@@ -48,70 +47,6 @@ END_WEIGHT, PADDING_WEIGHT, FINISHED_WEIGHT = 0.7, 0.05, 0.3
 CAUSAL_SHARE = 0.35  # share of the rows without a mask, whose tokens are each predicted from those before
 ALL_MASKED_SHARE, CUT_SHARE, FIRST_SHOWN_SHARE = 0.31, 0.46, 0.92  # of the rows with masks
 FURTHER_WEIGHT, LEAST_WEIGHT = 0.75, 0.15  # of a masked token by how many masks stand right before it
-
-
-@dataclass(frozen=True)
-class Row:
-    head: list[int]
-    response: list[int]
-    is_open: bool  # whether it goes on in a way that the passages do not tell
-
-
-@dataclass(frozen=True)
-class RowSet:
-    passages: list[list[int]]
-    rows: list[Row]
-
-
-def read_sets(path: Path, folder: Path) -> list[RowSet]:
-    """Returns the sets of a file of `make_rows.py` as token ids; rows that do not fit are left out."""
-    from transformers import AutoTokenizer
-
-    backend = AutoTokenizer.from_pretrained(folder).backend_tokenizer
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        return [item.ids for item in backend.encode_batch(texts, add_special_tokens=False)]
-
-    found = []
-    for line in path.open(encoding="utf-8"):
-        record = json.loads(line)
-        texts = [FACT.format(passage=text.strip()) for text in record["passages"]]
-        whole = encode(texts)
-        passages = [ids[:PASSAGE_LENGTH] for ids in whole]
-        shown = " ".join(backend.decode_batch(passages)).lower()
-        asked = [HEAD.format(question=row["question"]) for row in record["rows"]]
-        rows = []
-        for row, head, response in zip(
-            record["rows"], encode(asked), encode([row["response"] for row in record["rows"]]), strict=True
-        ):
-            answer = row["response"].partition("### ")[2].lower()
-            cut_away = whole != passages and answer not in ("unknown", "yes", "no") and answer not in shown
-            if len(head) < MAX_HEAD and len(response) <= MAX_RESPONSE and not cut_away:
-                rows.append(Row([BEGIN, *head], response, bool(row.get("open"))))
-        if rows:
-            found.append(RowSet(passages, rows))
-    return found
-
-
-def unpack_rows(path: Path) -> list[RowSet]:
-    """Returns the sets of a file of `pack.py`."""
-    found = load_file(path)
-    tokens = iter(found.pop("tokens").int().tolist())
-    counts = {name: values.tolist() for name, values in found.items()}
-
-    def take(lengths: Iterator[int], count: int) -> list[list[int]]:
-        return [list(islice(tokens, length)) for length in islice(lengths, count)]
-
-    passages = take(iter(counts["passages"]), len(counts["passages"]))
-    texts, sets = iter(passages), list[RowSet]()
-    rows = zip(counts["heads"], counts["responses"], counts["is_open"], strict=True)
-    for passages_of_set, rows_of_set in zip(counts["passages_of_set"], counts["rows_of_set"], strict=True):
-        read = [
-            Row(list(islice(tokens, head)), list(islice(tokens, response)), bool(is_open))
-            for head, response, is_open in islice(rows, rows_of_set)
-        ]
-        sets.append(RowSet(list(islice(texts, passages_of_set)), read))
-    return sets
 
 
 def load_base(folder: Path) -> dict[str, Tensor]:
@@ -462,7 +397,7 @@ def resume(out: Path, model: Denoiser, optimizer: torch.optim.Optimizer) -> int:
     return int(state["step"])
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -475,7 +410,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10**9, help="after which it ends, if that is earlier")
     parser.add_argument("--start", type=Path, metavar="FOLDER", help="of an adapter to begin with")
     parser.add_argument("--resume", action="store_true", help="go on from the last save in OUT")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = parse_arguments()
     device, packed = torch.device(given.device), given.rows.is_dir()
     if packed:
         folder, sets = given.rows, unpack_rows(given.rows / ROWS_FILE)

@@ -14,9 +14,10 @@ FOLDER = ROOT / "examples" / "smollm2"
 def example(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     import pack
+    import row_sets
     import train_adapter
 
-    return pack, train_adapter
+    return pack, row_sets, train_adapter
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F32"])
@@ -26,21 +27,23 @@ def test_blocks_are_read_as_gguf_reads_them(example, kind):
     form = gguf.GGMLQuantizationType[kind]
     stored = gguf.quants.quantize(weights, form)
     expected = torch.from_numpy(np.array(gguf.quants.dequantize(stored, form))).bfloat16()
-    assert torch.equal(example[1].dequantize(torch.from_numpy(np.array(stored)), kind), expected)
+    assert torch.equal(example[2].dequantize(torch.from_numpy(np.array(stored)), kind), expected)
 
 
 def test_rows_come_back(example, tmp_path):
-    pack, train = example
+    _, row_sets, _ = example
     sets = [
-        train.RowSet([[1, 2], [3]], [train.Row([4, 5], [6], False), train.Row([7], [49151, 0], True)]),
-        train.RowSet([[8]], [train.Row([9], [10, 11], False)]),
+        row_sets.RowSet(
+            [[1, 2], [3]], [row_sets.Row([4, 5], [6], False), row_sets.Row([7], [49151, 0], True)]
+        ),
+        row_sets.RowSet([[8]], [row_sets.Row([9], [10, 11], False)]),
     ]
-    pack.pack_rows(sets, tmp_path / "rows.safetensors")
-    assert train.unpack_rows(tmp_path / "rows.safetensors") == sets
+    row_sets.pack_rows(sets, tmp_path / "rows.safetensors")
+    assert row_sets.unpack_rows(tmp_path / "rows.safetensors") == sets
 
 
 def test_an_adapter_is_joined_of_its_halves(example, tmp_path):
-    pack, train = example
+    pack, _, train = example
     for number, half in enumerate(train.ADAPTER_HALVES):
         save_file({f"tensor {number}": torch.arange(4.0) + number}, tmp_path / half)
     pack.join_adapter(tmp_path)

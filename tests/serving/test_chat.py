@@ -262,7 +262,7 @@ def test_serve_alone_answers_its_example_questions_and_links_their_sources(tmp_p
         assert again.dlm_rag["question"] == question.question == "What is Kellerup?"
         assert again.choices[0].message.content == message.content
         assert httpx.get(f"{url}/passages/none").status_code == 404
-    assert right, "the small model knows one of them at least"
+    assert right >= 2, "the small model reads the first one wrongly"
 
 
 @pytest.mark.slow

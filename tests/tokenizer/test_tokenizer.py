@@ -107,7 +107,7 @@ def test_a_broken_tokenizer_is_named(tmp_path):
         ("Qui a écrit « Les Misérables » à Liège ?", ""),
         ("1, 2 + 3?", ""),
         ("Who wrote 紅樓夢, a novel?", ""),  # most letters are read
-        ("亚洲最长的河流是什么？", "Cjk"),
+        ("亚洲最长的河流是什么？", "Chinese"),
         ("भारत की राजधानी क्या है?", "Devanagari"),
     ],
 )
