@@ -9,8 +9,8 @@ beside them) with up to eight questions. A response is short: the titles that th
 answer as it stands in its passage: " Dillon Francis ### October 5, 1987". Where no passage holds the answer
 it is " ### unknown"; where the second page of two is missing, the names so far, and nothing after them.
 
-passages of their sets, in the folders `natural` (asked without the passage in view) and `squad`.
-passages of their sets: `natural.jsonl` (asked without seeing the passage) and `squad.jsonl`, with corpora.
+One question in HELD_OUT_OF is in no row. `--held-out` writes those with a short answer, and the passages of
+their sets, in the folders `natural` (asked without the passage in view) and `squad`.
 """
 
 import argparse

@@ -5,7 +5,8 @@
 rows.jsonl is of `make_rows.py`, or a folder of `pack.py`, with which none of our packages is needed. The
 result is an adapter in PEFT's format with the config of the denoiser: `dlm-rag sample --model runs/smollm2
 --corpus FILE "Who ...?"` reads it. It ends after `--minutes`, along which the learning rate falls;
-`--resume` goes on from the last save, `--start` begins with an adapter. On a GPU give more rows a step.
+`--resume` goes on from the last save, `--start` begins with an adapter, `--causal-share 1` trains the
+autoregressive twin. On a GPU give more rows a step.
 
 What differs from `dlm-rag train` with `objective=sft`, and why: passages are padded and attention is plain
 matrix products, which costs a CPU half as much as a call of SDPA for each row; W + 2 B A is made once a
@@ -257,13 +258,15 @@ def mask_window(rng: random.Random, real: int) -> list[bool]:
     return masked
 
 
-def make_chain(rng: random.Random, row: Row) -> tuple[list[int], int, list[tuple[int, int, float]]]:
+def make_chain(
+    rng: random.Random, row: Row, causal_share: float
+) -> tuple[list[int], int, list[tuple[int, int, float]]]:
     """Returns the ids of a chain, where its window begins, and (state, target, weight) of what counts.
 
     The state before a token predicts it. What precedes the window is causal, so that all of it counts.
     """
     response, at = row.response + [END] * (not row.is_open), len(row.head)
-    if rng.random() < CAUSAL_SHARE:
+    if rng.random() < causal_share:
         counted = [(at + n - 1, token, weigh_token(token)) for n, token in enumerate(response)]
         return row.head + response, at + len(response), counted
     finished = BLOCK * rng.randrange(math.ceil(len(response) / BLOCK)) if rng.random() < 0.5 else 0
@@ -289,14 +292,20 @@ def weigh_token(token: int) -> float:
     return END_WEIGHT if token == END else 1.0
 
 
-def make_batch(sets: list[RowSet], rng: random.Random, device: torch.device) -> Batch:
+def make_batch(
+    sets: list[RowSet], rng: random.Random, device: torch.device, causal_share: float = CAUSAL_SHARE
+) -> Batch:
     """Pads the passages and chains of sets that have as many passages each."""
     texts = [ids for item in sets for ids in item.passages]
     longest = max(map(len, texts))
     passages = torch.full((len(texts), longest), END)
     for number, ids in enumerate(texts):
         passages[number, : len(ids)] = torch.tensor(ids)
-    made = [(number, make_chain(rng, row)) for number, item in enumerate(sets) for row in item.rows]
+    made = [
+        (number, make_chain(rng, row, causal_share))
+        for number, item in enumerate(sets)
+        for row in item.rows
+    ]
     length = max(len(ids) for _, (ids, *_) in made)
     chains, own = (
         torch.full((len(made), length), END),
@@ -407,6 +416,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--rows-per-step", type=int, default=20)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--causal-share", type=float, default=CAUSAL_SHARE, help="of the rows; 1: an autoregressive model"
+    )
     parser.add_argument("--steps", type=int, default=10**9, help="after which it ends, if that is earlier")
     parser.add_argument("--start", type=Path, metavar="FOLDER", help="of an adapter to begin with")
     parser.add_argument("--resume", action="store_true", help="go on from the last save in OUT")
@@ -442,7 +454,8 @@ def main() -> None:
             falling = min(1.0, (1 - done) / (1 - CONSTANT_SHARE))
             for group in optimizer.param_groups:
                 group["lr"] = given.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS) * max(0.02, falling)
-            batch, merged = make_batch(next(batches), random.Random(step), device), model.merge()
+            rng, merged = random.Random(step), model.merge()
+            batch = make_batch(next(batches), rng, device, given.causal_share)
             loss, right = model.loss(merged, batch, step % every == every - 1)
             loss.backward()
             model.pass_gradients(merged)
