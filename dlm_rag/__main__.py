@@ -3,7 +3,7 @@
     dlm-rag sample             answer questions, retrieving while denoising
     dlm-rag chat               ask one question after another in a terminal
     dlm-rag evaluate           score a denoiser on questions with known answers
-    dlm-rag benchmark          evaluate models x precisions x data sets x seeds in one table
+    dlm-rag benchmark          evaluate models x data sets x seeds in one table
     dlm-rag lm-eval            run lm-evaluation-harness: multiple choice and perplexity
     dlm-rag train              train a denoiser
     dlm-rag synthesize         make training rows

@@ -1,21 +1,20 @@
-"""Evaluate models x precisions x data sets x seeds, and put all of it into one table.
+"""Evaluate models x data sets x seeds, and put all of it into one table.
 
     dlm-rag benchmark laptop --out runs/laptop            # what ships, in minutes on two cores
     dlm-rag benchmark my.yaml --out runs/mine --plan      # the command of each cell
 
 A benchmark is a YAML file, here or in configs/benchmarks/:
 
-    models:     {llada: --model GSAI-ML/LLaDA-8B-Instruct, shipped: ""}
+    models:     {llada: --model GSAI-ML/LLaDA-8B-Instruct, shipped: "", int8: model.quantize=int8}
     datasets:   {hotpotqa: --dataset hotpotqa --corpus wiki18, own: folder=$MINE/own}
     policies:   [interleaved, static]            # as in evaluate --compare
-    precisions: [none, int8]                     # of model.quantize; may be left out
     seeds:      [0, 1]                           # of decode.seed; may be left out
     settings:   limit=200                        # of all cells; may be left out
 
-A model can also be openai://HOST:PORT/v1/NAME, behind a server, in one precision. Each model gets the
-policies and settings of its kind: of [interleaved, static, ircot], a denoiser gets the first two, a model
-behind a server the last two. folder=PATH stands for the questions.jsonl and corpus.jsonl of a folder; a
-data set whose folder is missing is skipped with a note. $NAME is an environment variable.
+A model can also be openai://HOST:PORT/v1/NAME, behind a server. Each model gets the policies and settings
+of its kind: of [interleaved, static, ircot], a denoiser gets the first two, a model behind a server the
+last two. folder=PATH stands for the questions.jsonl and corpus.jsonl of a folder; a data set whose folder
+is missing is skipped with a note. $NAME is an environment variable.
 
 Each cell is a `dlm-rag evaluate` of its own, one at a time on each GPU (or on this machine). A cell that
 fails is reported, and the others continue. Run the same command again for the cells that are missing.
@@ -58,7 +57,6 @@ class Benchmark:
     models: dict[str, str]
     datasets: dict[str, str]
     policies: list[str]
-    precisions: list[str] = field(default_factory=lambda: ["none"])
     seeds: list[int] = field(default_factory=lambda: [0])
     settings: str = ""
 
@@ -91,14 +89,14 @@ def read_benchmark(name: str) -> Benchmark:
         found = TypeAdapter(Benchmark).validate_python(read_config_file(path))
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain_validation_error(error)[1]}") from None
-    if not (found.models and found.datasets and found.policies and found.precisions and found.seeds):
+    if not (found.models and found.datasets and found.policies and found.seeds):
         raise ConfigError(f"{path} compares nothing: name models, datasets and policies")
     return found
 
 
 def list_cells(benchmark: Benchmark, out: Path) -> Iterator[Cell]:
     """Every combination, data set by data set. Raises `ConfigError` for names that make no folder."""
-    axes = benchmark.datasets, benchmark.models, benchmark.precisions, benchmark.seeds
+    axes = benchmark.datasets, benchmark.models, benchmark.seeds
     count = prod(map(len, axes))
     if count > MAX_CELLS:
         raise ConfigError(f"the benchmark has {count:,} cells, more than {MAX_CELLS:,}: leave some out")
@@ -111,25 +109,21 @@ def list_cells(benchmark: Benchmark, out: Path) -> Iterator[Cell]:
     datasets = {name: words for name, words in opened.items() if words is not None}
     if not datasets:
         raise ConfigError("none of the benchmark's data sets is there")
-    for dataset, model, precision, seed in product(datasets, *axes[1:]):
-        names = (dataset, model, precision, str(seed))
+    for dataset, model, seed in product(datasets, *axes[1:]):
+        names = (dataset, model, str(seed))
         if any(not part or "/" in part or part.startswith(".") for part in names):
             raise ConfigError(f"'{'/'.join(names)}' makes no folder: names have no / and no . in front")
         served = any(is_model_url(word.removeprefix("model.path=")) for word in named[model])
-        if served and precision != benchmark.precisions[0]:
-            continue
-        precision = "server" if served else precision
-        folder = out.joinpath(dataset, model, precision, str(seed))
+        folder = out.joinpath(*names)
         words = [*named[model], *datasets[dataset]]
         words += [word for word in common if "=" not in word or is_for_kind(word, served)]
-        words += [f"model.quantize={precision}"] * (precision not in ("none", "server"))
         policies = [
             p for p in benchmark.policies if all(is_for_kind(part, served) for part in p.split("+"))
         ]
         if not policies:
             raise ConfigError(f"no policy of the benchmark is for the model '{model}'")
         words += [f"decode.seed={seed}", "--compare", ",".join(policies), "--out", str(folder)]
-        yield Cell(folder, tuple(words), model, dataset, precision, seed)
+        yield Cell(folder, tuple(words), model, dataset, seed)
 
 
 def is_for_kind(word: str, served: bool) -> bool:

@@ -23,10 +23,10 @@ from dlm_rag.files.paths import write_text_atomic
 
 CELL_FILE = "cell.json"  # beside a cell's results: the words that it was run with
 HEADINGS = (
-    "data set", "model", "precision", "seed", "policy", "questions", "exact match %", "above the first",
-    "F1 %", "evidence recall %", "forwards", "searches", "answers/s", "J/answer",
+    "data set", "model", "seed", "policy", "questions", "exact match %", "above the first", "F1 %",
+    "evidence recall %", "forwards", "searches", "answers/s", "J/answer",
 )  # fmt: skip
-NAMES = 5  # headings that tell cells apart
+NAMES = 4  # headings that tell cells apart
 SHOWN_METRICS = ("exact_match", "f1", "recall_last", "forwards", "searches", "answers/s")
 
 
@@ -98,7 +98,6 @@ class Cell:
     words: tuple[str, ...]
     model: str
     dataset: str
-    precision: str
     seed: int
 
     @property
@@ -108,7 +107,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return " ".join((self.dataset, self.model, self.precision, f"seed {self.seed}"))
+        return " ".join((self.dataset, self.model, f"seed {self.seed}"))
 
 
 def write_benchmark_table(out: Path, cells: Sequence[Cell], failed: Mapping[str, str]) -> None:
@@ -133,7 +132,7 @@ def build_rows(cell: Cell, result: StoredResult) -> list[list[str]]:
         above = less and Estimate(0 - less.mean, 0 - less.high, 0 - less.low)
         shown.insert(1, format_metric("exact_match", above, signed=True))
         joules = (result.record["settings"][policy].get("energy") or {}).get("joules_per_answer")
-        names = (cell.dataset, cell.model, cell.precision, str(cell.seed), policy)
+        names = (cell.dataset, cell.model, str(cell.seed), policy)
         spent = "-" if joules is None else f"{joules:.3g}"
         rows.append([*names, f"{result.scores.questions['all']:,}", *shown, spent])
     return rows

@@ -41,7 +41,7 @@ class FakeEvaluate:
         for n, policy in enumerate(words[words.index("--compare") + 1].split(",")):
             share = {"mean": 0.5 + n / 4, "low": 0.4, "high": 0.9}
             shares = dict.fromkeys((*SCORE_METRICS, "tokens_per_forward"), share)
-            energy = {"joules_per_answer": 2.0 - n} if "model.quantize=int8" in words else None
+            energy = {"joules_per_answer": 2.0 - n} if "folder6" in words else None
             settings[policy] = {"groups": {"all": shares}, "stamp": {}, "energy": energy}
         less = {"static": {"all": {"exact_match": {"mean": -0.25, "low": -0.5, "high": 0.0}}}}
         record = {"questions": {"all": 10}, "settings": settings, "first_minus": less}
@@ -59,7 +59,7 @@ def test_168_cells_are_run_once_each_whatever_fails_or_stops(tmp_path, monkeypat
         tmp_path,
         models={f"m{n}": f"--model folder{n}" for n in range(7)},
         datasets={f"d{n}": f"questions={n}.jsonl" for n in range(6)},
-        precisions=["none", "int8"], seeds=[0, 1], settings="limit=5",
+        seeds=[0, 1, 2, 3], settings="limit=5",
     )  # fmt: skip
     first, second = (FakeEvaluate(lambda words: "folder3" in words, most) for most in (50, 10**9))
     with pytest.raises(KeyboardInterrupt):
@@ -78,13 +78,13 @@ def test_168_cells_are_run_once_each_whatever_fails_or_stops(tmp_path, monkeypat
         for line in (tmp_path / "out" / "table.md").read_text().splitlines()
         if line.startswith("| d")
     ][1:]
-    assert len(rows) == 336 and rows[1][4] == "static" and rows[1][7] == "+25.0 [+0, +50]"
+    assert len(rows) == 336 and rows[1][3] == "static" and rows[1][6] == "+25.0 [+0, +50]"
     fourth = FakeEvaluate()
     run(monkeypatch, file, tmp_path / "out", fourth)
     assert not fourth.ran
-    joules = {(row[2], row[4]): row[-1] for row in rows}
-    assert joules["int8", "static"] == "1 |" and joules["int8", "interleaved"] == "2 |"
-    assert joules["none", "static"] == "- |"
+    joules = {(row[1], row[3]): row[-1] for row in rows}
+    assert joules["m6", "static"] == "1 |" and joules["m6", "interleaved"] == "2 |"
+    assert joules["m0", "static"] == "- |"
 
 
 def test_other_words_run_a_cell_again_and_old_scores_are_not_theirs(tmp_path, monkeypatch):
@@ -134,27 +134,24 @@ def test_words_that_no_shell_would_take_are_refused(tmp_path, more, says):
         [*benchmark.list_cells(benchmark.read_benchmark(file), tmp_path / "out")]
 
 
-def test_models_behind_a_server_get_their_policies_and_one_precision(tmp_path, monkeypatch):
+def test_models_behind_a_server_get_their_policies(tmp_path, monkeypatch):
     url = "openai://127.0.0.1:8000/v1/Qwen/Qwen2.5-7B"
     file = write_benchmark(
         tmp_path,
         models={"ours": "--model folder", "theirs": url, "own": f"--model {url} remote.concurrency=4"},
         datasets={"d": "--dataset hotpotqa --split search_r1"},
         policies=["interleaved", "static", "ircot+retrieval.top_k=3", "decode.commit_threshold=0.8"],
-        precisions=["none", "int8"],
         settings="limit=5 decode.batch_size=16 remote.concurrency=9 --split search_r1",
     )
     cells = [*benchmark.list_cells(benchmark.read_benchmark(file), tmp_path / "out")]
-    assert [(cell.model, cell.precision) for cell in cells] == [
-        ("ours", "none"), ("ours", "int8"), ("theirs", "server"), ("own", "server")
-    ]  # fmt: skip
-    ours, _, theirs, own = ([*cell.words[:-2], cell.words[-3]] for cell in cells)
+    assert [cell.model for cell in cells] == ["ours", "theirs", "own"]
+    ours, theirs, own = ([*cell.words[:-2], cell.words[-3]] for cell in cells)
     assert ours[-1] == "interleaved,static,decode.commit_threshold=0.8"
     assert "decode.batch_size=16" in ours and "remote.concurrency=9" not in ours
     assert theirs[:2] == ["--model", url] and theirs[-1] == "static,ircot+retrieval.top_k=3"
     assert "decode.batch_size=16" not in theirs and "remote.concurrency=9" in theirs
     assert all(words.count("search_r1") == 2 for words in (ours, theirs, own)), "a word that is no policy"
-    assert "remote.concurrency=4" in own and not any("quantize" in word for word in theirs)
+    assert "remote.concurrency=4" in own
     only_ours = write_benchmark(tmp_path, models={"m": url}, datasets={"d": ""}, policies=["interleaved"])
     with pytest.raises(ConfigError, match="no policy of the benchmark is for the model 'm'"):
         benchmark.main([only_ours, "--out", str(tmp_path / "out")])
@@ -177,7 +174,7 @@ def test_laptop_runs_at_a_small_size_over_the_folders_that_are_there(tmp_path, m
     assert "2wiki is skipped: there is no folder" in said.err and "hotpotqa is skipped" not in said.err
     lines = (tmp_path / "out" / "table.md").read_text().splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith(("| world", "| hotpotqa"))]
-    assert len(rows) == 2 * 2 * 5 and all(row[5] == "2" and row[9] != "-" for row in rows)
+    assert len(rows) == 2 * 5 and all(row[4] == "2" and row[8] != "-" for row in rows)
     monkeypatch.setenv("DLM_RAG_SHARED", str(tmp_path / "none"))
     file.write_text("models: {m: ''}\npolicies: [static]\ndatasets: {d: folder=$DLM_RAG_SHARED/x}")
     with pytest.raises(ConfigError, match="data sets"):
