@@ -199,8 +199,6 @@ class EngineConfig(CheckedSettings):
     """memory for cached keys and values of evidence on the device in GiB, in addition to those of the
     current batch; unset: half of the free memory, or of what weights leave of memory_gib (on a CPU a
     quarter); 0: no cache"""
-    cpu_offload_gib: float = setting(0.0, low=0, only_with=CACHED)
-    """host memory in GiB for cached evidence that leaves the device"""
     cache_dtype: str = setting("auto", choices=("auto", "int8"))
     """dtype of cached keys and values of evidence: auto (that of the model) or int8 (half of bfloat16;
     scales by token and head)"""

@@ -1,10 +1,10 @@
 """The cache of keys and values: what rows see, each segment computed once, in one memory.
 
 A segment that sees itself alone (a passage, a question) is kept under its tokens for whichever row asks
-next, the least recently used leaving first: to host memory, where `engine.cpu_offload` gives some, and all
-that was computed to the files of a store. Finished blocks of the chain of lead and canvas, which see what
-stands before them, are kept for their row alone, until something before them changes. What nothing holds
-runs in the same call as the windows that see it.
+next, the least recently used leaving first; with a store, all that was computed goes to its files, too.
+Finished blocks of the chain of lead and canvas, which see what stands before them, are kept for their row
+alone, until something before them changes. What nothing holds runs in the same call as the windows that see
+it.
 """
 
 import time
@@ -57,11 +57,8 @@ class CacheStats:
 
     requested_tokens: int = 0  # tokens that rows saw, summed over steps
     encoded_tokens: int = 0  # tokens that the denoiser had to run for
-    host_tokens: int = 0  # tokens that came back from host memory
     evicted_segments: int = 0  # segments that had to make room
     device_segments: int = 0  # that were asked for and lay on the device
-    host_segments: int = 0  # that came back from host memory
-    host_bytes: int = 0
     store_segments: int = 0  # that were read from the store
     store_bytes: int = 0
     store_seconds: float = 0.0  # seconds that the engine waited for them
@@ -77,40 +74,10 @@ class CacheStats:
         read = f"{format_bytes(self.store_bytes)}, {self.store_seconds:.1f} s"
         tiers = {
             "on the device": self.device_segments,
-            f"from host memory ({format_bytes(self.host_bytes)})": self.host_segments,
             f"from files ({read})": self.store_segments,
         }
         found = [f"{count:,} {tier}" for tier, count in tiers.items() if count]
         return ", ".join([*found, f"{self.encoded_segments:,} encoded"])
-
-
-class HostTier:
-    """Segments in host memory under a byte budget, in the order of their last use.
-
-    pinned: whether blocks are page-locked, which torch rounds up to a power of two.
-    """
-
-    def __init__(self, budget: int, pinned: bool = False) -> None:
-        self.budget, self.bytes, self.pinned = budget, 0, pinned
-        self.kept: OrderedDict[Segment, Tensor] = OrderedDict()
-
-    def cost(self, tensor: Tensor) -> int:
-        """The bytes that a tensor takes here."""
-        return 1 << (tensor.nbytes - 1).bit_length() if self.pinned else tensor.nbytes
-
-    def put(self, segment: Segment, tensor: Tensor) -> None:
-        """Keeps it, at the cost of what was used longest ago, if it fits at all."""
-        if (cost := self.cost(tensor)) > self.budget:
-            return
-        while self.bytes + cost > self.budget:
-            self.bytes -= self.cost(self.kept.popitem(last=False)[1])
-        self.kept[segment] = tensor
-        self.bytes += cost
-
-    def pop(self, segment: Segment) -> Tensor | None:
-        if (found := self.kept.pop(segment, None)) is not None:
-            self.bytes -= self.cost(found)
-        return found
 
 
 @dataclass(frozen=True)
@@ -131,15 +98,12 @@ class KVCache:
     """
 
     def __init__(
-        self, denoiser: Denoiser, format: KVFormat, budget_bytes: int, host_bytes: int = 0,
-        store: EvidenceStore | None = None,
-    ) -> None:  # fmt: skip
+        self, denoiser: Denoiser, format: KVFormat, budget_bytes: int, store: EvidenceStore | None = None
+    ) -> None:
         self.cache_stats, self.store = CacheStats(), store
         self.kept: OrderedDict[Segment, Places] = OrderedDict()  # the least recently used first
-        self.host = HostTier(host_bytes, pinned=denoiser.device.type == "cuda")
         self.budget_tokens = budget_bytes // format.token_bytes
         self._denoiser, self.memory = denoiser, KVMemory(format, self.budget_tokens)
-        self._copies = torch.cuda.Stream(denoiser.device) if denoiser.device.type == "cuda" else None
         self._chains: dict[int, _Chain] = {}  # by row
         # Of the call under way: segments that it sees, those it computes, chains after it, other places.
         self._seen: dict[Segment, Places] = {}
@@ -160,7 +124,7 @@ class KVCache:
         """Starts to read from files what a row will need next."""
         if self.store is not None:
             segments = (*laid.context_segments, *laid.later_segments)
-            self.store.prefetch([s for s in segments if s not in self.kept and s not in self.host.kept])
+            self.store.prefetch([s for s in segments if s not in self.kept])
 
     def release(self, row: int) -> None:
         """A row has gone, and its finished blocks with it."""
@@ -237,19 +201,14 @@ class KVCache:
         self.cache_stats.encoded_segments += len(self._new)
 
     def _bring(self, segment: Segment) -> Tensor | None:
-        """A segment from host memory or a file, or None where it is not there."""
-        stats, begin = self.cache_stats, time.perf_counter()
-        if (aside := self.host.pop(segment)) is not None:
-            if self._copies is not None:  # which may still be writing it
-                torch.cuda.current_stream(self._denoiser.device).wait_stream(self._copies)
-            stats.host_tokens += len(segment.ids)
-            stats.host_segments += 1
-            stats.host_bytes += aside.nbytes
-        elif self.store is not None and (aside := self.store.get(segment)) is not None:
-            stats.store_segments += 1
-            stats.store_bytes += aside.nbytes
-            stats.store_seconds += time.perf_counter() - begin
-        return aside
+        """A segment from the store, or None where it is not there."""
+        begin = time.perf_counter()
+        if self.store is None or (kept := self.store.get(segment)) is None:
+            return None
+        self.cache_stats.store_segments += 1
+        self.cache_stats.store_bytes += kept.nbytes
+        self.cache_stats.store_seconds += time.perf_counter() - begin
+        return kept
 
     def _take(self, tokens: int) -> Places:
         """Places for so many tokens; what was used longest ago makes room, but nothing that is seen now."""
@@ -259,24 +218,17 @@ class KVCache:
 
     def _evict(self) -> None:
         """Gives up the segment that was used longest ago."""
-        segment, places = self.kept.popitem(last=False)
+        self.memory.give_back(self.kept.popitem(last=False)[1])
         self.cache_stats.evicted_segments += 1
-        if self.host.budget:
-            self.host.put(segment, self._copy_to_host(places)[0])
-        self.memory.give_back(places)
 
     def _copy_to_host(self, places: Places) -> tuple[Tensor, Any]:
         """A copy in host memory, made while the denoiser runs on, and the event after which it is there."""
         kept = self.memory.read(places)
-        if self._copies is None:
+        if not kept.is_cuda:
             return kept.cpu(), None
         aside = torch.empty_like(kept, device="cpu", pin_memory=True)
-        self._copies.wait_stream(torch.cuda.current_stream(kept.device))
-        with torch.cuda.stream(self._copies):
-            aside.copy_(kept, non_blocking=True)
-            event = self._copies.record_event()
-        kept.record_stream(self._copies)  # its memory is not given away before the copy is over
-        return aside, event
+        aside.copy_(kept, non_blocking=True)
+        return aside, torch.cuda.current_stream(kept.device).record_event()
 
     def _run_ahead(self) -> list[Segment]:
         """Runs new segments here if they are too many for the call of the rows; returns those left."""

@@ -55,9 +55,7 @@ class DecoderStats:
         used, reuse = self.runtime, self.cache_stats
         if reuse.requested_tokens:
             used += f", {reuse.reused_share:.1%} of it reused"
-        if reuse.host_segments or self.store:
-            used += f"; passages: {reuse.describe_tiers()}"
-        used += f"; {self.store}" if self.store else ""
+        used += f"; passages: {reuse.describe_tiers()}; {self.store}" if self.store else ""
         if reuse.evicted_segments:
             used += f", {reuse.evicted_segments:,} passages left the pool (engine.prefix_cache_gib)"
         return used if self.compiled_graphs is None else f"{used}, {self.compiled_graphs} graphs compiled"
@@ -122,8 +120,7 @@ class MaskedModelRunner(ModelRunner):
         else:
             budget = int(engine.prefix_cache_gib * GIB)
         store = open_evidence_store(engine, self.denoiser) if budget else None
-        aside = int(engine.cpu_offload_gib * GIB)
-        self.cache = KVCache(self.denoiser, format, budget, aside, store)
+        self.cache = KVCache(self.denoiser, format, budget, store)
         self._dtype = self.denoiser.compute_dtype
 
     @property

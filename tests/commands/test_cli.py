@@ -24,9 +24,8 @@ from dlm_rag.commands.arguments import READER, parse_command_line
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import CONFIG_FOLDER, Config, load_config
 from dlm_rag.decode.answers_file import AnswersFile
-from dlm_rag.decode.trace_file import read_trace, read_trace_header
+from dlm_rag.decode.trace_file import read_trace, read_trace_header, rebuild_prompts
 from dlm_rag.engine.engine import Decoder
-from dlm_rag.engine.replay import make_step_examples
 from dlm_rag.machine import get_code_commit
 from dlm_rag.page.render import build_page_record, read_trace_runs
 
@@ -238,8 +237,8 @@ def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions
     rollouts, header = list(read_trace(trace)), read_trace_header(trace)
     assert [rollout.id for rollout in rollouts] == [q["id"] for q in QUESTIONS]
     assert header.settings["max_new_tokens"] == 8 and header.model and header.corpus
-    for row in make_step_examples(rollouts[5], header, header.tokenizer(model)):
-        assert bytes(row.prompt.ids).startswith(b"Use ONLY the provided facts")
+    for fitted in rebuild_prompts(rollouts[5], header, header.tokenizer(model)):
+        assert bytes(fitted.prompt.ids).startswith(b"Use ONLY the provided facts")
 
     before = stamped.read_text()
     code, _, err = call(*words)

@@ -167,9 +167,7 @@ def test_random_traffic_gives_every_question_what_it_gets_alone(corpus_file, lay
         one = make_decoder(corpus_file, layout, batch_size=1, overlap=overlap, **way)
         alone |= {(number, r.id): rollout_record(r) for r in one.stream(ASKED)}
     decoder = make_decoder(corpus_file, layout, batch_size=5, overlap=overlap)
-    decoder.model_runner = MaskedModelRunner(
-        decoder.denoiser, 256, EngineConfig(prefix_cache_gib=2e-5, cpu_offload_gib=1e-5)
-    )
+    decoder.model_runner = MaskedModelRunner(decoder.denoiser, 256, EngineConfig(prefix_cache_gib=2e-5))
     search = decoder.retriever.search
     decoder.retriever.search = lambda queries: time.sleep(rng.random() * 0.004) or search(queries)
     with decoder.new_engine() as engine:

@@ -13,7 +13,6 @@ from dlm_rag.decode.trace_file import (
     rebuild_prompts,
 )
 from dlm_rag.engine import engine
-from dlm_rag.engine.replay import make_step_examples
 from dlm_rag.errors import TraceError, UserError
 from dlm_rag.evaluation.metrics import score_rollout
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
@@ -78,10 +77,11 @@ def test_every_prompt_and_training_row_is_made_again(
     tokenizer = header.tokenizer(tokenizer_folder)
     made = {}
     for rollout in read_trace(path):
-        for row in make_step_examples(rollout, header, tokenizer):
-            laid = lay_out_prompt(row.prompt, header.shape, header.prompt_layout)
-            made[rollout.id, row.step] = laid, list(row.canvas)
-            assert row.committed == rollout.steps[row.step].committed
+        prompts = rebuild_prompts(rollout, header, tokenizer)
+        canvases = rollout.canvases(header.mask_id)
+        for step, fitted, canvas in zip(rollout.steps[1:], prompts, canvases, strict=False):
+            laid = lay_out_prompt(fitted.prompt, header.shape, header.prompt_layout)
+            made[rollout.id, step.step] = laid, canvas
     assert made == seen
     assert max(rollout.cut.get("passages_shortened", 0) for rollout in rollouts)
     dropped = [step.dropped for rollout in rollouts for step in rollout.steps if step.dropped]

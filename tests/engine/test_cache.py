@@ -2,7 +2,6 @@
 
 import random
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.engine.cache import CacheRequest, HostTier, KVCache
+from dlm_rag.engine.cache import CacheRequest, KVCache
 from dlm_rag.engine.memory import KVFormat, KVMemory
 from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.engine.sampling import ModelInput
@@ -53,10 +52,9 @@ def refresh(cache, *segments):
     cache.store_computed()
 
 
-def cache_of(tokens, host_tokens=0, **shape):
-    denoiser = tiny_denoiser(**shape)
-    format = KVFormat(denoiser)
-    return KVCache(denoiser, format, tokens * format.token_bytes, host_tokens * format.token_bytes)
+def cache_of(tokens):
+    format = KVFormat(denoiser := tiny_denoiser())
+    return KVCache(denoiser, format, tokens * format.token_bytes)
 
 
 def names(kept):
@@ -118,20 +116,8 @@ def test_what_was_used_longest_ago_leaves_first():
     assert cache.cache_stats.encoded_segments == 4 and cache.cache_stats.device_segments == 1
 
 
-def test_what_leaves_the_device_comes_back_from_the_host():
-    cache = cache_of(12, 12)
-    refresh(cache, segment(1))
-    refresh(cache, segment(2))
-    assert (names(cache.kept), names(cache.host.kept)) == ([2], [1])
-    refresh(cache, segment(1))
-    assert (names(cache.kept), names(cache.host.kept)) == ([1], [2])
-    assert cache.cache_stats.host_tokens == 10 and cache.cache_stats.encoded_segments == 2
-    assert (cache.memory.read(cache.kept[segment(1)]) == 1).all()
-
-
-@pytest.mark.parametrize("host_tokens", [0, 90])
-def test_a_cache_keeps_what_it_holds_apart_and_within_its_budget(host_tokens):
-    rng, cache = random.Random(0), cache_of(100, host_tokens)
+def test_a_cache_keeps_what_it_holds_apart_and_within_its_budget():
+    rng, cache = random.Random(0), cache_of(100)
     for _ in range(2000):
         wanted = {segment(name, name % 23 + 1): None for name in rng.sample(range(40), rng.randrange(1, 9))}
         cache.prepare_rows([request(*wanted)])
@@ -142,10 +128,8 @@ def test_a_cache_keeps_what_it_holds_apart_and_within_its_budget(host_tokens):
             cache.store_computed()
             assert cache.used_bytes <= cache.budget_bytes
             assert cache.memory.taken == sum(map(len, cache.kept.values()))
-        assert cache.host.bytes == sum(x.nbytes for x in cache.host.kept.values()) <= cache.host.budget
         assert all((cache.memory.read(at) == kept.ids[0]).all() for kept, at in cache.kept.items())
     assert cache.cache_stats.evicted_segments > 100
-    assert bool(cache.cache_stats.host_tokens) == bool(host_tokens)
 
 
 def test_what_a_failed_call_was_to_write_is_not_kept():
@@ -200,7 +184,7 @@ STEPS = [
 @pytest.mark.parametrize("budget", [0, 700, 10**9])
 def test_kept_contexts_give_what_fresh_ones_give(layout, shifted, budget):
     denoiser = tiny_denoiser(shifted=shifted)
-    cache = KVCache(denoiser, KVFormat(denoiser), budget, budget // 2)
+    cache = KVCache(denoiser, KVFormat(denoiser), budget)
     numbers = (2, 0, 1)
     with torch.inference_mode():
         for evidence in STEPS:
@@ -233,14 +217,6 @@ def test_without_a_budget_every_step_encodes_everything_and_without_context_ther
     assert stored is None and [run.segment for run in runs] == [laid.build_canvas_segment(CANVASES[0], 0)]
 
 
-def test_pinned_blocks_count_what_the_allocator_takes_for_them():
-    """torch rounds them up to a power of two: 10 tokens of 128 bytes take 2,048 bytes."""
-    tier = HostTier(5000, pinned=True)
-    for name in (1, 2, 3):
-        tier.put(segment(name), torch.zeros(1, 2, 10, 2, 8))
-    assert tier.bytes == 4096 and names(tier.kept) == [2, 3]
-
-
 def test_under_autocast_contexts_are_kept_in_its_dtype():
     """As in the validation of a training whose weights are float32."""
     denoiser, laid = tiny_denoiser(), [laid_out("independent", (A, B), False)]
@@ -249,21 +225,6 @@ def test_under_autocast_contexts_are_kept_in_its_dtype():
         found, expected = hidden_of(denoiser, cache, (0,), laid)
     assert cache.memory.layer(0).dtype == torch.bfloat16
     torch.testing.assert_close(found, expected)
-
-
-def test_a_copy_to_the_host_waits_for_the_denoiser_and_the_denoiser_not_for_it(monkeypatch):
-    log = []
-    copies = SimpleNamespace(wait_stream=log.append, record_event=lambda: "made")
-    monkeypatch.setattr("torch.cuda.current_stream", lambda device: "denoiser")
-    monkeypatch.setattr("torch.cuda.stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: log.append(stream))
-    empty = torch.empty_like
-    monkeypatch.setattr("torch.empty_like", lambda x, pin_memory, **given: empty(x, **given))
-    cache = cache_of(12)
-    refresh(cache, segment(7))
-    cache._copies = copies
-    kept, event = cache._copy_to_host(cache.kept[segment(7)])
-    assert (kept == 7).all() and event == "made" and log == ["denoiser", copies]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -293,18 +254,18 @@ KEEPS_NOTHING = ("joint", "parallel")  # or rows are masked, which ragged kernel
 @pytest.mark.parametrize(
     "way", [way for way, setup in DECODING_SETUPS.items() if setup[0] not in KEEPS_NOTHING]
 )
-def test_every_way_of_decoding_finds_what_went_to_host_memory(corpus_file, way, cache_dtype):
+def test_every_way_of_decoding_computes_again_what_had_to_leave(corpus_file, way, cache_dtype):
     def decode(tokens):
         decoder = make_setup_decoder(corpus_file, way)
         gib = tokens * KVFormat(decoder.denoiser, cache_dtype).token_bytes / 2**30
-        engine = EngineConfig(prefix_cache_gib=gib, cpu_offload_gib=1e-4, cache_dtype=cache_dtype)
+        engine = EngineConfig(prefix_cache_gib=gib, cache_dtype=cache_dtype)
         decoder.model_runner = MaskedModelRunner(decoder.denoiser, decoder.tokenizer.mask_id, engine)
         return rollout_records(decoder.decode(QUESTIONS * 2)), decoder.model_runner.cache_stats
 
     expected, _ = decode(10**6)
     with ragged_kernel() if cache_dtype == "auto" else nullcontext():
         found, stats = decode(250)
-    assert found == expected and (stats.host_segments or DECODING_SETUPS[way][0] == "prefix")
+    assert found == expected and (stats.evicted_segments or DECODING_SETUPS[way][0] == "prefix")
 
 
 class OperatorCount(TorchDispatchMode):

@@ -9,10 +9,9 @@ Not seen: what kernels compute, the memory they take, waits inside them that `_w
 """
 
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +31,6 @@ from torch.utils._pytree import tree_leaves
 
 import dlm_rag
 from dlm_rag.model import attention
-from tests.fake_cuda.streams import Event, Stream, Streams
 
 CUDA = torch.device("cuda", 0)
 PACKAGE = str(Path(dlm_rag.__file__).parent)
@@ -42,7 +40,6 @@ TrafficLog = list[tuple[str, str]]
 PLAIN_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 COPY_OPS = (aten._to_copy.default, aten.copy_.default)
 INDEXED_WRITE_OPS = {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-ALLOCATING = re.compile(r"aten\.(empty|new_|\w+_like)")  # which do not read the tensors that they are given
 # These refuse floating-point numbers of two dtypes, which fake tensors do not see.
 SAME_DTYPE_OPS = {
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default,
@@ -59,8 +56,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0), count: int = 1) -> Iterator[
     and "out" one to the host, followed by ", waiting" where the host waits for it; "wait" is another wait.
     """
     seen = TrafficLog()
-    streams = Streams.now = Streams(lambda: log_traffic(seen, "wait"))
-    with _patched(capability, count, streams), _Device(seen, streams, capability):
+    with _patched(capability, count, _Stream(seen)), _Device(seen, capability):
         yield seen
 
 
@@ -72,14 +68,35 @@ def log_traffic(seen: TrafficLog, what: str) -> None:
     seen.append((what, frame.f_code.co_name if frame else "the test"))
 
 
+class _Stream:
+    """Every stream of the device, and each of its events."""
+
+    def __init__(self, seen: TrafficLog) -> None:
+        self._seen = seen
+
+    def record_event(self, *_: Any) -> "_Stream":
+        return self
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    wait = wait_event = wait_stream = record
+
+    def synchronize(self) -> None:
+        log_traffic(self._seen, "wait")
+
+    def is_capturing(self) -> bool:
+        return False
+
+
 class _Fake(FakeTensorMode):
     avoid_device_init = True  # whatever `torch.cuda.is_available` says
 
 
 class _Device(TorchDispatchMode):
-    def __init__(self, seen: TrafficLog, streams: Streams, capability: tuple[int, int]) -> None:
+    def __init__(self, seen: TrafficLog, capability: tuple[int, int]) -> None:
         super().__init__()
-        self._seen, self._streams, self._capability = seen, streams, capability
+        self._seen, self._capability = seen, capability
         self._fake = _Fake(allow_non_fake_inputs=True)
         self._pinned: WeakSet[torch.UntypedStorage] = WeakSet()
 
@@ -121,13 +138,9 @@ class _Device(TorchDispatchMode):
             with self._fake:
                 found = _create_grouped_mm_output_tensor(*given, None)
         elif operator in COPY_OPS:
-            found = self._copied(operator, args, kwargs)
+            return self._copied(operator, args, kwargs)
         else:
-            found = self._computed(operator, args, kwargs)
-        if not operator.is_view and not ALLOCATING.match(str(operator)):
-            made = [x for x in tree_leaves(found) if isinstance(x, torch.Tensor)]
-            written = [*made, *(given[:1] if operator._schema.is_mutable else ())]
-            self._streams.use(str(operator), given, written)
+            return self._computed(operator, args, kwargs)
         return found
 
     def _on_host(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -192,7 +205,7 @@ def _swap(old: torch.Tensor, new: torch.Tensor, swap: Any = torch.utils.swap_ten
 
 
 @contextmanager
-def _patched(capability: tuple[int, int], count: int, streams: Streams) -> Iterator[None]:
+def _patched(capability: tuple[int, int], count: int, stream: "_Stream") -> Iterator[None]:
     """What torch and the package are told of the device."""
     name, memory = "a GPU that is not there", 80 * GIB
     properties = SimpleNamespace(
@@ -207,18 +220,16 @@ def _patched(capability: tuple[int, int], count: int, streams: Streams) -> Itera
     }  # fmt: skip
     done: dict[str, Any] = {name: lambda *_, value=value, **__: value for name, value in told.items()}
     done |= {
-        "Stream": Stream, "Event": Event, "stream": streams.on,
-        "current_stream": lambda *_: streams.current, "default_stream": lambda *_: streams.default,
+        "Stream": lambda *_, **__: stream, "Event": lambda *_, **__: stream,
+        "stream": lambda *_: nullcontext(), "current_stream": lambda *_: stream,
+        "default_stream": lambda *_: stream,
     }  # fmt: skip
     with ExitStack() as stack:
         for name, value in done.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         now = mock.patch.object(torch.accelerator, "current_stream", done["current_stream"])
         stack.enter_context(now)
-        record = mock.patch.object(
-            torch.Tensor, "record_stream", lambda x, stream: streams.record(x, stream)
-        )
-        stack.enter_context(record)
+        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda *_: None))
         stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _swap))
         # The threads with which transformers reads weights do not see this mode.
         stack.enter_context(mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))

@@ -17,11 +17,9 @@ import torch
 
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_decoder
 from dlm_rag.config import EngineConfig, load_config
-from dlm_rag.engine.cache import CacheRequest, KVCache
 from dlm_rag.engine.memory import KVFormat, KVMemory
 from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.evaluation.metrics import compute_exact_match
-from dlm_rag.evidence.prompt_segments import LaidOutPrompt
 from dlm_rag.machine import default_pool_bytes, measure_free_bytes
 from dlm_rag.model.attention import (
     ATTENTION_BACKENDS,
@@ -230,36 +228,14 @@ def test_a_quantised_product_is_close_to_the_plain_one_alone_and_in_a_batch(devi
 @DEVICES
 @pytest.mark.parametrize("layout", ["prefix", "independent"])
 @pytest.mark.parametrize("overlap", ["none", "pipeline"])
-def test_two_tiers_and_prefetch_change_no_token(corpus_file, device, layout, overlap):
-    """Both tiers hold a few passages each, so that they leave and come back all the time."""
+def test_a_small_pool_changes_no_token(corpus_file, device, layout, overlap):
+    """It holds a few passages, so that they leave all the time."""
     plain, _ = decoded(corpus_file, device, layout, EngineConfig(prefix_cache_gib=0.0))
-    tiers = EngineConfig(prefix_cache_gib=4e-5, cpu_offload_gib=4e-5)
-    ours, reuse = decoded(corpus_file, device, layout, tiers, overlap=overlap)
+    small = EngineConfig(prefix_cache_gib=4e-5)
+    ours, reuse = decoded(corpus_file, device, layout, small, overlap=overlap)
     assert ours == plain
     if layout == "independent":
-        assert reuse.evicted_segments > 5 and reuse.host_tokens > 100
-
-
-@DEVICES
-def test_what_comes_back_is_what_was_put_aside_while_the_device_is_busy(device):
-    """Copies run beside products that write and free memory; nothing is waited for until the end."""
-    tokens, count, side = (4000, 24, 2048) if device.type == "cuda" else (8, 24, 16)
-    format = KVFormat(denoiser := tiny_denoiser().to(device))
-    cache = KVCache(denoiser, format, *(n * tokens * format.token_bytes for n in (4, count * 4)))
-    generator = torch.Generator().manual_seed(0)
-    order = [*range(count), *torch.randint(count, (600,), generator=generator).tolist()]
-    matrix, wrong = torch.randn(side, side, device=device), torch.zeros((), device=device)
-    for number in order:
-        segment = Segment((number,) * tokens, 0)
-        laid = LaidOutPrompt((segment,), Segment((), 0))
-        cache.prepare_rows([CacheRequest(0, laid, Segment((1,), 0), 0, 0)])
-        places = cache._seen[segment]
-        for new in cache._new.values():
-            cache.memory.write(new, torch.full_like(cache.memory.read(new), float(number)), 0)
-        noise = (matrix @ matrix)[:1] * torch.full((4, tokens, 64), -1.0, device=device).sum()
-        wrong += (cache.memory.read(places) != number).sum() + 0 * noise.sum().nan_to_num(0, 0, 0)
-        cache.store_computed()
-    assert cache.cache_stats.host_tokens > 100 * tokens and float(wrong) == 0
+        assert reuse.evicted_segments > 5
 
 
 @DEVICES
@@ -366,7 +342,7 @@ def without_waits(device):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("block", [None, 4])
 def test_decode_steps_wait_in_the_marked_place_only(corpus_file, device, layout, dtype, block):
-    engine = EngineConfig(prefix_cache_gib=4e-5, cpu_offload_gib=4e-5)
+    engine = EngineConfig(prefix_cache_gib=4e-5)
     settings = {"temperature": 0.5, "overlap": "pipeline"}
     decoder = make_decoder(corpus_file, layout, batch_size=2, **settings)
     decoder.denoiser.config = replace(decoder.denoiser.config, block_size=block)

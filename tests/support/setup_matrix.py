@@ -14,8 +14,8 @@ EXPERTS = ExpertsConfig(
     score_function="sigmoid", expert_bias=True, n_group=2, topk_group=1,
 )  # fmt: skip
 ROUTED = replace(EXPERTS, n_group=1, expert_capacity=4)
-# a few passages each, which leave and come back
-TIERED_POOL_ENGINE = EngineConfig(prefix_cache_gib=4e-5, cpu_offload_gib=4e-5)
+# a few passages, which leave and come back
+SMALL_POOL_ENGINE = EngineConfig(prefix_cache_gib=4e-5)
 DECODING_SETUPS = {  # layout of the evidence, shape of the model, settings
     "joint": ("joint", {}, {}),
     "prefix": ("prefix", {}, {}),
@@ -78,7 +78,7 @@ def make_setup_decoder(corpus_file, way, place=lambda denoiser: denoiser):
         load_retriever(corpus_file, top_k=2),
         tiny_tokenizer(PromptTemplate.from_checkpoint(None, layout)),
     )
-    return Decoder(denoiser, retriever, tokenizer, config, layout, engine=TIERED_POOL_ENGINE)
+    return Decoder(denoiser, retriever, tokenizer, config, layout, engine=SMALL_POOL_ENGINE)
 
 
 def write_setup_checkpoints(folder):
