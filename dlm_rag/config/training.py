@@ -14,7 +14,7 @@ from dlm_rag.config.fields import (
 from dlm_rag.errors import ConfigError, suggest_nearest
 
 # What settings need, as `only_with` says it.
-SFT, RL, PRETRAIN = ({"train.objective": (name,)} for name in ("sft", "rl", "pretrain"))
+SFT, RL = ({"train.objective": (name,)} for name in ("sft", "rl"))
 ANSWERING, READING = {"train.objective": ("sft", "rl")}, {"train.objective": ("pretrain", "adapt")}
 TRACES, CORPUS, WRITER = ({"synthesis.method": (name,)} for name in ("traces", "corpus", "writer"))
 NEW_MODEL = {"model.path": (None,)}
@@ -115,11 +115,8 @@ class TrainConfig(CheckedSettings):
     """sft: number of processes that make batches ahead of the steps; 0: a thread, one step ahead"""
     compile: bool = setting(False)
     """compile around attention with torch.compile"""
-    parallel: str = setting("ddp", choices=("single", "ddp", "fsdp"))
-    """data parallelism: ddp (full copies), fsdp (weights, gradients and optimizer state sharded) or
-    single (one process)"""
-    context_parallel: int = setting(1, low=1, only_with=PRETRAIN)
-    """pretrain: number of processes that share each sequence, for very long ones"""
+    parallel: str = setting("ddp", choices=("ddp", "fsdp"))
+    """data parallelism: ddp (full copies) or fsdp (weights, gradients and optimizer state sharded)"""
     # Training on worlds.
     pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT)
     """weight of the pointer loss; unset: 0.3 for a new model, 0 for a checkpoint"""

@@ -13,7 +13,6 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dlm_rag.model.attention import compute_attention
-from dlm_rag.model.context_parallel import GatheredRows
 from dlm_rag.model.denoiser_config import (
     QUERY_SCALE_KEY,
     DenoiserConfig,
@@ -244,7 +243,7 @@ class TransformerLayer(nn.Module):
         if last and rows.last_layer_metadata is not sight and not self.routes_blocks:
             sight, read = rows.last_layer_metadata, rows.output_indices
         x, q, k, v = self.project_qkv(x, rope, read)
-        if not len(x) and not isinstance(rows.context, GatheredRows):  # which all processes gather
+        if not len(x):
             if not torch.is_grad_enabled():
                 return x, k, v
             # Processes sum the gradients of all weights: those of a part that hides nothing are zeros.

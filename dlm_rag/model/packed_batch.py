@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_rag.model.context_parallel import GatheredRows
 from dlm_rag.model.device_io import to_device
 from dlm_rag.model.ranges import concatenate_ranges, make_consecutive_ranges
 
@@ -115,7 +114,7 @@ class MemoryRows:
         return keys, values
 
 
-CachedContext = SharedContext | MemoryRows | GatheredRows
+CachedContext = SharedContext | MemoryRows
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,10 @@ from torch.utils.data import DataLoader
 
 from dlm_rag.evidence.encode_segments import run_starts
 from dlm_rag.evidence.prompt_segments import LaidOutRow, lay_out_prompt
-from dlm_rag.model.context_parallel import ContextParallel, GatheredRows
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_device
 from dlm_rag.model.packed_batch import (
-    CachedContext,
     PackedRows,
-    Segment,
     SharedContext,
     map_arrays,
     pack_rows,
@@ -47,7 +44,7 @@ class PreparedBatch:
     """What `MaskedObjective` needs of some examples; arrays until they are `moved`.
 
     counts: as `count_examples`. contexts: segments that rows share, None without any. canvases: the rows,
-    whose context is to come. lengths: of whole rows, where processes share them. pointers: of each row.
+    whose context is to come. pointers: of each row.
     supervision: of the supervised tokens (n,) targets, weights and whether they can be copied. places: of
     the pointers, as `locate_pointers` gives them.
     """
@@ -56,7 +53,6 @@ class PreparedBatch:
     weights: LossWeights
     contexts: PackedRows | None
     canvases: PackedRows
-    lengths: list[int]
     pointers: list[int]
     supervision: tuple[Any, ...]
     places: Any
@@ -71,15 +67,11 @@ class PreparedBatch:
 
 @dataclass(frozen=True)
 class BatchMaker:
-    """Lays out and packs examples on the host.
-
-    share: where several processes have a stretch of each row, which then has no context.
-    """
+    """Lays out and packs examples on the host."""
 
     shape: DenoiserConfig
     layout: str
     end_ids: frozenset[int]
-    share: ContextParallel | None = None
 
     def prepare(self, examples: Sequence[Example], weights: LossWeights) -> PreparedBatch:
         """The batch of some rows, with attention in the blocks that `weights` name."""
@@ -91,12 +83,8 @@ class BatchMaker:
         asked = [[row.find_state(n) for n in read] for row, read in zip(states, places, strict=True)]
         pointers, pointed = locate_pointers(examples, states)
         runs = [row.canvas_segment for row in states]
-        lengths, contexts = [len(run.ids) for run in runs], None
-        context: CachedContext | None = None
-        if self.share is not None:
-            runs, asked, places = _take_stretches(runs, asked, places, self.share)
-            context = GatheredRows(self.share, lengths)
-        elif segments := list(dict.fromkeys(segment for row in states for segment in row.context_segments)):
+        contexts, context = None, None
+        if segments := list(dict.fromkeys(segment for row in states for segment in row.context_segments)):
             segments.sort(key=lambda segment: len(segment.ids))  # equal lengths are attended to together
             sizes = [len(segment.ids) for segment in segments]
             at = dict(zip(segments, make_consecutive_ranges(sizes), strict=True))
@@ -107,7 +95,7 @@ class BatchMaker:
         canvases = replace(pack_rows(runs, CPU, asked, context), context=None)
         supervision = list_supervision(examples, places, self.end_ids, weights.end_token)
         counts = count_examples(examples, self.end_ids, weights.end_token)
-        batch = PreparedBatch(counts, weights, contexts, canvases, lengths, pointers, supervision, pointed)
+        batch = PreparedBatch(counts, weights, contexts, canvases, pointers, supervision, pointed)
         return map_arrays(batch, lambda array: array if isinstance(array, np.ndarray) else array.numpy())
 
 
@@ -120,20 +108,6 @@ def lay_out_examples(examples: Sequence[Example], shape: DenoiserConfig, layout:
         )
         for example in examples
     ]
-
-
-def _take_stretches(
-    runs: list[Segment], asked: list[list[int]], places: list[list[int]], share: ContextParallel
-) -> tuple[list[Segment], list[list[int]], list[list[int]]]:
-    """This process's stretch of every row, the states asked for in it, and the positions they predict."""
-    own = [share.local_token_range(len(run.ids)) for run in runs]
-    pairs = [[*zip(*row, strict=True)] for row in zip(asked, places, strict=True)]
-    here = [[pair for pair in row if pair[0] in s] for row, s in zip(pairs, own, strict=True)]
-    return (
-        [Segment(r.ids[s.start : s.stop], r.start + s.start) for r, s in zip(runs, own, strict=True)],
-        [[state - s.start for state, _ in row] for row, s in zip(here, own, strict=True)],
-        [[place for _, place in row] for row in here],
-    )
 
 
 def locate_pointers(

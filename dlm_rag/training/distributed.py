@@ -15,7 +15,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from dlm_rag.errors import ConfigError, RunError, UserError, summarize_error
 from dlm_rag.evidence.encode_segments import encode_canvases
 from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.machine import choose_device
-from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.packed_batch import Segment
 
@@ -81,15 +80,11 @@ def make_peer_lost_error(error: BaseException) -> RunError:
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """This process among those that torchrun started; alone without it.
-
-    `context_parallel_size` neighbours work on the same sequences, each on its part of them.
-    """
+    """This process among those that torchrun started; alone without it."""
 
     rank: int
     world_size: int
     local_rank: int
-    context_parallel_size: int = 1
 
     @classmethod
     def init(cls, timeout: timedelta = TIMEOUT) -> "DistributedContext":
@@ -119,8 +114,7 @@ class DistributedContext:
 
     def local_items(self, items: int) -> range:
         """Which of a batch's items this process computes."""
-        sharing = self.context_parallel_size  # processes that have the same items
-        return range(self.rank // sharing, items, self.world_size // sharing)
+        return range(self.rank, items, self.world_size)
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """Each value summed over the processes."""
@@ -165,13 +159,6 @@ class DistributedContext:
             torch.cuda.set_device(device)
         return device
 
-    def with_context_parallel(self, count: int) -> tuple["DistributedContext", ContextParallel | None]:
-        """These processes with `count` neighbours at a time on the same sequences; every one must call."""
-        if count == 1:
-            return self, None
-        group, _ = dist.new_subgroups(group_size=count, timeout=TIMEOUT)
-        return replace(self, context_parallel_size=count), ContextParallel(self.rank % count, count, group)
-
     def check_shared_folder(self, folder: Path) -> None:
         """Raises `ConfigError` where processes see other folders of this name; all must call."""
         path = folder / f".shared-{self.all_gather_object(secrets.token_hex(8))[0]}"
@@ -200,12 +187,8 @@ class DistributedContext:
 
 def check_parallelism(train: TrainConfig, items: int, count: int) -> None:
     """Raises `ConfigError` where `count` processes cannot share a phase whose steps have so many items."""
-    parts, neighbours = train.gradient_accumulation_steps, train.context_parallel
-    if train.parallel == "single" and count > 1:
-        raise ConfigError(f"parallel=single is one process, not {count}: set parallel to ddp or fsdp")
-    if count % neighbours:
-        raise ConfigError(f"context_parallel={neighbours} must divide the number of processes, {count}")
-    if items < count // neighbours * parts:
+    parts = train.gradient_accumulation_steps
+    if items < count * parts:
         raise ConfigError(
             f"a step of {items} has no work for {count} processes in {parts} part(s) each: lower "
             "gradient_accumulation_steps, or raise passage_sets_per_step (sft), prompts_per_step (rl) or "

@@ -31,7 +31,6 @@ CHANGEABLE_KEYS = frozenset({
     # How the work is done: nothing but rounding changes.
     "train.gradient_accumulation_steps", "train.activation_checkpointing",
     "train.compile", "train.parallel",
-    "train.context_parallel",
     "model.device", "model.dtype", "model.attn_implementation",
     "decode.batch_size",
     # Where something is kept, and what training does not read.

@@ -72,25 +72,14 @@ def open_initial_model(config: Config) -> InitialModel:
     """What the config says the run begins with; raises `UserError` before any weight is read."""
     path = config.model.path
     origin = _make_fresh_model(config) if path is None else _open_base_model(config, path)
-    _check_hidden_tokens(config, origin.config)
-    return origin
-
-
-def _check_hidden_tokens(config: Config, shape: DenoiserConfig) -> None:
-    """Raises `ConfigError` for what cannot be trained where some tokens are hidden from others."""
+    shape = origin.config
     check_finished_blocks(shape, shape.finished_block_context, shape.evidence_layout)
-    if not shape.block_size:
-        return
-    phases = config.train.get_phase_configs().values()
-    if any(train.context_parallel > 1 for train in phases):
-        raise ConfigError(
-            "context_parallel needs a model whose tokens all see each other: set context_parallel=1"
-        )
-    if shape.predicts_next_block and shape.finished_block_context == "no_evidence":
+    if shape.block_size and shape.predicts_next_block and shape.finished_block_context == "no_evidence":
         raise ConfigError(
             "finished_block_context=no_evidence cannot be trained on a model that predicts the next token: "
             "set decode.finished_block_context=recompute"
         )
+    return origin
 
 
 def _open_base_model(config: Config, path: str) -> InitialModel:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dlm_rag.model.context_parallel import ContextParallel, GatheredRows
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.layers import AttentionProbe, get_compute_dtype
 from dlm_rag.model.packed_batch import SharedContext
@@ -116,10 +115,9 @@ class MaskedObjective(nn.Module):
 
     logit_chunk = 4096  # supervised positions whose logits exist at a time
 
-    def __init__(self, denoiser: Denoiser, share: ContextParallel | None = None) -> None:
-        """share: processes that have a stretch of each row each."""
+    def __init__(self, denoiser: Denoiser) -> None:
         super().__init__()
-        self.denoiser, self.share = denoiser, share
+        self.denoiser = denoiser
 
     def forward(self, batch: PreparedBatch, counts: Sums) -> tuple[Tensor, dict[str, Tensor]]:
         """What a batch adds to the loss of a step, a scalar; and sums that only the denoiser tells.
@@ -131,7 +129,7 @@ class MaskedObjective(nn.Module):
         layers, weight = self.denoiser.config.num_hidden_layers, batch.weights.pointer
         probe = AttentionProbe(max(0, layers - 2)) if weight and counts["pointed"] else None
         batch = batch.moved(self.denoiser.device)
-        context: Any = None if self.share is None else GatheredRows(self.share, batch.lengths)
+        context: Any = None
         if batch.contexts is not None:
             context = SharedContext(self.denoiser.encode(batch.contexts, keep=True)[1], ())
         hidden = self.denoiser.encode(replace(batch.canvases, context=context), probe=probe)[0]

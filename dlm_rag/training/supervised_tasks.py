@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from dlm_rag.config import TrainConfig
-from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.training.batches import BatchMaker, LossWeights, PreparedBatch, Sums
@@ -35,10 +34,10 @@ class MaskedTask(Task):
     layout: str | None = None  # evidence layout of the rows; None: the denoiser's own
     _maker: BatchMaker
 
-    def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> MaskedObjective:
+    def objective(self, denoiser: Denoiser) -> MaskedObjective:
         layout = self.layout or denoiser.config.evidence_layout
-        self._maker = BatchMaker(denoiser.config, layout, self._origin.tokenizer.end_ids, share)
-        return MaskedObjective(denoiser, share)
+        self._maker = BatchMaker(denoiser.config, layout, self._origin.tokenizer.end_ids)
+        return MaskedObjective(denoiser)
 
     def make_batch(self, step: int, items: Sequence[int], conditions: Any) -> PreparedBatch:
         return self._maker.prepare(self.make_rows(step, items, conditions), self.loss_weights(step))

@@ -14,7 +14,6 @@ from torch import nn
 
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
 from dlm_rag.errors import ConfigError
-from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.training.batches import Sums
@@ -92,14 +91,13 @@ class Task:
         """Opens what batches come from; returns the validation. Raises `UserError` for unusable data."""
         raise NotImplementedError
 
-    def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> nn.Module:
+    def objective(self, denoiser: Denoiser) -> nn.Module:
         """The loss as a module that holds the denoiser: what DDP and FSDP wrap; called as
 
             objective(batch, counts) -> (loss, {name: sum})
 
         The loss is divided by `counts` of the whole step: the losses of all batches on all processes add up
         to that of the step, and so do the sums, scalars on the device without gradients.
-        share: processes that each hold a part of the same items.
         """
         raise NotImplementedError
 

@@ -71,10 +71,10 @@ class Trainer:
             record, held = self._begun[1], self._fingerprints
             processes.check_on_main(lambda: check_resume_settings(record, phase, held, type(task)))
         self.device = processes.local_device(self.config.model.device)
-        self.processes, share = processes.with_context_parallel(train.context_parallel)
+        self.processes = processes
         self.dtype = choose_dtype(train.dtype, self.device)
         self.state = TrainState(0, phase.name, 0, {}, train.max_steps)
-        self._build_denoiser(share)
+        self._build_denoiser()
         self.stage_seconds: dict[str, float] = {}  # of the last step
         self.flops = 0.0  # of the last step on this process, forward and backward, nothing counted twice
         machine = find_gpu_spec(self.device)
@@ -84,11 +84,11 @@ class Trainer:
         self._checkpoints = Checkpoints(phase.folder, self.processes)
         self._batches = Prefetcher(self._make_parts, task.conditions, train.data_workers)
 
-    def _build_denoiser(self, share: Any) -> None:
+    def _build_denoiser(self) -> None:
         """The denoiser in its loss, in copies or shards, with the first weights of what is trained anew."""
         train, device, origin, processes = self.train, self.device, self.origin, self.processes
         self.denoiser = origin.build_on_meta(self.dtype)
-        self.root = self.task.objective(self.denoiser, share)
+        self.root = self.task.objective(self.denoiser)
         sharded = train.parallel == "fsdp" and dist.is_initialized()
         if sharded:
             apply_fsdp(self.root, self.denoiser, processes, device, self.dtype)
@@ -119,7 +119,7 @@ class Trainer:
             with profile_stage("data"):
                 parts = self._take_parts()
                 mine = {name: sum(part.counts[name] for part in parts) for name in parts[0].counts}
-                counts = self._all_reduce(mine, self.processes.context_parallel_size)
+                counts = self._all_reduce(mine)
             before = replace(self.denoiser.flop_count)
             share = set_learning_rates(self.optimizers, self.train, state.phase_step)
             found = self._run_backward(parts, counts)
@@ -128,9 +128,8 @@ class Trainer:
                 own_metrics, after = task.finish_step(self._all_reduce(own), counts, self.task_state)
                 self._check_finite(own_metrics["loss"], "loss")
                 self._update(norm)
-            supervised = mine["supervised"] / self.processes.context_parallel_size
             spent = self.denoiser.flop_count - before
-            spent += count_head_flops(self.denoiser.config, supervised, 4)
+            spent += count_head_flops(self.denoiser.config, mine["supervised"], 4)
             self.flops = spent.flops_with_backward(bool(self.train.lora_rank))
         names = {"rows": "rows", "tokens": "tokens", "supervised_tokens": "supervised"}
         metrics = {
@@ -159,10 +158,9 @@ class Trainer:
         mine, count = self.processes.local_items(self.task.items), self.train.gradient_accumulation_steps
         return [self.task.make_batch(step, mine[n::count], conditions) for n in range(count)]
 
-    def _all_reduce(self, own: dict[str, float], shared_by: int = 1) -> dict[str, float]:
-        """Each value summed over all processes, of which `shared_by` have the same."""
-        values = self.processes.all_reduce_sum(list(own.values()))
-        return {name: value / shared_by for name, value in zip(own, values, strict=True)}
+    def _all_reduce(self, own: dict[str, float]) -> dict[str, float]:
+        """Each value summed over all processes."""
+        return dict(zip(own, self.processes.all_reduce_sum(list(own.values())), strict=True))
 
     def _run_backward(self, parts: list[Any], counts: dict[str, float]) -> list[dict[str, Tensor]]:
         """Adds up the gradients of all parts and, with the last, of all processes; returns their sums."""

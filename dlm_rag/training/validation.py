@@ -150,7 +150,7 @@ class DocumentValidation:
             return {}
         # One sequence at a time, as a step needs at least; shards are gathered by all as often.
         mine = [self._prepare(held[n]) for n in processes.local_items(len(held))]
-        calls = -(-len(held) * processes.context_parallel_size // processes.world_size)
+        calls = -(-len(held) // processes.world_size)
         idle = [self._prepare(held[-1])] * (calls - len(mine))
         divisor = sum(row.divisor or 0.0 for rows in held for row in rows)
         with profile_stage("evaluate"), torch.no_grad(), trainer.autocast():

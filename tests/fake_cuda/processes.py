@@ -145,7 +145,7 @@ def toy_settings(name, folder, count, phase):
     train = plain.train.get_phase_configs()[phase]
     own = f"train.phases.{phase}" if phase else "train"
     parts = min(2, train.gradient_accumulation_steps)
-    items = count // train.context_parallel * parts
+    items = count * parts
     words.append(f"{own}.gradient_accumulation_steps={parts}")
     if phase in LENGTHS:
         words += [f"{own}.sequence_length={LENGTHS[phase]}", f"{own}.batch_tokens={items * LENGTHS[phase]}"]

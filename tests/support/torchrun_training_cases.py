@@ -67,7 +67,7 @@ TRAINING_CASES = {
     "rl sharded": [*RL, "train.parallel=fsdp"],
     **{f"rl {kind}, rows on one": [*SHARDED, *words] for kind, words in ROWS_ON_ONE.items()},
     "pretrain": PRETRAIN,
-    "pretrain shared, sharded": [*PRETRAIN, "train.context_parallel=2", "train.parallel=fsdp"],
+    "pretrain sharded": [*PRETRAIN, "train.parallel=fsdp"],
     "sft float16, overflows on one": [*SFT, "train.dtype=float16"],
 }  # fmt: skip
 

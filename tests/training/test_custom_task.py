@@ -29,7 +29,7 @@ class Regression(Task):
     def count_items(train):
         return 4, 1
 
-    def objective(self, denoiser, share):
+    def objective(self, denoiser):
         self.denoiser = denoiser
         return Distance(denoiser)
 

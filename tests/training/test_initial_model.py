@@ -57,15 +57,9 @@ def test_an_export_is_read_by_us_and_by_the_public_class(autoregressive, tmp_pat
         torch.testing.assert_close(ours[:, 1:], public(IDS).logits[:, :-1], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["model.evidence_layout=joint", "decode.finished_block_context=no_evidence"], "evidence_layout"),
-        (["train.objective=pretrain", "train.context_parallel=2"], "context_parallel=1"),
-    ],
-)
-def test_what_attention_in_blocks_does_not_go_with_is_refused(words, says):
-    with pytest.raises(ConfigError, match=says):
+def test_what_attention_in_blocks_does_not_go_with_is_refused():
+    words = ["model.evidence_layout=joint", "decode.finished_block_context=no_evidence"]
+    with pytest.raises(ConfigError, match="evidence_layout"):
         open_initial_model(load_config(None, ["model.block_size=8", *words]))
 
 

@@ -63,10 +63,6 @@ def test_what_is_wrong_with_the_last_phase_is_said_before_the_first(tmp_path):
         ("train.phases.a.max_steps=0", "train.phases.a.max_steps=0 must be"),
         ("train.phases.a.seed=1", "train.phases.a.seed belongs to the run"),
         ("train.phases.a=3", "train.phases.a=3"),
-        (
-            "train.phases={a: {context_parallel: 2}}",
-            "train.phases.a.context_parallel=2 .*objective=pretrain",
-        ),
         ("data.questions=q.jsonl", "data.questions needs data.corpus too"),
     ],
 )
@@ -103,7 +99,7 @@ B200 = [
         "max_steps=2", "gradient_accumulation_steps=1", f"sequence_length={length}",
         f"batch_tokens={2 * length}",
     )),
-    "train.phases.long.context_parallel=1", "train.phases.answer.max_steps=2",
+    "train.phases.answer.max_steps=2",
     "train.phases.answer.passage_sets_per_step=2",
     "train.phases.answer.rows_per_set=2",
 ]  # fmt: skip

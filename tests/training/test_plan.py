@@ -49,7 +49,7 @@ def test_frozen_weights_spare_their_own_half_of_backward_and_attention_spares_no
     add_lora_adapters(denoiser, 2)
     task = make_planned_task(config, config.train, denoiser.config)
     found = estimate_step_memory(task, denoiser.config, FLOAT32, 1)
-    objective = task.objective(denoiser, None)
+    objective = task.objective(denoiser)
     batch = task.sample_batch(denoiser.config, 1)
     flops = planned_step.measure_flops(lambda: objective(batch, batch.counts)[0].backward())
     assert found.forward.flops_with_backward(frozen=True) == pytest.approx(flops, rel=0.1)
@@ -64,21 +64,6 @@ def test_weights_and_optimizer_are_what_a_run_holds(tmp_path, optimizer):
     kept = [x for o in trainer.optimizers for state in o.state.values() for x in state.values()]
     assert plan.memory.weights == sum(p.nbytes for p in trainer.denoiser.parameters())
     assert plan.memory.optimizer == sum(x.nbytes for x in kept if x.dim()), "step counts are left out"
-
-
-def test_sharing_a_sequence_divides_its_activations():
-    """Eight devices on one sequence: an eighth of its tokens each, the keys and values of all."""
-    words = [*MICRO_SETTINGS, *planned_step.PRETRAIN_SETTINGS]
-    words += ["train.activation_checkpointing=full", "plan.devices=8"]
-    begun = open_initial_model(load_config(None, words))
-    whole, shared = (
-        plan_phases(load_config(None, [*words, *more]), begun.config, torch.float32)[0]
-        for more in (["train.batch_tokens=8192"], ["train.context_parallel=8"])
-    )
-    assert whole.microbatch_items == shared.microbatch_items == 1
-    kept = 4 * 2 * begun.config.num_key_value_heads * begun.config.head_dim * 1024  # of the layer at work
-    assert shared.memory.activations < whole.memory.activations / 8 + 3 * kept
-    assert shared.flops == whole.flops / 8, "of one sequence instead of eight"
 
 
 def test_what_cannot_fit_is_refused_before_it_is_allocated(monkeypatch):

@@ -44,7 +44,7 @@ class PhasePlan:
     layers: int
     size: int  # bytes of a number of the arithmetic
     devices: int
-    microbatch_items: int  # items that a device, or all that share sequences, compute at once
+    microbatch_items: int  # items that a device computes at once
     tokens: float  # prompts and canvases
     flops: float  # forward and backward, nothing computed twice
     memory: StepMemory  # of a part
@@ -82,11 +82,9 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
         train = replace(phase, dtype=str(dtype).removeprefix("torch."))
         check_parallelism(train, find_task(train).count_items(train)[0], devices)
         task = make_planned_task(config, train, shape)
-        items = math.ceil(
-            task.items * train.context_parallel / (devices * train.gradient_accumulation_steps)
-        )
+        items = math.ceil(task.items / (devices * train.gradient_accumulation_steps))
         memory = estimate_step_memory(task, shape, dtype, items)
-        forward, parts = memory.forward, task.items * train.context_parallel / items
+        forward, parts = memory.forward, task.items / items
         flops = forward.flops_with_backward(bool(train.lora_rank))
         flops += forward.flops * task.forwards_before
         found.append(PhasePlan(

@@ -7,7 +7,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlm_rag.config import TrainConfig
-from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.flops import FlopCount, count_head_flops
@@ -35,10 +34,7 @@ class StepMemory:
 
 
 def estimate_step_memory(task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: int) -> StepMemory:
-    """Returns what a part of `items` items needs, with the arithmetic in `dtype`; nothing is allocated.
-
-    Where processes share a sequence, it is what one of them needs.
-    """
+    """Returns what a part of `items` items needs, with the arithmetic in `dtype`; nothing is allocated."""
     train, root = task.train, _build_objective(task, shape, dtype)
     named = list(root.denoiser.named_parameters())
     trained = [p for _, p in named if p.requires_grad]
@@ -76,8 +72,8 @@ def _simulate(
             with make_autocast("cpu", dtype):
                 loss, _ = root(batch, batch.counts)
             loss.backward()
-    supervised = batch.counts["supervised"] / task.train.context_parallel
-    work: FlopCount = root.denoiser.flop_count + count_head_flops(root.denoiser.config, supervised, 2)
+    head = count_head_flops(root.denoiser.config, batch.counts["supervised"], 2)
+    work: FlopCount = root.denoiser.flop_count + head
     return alive.peak_bytes, work
 
 
@@ -85,8 +81,7 @@ def _build_objective(task: Task, shape: DenoiserConfig, dtype: torch.dtype) -> A
     """Builds the task's loss around a denoiser on the meta device, in a run's dtypes."""
     denoiser = build_meta_denoiser(shape, task.train.lora_rank, dtype)
     denoiser.activation_checkpointing = task.train.activation_checkpointing
-    number = task.train.context_parallel
-    return task.objective(denoiser, ContextParallel(0, number, group=None) if number > 1 else None)
+    return task.objective(denoiser)
 
 
 def count_optimizer_bytes(denoiser: Denoiser, train: TrainConfig) -> int:

@@ -10,7 +10,6 @@ from dlm_rag.engine.engine import Decoder
 from dlm_rag.engine.resolve_settings import resolve_settings
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
-from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.tokenizer import Prompt
@@ -103,7 +102,7 @@ class RlTask(Task):
         ]
         return RolloutBuffer({"rollouts": float(count * rollouts), "failed": 0.0}, rows)
 
-    def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> nn.Module:
+    def objective(self, denoiser: Denoiser) -> nn.Module:
         self._denoiser = denoiser
         shape = denoiser.config
         settings = resolve_settings(make_rollout_settings(self._config, self.train), shape)
