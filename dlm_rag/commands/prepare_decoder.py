@@ -304,7 +304,7 @@ def open_search_source(config: RetrievalConfig, once: ResourceCache) -> Callable
 
 def choose_devices(config: Config) -> list[torch.device]:
     """The devices that the layers are on, the first one for all else. Raises `ConfigError`."""
-    from dlm_rag.model.device_map import list_devices
+    from dlm_rag.model.denoiser import list_devices
 
     if config.model.device_map is None:
         return [choose_device(config.model.device)]

@@ -13,7 +13,8 @@ import torch
 from dlm_rag.errors import CheckpointError, suggest_nearest, translate_failures
 from dlm_rag.files.hub import read_checkpoint_json
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.families.base import Family, NamedShapes, require_key
+from dlm_rag.model.families import require_key
+from dlm_rag.model.stored_tensors import Family, NamedShapes
 
 LAYER_KINDS = ("sliding_attention", "full_attention")
 VISION_PREFIXES = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")  # no use for text

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.device_io import make_consecutive_ranges
 from dlm_rag.model.layers import AttentionProbe
 from dlm_rag.model.packed_batch import CachedContext, KeysValues, Segment, SharedContext, pack_rows
-from dlm_rag.model.ranges import make_consecutive_ranges
 
 
 def encode_segments(denoiser: Denoiser, segments: Sequence[Segment]) -> list[Tensor]:

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dlm_rag.config.fields import explain_validation_error
-from dlm_rag.config.generation import read_generation_settings
+from dlm_rag.config.generation import GENERATION_FILE, read_generation_settings
 from dlm_rag.errors import CheckpointError, suggest_nearest, translate_failures
 from dlm_rag.files.digest import digest_file
 from dlm_rag.files.hub import (
@@ -33,20 +33,26 @@ from dlm_rag.files.hub import (
 )
 from dlm_rag.model.adapters import ADAPTER_CONFIG, merge_adapter
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.families import FAMILIES, find_family, get_family_name
-from dlm_rag.model.families.base import BLOCK_SIZE_KEY, Family, find_mask_token_id
-from dlm_rag.model.generation_settings import FAMILY_SETTINGS, add_settings
+from dlm_rag.model.families import (
+    BLOCK_SIZE_KEY,
+    FAMILIES,
+    find_family,
+    find_mask_token_id,
+    get_family_name,
+)
 from dlm_rag.model.layers import compute_rope_frequencies, list_tensor_shapes
-from dlm_rag.model.match_tensors import (
+from dlm_rag.model.quantize import count_weight_bytes
+from dlm_rag.model.stored_tensors import (
     INDEX_FILE,
+    REMEDY,
     WEIGHTS_FILE,
+    Family,
     TensorSources,
     match_tensors,
     match_tensors_by_name,
+    read_scale_block,
     untie_another_head,
 )
-from dlm_rag.model.quantize import count_weight_bytes
-from dlm_rag.model.stored_scales import REMEDY, read_scale_block
 from dlm_rag.progress import report_progress
 
 FINGERPRINT_EXCLUDED_GLOBS = ["training.json", "scores.json", "*.run.json"]  # which our programs write
@@ -242,8 +248,7 @@ def _read_config(folder: Path, raw: dict[str, Any], family: Family) -> DenoiserC
     own = {name: raw[key] for key, name in DLM_RAG_FIELDS.items() if raw.get(key) is not None}
     if own.get("block_size") == 0:
         own["block_size"] = None
-    config = add_settings(family.read_config(raw), FAMILY_SETTINGS.get(get_family_name(raw), {}))
-    config = replace(config, **own)
+    config = replace(family.read_config(raw).add_settings(family.settings), **own)
     if family.autoregressive and config.mask_token_id is None:
         config = replace(config, shifted=False, causal_context=True, block_size=1)
     block, length = config.block_size, config.block_length
@@ -255,7 +260,7 @@ def _read_config(folder: Path, raw: dict[str, Any], family: Family) -> DenoiserC
     if family.complete_config is not None:  # all is in the file of another library
         return config
     decode, retrieval = read_generation_settings(folder)
-    return add_settings(config, decode, **retrieval)
+    return config.add_settings(decode, **retrieval)
 
 
 def save_tensors(
@@ -295,6 +300,15 @@ def save_tensors(
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def write_generation_config(folder: Path, config: DenoiserConfig, **extra: Any) -> None:
+    """Writes the settings of `config` and `extra` keys into the folder's file, beside what is in it."""
+    path = folder / GENERATION_FILE
+    found = (json.loads(path.read_text()) if path.exists() else {}) | extra
+    found |= {"decode": config.decode_settings, "retrieval": config.retrieval_settings}
+    kept = {key: value for key, value in found.items() if value not in ({}, None)}
+    path.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
 
 
 def _to_family_tensors(

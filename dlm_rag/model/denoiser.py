@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial, wraps
 from importlib import import_module
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 from weakref import ref
@@ -25,7 +27,6 @@ from dlm_rag.machine import choose_device, parse_dtype
 from dlm_rag.model.attention import FLASH_MODULE, choose_backend
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.device_map import assign_devices, list_devices, move_to_device
 from dlm_rag.model.flops import FlopCount, count_encode_flops, count_head_flops
 from dlm_rag.model.layers import (
     AttentionProbe,
@@ -36,8 +37,9 @@ from dlm_rag.model.layers import (
     compute_rope_frequencies,
     get_compute_dtype,
     is_autocast,
+    list_tensor_shapes,
 )
-from dlm_rag.model.packed_batch import KeysValues, PackedRows, Segment, pack_rows
+from dlm_rag.model.packed_batch import KeysValues, PackedRows, Segment, map_arrays, pack_rows
 from dlm_rag.model.quantize import (
     check_quantize,
     list_quantized_weights,
@@ -343,6 +345,52 @@ def load_denoiser(
     if checkpoint.family.load is not None:
         return cast(HostedDenoiser, checkpoint.family.load(checkpoint, device, dtype))
     return Denoiser.from_pretrained(checkpoint, device, dtype, attention, quantize, device_map)
+
+
+# Layers on several devices of one process, for a model too large for one. They run one after another,
+# so devices take turns: this adds memory, not speed. Between two devices the hidden states are copied; what
+# attention needs to know of the rows is copied once a call.
+
+
+def list_devices(device_map: str | Sequence[str] | None) -> list[torch.device]:
+    """The devices of `model.device_map`; none where it is not set. Raises `ConfigError`."""
+    if device_map == "auto":
+        if not (count := torch.cuda.device_count()):
+            raise ConfigError("model.device_map=auto finds no CUDA device: leave it out")
+        device_map = [f"cuda:{number}" for number in range(count)]
+    names = device_map.split(",") if isinstance(device_map, str) else device_map or ()
+    devices = [choose_device(name.strip()) for name in names]
+    if len({device.type for device in devices}) > 1:
+        raise ConfigError(f"model.device_map={device_map} mixes kinds of devices: name GPUs alone")
+    return devices
+
+
+def assign_devices(config: DenoiserConfig, devices: Sequence[torch.device]) -> dict[str, torch.device]:
+    """The device of each tensor by its name: runs of layers with about as many numbers on each device.
+
+    Embedding, norm and head are on the first.
+    """
+    sizes = {name: prod(shape) for name, shape in list_tensor_shapes(config).items()}
+    layers = [0] * config.num_hidden_layers
+    for name, size in sizes.items():
+        if name.startswith("layers."):
+            layers[int(name.split(".")[1])] += size
+    total = sum(sizes.values())
+    middles = [end - size / 2 for size, end in zip(layers, accumulate(layers), strict=True)]
+    first = total - sum(layers)
+    homes = [devices[int((first + middle) / total * len(devices))] for middle in middles]
+    return {name: homes[int(name.split(".")[1])] for name in sizes if name.startswith("layers.")}
+
+
+def move_to_device(value: Any, device: torch.device) -> Any:
+    """Tensors on a device, in tuples and in what describes the rows of a call; caches stay."""
+    if isinstance(value, tuple):
+        return tuple(move_to_device(part, device) for part in value)
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device)
+
+    return map_arrays(value, move)
 
 
 @cache

@@ -1,6 +1,7 @@
 """The architecture as numbers: its config, and the names and shapes of its tensors."""
 
-from dataclasses import field
+from collections.abc import Mapping
+from dataclasses import field, replace
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Lt
@@ -18,6 +19,11 @@ ROPE_SCALINGS = {
     "yarn": ("factor",),
 }
 QUERY_SCALE_KEY = "llama_4_scaling_beta"  # queries grow with the logarithm of the position
+# Settings of `decode` that are fields of the architecture, by which training goes too.
+SHAPE_FIELDS = {
+    "max_new_tokens": "canvas_length", "block_length": "block_length", "abstain": "abstain",
+    "finished_block_context": "finished_block_context",
+}  # fmt: skip
 GROUPED_MATMUL_MULTIPLE = 8  # numbers: grouped matrix products take rows of a multiple of 16 bytes
 Size = Annotated[int, Strict(), Ge(1)]
 SizeOrZero = Annotated[int, Strict(), Ge(0)]
@@ -145,6 +151,17 @@ class DenoiserConfig:
         if self.rope_scaling is not None:
             _check_scaling(self.rope_scaling)
             _require((turned == self.head_dim, "rope_scaling needs partial_rotary_factor=1"))
+
+    def add_settings(self, decode: Mapping[str, Any], **retrieval: Any) -> "DenoiserConfig":
+        """The config with more settings of `decode` and `retrieval` as its own."""
+        shape = {
+            field: decode[name] for name, field in SHAPE_FIELDS.items() if decode.get(name) is not None
+        }
+        rest = {name: value for name, value in decode.items() if name not in SHAPE_FIELDS}
+        return replace(
+            self, **shape, decode_settings=self.decode_settings | rest,
+            retrieval_settings=self.retrieval_settings | retrieval,
+        )  # fmt: skip
 
     @property
     def adapter(self) -> Any:

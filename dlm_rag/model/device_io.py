@@ -1,4 +1,4 @@
-"""Between host and device: one copy in, one copy and one wait out."""
+"""Ranges of tokens on the host, and between host and device: one copy in, one copy and one wait out."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -49,3 +49,14 @@ def to_host(tensor: Tensor) -> NDArray[Any]:
     # An event, so that `torch.cuda.set_sync_debug_mode` finds the waits that nobody meant.
     torch.cuda.current_stream(tensor.device).record_event().synchronize()
     return found.numpy()
+
+
+def concatenate_ranges(starts: NDArray[np.int64], lengths: Sequence[int]) -> NDArray[np.int64]:
+    """(sum of lengths,) for each row the numbers from its start on, as many as its length."""
+    before = np.cumsum(lengths) - lengths
+    return np.arange(sum(lengths)) + np.repeat(starts - before, lengths)
+
+
+def make_consecutive_ranges(lengths: Sequence[int]) -> list[range]:
+    """The places of consecutive pieces of `lengths`, from 0 on."""
+    return [range(end - length, end) for end, length in zip(accumulate(lengths), lengths, strict=True)]

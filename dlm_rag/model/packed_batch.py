@@ -18,8 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_rag.model.device_io import to_device
-from dlm_rag.model.ranges import concatenate_ranges, make_consecutive_ranges
+from dlm_rag.model.device_io import concatenate_ranges, make_consecutive_ranges, to_device
 
 Places = NDArray[np.int64]  # of tokens in a memory
 KeysValues = Sequence[tuple[Tensor, Tensor]]  # for each layer, each (n, Hk, D)

@@ -15,14 +15,13 @@ from torch.utils.data import DataLoader
 from dlm_rag.evidence.encode_segments import run_starts
 from dlm_rag.evidence.prompt_segments import LaidOutRow, lay_out_prompt
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.device_io import to_device
+from dlm_rag.model.device_io import make_consecutive_ranges, to_device
 from dlm_rag.model.packed_batch import (
     PackedRows,
     SharedContext,
     map_arrays,
     pack_rows,
 )
-from dlm_rag.model.ranges import make_consecutive_ranges
 from dlm_rag.training.data.examples import Example
 
 CPU = torch.device("cpu")

@@ -16,7 +16,6 @@ from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
-from dlm_rag.model.generation_settings import add_settings
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.tokenizer import Tokenizer, add_mask_token, load_tokenizer
 from dlm_rag.tokenizer.prompts import PromptTemplate, load_prompt
@@ -132,7 +131,7 @@ def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
         if find_task(phase).reads_sequences and (phase.rope_theta or config.model.path is None)
     ]
     retrieval = list_given(config.retrieval, RETRIEVAL_NAMES)
-    own = add_settings(own, list_given(decode, DECODE_NAMES), **retrieval)
+    own = own.add_settings(list_given(decode, DECODE_NAMES), **retrieval)
     return replace(
         own,
         evidence_layout=config.model.evidence_layout or "independent",

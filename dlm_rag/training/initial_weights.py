@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from dlm_rag.errors import ConfigError
-from dlm_rag.model.checkpoint import Checkpoint, save_tensors
+from dlm_rag.model.checkpoint import Checkpoint, save_tensors, write_generation_config
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.generation_settings import write_generation_config
 from dlm_rag.progress import quiet_imports
 from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from dlm_rag.commands.prepare_decoder import choose_devices
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.encode_segments import encode_segments
-from dlm_rag.model.device_map import assign_devices, list_devices
+from dlm_rag.model.denoiser import assign_devices, list_devices
 from dlm_rag.model.packed_batch import Segment, pack_rows
 from dlm_rag.training.planning.memory_tracker import replace_with_empty_weights
 from tests.support.decoding import QUESTIONS, rollout_records

@@ -63,7 +63,7 @@ MODELS = {
     "SDAR's kind": ({"block_size": BLOCK, "block_grid": "prompt"}, BLOCK),
     "Fast-dLLM's kind": ({"block_size": BLOCK, "block_grid": "prompt", "shifted": True}, BLOCK),
     "Tiny-A2D's kind": ({"block_size": BLOCK}, BLOCK),
-    "WeDLM's kind": ({"block_size": 1, "block_grid": "prompt"}, 1),
+    "causal in place": ({"block_size": 1, "block_grid": "prompt"}, 1),
     "Nemotron's kind": ({"block_size": BLOCK, "causal_context": True}, BLOCK),
 }
 
@@ -159,7 +159,7 @@ def test_greedy_is_what_the_decoder_writes_one_token_a_step(kind, corpus):
     shape, _ = MODELS[kind]
     # The blank at the end of the context is the prompt's: a question has none.
     denoiser, tokenizer = tiny_denoiser(**shape), tiny_tokenizer(PromptTemplate("{question} ", chat=False))
-    length, rule = 8, {} if kind.startswith("WeDLM") else {"commit_rule": "top_k"}
+    length, rule = 8, {} if kind.startswith("causal") else {"commit_rule": "top_k"}
     settings = DecodeConfig(max_new_tokens=length, early_stopping=False, **rule)
     (rollout,) = Decoder(denoiser, NoRetriever(corpus, 1), tokenizer, settings).decode(
         [bytes(CONTEXT[:-1]).decode()]

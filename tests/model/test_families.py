@@ -45,10 +45,6 @@ PUBLIC = {
         {"block_size": 8, "num_experts": 8},
         {"block_size": 8, "block_grid": "prompt", "shifted": False, "dense_layers": 0},
     ),
-    "wedlm": (
-        ("Qwen3", {"head_dim": 12}), {"qk_norm": True, "attention_bias": False},
-        {"block_size": 1, "shifted": False, "qk_norm": True, "qkv_bias": False},
-    ),
 }  # fmt: skip
 
 

@@ -219,10 +219,10 @@ SPECIAL = {  # of the public tokenizers: the mask, what ends texts, what else ha
     "sdar_moe": ("<|MASK|>", *QWEN),
     "Fast_dLLM_Qwen": ("|<MASK>|", *QWEN),
     "diffusion_gemma": ("<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|image|>"),
-    **dict.fromkeys(("qwen2", "qwen3", "a2d-qwen2", "a2d-qwen3", "wedlm"), ("<|mask|>", *QWEN)),
+    **dict.fromkeys(("qwen2", "qwen3", "a2d-qwen2", "a2d-qwen3"), ("<|mask|>", *QWEN)),
     **dict.fromkeys(("llama", "a2d-llama"), ("<|mask|>", *LLAMA)),
     **dict.fromkeys(("llada2_moe", "lladamoe"), ("<|mask|>", *ROLES)),
-    **dict.fromkeys(("nemotron_labs_diffusion", "nemotron_labs_diffusion_vlm"), TEKKEN),
+    "nemotron_labs_diffusion": TEKKEN,
 }
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families import find_family
-from dlm_rag.model.generation_settings import FAMILY_SETTINGS, add_settings
 
 _QWEN_7B = {
     "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
@@ -70,5 +69,5 @@ def read_known_config(path: str | None) -> DenoiserConfig | None:
     if path is None or path not in KNOWN_CHECKPOINTS or Path(path).exists():
         return None
     raw = KNOWN_CHECKPOINTS[path]
-    kind = raw["model_type"]
-    return add_settings(find_family(kind).read_config(raw), FAMILY_SETTINGS.get(kind, {}))
+    family = find_family(raw["model_type"])
+    return family.read_config(raw).add_settings(family.settings)

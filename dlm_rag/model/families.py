@@ -1,26 +1,123 @@
-"""Public architectures: how their configs and tensor names read in our words.
+"""Public architectures: how their configs and tensor names read in our words, by name, nothing guessed.
 
-With layers that are all alike: LLaDA, Dream, SDAR, Fast-dLLM v2, Tiny-A2D, WeDLM, Nemotron-Labs-Diffusion,
-Qwen, Llama. With mixtures of experts: LLaDA2, LLaDA-MoE, SDAR-MoE.
+With layers that are all alike: LLaDA, Dream, SDAR, Fast-dLLM v2, Tiny-A2D, Nemotron-Labs-Diffusion, Qwen,
+Llama. With mixtures of experts: LLaDA2, LLaDA-MoE, SDAR-MoE.
 """
 
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from dlm_rag.config.fields import import_object
-from dlm_rag.errors import CheckpointError
+from dlm_rag.errors import CheckpointError, suggest_nearest
+from dlm_rag.files.hub import read_checkpoint_json
 from dlm_rag.model.denoiser_config import DenoiserConfig, ExpertsConfig
-from dlm_rag.model.families.base import (
-    BLOCK_SIZE_KEY,
-    Family,
-    read_tie_flag,
-    read_transformers_config,
-    require_key,
-    require_positive_int,
-    require_supported_values,
-    to_transformers_name,
-)
+from dlm_rag.model.stored_tensors import Family
+
+BLOCK_SIZE_KEY = "attention_block"  # our key: a public `block_size` may be something else
+
+
+def read_transformers_config(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
+    """Fields that most families share; autoregressive ancestry shifts the output."""
+    require_supported_values(raw, hidden_act="silu", use_sliding_window=False, mlp_bias=False)
+    heads, width = (require_positive_int(raw, key) for key in ("num_attention_heads", "hidden_size"))
+    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    rope = raw.get(key) or {}
+    if not isinstance(rope, dict):
+        raise CheckpointError(f"{key}={rope!r:.60} must be an object or null")
+    if "partial_rotary_factor" not in differences:
+        for said in (raw, rope):
+            require_supported_values(said, partial_rotary_factor=1.0)
+    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
+        raise CheckpointError("layer_types may be full_attention only")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    same = (
+        "vocab_size", "num_hidden_layers", "intermediate_size", "max_position_embeddings", "rms_norm_eps",
+    )  # fmt: skip
+    shared = {name: require_key(raw, name) for name in same} | {
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": raw.get("head_dim") or width // heads,
+        "rope_theta": rope.get("rope_theta") or raw.get("rope_theta") or 10000.0,
+        "rope_scaling": None if kind == "default" else {**rope, "rope_type": kind},
+        "tie_word_embeddings": read_tie_flag(raw, "tie_word_embeddings"),
+        "mask_token_id": raw.get("mask_token_id"),
+        "shifted": True,
+    }
+    return DenoiserConfig(**(shared | differences))
+
+
+def to_transformers_name(ours: str) -> str:
+    return ours if ours.startswith("lm_head.") else f"model.{ours}"
+
+
+def require_key(raw: dict[str, Any], key: str, remedy: str = "") -> Any:
+    """The value of a key; raises `CheckpointError` where it is missing."""
+    if raw.get(key) is None:
+        raise CheckpointError(f"the key '{key}' is missing{remedy or suggest_nearest(key, raw)}")
+    return raw[key]
+
+
+def require_positive_int(raw: dict[str, Any], key: str) -> int:
+    """The value of a key, a whole number of at least 1; raises `CheckpointError`."""
+    value = require_key(raw, key)
+    if not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"{key}={value!r:.60} must be a whole number of at least 1")
+    return value
+
+
+def read_tie_flag(raw: dict[str, Any], key: str) -> Any:
+    """The value of a key, false where it is missing or null; `DenoiserConfig` checks all others."""
+    return False if (value := raw.get(key)) is None else value
+
+
+def require_supported_values(raw: dict[str, Any], **supported: Any) -> None:
+    """Raises `CheckpointError` for a key with a value that the denoiser does not support."""
+    for key, value in supported.items():
+        if raw.get(key, value) not in (value, None):
+            raise CheckpointError(f"{key}={raw[key]!r:.60} is not supported (only {value!r} is)")
+
+
+def find_mask_token_id(folder: Path, usual: str) -> int:
+    """The id of the token that the folder declares as its mask, else of the family's `usual` one.
+
+    Raises `CheckpointError` where the files know neither.
+    """
+    declared, ids = None, dict[str, Any]()
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json"):
+        if name == "tokenizer.json" and (declared or usual) in ids:
+            break  # it is long, and needed only where the others do not say it
+        raw = read_checkpoint_json(folder / name) if (folder / name).exists() else {}
+        if name == "added_tokens.json":
+            ids |= raw  # ids by text, and nothing else
+            continue
+        declared = declared or _get_content(raw.get("mask_token"))
+        ids |= _read_added_tokens(raw)
+    found = ids.get(declared or usual)
+    if type(found) is not int:
+        raise CheckpointError(
+            "the key 'mask_token_id' is missing, and the tokenizer has not added "
+            f"{declared or usual!r:.60}{', which it declares' if declared else ''}: add the key"
+        )
+    return found
+
+
+def _read_added_tokens(raw: dict[str, Any]) -> dict[str, Any]:
+    """Ids by text of the tokens that a file adds to the vocabulary; all else is passed over."""
+    listed, by_id = raw.get("added_tokens"), raw.get("added_tokens_decoder")
+    tokens = [token for token in listed if isinstance(token, dict)] if isinstance(listed, list) else []
+    added = [(token, token.get("id")) for token in tokens]
+    if isinstance(by_id, dict):
+        added += [(token, int(number)) for number, token in by_id.items() if number.isdecimal()]
+    return {text: number for token, number in added if (text := _get_content(token)) is not None}
+
+
+def _get_content(token: Any) -> str | None:
+    """The text of a token, which these files give as it is or with its settings, if it is one."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
 def _read_dlm_rag_config(raw: dict[str, Any]) -> DenoiserConfig:
@@ -57,22 +154,11 @@ def _fast_dllm(raw: dict[str, Any]) -> DenoiserConfig:
     return _qwen2(raw, block_size=require_key(raw, "bd_size"), block_grid="prompt", block_length=8)
 
 
-def _wedlm(raw: dict[str, Any]) -> DenoiserConfig:
-    """Qwen2.5 or Qwen3 that predicts in place under causal attention."""
-    kind = {"qkv_bias": require_key(raw, "attention_bias"), "qk_norm": require_key(raw, "qk_norm")}
-    return read_transformers_config(raw, shifted=False, block_size=1, block_grid="prompt", **kind)
-
-
 def _nemotron(raw: dict[str, Any]) -> DenoiserConfig:
     """Ministral 3 with one head that fills blocks in place and predicts the next token after the text
     before them, which is seen causally. The LoRA beside it is for self-speculation, and is not read.
     """
-    if raw.get("vision_config") is not None or raw["model_type"].endswith("_vlm"):
-        raise CheckpointError(
-            f"{raw['model_type']} sees images, which is not supported: take "
-            "nvidia/Nemotron-Labs-Diffusion-8B"
-        )
-    require_supported_values(raw, attention_bias=False, sliding_window=None)
+    require_supported_values(raw, attention_bias=False, sliding_window=None, vision_config=None)
     if raw.get("dlm_paradigm") == "autoregressive":
         raise CheckpointError("dlm_paradigm='autoregressive': this one was not trained to fill in masks")
     require_key(raw, "mask_token_id")
@@ -226,29 +312,35 @@ def _llada_moe_name(ours: str) -> str:
     return to_transformers_name(ours.replace("mlp.shared_experts", "shared_expert"))
 
 
+# How families are decoded as published. (Public answers are longer; 128 tokens are enough for an answer and
+# its evidence.)
+_LLADA = {"max_new_tokens": 128, "block_length": 32, "commit_rule": "top_k"}  # arXiv 2502.09992
+_SDAR = {"max_new_tokens": 128, "commit_threshold": 0.85}  # github.com/JetAstra/SDAR
+_A2D = _LLADA | {"steps_per_block": 32, "schedule": "rounded"}  # github.com/ZHZisZZ/dllm
+_FAST_DLLM = {"max_new_tokens": 128, "block_length": 8}  # arXiv 2509.26328
+_LLADA2 = {"max_new_tokens": 128, "commit_threshold": 0.95}  # the model's own `generate`, as in the next
+_NEMOTRON = {"max_new_tokens": 128}
+
 FAMILIES: dict[str, Family | str] = {
     "dlm_rag": Family(_read_dlm_rag_config, lambda name: name, separate_experts=False),
-    "llada": Family(_llada, _llada_name),
+    "llada": Family(_llada, _llada_name, _LLADA),
     "Dream": Family(_qwen2, to_transformers_name),
     "qwen2": Family(_qwen2, to_transformers_name, autoregressive=True),
     "qwen3": Family(_qwen3, to_transformers_name, autoregressive=True),
     "llama": Family(_llama, to_transformers_name, autoregressive=True),
-    "sdar": Family(_sdar, to_transformers_name, mask_token="<|MASK|>"),
-    "Fast_dLLM_Qwen": Family(_fast_dllm, to_transformers_name, mask_token="|<MASK>|"),
-    "wedlm": Family(_wedlm, to_transformers_name, mask_token="<|mask|>"),
-    "sdar_moe": Family(_sdar_moe, to_transformers_name, mask_token="<|MASK|>"),
-    "lladamoe": Family(_llada_moe, _llada_moe_name, mask_token="<|mask|>"),
-    "llada2_moe": Family(_llada2, _llada2_name, mask_token="<|mask|>", fused_qkv=True),
+    "sdar": Family(_sdar, to_transformers_name, _SDAR, mask_token="<|MASK|>"),
+    "Fast_dLLM_Qwen": Family(_fast_dllm, to_transformers_name, _FAST_DLLM, mask_token="|<MASK>|"),
+    "sdar_moe": Family(_sdar_moe, to_transformers_name, _SDAR, mask_token="<|MASK|>"),
+    "lladamoe": Family(_llada_moe, _llada_moe_name, _LLADA, mask_token="<|mask|>"),
+    "llada2_moe": Family(_llada2, _llada2_name, _LLADA2, mask_token="<|mask|>", fused_qkv=True),
     "diffusion_gemma": "dlm_rag.diffusion_gemma.config:FAMILY",  # it has a folder of its own
-    "nemotron_labs_diffusion": Family(_nemotron, _nemotron_name),
-    "nemotron_labs_diffusion_vlm": Family(_nemotron, _nemotron_name),
+    "nemotron_labs_diffusion": Family(_nemotron, _nemotron_name, _NEMOTRON),
 }
 for _name, _read in (("qwen2", _qwen2), ("qwen3", _qwen3), ("llama", _llama)):
     # An autoregressive family trained to predict in place (Tiny-A2D), with whole attention or in blocks:
     # the config does not say which.
-    FAMILIES[f"a2d-{_name}"] = Family(
-        partial(_read, shifted=False), to_transformers_name, mask_token="<|mask|>"
-    )
+    _in_place = partial(_read, shifted=False)
+    FAMILIES[f"a2d-{_name}"] = Family(_in_place, to_transformers_name, _A2D, mask_token="<|mask|>")
 
 
 def find_family(name: str) -> Family:

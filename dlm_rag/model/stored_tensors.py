@@ -1,29 +1,29 @@
-"""The tensors that a checkpoint's files hold, compared with those that its config asks for."""
+"""The tensors that a checkpoint's files hold, compared with those that its config asks for.
+
+Weights that are stored quantised are dequantised as they are read, or all are refused. Read are
+compressed-tensors in int8 or float8 (a scale for a tensor, a row, a group of columns or a block) and `fp8`
+(float8: a scale for a tensor, as AutoFP8 has it, or DeepSeek's blocks). Scales of `X.weight` are
+`X.weight_scale` or `X.weight_scale_inv`: numbers are multiplied by both. What a config says of activations,
+keys and values does not count: they are not quantised.
+"""
 
 import logging
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from dlm_rag.errors import CheckpointError, suggest_nearest, translate_failures
 from dlm_rag.files.hub import read_checkpoint_json
 from dlm_rag.files.paths import resolve_path_inside
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.families.base import Family, NamedShapes, TensorSource
 from dlm_rag.model.layers import list_tensor_shapes
-from dlm_rag.model.stored_scales import (
-    REMEDY,
-    STORED_DTYPES,
-    SUFFIXES,
-    UNUSED_SUFFIXES,
-    Block,
-    ScaleSource,
-    count_scales,
-)
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,108 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 COMPARED_ROWS = 4096  # of embedding and head, that are read at a time
+STORED_DTYPES = ("I8", "F8_E4M3")
+SUFFIXES = ("_scale", "_scale_inv")  # of the name of a weight, where its scales are
+UNUSED_SUFFIXES = (".input_scale", ".k_scale", ".v_scale")  # scales of what is not quantised here
+REMEDY = "take the model's own safetensors, with model.quantize=int8 for less memory"
+Block = tuple[int | None, int | None]  # rows and columns that share a scale; None: all
+NamedShapes = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
+
+
+def count_scales(shape: tuple[int, ...], block: Block) -> int:
+    return prod(-(-size // (each or size)) for size, each in zip(shape, block, strict=True))
+
+
+@dataclass(frozen=True)
+class ScaleSource:
+    """The scales of one weight."""
+
+    path: Path
+    name: str
+    block: Block
+
+    def dequantize(self, weight: Tensor, file: Any, path: Path) -> Tensor:
+        """A weight (rows, columns) as it is stored, in float32; file: an open one, at `path`."""
+        device, found = str(weight.device), weight.float()
+        with nullcontext(file) if path == self.path else safe_open(self.path, "pt", device) as own:
+            scales = own.get_tensor(self.name).float()
+        rows, columns = (each or size for size, each in zip(weight.shape, self.block, strict=True))
+        scales = scales.reshape(-(-len(weight) // rows), -1).repeat_interleave(rows, 0)[: len(weight)]
+        for number, part in enumerate(found.split(columns, dim=1)):
+            part *= scales[:, number, None]
+        return found
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """A tensor of a public checkpoint, or a part of it, and where it goes in a tensor of ours."""
+
+    name: str
+    source_index: tuple[slice, ...] = ()  # of theirs; empty: all
+    target_index: tuple[Any, ...] = ()  # in ours: the number of the expert, then its rows; else all of it
+    scales: ScaleSource | None = None  # where it is stored quantised
+
+    @property
+    def first_source_row(self) -> int:
+        return int(self.source_index[0].start or 0) if self.source_index else 0
+
+    def read(self, file: Any, path: Path, rows: slice | None = None) -> Tensor:
+        """From an open file of safetensors, at `path`; rows: of those that it consists of, None: all."""
+        index = self.source_index
+        if rows is not None:
+            begin = self.first_source_row
+            index = (slice(begin + rows.start, begin + rows.stop), *index[1:])
+        found: Tensor
+        if self.scales is not None:
+            found = self.scales.dequantize(file.get_tensor(self.name), file, path)
+            return found[index].clone() if index else found
+        found = file.get_slice(self.name)[index] if index else file.get_tensor(self.name)
+        return found
+
+
+@dataclass(frozen=True)
+class Family:
+    """A public architecture: how its config and its tensor names read in our words."""
+
+    read_config: Callable[[dict[str, Any]], DenoiserConfig]
+    rename_tensor: Callable[[str], str]  # our tensor name -> theirs
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of `decode`, as published
+    # The name of its mask token, by which the tokenizer knows the id where the config does not say it;
+    # None: autoregressive, or its configs always say it.
+    mask_token: str | None = None
+    autoregressive: bool = False  # where its config has no mask
+
+    fused_qkv: bool = False  # one tensor holds queries, keys and values, in this order
+    separate_experts: bool = True  # each expert has tensors of its own
+    # A family that runs on the class of another library: how its model is loaded, what other files of a
+    # folder add to its config, and from config.json the tensors that it needs, each with its shape and the
+    # names of those tied to it.
+    load: Callable[[Any, torch.device, torch.dtype], Any] | None = None
+    complete_config: Callable[[Path, DenoiserConfig], DenoiserConfig] | None = None
+    list_named_shapes: Callable[[dict[str, Any], Path], NamedShapes] | None = None
+
+    def list_sources(self, ours: str, config: DenoiserConfig) -> list[TensorSource]:
+        """The tensors of theirs that one of ours consists of."""
+        path, _, last = ours.rpartition(".")
+        if self.separate_experts and config.experts is not None and path.endswith(".experts"):
+            inner = config.experts.moe_intermediate_size
+            pieces: dict[str, tuple[slice, ...]] = {"down_proj": ()}
+            if last == "gate_up_proj":
+                pieces = {"gate_proj": (slice(0, inner),), "up_proj": (slice(inner, 2 * inner),)}
+            return [
+                TensorSource(self.rename_tensor(f"{path}.{n}.{name}.weight"), target_index=(n, *rows))
+                for n in range(config.experts.num_experts)
+                for name, rows in pieces.items()
+            ]
+        rows: tuple[slice, ...] = ()
+        if self.fused_qkv and path.endswith(("q_proj", "k_proj", "v_proj")):
+            queries = config.num_attention_heads * config.head_dim
+            keys = config.num_key_value_heads * config.head_dim
+            start = {"q": 0, "k": queries, "v": queries + keys}[path[-6]]
+            rows = (slice(start, start + (keys if start else queries)),)
+        return [TensorSource(self.rename_tensor(ours), rows)]
+
+
 TensorSources = dict[str, list[tuple[Path, TensorSource]]]  # by our name
 
 
@@ -189,3 +291,36 @@ def _list_shards(folder: Path) -> list[Path]:
         elif path.suffix == ".safetensors":
             hint = f"; there is {path.name}" + f", fetch {INDEX_FILE} too" * ("-of-" in path.name)
     raise CheckpointError(f"{folder} has no weights: {WEIGHTS_FILE} is missing{hint}")
+
+
+def read_scale_block(raw: dict[str, Any]) -> Block | None:
+    """What shares a scale, by what a config says of quantised weights, which is taken out of it.
+
+    None: they are not quantised.
+
+    Raises `CheckpointError` for a format that is not read.
+    """
+    if (said := raw.pop("quantization_config", None)) is None:
+        return None
+    found: Any = None
+    try:
+        if said["quant_method"] == "fp8":
+            found = said.get("weight_block_size") or (None, None)
+        elif said["quant_method"] == "compressed-tensors" and said.get("format") != "pack-quantized":
+            kind, *others = [group["weights"] for group in said["config_groups"].values()]
+            alike = all(kind == each for each in others)
+            if alike and kind["num_bits"] == 8 and kind.get("symmetric", True):
+                blocks = {
+                    "tensor": (None, None), "channel": (1, None), "group": (1, kind.get("group_size")),
+                    "block": kind.get("block_structure"),
+                }  # fmt: skip
+                found = blocks[kind["strategy"]]
+        rows, columns = found
+        if all(each is None or (type(each) is int and each > 0) for each in (rows, columns)):
+            return rows, columns
+    except (AttributeError, LookupError, TypeError, ValueError):  # it is not what these formats say
+        pass
+    raise CheckpointError(
+        f"quantization_config={said!r:.60} is not read, only int8 and float8 of compressed-tensors and fp8 "
+        f"are: {REMEDY}"
+    )
