@@ -2,10 +2,10 @@
 
     dlm-rag index --corpus passages.jsonl                           # in ~/.cache/dlm_rag
     dlm-rag index --corpus passages.jsonl retrieval.method=hybrid
-    dlm-rag index --corpus passages.jsonl --to milvus://HOST:19530/COLLECTION
+    dlm-rag index --corpus passages.jsonl --to milvus://HOST:19530/COLLECTION retrieval.method=dense
 
-Search a collection with `retrieval.url=milvus://HOST:19530/COLLECTION`. Run the same command again to
-resume; a finished index is left alone.
+Search a collection with `retrieval.url=milvus://HOST:19530/COLLECTION retrieval.method=dense`. Run the same
+command again to resume; a finished index is left alone.
 """
 
 from dlm_rag.cli import print_note
@@ -40,8 +40,9 @@ def main(argv: list[str]) -> None:
 def _build_collection(url: str, path: str, config: RetrievalConfig) -> None:
     from dlm_rag.retrieval.base import SearchUnavailableError
     from dlm_rag.retrieval.corpus import open_corpus
-    from dlm_rag.retrieval.milvus import MilvusCollection, ingest_corpus
+    from dlm_rag.retrieval.milvus import MilvusCollection, check_method, ingest_corpus
 
+    check_method(url, config.method)
     show_status(f"asking {url}")
     collection = MilvusCollection(url, WRITE_TIMEOUT_SECONDS)
     try:

@@ -16,8 +16,8 @@ Ranking = list[int]  # rows of the corpus, best first, each once
 Hits = list[tuple[float, int]]  # score and row
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
-# Digits after the point in which equal scores agree, in whatever order an engine adds them up.
-SCORE_TIE_DECIMALS = {"sparse": 4, "dense": 6}
+# Digits after the point in which equal similarities agree, in whatever order an engine adds them up.
+TIE_DECIMALS = 6
 MAX_CACHED_RESULTS = 65536  # vectors and rankings of query parts: a sentence recurs from step to step
 
 
@@ -145,9 +145,9 @@ class CorpusRetriever(NamesRemedy, ABC):
         return [[(passages[row], score) for row, score in scores.items()] for scores in ranked]
 
 
-def select_top_hits(hits: Hits, depth: int, digits: int) -> Hits:
-    """The `depth` best hits, best first; those whose scores agree in so many digits in corpus order."""
-    return sorted(hits, key=lambda hit: (-round(hit[0], digits), hit[1]))[:depth]
+def select_top_hits(hits: Hits, depth: int) -> Hits:
+    """The `depth` best hits, best first; those whose scores agree in `TIE_DECIMALS` in corpus order."""
+    return sorted(hits, key=lambda hit: (-round(hit[0], TIE_DECIMALS), hit[1]))[:depth]
 
 
 def interleave_rankings(rankings: Sequence[Sequence[K]], depth: int) -> list[K]:

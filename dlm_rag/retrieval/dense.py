@@ -18,7 +18,7 @@ from dlm_rag.files.build_once import announce_build, build_once, build_shard
 from dlm_rag.files.paths import resolve_regular_file
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import report_progress
-from dlm_rag.retrieval.base import SCORE_TIE_DECIMALS, CorpusRetriever, Hits, Ranking, select_top_hits
+from dlm_rag.retrieval.base import TIE_DECIMALS, CorpusRetriever, Hits, Ranking, select_top_hits
 from dlm_rag.retrieval.composite import MultiQueryRetriever
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.encoder import BATCH_SIZE, TextEncoder
@@ -69,10 +69,10 @@ class DenseRetriever(CorpusRetriever):
         In a matrix product the last bits of equal passages differ with their place in it. It chooses those
         that may be among the best, block by block; their order is that of similarities in float64.
         """
-        depth, width, digits = min(depth, len(self.corpus)), vectors.shape[1], SCORE_TIE_DECIMALS["dense"]
+        depth, width = min(depth, len(self.corpus)), vectors.shape[1]
         block = max(depth, SEARCH_BLOCK_BYTES // (4 * width))
         # Each of two float32 sums of unit vectors may be off by width * 2^-24 (Higham 2002, section 3.1).
-        slack = 2 * width * 2.0**-24 + 10.0**-digits
+        slack = 2 * width * 2.0**-24 + 10.0**-TIE_DECIMALS
         asked, exact = vectors.to(self._device), vectors.cpu().double()
         worst = asked.new_full((len(asked), 1), -torch.inf)  # of the `depth` best so far
         hits: list[Hits] = [[] for _ in vectors]
@@ -85,7 +85,7 @@ class DenseRetriever(CorpusRetriever):
                 rows = near.nonzero().flatten()
                 found = (part[rows].cpu().double() * exact[n]).sum(1).tolist()
                 hits[n] += zip(found, (rows + start).tolist(), strict=True)
-                hits[n] = select_top_hits(hits[n], depth, digits)
+                hits[n] = select_top_hits(hits[n], depth)
         return [[row for _, row in found] for found in hits]
 
 

@@ -1,8 +1,8 @@
-"""Search in a collection of a Milvus by our own scores, and how one is built; all that knows pymilvus.
+"""Dense search in a collection of a Milvus, and how one is built; all that knows pymilvus.
 
-A passage is an entity: its row in the corpus, which is its key, its id, title and contents, and its
-vectors, `sparse` (`sparse_vectors.py`) and `dense`. Rankings are the same on any shards: equal scores are
-taken in corpus order, of which some more than are wanted are asked for.
+A passage is an entity: its row in the corpus, which is its key, its id, title and contents, and its vector
+(`dense`). Rankings are the same on any shards: equal scores are taken in corpus order, of which some more
+than are wanted are asked for.
 """
 
 import logging
@@ -10,9 +10,9 @@ import os
 import re
 import socket
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError
@@ -20,9 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.nvtx_ranges import profile_stage
-from dlm_rag.progress import report_progress, track_progress
+from dlm_rag.progress import report_progress
 from dlm_rag.retrieval.base import (
-    SCORE_TIE_DECIMALS,
     CorpusRetriever,
     Hits,
     MemoizedBatchFunction,
@@ -30,22 +29,16 @@ from dlm_rag.retrieval.base import (
     SearchUnavailableError,
     select_top_hits,
 )
-from dlm_rag.retrieval.composite import HybridRetriever, MultiQueryRetriever
+from dlm_rag.retrieval.composite import MultiQueryRetriever
 from dlm_rag.retrieval.corpus import Corpus, Passage
 from dlm_rag.retrieval.query import Query
-from dlm_rag.retrieval.sparse_vectors import (
-    SPARSE_VECTOR_VERSION,
-    compute_corpus_statistics,
-    count_query_words,
-)
 
-TEXT_FIELDS = ("id", "title", "contents")
-# of vectors, by kind
-VECTOR_FIELDS = {"bm25": ("sparse",), "dense": ("dense",), "hybrid": ("sparse", "dense")}
-EXACT_INDEXES = {"sparse": "SPARSE_INVERTED_INDEX", "dense": "FLAT"}
-# DAAT_MAXSCORE skips what cannot be among the best, and nothing else.
-INDEX_PARAMS: dict[str, dict[str, Any]] = {"sparse": {"inverted_index_algo": "DAAT_MAXSCORE"}, "dense": {}}
-SEARCH_PARAMS: dict[str, dict[str, Any]] = {"sparse": {"drop_ratio_search": 0.0}, "dense": {}}
+if TYPE_CHECKING:
+    from dlm_rag.retrieval.encoder import TextEncoder
+
+COLLECTION_VERSION = 2  # raise it when collections get another form
+TEXT_FIELDS, VECTOR_FIELD = ("id", "title", "contents"), "dense"
+EXACT_INDEX = ("FLAT", "IP")  # its type, and the metric
 # Limits of the engine: hits of a search, bytes of a text.
 MAX_SEARCH_HITS, MAX_TEXT_BYTES = 16_384, 65_535
 MAX_REQUEST_ITEMS = 1000  # vectors of a search, keys of a query
@@ -68,16 +61,15 @@ class CollectionInfo:
     """What a collection says about itself, in its properties: some servers drop descriptions."""
 
     fingerprint: str  # of the corpus
-    kind: Literal["bm25", "dense", "hybrid"]  # which vectors it has
     passages: int
-    form: int = SPARSE_VECTOR_VERSION
+    model: str  # that made the vectors
+    encoder: str  # digest of its weights and of the passage prompt
+    width: int  # of a vector
+    form: int = COLLECTION_VERSION
     finished: int = 0
-    model: str = ""  # that made the dense vectors
-    encoder: str = ""  # digest of its weights and of the passage prompt
-    width: int = 0  # of a dense vector
 
     def to_properties(self) -> dict[str, str]:
-        return {f"dlm_rag.{name}": str(value) for name, value in asdict(self).items() if value}
+        return {f"dlm_rag.{name}": str(value) for name, value in asdict(self).items()}
 
 
 class MilvusCollection:
@@ -131,7 +123,7 @@ class MilvusCollection:
             return None
         found = self._call("describe_collection").get("properties") or {}
         said = {name.removeprefix("dlm_rag."): value for name, value in found.items()}
-        if not said.get("fingerprint") or said.get("form") != str(SPARSE_VECTOR_VERSION):
+        if not said.get("fingerprint") or said.get("form") != str(COLLECTION_VERSION):
             raise CorpusError(
                 f"{self.url} was not built by this version of `dlm-rag index --to` (form "
                 f"{said.get('form')}): build one of another name"
@@ -150,31 +142,25 @@ class MilvusCollection:
         schema.add_field("row", DataType.INT64, is_primary=True)
         for field in TEXT_FIELDS:
             schema.add_field(field, DataType.VARCHAR, max_length=MAX_TEXT_BYTES)
-        if info.kind != "dense":
-            schema.add_field("sparse", DataType.SPARSE_FLOAT_VECTOR)
-        if info.kind != "bm25":
-            schema.add_field("dense", DataType.FLOAT_VECTOR, dim=info.width)
+        schema.add_field(VECTOR_FIELD, DataType.FLOAT_VECTOR, dim=info.width)
         self._call("create_collection", schema=schema, properties=info.to_properties())
 
-    def check_indexes(self, create: bool = False) -> None:
+    def check_index(self, create: bool = False) -> None:
         """Raises `CorpusError` for an index that is not exact: it may miss the best hits.
 
-        create: those that are not there yet.
+        create: one that is not there yet.
         """
-        fields = VECTOR_FIELDS[self.info.kind]
-        # All are described first: where a single index exists, a server may give it for any name.
-        found = {field: self._call("describe_index", field) or {} for field in fields}
-        for field, index in found.items():
-            kind = (index.get("index_type"), index.get("metric_type"))
-            if create and not index:
-                params = self._client.prepare_index_params()
-                params.add_index(field, EXACT_INDEXES[field], metric_type="IP", params=INDEX_PARAMS[field])
-                self._call("create_index", params, sync=False)
-            elif kind != (EXACT_INDEXES[field], "IP"):
-                raise CorpusError(
-                    f"{self.url}: the index of its field '{field}' is {kind[0]} by {kind[1]}, and not "
-                    f"exact: make one of {EXACT_INDEXES[field]} by IP"
-                )
+        index = self._call("describe_index", VECTOR_FIELD) or {}
+        kind = (index.get("index_type"), index.get("metric_type"))
+        if create and not index:
+            params = self._client.prepare_index_params()
+            params.add_index(VECTOR_FIELD, EXACT_INDEX[0], metric_type=EXACT_INDEX[1])
+            self._call("create_index", params, sync=False)
+        elif kind != EXACT_INDEX:
+            raise CorpusError(
+                f"{self.url}: its index is {kind[0]} by {kind[1]}, and not exact: make one of "
+                f"{EXACT_INDEX[0]} by {EXACT_INDEX[1]}"
+            )
 
     def load(self) -> None:
         """Has the server load the collection, and waits for that."""
@@ -183,7 +169,7 @@ class MilvusCollection:
     def finish_build(self) -> None:
         """Has the server write, index, load and count all passages, and notes that it is whole."""
         self._call("flush", timeout=MAX_BUILD_SECONDS)
-        self.load()  # which waits for the indexes
+        self.load()  # which waits for the index
         self.check_row_count()
         self.info = replace(self.info, finished=1)
         self._call("alter_collection_properties", self.info.to_properties())
@@ -204,27 +190,27 @@ class MilvusCollection:
         return int(found[0]["count(*)"])
 
     def upsert_passages(
-        self, start: int, passages: Sequence[Passage], vectors: dict[str, Sequence[Any]]
+        self, start: int, passages: Sequence[Passage], vectors: Sequence[Sequence[float]]
     ) -> None:
-        """Writes passages from row `start` on, with a vector each for every field; may be repeated."""
-        entities = [{"row": start + n, **asdict(passage)} for n, passage in enumerate(passages)]
-        for n, entity in enumerate(entities):
-            entity |= {field: column[n] for field, column in vectors.items()}
+        """Writes passages from row `start` on, with a vector each; may be repeated."""
+        entities = [
+            {"row": start + n, **asdict(passage), VECTOR_FIELD: vector}
+            for n, (passage, vector) in enumerate(zip(passages, vectors, strict=True))
+        ]
         self._call("upsert", entities)
 
-    def search(self, field: str, vectors: list[Any], limit: int) -> list[Hits]:
-        """Returns the best `limit` hits of each vector; of sparse ones those that share a word."""
+    def search(self, vectors: list[list[float]], limit: int) -> list[Hits]:
+        """Returns the best `limit` hits of each vector; raises `SearchUnavailableError` for fewer."""
         size, found = max(1, min(MAX_REQUEST_ITEMS, MAX_REQUEST_HITS // limit)), []
         for n in range(0, len(vectors), size):
             found += self._call(
-                "search", vectors[n : n + size], anns_field=field, limit=limit, output_fields=["row"],
-                search_params={"metric_type": "IP", "params": SEARCH_PARAMS[field]},
+                "search", vectors[n : n + size], anns_field=VECTOR_FIELD, limit=limit,
+                output_fields=["row"], search_params={"metric_type": EXACT_INDEX[1]},
                 consistency_level="Bounded",  # nothing is written any more
             )  # fmt: skip
-        return [
-            [(h["distance"], h["row"]) for h in hits if field == "dense" or h["distance"] > 0]
-            for hits in found
-        ]
+        if any(len(hits) != min(limit, len(self)) for hits in found):
+            raise SearchUnavailableError(f"{self.url} gives too few hits: a part may be down")
+        return [[(hit["distance"], hit["row"]) for hit in hits] for hits in found]
 
     def fetch_rows(self, rows: Sequence[int]) -> list[Passage]:
         """Returns some passages; raises `SearchUnavailableError` for one that the engine leaves out."""
@@ -232,9 +218,8 @@ class MilvusCollection:
         for start in range(0, len(rows), MAX_REQUEST_ITEMS):
             keys = [*rows[start : start + MAX_REQUEST_ITEMS]]
             for entity in self._call(
-                "query", filter=f"row in {keys}", output_fields=["row", *TEXT_FIELDS],
-                consistency_level="Bounded",
-            ):  # fmt: skip
+                "get", keys, output_fields=["row", *TEXT_FIELDS], consistency_level="Bounded"
+            ):
                 found[entity["row"]] = Passage(*(entity[field] for field in TEXT_FIELDS))
         if missing := [row for row in rows if row not in found]:
             raise SearchUnavailableError(
@@ -272,36 +257,37 @@ def _summarize_failure(error: Exception) -> str:
 
 
 class MilvusRetriever(CorpusRetriever):
-    """The best passages of a collection by one of its fields of vectors, equal ones in corpus order.
+    """The best passages of a collection, equal ones in corpus order.
 
     A search that fails raises `SearchUnavailableError`, for all of its queries; `CorpusError` says that the
     collection is another than it was. Any number of threads may search.
     """
 
-    def __init__(
-        self, collection: MilvusCollection, field: str, top_k: int,
-        vectorize: Callable[[list[str]], Sequence[Any]],
-    ) -> None:  # fmt: skip
-        """vectorize: texts to a vector each, which is empty where there is nothing to be asked."""
+    def __init__(self, collection: MilvusCollection, top_k: int, encoder: "TextEncoder") -> None:
         super().__init__(collection, top_k)  # type: ignore[arg-type]  # what is read of a corpus, it has
-        self._collection, self._field, self._vectorize = collection, field, vectorize
+        self._collection, self._encoder = collection, encoder
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         """Ranks as in `CorpusRetriever`."""
-        texts, digits = list(dict.fromkeys(q.text for q in queries)), SCORE_TIE_DECIMALS[self._field]
+        texts = list(dict.fromkeys(query.text for query in queries))
         limit = min(depth + EXTRA_HITS, MAX_SEARCH_HITS)
         with profile_stage("retrieve/search"):
-            vectors = zip(texts, self._vectorize(texts), strict=True)
-            asked = {text: vector for text, vector in vectors if vector}
-            answers = self._collection.search(self._field, [*asked.values()], limit)
-        whole = min(limit, len(self._collection))
-        if self._field == "dense" and any(len(hits) != whole for hits in answers):  # every passage has one
-            raise SearchUnavailableError(f"{self._collection.url} gives too few hits: a part may be down")
+            vectors = self._encoder.encode_queries(texts).tolist() if texts else []
+            answers = self._collection.search(vectors, limit)
         found = {
-            text: [row for _, row in select_top_hits(hits, depth, digits)]
-            for text, hits in zip(asked, answers, strict=True)
+            text: [row for _, row in select_top_hits(hits, depth)]
+            for text, hits in zip(texts, answers, strict=True)
         }
-        return [found.get(query.text, []) for query in queries]
+        return [found[query.text] for query in queries]
+
+
+def check_method(url: str, method: str) -> None:
+    """Raises `ConfigError` for another `retrieval.method` than dense, the one of collections."""
+    if method != "dense":
+        raise ConfigError(
+            f"{url}: a collection is searched by vectors: set retrieval.method=dense, not {method}; for "
+            "others offer the corpus by `dlm-rag retrieve-server`"
+        )
 
 
 def open_milvus_retriever(config: RetrievalConfig) -> CorpusRetriever:
@@ -309,56 +295,37 @@ def open_milvus_retriever(config: RetrievalConfig) -> CorpusRetriever:
 
     Raises `UserError` for what is wrong, with the remedy.
     """
-    url, fields = config.url or "", VECTOR_FIELDS.get(config.method, ())
+    url = config.url or ""
+    check_method(url, config.method)
     try:
         collection = MilvusCollection(url, config.timeout)
         info = collection.describe()
-        build = f"`dlm-rag index --corpus FILE --to {url} retrieval.method="
+        build = f"`dlm-rag index --corpus FILE --to {url} retrieval.method=dense`"
         if info is None:
-            raise ConfigError(f"{url}: there is no such collection: build it with {build}{config.method}`")
+            raise ConfigError(f"{url}: there is no such collection: build it with {build}")
         if not info.finished:
-            raise ConfigError(f"{url} is half-built: finish it with {build}{info.kind}`")
-        if not fields or not {*fields} <= {*VECTOR_FIELDS[info.kind]}:
-            raise ConfigError(
-                f"{url} was built with retrieval.method={info.kind}, and cannot be searched with "
-                f"{config.method}"
-            )
+            raise ConfigError(f"{url} is half-built: finish it with {build}")
         if config.top_k > MAX_SEARCH_HITS - EXTRA_HITS:
             raise ConfigError(f"Milvus gives at most {MAX_SEARCH_HITS:,} passages: set top_k lower")
-        collection.check_indexes()
+        collection.check_index()
         collection.load()
         collection.check_row_count()
     except SearchUnavailableError as error:
         reason = str(error).removeprefix(f"{url}: ")
         raise ConfigError(f"{url} cannot be searched: {reason}") from None
-    sparse = MilvusRetriever(
-        collection, "sparse", config.top_k, lambda texts: [count_query_words(text) for text in texts]
-    )
-    if config.method == "bm25":
-        return sparse
-    from dlm_rag.retrieval.encoder import TextEncoder
+    from dlm_rag.retrieval.encoder import TextEncoder  # after what is wrong with the collection is known
 
     encoder = TextEncoder(config)
-    check_collection_encoder(collection, config.embedding_model, encoder.index_folder_name)
-    dense = MultiQueryRetriever(
-        MilvusRetriever(
-            collection, "dense", config.top_k, lambda texts: encoder.encode_queries(texts).tolist()
-        )
-    )
-    if config.method == "dense":
-        return dense
-    return HybridRetriever([sparse, dense], config.top_k)
+    _check_encoder(collection, encoder)
+    return MultiQueryRetriever(MilvusRetriever(collection, config.top_k, encoder))
 
 
-def check_collection_encoder(collection: MilvusCollection, model: str, encoder: str) -> None:
-    """Raises `ConfigError` where the vectors of a collection are of another model or prompt.
-
-    encoder: `TextEncoder.index_folder_name`.
-    """
-    if encoder != collection.info.encoder:
+def _check_encoder(collection: MilvusCollection, encoder: "TextEncoder") -> None:
+    """Raises `ConfigError` where the vectors of a collection are of another model or prompt."""
+    if encoder.index_folder_name != collection.info.encoder:
         raise ConfigError(
             f"{collection.url} holds vectors of embedding_model '{collection.info.model}', not of "
-            f"'{model}' as it is here, with this passage_prompt"
+            f"'{encoder.model}' as it is here, with this passage_prompt"
         )
 
 
@@ -369,51 +336,31 @@ def ingest_corpus(collection: MilvusCollection, corpus: Corpus, config: Retrieva
     unsure whether a passage was written it is written again: a key stands once. Raises `UserError` for a
     collection that holds other passages or other vectors.
     """
-    fields = VECTOR_FIELDS[config.method]
-    wanted = CollectionInfo(corpus.fingerprint, config.method, len(corpus))  # type: ignore[arg-type]
-    vectorize: dict[str, Callable[[list[str]], Sequence[Any]]] = {}
-    if there := collection.describe():
-        _check_same_corpus(there, collection.url, corpus, config)
-    if "dense" in fields:
-        from dlm_rag.retrieval.encoder import TextEncoder
+    from dlm_rag.retrieval.encoder import TextEncoder
 
-        encoder = TextEncoder(config)
-        vectorize["dense"] = lambda texts: encoder.encode_passages(texts).tolist()
-        width = len(vectorize["dense"](["width"])[0])
-        wanted = replace(
-            wanted, model=config.embedding_model, encoder=encoder.index_folder_name, width=width
-        )
+    there, encoder = collection.describe(), TextEncoder(config)
     if there is None:
-        collection.create(wanted)
-        _check_same_corpus(collection.describe(), collection.url, corpus, config)  # another may be faster
-    check_collection_encoder(collection, config.embedding_model, wanted.encoder)
-    collection.check_indexes(create=True)
+        width = encoder.encode_passages(["width"]).shape[1]
+        collection.create(
+            CollectionInfo(corpus.fingerprint, len(corpus), encoder.model, encoder.index_folder_name, width)
+        )
+        there = collection.describe()  # another may be faster
+    if there is None or there.fingerprint != corpus.fingerprint:
+        raise CorpusError(f"{collection.url} holds other passages than {corpus.path}: give another name")
+    _check_encoder(collection, encoder)
+    collection.check_index(create=True)
     collection.load()  # what is not loaded cannot be counted
     start = count_complete_rows(collection)
-    if collection.info.finished and start == len(corpus):
+    if there.finished and start == len(corpus):
         return 0
-    if "sparse" in fields:
-        counted = (passage.text for passage in track_progress(corpus, "counting words"))
-        encode = compute_corpus_statistics(counted).encode_passage
-        vectorize["sparse"] = lambda texts: [encode(text) for text in texts]
     with report_progress("writing passages", len(corpus), done=start) as advance:
         for row in range(start, len(corpus), WRITE_BATCH_PASSAGES):
             passages = corpus[row : row + WRITE_BATCH_PASSAGES]
-            texts = [passage.text for passage in passages]
-            collection.upsert_passages(row, passages, {field: vectorize[field](texts) for field in fields})
+            vectors = encoder.encode_passages([passage.text for passage in passages])
+            collection.upsert_passages(row, passages, vectors.tolist())
             advance(len(passages))
     collection.finish_build()
     return len(corpus) - start
-
-
-def _check_same_corpus(
-    info: CollectionInfo | None, url: str, corpus: Corpus, config: RetrievalConfig
-) -> None:
-    """Raises `UserError` where a collection is of other passages or of another kind."""
-    if info is None or info.fingerprint != corpus.fingerprint:
-        raise CorpusError(f"{url} holds other passages than {corpus.path}: give another name")
-    if info.kind != config.method:
-        raise ConfigError(f"{url} is built with retrieval.method={info.kind}: give that, or another name")
 
 
 def count_complete_rows(collection: MilvusCollection) -> int:

@@ -26,20 +26,24 @@ from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, fill_in_shipped_fil
 from dlm_rag.config import RetrievalConfig, load_config
 from dlm_rag.errors import ConfigError, CorpusError, UserError
 from dlm_rag.questions import read_questions
+from dlm_rag.retrieval import encoder as encoder_module
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.retrieval.base import Retriever, SearchUnavailableError
-from dlm_rag.retrieval.composite import HybridRetriever, MultiQueryRetriever
+from dlm_rag.retrieval.base import CorpusRetriever, SearchUnavailableError
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.retrieval.dense import DenseRetriever
-from dlm_rag.retrieval.encoder import TextEncoder
-from dlm_rag.retrieval.milvus import CollectionInfo, MilvusCollection, MilvusRetriever, ingest_corpus
+from dlm_rag.retrieval.milvus import CollectionInfo, MilvusCollection, ingest_corpus
 from dlm_rag.retrieval.query import Query
-from dlm_rag.retrieval.sparse_vectors import compute_corpus_statistics
-from tests.support.milvus_server import LocalBM25Retriever, MilvusServer
+from tests.support.milvus_server import MilvusServer, WordEncoder
 
 WORLD = SHIPPED_FOLDER / "world"
 SECONDS = 120.0  # a deadline that a loaded machine keeps too
-STOP_WORDS = {"id": "stop", "title": "", "contents": "it is as it was"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def words():
+    """Vectors of words in place of an embedding model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder_module, "load_sentence_transformer", lambda *_: WordEncoder())
+        yield
 
 
 def asked(text: str) -> Query:
@@ -66,45 +70,47 @@ def own_server(tmp_path):
     found.kill()
 
 
-def build(server: MilvusServer, name: str, path: Path, **settings) -> Retriever:
+def build(server: MilvusServer, name: str, path: Path, **settings) -> CorpusRetriever:
     """A collection of the passages of a file, and search in it."""
+    settings = {"method": "dense"} | settings
     ingest_corpus(
         MilvusCollection(server.url(name), SECONDS), open_corpus(path), RetrievalConfig(**settings)
     )
     return load_retriever(url=server.url(name), timeout=SECONDS, **settings)
 
 
-def spread(server: MilvusServer, name: str, path: Path, seed: int) -> None:
+def spread(server: MilvusServer, name: str, path: Path, like: CollectionInfo) -> None:
     """A collection that the server holds in many files, its passages written in another order."""
     corpus, collection = open_corpus(path), MilvusCollection(server.url(name), SECONDS)
-    collection.create(CollectionInfo(corpus.fingerprint, "bm25", len(corpus)))
+    collection.create(replace(like, finished=0))
     collection.describe()
-    collection.check_indexes(create=True)
+    collection.check_index(create=True)
     rows = list(range(len(corpus)))
-    random.Random(seed).shuffle(rows)
-    vector, client = compute_corpus_statistics(p.text for p in corpus).encode_passage, server.client()
-    for start in range(0, len(rows), 300):
-        for row in rows[start : start + 300]:
-            collection.upsert_passages(row, [corpus[row]], {"sparse": [vector(corpus[row].text)]})
+    random.Random(1).shuffle(rows)
+    client = server.client()
+    for start in range(0, len(rows), 100):
+        for row in rows[start : start + 100]:
+            collection.upsert_passages(
+                row, [corpus[row]], WordEncoder().encode([corpus[row].text]).tolist()
+            )
         client.flush(name)
     collection.finish_build()
 
 
 @pytest.fixture(scope="module")
 def few(server, tmp_path_factory):
-    """Every 8th passage of the shipped world, some twice, one of stop words: file and collection."""
+    """Every 8th passage of the shipped world, some twice: file and collection."""
     lines = (WORLD / "corpus.jsonl").read_text().splitlines()[::8]
     entries = [json.loads(line) for line in lines]
     twice = [entry | {"id": f"again-{entry['id']}"} for entry in entries[:60]]
-    path = write_jsonl_file(tmp_path_factory.mktemp("few") / "corpus.jsonl", [*entries, *twice, STOP_WORDS])
+    path = write_jsonl_file(tmp_path_factory.mktemp("few") / "corpus.jsonl", [*entries, *twice])
     return path, build(server, "few", path)
 
 
 def queries(path: Path) -> list[Query]:
     texts = [passage.text for passage in open_corpus(path)]
     return [
-        asked(text)
-        for text in (*texts[::9], *(" ".join(text.split()[:2]) for text in texts[::9]), "", "it is", "zzzz")
+        asked(text) for text in (*texts[::9], *(" ".join(text.split()[:2]) for text in texts[::9]), "zzzz")
     ]
 
 
@@ -113,14 +119,16 @@ def queries(path: Path) -> list[Query]:
 
 @pytest.mark.slow
 def test_passages_are_those_of_a_local_search_on_any_shards(server, few):
-    """Other files in another order too, on which an engine's own BM25 would count other words."""
     path, found = few
-    local = LocalBM25Retriever(open_corpus(path), 7)
-    assert found.search(queries(path)) == local.search(queries(path))
-    assert found.search([asked("it is"), asked("zzzz"), asked("")]) == [[], [], []]
-    spread(server, "spread", path, 1)
-    other = load_retriever(url=server.url("spread"))
-    assert other.search(queries(path)) == found.search(queries(path))
+    local = load_retriever(path, method="dense")
+    here = local.search(queries(path))
+    assert found.search(queries(path)) == here
+    assert found.search([Query("", ())]) == [[]]
+    like = MilvusCollection(server.url("few"), SECONDS).describe()
+    assert like is not None and like.finished
+    spread(server, "spread", path, like)
+    other = load_retriever(url=server.url("spread"), method="dense")
+    assert other.search(queries(path)) == here
     assert other.fingerprint == found.fingerprint, "answers of the one go on with the other"
 
 
@@ -130,34 +138,9 @@ def test_equal_scores_stand_in_corpus_order(server, tmp_path):
     path = write_jsonl_file(
         tmp_path / "corpus.jsonl", [{"id": f"p{n}", "contents": text} for n, text in enumerate(texts)]
     )
-    passages = build(server, "equal", path, top_k=5).search([asked("dune"), asked("emma")])
-    assert [[p.id for p in ps] for ps in passages] == [[f"p{n}" for n in range(1, 6)], ["p0"]]
-
-
-@pytest.mark.slow
-def test_dense_and_hybrid_find_what_they_find_here(server, few, minilm, tmp_path):
-    """Passages that are there twice have equal vectors; a hybrid collection answers all three kinds."""
-    lines = few[0].read_text().splitlines()
-    path = tmp_path / "corpus.jsonl"
-    path.write_text("\n".join([*lines[:40], *lines[250:270], lines[-1]]))
-    settings = {"embedding_model": minilm, "top_k": 5}
-    corpus = open_corpus(path)
-    encoder = TextEncoder(RetrievalConfig(**settings))
-    vectors = encoder.encode_passages([passage.text for passage in corpus]).numpy()
-    dense = MultiQueryRetriever(DenseRetriever(corpus, 5, encoder.encode_queries, vectors, encoder.device))
-    sparse = LocalBM25Retriever(corpus, 5)
-    local = {"bm25": sparse, "dense": dense, "hybrid": HybridRetriever([sparse, dense], 5, 50)}
-    build(server, "all_kinds", path, method="hybrid", **settings)
-    texts = [passage.text for passage in corpus][::5]
-    asked_for = [Query(f"{a} {b}", (a, b)) for a, b in zip(texts, reversed(texts), strict=True)]
-    for kind, here in local.items():
-        found = load_retriever(url=server.url("all_kinds"), method=kind, **settings)
-        assert found.search(asked_for) == here.search(asked_for), kind
-        assert found.search([Query("", ())]) == [[]]
-    refused(
-        server.url("all_kinds"), "holds vectors of embedding_model",
-        method="dense", passage_prompt="passage: ", **settings,
-    )  # fmt: skip
+    passages = build(server, "equal", path, top_k=5).search([asked("dune"), asked("emma rare")])
+    assert [p.id for p in passages[0]] == [f"p{n}" for n in range(1, 6)]
+    assert passages[1][0].id == "p0"
 
 
 # ---------------------------------------------------------------------------------- what is not there
@@ -166,7 +149,7 @@ def test_dense_and_hybrid_find_what_they_find_here(server, few, minilm, tmp_path
 def refused(url: str, says: str, **settings) -> None:
     start = time.perf_counter()
     with pytest.raises(UserError, match=re.escape(says)):
-        load_retriever(url=url, **settings)
+        load_retriever(url=url, **{"method": "dense"} | settings)
     assert time.perf_counter() - start < SECONDS, "no hang"
 
 
@@ -178,7 +161,7 @@ def changed(server: MilvusServer, name: str, **properties) -> str:
     known = client.describe_collection("few")["properties"]
     schema = client.create_schema(auto_id=False)
     schema.add_field("row", DataType.INT64, is_primary=True)
-    schema.add_field("sparse", DataType.SPARSE_FLOAT_VECTOR)
+    schema.add_field("dense", DataType.FLOAT_VECTOR, dim=32)
     client.create_collection(name, schema=schema, properties=known | properties)
     return server.url(name)
 
@@ -186,7 +169,8 @@ def changed(server: MilvusServer, name: str, **properties) -> str:
 @pytest.mark.slow
 def test_what_is_no_collection_of_ours_is_refused(server, few):
     refused(server.url("fex"), "there is no such collection: build it with `dlm-rag index")
-    refused(server.url("few"), "built with retrieval.method=bm25", method="dense")
+    refused(server.url("few"), "set retrieval.method=dense, not bm25", method="bm25")
+    refused(server.url("few"), "holds vectors of embedding_model", passage_prompt="passage: ")
     refused(server.url("few"), "at most 16,384", top_k=20_000)
     refused(changed(server, "half", **{"dlm_rag.finished": "0"}), "half-built: finish it with `dlm-rag")
     refused(changed(server, "nobody", **{"dlm_rag.fingerprint": ""}), "was not built by this version")
@@ -200,9 +184,9 @@ def test_a_collection_that_was_dropped_ends_the_run(server, corpus_file):
         found.search([asked("Who wrote Emma?")])
 
 
-def give(found: MilvusRetriever, seconds: float) -> None:
+def give(found: CorpusRetriever, seconds: float) -> None:
     """From now on a search has so long."""
-    found._collection._seconds = seconds
+    found.corpus._seconds = seconds
 
 
 @pytest.mark.slow
@@ -223,7 +207,7 @@ def test_a_server_that_hangs_is_left_alone_in_time(own_server, corpus_file, capf
 
 
 def index(*words: str) -> None:
-    dispatch(["index", *words])
+    dispatch(["index", *words, "retrieval.method=dense"])
 
 
 @pytest.mark.slow
@@ -235,9 +219,9 @@ def test_index_builds_and_leaves_what_is_finished(server, corpus_file, capsys):
     assert "already, and it is finished" in capsys.readouterr().err
     questions, local = (
         [asked("Who wrote Emma?"), asked("zzzz")],
-        LocalBM25Retriever(open_corpus(corpus_file), 9),
+        load_retriever(corpus_file, method="dense", top_k=9),
     )
-    found = load_retriever(url=url, top_k=9).search(questions)
+    found = load_retriever(url=url, method="dense", top_k=9).search(questions)
     assert found == local.search(questions), "all passages fit: the others follow"
     index("--corpus", str(corpus_file))
     assert "5 passages are indexed in" in capsys.readouterr().err
@@ -250,8 +234,8 @@ def test_other_passages_are_refused(server, corpus_file, tmp_path):
     other = write_jsonl_file(tmp_path / "other.jsonl", [entry(1, "another text")])
     with pytest.raises(CorpusError, match=r"holds other passages than .*other.jsonl"):
         index("--corpus", str(other), "--to", url)
-    with pytest.raises(ConfigError, match="is built with retrieval.method=bm25"):
-        index("--corpus", str(corpus_file), "--to", url, "retrieval.method=hybrid")
+    with pytest.raises(ConfigError, match="set retrieval.method=dense, not hybrid"):
+        dispatch(["index", "--corpus", str(corpus_file), "--to", url, "retrieval.method=hybrid"])
 
 
 def found_ids(server: MilvusServer, name: str) -> list[str]:
@@ -266,7 +250,7 @@ def found_ids(server: MilvusServer, name: str) -> list[str]:
 def command(*words: str) -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-m", "dlm_rag", *words], env=environment,
+        [sys.executable, "-m", "tests.support.milvus_server", *words], env=environment,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -314,6 +298,7 @@ def test_a_server_that_is_killed_or_stopped_again_and_again_costs_no_answer(
     def job(out: str):
         url = own_server.url("world")
         words = [f"out={tmp_path / out}", f"retrieval.url={url}", f"retrieval.timeout={SECONDS}"]
+        words.append("retrieval.method=dense")
         return plan_answer_job(
             fill_in_shipped_files(load_config(None, [*words, "decode.batch_size=8"]), []), questions
         )
@@ -350,6 +335,7 @@ def test_builds_that_are_killed_lose_nothing(own_server, tmp_path):
     texts = [f"{chance.random()} word{n % 7} text of passage {n}" for n in range(3000)]
     path = write_jsonl_file(tmp_path / "corpus.jsonl", [entry(n, text) for n, text in enumerate(texts)])
     words = ["index", "--corpus", str(path), "--to", own_server.url("killed")]
+    words.append("retrieval.method=dense")
     for kill in range(2):
         process = command(*words)
         time.sleep(chance.uniform(2.0, 4.0))

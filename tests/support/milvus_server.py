@@ -1,6 +1,7 @@
-"""A real Milvus server for tests, `milvus-lite`, as a process that can be stopped and killed; and local
-search under the same rule for equal scores."""
+"""A real Milvus server for tests, `milvus-lite`, as a process that can be stopped and killed; and vectors
+that need no model."""
 
+import hashlib
 import os
 import signal
 import socket
@@ -10,17 +11,17 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import torch
 from pymilvus import MilvusClient, MilvusException
 
-from dlm_rag.retrieval.base import Ranking
-from dlm_rag.retrieval.bm25 import BM25Retriever
-from dlm_rag.retrieval.bm25_build import extract_terms
+from dlm_rag.__main__ import dispatch
+from dlm_rag.retrieval import encoder
 from dlm_rag.retrieval.milvus import GRPC_CHANNEL_OPTIONS
-from dlm_rag.retrieval.query import Query
 
-BEGIN_SECONDS = 180
+BEGIN_SECONDS, WIDTH = 180, 32  # of vectors
 
 
 class MilvusServer:
@@ -69,17 +70,32 @@ class MilvusServer:
         self._process.send_signal(signal.SIGCONT)
 
 
-class LocalBM25Retriever(BM25Retriever):
-    """bm25s's scores in this process; what agrees to four digits stands in corpus order."""
+class WordEncoder:
+    """In place of a sentence-transformers model: each word adds a vector of its own, by its hash."""
 
-    def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
-        return [self._best(extract_terms(query.text), depth) for query in queries]
+    device = torch.device("cpu")
+    tokenizer = SimpleNamespace(backend_tokenizer=None)
 
-    def _best(self, words: list[str], depth: int) -> Ranking:
-        data, rows, starts = (self._index.scores[name] for name in ("data", "indices", "indptr"))
-        scores = np.zeros(len(self.corpus))
-        for word in self.find_word_ids(words):
-            column = slice(starts[word], starts[word + 1])
-            scores[rows[column]] += data[column]
-        order = np.lexsort((np.arange(len(scores)), -scores.round(4)))[:depth]
-        return [int(row) for row in order if scores[row] > 0]
+    def __str__(self) -> str:
+        return "words"
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def encode(self, texts: Sequence[str], prompt: str | None = None, **_: object) -> torch.Tensor:
+        found = torch.zeros(len(texts), WIDTH)
+        for row, text in enumerate(texts):
+            for word in [" ", *text.lower().split()]:
+                seed = int.from_bytes(hashlib.sha256(word.encode()).digest()[:8])
+                found[row] += torch.from_numpy(np.random.default_rng(seed).standard_normal(WIDTH)).float()
+        return torch.nn.functional.normalize(found)
+
+
+def main() -> None:
+    """Runs a command of the program with these vectors, for tests that kill it."""
+    encoder.load_sentence_transformer = lambda *_: WordEncoder()  # type: ignore[assignment]
+    dispatch(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()
