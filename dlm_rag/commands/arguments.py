@@ -181,7 +181,7 @@ def check_read(settings: Sequence[str], reads: Sequence[str]) -> None:
 def _uses_shipped_reader(config: Config, settings: list[str]) -> bool:
     """Whether a corpus is named, another than the passages of the shipped world, and no model."""
     corpus, named = config.retrieval.corpus, any(word.startswith("model.path=") for word in settings)
-    if named or corpus is None or config.synthesis.method != "traces":  # other rows need no denoiser
+    if named or corpus is None:
         return False
     try:
         return not expand_path(corpus, ConfigError).samefile(SHIPPED_FOLDER / "world" / "corpus.jsonl")

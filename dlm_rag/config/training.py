@@ -6,7 +6,6 @@ from typing import Any
 from dlm_rag.config.fields import (
     SET,
     CheckedSettings,
-    check_url,
     merge_settings,
     setting,
     settings_dataclass,
@@ -16,7 +15,6 @@ from dlm_rag.errors import ConfigError, suggest_nearest
 # What settings need, as `only_with` says it.
 SFT, RL = ({"train.objective": (name,)} for name in ("sft", "rl"))
 ANSWERING, READING = {"train.objective": ("sft", "rl")}, {"train.objective": ("pretrain", "adapt")}
-TRACES, CORPUS, WRITER = ({"synthesis.method": (name,)} for name in ("traces", "corpus", "writer"))
 NEW_MODEL = {"model.path": (None,)}
 WORLDS = {"data.corpus": (None,)}
 
@@ -39,10 +37,7 @@ class DataConfig(CheckedSettings):
         if self.questions is not None and self.corpus is None:
             raise ConfigError("data.questions needs data.corpus too")
         if self.corpus is not None and self.questions is None:
-            raise ConfigError(
-                "data.corpus needs data.questions too: make some with `dlm-rag synthesize "
-                "synthesis.method=corpus`"
-            )
+            raise ConfigError("data.corpus needs data.questions too: a file or a folder of them")
 
 
 @settings_dataclass
@@ -191,29 +186,11 @@ class PlanConfig(CheckedSettings):
 
 @settings_dataclass
 class SynthesisConfig(CheckedSettings):
-    """Training rows from questions, from a corpus, or in another model's words."""
+    """Training rows: a model's own responses to questions, filtered."""
 
-    method: str = setting("traces", choices=("traces", "corpus", "writer"))
-    """where rows come from: traces (decoded questions), corpus (cloze questions from the titles of a
-    corpus) or writer (another model says questions in other words)"""
-    filter: str = setting("answer", choices=("answer", "evidence"), only_with=TRACES)
-    """which traces are kept: those that end in a known answer (where none is known, those supported by
+    filter: str = setting("answer", choices=("answer", "evidence"))
+    """which responses are kept: those that end in a known answer (where none is known, those supported by
     their evidence), or those supported by their evidence"""
-    held_out: float = setting(0.25, low=0, high=1, only_with=CORPUS)
-    """corpus: share of the passages whose rows are written to held_out/ and not for training"""
-    writer_url: str | None = setting(None, only_with=WRITER)
-    """URL of an OpenAI-compatible server, such as http://localhost:8000/v1; $DLM_RAG_WRITER_KEY is its
-    key"""
-    writer_model: str = setting("", only_with=WRITER)
-    """name of the model on that server"""
     decontaminate_against: str | None = setting(None)
     """files of evaluation questions, separated by commas; rows that share 12 consecutive words with one
     are dropped"""
-
-    def __post_init__(self) -> None:
-        if self.method == "writer" and not (self.writer_url and self.writer_model):
-            raise ConfigError(
-                "method=writer needs synthesis.writer_url=URL and synthesis.writer_model=NAME"
-            )
-        if self.writer_url is not None:
-            check_url("synthesis.writer_url", self.writer_url, ("http", "https"), "DLM_RAG_WRITER_KEY")

@@ -1,6 +1,5 @@
 """What evaluate, train, synthesize, the servers and the programs of the checkout are given."""
 
-import json
 import os
 import shutil
 import tempfile
@@ -16,10 +15,6 @@ RL = "--model model train.objective=rl"
 WORLD = "dlm_rag.data.synthetic_world"
 DECODED_ROWS = (
     "synthesize --model model --corpus corpus.jsonl --questions questions.jsonl decode.max_new_tokens=8"
-)
-CORPUS_ROWS = "synthesize synthesis.method=corpus --corpus corpus.jsonl"
-WRITER_ROWS = (
-    "synthesize synthesis.method=writer synthesis.writer_url=http://127.0.0.1:1/v1 synthesis.writer_model=m"
 )
 
 
@@ -150,25 +145,14 @@ CASES = [
         ("synthesis needs --out FOLDER",),
         ("'n0' has no golden_answers: set synthesis.filter=evidence", "--out rows",
          {"questions.jsonl": '{"id": "n0", "question": "Who?"}'}),
-    ),
-    *table("synthesize --out rows",
-        ("need --questions", "--model model --corpus corpus.jsonl"),
-        ("needs --corpus FILE", "synthesis.method=corpus"),
-        ("method=writer needs synthesis.writer_url=URL and synthesis.writer_model=NAME",
-         "synthesis.method=writer synthesis.writer_url=http://x/v1"),
-    ),
-    *table(CORPUS_ROWS,
-        ("has no titles that stand for one", "--out rows", {"corpus.jsonl": '{"id": "a", "contents": "x"}\n'}),
         ("mine holds 'thesis.tex', which is of no rows", "--out mine", {"mine/thesis.tex": "x"}),
-        (("out=rows holds rows with", "choose another --out"), "--out rows",
-         {"rows/rows.json": json.dumps({"depends_on": {"synthesis.method": "traces"}})}),
         ("out=corpus.jsonl cannot be a folder", "--out corpus.jsonl"),
         ("bad.jsonl, line 1: there is no 'question'",
          "--out rows synthesis.decontaminate_against=questions.jsonl,bad.jsonl", {"bad.jsonl": '{"id": "a"}'}),
     ),
-    *table(f"{WRITER_ROWS} --out rows",
-        ("synthesis.writer_url=http://127.0.0.1:1/v1 does not list its models", "--questions questions.jsonl"),
-        ("synthesis.method=writer needs --questions, and not --corpus", "--corpus corpus.jsonl"),
+    *table("synthesize --out rows",
+        ("need --questions", "--model model --corpus corpus.jsonl"),
+        ("synthesis.method' in the command line", "synthesis.method=corpus"),
     ),
     # Worlds.
     *table(WORLD,

@@ -40,7 +40,6 @@ def test_every_declared_need_is_a_setting_or_a_fact_of_checkpoints():
         ("retrieval.timeout=3", "retrieval.timeout=3.0", "retrieval.url"),
         ("retrieval.url=http://h:1 retrieval.method=dense", "retrieval.method=dense", "milvus://"),
         ("engine.prefix_cache_gib=0 engine.store=x", "engine.store=x", "cache_gib=null"),
-        ("synthesis.method=corpus synthesis.filter=evidence", "synthesis.filter=evidence", "method=traces"),
     ],
 )  # fmt: skip
 def test_a_setting_without_effect_is_refused_with_what_it_needs(words, key, need):

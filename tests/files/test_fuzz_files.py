@@ -21,14 +21,12 @@ from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.query import build_query
-from dlm_rag.synthesis.rows_folder import RowsFolder
 from dlm_rag.training.checkpoints import scan_checkpoints
 from dlm_rag.training.metrics_logger import is_number, read_metrics
 from tests.support.pages import make_two_hop_rollout, write_trace
 from tests.support.passages import PASSAGES, write_jsonl_file
 from tests.support.properties import hypothesis_settings
 from tests.support.results import make_stamp
-from tests.support.rows import SETTINGS, make_outcome
 from tests.support.traces import HEADER
 
 MOST_SECONDS = 20
@@ -97,12 +95,6 @@ def good(tmp_path_factory) -> Path:
     file.open_run(make_stamp(), HEADER)
     file.append(make_two_hop_rollout())
     file.close()
-    rows = RowsFolder(folder / "rows", SETTINGS, model="tiny")
-    rows.begin({"command": "test"})
-    rows.append_outcome(make_outcome(0))
-    rows.append_outcome(make_outcome(1))
-    rows.finish(None, complete=False)
-    rows.close()
     passages = [{"id": i, "title": t, "contents": c} for i, t, c in PASSAGES]
     corpus = write_jsonl_file(folder / "corpus.jsonl", passages)
     load_retriever(corpus, top_k=2, index_dir=str(folder / "index"))
@@ -143,18 +135,6 @@ def go_on_answering(folder: Path) -> None:
         file.close()
 
 
-def go_on_with_rows(folder: Path) -> None:
-    rows = RowsFolder(folder / "rows", SETTINGS, model="tiny")
-    try:
-        rows.begin({})
-        if not rows.complete:
-            if "s2" not in rows.done:
-                rows.append_outcome(make_outcome(2))
-            rows.finish(None)
-    finally:
-        rows.close()
-
-
 def search(folder: Path) -> None:
     retriever = load_retriever(folder / "corpus.jsonl", top_k=2, index_dir=str(folder / "index"))
     (found,) = retriever.search([build_query("question", "who wrote dune")])
@@ -188,8 +168,6 @@ READERS: dict[str, Callable[[Path], None]] = {
     "answers.jsonl": go_on_answering,
     "traced.jsonl": go_on_answering,
     "answers.jsonl.run.json": go_on_answering,
-    "rows/rows.json": go_on_with_rows,
-    "rows/.journal.jsonl": go_on_with_rows,
     "scores/scores.json": show_results,
     "questions.jsonl": ask("questions.jsonl"),
     "questions.json": ask("questions.json"),
@@ -200,7 +178,7 @@ READERS: dict[str, Callable[[Path], None]] = {
     "run/checkpoints/*/state.json": lambda folder: scan_checkpoints(folder / "run"),
 }
 OF_JSON = [name for name in READERS if name.endswith((".json", ".jsonl"))]
-WRITTEN = ("page.", "fresh", "index", "rows/.parts")
+WRITTEN = ("page.", "fresh", "index")
 
 
 def copied(good: Path, tmp_path: Path, name: str) -> tuple[Path, Path]:

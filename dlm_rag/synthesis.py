@@ -1,48 +1,52 @@
-"""Reasoning traces of questions: decoded by the usual loop, kept where the filters say so."""
+"""Training rows from traces of questions: what a model wrote itself, kept where the filters say so."""
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dlm_rag.config import SynthesisConfig
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.evaluation.metrics import compute_exact_match
-from dlm_rag.questions import Question
-from dlm_rag.synthesis.rows_folder import SourceOutcome
+from dlm_rag.questions import Question, read_questions
 from dlm_rag.text import FUNCTION_WORDS, MAX_TITLE_WORDS, extract_names, split_words
 
+EVALUATION_NGRAM_WORDS = 12  # that a row may not share with an evaluation set
 CitationUnits = Sequence[Mapping[str, Any]]  # units of `citations.cite_passages`
+Ngrams = set[tuple[str, ...]]
 
 
-class TraceRowGenerator:
-    """What becomes of questions; `failed` counts those that had no answer, which are asked again."""
+def make_trace_rows(
+    rollouts: Iterable[Rollout], questions: Sequence[Question], config: SynthesisConfig, evaluated: Ngrams
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """The rows in the order of their questions, and counts of them and of what was left out, by reason.
 
-    def __init__(
-        self,
-        questions: list[Question],
-        config: SynthesisConfig,
-        decode: Callable[[list[Question]], Iterable[Rollout]],
-    ) -> None:
-        """decode: gives the rollouts of questions as they are finished."""
-        self._places = {question.id: place for place, question in enumerate(questions)}
-        self._questions, self._config, self._decode, self.failed = questions, config, decode, 0
-
-    def __len__(self) -> int:
-        return len(self._questions)
-
-    def outcomes(self, done: set[str]) -> Generator[SourceOutcome]:
-        """What becomes of each question that is not done, as its rollout is finished."""
-        remaining = [question for question in self._questions if question.id not in done]
-        for rollout in self._decode(remaining) if remaining else ():
-            if rollout.error:
-                self.failed += 1
-                continue
-            place = self._places[rollout.id]
-            question = self._questions[place]
-            found = check_trace(rollout, question)
-            if reason := find_drop_reason(found, self._config):
-                yield SourceOutcome(place, rollout.id, [], {f"left out: {reason}": 1})
-            else:
-                yield SourceOutcome(place, rollout.id, [make_row(rollout, question, found)])
+    Left out are traces that the filter does not let pass, questions that share words with an evaluation set
+    (`evaluated`, as `collect_evaluation_ngrams` has them), and questions that an earlier row asks already.
+    """
+    asked = {question.id: question for question in questions}
+    counts, kept = Counter(rows=0), dict[str, dict[str, Any]]()
+    for rollout in rollouts:
+        if rollout.id not in asked:
+            continue
+        found = check_trace(rollout, asked[rollout.id])
+        if rollout.error:
+            counts["failed"] += 1
+        elif reason := find_drop_reason(found, config):
+            counts[f"left out: {reason}"] += 1
+        else:
+            kept[rollout.id] = make_row(rollout, asked[rollout.id], found)
+    rows, lengths, seen = [], {len(gram) for gram in evaluated}, set[str]()
+    for row in (kept[question.id] for question in questions if question.id in kept):
+        said = split_words(row["question"])
+        if any(gram in evaluated for size in lengths for gram in _iterate_ngrams(said, size)):
+            counts["left out: in an evaluation set"] += 1
+        elif " ".join(said) in seen:
+            counts["left out: equal to an earlier row"] += 1
+        else:
+            seen.add(" ".join(said))
+            rows.append(row)
+    counts["rows"] = len(rows)
+    return rows, dict(sorted(counts.items()))
 
 
 def make_row(rollout: Rollout, question: Question, found: Mapping[str, bool]) -> dict[str, Any]:
@@ -55,8 +59,6 @@ def make_row(rollout: Rollout, question: Question, found: Mapping[str, bool]) ->
         "supporting_ids": list(dict.fromkeys(cited)),
         "hops": question.hops or sum(unit["kind"] == "reasoning" for unit in rollout.citations) or None,
         "response": rollout.response,
-        "source_ids": [rollout.id],
-        "template": "trace",
         "filters": [name for name, holds in found.items() if holds],
     }
 
@@ -131,3 +133,20 @@ def find_drop_reason(found: dict[str, bool], config: SynthesisConfig) -> str:
     """The first check that a trace would have to pass and does not; "" for one that is kept."""
     needed = ["answer", "cited"] if config.filter == "answer" else ["cited", "supported", "linked"]
     return next((f"not {name}" for name in needed if not found.get(name, False)), "")
+
+
+def collect_evaluation_ngrams(against: str | None) -> Ngrams:
+    """Returns runs of `EVALUATION_NGRAM_WORDS` words of questions, a shorter question whole.
+
+    against: files of questions, by commas. Raises `QuestionError`.
+    """
+    found: Ngrams = set()
+    for path in against.split(",") if against else []:
+        for question in read_questions(path.strip()):
+            said = split_words(question.question)
+            found.update(_iterate_ngrams(said, min(EVALUATION_NGRAM_WORDS, len(said))))
+    return found - {()}
+
+
+def _iterate_ngrams(said: list[str], size: int) -> Iterator[tuple[str, ...]]:
+    return (tuple(said[n : n + size]) for n in range(len(said) - size + 1))

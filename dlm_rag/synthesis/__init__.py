@@ -1,1 +1,0 @@
-"""Training rows from what people have: traces of questions, chains in a corpus, texts by another writer."""
