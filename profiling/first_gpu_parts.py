@@ -39,7 +39,7 @@ from dlm_rag.model.attention import (
     get_backend_problem,
 )
 from dlm_rag.model.packed_batch import Segment, pack_rows
-from dlm_rag.model.quantize import METHODS, count_weight_bytes, quantize_linear_layers
+from dlm_rag.model.quantize import count_weight_bytes, quantize_linear_layers
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_model import open_initial_model
 from dlm_rag.training.initial_weights import InitialModel, allocate_denoiser
@@ -94,12 +94,12 @@ def measure_precision(
     """Milliseconds of the layers for `rows` of `tokens` tokens, in every precision that works here."""
     device = choose_device("auto")
     low = choose_low_dtype(device)
-    works = METHODS if find_spec("torchao") else ()
+    works = ("int8",) if find_spec("torchao") else ()
     for name in ("none", *works):
         free_memory()
         denoiser = make_random_denoiser(shape, device, getattr(torch, low))
         if name != "none":
-            quantize_linear_layers(denoiser, name)
+            quantize_linear_layers(denoiser)
         free_memory()
         record.add(
             title="Low precision",

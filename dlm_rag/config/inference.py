@@ -29,9 +29,9 @@ class ModelConfig(CheckedSettings):
     devices) or a list, cuda:0,cuda:1; unset: one device"""
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
     """dtype of the weights; auto takes bfloat16 on CUDA (float16 before Ampere) and float32 elsewhere"""
-    quantize: str = setting("none", choices=("none", "int8", "nvfp4"))
+    quantize: str = setting("none", choices=("none", "int8"))
     """low precision of the weights of linear layers inside the transformer layers, by torchao, for
-    decoding: int8 (a scale for each row) or nvfp4 (4 bits, a scale for 16 numbers)"""
+    decoding: int8 (a scale for each row)"""
     attn_implementation: str = setting("auto", choices=("auto", "flash", "varlen", "sdpa"))
     """attention kernel: flash (flash-attn), varlen (torch's own) or sdpa; auto takes the first that
     works"""
