@@ -1,7 +1,7 @@
 """Takes pictures of a page in headless Chromium: one place of it, or a trace playing.
 
     dlm-rag page trace.jsonl --html page.html
-    python docs/picture.py page.html docs/images/sample.webp    # all steps of the first question
+    python docs/picture.py page.html docs/images/real.webp    # all steps of the first question
     python docs/picture.py page.html docs/images/page-middle.png --place '#step=4'
 
 A picture is as high as the page. Needs Chromium, and the repository for the driver of its tests.
