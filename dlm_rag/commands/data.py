@@ -22,7 +22,6 @@ from dlm_rag.data import hub_datasets
 from dlm_rag.data.hub_datasets import (
     FILES,
     FIRST_QUESTIONS,
-    INDEXES,
     SPLIT_RULES,
     HubFile,
     HubState,
@@ -85,12 +84,7 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
 
 def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
     """Fetches what is not here, after saying what that is. Raises `ConfigError`."""
-    files = [
-        file
-        for name in dict.fromkeys(names)
-        for file in hub_datasets.list_dataset_files(name, rule)
-        if name not in INDEXES or not (folder / INDEXES[name]).is_file()
-    ]
+    files = [file for name in dict.fromkeys(names) for file in hub_datasets.list_dataset_files(name, rule)]
     found = [(file, find_file(file, folder)) for file in files]
     rows = [("file", "bytes", "to fetch", "licence", "from")]
     for file, state in found:
@@ -107,25 +101,7 @@ def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
     for file, state in found:
         if not state.is_here:
             fetch_file(file, state, folder)
-        if file.layout != "part of an index":
-            check_file(file, state, rule, folder)
-    for name in (name for name in dict.fromkeys(names) if name in INDEXES):
-        whole = join_parts(name, folder)
-        print(f"{whole} is there: retrieval.faiss_index={whole} reads it")
-
-
-def join_parts(name: str, folder: Path) -> Path:
-    """Makes one file of the parts of an index, where that is not done yet."""
-    whole = folder / INDEXES[name]
-    parts = [folder / file.path for file in hub_datasets.list_dataset_files(name, "search_r1")]
-    if not whole.is_file():
-        with open_atomic_file(whole) as scratch, scratch.open("wb") as joined:
-            for part in parts:
-                with part.open("rb") as file:
-                    shutil.copyfileobj(file, joined, 1 << 24)
-    for part in parts:
-        part.unlink(missing_ok=True)
-    return whole
+        check_file(file, state, rule, folder)
 
 
 def check_file(file: HubFile, state: HubState, rule: str, folder: Path) -> None:

@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
     if processes.is_main:
         encoded, present, evicted, written = map(int, sums)
         took = f"{format_bytes(written)} in {format_duration(time.perf_counter() - start)}"
-        left = f"{evicted:,} had to leave (engine.store_gib), " if evicted else ""
+        left = f"{evicted:,} had to leave (the disk is half full), " if evicted else ""
         print_note(f"{encoded:,} passages encoded, {present:,} there already, {left}{took}")
 
 

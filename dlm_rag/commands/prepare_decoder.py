@@ -245,7 +245,7 @@ def prepare_decoder(
     check_weights_fit(checkpoint, devices, dtype, config.model.quantize)
     need = checkpoint.count_weight_bytes(dtype.itemsize, config.model.quantize)
     check_memory_limit(config.engine, device, need)
-    check_store(config.engine, shape, dtype.itemsize)
+    check_store(config.engine)
     show_status("reading the tokenizer")
     canvas, layout = decode.max_new_tokens, config.model.evidence_layout or shape.evidence_layout
     assert canvas is not None and decode.finished_block_context is not None

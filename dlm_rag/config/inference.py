@@ -60,15 +60,6 @@ class RetrievalConfig(CheckedSettings):
     """folder where indexes are kept; unset takes $DLM_RAG_CACHE or ~/.cache/dlm_rag"""
     embedding_model: str = setting("sentence-transformers/all-MiniLM-L6-v2", only_with=NO_SERVICE)
     """sentence-transformers model for dense search: a folder or a hub id"""
-    embedding_dtype: str = setting(
-        "float32",
-        choices=("float32", "float16", "int8"),
-        only_with=NO_SERVICE | {"retrieval.faiss_index": (None,)},
-    )
-    """how vectors of passages are kept: float16 halves, int8 quarters them; searched in float32"""
-    faiss_index: str | None = setting(None, only_with=NO_SERVICE)
-    """flat index that FAISS has written of the passages, in their order, read in place of vectors of our
-    own"""
     query_prompt: str = setting("", only_with=NO_SERVICE)
     """prefix of every dense query ('query: ' for E5)"""
     passage_prompt: str = setting("", only_with=NO_SERVICE)
@@ -203,10 +194,8 @@ class EngineConfig(CheckedSettings):
     """dtype of cached keys and values of evidence: auto (that of the model) or int8 (half of bfloat16;
     scales by token and head)"""
     store: str | None = setting(None, only_with=CACHED)
-    """folder in which keys and values of evidence are kept for other runs; unset: none"""
-    store_gib: float | None = setting(None, low=2**-20, high=2**30, only_with={"engine.store": SET})
-    """maximum size of that folder in GiB, the least recently used leaving; unset: half of what is free
-    on its disk"""
+    """folder in which keys and values of evidence are kept for other runs, of which it takes up to half of
+    what is free on its disk, the least recently used leaving; unset: none"""
     compile: bool = setting(False)
     """compile around attention with torch.compile: faster after half a minute; changes rounding"""
 

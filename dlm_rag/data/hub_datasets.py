@@ -30,7 +30,7 @@ FLASHRAG, SARDI = "RUC-NLPIR/FlashRAG_datasets", "pauljngr/sardi-data"
 class HubFile(NamedTuple):
     """A file of a data set repository; rows as published, None where nothing says.
 
-    layout: FlashRAG, SARDI, passages or part of an index.
+    layout: FlashRAG, SARDI or passages.
     """
 
     name: str
@@ -55,16 +55,13 @@ FILES = [
     HubFile("musique", SARDI, "musique/test.parquet", 2417, "SARDI"),
     HubFile("synthworlds", SARDI, "synthworlds/sm/test.parquet", 1200, "SARDI"),
     HubFile("wiki18", "PeterJinGo/wiki-18-corpus", "wiki-18.jsonl.gz", 21_015_324, "passages"),
-    HubFile("wiki18_e5", "PeterJinGo/wiki-18-e5-index", "part_aa", None, "part of an index"),
-    HubFile("wiki18_e5", "PeterJinGo/wiki-18-e5-index", "part_ab", None, "part of an index"),
 ]
 SARDI_SETS = [file.name for file in FILES if file.layout == "SARDI"]
 CORPORA = [file.name for file in FILES if file.layout == "passages"]
-INDEXES = {"wiki18_e5": "e5_Flat.index"}  # the file that the parts are joined to, in their order
 
 
 def list_dataset_files(name: str, rule: str) -> list[HubFile]:
-    """Returns the files of a data set, corpus or index, questions first. Raises `ConfigError`."""
+    """Returns the files of a data set or corpus, questions first. Raises `ConfigError`."""
     if rule not in SPLIT_RULES:
         raise ConfigError(
             f"'{rule}' is none of {', '.join(SPLIT_RULES)}{suggest_nearest(rule, SPLIT_RULES)}"

@@ -37,14 +37,11 @@ from dlm_rag.files.digest import create_hasher
 from dlm_rag.files.paths import expand_path, make_folder, read_regular_file
 from dlm_rag.model.checkpoint import DLM_RAG_FIELDS
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.layers import is_autocast
 from dlm_rag.model.packed_batch import Segment
-from dlm_rag.progress import format_bytes
 
 log = logging.getLogger(__name__)
 
-GIB = 2**30
 MAX_PENDING_BYTES = 2**30  # that wait to be written; and that were read ahead and not asked for
 MAX_HEADER_BYTES = 2**12  # of an entry, besides its numbers
 READER_THREADS = 8
@@ -79,7 +76,9 @@ class EvidenceStore:
     folder.
     """
 
-    def __init__(self, folder: Path, context: str, token: Tensor, budget_bytes: float | None) -> None:
+    def __init__(
+        self, folder: Path, context: str, token: Tensor, budget_bytes: float | None = None
+    ) -> None:
         self.folder, self._budget = folder, budget_bytes
         self._context, self._token = blake3(context.encode()).hexdigest(), token.to("meta")
         self.stats = StoreStats()
@@ -229,11 +228,8 @@ def _checksum(path: Path, kept: Tensor) -> list[int]:
     return [*hasher.digest()]
 
 
-def check_store(engine: EngineConfig, shape: DenoiserConfig | None = None, item_bytes: int = 1) -> None:
-    """Raises `ConfigError` for a store that cannot be written, or cannot hold a passage of the model.
-
-    item_bytes: of a number that is cached.
-    """
+def check_store(engine: EngineConfig) -> None:
+    """Raises `ConfigError` for a store that cannot be written."""
     if engine.store is None:
         return
     folder = make_folder(expand_path(engine.store, ConfigError, "engine.store"), "engine.store=")
@@ -243,13 +239,6 @@ def check_store(engine: EngineConfig, shape: DenoiserConfig | None = None, item_
         probe.unlink(missing_ok=True)  # another process may have removed it
     except OSError as error:
         raise ConfigError(f"engine.store={folder} cannot be written: {error.strerror}") from None
-    if engine.store_gib is not None and shape is not None:
-        entry = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
-        entry *= shape.passage_length * (1 if engine.cache_dtype == "int8" else item_bytes)
-        if entry > EVICT_TO_SHARE * engine.store_gib * GIB:
-            raise ConfigError(
-                f"engine.store_gib={engine.store_gib} holds no passage of {format_bytes(entry)}: raise it"
-            )
 
 
 def describe_context(denoiser: Denoiser, cache_dtype: str) -> str:
@@ -278,4 +267,4 @@ def open_evidence_store(engine: EngineConfig, denoiser: Denoiser) -> EvidenceSto
     check_store(engine)
     folder, context = expand_path(engine.store, ConfigError), describe_context(denoiser, engine.cache_dtype)
     token = KVFormat(denoiser, engine.cache_dtype).empty(1)
-    return EvidenceStore(folder, context, token, engine.store_gib and engine.store_gib * GIB)
+    return EvidenceStore(folder, context, token)

@@ -100,9 +100,7 @@ class RetrieverLoader:
         return import_object(self.load, "retrieval.method")(config, corpus)
 
 
-_DENSE_SETTINGS = (
-    "top_k", "embedding_model", "embedding_dtype", "faiss_index", "query_prompt", "passage_prompt",
-)  # fmt: skip
+_DENSE_SETTINGS = ("top_k", "embedding_model", "query_prompt", "passage_prompt")
 
 # By `retrieval.method`, which may also be `module:function` with the arguments of a `RetrieverLoader`.
 RETRIEVERS = {

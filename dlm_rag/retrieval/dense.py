@@ -1,7 +1,4 @@
-"""Dense retrieval: any sentence-transformers model, exact search in torch.
-
-Vectors are in files: float32, float16, int8 with a scale each, or a flat index of FAISS.
-"""
+"""Dense retrieval: any sentence-transformers model, exact search in torch over vectors in a file."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -13,9 +10,7 @@ import torch
 from torch import Tensor
 
 from dlm_rag.config import RetrievalConfig
-from dlm_rag.errors import CorpusError
 from dlm_rag.files.build_once import announce_build, build_once, build_shard
-from dlm_rag.files.paths import resolve_regular_file
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import report_progress
 from dlm_rag.retrieval.base import TIE_DECIMALS, CorpusRetriever, Hits, Ranking, select_top_hits
@@ -32,15 +27,6 @@ VECTORS_FILE = "vectors.npy"
 SAMPLE_BATCHES = 4  # that are encoded to tell the costs of a build
 SHARD_BYTES = 1 << 30  # of the corpus, that are encoded at once
 SEARCH_BLOCK_BYTES = 256 << 20  # of passage vectors that one product reads
-FAISS_FLAT_KINDS = (b"IxFI", b"IxF2", b"IxFl")  # inner product, squared distance, either
-# What follows the kind: width, count, two numbers without use, whether it is trained, metric, and how many
-# float32 there are.
-_FAISS_HEADER = np.dtype(
-    [("kind", "S4"), ("width", "<i4"), ("count", "<i8"), ("unused", "<i8", 2), ("trained", "?"),
-     ("metric", "<i4"), ("floats", "<u8")]
-)  # fmt: skip
-UNIT_LENGTH_TOLERANCE = 0.01
-SAMPLED_ROWS = 1024  # whose length is looked at
 
 
 class DenseRetriever(CorpusRetriever):
@@ -49,10 +35,12 @@ class DenseRetriever(CorpusRetriever):
     def __init__(
         self, corpus: Corpus, top_k: int, embed: EmbedFunction, vectors: np.ndarray, device: torch.device
     ) -> None:
-        """embed: of queries. vectors: of the passages, unit vectors as `pack_rows` packs them."""
+        """embed: of queries. vectors: of the passages, unit vectors (n, width) in float32."""
         super().__init__(corpus, top_k)
         self._embed, self._device = embed, device
-        self._vectors = PassageVectors(vectors, device)
+        self._vectors = torch.from_numpy(vectors)
+        if device.type == "cuda" and vectors.nbytes < torch.cuda.mem_get_info(device)[0] // 2:
+            self._vectors = self._vectors.to(device)
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         if not queries:
@@ -77,7 +65,7 @@ class DenseRetriever(CorpusRetriever):
         worst = asked.new_full((len(asked), 1), -torch.inf)  # of the `depth` best so far
         hits: list[Hits] = [[] for _ in vectors]
         for start in range(0, len(self.corpus), block):
-            part = self._vectors.read(start, start + block)
+            part = self._vectors[start : start + block].to(self._device)
             scores = asked @ part.T
             if len(part) >= depth:
                 worst = worst.maximum(scores.topk(depth).values[:, -1:])
@@ -98,18 +86,13 @@ def open_dense_retriever(config: RetrievalConfig, corpus: Corpus) -> MultiQueryR
     is middling for every part (`profiling/bench_retrieval.py`, docs/log.md).
     """
     encoder = TextEncoder(config)
-    if config.faiss_index is not None:
-        width = encoder.encode_passages(["width"]).shape[1]
-        vectors = open_faiss_flat_index(config.faiss_index, width, len(corpus))
-    else:
-        own = "" if config.embedding_dtype == "float32" else f"-{config.embedding_dtype}"
-        folder = build_once(
-            corpus.folder / f"{encoder.index_folder_name}{own}",
-            lambda scratch: _embed_corpus(corpus, scratch, config, encoder),
-            resumable=True,
-        )
-        # "c" maps the file privately, as torch asks for writable memory; nothing writes to it.
-        vectors = np.load(folder / VECTORS_FILE, mmap_mode="c")
+    folder = build_once(
+        corpus.folder / encoder.index_folder_name,
+        lambda scratch: _embed_corpus(corpus, scratch, config, encoder),
+        resumable=True,
+    )
+    # "c" maps the file privately, as torch asks for writable memory; nothing writes to it.
+    vectors = np.load(folder / VECTORS_FILE, mmap_mode="c")
     dense = DenseRetriever(corpus, config.top_k, encoder.encode_queries, vectors, encoder.device)
     return MultiQueryRetriever(dense)
 
@@ -122,7 +105,7 @@ def _embed_corpus(corpus: Corpus, scratch: Path, config: RetrievalConfig, encode
 
     def encode(rows: range) -> dict[str, np.ndarray]:
         texts = [passage.text for passage in corpus.read_passages(rows)]
-        return {"vectors": pack_rows(encoder.encode_passages(texts), config.embedding_dtype)}
+        return {"vectors": encoder.encode_passages(texts).cpu().numpy()}
 
     log.info("embedding %s passages with %s", f"{len(corpus):,}", config.embedding_model)
     # Many batches at a time, for the encoder sorts texts by length to waste less padding.
@@ -148,67 +131,3 @@ def _announce_costs(corpus: Corpus, encode: Callable[[range], dict[str, np.ndarr
     found, share = encode(sample)["vectors"], len(corpus) / len(sample)
     seconds, size = share * (perf_counter() - start), 2 * share * found.nbytes
     announce_build(f"vectors of {len(corpus):,} passages", seconds, size, corpus.folder)
-
-
-def describe_rows(dtype: str, width: int) -> tuple[np.dtype, tuple[int, ...]]:
-    """The type of the numbers of a file of vectors, and the shape of a row of it."""
-    if dtype == "int8":
-        return np.dtype([("codes", "i1", (width,)), ("scale", "<f4")]), ()
-    return np.dtype({"float32": "<f4", "float16": "<f2"}[dtype]), (width,)
-
-
-def pack_rows(vectors: Tensor, dtype: str) -> np.ndarray:
-    """Rows of a file from vectors (n, width) float32."""
-    kind, shape = describe_rows(dtype, vectors.shape[1])
-    values = vectors.cpu().numpy()
-    if dtype != "int8":
-        return values.astype(kind)
-    rows = np.empty((len(values), *shape), kind)
-    rows["scale"] = np.abs(values).max(1) / 127
-    rows["codes"] = np.rint(values / np.maximum(rows["scale"], 1e-30)[:, None])
-    return rows
-
-
-class PassageVectors:
-    """Rows of a file, by number, as float32. On a CPU the file is mapped, and pages come and go."""
-
-    def __init__(self, rows: np.ndarray, device: torch.device) -> None:
-        packed = rows.dtype.names is not None
-        self._values = torch.from_numpy(rows["codes"] if packed else rows)
-        self._scales = torch.from_numpy(rows["scale"].copy()) if packed else None
-        self._device = device
-        if device.type == "cuda" and rows.nbytes < torch.cuda.mem_get_info(device)[0] // 2:
-            self._values = self._values.to(device)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Vectors (n, width) from `start` on and before `stop`, on the device."""
-        found = self._values[start:stop].to(self._device).float()
-        return found if self._scales is None else found * self._scales[start:stop, None].to(self._device)
-
-
-def open_faiss_flat_index(name: str, width: int, count: int) -> np.ndarray:
-    """The vectors (count, width) float32 of a flat index that FAISS has written, mapped.
-
-    Raises `CorpusError` for another index, other numbers of passages or width, and vectors that are not of
-    unit length, whose order by inner product is not that of similarity.
-    """
-    path, size = resolve_regular_file(name, "retrieval.faiss_index", CorpusError), _FAISS_HEADER.itemsize
-    with path.open("rb") as file:
-        head = np.frombuffer(file.read(size).ljust(size), _FAISS_HEADER)[0]
-    if head["kind"] not in FAISS_FLAT_KINDS or head["metric"] not in (0, 1):
-        raise CorpusError(f"{path} is no flat index of FAISS: name one that faiss.IndexFlatIP has written")
-    if (head["width"], head["count"]) != (width, count):
-        raise CorpusError(
-            f"{path} has {head['count']:,} vectors of {head['width']} numbers, and does not belong to "
-            f"{count:,} passages and an encoder of {width} numbers"
-        )
-    if head["floats"] != count * width or path.stat().st_size != size + 4 * count * width:
-        raise CorpusError(f"{path} is incomplete: fetch it again, and join its parts in order")
-    vectors = np.memmap(path, "<f4", "c", size, (count, width))
-    lengths = np.linalg.norm(vectors[:: max(1, count // SAMPLED_ROWS)], axis=1)
-    if not np.allclose(lengths, 1, atol=UNIT_LENGTH_TOLERANCE):
-        raise CorpusError(f"{path} holds vectors that are not of unit length: normalise them first")
-    return vectors

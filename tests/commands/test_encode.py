@@ -80,9 +80,10 @@ def test_only_the_independent_layout_can_be_encoded_ahead(fill):
     assert code == 2 and "set model.evidence_layout=independent" in err
 
 
-def test_entries_that_have_to_leave_are_counted(fill):
-    code, err = fill(INDEPENDENT, "engine.store_gib=5e-5")
-    assert code == 0 and "had to leave (engine.store_gib)" in err
+def test_entries_that_have_to_leave_are_counted(fill, monkeypatch):
+    monkeypatch.setattr("dlm_rag.engine.store.default_budget_bytes", lambda *_: 5e4)
+    code, err = fill(INDEPENDENT)
+    assert code == 0 and "had to leave (the disk is half full)" in err
 
 
 @pytest.fixture
