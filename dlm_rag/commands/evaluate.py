@@ -19,7 +19,7 @@ a second search with the best passage of the first (two_rounds, feedback), none,
 A model behind an OpenAI-compatible server has its own policies: no_retrieval, static, oracle, ircot,
 flare and search_r1.
 
-The folder gets scores.json, scores.md, a picture, and the answers and traces of every setting.
+The folder gets scores.json, scores.md, of a sweep pareto.png, and the answers and traces of every setting.
 Run the same command again to resume. In a checkout, `python evaluate.py` is the same program.
 """
 
@@ -131,7 +131,7 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] 
     if len({*folders.values()}) < len(folders):
         raise ConfigError("compare: two settings would share a folder: their names differ by / and _ only")
     jobs = plan_answer_jobs(wanted, folders, questions)
-    for name in ("scores.json", "scores.md", outputs.get_plot_file_name(said)):
+    for name in ("scores.json", "scores.md", outputs.PICTURE)[: 3 if "swept" in said else 2]:
         check_writable(str(out / name), "out")
     if said.get("dataset"):
         from dlm_rag.retrieval.corpus import open_corpus

@@ -20,6 +20,7 @@ from dlm_rag.questions import Question
 from dlm_rag.text import replace_control_chars
 
 TRACE_FILE = "trace.jsonl"
+PICTURE = "pareto.png"  # of a sweep: what exact match costs
 MAX_SCREEN_TABLES = 2  # all are in scores.md
 SettingScores = dict[str, list[Score]]  # of each setting, by question
 
@@ -73,16 +74,15 @@ def write_evaluation_report(
     shown = [] if "swept" in said else tables.build_comparison_tables(brief, summaries, against, rule)
     tables.print_tables(Console(), [*[*first, *shown][: MAX_SCREEN_TABLES - len(spent)], *spent])
     everything = [*first, *tables.build_comparison_tables(groups, summaries, against, rule), *spent]
-    stamp, picture = next(iter(stamps.values())), get_plot_file_name(said)
+    stamp = next(iter(stamps.values()))
     write_text_atomic(out / "scores.md", tables.render_markdown_report(everything, stamp))
-    try:
-        if "swept" in said:
-            plots.plot_pareto(out / picture, overall, said["swept"])
-        else:
-            plots.plot_by_hops(out / picture, groups, summaries)
-    except (RuntimeError, ValueError) as error:  # of matplotlib: MPLBACKEND, a font
-        raise RunError(f"{out / picture} cannot be drawn: {summarize_error(error)}") from None
-    print(f"all tables are in scores.md, with {picture} and all answers: {replace_control_chars(str(out))}")
+    if "swept" in said:
+        try:
+            plots.plot_pareto(out / PICTURE, overall, said["swept"])
+        except (RuntimeError, ValueError) as error:  # of matplotlib: MPLBACKEND, a font
+            raise RunError(f"{out / PICTURE} cannot be drawn: {summarize_error(error)}") from None
+    picture = f", with {PICTURE} and all answers" if "swept" in said else ", with all answers"
+    print(f"all tables are in scores.md{picture}: {replace_control_chars(str(out))}")
     for line in tables.summarize_findings(overall, {name: each["all"] for name, each in against.items()}):
         print(replace_control_chars(line))
 
@@ -101,11 +101,6 @@ def report_datasets(out: Path, names: Sequence[str]) -> None:
     grid = tables.ResultTable("Data sets", headings, rows)
     tables.print_tables(Console(), [grid])
     write_text_atomic(out / "datasets.md", tables.render_markdown_table(grid))
-
-
-def get_plot_file_name(said: dict[str, Any]) -> str:
-    """The name of the picture: of a sweep, what exact match costs; else exact match by hops."""
-    return "pareto.png" if "swept" in said else "scores.png"
 
 
 def score_folder(folder: Path, questions: Sequence[Question], f1_rule: str) -> list[Score]:

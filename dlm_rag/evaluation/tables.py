@@ -127,8 +127,9 @@ def build_comparison_tables(
     def overall(of: Mapping[str, GroupSummary], metrics: Iterable[str], signed: bool) -> list[list[str]]:
         return [[name, *format_metrics(summary["all"], metrics, signed)] for name, summary in of.items()]
 
-    names = ("f1", "cover_match", *COST_METRICS, "tokens_per_forward", "answers/s")
-    headings = ["setting", f"F1 ({f1_rule}) %", "cover-EM %", *COST_METRICS, "tokens/forward", "answers/s"]
+    names = ("f1", "cover_match", "recall_last", *COST_METRICS, "tokens_per_forward", "answers/s")
+    headings = ["setting", f"F1 ({f1_rule}) %", "cover-EM %", "evidence recall %", *COST_METRICS,
+                "tokens/forward", "answers/s"]  # fmt: skip
     first, recall = next(iter(summaries)), "Evidence recall after the"
     found = [
         by_group("Exact match %, with 95 % intervals", summaries, "exact_match", False),
@@ -136,15 +137,6 @@ def build_comparison_tables(
         by_group(f"{recall} search with the question, %", summaries, "recall_first", False),
         by_group(f"{recall} last step, %", summaries, "recall_last", False),
     ]
-    if len(summaries) == 1:  # one table instead of three
-        match, everything, before, after = found
-        cells = zip(match.rows, before.rows, after.rows, strict=True)
-        headings = ["questions", "exact match %", "recall, first", "recall, last"]
-        rows = [
-            [*of_match, first_found, found_last] for of_match, (_, first_found), (_, found_last) in cells
-        ]
-        title = "Exact match, and evidence recall of the first search and the last step, %"
-        found = [ResultTable(title, headings, rows), everything]
     abstained = (summary["all"]["abstained"] for summary in summaries.values())
     if any(share is not None and share.mean for share in abstained):
         rows = overall(summaries, ("abstained", "answered_match", "exact_match"), False)
@@ -212,31 +204,23 @@ def summarize_findings(
 def print_tables(console: Console, found: Sequence[ResultTable]) -> None:
     """The tables on a terminal, the first at the end, where the eyes are; names are no markup.
 
-    A table that is too wide is turned, so that its columns become rows, or else cut between columns.
+    A table that is too wide is turned, so that its columns become rows; if that does not help, cells wrap.
     """
 
-    def measure(columns: Sequence[Sequence[Text]]) -> list[int]:
-        return [max(cell_len(cell.plain) for cell in column) + CELL_FRAME_CHARS for column in columns]
+    def measure(columns: Iterable[Sequence[Text]]) -> int:
+        return sum(max(cell_len(cell.plain) for cell in column) + CELL_FRAME_CHARS for column in columns)
 
     for title, headings, rows in reversed(found):
-        turned = [[Text(replace_control_chars(cell)) for cell in row] for row in (headings, *rows)]
-        columns = [[*column] for column in zip(*turned, strict=True)]
-        if sum(measure(columns)) >= console.width > sum(measure(turned)):
-            columns = turned
-        widths = measure(columns)
-        begin = 1
-        while begin < len(columns):
-            end = begin + 1
-            while end < len(columns) and widths[0] + sum(widths[begin : end + 1]) < console.width:
-                end += 1
-            shown = [columns[0], *columns[begin:end]]
-            table = Table(title=Text(replace_control_chars(title)), title_justify="left")
-            for column in shown:
-                table.add_column(column[0], justify="left" if column is columns[0] else "right")
-            for row in zip(*(column[1:] for column in shown), strict=True):
-                table.add_row(*row)
-            console.print(table)
-            begin = end
+        grid = [[Text(replace_control_chars(cell)) for cell in row] for row in (headings, *rows)]
+        turned = [[*column] for column in zip(*grid, strict=True)]
+        if measure(turned) >= console.width > measure(grid):
+            grid = turned
+        table = Table(title=Text(replace_control_chars(title)), title_justify="left")
+        for number, heading in enumerate(grid[0]):
+            table.add_column(heading, justify="right" if number else "left")
+        for row in grid[1:]:
+            table.add_row(*row)
+        console.print(table)
 
 
 def render_markdown_report(found: Sequence[ResultTable], stamp: Mapping[str, Any]) -> str:
