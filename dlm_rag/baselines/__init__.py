@@ -23,13 +23,12 @@ class BaselinePolicy:
     own_prompt: bool = False
 
 
-_POLICIES = "dlm_rag.baselines.policies"
+_RUN = "dlm_rag.baselines.run"
 POLICIES = {
-    "no_retrieval": BaselinePolicy(f"{_POLICIES}:answer_directly"),
-    "static": BaselinePolicy(f"{_POLICIES}:answer_static"),
-    "ircot": BaselinePolicy(f"{_POLICIES}:answer_ircot", "text", True),
-    "flare": BaselinePolicy(f"{_POLICIES}:answer_flare", "text_log_probs", True),
-    "search_r1": BaselinePolicy(f"{_POLICIES}:answer_search_r1", "continued_chat", True),
+    "no_retrieval": BaselinePolicy(f"{_RUN}:answer_directly"),
+    "static": BaselinePolicy(f"{_RUN}:answer_static"),
+    "ircot": BaselinePolicy(f"{_RUN}:answer_ircot", "text", True),
+    "search_r1": BaselinePolicy(f"{_RUN}:answer_search_r1", "continued_chat", True),
 }
 READ_DECODE_SETTINGS = ("max_new_tokens", "temperature", "seed")  # of `decode`, by a model behind a server
 

@@ -4,20 +4,17 @@ A request that fails temporarily (no connection, no answer in time, 429, 5xx, an
 repeated after a pause that doubles; other refusals are reported in the server's words.
 """
 
-import json
 import re
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.pool import ThreadPool
 from threading import Event, Semaphore
-from typing import Annotated, Any, TypeVar
-
-from pydantic import Field
+from typing import Any, TypeVar
 
 from dlm_rag.errors import ConfigError, RunError, UserError, suggest_nearest
-from dlm_rag.files.checked_json import parse_json, validate_json_value
-from dlm_rag.retrieval.http_client import (
+from dlm_rag.files.checked_json import parse_json
+from dlm_rag.retrieval.http import (
     HttpClient,
     RetryableFailure,
     UnusableAnswerError,
@@ -56,14 +53,6 @@ class ChatServer:
 
 
 @dataclass(frozen=True)
-class WrittenToken:
-    """A token of a reply; log_prob in nats."""
-
-    text: str
-    log_prob: float
-
-
-@dataclass(frozen=True)
 class Completion:
     """What the model wrote; token counts are the server's, None where it gives none."""
 
@@ -71,54 +60,7 @@ class Completion:
     finish_reason: str
     prompt_tokens: int | None
     response_tokens: int | None
-    tokens: tuple[WrittenToken, ...] = ()  # where log-probabilities were asked for
     requests: int = 1
-
-
-# What is read of the JSON of answers.
-_LogProb = Annotated[float, Field(ge=-1e30, le=1)]
-
-
-@dataclass(frozen=True)
-class _Model:
-    id: str
-
-
-@dataclass(frozen=True)
-class _Models:
-    data: list[_Model]
-
-
-@dataclass(frozen=True)
-class _Message:
-    content: str | None = None
-
-
-@dataclass(frozen=True)
-class _LogProbs:
-    tokens: list[str]
-    token_logprobs: list[_LogProb]
-
-    def __post_init__(self) -> None:
-        if len(self.tokens) != len(self.token_logprobs):
-            raise ValueError("as many log-probabilities as tokens")
-
-    def to_tokens(self) -> tuple[WrittenToken, ...]:
-        return tuple(map(WrittenToken, self.tokens, self.token_logprobs))
-
-
-@dataclass(frozen=True)
-class _Choice:
-    text: str | None = None
-    message: _Message | None = None
-    finish_reason: Any = None
-    logprobs: _LogProbs | None = None
-
-
-@dataclass(frozen=True)
-class _Answer:
-    choices: Annotated[list[_Choice], Field(min_length=1)]
-    usage: Any = None
 
 
 def parse_model_url(setting: str, url: str) -> tuple[str, str]:
@@ -139,11 +81,12 @@ class ChatClient:
         """Raises `ConfigError` if the server does not answer, or does not have the model."""
         wanted, setting = self.server.model, self.server.setting
         try:
-            names = [model.id for model in self._send("/models", _Models).data]
-        except (ChatError, RetryableFailure) as error:
+            names = [str(model["id"]) for model in self._send("/models")["data"]]
+        except (ChatError, RetryableFailure, LookupError, TypeError) as error:
+            said = f" ({error})" if isinstance(error, ChatError | RetryableFailure) else ""
             raise ConfigError(
-                f"{setting} does not list its models ({error}): give the URL of an OpenAI-style server, "
-                "with its /v1"
+                f"{setting} does not list its models{said}: give the URL of an OpenAI-style server, with "
+                "its /v1"
             ) from None
         if wanted not in names:
             known = replace_control_chars(", ".join(names)) or "none"
@@ -154,11 +97,10 @@ class ChatClient:
     def ask(self, body: dict[str, Any]) -> Completion:
         """The reply to messages, or what continues a prompt. Raises `ChatError`."""
         failure = ""
-        path = "/completions" if "prompt" in body else "/chat/completions"
         pauses = iterate_backoff_seconds(INITIAL_RETRY_SECONDS, MAX_RETRY_SECONDS)
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return replace(self._complete(path, body), requests=attempt)
+                return replace(self._complete(body), requests=attempt)
             except RetryableFailure as error:
                 failure = str(error)
             if attempt < ATTEMPTS:
@@ -199,33 +141,33 @@ class ChatClient:
                 stopped.set()
                 window.release()
 
-    def _complete(self, path: str, body: dict[str, Any]) -> Completion:
-        answer = self._send(path, _Answer, body)
-        choice, text = answer.choices[0], answer.choices[0].text
-        if "prompt" not in body:
-            text = choice.message.content if choice.message else None
-        tokens = choice.logprobs.to_tokens() if body.get("logprobs") and choice.logprobs else ()
-        if text is None or (body.get("logprobs") and text and not tokens):
-            raise RetryableFailure("an answer of another form (a reply without text, or log-probabilities)")
-        counts = [_read_count(answer.usage, name) for name in ("prompt_tokens", "completion_tokens")]
-        return Completion(text, str(choice.finish_reason), counts[0], counts[1], tokens)
+    def _complete(self, body: dict[str, Any]) -> Completion:
+        is_chat = "messages" in body
+        answer = self._send("/chat/completions" if is_chat else "/completions", body)
+        try:
+            choice = answer["choices"][0]
+            text = choice["message"]["content"] if is_chat else choice["text"]
+        except (LookupError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            raise RetryableFailure("an answer of another form (a reply without text)")
+        counts = [_read_count(answer.get("usage"), name) for name in ("prompt_tokens", "completion_tokens")]
+        return Completion(text, str(choice.get("finish_reason")), counts[0], counts[1])
 
-    def _send(self, path: str, kind: type[T], body: dict[str, Any] | None = None) -> T:
-        """Returns the JSON of an answer as `kind`.
+    def _send(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Returns the JSON of an answer.
 
         Raises `ChatError` for a refusal, and `RetryableFailure` for the rest.
         """
-        asked = None if body is None else json.dumps({"model": self.server.model} | body).encode()  # ASCII
+        asked = None if body is None else {"model": self.server.model} | body
         try:
-            status, answer = self._client.send(self._url + path, asked, REQUEST_SECONDS)
-            if not 200 <= status < 300:
-                said = self._client.describe_refusal(status, answer)
-                raise RetryableFailure(said) if status in RETRYABLE_STATUSES else ChatError(said, status)
-            return validate_json_value(kind, parse_json(answer, "", UserError, "answer"), "", UserError)
+            answer = self._client.send(self._url + path, asked, REQUEST_SECONDS, RETRYABLE_STATUSES)
+            return parse_json(answer, "an answer of another form", UserError, "answer")
         except UserError as error:
-            raise RetryableFailure(f"an answer of another form ({str(error).lstrip(': ')})") from None
+            raise RetryableFailure(str(error)) from None
         except UnusableAnswerError as error:
-            raise ChatError(f"{self._url}: {error}") from None
+            said = str(error) if error.status else f"{self._url}: {error}"
+            raise ChatError(said, error.status) from None
 
 
 def _admit(items: Iterable[Item], stopped: Event, window: Semaphore) -> Iterator[Item]:

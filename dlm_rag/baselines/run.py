@@ -1,14 +1,23 @@
-"""Questions under a policy, some at once: what each asks of the model and the retriever, and its record."""
+"""Questions under a policy, some at once: what each asks of the model and the retriever, and its record.
+
+The published policies of when to retrieve search the same index with the same retriever, `retrieval.top_k`
+passages at a time, and differ in when, with what, and in which passages a prompt shows. Numbers are those
+of the publications named; prompts are in prompts.yaml.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from dlm_rag.baselines import POLICIES, BaselinePolicy
 from dlm_rag.baselines.chat_client import ChatClient, ChatError, Completion
@@ -33,6 +42,17 @@ NO_FACTS = {
     "any other words.\n\nQuestion: {question}",
 }
 NO_FACTS["titled"] = NO_FACTS["marked"]
+# Passages as each prompt shows them.
+IRCOT_FACT = "Wikipedia Title: {title}\n{text}"
+SEARCH_R1_FACT = "Doc {number}(Title: {title}) {text}"
+IRCOT_ROUNDS, IRCOT_PASSAGES, IRCOT_TOKENS = 8, 15, 256
+SEARCH_R1_TURNS, SEARCH_R1_TOKENS, SEARCH_R1_PASSAGES = 4, 500, 10**6
+PROMPTS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text("utf-8"))
+MIN_SENTENCE_CHARS = 5
+# Not after an initial or a title: "Edward L. Cahn".
+_SENTENCE_END = re.compile(r"(?<!\b[A-Z])(?<!\b[MDS][rt])(?<!\bMrs)[.?!](?=\s)")
+_REASONING = re.compile(r"thus\b|so\b|that is,|therefore|hence", re.IGNORECASE)
+_ACTION_TAG = re.compile(r"<(search|answer)>")
 
 
 @dataclass
@@ -120,15 +140,10 @@ class BaselineRun:
         return self._ask(body, stop, max_tokens)
 
     def complete(
-        self,
-        prompt: str,
-        *,
-        stop: Sequence[str] = (),
-        max_tokens: int | None = None,
-        log_probs: bool = False,
+        self, prompt: str, *, stop: Sequence[str] = (), max_tokens: int | None = None
     ) -> Completion:
         """What continues a plain text, without any chat template."""
-        return self._ask({"prompt": prompt} | ({"logprobs": 1} if log_probs else {}), stop, max_tokens)
+        return self._ask({"prompt": prompt}, stop, max_tokens)
 
     def _ask(self, body: dict[str, Any], stop: Sequence[str], max_tokens: int | None) -> Completion:
         decode, usage = self._context.config.decode, self.rollout.usage
@@ -150,15 +165,91 @@ class BaselineRun:
         self.rollout.response, self.rollout.answer_form = text.strip(), form
 
 
+def find_action(text: str, closed: bool = True) -> tuple[str, str] | None:
+    """Returns the first search or answer of a text and its content; closed=False: the first left open."""
+    last_close = {kind: text.rfind(f"</{kind}>") for kind in ("search", "answer")}
+    for tag in _ACTION_TAG.finditer(text):
+        if (last_close[tag[1]] >= tag.end()) == closed:
+            stop = text.find(f"</{tag[1]}>", tag.end()) if closed else len(text)
+            return tag[1], text[tag.end() : stop]
+    return None
+
+
+def cut_sentence(text: str) -> str:
+    """The text up to the end of its first sentence of at least `MIN_SENTENCE_CHARS` characters."""
+    ends = (found.end() for found in _SENTENCE_END.finditer(text))
+    return text[: next((end for end in ends if end >= MIN_SENTENCE_CHARS), len(text))]
+
+
+def answer_directly(run: BaselineRun) -> None:
+    """No retrieval."""
+    run.respond(run.ask_template().text, run.answer_form)
+
+
+def answer_static(run: BaselineRun) -> None:
+    """One search, with the question; then the answer."""
+    run.search(run.question)
+    answer_directly(run)
+
+
+def answer_ircot(run: BaselineRun) -> None:
+    """IRCoT (Trivedi et al. 2023, arXiv 2212.10509, sections 3 and 4).
+
+    A search with the question, then with each new sentence of the chain of thought that is no mere
+    conclusion; passages add up to 15. The chain ends at "answer is", or after 8 sentences; then a reader
+    writes a chain of its own with all passages.
+    """
+
+    def think(written: str) -> str:
+        facts = "\n\n".join(run.write_facts(IRCOT_FACT, run.evidence))
+        prompt = f"{PROMPTS['ircot']}\n\n\n{facts}\n\nQ: {run.question}\nA: {written}"
+        return run.complete(prompt.rstrip(), stop=["\n"], max_tokens=IRCOT_TOKENS).text.strip()
+
+    chain: list[str] = []
+    for _ in range(IRCOT_ROUNDS):
+        facts = [sentence for sentence in chain if not _REASONING.match(sentence)]
+        run.search(facts[-1] if facts else run.question, keep=IRCOT_PASSAGES)
+        sentence = cut_sentence(think(" ".join(chain)))
+        chain.append(sentence)
+        if not sentence or "answer is" in sentence:
+            break
+    response = think("")
+    run.respond(response, "marked" if "answer is" in response else "whole")
+
+
+def answer_search_r1(run: BaselineRun) -> None:
+    """Search-R1's loop (Jin et al. 2025, arXiv 2503.09516, algorithm 1), of trained and other models.
+
+    The model writes until it closes a search or an answer; what a search finds is put into its reply, which
+    goes on. After 4 turns it has one more, whose search is not made.
+    """
+    asked = run.question.strip()
+    asked += "?" * (not asked.endswith("?"))
+    message = PROMPTS["search_r1"].replace("{question}", asked) + "\n"
+    dialogue, replies = "", ""
+    for turn in range(SEARCH_R1_TURNS + 1):
+        reply = run.chat(message, dialogue, stop=["</search>", "</answer>"], max_tokens=SEARCH_R1_TOKENS)
+        text, left_open = reply.text, find_action(reply.text, closed=False)
+        if left_open and reply.finish_reason == "stop":  # servers leave out what stopped them
+            text += f"</{left_open[0]}>"
+        replies, action = replies + text, find_action(text)
+        if turn == SEARCH_R1_TURNS or (action and action[0] == "answer"):
+            break
+        dialogue += text
+        if action:
+            found = run.search(action[1].strip(), keep=SEARCH_R1_PASSAGES)
+            facts = "\n".join(run.write_facts(SEARCH_R1_FACT, found))
+            dialogue += f"\n\n<information>{facts}</information>\n\n"
+        else:
+            dialogue += f"\n{PROMPTS['search_r1_invalid']}\n"
+    run.respond(replies)
+
+
 PROBE_TOKENS = 16  # some servers refuse less
 # By `BaselinePolicy.needs`: a short request, and what the server must have for it.
 PROBES: dict[str, tuple[Callable[[BaselineRun], Completion], str]] = {
     "template": (lambda run: run.ask_template(PROBE_TOKENS), "chat completions"),
     "text": (lambda run: run.complete("Hello", max_tokens=PROBE_TOKENS), "/completions of plain text"),
-    "text_log_probs": (
-        lambda run: run.complete("Hello", max_tokens=PROBE_TOKENS, log_probs=True),
-        "/completions with logprobs",
-    ),
     "continued_chat": (
         lambda run: run.chat("Hello", "Hello,", max_tokens=PROBE_TOKENS), "continue_final_message",
     ),

@@ -9,15 +9,15 @@
     dlm-rag evaluate ... --out runs/swept --sweep decode.commit_threshold=0.9,0.8,0.7 retrieval.top_k=7,3
     dlm-rag evaluate --config sardi.yaml --dataset 2wiki --out runs/2wiki      # SARDI's questions
     dlm-rag evaluate --dataset hotpotqa,2wiki --corpus wiki18 --model DIR --out runs/field
-    dlm-rag evaluate --model openai://HOST:PORT/v1/NAME ... --out runs/ar --compare static,ircot,flare
+    dlm-rag evaluate --model openai://HOST:PORT/v1/NAME ... --out runs/ar --compare static,ircot
 
 --compare all: interleaved retrieval (decode.query_policy=proxy), committed tokens only, static retrieval,
 a second search with the best passage of the first (two_rounds, feedback), none, and oracle evidence.
 
 --sweep: every combination of the values, under each setting of --compare.
 
-A model behind an OpenAI-compatible server has its own policies: no_retrieval, static, oracle, ircot,
-flare and search_r1.
+A model behind an OpenAI-compatible server has its own policies: no_retrieval, static, oracle, ircot
+and search_r1.
 
 The folder gets scores.json, scores.md, of a sweep pareto.png, and the answers and traces of every setting.
 Run the same command again to resume. In a checkout, `python evaluate.py` is the same program.

@@ -113,7 +113,7 @@ RETRIEVERS = {
 }
 # By the scheme of `retrieval.url`: what makes a retriever of a config.
 SEARCH_SERVICES = {
-    "http": "dlm_rag.retrieval.http_retriever:HttpRetriever",
-    "https": "dlm_rag.retrieval.http_retriever:HttpRetriever",
+    "http": "dlm_rag.retrieval.http:HttpRetriever",
+    "https": "dlm_rag.retrieval.http:HttpRetriever",
     "milvus": "dlm_rag.retrieval.milvus:open_milvus_retriever",
 }

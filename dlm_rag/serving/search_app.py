@@ -1,4 +1,4 @@
-"""A corpus that others search, in the protocol that `retrieval/http_retriever.py` describes."""
+"""A corpus that others search, in the protocol that `retrieval/http.py` describes."""
 
 import asyncio
 import hashlib

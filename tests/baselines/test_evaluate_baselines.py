@@ -178,7 +178,6 @@ def test_a_policy_of_ones_own(run, server, folder):
 
 
 NO_COMPLETIONS = [["Think step", ["x"]], ["", [{"status": 404, "text": "no"}]]]
-NO_LOG_PROBS = ["", [{"status": 400, "text": "logprobs are not supported"}]]
 
 
 @pytest.mark.slow
@@ -186,7 +185,7 @@ NO_LOG_PROBS = ["", [{"status": 400, "text": "logprobs are not supported"}]]
     ("words", "rules", "says"),
     [
         ("--compare interleaved", [], "no_retrieval, static, ircot"),
-        ("--compare flare", [NO_LOG_PROBS], "remote.policy=flare needs /completions with logprobs"),
+        ("--compare flare", [], "flare"),
         ("--compare static", [["", [{"text": "x", "usage": None}]]], "does not count tokens"),
         ("--compare static,ircot", NO_COMPLETIONS, "ircot needs /completions of plain text"),
         ("decode.commit_threshold=0.8", [], "decode.commit_threshold has no effect on a model behind a"),

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from dlm_rag.baselines import POLICIES, policies
-from dlm_rag.baselines.policies import PROMPTS as POLICY_PROMPTS
-from dlm_rag.baselines.policies import cut_sentence
-from dlm_rag.baselines.run import BaselineContext, BaselineEngine
+from dlm_rag.baselines import POLICIES
+from dlm_rag.baselines import run as run_module
+from dlm_rag.baselines.run import PROMPTS as POLICY_PROMPTS
+from dlm_rag.baselines.run import BaselineContext, BaselineEngine, cut_sentence
 from dlm_rag.commands.prepare_baseline import open_chat_client
 from dlm_rag.config import Config, DecodeConfig, ModelConfig, RemoteConfig
 from dlm_rag.questions import Question
@@ -113,52 +113,11 @@ def test_ircot_ends_after_its_rounds_and_takes_the_reader_at_its_word(answer, se
     assert rollout.answer == "Nobody knows of it"
     server.say(["", ["Nobody knows of it."]])
     with monkeypatch.context() as patch:
-        patch.setattr(policies, "IRCOT_ROUNDS", 2)
+        patch.setattr(run_module, "IRCOT_ROUNDS", 2)
         answer("ircot")
     assert len(server.requests) == 2 + 1
     server.say(["", [""]])
     assert answer("ircot").answer == "" and len(server.requests) == 1 + 1, "an empty thought ends the chain"
-
-
-@pytest.mark.slow
-def test_flare_searches_with_a_sentence_it_is_unsure_of(answer, server):
-    sure = {"tokens": [[" The", 0.9], [" author", 0.95], [" is", 0.9], [" Jane", 0.9], [" Austen.", 0.9],
-                       [" She", 0.1]]}  # fmt: skip
-    unsure = {"tokens": [[" She", 0.9], [" was", 0.9], [" born", 0.5], [" in", 0.9], [" Bath.", 0.3]]}
-    anew = {"tokens": [[" She", 0.9], [" was", 0.9], [" born", 0.9], [" in", 0.9], [" Steventon.", 0.1],
-                       [" So", 0.9]]}  # fmt: skip
-    last = {"tokens": [[" So", 0.9], [" the", 0.9], [" answer", 0.9], [" is", 0.9], [" Steventon.", 0.9]]}
-    server.say(
-        ["Answer: The author is Jane Austen. She was born in Steventon.$", [last]],
-        ["Answer: The author is Jane Austen.$", [unsure, anew]],
-        ["Answer:$", [sure]],
-    )
-    rollout = answer("flare")
-    assert searched(rollout) == [QUESTION.question, "She was born in"], "the token of 0.3 is masked"
-    requests = server.requests
-    assert len(requests) == 4 and {(r["max_tokens"], r["logprobs"]) for r in requests} == {(64, 1)}
-    assert all(r["prompt"].startswith(POLICY_PROMPTS["flare"]) and r["stop"] == ["\n\n"] for r in requests)
-    shown = [r["prompt"].split("Search results ranked")[1].partition("\nQuestion:")[0] for r in requests]
-    assert shown[0] == shown[1] != shown[2] == shown[3], "passages stay until the next search"
-    assert shown[2].endswith("\n".join(
-        f"[{n}]: {TEXT[name]}".replace("\n", " ") for n, name in enumerate(rollout.evidence, start=1)
-    ))  # fmt: skip
-    assert (
-        rollout.response
-        == "The author is Jane Austen. She was born in Steventon. So the answer is Steventon."
-    )
-    assert rollout.answer == "Steventon"
-
-
-@pytest.mark.slow
-def test_flare_has_an_end(answer, server):
-    sure = {"tokens": [[" It", 0.9], [" is", 0.9], [" so.", 0.9], [" And", 0.9]], "finish": "length"}
-    server.say(["", [sure]])
-    rollout = answer("flare")
-    assert searched(rollout) == [QUESTION.question], "0.9 is sure enough"
-    assert len(server.requests) == -(-256 // 3), "three tokens a sentence, 256 in all"
-    server.say(["", [{"tokens": [[" Who", 0.2], ["?", 0.2]]}]])
-    assert searched(answer("flare")) == [QUESTION.question], "nothing is left to ask with"
 
 
 @pytest.mark.slow
@@ -206,8 +165,7 @@ def test_each_search_finds_what_our_retriever_finds(answer, server, corpus_file)
     script = [
         ["</information>\n", ["<answer>x</answer>"]],
         ["inside <think>", ["<search>novel by Herbert</search>"]],
-        ["Search results", [{"tokens": [[" Steventon", 0.5], [" village.", 0.5]]}]],
-        ["", [{"tokens": [["Steventon", 0.5]]}]],
+        ["", ["Steventon"]],
     ]
     retriever, asked = load_retriever(str(corpus_file), top_k=2), set()
     for policy in POLICIES:

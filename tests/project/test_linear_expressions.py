@@ -12,7 +12,7 @@ import pytest
 
 import dlm_rag
 from dlm_rag import text
-from dlm_rag.baselines.policies import cut_sentence, find_action
+from dlm_rag.baselines.run import cut_sentence, find_action
 from dlm_rag.serving.conversation import make_question_stand_alone
 
 # What strangers would send to an expression that tries again from every position.

@@ -13,8 +13,8 @@ from dlm_rag.baselines import chat_client
 from dlm_rag.baselines.chat_client import ChatClient, ChatError, ChatServer
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError
-from dlm_rag.retrieval import http_client
-from dlm_rag.retrieval.http_retriever import HttpRetriever
+from dlm_rag.retrieval import http
+from dlm_rag.retrieval.http import HttpRetriever
 
 REPLY = {"choices": [{"message": {"content": "x"}, "finish_reason": "stop"}], "usage": {}}
 
@@ -101,7 +101,7 @@ def test_what_drips_ends_at_the_deadline(head):
 
 
 def test_blanks_without_end_are_cut(monkeypatch):
-    monkeypatch.setattr(http_client, "MAX_RESPONSE_BYTES", 2**20)
+    monkeypatch.setattr(http, "MAX_RESPONSE_BYTES", 2**20)
     with serve(reply(b"", length=2**40), b" " * 2**16, endless=True) as url:
         assert "its answer has more than 1 MiB" in ask(url)
         assert "its answer has more than 1 MiB" in search(url)
@@ -113,15 +113,6 @@ def test_nothing_is_unpacked(coding):
     with serve(reply(bomb, f"Content-Encoding: {coding}")) as url:
         assert "compressed, which was not asked for" in ask(url)
         assert "compressed, which was not asked for" in search(url)
-
-
-def with_choice(**more):
-    return {"choices": [REPLY["choices"][0] | more]}
-
-
-def chat_tokens(**changes):
-    token = {"token": "x", "logprob": -1.0, "top_logprobs": [{"logprob": -1.0}]} | changes
-    return with_choice(logprobs={"content": [token]})
 
 
 @pytest.mark.parametrize(
@@ -138,19 +129,6 @@ def test_an_answer_of_another_form_is_a_sentence(body):
         assert "it answers no search" in search(url)
         with pytest.raises(ConfigError, match="does not list its models"):
             open_client(url).check_model()
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        chat_tokens(logprob=10**400), chat_tokens(logprob="x"), chat_tokens(token=7),
-        with_choice(logprobs={"tokens": ["a"], "token_logprobs": [-1.0, -2.0], "top_logprobs": []}),
-        with_choice(logprobs={"content": [chat_tokens(logprob=float("nan"))]}),
-    ],
-)  # fmt: skip
-def test_log_probabilities_of_another_form_are_a_sentence(answer):
-    with serve(reply(json.dumps(answer).encode())) as url:
-        assert "an answer of another form" in ask(url, logprobs=True, top_logprobs=1)
 
 
 @pytest.mark.parametrize("count", [10**400, -1, "7", True])

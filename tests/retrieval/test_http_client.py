@@ -10,7 +10,7 @@ import pytest
 
 from dlm_rag import load_retriever
 from dlm_rag.errors import ConfigError
-from dlm_rag.retrieval import http_retriever
+from dlm_rag.retrieval import http
 from dlm_rag.retrieval.base import SearchUnavailableError
 from tests.support.retrievers import list_passage_ids, make_query
 
@@ -80,7 +80,7 @@ def test_a_token_goes_to_the_service_and_nowhere_else(monkeypatch, caplog):
         service.token, url = SECRET, f"http://127.0.0.1:{service.port}/retrieve"
         with pytest.raises(ConfigError, match="HTTP status 401 .*DLM_RAG_RETRIEVAL_TOKEN .* not set"):
             found_at(url)
-        monkeypatch.setenv(http_retriever.RETRIEVAL_TOKEN_VARIABLE, f"{SECRET}\n")
+        monkeypatch.setenv(http.RETRIEVAL_TOKEN_VARIABLE, f"{SECRET}\n")
         retriever = load_retriever(url=url)
         assert list_passage_ids(retriever.search([make_query("Who?")])) == [["a"]]
         service.token = "another"
@@ -95,7 +95,7 @@ def test_a_token_goes_to_the_service_and_nowhere_else(monkeypatch, caplog):
 
 @pytest.mark.parametrize("token", ["line\nbreak", "schlüssel"])
 def test_what_is_no_token_is_refused_before_anything_is_sent(monkeypatch, token):
-    monkeypatch.setenv(http_retriever.RETRIEVAL_TOKEN_VARIABLE, token)
+    monkeypatch.setenv(http.RETRIEVAL_TOKEN_VARIABLE, token)
     with pytest.raises(ConfigError, match="DLM_RAG_RETRIEVAL_TOKEN .* is not a bearer token") as error:
         load_retriever(url="http://127.0.0.1:1/retrieve")
     assert token not in str(error.value)

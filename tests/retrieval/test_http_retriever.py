@@ -6,9 +6,9 @@ from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import DecodeConfig, RetrievalConfig
 from dlm_rag.questions import read_questions
-from dlm_rag.retrieval import http_retriever
 from dlm_rag.retrieval.composite import HybridRetriever
 from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.retrieval.http import parse_document
 from dlm_rag.retrieval.query import Query
 from dlm_rag.serving.search_app import SearchService
 from tests.support.decoding import rollout_records
@@ -71,7 +71,7 @@ def document(**fields):
 
 
 def test_documents_come_in_the_forms_that_servers_give():
-    parse = http_retriever.parse_document
+    parse = parse_document
     whole = Passage("7", "", '"Emma"\nEmma is a novel.')
     assert parse({"document": {"id": 7, "contents": whole.contents}, "score": 1}) == whole
     assert parse({"id": "7", "contents": whole.contents}) == whole, "without scores"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from dlm_rag.retrieval import http_client
+from dlm_rag.retrieval import http
 from dlm_rag.retrieval.base import SearchUnavailableError
-from dlm_rag.retrieval.http_client import RetryableFailure, call_with_retries
+from dlm_rag.retrieval.http import RetryableFailure, call_with_retries
 
 
 class Service:
@@ -35,8 +35,8 @@ class Service:
 @pytest.fixture
 def service(monkeypatch):
     found = Service()
-    monkeypatch.setattr(http_client, "time", found)
-    monkeypatch.setattr(http_client, "_draw_jitter", lambda: 0.5)
+    monkeypatch.setattr(http, "time", found)
+    monkeypatch.setattr(http, "_draw_jitter", lambda: 0.5)
     return found
 
 
@@ -58,13 +58,13 @@ def test_a_service_that_is_back_before_the_deadline_answers(service):
 @pytest.mark.parametrize("takes", [0.0, 2.0, 60.0])
 @pytest.mark.parametrize("chance", [0.0, 0.99])
 def test_a_call_ends_by_its_deadline_and_waits_double(service, monkeypatch, takes, chance):
-    monkeypatch.setattr(http_client, "_draw_jitter", lambda: chance)
+    monkeypatch.setattr(http, "_draw_jitter", lambda: chance)
     service.takes = takes
     with pytest.raises(SearchUnavailableError, match="^http://x: refused$"):
         call(service)
     assert 10.0 <= service.now <= 15.0 + 1e-9
     assert max(service.given) == 5.0 and min(service.given) >= 2.5, "none is over before it can be answered"
-    jitter, longest = 0.5 + chance, http_client.MAX_BACKOFF_SECONDS
+    jitter, longest = 0.5 + chance, http.MAX_BACKOFF_SECONDS
     expected = [min(0.1 * 2**n, longest) * jitter for n in range(len(service.waited))]
     assert service.waited == pytest.approx(expected)
 

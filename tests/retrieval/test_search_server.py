@@ -19,7 +19,7 @@ from dlm_rag.cli import run_program
 from dlm_rag.commands import sample
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import CorpusError
-from dlm_rag.retrieval import http_client
+from dlm_rag.retrieval import http
 from dlm_rag.retrieval.base import SearchUnavailableError
 from dlm_rag.serving import http_server
 from dlm_rag.serving.middleware import ApiError
@@ -202,7 +202,7 @@ TROUBLES = {  # with what the error of a question says
 def test_trouble_in_mid_run_is_an_error_of_rows_and_the_run_is_resumed_from_there(
     answer, local, corpus_file, trouble, caplog, monkeypatch
 ):
-    monkeypatch.setattr(http_client, "INITIAL_BACKOFF_SECONDS", 1000.0)  # nothing is tried again
+    monkeypatch.setattr(http, "INITIAL_BACKOFF_SECONDS", 1000.0)  # nothing is tried again
     expected = answer("--corpus", str(corpus_file), out="local.jsonl")[2]
     config = RetrievalConfig(top_k=3)
     troubled = TroubledService(local, config, 8, trouble)

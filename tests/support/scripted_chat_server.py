@@ -9,17 +9,14 @@ The first rule whose expression is found in the prompt (of a chat: its messages,
 the reply; each time the next one, and at the end the last again. A REPLY is a text, or an object:
     text      what is said, with the last line of the prompt for {last line} (of "Question: a" with a);
               cut at the first of the request's `stop`, as servers do
-    tokens    [[text, probability], ...] instead: with log-probabilities, the rest going to a second token
     finish    the finish_reason, which is else "stop"
     status    an HTTP error, with `text` as its message
     raw       the body as it is; "" ends the connection
     usage     instead of the true counts of words
     wait      seconds until it is said
-Where the request asks for log-probabilities of a text, its words are tokens of probability 0.99.
 """
 
 import json
-import math
 import re
 import sys
 import threading
@@ -33,36 +30,15 @@ matched: Counter[str] = Counter()
 lock = threading.Lock()
 
 
-def describe_tokens(tokens, chat):
-    """Log-probabilities in the form of chats, or in that of plain completions."""
-    sure = [(text, math.log(p), math.log(max(1 - p, 1e-9))) for text, p in tokens]
-    if chat:
-        return {"content": [
-            {"token": text, "logprob": p, "top_logprobs": [
-                {"token": "other", "logprob": min(p, rest)}, {"token": text, "logprob": max(p, rest)},
-            ]}
-            for text, p, rest in sure
-        ]}  # fmt: skip
-    return {
-        "tokens": [text for text, _, _ in sure],
-        "token_logprobs": [p for _, p, _ in sure],
-        "top_logprobs": [{text: p} for text, p, _ in sure],
-    }
-
-
 def make_answer(reply, body, prompt):
     """The JSON of a reply, and whether a stop text cut it."""
     last = prompt.rpartition("\n")[2].removeprefix("Question: ")
     said = reply.get("text", "").replace("{last line}", last)
-    tokens = reply.get("tokens") or [[word, 0.99] for word in re.findall(r"\s*\S+", said)]
-    text = "".join(text for text, _ in tokens) if "tokens" in reply else said
-    cuts = [place for stop in body.get("stop") or [] if (place := text.find(stop)) >= 0]
-    text = text[: min(cuts, default=len(text))]
+    cuts = [place for stop in body.get("stop") or [] if (place := said.find(stop)) >= 0]
+    text = said[: min(cuts, default=len(said))]
     chat = "messages" in body
     choice = {"finish_reason": reply.get("finish", "stop")}
     choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-    if body.get("logprobs"):
-        choice["logprobs"] = describe_tokens(tokens, chat)
     usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": len(text.split())}
     return {"choices": [choice], "usage": reply.get("usage", usage)}
 
