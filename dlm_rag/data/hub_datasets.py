@@ -1,10 +1,9 @@
 """The field's data sets by name: where each file is, which split is meant, and how it is fetched.
 
 Files keep their names in the repositories, below one folder (`data`). Nothing of a repository but these
-files is fetched, by huggingface_hub; their digests are checked.
+files is fetched, by huggingface_hub.
 """
 
-import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -107,63 +106,26 @@ def find_named_corpus(corpus: str | None) -> str | None:
     return str(find_dataset(corpus, "search_r1"))
 
 
-class HubState(NamedTuple):
-    """What the hub says of a file: commit, bytes, digest (SHA-256, or git's); is_here: in the folder."""
+def read_file_state(file: HubFile) -> tuple[str, int]:
+    """Returns the revision of a file on the hub and its bytes. Raises `ConfigError`."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-    revision: str
-    size: int
-    digest: str
-    is_here: bool = False
-
-
-def digest_like(path: Path, digest: str) -> str:
-    """Returns the digest of a file, of the kind that `digest` is: git's of 40 digits, else SHA-256."""
-    found = hashlib.sha256()
-    if len(digest) == 40:
-        found = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: found).hexdigest()
-
-
-def find_file(file: HubFile, folder: Path) -> HubState:
-    """Returns what the hub says of a file, and whether it is in the folder already; offline that is enough.
-
-    Raises `ConfigError`, also for another file of that name.
-    """
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-
-    target = folder / file.path
-    check_plain_files(folder, target)
-    if constants.HF_HUB_OFFLINE and target.exists():
-        return HubState("offline", target.stat().st_size, "", True)
     with explain_hub_errors(file):
         url = hf_hub_url(file.repository, file.path, repo_type="dataset")
         found = get_hf_file_metadata(url, timeout=HUB_ANSWER_SECONDS)
         if not _STATE.fullmatch(f"{found.commit_hash} {found.etag} {found.size}"):
             raise ConfigError(f"the hub does not say commit, digest and size of {file.path}")
-    state = HubState(str(found.commit_hash), found.size or 0, str(found.etag), target.exists())
-    if state.is_here and digest_like(target, state.digest) != state.digest:
-        raise ConfigError(
-            f"{target} is another file than the hub has at revision {state.revision[:12]}: keep yours, or "
-            "delete it to fetch that"
-        )
-    return state
+        return str(found.commit_hash), int(found.size or 0)
 
 
-def fetch_file(file: HubFile, state: HubState, folder: Path) -> None:
-    """Fetches a file into a folder, with a bar, and checks its digest. Raises `ConfigError`."""
+def fetch_file(file: HubFile, revision: str, folder: Path) -> None:
+    """Fetches a file into a folder, with a bar. Raises `ConfigError`."""
     from huggingface_hub import hf_hub_download
 
     with explain_hub_errors(file):
         hf_hub_download(
-            file.repository, file.path, repo_type="dataset", revision=state.revision, local_dir=folder
+            file.repository, file.path, repo_type="dataset", revision=revision, local_dir=folder
         )
-        if digest_like(folder / file.path, state.digest) != state.digest:
-            (folder / file.path).unlink()
-            raise ConfigError(
-                f"{file.path} of {file.repository} came with other bytes than the hub says: give the same "
-                "command again"
-            )
 
 
 def check_plain_files(folder: Path, target: Path) -> None:
