@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from dlm_rag.baselines.chat_client import ChatClient, ChatError, Completion
 from dlm_rag.config import Config
 from dlm_rag.config.fields import import_object, resolve_or_import
 from dlm_rag.decode.rollout import Rollout, RolloutStep
-from dlm_rag.errors import ConfigError, UserError, summarize_error
+from dlm_rag.errors import ConfigError, RunError, UserError, summarize_error
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import CorpusRetriever, Retriever, SearchUnavailableError
 from dlm_rag.retrieval.corpus import Passage
@@ -33,6 +34,7 @@ from dlm_rag.tokenizer.prompts import PromptTemplate
 
 log = logging.getLogger(__name__)
 MAX_TOKENS = 512  # of a reply, where neither a policy nor `decode.max_new_tokens` says
+REFUSED_TEXT_STATUSES = (400, 413, 422)  # of one text alone
 # What a prompt says where there are no facts, by the form of the answer: SARDI's without its words on
 # facts, and that of FlashRAG (examples/methods/run_exp.py, zero_shot).
 NO_FACTS = {
@@ -153,7 +155,7 @@ class BaselineRun:
         body["max_tokens"] = max_tokens or decode.max_new_tokens or MAX_TOKENS
         reply = self._context.client.ask(body | ({"stop": list(stop)} if stop else {}))
         if reply.prompt_tokens is None or reply.response_tokens is None:
-            raise ChatError(f"{self._context.client.server.url} does not count tokens in its replies")
+            raise ChatError(f"{self._context.client.url} does not count tokens in its replies")
         usage["requests"] += reply.requests
         usage["prompt_tokens"] += reply.prompt_tokens
         usage["completion_tokens"] += reply.response_tokens
@@ -278,39 +280,45 @@ class BaselineEngine:
         try:
             ask(BaselineRun(self._context, Question("probe", "Who?")))
         except ChatError as error:
-            raise ConfigError(
-                f"remote.policy={name} needs {what} of {client.server.url}: {error}"
-            ) from None
+            raise ConfigError(f"remote.policy={name} needs {what} of {client.url}: {error}") from None
 
     def stream(
         self, questions: Sequence[Question], step: Callable[[Rollout], None] | None = None
     ) -> Iterator[Rollout]:
         """The rollouts as they finish; what a question comes to nothing by is its `error`.
 
-        A rollout's seconds are those since the last: together they are the run's. Raises `RunError` and
-        `UserError` for what no question can be answered with.
+        A rollout's seconds are those since the last: together they are the run's. Raises `UserError` for
+        what no question can be answered with, and `RunError` where the server refuses all requests, and
+        once so many in a row came to nothing that it must be gone.
         """
-        concurrency, last = self._context.config.remote.concurrency, time.perf_counter()
-        for question, found in self._context.client.ask_all(self.answer, questions, concurrency):
-            if isinstance(found, ChatError):
-                rollout = Rollout(question.id, question.question, "joint", 0, error=str(found))
-            else:
-                rollout = found
-            rollout.steps = rollout.steps or [RolloutStep(0, None, (), retrieved=False)]
-            rollout.settings, rollout.finished, now = self._settings, True, time.perf_counter()
-            rollout.steps[-1].seconds["server"], last = now - last, now
-            yield rollout
+        concurrency, last, in_a_row = self._context.config.remote.concurrency, time.perf_counter(), 0
+        # Its threads are daemons: whoever stops this need not wait for answers that are under way.
+        with ThreadPool(concurrency) as pool:
+            for rollout, gone in pool.imap_unordered(self._answer_one, questions):
+                rollout.steps = rollout.steps or [RolloutStep(0, None, (), retrieved=False)]
+                rollout.settings, rollout.finished, now = self._settings, True, time.perf_counter()
+                rollout.steps[-1].seconds["server"], last = now - last, now
+                yield rollout
+                in_a_row = in_a_row + 1 if gone else 0
+                if in_a_row > concurrency:
+                    raise RunError(f"{rollout.error}: the same command resumes here")
 
-    def answer(self, question: Question) -> Rollout:
-        """Raises `ChatError`; a search that fails is the rollout's `error`."""
+    def _answer_one(self, question: Question) -> tuple[Rollout, bool]:
+        """The rollout of a question, and whether the server did not answer."""
         run = BaselineRun(self._context, question)
         try:
             self._answer(run)
         except SearchUnavailableError as error:
             run.rollout.error = str(error)
-        return run.rollout
+        except ChatError as error:
+            if error.status not in (None, *REFUSED_TEXT_STATUSES):
+                said = f"{self._context.client.url} refuses ({error})"
+                raise RunError(f"{said}: what is there is kept") from None
+            failed = Rollout(question.id, question.question, "joint", 0, error=str(error))
+            return failed, error.status is None
+        return run.rollout, False
 
     def describe(self) -> str:
         """The model, and where it is."""
-        server = self._context.client.server
-        return f"{server.model} at {server.url}, {self._context.config.remote.concurrency} at once"
+        client = self._context.client
+        return f"{client.model} at {client.url}, {self._context.config.remote.concurrency} at once"

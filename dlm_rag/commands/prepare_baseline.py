@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dlm_rag.baselines import POLICIES, READ_DECODE_SETTINGS, is_read_when_served
-from dlm_rag.baselines.chat_client import ChatClient, ChatServer, parse_model_url
+from dlm_rag.baselines.chat_client import ChatClient
 from dlm_rag.baselines.run import BaselineContext, BaselineEngine
 from dlm_rag.commands.prepare_decoder import FREE_SETTINGS, ResourceCache, open_search_source, stamp_run
 from dlm_rag.config import Config
@@ -53,7 +53,7 @@ class PreparedBaseline:
         policy = POLICIES.get(self.config.remote.policy)
         if policy is None or not policy.own_prompt:
             settings["prompt"] = asdict(self.context.template)
-        model = f"{self.context.client.server.model} behind a server"
+        model = f"{self.context.client.model} behind a server"
         return settings | {"model": model, "corpus": self.context.retriever.fingerprint}
 
     def trace_header(self) -> TraceHeader:
@@ -66,19 +66,14 @@ class PreparedBaseline:
 
     def stamp(self) -> dict[str, Any]:
         """As `PreparedDecoder.stamp`."""
-        server = self.context.client.server
+        client = self.context.client
         machine = {
-            "device": f"server: {server.model} at {server.url}",
+            "device": f"server: {client.model} at {client.url}",
             "threads": self.config.remote.concurrency,
             "attention": self.dtype,
-            "machines": [{"server": server.url}],
+            "machines": [{"server": client.url}],
         }
         return stamp_run(self.config, self.answers_depend_on(), machine)
-
-
-def open_chat_client(setting: str, url: str, key_variable: str) -> ChatClient:
-    """The client of a model at `openai://`; setting: that names it. Raises `ConfigError`."""
-    return ChatClient(ChatServer(*parse_model_url(setting, url), f"{setting}={url}", key_variable))
 
 
 def check_served_keys(keys: Iterable[str]) -> None:
@@ -97,7 +92,7 @@ def prepare_baseline(config: Config, questions: list[Question], once: ResourceCa
         raise ConfigError("retrieval.oracle=true needs remote.policy=static: its evidence never changes")
     find = open_search_source(config.retrieval, once)
     template = load_prompt(config.prompt, "joint") if config.prompt else PROMPTS["sardi"]
-    client = open_chat_client("model.path", config.model.path, "DLM_RAG_MODEL_KEY")
+    client = ChatClient("model.path", config.model.path, "DLM_RAG_MODEL_KEY")
     show_status("opening the index")
     found = find()
     retriever = wrap_oracle(found, questions, "question") if config.retrieval.oracle else found

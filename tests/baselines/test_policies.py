@@ -9,9 +9,9 @@ import pytest
 
 from dlm_rag.baselines import POLICIES
 from dlm_rag.baselines import run as run_module
+from dlm_rag.baselines.chat_client import ChatClient
 from dlm_rag.baselines.run import PROMPTS as POLICY_PROMPTS
 from dlm_rag.baselines.run import BaselineContext, BaselineEngine, cut_sentence
-from dlm_rag.commands.prepare_baseline import open_chat_client
 from dlm_rag.config import Config, DecodeConfig, ModelConfig, RemoteConfig
 from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
@@ -34,7 +34,7 @@ def answer(server, corpus_file):
             remote=RemoteConfig(policy=policy),
             decode=decode or DecodeConfig(),
         )
-        client = open_chat_client("model.path", server.url, "DLM_RAG_MODEL_KEY")
+        client = ChatClient("model.path", server.url, "DLM_RAG_MODEL_KEY")
         retriever = load_retriever(str(corpus_file), top_k=top_k)
         context = BaselineContext(client, retriever, config, PROMPTS[prompt])
         (rollout,) = BaselineEngine(context, {}).stream([question])

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from dlm_rag.baselines import chat_client
-from dlm_rag.baselines.chat_client import ChatClient, ChatError, ChatServer
+from dlm_rag.baselines.chat_client import ChatClient, ChatError
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError
 from dlm_rag.retrieval import http
@@ -72,7 +72,7 @@ def quick(monkeypatch):
 
 
 def open_client(url):
-    return ChatClient(ChatServer(url, "tiny", "setting", "DLM_RAG_TEST_KEY"))
+    return ChatClient("setting", f"{url.replace('http', 'openai')}/tiny", "DLM_RAG_TEST_KEY")
 
 
 def ask(url, **body):
