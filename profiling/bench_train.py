@@ -58,8 +58,8 @@ def make_document_batches(steps: int, folder: Path, joined: bool) -> list[list[E
         texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
         path = folder / "joined.jsonl"
         path.write_text(json.dumps({"text": "\n\n".join(texts)}) + "\n", encoding="utf-8")
-    source = {"worlds": open_token_file(path, tokenizer, str(folder))}
-    batches = PackedDocuments(source, tokenizer, train, "", shifted=True)
+    source = open_token_file(path, tokenizer, str(folder))
+    batches = PackedDocuments([source], tokenizer, train, shifted=True)
     return [
         batches.examples(step, range(train.batch_tokens // train.sequence_length)) for step in range(steps)
     ]

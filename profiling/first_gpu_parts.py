@@ -1,5 +1,6 @@
 """What each part of first_gpu.py measures, in a process of its own."""
 
+import gc
 import json
 import random
 import tempfile
@@ -44,14 +45,20 @@ from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_model import open_initial_model
 from dlm_rag.training.initial_weights import InitialModel, allocate_denoiser
 from dlm_rag.training.planning.step_memory import estimate_step_memory
-from dlm_rag.training.run import free_memory
 from dlm_rag.training.supervised_tasks import PretrainTask
-from dlm_rag.training.task import Phase
+from dlm_rag.training.task import Run
 from dlm_rag.training.trainer import Trainer
 
 GIB = 2**30
 COMPILED = ("none", "int8")  # precisions whose layers are timed compiled, too
 decode_replay.RANDOM_MODEL_SHAPES["tiny"] = (64, 2, 4, 2, 128, 2048)
+
+
+def free_memory() -> None:
+    """Gives back what nobody refers to any more: a trainer and its denoiser refer to each other."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 class PartRecord:
@@ -239,7 +246,7 @@ class RepeatedBatch(PretrainTask):
 
     @cached_property
     def sampled(self) -> Any:
-        return self.sample_batch(self.phase.origin.config, self.items)
+        return self.sample_batch(self.run.origin.config, self.items)
 
     def make_batch(self, step: int, items: Sequence[int], conditions: None) -> Any:
         return self.sampled
@@ -259,7 +266,7 @@ def measure_training(
     shape = replace(origin.config, vocab_size=vocabulary)
     origin = RandomInitialModel(shape, origin.tokenizer, None, origin.seed, 0)
     with tempfile.TemporaryDirectory() as scratch:
-        task = RepeatedBatch(Phase(config, "", origin, Path(scratch)))
+        task = RepeatedBatch(Run(config, origin, Path(scratch)))
         trainer = Trainer(task, DistributedContext(0, 1, 0))
     denoiser, device = trainer.denoiser, trainer.device
     record.add(
@@ -281,7 +288,7 @@ def measure_training(
             config.train,
             activation_checkpointing=denoiser.activation_checkpointing,
         )
-        switched = PretrainTask(Phase(replace(config, train=changed), "", origin, Path()))
+        switched = PretrainTask(Run(replace(config, train=changed), origin, Path()))
         planned = estimate_step_memory(switched, shape, trainer.dtype, task.items)
         whole = planned.weights + planned.gradients + planned.optimizer + planned.activations
         record.add({

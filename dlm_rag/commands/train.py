@@ -1,6 +1,6 @@
 """Train a denoiser, from random weights or a public checkpoint, to answer from what it retrieves.
 
-    dlm-rag train --config tiny.yaml             # every phase at a small size, on invented worlds
+    dlm-rag train --config tiny.yaml             # a small model, on invented worlds
     dlm-rag train --config tiny.yaml --resume    # continue from the last checkpoint
     dlm-rag train --config gb300.yaml --plan     # memory, time and cost, before anything is allocated
     torchrun --nproc-per-node 2 -m dlm_rag train --config world.yaml    # on two processes

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, field
 from functools import cache
 from pathlib import Path
-from typing import Any, cast, get_origin
+from typing import Any, cast
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -178,13 +178,10 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def _parse_word(word: str) -> dict[str, Any]:
-    """The tree of a word KEY=VALUE. What is not a mapping is taken as it is typed."""
+    """The tree of a word KEY=VALUE, whose value is taken as it is typed."""
     key, _, value = word.partition("=")
-    mappings = [name for name, item in list_setting_fields().items() if get_origin(item.type) is dict]
     parsed: Any = None if value in ("null", "None") else value
-    if any(f"{key}.".startswith(f"{name}.") for name in mappings):
-        parsed = _parse_yaml(value, f"the value of {key}={shorten_value(value)} cannot be read")
-    elif key not in list_setting_fields():
+    if key not in list_setting_fields():
         raise ConfigError(_explain_unknown_key(key, "the command line"))
     for name in reversed(key.split(".")):
         parsed = {name: parsed}
@@ -192,15 +189,11 @@ def _parse_word(word: str) -> dict[str, Any]:
 
 
 def _list_given_keys(node: dict[str, Any], prefix: str = "") -> list[str]:
-    """The dotted keys that nested settings give; those of a phase as `train.phases.NAME.KEY`."""
+    """The dotted keys that nested settings give."""
     found = []
     for name, value in node.items():
         key = f"{prefix}{name}"
-        is_phase = prefix == "train.phases."
-        if isinstance(value, dict) and (is_phase or key not in list_setting_fields() or name == "phases"):
-            found += [f"{key}.{each}" for each in value] if is_phase else _list_given_keys(value, f"{key}.")
-        else:
-            found.append(key)
+        found += _list_given_keys(value, f"{key}.") if isinstance(value, dict) else [key]
     return found
 
 

@@ -81,9 +81,8 @@ class CheckedSettings:
         item = cls.__dataclass_fields__[str(info.field_name)]
         if isinstance(value, int | float) and abs(value) >= 2**63:
             raise ValueError("must be below 2^63")
-        for text in value.values() if isinstance(value, dict) else (value,):
-            if isinstance(text, str) and ("\0" in text or text != text.encode(errors="replace").decode()):
-                raise ValueError("is not UTF-8 or holds a NUL: rename it, or set PYTHONUTF8=1")
+        if isinstance(value, str) and ("\0" in value or value != value.encode(errors="replace").decode()):
+            raise ValueError("is not UTF-8 or holds a NUL: rename it, or set PYTHONUTF8=1")
         if item.type == str | None and value is not None and not value.strip():
             raise ValueError("is empty: give it a value, or leave it out")  # an unset variable of a shell
         if value is None or value == item.default:
@@ -169,7 +168,7 @@ def merge_settings(tree: dict[str, Any], changes: Mapping[str, Any]) -> dict[str
     for name, value in changes.items():
         old = tree.get(name)
         if isinstance(value, dict) and not isinstance(old or {}, dict):
-            raise ConfigError(f"{name} is a section or a mapping: write `{name}: {{KEY: VALUE}}`")
+            raise ConfigError(f"{name} is a section: write `{name}: {{KEY: VALUE}}`")
         found[name] = merge_settings(old or {}, value) if isinstance(value, dict) else value
     return found
 

@@ -28,19 +28,16 @@ def check_effects(variants: Iterable[tuple[Any, Iterable[str]]]) -> None:
     """Raises `ConfigError` for a setting of the command line that is not its default and has no effect.
 
     variants: configs, each with the dotted keys that were given for it. A key may be without effect in some
-    of them, and in some phases of training.
+    of them.
     """
     reasons: dict[str, list[str]] = {}
     for config, keys in variants:
-        for phase, train in config.train.get_phase_configs().items():
-            known = flatten_settings(config) | flatten_settings(train, "train.")
-            for key in keys:
-                own = key.replace(f"train.phases.{phase}.", "train.")
-                if own in known:  # else of another phase
-                    section, _, name = own.rpartition(".")
-                    holder = getattr(config, section) if section else config
-                    found = find_idle_settings(section, holder, known, {name: known[own]})
-                    reasons.setdefault(key, []).append(found.get(name, ""))
+        known = flatten_settings(config)
+        for key in keys:
+            section, _, name = key.rpartition(".")
+            holder = getattr(config, section) if section else config
+            found = find_idle_settings(section, holder, known, {name: known[key]})
+            reasons.setdefault(key, []).append(found.get(name, ""))
     for key, why in sorted(reasons.items()):
         if all(why):
             raise ConfigError(f"{key}={why[0]}")

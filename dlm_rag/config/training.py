@@ -1,20 +1,16 @@
-"""Settings of training: its data, the run and its phases, the plan."""
-
-from dataclasses import asdict, fields
-from typing import Any
+"""Settings of training: its data, the run, the plan; of rows that are made for it."""
 
 from dlm_rag.config.fields import (
     SET,
     CheckedSettings,
-    merge_settings,
     setting,
     settings_dataclass,
 )
-from dlm_rag.errors import ConfigError, suggest_nearest
+from dlm_rag.errors import ConfigError
 
 # What settings need, as `only_with` says it.
-SFT, RL = ({"train.objective": (name,)} for name in ("sft", "rl"))
-ANSWERING, READING = {"train.objective": ("sft", "rl")}, {"train.objective": ("pretrain", "adapt")}
+SFT, RL, PRETRAIN = ({"train.objective": (name,)} for name in ("sft", "rl", "pretrain"))
+ANSWERING = {"train.objective": ("sft", "rl")}
 NEW_MODEL = {"model.path": (None,)}
 WORLDS = {"data.corpus": (None,)}
 
@@ -28,12 +24,10 @@ class DataConfig(CheckedSettings):
     data.corpus"""
     corpus: str | None = setting(None)
     """sft, rl: passages from which evidence is retrieved; needs data.questions"""
-    documents: dict[str, str] = setting(dict, only_with=READING)
-    """pretrain, adapt: JSON lines files with a `text`, as NAME: FILE"""
+    documents: str | None = setting(None, only_with=PRETRAIN)
+    """pretrain: JSON lines file with a `text`, or a folder of such files"""
 
     def __post_init__(self) -> None:
-        if not all(name.strip() for name in self.documents):
-            raise ConfigError("data.documents: a name is empty")
         if self.questions is not None and self.corpus is None:
             raise ConfigError("data.questions needs data.corpus too")
         if self.corpus is not None and self.questions is None:
@@ -42,11 +36,9 @@ class DataConfig(CheckedSettings):
 
 @settings_dataclass
 class TrainConfig(CheckedSettings):
-    """What is trained, on what, and how. A phase can change every setting from `objective` on."""
+    """What is trained, on what, and how."""
 
     # The run.
-    phases: dict[str, dict[str, Any]] = setting(dict)
-    """training phases by name, run one after another; each lists the settings in which it differs"""
     seed: int = setting(0)
     """random seed of weights, worlds and examples"""
     wandb: str = setting("off", choices=("off", "offline", "online"))
@@ -63,11 +55,10 @@ class TrainConfig(CheckedSettings):
     """maximum length of a passage in tokens, in the independent evidence layout"""
     lora_rank: int = setting(0, low=0, only_with={"model.path": SET})
     """rank of low-rank adapters on frozen weights (needs peft); 0 trains all weights"""
-    # What a phase trains on.
+    # What it trains on.
     objective: str = setting("sft", table="dlm_rag.training.tasks:TASKS")
-    """training objective: sft (questions, evidence and responses), pretrain (documents), adapt
-    (documents, from an autoregressive checkpoint whose attention becomes bidirectional) or rl (rewarded
-    rollouts); or a class of your own as module:Class"""
+    """training objective: sft (questions, evidence and responses), pretrain (documents; also from an
+    autoregressive checkpoint) or rl (rewarded rollouts); or a class of your own as module:Class"""
     max_steps: int = setting(2000, low=1)
     """number of optimizer steps; may be raised with --resume: curricula go by the first number"""
     passage_sets_per_step: int = setting(6, low=1, high=2**16, only_with=SFT)
@@ -78,14 +69,10 @@ class TrainConfig(CheckedSettings):
     """rl: number of questions in a step, over all processes"""
     num_generations: int = setting(12, low=1, high=2**16, only_with=RL)
     """rl: number of rollouts per question (the group size of GRPO)"""
-    mixture: dict[str, float] = setting(dict, only_with=READING | {"data.documents": SET})
-    """pretrain, adapt: share of each source in data.documents; unset: equal shares"""
-    sequence_length: int = setting(1024, low=8, only_with=READING)
-    """pretrain, adapt: length of a packed sequence in tokens"""
-    batch_tokens: int = setting(16384, low=8, only_with=READING)
-    """pretrain, adapt: number of tokens in a step, over all processes"""
-    rope_theta: float | None = setting(None, low=1)
-    """base of the rotary position embedding; unset takes the model's own"""
+    sequence_length: int = setting(1024, low=8, only_with=PRETRAIN)
+    """pretrain: length of a packed sequence in tokens"""
+    batch_tokens: int = setting(16384, low=8, only_with=PRETRAIN)
+    """pretrain: number of tokens in a step, over all processes"""
     # Optimisation.
     optimizer: str = setting("muon", choices=("muon", "adamw"))
     """optimizer: muon (for the matrices of the layers, adamw for the rest) or adamw (for everything)"""
@@ -148,30 +135,6 @@ class TrainConfig(CheckedSettings):
             raise ConfigError(f"hidden_size={self.hidden_size} must be a multiple of 32")
         if self.batch_tokens % self.sequence_length:
             raise ConfigError(f"batch_tokens must be a multiple of sequence_length={self.sequence_length}")
-        self.get_phase_configs()
-
-    def get_phase_configs(self) -> dict[str, "TrainConfig"]:
-        """The settings of each phase by its name, in order; one without a name where none are given.
-
-        Raises `ConfigError` for what a phase cannot set.
-        """
-        if not self.phases:
-            return {"": self}
-        known = [item.name for item in fields(self)]
-        may = known[known.index("objective") :]
-        found: dict[str, Any] = {}
-        plain = asdict(self) | {"phases": {}}
-        for name, differences in self.phases.items():
-            for key in {*map(str, differences)} - {*may}:
-                at = f"train.phases.{name}.{key}"
-                reason = "belongs to the run, not to a phase"
-                unknown = f"is unknown{suggest_nearest(key, may)}"
-                raise ConfigError(f"{at} {reason if key in known else unknown}")
-            try:
-                found[name] = TrainConfig(**merge_settings(plain, differences))
-            except ConfigError as error:
-                raise ConfigError(f"train.phases.{name}.{error}") from None
-        return found
 
 
 @settings_dataclass

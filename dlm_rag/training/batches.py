@@ -31,11 +31,10 @@ Sums = dict[str, float]
 
 @dataclass(frozen=True)
 class LossWeights:
-    """What the parts of the loss count in a step, and what tokens see."""
+    """What the parts of the loss count in a step."""
 
     end_token: float = 1.0  # of an end token, where a token counts 1
     pointer: float = 0.0
-    block_size: int | None = None  # attention in blocks of so many tokens; None: as the denoiser has it
 
 
 @dataclass(frozen=True)
@@ -73,11 +72,8 @@ class BatchMaker:
     end_ids: frozenset[int]
 
     def prepare(self, examples: Sequence[Example], weights: LossWeights) -> PreparedBatch:
-        """The batch of some rows, with attention in the blocks that `weights` name."""
-        shape, block = self.shape, weights.block_size
-        if block is not None:
-            shape = replace(shape, block_size=min(block, shape.block_size or block))
-        states = lay_out_examples(examples, shape, self.layout)
+        """The batch of some rows."""
+        states = lay_out_examples(examples, self.shape, self.layout)
         places = [list(example.supervised_positions) for example in examples]
         asked = [[row.find_state(n) for n in read] for row, read in zip(states, places, strict=True)]
         pointers, pointed = locate_pointers(examples, states)
@@ -167,7 +163,7 @@ def list_supervision(
 
 
 class Prefetcher:
-    """The batches of the steps of a phase, made ahead: by worker processes, or one step ahead by a thread.
+    """The batches of the steps of a run, made ahead: by worker processes, or one step ahead by a thread.
 
     make: the batches of a step, by its number and its conditions. conditions: what batches depend on
     besides the number of their step, from this and the task's state; workers know no state.
@@ -182,7 +178,7 @@ class Prefetcher:
         self._made: Iterator[Any] | None = None  # by worker processes
 
     def take(self, step: int, state: Any, steps: int) -> Any:
-        """The batches of this step; `steps`: of the phase."""
+        """The batches of this step; `steps`: of the run."""
         if self._workers:
             self._made = self._made or make_in_workers(
                 self._make_of_number, range(step, steps), self._workers

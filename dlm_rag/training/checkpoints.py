@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from dlm_rag.errors import CheckpointError, ConfigError, RunError, summarize_error
+from dlm_rag.errors import CheckpointError, RunError, summarize_error
 from dlm_rag.files.checked_json import parse_json_object, validate_json_value
 from dlm_rag.files.digest import compute_file_digest
 from dlm_rag.files.paths import write_text_atomic
@@ -45,18 +45,16 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # of one process
 RECORD_FILE = "state.json"
 DAMAGE_FILE = "damage.txt"  # in a checkpoint: that its files are not what was written, and which
-CHECKPOINT_FORMAT = 2  # of the record; 1 had no tasks
+CHECKPOINT_FORMAT = 3  # of the record; 2 had phases
 
 
 @dataclass
 class TrainState:
     """The state of a run except weights and optimizers: with them, every later step follows from it."""
 
-    step: int  # of the run
-    phase: str
-    phase_step: int
-    tasks: dict[str, TaskState]  # of each task so far, by its name
-    planned_steps: int = 0  # of the phase when it began, by which curricula go; 0 in older checkpoints
+    step: int
+    task: TaskState
+    planned_steps: int  # of the run when it began, by which curricula go
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,7 @@ class CheckpointRecord:
     """What `state.json` holds."""
 
     state: TrainState
-    run: dict[str, Any]  # settings by their dotted keys, as in `fingerprint.py`
-    phase: dict[str, Any]
+    settings: dict[str, Any]  # by their dotted keys, as in `fingerprint.py`
     fingerprints: dict[str, str]
     scaler: dict[str, Any]
     files: dict[str, int]  # bytes of each
@@ -187,22 +184,6 @@ def find_latest_checkpoint(folder: Path) -> tuple[Path, CheckpointRecord] | None
     Raises `CheckpointError` as `scan_checkpoints` does.
     """
     return next(reversed(scan_checkpoints(folder)[0].items()), None)
-
-
-def find_resume_point(folder: Path, phases: list[str]) -> tuple[int, list[str]]:
-    """Where a run in `folder` stands: its step, and the phases from that of the newest checkpoint on.
-
-    Raises `ConfigError` where that is none of `phases`.
-    """
-    found = find_latest_checkpoint(folder)
-    if found is None:
-        return 0, phases
-    state = found[1].state
-    if state.phase not in phases:
-        raise ConfigError(
-            f"the run in {folder} is in its phase '{state.phase}', which the config does not name"
-        )
-    return state.step, phases[phases.index(state.phase) :]
 
 
 class Checkpoints:

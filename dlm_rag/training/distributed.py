@@ -186,7 +186,7 @@ class DistributedContext:
 
 
 def check_parallelism(train: TrainConfig, items: int, count: int) -> None:
-    """Raises `ConfigError` where `count` processes cannot share a phase whose steps have so many items."""
+    """Raises `ConfigError` where `count` processes cannot share steps of so many items."""
     parts = train.gradient_accumulation_steps
     if items < count * parts:
         raise ConfigError(

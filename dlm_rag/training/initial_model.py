@@ -21,7 +21,6 @@ from dlm_rag.tokenizer import Tokenizer, add_mask_token, load_tokenizer
 from dlm_rag.tokenizer.prompts import PromptTemplate, load_prompt
 from dlm_rag.training.data.examples import LONG_QUESTION_TOKENS
 from dlm_rag.training.initial_weights import InitialModel
-from dlm_rag.training.tasks import find_task
 
 MAX_TOKENIZER_PASSAGES = 100_000  # that a tokenizer is learned from, at most
 MASK_TOKEN, END_TOKEN = "<mask>", "<end>"
@@ -90,9 +89,9 @@ def _open_base_model(config: Config, path: str) -> InitialModel:
     inner, own = load_tokenizer(base.folder), base.config
     mask_id = own.mask_token_id
     if mask_id is None:
-        if not find_task(next(iter(train.get_phase_configs().values()))).opens_causal_attention:
+        if train.objective in ("sft", "rl"):
             raise ConfigError(
-                f"{base.folder} is an autoregressive model: begin with a phase of objective=adapt"
+                f"{base.folder} is an autoregressive model: train it with train.objective=pretrain first"
             )
         mask_id = add_mask_token(inner)
         own = replace(own, shifted=True, causal_context=False, block_size=None)
@@ -118,18 +117,12 @@ def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
     """
     train, decode, block = config.train, config.decode, config.model.block_size
     block = own.block_size if block is None else block or None
-    phases = train.get_phase_configs().values()
     if own.causal_context:
         raise ConfigError(
             "this model predicts the first token of a block from the text before it, and only decodes "
             "here: train another model"
         )
     canvas = decode.max_new_tokens or own.canvas_length
-    longest = [
-        phase.sequence_length + 1
-        for phase in phases
-        if find_task(phase).reads_sequences and (phase.rope_theta or config.model.path is None)
-    ]
     retrieval = list_given(config.retrieval, RETRIEVAL_NAMES)
     own = own.add_settings(list_given(decode, DECODE_NAMES), **retrieval)
     return replace(
@@ -140,7 +133,6 @@ def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
         block_length=own.block_length if decode.block_length is None else decode.block_length,
         block_size=block,
         finished_block_context=decode.finished_block_context or own.finished_block_context,
-        max_position_embeddings=max(own.max_position_embeddings, *longest, 0),
     )
 
 
@@ -163,6 +155,8 @@ def _make_fresh_model(config: Config) -> InitialModel:
     layout = EVIDENCE_LAYOUTS[config.model.evidence_layout or "independent"]
     room = (1 if layout.separate_passages else config.retrieval.top_k) * train.passage_length
     room += 2 * LONG_QUESTION_TOKENS + (config.decode.max_new_tokens or own.canvas_length)
+    if train.objective not in ("sft", "rl"):
+        room = max(room, train.sequence_length + 1)
     own = replace(own, vocab_size=train.vocab_size, mask_token_id=0, max_position_embeddings=room)
     texts: Iterable[str] = iterate_world_texts(train.seed)
     if corpus is not None:

@@ -7,7 +7,7 @@ whoever has it, bit for bit.
 
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +155,7 @@ class InitialModel:
         for name, made in draw_fresh_weights(self.config, self.seed) if fresh else ():
             _copy_local_rows(fresh[name], made)
 
-    def export(
-        self, folder: Path, tensors: dict[str, Tensor], rope_theta: float, dtype: torch.dtype
-    ) -> None:
+    def export(self, folder: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
         """A folder that `sample.py --model` reads; of a public family, also that family's own classes.
 
         tensors: the whole state of the denoiser, adapters included, which are merged into the weights.
@@ -167,8 +165,7 @@ class InitialModel:
         extra: dict[str, Any] = {"prompt": asdict(self.tokenizer.template)}
         if self.checkpoint is None:
             extra["eos_token_id"] = self.tokenizer.end_id
-        config = replace(self.config, rope_theta=rope_theta)
-        save_tensors(tensors, config, folder, extra, self.checkpoint)
+        save_tensors(tensors, self.config, folder, extra, self.checkpoint)
         self.tokenizer.inner.save_pretrained(folder)
         for path in self.checkpoint.folder.iterdir() if self.checkpoint is not None else ():
             # The code that public classes consist of; it is copied, never run.

@@ -40,7 +40,7 @@ class MetricsLogger:
         self._last: Metrics = {"step": from_step - 1}
         if not quiet and self._path.is_file():
             self._drop_steps(from_step)
-        self._steps = sum(phase.max_steps for phase in config.train.get_phase_configs().values())
+        self._steps = config.train.max_steps
         self._recent: deque[Metrics] = deque(maxlen=SCREEN_WINDOW_STEPS)
         self._validated: Metrics = {}
         self._wandb = None if quiet else start_wandb(config, folder)

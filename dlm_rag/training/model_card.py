@@ -67,7 +67,7 @@ def _render_readme(record: dict[str, Any]) -> str:
     data = config["data"]
     rows = {
         "begun from": config["model"]["path"] or "random weights",
-        "data": data["questions"] or data["corpus"] or data["documents"] or "invented worlds",
+        "data": data["questions"] or data["documents"] or "invented worlds",
         **{name: record[name] for name in ("commit", "date", "machine", "hours", "seed", "steps", "rows")},
         "supervised tokens": record["supervised_tokens"],
         "parameters": record["parameters"],

@@ -1,4 +1,4 @@
-"""The optimizers of a phase, and how their rates rise and fall."""
+"""The optimizers of a run, and how their rates rise and fall."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ class _WithoutBFloat16(TorchFunctionMode):
 
 
 def set_learning_rates(optimizers: list[torch.optim.Optimizer], train: TrainConfig, step: int) -> float:
-    """Sets the rates of a step of the phase (warm-up, constant, linear fall); returns their share of the
+    """Sets the rates of a step (warm-up, constant, linear fall); returns their share of the
     full ones.
     """
     share = compute_decay_factor(step, train.max_steps, train.decay_fraction)

@@ -1,6 +1,4 @@
-"""Supervised objectives: answering with evidence (sft), modelling documents (pretrain), adapting an
-autoregressive model (adapt).
-"""
+"""Supervised objectives: answering with evidence (sft), modelling documents (pretrain)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +14,7 @@ from dlm_rag.training.data.world_examples import WorldExamples
 from dlm_rag.training.losses import MaskedObjective
 from dlm_rag.training.optimizers import compute_decay_factor
 from dlm_rag.training.phase_data import open_documents, open_questions, open_world_validation
-from dlm_rag.training.task import Phase, Task, TaskState, Validation
+from dlm_rag.training.task import Run, Task, TaskState, Validation
 from dlm_rag.training.validation import DocumentValidation
 
 CURRICULUM_STAGES = ((2, 2), (2, 4), (4, None))  # passages in a prompt, at least and at most; None: top_k
@@ -24,7 +22,6 @@ STAGE_START_ACCURACY = 0.3  # running accuracy on names that the next stage begi
 STAGE_END_ACCURACY = 0.62  # and at which it ends
 # Shares of the steps at which stages begin where workers make batches ahead.
 STAGE_STARTS = (0.0, 0.06, 0.15)
-ATTENTION_ANNEAL_SHARE = 0.3  # of the steps of adapt, over which attention opens
 END_TOKEN_WEIGHT, FINAL_END_TOKEN_WEIGHT = 0.15, 0.4  # in the loss, the latter once the rate has fallen
 
 
@@ -43,8 +40,7 @@ class MaskedTask(Task):
         return self._maker.prepare(self.make_rows(step, items, conditions), self.loss_weights(step))
 
     def sample_batch(self, shape: DenoiserConfig, count: int) -> PreparedBatch:
-        middle = self.loss_weights(int(ATTENTION_ANNEAL_SHARE * self.train.max_steps / 2))
-        return self._maker.prepare(self.sample_rows(shape, count), middle)
+        return self._maker.prepare(self.sample_rows(shape, count), self.loss_weights(0))
 
     def make_rows(self, step: int, items: Sequence[int], conditions: Any) -> list[Example]:
         """The rows of some items of a step."""
@@ -55,14 +51,14 @@ class MaskedTask(Task):
         raise NotImplementedError
 
     def loss_weights(self, step: int) -> LossWeights:
-        """What changes in the loss from step to step of the phase."""
+        """What changes in the loss from step to step."""
         return LossWeights()
 
 
 class PretrainTask(MaskedTask):
     """Packed documents: the NELBO per token."""
 
-    name, reads_sequences, layout = "pretrain", True, "joint"
+    name, layout = "pretrain", "joint"
     _source: PackedDocuments
 
     @staticmethod
@@ -70,7 +66,7 @@ class PretrainTask(MaskedTask):
         return train.batch_tokens // train.sequence_length, 1
 
     def open_data(self) -> Validation:
-        self._source = open_documents(self.phase)
+        self._source = open_documents(self.run)
         return DocumentValidation(self._source, lambda rows: self._maker.prepare(rows, LossWeights()))
 
     def sample_rows(self, shape: DenoiserConfig, count: int) -> list[Example]:
@@ -83,20 +79,6 @@ class PretrainTask(MaskedTask):
         return {"loss": sums["tokens"] / counts["divisor"]}, state
 
 
-class AdaptTask(PretrainTask):
-    """Pre-training from an autoregressive checkpoint, whose attention opens step by step."""
-
-    name, opens_causal_attention = "adapt", True
-    fixed_settings = frozenset({"train.max_steps"})  # attention opens in a fraction of them
-
-    def loss_weights(self, step: int) -> LossWeights:
-        """From causal to bidirectional: blocks of 1, doubling at an even pace, then one block."""
-        opening = ATTENTION_ANNEAL_SHARE * self.train.max_steps
-        if step >= opening:
-            return LossWeights()
-        return LossWeights(block_size=round(self.train.sequence_length ** (step / opening)))
-
-
 class SftTask(MaskedTask):
     """Prompts with evidence and partly masked responses; on invented worlds, with a curriculum.
 
@@ -106,20 +88,20 @@ class SftTask(MaskedTask):
     name = "sft"
     _source: WorldExamples | QuestionExamples
 
-    def __init__(self, phase: Phase) -> None:
-        super().__init__(phase)
-        self._top_k = phase.config.retrieval.top_k
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._top_k = run.config.retrieval.top_k
         fresh = self._origin.checkpoint is None
         weights = (self.train.pointer_loss_weight, 0.3), (self.train.final_pointer_loss_weight, 0.08)
         self._pointers = [default * fresh if given is None else given for given, default in weights]
 
     def open_data(self) -> Validation:
-        phase = self.phase
+        run = self.run
         if self._config.data.corpus is None:
-            self._source = WorldExamples(phase.builder, self.train, self._top_k)
-            return open_world_validation(phase)
-        questions, retriever, validation = open_questions(phase)
-        self._source = QuestionExamples(questions, retriever, phase.builder, self.train, phase.name)
+            self._source = WorldExamples(run.builder, self.train, self._top_k)
+            return open_world_validation(run)
+        questions, retriever, validation = open_questions(run)
+        self._source = QuestionExamples(questions, retriever, run.builder, self.train)
         return validation
 
     def sample_rows(self, shape: DenoiserConfig, count: int) -> list[Example]:

@@ -24,17 +24,12 @@ TaskState = dict[str, Any]  # JSON values; empty at first
 
 
 @dataclass(frozen=True)
-class Phase:
-    """A phase of a run."""
+class Run:
+    """What a run is made of: its settings, what it begins with, its folder."""
 
     config: Config
-    name: str
     origin: InitialModel
-    folder: Path  # of the run
-
-    @cached_property
-    def train(self) -> TrainConfig:
-        return self.config.train.get_phase_configs()[self.name]
+    folder: Path
 
     @cached_property
     def builder(self) -> ExampleBuilder:
@@ -51,7 +46,7 @@ class Validation(Protocol):
 class Task:
     """One objective. A step consists of `items`, which the processes split into batches.
 
-    Apart from its phase and data, a task depends only on its arguments. What changes during a run is its
+    Apart from its run and data, a task depends only on its arguments. What changes during a run is its
     `TaskState`, which the trainer keeps and saves. Only the task knows what a batch is, but for its
     `counts`: what is known of it beforehand, always under the same names, `rows`, `tokens` that the layers
     run, `supervised` ones whose logits are computed, and whatever loss and metrics need.
@@ -59,15 +54,12 @@ class Task:
 
     name: ClassVar[str]  # what its state is saved under
     can_prefetch: ClassVar[bool] = True  # batches may be made by others during the steps before
-    fixed_settings: ClassVar[frozenset[str]] = frozenset()  # that --resume may not change, but others may
     needs_trained_model: ClassVar[bool] = False
-    reads_sequences: ClassVar[bool] = False  # a model needs positions for `train.sequence_length`
-    opens_causal_attention: ClassVar[bool] = False  # can begin with an autoregressive checkpoint
     forwards_before = 0.0  # of each row of a step, in rollouts; for the plan
 
-    def __init__(self, phase: Phase) -> None:
-        self.phase, self.train, self._config, self._origin = phase, phase.train, phase.config, phase.origin
-        # Steps that the phase had when it began, by which curricula go: they do not go back when
+    def __init__(self, run: Run) -> None:
+        self.run, self.train, self._config, self._origin = run, run.config.train, run.config, run.origin
+        # Steps that the run had when it began, by which curricula go: they do not go back when
         # --resume raises `train.max_steps`.
         self.planned_steps = self.train.max_steps
         self.items, rows = self.count_items(self.train)
@@ -79,11 +71,11 @@ class Task:
         return train.passage_sets_per_step, train.rows_per_set
 
     @classmethod
-    def check_settings(cls, config: Config, train: TrainConfig) -> None:
+    def check_settings(cls, config: Config) -> None:
         """Raises `ConfigError` for settings that do not go with the objective."""
 
     @classmethod
-    def rollout_settings(cls, config: Config, train: TrainConfig) -> DecodeConfig | None:
+    def rollout_settings(cls, config: Config) -> DecodeConfig | None:
         """How the objective decodes in training; None if it does not."""
         return None
 
@@ -106,7 +98,7 @@ class Task:
         return None
 
     def make_batch(self, step: int, items: Sequence[int], conditions: Any) -> Any:
-        """Some items of step number `step` of the phase.
+        """Some items of step number `step`.
 
         Without `can_prefetch`, the denoiser may be called meanwhile, by every process as often as it needs
         (`Trainer.evaluation_mode`).

@@ -13,13 +13,12 @@ if TYPE_CHECKING:
 TASKS = {
     "sft": "dlm_rag.training.supervised_tasks:SftTask",
     "pretrain": "dlm_rag.training.supervised_tasks:PretrainTask",
-    "adapt": "dlm_rag.training.supervised_tasks:AdaptTask",
     "rl": "dlm_rag.training.rl.task:RlTask",
 }
 
 
 def find_task(train: TrainConfig) -> "type[Task]":
-    """The task of a phase; raises `ConfigError`."""
+    """The task of a run; raises `ConfigError`."""
     from dlm_rag.training.task import Task
 
     found = resolve_or_import(TASKS, train.objective, "train.objective")
@@ -31,7 +30,7 @@ def find_task(train: TrainConfig) -> "type[Task]":
 
 
 def check_task_settings(config: Config) -> None:
-    """Raises `ConfigError` for settings that do not go with the objectives of a run."""
+    """Raises `ConfigError` for settings that do not go with the objective of a run."""
     if config.model.quantize != "none":
         raise ConfigError(f"model.quantize={config.model.quantize} is for decoding alone: leave it out")
     if config.engine.store is not None:
@@ -41,10 +40,7 @@ def check_task_settings(config: Config) -> None:
             f"engine.cache_dtype={config.engine.cache_dtype} needs whole weights, and train.parallel=fsdp "
             "has shards of them: leave it out, or set train.parallel=ddp"
         )
-    for number, train in enumerate(config.train.get_phase_configs().values()):
-        task = find_task(train)
-        if task.needs_trained_model and not number and config.model.path is None:
-            raise ConfigError(
-                f"{task.name} begins with a model that answers: set model.path, or put a phase of sft first"
-            )
-        task.check_settings(config, train)
+    task = find_task(config.train)
+    if task.needs_trained_model and config.model.path is None:
+        raise ConfigError(f"{task.name} begins with a model that answers: set model.path")
+    task.check_settings(config)

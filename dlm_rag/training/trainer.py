@@ -1,4 +1,4 @@
-"""A phase of a training run: everything it needs to go on is in `TrainState`, weights and optimizers.
+"""A training run: everything it needs to go on is in `TrainState`, weights and optimizers.
 
 A step's parts follow from its number, so a run that was killed and resumed is the run that was not: on a
 CPU the weights are equal bit for bit.
@@ -38,42 +38,37 @@ from dlm_rag.training.distributed import (
     skip_gradient_sync,
     wrap_in_ddp,
 )
-from dlm_rag.training.fingerprint import (
-    check_resume_settings,
-    collect_phase_settings,
-    collect_run_settings,
-    fingerprint_files,
-)
+from dlm_rag.training.fingerprint import check_resume_settings, collect_settings, fingerprint_files
 from dlm_rag.training.initial_model import open_initial_model
 from dlm_rag.training.initial_weights import InitialModel
 from dlm_rag.training.losses import make_autocast
 from dlm_rag.training.optimizers import make_optimizers, set_learning_rates
 from dlm_rag.training.planning.gpu_specs import find_gpu_spec
-from dlm_rag.training.task import Phase, Task, TaskState, Validation
+from dlm_rag.training.task import Run, Task, TaskState, Validation
 from dlm_rag.training.tasks import find_task
 
 
 class Trainer:
-    """Trains one phase: from its first weights, or from the newest checkpoint in its folder."""
+    """Trains from a run's first weights, or from the newest checkpoint in its folder."""
 
     def __init__(self, task: Task, processes: DistributedContext) -> None:
         """Reads the weights.
 
-        Raises `ConfigError` if the processes cannot share the phase, or if the run in the folder began with
+        Raises `ConfigError` if the processes cannot share a step, or if the run in the folder began with
         other settings, or other contents of the files that they name.
         """
-        phase, self.task, self.train = task.phase, task, task.train
-        self.config, self.origin, train = phase.config, phase.origin, task.train
+        run, self.task, self.train = task.run, task, task.train
+        self.config, self.origin, train = run.config, run.origin, task.train
         check_parallelism(train, task.items, processes.world_size)
-        self._begun = find_latest_checkpoint(phase.folder)
+        self._begun = find_latest_checkpoint(run.folder)
         self._fingerprints = fingerprint_files(self.config, self.origin) if processes.is_main else {}
         if self._begun is not None:
             record, held = self._begun[1], self._fingerprints
-            processes.check_on_main(lambda: check_resume_settings(record, phase, held, type(task)))
+            processes.check_on_main(lambda: check_resume_settings(record, self.config, held, type(task)))
         self.device = processes.local_device(self.config.model.device)
         self.processes = processes
         self.dtype = choose_dtype(train.dtype, self.device)
-        self.state = TrainState(0, phase.name, 0, {}, train.max_steps)
+        self.state = TrainState(0, {}, train.max_steps)
         self._build_denoiser()
         self.stage_seconds: dict[str, float] = {}  # of the last step
         self.flops = 0.0  # of the last step on this process, forward and backward, nothing counted twice
@@ -81,7 +76,7 @@ class Trainer:
         self._peak = None if machine is None else machine.flops.get(self.dtype)
         self.optimizers = make_optimizers(self.denoiser, train)
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
-        self._checkpoints = Checkpoints(phase.folder, self.processes)
+        self._checkpoints = Checkpoints(run.folder, self.processes)
         self._batches = Prefetcher(self._make_parts, task.conditions, train.data_workers)
 
     def _build_denoiser(self) -> None:
@@ -96,21 +91,19 @@ class Trainer:
         if processes.world_size > 1 and not sharded:
             self.root = wrap_in_ddp(self.root)
         self.denoiser.attention = self.config.model.attn_implementation
-        if train.rope_theta is not None:
-            self.denoiser.set_rope_theta(train.rope_theta)
         self.denoiser.activation_checkpointing = train.activation_checkpointing
         if train.compile:
             self.denoiser.compile_layers()
 
     @property
     def finished(self) -> bool:
-        """Whether the phase has made its steps."""
-        return self.state.phase_step >= self.train.max_steps
+        """Whether the run has made its steps."""
+        return self.state.step >= self.train.max_steps
 
     @property
     def task_state(self) -> TaskState:
         """Where the task stands."""
-        return self.state.tasks.get(self.task.name, {})
+        return self.state.task
 
     def step(self) -> dict[str, Any]:
         """One update of the weights; returns metrics. Raises `RunError` for a loss that is no number."""
@@ -121,7 +114,7 @@ class Trainer:
                 mine = {name: sum(part.counts[name] for part in parts) for name in parts[0].counts}
                 counts = self._all_reduce(mine)
             before = replace(self.denoiser.flop_count)
-            share = set_learning_rates(self.optimizers, self.train, state.phase_step)
+            share = set_learning_rates(self.optimizers, self.train, state.step)
             found = self._run_backward(parts, counts)
             with profile_stage("optimizer"):
                 norm, own = self._clip_gradients(found)
@@ -134,20 +127,18 @@ class Trainer:
         names = {"rows": "rows", "tokens": "tokens", "supervised_tokens": "supervised"}
         metrics = {
             "step": state.step,
-            **({"phase": state.phase} if state.phase else {}),
             **own_metrics,
             "learning_rate_share": share,
             "gradient_norm": norm,
             **{name: round(counts[count]) for name, count in names.items()},
         }
         self.stage_seconds = clock.pop_seconds()
-        state.tasks[task.name] = after
-        state.step, state.phase_step = state.step + 1, state.phase_step + 1
+        state.step, state.task = state.step + 1, after
         return metrics
 
     def _take_parts(self) -> list[Any]:
         """This process's batches of the step."""
-        step, task = self.state.phase_step, self.task
+        step, task = self.state.step, self.task
         if task.can_prefetch:
             return self._batches.take(step, self.task_state, self.train.max_steps)
         with self.evaluation_mode():
@@ -247,54 +238,37 @@ class Trainer:
     def save(self) -> Path:
         """Writes a checkpoint that is whole or not there; every process takes part."""
         with profile_stage("checkpoint"):
-            phase = collect_phase_settings(self.config, self.train, type(self.task))
-            run, scaler = collect_run_settings(self.config), self._scaler.state_dict()
-            record = CheckpointRecord(self.state, run, phase, self._fingerprints, scaler, {}, {})
+            held, scaler = collect_settings(self.config, type(self.task)), self._scaler.state_dict()
+            record = CheckpointRecord(self.state, held, self._fingerprints, scaler, {}, {})
             return self._checkpoints.save(record, self.root, self.optimizers)
 
     def restore(self) -> bool:
-        """Goes on from the newest checkpoint, of this phase or the one before; False without.
+        """Goes on from the newest checkpoint; False without.
 
         Raises `CheckpointError` where it is broken.
         """
-        if (found := find_latest_checkpoint(self.task.phase.folder)) is None:
+        if (found := find_latest_checkpoint(self.task.run.folder)) is None:
             return False
         path, record = found
-        state, name = record.state, self.state.phase
-        same = state.phase == name
-        kept = same or record.phase.get("train.optimizer") == self.train.optimizer
-        self._checkpoints.load(path, self.root, self.optimizers if kept else [])
+        self._checkpoints.load(path, self.root, self.optimizers)
         if self._scaler.is_enabled() and record.scaler:
             self._scaler.load_state_dict(record.scaler)
-        planned = state.planned_steps if same and state.planned_steps else self.train.max_steps
-        begun = state.phase_step if same else 0
-        self.state = replace(state, phase=name, phase_step=begun, planned_steps=planned)
-        self.task.planned_steps = planned
+        self.state, self.task.planned_steps = record.state, record.state.planned_steps
         return True
 
     def export(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """A folder that `sample.py --model` reads; every process takes part."""
         tensors = gather_full_state_dict(self.denoiser, self.processes.is_main)
         if self.processes.is_main:
-            self.origin.export(folder, tensors, self.denoiser.config.rope_theta, dtype)
+            self.origin.export(folder, tensors, dtype)
         self.processes.barrier()
 
 
 def open_trainer(
-    config: Config, folder: Path, processes: DistributedContext | None = None, phase: str | None = None,
+    config: Config, folder: Path, processes: DistributedContext | None = None,
     origin: InitialModel | None = None,
 ) -> tuple[Trainer, Validation]:  # fmt: skip
-    """The trainer of a phase (the first where none is named) and its validation; weights are read.
-
-    Raises `UserError`.
-    """
-    phase = next(iter(config.train.get_phase_configs())) if phase is None else phase
-    task, validation = open_phase(config, phase, origin or open_initial_model(config), folder)
+    """The trainer of a run and its validation; weights are read. Raises `UserError`."""
+    task = find_task(config.train)(Run(config, origin or open_initial_model(config), folder))
+    validation = task.open_data()
     return Trainer(task, processes or DistributedContext(0, 1, 0)), validation
-
-
-def open_phase(config: Config, phase: str, origin: InitialModel, folder: Path) -> tuple[Task, Validation]:
-    """The task of a phase and its validation; raises `UserError` for unusable data."""
-    found = Phase(config, phase, origin, folder)
-    task = find_task(found.train)(found)
-    return task, task.open_data()

@@ -225,7 +225,7 @@ CASES = [
     *table("sample Who? --model model --corpus corpus.jsonl",
         ("max_new_tokens=1000000000", {CONFIG: {"canvas_length": 10**9, "max_position_embeddings": 10**12}}),
     ),
-    *table("train --out run --model model train.objective=adapt",
+    *table("train --out run --model model train.objective=pretrain",
         ("has the id 3000000000", {
             CONFIG: {"mask_token_id": ABSENT}, TOKENIZER_CONFIG: {"mask_token": "far"},
             TOKENIZER: change_text('"W": 87', '"far": 3000000000, "W": 87'),

@@ -84,7 +84,7 @@ CASES = [
         ),
         ("data.corpus needs data.questions too", "data.corpus=corpus.jsonl"),
         ("train.world_passages=1000000000", "train.world_passages=1000000000"),
-        ("data.documents={'a'", "data.documents.a=corpus.jsonl"),
+        (("unknown key 'data.documents.a'", "nearest: 'data.documents'"), "data.documents.a=corpus.jsonl"),
         ("rl begins with a model that answers: set model.path", "train.objective=rl"),
         ("has no 'golden_answers'",
          f"{RL} train.passage_length=96 data.questions=questions.jsonl data.corpus=corpus.jsonl",

@@ -84,7 +84,8 @@ CASES = [
             ("line 1: could not", "decode: !!python/object/apply:os.system [ls]"),
             ("unknown key 'a [31m' in c.yaml", '"a\\x1b[31m": 3'),
             ("unknown key 'decode.seed' in c.yaml: write `decode: {seed:", "decode.seed: 1"),
-            ("train.mixture.a=nan", "train: {mixture: {a: .nan}}"),
+            ("train.learning_rate=nan", "train: {learning_rate: .nan}"),
+            ("unknown key 'train.phases' in c.yaml", "train: {phases: {a: {max_steps: 3}}}"),
         )
     )),
     # Paths.

@@ -30,7 +30,6 @@ def test_every_declared_need_is_a_setting_or_a_fact_of_checkpoints():
         ("train.num_generations=3", "train.num_generations=3", "train.objective=rl"),
         ("train.steps_per_world=3 data.corpus=x data.questions=q", "steps_per_world=3", "corpus=null"),
         ("train.hidden_size=64 model.path=x", "train.hidden_size=64", "model.path=null"),
-        ("train.phases.a.forward_cost=0.1", "train.phases.a.forward_cost=0.1", "train.objective=rl"),
         ("decode.tokens_per_step=2 decode.commit_rule=sampled", "_per_step=2", "rule=threshold"),
         ("decode.schedule=rounded", "decode.schedule=rounded", "decode.steps_per_block"),
         ("decode.blocks_at_once=2 decode.commit_rule=top_k", "blocks_at_once=2", "commit_rule=threshold"),
@@ -53,7 +52,6 @@ def test_a_setting_without_effect_is_refused_with_what_it_needs(words, key, need
     [
         "decode.query_threshold=0 decode.query_policy=question",  # the default
         "decode.tokens_per_step=2",  # the rule is the checkpoint's
-        "train.phases.a.objective=rl train.phases.b.max_steps=3 train.forward_cost=0.1",  # of one phase
         "retrieval.url=milvus://h:1/c retrieval.method=dense",
         "decode.commit_threshold=0.4 decode.commit_rule=mine:rule",  # a rule of one's own may read it
     ],

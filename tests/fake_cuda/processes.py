@@ -127,31 +127,25 @@ FRESH = ["train.hidden_size=256", "train.num_hidden_layers=2", "train.vocab_size
 OWN = {
     "tiny": FRESH,
     "world": FRESH,
-    "b200": [
-        "model.path={folder}/qwen", "data.questions={folder}/questions.jsonl",
-        "data.corpus={folder}/corpus.jsonl", "data.documents.web={folder}/web.jsonl",
-        "data.documents.quality={folder}/quality.jsonl",
-    ],
+    "b200": ["model.path={folder}/qwen", "data.documents={folder}/web.jsonl"],
 }  # fmt: skip
-LENGTHS = {"open": 64, "short": 128, "long": 1024}  # of the phases of b200.yaml
 
 
-def toy_settings(name, folder, count, phase):
+def toy_settings(name, folder, count):
     """What makes a config a toy on so many processes: one item for each in every part of a step."""
     plain = load_config(CONFIG_FOLDER / f"{name}.yaml", [])
     words = [*TOY, *OWN.get(name, [])]
     if plain.model.path is not None and not plain.model.path.startswith("dlm_rag"):
         words = ["model.path={folder}/plain", *words]
-    train = plain.train.get_phase_configs()[phase]
-    own = f"train.phases.{phase}" if phase else "train"
+    train = plain.train
     parts = min(2, train.gradient_accumulation_steps)
     items = count * parts
-    words.append(f"{own}.gradient_accumulation_steps={parts}")
-    if phase in LENGTHS:
-        words += [f"{own}.sequence_length={LENGTHS[phase]}", f"{own}.batch_tokens={items * LENGTHS[phase]}"]
+    words.append(f"train.gradient_accumulation_steps={parts}")
+    if train.objective == "pretrain":
+        words += ["train.sequence_length=64", f"train.batch_tokens={items * 64}"]
     else:
         key = "prompts_per_step" if train.objective == "rl" else "passage_sets_per_step"
-        words.append(f"{own}.{key}={items}")
+        words.append(f"train.{key}={items}")
     if train.objective == "rl":  # a rollout is as many steps as its canvas has tokens
         words.append("decode.max_new_tokens=8")
     return [word.format(folder=folder) for word in words]
@@ -163,24 +157,17 @@ def processes_of(name):
     return prod(int(number) for number in re.findall(r"--(?:nnodes|nproc-per-node) (\d+)", text))
 
 
-CASES = [
-    (name, phase, count)
-    for name in TRAINED
-    for phase in load_config(CONFIG_FOLDER / f"{name}.yaml", []).train.get_phase_configs()
-    for count in [processes_of(name)]
-]
-
-
-@pytest.mark.parametrize(("name", "phase", "count"), CASES)
-def test_a_step_of_every_config_on_its_own_processes(tmp_path, monkeypatch, folder, name, phase, count):
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_step_of_every_config_on_its_own_processes(tmp_path, monkeypatch, folder, name):
     force_mixed_rewards(monkeypatch)
-    config = load_config(CONFIG_FOLDER / f"{name}.yaml", toy_settings(name, folder, count, phase))
+    count = processes_of(name)
+    config = load_config(CONFIG_FOLDER / f"{name}.yaml", toy_settings(name, folder, count))
     capability = (7, 0) if name.startswith("v100") else (9, 0)
     with last_of(count) as processes, fake_cuda(capability) as seen, checked_kernels():
-        trainer, _ = open_trainer(config, tmp_path, processes, phase)
+        trainer, _ = open_trainer(config, tmp_path, processes)
         found = record_step_traffic(trainer, seen)
         assert found.pop(IN) and found == {OUT: 1, WAIT: 1}
-        assert trainer.state.phase_step == 1
+        assert trainer.state.step == 1
         if trainer.train.parallel == "fsdp" and count > 1:
             check_shards(trainer, count)
 

@@ -26,7 +26,7 @@ V100, H200, GB10 = (7, 0), (9, 0), (12, 1)
 WAITS_BY_SETUP = {
     "sft": 1, "sft, joint": 1, "sft, prefix": 1, "sft in parts": 2, "sft in blocks, reread": 1,
     "sft in blocks, text": 1, "sft, checkpointing": 1, "sft, selective, sdpa": 1, "adapters": 1,
-    "experts": 1, "pretrain": 1, "adapt": 1, "rl": 3, "rl in parts": 6,
+    "experts": 1, "pretrain": 1, "pretrain, full": 1, "rl": 3, "rl in parts": 6,
 }  # fmt: skip
 ON = {  # GPU, settings -> dtype
     "H200": (H200, [], torch.bfloat16),
@@ -63,7 +63,7 @@ def record_step_traffic(trainer, seen):
 
 @pytest.mark.parametrize(
     ("way", "on"),
-    [*((way, "H200") for way in WAITS_BY_SETUP), ("pretrain", "H200, float32"), ("adapt", "GB10")]
+    [*((way, "H200") for way in WAITS_BY_SETUP), ("pretrain", "H200, float32"), ("pretrain, full", "GB10")]
     + [(way, "V100") for way in ("sft in parts", "adapters")],
 )
 def test_a_training_step_waits_for_the_device_once(tmp_path, folder, way, on):

@@ -111,11 +111,11 @@ def good(tmp_path_factory) -> Path:
     write_jsonl_file(folder / "questions.jsonl", [asked, asked | {"id": "b"}])
     (folder / "questions.json").write_text(json.dumps({"data": [asked]}))
     step = {"loss": 0.5, "rows": 2, "supervised_tokens": 3, "seconds": 1.0, "exact_match": 0.5}
-    step |= {"stage_seconds": {"data": 0.1}, "phase": "read"}
+    step |= {"stage_seconds": {"data": 0.1}}
     write_jsonl_file(folder / "metrics.jsonl", [{"step": n} | step for n in range(3)])
     assert len(read_metrics(folder / "metrics.jsonl")) == 3
-    record = {"format": 2, "step": 5, "run": {}, "phase": {}, "files": {}}
-    state = {"step": 5, "phase": "train", "phase_step": 5, "tasks": {"sft": {"epoch": 1}}}
+    record = {"format": 3, "settings": {}, "files": {}}
+    state = {"step": 5, "task": {"epoch": 1}, "planned_steps": 9}
     checkpoint = folder / "run" / "checkpoints" / "step-00000005"
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text(json.dumps(record | {"state": state}))

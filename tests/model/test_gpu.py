@@ -358,7 +358,7 @@ TRAINED = {
     "sft": ("sft", []),
     "sft, muon": ("sft muon", []),
     "pretrain": ("pretrain", []),
-    "adapt, selective": ("adapt", ["train.activation_checkpointing=selective"]),
+    "pretrain, selective": ("pretrain", ["train.activation_checkpointing=selective"]),
 }
 
 

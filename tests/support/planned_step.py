@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from dlm_rag.config import load_config
 from dlm_rag.training.distributed import DistributedContext
-from dlm_rag.training.planning.plan import ROLLOUT_EXTRA_KEY, plan_phases
+from dlm_rag.training.planning.plan import ROLLOUT_EXTRA_KEY, plan_training
 from dlm_rag.training.trainer import open_trainer
 
 SINGLE_PROCESS = DistributedContext(0, 1, 0)
@@ -56,7 +56,7 @@ def measure_planned_step(words: list[str]) -> PlanComparison:
     with tempfile.TemporaryDirectory() as folder:
         trainer, _ = open_trainer(config, Path(folder), SINGLE_PROCESS)
     shape = trainer.origin.config
-    (plan,) = plan_phases(config, shape, trainer.dtype)
+    plan = plan_training(config, shape, trainer.dtype)
     batch = trainer.task.sample_batch(shape, plan.microbatch_items)
 
     def step() -> None:

@@ -59,7 +59,7 @@ TRAINING_SETUPS = {
     "adapters": [*PLAIN, "train.lora_rank=4", "train.activation_checkpointing=full"],
     "experts": ["model.path={folder}/experts"],
     "pretrain": [*PRETRAIN, "train.activation_checkpointing=selective"],
-    "adapt": [*PRETRAIN, "train.objective=adapt", "train.activation_checkpointing=full"],
+    "pretrain, full": [*PRETRAIN, "train.activation_checkpointing=full"],
     "rl": RL,
     "rl in parts": [
         *RL,

@@ -8,10 +8,10 @@ from torch import nn
 
 from dlm_rag.config import load_config
 from dlm_rag.errors import CheckpointError, ConfigError
-from dlm_rag.training.checkpoints import RECORD_FILE, find_resume_point
+from dlm_rag.training.checkpoints import RECORD_FILE, find_latest_checkpoint
 from dlm_rag.training.initial_model import open_initial_model
-from dlm_rag.training.planning.plan import plan_phases
-from dlm_rag.training.task import Phase, Task
+from dlm_rag.training.planning.plan import plan_training
+from dlm_rag.training.task import Run, Task
 from dlm_rag.training.tasks import check_task_settings
 from dlm_rag.training.trainer import Trainer, open_trainer
 from tests.support.training import MICRO_SETTINGS, SINGLE_PROCESS
@@ -71,7 +71,7 @@ def make_trainer(folder):
     words = ["train.learning_rate=0.1", "train.gradient_accumulation_steps=2", "train.warmup_steps=0"]
     config = load_config(None, [*MICRO_SETTINGS, "train.optimizer=adamw", *words])
     origin = open_initial_model(config)
-    return Trainer(Regression(Phase(config, "", origin, folder)), SINGLE_PROCESS)
+    return Trainer(Regression(Run(config, origin, folder)), SINGLE_PROCESS)
 
 
 def test_a_task_of_ones_own_is_stepped_saved_and_resumed(tmp_path):
@@ -98,8 +98,8 @@ def test_a_task_of_ones_own_is_stepped_saved_and_resumed(tmp_path):
 def test_a_checkpoint_of_another_format_is_refused_in_a_sentence(tmp_path):
     path = make_trainer(tmp_path).save()
     (path / RECORD_FILE).write_text('{"format": 99}')
-    for look in (lambda: find_resume_point(tmp_path, [""]), lambda: make_trainer(tmp_path)):
-        with pytest.raises(CheckpointError, match="goes on with format 2 only: end the run"):
+    for look in (lambda: find_latest_checkpoint(tmp_path), lambda: make_trainer(tmp_path)):
+        with pytest.raises(CheckpointError, match="goes on with format 3 only: end the run"):
             look()
 
 
@@ -125,7 +125,7 @@ def test_an_objective_of_ones_own_is_named_on_the_command_line(tmp_path, monkeyp
     trainer, _ = open_trainer(config, tmp_path / "run")
     assert trainer.task.name == "end_tokens" and trainer.task.loss_weights(0).end_token == 2.0
     assert trainer.step()["loss"] > 0 and trainer.save().exists()
-    (plan,) = plan_phases(config, trainer.origin.config, torch.float32)
+    plan = plan_training(config, trainer.origin.config, torch.float32)
     assert plan.microbatch_items == trainer.task.items and plan.memory.activations > 0
 
 

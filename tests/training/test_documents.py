@@ -1,4 +1,4 @@
-"""Documents: packed without padding, mixed by weight, following from the number of the sequence."""
+"""Documents: packed without padding, following from the number of the sequence."""
 
 from collections import Counter
 
@@ -8,9 +8,7 @@ import pytest
 from dlm_rag.config import TrainConfig
 from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.training.data.documents import (
-    MIXTURE_BLOCK_SEQUENCES,
     PackedDocuments,
-    allocate_quotas,
     open_token_file,
 )
 from tests.support.passages import write_jsonl_file
@@ -25,7 +23,7 @@ def source(tmp_path):
     return open_token_file(path, tiny_tokenizer(), str(tmp_path / "cache"))
 
 
-def phase(**settings):
+def train_settings(**settings):
     return TrainConfig(**({"objective": "pretrain", "sequence_length": 64, "batch_tokens": 256} | settings))
 
 
@@ -38,12 +36,12 @@ def test_the_sequences_are_the_file_without_padding_and_a_row_lies_in_one_docume
 
 
 def pack(source, shifted=False, **settings):
-    return PackedDocuments({"web": source}, tiny_tokenizer(), phase(**settings), "", shifted)
+    return PackedDocuments([source], tiny_tokenizer(), train_settings(**settings), shifted)
 
 
 def test_every_sequence_comes_once_an_epoch(source):
     documents = pack(source)
-    count = documents._sequences[0]
+    count = int(documents._ends[-1])
     for epoch in range(2):
         drawn = [documents.sequence_rows(epoch * count + n) for n in range(count)]
         assert sorted(drawn) == sorted(source.sequence_rows(n, 64) for n in range(count))
@@ -52,22 +50,20 @@ def test_every_sequence_comes_once_an_epoch(source):
     assert held == last and count < source.count_sequences(64), "what is held out is never drawn"
 
 
-def test_sources_have_their_exact_shares(tmp_path):
-    files = {
-        name: open_token_file(
-            write_jsonl_file(tmp_path / f"{name}.jsonl", [{"text": name * 50} for _ in range(30)]),
+def test_the_sequences_of_all_files_are_shuffled_together(tmp_path):
+    files = [
+        open_token_file(
+            write_jsonl_file(tmp_path / f"{name}.jsonl", [{"text": name * 50} for _ in range(count)]),
             tiny_tokenizer(), str(tmp_path),
         )
-        for name in "ab"
-    }  # fmt: skip
-    documents = PackedDocuments(files, tiny_tokenizer(), phase(mixture={"a": 0.94, "b": 0.06}), "", False)
-    for block in range(2):
-        drawn = Counter(
-            chr(documents.sequence_rows(block * MIXTURE_BLOCK_SEQUENCES + n)[0][0])
-            for n in range(MIXTURE_BLOCK_SEQUENCES)
-        )
-        assert drawn == {"a": 940, "b": 60}
-    assert allocate_quotas([1 / 3, 1 / 3, 1 / 3], 1000) == [334, 333, 333]
+        for name, count in (("a", 10), ("b", 30))
+    ]  # fmt: skip
+    documents = PackedDocuments(files, tiny_tokenizer(), train_settings(), False)
+    whole = sum(file.count_sequences(64) for file in files) - len(documents.held_out_examples())
+    drawn = [chr(documents.sequence_rows(n)[0][0]) for n in range(whole)]
+    kept = {name: file.count_sequences(64) for name, file in zip("ab", files, strict=True)}
+    kept["b"] -= len(documents.held_out_examples())
+    assert Counter(drawn) == kept and drawn != sorted(drawn)
 
 
 def test_batches_follow_from_the_step_whoever_makes_them(source):
@@ -108,16 +104,6 @@ def test_a_bad_file_is_named_with_its_line(tmp_path, lines, match):
         open_token_file(tmp_path / "nothing.jsonl", tiny_tokenizer())
 
 
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"mixture": {"wep": 1.0}}, "mixture names 'wep', which is none of web"),
-        ({"mixture": {"web": -1.0}}, "must not be negative"),
-        ({"mixture": {"web": 0.9997, "rare": 0.0003}}, "the share of 'rare'"),
-        ({"sequence_length": 8192, "batch_tokens": 8192}, "fewer tokens than one .*sequence_length=8192"),
-    ],
-)
-def test_a_mixture_that_cannot_be_and_a_file_too_short_are_errors(source, settings, match):
-    sources = {name: source for name in ("web", "rare") if name in settings.get("mixture", "web")}
-    with pytest.raises(ConfigError, match=match):
-        PackedDocuments(sources or {"web": source}, tiny_tokenizer(), phase(**settings), "", False)
+def test_a_file_too_short_is_an_error(source):
+    with pytest.raises(ConfigError, match="fewer tokens than one .*sequence_length=8192"):
+        pack(source, sequence_length=8192, batch_tokens=8192)

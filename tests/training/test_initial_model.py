@@ -32,7 +32,7 @@ def autoregressive(request, tmp_path):
 def test_adaptation_begins_with_the_model_as_it_was(autoregressive):
     """Causal, the denoiser is the autoregressive model: row i - 1 predicts token i."""
     folder, model = autoregressive
-    origin = open_initial_model(load_config(None, [f"model.path={folder}", "train.objective=adapt"]))
+    origin = open_initial_model(load_config(None, [f"model.path={folder}", "train.objective=pretrain"]))
     assert origin.config.mask_token_id == 257 and origin.config.shifted, "one token more than there were"
     denoiser = build_denoiser(origin)
     with torch.no_grad():
@@ -43,13 +43,13 @@ def test_adaptation_begins_with_the_model_as_it_was(autoregressive):
 
 def test_an_export_is_read_by_us_and_by_the_public_class(autoregressive, tmp_path):
     folder, model = autoregressive
-    origin = open_initial_model(load_config(None, [f"model.path={folder}", "train.objective=adapt"]))
+    origin = open_initial_model(load_config(None, [f"model.path={folder}", "train.objective=pretrain"]))
     denoiser = build_denoiser(origin)
     with torch.no_grad():
         denoiser.layers[0].mlp.up_proj.weight.mul_(1.1)
-    origin.export(tmp_path / "out", gather_full_state_dict(denoiser, True), 20000.0, torch.float32)
+    origin.export(tmp_path / "out", gather_full_state_dict(denoiser, True), torch.float32)
     again = Denoiser.from_pretrained(tmp_path / "out")
-    assert again.config.rope_theta == 20000.0 and again.config.evidence_layout == "independent"
+    assert again.config.evidence_layout == "independent"
     assert Tokenizer.from_pretrained(tmp_path / "out").mask_id == 257
     public = type(model).from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_what_attention_in_blocks_does_not_go_with_is_refused():
 
 
 def test_an_autoregressive_model_must_be_adapted_first(autoregressive):
-    with pytest.raises(ConfigError, match="begin with a phase of objective=adapt"):
+    with pytest.raises(ConfigError, match="train it with train.objective=pretrain first"):
         open_initial_model(load_config(None, [f"model.path={autoregressive[0]}"]))
 
 
@@ -74,7 +74,7 @@ def test_a_public_denoiser_goes_out_as_it_came_in(golden, tmp_path, name):
     origin = open_initial_model(load_config(None, [f"model.path={folder}", "model.evidence_layout=joint"]))
     denoiser = build_denoiser(origin)
     tensors = gather_full_state_dict(denoiser, True)
-    origin.export(tmp_path, tensors, origin.config.rope_theta, torch.float32)
+    origin.export(tmp_path, tensors, torch.float32)
     ids = torch.arange(40).view(2, 20) * 13 % 1500
     with torch.no_grad():
         torch.testing.assert_close(
@@ -126,8 +126,8 @@ def as_rank():
 @pytest.mark.parametrize(
     "words",
     [
-        ["model.path={folder}", "train.objective=adapt"],
-        ["model.path={folder}", "train.objective=adapt", "train.lora_rank=4"],
+        ["model.path={folder}", "train.objective=pretrain"],
+        ["model.path={folder}", "train.objective=pretrain", "train.lora_rank=4"],
         ["train.hidden_size=64", "train.num_hidden_layers=2", "train.vocab_size=401"],
     ],
     ids=["a wider vocabulary", "adapters", "fresh and tied"],

@@ -19,7 +19,7 @@ from dlm_rag.training.planning.known_checkpoints import read_known_config
 from dlm_rag.training.planning.plan import (
     check_run_fits,
     make_planned_task,
-    plan_phases,
+    plan_training,
     resolve_shape,
 )
 from dlm_rag.training.planning.plan_report import _make_machine_table
@@ -47,7 +47,7 @@ def test_frozen_weights_spare_their_own_half_of_backward_and_attention_spares_no
     config = load_config(None, words)
     denoiser = build_denoiser(open_initial_model(config))
     add_lora_adapters(denoiser, 2)
-    task = make_planned_task(config, config.train, denoiser.config)
+    task = make_planned_task(config, denoiser.config)
     found = estimate_step_memory(task, denoiser.config, FLOAT32, 1)
     objective = task.objective(denoiser)
     batch = task.sample_batch(denoiser.config, 1)
@@ -59,7 +59,7 @@ def test_frozen_weights_spare_their_own_half_of_backward_and_attention_spares_no
 def test_weights_and_optimizer_are_what_a_run_holds(tmp_path, optimizer):
     words = [*MICRO_SETTINGS, f"train.optimizer={optimizer}"]
     trainer = make_trainer(tmp_path, *words)
-    (plan,) = plan_phases(load_config(None, words), trainer.origin.config, torch.float32)
+    plan = plan_training(load_config(None, words), trainer.origin.config, torch.float32)
     trainer.step()
     kept = [x for o in trainer.optimizers for state in o.state.values() for x in state.values()]
     assert plan.memory.weights == sum(p.nbytes for p in trainer.denoiser.parameters())
@@ -80,9 +80,8 @@ def test_what_cannot_fit_is_refused_before_it_is_allocated(monkeypatch):
 def test_the_config_of_a_machine_fits_it_without_network_or_weights(name):
     config = load_config(name)
     dtype = torch.float16 if config.train.dtype == "float16" else torch.bfloat16
-    for phase in plan_phases(config, resolve_shape(config), dtype):
-        need = sum(phase.device_bytes.values())
-        assert need <= GPU_SPECS[config.plan.machine].usable_memory, phase.name
+    plan = plan_training(config, resolve_shape(config), dtype)
+    assert sum(plan.device_bytes.values()) <= GPU_SPECS[config.plan.machine].usable_memory
 
 
 def test_rollouts_count_where_they_take_more_than_the_update():
@@ -95,7 +94,7 @@ def test_rollouts_count_where_they_take_more_than_the_update():
     found = []
     for places in (64, 2):
         config = load_config("search_rl", [*words.split(), f"decode.batch_size={places}"])
-        (plan,) = plan_phases(config, resolve_shape(config), torch.float32)
+        plan = plan_training(config, resolve_shape(config), torch.float32)
         memory = plan.memory
         always = memory.weights + memory.optimizer
         update = memory.gradients + memory.activations
@@ -125,11 +124,11 @@ def run_measured(*command):
 
 def test_electricity_and_rent_are_apart():
     """An hour on two devices: a machine with a public price, and one without."""
-    phase = SimpleNamespace(
-        device_bytes={"weights": 200e9}, train=SimpleNamespace(max_steps=3600), step_seconds=lambda *_: 1.0
-    )
-    plan = load_config(None, ["plan.devices=2"]).plan
-    table = _make_machine_table([GPU_SPECS["gb300"], GPU_SPECS["gb10"]], [phase], torch.bfloat16, plan)
+    plan = SimpleNamespace(
+        device_bytes={"weights": 200e9}, train=SimpleNamespace(max_steps=3600), devices=2,
+        step_seconds=lambda *_: 1.0,
+    )  # fmt: skip
+    table = _make_machine_table([GPU_SPECS["gb300"], GPU_SPECS["gb10"]], plan, torch.bfloat16)
     fits, time, _, power, rent = [list(column.cells) for column in table.columns][3:]
     assert fits == ["yes", "no"] and time == ["1 h", "1 h"]
     assert power == ["$0.84", "$0.084"] and rent == ["$14.80", "?"]

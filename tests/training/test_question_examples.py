@@ -65,7 +65,7 @@ def test_own_questions_become_what_decoding_sees(tmp_path):
 
     def make_batches(asked, shape=shape):
         builder = ExampleBuilder(tiny_tokenizer(), shape)
-        return QuestionExamples(asked, retriever, builder, train, "")
+        return QuestionExamples(asked, retriever, builder, train)
 
     batches = make_batches(questions)
     rows = [row for step in range(4) for row in batches.examples(step, range(10))]

@@ -20,10 +20,9 @@ from dlm_rag.training.checkpoints import (
     RECORD_FILE,
     find_damaged_files,
     find_latest_checkpoint,
-    find_resume_point,
     skip_damaged_checkpoints,
 )
-from dlm_rag.training.fingerprint import CHANGEABLE_KEYS, collect_phase_settings, collect_run_settings
+from dlm_rag.training.fingerprint import CHANGEABLE_KEYS, collect_settings
 from dlm_rag.training.initial_weights import InitialModel
 from dlm_rag.training.tasks import TASKS, find_task
 from dlm_rag.training.trainer import Trainer, open_trainer
@@ -108,7 +107,7 @@ HARMS = {
 }
 FOREIGN = {  # of state.json, whose digest holds
     "step": lambda record: record["state"].update(step=True),
-    "tasks": lambda record: record["state"].update(tasks={"sft": 5}),
+    "task": lambda record: record["state"].update(task=5),
     "files outside": lambda record: record.update(files={"../../metrics.jsonl": 5}),
 }
 
@@ -119,7 +118,7 @@ def test_a_checkpoint_that_is_not_what_was_written_gives_way_to_the_one_before(f
     change, says = HARMS[harm]
     change(folder / "checkpoints" / "step-00000004")
     told = skip_damaged_checkpoints(folder, SINGLE_PROCESS)
-    assert find_resume_point(folder, [""])[0] == 2
+    assert find_latest_checkpoint(folder)[1].state.step == 2
     assert len(told) == 1 and "step-00000004" in told[0] and says in told[0], told
     assert skip_damaged_checkpoints(folder, SINGLE_PROCESS) == told
 
@@ -146,7 +145,7 @@ def test_every_file_is_read_where_a_process_does_not_see_all(folder, tmp_path):
 def test_foreign_values_of_a_record_are_passed_over(folder, what):
     in_record(FOREIGN[what], digested=True)(folder / "checkpoints" / "step-00000004")
     (told,) = skip_damaged_checkpoints(folder, SINGLE_PROCESS)
-    assert find_resume_point(folder, [""])[0] == 2 and "step-00000004 is passed over: " in told
+    assert find_latest_checkpoint(folder)[1].state.step == 2 and "step-00000004 is passed over: " in told
 
 
 @pytest.mark.slow
@@ -183,7 +182,7 @@ BEGUN = {
     "rl": [*OWN, "train.objective=rl", "decode.gate_temperature=2"],
     "documents": [
         *MICRO_SETTINGS, "train.objective=pretrain", "train.sequence_length=64", "train.batch_tokens=256",
-        "data.documents.web={base}/web.jsonl",
+        "data.documents={base}/web.jsonl",
     ],
 }  # fmt: skip
 
@@ -262,7 +261,7 @@ def other_theta(path: Path) -> None:
         ("rl", "model/config.json", other_theta, "model.path"),
         ("sft", "questions.jsonl", lambda path: replace_in(path, "town 7", "town 8"), "data.questions"),
         ("sft", "corpus.jsonl", lambda path: replace_in(path, "land 3", "land 4"), "data.corpus"),
-        ("documents", "web.jsonl", lambda path: replace_in(path, "land 3", "land 4"), "data.documents.web"),
+        ("documents", "web.jsonl", lambda path: replace_in(path, "land 3", "land 4"), "data.documents"),
     ],
 )
 def test_other_contents_under_the_same_name_are_refused(base, monkeypatch, name, file, harm, says):
@@ -280,19 +279,14 @@ def replace_in(path: Path, old: str, new: str) -> None:
 
 
 def test_every_setting_is_held_or_stands_in_the_table():
-    """`collect_run_settings` and `collect_phase_settings` have what the table does not name, and it names
-    what there is.
-    """
+    """`collect_settings` has what the table does not name, and it names what there is."""
     config = load_config(None, ["train.objective=rl"])
     sections = ("model.", "retrieval.", "data.", "train.", "decode.")
     known = {key for key in list_setting_fields() if key.startswith(sections)}
-    held = {*collect_run_settings(config)}
+    held = set[str]()
     for objective in TASKS:
-        train = replace(config.train, objective=objective)
-        task = find_task(train)
-        found = collect_phase_settings(config, train, task).keys()
-        held |= found - task.fixed_settings
-        assert task.fixed_settings <= found
+        chosen = replace(config, train=replace(config.train, objective=objective))
+        held |= collect_settings(chosen, find_task(chosen.train)).keys()
     assert known >= CHANGEABLE_KEYS and known == held | CHANGEABLE_KEYS and not held & CHANGEABLE_KEYS
 
 
@@ -302,7 +296,7 @@ def test_curricula_stay_where_they_were_when_steps_are_added(tmp_path):
     trainer, _ = open_trainer(load_config(None, words), tmp_path)
     stages = []
     stages.append(trainer.task.conditions(3, {}))
-    trainer.state.step = trainer.state.phase_step = 3
+    trainer.state.step = 3
     trainer.save()
     more = load_config(None, [*words[:-1], "train.max_steps=400"])
     again, _ = open_trainer(more, tmp_path)

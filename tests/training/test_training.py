@@ -41,7 +41,7 @@ from dlm_rag.training.batches import (
     lay_out_examples,
     locate_pointers,
 )
-from dlm_rag.training.checkpoints import find_latest_checkpoint, find_resume_point, scan_checkpoints
+from dlm_rag.training.checkpoints import find_latest_checkpoint, scan_checkpoints
 from dlm_rag.training.data.examples import ExampleBuilder
 from dlm_rag.training.data.world_examples import WorldExamples, find_subsequence
 from dlm_rag.training.distributed import DistributedContext
@@ -56,7 +56,7 @@ from dlm_rag.training.metrics_logger import MetricsLogger, read_metrics, start_w
 from dlm_rag.training.model_card import make_train_command
 from dlm_rag.training.optimizers import compute_decay_factor, make_optimizers
 from dlm_rag.training.run import run_training
-from dlm_rag.training.trainer import open_phase, open_trainer
+from dlm_rag.training.trainer import open_trainer
 from dlm_rag.training.validation import QuestionValidation
 from tests.support.paths import ROOT
 from tests.support.processes import count_lines, wait_until
@@ -289,7 +289,7 @@ def test_a_fresh_denoiser_has_a_nelbo_of_about_log_v_per_token(tmp_path):
     """Weights near zero predict all tokens alike: the bound is then log V, whatever was drawn."""
     config = load_config(None, MICRO_SETTINGS)
     origin = open_initial_model(config)
-    _, validation = open_phase(config, "", origin, tmp_path)
+    _, validation = open_trainer(config, tmp_path, origin=origin)
     denoiser = build_denoiser(origin)
     with torch.no_grad():
         denoiser.lm_head.weight.mul_(1e-4)
@@ -500,7 +500,7 @@ def test_a_validation_that_fails_costs_no_step_and_is_made_up_for(tmp_path, monk
         patched.setattr(QuestionValidation, "compute_scores", fails)
         with pytest.raises(ConnectionError):
             go_on()
-    assert find_resume_point(tmp_path, [""])[0] == 2, "the step is saved"
+    assert find_latest_checkpoint(tmp_path)[1].state.step == 2, "the step is saved"
     first, last = go_on()
     assert "exact_match" in first and "exact_match" in last and last["step"] == 1
     assert (tmp_path / "model").exists() and go_on() == [first, last], "and not made up for again"
@@ -536,7 +536,9 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew_and_says
     words = ["--out", str(tmp_path), *MICRO_SETTINGS, "train.max_steps=1"]
     commands.train.main([*words, "--resume"])
     assert f"{tmp_path} has no checkpoint: the run begins again" in capsys.readouterr().err
-    assert (tmp_path / "model" / "README.md").exists() and find_resume_point(tmp_path, [""])[0] == 1
+    assert (tmp_path / "model" / "README.md").exists() and find_latest_checkpoint(tmp_path)[
+        1
+    ].state.step == 1
     assert not (tmp_path / "train.lock").exists()
     with pytest.raises(ConfigError, match="holds a run already: add --resume to go on"):
         commands.train.main(words)
@@ -552,7 +554,7 @@ BROKEN = {  # what lies beside two whole checkpoints, by its name: what makes it
     "step-00000008": (Path.mkdir, "state.json cannot be read (No such file"),
     "step-last": (Path.mkdir, "its name is not that of a checkpoint"),
     "step-00000004": (cut_shard, ".safetensors is cut short"),
-    "step-00000011": ('{"format": 2, "run": {}, "phase": {}, "state": []}', "state.json has changed"),
+    "step-00000011": ('{"format": 3, "settings": {}, "state": []}', "state.json has changed"),
 }
 
 
@@ -603,7 +605,7 @@ def test_control_c_saves_a_checkpoint_and_a_second_ends_at_once(tmp_path):
         return err
 
     assert "which is saved: --resume goes on" in interrupt(tmp_path)
-    assert find_resume_point(tmp_path, [""])[0] > 0
+    assert find_latest_checkpoint(tmp_path)[1].state.step > 0
     # Steps of several seconds, so that the second comes in the one that the first has let go on.
     err = interrupt(tmp_path / "long", "train.passage_sets_per_step=200", times=2)
     assert "interrupted" in err and "stopped after step" not in err

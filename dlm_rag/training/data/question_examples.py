@@ -2,7 +2,7 @@
 
 An item of a step is one set of passages: those that the query of a moment of some question brings, when
 some sentences of its response stand. Its rows are that question's, masked in several ways. Everything
-follows from (seed, phase, step, item).
+follows from (seed, step, item).
 """
 
 import random
@@ -20,15 +20,15 @@ from dlm_rag.training.data.examples import CopyIndex, Example, ExampleBuilder
 
 
 class QuestionExamples:
-    """The batches of a phase of fine-tuning on questions with known responses."""
+    """The batches of fine-tuning on questions with known responses."""
 
     def __init__(
         self, questions: Sequence[Question], retriever: Retriever, builder: ExampleBuilder,
-        train: TrainConfig, phase: str,
+        train: TrainConfig,
     ) -> None:  # fmt: skip
         """Raises `QuestionError` for a question without a response or an answer, or that cannot fit."""
         self._questions, self._retriever, self._builder = questions, retriever, builder
-        self._train, self._key = train, (train.seed, phase)
+        self._train = train
         for question in questions:
             self._check(question)
 
@@ -65,8 +65,8 @@ class QuestionExamples:
     def _draw_moment(self, step: int, item: int) -> tuple[random.Random, Question, int]:
         """The question of an item, and how many characters of its response stand: some sentences."""
         epoch, place = divmod(step * self._train.passage_sets_per_step + item, len(self._questions))
-        order = sample_permutation((*self._key, "questions", epoch), len(self._questions))
-        rng = random.Random(f"answered/{self._key}/{step}/{item}")
+        order = sample_permutation((self._train.seed, "questions", epoch), len(self._questions))
+        rng = random.Random(f"answered/{self._train.seed}/{step}/{item}")
         question = self._questions[int(order[place])]
         ends = [end for _, end in find_sentence_spans(target_response(question))]
         return rng, question, rng.choice([0, *ends])

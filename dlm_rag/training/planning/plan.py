@@ -24,7 +24,7 @@ from dlm_rag.training.planning.step_memory import (
     count_optimizer_bytes,
     estimate_step_memory,
 )
-from dlm_rag.training.task import Phase, Task
+from dlm_rag.training.task import Run, Task
 from dlm_rag.training.tasks import find_task
 
 GB = 1e9
@@ -36,10 +36,9 @@ MEMORY_REMEDY = (
 
 
 @dataclass(frozen=True)
-class PhasePlan:
-    """A step of a phase on `devices` devices of a kind that need not be known."""
+class TrainingPlan:
+    """A step of a run on `devices` devices of a kind that need not be known."""
 
-    name: str
     train: TrainConfig
     layers: int
     size: int  # bytes of a number of the arithmetic
@@ -72,41 +71,40 @@ class PhasePlan:
         return self.flops / (self.devices * machine.flops[dtype] * mfu)
 
 
-def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> list[PhasePlan]:
-    """Plans every phase, with the arithmetic in `dtype`; pointer supervision is left out.
+def plan_training(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> TrainingPlan:
+    """Plans a run with the arithmetic in `dtype`; pointer supervision is left out.
 
-    Raises `ConfigError` where so many devices cannot share a phase.
+    Raises `ConfigError` where so many devices cannot share a step.
     """
-    found, devices = [], config.plan.devices
-    for name, phase in config.train.get_phase_configs().items():
-        train = replace(phase, dtype=str(dtype).removeprefix("torch."))
-        check_parallelism(train, find_task(train).count_items(train)[0], devices)
-        task = make_planned_task(config, train, shape)
-        items = math.ceil(task.items / (devices * train.gradient_accumulation_steps))
-        memory = estimate_step_memory(task, shape, dtype, items)
-        forward, parts = memory.forward, task.items / items
-        flops = forward.flops_with_backward(bool(train.lora_rank))
-        flops += forward.flops * task.forwards_before
-        found.append(PhasePlan(
-            name, train, shape.num_hidden_layers, dtype.itemsize, devices, items, parts * forward.tokens,
-            parts * flops, memory, estimate_rollout_bytes(config, task, shape, dtype, items),
-        ))  # fmt: skip
-    return found
+    devices = config.plan.devices
+    train = replace(config.train, dtype=str(dtype).removeprefix("torch."))
+    config = replace(config, train=train)
+    check_parallelism(train, find_task(train).count_items(train)[0], devices)
+    task = make_planned_task(config, shape)
+    items = math.ceil(task.items / (devices * train.gradient_accumulation_steps))
+    memory = estimate_step_memory(task, shape, dtype, items)
+    forward, parts = memory.forward, task.items / items
+    flops = forward.flops_with_backward(bool(train.lora_rank))
+    flops += forward.flops * task.forwards_before
+    return TrainingPlan(
+        train, shape.num_hidden_layers, dtype.itemsize, devices, items, parts * forward.tokens,
+        parts * flops, memory, estimate_rollout_bytes(config, task, shape, dtype, items),
+    )  # fmt: skip
 
 
-def make_planned_task(config: Config, train: TrainConfig, shape: DenoiserConfig) -> Task:
-    """The task of a phase as it is trained, but for what its rows would come from."""
+def make_planned_task(config: Config, shape: DenoiserConfig) -> Task:
+    """The task of a run as it is trained, but for what its rows would come from."""
     tokenizer: Any = SimpleNamespace(end_ids=frozenset({0}), mask_id=shape.mask_token_id)
-    here = replace(config, train=train, model=replace(config.model, device="cpu"))
-    origin = InitialModel(shape, tokenizer, None, train.seed, train.lora_rank)
-    return find_task(train)(Phase(here, "", origin, Path()))
+    here = replace(config, model=replace(config.model, device="cpu"))
+    origin = InitialModel(shape, tokenizer, None, config.train.seed, config.train.lora_rank)
+    return find_task(config.train)(Run(here, origin, Path()))
 
 
 def estimate_rollout_bytes(
     config: Config, task: Task, shape: DenoiserConfig, dtype: torch.dtype, part: int
 ) -> float:
     """Bytes in addition to the weights while `part` items are decoded; pools take what is left."""
-    settings = task.rollout_settings(config, task.train)
+    settings = task.rollout_settings(config)
     if settings is None:
         return 0.0
     passages = config.retrieval.top_k, task.train.passage_length
@@ -116,7 +114,7 @@ def estimate_rollout_bytes(
 
 
 def check_run_fits(config: Config, count: int, device: torch.device) -> None:
-    """Raises `ConfigError` for a phase that `count` processes cannot share, or whose weights, gradients and
+    """Raises `ConfigError` for steps that `count` processes cannot share, or where weights, gradients and
     optimizer are more than the device of each has free, or than `engine.memory_gib`.
 
     The rest of a step shows in the first one: torch then says what did not fit.
@@ -131,18 +129,17 @@ def check_run_fits(config: Config, count: int, device: torch.device) -> None:
                 f"{limit} {have / GB:.3g} GB free for it: lower it, or wait until others have ended"
             )
         have, limit = given, f"engine.memory_gib={engine.memory_gib:g} is"
-    shape = resolve_shape(config)
-    for train in config.train.get_phase_configs().values():
-        check_parallelism(train, find_task(train).count_items(train)[0], count)
-        denoiser = build_meta_denoiser(shape, 0, torch.float32)
-        weights = FLOAT32_BYTES * sum(p.numel() for p in denoiser.parameters())
-        shards = count if train.parallel == "fsdp" else 1
-        need = weights / 2 if train.lora_rank else 2 * weights + count_optimizer_bytes(denoiser, train)
-        if need / shards > have:
-            raise ConfigError(
-                f"weights, gradients and optimizer alone take {need / shards / GB:.3g} GB on each device, "
-                f"and {limit} {have / GB:.3g} GB: {MEMORY_REMEDY}"
-            )
+    shape, train = resolve_shape(config), config.train
+    check_parallelism(train, find_task(train).count_items(train)[0], count)
+    denoiser = build_meta_denoiser(shape, 0, torch.float32)
+    weights = FLOAT32_BYTES * sum(p.numel() for p in denoiser.parameters())
+    shards = count if train.parallel == "fsdp" else 1
+    need = weights / 2 if train.lora_rank else 2 * weights + count_optimizer_bytes(denoiser, train)
+    if need / shards > have:
+        raise ConfigError(
+            f"weights, gradients and optimizer alone take {need / shards / GB:.3g} GB on each device, "
+            f"and {limit} {have / GB:.3g} GB: {MEMORY_REMEDY}"
+        )
 
 
 def resolve_shape(config: Config) -> DenoiserConfig:

@@ -18,33 +18,32 @@ from dlm_rag.progress import format_bytes, show_status
 from dlm_rag.training.planning.decode_plan import plan_decode_step
 from dlm_rag.training.planning.gpu_specs import GPU_SPECS, MFU, RENT_SOURCE, GpuSpec, choose_planned_dtype
 from dlm_rag.training.planning.known_checkpoints import read_known_config
-from dlm_rag.training.planning.plan import GB, PhasePlan, plan_phases, resolve_shape
+from dlm_rag.training.planning.plan import GB, TrainingPlan, plan_training, resolve_shape
 
 PRICE_PER_KWH = 0.3  # dollars
 
 
 def print_plan(config: Config) -> None:
-    """Prints what the phases of a training take."""
+    """Prints what a training takes."""
     shape, plan = resolve_shape(config), config.plan
     machines = list_planned_machines(plan)
     dtype = choose_planned_dtype(config.train.dtype, machines[0] if plan.machine else None)
     show_status("planning a step: its rows are counted, and its memory")
-    phases = plan_phases(config, shape, dtype)
+    training = plan_training(config, shape, dtype)
     show_status()
-    console, memory = _make_console(), phases[0].memory
+    console, memory, steps = _make_console(), training.memory, config.train.max_steps
     console.print(
         f"{config.model.path or 'fresh weights'}: {_format_count(memory.parameters)} parameters, "
         f"{_format_count(memory.trained)} of them trained, "
         f"{str(dtype).removeprefix('torch.')}, {plan.devices} device(s)\n"
     )
-    console.print(_make_step_table(phases))
-    tokens = sum(phase.tokens * phase.train.max_steps for phase in phases)
-    flops = sum(phase.flops * phase.train.max_steps for phase in phases)
+    console.print(_make_step_table(training))
     console.print(
-        f"\n{_format_count(tokens)} tokens, {flops:.2e} FLOPs, at {MFU:.0%} of the peak of a machine "
+        f"\n{_format_count(steps * training.tokens)} tokens, {steps * training.flops:.2e} FLOPs, at "
+        f"{MFU:.0%} of the peak of a machine "
         "(a small model reaches less); what devices send each other is not counted.\n"
     )
-    console.print(_make_machine_table(machines, phases, dtype, plan))
+    console.print(_make_machine_table(machines, training, dtype))
     console.print(
         "kWh are computed from the power of a device at full load, and cost "
         f"${PRICE_PER_KWH:g} each; machine and cooling are not in it. Rented, a device costs what it does "
@@ -85,39 +84,30 @@ def list_planned_machines(plan: PlanConfig) -> list[GpuSpec]:
     return [GPU_SPECS[plan.machine]] if plan.machine else list(GPU_SPECS.values())
 
 
-def _make_step_table(phases: list[PhasePlan]) -> Table:
-    table = Table("a step", *(Column(p.name or p.train.objective, justify="right") for p in phases))
-    needed = [phase.device_bytes for phase in phases]
-    rows = {
-        "steps": [f"{p.train.max_steps:,}" for p in phases],
-        "tokens": [_format_count(p.tokens) for p in phases],
-        "FLOPs": [f"{p.flops:.2e}" for p in phases],
-        "items a part": [f"{p.microbatch_items:,}" for p in phases],
-        **{
-            f"on a device: {name}": [format_bytes(need[name]) for need in needed]
-            for name in needed[0]
-            if any(need[name] for need in needed)
-        },
-        "together": [format_bytes(sum(need.values())) for need in needed],
-    }
-    for name, values in rows.items():
-        table.add_row(name, *values)
+def _make_step_table(plan: TrainingPlan) -> Table:
+    table = Table("a step", Column(plan.train.objective, justify="right"))
+    table.add_row("steps", f"{plan.train.max_steps:,}")
+    table.add_row("tokens", _format_count(plan.tokens))
+    table.add_row("FLOPs", f"{plan.flops:.2e}")
+    table.add_row("items a part", f"{plan.microbatch_items:,}")
+    for name, need in plan.device_bytes.items():
+        if need:
+            table.add_row(f"on a device: {name}", format_bytes(need))
+    table.add_row("together", format_bytes(sum(plan.device_bytes.values())))
     return table
 
 
-def _make_machine_table(
-    machines: list[GpuSpec], phases: list[PhasePlan], dtype: torch.dtype, plan: PlanConfig
-) -> Table:
+def _make_machine_table(machines: list[GpuSpec], plan: TrainingPlan, dtype: torch.dtype) -> Table:
     headings = ("TFLOP/s", "GB", "fits", "time", "kWh", "electricity", "rent")
     columns = [Column(heading, justify="right") for heading in headings]
     table = Table("machine", *columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    need = max(sum(phase.device_bytes.values()) for phase in phases)
+    need = sum(plan.device_bytes.values())
     for machine in machines:
         size, fits = f"{machine.memory / GB:.0f}", "yes" if need <= machine.usable_memory else "no"
         if dtype not in machine.flops:
             table.add_row(machine.name, "none", size, fits, *[""] * 4)
             continue
-        seconds = sum(p.train.max_steps * p.step_seconds(machine, dtype, MFU) for p in phases)
+        seconds = plan.train.max_steps * plan.step_seconds(machine, dtype, MFU)
         hours, rent = plan.devices * seconds / 3600, machine.rent
         energy, peak = hours * machine.watts / 1e3, f"{machine.flops[dtype] / 1e12:,.0f}"
         paid = _format_dollars(energy * PRICE_PER_KWH), _format_dollars(rent and hours * rent)

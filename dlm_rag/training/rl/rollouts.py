@@ -87,13 +87,13 @@ def make_world_source(train: TrainConfig, top_k: int) -> QuestionSource:
 
 
 def make_file_source(
-    questions: Sequence[Question], retriever: CorpusRetriever, train: TrainConfig, phase: str
+    questions: Sequence[Question], retriever: CorpusRetriever, train: TrainConfig
 ) -> QuestionSource:
     """Questions of a file, shuffled again whenever all have been asked."""
 
     @lru_cache(2)  # a step may end one epoch and begin the next
     def shuffle(epoch: int) -> Any:
-        return sample_permutation((train.seed, phase, "rl", epoch), len(questions))
+        return sample_permutation((train.seed, "rl", epoch), len(questions))
 
     def draw(step: int, items: Iterable[int]) -> tuple[list[Question], CorpusRetriever]:
         places = {item: divmod(step * train.prompts_per_step + item, len(questions)) for item in items}
@@ -103,11 +103,12 @@ def make_file_source(
     return draw
 
 
-def make_rollout_settings(config: Config, train: TrainConfig) -> DecodeConfig:
+def make_rollout_settings(config: Config) -> DecodeConfig:
     """How rollouts are decoded: as the config and the checkpoint say, but sampled.
 
     What a checkpoint may ask for and no gradient is computed for is left out.
     """
+    train = config.train
     return replace_settings(
         config.decode,
         commit_rule="sampled",

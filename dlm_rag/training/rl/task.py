@@ -28,7 +28,7 @@ from dlm_rag.training.rl.rollouts import (
     make_rollout_settings,
     make_world_source,
 )
-from dlm_rag.training.task import Phase, Task, TaskState, Validation
+from dlm_rag.training.task import Run, Task, TaskState, Validation
 
 ROLLOUT_PASSAGE_FACTOR = 2  # times top_k: passages that all rollouts of a question see; 1.6 to 2.7 measured
 # Settings that rollouts override, or that decide what no gradient is computed for; and what is accepted.
@@ -46,8 +46,8 @@ class RlTask(Task):
     name, can_prefetch, needs_trained_model = "rl", False, True
     _source: QuestionSource
 
-    def __init__(self, phase: Phase) -> None:
-        super().__init__(phase)
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
         self._tokenizer = self._origin.tokenizer
         self._denoiser: Denoiser | None = None
         self._steps = self.train.train_steps_per_rollout or int(STEPS_PER_ROLLOUT)
@@ -58,8 +58,8 @@ class RlTask(Task):
         return train.prompts_per_step, train.num_generations
 
     @classmethod
-    def check_settings(cls, config: Config, train: TrainConfig) -> None:
-        super().check_settings(config, train)
+    def check_settings(cls, config: Config) -> None:
+        train = config.train
         resolve_or_import(REWARDS, train.reward, "train.reward")
         if train.min_hops > train.max_hops:
             raise ConfigError(f"min_hops={train.min_hops} is more than max_hops={train.max_hops}")
@@ -70,22 +70,22 @@ class RlTask(Task):
                     f"{key}={values[key]} does not go with train.objective=rl, whose rollouts commit by "
                     "the rule sampled at temperature 1 and train.seed, block by block: leave it out"
                 )
-        cls.rollout_settings(config, train)
+        make_rollout_settings(config)
 
     @classmethod
-    def rollout_settings(cls, config: Config, train: TrainConfig) -> DecodeConfig:
-        return make_rollout_settings(config, train)
+    def rollout_settings(cls, config: Config) -> DecodeConfig:
+        return make_rollout_settings(config)
 
     def open_data(self) -> Validation:
-        phase, train = self.phase, self.train
+        run, train = self.run, self.train
         if self._config.data.corpus is None:
             self._source = make_world_source(train, self._config.retrieval.top_k)
-            return open_world_validation(phase)
-        questions, retriever, validation = open_questions(phase)
+            return open_world_validation(run)
+        questions, retriever, validation = open_questions(run)
         for question in (*questions, *validation.questions):
             if not question.golden_answers:
                 raise QuestionError(f"question '{question.id}' has no 'golden_answers' to reward")
-        self._source = make_file_source(questions, retriever, train, phase.name)
+        self._source = make_file_source(questions, retriever, train)
         return validation
 
     def sample_batch(self, shape: DenoiserConfig, count: int) -> RolloutBuffer:
@@ -105,7 +105,7 @@ class RlTask(Task):
     def objective(self, denoiser: Denoiser) -> nn.Module:
         self._denoiser = denoiser
         shape = denoiser.config
-        settings = resolve_settings(make_rollout_settings(self._config, self.train), shape)
+        settings = resolve_settings(make_rollout_settings(self._config), shape)
         if shape.block_size and shape.predicts_next_block:
             raise ConfigError(
                 "rl computes steps again from the canvas alone, which excludes models that predict the "
@@ -122,7 +122,7 @@ class RlTask(Task):
         assert self._denoiser is not None
         train, engine = self.train, self._config.engine.for_training_rollouts
         asked, retriever = self._source(step, items)
-        settings = make_rollout_settings(self._config, train)
+        settings = make_rollout_settings(self._config)
         decoder = Decoder(self._denoiser, retriever, self._tokenizer, settings, engine=engine)
         buffer = fill_rollout_buffer(decoder, asked, train)
         return buffer if buffer.rows else RolloutBuffer(buffer.sums, [make_idle_row(decoder)])
