@@ -15,18 +15,15 @@ from dlm_rag.cli import print_note
 from dlm_rag.config import Config
 from dlm_rag.errors import QuestionError, suggest_nearest
 from dlm_rag.files.paths import expand_path, resolve_regular_file
-from dlm_rag.files.public_layouts import (
-    count_hops,
-    flatten_layout,
-    get_type_label,
-    list_supporting_titles,
-    read_answer_aliases,
-)
 from dlm_rag.files.record_readers import (
     Record,
+    count_hops,
+    flatten_layout,
     get_field,
     get_record_id,
+    get_type_label,
     list_row_files,
+    list_supporting_titles,
     read_record_stream,
     read_records,
 )
@@ -35,7 +32,6 @@ from dlm_rag.text import normalize_text, normalize_whitespace
 log = logging.getLogger(__name__)
 
 IMAGE_FIELDS = ("image", "images", "image_url")
-ALIASES_FILE = "id_aliases.json"  # of 2WikiMultihopQA, beside its questions
 _NESTED = re.compile(r"\s*(\[.*\]|\{\s*['\"]text['\"].*\})\s*", re.DOTALL)  # a list, SQuAD's object
 
 
@@ -68,16 +64,13 @@ def read_questions(path: str | Path) -> list[Question]:
     and for a file without questions.
     """
     questions: dict[str, Question] = {}
-    aliases: dict[str, list[str]] | None = None
     unanswerable = 0
     for place, row in read_question_records(path):
         row = flatten_layout(row)
         if row.get("answerable") is False:
             unanswerable += 1
             continue
-        if aliases is None and row.get("answer_id"):
-            aliases = _read_aliases(path)
-        question = _parse_question(row, place, (aliases or {}).get(str(row.get("answer_id")), ()))
+        question = _parse_question(row, place)
         if question.id in questions:
             raise QuestionError(f"{place}: the id '{question.id}' occurs a second time")
         questions[question.id] = question
@@ -86,12 +79,6 @@ def read_questions(path: str | Path) -> list[Question]:
     if not questions:
         raise QuestionError(f"{'standard input' if str(path) == '-' else path} holds no questions")
     return list(questions.values())
-
-
-def _read_aliases(path: str | Path) -> dict[str, list[str]]:
-    found = Path(path).expanduser().parent / ALIASES_FILE
-    known = str(path) != "-" and found.is_file()
-    return read_answer_aliases(read_records(found, QuestionError)) if known else {}
 
 
 def read_question_records(path: str | Path) -> Iterator[Record]:
@@ -172,7 +159,7 @@ def _take_turns(lists: list[list[int]]) -> list[int]:
     return [place for turn in zip_longest(*lists) for place in turn if place is not None]
 
 
-def _parse_question(row: dict[str, Any], place: str, aliases: Sequence[str] = ()) -> Question:
+def _parse_question(row: dict[str, Any], place: str) -> Question:
     name, text = get_field(row, "question")
     if image := next((key for key in IMAGE_FIELDS if row.get(key)), None):
         raise QuestionError(f"{place}: the question comes with an '{image}', and only texts are answered")
@@ -189,7 +176,7 @@ def _parse_question(row: dict[str, Any], place: str, aliases: Sequence[str] = ()
     return Question(
         id=own,
         question=text,
-        golden_answers=tuple(dict.fromkeys((*answers, *others, *aliases))),
+        golden_answers=tuple(dict.fromkeys((*answers, *others))),
         supporting_ids=_parse_texts(row, "supporting_ids", place),
         supporting_titles=list_supporting_titles(row, place, QuestionError),
         hops=_parse_hops(row.get("hops"), place) or count_hops(row, own),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.files.public_layouts import get_first_line_title, normalize_title
+from dlm_rag.files.record_readers import get_first_line_title, normalize_title
 from dlm_rag.nvtx_ranges import drop_nested_stages
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import get_row_id

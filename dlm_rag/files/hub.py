@@ -2,29 +2,22 @@
 
 import logging
 import re
-import shutil
 from collections.abc import Iterable
-from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dlm_rag.errors import CheckpointError, summarize_error
 from dlm_rag.files.checked_json import parse_json
 from dlm_rag.files.paths import expand_path
 from dlm_rag.files.smollm2 import MODEL_NAME, get_smollm2
-from dlm_rag.progress import format_bytes
-
-if TYPE_CHECKING:
-    from huggingface_hub.hf_api import ModelInfo
 
 log = logging.getLogger(__name__)
 
 HUB_FILE_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
 # of a file that is read whole; the largest public tokenizers have 40 MiB
 MAX_METADATA_FILE_BYTES = 256 << 20
-LFS_POINTER_PREFIX = (
-    b"version https://git-lfs.github.com/spec/"  # what git leaves of a file that it has not fetched
-)
+# what git leaves of a file that it has not fetched
+LFS_POINTER_PREFIX = b"version https://git-lfs.github.com/spec/"
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]{0,95}/\w[\w.-]{0,95})(?<![.-])")
 SHIPPED_FOLDER = Path(__file__).resolve().parents[1] / "shipped"
 SHIPPED_PREFIX = "dlm_rag/shipped/"
@@ -62,39 +55,15 @@ def resolve_hub_folder(name: str | Path, what: str) -> Path:
     else:
         try:
             # a download alone would try again for minutes
-            info = HfApi().model_info(text, files_metadata=True, timeout=HUB_ANSWER_SECONDS)
-            announce_download(text, info, Path(constants.HF_HUB_CACHE))
+            HfApi().model_info(text, timeout=HUB_ANSWER_SECONDS)
+            log.info("fetching '%s' into %s", text, constants.HF_HUB_CACHE)
             return Path(snapshot_download(text, allow_patterns=HUB_FILE_PATTERNS))
-        except CheckpointError:
-            raise
         except Exception as error:
             reason = f"{constants.ENDPOINT}: {summarize_error(error)}"
     raise CheckpointError(
         f"{what} '{text}' is not a folder here and could not be fetched from the hub: {reason}; name "
         f"a folder, or run `hf download {text}` where there is a network"
     )
-
-
-def announce_download(name: str, info: "ModelInfo", cache: Path) -> None:
-    """Says how many bytes of a repository are fetched, and to where.
-
-    Raises `CheckpointError` where the disk has no room for them.
-    """
-    from huggingface_hub.utils import filter_repo_objects
-
-    wanted = filter_repo_objects(
-        info.siblings or (), allow_patterns=HUB_FILE_PATTERNS, key=attrgetter("rfilename")
-    )
-    fetched = [each.size or 0 for each in wanted]
-    there = next(folder for folder in (cache, *cache.parents) if folder.exists())
-    free, need = shutil.disk_usage(there).free, sum(fetched)
-    size = f"{format_bytes(need)} in {len(fetched)} files"
-    if need > free:
-        raise CheckpointError(
-            f"'{name}' is {size}, and the disk of {cache} has {format_bytes(free)} free: make room, or set "
-            "HF_HOME"
-        )
-    log.info("fetching '%s', %s, into %s, where %s are free", name, size, cache, format_bytes(free))
 
 
 def check_checkpoint_files(folder: Path, patterns: Iterable[str]) -> None:

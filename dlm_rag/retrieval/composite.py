@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError
-from dlm_rag.files.public_layouts import get_first_line_title, normalize_title
+from dlm_rag.files.record_readers import get_first_line_title, normalize_title
 from dlm_rag.questions import Question
 from dlm_rag.retrieval import RETRIEVERS
 from dlm_rag.retrieval.base import (

@@ -22,8 +22,14 @@ from dlm_rag.files.build_once import PARTS_FOLDER, Shard, build_once, make_folde
 from dlm_rag.files.checked_json import iter_lines, parse_json_object, read_json_or_empty
 from dlm_rag.files.digest import digest_file, digest_open_file, read_file_state
 from dlm_rag.files.paths import expand_path, get_cache_folder, resolve_regular_file
-from dlm_rag.files.public_layouts import list_context_passages
-from dlm_rag.files.record_readers import Record, get_field, get_record_id, is_json_lines, read_records
+from dlm_rag.files.record_readers import (
+    Record,
+    get_field,
+    get_record_id,
+    is_json_lines,
+    list_context_passages,
+    read_records,
+)
 from dlm_rag.progress import report_progress
 from dlm_rag.retrieval.chunking import (
     describe_text_folder,

@@ -237,14 +237,6 @@ def test_a_public_layout_is_read_as_it_is(tmp_path, case):
     assert read_questions(tmp_path / name) == expected
 
 
-def test_2wiki_takes_the_names_of_its_answers_from_the_file_beside_it(tmp_path):
-    (tmp_path / "dev.json").write_bytes(as_json([TWOWIKI]))
-    names = {"Q_id": "Q1", "aliases": ["Parn", "The Parn"], "demonyms": ["Parnish"]}
-    (tmp_path / "id_aliases.json").write_bytes(as_lines([names, names | {"Q_id": "Q9", "aliases": ["No"]}]))
-    (question,) = read_questions(tmp_path / "dev.json")
-    assert question.golden_answers == ("Parn", "The Parn", "Parnish")
-
-
 @pytest.mark.parametrize(
     ("facts", "says"),
     [
