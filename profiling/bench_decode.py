@@ -15,8 +15,9 @@ questions.
 --shape: a denoiser of that size with random weights follows the commits and the evidence of decodes of
 the shipped model (canvas 64, 7 passages of 100 tokens), with attention whole and in blocks.
 --limit: questions, from all over the file (40). --before: the pool has seen that many other questions,
-as in a long run; every round asks new ones. FLOPs and bytes are counted and set against the best
-of the device. Writes scores.json, table.md and picture.png into --out.
+as in a long run; every round asks new ones. --steady: decoding with all rows filled, as a server under
+load has it, of 1, 16 and 64 rows for example. FLOPs and bytes are counted and set against the best of the
+device. Writes scores.json, table.md and picture.png into --out.
 """
 
 import time
@@ -28,7 +29,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from bench_tools import (
     TableRow,
     format_markdown_table,
@@ -36,7 +36,6 @@ from bench_tools import (
     plot_bars,
     print_table,
     rotate,
-    time_calls,
     write_json,
 )
 from decode_replay import (
@@ -49,6 +48,7 @@ from decode_replay import (
     require_masked_denoiser,
     select_evenly,
 )
+from steady_state import Roofline, measure_roofline, measure_steady
 
 from dlm_rag.cli import print_note, run_program
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, gather_questions, prepare_decoder
@@ -75,38 +75,15 @@ REPLAYED: tuple[tuple[str, str, str | None, tuple[str, ...]], ...] = (
     ("blocks, no_evidence", "independent", "no_evidence", ("+ evidence pool", "+ batch")),
 )  # fmt: skip
 SHOWN = ("setting", "answers/s", "speed-up", "same tokens", "EM %", "forwards", "ms/forward", "reused %")
+STEADY_STEPS = 8  # of --steady, a round
 INEXACT = ("batch, compiled", "batch, int8")  # which round otherwise
 OPTIONS: dict[str, tuple[str | int, str]] = {
     "rounds": (5, "times that every setting has its turn"),
     "before": (0, "questions that every pool has seen before the first round"),
     "only": ("", "settings to be measured, by words in their names, separated by commas (all)"),
     "shape": ("", f"random weights: {', '.join(RANDOM_MODEL_SHAPES)}"),
+    "steady": ("", "rows of batches that stay full, as 1,16,64: these alone, 8 steps a round"),
 }
-
-
-class Roofline(NamedTuple):
-    """FLOP/s of a large matrix product and bytes/s of a large copy, both ways counted."""
-
-    flops: float
-    bytes: float
-
-    def describe(self, work: FlopCount, seconds: float) -> TableRow:
-        """The least time for the work as a share of `seconds`, and what limits it."""
-        compute, memory = work.flops / self.flops, work.bytes_moved / self.bytes
-        bound = "compute" if compute > memory else "memory"
-        return {"roofline %": 100 * max(compute, memory) / seconds, "bound by": bound}
-
-
-def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
-    """The best of ten matrix products and ten copies on this device."""
-    side, length = (8192, 2**30) if device.type == "cuda" else (2048, 2**27)
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    source = torch.ones(length // dtype.itemsize, dtype=dtype, device=device)
-    target = torch.empty_like(source)
-    product, copy = (
-        min(time_calls(call, device)) for call in (lambda: a @ b, lambda: target.copy_(source))
-    )
-    return Roofline(2 * side**3 / product, 2 * length / copy)
 
 
 class Round(NamedTuple):
@@ -146,6 +123,13 @@ def main(argv: list[str]) -> None:
     earlier = select_evenly([q for q in everything if q not in asked], before)
     prepared = prepare_decoder(config, [*asked, *earlier])
     stamp, gib = prepared.stamp(), config.engine.prefix_cache_gib or 1.0
+    if sizes := words.options["steady"]:
+        source = open_replay_source(prepared, asked, shape) if shape else open_checkpoint_source(prepared)
+        layout = "independent" if shape else prepared.evidence_layout
+        measure_full_batches(
+            out, stamp, source, layout, (asked, read_sizes(str(sizes)), STEADY_STEPS * rounds)
+        )
+        return
     if shape:
         source = open_replay_source(prepared, [*asked, *earlier], shape)
         settings = make_replay_settings(source, gib)
@@ -174,6 +158,29 @@ def main(argv: list[str]) -> None:
     if wrong:
         print_note(f"not the tokens of {settings[0].name} for every question: {', '.join(wrong)}")
         raise SystemExit(1)
+
+
+def read_sizes(text: str) -> list[int]:
+    """The numbers of `--steady`; raises `ConfigError`."""
+    if not all(word.isdecimal() and int(word) for word in text.split(",")):
+        raise ConfigError(f"--steady {text!r} is to be numbers of rows, as 1,16,64")
+    return [int(word) for word in text.split(",")]
+
+
+def measure_full_batches(
+    out: Path, stamp: dict[str, Any], source: DecoderSource, layout: str,
+    run: tuple[list[Question], list[int], int],
+) -> None:  # fmt: skip
+    """Writes the figures of batches that stay full. run: questions, rows of each batch, steps of each."""
+    questions, sizes, steps = run
+    roofline = measure_roofline(source.denoiser.device, source.denoiser.dtype)
+    rows = []
+    for size in sizes:
+        decoder = source.make(layout, replace(source.decode, batch_size=size), EngineConfig())
+        rows.append(measure_steady(decoder, questions, roofline, steps))
+    write_json(out / "scores.json", {"stamp": stamp | {"roofline": roofline._asdict()}, "steady": rows})
+    print_table(rows)
+    write_text_atomic(out / "table.md", format_markdown_table(rows) + "\n")
 
 
 def list_ways(

@@ -3,7 +3,7 @@
 dlm-rag bench                            # list them
 dlm-rag bench decode --help
 dlm-rag bench decode --out runs/decode   # as `python profiling/bench_decode.py --out runs/decode`
-dlm-rag bench first_gpu --out runs/first
+dlm-rag bench gpu_proof --out runs/gpu
 """
 
 import ast
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
 def list_benchmarks() -> dict[str, Path]:
     folder = find_companion_folder("profiling")
     names = sorted(path.stem for path in folder.glob(f"{PREFIX}*.py") if path.stem != "bench_tools")
-    return {name.removeprefix(PREFIX): folder / f"{name}.py" for name in [*names, "first_gpu"]}
+    return {name.removeprefix(PREFIX): folder / f"{name}.py" for name in [*names, "gpu_proof"]}
 
 
 def run_profiling_program(path: Path, argv: list[str], name: str) -> None:

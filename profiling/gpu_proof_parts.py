@@ -1,4 +1,4 @@
-"""What each part of first_gpu.py measures, in a process of its own."""
+"""What each part of gpu_proof.py measures, in a process of its own."""
 
 import gc
 import json
@@ -17,7 +17,7 @@ import decode_replay
 import torch
 from attribute import write_attribution_report
 from attribution import attribute_session
-from bench_decode import BenchSetting, Roofline, measure_in_rounds, measure_roofline, summarise_setting
+from bench_decode import BenchSetting, measure_in_rounds, summarise_setting
 from bench_tools import TableRow, read_and_reset_peak_gib, synchronize_device, time_calls
 from decode_replay import (
     committed_tokens_by_step,
@@ -28,6 +28,7 @@ from decode_replay import (
     select_evenly,
 )
 from profile_readers import read_profile_session
+from steady_state import Roofline, measure_roofline, measure_steady
 
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, gather_questions, prepare_decoder
 from dlm_rag.config import Config, EngineConfig, load_config
@@ -221,6 +222,29 @@ def measure_decoding(
     record.profile_call(lambda: list(decoder.stream(last)))
 
 
+def measure_full_batches(
+    record: PartRecord, shape: str, expected: dict[int, float | None], steps: int
+) -> None:
+    """Decoding in steady state, with all rows filled, beside what was expected before it was run.
+
+    expected: the share of the roofline, in percent, by rows of the batch.
+    """
+    config = load_shipped_config(f"decode.batch_size={max(expected)}")
+    questions = select_evenly(gather_questions(config, []), min(330, max(24, 2 * max(expected))))
+    prepared = prepare_decoder(config, questions)
+    source = open_replay_source(prepared, questions, shape)
+    roofline = measure_roofline(prepared.device, prepared.dtype)
+    record.add(
+        title=f"Full batches: {shape}",
+        text=f"{count_millions(source.denoiser)}, canvas of 64, evidence in the pool. Rows are refilled as "
+        f"they end, and neither end of the run is counted; {steps} steps.",
+    )
+    for rows, share in expected.items():
+        decoder = source.make("independent", replace(source.decode, batch_size=rows), EngineConfig())
+        row = measure_steady(decoder, questions, roofline, steps)
+        record.add(row | {"expected %": share, "peak GiB": read_and_reset_peak_gib(prepared.device)})
+
+
 def summarise_throughput(
     setting: BenchSetting, asked: list[Any], roofline: Roofline, before: list[TableRow]
 ) -> TableRow:
@@ -256,10 +280,13 @@ def measure_training(
     record: PartRecord,
     settings: Sequence[str],
     vocabulary: int,
-    switches: Sequence[str] = ("none", "selective", "full", "compile"),
-    steps: int = 6,
+    expected: dict[str, float | None],
+    steps: int,
 ) -> None:
-    """Steps of one trainer whose switches are turned; memory beside that of the plan."""
+    """Steps of one trainer whose switches are turned; memory beside that of the plan.
+
+    expected: MFU in percent by switch, as it was expected before this was run.
+    """
     words = ["train.objective=pretrain", "train.optimizer=adamw", "train.max_steps=1000", *settings]
     config = load_config(None, words)
     origin = open_initial_model(config)
@@ -275,7 +302,7 @@ def measure_training(
         f"{config.train.batch_tokens:,} tokens a step, AdamW. The plan does not know of compilation.",
     )
     metrics: dict[str, Any] = {}
-    for switch in switches:
+    for switch, share in expected.items():
         denoiser.activation_checkpointing = switch if switch in ("selective", "full") else "none"
         if switch == "compile":
             denoiser.compile_layers()
@@ -294,11 +321,11 @@ def measure_training(
         record.add({
             "switch": switch,
             "tokens/s": speed["tokens_per_second"], "TFLOP/s": speed["tflops_per_second"],
-            "MFU %": 100 * speed["mfu"] if "mfu" in speed else "unknown machine",
+            "MFU %": 100 * speed["mfu"] if "mfu" in speed else "unknown machine", "expected %": share,
             "ms/step": [1e3 * each for each in seconds], "peak GiB": read_and_reset_peak_gib(device),
             "planned GiB": whole / GIB,
         })  # fmt: skip
-        if switch == switches[0]:
+        if switch == next(iter(expected)):
             record.profile_call(lambda: [trainer.step() for _ in range(2)])
 
 

@@ -1,4 +1,4 @@
-"""The first look at a GPU, on a CPU: what fails leaves its error, the rest of the page is made."""
+"""The proof for a GPU, on a CPU: what fails leaves its error, the rest of the page is made."""
 
 import json
 import sys
@@ -10,12 +10,13 @@ from tests.support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "profiling"))
 
-import first_gpu
-import first_gpu_parts
+import gpu_proof
+import gpu_proof_parts
 
 
 def look(folder):
-    first_gpu.main(["--out", str(folder), "--quick"])
+    for call in ("1", "2"):
+        gpu_proof.main(["--out", str(folder), "--quick", "--call", call])
     page, found = (folder / "page.md").read_text(), json.loads((folder / "page.json").read_text())
     assert "## What went wrong\n\nNothing." in page, page
     return page, {name: part["rows"] for name, part in found.items()}
@@ -24,7 +25,7 @@ def look(folder):
 @pytest.mark.slow
 def test_a_part_that_fails_or_hangs_says_so_and_is_over(tmp_path):
     def taken(code, limit=30.0):
-        return first_gpu.run_part_process([sys.executable, "-c", code], tmp_path / "part.json", limit)
+        return gpu_proof.run_part_process([sys.executable, "-c", code], tmp_path / "part.json", limit)
 
     assert taken("print('fine')") == ""
     assert taken("raise SystemExit('no such kernel')") == "exit status 1: no such kernel"
@@ -36,7 +37,7 @@ def test_a_part_that_fails_or_hangs_says_so_and_is_over(tmp_path):
 
 
 def test_the_page_says_what_was_found_until_a_part_broke_off(tmp_path):
-    record = first_gpu_parts.PartRecord(tmp_path / "part.json", tmp_path)
+    record = gpu_proof_parts.PartRecord(tmp_path / "part.json", tmp_path)
     record.add(title="Decoding: 7b", text="7,600 M parameters.")
     record.add({"setting": "reference", "answers/s": [1.5, 2.0, 2.5], "peak GiB": None})
     record.add({"setting": "batch of 1", "answers/s": [1234.5], "peak GiB": 17.25})
@@ -45,7 +46,7 @@ def test_the_page_says_what_was_found_until_a_part_broke_off(tmp_path):
         "7b": part | {"error": "it took more than its 9 s", "seconds": 9},
         "shipped": {"rows": [], "error": "exit status 1: no memory", "seconds": 1},
     }
-    first_gpu.write_first_gpu_report(tmp_path, found)
+    gpu_proof.write_gpu_report(tmp_path, found)
     page = (tmp_path / "page.md").read_text()
     assert "## Decoding: 7b\n\n7,600 M parameters." in page
     assert (
@@ -67,6 +68,8 @@ def test_the_whole_look_on_a_cpu(tmp_path):
         assert all(min(row["answers/s"]) > 0 and 0 < row["roofline %"] < 200 for row in rows)
         assert rows[0]["reused %"] == 0 < rows[1]["reused %"]
         assert (tmp_path / f"attribution-{name}" / "report.md").stat().st_size > 500
+    assert [row["setting"] for row in found["full_tiny"]] == ["1 rows", "4 rows"]
+    assert all(row["answers/s"][0] > 0 and 0 < row["roofline %"] < 200 for row in found["full_tiny"])
     switches = [row["switch"] for row in found["training"]]
     assert switches == ["none", "selective", "full"]
     assert all(row["planned GiB"] > 0 for row in found["training"])
