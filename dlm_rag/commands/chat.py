@@ -25,7 +25,7 @@ from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.progress import show_status
 from dlm_rag.questions import Question
-from dlm_rag.serving.conversation import Turn, make_question_stand_alone, reply_to_greeting
+from dlm_rag.serving.conversation import Turn, make_question_stand_alone
 
 CHAT_SETTINGS = (
     "model", "prompt", "retrieval", "-retrieval.oracle", "decode", "-decode.batch_size", "engine",
@@ -48,13 +48,12 @@ def chat(config: Config, console: Console) -> None:
     prepared = prepare_decoder(config, [])
     from dlm_rag.decode.rollout import Rollout
     from dlm_rag.decode.terminal import LiveView, escape_text, render_reply, render_sources, render_steps
-    from dlm_rag.retrieval.base import count_passages
+    from dlm_rag.retrieval.base import describe_source
 
     decoder = prepared.load()
     show_status()
-    passages = count_passages(decoder.retriever)
-    console.print(reply_to_greeting("hello", passages), style="bold")
-    suggested, note = describe_corpus(config, decoder.retriever)
+    console.print(f"Answers come from {describe_source(decoder.retriever)}.", style="bold")
+    suggested, note = describe_corpus(config)
     for line in (note, *(f"  {question}" for question in suggested), HELP):
         if line:
             console.print(escape_text(line, "dim"))
@@ -68,9 +67,6 @@ def chat(config: Config, console: Console) -> None:
                 console.print(escape_text(HELP, "dim"))
             else:
                 console.print(shown(last) if last.finished else Text("nothing was answered yet", "dim"))
-            continue
-        if said := reply_to_greeting(typed, passages):
-            console.print(said)
             continue
         asked = make_question_stand_alone([*turns, ("user", typed)])
         try:

@@ -24,9 +24,6 @@ from dlm_rag.errors import ConfigError, summarize_error
 from dlm_rag.files.hub import SHIPPED_PREFIX
 from dlm_rag.progress import show_status
 from dlm_rag.questions import read_questions
-from dlm_rag.retrieval.base import Retriever, count_passages
-from dlm_rag.serving.conversation import suggest_questions
-from dlm_rag.text import get_title_line
 
 SERVE_OPTIONS: dict[str, tuple[str | int, str]] = {
     "port": (8000, "where it listens"),
@@ -40,7 +37,6 @@ SERVED_BY = (
     "--model", "--corpus", "--config", "model.path=", "retrieval.corpus=", "retrieval.url=",
     "retrieval.method=",
 )  # fmt: skip
-MAX_TITLES_READ = 50
 EXAMPLES = SHIPPED_FOLDER / "examples"
 WORLD = SHIPPED_FOLDER / "world"
 WORLD_NOTE = (
@@ -77,7 +73,7 @@ def serve_answers(words: CommandLine) -> None:
         from dlm_rag.retrieval.base import CorpusRetriever
 
         decoder, name = prepared.load(), get_served_model_name(config.model.path or "")
-        model = ServedModel(name, *describe_corpus(config, decoder.retriever))
+        model = ServedModel(name, *describe_corpus(config))
         service = AnswerService(decoder, model, access)
         searched = config.retrieval.url is None and config.retrieval.method != "none"
         if searched and isinstance(decoder.retriever, CorpusRetriever):
@@ -92,19 +88,13 @@ def serve_answers(words: CommandLine) -> None:
         print_note(f"ended: {service.engine.counts['answered']} answered")
 
 
-def describe_corpus(config: Config, retriever: Retriever) -> tuple[tuple[str, ...], str]:
-    """Questions to begin with, and a sentence on what the model knows.
-
-    Of passages that ship three of their questions, of others questions about their titles.
-    """
+def describe_corpus(config: Config) -> tuple[tuple[str, ...], str]:
+    """Questions to begin with, and a sentence on what the model knows, of passages that ship."""
     corpus = Path(config.retrieval.corpus or "").expanduser().resolve()
     if folder := next((each for each in (EXAMPLES, WORLD) if corpus.parent == each), None):
         asked = tuple(question.question for question in read_questions(folder / "questions.jsonl")[:3])
         return asked, WORLD_NOTE if folder == WORLD else ""
-    if not (count := count_passages(retriever)):
-        return (), ""
-    rows = retriever.corpus[:: max(1, count // MAX_TITLES_READ)]  # type: ignore[attr-defined]
-    return suggest_questions([get_title_line(row.text) for row in rows if "\n" in row.text.strip()]), ""
+    return (), ""
 
 
 def get_served_model_name(path: str) -> str:

@@ -21,11 +21,7 @@ from dlm_rag.page.render import (
 from dlm_rag.serving.async_engine import EngineRequest
 from dlm_rag.serving.middleware import ApiError
 from dlm_rag.serving.requests import ParsedRequest
-from dlm_rag.text import (
-    find_answer,
-    find_possible_mark,
-    fold_title,
-)
+from dlm_rag.text import find_answer, find_possible_mark, fold_title
 from dlm_rag.tokenizer import Tokenizer
 
 Event = tuple[str | None, dict[str, Any] | str]  # name and data of a server-sent event
@@ -57,16 +53,6 @@ class Reply:
     content: str
     annotations: list[dict[str, Any]] = field(default_factory=list)
     sources: list[dict[str, Any]] = field(default_factory=list)
-
-    def build_source_events(self) -> Iterator[dict[str, Any]]:
-        """Yields the events that Open WebUI shows who clicks on a source; none where none is annotated."""
-        for each in self.sources if self.annotations else ():
-            place = {"source": each["url"], "name": each["title"]}
-            data = {"source": {"name": each["title"], "url": each["url"]}, "metadata": [place]}
-            yield {
-                "type": "source",
-                "data": data | {"document": [each["text"]], "distances": [each["score"]]},
-            }
 
 
 def get_finished_rollout(job: EngineRequest) -> Rollout:
@@ -137,18 +123,12 @@ def _annotate(content: str, start: int, sources: Sequence[dict[str, Any]]) -> li
 
 
 def _list_sources(rollout: Rollout, link: Callable[[str, str], str]) -> list[dict[str, Any]]:
-    """Returns the sources of an answer in the order in which they are cited first.
-
-    score: the share of the content words of reasoning and answer that are cited from the passage.
-    """
-    held = sum(len(passage["words"]) for unit in rollout.citations for passage in unit["passages"])
-    every = held + sum(len(unit["unsupported"]) for unit in rollout.citations)
-    sources = []
-    for name, words in rollout.sources.items():
-        text = rollout.passages[name]
-        found = {"id": name, "title": fold_title(text) or name, "text": text}
-        sources.append(found | {"score": round(words / every, 4), "url": link(name, text)})
-    return sources
+    """Returns the sources of an answer in the order in which they are cited first."""
+    texts = {name: rollout.passages[name] for name in rollout.sources}
+    return [
+        {"id": name, "title": fold_title(text) or name, "text": text, "url": link(name, text)}
+        for name, text in texts.items()
+    ]
 
 
 def escape_markup(text: str) -> str:
@@ -198,8 +178,6 @@ class ChatResponse:
             yield None, self._build_chunk(delta, dlm_rag=shown)
         if done:
             reply, end = self._finish()
-            for event in reply.build_source_events():
-                yield None, self._build_chunk({"content": ""}, event=event)
             delta = {"content": reply.content}
             if rest := reply.reasoning[len(self._sent) :]:
                 delta["reasoning_content"] = rest
@@ -266,7 +244,6 @@ class ChatResponse:
         ended = at is not None or (
             whole and any(token.token_id in end_ids for token in self._canvas.values())
         )
-        ended |= not rollout.canvas_length  # said without the model
         # The prompt is that of the last pass; what fills the canvas after the end is not counted.
         seen = rollout.steps[-2 if len(rollout.steps) > 1 else -1]
         found = {name: rollout.passages[name] for name in (*seen.passage_ids, *seen.dropped)}

@@ -11,12 +11,7 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.questions import read_questions
-from dlm_rag.serving.conversation import (
-    find_names,
-    make_question_stand_alone,
-    reply_to_greeting,
-    suggest_questions,
-)
+from dlm_rag.serving.conversation import find_names, make_question_stand_alone
 from dlm_rag.serving.requests import ParsedRequest
 from dlm_rag.serving.responses import ReplyContext, build_reply, cut_open_reasoning
 from dlm_rag.tokenizer import Tokenizer
@@ -107,10 +102,7 @@ def test_a_reply_is_the_answer_with_its_sources_and_the_reasoning_apart():
         ("Emma", "http://x/a b"),
         ("Jane Austen", "http://x/c"),
     ]
-    assert [(each["id"], each["score"]) for each in reply.sources] == [
-        ("a b", 0.4),
-        ("c", 0.4),
-    ]  # of 5 words
+    assert [each["id"] for each in reply.sources] == ["a b", "c"]
     bare = reply_to("Emma is by Jane. ### Jane Austen", "Of novels alone.", cite=False)
     assert (bare.content, bare.annotations) == ("Jane Austen", [])
 
@@ -251,9 +243,6 @@ def test_serve_alone_answers_its_example_questions_and_links_their_sources(tmp_p
                 reason = describe_abstention(said["abstain_reason"], said.get("closest", ()))
                 assert message.content.startswith(reason)
             parts = [*client.chat.completions.create(model=model.id, messages=asked, stream=True)]
-            events = [part.event["data"] for part in parts if hasattr(part, "event")]
-            shown = said["sources"] if said["answer"] else []  # who abstains cites nothing
-            assert [event["document"] for event in events] == [[each["text"]] for each in shown]
             for name in ("content", "reasoning_content"):
                 streamed = "".join(getattr(part.choices[0].delta, name, None) or "" for part in parts)
                 assert streamed == getattr(message, name)
@@ -283,22 +272,7 @@ def test_a_chat_keeps_its_turns_answer_first_then_sources_then_the_trace(tmp_pat
         browser.run("chat.ask('What is it?')")
         wait_until(lambda: not browser.run("chat.busy"))
         assert browser.run(said % 1) == browser.run(said % 0), "'it' is what the turn before named"
-        browser.run("chat.ask('thanks')")
-        wait_until(lambda: not browser.run("chat.busy"))
-        assert browser.run("byId('told').value").startswith("I answer questions about these 6 passages")
         browser.run("document.querySelector('.trace').open = true")
         wait_until(lambda: browser.run("byId('player').checkVisibility()"))
-        assert browser.run("document.querySelectorAll('#turns > li').length") == 3
+        assert browser.run("document.querySelectorAll('#turns > li').length") == 2
         assert browser.complaints == []
-
-
-def test_a_greeting_is_answered_by_what_can_be_asked():
-    for said in ("hello", "Hi there!", "OK, and who are you?", "\N{WAVING HAND SIGN}"):
-        assert reply_to_greeting(said, 2000) == "I answer questions about these 2,000 passages; ask one."
-    for asked in ("Who wrote Emma?", "hello kitty", "thanks, and who wrote it?", "東京"):
-        assert reply_to_greeting(asked, 2000) == ""
-
-
-def test_questions_are_suggested_from_titles():
-    titles = ["Emma", "notes.md", "Hot Rod (film)", "x", "Who sang it?", "Jane Austen"]
-    assert suggest_questions(titles) == ("What is Emma?", "What is Hot Rod?", "Who sang it?")
