@@ -24,8 +24,7 @@ def main(argv: list[str]) -> None:
     words = parse_command_line(__doc__ or "", argv, READS, options=SERVE_OPTIONS)
     config = words.config.retrieval
     try:
-        from dlm_rag.serving.http_server import run_server
-        from dlm_rag.serving.middleware import AccessControl, is_loopback
+        from dlm_rag.serving.http_server import AccessControl, is_loopback, run_server
         from dlm_rag.serving.search_app import SEARCH_PATH, SearchService
     except ModuleNotFoundError as error:
         raise ConfigError(f"retrieve-server needs {error.name}: pip install 'dlm_rag[serve]'") from None

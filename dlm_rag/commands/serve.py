@@ -59,8 +59,7 @@ def serve_answers(words: CommandLine) -> None:
     config = fill_in_shipped_files(words.config, [""])
     try:
         from dlm_rag.serving.app import AnswerService, ServedModel
-        from dlm_rag.serving.http_server import run_server
-        from dlm_rag.serving.middleware import AccessControl, is_loopback, read_api_keys
+        from dlm_rag.serving.http_server import AccessControl, is_loopback, read_api_keys, run_server
         from dlm_rag.serving.search_app import SearchService
     except ModuleNotFoundError as error:
         raise ConfigError(f"serve needs {error.name}: pip install 'dlm_rag[serve]'") from None

@@ -19,9 +19,8 @@ from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
 from dlm_rag.page.render import render_live_page
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import describe_source
-from dlm_rag.serving.async_engine import MAX_WAITING, AsyncEngine, EngineRequest
-from dlm_rag.serving.metrics import ServerMetrics
-from dlm_rag.serving.middleware import (
+from dlm_rag.serving.async_engine import MAX_WAITING, AsyncEngine, EngineRequest, ServerMetrics
+from dlm_rag.serving.http_server import (
     AccessControl,
     ApiError,
     RequestHandler,
@@ -80,7 +79,8 @@ class AnswerService:
         self._text_thread = ThreadPoolExecutor(1, "text")
         self._text_tokenizer, self._tokenizer = (copy.deepcopy(decoder.tokenizer) for _ in range(2))
         self.engine = AsyncEngine(decoder, max_waiting)
-        self.metrics = ServerMetrics(self.engine, decoder)
+        self.count_connections: Callable[[], int] = lambda: 0
+        self.metrics = ServerMetrics(self.engine, decoder, lambda: self.count_connections())
         self._passages: dict[str, str] = {}
         about = f"Answers come from {describe_source(decoder.retriever)}. {model.note}".strip()
         page = render_live_page(access.keys is not None, model.examples, about)
@@ -108,10 +108,6 @@ class AnswerService:
     def error(self) -> BaseException | None:
         """Why the engine has ended by itself, if it has."""
         return self.engine.error or (self._search.error if self._search else None)
-
-    def watch_connections(self, count: Callable[[], int]) -> None:
-        """Takes the function that counts open connections."""
-        self.metrics.connections = count
 
     def drain(self) -> None:
         """Takes no more questions."""

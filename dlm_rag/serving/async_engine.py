@@ -1,4 +1,4 @@
-"""The decoding engine under an event loop, and the queue of questions in front of it.
+"""The decoding engine under an event loop, the queue of questions in front of it, and its figures.
 
 Rows join and leave between steps; who comes first is served first. Steps run on a thread, everything else
 on the event loop.
@@ -8,18 +8,23 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.rollout import Rollout
+from dlm_rag.energy.meter import EnergyMeter
 from dlm_rag.engine.engine import Decoder, StepEvent
 from dlm_rag.engine.row import Ticket
 from dlm_rag.errors import RunError, UserError, is_failure, summarize_error
 from dlm_rag.questions import Question
-from dlm_rag.serving.middleware import ApiError
+from dlm_rag.serving.http_server import ApiError
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +33,8 @@ MAX_CONSECUTIVE_FAILURES = 3  # answers in a row that fail until the server is n
 UNHEALTHY_SECONDS = 10.0  # after the last failure, so that a balancer sends questions again
 PROBE_INTERVAL_SECONDS = 1.0  # between a failed step and a question of the server's own
 PROBE_QUESTION = Question("probe", "Who wrote Emma?")
+BUCKET_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
+ANSWER_OUTCOMES = ("answered", "failed", "cancelled", "refused")
 
 
 @dataclass(eq=False)
@@ -218,3 +225,64 @@ def _require_failure(error: BaseException) -> str:
         raise error
     log.warning("a step failed", exc_info=error)
     return summarize_error(error)
+
+
+class ServerMetrics(Collector):
+    """The figures of an engine, its evidence pool and its meter, for Prometheus, as they are asked for.
+
+    Joules where something counts them. count_connections: gives the number of open ones.
+    """
+
+    def __init__(self, engine: AsyncEngine, decoder: Decoder, count_connections: Callable[[], int]) -> None:
+        self._engine, self._decoder, self._registry = engine, decoder, CollectorRegistry()
+        self.meter = EnergyMeter()
+        self._count_connections = count_connections
+        disable_created_metrics()
+        times = (
+            ("dlm_rag_answer_seconds", "From a question to its answer."),
+            ("dlm_rag_first_token_seconds", "From a question to the first token that is committed."),
+        )
+        engine.observe_answer, engine.observe_first_token = (
+            Histogram(name, words, registry=self._registry, buckets=BUCKET_SECONDS).observe
+            for name, words in times
+        )
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        """Returns the figures in Prometheus's text form."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields each figure but the histograms."""
+        engine, counts, runner = self._engine, self._engine.counts, self._decoder.model_runner
+        reuse, pool = runner.cache_stats, runner.cache
+        gauges = [
+            ("waiting", "Questions without a place.", engine.num_waiting),
+            ("rows", "Questions in the batch.", engine.num_running),
+            ("places", "Places in the batch.", engine.capacity),
+            ("connections", "Open connections.", self._count_connections()),
+        ]
+        if pool is not None:
+            gauges += [
+                ("pool_bytes", "Keys and values kept of evidence, on the device.", pool.used_bytes),
+                ("pool_most_bytes", "Their limit (engine.prefix_cache_gib).", pool.budget_bytes),
+            ]
+        hits = reuse.requested_tokens - reuse.encoded_tokens
+        counters = [
+            ("steps", "Steps of the engine.", counts["steps"]),
+            ("row_steps", "Steps of questions; by steps: how many shared one.", counts["row_steps"]),
+            ("forwards", "Denoising passes of questions.", counts["forwards"]),
+            ("searches", "Searches; a query that did not change makes none.", counts["searches"]),
+            ("tokens", "Committed tokens of answers.", counts["tokens"]),
+            ("pool_wanted_tokens", "Context tokens that rows saw.", reuse.requested_tokens),
+            ("pool_hit_tokens", "Context tokens that were kept from before.", hits),
+            ("processor_seconds", "Processor time of all threads.", time.process_time()),
+        ]
+        if self.meter.counters:
+            counters.append(("joules", "Energy since the start.", self.meter.count_joules()))
+        yield from (GaugeMetricFamily(f"dlm_rag_{name}", words, value) for name, words, value in gauges)
+        yield from (CounterMetricFamily(f"dlm_rag_{name}", words, value) for name, words, value in counters)
+        answers = CounterMetricFamily("dlm_rag_answers", "Questions by outcome.", labels=("outcome",))
+        for name in ANSWER_OUTCOMES:
+            answers.add_metric((name,), counts[name])
+        yield answers

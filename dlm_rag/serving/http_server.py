@@ -1,19 +1,40 @@
-"""The server process: connections with limits, and an end on which nothing is lost.
+"""What the servers share: connections with limits, who may ask, how much is read, what becomes of errors.
 
-SIGTERM and Ctrl-C: accepted questions are answered, everything else is refused, and then the server ends.
-A second Ctrl-C ends it at once.
+A reply holds nothing of this machine: sentences of ours, and of other errors that they happened. On SIGTERM
+and Ctrl-C accepted questions are answered, everything else is refused, and then the server ends. A second
+Ctrl-C ends it at once.
 """
 
 import asyncio
+import logging
+import re
 import signal
 import socket
+import stat
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from ipaddress import ip_address
+from typing import Any, Protocol, TypeVar
+from urllib.parse import quote, urlsplit
 
 import uvicorn
 import uvloop
+from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dlm_rag.errors import ConfigError, UserError, suggest_nearest
+from dlm_rag.files.checked_json import parse_json
+from dlm_rag.files.paths import resolve_regular_file
+
+log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 512  # open at once; further ones get status 503
 REQUEST_HEAD_TIMEOUT_SECONDS = 30.0  # until the head of a request has come
@@ -21,16 +42,245 @@ WRITE_STALL_TIMEOUT_SECONDS = 30.0  # until a client that reads nothing is dropp
 SWEEP_SECONDS = 0.1  # between two looks at the connections
 MAX_REQUEST_HEAD_BYTES = 2**15
 TOO_MANY_CONNECTIONS = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+MAX_REQUEST_BYTES = 2**20
+MAX_BODY_SECONDS = 30.0  # until a body has come
+DISCARD_WAIT_SECONDS = 1.0  # for more of a body that is too large
+UNLOGGED_PATHS = ("/health", "/metrics")  # asked for every few seconds
+_KEY = re.compile(r"[!-~]{16,512}")
+ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+EXTRA_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # seconds
+
+Body = TypeVar("Body", bound=BaseModel)
+RequestHandler = Callable[[Request], Awaitable[Response]]
+
+
+class ApiError(Exception):
+    """A request that is not answered: its status, a sentence, and the fields of OpenAI's error body."""
+
+    def __init__(self, status: int, reason: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(reason)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, Any]:
+        """The refusal in OpenAI's form."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = ERROR_TYPES.get(self.status, kind)
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def read_api_keys(path: str) -> dict[bytes, str]:
+    """The keys of a file, one a line, by their digests: comparing one takes as long whatever it is.
+
+    Blank lines and what begins with # are skipped. Warns of a file that every user of the machine can read.
+    Raises `ConfigError` naming file and line.
+    """
+    found = resolve_regular_file(path, "keys file", ConfigError)
+    if found.stat().st_mode & stat.S_IROTH:
+        log.warning("%s can be read by every user of this machine: chmod o= %s", path, path)
+    keys: dict[bytes, str] = {}
+    for number, line in enumerate(found.read_bytes().decode("ascii", "replace").splitlines(), start=1):
+        key = line.strip()
+        if not key or key.startswith("#"):
+            continue
+        if not _KEY.fullmatch(key):
+            raise ConfigError(
+                f"{path}, line {number}: a key has 16 to 512 letters, digits and signs, no blank"
+            )
+        keys[sha256(key.encode()).digest()] = f"key{number}"
+    if not keys:
+        raise ConfigError(f"{path} holds no keys: write one a line, or leave serving.api_keys_file out")
+    return keys
+
+
+@dataclass(frozen=True)
+class AccessControl:
+    """Who may ask.
+
+    local: whether the server listens to this machine alone, and is to be called by no other name. keys:
+    as `read_api_keys` gives them, a request needs one; None: no key is needed.
+    """
+
+    local: bool = True
+    keys: Mapping[bytes, str] | None = None
+
+    def create_app(self, routes: Sequence[tuple[str, str, RequestHandler, bool]]) -> Starlette:
+        """Returns the application. routes: method, path, handler, and whether it needs a key."""
+        app = Starlette(
+            routes=[
+                Route(path, self._guard(handler, keyed), methods=[method])
+                for method, path, handler, keyed in routes
+            ],
+            middleware=[Middleware(AccessLog)],
+            exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _handle_error),
+        )
+        app.router.redirect_slashes = False
+        return app
+
+    def _guard(self, handler: RequestHandler, keyed: bool) -> RequestHandler:
+        """`handler` for those who may ask; `state.key` is whose question it is."""
+
+        async def guarded(request: Request) -> Response:
+            self._check_names(request)
+            if {"content-length", "transfer-encoding"} <= {*request.headers}:  # who reads which may differ
+                raise ApiError(400, "the length of a body is given twice")
+            request.state.key = self._find_key_name(request) if keyed and self.keys is not None else ""
+            try:
+                return await handler(request)
+            except ClientDisconnect:
+                return Response(status_code=400)  # which nobody reads
+
+        return guarded
+
+    def _find_key_name(self, request: Request) -> str:
+        """Whose key an `Authorization: Bearer KEY` brings; raises `ApiError` for nobody's."""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        name = (self.keys or {}).get(sha256(key.strip().encode()).digest())
+        if scheme.casefold() != "bearer" or name is None:
+            reason = "this server needs an API key, as in Authorization: Bearer KEY"
+            raise ApiError(401, reason, code="invalid_api_key")
+        return name
+
+    def _check_names(self, request: Request) -> None:
+        """Refuses pages of other sites, which a browser would let ask in its reader's name."""
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            allowed = origin is None or urlsplit(origin).netloc == host
+        except ValueError:
+            name, allowed = "", False
+        if not allowed or (self.local and not is_loopback(name)):
+            raise ApiError(403, "a page of another site may not ask here")
+
+
+class AccessLog:
+    """A line for each request, once its reply has ended: method, path, status, seconds, whose key.
+
+    Nothing that was asked or answered is in it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started, status = time.monotonic(), 500
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        finally:
+            if scope["path"] not in UNLOGGED_PATHS:
+                key = scope.get("state", {}).get("key") or "-"
+                seconds = time.monotonic() - started
+                log.info("%s %s %d %.3f s %s", scope["method"], quote(scope["path"]), status, seconds, key)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is of this machine alone."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+async def read_body(request: Request, most: int = MAX_REQUEST_BYTES) -> bytes:
+    """Returns the body; raises `ApiError` for one that comes too slowly or is too large.
+
+    A body that is too large is read to its end and dropped: a connection closed before that would take the
+    refusal with it. Where nothing more comes for a while the refusal is sent at once.
+    """
+    too_large = ApiError(413, f"the body has more than {most >> 20} MiB")
+    size = int(request.headers.get("content-length", "0"))  # h11 has checked it
+    if size > most and "expect" in request.headers:  # such a client waits before it sends anything
+        raise too_large
+    deadline, parts, stream = time.monotonic() + MAX_BODY_SECONDS, [], request.stream()
+    try:
+        while True:
+            left = deadline - time.monotonic()
+            async with asyncio.timeout(min(left, DISCARD_WAIT_SECONDS) if size > most else left):
+                part = await anext(stream, None)
+            if part is None:
+                break
+            parts.append(part)
+            size = max(size, sum(map(len, parts)))
+            if size > most:
+                parts.clear()
+    except TimeoutError:
+        if size > most:
+            raise too_large from None
+        raise ApiError(408, f"the body did not come within {MAX_BODY_SECONDS:g} seconds") from None
+    if size > most:
+        raise too_large
+    return b"".join(parts)
+
+
+class RequestBody(BaseModel):
+    """A JSON object in which every field is known and has its type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def parse_body(kind: type[Body], body: bytes) -> Body:
+    """The JSON object of a request; raises `ApiError` naming the field."""
+    try:
+        return kind.model_validate(parse_json(body, "the request cannot be read", UserError, "body"))
+    except UserError as error:
+        raise ApiError(400, str(error)) from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+    if not first["loc"]:
+        raise ApiError(400, "the body must be a JSON object")
+    field, last = str(first["loc"][0])[:60], str(first["loc"][-1])[:60]
+    if first["type"] == "extra_forbidden":
+        hint = suggest_nearest(last, kind.model_fields)
+        raise ApiError(400, f"the field {last!a} is not known{hint}", last)
+    place = ".".join(map(str, first["loc"]))[:200]
+    raise ApiError(400, f"'{place}': {first['msg'][0].lower()}{first['msg'][1:]}", field)
+
+
+async def run_unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
+    """What `work` returns; given up, and `ClientDisconnect` raised, when the client goes away."""
+
+    async def wait_for_disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()
+        raise ClientDisconnect
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _handle_error(request: Request, error: Exception) -> Response:
+    """A refusal; the connection is closed, for what else it brings may have no end."""
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, error.detail)
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, "the request failed: the server's log says why")
+    headers = {"Connection": "close"} | EXTRA_HEADERS.get(error.status, {})
+    return JSONResponse(error.body(), error.status, headers)
 
 
 class HttpService(Protocol):
-    """An application that is served until a signal comes, or until it fails: `error` says why."""
+    """An application that is served until a signal comes, or until it fails: `error` says why.
+
+    count_connections: those that are open now; set by the server.
+    """
 
     app: Starlette
+    count_connections: Callable[[], int]
 
     @property
     def error(self) -> BaseException | None: ...
-    def watch_connections(self, count: Callable[[], int]) -> None: ...
     def drain(self) -> None: ...
     def close(self) -> None: ...
 
@@ -42,7 +292,7 @@ def create_server(service: HttpService) -> uvicorn.Server:
         server_header=False, h11_max_incomplete_event_size=MAX_REQUEST_HEAD_BYTES, proxy_headers=False,
     )  # fmt: skip
     server = uvicorn.Server(config)
-    service.watch_connections(lambda: len(server.server_state.connections))
+    service.count_connections = lambda: len(server.server_state.connections)
     return server
 
 

@@ -15,7 +15,7 @@ from dlm_rag.config.ineffective_settings import find_idle_settings
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.errors import UserError
 from dlm_rag.serving.conversation import make_question_stand_alone
-from dlm_rag.serving.middleware import ApiError, RequestBody, parse_body
+from dlm_rag.serving.http_server import ApiError, RequestBody, parse_body
 
 # OpenAI's fields that ask for nothing with these values, and for what is not there with others.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {

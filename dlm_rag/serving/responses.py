@@ -19,7 +19,7 @@ from dlm_rag.page.render import (
     find_bridge_entities,
 )
 from dlm_rag.serving.async_engine import EngineRequest
-from dlm_rag.serving.middleware import ApiError
+from dlm_rag.serving.http_server import ApiError
 from dlm_rag.serving.requests import ParsedRequest
 from dlm_rag.text import find_answer, find_possible_mark, fold_title
 from dlm_rag.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import UserError, summarize_error
 from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.retrieval.query import Query
-from dlm_rag.serving.middleware import (
+from dlm_rag.serving.http_server import (
     AccessControl,
     ApiError,
     RequestBody,
@@ -73,10 +73,6 @@ class SearchService:
         keyed = access.keys is not None
         routes = [("GET", "/", self._about, keyed), ("POST", SEARCH_PATH, self._search, keyed)]
         self.app = access.create_app(routes)
-
-    def watch_connections(self, count: Callable[[], int]) -> None:
-        """Takes the function that counts open connections."""
-        self.count_connections = count
 
     def drain(self) -> None:
         """Takes no more searches."""

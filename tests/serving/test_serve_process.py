@@ -17,7 +17,7 @@ from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import DecodeConfig
 from dlm_rag.questions import read_questions
-from dlm_rag.serving import http_server, middleware
+from dlm_rag.serving import http_server
 from dlm_rag.serving.requests import ParsedRequest
 from dlm_rag.serving.responses import ReplyContext, build_reply
 from tests.support.paths import ROOT
@@ -223,12 +223,8 @@ def test_a_signal_lets_what_was_taken_be_answered(corpus):
 
 def test_who_is_slow_is_dropped_and_delays_nobody(corpus, monkeypatch):
     """Silence, a head, a body or unread bytes that never end: each has its bound, and is gone after it."""
-    for module, name in (
-        (middleware, "MAX_BODY_SECONDS"),
-        (http_server, "REQUEST_HEAD_TIMEOUT_SECONDS"),
-        (http_server, "WRITE_STALL_TIMEOUT_SECONDS"),
-    ):
-        monkeypatch.setattr(module, name, 0.6)
+    for name in ("MAX_BODY_SECONDS", "REQUEST_HEAD_TIMEOUT_SECONDS", "WRITE_STALL_TIMEOUT_SECONDS"):
+        monkeypatch.setattr(http_server, name, 0.6)
     post = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 
     async def clients(port):
@@ -243,11 +239,11 @@ def test_who_is_slow_is_dropped_and_delays_nobody(corpus, monkeypatch):
         _, deaf = await asyncio.open_connection("127.0.0.1", port, limit=1)
         deaf.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)  # whose answers it does not read
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-            while service.metrics.connections() < 7:  # all of them, and its own
+            while service.count_connections() < 7:  # all of them, and its own
                 assert (await client.get("/health")).status_code == 200
             assert (await client.post("/v1/chat/completions", json=chat_body())).status_code == 200
             found = await asyncio.gather(*slow)
-        while service.metrics.connections():
+        while service.count_connections():
             await asyncio.sleep(0.01)
         deaf.close()
         return found

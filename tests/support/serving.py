@@ -18,7 +18,7 @@ from dlm_rag.engine.engine import Decoder
 from dlm_rag.page.render import build_page_record, read_trace_runs
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.serving.app import AnswerService, ServedModel
-from dlm_rag.serving.middleware import AccessControl, read_api_keys
+from dlm_rag.serving.http_server import AccessControl, read_api_keys
 from dlm_rag.serving.search_app import SearchService
 from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
