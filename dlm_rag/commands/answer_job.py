@@ -17,6 +17,7 @@ from dlm_rag.baselines import is_model_url
 from dlm_rag.cli import check_writable, parse_int, print_note
 from dlm_rag.commands.arguments import CommandLine, check_read, parse_command_line
 from dlm_rag.commands.prepare_decoder import (
+    PreparedBaseline,
     PreparedDecoder,
     ResourceCache,
     fill_in_shipped_files,
@@ -35,7 +36,6 @@ from dlm_rag.questions import Question
 
 if TYPE_CHECKING:
     from dlm_rag.baselines.run import BaselineEngine
-    from dlm_rag.commands.prepare_baseline import PreparedBaseline
     from dlm_rag.config import ModelConfig
     from dlm_rag.decode.answers_file import AnswersFile
     from dlm_rag.decode.terminal import RunTotals

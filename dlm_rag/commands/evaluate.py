@@ -23,6 +23,7 @@ The folder gets scores.json, scores.md, of a sweep pareto.png, and the answers a
 Run the same command again to resume. In a checkout, `python evaluate.py` is the same program.
 """
 
+import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -30,33 +31,51 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rich.console import Console
+
 from dlm_rag.baselines import is_model_url
 from dlm_rag.cli import check_writable, print_note
 from dlm_rag.commands.answer_job import AnswerJob, open_engines, parse_answer_command_line, plan_answer_job
 from dlm_rag.commands.arguments import ANSWER_SETTINGS, QUICK_LIMIT, CommandLine
-from dlm_rag.commands.prepare_baseline import (
-    PreparedBaseline,
-    check_served_keys,
-    prepare_baseline,
-)
 from dlm_rag.commands.prepare_decoder import (
+    PreparedBaseline,
     ResourceCache,
+    check_served_keys,
     fill_in_shipped_files,
     gather_questions,
+    prepare_baseline,
     prepare_decoder,
 )
 from dlm_rag.config import Config, load_config
 from dlm_rag.config.ineffective_settings import check_effects
 from dlm_rag.data.hub_datasets import SARDI_SETS, SPLIT_RULES, find_dataset, list_dataset_files
-from dlm_rag.errors import ConfigError, suggest_nearest
-from dlm_rag.files.paths import make_folder
+from dlm_rag.decode.trace_file import read_trace
+from dlm_rag.energy.meter import summarise_energy
+from dlm_rag.errors import ConfigError, RunError, suggest_nearest, summarize_error
+from dlm_rag.evaluation import plots, tables
+from dlm_rag.evaluation.compare import (
+    QuestionGroups,
+    compare_to_first,
+    expand_sweep,
+    group_questions,
+    parse_compared_settings,
+    parse_sweep,
+    summarize_scores,
+)
+from dlm_rag.evaluation.metrics import Score, choose_f1_rule, score_rollout
+from dlm_rag.evaluation.stored_results import read_result
+from dlm_rag.files.checked_json import read_json_or_empty
+from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.progress import report_progress
 from dlm_rag.questions import Question
+from dlm_rag.text import replace_control_chars
 
 if TYPE_CHECKING:
     from dlm_rag.retrieval.corpus import Corpus
 
 MAX_CHECKED_PASSAGES = 2_000_000  # of a corpus that is read for supporting passages before a run
+MAX_SCREEN_TABLES = 2  # all are in scores.md
+PICTURE = "pareto.png"  # of a sweep: what exact match costs
 EVALUATE_READS = (*ANSWER_SETTINGS, "compare", "remote")
 SARDI_CHECKPOINT = "pauljngr/sardi-dream-7b"
 EVALUATE_OPTIONS: dict[str, tuple[str | tuple[()], str]] = {
@@ -107,31 +126,25 @@ def evaluate_settings(words: CommandLine, argv: list[str]) -> None:
         folder = out / name if several else out
         run_evaluation(folder, wanted, words.announce_reader if wanted is plans[0] else lambda: None)
     if several:
-        from dlm_rag.commands.evaluation_outputs import report_datasets
-
         report_datasets(out, names)
 
 
 def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] = lambda: None) -> None:
     """Runs what is wanted into a folder, and reports; ready: called once all has been checked."""
-    from dlm_rag.commands import evaluation_outputs as outputs
-    from dlm_rag.evaluation.compare import group_questions
-    from dlm_rag.evaluation.metrics import choose_f1_rule
-
     config = fill_in_shipped_files(wanted.config, [])
     questions = read_scored_questions(wanted)
     assert config.questions is not None
     f1_rule, groups = choose_f1_rule(config.questions), group_questions(questions)
     said = wanted.report_header | {"f1_rule": f1_rule}
     said["chosen"] = {"limit": config.limit}
-    outputs.check_question_selection(out, said["chosen"])
+    check_question_selection(out, said["chosen"])
     folders = {
         name: out if wanted.is_single_setting else out / name.replace("/", "_") for name in wanted.settings
     }
     if len({*folders.values()}) < len(folders):
         raise ConfigError("compare: two settings would share a folder: their names differ by / and _ only")
     jobs = plan_answer_jobs(wanted, folders, questions)
-    for name in ("scores.json", "scores.md", outputs.PICTURE)[: 3 if "swept" in said else 2]:
+    for name in ("scores.json", "scores.md", PICTURE)[: 3 if "swept" in said else 2]:
         check_writable(str(out / name), "out")
     if said.get("dataset"):
         from dlm_rag.retrieval.corpus import open_corpus
@@ -144,8 +157,8 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] 
     note_missing_support(jobs, questions)
     ready()
     run_answer_jobs(jobs, config.workers)
-    scores = {name: outputs.score_folder(folder, questions, f1_rule) for name, folder in folders.items()}
-    outputs.write_evaluation_report(out, groups, scores, folders, said)
+    scores = {name: score_folder(folder, questions, f1_rule) for name, folder in folders.items()}
+    write_evaluation_report(out, groups, scores, folders, said)
 
 
 def read_scored_questions(wanted: EvaluationPlan) -> list[Question]:
@@ -168,8 +181,6 @@ def read_scored_questions(wanted: EvaluationPlan) -> list[Question]:
 
 def plan_from_command_line(words: CommandLine, dataset: str = "") -> EvaluationPlan:
     """The settings that the command line names, for one of its data sets if any. Raises `ConfigError`."""
-    from dlm_rag.evaluation.compare import expand_sweep, parse_compared_settings, parse_sweep
-
     said: dict[str, Any] = {}
     if dataset:
         searched = words.config.retrieval.corpus or words.config.retrieval.url
@@ -288,3 +299,89 @@ def drop_incomplete_support(questions: list[Question], corpus: "Corpus") -> list
     wanted = {i for question in questions for i in question.supporting_ids}
     there = {passage.id for passage in corpus if passage.id in wanted} if wanted else set()
     return [q if there.issuperset(q.supporting_ids) else replace(q, supporting_ids=()) for q in questions]
+
+
+def check_question_selection(out: Path, chosen: dict[str, Any]) -> None:
+    """Raises `ConfigError` where the folder has scores of other questions of the file, or not of ours."""
+    path = out / "scores.json"
+    if not path.is_file() or not path.stat().st_size:
+        return
+    found = read_json_or_empty(path)
+    then = found.get("chosen", chosen)  # older programs did not write it down
+    if "settings" not in found or not isinstance(then, dict):
+        raise ConfigError(f"{path} is there and was not written by evaluate: choose another --out")
+    if then != chosen:
+        said = [", ".join(f"{key}={value}" for key, value in each.items()) for each in (then, chosen)]
+        raise ConfigError(
+            f"out={out} holds the scores of questions chosen with {said[0]}, this run has {said[1]}: "
+            "choose another --out"
+        )
+
+
+def write_evaluation_report(
+    out: Path, groups: QuestionGroups, scores: dict[str, list[Score]], folders: dict[str, Path],
+    said: dict[str, Any],
+) -> None:  # fmt: skip
+    """JSON first, so that nothing that goes wrong later takes it; then Markdown, the screen, a picture.
+
+    said: what scores.json begins with; "f1_rule" among it. Raises `RunError` for a picture that fails.
+    """
+    stamps = {
+        name: read_json_or_empty(folder / "answers.jsonl.run.json") for name, folder in folders.items()
+    }
+    summaries = {name: summarize_scores(theirs, groups) for name, theirs in scores.items()}
+    energy = {name: summarise_energy(stamp.get("energy")) for name, stamp in stamps.items()}
+    against = compare_to_first(scores, groups)
+    record = said | {
+        "questions": {group: len(places) for group, places in groups.items()},
+        "settings": {
+            name: {"groups": found, "energy": energy[name], "stamp": stamps[name]}
+            for name, found in summaries.items()
+        },
+        "first_minus": against,
+    }
+    write_text_atomic(out / "scores.json", json.dumps(record, indent=2, default=vars) + "\n")
+    overall, count = {name: found["all"] for name, found in summaries.items()}, len(groups["all"])
+    first, spent, rule = [], tables.build_energy_table(energy), said["f1_rule"]
+    if "swept" in said:
+        less = {name: found["all"] for name, found in against.items()}
+        first.append(tables.build_overview_table(count, overall, less, said["swept"]))
+    brief = {name: places for name, places in groups.items() if ", " not in name}
+    shown = [] if "swept" in said else tables.build_comparison_tables(brief, summaries, against, rule)
+    tables.print_tables(Console(), [*[*first, *shown][: MAX_SCREEN_TABLES - len(spent)], *spent])
+    everything = [*first, *tables.build_comparison_tables(groups, summaries, against, rule), *spent]
+    stamp = next(iter(stamps.values()))
+    write_text_atomic(out / "scores.md", tables.render_markdown_report(everything, stamp))
+    if "swept" in said:
+        try:
+            plots.plot_pareto(out / PICTURE, overall, said["swept"])
+        except (RuntimeError, ValueError) as error:  # of matplotlib: MPLBACKEND, a font
+            raise RunError(f"{out / PICTURE} cannot be drawn: {summarize_error(error)}") from None
+    picture = f", with {PICTURE} and all answers" if "swept" in said else ", with all answers"
+    print(f"all tables are in scores.md{picture}: {replace_control_chars(str(out))}")
+    for line in tables.summarize_findings(overall, {name: each["all"] for name, each in against.items()}):
+        print(replace_control_chars(line))
+
+
+def report_datasets(out: Path, names: Sequence[str]) -> None:
+    """One table of all data sets that were evaluated into folders of `out`, a row for each setting."""
+    metrics = ("exact_match", "cover_match", "f1", "recall_last", *tables.COST_METRICS)
+    rows = []
+    for name in names:
+        found = read_result(out / name).scores
+        for setting, groups in found.settings.items():
+            cells = tables.format_metrics(dict.fromkeys(metrics) | groups.groups["all"], metrics)
+            rows.append([name, setting, f"{found.questions['all']:,}", *cells])
+    headings = ["data set", "setting", "questions", "exact match %", "cover-EM %", "F1 %",
+                "evidence recall %", *tables.COST_METRICS]  # fmt: skip
+    grid = tables.ResultTable("Data sets", headings, rows)
+    tables.print_tables(Console(), [grid])
+    write_text_atomic(out / "datasets.md", tables.render_markdown_table(grid))
+
+
+def score_folder(folder: Path, questions: Sequence[Question], f1_rule: str) -> list[Score]:
+    """The score of each question, from the folder's traces."""
+    asked = {question.id: question for question in questions}
+    rollouts = (rollout for rollout in read_trace(folder / "trace.jsonl") if rollout.id in asked)
+    scores = {rollout.id: score_rollout(rollout, asked[rollout.id], f1_rule) for rollout in rollouts}
+    return [scores[question.id] for question in questions]

@@ -1,20 +1,21 @@
 """What a job needs, checked in the order of its cost: everything but the weights, which are read last.
 
-Settings, questions, service or corpus, checkpoint headers, lengths, index.
+Settings, questions, service or corpus, checkpoint headers, lengths, index; for a model on this machine, or
+behind a server.
 """
 
 from __future__ import annotations
 
 import datetime
 import platform
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dlm_rag import __version__
-from dlm_rag.baselines import is_model_url
+from dlm_rag.baselines import POLICIES, READ_DECODE_SETTINGS, is_model_url, is_read_when_served
 from dlm_rag.config import Config, EngineConfig, RetrievalConfig
 from dlm_rag.config.fields import fill_unset, replace_settings
 from dlm_rag.data.hub_datasets import find_named_corpus
@@ -39,10 +40,12 @@ from dlm_rag.retrieval.base import Retriever
 from dlm_rag.retrieval.composite import wrap_oracle
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.tokenizer.prompts import PROMPTS, load_prompt
 
 if TYPE_CHECKING:
     import torch
 
+    from dlm_rag.baselines.run import BaselineContext, BaselineEngine
     from dlm_rag.engine.engine import AnyDenoiser, Decoder
     from dlm_rag.model.checkpoint import Checkpoint
 
@@ -132,14 +135,11 @@ class PreparedDecoder:
             "attention": self.attention,
             "machines": [describe_machine(self.device, self.attention)],  # that have answered, in order
         }
-        stamp = stamp_run(self.config, self.answers_depend_on(), machine, STAMPED_PACKAGES)
-        return stamp | {"files": self.digest_files()}
-
-    def digest_files(self) -> dict[str, str]:
-        """Digests of the checkpoint's files, the corpus and the questions, by path."""
         named = (self.config.retrieval.corpus, self.config.questions)
         files = self.checkpoint.read_files | {Path(name) for name in named if name}
-        return {str(path): digest_file(path) for path in sorted(files) if path.is_file()}
+        digests = {str(path): digest_file(path) for path in sorted(files) if path.is_file()}
+        stamp = stamp_run(self.config, self.answers_depend_on(), machine, STAMPED_PACKAGES)
+        return stamp | {"files": digests}
 
 
 def stamp_run(
@@ -219,7 +219,10 @@ def prepare_decoder(
     what they need. Raises `UserError`.
     """
     once = once or ResourceCache()
-    config = take_retrieval_settings(config)
+    weights = (path, _) = config.model.path or "", config.model.block_size
+    if not is_model_url(path):  # which is refused below
+        own = read_retrieval_settings(path)
+        config = replace(config, retrieval=fill_unset(config.retrieval, own))
     find = open_search_source(config.retrieval, once)
     show_status("checking the model")
     from dlm_rag.engine.resolve_settings import resolve_settings
@@ -228,8 +231,6 @@ def prepare_decoder(
     from dlm_rag.model.attention import choose_backend
     from dlm_rag.model.quantize import check_quantize
 
-    assert config.model.path is not None, "see fill_in_shipped_files"
-    weights = config.model.path, config.model.block_size
     checkpoint = once(lambda: _open_checkpoint(*weights), "checkpoint", *weights)
     decode = resolve_settings(config.decode, checkpoint.config)
     config, devices = replace(config, decode=decode), choose_devices(config)
@@ -263,14 +264,6 @@ def prepare_decoder(
     found = find()
     retriever = wrap_oracle(found, questions, decode.query_policy) if config.retrieval.oracle else found
     return PreparedDecoder(checkpoint, tokenizer, retriever, device, dtype, attention, layout, config)
-
-
-def take_retrieval_settings(config: Config) -> Config:
-    """The config with the checkpoint's own settings of retrieval for those that nobody has set."""
-    if config.model.path is None or is_model_url(config.model.path):
-        return config
-    own = read_retrieval_settings(config.model.path)
-    return replace(config, retrieval=fill_unset(config.retrieval, own))
 
 
 def _open_checkpoint(path: str, block_size: int | None) -> Checkpoint:
@@ -310,10 +303,7 @@ def choose_devices(config: Config) -> list[torch.device]:
         return [choose_device(config.model.device)]
     for found, reason in (
         (config.model.device != "auto", "names the devices: leave model.device out"),
-        (
-            config.workers is not None,
-            "is for one process: leave workers out",
-        ),
+        (config.workers is not None, "is for one process: leave workers out"),
         (config.engine.memory_gib is not None, "takes no engine.memory_gib, which is of one device"),
     ):
         if found:
@@ -356,3 +346,87 @@ def check_memory_limit(engine: EngineConfig, device: torch.device, weight_bytes:
             f"{said} is too little: weights and engine.prefix_cache_gib alone take {format_bytes(need)}: "
             "raise it, or choose a smaller model"
         )
+
+
+@dataclass(frozen=True)
+class PreparedBaseline:
+    """Everything that was checked, used as a `PreparedDecoder` is."""
+
+    context: BaselineContext
+    config: Config
+    end_ids: frozenset[int] = frozenset()
+    dtype: str = "that of the server"
+    weight_bytes: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        import torch
+
+        return torch.device("cpu")
+
+    def load(self, denoiser: Any = None) -> BaselineEngine:
+        """The engine; there are no weights to read."""
+        from dlm_rag.baselines.run import BaselineEngine
+
+        return BaselineEngine(self.context, self.answers_depend_on())
+
+    def answers_depend_on(self) -> dict[str, Any]:
+        """All that can change an answer, as far as a client can know."""
+        settings = {
+            f"{section}.{key}": value
+            for section in ("retrieval", "remote")
+            for key, value in asdict(getattr(self.config, section)).items()
+            if key not in (*FREE_SETTINGS, "concurrency")
+        } | {f"decode.{key}": getattr(self.config.decode, key) for key in READ_DECODE_SETTINGS}
+        policy = POLICIES.get(self.config.remote.policy)
+        if policy is None or not policy.own_prompt:
+            settings["prompt"] = asdict(self.context.template)
+        model = f"{self.context.client.model} behind a server"
+        return settings | {"model": model, "corpus": self.context.retriever.fingerprint}
+
+    def trace_header(self) -> TraceHeader:
+        """What the questions of a trace have in common; no prompt can be made from one of these."""
+        depends = self.answers_depend_on()
+        return TraceHeader(
+            "joint", 0, 0, False, self.context.template, -1, (), self.config.retrieval.top_k,
+            depends["model"], depends["corpus"], depends,
+        )  # fmt: skip
+
+    def stamp(self) -> dict[str, Any]:
+        """As `PreparedDecoder.stamp`."""
+        client = self.context.client
+        machine = {
+            "device": f"server: {client.model} at {client.url}",
+            "threads": self.config.remote.concurrency,
+            "attention": self.dtype,
+            "machines": [{"server": client.url}],
+        }
+        return stamp_run(self.config, self.answers_depend_on(), machine)
+
+
+def check_served_keys(keys: Iterable[str]) -> None:
+    """Raises `ConfigError` for a setting, by its dotted key, without effect on a model behind a server."""
+    for key in keys:
+        if not is_read_when_served(key):
+            raise ConfigError(f"{key} has no effect on a model behind a server: leave it out")
+
+
+def prepare_baseline(config: Config, questions: list[Question], once: ResourceCache) -> PreparedBaseline:
+    """Checks all but the server, see `BaselineEngine.check`. Raises `UserError`."""
+    from dlm_rag.baselines.chat_client import ChatClient
+    from dlm_rag.baselines.run import BaselineContext
+
+    url = config.model.path
+    assert url is not None
+    if config.workers is not None:
+        raise ConfigError("workers= are processes with weights: leave it out with a model behind a server")
+    if config.retrieval.oracle and config.remote.policy != "static":
+        raise ConfigError("retrieval.oracle=true needs remote.policy=static: its evidence never changes")
+    find = open_search_source(config.retrieval, once)
+    template = load_prompt(config.prompt, "joint") if config.prompt else PROMPTS["sardi"]
+    client = ChatClient("model.path", url, "DLM_RAG_MODEL_KEY")
+    show_status("opening the index")
+    found = find()
+    retriever = wrap_oracle(found, questions, "question") if config.retrieval.oracle else found
+    config = replace(config, energy="none")  # it is spent elsewhere
+    return PreparedBaseline(BaselineContext(client, retriever, config, template), config)

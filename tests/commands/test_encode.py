@@ -22,7 +22,6 @@ from tests.support.decoding import rollout_records
 from tests.support.passages import PASSAGES, write_jsonl_file
 from tests.support.paths import ROOT
 from tests.support.processes import wait_until
-from tests.support.training import TORCHRUN_COMMAND
 
 INDEPENDENT = "model.evidence_layout=independent"
 
@@ -95,8 +94,8 @@ def many(tmp_path):
     return write_jsonl_file(tmp_path / "many.jsonl", rows)
 
 
-def start(model, corpus, store, launcher=(sys.executable,)):
-    command = [*launcher, "-m", "dlm_rag", "encode", "--model", model, "--corpus", corpus, INDEPENDENT]
+def start(model, corpus, store):
+    command = [sys.executable, "-m", "dlm_rag", "encode", "--model", model, "--corpus", corpus, INDEPENDENT]
     return subprocess.Popen(
         [*map(str, command), f"engine.store={store}"], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
@@ -119,13 +118,6 @@ def test_a_fill_that_is_killed_is_gone_on_with_by_two_processes_at_once(fill, mo
     assert count_entries(store) == 3000
     code, err = fill(INDEPENDENT, corpus=many)
     assert code == 0 and "0 passages encoded, 3,000 there already" in err
-
-
-@pytest.mark.slow
-def test_processes_of_torchrun_take_parts_in_turn(model, many, store):
-    process = start(model, many, store, [*TORCHRUN_COMMAND, "2"])
-    assert "3,000 passages encoded, 0 there already" in process.communicate()[1]
-    assert count_entries(store) == 3000 and process.returncode == 0
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
