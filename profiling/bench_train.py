@@ -33,12 +33,12 @@ from dlm_rag.machine import describe_machine, get_code_commit
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.training.batches import BatchMaker, LossWeights
-from dlm_rag.training.data.documents import PackedDocuments, open_token_file
-from dlm_rag.training.data.examples import Example
+from dlm_rag.training.documents import PackedDocuments, open_token_file
+from dlm_rag.training.examples import Example
 from dlm_rag.training.initial_model import DEFAULT_PROMPT_TEMPLATE, iterate_world_texts, train_tokenizer
 from dlm_rag.training.losses import MaskedObjective
-from dlm_rag.training.phase_data import write_world_documents
-from dlm_rag.training.planning.memory_tracker import MemoryTracker
+from dlm_rag.training.planning.step_memory import MemoryTracker
+from dlm_rag.training.sources import write_world_documents
 
 VOCABULARY, HIDDEN, LAYERS = 32_000, 256, 4
 BATCH, SEQUENCE = 4096, 512  # tokens

@@ -43,8 +43,7 @@ from dlm_rag.model.attention import (
 from dlm_rag.model.packed_batch import Segment, pack_rows
 from dlm_rag.model.quantize import count_weight_bytes, quantize_linear_layers
 from dlm_rag.training.distributed import DistributedContext
-from dlm_rag.training.initial_model import open_initial_model
-from dlm_rag.training.initial_weights import InitialModel, allocate_denoiser
+from dlm_rag.training.initial_model import InitialModel, allocate_denoiser, open_initial_model
 from dlm_rag.training.planning.step_memory import estimate_step_memory
 from dlm_rag.training.supervised_tasks import PretrainTask
 from dlm_rag.training.task import Run

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
     check_task_settings(config)
     check_store(config.engine)
     if "plan" in words.switches:
-        from dlm_rag.training.planning.plan_report import print_plan
+        from dlm_rag.training.planning.plan import print_plan
 
         print_plan(config)
         return

@@ -22,7 +22,7 @@ from dlm_rag.model.packed_batch import (
     map_arrays,
     pack_rows,
 )
-from dlm_rag.training.data.examples import Example
+from dlm_rag.training.examples import Example
 
 CPU = torch.device("cpu")
 PREFETCHED_STEPS = 3  # steps that each worker process makes ahead

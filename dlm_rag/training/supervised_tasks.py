@@ -7,13 +7,17 @@ from dlm_rag.config import TrainConfig
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.training.batches import BatchMaker, LossWeights, PreparedBatch, Sums
-from dlm_rag.training.data.documents import PackedDocuments
-from dlm_rag.training.data.examples import Example, sample_document_rows, sample_prompt_rows
-from dlm_rag.training.data.question_examples import QuestionExamples
-from dlm_rag.training.data.world_examples import WorldExamples
+from dlm_rag.training.documents import PackedDocuments
+from dlm_rag.training.examples import Example, sample_document_rows, sample_prompt_rows
 from dlm_rag.training.losses import MaskedObjective
 from dlm_rag.training.optimizers import compute_decay_factor
-from dlm_rag.training.phase_data import open_documents, open_questions, open_world_validation
+from dlm_rag.training.sources import (
+    QuestionExamples,
+    WorldExamples,
+    open_documents,
+    open_questions,
+    open_world_validation,
+)
 from dlm_rag.training.task import Run, Task, TaskState, Validation
 from dlm_rag.training.validation import DocumentValidation
 

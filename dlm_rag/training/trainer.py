@@ -26,7 +26,10 @@ from dlm_rag.training.checkpoints import (
     CheckpointRecord,
     Checkpoints,
     TrainState,
+    check_resume_settings,
+    collect_settings,
     find_latest_checkpoint,
+    fingerprint_files,
     gather_full_state_dict,
 )
 from dlm_rag.training.distributed import (
@@ -38,12 +41,10 @@ from dlm_rag.training.distributed import (
     skip_gradient_sync,
     wrap_in_ddp,
 )
-from dlm_rag.training.fingerprint import check_resume_settings, collect_settings, fingerprint_files
-from dlm_rag.training.initial_model import open_initial_model
-from dlm_rag.training.initial_weights import InitialModel
+from dlm_rag.training.initial_model import InitialModel, open_initial_model
 from dlm_rag.training.losses import make_autocast
 from dlm_rag.training.optimizers import make_optimizers, set_learning_rates
-from dlm_rag.training.planning.gpu_specs import find_gpu_spec
+from dlm_rag.training.planning.specs import find_gpu_spec
 from dlm_rag.training.task import Run, Task, TaskState, Validation
 from dlm_rag.training.tasks import find_task
 

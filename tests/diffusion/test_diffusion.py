@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dlm_rag.randomness import make_keyed_generator
-from dlm_rag.training.noise import (
+from dlm_rag.training.losses import (
     mask_tokens,
     nelbo,
     sample_antithetic_times,

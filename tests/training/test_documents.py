@@ -7,7 +7,7 @@ import pytest
 
 from dlm_rag.config import TrainConfig
 from dlm_rag.errors import ConfigError, CorpusError
-from dlm_rag.training.data.documents import (
+from dlm_rag.training.documents import (
     PackedDocuments,
     open_token_file,
 )

@@ -7,7 +7,7 @@ import re
 from dlm_rag.config import load_config
 from dlm_rag.training import metrics_logger
 from dlm_rag.training.metrics_logger import MetricsLogger, read_metrics
-from dlm_rag.training.model_card import plot_curves
+from dlm_rag.training.run import plot_curves
 from tests.support.training import MICRO_SETTINGS
 
 

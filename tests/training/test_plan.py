@@ -11,18 +11,16 @@ import torch
 from dlm_rag.commands.sample import main as sample
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
-from dlm_rag.training.initial_model import open_initial_model
-from dlm_rag.training.initial_weights import add_lora_adapters
+from dlm_rag.training.initial_model import add_lora_adapters, open_initial_model
 from dlm_rag.training.planning.decode_plan import plan_decode_step
-from dlm_rag.training.planning.gpu_specs import GPU_SPECS, choose_planned_dtype
-from dlm_rag.training.planning.known_checkpoints import read_known_config
 from dlm_rag.training.planning.plan import (
+    _make_machine_table,
     check_run_fits,
     make_planned_task,
     plan_training,
     resolve_shape,
 )
-from dlm_rag.training.planning.plan_report import _make_machine_table
+from dlm_rag.training.planning.specs import GPU_SPECS, choose_planned_dtype, read_known_config
 from dlm_rag.training.planning.step_memory import estimate_step_memory
 from tests.support import planned_step
 from tests.support.cases import first_is_fast

@@ -17,13 +17,14 @@ from dlm_rag.commands import train as train_command
 from dlm_rag.config import list_setting_fields, load_config
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.training.checkpoints import (
+    CHANGEABLE_KEYS,
     RECORD_FILE,
+    collect_settings,
     find_damaged_files,
     find_latest_checkpoint,
     skip_damaged_checkpoints,
 )
-from dlm_rag.training.fingerprint import CHANGEABLE_KEYS, collect_settings
-from dlm_rag.training.initial_weights import InitialModel
+from dlm_rag.training.initial_model import InitialModel
 from dlm_rag.training.tasks import TASKS, find_task
 from dlm_rag.training.trainer import Trainer, open_trainer
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser

@@ -16,8 +16,8 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.model.flops import count_encode_flops, count_head_flops
 from dlm_rag.model.quantize import QUANTIZED_BYTES, count_scratch_bytes, count_weight_bytes
-from dlm_rag.training.data.examples import LONG_QUESTION_TOKENS
-from dlm_rag.training.planning.gpu_specs import MFU, GpuSpec
+from dlm_rag.training.examples import LONG_QUESTION_TOKENS
+from dlm_rag.training.planning.specs import MFU, GpuSpec
 
 GIB = 2**30
 LOGIT_COPIES = 8  # numbers of float32 for each logit that is read

@@ -19,7 +19,6 @@ from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.questions import Question
 from dlm_rag.randomness import sample_permutation
 from dlm_rag.retrieval.base import CorpusRetriever
-from dlm_rag.training.data.world_examples import IndexedWorld, draw_world_question
 from dlm_rag.training.rl.reward import (
     REWARDS,
     compute_advantages,
@@ -27,6 +26,7 @@ from dlm_rag.training.rl.reward import (
     compute_reward_parts,
     has_prices,
 )
+from dlm_rag.training.sources import IndexedWorld, draw_world_question
 
 # Some questions of a step, by their numbers in it, and what answers their searches.
 QuestionSource = Callable[[int, Iterable[int]], tuple[list[Question], CorpusRetriever]]

@@ -24,8 +24,8 @@ from dlm_rag.files.paths import expand_path, get_cache_folder, resolve_regular_f
 from dlm_rag.files.record_readers import get_field, read_records
 from dlm_rag.randomness import sample_permutation
 from dlm_rag.tokenizer import Prompt, Tokenizer
-from dlm_rag.training.data.examples import Example
-from dlm_rag.training.noise import alpha, weigh_masked
+from dlm_rag.training.examples import Example
+from dlm_rag.training.losses import alpha, weigh_masked
 
 HELD_OUT_SEQUENCES = 8  # sequences of each file at its end, for validation; at most one in 20
 MIN_MASK_TIME = 1e-3  # below it a token of a short row would count too much

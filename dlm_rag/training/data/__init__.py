@@ -1,1 +1,0 @@
-"""Training rows: from invented worlds, from questions of one's own, from documents."""

@@ -1,0 +1,287 @@
+"""What training rows come from: invented worlds, questions of one's own, documents; and the validations.
+
+Prompts are those that occur while decoding: the passages are what our own retriever finds for a question at
+a moment of its decoding, some of the response written. Everything follows from (seed, step, item): nothing
+has to be saved to go on, and any process can make any item.
+"""
+
+import json
+import random
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from dlm_rag.config import Config, TrainConfig
+from dlm_rag.data.synthetic_world import (
+    Entity,
+    World,
+    WorldQuestion,
+    build_passage_record,
+    make_world,
+    make_world_question,
+    write_world,
+)
+from dlm_rag.errors import ConfigError, CorpusError, QuestionError
+from dlm_rag.files.build_once import build_once
+from dlm_rag.files.paths import expand_path
+from dlm_rag.files.record_readers import list_row_files
+from dlm_rag.questions import Question, read_questions
+from dlm_rag.randomness import sample_permutation
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.base import CorpusRetriever, Retriever
+from dlm_rag.retrieval.corpus import Passage, open_corpus
+from dlm_rag.retrieval.query import build_query
+from dlm_rag.text import find_sentence_spans, overlapping_spans
+from dlm_rag.training.documents import PackedDocuments, open_token_file
+from dlm_rag.training.examples import CopyIndex, Example, ExampleBuilder, Pointer, sample_passages
+from dlm_rag.training.task import Run
+from dlm_rag.training.validation import QuestionValidation
+
+HOPS = (1, 2, 2, 3, 3, 4, 4)  # of the questions that evidence is retrieved for
+SIDE_HOPS = (1, 1, 1, 2)  # of questions that start at a passage of that evidence
+WORLDS = 6  # that examples are drawn from at a time
+WRONG_HOP_SHARE = 0.4  # share of states whose next hop is guessed wrongly in the query
+
+
+class IndexedWorld:
+    """A training world with its passages in our own BM25."""
+
+    def __init__(self, seed: int, passages: int, top_k: int) -> None:
+        self.world: World = make_world(seed, "train", passages)
+        self.by_id = {entity.id: entity for entity in self.world.entities}
+        with tempfile.TemporaryDirectory() as folder:  # mapped files live on after they are unlinked
+            path = Path(folder, "corpus.jsonl")
+            lines = (json.dumps(build_passage_record(self.world, entity)) for entity in self.world.entities)
+            path.write_text("\n".join(lines), encoding="utf-8")
+            self.retriever = load_retriever(path, top_k=top_k, index_dir=f"{folder}/index")
+        self.passages = {passage.id: passage for passage in self.retriever.corpus}
+
+    def search(self, question: str, response: str) -> list[Passage]:
+        """What the decoder would find at that moment."""
+        return self.retriever.search([build_query("proxy", question, response)])[0]
+
+
+def draw_world_question(
+    rng: random.Random, indexed: IndexedWorld, hops: int, start: Entity | None = None
+) -> WorldQuestion:
+    """A question of so many hops, or of fewer where there is no way so long."""
+    while True:
+        question = make_world_question(rng, indexed.world, hops, training=True, start=start)
+        if question is not None:
+            return question
+        hops = 1 + rng.randrange(hops)  # some starts have no long way to go
+
+
+class WorldExamples:
+    """Batches of examples for every step; the worlds change as training goes on."""
+
+    def __init__(self, builder: ExampleBuilder, train: TrainConfig, top_k: int) -> None:
+        self._builder, self._train, self._top_k = builder, train, top_k
+        self._hops = [n for n in HOPS if n <= train.max_hops]
+        self._side_hops = [n for n in SIDE_HOPS if n <= train.max_hops]
+        self._world = lru_cache(WORLDS)(self._make_world)
+
+    def examples(self, step: int, items: Iterable[int], passages: tuple[int, int]) -> list[Example]:
+        """Some groups of a step, with between passages[0] and passages[1] passages in each prompt."""
+        newest = step // self._train.steps_per_world
+        examples: list[Example] = []
+        for group in items:
+            rng = random.Random(f"examples/{self._train.seed}/{step}/{group}")
+            world = self._world(rng.randrange(max(0, newest - WORLDS + 1), newest + 1))
+            examples.extend(self._group(rng, world, rng.randint(*passages)))
+        return examples
+
+    def _make_world(self, number: int) -> IndexedWorld:
+        seed = self._train.seed * 1_000_003 + number
+        return IndexedWorld(seed, self._train.world_passages, self._top_k)
+
+    def _group(self, rng: random.Random, indexed: IndexedWorld, count: int) -> Iterator[Example]:
+        question = draw_world_question(rng, indexed, rng.choice(self._hops))
+        written = rng.randrange(question.hops + 1)
+        response = " ".join(question.sentences[:written])
+        if written < question.hops and rng.random() < WRONG_HOP_SHARE:
+            guess = rng.choice(indexed.world.entities).name
+            response = f"{response} {question.sentences[written].partition(' ')[0]} {guess}."
+        found = indexed.search(question.question, response)
+        needed = {subject.id for subject in question.subjects[: written + 1]}
+        if not any(passage.id in needed for passage in found):
+            found = [indexed.passages[question.subjects[0].id], *found]
+        evidence = sample_passages(rng, found, needed, count)
+        for row in range(self._train.rows_per_set):
+            if row < self._train.rows_per_set // 2:
+                yield self._example(rng, question, evidence, written)
+            else:
+                start = indexed.by_id[rng.choice(evidence).id]
+                side = draw_world_question(rng, indexed, rng.choice(self._side_hops), start)
+                yield self._example(rng, side, evidence, rng.randrange(side.hops + 1))
+
+    def _example(
+        self, rng: random.Random, question: WorldQuestion, evidence: list[Passage], written: int
+    ) -> Example:
+        ids = list(self._builder.tokenizer.encode(question.reasoning))
+        prompt = self._builder.build_prompt(question.question, [passage.text for passage in evidence])
+        mentions = self._mentions(question, ids)
+        rows = {passage.id: row for row, passage in enumerate(evidence)}
+        pointers: list[Pointer] = []
+        for hop, positions in mentions:
+            row = rows.get(question.subjects[hop].id)
+            at = None if row is None else find_subsequence(prompt.facts[row], [ids[p] for p in positions])
+            if row is not None and at is not None:
+                pointers += [Pointer(p, row, at + n) for n, p in enumerate(positions)]
+        known = [position for hop, where in mentions[:-1] if hop < written for position in where]
+        return self._builder.build_example(rng, prompt, ids, max(known, default=-1) + 1, pointers)
+
+    def _mentions(self, question: WorldQuestion, ids: list[int]) -> list[tuple[int, list[int]]]:
+        """The token positions of each mention of what a hop found."""
+        text, spans = self._builder.tokenizer.decode_with_offsets(ids)
+        shift = len(text) - len(question.reasoning)  # a leading blank, where the tokenizer adds one
+        return [
+            (hop, overlapping_spans(spans, start + shift, stop + shift))
+            for hop, start, stop in question.object_mention_spans()
+        ]
+
+
+def find_subsequence(tokens: tuple[int, ...], part: list[int]) -> int | None:
+    """Where `part` begins in `tokens` for the first time, or None."""
+    last = len(tokens) - len(part)
+    return next((n for n in range(last + 1) if list(tokens[n : n + len(part)]) == part), None)
+
+
+class QuestionExamples:
+    """The batches of fine-tuning on questions with known responses."""
+
+    def __init__(
+        self, questions: Sequence[Question], retriever: Retriever, builder: ExampleBuilder,
+        train: TrainConfig,
+    ) -> None:  # fmt: skip
+        """Raises `QuestionError` for a question without a response or an answer, or that cannot fit."""
+        self._questions, self._retriever, self._builder = questions, retriever, builder
+        self._train = train
+        for question in questions:
+            self._check(question)
+
+    def _check(self, question: Question) -> None:
+        response, longest = target_response(question), self._builder.shape.canvas_length
+        length = len(self._builder.tokenizer.encode(response)) + 1
+        try:
+            if not response:
+                raise QuestionError("it has neither 'response' nor 'golden_answers'")
+            if length > longest:
+                raise QuestionError(
+                    f"its response and an end token are {length} tokens, more than the canvas of "
+                    f"{longest}: set decode.max_new_tokens"
+                )
+            self._builder.build_prompt(question.question, [])
+        except QuestionError as error:
+            raise QuestionError(f"question '{question.id}': {error}") from None
+
+    def examples(self, step: int, items: Iterable[int]) -> list[Example]:
+        """The rows of some sets of passages of a step."""
+        moments = [self._draw_moment(step, item) for item in items]
+        found = self._retriever.search(
+            [
+                build_query("proxy", question.question, target_response(question)[:stands])
+                for _, question, stands in moments
+            ]
+        )
+        return [
+            self._example(rng, question, evidence, stands)
+            for (rng, question, stands), evidence in zip(moments, found, strict=True)
+            for _ in range(self._train.rows_per_set)
+        ]
+
+    def _draw_moment(self, step: int, item: int) -> tuple[random.Random, Question, int]:
+        """The question of an item, and how many characters of its response stand: some sentences."""
+        epoch, place = divmod(step * self._train.passage_sets_per_step + item, len(self._questions))
+        order = sample_permutation((self._train.seed, "questions", epoch), len(self._questions))
+        rng = random.Random(f"answered/{self._train.seed}/{step}/{item}")
+        question = self._questions[int(order[place])]
+        ends = [end for _, end in find_sentence_spans(target_response(question))]
+        return rng, question, rng.choice([0, *ends])
+
+    def _example(
+        self, rng: random.Random, question: Question, evidence: Sequence[Passage], stands: int
+    ) -> Example:
+        """A row of a question of whose response the first `stands` characters stand."""
+        encode, response = self._builder.tokenizer.encode, target_response(question)
+        prompt = self._builder.build_prompt(question.question, [passage.text for passage in evidence])
+        ids, standing = list(encode(response)), len(encode(response[:stands])) if stands else 0
+        return self._builder.build_example(rng, prompt, ids, standing, CopyIndex(prompt.facts).find(ids))
+
+
+def target_response(question: Question) -> str:
+    """What the denoiser is to write: the question's `response`, else `### ` and its first answer."""
+    if question.response:
+        return question.response
+    return f"### {question.golden_answers[0]}" if question.golden_answers else ""
+
+
+VALIDATION_SEED = 1_000_000  # test worlds of reports have small seeds
+DOCUMENT_WORLDS = 20
+
+
+def open_documents(run: Run) -> PackedDocuments:
+    """`data.documents`, or documents of worlds; raises `UserError`."""
+    config, shape, tokenizer = run.config, run.origin.config, run.origin.tokenizer
+    length, longest = config.train.sequence_length, shape.max_position_embeddings
+    if length + shape.shifted > longest:
+        raise ConfigError(
+            f"sequence_length={length} is beyond the model's {longest} positions: set a smaller one"
+        )
+    if config.data.documents is None:
+        paths = [write_world_documents(config, run.folder)]
+    else:
+        path = expand_path(config.data.documents, CorpusError)
+        paths = list_row_files(path, CorpusError) if path.is_dir() else [path]
+    files = [open_token_file(path, tokenizer, config.retrieval.index_dir) for path in paths]
+    return PackedDocuments(files, tokenizer, config.train, shape.shifted)
+
+
+def open_questions(run: Run) -> tuple[list[Question], CorpusRetriever, QuestionValidation]:
+    """The questions of `data.questions`, of which some are held out for validation."""
+    config, train = run.config, run.config.train
+    assert config.data.questions is not None and config.data.corpus is not None
+    given = read_questions(config.data.questions)
+    kept = len(given) - min(train.eval_questions, len(given) // 10)
+    corpus = open_corpus(config.data.corpus, config.retrieval.index_dir)
+    retriever = load_retriever(config.retrieval, corpus)
+    truths = [target_response(question) for question in given[kept:]]
+    return given[:kept], retriever, QuestionValidation(given[kept:], truths, retriever, config)
+
+
+def open_world_validation(run: Run) -> QuestionValidation:
+    """A test-split world, whose words training never sees, written once into the run's folder."""
+    config, train = run.config, run.config.train
+
+    def write(folder: Path) -> None:
+        seed, passages = VALIDATION_SEED + train.seed, train.world_passages
+        written = write_world(folder, seed, "test", passages, train.eval_questions, hops=train.max_hops)
+        truths = [question.reasoning for question in written]
+        (folder / "responses.json").write_text(json.dumps(truths), encoding="utf-8")
+
+    built = build_once(run.folder / "validation", write)
+    questions = read_questions(built / "questions.jsonl")
+    truths = json.loads((built / "responses.json").read_text(encoding="utf-8"))
+    retriever = load_retriever(
+        built / "corpus.jsonl", top_k=config.retrieval.top_k, index_dir=str(built / "index")
+    )
+    return QuestionValidation(questions, truths, retriever, config)
+
+
+def write_world_documents(config: Config, folder: Path) -> Path:
+    """Passages and answered questions of training worlds as documents, written once into `folder`."""
+
+    def write(scratch: Path) -> None:
+        with (scratch / "documents.jsonl").open("w", encoding="utf-8") as file:
+            for number in range(DOCUMENT_WORLDS):
+                seed = config.train.seed * 1_000_003 + number
+                world = make_world(seed, "train", config.train.world_passages)
+                rng = random.Random(f"documents/{seed}")
+                lines = [f"{entity.name}\n{world.contents[entity.id]}" for entity in world.entities]
+                asked = (make_world_question(rng, world, rng.randint(1, 4), training=True) for _ in lines)
+                lines += [f"{q.question}\n{q.reasoning}" for q in asked if q is not None]
+                rng.shuffle(lines)
+                file.writelines(json.dumps({"text": line}) + "\n" for line in lines)
+
+    return build_once(folder / "documents", write) / "documents.jsonl"
