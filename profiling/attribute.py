@@ -24,7 +24,7 @@ from profile_readers import read_profile_session
 
 from dlm_rag.cli import print_note, run_program
 from dlm_rag.commands.arguments import CommandParser
-from dlm_rag.energy.meter import summarise_energy
+from dlm_rag.energy import summarise_energy
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.checked_json import read_json_or_empty
 from dlm_rag.files.paths import make_folder, write_text_atomic

@@ -55,7 +55,7 @@ from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, gather_quest
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.terminal import RunTotals
-from dlm_rag.energy.meter import open_meter, summarise_energy
+from dlm_rag.energy import open_meter, summarise_energy
 from dlm_rag.engine.cache import CacheStats
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.errors import ConfigError

@@ -27,7 +27,7 @@ from dlm_rag.commands.prepare_decoder import (
 from dlm_rag.config import Config
 from dlm_rag.config.fields import replace_settings
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.energy.meter import EnergyReading, open_meter
+from dlm_rag.energy import EnergyReading, open_meter
 from dlm_rag.errors import ConfigError
 from dlm_rag.machine import compute_code_digest, describe_machine
 from dlm_rag.page.html import check_page_target

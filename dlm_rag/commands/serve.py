@@ -68,7 +68,7 @@ def serve_answers(words: CommandLine) -> None:
     with bind_socket(host, words.options["port"]) as sock:
         prepared = prepare_decoder(config, [])
         words.announce_reader()
-        from dlm_rag.energy.meter import open_meter
+        from dlm_rag.energy import open_meter
         from dlm_rag.retrieval.base import CorpusRetriever
 
         decoder, name = prepared.load(), get_served_model_name(config.model.path or "")

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from dlm_rag.decode.abstention import ClosestPassage, describe_abstention
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.energy.meter import EnergyReading, format_energy, summarise_energy
+from dlm_rag.energy import EnergyReading, format_energy, summarise_energy
 from dlm_rag.nvtx_ranges import drop_nested_stages
 from dlm_rag.progress import show_status
 from dlm_rag.text import (

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dlm_rag.energy.meter import format_three_digits
+from dlm_rag.energy import format_three_digits
 from dlm_rag.evaluation.compare import GroupSummary, QuestionGroups, SettingMetrics
 from dlm_rag.evaluation.metrics import SHARE_METRICS, Estimate
 from dlm_rag.text import replace_control_chars

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.energy.meter import EnergyMeter
+from dlm_rag.energy import EnergyMeter
 from dlm_rag.engine.engine import Decoder, StepEvent
 from dlm_rag.engine.row import Ticket
 from dlm_rag.errors import RunError, UserError, is_failure, summarize_error

@@ -14,7 +14,7 @@ from typing import Any
 
 from dlm_rag.cli import print_note
 from dlm_rag.config import Config
-from dlm_rag.energy.meter import EnergyMeter, format_energy, format_three_digits, merge_readings, open_meter
+from dlm_rag.energy import EnergyMeter, format_energy, format_three_digits, merge_readings, open_meter
 from dlm_rag.files.paths import open_atomic_file, open_atomic_folder, write_text_atomic
 from dlm_rag.machine import describe_machine, get_code_commit, get_machine_name
 from dlm_rag.model.denoiser import Denoiser

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import dlm_rag.energy as meters
 from dlm_rag.commands import answer_job
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
-from dlm_rag.energy import meter as meters
-from dlm_rag.energy.meter import (
+from dlm_rag.energy import (
     EnergyCounter,
     EnergyMeter,
     EnergyReading,

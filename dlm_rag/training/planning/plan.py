@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from dlm_rag.config import Config, PlanConfig, TrainConfig
-from dlm_rag.energy.meter import format_three_digits
+from dlm_rag.energy import format_three_digits
 from dlm_rag.errors import ConfigError
 from dlm_rag.machine import measure_free_bytes
 from dlm_rag.model.checkpoint import open_checkpoint

@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import fsum
@@ -86,7 +87,7 @@ class EnergyMeter:
         synchronize: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         self.counters, self.reading = tuple(counters), EnergyReading(0.0)
-        self._no_counter, self._failure, self._synchronize = reason, "", synchronize
+        self._reason, self._synchronize = reason, synchronize
         self._lock, self._stopped = threading.Lock(), threading.Event()
 
     def __enter__(self) -> EnergyMeter:
@@ -97,9 +98,7 @@ class EnergyMeter:
         self.stop()
 
     def start(self) -> None:
-        self._failure, self._stopped = "", threading.Event()
-        for counter in self.counters:
-            counter.total, counter.last = 0.0, None
+        """Begins to count; a meter counts once."""
         self._begun = self._read_all()
         if any(counter.wraps_at for counter in self.counters):
             threading.Thread(target=self._read_often, args=(self._stopped,), daemon=True).start()
@@ -108,12 +107,11 @@ class EnergyMeter:
         """Returns the reading since the start, also as `reading`."""
         seconds = self._read_all() - self._begun
         self._stopped.set()
-        reason = self._failure or self._no_counter
+        reason = self._reason
         if self.counters and not reason and seconds < MIN_SECONDS:
             reason = f"{seconds:.1f} s are too short: {MIN_SECONDS:.0f} s at least"
-        for counter in self.counters:
-            if not reason and counter.total <= 0:
-                reason = f"{counter.sensor}: its counter stands still"
+        if not reason and (still := [each.sensor for each in self.counters if each.total <= 0]):
+            reason = f"{still[0]}: its counter stands still"
         joules = fsum(counter.total for counter in self.counters) if self.counters and not reason else None
         sensor = "; ".join(counter.sensor for counter in self.counters)
         self.reading = EnergyReading(seconds, joules, sensor, reason)
@@ -126,7 +124,7 @@ class EnergyMeter:
                 try:
                     counter.advance()
                 except Exception as error:  # of any driver; the run goes on
-                    self._failure = f"{counter.sensor}: {summarize_error(error)}"
+                    self._reason = f"{counter.sensor}: {summarize_error(error)}"
             return fsum(counter.total for counter in self.counters)
 
     def _read_often(self, stopped: threading.Event) -> None:
@@ -134,10 +132,8 @@ class EnergyMeter:
             self.count_joules()
 
     def _read_all(self) -> float:
-        try:
+        with suppress(RuntimeError):  # the device is gone: the run reports that itself
             self._synchronize()
-        except Exception as error:  # the device is gone; the run reports that itself
-            self._failure = summarize_error(error)
         now = time.perf_counter()
         self.count_joules()
         return now
@@ -239,11 +235,9 @@ def format_energy(found: Mapping[str, Any] | None, reason: str = "") -> str:
     """Formats a `summarise_energy` as one line; `reason`: why there is none."""
     if found is None:
         return f"energy: not measured ({reason})"
-    parts = [f"energy: {format_three_digits(found['joules'])} J"]
-    if found["joules_per_answer"] is not None:
-        parts.append(f"{format_three_digits(found['joules_per_answer'])} J/answer")
-        parts.append(f"{format_three_digits(found['tokens_per_joule'])} tokens/J")
-    return " · ".join([*parts, f"{format_three_digits(found['watts'])} W", str(found["sensor"])])
+    units = {"joules": "J", "joules_per_answer": "J/answer", "tokens_per_joule": "tokens/J", "watts": "W"}
+    values = [f"{format_three_digits(found[name])} {unit}" for name, unit in units.items() if found[name]]
+    return " · ".join([f"energy: {values[0]}", *values[1:], str(found["sensor"])])
 
 
 def format_three_digits(value: float) -> str:
