@@ -21,15 +21,16 @@ from dlm_rag.config.fields import replace_settings
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.engine.rules import Proposals
-from dlm_rag.engine.runner import MaskedModelRunner, ModelRunner
-from dlm_rag.engine.sampling import (
-    ModelInput,
+from dlm_rag.engine.runner import (
+    MaskedModelRunner,
+    ModelRunner,
     SamplingMetadata,
-    collect_sampling_metadata,
+    collect_sampling_arrays,
     sample_proposals,
+    split_proposals,
 )
 from dlm_rag.errors import ConfigError
-from dlm_rag.evidence.prompt_segments import LaidOutRow
+from dlm_rag.evidence.prompt_segments import LaidOutRow, RowInput
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import make_consecutive_ranges, to_device
@@ -78,12 +79,8 @@ class ReferenceModelRunner(ModelRunner):
         self.denoiser, self._mask_id = denoiser, mask_id
 
     @torch.inference_mode()
-    def propose(self, views: Sequence[ModelInput]) -> list[Proposals]:
-        shifted = self.denoiser.config.shifted
-        states = [
-            view.laid_out_prompt.build_row(view.canvas.tolist(), view.finished_length, shifted)
-            for view in views
-        ]
+    def propose(self, views: Sequence[RowInput]) -> list[Proposals]:
+        states = [view.training_row for view in views]
         with profile_stage("encode_evidence"):
             contexts = self._contexts(states)
         found = []
@@ -94,12 +91,9 @@ class ReferenceModelRunner(ModelRunner):
             whole = self.denoiser.compute_token_logits(self.denoiser.encode(packed)[0]).float()
             for view, row, every in zip(views, states, whole.split(packed.lengths), strict=True):
                 at = torch.tensor([row.find_state(n) for n in view.positions.tolist()]).to(every.device)
-                drawing = view.soft_threshold is not None
-                arrays = collect_sampling_metadata([view], self._mask_id, self.shape, drawing)
+                (arrays,) = collect_sampling_arrays([view], self._mask_id, self.shape)
                 wanted = to_device(arrays, every.device)
-                values = sample_proposals(every[at], SamplingMetadata(*wanted))
-                rows = values.cpu().numpy().astype(np.float64)
-                found.append(Proposals.from_rows(view.positions, rows))
+                found += split_proposals([view], [sample_proposals(every[at], SamplingMetadata(*wanted))])
         return found
 
     def _contexts(self, states: Sequence[LaidOutRow]) -> SharedContext | None:
@@ -179,11 +173,11 @@ class ReplayModelRunner:
         self.inner = inner
         self._recorded = {tokenizer.build_prompt(r.question, []).head: r for r in recorded.values()}
 
-    def propose(self, views: Sequence[ModelInput]) -> list[Proposals]:
+    def propose(self, views: Sequence[RowInput]) -> list[Proposals]:
         self.inner.propose(views)
         return [self._proposals(view) for view in views]
 
-    def _proposals(self, view: ModelInput) -> Proposals:
+    def _proposals(self, view: RowInput) -> Proposals:
         laid = view.laid_out_prompt
         held = (laid.canvas_prefix, *laid.context_segments)
         asked = (segment.ids[:QUESTION_LENGTH] for segment in held)

@@ -22,7 +22,7 @@ from dlm_rag.progress import format_bytes, format_duration, report_progress, sho
 from dlm_rag.retrieval.base import CorpusRetriever
 
 if TYPE_CHECKING:
-    from dlm_rag.engine.memory import KVFormat
+    from dlm_rag.engine.cache import KVFormat
     from dlm_rag.engine.store import EvidenceStore
     from dlm_rag.evidence.truncation import ContextBudget
     from dlm_rag.model.denoiser import Denoiser
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
 def fill_store(prepared: PreparedDecoder, config: Config, room: "ContextBudget") -> None:
     """Encodes the passages that the store lacks. Raises `RunError` where the disk takes no more."""
     show_status("reading weights")
-    from dlm_rag.engine.memory import KVFormat
+    from dlm_rag.engine.cache import KVFormat
     from dlm_rag.engine.store import open_evidence_store
     from dlm_rag.model.denoiser import Denoiser
 
@@ -72,10 +72,8 @@ def fill_store(prepared: PreparedDecoder, config: Config, room: "ContextBudget")
     )
     if config.engine.compile:
         denoiser.compile_layers()
-    store, form = (
-        open_evidence_store(config.engine, denoiser),
-        KVFormat(denoiser, config.engine.cache_dtype),
-    )
+    form = KVFormat(denoiser, config.engine.cache_dtype)
+    store = open_evidence_store(config.engine, denoiser, form.empty(1))
     assert store is not None and isinstance(prepared.retriever, CorpusRetriever)
     corpus, encoded, start = prepared.retriever.corpus, 0, time.perf_counter()
     try:
@@ -103,8 +101,7 @@ def find_segment(prepared: PreparedDecoder, room: "ContextBudget", text: str) ->
 
     prompt, _ = truncate_evidence(prepared.tokenizer.build_prompt("?", [text]), room)
     laid = lay_out_prompt(prompt, prepared.checkpoint.config, room.layout)
-    segments = (*laid.context_segments, *laid.later_segments)
-    return next(segment for segment in segments if segment.ids == prompt.facts[0])
+    return next(segment for segment in laid.context_segments if segment.ids == prompt.facts[0])
 
 
 def encode_passages(

@@ -139,7 +139,7 @@ class Rollout(NamesRemedy):
     evidence_texts: dict[str, str] = field(default_factory=dict)  # what of them was in the prompt
     citations: list[Citation] = field(default_factory=list)
     cut: dict[str, int] = field(default_factory=dict)  # the largest cut of any step
-    # By number, what builds the `LaidOutRow` of a step that sampled, for policy gradients; in no trace.
+    # By number, the `RowInput` of a step that sampled, for policy gradients; in no trace.
     states: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
     finished: bool = False
     error: str = ""  # why there is no answer

@@ -5,7 +5,7 @@ others again, also those accepted before.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import takewhile
 from typing import Any, ClassVar
 
@@ -22,10 +22,10 @@ from dlm_rag.engine.cache import CacheStats
 from dlm_rag.engine.policy import sample_at_quantile
 from dlm_rag.engine.row import Canvas, CanvasChange, Span, TokenIds
 from dlm_rag.engine.rules import Proposals, Rule, select_by_entropy_bound
-from dlm_rag.engine.runner import ModelRunner
-from dlm_rag.engine.sampling import ModelInput
+from dlm_rag.engine.runner import ModelRunner, split_proposals
 from dlm_rag.errors import ConfigError
-from dlm_rag.model.device_io import to_device, to_host
+from dlm_rag.evidence.prompt_segments import RowInput
+from dlm_rag.model.device_io import to_device
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.randomness import sample_uniform
 from dlm_rag.retrieval.corpus import Passage
@@ -253,7 +253,7 @@ class GemmaRunner(ModelRunner):
         return order_by_arrival(before, found)
 
     @torch.inference_mode()
-    def propose(self, views: Sequence[ModelInput]) -> list[Proposals]:
+    def propose(self, views: Sequence[RowInput]) -> list[Proposals]:
         with profile_stage("encode_evidence"):
             slots = [self._prefixes.prefill(view.row, _finished_ids(view)) for view in views]
             texts = self._stack_texts([view.row for view in views], slots)
@@ -272,8 +272,7 @@ class GemmaRunner(ModelRunner):
                 found.append(_read_logits(logits, cooled, drawn[row]))
                 slot.logits_block_start = view.finished_length
                 slot.previous_logits = cooled.to(self.denoiser.dtype)
-            values = to_host(torch.stack(found)).astype(np.float64)
-        return [_make_proposals(view, part) for view, part in zip(views, values, strict=True)]
+            return split_proposals(views, found)
 
     def _stack_texts(self, numbers: list[int], slots: list[PrefixSlot]) -> StackedCaches:
         """The texts of slots; put together again only where one has changed, or a row has come or gone."""
@@ -296,14 +295,13 @@ def order_by_arrival(before: Sequence[Passage], now: Sequence[Passage]) -> list[
     return [*stay, *(passage for passage in now if passage.id not in held)]
 
 
-def _finished_ids(view: ModelInput) -> tuple[int, ...]:
+def _finished_ids(view: RowInput) -> tuple[int, ...]:
     """The tokens before the open block: the prompt, and the finished blocks."""
     return (*view.laid_out_prompt.canvas_prefix.ids, *view.canvas[: view.finished_length].tolist())
 
 
-def _read_logits(logits: Tensor, cooled: Tensor, uniform: Tensor) -> Tensor:
-    """(7, n): of each position token, its probability and log-probability, the entropy, the most probable
-    token with its own two.
+def _read_logits(logits: Tensor, cooled: Tensor, uniform: Tensor) -> dict[str, Tensor]:
+    """Of each position the fields of `Proposals`, with the most probable token and its own two besides.
 
     logits, cooled: (n, V) float32, the second over the temperature, by which tokens are drawn, at the
     quantiles `uniform` (n,), and which the entropy is of. Probabilities are those of temperature 1.
@@ -312,25 +310,19 @@ def _read_logits(logits: Tensor, cooled: Tensor, uniform: Tensor) -> Tensor:
     entropy = torch.special.entr(cooled.softmax(-1)).sum(-1)
     log_prob = logits.log_softmax(-1)
     one, most = (log_prob.gather(1, ids[:, None]).squeeze(1) for ids in (drawn, best))
-    return torch.stack([drawn.float(), one.exp(), one, entropy, best.float(), most.exp(), most])
-
-
-@dataclass(frozen=True)
-class DrawnProposals(Proposals):
-    """Tokens drawn at the temperature of the step, and the most probable ones in their places."""
-
-    most_probable: Proposals = field(kw_only=True)
-
-
-def _make_proposals(view: ModelInput, found: np.ndarray) -> DrawnProposals:
-    token, confidence, log_prob, entropy, best, likely, log_likely = found
-    at, none = view.positions, np.zeros(len(view.positions))
-    most = Proposals(at, best.astype(np.int64), likely, log_likely, entropy, none)
-    return DrawnProposals(
-        at, token.astype(np.int64), confidence, log_prob, entropy, none, most_probable=most
-    )
+    return {
+        "token_ids": drawn, "confidence": one.exp(), "log_prob": one, "entropy": entropy,
+        "margin": torch.zeros_like(one), "best_token_ids": best, "best_confidence": most.exp(),
+        "best_log_prob": most,
+    }  # fmt: skip
 
 
 def _most_probable(proposals: Proposals) -> Proposals:
-    assert isinstance(proposals, DrawnProposals)
-    return proposals.most_probable
+    """The most probable tokens in the places of those drawn."""
+    found = proposals.extra
+    return replace(
+        proposals,
+        token_ids=found["best_token_ids"],
+        confidence=found["best_confidence"],
+        log_prob=found["best_log_prob"],
+    )

@@ -5,39 +5,38 @@ next, the least recently used leaving first; with a store, all that was computed
 Finished blocks of the chain of lead and canvas, which see what stands before them, are kept for their row
 alone, until something before them changes. What nothing holds runs in the same call as the windows that see
 it.
+
+The memory is one block, in which a token of any segment has a place in every layer. Which tokens a row sees
+is a list of places, so nothing has to lie together, and nothing is moved. Keys and values are kept in the
+model's dtype, or as int8 with a float16 scale for each token and head behind its numbers. Keys of
+projections with a bias have channels that are large for every token (Qwen2, so Dream and Fast-dLLM v2;
+measured by KVQuant, Hooper et al. 2024): the bias, turned to the token's position, is taken off before and
+added after.
 """
 
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dlm_rag.engine.memory import KVFormat, KVMemory, concatenate_places
 from dlm_rag.engine.store import EvidenceStore
-from dlm_rag.evidence.prompt_segments import LaidOutPrompt
+from dlm_rag.evidence.prompt_segments import RowInput
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.device_io import to_device
+from dlm_rag.model.layers import Attention, apply_rope
 from dlm_rag.model.packed_batch import MemoryRows, Places, Segment, pack_rows
 from dlm_rag.progress import format_bytes
 
 PREFILL_TOKENS = 8192  # of new segments that may run in the same call as the rows
-
-
-class CacheRequest(NamedTuple):
-    """A row that is to run: its number, its prompt, the chain of lead and canvas as far as it is looked at.
-
-    finished_tokens: tokens of the chain in whole blocks that change no more. first_read_token: the first
-    token of the chain whose state is read.
-    """
-
-    row: int
-    laid_out_prompt: LaidOutPrompt
-    canvas_segment: Segment
-    finished_tokens: int
-    first_read_token: int
+SCALE_BYTES = 2  # float16
+SMALLEST_SCALE = 2.0**-24  # of a float16 above 0
 
 
 class ForwardSpan(NamedTuple):
@@ -53,7 +52,7 @@ class ForwardSpan(NamedTuple):
 
 @dataclass
 class CacheStats:
-    """Counts over a run: of context tokens, and of segments by the tier that they came from."""
+    """Counts over a run: of context tokens, and of segments by where they came from."""
 
     requested_tokens: int = 0  # tokens that rows saw, summed over steps
     encoded_tokens: int = 0  # tokens that the denoiser had to run for
@@ -69,14 +68,11 @@ class CacheStats:
         """The share of the wanted tokens that needed no run of their own."""
         return 1 - self.encoded_tokens / self.requested_tokens if self.requested_tokens else 0.0
 
-    def describe_tiers(self) -> str:
-        """Which tiers passages came from, in words."""
-        read = f"{format_bytes(self.store_bytes)}, {self.store_seconds:.1f} s"
-        tiers = {
-            "on the device": self.device_segments,
-            f"from files ({read})": self.store_segments,
-        }
-        found = [f"{count:,} {tier}" for tier, count in tiers.items() if count]
+    def describe_sources(self) -> str:
+        """Where passages came from, in words."""
+        read = f"from files ({format_bytes(self.store_bytes)}, {self.store_seconds:.1f} s)"
+        counts = {"on the device": self.device_segments, read: self.store_segments}
+        found = [f"{count:,} {source}" for source, count in counts.items() if count]
         return ", ".join([*found, f"{self.encoded_segments:,} encoded"])
 
 
@@ -98,12 +94,16 @@ class KVCache:
     """
 
     def __init__(
-        self, denoiser: Denoiser, format: KVFormat, budget_bytes: int, store: EvidenceStore | None = None
+        self,
+        denoiser: Denoiser,
+        format: "KVFormat",
+        budget_bytes: int,
+        store: EvidenceStore | None = None,
     ) -> None:
-        self.cache_stats, self.store = CacheStats(), store
+        self.cache_stats, self.store, self._denoiser = CacheStats(), store, denoiser
         self.kept: OrderedDict[Segment, Places] = OrderedDict()  # the least recently used first
         self.budget_tokens = budget_bytes // format.token_bytes
-        self._denoiser, self.memory = denoiser, KVMemory(format, self.budget_tokens)
+        self.memory = KVMemory(format, self.budget_tokens)
         self._chains: dict[int, _Chain] = {}  # by row
         # Of the call under way: segments that it sees, those it computes, chains after it, other places.
         self._seen: dict[Segment, Places] = {}
@@ -120,40 +120,29 @@ class KVCache:
     def budget_bytes(self) -> int:
         return self.budget_tokens * self.memory.format.token_bytes
 
-    def prefetch(self, laid: LaidOutPrompt) -> None:
-        """Starts to read from files what a row will need next."""
-        if self.store is not None:
-            segments = (*laid.context_segments, *laid.later_segments)
-            self.store.prefetch([s for s in segments if s not in self.kept])
-
     def release(self, row: int) -> None:
         """A row has gone, and its finished blocks with it."""
         if (chain := self._chains.pop(row, None)) is not None:
             self.memory.give_back(chain.places)
 
-    def prepare_rows(self, shown: Sequence[CacheRequest]) -> tuple[list[ForwardSpan], MemoryRows | None]:
+    def prepare_rows(self, rows: Sequence[RowInput]) -> tuple[list[ForwardSpan], MemoryRows | None]:
         """Finds out what of these rows has to run: first segments that nothing holds, then row by row.
 
         Returns these runs, and what they see; None where no row sees or keeps anything. After the call,
         `store_computed` keeps what it computed. Rows that share a segment share its computation.
         """
         self._give_up()
-        prompts = [row.laid_out_prompt for row in shown]
+        prompts = [row.laid_out_prompt for row in rows]
         if all(laid.block_size is None and not laid.context_segments for laid in prompts):
-            return [ForwardSpan(n, 0, row.canvas_segment) for n, row in enumerate(shown)], None
-        wanted = [(*laid.context_segments, *laid.later_segments) for laid in prompts]
-        self.cache_stats.requested_tokens += sum(len(segment.ids) for row in wanted for segment in row)
-        self._locate(dict.fromkeys(segment for row in wanted for segment in row))
-        runs, seen, own = list[ForwardSpan](), list[Places](), list[Places]()
-        for segment in self._run_ahead():
-            runs.append(ForwardSpan(None, 0, segment))
-            seen.append(concatenate_places([]))
-            own.append(self._new[segment])
-        for number, row in enumerate(shown):
-            for run, before, places in self._spans(number, row):
-                runs.append(run)
-                seen.append(before)
-                own.append(places)
+            return [ForwardSpan(n, 0, row.chain) for n, row in enumerate(rows)], None
+        wanted = [segment for laid in prompts for segment in laid.context_segments]
+        self.cache_stats.requested_tokens += sum(len(segment.ids) for segment in wanted)
+        self._locate(dict.fromkeys(wanted))
+        none = concatenate_places([])
+        found = [(ForwardSpan(None, 0, segment), none, self._new[segment]) for segment in self._run_ahead()]
+        for number, row in enumerate(rows):
+            found += self._spans(number, row)
+        runs, seen, own = (list(each) for each in zip(*found, strict=True))
         by_row = self._denoiser.backend == "sdpa" and self._denoiser.device.type == "cpu"
         by_row = by_row and not self.memory.format.is_compressed
         return runs, MemoryRows(self.memory, seen, own, by_row)
@@ -163,10 +152,10 @@ class KVCache:
         if not self.budget_tokens:
             self._give_up()
             return
-        for segment, places in self._new.items():
-            self.kept[segment] = places
-            if self.store is not None:
+        if self.store is not None:
+            for segment, places in self._new.items():
                 self.store.add(segment, *self._copy_to_host(places))
+        self.kept |= self._new
         self._chains |= self._next
         self._new, self._next = {}, {}
         self._give_up()
@@ -182,33 +171,33 @@ class KVCache:
 
     def _locate(self, wanted: dict[Segment, None]) -> None:
         """Gives each segment its places; `_new` are those that have to run."""
+        stats = self.cache_stats
         for segment in wanted:
             if segment in self.kept:
                 self.kept.move_to_end(segment)
-                self.cache_stats.device_segments += 1
+                stats.device_segments += 1
         self._seen = {segment: self.kept[segment] for segment in wanted if segment in self.kept}
-        for segment in wanted:
-            if segment in self._seen:
-                continue
-            kept, places = self._bring(segment), self._take(len(segment.ids))
-            self._seen[segment] = places
+        missing = [segment for segment in wanted if segment not in self._seen]
+        for segment, kept in zip(missing, self._read_store(missing), strict=True):
+            places = self._seen[segment] = self._take(len(segment.ids))
             if kept is None:
                 self._new[segment] = places
             else:
                 self.memory.write(places, kept, segment.start)
                 self.kept[segment] = places
-        self.cache_stats.encoded_tokens += sum(len(segment.ids) for segment in self._new)
-        self.cache_stats.encoded_segments += len(self._new)
+        stats.encoded_tokens += sum(len(segment.ids) for segment in self._new)
+        stats.encoded_segments += len(self._new)
 
-    def _bring(self, segment: Segment) -> Tensor | None:
-        """A segment from the store, or None where it is not there."""
-        begin = time.perf_counter()
-        if self.store is None or (kept := self.store.get(segment)) is None:
-            return None
-        self.cache_stats.store_segments += 1
-        self.cache_stats.store_bytes += kept.nbytes
-        self.cache_stats.store_seconds += time.perf_counter() - begin
-        return kept
+    def _read_store(self, segments: list[Segment]) -> list[Tensor | None]:
+        """What the store has of these segments; None where it does not."""
+        if self.store is None or not segments:
+            return [None] * len(segments)
+        begin, stats = time.perf_counter(), self.cache_stats
+        found = self.store.get_all(segments)
+        stats.store_seconds += time.perf_counter() - begin
+        stats.store_segments += sum(kept is not None for kept in found)
+        stats.store_bytes += sum(kept.nbytes for kept in found if kept is not None)
+        return found
 
     def _take(self, tokens: int) -> Places:
         """Places for so many tokens; what was used longest ago makes room, but nothing that is seen now."""
@@ -222,7 +211,7 @@ class KVCache:
         self.cache_stats.evicted_segments += 1
 
     def _copy_to_host(self, places: Places) -> tuple[Tensor, Any]:
-        """A copy in host memory, made while the denoiser runs on, and the event after which it is there."""
+        """A copy in host memory, which the denoiser does not wait for, and the event after which it is."""
         kept = self.memory.read(places)
         if not kept.is_cuda:
             return kept.cpu(), None
@@ -242,31 +231,32 @@ class KVCache:
             self._denoiser.encode(pack_rows(part, self._denoiser.device, read, context))
         return []
 
-    def _spans(self, number: int, row: CacheRequest) -> Iterator[tuple[ForwardSpan, Places, Places]]:
+    def _spans(self, number: int, row: RowInput) -> Iterator[tuple[ForwardSpan, Places, Places]]:
         """What of a row has to run, the places of what it sees before itself, and its own."""
-        laid, chain = row.laid_out_prompt, row.canvas_segment
+        laid, chain = row.laid_out_prompt, row.chain
         places, valid = self._extend_chain(row)
         context = [self._seen[segment] for segment in laid.context_segments]
-        later = [self._seen[segment] for segment in laid.later_segments]
         # Only SDPA takes masks, and on a GPU it is fast without them alone. A block that is kept as int8 is
         # seen like that by the next one at once.
         split = self._denoiser.backend != "sdpa" or self._denoiser.device.type == "cuda"
         split = split or self.memory.format.is_compressed
-        done = row.finished_tokens if later else valid  # else the window follows without a gap
-        for start, stop, more in ((valid, done, []), (done, len(chain.ids), later)):
+        done = row.finished_tokens if laid.unseen_segments else valid  # else the window follows at once
+        front = len(laid.seen_by_blocks)
+        for start, stop, seen in ((valid, done, context[:front]), (done, len(chain.ids), context)):
             if start < stop:
                 run = chain.slice_tokens(start, stop)
                 for piece in run.split_into_blocks() if split else [run]:
                     begin = piece.start - chain.start
-                    seen = concatenate_places([*context, *more, places[:begin]])
-                    own = places[begin : begin + len(piece.ids)]
-                    yield ForwardSpan(number, begin, piece), seen, own
+                    before, own = concatenate_places([*seen, places[:begin]]), places[begin:]
+                    yield ForwardSpan(number, begin, piece), before, own[: len(piece.ids)]
 
-    def _extend_chain(self, row: CacheRequest) -> tuple[Places, int]:
+    def _extend_chain(self, row: RowInput) -> tuple[Places, int]:
         """Places for all tokens of a chain, and how many in front need not run."""
-        chain, done, held = row.canvas_segment, row.finished_tokens, self._chains.get(row.row)
-        context = Counter(row.laid_out_prompt.context_segments)
-        valid = 0 if held is None else _count_reusable_tokens(row, held, context)
+        chain, done, held = row.chain, row.finished_tokens, self._chains.get(row.row)
+        context = Counter(row.laid_out_prompt.seen_by_blocks)
+        valid = 0
+        if held is not None and held.context == context and held.first == chain.first:
+            valid = _count_reusable_tokens(row, held)
         places = self._take(len(chain.ids) - valid)
         if held is not None:
             del self._chains[row.row]
@@ -277,16 +267,14 @@ class KVCache:
         return places, valid
 
 
-def _count_reusable_tokens(row: CacheRequest, held: _Chain, context: Counter[Segment]) -> int:
-    """How many tokens of the chain need not run: they are whole blocks, and nothing before them changed."""
-    done = row.canvas_segment.ids[: row.finished_tokens]
-    if held.context != context or held.first != row.canvas_segment.first:
-        return 0
+def _count_reusable_tokens(row: RowInput, held: _Chain) -> int:
+    """How many tokens of the chain need not run: whole blocks before the first state that is read."""
+    done = row.chain.ids[: row.finished_tokens]
     pairs = enumerate(zip(held.ids, done, strict=False))
     same = next((n for n, (one, other) in pairs if one != other), min(len(held.ids), len(done)))
-    if row.first_read_token < row.finished_tokens:
-        same = min(same, row.first_read_token)
-    return row.canvas_segment.block_start(same)
+    if len(row.states) and row.states[0] < len(done):
+        same = min(same, int(row.states[0]))
+    return row.chain.block_start(same)
 
 
 def _split_by_tokens(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
@@ -299,3 +287,196 @@ def _split_by_tokens(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
         part.append(segment)
         tokens += len(segment.ids)
     yield part
+
+
+class KVFormat:
+    """Between keys and values in a denoiser's dtype and what is kept of them.
+
+    cache_dtype: as `engine.cache_dtype`.
+    """
+
+    def __init__(self, denoiser: Denoiser, cache_dtype: str = "auto") -> None:
+        shape = denoiser.config
+        self._denoiser, self.dtype = denoiser, denoiser.compute_dtype
+        self.devices = denoiser.layer_devices
+        self.is_compressed = cache_dtype == "int8"
+        self.kept_dtype = torch.int8 if self.is_compressed else self.dtype
+        self.heads = shape.num_key_value_heads, shape.head_dim + SCALE_BYTES * self.is_compressed
+        self.has_key_bias = self.is_compressed and has_plain_key_bias(shape)
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of the keys and values of a token in all layers."""
+        heads, width = self.heads
+        return 2 * len(self.devices) * heads * width * self.kept_dtype.itemsize
+
+    def empty(self, tokens: int, device: torch.device | str = "cpu") -> Tensor:
+        """Room for so many tokens in all layers, (N, 2, tokens, Hk, D or a little more)."""
+        return torch.empty(len(self.devices), 2, tokens, *self.heads, dtype=self.kept_dtype, device=device)
+
+    def pack(self, keys_values: Tensor, start: int) -> Tensor:
+        """What is kept of keys and values (N, 2, n, Hk, D) of tokens at the positions from `start` on."""
+        positions = torch.arange(start, start + keys_values.shape[2], device=keys_values.device)
+        layers = [self.pack_layer(kv, layer, positions) for layer, kv in enumerate(keys_values)]
+        return torch.stack(layers)
+
+    def pack_layer(self, keys_values: Tensor, layer: int, positions: Tensor | None) -> Tensor:
+        """What is kept of the keys and values (2, n, Hk, D) of a layer; positions: (n,), for a key bias."""
+        if not self.is_compressed:
+            return keys_values
+        if self.has_key_bias:
+            k, v = keys_values
+            keys_values = torch.stack((k - self._key_bias(layer, positions), v))
+        return quantize_int8(keys_values)
+
+    def unpack_layer(self, kept: Tensor, layer: int, positions: Tensor | None) -> Tensor:
+        """Keys and values (2, n, Hk, D) of a layer from what is kept of them."""
+        if not self.is_compressed:
+            return kept
+        found = dequantize_int8(kept, self.dtype)
+        if self.has_key_bias:
+            found[0] += self._key_bias(layer, positions)
+        return found
+
+    def _key_bias(self, layer: int, positions: Tensor | None) -> Tensor:
+        """(n, Hk, D)"""
+        attention = self._denoiser.layers[layer].self_attn
+        assert isinstance(attention, Attention) and attention.k_proj.bias is not None
+        assert positions is not None
+        bias = attention.k_proj.bias.to(positions.device, self.dtype).view(1, -1, attention.head_dim)
+        rope = self._denoiser.compute_rope(positions.to(self._denoiser.device))
+        rope = tuple(part.to(positions.device) for part in rope)
+        return apply_rope(bias.expand(len(positions), -1, -1), rope)
+
+
+class KVMemory:
+    """Places for tokens, in one tensor for each run of layers on one device; taken at its first use.
+
+    capacity: tokens that it has room for; it grows when more are taken.
+    """
+
+    def __init__(self, format: KVFormat, capacity: int) -> None:
+        self.format, self.capacity = format, capacity
+        self._parts: list[Tensor] = []  # each (layers, 2, capacity, Hk, D or a little more)
+        self._positions: list[Tensor] = []  # of the tokens, (capacity,), where keys are kept without bias
+        self._touched = 0  # places that have been used; those after them are free
+        self._free: list[int] = []  # places before, the last one is taken first
+
+    @property
+    def free(self) -> int:
+        """How many tokens fit without growing."""
+        return self.capacity - self._touched + len(self._free)
+
+    @property
+    def taken(self) -> int:
+        return self._touched - len(self._free)
+
+    def take(self, tokens: int) -> Places:
+        """Places for so many tokens; the memory grows where there are too few."""
+        again = min(tokens, len(self._free))
+        found = self._free[len(self._free) - again :]
+        del self._free[len(self._free) - again :]
+        end = self._touched + tokens - again
+        if end > self.capacity:
+            self._grow(end + end // 8)
+        new = np.arange(self._touched, end)
+        self._touched = end
+        return np.concatenate((np.array(found[::-1], dtype=np.int64), new)) if found else new
+
+    def give_back(self, places: Places) -> None:
+        self._free.extend(places[::-1].tolist())
+
+    def layer(self, number: int) -> Tensor:
+        """What is kept in a layer, (2, capacity, Hk, D or a little more), on its device."""
+        part, number = self._part_of(number)
+        return self._allocated()[part][number]
+
+    def write_layer(self, layer: int, places: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        """Writes keys and values, each (n, Hk, D), of tokens at `positions` (n,) to their places (n,)."""
+        held = self.layer(layer)
+        if not self.format.is_compressed:
+            held[0].index_copy_(0, places, k)
+            held[1].index_copy_(0, places, v)
+            return
+        held.index_copy_(1, places, self.format.pack_layer(torch.stack((k, v)), layer, positions))
+        if self.format.has_key_bias:
+            self._positions[self._part_of(layer)[0]][places] = positions.int()
+
+    def read_layer(self, layer: int, places: Tensor) -> Tensor:
+        """Keys and values (2, n, Hk, D) of the tokens at these places (n,)."""
+        kept, positions = self.layer(layer).index_select(1, places), None
+        if self.format.has_key_bias:
+            positions = self._positions[self._part_of(layer)[0]][places]
+        return self.format.unpack_layer(kept, layer, positions)
+
+    def write(self, places: Places, kept: Tensor, start: int) -> None:
+        """Writes what is kept of tokens at the positions from `start` on, (N, 2, n, ...), in all layers."""
+        parts = self._allocated()
+        for number, own in enumerate(kept.split([*map(len, parts)])):
+            (at,) = to_device([places], parts[number].device)
+            parts[number].index_copy_(2, at, own.to(at.device, non_blocking=True))
+            if self.format.has_key_bias:
+                positions = torch.arange(start, start + len(places), dtype=torch.int32, device=at.device)
+                self._positions[number][at] = positions
+
+    def read(self, places: Places) -> Tensor:
+        """A copy of what is kept at these places, (N, 2, n, ...), on the first device."""
+        first, *rest = (
+            part.index_select(2, *to_device([places], part.device)) for part in self._allocated()
+        )
+        return torch.cat([first, *(part.to(first.device) for part in rest)]) if rest else first
+
+    def _part_of(self, layer: int) -> tuple[int, int]:
+        """The tensor that a layer is in, and its number there."""
+        for number, part in enumerate(self._allocated()):
+            if layer < len(part):
+                return number, layer
+            layer -= len(part)
+        raise IndexError
+
+    def _allocated(self) -> list[Tensor]:
+        if not self._parts:
+            self._parts, self._positions = self._allocate()
+        return self._parts
+
+    def _allocate(self) -> tuple[list[Tensor], list[Tensor]]:
+        homes = [(device, len([*same])) for device, same in groupby(self.format.devices)]
+        shape, dtype = (2, self.capacity, *self.format.heads), self.format.kept_dtype
+        parts = [torch.empty((layers, *shape), device=device, dtype=dtype) for device, layers in homes]
+        positions = [torch.empty(self.capacity, dtype=torch.int32, device=device) for device, _ in homes]
+        return parts, positions if self.format.has_key_bias else []
+
+    def _grow(self, capacity: int) -> None:
+        """Takes more room; what is kept stays at its places."""
+        self.capacity, held = capacity, (self._parts, self._positions)
+        if not self._parts:
+            return
+        self._parts, self._positions = self._allocate()
+        for old, new in zip(held[0], self._parts, strict=True):
+            new[:, :, : self._touched] = old[:, :, : self._touched]
+        for old, new in zip(held[1], self._positions, strict=True):
+            new[: self._touched] = old[: self._touched]
+
+
+def concatenate_places(parts: Sequence[Places]) -> Places:
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def has_plain_key_bias(shape: DenoiserConfig) -> bool:
+    """Whether keys have a bias, which no norm scales."""
+    return shape.qkv_bias and not shape.qk_norm
+
+
+def quantize_int8(x: Tensor) -> Tensor:
+    """x (..., D) -> int8 (..., D + 2): numbers from -127 to 127, then the bytes of their float16 scale."""
+    x = x.float()
+    scale = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=SMALLEST_SCALE).half()
+    numbers = (x / scale.float()).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat((numbers, scale.view(torch.int8)), dim=-1)
+
+
+def dequantize_int8(kept: Tensor, dtype: torch.dtype) -> Tensor:
+    """int8 (..., D + 2) -> (..., D) in `dtype`."""
+    scale = kept[..., -SCALE_BYTES:].contiguous().view(torch.float16).float()
+    found = torch.empty(*kept.shape[:-1], kept.shape[-1] - SCALE_BYTES, dtype=dtype, device=kept.device)
+    return torch.mul(kept[..., :-SCALE_BYTES], scale, out=found)  # no copy in float32

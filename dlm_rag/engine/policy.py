@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from dlm_rag.engine.rules import ACTION_STATISTICS
-
 # log-probabilities above this are that of a token that is certain: 1 - c is rounding there
 MAX_LOG_CONFIDENCE = -1e-6
 
@@ -109,21 +107,20 @@ def segment_logsumexp(values: Tensor, step: Tensor, steps: int) -> Tensor:
 
 def draw_actions(
     logits: Tensor, excluded_ids: Tensor, soft: SoftThreshold, uniform: Tensor, forced: Tensor
-) -> Tensor:
+) -> dict[str, Tensor]:
     """Draws for positions with logits (n, V), at the quantiles `uniform` (n,) and `forced` (n,).
 
-    Returns a row (n,) for each of `ACTION_STATISTICS`: the token, its log c, its gate, the log-probability
-    of committing it; that of staying; the urge; the token to be forced, its log c and log-probability under
-    pi.
+    Returns by name (n,) the drawn token, its log c, its gate, the log-probability of committing it; that of
+    staying; the urge; the token to be forced, its log c and log-probability under pi.
     """
     found = compute_action_distribution(logits, excluded_ids, soft)
     rows = torch.arange(len(logits), device=logits.device)
     token, other = (sample_at_quantile(found.log_pi, at) for at in (uniform, forced))
     log_c = logits.log_softmax(-1)
     gate = (found.log_commit[rows, token] - found.log_pi[rows, token]).exp()
-    found_by_name = {
-        "token_ids": token,
-        "log_confidence": log_c[rows, token],
+    return {
+        "drawn_token_ids": token,
+        "drawn_log_confidence": log_c[rows, token],
         "gate": gate,
         "log_commit": found.log_commit[rows, token],
         "log_stay": found.log_stay,
@@ -132,7 +129,6 @@ def draw_actions(
         "forced_log_confidence": log_c[rows, other],
         "forced_log_prob": found.log_pi[rows, other],
     }
-    return torch.stack([found_by_name[name].float() for name in ACTION_STATISTICS])
 
 
 def sample_at_quantile(log_prob: Tensor, uniform: Tensor) -> Tensor:

@@ -6,9 +6,10 @@ a function of one's own, `decode.commit_rule=module:function`, takes what those 
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,19 +19,16 @@ from dlm_rag.config.fields import resolve_or_import
 
 FloatArray = NDArray[np.float64]
 IndexArray = NDArray[np.intp]
-# What a call of a denoiser says of each position: the rows of the tensor that comes from the device.
 STATISTICS = ("token_ids", "confidence", "log_prob", "entropy", "margin")
-# What it adds where a rule draws actions (`engine/policy.py`): of a drawn token and of a forced one.
-ACTION_STATISTICS = (
-    "token_ids", "log_confidence", "gate", "log_commit", "log_stay", "forced_logit", "forced_token_ids",
-    "forced_log_confidence", "forced_log_prob",
-)  # fmt: skip
 ENTROPY_BOUND_NATS = 0.1  # that a step of the rule entropy_bound commits together
 
 
 @dataclass(frozen=True)
 class Proposals:
-    """What the denoiser proposes at n canvas positions, in ascending order. Arrays are (n,)."""
+    """What the denoiser proposes at n canvas positions, in ascending order. Arrays are (n,).
+
+    extra: by name what else is said of each: of actions where a rule draws them (`draw_actions`).
+    """
 
     positions: NDArray[np.int64]
     token_ids: NDArray[np.int64]
@@ -38,22 +36,24 @@ class Proposals:
     log_prob: FloatArray  # nats; of the confidence, finite where that underflows
     entropy: FloatArray  # nats of the distribution at the position
     margin: FloatArray  # probability of the first minus that of the second token
-    actions: dict[str, FloatArray] | None = None  # by `ACTION_STATISTICS`, where a rule draws actions
+    extra: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     @classmethod
-    def from_rows(cls, positions: NDArray[np.int64], rows: FloatArray) -> "Proposals":
-        """From one row for each of `STATISTICS`, and maybe of `ACTION_STATISTICS`, (5 or 14, n)."""
-        named = dict(zip(STATISTICS, rows, strict=False))
-        actions = dict(zip(ACTION_STATISTICS, rows[len(STATISTICS) :], strict=False))
-        token_ids = named.pop("token_ids").astype(np.int64)
-        return cls(positions, token_ids, **named, actions=actions or None)
+    def from_statistics(
+        cls, positions: NDArray[np.int64], found: Mapping[str, NDArray[Any]]
+    ) -> "Proposals":
+        """Of the fields by name, and of whatever else there is; floats become float64."""
+        kinds = {"i": np.int64, "f": np.float64}
+        values: dict[str, Any] = {name: x.astype(kinds[x.dtype.kind]) for name, x in found.items()}
+        own = {name: values.pop(name) for name in STATISTICS}
+        return cls(positions, **own, extra=values)
 
     def subset(self, keep: NDArray[np.bool_] | IndexArray) -> "Proposals":
         """The proposals selected by a mask or by indices."""
         return Proposals(
             self.positions[keep], self.token_ids[keep], self.confidence[keep], self.log_prob[keep],
             self.entropy[keep], self.margin[keep],
-            self.actions and {name: values[keep] for name, values in self.actions.items()},
+            {name: values[keep] for name, values in self.extra.items()},
         )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ class Rule:
 
     - choose: maps candidates to the indices to commit (ascending, not empty), or to `SampledCommits`.
     - statistics: what it needs that is computed on demand: "spread" (entropy and margin), "actions"
-      (`ACTION_STATISTICS`).
+      (`draw_actions`).
     - settings: the settings of `decode` that affect it.
     - samples: whether it samples under these settings.
     - redraws: whether a later step may take back what it has committed in the current block.
@@ -176,8 +176,8 @@ def sample_commits(candidates: Proposals, context: RuleContext) -> SampledCommit
     Of `context.draws`, row 2 is for the gates, the first number of row 3 for the position that is forced
     where every candidate stays.
     """
-    found, draws = candidates.actions, context.draws
-    assert found is not None and draws is not None
+    found, draws = candidates.extra, context.draws
+    assert draws is not None
     opened = draws[2, candidates.positions] < found["gate"]
     log_prob = float(np.where(opened, found["log_commit"], found["log_stay"]).sum())
     forced = not opened.any()
@@ -187,11 +187,11 @@ def sample_commits(candidates: Proposals, context: RuleContext) -> SampledCommit
         at = min(int(np.searchsorted(ends, draws[3, 0] * ends[-1], side="right")), len(urge) - 1)
         opened[at] = True
         log_prob += float(found["forced_log_prob"][at] + math.log(urge[at] / ends[-1]))
-    prefix = "forced_" if forced else ""
-    log_prob_of_token = found[f"{prefix}log_confidence"][opened]
+    kind = "forced" if forced else "drawn"
+    log_prob_of_token = found[f"{kind}_log_confidence"][opened]
     tokens = replace(
         candidates.subset(opened),
-        token_ids=found[f"{prefix}token_ids"][opened].astype(np.int64),
+        token_ids=found[f"{kind}_token_ids"][opened],
         confidence=np.exp(log_prob_of_token),
         log_prob=log_prob_of_token,
     )

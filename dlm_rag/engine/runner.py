@@ -1,34 +1,32 @@
-"""How a model answers a step: a masked-diffusion denoiser in one call over all rows."""
+"""How a model answers a step: one call over all rows, and tokens for the positions asked for."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.engine.cache import CacheRequest, CacheStats, ForwardSpan, KVCache
-from dlm_rag.engine.memory import KVFormat
-from dlm_rag.engine.rules import STATISTICS, Proposals
-from dlm_rag.engine.sampling import (
-    ModelInput,
-    SamplingMetadata,
-    collect_sampling_metadata,
-    sample_proposals,
-    split_logit_chunks,
-)
+from dlm_rag.engine.cache import CacheStats, ForwardSpan, KVCache, KVFormat
+from dlm_rag.engine.policy import SoftThreshold, draw_actions, sample_at_quantile
+from dlm_rag.engine.rules import Proposals
 from dlm_rag.engine.store import open_evidence_store
-from dlm_rag.evidence.prompt_segments import LaidOutPrompt
+from dlm_rag.evidence.prompt_segments import RowInput
 from dlm_rag.machine import default_pool_bytes, limit_cuda_allocator
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.device_io import to_host
+from dlm_rag.model.device_io import gather_to_host
 from dlm_rag.model.packed_batch import pack_rows
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.retrieval.corpus import Passage
 
 GIB = 2**30
+LOGITS_CHUNK_POSITIONS = 1024  # logits that exist at a time: the vocabulary is the memory
 
 
 @dataclass(frozen=True)
@@ -52,10 +50,12 @@ class DecoderStats:
 
     def describe(self) -> str:
         """In words for a person."""
-        used, reuse = self.runtime, self.cache_stats
+        reuse, parts = self.cache_stats, [self.runtime]
         if reuse.requested_tokens:
-            used += f", {reuse.reused_share:.1%} of it reused"
-        used += f"; passages: {reuse.describe_tiers()}; {self.store}" if self.store else ""
+            parts[0] += f", {reuse.reused_share:.1%} of it reused"
+        if self.store:
+            parts += [f"passages: {reuse.describe_sources()}", self.store]
+        used = "; ".join(parts)
         if reuse.evicted_segments:
             used += f", {reuse.evicted_segments:,} passages left the pool (engine.prefix_cache_gib)"
         return used if self.compiled_graphs is None else f"{used}, {self.compiled_graphs} graphs compiled"
@@ -81,12 +81,9 @@ class ModelRunner:
         """Drops all keys and values; to be called when the denoiser's weights have changed."""
         raise NotImplementedError
 
-    def propose(self, views: Sequence[ModelInput]) -> list[Proposals]:
+    def propose(self, inputs: Sequence[RowInput]) -> list[Proposals]:
         """Proposals for the positions of each row; the same for a row whatever the others are."""
         raise NotImplementedError
-
-    def prefetch(self, laid: LaidOutPrompt) -> None:
-        """A row will be shown with this prompt next."""
 
     def release(self, row: int) -> None:
         """The row of this number takes no more steps."""
@@ -119,7 +116,7 @@ class MaskedModelRunner(ModelRunner):
             budget = default_pool_bytes(self.denoiser.device, limit, weights)
         else:
             budget = int(engine.prefix_cache_gib * GIB)
-        store = open_evidence_store(engine, self.denoiser) if budget else None
+        store = open_evidence_store(engine, self.denoiser, format.empty(1)) if budget else None
         self.cache = KVCache(self.denoiser, format, budget, store)
         self._dtype = self.denoiser.compute_dtype
 
@@ -127,52 +124,133 @@ class MaskedModelRunner(ModelRunner):
     def cache_stats(self) -> CacheStats:
         return self.cache.cache_stats
 
-    def prefetch(self, laid: LaidOutPrompt) -> None:
-        self.cache.prefetch(laid)
-
     def release(self, row: int) -> None:
         self.cache.release(row)
 
     @torch.inference_mode()
-    def propose(self, views: Sequence[ModelInput]) -> list[Proposals]:
-        if self.denoiser.compute_dtype != self._dtype:
+    def propose(self, inputs: Sequence[RowInput]) -> list[Proposals]:
+        denoiser = self.denoiser
+        if denoiser.compute_dtype != self._dtype:
             self.reset_cache()  # an autocast has begun or ended since
         with profile_stage("encode_evidence"):
-            runs, context = self.cache.prepare_rows([self._cache_request(view) for view in views])
+            runs, context = self.cache.prepare_rows(inputs)
         with profile_stage("denoise"):
-            read = [[] if run.row is None else self._read_tokens(run, views[run.row]) for run in runs]
-            chunks, policy = list(split_logit_chunks(views)), any(view.soft_threshold for view in views)
-            wanted = [
-                collect_sampling_metadata(chunk, self._mask_id, self.shape, policy) for chunk in chunks
-            ]
+            read = [[] if run.row is None else self._read_tokens(run, inputs[run.row]) for run in runs]
+            wanted = collect_sampling_arrays(inputs, self._mask_id, self.shape)
             segments = [run.segment for run in runs]
-            rows = pack_rows(segments, self.denoiser.device, read, context, add=[*chain(*wanted)])
-            hidden, _ = self.denoiser.encode(rows)
+            rows = pack_rows(segments, denoiser.device, read, context, add=[*chain(*wanted)])
+            hidden, _ = denoiser.encode(rows)
             self.cache.store_computed()
-            sizes = [sum(len(view.positions) for view in chunk) for chunk in chunks]
-            tensors, found = iter(rows.extra_tensors), []
-            for states, sampling in zip(hidden.split(sizes), wanted, strict=True):
-                metadata = SamplingMetadata(*islice(tensors, len(sampling)))
-                logits = self.denoiser.compute_token_logits(states).float()
-                found.append(sample_proposals(logits, metadata))
-            values = to_host(torch.cat(found, dim=1)).astype(np.float64)
-        ends = np.cumsum([len(view.positions) for view in views])
-        return [
-            Proposals.from_rows(view.positions, part[: None if view.soft_threshold else len(STATISTICS)])
-            for view, part in zip(views, np.split(values, ends[:-1], axis=1), strict=True)
-        ]
+            tensors, found = iter(rows.extra_tensors), list[dict[str, Tensor]]()
+            for states, arrays in zip(hidden.split(LOGITS_CHUNK_POSITIONS), wanted, strict=True):
+                metadata = SamplingMetadata(*islice(tensors, len(arrays)))
+                found.append(sample_proposals(denoiser.compute_token_logits(states).float(), metadata))
+            return split_proposals(inputs, found)
 
-    def _cache_request(self, view: ModelInput) -> CacheRequest:
-        """The chain of a row's lead and canvas, and what of it is finished."""
-        laid, lead = view.laid_out_prompt, len(view.laid_out_prompt.canvas_prefix.ids)
-        segment = laid.build_canvas_segment(view.canvas.tolist(), view.finished_length)
-        finished = segment.block_start(lead + view.finished_length)
-        asked = view.positions if len(view.positions) else np.array([view.finished_length])
-        first = int(laid.find_states(asked, len(view.canvas), self.shape.shifted)[0])
-        return CacheRequest(view.row, laid, segment, finished, first)
-
-    def _read_tokens(self, run: ForwardSpan, view: ModelInput) -> list[int]:
+    def _read_tokens(self, run: ForwardSpan, shown: RowInput) -> list[int]:
         """The tokens of a run whose states predict positions that are asked for."""
-        states = view.laid_out_prompt.find_states(view.positions, len(view.canvas), self.shape.shifted)
-        at = states - run.begin
+        at = shown.states - run.begin
         return at[(at >= 0) & (at < len(run.segment.ids))].tolist()
+
+
+@dataclass(frozen=True)
+class SamplingMetadata:
+    """What is wanted of n positions; tensors lie on the device of the logits.
+
+    excluded_ids: (e,) tokens that are never proposed, the mask among them. sampled_index: (m,) which
+    positions take a token at random, at the quantile `quantiles` (m,) of the distribution at `temperature`
+    (m,), above 0; the others take the most probable one. entropy_index: (s,) of which positions entropy and
+    margin are wanted. policy_index: (k,) for which positions a policy draws, None where there is none in
+    the call; policy_params: (5, k) its temperature, threshold and width, and the two quantiles that it
+    draws at.
+    """
+
+    excluded_ids: Tensor
+    sampled_index: Tensor
+    temperature: Tensor
+    quantiles: Tensor
+    entropy_index: Tensor
+    policy_index: Tensor | None = None
+    policy_params: Tensor | None = None
+
+
+def collect_sampling_arrays(
+    inputs: Sequence[RowInput], mask_id: int, shape: DenoiserConfig
+) -> list[list[NDArray[Any]]]:
+    """The fields of `SamplingMetadata` for each `LOGITS_CHUNK_POSITIONS` of the positions asked for.
+
+    An autoregressive model may have no mask: then it is beyond the vocabulary.
+    """
+    counts = [len(shown.positions) for shown in inputs]
+    wanted = [
+        (shown.temperature, shown.needs_entropy, shown.soft_threshold is not None)
+        + (shown.soft_threshold or (1.0, 0.5, 1.0))
+        for shown in inputs
+    ]
+    temperature, entropy, soft, *policy = np.repeat(np.array(wanted, np.float64), counts, axis=0).T
+    given = [0.0 if shown.quantiles is None else shown.quantiles for shown in inputs]
+    drawn = [np.broadcast_to(each, (2, count)) for each, count in zip(given, counts, strict=True)]
+    quantiles = np.concatenate(drawn, axis=1)
+    never = np.array([n for n in (mask_id, *shape.excluded_token_ids) if n < shape.vocab_size], np.int64)
+    chunks = []
+    for start in range(0, max(1, sum(counts)), LOGITS_CHUNK_POSITIONS):
+        part = slice(start, start + LOGITS_CHUNK_POSITIONS)
+        at = start + np.flatnonzero(temperature[part])
+        sampled = (values[at].astype(np.float32) for values in (temperature, quantiles[0]))
+        arrays = [never, at - start, *sampled, np.flatnonzero(entropy[part])]
+        if soft.any():
+            at = start + np.flatnonzero(soft[part])
+            arrays += [at - start, np.stack([*policy, *quantiles]).astype(np.float32)[:, at]]
+        chunks.append(arrays)
+    return chunks
+
+
+def sample_proposals(logits: Tensor, wanted: SamplingMetadata) -> dict[str, Tensor]:
+    """The fields (n,) of `Proposals` by name; where a policy draws, what `draw_actions` says, too.
+
+    logits: (n, V) float32. The mask itself is never proposed. Confidence is a token's probability at
+    temperature 1, whatever it was sampled at; the log-probability is finite where that underflows. Entropy
+    and margin cost a pass over the whole distribution, and are 0 where nobody wants them.
+    """
+    # The largest weight is 1 and confidences near 1 stay apart, which log-sum-exp would round away.
+    highest = logits.amax(-1, keepdim=True)
+    weights = (logits - highest).exp_()
+    total = weights.sum(-1)
+    entropy, margin = torch.zeros_like(total), torch.zeros_like(total)
+    if len(wanted.entropy_index):
+        probability = weights[wanted.entropy_index] / total[wanted.entropy_index, None]
+        best = probability.topk(2, dim=-1).values
+        entropy.index_copy_(0, wanted.entropy_index, torch.special.entr(probability).sum(-1))
+        margin.index_copy_(0, wanted.entropy_index, best[:, 0] - best[:, 1])
+    allowed = logits.index_fill(1, wanted.excluded_ids, -math.inf)
+    token = allowed.argmax(-1)
+    if len(wanted.sampled_index):
+        above = allowed[wanted.sampled_index]
+        above = above - above.amax(-1, keepdim=True)
+        exact = above if above.device.type == "mps" else above.double()
+        tempered = exact / wanted.temperature[:, None].to(exact.dtype)
+        token = token.index_copy(0, wanted.sampled_index, sample_at_quantile(tempered, wanted.quantiles))
+    log_prob = (allowed.gather(1, token[:, None]) - highest).squeeze(1) - total.log()
+    confidence = weights.gather(1, token[:, None]).squeeze(1) / total
+    found = {
+        "token_ids": token, "confidence": confidence, "log_prob": log_prob,
+        "entropy": entropy, "margin": margin,
+    }  # fmt: skip
+    if (index := wanted.policy_index) is not None and wanted.policy_params is not None:
+        temperature, threshold, width, uniform, forced = wanted.policy_params
+        soft = SoftThreshold(temperature, threshold, width)
+        for name, drawn in draw_actions(logits[index], wanted.excluded_ids, soft, uniform, forced).items():
+            found[name] = drawn.new_zeros(len(logits)).index_copy_(0, index, drawn)
+    return found
+
+
+def split_proposals(inputs: Sequence[RowInput], found: Sequence[Mapping[str, Tensor]]) -> list[Proposals]:
+    """The proposals of each row, of what `sample_proposals` says, chunk by chunk; waits for the device."""
+    whole = {name: torch.cat([chunk[name] for chunk in found]) for name in found[0]}
+    values = dict(zip(whole, gather_to_host([*whole.values()]), strict=True))
+    proposals, end = [], 0
+    for shown in inputs:
+        part = slice(end, end := end + len(shown.positions))
+        named = {name: value[part] for name, value in values.items()}
+        proposals.append(Proposals.from_statistics(shown.positions, named))
+    return proposals

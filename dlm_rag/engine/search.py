@@ -138,7 +138,6 @@ class Searches:
             rollout.cut = asdict(fitted.truncation)
         keep_shorter_texts(rollout.evidence_texts, fitted.texts)
         row.retrieved_passages, row.fitted_prompt, row.laid_out_prompt = passages, fitted, laid
-        self.model_runner.prefetch(laid)
 
     def _merge_passages(self, row: Row, found: list[Passage]) -> list[Passage]:
         """What was found, with what stays of earlier searches, in the order of the prompt."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from dlm_rag.engine.rules import (
     samples_actions,
 )
 from dlm_rag.engine.runner import ModelRunner
-from dlm_rag.engine.sampling import ModelInput
+from dlm_rag.evidence.prompt_segments import RowInput
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.tokenizer import Tokenizer
@@ -40,14 +40,13 @@ def take_step(model_runner: ModelRunner, tokenizer: Tokenizer, rows: list[Row]) 
         for row, view, proposals in zip(rows, inputs, found, strict=True):
             if proposals is None:
                 continue
-            shown, laid = view.canvas[: row.current_block[1]].tolist(), view.laid_out_prompt
+            shown = replace(view, canvas=view.canvas[: row.current_block[1]].copy())
             record(row, commit(row, proposals), tokenizer.token_text)
             if row.record.action is not None:
-                shifted, finished = model_runner.shape.shifted, view.finished_length
-                row.rollout.states[row.step] = partial(laid.build_row, shown, finished, shifted)
+                row.rollout.states[row.step] = shown
 
 
-def denoise(model_runner: ModelRunner, rows: list[Row]) -> tuple[list[ModelInput], list[Proposals | None]]:
+def denoise(model_runner: ModelRunner, rows: list[Row]) -> tuple[list[RowInput], list[Proposals | None]]:
     """Runs the model once over rows; returns what it was shown and proposes, None for a row that failed."""
     inputs = [build_model_input(row) for row in rows]
     proposed: list[Proposals | None] = [*model_runner.propose(inputs)]
@@ -63,7 +62,7 @@ def denoise(model_runner: ModelRunner, rows: list[Row]) -> tuple[list[ModelInput
     return inputs, proposed
 
 
-def build_model_input(row: Row) -> ModelInput:
+def build_model_input(row: Row) -> RowInput:
     """Returns what the model is shown of a row and asked about; draws the numbers that sampling takes.
 
     Asked about are the masked positions that are shown, and with edits the committed ones of the block;
@@ -74,7 +73,7 @@ def build_model_input(row: Row) -> ModelInput:
     if canvas.frozen_length is not None and begin < end:
         asked[: row.current_block[1] - begin] = True
     positions = begin + np.flatnonzero(asked)
-    if settings.mode == "autoregressive" and row.laid_out_prompt.later_segments:
+    if settings.mode == "autoregressive" and row.laid_out_prompt.unseen_segments:
         begin -= 1  # the last token alone sees the evidence
     statistics = find_rule(settings.commit_rule).statistics if settings.commit_rule else ()
     draws, temperature = canvas.draw_numbers(settings, row.generator)
@@ -85,7 +84,7 @@ def build_model_input(row: Row) -> ModelInput:
         quantiles, temperature = draws[:2, positions], 0.0
     elif draws is not None and temperature:
         quantiles = draws[0, positions]
-    return ModelInput(
+    return RowInput(
         row=row.ticket,
         laid_out_prompt=row.laid_out_prompt,
         canvas=canvas.model_ids[:end],

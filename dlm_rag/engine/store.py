@@ -16,7 +16,7 @@ import secrets
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -31,7 +31,6 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.engine.memory import KVFormat
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.digest import create_hasher
 from dlm_rag.files.paths import expand_path, make_folder, read_regular_file
@@ -42,7 +41,7 @@ from dlm_rag.model.packed_batch import Segment
 
 log = logging.getLogger(__name__)
 
-MAX_PENDING_BYTES = 2**30  # that wait to be written; and that were read ahead and not asked for
+MAX_PENDING_BYTES = 2**30  # that wait to be written
 MAX_HEADER_BYTES = 2**12  # of an entry, besides its numbers
 READER_THREADS = 8
 SMALL_ENTRY_BYTES = 2**20  # below which a thread costs more than it saves
@@ -86,26 +85,12 @@ class EvidenceStore:
         self._since_scan = math.inf  # bytes added since all were counted: the first entry has them counted
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="evidence-store")
         self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="evidence-store-reader")
-        self._reading: dict[Path, Future[Tensor | None]] = {}
         self._writing: deque[tuple[int, Future[None]]] = deque()  # bytes that wait to be written
 
-    def prefetch(self, segments: Iterable[Segment]) -> None:
-        """Starts to read segments that `get` will be asked for; small ones are not worth a thread."""
-        for segment in segments:
-            path, size = self.path(segment), self._token.nbytes * len(segment.ids)
-            if size < SMALL_ENTRY_BYTES or path in self._reading or not path.exists():
-                continue
-            while self._reading and (len(self._reading) + 1) * size > MAX_PENDING_BYTES:
-                self._reading.pop(next(iter(self._reading))).cancel()
-            self._reading[path] = self._readers.submit(self._read, segment)
-
-    def get(self, segment: Segment) -> Tensor | None:
-        """Returns the tensor of a segment in host memory; None where it is not there, or damaged.
-
-        A damaged entry is removed.
-        """
-        started = self._reading.pop(self.path(segment), None)
-        return self._read(segment) if started is None else started.result()
+    def get_all(self, segments: Sequence[Segment]) -> list[Tensor | None]:
+        """Returns what `get` does of each of these, at least one; large ones are read in threads."""
+        size = self._token.nbytes * max(len(segment.ids) for segment in segments)
+        return [*(map if size < SMALL_ENTRY_BYTES else self._readers.map)(self.get, segments)]
 
     def __contains__(self, segment: Segment) -> bool:
         return self.path(segment).exists()
@@ -139,7 +124,11 @@ class EvidenceStore:
         damaged = f", {self.stats.damaged_entries:,} damaged" if self.stats.damaged_entries else ""
         return f"engine.store is read{damaged}{', the disk takes no more' if self.is_full else ''}"
 
-    def _read(self, segment: Segment) -> Tensor | None:
+    def get(self, segment: Segment) -> Tensor | None:
+        """Returns the tensor of a segment in host memory; None where it is not there, or damaged.
+
+        A damaged entry is removed.
+        """
         path, shape = self.path(segment), [*self._token.shape]
         shape[2] = len(segment.ids)
         try:
@@ -257,8 +246,8 @@ def describe_context(denoiser: Denoiser, cache_dtype: str) -> str:
     return json.dumps(shape | how, sort_keys=True)
 
 
-def open_evidence_store(engine: EngineConfig, denoiser: Denoiser) -> EvidenceStore | None:
-    """Returns the store that the settings name, None without one.
+def open_evidence_store(engine: EngineConfig, denoiser: Denoiser, token: Tensor) -> EvidenceStore | None:
+    """Returns the store that the settings name, None without one; token: as of `EvidenceStore`.
 
     Raises `ConfigError` for weights that are not those of their checkpoint.
     """
@@ -266,5 +255,4 @@ def open_evidence_store(engine: EngineConfig, denoiser: Denoiser) -> EvidenceSto
         return None
     check_store(engine)
     folder, context = expand_path(engine.store, ConfigError), describe_context(denoiser, engine.cache_dtype)
-    token = KVFormat(denoiser, engine.cache_dtype).empty(1)
     return EvidenceStore(folder, context, token)

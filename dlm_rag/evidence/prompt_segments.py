@@ -12,6 +12,7 @@ changes. `no_evidence` has question, finished blocks, passages, window; nothing 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,32 +31,34 @@ UNBOUNDED_POSITION = 2**62  # after all finished blocks, however many there are
 class LaidOutPrompt:
     """A prompt laid out.
 
-    context_segments: segments that see themselves alone, in front; later_segments: those that stand after
+    context_segments: segments that see themselves alone, of which the last `unseen_segments` stand after
     the finished blocks. canvas_prefix: what runs before the canvas; lead and canvas are one chain, whose
     blocks are `first_block_length` tokens and then `block_size` each (None: one block).
     predicts_next_block: whether the last token of a block predicts the first of the next.
     causal_context: whether all before the current block is causal.
-    complete_last_block: whether the last block must be whole.
+    complete_last_block: whether the last block must be whole. shifted: as in `DenoiserConfig`.
     """
 
     context_segments: tuple[Segment, ...]
     canvas_prefix: Segment
     first_block_length: int = 0
     block_size: int | None = None
-    later_segments: tuple[Segment, ...] = ()
+    unseen_segments: int = 0
     predicts_next_block: bool = False
     complete_last_block: bool = False
     causal_context: bool = False
+    shifted: bool = False
+
+    @property
+    def seen_by_blocks(self) -> tuple[Segment, ...]:
+        """The segments that finished blocks see."""
+        return self.context_segments[: len(self.context_segments) - self.unseen_segments]
 
     def build_canvas_segment(self, canvas: Sequence[int], finished: int) -> Segment:
         """Lead and canvas, whose first `finished` positions are whole finished blocks."""
         lead, at = self.canvas_prefix, len(self.canvas_prefix.ids)
         ids, causal = (*lead.ids, *canvas), (at + finished) * self.causal_context
         return Segment(ids, lead.start, self.first_block_length, self.block_size, causal)
-
-    def find_states(self, positions: NDArray[np.int64], shown: int, shifted: bool) -> NDArray[np.int64]:
-        """Where in the chain the states are that predict canvas positions, of which `shown` are seen."""
-        return len(self.canvas_prefix.ids) + positions - (shifted | (positions >= shown))
 
     def block_bounds(self, position: int) -> tuple[int, int]:
         """The canvas positions, from and up to, of the block that a canvas position is in.
@@ -78,16 +81,55 @@ class LaidOutPrompt:
     def build_row(self, canvas: Sequence[int], finished: int, shifted: bool) -> "LaidOutRow":
         """The canvas at a moment when its first `finished` positions are whole finished blocks."""
         chain, at = self.build_canvas_segment(canvas, finished), len(self.canvas_prefix.ids)
-        if not finished or not self.later_segments:
+        if not finished or not self.unseen_segments:
             before = finished if self.predicts_next_block and not shifted else None
-            return LaidOutRow((*self.context_segments, *self.later_segments), chain, at - shifted, before)
+            return LaidOutRow(self.context_segments, chain, at - shifted, before)
         assert self.block_size is not None and not shifted, "this is for blocks that predict themselves"
-        *others, question = self.context_segments
+        question, *passages = self.context_segments
         stands, block = at + finished, self.block_size
         ids = (*question.ids, *chain.ids[:stands])
         text = Segment(ids, question.start, len(question.ids), block, causal=len(ids) * self.causal_context)
         window = Segment(chain.ids[stands:], chain.start + stands, block, block)
-        return LaidOutRow((*others, text, *self.later_segments), window, -finished)
+        return LaidOutRow((text, *passages), window, -finished)
+
+
+@dataclass(frozen=True)
+class RowInput:
+    """What a model is shown of a row that is to take a step, and asked about it."""
+
+    row: int  # its ticket: what is kept for it is kept under this number
+    laid_out_prompt: LaidOutPrompt
+    canvas: NDArray[np.int64]  # (length,) the ids that stand there now, as far as the model is to look
+    # Those to propose for, ascending; (length,) alone: the masked one behind.
+    positions: NDArray[np.int64]
+    temperature: float = 0.0
+    # At which tokens are drawn: (n,) with a temperature; (2, n) of a policy, the second where it is forced.
+    quantiles: NDArray[np.float64] | None = None
+    soft_threshold: tuple[float, float, float] | None = None  # of a policy: temperature, threshold, width
+    needs_entropy: bool = False  # whether entropy and margin are wanted
+    finished_length: int = 0  # positions in front that are whole blocks and change no more
+
+    @cached_property
+    def chain(self) -> Segment:
+        """Lead and canvas."""
+        return self.laid_out_prompt.build_canvas_segment(self.canvas.tolist(), self.finished_length)
+
+    @property
+    def finished_tokens(self) -> int:
+        """Tokens of the chain in whole blocks that change no more."""
+        return self.chain.block_start(len(self.laid_out_prompt.canvas_prefix.ids) + self.finished_length)
+
+    @property
+    def states(self) -> NDArray[np.int64]:
+        """Where in the chain the states (n,) are that predict the positions."""
+        laid, positions = self.laid_out_prompt, self.positions
+        return len(laid.canvas_prefix.ids) + positions - (laid.shifted | (positions >= len(self.canvas)))
+
+    @property
+    def training_row(self) -> "LaidOutRow":
+        """The same as one run after what sees itself alone, through which gradients flow."""
+        laid = self.laid_out_prompt
+        return laid.build_row(self.canvas.tolist(), self.finished_length, laid.shifted)
 
 
 @dataclass(frozen=True)
@@ -127,25 +169,25 @@ def lay_out_prompt(
     alone = 1 if shape.causal_context else None
     placed = [Segment(tuple(ids), at, block=alone) for ids, at in own.place(prompt, shape.passage_length)]
     *placed, question = placed
-    context, later = tuple(segment for segment in placed if segment.ids), tuple[Segment, ...]()
+    context, unseen = tuple(segment for segment in placed if segment.ids), 0
     lead = question
     if not runs_with_canvas(shape, layout):
         keep = len(question.ids) - shape.predicts_next_block
         lead = Segment(question.ids[keep:], question.start + keep)
         question = Segment(question.ids[:keep], question.start, block=alone)
         if block is not None and order == "no_evidence":
-            context, later = (question,), context
+            context, unseen = (question, *context), len(context)
         else:
             context = (*context, question)
     if block is None:
-        return LaidOutPrompt(context, lead)
+        return LaidOutPrompt(context, lead, shifted=shape.shifted)
     if mode == "autoregressive":
         block = 1
     from_prompt = shape.block_grid == "prompt"
     return LaidOutPrompt(
-        context, lead, (0 if from_prompt else len(lead.ids) % block) or block, block, later,
+        context, lead, (0 if from_prompt else len(lead.ids) % block) or block, block, unseen,
         shape.predicts_next_block, from_prompt or shape.causal_context,
-        shape.causal_context,
+        shape.causal_context, shape.shifted,
     )  # fmt: skip
 
 

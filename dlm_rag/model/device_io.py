@@ -39,6 +39,17 @@ def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
     return found
 
 
+def gather_to_host(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
+    """The contents of tensors (n,) of one device, each with its dtype, in one copy."""
+    if not tensors[0].is_cuda:
+        return [to_host(tensor) for tensor in tensors]
+    packed = to_host(torch.cat([tensor.contiguous().view(torch.uint8) for tensor in tensors]))
+    ends = list(accumulate(tensor.nbytes for tensor in tensors))
+    parts = np.split(packed, ends[:-1])
+    dtypes = [torch.empty(0, dtype=tensor.dtype).numpy().dtype for tensor in tensors]
+    return [part.view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+
+
 def to_host(tensor: Tensor) -> NDArray[Any]:
     """The contents of a tensor: the one place that waits for the device."""
     tensor = tensor.detach()

@@ -8,7 +8,7 @@ import pytest
 
 from dlm_rag.commands import encode
 from dlm_rag.config import EngineConfig
-from dlm_rag.engine.cache import KVCache
+from dlm_rag.engine.cache import KVCache, KVFormat
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.engine.store import list_entries, open_evidence_store
 from dlm_rag.errors import ConfigError
@@ -45,16 +45,16 @@ def fill(call, store, model, corpus_file):
 
 
 def open_to_read(store, model):
-    return open_evidence_store(EngineConfig(store=str(store)), Denoiser.from_pretrained(model))
+    denoiser = Denoiser.from_pretrained(model)
+    return open_evidence_store(EngineConfig(store=str(store)), denoiser, KVFormat(denoiser).empty(1))
 
 
 @pytest.fixture
 def asked(monkeypatch, model, corpus_file):
     """The segments of passages that decoding asks for."""
-    segments = []
-    bring = KVCache._bring
+    segments, read = [], KVCache._read_store
     monkeypatch.setattr(
-        KVCache, "_bring", lambda cache, segment: segments.append(segment) or bring(cache, segment)
+        KVCache, "_read_store", lambda cache, missing: segments.extend(missing) or read(cache, missing)
     )
     tokenizer = Tokenizer.from_pretrained(model, "independent")
     retriever = load_retriever(corpus_file, top_k=3)

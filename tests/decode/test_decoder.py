@@ -9,9 +9,7 @@ import torch
 from dlm_rag import Decoder, load_retriever
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.engine.resolve_settings import resolve_settings
-from dlm_rag.engine.rules import Proposals
-from dlm_rag.engine.runner import MaskedModelRunner
-from dlm_rag.engine.sampling import SamplingMetadata, sample_proposals
+from dlm_rag.engine.runner import MaskedModelRunner, SamplingMetadata, sample_proposals, split_proposals
 from dlm_rag.errors import QuestionError
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.composite import HybridRetriever
@@ -226,14 +224,10 @@ class Scripted:
         for place, character in next(self._turn).items():
             logits[place, ord(character)] = self._strength
         found = sample_proposals(logits[view.positions], wanted(len(view.positions), 256, spread=True))
-        token, *others = found.double().numpy()
-        return [Proposals(view.positions, token.astype(int), *others)]
+        return split_proposals(views, [found])
 
     def order_passages(self, before, found):
         return found
-
-    def prefetch(self, arrangement):
-        pass
 
     def release(self, slot):
         pass
@@ -258,8 +252,8 @@ def test_proposals_by_hand():
     """Probabilities 0.5, 0.3, 0.2: confidence 0.5, margin 0.2, entropy 1.0297 nats."""
     logits = torch.tensor([[0.3, 0.5, 0.2, 1e-30]]).log()
     asked = wanted(1, 3, spread=True)
-    token, confidence, log_prob, entropy, margin = sample_proposals(logits, asked).numpy()
-    assert token == [1]
+    token, confidence, log_prob, entropy, margin = sample_proposals(logits, asked).values()
+    assert token == 1
     assert confidence == pytest.approx(0.5) and margin == pytest.approx(0.2)
     assert entropy == pytest.approx(-(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2)))
     assert log_prob == pytest.approx(math.log(0.5))
@@ -275,14 +269,15 @@ def test_proposals_of_random_logits():
     for temperature in (1e-40, 1e9):
         tempered = torch.full((50,), temperature, dtype=torch.float64)
         found = sample_proposals(logits, wanted(50, 19, tempered, uniform))
-        expected = logits.double().log_softmax(-1).gather(1, found[:1].long().T).squeeze(1)
-        torch.testing.assert_close(found[2].double(), expected, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(found[1].log(), found[2], rtol=1e-5, atol=1e-6)
-        assert (found[0] == greedy[0]).all() == (temperature < 1)
+        tokens, confidence, log_prob, *_ = found.values()
+        expected = logits.double().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+        torch.testing.assert_close(log_prob.double(), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(confidence.log(), log_prob, rtol=1e-5, atol=1e-6)
+        assert (tokens == greedy["token_ids"]).all() == (temperature < 1)
     sure = torch.tensor([[200.0, 0.0, 0.0]])
     high, last = torch.tensor([1e9], dtype=torch.float64), torch.tensor([1.0 - 1e-9], dtype=torch.float64)
-    token, confidence, log_prob, *_ = sample_proposals(sure, wanted(1, 2, high, last)).numpy()
-    assert (token, confidence) == ([1], [0.0]) and log_prob == pytest.approx(-200.0)
+    token, confidence, log_prob, *_ = sample_proposals(sure, wanted(1, 2, high, last)).values()
+    assert (token, confidence) == (1, 0.0) and log_prob == pytest.approx(-200.0)
 
 
 def test_sampled_tokens_follow_the_tempered_distribution():
@@ -291,7 +286,7 @@ def test_sampled_tokens_follow_the_tempered_distribution():
     uniform = torch.rand(30000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     tempered = torch.full((30000,), 2.0, dtype=torch.float64)
     asked = wanted(30000, 3, tempered, uniform)
-    token, confidence, *_ = sample_proposals(logits, asked).numpy()
+    token, confidence, *_ = (found.numpy() for found in sample_proposals(logits, asked).values())
     roots = torch.tensor([0.64, 0.32, 0.04]).sqrt()
     shares = torch.bincount(torch.from_numpy(token).long(), minlength=3) / 30000
     torch.testing.assert_close(shares, roots / roots.sum(), atol=0.01, rtol=0)

@@ -9,12 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.engine.cache import CacheRequest, KVCache
-from dlm_rag.engine.memory import KVFormat, KVMemory
+from dlm_rag.engine.cache import KVCache, KVFormat, KVMemory
 from dlm_rag.engine.runner import MaskedModelRunner
-from dlm_rag.engine.sampling import ModelInput
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
-from dlm_rag.evidence.prompt_segments import LaidOutPrompt, lay_out_prompt
+from dlm_rag.evidence.prompt_segments import LaidOutPrompt, RowInput, lay_out_prompt
 from dlm_rag.machine import default_pool_bytes, measure_free_bytes
 from dlm_rag.model.attention import _KERNELS
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -37,7 +35,7 @@ def segment(name, length=10):
 
 def request(*segments, row=0):
     """A row that sees these, with a canvas of two tokens."""
-    return CacheRequest(row, LaidOutPrompt(segments, Segment((), 0)), Segment((1, 2), 0), 0, 0)
+    return RowInput(row, LaidOutPrompt(segments, Segment((), 0)), np.array([1, 2]), np.array([0]))
 
 
 def fill(cache):
@@ -148,9 +146,7 @@ def laid_out(layout, facts, shifted, question=(1, 2, 3)):
 def shown_of(numbers, laid):
     """The rows with their canvases, of which all states may be asked for."""
     rows = zip(numbers, laid, CANVASES, strict=False)
-    return [
-        CacheRequest(number, row, row.build_canvas_segment(canvas, 0), 0, 0) for number, row, canvas in rows
-    ]
+    return [RowInput(number, row, np.array(canvas), np.array([0])) for number, row, canvas in rows]
 
 
 def hidden_of(denoiser, cache, numbers, laid):
@@ -292,7 +288,7 @@ def test_a_layer_asks_for_as_many_operators_for_many_rows_as_for_one(block, gib)
             views = []
             for row in range(rows):
                 laid = lay_out_prompt(Prompt((1, row), facts, (4,)), denoiser.config, "independent")
-                views.append(ModelInput(row, laid, np.full(6, 256), np.arange(6)))
+                views.append(RowInput(row, laid, np.full(6, 256), np.arange(6)))
             runner.propose(views)  # which computes all segments if they are kept
             calls = denoiser.flop_count.calls
             with OperatorCount() as seen:

@@ -137,17 +137,15 @@ def make_sparse(path):
     ],
     ids=["fifo", "zero", "sparse", "folder", "empty", "noise", "deep", "no checksum"],
 )  # fmt: skip
-@pytest.mark.parametrize("ahead", [False, True])
-def test_what_is_no_entry_is_not_read(tmp_path, make, ahead, monkeypatch):
-    monkeypatch.setattr(evidence_store, "SMALL_ENTRY_BYTES", 1)
+@pytest.mark.parametrize("small", [1, 10**6], ids=["in a thread", "here"])
+def test_what_is_no_entry_is_not_read(tmp_path, make, small, monkeypatch):
+    monkeypatch.setattr(evidence_store, "SMALL_ENTRY_BYTES", small)
     path = entry_path(tmp_path, 1)
     path.parent.mkdir(parents=True)
     make(path)
     store = EvidenceStore(tmp_path, "tiny", TOKEN, GENEROUS)
-    if ahead:
-        store.prefetch([segment(1)])
     begin = time.monotonic()
-    assert store.get(segment(1)) is None and store.stats.damaged_entries == 1
+    assert store.get_all([segment(1)]) == [None] and store.stats.damaged_entries == 1
     assert time.monotonic() - begin < 2
     fill(tmp_path, [1])  # what could not be removed stays, and costs only time
     if not path.is_dir():
@@ -224,16 +222,14 @@ def checkpoint(tmp_path):
 
 
 def open_store(tmp_path, denoiser, **settings):
-    return open_evidence_store(EngineConfig(store=str(tmp_path / "store"), **settings), denoiser)
+    return open_evidence_store(EngineConfig(store=str(tmp_path / "store"), **settings), denoiser, TOKEN)
 
 
-def test_large_entries_are_read_ahead(tmp_path, monkeypatch):
+def test_large_entries_are_read_together(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence_store, "SMALL_ENTRY_BYTES", 1)
     fill(tmp_path, range(100))
-    store = EvidenceStore(tmp_path, "tiny", TOKEN, GENEROUS)
-    store.prefetch(map(segment, range(101)))  # most of which nobody comes for, and one that is not there
-    assert all(torch.equal(store.get(segment(n)), kept(n)) for n in range(100))
-    assert store.get(segment(100)) is None
+    *found, missing = EvidenceStore(tmp_path, "tiny", TOKEN, GENEROUS).get_all([*map(segment, range(101))])
+    assert all(torch.equal(each, kept(n)) for n, each in enumerate(found)) and missing is None
 
 
 def test_entries_belong_to_weights_and_not_to_settings_of_decoding(tmp_path, checkpoint):

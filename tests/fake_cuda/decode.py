@@ -14,8 +14,7 @@ from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_deco
 from dlm_rag.config import DecodeConfig, EngineConfig, load_config
 from dlm_rag.diffusion_gemma.model import DiffusionGemma
 from dlm_rag.engine.runner import MaskedModelRunner
-from dlm_rag.engine.sampling import ModelInput
-from dlm_rag.evidence.prompt_segments import lay_out_prompt
+from dlm_rag.evidence.prompt_segments import RowInput, lay_out_prompt
 from dlm_rag.machine import choose_dtype
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.families import find_family
@@ -91,7 +90,7 @@ def views_of(shape, layout, drawn=None, soft=None, **asked):
         if drawn or soft:
             sizes = (2, len(positions)) if soft else len(positions)
             asked |= {"quantiles": rng.random(sizes), "soft_threshold": soft, "temperature": drawn or 0.0}
-        found.append(ModelInput(slot, laid, canvas, positions, **asked))
+        found.append(RowInput(slot, laid, canvas, positions, **asked))
     return found
 
 
@@ -156,7 +155,7 @@ def test_blocks_that_are_finished_cost_no_call_and_no_copy_of_their_own(order, k
                 laid = lay_out_prompt(Prompt((1, 2, 3), facts[step % 2 :], (4,)), denoiser.config)
                 positions = np.arange(finished, finished + 8)
                 views.append(
-                    ModelInput(slot, laid, np.full(finished + 8, 256), positions, finished_length=finished)
+                    RowInput(slot, laid, np.full(finished + 8, 256), positions, finished_length=finished)
                 )
             before = denoiser.flop_count.calls
             seen.clear()
@@ -170,9 +169,9 @@ def test_logits_that_are_read_out_in_parts_come_out_in_one_copy():
         denoiser = denoiser_on_gpu()
         proposer = MaskedModelRunner(denoiser, 256, EngineConfig(prefix_cache_gib=0.0))
         laid = lay_out_prompt(Prompt((1,), (), ()), denoiser.config, "joint")
-        whole = ModelInput(0, laid, np.full(2000, 256), np.arange(2000))
+        whole = RowInput(0, laid, np.full(2000, 256), np.arange(2000))
         seen.clear()
-        proposer.propose([whole, ModelInput(1, laid, np.full(3, 7), np.arange(0))])
+        proposer.propose([whole, RowInput(1, laid, np.full(3, 7), np.arange(0))])
         assert seen == STEP_TRAFFIC
 
 
@@ -224,7 +223,7 @@ def test_64_rows_of_llada_8b_share_200_passages():
         for row in range(64):
             facts = [(int(n), *[7] * 99) for n in rng.choice(200, 7, replace=False)]
             laid = lay_out_prompt(Prompt((row, *[1] * 27), tuple(facts), (2,) * 4), shape)
-            views.append(ModelInput(row, laid, np.full(100, 126336), np.arange(100)))
+            views.append(RowInput(row, laid, np.full(100, 126336), np.arange(100)))
         for _ in range(2):  # the first step is the one that encodes
             before = denoiser.flop_count.calls
             runner.propose(views)
@@ -288,11 +287,8 @@ def test_what_goes_to_the_store_is_not_waited_for(corpus_file):
             assert kept.device.type == "cpu" and ready is not None
             self.added += 1
 
-        def get(self, segment):
-            return None
-
-        def prefetch(self, segments):
-            pass
+        def get_all(self, segments):
+            return [None] * len(segments)
 
     with fake_cuda() as seen:
         decoder = decoder_on_gpu(corpus_file, "independent")

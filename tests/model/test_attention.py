@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlm_rag.engine.memory import KVFormat, KVMemory
+from dlm_rag.engine.cache import KVFormat, KVMemory
 from dlm_rag.errors import ConfigError
 from dlm_rag.model import attention
 from dlm_rag.model.attention import (

@@ -7,10 +7,9 @@ import torch
 from dlm_rag.config import EngineConfig
 from dlm_rag.engine.cache import PREFILL_TOKENS
 from dlm_rag.engine.runner import MaskedModelRunner
-from dlm_rag.engine.sampling import ModelInput
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
-from dlm_rag.evidence.prompt_segments import lay_out_prompt
+from dlm_rag.evidence.prompt_segments import RowInput, lay_out_prompt
 from dlm_rag.questions import Question
 from dlm_rag.tokenizer import Prompt
 from tests.support.block_attention import (
@@ -92,7 +91,7 @@ def test_lookahead_changes_no_proposal_of_the_block_under_work(order):
     canvas[:6] = range(60, 66)
     for slot, looks in enumerate((8, 12, 16)):
         proposer = MaskedModelRunner(denoiser, MASK, EngineConfig())
-        view = ModelInput(slot, laid, canvas[:looks].copy(), np.arange(6, looks), finished_length=4)
+        view = RowInput(slot, laid, canvas[:looks].copy(), np.arange(6, looks), finished_length=4)
         found.append(proposer.propose([view])[0])
     for more in found[1:]:
         assert more.token_ids[:2].tolist() == found[0].token_ids.tolist()

@@ -17,7 +17,7 @@ import torch
 
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_decoder
 from dlm_rag.config import EngineConfig, load_config
-from dlm_rag.engine.memory import KVFormat, KVMemory
+from dlm_rag.engine.cache import KVFormat, KVMemory
 from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.machine import default_pool_bytes, measure_free_bytes

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.engine.memory import KVFormat, dequantize_int8, quantize_int8
+from dlm_rag.engine.cache import KVFormat, dequantize_int8, quantize_int8
 from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.evidence.encode_segments import encode_segments
 from dlm_rag.model.packed_batch import Segment

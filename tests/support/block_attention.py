@@ -7,8 +7,7 @@ import torch
 
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.engine.engine import Decoder
-from dlm_rag.engine.sampling import ModelInput
-from dlm_rag.evidence.prompt_segments import lay_out_prompt
+from dlm_rag.evidence.prompt_segments import RowInput, lay_out_prompt
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.tokenizer import Prompt
@@ -37,7 +36,8 @@ def dense_reference_states(denoiser, view):
     chain = laid.build_canvas_segment(view.canvas.tolist(), view.finished_length)
     finished = chain.block_start(len(laid.canvas_prefix.ids) + view.finished_length)
     causal = denoiser.config.causal_context
-    segments = [(0, s) for s in laid.context_segments] + [(finished, s) for s in laid.later_segments]
+    front = len(laid.seen_by_blocks)
+    segments = [(finished * (n >= front), s) for n, s in enumerate(laid.context_segments)]
     names = [(n, at) for n, (at, s) in enumerate(segments) for _ in s.ids]
     ids = [token for _, s in segments for token in s.ids]
     positions = [s.start + n for _, s in segments for n in range(len(s.ids))]
@@ -83,12 +83,12 @@ def walk_decode_views(shape, order, seed):
         begin, end = laid.block_bounds(finished)
         begin, end = max(0, begin), min(end, LENGTH)
         if shape.causal_context and canvas[begin] == MASK:
-            yield ModelInput(1, laid, canvas[:begin].copy(), np.array([begin]), finished_length=begin)
+            yield RowInput(1, laid, canvas[:begin].copy(), np.array([begin]), finished_length=begin)
             canvas[begin] = 60 + begin
         masked = begin + np.flatnonzero(canvas[begin:end] == MASK)
         looks = min(LENGTH, end + rng.choice((0, BLOCK, 2 * BLOCK)))
         asked = np.flatnonzero(canvas[:looks] == MASK)
-        yield ModelInput(1, laid, canvas[:looks].copy(), asked[asked >= begin], finished_length=begin)
+        yield RowInput(1, laid, canvas[:looks].copy(), asked[asked >= begin], finished_length=begin)
         for place in masked[: rng.randint(1, len(masked))]:
             canvas[place] = 60 + place
         finished = int(np.argmax(canvas == MASK)) if (canvas == MASK).any() else LENGTH

@@ -26,7 +26,7 @@ from dlm_rag.engine.policy import (
     step_log_prob,
 )
 from dlm_rag.engine.rules import Proposals, RuleContext, choose_commits, select_by_threshold
-from dlm_rag.engine.sampling import SamplingMetadata, sample_proposals
+from dlm_rag.engine.runner import SamplingMetadata, sample_proposals
 from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.packed_batch import Segment
@@ -167,8 +167,8 @@ def proposals_of(logits, soft, lots):
         MASK, none, torch.zeros(0), torch.zeros(0), none,
         torch.arange(n), torch.cat((numbers, torch.from_numpy(lots[:2]).float())),
     )  # fmt: skip
-    values = sample_proposals(logits.float(), wanted).double().numpy()
-    return Proposals.from_rows(np.arange(n), values)
+    found = sample_proposals(logits.float(), wanted)
+    return Proposals.from_statistics(np.arange(n), {name: value.numpy() for name, value in found.items()})
 
 
 def sample(found, draws):
@@ -263,7 +263,7 @@ def test_the_loss_is_the_reward_of_all_trajectories(train_steps_per_rollout, mon
         share = probability / len(draws)
         for draw in draws:
             monkeypatch.setattr(random.Random, "sample", lambda *_, draw=draw: list(draw))
-            states = {n: lambda step=step: step for n, step in enumerate(path)}
+            states = {n: SimpleNamespace(training_row=step) for n, step in enumerate(path)}
             rollout = Rollout("q", "Who?", "joint", 2, steps, states=states)
             for part in sample_rollout_steps(rollout, advantage, train):
                 canvas, taken, forced = part.state
@@ -343,4 +343,5 @@ def test_draws_never_are_the_mask():
     logits = torch.tensor([[0.0, 0, 0, 30.0]] * 50)
     uniform = torch.linspace(0, 1, 50)
     found = draw_actions(logits, MASK, SOFT, uniform, uniform)
-    assert set(found[0].tolist()) | set(found[6].tolist()) <= {0.0, 1.0, 2.0}
+    tokens = torch.cat([found["drawn_token_ids"], found["forced_token_ids"]])
+    assert {*tokens.tolist()} <= {0, 1, 2}

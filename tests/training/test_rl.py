@@ -153,7 +153,8 @@ def test_advantages_by_hand():
 def test_over_all_subsets_of_steps_the_weights_are_those_of_all_steps(monkeypatch):
     steps = [RolloutStep(n, None, (), False, action=Action()) for n in range(5)]
     steps_and_first = [RolloutStep(9, "q", (), True), *steps]
-    rollout = Rollout("q", "Who?", "joint", 8, steps_and_first, states={n: lambda n=n: n for n in range(5)})
+    states = {n: SimpleNamespace(training_row=n) for n in range(5)}
+    rollout = Rollout("q", "Who?", "joint", 8, steps_and_first, states=states)
     train = TrainConfig(train_steps_per_rollout=2)
     total, subsets = np.zeros(5), list(itertools.combinations(steps, 2))
     for subset in subsets:
@@ -169,7 +170,7 @@ def made_rollout(question):
     _, right, member = (int(word) for word in question.id.split("."))
     steps = [RolloutStep(n, None, (), False, action=Action()) for n in range(2 + member)]
     answer = "yes" if member < right else "no"
-    states = dict.fromkeys(range(6), lambda: question.id)
+    states = dict.fromkeys(range(6), SimpleNamespace(training_row=question.id))
     shape = "joint", 8, steps
     return Rollout(question.id, question.question, *shape, response=f"So. ### {answer}", states=states)
 

@@ -10,7 +10,7 @@ import torch
 from dlm_rag.config import Config, DecodeConfig
 from dlm_rag.engine.cache import PREFILL_TOKENS
 from dlm_rag.engine.resolve_settings import resolve_settings
-from dlm_rag.engine.sampling import LOGITS_CHUNK_POSITIONS
+from dlm_rag.engine.runner import LOGITS_CHUNK_POSITIONS
 from dlm_rag.evidence.truncation import ContextBudget
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS

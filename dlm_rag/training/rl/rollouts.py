@@ -165,8 +165,8 @@ def _make_row(rollout: Rollout, step: RolloutStep, advantage: float, represented
     action, written = step.action, {token.position: token.token_id for token in step.committed}
     assert action is not None
     tokens = tuple(written.get(position, -1) for position in action.candidates)
-    numbers = advantage * represented, action.log_prob
-    return PolicyRow(rollout.states[step.step](), action.candidates, tokens, action.forced, *numbers)
+    state, numbers = rollout.states[step.step].training_row, (advantage * represented, action.log_prob)
+    return PolicyRow(state, action.candidates, tokens, action.forced, *numbers)
 
 
 def _count_group(
