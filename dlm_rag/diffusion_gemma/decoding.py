@@ -16,8 +16,7 @@ from torch import Tensor
 
 from dlm_rag.config import DecodeConfig, EngineConfig, ModelConfig
 from dlm_rag.config.fields import CheckedSettings, replace_settings
-from dlm_rag.diffusion_gemma.config import GemmaConfig
-from dlm_rag.diffusion_gemma.model import DiffusionGemma, PromptKeysValues, StackedCaches
+from dlm_rag.diffusion_gemma.model import DiffusionGemma, GemmaConfig, PromptKeysValues, StackedCaches
 from dlm_rag.engine.cache import CacheStats
 from dlm_rag.engine.policy import sample_at_quantile
 from dlm_rag.engine.row import Canvas, CanvasChange, Span, TokenIds

@@ -333,7 +333,7 @@ FAMILIES: dict[str, Family | str] = {
     "sdar_moe": Family(_sdar_moe, to_transformers_name, _SDAR, mask_token="<|MASK|>"),
     "lladamoe": Family(_llada_moe, _llada_moe_name, _LLADA, mask_token="<|mask|>"),
     "llada2_moe": Family(_llada2, _llada2_name, _LLADA2, mask_token="<|mask|>", fused_qkv=True),
-    "diffusion_gemma": "dlm_rag.diffusion_gemma.config:FAMILY",  # it has a folder of its own
+    "diffusion_gemma": "dlm_rag.diffusion_gemma.model:FAMILY",  # it has a folder of its own
     "nemotron_labs_diffusion": Family(_nemotron, _nemotron_name, _NEMOTRON),
 }
 for _name, _read in (("qwen2", _qwen2), ("qwen3", _qwen3), ("llama", _llama)):

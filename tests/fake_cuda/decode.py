@@ -304,7 +304,7 @@ def test_what_goes_to_the_store_is_not_waited_for(corpus_file):
 def test_a_model_of_uniform_noise_answers(tmp_path, corpus_file):
     checkpoint = open_checkpoint(write_tiny_gemma(tmp_path))
     with fake_cuda() as seen:
-        denoiser = DiffusionGemma.from_pretrained(checkpoint, CUDA, torch.bfloat16)
+        denoiser = DiffusionGemma(checkpoint, CUDA, torch.bfloat16)
         settings = DecodeConfig(max_new_tokens=24, batch_size=2)
         retriever = load_retriever(corpus_file, top_k=2)
         decoder = Decoder(denoiser, retriever, Tokenizer.from_pretrained(checkpoint), settings)

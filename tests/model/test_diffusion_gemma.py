@@ -12,7 +12,7 @@ from dlm_rag.diffusion_gemma.decoding import (
     has_converged,
     uniform_tokens,
 )
-from dlm_rag.diffusion_gemma.model import DiffusionGemma, load_diffusion_gemma
+from dlm_rag.diffusion_gemma.model import DiffusionGemma
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.questions import Question
 from dlm_rag.randomness import make_keyed_generator
@@ -34,7 +34,7 @@ def test_a_checkpoint_opens_without_its_weights_and_loads_as_it_was_written(tmp_
     checkpoint = open_checkpoint(folder)
     shape = checkpoint.config
     assert shape.block_size == 12 and shape.canvas_length == 36 and shape.steps_per_block == 6
-    model = load_diffusion_gemma(checkpoint, torch.device("cpu"), torch.float32)
+    model = DiffusionGemma(checkpoint, torch.device("cpu"), torch.float32).model
     theirs = DiffusionGemmaForBlockDiffusion.from_pretrained(folder)
     for (name, ours), (_, value) in zip(model.named_parameters(), theirs.named_parameters(), strict=True):
         assert torch.equal(ours, value), name
@@ -189,7 +189,7 @@ def test_rows_of_different_lengths_are_what_each_is_alone(tiny, corpus, overlap)
 
 def test_logits_beside_longer_texts_are_those_of_the_text_alone(tiny):
     checkpoint = open_checkpoint(tiny)
-    denoiser = DiffusionGemma.from_pretrained(checkpoint, torch.device("cpu"), torch.float32)
+    denoiser = DiffusionGemma(checkpoint, torch.device("cpu"), torch.float32)
     torch.manual_seed(0)
     texts = [denoiser.extend_cache([], torch.randint(0, 256, (n,)).tolist()) for n in (5, 40, 17)]
     canvas, before = torch.randint(0, 256, (3, 12)), [None, torch.randn(12, 261), torch.randn(12, 261)]
@@ -235,7 +235,7 @@ def test_the_schedule_the_noise_and_when_a_canvas_has_settled():
 def test_a_gpu_gives_the_logits_of_the_cpu(tiny):
     checkpoint, found = open_checkpoint(tiny), []
     for device in ("cpu", "cuda"):
-        denoiser = DiffusionGemma.from_pretrained(checkpoint, torch.device(device), torch.float32)
+        denoiser = DiffusionGemma(checkpoint, torch.device(device), torch.float32)
         with torch.inference_mode():
             texts = denoiser.stack_caches([denoiser.extend_cache([], range(n)) for n in (5, 40)], 12)
             canvas = torch.arange(24, device=device).view(2, 12)

@@ -16,7 +16,7 @@ from dlm_rag.tokenizer import Tokenizer
 def make_gemma_decoder(folder, retriever, dtype=torch.float32, heat=None, **settings):
     """heat: the lowest and the highest temperature, where the checkpoint's are too hot or too cold."""
     checkpoint = open_checkpoint(folder)
-    denoiser = DiffusionGemma.from_pretrained(checkpoint, torch.device("cpu"), dtype)
+    denoiser = DiffusionGemma(checkpoint, torch.device("cpu"), dtype)
     if heat is not None:
         low, high = heat
         denoiser.config = replace(denoiser.config, temperature_low=low, temperature_high=high)
