@@ -22,6 +22,7 @@
 
 import importlib
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 from dlm_rag import __version__
@@ -32,13 +33,23 @@ PROGRAMS = (
     "sample", "chat", "evaluate", "benchmark", "lm-eval", "train", "synthesize", "page", "serve", "data",
     "index", "encode", "retrieve-server", "profile", "bench", "doctor",
 )  # fmt: skip
+OTHER_HOMES = {"retrieve-server": "serve:retrieve_server", "profile": "bench:profile"}
+
+
+def load_program(name: str) -> Callable[[list[str]], None]:
+    """The function of a program: `main` of the module of its name, or another of another module."""
+    module, _, function = OTHER_HOMES.get(name, f"{name.replace('-', '_')}:main").partition(":")
+    found: Callable[[list[str]], None] = getattr(
+        importlib.import_module(f"dlm_rag.commands.{module}"), function
+    )
+    return found
 
 
 def dispatch(argv: list[str]) -> None:
     """Runs the program that the first word names; raises `ConfigError` where it names none."""
     name = argv[0] if argv else "--help"
     if name in PROGRAMS:
-        importlib.import_module(f"dlm_rag.commands.{name.replace('-', '_')}").main(argv[1:])
+        load_program(name)(argv[1:])
     elif name in ("-h", "--help"):
         print(__doc__, end="")
     elif name == "--version":

@@ -1,6 +1,7 @@
 """What all programs share: exit codes, flags, words for the person, files that can be written."""
 
 import argparse
+import inspect
 import io
 import logging
 import os
@@ -130,7 +131,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, description: str, **more: Any) -> None:
         style = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, formatter_class=style, allow_abbrev=False, **more)
+        super().__init__(
+            description=inspect.cleandoc(description), formatter_class=style, allow_abbrev=False, **more
+        )
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; `{self.prog} --help` lists the flags")

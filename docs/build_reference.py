@@ -8,7 +8,6 @@ Settings come from dlm_rag/config, commands from their docstrings and parsers. E
 
 import contextlib
 import dataclasses
-import importlib
 import inspect
 import io
 import os
@@ -21,7 +20,7 @@ from typing import Any, get_args
 from unittest import mock
 
 from dlm_rag import config
-from dlm_rag.__main__ import PROGRAMS
+from dlm_rag.__main__ import PROGRAMS, load_program
 from dlm_rag.config.fields import SET, get_field_metadata, list_choices
 from dlm_rag.config.ineffective_settings import list_needs
 from dlm_rag.config.inference import LikelihoodConfig
@@ -191,7 +190,7 @@ def render_settings() -> str:
 def capture_help(name: str) -> str:
     """What `dlm-rag NAME --help` prints."""
     printed = io.StringIO()
-    module = importlib.import_module(f"dlm_rag.commands.{name.replace('-', '_')}")
+    program = load_program(name)
     words = ["dlm-rag", name, "--help"]
     with (
         mock.patch.object(sys, "argv", words),
@@ -199,7 +198,7 @@ def capture_help(name: str) -> str:
         contextlib.redirect_stdout(printed),
         contextlib.suppress(SystemExit),
     ):
-        module.main(words[2:])
+        program(words[2:])
     return printed.getvalue()
 
 
@@ -221,10 +220,9 @@ def render_doc(text: str) -> list[str]:
 
 
 def render_command(name: str) -> str:
-    doc = inspect.cleandoc(
-        importlib.import_module(f"dlm_rag.commands.{name.replace('-', '_')}").__doc__ or ""
-    )
-    parts = [f"## {name}", *render_doc(doc)]
+    program = load_program(name)
+    doc = program.__doc__ or sys.modules[program.__module__].__doc__ or ""
+    parts = [f"## {name}", *render_doc(inspect.cleandoc(doc))]
     if name == "profile":
         return "\n\n".join(parts)
     if name == HARNESS:

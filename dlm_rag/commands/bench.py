@@ -41,3 +41,13 @@ def run_profiling_program(path: Path, argv: list[str], name: str) -> None:
     sys.path.insert(0, str(path.parent))
     sys.argv = [name, *argv]
     runpy.run_path(str(path), run_name="__main__")
+
+
+def profile(argv: list[str]) -> None:
+    """Profile a run: where the time went (docs/tutorials/profile-a-run.md).
+
+    dlm-rag profile sample [WORDS of sample]      # as `python profiling/nsys.py sample ...`
+    dlm-rag profile train --config tiny.yaml train.max_steps=60
+    dlm-rag profile sample --with torch           # if nsys is not installed
+    """
+    run_profiling_program(find_companion_folder("profiling") / "nsys.py", argv, "dlm-rag profile")

@@ -24,6 +24,8 @@ from dlm_rag.errors import ConfigError, summarize_error
 from dlm_rag.files.hub import SHIPPED_PREFIX
 from dlm_rag.progress import show_status
 from dlm_rag.questions import read_questions
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.corpus import open_corpus
 
 SERVE_OPTIONS: dict[str, tuple[str | int, str]] = {
     "port": (8000, "where it listens"),
@@ -33,6 +35,7 @@ SERVE_SETTINGS = (
     "model", "prompt", "retrieval", "-retrieval.oracle", "decode", "engine", "serving", "energy",
     "out", "-out",  # as sample: without a model the shipped reader
 )  # fmt: skip
+SEARCH_SETTINGS = ("retrieval", "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle")
 SERVED_BY = (
     "--model", "--corpus", "--config", "model.path=", "retrieval.corpus=", "retrieval.url=",
     "retrieval.method=",
@@ -124,3 +127,37 @@ def bind_socket(host: str, port: int) -> socket.socket:
         reason = getattr(error, "strerror", None) or summarize_error(error)
         raise ConfigError(f"{host}:{port} cannot be listened at ({reason}): name another --port") from None
     return sock
+
+
+def retrieve_server(argv: list[str]) -> None:
+    """Offer a corpus for search over HTTP, in the protocol of Search-R1's retrieval server.
+
+        dlm-rag retrieve-server --corpus passages.jsonl
+        dlm-rag retrieve-server --corpus passages.jsonl --port 8001 retrieval.method=hybrid
+
+        curl http://127.0.0.1:8000/          # what is searched, and how
+        curl http://127.0.0.1:8000/retrieve -d '{"queries": ["Who wrote Emma?"], "topk": 3}'
+        dlm-rag sample "Who wrote Emma?" --model DIR retrieval.url=http://127.0.0.1:8000/retrieve
+
+    Ctrl-C or SIGTERM stops it. Anyone who reaches the port may search; by default, only this machine does.
+    Needs `pip install 'dlm_rag[serve]'`.
+    """
+    words = parse_command_line(retrieve_server.__doc__ or "", argv, SEARCH_SETTINGS, options=SERVE_OPTIONS)
+    config = words.config.retrieval
+    try:
+        from dlm_rag.serving.http_server import AccessControl, is_loopback, run_server
+        from dlm_rag.serving.search_app import SEARCH_PATH, SearchService
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"retrieve-server needs {error.name}: pip install 'dlm_rag[serve]'") from None
+    if config.corpus is None or config.url is not None or config.method == "none":
+        raise ConfigError("a corpus is searched: give --corpus FILE, and neither a URL nor method=none")
+    with bind_socket(words.options["host"], words.options["port"]) as sock:
+        corpus = open_corpus(config.corpus, config.index_dir)
+        retriever = load_retriever(config, corpus)
+        access = AccessControl(is_loopback(words.options["host"]))
+        service = SearchService(retriever, config, access)
+        show_status()
+        url = f"{get_socket_url(sock)}{SEARCH_PATH}"
+        searched = f"{len(corpus)} passages, by {config.method}, are searched at {url}"
+        run_server(service, sock, lambda: print_note(f"{searched}; Ctrl-C ends it"))
+    print_note("ended")
