@@ -6,15 +6,14 @@
 A benchmark is a YAML file, here or in configs/benchmarks/:
 
     models:     {llada: --model GSAI-ML/LLaDA-8B-Instruct, shipped: "", int8: model.quantize=int8}
-    datasets:   {hotpotqa: --dataset hotpotqa --corpus wiki18, own: folder=$MINE/own}
+    datasets:   {hotpotqa: --dataset hotpotqa --corpus wiki18, own: questions=q.jsonl --corpus c.jsonl}
     policies:   [interleaved, static]            # as in evaluate --compare
     seeds:      [0, 1]                           # of decode.seed; may be left out
     settings:   limit=200                        # of all cells; may be left out
 
 A model can also be openai://HOST:PORT/v1/NAME, behind a server. Each model gets the policies and settings
 of its kind: of [interleaved, static, ircot], a denoiser gets the first two, a model behind a server the
-last two. folder=PATH stands for the questions.jsonl and corpus.jsonl of a folder; a data set whose folder
-is missing is skipped with a note. $NAME is an environment variable.
+last two.
 
 Each cell is a `dlm-rag evaluate` of its own, one at a time on each GPU (or on this machine). A cell that
 fails is reported, and the others continue. Run the same command again for the cells that are missing.
@@ -29,7 +28,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field
 from itertools import product
-from math import prod
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -46,7 +44,6 @@ from dlm_rag.evaluation.stored_results import CELL_FILE, Cell, write_benchmark_t
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.progress import report_progress
 
-MAX_CELLS = 10_000  # combinations of a benchmark
 BENCHMARK_FOLDER = CONFIG_FOLDER / "benchmarks"
 
 
@@ -96,20 +93,13 @@ def read_benchmark(name: str) -> Benchmark:
 
 def list_cells(benchmark: Benchmark, out: Path) -> Iterator[Cell]:
     """Every combination, data set by data set. Raises `ConfigError` for names that make no folder."""
-    axes = benchmark.datasets, benchmark.models, benchmark.seeds
-    count = prod(map(len, axes))
-    if count > MAX_CELLS:
-        raise ConfigError(f"the benchmark has {count:,} cells, more than {MAX_CELLS:,}: leave some out")
     common = split_words("settings", benchmark.settings)
     named = {name: split_words(f"models.{name}", text) for name, text in benchmark.models.items()}
     for model, words in named.items():
         if words and is_model_url(words[0]):
             named[model] = ["--model", *words]
-    opened = {name: open_folder(name, text) for name, text in benchmark.datasets.items()}
-    datasets = {name: words for name, words in opened.items() if words is not None}
-    if not datasets:
-        raise ConfigError("none of the benchmark's data sets is there")
-    for dataset, model, seed in product(datasets, *axes[1:]):
+    datasets = {name: split_words(f"datasets.{name}", text) for name, text in benchmark.datasets.items()}
+    for dataset, model, seed in product(datasets, named, benchmark.seeds):
         names = (dataset, model, str(seed))
         if any(not part or "/" in part or part.startswith(".") for part in names):
             raise ConfigError(f"'{'/'.join(names)}' makes no folder: names have no / and no . in front")
@@ -146,17 +136,6 @@ def split_words(key: str, text: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise ConfigError(f"{key} of the benchmark cannot be read: {str(error).lower()}") from None
-
-
-def open_folder(name: str, text: str) -> list[str] | None:
-    """The words of a data set, with the files of the folder that they name; None if that is not there."""
-    words = split_words(f"datasets.{name}", os.path.expandvars(text))
-    for folder in [Path(word.removeprefix("folder=")) for word in words if word.startswith("folder=")]:
-        if not folder.is_dir():
-            print_note(f"{name} is skipped: there is no folder {folder}")
-            return None
-        words += [f"questions={folder / 'questions.jsonl'}", f"retrieval.corpus={folder / 'corpus.jsonl'}"]
-    return [word for word in words if not word.startswith("folder=")]
 
 
 def run_cells(cells: Sequence[Cell]) -> dict[str, str]:

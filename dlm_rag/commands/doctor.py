@@ -12,7 +12,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,20 +65,10 @@ def run_checks(config: Config) -> Iterator[Finding]:
             yield Finding(name, PROBLEM, f"cannot be looked at: {summarize_error(error)}")
 
 
-def check_packages(_: Config) -> Iterator[Finding]:
-    """Finds packages that are missing, or here in a version that was not tested."""
-    from packaging.requirements import Requirement
-
+def check_version(_: Config) -> Iterator[Finding]:
+    """Names the version, its commit and Python."""
     text = f"{__version__}, commit {get_code_commit()}, Python {sys.version.split()[0]} on {sys.platform}"
     yield Finding("dlm_rag", OK, text)
-    for wanted in map(Requirement, requires("dlm_rag") or []):
-        if "extra ==" not in str(wanted.marker):
-            try:
-                if not wanted.specifier.contains(found := version(wanted.name), prereleases=True):
-                    text = f"{wanted} was tested, {found} is here"
-                    yield Finding("package", HINT, text, f"pip install '{wanted}'")
-            except PackageNotFoundError:
-                yield Finding("package", PROBLEM, f"{wanted} is missing", f"pip install '{wanted}'")
 
 
 def check_torch(_: Config) -> Iterator[Finding]:
@@ -136,5 +125,6 @@ def check_answer(config: Config) -> Iterator[Finding]:
     yield Finding("answer", OK, text) if right else Finding("answer", PROBLEM, wrong)
 
 
-DOCTOR_CHECKS = {"packages": check_packages, "torch": check_torch, "machine": check_machine,
-                 "answer": check_answer}  # fmt: skip
+DOCTOR_CHECKS = {
+    "version": check_version, "torch": check_torch, "machine": check_machine, "answer": check_answer
+}  # fmt: skip
