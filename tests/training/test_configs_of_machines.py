@@ -77,7 +77,9 @@ def test_an_autoregressive_model_becomes_a_denoiser_that_learns_to_answer(autore
     )
     model = Denoiser.from_pretrained(tmp_path / "run" / "model")
     assert model.config.shifted and model.config.mask_token_id == 257
+    (tmp_path / "short.json").write_text('{"head": "{question}", "fact": "{passage}"}')
     answers = [f"data.questions={data}/questions.jsonl", f"data.corpus={data}/corpus.jsonl"]
+    answers += [f"prompt={tmp_path}/short.json"]
     words = [*(word for word in (*TOY, *SFT) if "world" not in word), *answers]
     train(tmp_path / "next", "--config", "gb300.yaml", "--model", str(tmp_path / "run" / "model"), *words)
     (_, last) = metrics_of(tmp_path / "next")
