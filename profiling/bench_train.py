@@ -32,9 +32,8 @@ from dlm_rag.config import Config, TrainConfig
 from dlm_rag.machine import describe_machine, get_code_commit
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.tokenizer import Tokenizer
-from dlm_rag.training.batches import BatchMaker, LossWeights
+from dlm_rag.training.batches import BatchMaker, Example, LossWeights
 from dlm_rag.training.documents import PackedDocuments, open_token_file
-from dlm_rag.training.examples import Example
 from dlm_rag.training.initial_model import DEFAULT_PROMPT_TEMPLATE, iterate_world_texts, train_tokenizer
 from dlm_rag.training.losses import MaskedObjective
 from dlm_rag.training.planning.step_memory import MemoryTracker

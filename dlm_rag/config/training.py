@@ -1,11 +1,6 @@
 """Settings of training: its data, the run, the plan; of rows that are made for it."""
 
-from dlm_rag.config.fields import (
-    SET,
-    CheckedSettings,
-    setting,
-    settings_dataclass,
-)
+from dlm_rag.config.fields import SET, CheckedSettings, setting, settings_dataclass
 from dlm_rag.errors import ConfigError
 
 # What settings need, as `only_with` says it.

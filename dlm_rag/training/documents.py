@@ -24,7 +24,7 @@ from dlm_rag.files.paths import expand_path, get_cache_folder, resolve_regular_f
 from dlm_rag.files.record_readers import get_field, read_records
 from dlm_rag.randomness import sample_permutation
 from dlm_rag.tokenizer import Prompt, Tokenizer
-from dlm_rag.training.examples import Example
+from dlm_rag.training.batches import Example
 from dlm_rag.training.losses import alpha, weigh_masked
 
 HELD_OUT_SEQUENCES = 8  # sequences of each file at its end, for validation; at most one in 20

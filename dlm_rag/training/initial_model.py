@@ -32,8 +32,8 @@ from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.tokenizer import Tokenizer, add_mask_token, load_tokenizer
 from dlm_rag.tokenizer.prompts import PromptTemplate, load_prompt
+from dlm_rag.training.batches import LONG_QUESTION_TOKENS
 from dlm_rag.training.distributed import get_local
-from dlm_rag.training.examples import LONG_QUESTION_TOKENS
 
 LORA_TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 EMBEDDING_NAMES = ("embed_tokens.weight", "lm_head.weight")

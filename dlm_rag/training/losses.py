@@ -149,15 +149,6 @@ def compute_pointer_loss(
     return losses, mass
 
 
-def make_autocast(device: str, dtype: torch.dtype) -> torch.autocast:
-    """The context in which the denoiser is trained: autocast below float32.
-
-    It keeps no copies of weights: checkpointing would find them there when it computes again, and not do
-    the same.
-    """
-    return torch.autocast(device, dtype, enabled=dtype != torch.float32, cache_enabled=False)
-
-
 class MaskedObjective(nn.Module):
     """The loss of a batch as one call, which is what DDP and FSDP wrap."""
 

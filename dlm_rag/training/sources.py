@@ -33,8 +33,8 @@ from dlm_rag.retrieval.base import CorpusRetriever, Retriever
 from dlm_rag.retrieval.corpus import Passage, open_corpus
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.text import find_sentence_spans, overlapping_spans
+from dlm_rag.training.batches import CopyIndex, Example, ExampleBuilder, Pointer, sample_passages
 from dlm_rag.training.documents import PackedDocuments, open_token_file
-from dlm_rag.training.examples import CopyIndex, Example, ExampleBuilder, Pointer, sample_passages
 from dlm_rag.training.task import Run
 from dlm_rag.training.validation import QuestionValidation
 

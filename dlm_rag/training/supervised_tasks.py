@@ -6,11 +6,17 @@ from typing import Any
 from dlm_rag.config import TrainConfig
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.training.batches import BatchMaker, LossWeights, PreparedBatch, Sums
+from dlm_rag.training.batches import (
+    BatchMaker,
+    Example,
+    LossWeights,
+    PreparedBatch,
+    Sums,
+    sample_document_rows,
+    sample_prompt_rows,
+)
 from dlm_rag.training.documents import PackedDocuments
-from dlm_rag.training.examples import Example, sample_document_rows, sample_prompt_rows
 from dlm_rag.training.losses import MaskedObjective
-from dlm_rag.training.optimizers import compute_decay_factor
 from dlm_rag.training.sources import (
     QuestionExamples,
     WorldExamples,
@@ -19,6 +25,7 @@ from dlm_rag.training.sources import (
     open_world_validation,
 )
 from dlm_rag.training.task import Run, Task, TaskState, Validation
+from dlm_rag.training.trainer import compute_decay_factor
 from dlm_rag.training.validation import DocumentValidation
 
 CURRICULUM_STAGES = ((2, 2), (2, 4), (4, None))  # passages in a prompt, at least and at most; None: top_k

@@ -16,8 +16,7 @@ from dlm_rag.config import Config, DecodeConfig, TrainConfig
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.training.batches import Sums
-from dlm_rag.training.examples import ExampleBuilder
+from dlm_rag.training.batches import ExampleBuilder, Sums
 from dlm_rag.training.initial_model import InitialModel
 
 TaskState = dict[str, Any]  # JSON values; empty at first

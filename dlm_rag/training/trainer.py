@@ -4,8 +4,10 @@ A step's parts follow from its number, so a run that was killed and resumed is t
 CPU the weights are equal bit for bit.
 """
 
+import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
 
-from dlm_rag.config import Config
-from dlm_rag.errors import RunError
-from dlm_rag.machine import choose_dtype, get_peak_memory_bytes
+from dlm_rag.config import Config, TrainConfig
+from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.machine import choose_dtype, get_peak_memory_bytes, has_bfloat16
+from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.device_io import to_host
 from dlm_rag.model.flops import count_head_flops
 from dlm_rag.nvtx_ranges import StageClock, profile_stage, profile_step
-from dlm_rag.training.batches import Prefetcher
 from dlm_rag.training.checkpoints import (
     CheckpointRecord,
     Checkpoints,
@@ -42,11 +46,11 @@ from dlm_rag.training.distributed import (
     wrap_in_ddp,
 )
 from dlm_rag.training.initial_model import InitialModel, open_initial_model
-from dlm_rag.training.losses import make_autocast
-from dlm_rag.training.optimizers import make_optimizers, set_learning_rates
 from dlm_rag.training.planning.specs import find_gpu_spec
 from dlm_rag.training.task import Run, Task, TaskState, Validation
 from dlm_rag.training.tasks import find_task
+
+PREFETCHED_STEPS = 3  # steps that each worker process makes ahead
 
 
 class Trainer:
@@ -273,3 +277,146 @@ def open_trainer(
     task = find_task(config.train)(Run(config, origin or open_initial_model(config), folder))
     validation = task.open_data()
     return Trainer(task, processes or DistributedContext(0, 1, 0)), validation
+
+
+def make_autocast(device: str, dtype: torch.dtype) -> torch.autocast:
+    """The context in which the denoiser is trained: autocast below float32.
+
+    It keeps no copies of weights: checkpointing would find them there when it computes again, and not do
+    the same.
+    """
+    return torch.autocast(device, dtype, enabled=dtype != torch.float32, cache_enabled=False)
+
+
+class Prefetcher:
+    """The batches of the steps of a run, made ahead: by worker processes, or one step ahead by a thread.
+
+    make: the batches of a step, by its number and its conditions. conditions: what batches depend on
+    besides the number of their step, from this and the task's state; workers know no state.
+    """
+
+    def __init__(
+        self, make: Callable[[int, Any], Any], conditions: Callable[[int, Any], Hashable], workers: int
+    ) -> None:
+        self._make, self._conditions, self._workers = make, conditions, workers
+        self._thread = ThreadPoolExecutor(1, "batches")
+        self._ahead: dict[tuple[int, Hashable], Future[Any]] = {}  # at most one
+        self._made: Iterator[Any] | None = None  # by worker processes
+
+    def take(self, step: int, state: Any, steps: int) -> Any:
+        """The batches of this step; `steps`: of the run."""
+        if self._workers:
+            self._made = self._made or make_in_workers(
+                self._make_of_number, range(step, steps), self._workers
+            )
+            return next(self._made)
+        key = step, self._conditions(step, state)
+        self.wait()
+        ready = self._ahead.get(key)
+        found = self._make(*key) if ready is None else ready.result()
+        after = step + 1, self._conditions(step + 1, state)
+        self._ahead = {after: self._thread.submit(self._make, *after)}
+        return found
+
+    def wait(self) -> None:
+        """Until the thread is at rest: two searches at once would not do."""
+        wait(self._ahead.values())
+
+    def _make_of_number(self, step: int) -> Any:
+        return self._make(step, self._conditions(step, {}))
+
+
+def make_in_workers(make: Callable[[Any], Any], steps: range, workers: int) -> Iterator[Any]:
+    """What `make` gives for each step, in order, made ahead by so many forked processes."""
+    numbers: Any = range(steps.stop)
+    return iter(
+        DataLoader(
+            numbers,
+            batch_size=None,
+            sampler=steps,
+            num_workers=workers,
+            collate_fn=make,
+            prefetch_factor=PREFETCHED_STEPS,
+            worker_init_fn=_begin_worker,
+            multiprocessing_context="fork",
+        )
+    )
+
+
+def _begin_worker(worker: int) -> None:
+    torch.set_num_threads(1)
+    gc.freeze()  # what was opened before stays: looking through it took half of a worker's time
+
+
+def make_optimizers(denoiser: Denoiser, train: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Muon on the matrices of the layers, AdamW on the rest, four times as fast on the QK gains; or
+    AdamW on all.
+
+    Raises `ConfigError` for Muon on a matrix with fewer rows than shards, which torch cannot compute.
+    """
+    matrices: list[Tensor] = []
+    gains, rest = list[Tensor](), list[Tensor]()
+    for name, value in denoiser.named_parameters():
+        if not value.requires_grad:
+            continue
+        if value.dim() == 2 and "layers." in name:
+            (matrices if train.optimizer == "muon" else rest).append(value)
+        elif train.optimizer == "muon" and name.endswith(("q_norm.weight", "k_norm.weight")):
+            gains.append(value)
+        else:
+            rest.append(value)
+    mesh = getattr(matrices[0], "device_mesh", None) if matrices else None
+    if mesh is not None and (rows := min(map(len, matrices))) < mesh.size():
+        raise ConfigError(
+            f"optimizer=muon cannot share a matrix of {rows} rows among {mesh.size()} processes: set "
+            "train.optimizer=adamw, or take fewer processes"
+        )
+    rate = train.learning_rate
+    groups = [{"params": rest, "lr": rate}, {"params": gains, "lr": 4 * rate}]
+    found: list[torch.optim.Optimizer] = []
+    if matrices:
+        device = matrices[0].device
+        kind = torch.optim.Muon if device.type != "cpu" and has_bfloat16(device) else MuonInFloat32
+        found.append(kind(matrices, lr=train.muon_learning_rate, weight_decay=0.0))
+    if groups := [group for group in groups if group["params"]]:  # adapters are matrices of the layers only
+        fused = not any(value.is_meta for value in (*rest, *gains))
+        found.append(torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=fused))
+    for group in (group for optimizer in found for group in optimizer.param_groups):
+        group["initial_lr"] = group["lr"]
+    return found
+
+
+class MuonInFloat32(torch.optim.Muon):
+    """torch's Muon, which orthogonalises in bfloat16, as it is without that.
+
+    For GPUs that only emulate bfloat16, and CPUs: one without products in bfloat16 takes ten times as long
+    for them as for those in float32, more than for the forward and backward of a small denoiser.
+    """
+
+    def step(self, closure: Any = None) -> Any:
+        with _WithoutBFloat16():
+            return super().step(closure)
+
+
+class _WithoutBFloat16(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.bfloat16:
+            return args[0].clone()
+        return func(*args, **(kwargs or {}))
+
+
+def set_learning_rates(optimizers: list[torch.optim.Optimizer], train: TrainConfig, step: int) -> float:
+    """Sets the rates of a step (warm-up, constant, linear fall); returns their share of the
+    full ones.
+    """
+    share = compute_decay_factor(step, train.max_steps, train.decay_fraction)
+    share = min(share, (step + 1) / (train.warmup_steps + 1))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * share
+    return share
+
+
+def compute_decay_factor(step: int, steps: int, decay_fraction: float) -> float:
+    """What is left of the full rate: 1, then a linear fall to 0 over the last `decay_fraction` of steps."""
+    return min(1.0, (steps - step) / max(1.0, decay_fraction * steps))

@@ -22,9 +22,8 @@ from dlm_rag.retrieval.corpus import get_row_id
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.text import FUNCTION_WORDS, split_words
 from dlm_rag.tokenizer import Prompt, Tokenizer
-from dlm_rag.training.batches import PreparedBatch, lay_out_examples
+from dlm_rag.training.batches import Example, ExampleBuilder, PreparedBatch, lay_out_examples
 from dlm_rag.training.documents import PackedDocuments
-from dlm_rag.training.examples import Example, ExampleBuilder
 from dlm_rag.training.losses import mask_tokens, nelbo, sample_antithetic_times, token_losses
 from dlm_rag.training.trainer import Trainer
 

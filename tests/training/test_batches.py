@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from dlm_rag.training.batches import BatchMaker, LossWeights, Prefetcher, make_in_workers
+from dlm_rag.training.batches import BatchMaker, LossWeights
 from dlm_rag.training.losses import MaskedObjective
+from dlm_rag.training.trainer import Prefetcher, make_in_workers
 from tests.training.test_training import examples, micro_denoiser, tokenizer  # noqa: F401
 
 

@@ -7,10 +7,7 @@ import pytest
 
 from dlm_rag.config import TrainConfig
 from dlm_rag.errors import ConfigError, CorpusError
-from dlm_rag.training.documents import (
-    PackedDocuments,
-    open_token_file,
-)
+from dlm_rag.training.documents import PackedDocuments, open_token_file
 from tests.support.passages import write_jsonl_file
 from tests.support.tiny_models import tiny_tokenizer
 

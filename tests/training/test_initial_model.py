@@ -15,7 +15,7 @@ from dlm_rag.model.checkpoint import Checkpoint
 from dlm_rag.training.checkpoints import gather_full_state_dict
 from dlm_rag.training.distributed import DistributedContext, apply_fsdp
 from dlm_rag.training.initial_model import merge_lora_weights, open_initial_model
-from dlm_rag.training.optimizers import make_optimizers
+from dlm_rag.training.trainer import make_optimizers
 from tests.support.tiny_models import write_autoregressive_checkpoint
 from tests.support.training import build_denoiser
 

@@ -28,12 +28,7 @@ from dlm_rag.training.initial_model import InitialModel
 from dlm_rag.training.tasks import TASKS, find_task
 from dlm_rag.training.trainer import Trainer, open_trainer
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
-from tests.support.training import (
-    METRICS_LINES,
-    MICRO_SETTINGS,
-    SINGLE_PROCESS,
-    make_trainer,
-)
+from tests.support.training import METRICS_LINES, MICRO_SETTINGS, SINGLE_PROCESS, make_trainer
 from tests.support.training_data import write_own_data
 
 FOUR = [*MICRO_SETTINGS, "train.max_steps=4"]  # with checkpoints of steps 2 and 4

@@ -10,13 +10,7 @@ from dlm_rag.errors import QuestionError
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.training.examples import (
-    MIN_COPY_TOKENS,
-    CopyIndex,
-    ExampleBuilder,
-    Pointer,
-    sample_passages,
-)
+from dlm_rag.training.batches import MIN_COPY_TOKENS, CopyIndex, ExampleBuilder, Pointer, sample_passages
 from dlm_rag.training.sources import QuestionExamples, target_response
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 from tests.support.training_data import write_own_data

@@ -36,6 +36,7 @@ from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.training.batches import (
     BatchMaker,
+    ExampleBuilder,
     LossWeights,
     count_examples,
     lay_out_examples,
@@ -43,7 +44,6 @@ from dlm_rag.training.batches import (
 )
 from dlm_rag.training.checkpoints import find_latest_checkpoint, scan_checkpoints
 from dlm_rag.training.distributed import DistributedContext
-from dlm_rag.training.examples import ExampleBuilder
 from dlm_rag.training.initial_model import (
     DEFAULT_PROMPT_TEMPLATE,
     iterate_world_texts,
@@ -52,10 +52,9 @@ from dlm_rag.training.initial_model import (
 )
 from dlm_rag.training.losses import ChunkedCrossEntropy, MaskedObjective, compute_pointer_loss
 from dlm_rag.training.metrics_logger import MetricsLogger, read_metrics, start_wandb
-from dlm_rag.training.optimizers import compute_decay_factor, make_optimizers
 from dlm_rag.training.run import make_train_command, run_training
 from dlm_rag.training.sources import WorldExamples, find_subsequence
-from dlm_rag.training.trainer import open_trainer
+from dlm_rag.training.trainer import compute_decay_factor, make_optimizers, open_trainer
 from dlm_rag.training.validation import QuestionValidation
 from tests.support.paths import ROOT
 from tests.support.processes import count_lines, wait_until

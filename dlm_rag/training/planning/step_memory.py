@@ -21,9 +21,8 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.flops import FlopCount, count_head_flops
 from dlm_rag.model.layers import ExpertStack
 from dlm_rag.training.initial_model import build_meta_denoiser
-from dlm_rag.training.losses import make_autocast
-from dlm_rag.training.optimizers import make_optimizers
 from dlm_rag.training.task import Task
+from dlm_rag.training.trainer import make_autocast, make_optimizers
 
 
 class MemoryTracker(TorchDispatchMode):

@@ -34,8 +34,7 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_device
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.tokenizer import Prompt
-from dlm_rag.training.batches import Sums, lay_out_examples
-from dlm_rag.training.examples import sample_prompt_rows
+from dlm_rag.training.batches import Sums, lay_out_examples, sample_prompt_rows
 from dlm_rag.training.rl.reward import REWARDS
 from dlm_rag.training.rl.rollouts import (
     STEPS_PER_ROLLOUT,
