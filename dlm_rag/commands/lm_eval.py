@@ -24,11 +24,7 @@ Tokens = list[int]
 
 
 class HarnessModel:
-    """What the harness asks of a model, beside its own `TemplateLM`.
-
-    log_likelihoods: what was found, in the order in which it was asked for. Raises `UserError` as loading a
-    checkpoint does.
-    """
+    """What the harness asks of a model, beside its own `TemplateLM`. Raises `UserError`."""
 
     cache_hook: Any
 
@@ -36,7 +32,6 @@ class HarnessModel:
         self, pretrained: str, dtype: str = "auto", device: str | None = None, batch_size: Any = None,
         **more: Any,
     ) -> None:  # fmt: skip
-        from dlm_rag.evaluation.likelihood import LogLikelihood
         from dlm_rag.model.checkpoint import open_checkpoint
         from dlm_rag.model.denoiser import load_denoiser
         from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
@@ -58,7 +53,6 @@ class HarnessModel:
         before = shape.passage_length * EVIDENCE_LAYOUTS[shape.evidence_layout].separate_passages
         room = shape.max_position_embeddings - before - (shape.block_size or 1)
         self.max_length = min(most or room, room)
-        self.log_likelihoods = list[LogLikelihood]()
 
     @property
     def eot_token_id(self) -> int | None:
@@ -118,7 +112,6 @@ class HarnessModel:
 
         fitted = [(a[max(0, len(a) + len(b) - self.max_length) :], b) for a, b in pairs]
         found = estimate_log_likelihoods(self._denoiser, fitted, self.settings, keys)
-        self.log_likelihoods += found
         exact = sum(each.exact for each in found)
         print_note(f"{len(found)} log-likelihoods: {exact} exact, {len(found) - exact} bounds")
         return found

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_device, to_host
-from dlm_rag.progress import report_progress
+from dlm_rag.progress import track_progress
 from dlm_rag.randomness import make_keyed_generator, sample_uniform
 from dlm_rag.tokenizer import Prompt
 
@@ -74,22 +75,15 @@ class _Text:
             canvas[place] = shape.mask_token_id
         return _Row(self, self.laid.build_row(canvas, begin, shape.shifted), masked, weight)
 
-    def make_row_from_before(self) -> "_Row":
-        """The row in which nothing is masked, and states predict what is after them."""
-        row = self.laid.build_row(self.target, len(self.target), shifted=True)
-        return _Row(self, row, self.from_before, 1.0, whole=True)
 
-
-@dataclass(frozen=True)
-class _Row:
+class _Row(NamedTuple):
     """A row for the denoiser: the positions, ascending, at which it is asked for the target, and the weight
-    of their log-probabilities. whole: whether they also tell what is greedy."""
+    of their log-probabilities."""
 
     text: _Text
     laid: LaidOutRow
     positions: Sequence[int]
     weight: float
-    whole: bool = False
 
 
 def estimate_log_likelihoods(
@@ -121,19 +115,13 @@ def estimate_log_likelihoods(
     texts = [_lay_out(shape, mode, *pair) for pair in pairs]
     rows = (
         row
-        for text, key in zip(texts, keys, strict=True)
+        for text, key in zip(track_progress(texts, "log-likelihoods"), keys, strict=True)
         for row in _list_rows(shape, text, settings.samples, ("likelihood", settings.seed, key))
     )
-    with report_progress("log-likelihoods", len(texts)) as advance:
-        done = 0
-        while part := list(islice(rows, settings.batch_size)):
-            for row, (log_probs, right, _) in zip(part, _predict_targets(denoiser, part), strict=True):
-                row.text.nats += row.weight * float(log_probs.sum())
-                row.text.greedy &= not row.whole or bool(right.all())
-            at = next(n for n in range(done, len(texts)) if texts[n] is part[-1].text)
-            advance(at - done)
-            done = at
-        advance(len(texts) - done)
+    while part := list(islice(rows, settings.batch_size)):
+        for row, (log_probs, right, _) in zip(part, _predict_targets(denoiser, part), strict=True):
+            row.text.nats += row.weight * float(log_probs.sum())
+            row.text.greedy &= row.positions is not row.text.from_before or bool(right.all())
     _write_greedily(denoiser, texts, settings.batch_size)
     return [
         LogLikelihood(text.nats, all(a + 1 == b for a, b in text.masked_spans), text.greedy)
@@ -168,7 +156,7 @@ def _lay_out(shape: DenoiserConfig, mode: str, context: Sequence[int], target: S
 
 def _list_rows(shape: DenoiserConfig, text: _Text, samples: int, key: tuple[object, ...]) -> Iterator[_Row]:
     if text.from_before:
-        yield text.make_row_from_before()
+        yield _Row(text, text.laid.build_row(text.target, len(text.target), True), text.from_before, 1.0)
     for number, (begin, end) in enumerate(text.masked_spans):
         masks, weights = choose_masks(end - begin, samples, (*key, number))
         for mask, weight in zip(masks, weights, strict=True):

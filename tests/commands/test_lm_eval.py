@@ -106,7 +106,7 @@ def masked(tmp_path):
 def test_multiple_choice_is_by_the_bounds(run, tasks, masked, capsys):
     folder, denoiser = masked
     scores, samples = run("tiny_choice", f"pretrained={folder},samples=8,seed=3")
-    assert "12 log-likelihoods: 0 exact, 12 bounds, 8 of them estimated" in capsys.readouterr().err
+    assert "12 log-likelihoods: 0 exact, 12 bounds" in capsys.readouterr().err
     asked = [(document, choice) for document in tasks[1] for choice in document["choices"]]
     expected = estimate_log_likelihoods(
         denoiser,
