@@ -42,7 +42,7 @@ from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import Question, read_question_records, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking, interleave_rankings
-from dlm_rag.retrieval.bm25_build import extract_terms
+from dlm_rag.retrieval.bm25 import extract_terms
 from dlm_rag.retrieval.composite import fuse_rankings
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.query import Query, build_query

@@ -16,7 +16,6 @@ from dlm_rag.errors import CorpusError
 from dlm_rag.files.checked_json import read_json_or_empty
 from dlm_rag.files.digest import digest_file
 from dlm_rag.files.paths import resolve_path_inside, write_text_atomic
-from dlm_rag.progress import ANNOUNCE_FROM_SECONDS, format_bytes, format_duration
 
 log = logging.getLogger(__name__)
 
@@ -78,17 +77,6 @@ def build_shard(compute: Callable[[range], Mapping[str, np.ndarray]], shard: Sha
 
     build_once(folder, build)
     return len(rows)
-
-
-def announce_build(what: str, seconds: float, disk_bytes: float, folder: Path) -> None:
-    """Says what a long build takes, as a sample of it did."""
-    if seconds < ANNOUNCE_FROM_SECONDS:
-        return
-    free = format_bytes(shutil.disk_usage(folder).free)
-    log.info(
-        "%s: about %s, and %s of disk (%s are free); the same command resumes it when it was stopped",
-        what, format_duration(seconds), format_bytes(disk_bytes), free,
-    )  # fmt: skip
 
 
 def save_array(path: Path, array: np.ndarray) -> None:

@@ -1,38 +1,64 @@
-"""Sparse retrieval: BM25 by bm25s, its index built once and mapped from disk."""
+"""Sparse retrieval: BM25 by bm25s, its index built once and mapped from disk.
+
+The index of a corpus of any size is built as a stream, on all cores, and resumed after a kill. First each
+shard of the corpus is counted into a folder of its own: its words, and which passage has which how often.
+Then the words of all shards are merged, and the postings written word by word. Scores are those of bm25s to
+the bit, in its layout: for each word the rows that have it, ascending, and a score for each.
+
+Words are known by 64 bits of a hash. That any two of ten million words have the same one, and count as one
+word, has a probability of 3 in a million.
+"""
 
 import logging
-from collections.abc import Sequence
+import os
+import signal
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from itertools import pairwise
+from multiprocessing import current_process, get_context, parent_process
+from pathlib import Path
+from typing import Any, TypeVar
 
 import bm25s
 import numba
 import numpy as np
+from blake3 import blake3
 from bm25s.numba import retrieve_utils
+from bm25s.scoring import _score_idf_lucene, _score_tfc_lucene
+from bm25s.stopwords import STOPWORDS_EN
 
 from dlm_rag.config import RetrievalConfig
-from dlm_rag.errors import ConfigError
-from dlm_rag.files.build_once import build_once, make_folder_name
+from dlm_rag.errors import ConfigError, CorpusError
+from dlm_rag.files.build_once import Shard, build_once, build_shard, make_folder_name, save_array
 from dlm_rag.files.paths import get_cache_folder
 from dlm_rag.nvtx_ranges import profile_stage
+from dlm_rag.progress import report_progress
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking
-from dlm_rag.retrieval.bm25_build import (
-    BM25_B,
-    BM25_K1,
-    ROWS,
-    SCORES,
-    STARTS,
-    WORDS,
-    build_bm25_index,
-    extract_terms,
-    hash_words,
-)
 from dlm_rag.retrieval.composite import MultiQueryRetriever
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.query import Query
+from dlm_rag.text import split_terms
 
 log = logging.getLogger(__name__)
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+BM25_K1, BM25_B = 1.5, 0.75
+WORDS, STARTS, ROWS, SCORES = "words.npy", "starts.npy", "rows.npy", "scores.npy"  # of an index
+SHARD_PASSAGES = 1 << 16  # that are counted at once; their rows are kept as uint16
+SHARD_BYTES = 64 << 20  # of the corpus, that are counted at once
+BUCKET_POSTINGS = 1 << 24  # that are written at once, 8 bytes each, besides those of one more word
+MAX_WORKERS = 8  # more would take more memory
+
+# Left out, as bm25s does.
+_STOP_WORDS = frozenset(STOPWORDS_EN)
+_function: Callable[[Any], Any]  # of a worker
 # A part of the folder's name; another text makes every index be built again.
 INDEX_FORM = "hashed words, pairs of letters"
 
@@ -114,3 +140,168 @@ def open_bm25_retriever(config: RetrievalConfig, corpus: Corpus) -> CorpusRetrie
     """BM25 by whole queries, or by `Query.parts` in turn."""
     retriever = BM25Retriever(corpus, config.top_k)
     return MultiQueryRetriever(retriever) if config.bm25_query == "sentences" else retriever
+
+
+def extract_terms(text: str) -> list[str]:
+    """The BM25 terms of a text, in order, repeated ones kept."""
+    return [word for word in split_terms(text) if word not in _STOP_WORDS]
+
+
+def hash_words(words: Iterable[str]) -> np.ndarray:
+    """uint64, one for each word."""
+    digests = (blake3(word.encode(errors="surrogatepass")).digest(8) for word in words)
+    return np.frombuffer(b"".join(digests), np.uint64)
+
+
+def build_bm25_index(corpus: Corpus, scratch: Path) -> None:
+    """Writes the index of a corpus into a scratch folder; what earlier attempts counted is used.
+
+    `WORDS`: (words,) uint64, ascending. `STARTS`: (words + 1,) int64, where the postings of each begin.
+    `ROWS`: (postings,) int32. `SCORES`: (postings,) float32. Raises `CorpusError` and `OSError`.
+    """
+    shards = corpus.split_into_shards(scratch, SHARD_PASSAGES, SHARD_BYTES)
+    count_words = partial(_count_words, corpus)
+    with report_progress("finding terms", len(corpus)) as advance:
+        for count in map_in_processes(partial(build_shard, count_words), shards):
+            advance(count)
+    words, starts = _merge_words([folder for _, folder in shards])
+    save_array(scratch / WORDS, words)
+    save_array(scratch / STARTS, starts)
+    for name, kind in ((ROWS, np.int32), (SCORES, np.float32)):
+        np.lib.format.open_memmap(scratch / name, "w+", kind, (int(starts[-1]),))
+    length = sum(int(np.load(folder / "lengths.npy").sum()) for _, folder in shards)
+    cuts = np.append(np.searchsorted(starts, np.arange(0, starts[-1], BUCKET_POSTINGS)), len(words))
+    write = partial(_write_bucket, scratch, shards, np.float64(length) / len(corpus))
+    with report_progress("writing the scores of terms", int(starts[-1])) as advance:
+        for count in map_in_processes(write, [*pairwise(np.unique(cuts).tolist())]):
+            advance(count)
+
+
+def _count_words(corpus: Corpus, rows: range) -> dict[str, np.ndarray]:
+    """What the passages of some rows hold.
+
+    words: (words,) ascending hashes. starts: (words + 1,) where the postings of each begin. rows:
+    (postings,) uint16, the passage, counted from the first of `rows`, ascending for each word. counts:
+    (postings,), how often it has the word. lengths: (passages,), its words, repeated ones counted.
+    """
+    ids: defaultdict[str, int] = defaultdict()
+    ids.default_factory = ids.__len__
+    found, lengths = [], np.empty(len(rows), np.uint32)
+    for n, row in enumerate(rows):
+        terms = extract_terms(corpus[row].text)
+        found.append(np.fromiter(map(ids.__getitem__, terms), np.uint32, len(terms)))
+        lengths[n] = len(terms)
+    corpus.check_unchanged()
+    words, rank = np.unique(hash_words(ids), return_inverse=True)
+    keys = rank[np.concatenate(found)] << 16 | np.repeat(np.arange(len(rows)), lengths)
+    keys.sort()
+    first = np.flatnonzero(np.diff(keys, prepend=-1))
+    counts, keys = np.diff(first, append=len(keys)), keys[first]
+    return {
+        "words": words,
+        "starts": np.searchsorted(keys, np.arange(len(words) + 1) << 16),
+        "rows": keys.astype(np.uint16),  # the lower 16 bits
+        "counts": counts.astype(np.min_scalar_type(counts.max(initial=0))),
+        "lengths": lengths,
+    }
+
+
+def _merge_words(folders: Sequence[Path]) -> tuple[np.ndarray, np.ndarray]:
+    """The words of all shards, ascending, and where the postings of each begin in the index."""
+    words = np.empty(0, np.uint64)
+    pending: list[np.ndarray] = []
+    for n, folder in enumerate(folders):
+        pending.append(np.load(folder / "words.npy"))
+        if n + 1 == len(folders) or sum(map(len, pending)) > len(words):
+            words = np.concatenate([words, *pending])
+            words.sort()  # np.unique would hash them, in many times the memory
+            words, pending = words[np.diff(words, prepend=words[:1] + 1) != 0], []
+    if not len(words):  # a corpus of stop words alone; a search wants a word, which no query has
+        words = hash_words([""])
+    starts = np.zeros(len(words) + 1, np.int64)
+    for folder in folders:
+        sizes = np.diff(np.load(folder / "starts.npy"))
+        starts[np.searchsorted(words, np.load(folder / "words.npy")) + 1] += sizes
+    return words, starts.cumsum(out=starts)
+
+
+def _write_bucket(
+    index: Path, shards: Sequence[Shard], mean_length: np.float64, bucket: tuple[int, int]
+) -> int:
+    """Writes the postings of the words from the first to before the last one; gives their number."""
+    starts = np.load(index / STARTS, mmap_mode="r")[bucket[0] : bucket[1] + 1].copy()
+    words = np.load(index / WORDS, mmap_mode="r")[slice(*bucket)].copy()
+    frequencies, which = np.unique(np.diff(starts), return_inverse=True)
+    passages = shards[-1][0].stop
+    idf = np.array([_score_idf_lucene(n, passages) for n in frequencies.tolist()], np.float32)[which]
+    begin, size = int(starts[0]), int(starts[-1] - starts[0])
+    heads = starts[:-1] - begin  # where the next posting of each word goes
+    rows, scores = np.empty(size, np.int32), np.empty(size, np.float32)
+    for shard, folder in shards:
+        held = np.load(folder / "words.npy", mmap_mode="r")
+        near = slice(np.searchsorted(held, words[0]), np.searchsorted(held, words[-1], "right"))
+        ends = np.load(folder / "starts.npy", mmap_mode="r")[near.start : near.stop + 1]
+        here, sizes = slice(ends[0], ends[-1]), np.diff(ends)
+        if here.start == here.stop:
+            continue
+        at = np.searchsorted(words, held[near])
+        slots = np.repeat(heads[at] - ends[:-1], sizes) + np.arange(here.start, here.stop)
+        heads[at] += sizes
+        counts, passage = (np.load(folder / f"{n}.npy", mmap_mode="r")[here] for n in ("counts", "rows"))
+        length = np.load(folder / "lengths.npy", mmap_mode="r")[passage]
+        saturated = _score_tfc_lucene(counts.astype(np.float32), length, mean_length, BM25_K1, BM25_B)
+        rows[slots] = passage.astype(np.int32) + shard.start
+        scores[slots] = np.repeat(idf[at], sizes) * saturated
+    for name, array in ((ROWS, rows), (SCORES, scores)):
+        head = np.load(index / name, mmap_mode="r").offset
+        with (index / name).open("r+b") as file:
+            file.seek(head + array.itemsize * begin)
+            file.write(array.data)
+    return size
+
+
+def count_workers(items: int) -> int:
+    """How many processes share so many items; 1: none but this one."""
+    if sys.platform != "linux" or current_process().daemon:  # forks elsewhere are not safe; daemons may not
+        return 1
+    return min(items, len(os.sched_getaffinity(0)), MAX_WORKERS)
+
+
+def map_in_processes(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+    """Results as they come, in no order; a failure is raised here, after the items that are under way.
+
+    Workers are forks: only items and results are pickled, and no program needs a guard against being
+    imported. They must not use threads that libraries have begun here. Raises `CorpusError` where one was
+    killed.
+    """
+    if (workers := count_workers(len(items))) < 2:
+        yield from map(function, items)
+        return
+    pool = ProcessPoolExecutor(workers, get_context("fork"), _begin_worker, (function,))
+    try:
+        for done in as_completed([pool.submit(_call_function, item) for item in items]):
+            yield done.result()
+    except BrokenProcessPool:
+        raise CorpusError(
+            "a process that built the index was killed, as when memory is short: the same command goes on"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker(function: Callable[[Any], Any]) -> None:
+    global _function
+    _function = function
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process stops the others
+    parent = parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _call_function(item: Any) -> Any:
+    return _function(item)

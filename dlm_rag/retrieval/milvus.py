@@ -34,7 +34,7 @@ from dlm_rag.retrieval.corpus import Corpus, Passage
 from dlm_rag.retrieval.query import Query
 
 if TYPE_CHECKING:
-    from dlm_rag.retrieval.encoder import TextEncoder
+    from dlm_rag.retrieval.dense import TextEncoder
 
 COLLECTION_VERSION = 2  # raise it when collections get another form
 TEXT_FIELDS, VECTOR_FIELD = ("id", "title", "contents"), "dense"
@@ -313,7 +313,7 @@ def open_milvus_retriever(config: RetrievalConfig) -> CorpusRetriever:
     except SearchUnavailableError as error:
         reason = str(error).removeprefix(f"{url}: ")
         raise ConfigError(f"{url} cannot be searched: {reason}") from None
-    from dlm_rag.retrieval.encoder import TextEncoder  # after what is wrong with the collection is known
+    from dlm_rag.retrieval.dense import TextEncoder  # after what is wrong with the collection is known
 
     encoder = TextEncoder(config)
     _check_encoder(collection, encoder)
@@ -336,7 +336,7 @@ def ingest_corpus(collection: MilvusCollection, corpus: Corpus, config: Retrieva
     unsure whether a passage was written it is written again: a key stands once. Raises `UserError` for a
     collection that holds other passages or other vectors.
     """
-    from dlm_rag.retrieval.encoder import TextEncoder
+    from dlm_rag.retrieval.dense import TextEncoder
 
     there, encoder = collection.describe(), TextEncoder(config)
     if there is None:

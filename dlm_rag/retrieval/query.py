@@ -56,11 +56,6 @@ def join_query(question: str, added: str) -> Query:
     return Query(text, tuple(dict.fromkeys(parts)))
 
 
-def ask_response(question: str, response: str, top_passage: str) -> Query:
-    """The response alone; the question while there is none."""
-    return join_query("" if normalize_whitespace(response) else question, response)
-
-
 def ask_with_passage(question: str, response: str, top_passage: str) -> Query:
     return join_query(question, top_passage)
 
@@ -70,14 +65,14 @@ def ask_with_response(question: str, response: str, top_passage: str) -> Query:
 
 
 _REFRESHED = ("retrieval_interval", "retrieval_threshold")
-_GUESSING = ("query_threshold", "query_window", *_REFRESHED)
 QUERIES = {
-    "proxy": QueryPolicy(ask_with_response, reads_guesses=True, settings=_GUESSING),
+    "proxy": QueryPolicy(
+        ask_with_response, reads_guesses=True, settings=("query_threshold", "query_window", *_REFRESHED)
+    ),
     "committed": QueryPolicy(ask_with_response, settings=_REFRESHED),
     "question": QueryPolicy(lambda question, *_: join_query(question, "")),  # static retrieval
     "two_rounds": QueryPolicy(ask_with_passage, merges_rounds=True, settings=_REFRESHED),
     "feedback": QueryPolicy(ask_with_passage, settings=_REFRESHED),
-    "response": QueryPolicy(ask_response, reads_guesses=True, settings=_GUESSING),
 }
 
 

@@ -138,7 +138,7 @@ WAYS = [
     {"max_new_tokens": 30, "query_policy": "feedback", "retrieval_threshold": 0.9},
     {"max_new_tokens": 11, "query_policy": "two_rounds", "commit_threshold": 0.5},
     {"max_new_tokens": 8, "commit_rule": "margin", "tokens_per_step": 2},
-    {"max_new_tokens": 9, "temperature": 1.3, "query_policy": "response"},
+    {"max_new_tokens": 9, "temperature": 1.3, "query_policy": "committed"},
 ]
 
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from dlm_rag.errors import CorpusError
 from dlm_rag.files import build_once
-from dlm_rag.retrieval import bm25_build
-from dlm_rag.retrieval.bm25 import BM25Retriever
-from dlm_rag.retrieval.bm25_build import extract_terms
+from dlm_rag.retrieval import bm25
+from dlm_rag.retrieval.bm25 import BM25Retriever, extract_terms
 from dlm_rag.retrieval.corpus import open_corpus
 from tests.support.passages import write_jsonl_file
 from tests.support.processes import wait_until
@@ -31,9 +30,9 @@ LINES = [
 @pytest.fixture
 def small_parts(monkeypatch):
     """Shards of 3 passages, buckets of 5 postings, 3 processes."""
-    monkeypatch.setattr(bm25_build, "SHARD_PASSAGES", 3)
-    monkeypatch.setattr(bm25_build, "BUCKET_POSTINGS", 5)
-    monkeypatch.setattr(bm25_build, "count_workers", lambda items: min(items, 3))
+    monkeypatch.setattr(bm25, "SHARD_PASSAGES", 3)
+    monkeypatch.setattr(bm25, "BUCKET_POSTINGS", 5)
+    monkeypatch.setattr(bm25, "count_workers", lambda items: min(items, 3))
 
 
 @pytest.fixture
@@ -82,9 +81,9 @@ def test_rankings_and_scores_are_those_of_bm25s(tmp_path_factory, texts, queries
     lines = [{"id": n, "contents": text} for n, text in enumerate(texts)]
     corpus = open_corpus(write_jsonl_file(folder / "corpus.jsonl", lines), folder / "indexes")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bm25_build, "SHARD_PASSAGES", shard)
-        patch.setattr(bm25_build, "BUCKET_POSTINGS", shard)
-        patch.setattr(bm25_build, "count_workers", lambda items: 1)
+        patch.setattr(bm25, "SHARD_PASSAGES", shard)
+        patch.setattr(bm25, "BUCKET_POSTINGS", shard)
+        patch.setattr(bm25, "count_workers", lambda items: 1)
         retriever = BM25Retriever(corpus, 7)
     texts = [passage.text for passage in corpus]
     for query in (*queries, texts[0]):
@@ -93,9 +92,8 @@ def test_rankings_and_scores_are_those_of_bm25s(tmp_path_factory, texts, queries
             assert list(found.items()) == rank_by_bm25s(texts, query, depth), (query, depth)
 
 
-def test_long_passages_and_words_that_are_often_repeated(tmp_path, small_parts, monkeypatch):
-    """Counts of one, two and four bytes, in rows of a corpus that is too large for cutting."""
-    monkeypatch.setattr("dlm_rag.retrieval.corpus.MAX_CUT_CORPUS_BYTES", 0)
+def test_long_passages_and_words_that_are_often_repeated(tmp_path, small_parts):
+    """Counts of one, two and four bytes."""
     texts = ["emma dune", "emma " * 300 + "dune", "dune " * 70_000 + "emma", "emma"]
     lines = [{"id": n, "contents": text} for n, text in enumerate(texts)]
     retriever = BM25Retriever(open_corpus(write_jsonl_file(tmp_path / "c.jsonl", lines), tmp_path), 7)
@@ -110,9 +108,9 @@ def test_parts_of_any_size_and_any_number_of_processes_give_the_same_bytes(corpu
     for shard, bucket, workers in ((1, 9, 1), (3, 5, 3), (7, 1000, 2)):
         for path in corpus.folder.glob("bm25-*/*"):
             path.unlink()
-        monkeypatch.setattr(bm25_build, "SHARD_PASSAGES", shard)
-        monkeypatch.setattr(bm25_build, "BUCKET_POSTINGS", bucket)
-        monkeypatch.setattr(bm25_build, "count_workers", lambda items, n=workers: min(items, n))
+        monkeypatch.setattr(bm25, "SHARD_PASSAGES", shard)
+        monkeypatch.setattr(bm25, "BUCKET_POSTINGS", bucket)
+        monkeypatch.setattr(bm25, "count_workers", lambda items, n=workers: min(items, n))
         BM25Retriever(corpus, 7)
         assert read_index(corpus) == whole
 
@@ -126,19 +124,17 @@ def is_running(pid):
 
 
 def kill_in_counting(monkeypatch, kill):
-    count = bm25_build._count_words
-    monkeypatch.setattr(
-        bm25_build, "_count_words", lambda c, rows: count(c, rows) if rows.start < 12 else kill()
-    )
+    count = bm25._count_words
+    monkeypatch.setattr(bm25, "_count_words", lambda c, rows: count(c, rows) if rows.start < 12 else kill())
 
 
 def kill_in_writing(monkeypatch, kill):
-    write = bm25_build._write_bucket
+    write = bm25._write_bucket
 
     def write_some(*args):
         return write(*args) if args[-1][0] < 10 else kill()
 
-    monkeypatch.setattr(bm25_build, "_write_bucket", write_some)
+    monkeypatch.setattr(bm25, "_write_bucket", write_some)
 
 
 @pytest.mark.slow
@@ -148,14 +144,14 @@ def test_a_build_that_was_killed_goes_on_and_gives_the_same_bytes(
 ):
     """at_least: of the 8 shards, those that need not be counted again."""
     workers = tmp_path / "workers"
-    count = bm25_build._count_words
+    count = bm25._count_words
 
     def note_and_count(corpus, rows):
         with workers.open("a") as file:
             file.write(f"{os.getpid()}\n")
         return count(corpus, rows)
 
-    monkeypatch.setattr(bm25_build, "_count_words", note_and_count)
+    monkeypatch.setattr(bm25, "_count_words", note_and_count)
 
     def build_and_die():
         builder = os.getpid()
@@ -183,21 +179,21 @@ def test_a_build_that_was_killed_goes_on_and_gives_the_same_bytes(
 
 def test_a_worker_that_is_killed_is_no_endless_wait(corpus, monkeypatch, small_parts):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bm25_build, "_count_words", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        patch.setattr(bm25, "_count_words", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         with pytest.raises(CorpusError, match="killed"):
             BM25Retriever(corpus, 7)
     assert list(BM25Retriever(corpus, 7).rank_scored([make_query("own17")], 3)[0]) == [17]
 
 
 def test_a_corpus_that_changes_meanwhile_leaves_no_shard(corpus, small_parts):
-    count = bm25_build._count_words
+    count = bm25._count_words
 
     def change_and_count(corpus, rows):
         corpus.path.write_bytes(corpus.path.read_bytes().replace(b"own", b"new"))
         return count(corpus, rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bm25_build, "_count_words", change_and_count)
+        patch.setattr(bm25, "_count_words", change_and_count)
         with pytest.raises(CorpusError, match="has changed"):
             BM25Retriever(corpus, 7)
     assert not list(corpus.folder.glob(f"*.building/{build_once.PARTS_FOLDER}/*/{build_once.DIGESTS_FILE}"))

@@ -11,7 +11,6 @@ import torch
 
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.retrieval import dense
-from dlm_rag.retrieval import encoder as encoder_module
 from dlm_rag.retrieval.corpus import open_corpus
 from tests.support.passages import write_jsonl_file
 
@@ -52,7 +51,7 @@ def build(monkeypatch):
     """Opens the index with this encoder; the vectors' file as bytes."""
 
     def opened(corpus, encoder, **more):
-        monkeypatch.setattr(encoder_module, "load_sentence_transformer", lambda *_: encoder)
+        monkeypatch.setattr(dense, "load_sentence_transformer", lambda *_: encoder)
         monkeypatch.setattr(dense, "BATCH_SIZE", 1)
         config = RetrievalConfig(embedding_model="model", **more)
         dense.open_dense_retriever(config, corpus)

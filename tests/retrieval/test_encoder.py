@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from dlm_rag.errors import CheckpointError
-from dlm_rag.retrieval.encoder import load_sentence_transformer
+from dlm_rag.retrieval.dense import load_sentence_transformer
 from tests.support.passages import write_jsonl_file
 from tests.support.paths import ROOT
 from tests.support.processes import wait_until
@@ -191,12 +191,10 @@ PASSAGES = 800  # 13 shards
 BUILD = """
 import logging, sys
 from dlm_rag.config import RetrievalConfig
-from dlm_rag.files import build_once
 from dlm_rag.retrieval import dense
 from dlm_rag.retrieval.corpus import open_corpus
 corpus, encoder, indexes = sys.argv[1:]
 logging.basicConfig(level="INFO")
-build_once.ANNOUNCE_FROM_SECONDS = 0  # all builds are long ones
 dense.BATCH_SIZE = 1
 config = RetrievalConfig(embedding_model=encoder)
 dense.open_dense_retriever(config, open_corpus(corpus, indexes))
@@ -239,8 +237,8 @@ def test_a_build_that_is_killed_goes_on_and_leaves_the_bytes_of_one(tmp_path, fo
     again = start_build(tmp_path, folder, "killed")
     wait_until(lambda: len(read_times()) > len(kept), again)
     assert kept.items() <= read_times().items(), "nothing twice"
-    said = again.communicate()[1].decode()
-    assert again.returncode == 0 and f"{PASSAGES} passages" in said
+    again.communicate()
+    assert again.returncode == 0
     assert start_build(tmp_path, folder, "whole").wait() == 0
     assert read_vectors(tmp_path / "killed") == read_vectors(tmp_path / "whole")
     assert not [*(tmp_path / "killed").glob("*/*/parts")]

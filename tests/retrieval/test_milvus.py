@@ -26,8 +26,7 @@ from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, fill_in_shipped_fil
 from dlm_rag.config import RetrievalConfig, load_config
 from dlm_rag.errors import ConfigError, CorpusError, UserError
 from dlm_rag.questions import read_questions
-from dlm_rag.retrieval import encoder as encoder_module
-from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval import dense, load_retriever
 from dlm_rag.retrieval.base import CorpusRetriever, SearchUnavailableError
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.milvus import CollectionInfo, MilvusCollection, ingest_corpus
@@ -42,7 +41,7 @@ SECONDS = 120.0  # a deadline that a loaded machine keeps too
 def words():
     """Vectors of words in place of an embedding model."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoder_module, "load_sentence_transformer", lambda *_: WordEncoder())
+        patch.setattr(dense, "load_sentence_transformer", lambda *_: WordEncoder())
         yield
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlm_rag.retrieval.query import Query, build_query, is_retrieval_due, resolve_query_threshold
+from dlm_rag.retrieval.query import build_query, is_retrieval_due, resolve_query_threshold
 
 
 @pytest.mark.parametrize(
@@ -13,7 +13,6 @@ from dlm_rag.retrieval.query import Query, build_query, is_retrieval_due, resolv
         ("question", "Who wrote it?"),
         ("feedback", "Who wrote it? Emma A novel."),
         ("two_rounds", "Who wrote it? Emma A novel."),
-        ("response", "Emma was written by Jane."),
     ],
 )
 def test_what_each_policy_asks(policy, text):
@@ -28,10 +27,6 @@ def test_the_question_keeps_its_repeated_words_the_rest_does_not():
 def test_parts_are_the_question_and_each_sentence_once():
     query = build_query("proxy", "Who?", "A wrote B. B was C. A wrote B. ### C")
     assert query.parts == ("Who?", "A wrote B.", "B was C.", "C")
-
-
-def test_response_without_a_response_falls_back_to_the_question():
-    assert build_query("response", "Who?", "  ") == Query("Who?", ("Who?",))
 
 
 def test_guesses_enter_from_the_query_threshold_on_and_never_at_one():

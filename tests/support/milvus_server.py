@@ -18,7 +18,7 @@ import torch
 from pymilvus import MilvusClient, MilvusException
 
 from dlm_rag.__main__ import dispatch
-from dlm_rag.retrieval import encoder
+from dlm_rag.retrieval import dense
 from dlm_rag.retrieval.milvus import GRPC_CHANNEL_OPTIONS
 
 BEGIN_SECONDS, WIDTH = 180, 32  # of vectors
@@ -93,7 +93,7 @@ class WordEncoder:
 
 def main() -> None:
     """Runs a command of the program with these vectors, for tests that kill it."""
-    encoder.load_sentence_transformer = lambda *_: WordEncoder()  # type: ignore[assignment]
+    dense.load_sentence_transformer = lambda *_: WordEncoder()  # type: ignore[assignment]
     dispatch(sys.argv[1:])
 
 
