@@ -21,9 +21,8 @@ from unittest import mock
 
 from dlm_rag import config
 from dlm_rag.__main__ import PROGRAMS, load_program
-from dlm_rag.config.fields import SET, get_field_metadata, list_choices
-from dlm_rag.config.ineffective_settings import list_needs
-from dlm_rag.config.inference import LikelihoodConfig
+from dlm_rag.config.fields import SET, get_field_metadata, list_choices, list_needs
+from dlm_rag.config.sections import LikelihoodConfig
 
 PAGES = Path(__file__).parent / "reference"
 TYPE_NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", dict: "mapping"}

@@ -47,7 +47,7 @@ from dlm_rag.commands.prepare_decoder import (
     prepare_decoder,
 )
 from dlm_rag.config import Config, load_config
-from dlm_rag.config.ineffective_settings import check_effects
+from dlm_rag.config.fields import check_effects
 from dlm_rag.data.hub_datasets import SARDI_SETS, SPLIT_RULES, find_dataset, list_dataset_files
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.energy import summarise_energy

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, cast
 
 from dlm_rag.cli import print_note
-from dlm_rag.config.inference import LikelihoodConfig
+from dlm_rag.config.sections import LikelihoodConfig
 from dlm_rag.errors import ConfigError, suggest_nearest
 from dlm_rag.machine import choose_device, choose_dtype
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from dlm_rag.cli import check_writable, print_note
 from dlm_rag.commands.arguments import check_read, parse_command_line
-from dlm_rag.config.ineffective_settings import check_effects
+from dlm_rag.config.fields import check_effects
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.journal import acquire_file_lock, release_file_lock
 from dlm_rag.files.paths import make_folder

@@ -21,6 +21,7 @@ from yaml.constructor import ConstructorError
 
 from dlm_rag.config.fields import (
     CheckedSettings,
+    check_effects,
     explain_validation_error,
     merge_settings,
     note_given,
@@ -28,16 +29,18 @@ from dlm_rag.config.fields import (
     settings_dataclass,
     shorten_value,
 )
-from dlm_rag.config.ineffective_settings import check_effects
-from dlm_rag.config.inference import (
+from dlm_rag.config.sections import (
+    DataConfig,
     DecodeConfig,
     EngineConfig,
     ModelConfig,
+    PlanConfig,
     RemoteConfig,
     RetrievalConfig,
     ServingConfig,
+    SynthesisConfig,
+    TrainConfig,
 )
-from dlm_rag.config.training import DataConfig, PlanConfig, SynthesisConfig, TrainConfig
 from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
 from dlm_rag.files.paths import find_companion_folder
 

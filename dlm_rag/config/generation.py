@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dlm_rag.config.inference import DecodeConfig, RetrievalConfig
+from dlm_rag.config.sections import DecodeConfig, RetrievalConfig
 from dlm_rag.errors import CheckpointError, ConfigError, suggest_nearest
 from dlm_rag.files.hub import read_checkpoint_json
 

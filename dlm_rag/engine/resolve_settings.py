@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.config.fields import fill_unset, flatten_settings, replace_settings
-from dlm_rag.config.ineffective_settings import find_idle_settings
+from dlm_rag.config.fields import fill_unset, find_idle_settings, flatten_settings, replace_settings
 from dlm_rag.engine.rules import find_rule, samples_actions
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import DenoiserConfig

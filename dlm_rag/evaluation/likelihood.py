@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dlm_rag.config.inference import LikelihoodConfig
+from dlm_rag.config.sections import LikelihoodConfig
 from dlm_rag.engine.runner import LOGITS_CHUNK_POSITIONS
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts

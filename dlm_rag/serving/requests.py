@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import BaseModel, BeforeValidator, Field, create_model
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.config.fields import get_field_metadata, replace_settings
-from dlm_rag.config.ineffective_settings import find_idle_settings
+from dlm_rag.config.fields import find_idle_settings, get_field_metadata, replace_settings
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.errors import UserError
 from dlm_rag.serving.conversation import make_question_stand_alone

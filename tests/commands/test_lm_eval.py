@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from dlm_rag.config.inference import LikelihoodConfig
+from dlm_rag.config.sections import LikelihoodConfig
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.likelihood import estimate_log_likelihoods
 from tests.support.passages import write_jsonl_file

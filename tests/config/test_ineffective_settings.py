@@ -7,9 +7,15 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from dlm_rag.config import list_setting_fields, load_config
-from dlm_rag.config.fields import CheckedSettings, get_field_metadata, setting, settings_dataclass
-from dlm_rag.config.ineffective_settings import check_effects, find_idle_settings
-from dlm_rag.config.inference import DecodeConfig
+from dlm_rag.config.fields import (
+    CheckedSettings,
+    check_effects,
+    find_idle_settings,
+    get_field_metadata,
+    setting,
+    settings_dataclass,
+)
+from dlm_rag.config.sections import DecodeConfig
 from dlm_rag.errors import ConfigError
 
 

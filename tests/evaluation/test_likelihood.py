@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from dlm_rag import Decoder, Denoiser
 from dlm_rag.config import DecodeConfig
-from dlm_rag.config.inference import LikelihoodConfig
+from dlm_rag.config.sections import LikelihoodConfig
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evaluation.likelihood import choose_masks, estimate_log_likelihoods
 from dlm_rag.retrieval.composite import NoRetriever
