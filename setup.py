@@ -64,6 +64,7 @@ setup(
         "nvtx>=0.2.10,<0.2.12",
     ],
     extras_require={
+        "flash": ["flash-attn>=2.7,<2.9"],
         "parquet": ["pyarrow>=15"],
         "documents": [  # PDF, Word, HTML
             "pypdf>=6,<8",

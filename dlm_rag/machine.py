@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 import sys
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,6 +103,8 @@ def describe_machine(device: torch.device, attention: str) -> dict[str, str | in
         found["threads"] = torch.get_num_threads()
     if device.type == "cuda":
         found |= {"cuda": torch.version.cuda, "driver": _nvidia_driver()}
+    if attention == "flash":
+        found |= {package: version(package) for package in packages_distributions()["flash_attn"]}
     return {key: value for key, value in found.items() if value is not None}
 
 

@@ -37,6 +37,7 @@ from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.machine import choose_device, default_pool_bytes, has_bfloat16, measure_free_bytes
 from dlm_rag.model.attention import (
     ATTENTION_BACKENDS,
+    describe_kernel_version,
     get_backend_problem,
 )
 from dlm_rag.model.packed_batch import Segment, pack_rows
@@ -139,7 +140,7 @@ def inspect_machine(record: PartRecord) -> None:
     facts["arithmetic"] = str(prepared.dtype).removeprefix("torch.")
     for name in ATTENTION_BACKENDS:
         problem = get_backend_problem(name, device, prepared.dtype)
-        facts[f"kernel {name}"] = problem or f"torch {torch.__version__}"
+        facts[f"kernel {name}"] = problem or describe_kernel_version(name)
     facts["memory free, GiB"] = measure_free_bytes(device) / GIB
     facts["default pool, GiB"] = default_pool_bytes(device) / GIB
     text = f"Commit {stamp['commit']}, {stamp['date']}."

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-EXTRAS = ("parquet", "lora", "serve")  # what runs may need
+EXTRAS = ("parquet", "lora", "serve")  # what runs may need; flash-attn is built where it is used
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 VOLTA_BUILD = "cu126"
 VOLTA_INDEX = f"https://download.pytorch.org/whl/{VOLTA_BUILD}"

@@ -36,8 +36,8 @@ class ModelConfig(CheckedSettings):
     quantize: str = setting("none", choices=("none", "int8"))
     """low precision of the weights of linear layers inside the transformer layers, by torchao, for
     decoding: int8 (a scale for each row)"""
-    attn_implementation: str = setting("auto", choices=("auto", "varlen", "sdpa"))
-    """attention kernel: varlen (torch's own, of ragged rows) or sdpa; auto takes the first that
+    attn_implementation: str = setting("auto", choices=("auto", "flash", "varlen", "sdpa"))
+    """attention kernel: flash (flash-attn), varlen (torch's own) or sdpa; auto takes the first that
     works"""
     evidence_layout: str | None = setting(None, choices=("joint", "prefix", "independent", "parallel"))
     """which parts of the prompt attend to each other; unset takes the checkpoint's own (public ones:

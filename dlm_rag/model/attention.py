@@ -7,11 +7,15 @@ SDPA would compute grouped heads with a mask from whole matrices of scores.
 Shapes: Tq, Tk packed query and key tokens; H query heads; Hk key-value heads; D head width.
 
 No block tables: kernels want pages of 256 tokens, while a passage has about 100; rows are gathered.
+FlashAttention 4 alone is also named `flash_attn` but has another function than flash-attn (2.x), so we look
+for the module with the function.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
 
@@ -27,7 +31,9 @@ log = logging.getLogger(__name__)
 
 torch.backends.cuda.enable_cudnn_sdp(False)  # SDPA prefers it on Hopper, where it plans each new shape anew
 
-ATTENTION_BACKENDS = ("varlen", "sdpa")  # the first that works is taken; varlen takes no masks
+FLASH_MODULE = "flash_attn.flash_attn_interface"
+ATTENTION_BACKENDS = ("flash", "varlen", "sdpa")  # the first that works is taken
+RAGGED_KERNELS = ("flash", "varlen")  # which take consecutive rows of any lengths, and no masks
 FLEX_MIN_HEAD_DIM = 16  # FlexAttention has no narrower heads on a GPU
 FLEX_GRAPHS = 64  # of one process: lengths below and above a tile, one row or more, dtypes, with gradients
 MaskRule = Callable[[Any, Any, Any, Any], Tensor]  # (row, head, query, key) -> whether it is seen
@@ -143,7 +149,14 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Any:
 
     active = torch.nn.attention.current_flash_attention_impl()
     options = get_varlen_options(torch.__version__, active, q.shape[1] != k.shape[1])
-    return varlen_attn(q, k, v, *_row_ends(sight), window_size=(-1, 0 if sight.causal else -1), **options)
+    return varlen_attn(q, k, v, *_row_ends(sight), window_size=_window(sight), **options)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
+    from flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+    found: Tensor = flash_attn_varlen_func(q, k, v, *_row_ends(sight), window_size=_window(sight))
+    return found
 
 
 def _row_ends(sight: AttentionMetadata) -> tuple[Tensor, Tensor, int, int]:
@@ -156,7 +169,11 @@ def _row_ends(sight: AttentionMetadata) -> tuple[Tensor, Tensor, int, int]:
     return sight.query_ends, sight.key_ends, max(2, queries), keys
 
 
-_KERNELS: dict[str, Callable[..., Any]] = {"sdpa": _sdpa, "varlen": _varlen}
+def _window(sight: AttentionMetadata) -> tuple[int, int]:
+    return -1, 0 if sight.causal else -1
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {"sdpa": _sdpa, "varlen": _varlen, "flash": _flash}
 
 
 @cache
@@ -174,7 +191,7 @@ def get_varlen_options(torch_version: str, implementation: str | None, grouped: 
 def choose_backend(
     requested: str, device: torch.device, dtype: torch.dtype, causal_context: bool = False
 ) -> str:
-    """The kernel to use: `requested`, or for "auto" the first of varlen, sdpa that works here.
+    """The kernel to use: `requested`, or for "auto" the first of flash, varlen, sdpa that works here.
 
     causal_context: as in `DenoiserConfig`; in one call some rows are causal then, which only SDPA can mask.
     Raises `ConfigError` when a kernel is asked for by name and cannot run here.
@@ -193,7 +210,8 @@ def choose_backend(
 @cache
 def _first_working(device: torch.device, dtype: torch.dtype) -> str:
     chosen = next(name for name in ATTENTION_BACKENDS if not get_backend_problem(name, device, dtype))
-    log.info("attention kernel: %s (torch %s) on %s in %s", chosen, torch.__version__, device, dtype)
+    kernel = describe_kernel_version(chosen)
+    log.info("attention kernel: %s (%s) on %s in %s", chosen, kernel, device, dtype)
     return chosen
 
 
@@ -206,4 +224,18 @@ def get_backend_problem(backend: str, device: torch.device, dtype: torch.dtype) 
         return "it needs a CUDA device and dtype=bfloat16 or float16; set attention=sdpa"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "it needs compute capability 8.0 or newer; set attention=sdpa"
+    if backend == "flash" and not _has_flash_attn():
+        return "install it with `pip install 'dlm_rag[flash]'` (FlashAttention 4 alone is another package)"
     return ""
+
+
+def _has_flash_attn() -> bool:
+    try:
+        return find_spec(FLASH_MODULE) is not None and bool(version("flash-attn"))
+    except (ModuleNotFoundError, PackageNotFoundError):
+        return False
+
+
+def describe_kernel_version(backend: str) -> str:
+    """The kernel and the version of the package it is in, as stamped on results."""
+    return f"flash-attn {version('flash-attn')}" if backend == "flash" else f"torch {torch.__version__}"

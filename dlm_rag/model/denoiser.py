@@ -9,6 +9,7 @@ The smallest run: `Denoiser(DenoiserConfig(vocab_size=64))(torch.zeros(1, 8, dty
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial, wraps
 from importlib import import_module
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from dlm_rag.errors import ConfigError
 from dlm_rag.machine import choose_device, parse_dtype
-from dlm_rag.model.attention import choose_backend
+from dlm_rag.model.attention import FLASH_MODULE, choose_backend
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.flops import FlopCount, count_encode_flops, count_head_flops
@@ -395,14 +396,18 @@ def move_to_device(value: Any, device: torch.device) -> Any:
 @cache
 def _list_saved_ops() -> list[Any]:
     """What selective checkpointing keeps: the results of matrix products and of attention."""
-    import_module("torch.nn.attention.varlen")  # only then is its operator known
+    for module in ("torch.nn.attention.varlen", FLASH_MODULE):  # only then are its operators known
+        with suppress(ModuleNotFoundError):
+            import_module(module)
     aten = torch.ops.aten
     attention = [
         getattr(aten, name).default
         for name in dir(aten)
         if name.startswith("_scaled_dot_product_") and not name.endswith("_backward")
     ]
-    attention.append(torch.ops.torch_attn._varlen_attn.default)
+    for space, name in (("torch_attn", "_varlen_attn"), ("flash_attn", "_flash_attn_varlen_forward")):
+        if hasattr(getattr(torch.ops, space), name):
+            attention.append(getattr(getattr(torch.ops, space), name).default)
     return [aten.mm.default, aten.addmm.default, *attention]
 
 

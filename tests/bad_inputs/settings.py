@@ -30,7 +30,7 @@ CASES = [
         (("model.quantize=int4 is not one of none, int8", "nearest: 'int8'"), "model.quantize=int4"),
         ("engine.memory_gib=1e-05 is too little", "engine.memory_gib=1e-5"),
         ("alone take", "engine.memory_gib=1 engine.prefix_cache_gib=2"),
-        ("attention=varlen cannot be used here", "model.attn_implementation=varlen"),
+        ("attention=flash cannot be used here", "model.attn_implementation=flash"),
         *(
             (f"device={name} is not available here", f"model.device={name}")
             for name in ("meta", "toaster", "cuda:99")

@@ -18,7 +18,7 @@ from dlm_rag.questions import Question
 from tests.support.results import CPU, make_stamp
 from tests.support.traces import HEADER, make_rollout_with
 
-GPU = {"device": "cuda", "name": "a device", "attention": "varlen", "torch": "2.13.0", "cuda": "12.9"}
+GPU = {"device": "cuda", "name": "a device", "attention": "flash", "torch": "2.13.0", "cuda": "12.9"}
 ASKED = [Question(f"q{n}", "Who?") for n in range(3)]
 
 
@@ -274,7 +274,7 @@ def test_a_run_that_goes_on_elsewhere_says_so_and_is_stamped(files, caplog):
     assert machines(files) == [CPU, GPU] and len(caplog.records) == 1
     assert caplog.messages[0] == (
         f"out={files[0]} holds answers made with device=cpu, name=a processor, attention=sdpa, threads=1, "
-        "cuda=None, this run has device=cuda, name=a device, attention=varlen, threads=None, cuda=12.9: "
+        "cuda=None, this run has device=cuda, name=a device, attention=flash, threads=None, cuda=12.9: "
         "rounding may differ, and with it an answer"
     )
     run(files, [answer("q2")])

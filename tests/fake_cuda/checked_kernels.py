@@ -1,11 +1,14 @@
 """Attention kernels for `fake_cuda` that compute nothing and check what they are handed.
 
-What kernels ask for is in the documentation of `torch.nn.attention.varlen`. How long
+What kernels ask for is in the documentation of flash-attn 2 and of `torch.nn.attention.varlen`. How long
 the rows are is taken from what the package knows on the host: on the device there are no contents.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,10 +20,10 @@ from tests.fake_cuda.device import CUDA
 
 
 @contextmanager
-def checked_kernels(implementation: str | None = None) -> Iterator[list[str]]:
-    """While it is open, torch's own kernel is `implementation`.
+def checked_kernels(flash: bool = False, implementation: str | None = None) -> Iterator[list[str]]:
+    """While it is open, flash-attn is there or not (`flash`), and torch's own kernel is `implementation`.
 
-    Yields what was called, in order: "sdpa", "varlen", "flex".
+    Yields what was called, in order: "sdpa", "varlen", "flash", "flex".
     """
     calls, sights, varlen = list[str](), [], of_torch.varlen_attn
 
@@ -38,12 +41,21 @@ def checked_kernels(implementation: str | None = None) -> Iterator[list[str]]:
         assert options["enable_gqa"] == (q.shape[1] != k.shape[1])
         return varlen(q, k, v, *ends, **options)
 
+    def of_flash(q: Any, k: Any, v: Any, *ends: Any, window_size: Any) -> Any:
+        calls.append("flash")
+        check(sights[-1], (q, k, v), ends, window_size)
+        return q + 0 * (k.mean() + v.mean())
+
     def of_flex(q: Any, k: Any, v: Any, mask: Any) -> Any:
         calls.append("flex")
         assert mask.dtype == q.dtype and mask.shape == (len(q), 1, q.shape[2], k.shape[2])
         assert k.shape == v.shape and q.shape[1] % k.shape[1] == 0 and q.shape[-1] >= 16
         return q + 0 * (k.mean() + v.mean())
 
+    module = ModuleType(attention.FLASH_MODULE)
+    module.__spec__ = ModuleSpec(attention.FLASH_MODULE, None)
+    module.flash_attn_varlen_func = of_flash
+    package = {attention.FLASH_MODULE: module, "flash_attn": SimpleNamespace(flash_attn_interface=module)}
     spied = {name: known(name, kernel) for name, kernel in attention._KERNELS.items()}
     with (
         mock.patch.dict(attention._KERNELS, spied),
@@ -51,6 +63,9 @@ def checked_kernels(implementation: str | None = None) -> Iterator[list[str]]:
         mock.patch.object(attention, "build_flex_mask", attention.build_dense_mask),
         mock.patch.object(of_torch, "varlen_attn", of_varlen),
         mock.patch("torch.nn.attention.current_flash_attention_impl", lambda: implementation),
+        mock.patch.dict(sys.modules, package if flash else {}),
+        mock.patch.object(attention, "version", lambda package: "2.8.3"),
+        mock.patch.object(attention, "_has_flash_attn", lambda: flash),
     ):
         yield calls
 

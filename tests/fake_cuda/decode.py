@@ -140,11 +140,11 @@ def test_a_decode_step_is_one_call_one_copy_in_and_one_out(layout, shifted, aske
 
 
 @pytest.mark.parametrize(
-    ("order", "kernel"), [("recompute", "sdpa"), ("recompute", "varlen"), ("no_evidence", "varlen")]
+    ("order", "kernel"), [("recompute", "sdpa"), ("recompute", "varlen"), ("no_evidence", "flash")]
 )
 def test_blocks_that_are_finished_cost_no_call_and_no_copy_of_their_own(order, kernel):
     """A step is one call, whatever was finished, found or moved before it."""
-    with fake_cuda() as seen, checked_kernels() as calls:
+    with fake_cuda() as seen, checked_kernels(flash=True) as calls:
         denoiser = denoiser_on_gpu(
             attention=kernel, block_size=4, evidence_layout="independent", finished_block_context=order
         )
@@ -175,20 +175,21 @@ def test_logits_that_are_read_out_in_parts_come_out_in_one_copy():
         assert seen == STEP_TRAFFIC
 
 
-KERNELS = {  # what is there -> capability, torch's active kernel -> what is called
-    "volta": ((7, 0), None, "sdpa"),
-    "turing": ((7, 5), None, "sdpa"),
-    "ampere": ((8, 0), None, "varlen"),
-    "hopper, FA3": ((9, 0), "FA3", "varlen"),
-    "spark": ((12, 1), None, "varlen"),
+KERNELS = {  # what is there -> capability, flash-attn, torch's active kernel -> what is called
+    "volta": ((7, 0), False, None, "sdpa"),
+    "turing": ((7, 5), True, None, "sdpa"),
+    "ampere": ((8, 0), False, None, "varlen"),
+    "ampere, flash-attn": ((8, 0), True, None, "flash"),
+    "hopper, FA3": ((9, 0), False, "FA3", "varlen"),
+    "spark": ((12, 1), False, None, "varlen"),
 }
 
 
 @pytest.mark.parametrize("there", KERNELS)
 @pytest.mark.parametrize(("layout", "heads", "pool"), [("joint", 1, 0.0), ("independent", 4, 1.0)])
 def test_the_kernel_and_the_dtype_follow_the_generation(there, layout, heads, pool):
-    capability, implementation, called = KERNELS[there]
-    with fake_cuda(capability) as seen, checked_kernels(implementation) as calls:
+    capability, flash, implementation, called = KERNELS[there]
+    with fake_cuda(capability) as seen, checked_kernels(flash, implementation) as calls:
         dtype = choose_dtype("auto", CUDA)
         assert dtype == (torch.float16 if capability < (8, 0) else torch.bfloat16)
         denoiser = denoiser_on_gpu(dtype, num_key_value_heads=heads, qkv_bias=True, qk_norm=True)

@@ -120,12 +120,13 @@ def test_a_run_validates_saves_goes_on_and_exports(tmp_path, folder, way):
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
-def test_gradients_flow_through_the_kernel(tmp_path, folder):
-    with fake_cuda(), checked_kernels() as calls:
-        words = ["train.activation_checkpointing=selective"]
+@pytest.mark.parametrize("kernel", ["varlen, selective", "flash"])
+def test_gradients_flow_through_the_kernels(tmp_path, folder, kernel):
+    words = ["train.activation_checkpointing=selective"] if "selective" in kernel else []
+    with fake_cuda(), checked_kernels(flash=kernel == "flash") as calls:
         trainer, _ = make_fake_cuda_trainer(tmp_path, folder, "sft", *words)
         trainer.step()
-    assert set(calls) == {"varlen"}
+    assert set(calls) == {kernel.split(",")[0]}
 
 
 # Faults that are planted.

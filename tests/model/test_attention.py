@@ -1,5 +1,7 @@
 """Ragged attention against the textbook formula, and the varlen packing against the plain kernel."""
 
+import sys
+import types
 from dataclasses import replace
 from itertools import pairwise
 
@@ -89,9 +91,20 @@ VARLEN = {
 }
 
 
-@pytest.fixture(params=VARLEN)
+@pytest.fixture(params=["flash", *VARLEN])
 def gpu_kernel(request, monkeypatch):
-    """The kernel itself needs a GPU; here a stand-in refuses what it refuses, and does the sum."""
+    """The kernels themselves need a GPU; here stand-ins refuse what they refuse, and do the sum."""
+
+    def flash(q, k, v, *ends_and_longest, window_size=(-1, -1)):
+        cq, ck, *longest = ends_and_longest
+        return varlen_reference(q, k, v, (cq, ck), longest, is_causal(window_size))
+
+    if request.param == "flash":
+        module = types.SimpleNamespace(flash_attn_varlen_func=flash)
+        monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_interface=module))
+        monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", module)
+        yield "flash"
+        return
     version, active = VARLEN[request.param]
 
     def varlen(q, k, v, *ends_and_longest, window_size=(-1, -1), **options):
@@ -142,8 +155,8 @@ def test_every_kernel_reads_places_of_a_memory(gpu_kernel):
 
 def test_auto_takes_sdpa_on_a_cpu_and_an_impossible_wish_is_an_error():
     assert choose_backend("auto", CPU, torch.float32) == "sdpa"
-    with pytest.raises(ConfigError, match="attention=varlen cannot be used here"):
-        choose_backend("varlen", CPU, torch.float32)
+    with pytest.raises(ConfigError, match="attention=flash cannot be used here"):
+        choose_backend("flash", CPU, torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore:.*without torch.compile")
