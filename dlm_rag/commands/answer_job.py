@@ -30,7 +30,7 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.energy import EnergyReading, open_meter
 from dlm_rag.errors import ConfigError
 from dlm_rag.machine import compute_code_digest, describe_machine
-from dlm_rag.page.html import check_page_target
+from dlm_rag.page.render import check_page_target
 from dlm_rag.progress import report_progress
 from dlm_rag.questions import Question
 
@@ -128,8 +128,7 @@ def open_engines(workers: str | None, jobs: Iterable[Prepared]) -> Iterator[Loca
         return
     import torch
 
-    from dlm_rag.workers.placement import describe_local_node, plan_workers
-    from dlm_rag.workers.worker_pool import WorkerPool
+    from dlm_rag.workers.worker_pool import WorkerPool, describe_local_node, plan_workers
 
     jobs = list(jobs)
     device, weights = jobs[0].device, max(job.weight_bytes for job in jobs)
@@ -284,7 +283,7 @@ def plan_answer_job(
     """
     assert config.out is not None
     if config.workers is not None and not is_model_url(config.model.path):
-        from dlm_rag.workers.placement import check_ray_installed
+        from dlm_rag.workers.worker_pool import check_ray_installed
 
         check_ray_installed()
     check_output_files(config)

@@ -11,8 +11,7 @@ from dlm_rag.cli import CommandParser, print_note
 from dlm_rag.commands.answer_job import check_distinct_paths
 from dlm_rag.errors import ConfigError, TraceError
 from dlm_rag.files.paths import expand_path
-from dlm_rag.page.html import check_page_target
-from dlm_rag.page.render import read_trace_runs, write_page
+from dlm_rag.page.render import check_page_target, read_trace_runs, write_page
 from dlm_rag.questions import read_questions
 
 

@@ -13,8 +13,12 @@ What a word is, and which passage it comes from, is decided here (`text.py`, `ci
 in the page's script.
 """
 
+import json
+import re
+from base64 import b64encode
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from html import escape
 from itertools import count, takewhile
 from pathlib import Path
@@ -29,14 +33,15 @@ from dlm_rag.decode.rollout import (
     split_citable_spans,
 )
 from dlm_rag.decode.trace_file import TraceHeader, read_trace, read_trace_header, scan_trace
-from dlm_rag.errors import TraceError
+from dlm_rag.errors import ConfigError, TraceError
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.files.paths import write_text_atomic
-from dlm_rag.page.html import read_asset, render_html
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.query import QUERIES, query_uses_provisional_tokens
 from dlm_rag.text import content_words, get_title_line, overlapping_spans, split_words, strip_disambiguation
 
+PAGE_FOLDER = Path(__file__).parent
+PAGE_MARKER = "<!doctype html><!-- a page of dlm_rag -->"  # as page.html begins
 EDITED_FLAG, END_FLAG = 1, 2  # of a written token: it took the place of another; it ends the text
 MAX_CANVAS_TOKENS = 1 << 17  # positions, each an element of the page; no public model sees as far
 # The settings of a trace that a page reads, with their types; others are shown as they are.
@@ -299,24 +304,53 @@ def write_page(path: Path, runs: Sequence[TraceRun], known: Iterable[Question] =
 
 
 def render_page(runs: Sequence[TraceRun], known: Iterable[Question] = ()) -> str:
-    """The text of the page; a browser runs its own script alone and loads nothing."""
-    return _render(build_page_record(runs, known))
+    """The text of the page: one file, with its own style, script and data; it loads nothing."""
+    title = "An answer being written, with a search at every step"
+    return _render(title, build_page_record(runs, known), ("page.js",))
 
 
 def render_live_page(keyed: bool, examples: Sequence[str] = (), about: str = "") -> str:
     """The chat of a server; keyed: whether it needs a key. examples: questions to click on. about: what can
     be asked.
     """
-    form = read_asset("live.html").replace("@hidden@", "" if keyed else "hidden")
+    form = _read_asset("live.html").replace("@hidden@", "" if keyed else "hidden")
     form = form.replace("@about@", escape(about))
     buttons = (f'<button type="button">{escape(question)}</button>' for question in examples)
     form = form.replace("@examples@", "\n    ".join(buttons))
     empty: dict[str, Any] = {"names": [""], "settings": [[]], "left_out": 0, "questions": []}
-    return _render(empty, form, ("live.js",), "; connect-src 'self'")
+    return _render("Ask", empty, ("page.js", "live.js"), form, "; connect-src 'self'")
 
 
-def _render(record: Mapping[str, Any], form: str = "", scripts: Sequence[str] = (), more: str = "") -> str:
-    """The page of a record; more: what its policy allows besides its own style and script."""
-    body = read_asset("page.html").replace("@form@", form)
-    title = "Ask" if form else "An answer being written, with a search at every step"
-    return render_html(title, body, "page.css", ("page.js", *scripts), record, more)
+def _render(
+    title: str, record: Mapping[str, Any], scripts: Sequence[str], form: str = "", connect: str = ""
+) -> str:
+    """The page of a record; its policy allows its own style and scripts alone, and what `connect` says."""
+    style, script = _read_asset("page.css"), "\n".join(map(_read_asset, scripts))
+    # Escaped, no text ends the element that holds it (`</script>`), nor a line of script (U+2028).
+    data = json.dumps(record, separators=(",", ":")).replace("<", "\\u003c")
+    policy = f"default-src 'none'; style-src '{_csp_digest(style)}'; script-src '{_csp_digest(script)}'"
+    parts = {
+        "policy": policy + connect, "title": title, "style": style, "form": form, "data": data,
+        "script": script,
+    }  # fmt: skip
+    return re.sub(
+        "@(policy|title|style|form|data|script)@", lambda at: parts[at[1]], _read_asset("page.html")
+    )
+
+
+def _read_asset(name: str) -> str:
+    return (PAGE_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _csp_digest(text: str) -> str:
+    return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
+
+
+def check_page_target(path: str) -> None:
+    """Raises `ConfigError` for a file that exists and is not a page: it would be lost."""
+    page = Path(path)
+    if page.is_file() and page.stat().st_size:
+        with page.open("rb") as file:
+            begin = file.read(len(PAGE_MARKER))
+        if begin != PAGE_MARKER.encode():
+            raise ConfigError(f"html={path} is not a page of this program: choose another file")

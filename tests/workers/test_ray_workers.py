@@ -23,8 +23,7 @@ from dlm_rag.decode.answers_file import AnswersFile
 from dlm_rag.errors import ConfigError, CorpusError, RunError
 from dlm_rag.questions import Question
 from dlm_rag.workers import worker_pool as pool_module
-from dlm_rag.workers.placement import WorkerPlacement, plan_workers
-from dlm_rag.workers.worker_pool import WorkerPool, summarize_ray_error
+from dlm_rag.workers.worker_pool import WorkerPlacement, WorkerPool, plan_workers, summarize_ray_error
 from tests.support.fake_workers import FakeDecoderFactory, make_finished_rollout
 from tests.support.ray_runs import gone, mark, processes, surroundings, workers  # noqa: F401 - fixtures
 from tests.support.results import make_stamp

@@ -27,13 +27,13 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.quantize import count_weight_bytes
 from dlm_rag.questions import Question
-from dlm_rag.workers.placement import (
+from dlm_rag.workers.worker import Worker
+from dlm_rag.workers.worker_pool import (
     WorkerPlacement,
     check_ray_installed,
     describe_local_node,
     plan_workers,
 )
-from dlm_rag.workers.worker import Worker
 from tests.support.fake_workers import FakeDecoderFactory
 from tests.support.rollouts import strip_times_and_confidences
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
@@ -72,8 +72,8 @@ GPU = torch.device("cuda")
 def test_workers_share_the_cores_and_the_memory_of_this_machine(
     monkeypatch, workers, device, weights, placement
 ):
-    monkeypatch.setattr("dlm_rag.workers.placement.cpu_count", lambda: 8)
-    monkeypatch.setattr("dlm_rag.workers.placement.read_host_memory", lambda: {"available": 32 * 10**9})
+    monkeypatch.setattr("dlm_rag.workers.worker_pool.cpu_count", lambda: 8)
+    monkeypatch.setattr("dlm_rag.workers.worker_pool.read_host_memory", lambda: {"available": 32 * 10**9})
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
@@ -102,7 +102,7 @@ def test_workers_of_a_cluster_are_as_many_as_its_nodes_offer(monkeypatch):
 
 
 def test_without_ray_the_remedy_is_a_command(monkeypatch):
-    monkeypatch.setattr("dlm_rag.workers.placement.find_spec", lambda name: None)
+    monkeypatch.setattr("dlm_rag.workers.worker_pool.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'dlm_rag\[workers\]'"):
         check_ray_installed()
 
