@@ -9,7 +9,7 @@
 Files come from the Hugging Face hub (HF_ENDPOINT, HF_HUB_OFFLINE and `hf auth login` apply) and are kept
 below --folder; what is there is not fetched again. Then:
 
-    dlm-rag evaluate --dataset hotpotqa,2wiki --corpus wiki18 --model DIR_OR_HUB_ID --out runs/first
+    dlm-rag evaluate --dataset hotpotqa --corpus wiki18 --model DIR_OR_HUB_ID --out runs/first
 """
 
 import itertools

@@ -8,7 +8,7 @@
     dlm-rag evaluate ... --out runs/two --compare interleaved,interleaved+commit_threshold=0.8
     dlm-rag evaluate ... --out runs/swept --sweep decode.commit_threshold=0.9,0.8,0.7 retrieval.top_k=7,3
     dlm-rag evaluate --config sardi.yaml --dataset 2wiki --out runs/2wiki      # SARDI's questions
-    dlm-rag evaluate --dataset hotpotqa,2wiki --corpus wiki18 --model DIR --out runs/field
+    dlm-rag evaluate --dataset hotpotqa --corpus wiki18 --model DIR --out runs/hotpotqa
     dlm-rag evaluate --model openai://HOST:PORT/v1/NAME ... --out runs/ar --compare static,ircot
 
 --compare all: interleaved retrieval (decode.query_policy=proxy), committed tokens only, static retrieval,
@@ -63,7 +63,6 @@ from dlm_rag.evaluation.compare import (
     summarize_scores,
 )
 from dlm_rag.evaluation.metrics import Score, choose_f1_rule, score_rollout
-from dlm_rag.evaluation.stored_results import read_result
 from dlm_rag.files.checked_json import read_json_or_empty
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.progress import report_progress
@@ -85,8 +84,8 @@ EVALUATE_OPTIONS: dict[str, tuple[str | tuple[()], str]] = {
     ),
     "dataset": (
         "",
-        "NAME,NAME: with a corpus those of `dlm-rag data get`, each into a folder of --out; else the "
-        "paper's, with its corpus, from data/: 2wiki, hotpotqa, musique, cofca, synthworlds",
+        "NAME: with a corpus one of `dlm-rag data get`; else one of the paper's, with its corpus, from "
+        "data/: 2wiki, hotpotqa, musique, cofca, synthworlds",
     ),
     "split": ("search_r1", f"which questions of them: {', '.join(SPLIT_RULES)}"),
 }
@@ -110,26 +109,12 @@ def main(argv: list[str]) -> None:
         more = [f"limit={QUICK_LIMIT}"] * quick  # with nothing named, the shipped model for a minute
         words = words.with_settings([*words.settings, "out=runs/evaluation", *more])
         print_note(f"the results go to {words.config.out} (--out FOLDER)")
-    evaluate_settings(words, argv)
+    wanted = plan_from_command_line(words)
+    wanted.report_header["command"] = shlex.join(["dlm-rag", "evaluate", *argv])
+    run_evaluation(Path(str(words.config.out)), wanted, words.announce_reader)
 
 
-def evaluate_settings(words: CommandLine, argv: list[str]) -> None:
-    """Runs what the command line asks for, and reports. Raises `UserError`, `RunError`."""
-    out = Path(str(words.config.out))
-    names = [*dict.fromkeys(name.strip() for name in words.options["dataset"].split(","))]
-    plans = [plan_from_command_line(words, name) for name in names]
-    for wanted in plans[1:]:  # what is wrong with the last ends all before the first
-        read_scored_questions(wanted)
-    several = len(plans) > 1
-    for name, wanted in zip(names, plans, strict=True):
-        wanted.report_header["command"] = shlex.join(["dlm-rag", "evaluate", *argv])
-        folder = out / name if several else out
-        run_evaluation(folder, wanted, words.announce_reader if wanted is plans[0] else lambda: None)
-    if several:
-        report_datasets(out, names)
-
-
-def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] = lambda: None) -> None:
+def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None]) -> None:
     """Runs what is wanted into a folder, and reports; ready: called once all has been checked."""
     config = fill_in_shipped_files(wanted.config, [])
     questions = read_scored_questions(wanted)
@@ -179,10 +164,10 @@ def read_scored_questions(wanted: EvaluationPlan) -> list[Question]:
     return questions
 
 
-def plan_from_command_line(words: CommandLine, dataset: str = "") -> EvaluationPlan:
-    """The settings that the command line names, for one of its data sets if any. Raises `ConfigError`."""
+def plan_from_command_line(words: CommandLine) -> EvaluationPlan:
+    """The settings that the command line names, for its data set if any. Raises `ConfigError`."""
     said: dict[str, Any] = {}
-    if dataset:
+    if dataset := words.options["dataset"]:
         searched = words.config.retrieval.corpus or words.config.retrieval.url
         if searched and words.config.questions:
             raise ConfigError("--dataset names questions: leave --questions out")
@@ -361,22 +346,6 @@ def write_evaluation_report(
     print(f"all tables are in scores.md{picture}: {replace_control_chars(str(out))}")
     for line in tables.summarize_findings(overall, {name: each["all"] for name, each in against.items()}):
         print(replace_control_chars(line))
-
-
-def report_datasets(out: Path, names: Sequence[str]) -> None:
-    """One table of all data sets that were evaluated into folders of `out`, a row for each setting."""
-    metrics = ("exact_match", "cover_match", "f1", "recall_last", *tables.COST_METRICS)
-    rows = []
-    for name in names:
-        found = read_result(out / name).scores
-        for setting, groups in found.settings.items():
-            cells = tables.format_metrics(dict.fromkeys(metrics) | groups.groups["all"], metrics)
-            rows.append([name, setting, f"{found.questions['all']:,}", *cells])
-    headings = ["data set", "setting", "questions", "exact match %", "cover-EM %", "F1 %",
-                "evidence recall %", *tables.COST_METRICS]  # fmt: skip
-    grid = tables.ResultTable("Data sets", headings, rows)
-    tables.print_tables(Console(), [grid])
-    write_text_atomic(out / "datasets.md", tables.render_markdown_table(grid))
 
 
 def score_folder(folder: Path, questions: Sequence[Question], f1_rule: str) -> list[Score]:

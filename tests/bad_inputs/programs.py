@@ -65,8 +65,9 @@ CASES = [
         (("data/2wikimultihopqa/test.parquet is not there", "dlm-rag data get 2wiki --split sardi"), "2wiki"),
         # Data sets by name, with a corpus.
         (("'cofca' is no data set by the split rule search_r1", "bamboogle"), "cofca --corpus corpus.jsonl"),
+        ("'hotpotqa,2wiki' is no data set", "hotpotqa,2wiki --corpus corpus.jsonl"),
         (("data/hotpotqa/dev.jsonl is not there", "`dlm-rag data get hotpotqa` brings it"),
-         "hotpotqa,2wiki --corpus corpus.jsonl"),
+         "hotpotqa --corpus corpus.jsonl"),
     ),
     *table("evaluate --out run",
         ("--corpus context is what comes with the questions of --questions FILE", "--corpus context"),
