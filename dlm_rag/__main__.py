@@ -33,7 +33,10 @@ PROGRAMS = (
     "sample", "chat", "evaluate", "benchmark", "lm-eval", "train", "synthesize", "page", "serve", "data",
     "index", "encode", "retrieve-server", "profile", "bench", "doctor",
 )  # fmt: skip
-OTHER_HOMES = {"retrieve-server": "serve:retrieve_server", "profile": "bench:profile"}
+OTHER_HOMES = {
+    "chat": "serve:chat", "page": "sample:page", "encode": "index:encode", "profile": "bench:profile",
+    "retrieve-server": "serve:retrieve_server",
+}  # fmt: skip
 
 
 def load_program(name: str) -> Callable[[list[str]], None]:

@@ -15,21 +15,19 @@ A model can also be openai://HOST:PORT/v1/NAME, behind a server. Each model gets
 of its kind: of [interleaved, static, ircot], a denoiser gets the first two, a model behind a server the
 last two.
 
-Each cell is a `dlm-rag evaluate` of its own, one at a time on each GPU (or on this machine). A cell that
-fails is reported, and the others continue. Run the same command again for the cells that are missing.
+Each cell is a `dlm-rag evaluate` of its own, one after another; with several GPUs, add workers=auto to the
+settings. A cell that fails is reported, and the others continue. Run the same command again for the cells
+that are missing.
 """
 
 import json
-import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field
 from itertools import product
 from pathlib import Path
-from queue import SimpleQueue
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -139,46 +137,23 @@ def split_words(key: str, text: str) -> list[str]:
 
 
 def run_cells(cells: Sequence[Cell]) -> dict[str, str]:
-    """Runs the cells that are not done, one at a time on each device; what failed, with its last words."""
+    """Runs the cells that are not done, one after another; what failed, with its last words."""
     left, failed = [cell for cell in cells if not cell.is_done], dict[str, str]()
-    names, devices = list_devices(), SimpleQueue[str]()
-    for device in names:
-        devices.put(device)
-
-    def run(cell: Cell) -> None:
-        device = devices.get()
-        try:
-            if error := run_cell(cell, device):
+    with report_progress("cells", len(cells), done=len(cells) - len(left)) as advance:
+        for cell in left:
+            if error := run_cell(cell):
                 failed[cell.name] = error
                 print_note(f"{cell.name} failed: {error}")
-        finally:
-            devices.put(device)
-
-    with (
-        report_progress("cells", len(cells), done=len(cells) - len(left)) as advance,
-        ThreadPoolExecutor(len(names)) as pool,
-    ):
-        for _ in pool.map(run, left):
             advance(1)
-    return {cell.name: failed[cell.name] for cell in cells if cell.name in failed}
+    return failed
 
 
-def list_devices() -> list[str]:
-    """The numbers of the GPUs; one empty name where there is none."""
-    from torch.cuda import device_count
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    numbers = visible.split(",") if visible else [str(n) for n in range(device_count())]
-    return numbers[: device_count()] or [""]
-
-
-def run_cell(cell: Cell, device: str) -> str:
+def run_cell(cell: Cell) -> str:
     """Evaluates a cell in a process of its own, which what it breaks breaks alone; the error, if any."""
     make_folder(cell.folder, "out=")
-    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
     done = subprocess.run(
         [sys.executable, "-m", "dlm_rag", "evaluate", *cell.words],
-        env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     if done.returncode == 0:  # noted only now: until then scores that are there may be of other words
         write_text_atomic(cell.folder / CELL_FILE, json.dumps({"words": cell.words}) + "\n")

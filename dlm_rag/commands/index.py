@@ -8,20 +8,43 @@ Search a collection with `retrieval.url=milvus://HOST:19530/COLLECTION retrieval
 command again to resume; a finished index is left alone.
 """
 
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 from dlm_rag.cli import print_note
 from dlm_rag.commands.arguments import parse_command_line
-from dlm_rag.config import RetrievalConfig
+from dlm_rag.commands.prepare_decoder import PreparedDecoder, fill_in_shipped_files, prepare_decoder
+from dlm_rag.config import Config, RetrievalConfig
 from dlm_rag.config.fields import check_url
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.progress import show_status
+from dlm_rag.progress import format_bytes, format_duration, report_progress, show_status
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.base import CorpusRetriever, SearchUnavailableError
+from dlm_rag.retrieval.corpus import open_corpus
+
+if TYPE_CHECKING:
+    from dlm_rag.engine.cache import KVFormat
+    from dlm_rag.engine.store import EvidenceStore
+    from dlm_rag.evidence.truncation import ContextBudget
+    from dlm_rag.model.denoiser import Denoiser
+    from dlm_rag.model.packed_batch import Segment
 
 WRITE_TIMEOUT_SECONDS = 60.0  # that one write may take: a server stores more slowly than it searches
-READS = ("retrieval", "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle")
+INDEX_SETTINGS = ("retrieval", "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle")
+ENCODE_SETTINGS = (
+    "model", "prompt", "engine", "-engine.memory_gib", "-engine.prefix_cache_gib",
+    "retrieval.corpus", "retrieval.index_dir",
+    "decode", "-decode", "out", "-out",  # as sample: without a model the shipped reader
+)  # fmt: skip
+BATCH_TOKENS = 4096  # of passages that are encoded in one call
+PART_PASSAGES = 128  # that are encoded before they are counted
 
 
 def main(argv: list[str]) -> None:
     target = "URL of the collection to build, milvus://HOST:PORT/COLLECTION; none: the index is kept here"
-    words = parse_command_line(__doc__ or "", argv, READS, options={"to": ("", target)})
+    words = parse_command_line(__doc__ or "", argv, INDEX_SETTINGS, options={"to": ("", target)})
     config, url = words.config.retrieval, words.options["to"]
     if config.corpus is None or config.method == "none":
         raise ConfigError("a corpus is indexed: give --corpus FILE, and another method than none")
@@ -29,17 +52,12 @@ def main(argv: list[str]) -> None:
         check_url("--to", url, ("milvus",), "MILVUS_TOKEN")
         _build_collection(url, config.corpus, config)
         return
-    from dlm_rag.retrieval import load_retriever
-    from dlm_rag.retrieval.corpus import open_corpus
-
     corpus = open_corpus(config.corpus, config.index_dir)
     load_retriever(config, corpus)
     print_note(f"{len(corpus):,} passages are indexed in {corpus.folder}")
 
 
 def _build_collection(url: str, path: str, config: RetrievalConfig) -> None:
-    from dlm_rag.retrieval.base import SearchUnavailableError
-    from dlm_rag.retrieval.corpus import open_corpus
     from dlm_rag.retrieval.milvus import MilvusCollection, check_method, ingest_corpus
 
     check_method(url, config.method)
@@ -57,3 +75,97 @@ def _build_collection(url: str, path: str, config: RetrievalConfig) -> None:
         raise
     there = f"{len(corpus):,} passages are in {url}"
     print_note(f"{there}, {written:,} of them new" if written else f"{there} already, and it is finished")
+
+
+def encode(argv: list[str]) -> None:
+    """Fill an evidence store ahead of time: compute keys and values of every passage of a corpus once.
+
+        dlm-rag encode --corpus passages.jsonl engine.store=FOLDER
+        dlm-rag encode --corpus passages.jsonl engine.store=FOLDER --model DIR_OR_HUB_ID \\
+            model.evidence_layout=independent
+
+    Programs with the same model, precision and engine.store read them from there. Run the same command
+    again to resume: passages already stored are skipped.
+    """
+    words = parse_command_line(encode.__doc__ or "", argv, ENCODE_SETTINGS)
+    config = fill_in_shipped_files(words.config, [])
+    if config.engine.store is None:
+        raise ConfigError("name the folder that is to be filled: engine.store=FOLDER")
+    own = config.retrieval
+    unsearched = RetrievalConfig(corpus=own.corpus, index_dir=own.index_dir, method="none", top_k=1)
+    config = replace(config, retrieval=unsearched)
+    prepared = prepare_decoder(config, [])
+    from dlm_rag.evidence.truncation import ContextBudget
+    from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
+
+    layout = prepared.evidence_layout
+    if not EVIDENCE_LAYOUTS[layout].separate_passages:
+        raise ConfigError(
+            f"with evidence_layout={layout} what is kept of a passage depends on the whole prompt: "
+            "set model.evidence_layout=independent"
+        )
+    words.announce_reader()
+    room = ContextBudget.from_config(prepared.checkpoint.config, layout)
+    fill_store(prepared, config, room)
+
+
+def fill_store(prepared: PreparedDecoder, config: Config, room: "ContextBudget") -> None:
+    """Encodes the passages that the store lacks. Raises `RunError` where the disk takes no more."""
+    show_status("reading weights")
+    from dlm_rag.engine.cache import KVFormat
+    from dlm_rag.engine.store import open_evidence_store
+    from dlm_rag.model.denoiser import Denoiser
+
+    denoiser = Denoiser.from_pretrained(
+        prepared.checkpoint, prepared.device, prepared.dtype, prepared.attention, config.model.quantize
+    )
+    if config.engine.compile:
+        denoiser.compile_layers()
+    form = KVFormat(denoiser, config.engine.cache_dtype)
+    store = open_evidence_store(config.engine, denoiser, form.empty(1))
+    assert store is not None and isinstance(prepared.retriever, CorpusRetriever)
+    corpus, encoded, start = prepared.retriever.corpus, 0, time.perf_counter()
+    try:
+        with report_progress("encoding passages", len(corpus)) as advance:
+            for first in range(0, len(corpus), PART_PASSAGES):
+                rows = range(first, min(first + PART_PASSAGES, len(corpus)))
+                found = [find_segment(prepared, room, each.text) for each in corpus.read_passages(rows)]
+                lacking = [segment for segment in dict.fromkeys(found) if segment not in store]
+                encode_passages(denoiser, store, form, lacking, max(1, BATCH_TOKENS // room.passage_length))
+                encoded += len(lacking)
+                advance(len(rows))
+    except KeyboardInterrupt:
+        print_note(f"{encoded:,} passages encoded; the same command goes on from here")
+        raise
+    took = f"{format_bytes(store.stats.written_bytes)} in {format_duration(time.perf_counter() - start)}"
+    evicted = store.stats.evicted_entries
+    left = f"{evicted:,} had to leave (the disk is half full), " if evicted else ""
+    print_note(f"{encoded:,} passages encoded, {len(corpus) - encoded:,} there already, {left}{took}")
+
+
+def find_segment(prepared: PreparedDecoder, room: "ContextBudget", text: str) -> "Segment":
+    """The segment of a prompt that holds a passage."""
+    from dlm_rag.evidence.prompt_segments import lay_out_prompt
+    from dlm_rag.evidence.truncation import truncate_evidence
+
+    prompt, _ = truncate_evidence(prepared.tokenizer.build_prompt("?", [text]), room)
+    laid = lay_out_prompt(prompt, prepared.checkpoint.config, room.layout)
+    return next(segment for segment in laid.context_segments if segment.ids == prompt.facts[0])
+
+
+def encode_passages(
+    denoiser: "Denoiser", store: "EvidenceStore", form: "KVFormat", lacking: "Sequence[Segment]", size: int
+) -> None:
+    """Encodes segments, `size` in a call; returns when they are written."""
+    import torch
+
+    from dlm_rag.evidence.encode_segments import encode_segments
+
+    for start in range(0, len(lacking), size):
+        batch = lacking[start : start + size]
+        with torch.inference_mode():
+            for segment, found in zip(batch, encode_segments(denoiser, batch), strict=True):
+                store.add(segment, form.pack(found, segment.start).cpu())
+    store.flush()
+    if store.is_full:
+        raise RunError(f"{store.folder} takes no more entries; with more room the same command goes on")

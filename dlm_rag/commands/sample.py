@@ -20,10 +20,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlm_rag.cli import print_note
+from dlm_rag.cli import CommandParser, print_note
 from dlm_rag.commands.answer_job import (
     LocalEngines,
     PreparedQuestions,
+    check_distinct_paths,
     check_output_files,
     count_answers,
     open_engines,
@@ -38,10 +39,11 @@ from dlm_rag.commands.prepare_decoder import (
     prepare_decoder,
 )
 from dlm_rag.config import Config
-from dlm_rag.errors import ConfigError
-from dlm_rag.page.render import TraceRun, read_trace_runs, write_page
+from dlm_rag.errors import ConfigError, TraceError
+from dlm_rag.files.paths import expand_path
+from dlm_rag.page.render import TraceRun, check_page_target, read_trace_runs, write_page
 from dlm_rag.progress import show_status
-from dlm_rag.questions import Question
+from dlm_rag.questions import Question, read_questions
 
 if TYPE_CHECKING:
     from dlm_rag.decode.rollout import Rollout
@@ -172,3 +174,29 @@ def decode_to_screen(
 def write_run_page(path: str, runs: list[TraceRun], questions: list[Question]) -> None:
     write_page(Path(path), runs, questions)
     print_note(f"the page is in {path}")
+
+
+def page(argv: list[str]) -> None:
+    """Make a web page that plays the decoding of a trace; it needs no model and no network.
+
+        dlm-rag page trace.jsonl --html page.html
+        dlm-rag page static.jsonl interleaved.jsonl --html page.html     # the same questions, side by side
+        dlm-rag page trace.jsonl --questions questions.jsonl --html page.html    # with golden answers
+
+    `dlm-rag sample --trace FILE` writes a trace; `dlm-rag sample --html FILE` makes the page directly.
+    """
+    parser = CommandParser(page.__doc__ or "", prog="dlm-rag page")
+    parser.add_argument("traces", nargs="+", metavar="TRACE")
+    parser.add_argument("--html", metavar="PATH", required=True, help="where the page goes")
+    parser.add_argument("--questions", metavar="PATH", help="the questions with their golden answers")
+    given = parser.parse_args(argv)
+    if len(given.traces) > 2:
+        raise ConfigError(f"a page shows one trace or two, not {len(given.traces)}: leave some out")
+    traces = [expand_path(path, TraceError) for path in given.traces]
+    target = expand_path(given.html, ConfigError)
+    known = read_questions(given.questions) if given.questions else []
+    read = {f"trace {number}, {path},": str(path) for number, path in enumerate(traces, start=1)}
+    check_distinct_paths({"html": str(target)}, read | {"questions": given.questions})
+    check_page_target(str(target))
+    write_page(target, read_trace_runs(traces), known)
+    print_note(f"the page is in {target}")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from dlm_rag.commands import chat
+from dlm_rag.commands.serve import chat
 from tests.support.commands import call, model  # noqa: F401 - fixtures
 
 

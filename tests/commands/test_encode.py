@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from dlm_rag.commands import encode
+from dlm_rag.commands.index import encode
 from dlm_rag.config import EngineConfig
 from dlm_rag.engine.cache import KVCache, KVFormat
 from dlm_rag.engine.engine import Decoder

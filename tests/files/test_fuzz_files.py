@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlm_rag.cli import describe_expected_error
-from dlm_rag.commands import page as page_command
+from dlm_rag.commands.sample import page as page_command
 from dlm_rag.decode.answers_file import AnswersFile
 from dlm_rag.evaluation.metrics import SCORE_METRICS
 from dlm_rag.evaluation.stored_results import build_result_table, read_result
@@ -123,7 +123,7 @@ def good(tmp_path_factory) -> Path:
 
 
 def read_page(folder: Path) -> None:
-    page_command.main([str(folder / "trace.jsonl"), "--html", str(folder / "page.html")])
+    page_command([str(folder / "trace.jsonl"), "--html", str(folder / "page.html")])
 
 
 def go_on_answering(folder: Path) -> None:

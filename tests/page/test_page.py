@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from dlm_rag.commands import page as page_command
+from dlm_rag.commands.sample import page as page_command
 from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalRecorder
 from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep
 from dlm_rag.decode.trace_file import read_trace
@@ -138,7 +138,7 @@ def test_a_page_is_made_of_a_trace_without_torch(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and f"the page is in {out}" in done.stderr, done.stderr
     assert data_of(out.read_text())["questions"][0]["id"] == "q1"
-    page_command.main([str(trace), "--html", str(out)])  # of its own pages it writes the newer one
+    page_command([str(trace), "--html", str(out)])  # of its own pages it writes the newer one
     assert out.read_text() == render_page(read_trace_runs([trace]))
 
 
@@ -254,7 +254,7 @@ def test_a_page_of_a_trace_names_the_questions_file(tmp_path):
     asked = tmp_path / "asked.jsonl"
     row = {"id": "q1", "question": make_two_hop_rollout().question, "golden_answers": ["Steventon"]}
     asked.write_text(json.dumps(row) + "\n")
-    page_command.main([str(trace), "--questions", str(asked), "--html", str(tmp_path / "p.html")])
+    page_command([str(trace), "--questions", str(asked), "--html", str(tmp_path / "p.html")])
     (question,) = data_of((tmp_path / "p.html").read_text())["questions"]
     assert question["gold"] == ["Steventon"] and question["sides"][0]["right"]
 

@@ -29,7 +29,7 @@ def call(monkeypatch, capsys, model, corpus_file):
                 given += [flag, str(value)]
         monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, words), *given])
         with pytest.raises(SystemExit) as stop:
-            run_program(program.main)
+            run_program(getattr(program, "main", program))
         out = capsys.readouterr()
         return stop.value.code, out.out, out.err
 
