@@ -80,7 +80,11 @@ class ReferenceModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def propose(self, views: Sequence[RowInput]) -> list[Proposals]:
-        states = [view.training_row for view in views]
+        shifted = self.denoiser.config.shifted
+        states = [
+            view.laid_out_prompt.build_row(view.canvas.tolist(), view.finished_length, shifted)
+            for view in views
+        ]
         with profile_stage("encode_evidence"):
             contexts = self._contexts(states)
         found = []

@@ -225,7 +225,7 @@ def prepare_decoder(
         config = replace(config, retrieval=fill_unset(config.retrieval, own))
     find = open_search_source(config.retrieval, once)
     show_status("checking the model")
-    from dlm_rag.engine.resolve_settings import resolve_settings
+    from dlm_rag.engine.engine import resolve_settings
     from dlm_rag.engine.store import check_store
     from dlm_rag.evidence.prompt_segments import check_finished_blocks, check_kept_evidence
     from dlm_rag.model.attention import choose_backend

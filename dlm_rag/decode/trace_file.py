@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.rollout import Rollout, RolloutStep
 from dlm_rag.errors import TraceError
-from dlm_rag.evidence.truncation import ContextBudget, FittedPrompt, fit_passages
+from dlm_rag.evidence.truncation import ContextBudget, Evidence, fit_passages
 from dlm_rag.files.checked_json import validate_json_value
 from dlm_rag.files.journal import Journal, read_json_lines
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -198,7 +198,7 @@ def scan_trace(path: Path) -> TraceContents:
     return held
 
 
-def rebuild_prompts(rollout: Rollout, header: TraceHeader, tokenizer: Tokenizer) -> list[FittedPrompt]:
+def rebuild_prompts(rollout: Rollout, header: TraceHeader, tokenizer: Tokenizer) -> list[Evidence]:
     """The prompt with the evidence after each step: of step s the denoiser saw that after step s - 1.
 
     tokenizer: see `TraceHeader.tokenizer`. rollout: of this header's file, for the texts are needed.
@@ -206,7 +206,7 @@ def rebuild_prompts(rollout: Rollout, header: TraceHeader, tokenizer: Tokenizer)
     room = ContextBudget(
         rollout.prompt_layout, header.context_length, rollout.canvas_length, header.passage_length
     )
-    made: dict[tuple[str, ...], FittedPrompt] = {}
+    made: dict[tuple[str, ...], Evidence] = {}
     prompts = []
     for step in rollout.steps:
         names = (*step.passage_ids, *step.dropped)

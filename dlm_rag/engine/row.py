@@ -1,7 +1,8 @@
 """A question in the batch: its canvas, how a step writes into it, its evidence and its search."""
 
 import logging
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Collection, Hashable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, NewType
 
@@ -14,7 +15,7 @@ from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout, RolloutStep, cite_passages
 from dlm_rag.engine.rules import Proposals, samples_actions
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
-from dlm_rag.evidence.truncation import FittedPrompt
+from dlm_rag.evidence.truncation import Evidence
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.questions import Question
 from dlm_rag.randomness import sample_uniform
@@ -36,6 +37,18 @@ class CanvasChange(NamedTuple):
     committed: Proposals | None = None
     edited: Proposals | None = None
     remasked: tuple[int, ...] = ()
+
+
+class OpenSpan(NamedTuple):
+    """Canvas positions, from and up to, that may be committed; block_end: where their attention block ends.
+
+    must_commit: whether the rule has to commit one of them.
+    """
+
+    begin: int
+    end: int
+    block_end: int
+    must_commit: bool
 
 
 @dataclass
@@ -164,10 +177,11 @@ class Row:
     draws: NDArray[np.float64] | None = None  # (5, length) the numbers that a policy samples at
     retrieved_passages: list[Passage] | None = None  # what fits of these is the evidence
     first_passages: list[Passage] = field(default_factory=list)  # what the first search found
-    fitted_prompt: FittedPrompt | None = None  # with what fits of the evidence, once there is some
+    evidence: Evidence | None = None  # what fits of these, with its prompt
     laid_out_prompt: LaidOutPrompt = field(init=False, repr=False)  # this, laid out
     query_key: Hashable = None
-    search: Callable[[], SearchResult] | None = None  # waits for what was asked last, until it is taken
+    # What was asked last, until it is taken: a search for several rows, and which of them this is.
+    search: tuple[Future[list[SearchResult]], int] | None = None
     provisional: Proposals | None = None
     lowest_confidence: float | None = None  # of provisional tokens; None where nothing is masked
     blocks_just_finished: int = 0  # by the last step: their keys and values are computed in this one
@@ -186,32 +200,33 @@ class Row:
         return self.canvas.is_finished(self.end_ids if self.settings.early_stopping else ())
 
     @property
-    def evidence(self) -> dict[str, str]:
-        """id -> what of the passage is in the prompt, in rank order."""
-        return {} if self.fitted_prompt is None else self.fitted_prompt.texts
-
-    @property
     def current_block(self) -> tuple[int, int]:
         """The positions, from and up to, of the current block; all where attention has no blocks."""
         begin, end = self.laid_out_prompt.block_bounds(self.canvas.first_mutable)
         return begin, min(end, self.canvas.length)
 
     @property
-    def open_blocks(self) -> list[Span]:
-        """The blocks in which positions may be committed: the current one, and as many after it as
+    def open_spans(self) -> list[OpenSpan]:
+        """Where positions may be committed: in the current block, and in as many after it as
         `decode.blocks_at_once` lets join, each once the one before is written far enough.
         """
-        blocks, settings, length = [self.current_block], self.settings, self.canvas.length
+        settings, length, (begin, end) = self.settings, self.canvas.length, self.current_block
+        spans = [self._find_open_span(begin, end, True)]
         for _ in range(settings.blocks_at_once - self.blocks_just_finished - 1):
-            _, end = blocks[-1]
-            if end == length or self.canvas.committed_share(*blocks[-1]) < settings.block_add_threshold:
+            share = self.canvas.committed_share(begin, end)
+            if end == length or share < settings.block_add_threshold:
                 break
-            blocks.append((end, min(self.laid_out_prompt.block_bounds(end)[1], length)))
-        return blocks
+            begin, end = end, min(self.laid_out_prompt.block_bounds(end)[1], length)
+            spans.append(self._find_open_span(begin, end, share >= settings.semi_complete_threshold))
+        return spans
+
+    def _find_open_span(self, begin: int, end: int, must_commit: bool) -> OpenSpan:
+        found = find_commit_span(self.canvas.masked, (begin, end), self.settings.block_length)
+        return OpenSpan(*found, end, must_commit)
 
     @property
     def shown_span(self) -> Span:
-        """The positions, from and up to, that the model sees: the open blocks, and whole blocks of
+        """The positions, from and up to, that the model sees: the blocks of open spans, and whole blocks of
         lookahead where the query takes provisional tokens.
 
         None of them where the next token is the first of a block and the block before it predicts it.
@@ -223,7 +238,7 @@ class Row:
         if settings.query_window and end < length and ahead:
             last = min(end + settings.query_window, length) - 1
             end = min(self.laid_out_prompt.block_bounds(last)[1], length)
-        return max(0, begin), max(end, self.open_blocks[-1][1])
+        return max(0, begin), max(end, self.open_spans[-1].block_end)
 
     def fail(self, reason: str) -> None:
         log.warning("question '%s' failed: %s", self.question.id, reason)
@@ -234,8 +249,8 @@ class Row:
         if self.rollout.error:
             self.rollout.finished = True
             return
-        if self.fitted_prompt is not None:
-            self.record.passage_ids, self.record.dropped = tuple(self.evidence), self.fitted_prompt.dropped
+        if self.evidence is not None:
+            self.record.passage_ids, self.record.dropped = tuple(self.evidence.texts), self.evidence.dropped
         self.rollout.steps.append(self.record)
         self.record = RolloutStep(self.step, None, (), False)
 
@@ -256,3 +271,17 @@ class Row:
             rollout.answer_form,
         )
         rollout.finished = True
+
+
+def find_commit_span(masked: NDArray[np.bool_], block: Span, block_length: int | None) -> Span:
+    """Returns from where and up to where positions of a block of attention may be committed.
+
+    That is its first part of `block_length` (None or 0: the block) with a mask. Parts are counted from
+    where the block begins, which may be below 0.
+    """
+    begin, end = block
+    if block_length:
+        first = max(begin, 0) + int(np.argmax(masked[max(begin, 0) : end]))
+        begin = first - (first - begin) % block_length
+        end = min(begin + block_length, end)
+    return begin, end

@@ -1,14 +1,17 @@
-"""The two halves of a step: denoise and commit, then search and lay out the prompt with what was found."""
+"""A step of rows, in four parts: `denoise`, `commit` and `record`, then `refresh` of what they read.
+
+Searches are made for many rows at once, in the background where a half of them denoises meanwhile.
+"""
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dlm_rag.decode.rollout import Action, CommittedToken
-from dlm_rag.engine.row import CanvasChange, Row, Span
+from dlm_rag.engine.row import CanvasChange, OpenSpan, Row, SearchResult
 from dlm_rag.engine.rules import (
     Proposals,
     RuleContext,
@@ -18,51 +21,57 @@ from dlm_rag.engine.rules import (
     samples_actions,
 )
 from dlm_rag.engine.runner import ModelRunner
-from dlm_rag.evidence.prompt_segments import RowInput
+from dlm_rag.errors import QuestionError, UserError
+from dlm_rag.evidence.prompt_segments import LaidOutPrompt, RowInput, lay_out_prompt
+from dlm_rag.evidence.truncation import ContextBudget, Evidence, fit_passages, keep_shorter_texts
 from dlm_rag.nvtx_ranges import profile_stage
+from dlm_rag.retrieval.base import (
+    PartialSearchError,
+    Retriever,
+    SearchUnavailableError,
+    interleave_rankings,
+)
 from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.retrieval.query import (
+    Query,
+    build_query,
+    find_query_policy,
+    is_retrieval_due,
+    resolve_query_threshold,
+)
 from dlm_rag.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-SearchResult = list[Passage] | Exception  # of one query
-
 
 def take_step(model_runner: ModelRunner, tokenizer: Tokenizer, rows: list[Row]) -> None:
-    """Denoises rows, each with evidence, and commits by their rules: `denoise`, then `commit` and `record`.
-
-    A row whose proposals are wrong fails alone.
+    """Denoises rows, each with evidence, and commits by their rules; a row whose proposals are wrong fails
+    alone.
     """
     if not rows:
         return
-    inputs, found = denoise(model_runner, rows)
+    found = denoise(model_runner, rows)
     with profile_stage("commit"):
-        for row, view, proposals in zip(rows, inputs, found, strict=True):
-            if proposals is None:
-                continue
-            shown = replace(view, canvas=view.canvas[: row.current_block[1]].copy())
-            record(row, commit(row, proposals), tokenizer.token_text)
-            if row.record.action is not None:
-                row.rollout.states[row.step] = shown
+        for row, shown, proposals in found:
+            record(row, shown, commit(row, proposals), tokenizer.token_text)
 
 
-def denoise(model_runner: ModelRunner, rows: list[Row]) -> tuple[list[RowInput], list[Proposals | None]]:
-    """Runs the model once over rows; returns what it was shown and proposes, None for a row that failed."""
-    inputs = [build_model_input(row) for row in rows]
-    proposed: list[Proposals | None] = [*model_runner.propose(inputs)]
-    for n, (row, view) in enumerate(zip(rows, inputs, strict=True)):
-        found = proposed[n]
-        assert found is not None
-        if not np.array_equal(found.positions, view.positions):
-            row.fail("the model proposed for other positions than it was asked for")
-        elif not np.isfinite(found.confidence).all():
-            row.fail("the denoiser's output is not a number")
-        if row.rollout.error:
-            proposed[n] = None
-    return inputs, proposed
+def denoise(model_runner: ModelRunner, rows: list[Row]) -> list[tuple[Row, RowInput, Proposals]]:
+    """Runs the model once over rows; returns what it was shown of those that did not fail, and proposes."""
+    inputs = [build_row_input(row) for row in rows]
+    found = zip(rows, inputs, model_runner.propose(inputs), strict=True)
+    return [each for each in found if _is_sound(*each)]
 
 
-def build_model_input(row: Row) -> RowInput:
+def _is_sound(row: Row, shown: RowInput, proposals: Proposals) -> bool:
+    if not np.array_equal(proposals.positions, shown.positions):
+        row.fail("the model proposed for other positions than it was asked for")
+    elif not np.isfinite(proposals.confidence).all():
+        row.fail("the denoiser's output is not a number")
+    return not row.rollout.error
+
+
+def build_row_input(row: Row) -> RowInput:
     """Returns what the model is shown of a row and asked about; draws the numbers that sampling takes.
 
     Asked about are the masked positions that are shown, and with edits the committed ones of the block;
@@ -87,7 +96,7 @@ def build_model_input(row: Row) -> RowInput:
     return RowInput(
         row=row.ticket,
         laid_out_prompt=row.laid_out_prompt,
-        canvas=canvas.model_ids[:end],
+        canvas=canvas.model_ids[:end].copy(),
         positions=positions,
         finished_length=begin,
         temperature=temperature,
@@ -99,8 +108,7 @@ def build_model_input(row: Row) -> RowInput:
 
 def commit(row: Row, proposals: Proposals) -> CanvasChange:
     """Writes on the canvas what the row's rule takes of the proposals, and what they edit."""
-    canvas, (begin, end) = row.canvas, row.current_block
-    shown = row.shown_span
+    canvas, (begin, end), shown = row.canvas, row.current_block, row.shown_span
     chosen = None if canvas.chooses_itself else _choose(row, proposals)
     change = canvas.write(proposals, chosen, row.settings, (begin, end))
     # Where only what is next was asked for, the older guesses say more: of what comes after it.
@@ -113,43 +121,26 @@ def commit(row: Row, proposals: Proposals) -> CanvasChange:
 
 
 def _choose(row: Row, proposals: Proposals) -> Proposals | None:
-    """The proposals to commit in the open blocks; None where these have no mask."""
-    canvas, settings, blocks, chosen = row.canvas, row.settings, row.open_blocks, list[Proposals]()
-    for n, block in enumerate(blocks):
-        begin, end = find_commit_span(canvas.masked, block, settings.block_length)
-        at = proposals.positions
-        candidates = proposals.subset(canvas.masked[at] & (at >= begin) & (at < end))
-        must = not n or canvas.committed_share(*blocks[n - 1]) >= settings.semi_complete_threshold
+    """The proposals to commit in the open spans; None where these have no mask."""
+    at, chosen = proposals.positions, list[Proposals]()
+    for span in row.open_spans:
+        candidates = proposals.subset(row.canvas.masked[at] & (at >= span.begin) & (at < span.end))
         if len(candidates.positions):
-            chosen.append(_choose_in_span(row, candidates, (begin, end), must))
+            chosen.append(_choose_in_span(row, candidates, span))
     if len(chosen) < 2:
         return chosen[0] if chosen else None
     written = np.concatenate([each.positions for each in chosen])
-    return proposals.subset(np.isin(proposals.positions, written))
+    return proposals.subset(np.isin(at, written))
 
 
-def find_commit_span(masked: NDArray[np.bool_], block: Span, block_length: int | None) -> Span:
-    """Returns from where and up to where positions of a block of attention may be committed.
-
-    That is its first part of `block_length` (None or 0: the block) with a mask. Parts are counted from
-    where the block begins, which may be below 0.
-    """
-    begin, end = block
-    if block_length:
-        first = max(begin, 0) + int(np.argmax(masked[max(begin, 0) : end]))
-        begin = first - (first - begin) % block_length
-        end = min(begin + block_length, end)
-    return begin, end
-
-
-def _choose_in_span(row: Row, candidates: Proposals, span: Span, must: bool) -> Proposals:
-    """The candidates, of at least one, that the rule commits; must: whether it has to commit any."""
-    settings, least = row.settings, int(must)
+def _choose_in_span(row: Row, candidates: Proposals, span: OpenSpan) -> Proposals:
+    """The candidates, of at least one, that the rule commits."""
+    settings, least = row.settings, int(span.must_commit)
     if settings.mode == "autoregressive":  # the one token that was asked for
         return candidates
-    if must and settings.steps_per_block is not None:
-        sizes = compute_step_sizes(span[1] - span[0], settings.steps_per_block, settings.schedule)
-        least = sizes[min(row.rollout.count_steps_within(*span), len(sizes) - 1)]
+    if span.must_commit and settings.steps_per_block is not None:
+        sizes = compute_step_sizes(span.end - span.begin, settings.steps_per_block, settings.schedule)
+        least = sizes[min(row.rollout.count_steps_within(span.begin, span.end), len(sizes) - 1)]
     chosen, sampled = choose_commits(candidates, RuleContext(settings, least, row.draws))
     if sampled is not None:
         positions = tuple(candidates.positions.tolist())
@@ -157,19 +148,20 @@ def _choose_in_span(row: Row, candidates: Proposals, span: Span, must: bool) -> 
     return chosen
 
 
-def record(row: Row, change: CanvasChange, text: Callable[[int], str]) -> None:
+def record(row: Row, shown: RowInput, change: CanvasChange, text: Callable[[int], str]) -> None:
     """Notes in the record of the step what was written, and how sure the model is of what is not."""
     step, masked = row.record, row.canvas.masked
     step.committed, step.edited = _name_tokens(change.committed, text), _name_tokens(change.edited, text)
     step.remasked = change.remasked
+    if step.action is not None:
+        row.rollout.states[row.step] = shown
     assert row.provisional is not None
     still = row.provisional.subset(masked[row.provisional.positions])
     sure = change.committed if row.settings.mode == "autoregressive" else still
     unseen = 0.0 if masked.any() else None  # nothing is known of what is after the window
     row.lowest_confidence = float(sure.confidence.min()) if sure and len(sure.positions) else unseen
     if row.recorder is not None:
-        arrays = (still.token_ids.tolist(), still.confidence.tolist())
-        guessed = zip(*arrays, strict=True)
+        guessed = zip(still.token_ids.tolist(), still.confidence.tolist(), strict=True)
         step.guesses = row.recorder.record_step(dict(zip(still.positions.tolist(), guessed, strict=True)))
 
 
@@ -180,3 +172,149 @@ def _name_tokens(written: Proposals | None, text: Callable[[int], str]) -> tuple
     arrays = (written.positions, written.token_ids, written.confidence, written.log_prob)
     rows = zip(*(array.tolist() for array in arrays), strict=True)
     return tuple(CommittedToken(position, token, text(token), *sure) for position, token, *sure in rows)
+
+
+class Searches:
+    """Refreshes what rows read: searches for them, and lays out their prompts with what was found."""
+
+    def __init__(
+        self, model_runner: ModelRunner, retriever: Retriever, tokenizer: Tokenizer, layout: str
+    ) -> None:
+        self.model_runner, self.retriever, self.tokenizer = model_runner, retriever, tokenizer
+        self.layout = layout
+        self._worker: ThreadPoolExecutor | None = None
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None
+
+    def refresh(self, rows: list[Row]) -> None:
+        """Searches for the rows that are due, and takes what was found."""
+        self.start(rows)
+        self.apply(rows)
+
+    def start(self, rows: list[Row], in_background: bool = False) -> None:
+        """Searches for the rows that are due and whose query has changed."""
+        asking: list[Row] = []
+        queries: list[Query] = []
+        with profile_stage("detokenize"):
+            for row in rows:
+                if (query := self._build_row_query(row)) is None:
+                    continue
+                row.record.query, key = query.text, self.retriever.key(query)
+                if not row.step or key != row.query_key:
+                    row.query_key, row.record.retrieved = key, True
+                    asking.append(row)
+                    queries.append(query)
+        if not asking:
+            return
+        search = Future[list[SearchResult]]()
+        if in_background:
+            self._worker = self._worker or ThreadPoolExecutor(1, "search")
+            search = self._worker.submit(self._search, queries)
+        else:
+            search.set_result(self._search(queries))
+        for number, row in enumerate(asking):
+            row.search = search, number
+
+    def _build_row_query(self, row: Row) -> Query | None:
+        """What a row asks now; None where no refresh is due."""
+        settings, lowest, response = row.settings, row.lowest_confidence, ""
+        if row.step and not is_retrieval_due(
+            row.step, settings.retrieval_interval, settings.retrieval_threshold, lowest
+        ):
+            return None
+        if row.provisional is not None:
+            least = resolve_query_threshold(settings.query_policy, settings.query_threshold)
+            response = self.tokenizer.query_text(row.canvas.fill_provisional(row.provisional, least))
+        best = row.first_passages[0].text if row.first_passages else ""
+        return build_query(settings.query_policy, row.question.question, response, best)
+
+    def _search(self, queries: list[Query]) -> list[SearchResult]:
+        """What each query finds, or the error that it met; a search that fails is not repeated."""
+        with profile_stage("retrieve"):
+            try:
+                found: list[SearchResult] = list(self.retriever.search(queries))
+            except PartialSearchError as error:
+                found = error.results
+            except UserError:  # no answer of this run can be right any more
+                raise
+            except Exception as error:
+                if not isinstance(error, SearchUnavailableError):  # whose sentence says it all
+                    log.warning("a search failed", exc_info=error)
+                return [error] * len(queries)
+        if len(found) != len(queries):
+            return [RuntimeError(f"{len(found)} results for {len(queries)} queries")] * len(queries)
+        return [_check_passages(passages) for passages in found]
+
+    def apply(self, rows: list[Row]) -> list[Row]:
+        """Takes what was found as the evidence of the rows that asked, which are returned.
+
+        Only the wait for it counts as time.
+        """
+        found = list[tuple[Row, SearchResult]]()
+        with profile_stage("retrieve"):
+            for row in rows:
+                if row.search is not None:
+                    search, number = row.search
+                    found.append((row, search.result()[number]))
+                    row.search = None
+        with profile_stage("tokenize"):
+            for row, passages in found:
+                if isinstance(passages, Exception):  # even of the last: evidence is part of the answer
+                    row.fail(f"the search failed: {type(passages).__name__}: {passages}")
+                    continue
+                try:
+                    self._update_evidence(row, passages)
+                except QuestionError as error:
+                    row.fail(str(error))
+        return [row for row, _ in found]
+
+    def _update_evidence(self, row: Row, found: list[Passage]) -> None:
+        """Makes what fits of the passages the evidence of the row, and lays out its prompt."""
+        rollout, passages = row.rollout, self._merge_passages(row, found)
+        if passages == row.retrieved_passages:
+            return
+        # An id stands for one text throughout a question, whatever a search engine says later.
+        texts = {p.id: rollout.passages.setdefault(p.id, p.text) for p in passages}
+        fitted, laid = self._lay_out(row, texts)
+        first = row.evidence is None
+        if first and (length := laid.round_up_canvas(row.canvas.length)) > row.canvas.length:
+            row.canvas, rollout.canvas_length = replace(row.canvas, length=length), length
+            fitted, laid = self._lay_out(row, texts)
+        if fitted.truncation.tokens > rollout.cut.get("tokens", 0):
+            rollout.cut = asdict(fitted.truncation)
+        keep_shorter_texts(rollout.evidence_texts, fitted.texts)
+        row.retrieved_passages, row.evidence, row.laid_out_prompt = passages, fitted, laid
+
+    def _merge_passages(self, row: Row, found: list[Passage]) -> list[Passage]:
+        """What was found, with what stays of earlier searches, in the order of the prompt."""
+        if not row.step:
+            row.first_passages = found
+        elif find_query_policy(row.settings.query_policy).merges_rounds:
+            most = max(len(row.first_passages), len(found))
+            found = interleave_rankings((row.first_passages, found), most)
+        return self.model_runner.order_passages(row.retrieved_passages or [], found)
+
+    def _lay_out(self, row: Row, texts: Mapping[str, str]) -> tuple[Evidence, LaidOutPrompt]:
+        """The prompt with what fits of the evidence next to the canvas; raises `QuestionError`."""
+        shape, settings, asked = self.model_runner.shape, row.settings, row.question
+        room = ContextBudget.from_config(shape, self.layout, row.canvas.length)
+        fitted = fit_passages(self.tokenizer, asked.question, texts, room, asked.system)
+        laid = lay_out_prompt(
+            fitted.prompt, shape, self.layout, settings.finished_block_context, settings.mode or "diffusion"
+        )
+        return fitted, laid
+
+
+def _check_passages(found: SearchResult) -> SearchResult:
+    """What a retriever, maybe the user's own, has found, or the error that it is not a list of passages."""
+    if isinstance(found, Exception):
+        return found
+    passages = list(found) if isinstance(found, Iterable) else [found]
+    for passage in passages:
+        fields = (passage.id, passage.title, passage.contents) if isinstance(passage, Passage) else (None,)
+        if not all(isinstance(field, str) for field in fields):
+            return TypeError(f"a search found {passage!r:.60}, which is not a Passage of three texts")
+    return passages

@@ -127,9 +127,11 @@ class RowInput:
 
     @property
     def training_row(self) -> "LaidOutRow":
-        """The same as one run after what sees itself alone, through which gradients flow."""
-        laid = self.laid_out_prompt
-        return laid.build_row(self.canvas.tolist(), self.finished_length, laid.shifted)
+        """The same up to the end of the current block, as one run after what sees itself alone."""
+        laid, finished = self.laid_out_prompt, self.finished_length
+        return laid.build_row(
+            self.canvas[: laid.block_bounds(finished)[1]].tolist(), finished, laid.shifted
+        )
 
 
 @dataclass(frozen=True)

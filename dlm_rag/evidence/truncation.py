@@ -98,8 +98,8 @@ def measure_longest_prompt(questions: Sequence[Question], tokenizer: Tokenizer, 
 
 
 @dataclass(frozen=True)
-class FittedPrompt:
-    """A prompt that fits, and what became of each passage."""
+class Evidence:
+    """Passages in a prompt that fits, and what became of each."""
 
     prompt: Prompt
     texts: dict[str, str]  # by id, in rank order: what of each passage is in the prompt
@@ -109,7 +109,7 @@ class FittedPrompt:
 
 def fit_passages(
     tokenizer: Tokenizer, question: str, passages: Mapping[str, str], room: ContextBudget, system: str = ""
-) -> FittedPrompt:
+) -> Evidence:
     """The prompt for a question and its passages (id -> text as found, in rank order).
 
     They are cut by rank. A passage without a place still shapes the
@@ -136,7 +136,7 @@ def fit_passages(
         for (name, text), fact, kept in zip(passages.items(), prompt.facts, fitted.facts, strict=True)
         if kept
     }
-    return FittedPrompt(fitted, texts, tuple(name for name in passages if name not in texts), cut)
+    return Evidence(fitted, texts, tuple(name for name in passages if name not in texts), cut)
 
 
 @lru_cache(maxsize=4096)  # a passage stays in the evidence of a question for several steps

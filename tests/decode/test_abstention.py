@@ -7,7 +7,7 @@ from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.abstention import ABSTAIN_REASONS, describe_abstention, find_closest
 from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep, cite_passages
 from dlm_rag.decode.terminal import render_answer
-from dlm_rag.engine.resolve_settings import resolve_settings
+from dlm_rag.engine.engine import resolve_settings
 from dlm_rag.evaluation.compare import summarize_scores
 from dlm_rag.evaluation.metrics import score_rollout
 from dlm_rag.evaluation.tables import build_comparison_tables

@@ -6,7 +6,7 @@ from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.trace_file import read_trace, read_trace_header, rebuild_prompts
 from dlm_rag.engine import engine
 from dlm_rag.engine.engine import Decoder
-from dlm_rag.engine.step import build_model_input
+from dlm_rag.engine.step import build_row_input
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.model.denoiser_config import ExpertsConfig
@@ -169,7 +169,7 @@ def test_a_token_that_follows_from_the_block_before_is_asked_for_alone(corpus, m
         now = [(row, n) for row, n in firsts if n and row.laid_out_prompt.block_bounds(n)[0] == n]
         for row, first in now:
             assert row.shown_span == (first, first)
-            assert build_model_input(row).positions.tolist() == [first]
+            assert build_row_input(row).positions.tolist() == [first]
         denoise(runner, tokenizer, rows)
         for row, first in now:
             assert [token.position for token in row.record.committed] == [first]

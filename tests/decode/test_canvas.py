@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from dlm_rag.engine.row import Canvas
+from dlm_rag.engine.row import Canvas, find_commit_span
 from dlm_rag.engine.rules import Proposals
-from dlm_rag.engine.step import find_commit_span
 
 MASK, END = 256, 257
 

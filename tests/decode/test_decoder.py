@@ -8,7 +8,7 @@ import torch
 
 from dlm_rag import Decoder, load_retriever
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.engine.resolve_settings import resolve_settings
+from dlm_rag.engine.engine import resolve_settings
 from dlm_rag.engine.runner import MaskedModelRunner, SamplingMetadata, sample_proposals, split_proposals
 from dlm_rag.errors import QuestionError
 from dlm_rag.questions import Question

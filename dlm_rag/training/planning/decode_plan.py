@@ -9,7 +9,7 @@ import torch
 
 from dlm_rag.config import Config, DecodeConfig
 from dlm_rag.engine.cache import PREFILL_TOKENS
-from dlm_rag.engine.resolve_settings import resolve_settings
+from dlm_rag.engine.engine import resolve_settings
 from dlm_rag.engine.runner import LOGITS_CHUNK_POSITIONS
 from dlm_rag.evidence.truncation import ContextBudget
 from dlm_rag.model.denoiser_config import DenoiserConfig

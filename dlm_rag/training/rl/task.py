@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
 from dlm_rag.config.fields import flatten_settings, resolve_or_import
-from dlm_rag.engine.engine import Decoder
+from dlm_rag.engine.engine import Decoder, resolve_settings
 from dlm_rag.engine.policy import (
     ActionDistribution,
     SoftThreshold,
@@ -25,7 +25,6 @@ from dlm_rag.engine.policy import (
     gather_action_log_probs,
     step_log_prob,
 )
-from dlm_rag.engine.resolve_settings import resolve_settings
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
