@@ -138,9 +138,7 @@ def fill_store(prepared: PreparedDecoder, config: Config, room: "ContextBudget")
         print_note(f"{encoded:,} passages encoded; the same command goes on from here")
         raise
     took = f"{format_bytes(store.stats.written_bytes)} in {format_duration(time.perf_counter() - start)}"
-    evicted = store.stats.evicted_entries
-    left = f"{evicted:,} had to leave (the disk is half full), " if evicted else ""
-    print_note(f"{encoded:,} passages encoded, {len(corpus) - encoded:,} there already, {left}{took}")
+    print_note(f"{encoded:,} passages encoded, {len(corpus) - encoded:,} there already, {took}")
 
 
 def find_segment(prepared: PreparedDecoder, room: "ContextBudget", text: str) -> "Segment":

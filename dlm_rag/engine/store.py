@@ -9,19 +9,15 @@ that maps it.
 
 import json
 import logging
-import math
 import os
-import re
 import secrets
 import shutil
-import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from stat import S_ISREG
 
 import numpy as np
 import torch
@@ -38,6 +34,7 @@ from dlm_rag.model.checkpoint import DLM_RAG_FIELDS
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.layers import is_autocast
 from dlm_rag.model.packed_batch import Segment
+from dlm_rag.progress import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -45,15 +42,8 @@ MAX_PENDING_BYTES = 2**30  # that wait to be written
 MAX_HEADER_BYTES = 2**12  # of an entry, besides its numbers
 READER_THREADS = 8
 SMALL_ENTRY_BYTES = 2**20  # below which a thread costs more than it saves
-EVICT_TO_SHARE = 0.9  # of the budget, so that not every entry makes others leave
-SCAN_SHARE = 0.02  # of the budget, that a process adds before it looks through the folder
-SHARE_OF_FREE_DISK = 0.5  # that a store without a budget may take, with what it has
-USE_RESOLUTION_SECONDS = 3600  # a read that is no later than this after the last one is not noted
-STALE_SCRATCH_SECONDS = 3600  # after which an unfinished file was left by a process that was killed
+MIN_FREE_BYTES = 2 * 2**30  # of the disk, which are left to others
 KEYS_VALUES_VERSION = 2  # raise it when the same weights compute others, or keep them otherwise
-SUFFIX = ".safetensors"
-ENTRY_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")  # other files are not ours
-SCRATCH_NAME = re.compile(r"\.part-\d+-[0-9a-f]{64}\.safetensors")
 
 
 @dataclass
@@ -63,26 +53,21 @@ class StoreStats:
     written_entries: int = 0
     written_bytes: int = 0
     damaged_entries: int = 0
-    evicted_entries: int = 0
 
 
 class EvidenceStore:
-    """Keys and values of segments below `folder`, under a budget in bytes.
+    """Keys and values of segments below `folder`; it takes no more once its disk is nearly full.
 
     context: what the numbers depend on besides the segment (`describe_context`). token: the dtype and shape
-    (N, 2, 1, Hk, D) of what is kept of one token, on any device. budget_bytes: None for half of what is
-    free. Entries that were read or written longest ago leave first. Any number of processes may share a
+    (N, 2, 1, Hk, D) of what is kept of one token, on any device. Any number of processes may share a
     folder.
     """
 
-    def __init__(
-        self, folder: Path, context: str, token: Tensor, budget_bytes: float | None = None
-    ) -> None:
-        self.folder, self._budget = folder, budget_bytes
+    def __init__(self, folder: Path, context: str, token: Tensor) -> None:
+        self.folder = folder
         self._context, self._token = blake3(context.encode()).hexdigest(), token.to("meta")
         self.stats = StoreStats()
-        self.is_full = False  # whether the disk refused an entry
-        self._since_scan = math.inf  # bytes added since all were counted: the first entry has them counted
+        self.is_full = False  # whether the disk has no room for an entry
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="evidence-store")
         self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="evidence-store-reader")
         self._writing: deque[tuple[int, Future[None]]] = deque()  # bytes that wait to be written
@@ -117,7 +102,7 @@ class EvidenceStore:
         """Returns the file of a segment. Tokenizer and layout show in its ids, its start and its blocks."""
         key = blake3(f"{self._context} {segment.start} {segment.first} {segment.block}".encode())
         name = key.update(np.array(segment.ids, dtype=np.int64).tobytes()).hexdigest()
-        return self.folder / name[:2] / (name + SUFFIX)
+        return self.folder / name[:2] / f"{name}.safetensors"
 
     def describe(self) -> str:
         """Says in words for a person that it is used, and what is wrong with it."""
@@ -138,9 +123,6 @@ class EvidenceStore:
                 raise SafetensorError(f"it holds {kept.dtype} {[*kept.shape]}")
             if found["blake3"].tolist() != _checksum(path, kept):
                 raise SafetensorError("its checksum differs")
-            if time.time() - path.stat().st_mtime > USE_RESOLUTION_SECONDS:
-                with suppress(OSError):  # of another user, or on a disk that is read only
-                    os.utime(path)
         except (FileNotFoundError, PermissionError):
             return None
         except (OSError, SafetensorError, LookupError, ValueError, TypeError) as problem:
@@ -157,6 +139,8 @@ class EvidenceStore:
         try:
             if path.exists():
                 return
+            if shutil.disk_usage(self.folder).free < MIN_FREE_BYTES + kept.nbytes:
+                raise OSError(f"its disk has less than {format_bytes(MIN_FREE_BYTES)} left")
             if ready is not None:
                 ready.synchronize()
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,47 +151,11 @@ class EvidenceStore:
             scratch.replace(path)
             self.stats.written_entries += 1
             self.stats.written_bytes += size
-            self._since_scan += size
-            if self._budget is None or self._since_scan >= SCAN_SHARE * self._budget:
-                self._evict()
         except OSError as error:
             log.warning("the evidence store %s takes no more entries: %s", self.folder, error)
             self.is_full = True
             with suppress(OSError):
                 scratch.unlink(missing_ok=True)
-
-    def _evict(self) -> None:
-        """Removes the entries used longest ago if those of all processes may soon pass the budget."""
-        entries = sorted(list_entries(self.folder, clean=True))
-        total, self._since_scan = sum(size for _, size, _ in entries), 0.0
-        if self._budget is None:
-            self._budget = default_budget_bytes(self.folder, total)
-        if total <= (1 - SCAN_SHARE) * self._budget:
-            return
-        for _, size, path in entries:
-            if total <= EVICT_TO_SHARE * self._budget:
-                break
-            with suppress(OSError):  # another process removed it
-                path.unlink()
-                self.stats.evicted_entries += 1
-            total -= size
-
-
-def list_entries(folder: Path, clean: bool = False) -> Iterator[tuple[float, int, Path]]:
-    """Yields time of last use, bytes and path of each entry; clean: removes what killed processes left."""
-    stale = time.time() - STALE_SCRATCH_SECONDS
-    for path in folder.glob("[0-9a-f][0-9a-f]/*"):
-        with suppress(OSError):  # another process removed it
-            found = path.lstat()
-            if ENTRY_NAME.fullmatch(path.name) and S_ISREG(found.st_mode):
-                yield found.st_mtime, found.st_size, path
-            elif clean and SCRATCH_NAME.fullmatch(path.name) and found.st_mtime < stale:
-                path.unlink()
-
-
-def default_budget_bytes(folder: Path, used: int) -> float:
-    """Returns what a store may take whose size nobody has named; used: bytes that it takes now."""
-    return SHARE_OF_FREE_DISK * (shutil.disk_usage(folder).free + used)
 
 
 def _checksum(path: Path, kept: Tensor) -> list[int]:

@@ -12,14 +12,13 @@ from safetensors.torch import save
 
 from dlm_rag.config import EngineConfig
 from dlm_rag.engine import store as evidence_store
-from dlm_rag.engine.store import EvidenceStore, list_entries, open_evidence_store
+from dlm_rag.engine.store import EvidenceStore, open_evidence_store
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.packed_batch import Segment
 from tests.support.processes import wait_until
 from tests.support.tiny_models import tiny_denoiser
 
-GENEROUS = 2**30
 TOKEN = torch.empty(2, 2, 1, 2, 8)
 
 
@@ -31,8 +30,8 @@ def kept(number, dtype=torch.float32):
     return torch.randn(2, 2, 10, 2, 8, generator=torch.Generator().manual_seed(number)).to(dtype)
 
 
-def fill(folder, numbers, budget=GENEROUS):
-    store = EvidenceStore(folder, "tiny", TOKEN, budget)
+def fill(folder, numbers):
+    store = EvidenceStore(folder, "tiny", TOKEN)
     for number in numbers:
         store.add(segment(number), kept(number))
     store.flush()
@@ -41,7 +40,7 @@ def fill(folder, numbers, budget=GENEROUS):
 
 def count_right(folder, numbers):
     """How many of the entries are there; what is there must be right."""
-    store = EvidenceStore(folder, "tiny", TOKEN, GENEROUS)
+    store = EvidenceStore(folder, "tiny", TOKEN)
     found = {number: store.get(segment(number)) for number in numbers}
     assert all(tensor is None or torch.equal(tensor, kept(number)) for number, tensor in found.items())
     assert not store.stats.damaged_entries
@@ -50,10 +49,10 @@ def count_right(folder, numbers):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_an_entry_is_returned_bit_for_bit_by_another_process(tmp_path, dtype):
-    store = EvidenceStore(tmp_path, "tiny", TOKEN.to(dtype), GENEROUS)
+    store = EvidenceStore(tmp_path, "tiny", TOKEN.to(dtype))
     store.add(segment(1), kept(1, dtype))
     store.flush()
-    found = EvidenceStore(tmp_path, "tiny", TOKEN.to(dtype), GENEROUS).get(segment(1))
+    found = EvidenceStore(tmp_path, "tiny", TOKEN.to(dtype)).get(segment(1))
     assert found is not None and found.dtype == dtype and torch.equal(found, kept(1, dtype))
 
 
@@ -61,7 +60,7 @@ def test_whatever_the_numbers_depend_on_is_part_of_the_key(tmp_path):
     store = fill(tmp_path, [1])
     others = [segment(2), segment(1, start=1), segment(1, first=4, block=4), segment(1, block=5)]
     assert all(store.get(other) is None for other in others)
-    assert EvidenceStore(tmp_path, "other weights", TOKEN, GENEROUS).get(segment(1)) is None
+    assert EvidenceStore(tmp_path, "other weights", TOKEN).get(segment(1)) is None
 
 
 def test_flipped_bits_are_found(tmp_path, caplog):
@@ -73,7 +72,7 @@ def test_flipped_bits_are_found(tmp_path, caplog):
         flipped = bytearray(whole)
         flipped[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
         path.write_bytes(flipped)
-        store = EvidenceStore(tmp_path, "tiny", TOKEN, GENEROUS)
+        store = EvidenceStore(tmp_path, "tiny", TOKEN)
         found = store.get(segment(1))
         # A bit that says nothing (of the header's padding) may pass.
         assert (found is None and store.stats.damaged_entries == 1) or torch.equal(found, kept(1))
@@ -83,7 +82,7 @@ def test_flipped_bits_are_found(tmp_path, caplog):
 
 
 def entry_path(folder, number):
-    return EvidenceStore(folder, "tiny", TOKEN, GENEROUS).path(segment(number))
+    return EvidenceStore(folder, "tiny", TOKEN).path(segment(number))
 
 
 def test_an_entry_knows_whose_it_is(tmp_path):
@@ -96,7 +95,7 @@ def test_an_entry_knows_whose_it_is(tmp_path):
     three = entry_path(tmp_path, 3)
     three.parent.mkdir(exist_ok=True)
     three.write_bytes(first)
-    store = EvidenceStore(tmp_path, "tiny", TOKEN, GENEROUS)
+    store = EvidenceStore(tmp_path, "tiny", TOKEN)
     assert [store.get(segment(n)) for n in (1, 2, 3)] == [None] * 3 and store.stats.damaged_entries == 3
     assert not one.exists(), "a damaged entry is removed, and written again"
     fill(tmp_path, [1, 2])
@@ -118,7 +117,7 @@ def test_shape_and_dtype_of_an_entry_are_checked(tmp_path, change):
     path.parent.mkdir(parents=True)
     checksum = torch.tensor(evidence_store._checksum(path, other), dtype=torch.uint8)
     path.write_bytes(save({"keys_values": other, "blake3": checksum}))
-    store = EvidenceStore(tmp_path, "tiny", TOKEN, GENEROUS)
+    store = EvidenceStore(tmp_path, "tiny", TOKEN)
     assert store.get(segment(1)) is None and store.stats.damaged_entries == 1 and not path.exists()
 
 
@@ -143,7 +142,7 @@ def test_what_is_no_entry_is_not_read(tmp_path, make, small, monkeypatch):
     path = entry_path(tmp_path, 1)
     path.parent.mkdir(parents=True)
     make(path)
-    store = EvidenceStore(tmp_path, "tiny", TOKEN, GENEROUS)
+    store = EvidenceStore(tmp_path, "tiny", TOKEN)
     begin = time.monotonic()
     assert store.get_all([segment(1)]) == [None] and store.stats.damaged_entries == 1
     assert time.monotonic() - begin < 2
@@ -152,48 +151,23 @@ def test_what_is_no_entry_is_not_read(tmp_path, make, small, monkeypatch):
         assert count_right(tmp_path, [1]) == 1
 
 
-def test_what_was_used_longest_ago_leaves(tmp_path):
-    fill(tmp_path, range(8))
-    size = next(tmp_path.glob("*/*.safetensors")).stat().st_size
-    for number in range(8):
-        key = EvidenceStore(tmp_path, "tiny", TOKEN, GENEROUS).path(segment(number))
-        os.utime(key, (number + 10.0, number + 10.0))
-    store = EvidenceStore(tmp_path, "tiny", TOKEN, 8 * size)
-    assert store.get(segment(0)) is not None  # used just now
-    store.add(segment(8), kept(8))
-    store.flush()
-    there = {number for number in range(9) if segment(number) in store}
-    assert {0, 8} <= there and 1 not in there and len(there) * size <= 8 * size
-    assert store.stats.evicted_entries == 9 - len(there)
-
-
-def test_files_of_others_do_not_leave(tmp_path):
-    fill(tmp_path, range(3))
-    others = [tmp_path / name for name in ("ab/model.safetensors", "ab/.part-1-x.txt", "zz/x", "a0")]
-    for path in others:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("mine")
-        os.utime(path, (0, 0))
-    fill(tmp_path, range(3, 9), budget=3000)
-    assert all(path.exists() for path in others) and count_right(tmp_path, range(9)) <= 1
-
-
-def test_a_store_never_passes_its_budget(tmp_path):
-    store, most = fill(tmp_path, [0]), 0
-    budget = 40 * next(list_entries(tmp_path))[1]
-    store = EvidenceStore(tmp_path, "tiny", TOKEN, budget)
-    for number in range(1, 120):
+def test_a_store_leaves_room_on_its_disk(tmp_path, monkeypatch, caplog):
+    store = fill(tmp_path, [0])
+    monkeypatch.setattr(evidence_store, "MIN_FREE_BYTES", 2**62)
+    for number in (1, 2):
         store.add(segment(number), kept(number))
         store.flush()
-        most = max(most, sum(size for _, size, _ in list_entries(tmp_path)))
-    assert 0.9 * budget < most <= budget
+    assert store.is_full and "takes no more entries: its disk has less than" in caplog.text
+    assert "the disk takes no more" in store.describe() and count_right(tmp_path, range(3)) == 1
 
 
 def _fill_forever(folder, seed):
     numbers = list(range(200))
     random.Random(seed).shuffle(numbers)
     while True:
-        fill(folder, numbers, budget=100 * 3000)  # entries leave and come back
+        fill(folder, numbers)
+        for number in numbers[::2]:  # and come back
+            entry_path(folder, number).unlink(missing_ok=True)
 
 
 @pytest.mark.slow
@@ -228,7 +202,7 @@ def open_store(tmp_path, denoiser, **settings):
 def test_large_entries_are_read_together(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence_store, "SMALL_ENTRY_BYTES", 1)
     fill(tmp_path, range(100))
-    *found, missing = EvidenceStore(tmp_path, "tiny", TOKEN, GENEROUS).get_all([*map(segment, range(101))])
+    *found, missing = EvidenceStore(tmp_path, "tiny", TOKEN).get_all([*map(segment, range(101))])
     assert all(torch.equal(each, kept(n)) for n, each in enumerate(found)) and missing is None
 
 
