@@ -198,8 +198,8 @@ class EngineConfig(CheckedSettings):
     """dtype of cached keys and values of evidence: auto (that of the model) or int8 (half of bfloat16;
     scales by token and head)"""
     store: str | None = setting(None, only_with=CACHED)
-    """folder in which keys and values of evidence are kept for other runs, of which it takes up to half of
-    what is free on its disk, the least recently used leaving; unset: none"""
+    """folder in which keys and values of evidence are kept for other runs, as long as its disk has room;
+    unset: none"""
     compile: bool = setting(False)
     """compile around attention with torch.compile: faster after half a minute; changes rounding"""
 
