@@ -1,12 +1,10 @@
-"""Make training rows: the responses that a model gives to questions, where they pass a filter.
+"""Make training rows: the responses that a model gives to questions, where they end in the known answer.
 
-    dlm-rag synthesize --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
-        --out rows                                       # responses that end in the known answer
-    dlm-rag synthesize ... synthesis.filter=evidence     # where no answer is known
+    dlm-rag synthesize --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl --out rows
+    dlm-rag synthesize ... --decontaminate test.jsonl,dev.jsonl     # no row that shares 12 words with these
 
 The folder of --out gets rows.jsonl, rows.json with what was left out and why, and traces/ with all answers
-and traces. Run the same command again to resume; with another filter it decodes nothing again. Train on the
-folder:
+and traces. Run the same command again to resume. Train on the folder:
 
     dlm-rag train data.questions=rows data.corpus=passages.jsonl
 
@@ -16,47 +14,53 @@ the same command tries it again.
 
 import json
 import shlex
-from dataclasses import asdict, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dlm_rag.cli import print_note
 from dlm_rag.commands.answer_job import open_engines, parse_answer_command_line, plan_answer_job
 from dlm_rag.commands.arguments import ANSWER_SETTINGS
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, gather_questions
-from dlm_rag.config import Config
+from dlm_rag.decode.rollout import Rollout
+from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.errors import ConfigError
+from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.files.paths import make_folder, write_text_atomic
-from dlm_rag.questions import Question
-from dlm_rag.text import replace_control_chars
+from dlm_rag.questions import Question, read_questions
+from dlm_rag.text import replace_control_chars, split_words
 
 ROWS, NOTE, TRACES = "rows.jsonl", "rows.json", "traces"
+EVALUATION_NGRAM_WORDS = 12  # that a row may not share with an evaluation set
+OPTIONS = {"decontaminate": ("", "FILE,FILE: evaluation questions; rows that share 12 words are dropped")}
+Ngrams = set[tuple[str, ...]]
 
 
 def main(argv: list[str]) -> None:
-    reads = (*ANSWER_SETTINGS, "synthesis", "-record_provisional")
-    words = parse_answer_command_line(__doc__ or "", argv, reads)
+    reads = (*ANSWER_SETTINGS, "-record_provisional")
+    words = parse_answer_command_line(__doc__ or "", argv, reads, options=OPTIONS)
     if words.config.out in (None, "-"):
         raise ConfigError("synthesis needs --out FOLDER")
-    out, settings = Path(str(words.config.out)), words.config.synthesis
+    out, config = Path(str(words.config.out)), fill_in_shipped_files(words.config, [])
     check_rows_folder(out)
-    config = fill_in_shipped_files(words.config, [])
-    questions = read_asked_questions(config)
-    from dlm_rag.decode.trace_file import read_trace
-    from dlm_rag.synthesis import collect_evaluation_ngrams, make_trace_rows
-
-    evaluated = collect_evaluation_ngrams(settings.decontaminate_against)
+    if config.questions is None:
+        raise ConfigError("traces of a model or corpus of your own need --questions FILE")
+    questions = gather_questions(config, [])
+    if without := next((question for question in questions if not question.golden_answers), None):
+        raise ConfigError(f"'{without.id}' has no golden_answers: which response is right is not known")
+    evaluated = collect_evaluation_ngrams(words.options["decontaminate"])
     traces = make_folder(out / TRACES, "out=")
     config = replace(config, out=str(traces / "answers.jsonl"), trace=str(traces / "trace.jsonl"))
     job = plan_answer_job(config, questions)
     words.announce_reader()
     with open_engines(config.workers, [job.prepared]) as engines:
         job.run(engines)
-    rows, counts = make_trace_rows(read_trace(Path(str(config.trace))), questions, settings, evaluated)
+    rows, counts = make_rows(read_trace(traces / "trace.jsonl"), questions, evaluated)
     write_text_atomic(out / ROWS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    note = {"command": shlex.join(["dlm-rag", "synthesize", *argv]), "synthesis": asdict(settings)}
-    write_text_atomic(
-        out / NOTE, json.dumps(note | {"counts": counts}, indent=2, ensure_ascii=False) + "\n"
-    )
+    note = {"command": shlex.join(["dlm-rag", "synthesize", *argv]), "counts": counts}
+    write_text_atomic(out / NOTE, json.dumps(note, indent=2, ensure_ascii=False) + "\n")
     shown = ", ".join(f"{key} {count:,}" for key, count in counts.items())
     print_note(f"{replace_control_chars(str(out))}: {shown}")
     if job.failed:
@@ -71,12 +75,62 @@ def check_rows_folder(out: Path) -> None:
         raise ConfigError(f"{out} holds '{foreign[0]}', which is of no rows: name a new or empty folder")
 
 
-def read_asked_questions(config: Config) -> list[Question]:
-    """The questions to be decoded. Raises `ConfigError` where the filter needs answers that are unknown."""
-    if config.questions is None:
-        raise ConfigError("traces of a model or corpus of your own need --questions FILE")
-    questions = gather_questions(config, [])
-    for question in questions:
-        if config.synthesis.filter == "answer" and not question.golden_answers:
-            raise ConfigError(f"'{question.id}' has no golden_answers: set synthesis.filter=evidence")
-    return questions
+def make_rows(
+    rollouts: Iterable[Rollout], questions: Sequence[Question], evaluated: Ngrams
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """The rows in the order of their questions, and counts of them and of what was left out, by reason.
+
+    A row is a question with its response, and the passages that this cites as supporting_ids. Left out are
+    responses that do not end in a known answer, or have a sentence (or no sentence) that cites no passage;
+    questions that share words with an evaluation set; and those that an earlier row asks already.
+    """
+    asked = {question.id: question for question in questions}
+    counts, kept = Counter(rows=0), dict[str, Rollout]()
+    for rollout in rollouts:
+        units = rollout.citations
+        if rollout.id not in asked:
+            continue
+        if rollout.error:
+            counts["failed"] += 1
+        elif compute_exact_match(rollout.answer, asked[rollout.id].golden_answers) < 1:
+            counts["left out: not the answer"] += 1
+        elif {unit["kind"] for unit in units} != {"reasoning", "answer"} or not all(
+            unit["passages"] for unit in units
+        ):
+            counts["left out: not cited"] += 1
+        else:
+            kept[rollout.id] = rollout
+    rows, lengths, seen = [], {len(gram) for gram in evaluated}, set[str]()
+    for question in (question for question in questions if question.id in kept):
+        said, rollout = split_words(question.question), kept[question.id]
+        if any(gram in evaluated for size in lengths for gram in _iterate_ngrams(said, size)):
+            counts["left out: in an evaluation set"] += 1
+        elif " ".join(said) in seen:
+            counts["left out: equal to an earlier row"] += 1
+        else:
+            seen.add(" ".join(said))
+            cited = dict.fromkeys(p["id"] for unit in rollout.citations for p in unit["passages"])
+            rows.append(
+                {"id": question.id, "question": question.question, "supporting_ids": [*cited],
+                 "golden_answers": [*question.golden_answers], "hops": question.hops,
+                 "response": rollout.response}
+            )  # fmt: skip
+    counts["rows"] = len(rows)
+    return rows, dict(sorted(counts.items()))
+
+
+def collect_evaluation_ngrams(against: str) -> Ngrams:
+    """Returns runs of `EVALUATION_NGRAM_WORDS` words of questions, a shorter question whole.
+
+    against: files of questions, by commas. Raises `QuestionError`.
+    """
+    found: Ngrams = set()
+    for path in against.split(",") if against else []:
+        for question in read_questions(path.strip()):
+            said = split_words(question.question)
+            found.update(_iterate_ngrams(said, min(EVALUATION_NGRAM_WORDS, len(said))))
+    return found - {()}
+
+
+def _iterate_ngrams(said: list[str], size: int) -> Iterator[tuple[str, ...]]:
+    return (tuple(said[n : n + size]) for n in range(len(said) - size + 1))

@@ -38,7 +38,6 @@ from dlm_rag.config.sections import (
     RemoteConfig,
     RetrievalConfig,
     ServingConfig,
-    SynthesisConfig,
     TrainConfig,
 )
 from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
@@ -59,7 +58,6 @@ class Config(CheckedSettings):
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
-    synthesis: SynthesisConfig = field(default_factory=SynthesisConfig)
     serving: ServingConfig = field(default_factory=ServingConfig)
     remote: RemoteConfig = field(default_factory=RemoteConfig)
     questions: str | None = setting(None)

@@ -375,15 +375,3 @@ class PlanConfig(CheckedSettings):
     """machine to plan for; unset: all known ones"""
     devices: int = setting(1, low=1)
     """number of devices that a training step is divided among; what they send each other is not counted"""
-
-
-@settings_dataclass
-class SynthesisConfig(CheckedSettings):
-    """Training rows: a model's own responses to questions, filtered."""
-
-    filter: str = setting("answer", choices=("answer", "evidence"))
-    """which responses are kept: those that end in a known answer (where none is known, those supported by
-    their evidence), or those supported by their evidence"""
-    decontaminate_against: str | None = setting(None)
-    """files of evaluation questions, separated by commas; rows that share 12 consecutive words with one
-    are dropped"""

@@ -30,7 +30,7 @@ FLOORS = [  # lowest first; a room knows the floors below it
     "baselines",
     "evaluation",
     "page",
-    "synthesis serving",
+    "serving",
     "training",
     "commands",
     "__main__",
