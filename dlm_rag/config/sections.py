@@ -331,10 +331,8 @@ class TrainConfig(CheckedSettings):
     """data parallelism: ddp (full copies) or fsdp (weights, gradients and optimizer state sharded)"""
     # Training on worlds.
     pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT)
-    """weight of the pointer loss; unset: 0.3 for a new model, 0 for a checkpoint"""
-    final_pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT)
-    """weight of the pointer loss at the end of training, reached as the learning rate falls; unset:
-    0.08 or 0"""
+    """weight of the pointer loss, which falls to 4/15 of it with the learning rate; unset: 0.3 for a new
+    model, 0 for a checkpoint"""
     max_hops: int = setting(4, low=1, high=4, only_with=ANSWERING | {"data.questions": (None,)})
     """maximum number of hops of a question, in training and evaluation"""
     min_hops: int = setting(1, low=1, high=4, only_with=RL | WORLDS)
@@ -343,13 +341,9 @@ class TrainConfig(CheckedSettings):
     """number of passages in a training world"""
     steps_per_world: int = setting(50, low=1, only_with=ANSWERING | WORLDS)
     """number of steps after which the oldest world is replaced"""
-    # Reinforcement learning: the reward minus these costs.
+    # Reinforcement learning.
     reward: str = setting("exact_match", table="dlm_rag.training.rl.reward:REWARDS", only_with=RL)
-    """rl: reward of a rollout before costs; or a function of your own as module:function"""
-    forward_cost: float = setting(0.0, low=0, only_with=RL)
-    """rl: reward subtracted for each forward pass"""
-    search_cost: float = setting(0.0, low=0, only_with=RL)
-    """rl: reward subtracted for each search"""
+    """rl: reward of a rollout; or a function of your own as module:function"""
     train_steps_per_rollout: int | None = setting(None, low=1, only_with=RL)
     """rl: number of randomly chosen denoising steps of each rollout that are trained on; unset: all"""
     # Checkpoints and evaluation.

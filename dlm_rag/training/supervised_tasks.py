@@ -34,6 +34,7 @@ STAGE_END_ACCURACY = 0.62  # and at which it ends
 # Shares of the steps at which stages begin where workers make batches ahead.
 STAGE_STARTS = (0.0, 0.06, 0.15)
 END_TOKEN_WEIGHT, FINAL_END_TOKEN_WEIGHT = 0.15, 0.4  # in the loss, the latter once the rate has fallen
+NEW_POINTER_WEIGHT, FINAL_POINTER_SHARE = 0.3, 4 / 15  # of a new model; what is left of it then
 
 
 class MaskedTask(Task):
@@ -103,8 +104,8 @@ class SftTask(MaskedTask):
         super().__init__(run)
         self._top_k = run.config.retrieval.top_k
         fresh = self._origin.checkpoint is None
-        weights = (self.train.pointer_loss_weight, 0.3), (self.train.final_pointer_loss_weight, 0.08)
-        self._pointers = [default * fresh if given is None else given for given, default in weights]
+        given = self.train.pointer_loss_weight
+        self._pointer_weight = NEW_POINTER_WEIGHT * fresh if given is None else given
 
     def open_data(self) -> Validation:
         run = self.run
@@ -137,11 +138,10 @@ class SftTask(MaskedTask):
 
     def loss_weights(self, step: int) -> LossWeights:
         """As the rate falls, end tokens count more and pointers less."""
-        train, (pointer, final_pointer) = self.train, self._pointers
-        left = compute_decay_factor(step, train.max_steps, train.decay_fraction)
+        left = compute_decay_factor(step, self.train.max_steps, self.train.decay_fraction)
         return LossWeights(
             end_token=FINAL_END_TOKEN_WEIGHT + left * (END_TOKEN_WEIGHT - FINAL_END_TOKEN_WEIGHT),
-            pointer=final_pointer + left * (pointer - final_pointer),
+            pointer=self._pointer_weight * (FINAL_POINTER_SHARE + left * (1 - FINAL_POINTER_SHARE)),
         )
 
     def finish_step(self, sums: Sums, counts: Sums, state: TaskState) -> tuple[Sums, TaskState]:

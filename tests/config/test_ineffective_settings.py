@@ -32,7 +32,6 @@ def test_every_declared_need_is_a_setting_or_a_fact_of_checkpoints():
 @pytest.mark.parametrize(
     ("words", "key", "need"),
     [
-        ("train.forward_cost=0.1", "train.forward_cost=0.1", "train.objective=rl"),
         ("train.num_generations=3", "train.num_generations=3", "train.objective=rl"),
         ("train.steps_per_world=3 data.corpus=x data.questions=q", "steps_per_world=3", "corpus=null"),
         ("train.hidden_size=64 model.path=x", "train.hidden_size=64", "model.path=null"),

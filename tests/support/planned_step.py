@@ -20,14 +20,13 @@ BASE_SETTINGS = [
     "train.hidden_size=128", "train.num_hidden_layers=4", "train.vocab_size=2000", "train.rows_per_set=8",
     "train.passage_sets_per_step=1", "train.prompts_per_step=1", "train.num_generations=8",
     "train.world_passages=100", "train.eval_questions=1", "train.optimizer=adamw",
-    "train.pointer_loss_weight=0", "train.final_pointer_loss_weight=0", "decode.max_new_tokens=120",
+    "train.pointer_loss_weight=0", "decode.max_new_tokens=120",
     "retrieval.top_k=3",
 ]  # fmt: skip
 PRETRAIN_SETTINGS = ["train.objective=pretrain", "train.sequence_length=1024", "train.batch_tokens=1024"]
 RL_SETTINGS = [
     "model.path=dlm_rag/shipped/whole", "train.objective=rl",
     "train.num_generations=2", "train.train_steps_per_rollout=2", "train.pointer_loss_weight=null",
-    "train.final_pointer_loss_weight=null",
 ]  # fmt: skip
 TWO_PARTS_SETTINGS = ["train.passage_sets_per_step=2", "train.prompts_per_step=2"]
 THREE_SETS_SETTINGS = ["train.passage_sets_per_step=3", "train.prompts_per_step=3"]

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import numpy as np
+
 from dlm_rag import Decoder, load_retriever
 from dlm_rag.config import DecodeConfig, EngineConfig, load_config
 from dlm_rag.model.denoiser_config import ExpertsConfig
@@ -99,5 +101,5 @@ def make_setup_trainer(out, folder, way, *more, processes=None):
 
 def force_mixed_rewards(monkeypatch):
     """From now on half of the rollouts of every question seem right, whatever they answer."""
-    mixed = lambda rewards, priced: [(-1.0) ** n for n in range(len(rewards))]  # noqa: E731
+    mixed = lambda rewards: np.array([(-1.0) ** n for n in range(len(rewards))])  # noqa: E731
     monkeypatch.setattr("dlm_rag.training.rl.rollouts.compute_advantages", mixed)

@@ -30,8 +30,8 @@ SFT = [*FRESH, *WORLDS, *SHAPE, "train.passage_sets_per_step=4", "train.rows_per
 RL = [
     *WORLDS, *SHAPE, "train.objective=rl", "train.prompts_per_step=4", "train.num_generations=4",
     "decode.commit_rule=threshold", "decode.commit_threshold=0.05",
-    "decode.gate_temperature=2", "train.max_hops=1", "train.reward=recall",
-    "train.forward_cost=0.01", "train.train_steps_per_rollout=2", "model.path={checkpoint}",
+    "decode.gate_temperature=2", "train.max_hops=1", "train.reward=forwards",
+    "train.train_steps_per_rollout=2", "model.path={checkpoint}",
     "train.passage_length=96",
 ]  # fmt: skip
 # Nothing is learned from questions with an odd number: of two processes one is left without rows.

@@ -52,11 +52,11 @@ def test_the_config_of_a_machine_runs_at_a_toy_size(checkpoint, tmp_path, name):
 
 @pytest.mark.slow
 def test_learning_by_reward_on_a_machine_runs_at_a_toy_size(checkpoint, tmp_path):
-    """A price on forwards: where nothing is answered, rollouts differ in nothing else."""
+    """By their forwards: where nothing is answered, rollouts differ in nothing else."""
     small = [
         *(word for word in SFT if not any(part in word for part in ("_per_set", "passage_sets", "worlds"))),
         "train.prompts_per_step=4", "train.num_generations=4", "train.gradient_accumulation_steps=2",
-        "train.forward_cost=0.01", "decode.max_new_tokens=32", "decode.commit_threshold=0.05",
+        "train.reward=forwards", "decode.max_new_tokens=32", "decode.commit_threshold=0.05",
     ]  # fmt: skip
     words = ["--config", "gb300_rl.yaml", "--model", str(checkpoint), *TOY, *small]
     train(tmp_path / "run", *words)

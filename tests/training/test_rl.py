@@ -20,7 +20,7 @@ from dlm_rag.engine.policy import SoftThreshold
 from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import Question
-from dlm_rag.training.rl.reward import compute_advantages, compute_reward, compute_reward_parts
+from dlm_rag.training.rl.reward import compute_advantages, compute_reward_parts
 from dlm_rag.training.rl.rollouts import fill_rollout_buffer, sample_rollout_steps
 from dlm_rag.training.rl.task import PolicyObjective, make_idle_row
 from dlm_rag.training.tasks import check_task_settings
@@ -33,7 +33,7 @@ from tests.support.training import MICRO_SETTINGS, SINGLE_PROCESS, clone_weights
 RL = [*MICRO_SETTINGS, "train.objective=rl", "train.prompts_per_step=2", "train.num_generations=4",
       "train.optimizer=adamw", "train.learning_rate=0.01",
       "train.warmup_steps=0",
-      "train.reward=recall", "train.forward_cost=0.01", "train.max_hops=1",
+      "train.reward=forwards", "train.max_hops=1",
       "decode.max_new_tokens=48", "decode.batch_size=16", "decode.commit_threshold=0.05",
       "decode.gate_temperature=2"]  # fmt: skip
 
@@ -128,9 +128,6 @@ def test_the_reward_by_hand():
     rollout = Rollout("q", "Who?", "joint", 8, steps, response="It was her. ### Jane Bennet")
     found = compute_reward_parts(rollout, question, "exact_match")
     assert list(found.values()) == [0.0, 0.5, 0.5, 2.0, 2.0, 0.0, 0.0]
-    train, found = TrainConfig(forward_cost=0.01, search_cost=0.02), found | {"base": 0.25}
-    assert compute_reward(found, train, priced=False) == 0.25
-    assert compute_reward(found, train, priced=True) == pytest.approx(0.25 - 0.02 - 0.04)
     assert compute_reward_parts(replace(rollout, response="It was her."), question, "f1")["unanswered"] == 1
 
 
@@ -140,14 +137,13 @@ def test_a_reward_of_ones_own_is_named_on_the_command_line(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     rollout = Rollout("q", "Who?", "joint", 8, [], response="### Jane")
     found = compute_reward_parts(rollout, Question("q", "Who?", ("Jane",)), "brief:score")
-    assert compute_reward(found, TrainConfig(), priced=False) == -8
+    assert found["reward"] == -8
 
 
 def test_advantages_by_hand():
-    assert compute_advantages([1, 0, 0, 1], priced=False).tolist() == [1, -1, -1, 1]
-    assert compute_advantages([1, 0, 0, 1], priced=True).tolist() == [0.5, -0.5, -0.5, 0.5]
-    assert compute_advantages([1, 1, 1], priced=False).tolist() == [0, 0, 0]
-    assert compute_advantages([], priced=True).tolist() == []
+    assert compute_advantages([1, 0, 0, 1]).tolist() == [1, -1, -1, 1]
+    assert compute_advantages([1, 1, 1]).tolist() == [0, 0, 0]
+    assert compute_advantages([]).tolist() == []
 
 
 def test_over_all_subsets_of_steps_the_weights_are_those_of_all_steps(monkeypatch):
@@ -205,10 +201,10 @@ def test_rollouts_with_an_error_leave_their_group_and_are_counted(corpus_file, m
     assert buffer.sums["groups_right"] + buffer.sums["groups_wrong"] == 2
 
 
-def test_groups_are_mixed_by_the_reward_that_is_trained_and_not_by_its_prices():
+def test_groups_are_mixed_by_the_reward_that_is_trained():
     """Exact match may differ in no group where another reward does."""
     asked = [Question("0.0", "Is it?", ("maybe",)), Question("1.2", "Is it?", ("yes",))]
-    for changes, mixed in (({}, 1), ({"forward_cost": 0.1}, 1), ({"reward": "forwards"}, 2)):
+    for changes, mixed in (({}, 1), ({"reward": "forwards"}, 2)):
         sums = fill_rollout_buffer(MADE, asked, TrainConfig(num_generations=4, **changes)).sums
         assert sums["groups_mixed"] == mixed and sums["groups_wrong"] == 1 and sums["groups_right"] == 0
 

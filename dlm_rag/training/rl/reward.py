@@ -1,11 +1,10 @@
-"""What a rollout is worth: a reward, less its prices."""
+"""What a rollout is worth."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlm_rag.config import TrainConfig
 from dlm_rag.config.fields import resolve_or_import
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.evaluation.metrics import compute_exact_match, compute_f1, compute_support_recall
@@ -23,36 +22,21 @@ REWARDS: dict[str, Reward] = {  # each is logged as `rollout_NAME`; `train.rewar
     "searches": lambda rollout, _: float(rollout.retrievals),
     "unanswered": lambda rollout, _: float(not rollout.answer),
 }
-PRICES = {"forwards": "forward_cost", "searches": "search_cost"}  # subtracted, by setting
 
 
 def compute_reward_parts(rollout: Rollout, question: Question, reward: str) -> dict[str, float]:
-    """Every entry of `REWARDS`, and as `base` the one called `reward`, of a rollout without an error."""
+    """Every entry of `REWARDS`, and as `reward` the one of that name, of a rollout without an error."""
     found = {name: float(score(rollout, question)) for name, score in REWARDS.items()}
-    base = resolve_or_import(REWARDS, reward, "train.reward")
-    return found | {"base": float(base(rollout, question))}
+    chosen = resolve_or_import(REWARDS, reward, "train.reward")
+    return found | {"reward": float(chosen(rollout, question))}
 
 
-def compute_reward(parts: Mapping[str, float], train: TrainConfig, priced: bool) -> float:
-    """R = base - c_f forwards - c_s searches, the prices only where `priced`."""
-    prices = sum(getattr(train, price) * parts[name] for name, price in PRICES.items())
-    return parts["base"] - prices if priced else parts["base"]
+def compute_advantages(rewards: Sequence[float]) -> NDArray[np.float64]:
+    """Each reward (n,) less the mean of its group, by the group's deviation; all 0 without differences.
 
-
-def has_prices(train: TrainConfig) -> bool:
-    """Whether rollouts pay for anything."""
-    return any(getattr(train, price) for price in PRICES.values())
-
-
-def compute_advantages(rewards: Sequence[float], priced: bool) -> NDArray[np.float64]:
-    """Each reward (n,) less the mean of its group, by the group's deviation where no prices are in it.
-
-    With prices a group that is all right would be ruled by the noise in them. All 0 for a group without
-    differences. (GRPO, arXiv 2402.03300; on the deviation, arXiv 2503.20783.)
+    (GRPO, arXiv 2402.03300.)
     """
     values = np.asarray(rewards, dtype=np.float64)
     apart = values - values.mean() if len(values) else values
     deviation = float(apart.std()) if len(values) else 0.0
-    if deviation < 1e-9:
-        return np.zeros_like(values)
-    return apart if priced else apart / deviation
+    return apart / deviation if deviation > 1e-9 else np.zeros_like(values)

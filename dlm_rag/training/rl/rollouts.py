@@ -22,9 +22,7 @@ from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.training.rl.reward import (
     REWARDS,
     compute_advantages,
-    compute_reward,
     compute_reward_parts,
-    has_prices,
 )
 from dlm_rag.training.sources import IndexedWorld, draw_world_question
 
@@ -130,17 +128,15 @@ def fill_rollout_buffer(decoder: Decoder, asked: Sequence[Question], train: Trai
     with profile_stage("rollout"):
         rollouts = decoder.decode(members)
     with profile_stage("reward"):
-        priced = has_prices(train)
         buffer = RolloutBuffer(dict.fromkeys(ROLLOUT_SUMS, 0.0), [])
         for number, question in enumerate(asked):
             group = rollouts[number * train.num_generations : (number + 1) * train.num_generations]
             sound = [rollout for rollout in group if not rollout.error]
             found = [compute_reward_parts(rollout, question, train.reward) for rollout in sound]
-            rewards = [compute_reward(part, train, priced) for part in found]
-            unpriced = [compute_reward(part, train, False) for part in found] or [0.0]
-            _count_group(buffer.sums, group, found, rewards)
-            buffer.sums["groups_mixed"] += max(unpriced) - min(unpriced) > 1e-9
-            for rollout, advantage in zip(sound, compute_advantages(rewards, priced), strict=True):
+            advantages = compute_advantages([part["reward"] for part in found])
+            _count_group(buffer.sums, group, found)
+            buffer.sums["groups_mixed"] += advantages.any()
+            for rollout, advantage in zip(sound, advantages, strict=True):
                 if advantage:
                     buffer.rows.extend(sample_rollout_steps(rollout, float(advantage), train))
     return buffer
@@ -169,15 +165,12 @@ def _make_row(rollout: Rollout, step: RolloutStep, advantage: float, represented
     return PolicyRow(state, action.candidates, tokens, action.forced, *numbers)
 
 
-def _count_group(
-    sums: dict[str, float], group: Sequence[Rollout], found: list[dict[str, float]], rewards: list[float]
-) -> None:
+def _count_group(sums: dict[str, float], group: Sequence[Rollout], found: list[dict[str, float]]) -> None:
     actions = [step.action for rollout in group for step in rollout.steps if step.action is not None]
     right = sum(part["exact_match"] for part in found)
-    counted = {name: sum(part[name] for part in found) for name in REWARDS} | {
+    counted = {name: sum(part[name] for part in found) for name in ("reward", *REWARDS)} | {
         "rollouts": len(found),
         "failed": len(group) - len(found),
-        "reward": sum(rewards),
         "groups": 1,
         "groups_right": bool(found) and right == len(found),
         "groups_wrong": not right,
