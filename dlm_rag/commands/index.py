@@ -27,9 +27,9 @@ from dlm_rag.retrieval.corpus import open_corpus
 if TYPE_CHECKING:
     from dlm_rag.engine.cache import KVFormat
     from dlm_rag.engine.store import EvidenceStore
-    from dlm_rag.evidence.truncation import ContextBudget
+    from dlm_rag.evidence.prompt_segments import ContextBudget
     from dlm_rag.model.denoiser import Denoiser
-    from dlm_rag.model.packed_batch import Segment
+    from dlm_rag.model.evidence_layouts import Segment
 
 WRITE_TIMEOUT_SECONDS = 60.0  # that one write may take: a server stores more slowly than it searches
 INDEX_SETTINGS = ("retrieval", "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle")
@@ -95,7 +95,7 @@ def encode(argv: list[str]) -> None:
     unsearched = RetrievalConfig(corpus=own.corpus, index_dir=own.index_dir, method="none", top_k=1)
     config = replace(config, retrieval=unsearched)
     prepared = prepare_decoder(config, [])
-    from dlm_rag.evidence.truncation import ContextBudget
+    from dlm_rag.evidence.prompt_segments import ContextBudget
     from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 
     layout = prepared.evidence_layout
@@ -143,8 +143,7 @@ def fill_store(prepared: PreparedDecoder, config: Config, room: "ContextBudget")
 
 def find_segment(prepared: PreparedDecoder, room: "ContextBudget", text: str) -> "Segment":
     """The segment of a prompt that holds a passage."""
-    from dlm_rag.evidence.prompt_segments import lay_out_prompt
-    from dlm_rag.evidence.truncation import truncate_evidence
+    from dlm_rag.evidence.prompt_segments import lay_out_prompt, truncate_evidence
 
     prompt, _ = truncate_evidence(prepared.tokenizer.build_prompt("?", [text]), room)
     laid = lay_out_prompt(prompt, prepared.checkpoint.config, room.layout)

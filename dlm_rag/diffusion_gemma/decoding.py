@@ -24,7 +24,7 @@ from dlm_rag.engine.rules import Proposals, Rule, select_by_entropy_bound
 from dlm_rag.engine.runner import ModelRunner, split_proposals
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import RowInput
-from dlm_rag.model.device_io import to_device
+from dlm_rag.model.packed_batch import to_device
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.randomness import sample_uniform
 from dlm_rag.retrieval.corpus import Passage

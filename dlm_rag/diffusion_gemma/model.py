@@ -22,8 +22,8 @@ from dlm_rag.files.hub import read_checkpoint_json
 from dlm_rag.model.checkpoint import Checkpoint
 from dlm_rag.model.denoiser import HostedDenoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.device_io import to_device
 from dlm_rag.model.families import require_key
+from dlm_rag.model.packed_batch import to_device
 from dlm_rag.model.stored_tensors import Family, NamedShapes
 
 PromptKeysValues = list[tuple[Tensor, Tensor]]  # of each layer, each (1, heads, tokens, head_dim)

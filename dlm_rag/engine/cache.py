@@ -29,9 +29,9 @@ from dlm_rag.engine.store import EvidenceStore
 from dlm_rag.evidence.prompt_segments import RowInput
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.device_io import to_device
+from dlm_rag.model.evidence_layouts import Segment
 from dlm_rag.model.layers import Attention, apply_rope
-from dlm_rag.model.packed_batch import MemoryRows, Places, Segment, pack_rows
+from dlm_rag.model.packed_batch import MemoryRows, Places, pack_rows, to_device
 from dlm_rag.progress import format_bytes
 
 PREFILL_TOKENS = 8192  # of new segments that may run in the same call as the rows

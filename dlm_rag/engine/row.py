@@ -14,8 +14,7 @@ from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout, RolloutStep, cite_passages
 from dlm_rag.engine.rules import Proposals, samples_actions
-from dlm_rag.evidence.prompt_segments import LaidOutPrompt
-from dlm_rag.evidence.truncation import Evidence
+from dlm_rag.evidence.prompt_segments import Evidence, LaidOutPrompt
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.questions import Question
 from dlm_rag.randomness import sample_uniform

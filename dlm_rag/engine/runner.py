@@ -20,8 +20,7 @@ from dlm_rag.evidence.prompt_segments import RowInput
 from dlm_rag.machine import default_pool_bytes, limit_cuda_allocator
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.device_io import gather_to_host
-from dlm_rag.model.packed_batch import pack_rows
+from dlm_rag.model.packed_batch import gather_to_host, pack_rows
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.retrieval.corpus import Passage
 

@@ -22,8 +22,15 @@ from dlm_rag.engine.rules import (
 )
 from dlm_rag.engine.runner import ModelRunner
 from dlm_rag.errors import QuestionError, UserError
-from dlm_rag.evidence.prompt_segments import LaidOutPrompt, RowInput, lay_out_prompt
-from dlm_rag.evidence.truncation import ContextBudget, Evidence, fit_passages, keep_shorter_texts
+from dlm_rag.evidence.prompt_segments import (
+    ContextBudget,
+    Evidence,
+    LaidOutPrompt,
+    RowInput,
+    fit_passages,
+    keep_shorter_texts,
+    lay_out_prompt,
+)
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.retrieval.base import (
     PartialSearchError,

@@ -26,11 +26,16 @@ from dlm_rag.config.sections import LikelihoodConfig
 from dlm_rag.engine.runner import LOGITS_CHUNK_POSITIONS
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
-from dlm_rag.evidence.prompt_segments import LaidOutPrompt, LaidOutRow, lay_out_prompt
-from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
+from dlm_rag.evidence.prompt_segments import (
+    ContextBudget,
+    LaidOutPrompt,
+    LaidOutRow,
+    lay_out_prompt,
+    truncate_evidence,
+)
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.device_io import to_device, to_host
+from dlm_rag.model.packed_batch import to_device, to_host
 from dlm_rag.progress import track_progress
 from dlm_rag.randomness import make_keyed_generator, sample_uniform
 from dlm_rag.tokenizer import Prompt

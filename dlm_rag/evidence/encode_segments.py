@@ -8,9 +8,15 @@ from torch import Tensor
 
 from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.device_io import make_consecutive_ranges
+from dlm_rag.model.evidence_layouts import Segment
 from dlm_rag.model.layers import AttentionProbe
-from dlm_rag.model.packed_batch import CachedContext, KeysValues, Segment, SharedContext, pack_rows
+from dlm_rag.model.packed_batch import (
+    CachedContext,
+    KeysValues,
+    SharedContext,
+    make_consecutive_ranges,
+    pack_rows,
+)
 
 
 def encode_segments(denoiser: Denoiser, segments: Sequence[Segment]) -> list[Tensor]:

@@ -27,6 +27,7 @@ from dlm_rag.machine import choose_device, parse_dtype
 from dlm_rag.model.attention import FLASH_MODULE, choose_backend
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.evidence_layouts import Segment
 from dlm_rag.model.flops import FlopCount, count_encode_flops, count_head_flops
 from dlm_rag.model.layers import (
     AttentionProbe,
@@ -39,7 +40,7 @@ from dlm_rag.model.layers import (
     is_autocast,
     list_tensor_shapes,
 )
-from dlm_rag.model.packed_batch import KeysValues, PackedRows, Segment, map_arrays, pack_rows
+from dlm_rag.model.packed_batch import KeysValues, PackedRows, map_arrays, pack_rows
 from dlm_rag.model.quantize import (
     check_quantize,
     list_quantized_weights,

@@ -10,7 +10,7 @@ What rows see before their own tokens: in training parts of an earlier call that
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_rag.model.device_io import concatenate_ranges, make_consecutive_ranges, to_device
+from dlm_rag.model.evidence_layouts import Segment
 
+ALIGNMENT_BYTES = 16  # bytes; what is read as wide numbers must begin at a multiple of them
 Places = NDArray[np.int64]  # of tokens in a memory
 KeysValues = Sequence[tuple[Tensor, Tensor]]  # for each layer, each (n, Hk, D)
 
@@ -114,74 +115,6 @@ class MemoryRows:
 
 
 CachedContext = SharedContext | MemoryRows
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Token ids at consecutive positions from `start`.
-
-    With a `block`, a token sees its own block and everything before it: the `first` tokens are one block,
-    then every `block` of them. Without, each token sees all. The first `causal` tokens are a block each.
-    """
-
-    ids: tuple[int, ...]
-    start: int
-    first: int = 0
-    block: int | None = None
-    causal: int = 0
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.ids, self.start, self.first, self.block or 0))
-
-    def __hash__(self) -> int:
-        return self._hash  # a step looks at each segment of each row dozens of times
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.ids)
-
-    @property
-    def block_ends(self) -> list[int]:
-        length, ends = len(self.ids), range(0)
-        if self.block is not None and self.first < length:
-            ends = range(self.first or self.block, length, self.block)
-        return [*range(1, min(self.causal, length - 1) + 1), *(e for e in ends if e > self.causal), length]
-
-    @property
-    def visible_counts(self) -> NDArray[np.int32]:
-        """(n,) how many tokens of the segment each of them sees."""
-        ends = np.array(self.block_ends, dtype=np.int32)
-        return np.repeat(ends, np.diff(ends, prepend=0))
-
-    @property
-    def has_partial_view(self) -> bool:
-        """Whether some token does not see all."""
-        length = len(self.ids)
-        blocks = self.block is not None and length > (self.first or self.block)
-        return blocks or min(self.causal, length - 1) > 0
-
-    def block_start(self, token: int) -> int:
-        """The last place up to `token` at which a block begins."""
-        if token < self.causal:
-            return token
-        if self.block is None or token < self.first:
-            return self.causal
-        return self.first + (token - self.first) // self.block * self.block
-
-    def slice_tokens(self, start: int, stop: int) -> "Segment":
-        """Its tokens from `start` on and before `stop`, in the same blocks."""
-        first = self.first
-        if self.block is not None:
-            first = first - start if start < first else self.block - (start - first) % self.block
-        causal = max(0, min(self.causal, stop) - start)
-        return Segment(self.ids[start:stop], self.start + start, first, self.block, causal=causal)
-
-    def split_into_blocks(self) -> "list[Segment]":
-        """Its blocks, each a segment whose tokens see all of it; what is causal stays one."""
-        head, ends = [self.slice_tokens(0, self.causal)] * (self.causal > 0), self.block_ends
-        ends = [self.causal, *(end for end in ends if end > self.causal)]
-        return [*head, *(Segment(self.ids[a:b], self.start + a) for a, b in pairwise(ends))]
 
 
 @dataclass(frozen=True)
@@ -353,3 +286,64 @@ def _ends(lengths: Sequence[int]) -> NDArray[np.int32]:
     ends = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=ends[1:])
     return ends
+
+
+def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """The arrays on the device, each with its dtype and shape; nothing waits.
+
+    They travel in one copy from pinned memory and are views of one buffer; on a CPU they share the memory
+    of the arrays.
+    """
+    arrays = [np.asarray(array, order="C") for array in arrays]
+    tensors = [torch.from_numpy(array) for array in arrays]
+    if device.type == "cpu" or not tensors:
+        return tensors
+    sizes = [-(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for array in arrays]
+    starts = list(accumulate(sizes, initial=0))
+    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    room = packed.numpy()
+    for start, array in zip(starts, arrays, strict=False):
+        room[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    # Pinned memory is kept until it has been read; on MPS nothing does that (pytorch #189690).
+    there = packed.to(device, non_blocking=device.type != "mps")
+    typed = {dtype: there.view(dtype) for dtype in {tensor.dtype for tensor in tensors}}
+    found = []
+    for start, tensor in zip(starts, tensors, strict=False):
+        first = start // tensor.itemsize
+        part = typed[tensor.dtype][first : first + tensor.numel()]
+        found.append(part if tensor.dim() == 1 else part.view(tensor.shape))
+    return found
+
+
+def gather_to_host(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
+    """The contents of tensors (n,) of one device, each with its dtype, in one copy."""
+    if not tensors[0].is_cuda:
+        return [to_host(tensor) for tensor in tensors]
+    packed = to_host(torch.cat([tensor.contiguous().view(torch.uint8) for tensor in tensors]))
+    ends = list(accumulate(tensor.nbytes for tensor in tensors))
+    parts = np.split(packed, ends[:-1])
+    dtypes = [torch.empty(0, dtype=tensor.dtype).numpy().dtype for tensor in tensors]
+    return [part.view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+
+
+def to_host(tensor: Tensor) -> NDArray[Any]:
+    """The contents of a tensor: the one place that waits for the device."""
+    tensor = tensor.detach()
+    if not tensor.is_cuda:
+        return tensor.cpu().numpy()
+    found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    found.copy_(tensor, non_blocking=True)
+    # An event, so that `torch.cuda.set_sync_debug_mode` finds the waits that nobody meant.
+    torch.cuda.current_stream(tensor.device).record_event().synchronize()
+    return found.numpy()
+
+
+def concatenate_ranges(starts: NDArray[np.int64], lengths: Sequence[int]) -> NDArray[np.int64]:
+    """(sum of lengths,) for each row the numbers from its start on, as many as its length."""
+    before = np.cumsum(lengths) - lengths
+    return np.arange(sum(lengths)) + np.repeat(starts - before, lengths)
+
+
+def make_consecutive_ranges(lengths: Sequence[int]) -> list[range]:
+    """The places of consecutive pieces of `lengths`, from 0 on."""
+    return [range(end - length, end) for end, length in zip(accumulate(lengths), lengths, strict=True)]

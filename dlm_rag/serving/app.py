@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.errors import QuestionError
-from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
+from dlm_rag.evidence.prompt_segments import ContextBudget, truncate_evidence
 from dlm_rag.page.render import render_live_page
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import describe_source

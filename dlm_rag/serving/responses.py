@@ -11,7 +11,7 @@ from typing import Any
 from dlm_rag.decode.abstention import describe_abstention
 from dlm_rag.decode.rollout import CommittedToken, Rollout
 from dlm_rag.engine.rules import find_rule
-from dlm_rag.evidence.truncation import ContextBudget, fit_passages
+from dlm_rag.evidence.prompt_segments import ContextBudget, fit_passages
 from dlm_rag.page.render import (
     build_end_record,
     build_start_record,

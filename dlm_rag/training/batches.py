@@ -17,11 +17,16 @@ import torch
 from numpy.typing import NDArray
 
 from dlm_rag.evidence.encode_segments import run_starts
-from dlm_rag.evidence.prompt_segments import LaidOutRow, lay_out_prompt
-from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
+from dlm_rag.evidence.prompt_segments import ContextBudget, LaidOutRow, lay_out_prompt, truncate_evidence
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.device_io import make_consecutive_ranges, to_device
-from dlm_rag.model.packed_batch import PackedRows, SharedContext, map_arrays, pack_rows
+from dlm_rag.model.packed_batch import (
+    PackedRows,
+    SharedContext,
+    make_consecutive_ranges,
+    map_arrays,
+    pack_rows,
+    to_device,
+)
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.tokenizer import Prompt, Tokenizer
 

@@ -3,7 +3,7 @@
 import pytest
 
 from dlm_rag import Tokenizer
-from dlm_rag.evidence.truncation import skip_to_relevant
+from dlm_rag.evidence.prompt_segments import skip_to_relevant
 from tests.support.paths import ROOT
 
 QUESTION = "Who directed The Silver Lamp?"

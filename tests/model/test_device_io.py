@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlm_rag.model.device_io import ALIGNMENT_BYTES, to_device, to_host
+from dlm_rag.model.packed_batch import ALIGNMENT_BYTES, to_device, to_host
 
 ARRAYS = [
     np.arange(7, dtype=np.int64), np.array([True, False, True]), np.zeros((0, 3), np.float32),

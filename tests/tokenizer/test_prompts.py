@@ -3,7 +3,7 @@
 import pytest
 
 from dlm_rag.errors import CheckpointError, ConfigError
-from dlm_rag.evidence.truncation import ContextBudget, check_prompt_room
+from dlm_rag.evidence.prompt_segments import ContextBudget, check_prompt_room
 from dlm_rag.tokenizer.prompts import PROMPTS, PromptTemplate, load_prompt
 from tests.support.tiny_models import tiny_tokenizer
 

@@ -29,7 +29,7 @@ from dlm_rag.engine.rules import Proposals, RuleContext, choose_commits, select_
 from dlm_rag.engine.runner import SamplingMetadata, sample_proposals
 from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.packed_batch import Segment
+from dlm_rag.model.evidence_layouts import Segment
 from dlm_rag.retrieval.base import Query
 from dlm_rag.retrieval.bm25 import BM25Retriever
 from dlm_rag.retrieval.corpus import open_corpus

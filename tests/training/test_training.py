@@ -30,8 +30,8 @@ from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts, r
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.files.journal import acquire_file_lock, release_file_lock
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.device_io import to_host
 from dlm_rag.model.layers import AttentionProbe
+from dlm_rag.model.packed_batch import to_host
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.training.batches import (

@@ -11,7 +11,7 @@ from dlm_rag.config import Config, DecodeConfig
 from dlm_rag.engine.cache import PREFILL_TOKENS
 from dlm_rag.engine.engine import resolve_settings
 from dlm_rag.engine.runner import LOGITS_CHUNK_POSITIONS
-from dlm_rag.evidence.truncation import ContextBudget
+from dlm_rag.evidence.prompt_segments import ContextBudget
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.model.flops import count_encode_flops, count_head_flops

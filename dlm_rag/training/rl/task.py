@@ -30,7 +30,7 @@ from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.device_io import to_device
+from dlm_rag.model.packed_batch import to_device
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.batches import Sums, lay_out_examples, sample_prompt_rows
