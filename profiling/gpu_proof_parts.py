@@ -239,10 +239,14 @@ def measure_full_batches(
         text=f"{count_millions(source.denoiser)}, canvas of 64, evidence in the pool. Rows are refilled as "
         f"they end, and neither end of the run is counted; {steps} steps.",
     )
-    for rows, share in expected.items():
-        decoder = source.make("independent", replace(source.decode, batch_size=rows), EngineConfig())
-        row = measure_steady(decoder, questions, roofline, steps)
-        record.add(row | {"expected %": share, "peak GiB": read_and_reset_peak_gib(prepared.device)})
+    indexed = not get_backend_problem("indexed", prepared.device, prepared.dtype)
+    for kernel in ("auto", "indexed") if indexed else ("auto",):
+        source.denoiser.attention = kernel
+        for rows, share in expected.items():
+            decoder = source.make("independent", replace(source.decode, batch_size=rows), EngineConfig())
+            row = measure_steady(decoder, questions, roofline, steps)
+            peak = read_and_reset_peak_gib(prepared.device)
+            record.add(row | {"kernel": source.denoiser.backend, "expected %": share, "peak GiB": peak})
 
 
 def summarise_throughput(
@@ -338,6 +342,11 @@ def measure_exactness(record: PartRecord, questions: int, batch: int) -> None:
         f"batches of {batch}, no pool": (batch, 0.0, "auto"),
         "alone, attention=sdpa": (1, None, "sdpa"),
     }
+    if not get_backend_problem("indexed", choose_device("auto"), torch.bfloat16):
+        ways |= {
+            "alone, indexed": (1, None, "indexed"),
+            f"batches of {batch}, indexed": (batch, None, "indexed"),
+        }
     text = "The shipped model. Confidences are compared where all tokens are the same."
     record.add(title="The same tokens?", text=text)
     for dtype in ("float32", choose_low_dtype(choose_device("auto"))):

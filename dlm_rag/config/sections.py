@@ -36,9 +36,9 @@ class ModelConfig(CheckedSettings):
     quantize: str = setting("none", choices=("none", "int8"))
     """low precision of the weights of linear layers inside the transformer layers, by torchao, for
     decoding: int8 (a scale for each row)"""
-    attn_implementation: str = setting("auto", choices=("auto", "flash", "varlen", "sdpa"))
-    """attention kernel: flash (flash-attn), varlen (torch's own) or sdpa; auto takes the first that
-    works"""
+    attn_implementation: str = setting("auto", choices=("auto", "flash", "varlen", "sdpa", "indexed"))
+    """attention kernel: flash (flash-attn), varlen (torch's own), sdpa, or indexed (Triton, reads the cache
+    in place; not measured yet); auto takes the first of flash, varlen, sdpa that works"""
     evidence_layout: str | None = setting(None, choices=("joint", "prefix", "independent", "parallel"))
     """which parts of the prompt attend to each other; unset takes the checkpoint's own (public ones:
     joint)"""

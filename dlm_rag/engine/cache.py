@@ -143,7 +143,8 @@ class KVCache:
         for number, row in enumerate(rows):
             found += self._spans(number, row)
         runs, seen, own = (list(each) for each in zip(*found, strict=True))
-        by_row = self._denoiser.backend == "sdpa" and self._denoiser.device.type == "cpu"
+        kernel, device = self._denoiser.backend, self._denoiser.device.type
+        by_row = kernel == "indexed" or (kernel == "sdpa" and device == "cpu")
         by_row = by_row and not self.memory.format.is_compressed
         return runs, MemoryRows(self.memory, seen, own, by_row)
 
@@ -236,9 +237,10 @@ class KVCache:
         laid, chain = row.laid_out_prompt, row.chain
         places, valid = self._extend_chain(row)
         context = [self._seen[segment] for segment in laid.context_segments]
-        # Only SDPA takes masks, and on a GPU it is fast without them alone. A block that is kept as int8 is
-        # seen like that by the next one at once.
-        split = self._denoiser.backend != "sdpa" or self._denoiser.device.type == "cuda"
+        # SDPA and `indexed` take masks, SDPA on a GPU slowly. A block that is kept as int8 is seen like
+        # that by the next one at once.
+        kernel, device = self._denoiser.backend, self._denoiser.device.type
+        split = kernel != "indexed" and (kernel != "sdpa" or device == "cuda")
         split = split or self.memory.format.is_compressed
         done = row.finished_tokens if laid.unseen_segments else valid  # else the window follows at once
         front = len(laid.seen_by_blocks)

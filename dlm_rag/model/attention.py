@@ -6,12 +6,14 @@ SDPA would compute grouped heads with a mask from whole matrices of scores.
 
 Shapes: Tq, Tk packed query and key tokens; H query heads; Hk key-value heads; D head width.
 
-No block tables: kernels want pages of 256 tokens, while a passage has about 100; rows are gathered.
+No block tables: kernels want pages of 256 tokens, while a passage has about 100; rows are gathered, but for
+the kernel `indexed`, which is ours and is chosen by name alone until it has been measured on a GPU.
 FlashAttention 4 alone is also named `flash_attn` but has another function than flash-attn (2.x), so we look
 for the module with the function.
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -42,11 +44,14 @@ MaskRule = Callable[[Any, Any, Any, Any], Tensor]  # (row, head, query, key) -> 
 def compute_attention(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, backend: str) -> Tensor:
     """Row r of `q` (Tq, H, D) attends to row r of `k`, `v` (Tk, Hk, D); returns (Tq, H, D).
 
-    With `sight.key_places`, for sdpa alone, `k` and `v` are all that a memory holds, (tokens, Hk, D), and
-    rows see the places that are theirs. `backend`: one of `choose_backend`'s.
+    With `sight.key_places`, for sdpa and indexed, `k` and `v` are all that a memory holds, (tokens, Hk, D),
+    and rows see the places that are theirs. `backend`: one of `choose_backend`'s.
     """
-    # No other kernel takes a mask.
-    return _KERNELS["sdpa" if sight.has_block_mask else backend](q, k, v, sight)
+    if backend == "indexed":  # which has no backward
+        backend = "sdpa" if torch.is_grad_enabled() and q.requires_grad else backend
+    elif sight.has_block_mask:
+        backend = "sdpa"  # no other kernel takes a mask
+    return _KERNELS[backend](q, k, v, sight)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
@@ -159,6 +164,14 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
     return found
 
 
+def _indexed(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
+    from dlm_rag.model.indexed_attention import attend_by_index
+
+    places = torch.arange(len(k), device=k.device) if sight.key_places is None else sight.key_places
+    ends = sight.query_ends, sight.key_ends
+    return attend_by_index(q, k, v, places, ends, max(sight.query_lengths), sight.visible_counts)
+
+
 def _row_ends(sight: AttentionMetadata) -> tuple[Tensor, Tensor, int, int]:
     """Ends of queries and keys, and the longest of each.
 
@@ -173,7 +186,9 @@ def _window(sight: AttentionMetadata) -> tuple[int, int]:
     return -1, 0 if sight.causal else -1
 
 
-_KERNELS: dict[str, Callable[..., Any]] = {"sdpa": _sdpa, "varlen": _varlen, "flash": _flash}
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "sdpa": _sdpa, "varlen": _varlen, "flash": _flash, "indexed": _indexed
+}  # fmt: skip
 
 
 @cache
@@ -196,9 +211,9 @@ def choose_backend(
     causal_context: as in `DenoiserConfig`; in one call some rows are causal then, which only SDPA can mask.
     Raises `ConfigError` when a kernel is asked for by name and cannot run here.
     """
-    if causal_context and requested not in ("auto", "sdpa"):
+    if causal_context and requested not in ("auto", "sdpa", "indexed"):
         raise ConfigError(f"attention={requested} has no masks, which this model needs: set attention=sdpa")
-    if causal_context:
+    if causal_context and requested != "indexed":
         return "sdpa"
     if requested == "auto":
         return _first_working(device, dtype)
@@ -220,12 +235,22 @@ def get_backend_problem(backend: str, device: torch.device, dtype: torch.dtype) 
     """Why a kernel cannot run here, with the remedy; empty where it can."""
     if backend == "sdpa":
         return ""
+    if backend == "indexed":
+        return _find_triton_problem(device)
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return "it needs a CUDA device and dtype=bfloat16 or float16; set attention=sdpa"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "it needs compute capability 8.0 or newer; set attention=sdpa"
     if backend == "flash" and not _has_flash_attn():
         return "install it with `pip install 'dlm_rag[flash]'` (FlashAttention 4 alone is another package)"
+    return ""
+
+
+def _find_triton_problem(device: torch.device) -> str:
+    if find_spec("triton") is None:
+        return "it needs Triton, which comes with torch's CUDA builds; set attention=sdpa"
+    if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
+        return "it needs a CUDA device; set attention=sdpa"
     return ""
 
 
@@ -238,4 +263,7 @@ def _has_flash_attn() -> bool:
 
 def describe_kernel_version(backend: str) -> str:
     """The kernel and the version of the package it is in, as stamped on results."""
-    return f"flash-attn {version('flash-attn')}" if backend == "flash" else f"torch {torch.__version__}"
+    packages = {"flash": "flash-attn", "indexed": "triton"}
+    if package := packages.get(backend):
+        return f"{package} {version(package)}"
+    return f"torch {torch.__version__}"

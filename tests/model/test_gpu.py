@@ -61,7 +61,7 @@ KERNELS = pytest.mark.parametrize(
         *(pytest.param(CPU, "sdpa", dtype, id=f"cpu-sdpa-{dtype}") for dtype in (torch.float32, *LOW)),
         *(
             pytest.param(torch.device("cuda"), kernel, dtype, marks=ON_GPU, id=f"cuda-{kernel}-{dtype}")
-            for kernel in ATTENTION_BACKENDS
+            for kernel in (*ATTENTION_BACKENDS, "indexed")
             for dtype in ((torch.float32, *LOW) if kernel == "sdpa" else LOW)
         ),
     ],
