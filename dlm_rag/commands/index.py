@@ -123,7 +123,7 @@ def fill_store(prepared: PreparedDecoder, config: Config, room: "ContextBudget")
         denoiser.compile_layers()
     form = KVFormat(denoiser, config.engine.cache_dtype)
     store = open_evidence_store(config.engine, denoiser, form.empty(1))
-    assert store is not None and isinstance(prepared.retriever, CorpusRetriever)
+    assert isinstance(prepared.retriever, CorpusRetriever)
     corpus, encoded, start = prepared.retriever.corpus, 0, time.perf_counter()
     try:
         with report_progress("encoding passages", len(corpus)) as advance:

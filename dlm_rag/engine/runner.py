@@ -115,7 +115,8 @@ class MaskedModelRunner(ModelRunner):
             budget = default_pool_bytes(self.denoiser.device, limit, weights)
         else:
             budget = int(engine.prefix_cache_gib * GIB)
-        store = open_evidence_store(engine, self.denoiser, format.empty(1)) if budget else None
+        wants_store = budget and engine.store is not None
+        store = open_evidence_store(engine, self.denoiser, format.empty(1)) if wants_store else None
         self.cache = KVCache(self.denoiser, format, budget, store)
         self._dtype = self.denoiser.compute_dtype
 

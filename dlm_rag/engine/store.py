@@ -194,13 +194,12 @@ def describe_context(denoiser: Denoiser, cache_dtype: str) -> str:
     return json.dumps(shape | how, sort_keys=True)
 
 
-def open_evidence_store(engine: EngineConfig, denoiser: Denoiser, token: Tensor) -> EvidenceStore | None:
-    """Returns the store that the settings name, None without one; token: as of `EvidenceStore`.
+def open_evidence_store(engine: EngineConfig, denoiser: Denoiser, token: Tensor) -> EvidenceStore:
+    """Returns the store that the settings name; token: as of `EvidenceStore`.
 
     Raises `ConfigError` for weights that are not those of their checkpoint.
     """
-    if engine.store is None:
-        return None
+    assert engine.store is not None
     check_store(engine)
     folder, context = expand_path(engine.store, ConfigError), describe_context(denoiser, engine.cache_dtype)
     return EvidenceStore(folder, context, token)

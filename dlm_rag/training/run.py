@@ -15,16 +15,13 @@ from typing import Any
 from dlm_rag.cli import print_note
 from dlm_rag.config import Config
 from dlm_rag.energy import EnergyMeter, format_energy, format_three_digits, merge_readings, open_meter
-from dlm_rag.files.paths import open_atomic_file, open_atomic_folder, write_text_atomic
+from dlm_rag.files.paths import open_atomic_folder, write_text_atomic
 from dlm_rag.machine import describe_machine, get_code_commit, get_machine_name
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_model import InitialModel
 from dlm_rag.training.metrics_logger import (
-    SCREEN_WINDOW_STEPS,
-    VALIDATION_PREFIXES,
     MetricsLogger,
-    is_number,
     read_metrics,
     select_validation_metrics,
 )
@@ -114,15 +111,10 @@ def describe_energy(meter: EnergyMeter, processes: DistributedContext, steps: in
     return f"energy: {format_three_digits(joules)} J · {each} J/step · {watts} W · {record['sensor']}"
 
 
-LOSSES = "loss", "pointer_loss", "nelbo_per_token"  # on the left; of rollouts what they cost:
-COSTS = "rollout_forwards", "rollout_searches"
-SHARES = "pointer_mass", "name_accuracy", "rollout_exact_match"  # on the right, with exact match
-
-
 def write_model_card(
     folder: Path, denoiser: Denoiser, config: Config, metrics: list[dict[str, Any]], commit: str | None
 ) -> None:
-    """Writes `training.json`, `README.md` and `curves.png` into a model's folder.
+    """Writes `training.json` and `README.md` into a model's folder.
 
     metrics: every line of the run's `metrics.jsonl`. commit: of the code that ran.
     """
@@ -144,7 +136,6 @@ def write_model_card(
     }
     write_text_atomic(folder / "training.json", json.dumps(record, indent=2) + "\n")
     write_text_atomic(folder / "README.md", _render_readme(record))
-    plot_curves(folder / "curves.png", metrics)
 
 
 def make_train_command() -> str:
@@ -168,36 +159,4 @@ def _render_readme(record: dict[str, Any]) -> str:
         **{f"validation: {name}": f"{value:.3g}" for name, value in record["validation"].items()},
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return (
-        f"# A denoiser\n\n    {record['command']}\n\n| | |\n|---|---|\n{table}\n\n![Curves](curves.png)\n"
-    )
-
-
-def plot_curves(path: Path, metrics: list[dict[str, Any]]) -> None:
-    """The losses on the left; on the right accuracy on names, and exact match by the real decoder."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    rollouts = any("rollout_reward" in line for line in metrics)
-    scores = sorted({name for line in metrics for name in line if name.startswith("exact_match")})
-    for axis, names in zip(axes, (COSTS if rollouts else LOSSES, (*SHARES, *scores)), strict=True):
-        for name in names:
-            logged = [line for line in metrics if is_number(line.get(name))]
-            if not any(line[name] for line in logged) and name not in scores:
-                continue
-            size = 1 if name.startswith(VALIDATION_PREFIXES) else SCREEN_WINDOW_STEPS
-            parts = [logged[n : n + size] for n in range(0, len(logged), size)]
-            means = [sum(line[name] for line in part) / len(part) for part in parts]
-            axis.plot(
-                [part[-1]["step"] + 1 for part in parts], means, "o-" if size == 1 else "-", label=name
-            )
-        axis.set_xlabel("step")
-        axis.set_ylim(0)
-        if axis.lines:
-            axis.legend(frameon=False, fontsize=8)
-    with open_atomic_file(path) as scratch:
-        figure.savefig(scratch, dpi=130)
-    pyplot.close(figure)
+    return f"# A denoiser\n\n    {record['command']}\n\n| | |\n|---|---|\n{table}\n"

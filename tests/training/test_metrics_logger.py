@@ -7,7 +7,6 @@ import re
 from dlm_rag.config import load_config
 from dlm_rag.training import metrics_logger
 from dlm_rag.training.metrics_logger import MetricsLogger, read_metrics
-from dlm_rag.training.run import plot_curves
 from tests.support.training import MICRO_SETTINGS
 
 
@@ -63,4 +62,3 @@ def test_metrics_of_a_task_of_ones_own_stay_whatever_they_are(tmp_path):
         report.log_validation({"exact_match": 0.75})
         report.log_step(step_metrics(3, **own))
     assert [line.get("exact_match") for line in read_metrics(path)] == [None, None, 0.75, None]
-    plot_curves(tmp_path / "curves.png", read_metrics(path))
