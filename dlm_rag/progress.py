@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHOW_AFTER_SECONDS, DRAW_EVERY_SECONDS, LOG_EVERY_SECONDS = 2.0, 0.1, 60.0  # seconds
-ANNOUNCE_FROM_SECONDS = 60.0  # seconds that a build has to take to be announced with its costs
 
 BAR_CHARS = 20
 _tasks: dict[object, str] = {}  # what is shown of each task under way: a terminal has one line for all

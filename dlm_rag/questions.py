@@ -5,8 +5,8 @@ import logging
 import random
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -102,39 +102,30 @@ def read_question_records(path: str | Path) -> Iterator[Record]:
         yield from read_records(each, QuestionError, plain="question")
 
 
-def parse_typed_questions(texts: list[str]) -> list[Question]:
-    """Questions typed by hand, with the ids q1, q2, ...; raises `QuestionError` for a blank one.
-
-    Where the locale is ASCII, Python has kept what else was typed as single bytes.
-    """
-    questions = []
-    for number, text in enumerate(texts, start=1):
-        if not text.strip():
-            raise QuestionError(f"question {number} is blank")
-        try:
-            decoded = text.encode(errors="surrogateescape").decode()
-        except UnicodeError:
-            raise QuestionError(f"question {number}: the text is not UTF-8") from None
-        questions.append(Question(f"q{number}", decoded))
-    return questions
-
-
-def as_questions(questions: str | Question | Sequence[str | Question]) -> list[Question]:
-    """Questions as records, also a single one; texts get the ids q1, q2, ... by their place."""
-    if isinstance(questions, str | Question):
-        questions = [questions]
-    numbered = parse_typed_questions([q if isinstance(q, str) else q.question for q in questions])
-    asked = [q if isinstance(q, Question) else n for q, n in zip(questions, numbered, strict=True)]
+def as_questions(questions: str | Question | Iterable[str | Question]) -> list[Question]:
+    """Questions as records, as `number_questions` makes them; raises `QuestionError` for an id twice."""
+    asked = list(number_questions(questions))
     if len({question.id for question in asked}) < len(asked):
         raise QuestionError("two questions have the same id")
     return asked
 
 
 def number_questions(questions: str | Question | Iterable[str | Question]) -> Iterator[Question]:
-    """Questions as records, one by one as they come; texts get the ids q1, q2, ... by their place."""
+    """Questions as records, one by one as they come; texts get the ids q1, q2, ... by their place.
+
+    Where the locale is ASCII, Python has kept what else was typed as single bytes. Raises `QuestionError`
+    for a blank question, or half of a character.
+    """
     given = [questions] if isinstance(questions, str | Question) else questions
     for number, each in enumerate(given, start=1):
-        yield replace(parse_typed_questions([each])[0], id=f"q{number}") if isinstance(each, str) else each
+        text = each if isinstance(each, str) else each.question
+        if not text.strip():
+            raise QuestionError(f"question {number} is blank")
+        try:
+            text = text.encode(errors="surrogateescape").decode()
+        except UnicodeError:
+            raise QuestionError(f"question {number}: the text is not UTF-8") from None
+        yield Question(f"q{number}", text) if isinstance(each, str) else each
 
 
 def select_questions(questions: list[Question], config: Config) -> list[Question]:

@@ -32,9 +32,8 @@ from dlm_rag.machine import (
     get_device_memory_bytes,
     get_machine_name,
 )
-from dlm_rag.model.flops import count_encode_flops, warn_slow_compute
 from dlm_rag.progress import format_bytes, show_status
-from dlm_rag.questions import Question, parse_typed_questions, read_questions, select_questions
+from dlm_rag.questions import Question, number_questions, read_questions, select_questions
 from dlm_rag.retrieval import load_retriever, read_retrieval_settings
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.retrieval.composite import wrap_oracle
@@ -180,7 +179,7 @@ def gather_questions(config: Config, typed: list[str]) -> list[Question]:
     if config.limit and not config.questions:
         raise ConfigError("limit chooses among the questions of a file: name one with --questions")
     questions = select_questions(read_questions(config.questions), config) if config.questions else []
-    questions += parse_typed_questions(typed)
+    questions += number_questions(typed)
     if len({question.id for question in questions}) < len(questions):
         raise QuestionError(f"a typed question has an id of {config.questions}: put it into that file")
     if not questions:
@@ -257,9 +256,7 @@ def prepare_decoder(
         lambda: Tokenizer.from_pretrained(checkpoint, *written), "tokenizer", *weights, *written
     )
     room = ContextBudget.from_config(shape, layout, canvas)
-    longest = measure_longest_prompt(questions, tokenizer, room)
-    work = count_encode_flops(shape, [longest + canvas], [longest + canvas], [canvas], dtype.itemsize)
-    warn_slow_compute(work.flops, f"a denoising step with max_new_tokens={canvas}", device.type)
+    measure_longest_prompt(questions, tokenizer, room)
     show_status("opening the index")
     found = find()
     retriever = wrap_oracle(found, questions, decode.query_policy) if config.retrieval.oracle else found

@@ -31,15 +31,9 @@ SHOWN_METRICS = ("exact_match", "f1", "recall_last", "forwards", "searches", "an
 
 
 @dataclass(frozen=True)
-class _Stamp:
-    versions: dict[str, Any] = field(default_factory=dict)
-    answers_depend_on: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class _Setting:
     groups: GroupSummary
-    stamp: _Stamp
+    stamp: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,6 @@ class StoredScores:
     settings: dict[str, _Setting]
     first_minus: dict[str, GroupSummary]
     swept: dict[str, list[str]] = field(default_factory=dict)
-    dataset: str | None = None
 
 
 @dataclass(frozen=True)
@@ -62,8 +55,7 @@ class StoredResult:
 
     def get_stamp(self, name: str) -> dict[str, Any]:
         """The stamp of a setting's answers."""
-        stamp: dict[str, Any] = self.record["settings"][name]["stamp"]
-        return stamp
+        return self.scores.settings[name].stamp
 
 
 def read_result(path: Path) -> StoredResult:

@@ -7,16 +7,10 @@ as many are read as tokens would meet that choose evenly. Activations are not co
 microseconds; a test compares it with torch's FlopCounterMode, which takes half of a step on a CPU.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.progress import ANNOUNCE_FROM_SECONDS, format_duration
-
-log = logging.getLogger(__name__)
-
-NOMINAL_FLOPS_PER_SECOND = {"cpu": 1e11, "cuda": 1e14}  # FLOPs a second of an ordinary device
 
 
 @dataclass
@@ -88,16 +82,6 @@ def _feed_forward(config: DenoiserConfig, tokens: int, sparse: bool) -> tuple[fl
     all_take = width * (e.num_experts + 3.0 * e.shared_intermediate_size)
     met = 1 - (1 - e.num_experts_per_tok / e.num_experts) ** tokens  # were they chosen evenly
     return all_take + e.num_experts_per_tok * one, (all_take if tokens else 0.0) + met * e.num_experts * one
-
-
-def warn_slow_compute(flops: float, what: str, device: str) -> None:
-    """Warns, before it begins, of a step that takes long on an ordinary device."""
-    seconds = flops / NOMINAL_FLOPS_PER_SECOND.get(device, NOMINAL_FLOPS_PER_SECOND["cpu"])
-    if seconds > ANNOUNCE_FROM_SECONDS:
-        log.warning(
-            "%s computes about %.0e floating-point operations: %s on an ordinary %s",
-            what, flops, format_duration(seconds), device.upper(),
-        )  # fmt: skip
 
 
 def count_head_flops(config: DenoiserConfig, rows: float, size: int) -> FlopCount:

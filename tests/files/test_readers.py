@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dlm_rag.errors import CorpusError, QuestionError, UserError
 from dlm_rag.files import record_readers
 from dlm_rag.files.record_readers import read_records
-from dlm_rag.questions import Question, parse_typed_questions, read_questions
+from dlm_rag.questions import Question, number_questions, read_questions
 from dlm_rag.retrieval.corpus import Passage, open_corpus
 
 ROWS = [
@@ -129,7 +129,7 @@ def test_rows_of_a_table_without_ids_are_numbered(tmp_path):
 
 def test_a_typed_question_with_half_of_a_character_is_refused():
     with pytest.raises(QuestionError, match="question 1: the text is not UTF-8"):
-        parse_typed_questions(["a \ud800 b"])
+        list(number_questions(["a \ud800 b"]))
 
 
 @pytest.mark.parametrize("kind", [dict, list])

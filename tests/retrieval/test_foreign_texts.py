@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dlm_rag.errors import CorpusError
-from dlm_rag.questions import Question, parse_typed_questions, read_questions
+from dlm_rag.questions import Question, number_questions, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.composite import describe_missing_support
 from dlm_rag.retrieval.corpus import open_corpus
@@ -65,7 +65,7 @@ FORMS = [
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_question_is_the_same_in_every_typography(tmp_path, form):
-    (typed,) = parse_typed_questions([form])
+    (typed,) = number_questions([form])
     (read,) = read_questions(write_rows(tmp_path / "q.jsonl", [{"id": "1", "question": form}]))
     assert typed.question == read.question == Question("q", form).question == PLAIN
 
