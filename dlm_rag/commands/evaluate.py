@@ -48,10 +48,10 @@ from dlm_rag.commands.prepare_decoder import (
 )
 from dlm_rag.config import Config, load_config
 from dlm_rag.config.fields import check_effects
-from dlm_rag.data.hub_datasets import SARDI_SETS, SPLIT_RULES, find_dataset, list_dataset_files
+from dlm_rag.data.hub_datasets import DATA_FOLDER, SPLIT_RULES, find_dataset, list_dataset_files
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.energy import summarise_energy
-from dlm_rag.errors import ConfigError, RunError, suggest_nearest, summarize_error
+from dlm_rag.errors import ConfigError, RunError, summarize_error
 from dlm_rag.evaluation import plots, tables
 from dlm_rag.evaluation.compare import (
     QuestionGroups,
@@ -168,15 +168,14 @@ def plan_from_command_line(words: CommandLine) -> EvaluationPlan:
     """The settings that the command line names, for its data set if any. Raises `ConfigError`."""
     said: dict[str, Any] = {}
     if dataset := words.options["dataset"]:
-        searched = words.config.retrieval.corpus or words.config.retrieval.url
-        if searched and words.config.questions:
+        if words.config.questions:
             raise ConfigError("--dataset names questions: leave --questions out")
-        if searched:
-            said["questions_of"] = f"{dataset}, {words.options['split']}"
-            more = [f"questions={find_dataset(dataset, words.options['split'])}"]
-        else:
-            said["dataset"] = dataset
-            more = resolve_dataset_files(dataset, words.settings)
+        searched = words.config.retrieval.corpus or words.config.retrieval.url
+        rule = words.options["split"] if searched else "sardi"
+        more = [f"questions={find_dataset(dataset, rule)}"]
+        said |= {"questions_of": f"{dataset}, {rule}"} if searched else {"dataset": dataset}
+        if not searched:
+            more += [f"retrieval.corpus={Path(DATA_FOLDER) / list_dataset_files(dataset, rule)[1].path}"]
             more += [f"model.path={SARDI_CHECKPOINT}"] * (words.config.model.path is None)
         words = words.with_settings([*words.settings, *more])
     if words.options["split"] != EVALUATE_OPTIONS["split"][0] and "questions_of" not in said:
@@ -244,26 +243,6 @@ def run_answer_jobs(jobs: dict[str, AnswerJob], workers: str | None) -> None:
             jobs[name].run(engines, advance)
             if failed := jobs[name].failed:
                 print_note(f"{name}: {failed} failed, counted as wrong; the same command asks again")
-
-
-def resolve_dataset_files(dataset: str, settings: Sequence[str]) -> list[str]:
-    """`KEY=VALUE` of a data set's files, in SARDI's layout. Raises `ConfigError` where they are not there.
-
-    settings: those of the command line, which may not name other files.
-    """
-    if dataset not in SARDI_SETS:
-        known = ", ".join(SARDI_SETS)
-        nearest = suggest_nearest(dataset, SARDI_SETS)
-        raise ConfigError(f"--dataset {dataset} is not one of {known}{nearest}")
-    questions, corpus = (Path("data") / file.path for file in list_dataset_files(dataset, "sardi"))
-    given = {word.partition("=")[0] for word in settings}
-    if both := sorted(given & {"questions", "retrieval.corpus"}):
-        raise ConfigError(f"--dataset names questions and corpus: leave {both[0]} out")
-    for path in (questions, corpus):
-        if not path.exists():
-            command = f"dlm-rag data get {dataset} --split sardi"
-            raise ConfigError(f"--dataset {dataset}: {path} is not there; `{command}` brings it")
-    return [f"questions={questions}", f"retrieval.corpus={corpus}"]
 
 
 def note_missing_support(jobs: Mapping[str, AnswerJob], questions: Sequence[Question]) -> None:

@@ -55,7 +55,6 @@ FILES = [
     HubFile("synthworlds", SARDI, "synthworlds/sm/test.parquet", 1200, "SARDI"),
     HubFile("wiki18", "PeterJinGo/wiki-18-corpus", "wiki-18.jsonl.gz", 21_015_324, "passages"),
 ]
-SARDI_SETS = [file.name for file in FILES if file.layout == "SARDI"]
 CORPORA = [file.name for file in FILES if file.layout == "passages"]
 
 

@@ -61,7 +61,7 @@ CASES = [
     ),
     # The paper's table.
     *table("evaluate --out run --dataset",
-        (("is not one of 2wiki, hotpotqa", "nearest: '2wiki'"), "2wikki"),
+        (("by the split rule sardi, which has 2wiki, hotpotqa", "nearest: '2wiki'"), "2wikki"),
         (("data/2wikimultihopqa/test.parquet is not there", "dlm-rag data get 2wiki --split sardi"), "2wiki"),
         # Data sets by name, with a corpus.
         (("'cofca' is no data set by the split rule search_r1", "bamboogle"), "cofca --corpus corpus.jsonl"),
