@@ -190,7 +190,7 @@ def open_corpus(path: str | Path, index_dir: str | Path | None = None) -> Corpus
     try:
         if path.is_dir():
             if not list_text_files(path):
-                raise CorpusError(f"the folder {path} has no .txt or .md files (.pdf: dlm_rag[documents])")
+                raise CorpusError(f"the folder {path} has no .txt or .md files")
             texts, digest = path, fingerprint_text_folder(path)
             path = _convert_to_jsonl(path, digest, read_text_passages, root)
         path = resolve_regular_file(path, "corpus", CorpusError)

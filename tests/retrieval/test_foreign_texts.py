@@ -103,11 +103,14 @@ def test_a_folder_says_what_was_read_and_what_was_not(tmp_path, capsys):
     notes.mkdir()
     (notes / "a.md").write_text("---\ntitle: 'Harbour Lights'\ntags: [film]\n---\n\nA 1931 film.\n")
     (notes / "b.md").write_text("Night Ferry\n===========\n\nA comedy.\n\nCast\n----\n\nPaul.\n")
-    (notes / "c.zip").write_bytes(b"PK")
+    (notes / "c.pdf").write_bytes(b"%PDF")
     (notes / "d.png").write_bytes(b"x")
     found = [(p.title, p.contents) for p in open_corpus(notes, tmp_path / "index")]
     assert found == [("Harbour Lights", "A 1931 film."), ("Night Ferry", "A comedy."), ("Cast", "Paul.")]
-    assert "read 2 files into 3 passages; skipped 2: c.zip, d.png" in capsys.readouterr().err
+    assert (
+        "read 2 files into 3 passages; skipped 2: c.pdf, d.png (make documents into"
+        in capsys.readouterr().err
+    )
 
 
 def test_supports_that_the_corpus_lacks_are_counted(tmp_path):
