@@ -163,9 +163,6 @@ class DecodeConfig(CheckedSettings):
     the question has; response: also if a name or number before it is in neither; both: also if the model
     names passages before the answer, and it is in none of these; unset takes the checkpoint's own (never
     for public ones)"""
-    abstain_threshold: float = setting(0.0, low=0, high=1)
-    """no answer is given if a token of the response was less probable than this when it was written, and
-    abstain is not never"""
     early_stopping: bool = setting(True)
     """stop once an end token and everything before it is committed, since the text can no longer change"""
 

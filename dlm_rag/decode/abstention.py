@@ -23,7 +23,6 @@ ABSTAIN_REASONS = {
     "no_answer": "what was written has no answer",
     "unsupported_words": "what was written has words that no passage has",
     "not_named": "the passages that were named before the answer do not have it",
-    "unsure": "the model was not sure enough of what it wrote",
 }
 MAX_SENTENCE_CHARS = 300  # of a sentence that is shown where no answer is given
 _OWN_WORDS = {UNKNOWN, UNCLEAR, "yes"}  # of answers: these need no passage; nor do function words

@@ -180,11 +180,8 @@ class Rollout(NamesRemedy):
         mode = "never" if self.error else self.settings.get("abstain") or "never"
         mark = find_answer(self.response, self.answer_form).mark
         titles = self.response[:mark] if self.answer_form == "titled" else None
-        found = self.unsupported.values(), titles, self.passages
-        if (reason := find_abstain_reason(mode, self.written_answer, *found)) or mode == "never":
-            return reason
-        least = min((token.confidence for step in self.steps for token in step.written_tokens), default=1.0)
-        return "unsure" if least < self.settings.get("abstain_threshold", 0.0) else ""
+        unsupported = self.unsupported.values()
+        return find_abstain_reason(mode, self.written_answer, unsupported, titles, self.passages)
 
     @property
     def abstained(self) -> bool:

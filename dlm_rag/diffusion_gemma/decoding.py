@@ -37,7 +37,7 @@ REDRAW_PATH = "dlm_rag.diffusion_gemma.decoding:REDRAW"
 READ_SETTINGS = {  # of `decode`; the others have no effect
     "max_new_tokens", "steps_per_block", "query_policy", "query_threshold",
     "retrieval_interval", "retrieval_threshold", "seed", "batch_size", "overlap", "abstain",
-    "abstain_threshold", "early_stopping",
+    "early_stopping",
 }  # fmt: skip
 MODEL_VALUES: dict[str, tuple[Any, ...]] = {
     "attn_implementation": ("auto", "sdpa"), "evidence_layout": (None, "prefix"),

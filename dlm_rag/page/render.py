@@ -47,7 +47,6 @@ MAX_CANVAS_TOKENS = 1 << 17  # positions, each an element of the page; no public
 # The settings of a trace that a page reads, with their types; others are shown as they are.
 READ_SETTINGS = {
     "query_policy": str, "query_threshold": int | float, "abstain": str | None,
-    "abstain_threshold": int | float,
 }  # fmt: skip
 MAX_GAP_CHARS = 8  # characters between two tokens of a text: blanks, a character that is several tokens
 

@@ -5,7 +5,7 @@ import pytest
 from dlm_rag.commands.arguments import ANSWER_SETTINGS, parse_command_line
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.abstention import ABSTAIN_REASONS, describe_abstention, find_closest
-from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep, cite_passages
+from dlm_rag.decode.rollout import Rollout, RolloutStep, cite_passages
 from dlm_rag.decode.terminal import render_answer
 from dlm_rag.engine.engine import resolve_settings
 from dlm_rag.evaluation.compare import summarize_scores
@@ -90,14 +90,6 @@ def test_a_model_that_names_its_passages_gives_answers_that_these_have(response,
     assert rollout.abstain_reason == reason and bool(rollout.answer) == (not reason)
     rollout.settings = {"abstain": "never"}
     assert rollout.abstain_reason == "" and bool(rollout.answer) == (reason != "no_answer")
-
-
-def test_what_was_written_with_little_confidence_is_not_given():
-    rollout = answered(RIGHT, "answer")
-    rollout.steps[1].committed = tuple(CommittedToken(n, n, "x", p) for n, p in enumerate((0.9, 0.5)))
-    for mode, threshold, reason in (("answer", 0.4, ""), ("answer", 0.6, "unsure"), ("never", 0.6, "")):
-        rollout.settings = {"abstain": mode, "abstain_threshold": threshold}
-        assert rollout.abstain_reason == reason
 
 
 def test_an_unset_mode_is_the_checkpoints_own_and_that_of_a_public_one_is_never():
