@@ -327,7 +327,7 @@ class TrainConfig(CheckedSettings):
     parallel: str = setting("ddp", choices=("ddp", "fsdp"))
     """data parallelism: ddp (full copies) or fsdp (weights, gradients and optimizer state sharded)"""
     # Training on worlds.
-    pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT)
+    pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT | WORLDS)
     """weight of the pointer loss, which falls to 4/15 of it with the learning rate; unset: 0.3 for a new
     model, 0 for a checkpoint"""
     max_hops: int = setting(4, low=1, high=4, only_with=ANSWERING | {"data.questions": (None,)})

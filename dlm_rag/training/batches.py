@@ -5,7 +5,6 @@ all that the host makes for it, ready to travel to the device.
 """
 
 import random
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -36,7 +35,6 @@ FULL_CANVAS_SHARE = 0.2  # share of rows with the whole canvas; others end soon 
 UNIFORM_MASK_SHARE = 0.5  # share of rows masked at a uniform time; in others all after a cut is masked
 STRAY_MASK_SHARE = 0.05  # share of the positions before the cut that are masked all the same
 RETRIEVAL_CUT_SHARE = 0.6  # share of rows that are cut where the response stood when the evidence was found
-MIN_COPY_TOKENS = 3  # tokens in a row that a response and a passage share
 LONG_QUESTION_TOKENS = 64  # a long question of a world; small vocabularies need up to twice as many
 MAX_LOOKAHEAD_BLOCKS = 3  # masked blocks after the current one, at most
 
@@ -171,43 +169,6 @@ def sample_passages(
     evidence = kept + others[: count - len(kept)]
     rng.shuffle(evidence)
     return evidence
-
-
-class CopyIndex:
-    """Where the passages of a prompt have which runs of tokens."""
-
-    def __init__(self, facts: Sequence[Sequence[int]]) -> None:
-        self._facts = facts
-        self._places = defaultdict[tuple[int, ...], list[tuple[int, int]]](list)
-        for row, fact in enumerate(facts):
-            runs = zip(*(fact[n:] for n in range(MIN_COPY_TOKENS)), strict=False)
-            for at, run in enumerate(runs):
-                self._places[run].append((row, at))
-
-    def find(self, ids: Sequence[int]) -> tuple[Pointer, ...]:
-        """Where a passage spells out the tokens `ids` of a response, run by run, each as long as can be.
-
-        Of equally long runs the one in the first passage counts, there the first. Runs of fewer than
-        `MIN_COPY_TOKENS` tokens may be chance and have no pointers.
-        """
-        found: list[Pointer] = []
-        position = 0
-        while position < len(ids):
-            starts = self._places.get(tuple(ids[position : position + MIN_COPY_TOKENS]), ())
-            runs = [(self._count_run(ids, position, row, at), row, at) for row, at in starts]
-            length, row, at = max(runs, key=lambda run: run[0], default=(1, 0, 0))
-            if runs:
-                found += [Pointer(position + n, row, at + n) for n in range(length)]
-            position += length
-        return tuple(found)
-
-    def _count_run(self, ids: Sequence[int], position: int, row: int, at: int) -> int:
-        """How many tokens agree from there on, `MIN_COPY_TOKENS` at least."""
-        fact, length = self._facts[row], MIN_COPY_TOKENS
-        most = min(len(ids) - position, len(fact) - at)
-        while length < most and ids[position + length] == fact[at + length]:
-            length += 1
-        return length
 
 
 def sample_document_rows(shape: DenoiserConfig, length: int, count: int) -> list[Example]:

@@ -33,7 +33,7 @@ from dlm_rag.retrieval.base import CorpusRetriever, Retriever
 from dlm_rag.retrieval.corpus import Passage, open_corpus
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.text import find_sentence_spans, overlapping_spans
-from dlm_rag.training.batches import CopyIndex, Example, ExampleBuilder, Pointer, sample_passages
+from dlm_rag.training.batches import Example, ExampleBuilder, Pointer, sample_passages
 from dlm_rag.training.documents import PackedDocuments, open_token_file
 from dlm_rag.training.task import Run
 from dlm_rag.training.validation import QuestionValidation
@@ -207,7 +207,7 @@ class QuestionExamples:
         encode, response = self._builder.tokenizer.encode, target_response(question)
         prompt = self._builder.build_prompt(question.question, [passage.text for passage in evidence])
         ids, standing = list(encode(response)), len(encode(response[:stands])) if stands else 0
-        return self._builder.build_example(rng, prompt, ids, standing, CopyIndex(prompt.facts).find(ids))
+        return self._builder.build_example(rng, prompt, ids, standing, ())
 
 
 def target_response(question: Question) -> str:

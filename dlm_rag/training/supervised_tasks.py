@@ -145,14 +145,16 @@ class SftTask(MaskedTask):
         )
 
     def finish_step(self, sums: Sums, counts: Sums, state: TaskState) -> tuple[Sums, TaskState]:
+        found = {"loss": sums["tokens"] / counts["divisor"]}
+        if self._config.data.questions is not None:  # without a curriculum or pointers
+            return found, state
         pointed = max(1, counts["pointed"])
-        found = {
-            "loss": sums["tokens"] / counts["divisor"],
+        found |= {
             "name_accuracy": sums["names_right"] / pointed,
             "pointer_loss": sums["pointers"] / pointed,
             "pointer_mass": sums["passage_mass"] / pointed,
         }
-        if self._config.data.questions is None and not self.train.data_workers:
+        if not self.train.data_workers:
             found["passages"] = self.conditions(0, state)[1]
         stage, accuracy = state.get("stage", 0), state.get("name_accuracy", 0.0)
         if counts["pointed"]:

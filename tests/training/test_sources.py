@@ -1,4 +1,4 @@
-"""Training on questions of one's own: which evidence they get, and what is copied from it."""
+"""Training on questions of one's own: which evidence they get."""
 
 import random
 from dataclasses import replace
@@ -10,35 +10,10 @@ from dlm_rag.errors import QuestionError
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.training.batches import MIN_COPY_TOKENS, CopyIndex, ExampleBuilder, Pointer, sample_passages
+from dlm_rag.training.batches import ExampleBuilder, sample_passages
 from dlm_rag.training.sources import QuestionExamples, target_response
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 from tests.support.training_data import write_own_data
-
-
-def test_a_copy_is_the_longest_run_and_short_ones_are_chance():
-    facts = [(7, 1, 2, 3, 9), (5, 1, 2, 3, 4, 5, 6)]
-    assert CopyIndex(facts).find([1, 2, 3, 4, 5, 8, 1, 2, 9, 1, 2, 3]) == (
-        *(Pointer(n, 1, n + 1) for n in range(5)),  # not the first fact, where three agree
-        *(Pointer(9 + n, 0, 1 + n) for n in range(3)),
-    )
-    for ids, where in (([1, 2], facts), ([], facts), ([1, 2, 3], [])):
-        assert CopyIndex(where).find(ids) == ()
-
-
-def test_a_pointer_names_the_token_that_it_points_at():
-    rng = random.Random(0)
-    for _ in range(200):
-        facts = [[rng.randrange(5) for _ in range(rng.randrange(20))] for _ in range(3)]
-        ids = [rng.randrange(5) for _ in range(30)]
-        found = CopyIndex(facts).find(ids)
-        assert all(ids[p.position] == facts[p.fact][p.token] for p in found)
-        places = [p.position for p in found]
-        assert places == sorted(set(places))
-        # What has none is in no run of the facts that is long enough to begin there.
-        size = MIN_COPY_TOKENS
-        grams = {tuple(f[n : n + size]) for f in facts for n in range(len(f) - size + 1)}
-        assert all(tuple(ids[n : n + size]) not in grams for n in set(range(30)) - set(places))
 
 
 def test_what_is_needed_stays_in_the_evidence():

@@ -274,13 +274,13 @@ def test_checkpointing_changes_no_gradient(examples, kind, compiled):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_the_passage_of_a_cut_row_that_tells_the_answer_is_the_evidence_of_its_bound():
-    texts = {"a": "Emma is a novel.", "a#2": "Its author is Jane Austen.", "b": "A town.", "c#2": "Rest."}
+def test_the_passages_that_hold_the_answer_are_the_evidence_of_its_bound():
+    texts = {"a": "Emma is a novel.", "b": "A town.", "c": "Rest."}
     corpus = [Passage(name, "", text) for name, text in texts.items()]
-    asked = [Question("q", "Who is the author?", ("Jane Austen",), ("a", "b", "c#2", "gone"))]
+    asked = [Question("q", "Who is the author?", ("Jane Austen",), ("c", "a", "gone"))]
     validation = QuestionValidation(asked, [""], SimpleNamespace(corpus=corpus), load_config(None, []))
     found = validation._evidence(asked[0], "Jane Austen wrote it.")
-    assert found == ["Its author is Jane Austen.", "A town.", "Rest."]
+    assert found == ["Rest.", "Emma is a novel."]
 
 
 def test_a_fresh_denoiser_has_a_nelbo_of_about_log_v_per_token(tmp_path):
