@@ -329,16 +329,6 @@ def test_logits_of_a_large_vocabulary_stay_within_their_budget(dtype, monkeypatc
     assert len(looks) == -(-2048 // (MAX_LOGIT_BYTES // (80 * LLADA.vocab_size))), "once for each chunk"
 
 
-def test_steps_of_one_call_are_those_of_calls_of_their_own():
-    logits, taken = logits_of(4, 7), torch.tensor([-1, 2, -1, 0, -1, -1, 1])
-    step, forced = torch.tensor([0, 0, 1, 1, 1, 2, 2]), torch.tensor([False, True, False])
-    parts = gather_action_log_probs(compute_action_distribution(logits, MASK, SOFT), taken)
-    together = step_log_prob(parts, step, taken >= 0, forced)
-    own = [(logits[step == n], taken[step == n].tolist(), bool(forced[n])) for n in range(3)]
-    alone = [float(log_prob_of(*each)) for each in own]
-    assert together.tolist() == pytest.approx(alone, abs=1e-12)
-
-
 def test_draws_never_are_the_mask():
     logits = torch.tensor([[0.0, 0, 0, 30.0]] * 50)
     uniform = torch.linspace(0, 1, 50)

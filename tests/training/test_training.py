@@ -9,9 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +17,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_rag import Denoiser, Tokenizer, commands
 from dlm_rag.commands.train import StopSignal, prepare_run_folder
@@ -31,7 +28,6 @@ from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.files.journal import acquire_file_lock, release_file_lock
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.layers import AttentionProbe
-from dlm_rag.model.packed_batch import to_host
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.training.batches import (
@@ -295,33 +291,6 @@ def test_a_fresh_denoiser_has_a_nelbo_of_about_log_v_per_token(tmp_path):
     assert nats / tokens == pytest.approx(math.log(400), rel=0.25), "four questions: the times vary"
 
 
-class Asked(TorchDispatchMode):
-    """The operators that would wait for a device, by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if operator._schema.name.removeprefix("aten::") in ("_local_scalar_dense", "nonzero", "equal"):
-            self.found.append(str(operator))
-        return operator(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("objective", ["sft", "pretrain"])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_step_waits_for_the_device_once(tmp_path, monkeypatch, objective, dtype):
-    """For its sums and the norm of its gradients together."""
-    words = [f"train.objective={objective}", f"train.dtype={dtype}", *SEQUENCES]
-    trainer = make_trainer(tmp_path, *words, "train.gradient_accumulation_steps=2")
-    trainer.step()
-    waits = []
-    monkeypatch.setattr("dlm_rag.training.trainer.to_host", lambda x: waits.append(x) or to_host(x))
-    with Asked() as asked:
-        trainer.step()
-    assert not asked.found and len(waits) == 1
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("objective", ["sft", "pretrain"])
@@ -448,39 +417,6 @@ def test_what_float16_cannot_hold_is_skipped_by_all_optimizers_and_the_scale_is_
     assert again.restore() and again._scaler.get_scale() == scale / 2
 
 
-@pytest.mark.slow
-def test_the_scale_of_losses_in_float16_is_that_of_torch(tmp_path, monkeypatch):
-    """Against torch's own loop, which asks the scaler to step: growth, an overflow, growth, a resume."""
-
-    def by_torch(trainer, norm):
-        for optimizer in trainer.optimizers:
-            trainer._scaler.step(optimizer)
-            optimizer.zero_grad(set_to_none=True)
-        trainer._scaler.update()
-
-    words, scales = ["train.dtype=float16", "train.rows_per_set=2"], []
-    trainers = [make_trainer(tmp_path / name, *words) for name in ("ours", "theirs")]
-    monkeypatch.setattr(trainers[1], "_update", partial(by_torch, trainers[1]))
-    for step in range(6):
-        if step == 4:
-            trainers[0].save()
-            trainers[0] = make_trainer(tmp_path / "ours", *words)
-            assert trainers[0].restore()
-        for trainer in trainers:
-            trainer._scaler.set_growth_interval(2)
-            with ExitStack() as stack:
-                if step == 2:  # of both optimizers, for torch asks each by itself
-                    for name in ("embed_tokens.weight", "layers.0.mlp.up_proj.weight"):
-                        stack.callback(spoil(trainer, name).remove)
-                trainer.step()
-        ours, theirs = map(clone_weights, trainers)
-        assert all(torch.equal(value, theirs[name]) for name, value in ours.items()), step
-        states = [trainer._scaler.state_dict() for trainer in trainers]
-        assert states[0] == states[1]
-        scales.append(states[0]["scale"] / 2**16)
-    assert scales == [1, 2, 1, 1, 2, 2]
-
-
 def test_a_validation_that_fails_costs_no_step_and_is_made_up_for(tmp_path, monkeypatch):
     words = [*MICRO_SETTINGS, "train.max_steps=2", "train.eval_steps=1", "train.save_steps=100"]
     config, scores = load_config(None, words), QuestionValidation.compute_scores
@@ -534,9 +470,8 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew_and_says
     words = ["--out", str(tmp_path), *MICRO_SETTINGS, "train.max_steps=1"]
     commands.train.main([*words, "--resume"])
     assert f"{tmp_path} has no checkpoint: the run begins again" in capsys.readouterr().err
-    assert (tmp_path / "model" / "README.md").exists() and find_latest_checkpoint(tmp_path)[
-        1
-    ].state.step == 1
+    assert (tmp_path / "model" / "README.md").exists()
+    assert find_latest_checkpoint(tmp_path)[1].state.step == 1
     assert not (tmp_path / "train.lock").exists()
     with pytest.raises(ConfigError, match="holds a run already: add --resume to go on"):
         commands.train.main(words)
@@ -647,19 +582,6 @@ def test_metrics_of_steps_that_are_computed_again_are_dropped(tmp_path):
     report.log_validation({"exact_match": 0.5})
     second = json.loads(METRICS_LINES[1]) | {"exact_match": 0.5}
     assert read_metrics(path) == [json.loads(METRICS_LINES[0]), second]
-
-
-@pytest.mark.parametrize("what", ["begin", "scores"])
-def test_a_kill_while_metrics_are_rewritten_leaves_the_old_ones(tmp_path, monkeypatch, what):
-    """A new file takes the place of the old one at once, or not at all."""
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(METRICS_LINES))
-    report = open_logger(tmp_path, 3)
-    monkeypatch.setattr("pathlib.Path.replace", None)
-    with pytest.raises(TypeError):
-        report.log_validation({"exact_match": 0.5}) if what == "scores" else open_logger(tmp_path, 2)
-    assert path.read_text() == "".join(METRICS_LINES)
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_resumed_run_asks_wandb_for_the_run_that_it_began(tmp_path, monkeypatch):
