@@ -15,11 +15,11 @@ from functools import cache
 from typing import Any, cast
 
 from dlm_rag.cli import print_note
+from dlm_rag.config.fields import replace_settings
 from dlm_rag.config.sections import LikelihoodConfig
-from dlm_rag.errors import ConfigError, suggest_nearest
+from dlm_rag.errors import ConfigError
 from dlm_rag.machine import choose_device, choose_dtype
 
-MODEL_ARGS = ("pretrained", "dtype", "device", "block_size", "max_length")  # and of `LikelihoodConfig`
 Tokens = list[int]
 
 
@@ -41,12 +41,9 @@ class HarnessModel:
         block_size, most, _ = (
             more.pop(key, None) for key in ("block_size", "max_length", "max_batch_size")
         )
-        known = [*MODEL_ARGS, *LikelihoodConfig.__dataclass_fields__]
-        if unknown := next((key for key in more if key not in known), None):
-            nearest = suggest_nearest(unknown, known)
-            raise ConfigError(f"--model_args: {unknown} is not one of {', '.join(known)}{nearest}")
         rows = {} if batch_size in (None, 1, "1", "auto") else {"batch_size": batch_size}
-        self.settings, self._device = LikelihoodConfig(**rows, **more), choose_device(device or "auto")
+        self.settings = replace_settings(LikelihoodConfig(), **rows, **more)
+        self._device = choose_device(device or "auto")
         checkpoint = open_checkpoint(str(pretrained), block_size)
         self._tokenizer, shape = Tokenizer.from_pretrained(checkpoint), checkpoint.config
         self._denoiser = load_denoiser(checkpoint, self._device, choose_dtype(dtype, self._device))
@@ -113,7 +110,8 @@ class HarnessModel:
         fitted = [(a[max(0, len(a) + len(b) - self.max_length) :], b) for a, b in pairs]
         found = estimate_log_likelihoods(self._denoiser, fitted, self.settings, keys)
         exact = sum(each.exact for each in found)
-        print_note(f"{len(found)} log-likelihoods: {exact} exact, {len(found) - exact} bounds")
+        bounds = "bounds, of texts of which it is not told whether they are greedy"
+        print_note(f"{len(found)} log-likelihoods: {exact} exact, {len(found) - exact} {bounds}")
         return found
 
 

@@ -14,7 +14,7 @@ predicts its first token, this one is exact, and the rest of the block is given 
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice, product
 from typing import NamedTuple
 
@@ -28,7 +28,6 @@ from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
 from dlm_rag.evidence.prompt_segments import (
     ContextBudget,
-    LaidOutPrompt,
     LaidOutRow,
     lay_out_prompt,
     truncate_evidence,
@@ -41,7 +40,6 @@ from dlm_rag.randomness import make_keyed_generator, sample_uniform
 from dlm_rag.tokenizer import Prompt
 
 FloatArray = NDArray[np.float64]
-Span = tuple[int, int]  # positions of a continuation, from and up to
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,8 @@ class LogLikelihood:
     """What a denoiser says of a continuation.
 
     nats: its log-likelihood given the context, or an estimate of the bound. exact: whether it is the
-    likelihood, not a bound. greedy: whether writing the most probable token (by diffusion, at the most
-    confident position of the first block with a mask) at every step gives the continuation.
+    likelihood, not a bound. greedy: whether, read from left to right, it has the most probable token at
+    every step; of a text that is read by diffusion this is not told, and False.
     """
 
     nats: float
@@ -58,36 +56,13 @@ class LogLikelihood:
     greedy: bool
 
 
-@dataclass
-class _Text:
-    """A continuation to be scored: what is predicted from what is before, and what by masks."""
-
-    laid: LaidOutPrompt
-    target: list[int]
-    from_before: list[int] = field(default_factory=list)  # positions that the state before them predicts
-    masked_spans: list[Span] = field(default_factory=list)  # what is masked of each block
-    nats: float = 0.0
-    greedy: bool = True
-
-    def make_row(
-        self, shape: DenoiserConfig, span: Span, masked: Sequence[int], weight: float = 0.0
-    ) -> "_Row":
-        """The row in which these positions of a span are masked; what is after its block is not there."""
-        begin, end = max(0, self.laid.block_bounds(span[0])[0]), self.laid.round_up_canvas(span[1])
-        assert shape.mask_token_id is not None
-        canvas = self.target[: span[1]] + [shape.mask_token_id] * (end - span[1])
-        for place in masked:
-            canvas[place] = shape.mask_token_id
-        return _Row(self, self.laid.build_row(canvas, begin, shape.shifted), masked, weight)
-
-
 class _Row(NamedTuple):
-    """A row for the denoiser: the positions, ascending, at which it is asked for the target, and the weight
+    """A row for the denoiser: the positions, ascending, at which it is asked for `wanted`, and the weight
     of their log-probabilities."""
 
-    text: _Text
     laid: LaidOutRow
     positions: Sequence[int]
+    wanted: Sequence[int]
     weight: float
 
 
@@ -117,56 +92,61 @@ def estimate_log_likelihoods(
     if (mode := settings.mode or modes[0]) not in modes:
         raise ConfigError(f"mode={mode}: the model was trained for {' and '.join(modes)}")
     keys = [tuple(context) for context, _ in pairs] if keys is None else keys
-    texts = [_lay_out(shape, mode, *pair) for pair in pairs]
     rows = (
-        row
-        for text, key in zip(track_progress(texts, "log-likelihoods"), keys, strict=True)
-        for row in _list_rows(shape, text, settings.samples, ("likelihood", settings.seed, key))
+        (number, row)
+        for number, (pair, key) in enumerate(
+            zip(track_progress(pairs, "log-likelihoods"), keys, strict=True)
+        )
+        for row in _list_rows(shape, mode, pair, settings.samples, ("likelihood", settings.seed, key))
     )
+    nats, exact = [0.0] * len(pairs), [True] * len(pairs)
+    greedy = [mode == "autoregressive"] * len(pairs)
     while part := list(islice(rows, settings.batch_size)):
-        for row, (log_probs, right, _) in zip(part, _predict_targets(denoiser, part), strict=True):
-            row.text.nats += row.weight * float(log_probs.sum())
-            row.text.greedy &= row.positions is not row.text.from_before or bool(right.all())
-    _write_greedily(denoiser, texts, settings.batch_size)
-    return [
-        LogLikelihood(text.nats, all(a + 1 == b for a, b in text.masked_spans), text.greedy)
-        for text in texts
-    ]
+        found = _predict_targets(denoiser, [row for _, row in part])
+        for (number, row), (log_probs, right) in zip(part, found, strict=True):
+            nats[number] += row.weight * float(log_probs.sum())
+            exact[number] &= row.weight == 1.0  # the one way to mask a single token
+            greedy[number] &= bool(right.all())
+    return [LogLikelihood(*each) for each in zip(nats, exact, greedy, strict=True)]
 
 
-def _lay_out(shape: DenoiserConfig, mode: str, context: Sequence[int], target: Sequence[int]) -> _Text:
-    prompt, ids = Prompt(tuple(context), (), ()), list(target)
-    before = mode == "autoregressive" or shape.predicts_next_block
-    if not ids or (before and not context):
+def _list_rows(
+    shape: DenoiserConfig, mode: str, pair: tuple[Sequence[int], Sequence[int]], samples: int,
+    key: tuple[object, ...],
+) -> Iterator[_Row]:  # fmt: skip
+    """Yields one row of all that states before predict, then those in which parts of a block are masked,
+    block by block; what is after a block is not there."""
+    prompt, ids, mask_id = Prompt(tuple(pair[0]), (), ()), list(pair[1]), shape.mask_token_id
+    left_to_right = mode == "autoregressive"
+    if not ids or ((left_to_right or shape.predicts_next_block) and not prompt.ids):
         raise QuestionError(
             "a log-likelihood needs a continuation and a context of at least one token each"
         )
-    text = _Text(lay_out_prompt(prompt, shape), ids)
-    if mode == "autoregressive":
-        text.from_before = list(range(len(ids)))
-    else:
-        begin = 0
-        while begin < len(ids):
-            first, end = text.laid.block_bounds(begin)
-            if text.laid.predicts_next_block and first == begin:
-                text.from_before.append(begin)
-                begin += 1
-            if begin < (end := min(end, len(ids))):
-                text.masked_spans.append((begin, end))
-            begin = end
-    room = ContextBudget.from_config(shape, canvas=text.laid.round_up_canvas(len(ids)))
-    truncate_evidence(prompt, room)
-    return text
-
-
-def _list_rows(shape: DenoiserConfig, text: _Text, samples: int, key: tuple[object, ...]) -> Iterator[_Row]:
-    if text.from_before:
-        yield _Row(text, text.laid.build_row(text.target, len(text.target), True), text.from_before, 1.0)
-    for number, (begin, end) in enumerate(text.masked_spans):
-        masks, weights = choose_masks(end - begin, samples, (*key, number))
-        for mask, weight in zip(masks, weights, strict=True):
+    laid = lay_out_prompt(prompt, shape)
+    truncate_evidence(prompt, ContextBudget.from_config(shape, canvas=laid.round_up_canvas(len(ids))))
+    from_before, spans = [*range(len(ids))] if left_to_right else [], list[tuple[int, int]]()
+    begin = len(from_before)
+    while begin < len(ids):
+        first, end = laid.block_bounds(begin)
+        if laid.predicts_next_block and first == begin:
+            from_before.append(begin)
+            begin += 1
+        if begin < (end := min(end, len(ids))):
+            spans.append((begin, end))
+        begin = end
+    if from_before:
+        row = laid.build_row(ids, len(ids), shifted=True)
+        yield _Row(row, from_before, [ids[place] for place in from_before], 1.0)
+    for number, (begin, end) in enumerate(spans):
+        first, size = max(0, laid.block_bounds(begin)[0]), laid.round_up_canvas(end)
+        for mask, weight in zip(*choose_masks(end - begin, samples, (*key, number)), strict=True):
             masked = (begin + np.flatnonzero(mask)).tolist()
-            yield text.make_row(shape, (begin, end), masked, float(weight))
+            assert mask_id is not None
+            canvas = [*ids[:end], *[mask_id] * (size - end)]
+            for place in masked:
+                canvas[place] = mask_id
+            row = laid.build_row(canvas, first, shape.shifted)
+            yield _Row(row, masked, [ids[place] for place in masked], float(weight))
 
 
 def choose_masks(
@@ -190,15 +170,15 @@ def choose_masks(
 
 
 def _predict_targets(denoiser: Denoiser, rows: Sequence[_Row]) -> list[FloatArray]:
-    """For each row (3, n), at its positions: the log-probability of the target in nats, whether it is the
-    most probable token that may be written, and the log-probability of the one that is.
+    """For each row (2, n), at its positions: the log-probability of what is wanted in nats, and whether it
+    is the most probable token that may be written.
     """
     shape = denoiser.config
     with torch.inference_mode():
         states = [row.laid for row in rows]
         positions = [row.positions for row in rows]
         hidden = encode_canvases(denoiser, states, encode_contexts(denoiser, states), positions)
-        wanted = np.array([row.text.target[place] for row in rows for place in row.positions])
+        wanted = np.array([token for row in rows for token in row.wanted])
         never = [n for n in (shape.mask_token_id, *shape.excluded_token_ids) if n is not None]
         targets, not_text = to_device([wanted, np.array(never, np.int64)], hidden.device)
         parts = []
@@ -208,25 +188,7 @@ def _predict_targets(denoiser: Denoiser, rows: Sequence[_Row]) -> list[FloatArra
         for states_of_chunk, ids in chunks:
             found = denoiser.compute_token_logits(states_of_chunk).float().log_softmax(-1)
             own = found.gather(1, ids[:, None]).squeeze(1)
-            best, token = found.index_fill_(1, not_text, -math.inf).max(-1)
-            parts.append(torch.stack([own, (token == ids).float(), best]))
+            token = found.index_fill_(1, not_text, -math.inf).argmax(-1)
+            parts.append(torch.stack([own, (token == ids).float()]))
         values: FloatArray = to_host(torch.cat(parts, dim=1)).astype(np.float64)
     return np.split(values, np.cumsum([len(row.positions) for row in rows])[:-1], axis=1)
-
-
-def _write_greedily(denoiser: Denoiser, texts: Sequence[_Text], batch_size: int) -> None:
-    """Finds for which texts the most probable tokens are the target, written one a step in each block.
-
-    A text leaves with its first other token, so that all before is the target's.
-    """
-    open_spans = [(text, span, [*range(*span)]) for text in texts for span in text.masked_spans]
-    while open_spans := [each for each in open_spans if each[0].greedy and each[2]]:
-        for start in range(0, len(open_spans), batch_size):
-            part = open_spans[start : start + batch_size]
-            rows = [text.make_row(denoiser.config, span, masked) for text, span, masked in part]
-            for (text, _, masked), (_, right, best) in zip(
-                part, _predict_targets(denoiser, rows), strict=True
-            ):
-                at = int(best.argmax())
-                text.greedy &= bool(right[at])
-                del masked[at]

@@ -1,4 +1,4 @@
-"""DiffusionGemma under the programs: files that go on, comparisons, workers."""
+"""DiffusionGemma under the programs: comparisons, workers."""
 
 import json
 import sys
@@ -52,26 +52,6 @@ def timeless(path):
         {k: v for k, v in json.loads(line).items() if k not in ("seconds", "steps")}
         for line in path.read_text().splitlines()
     ]
-
-
-@pytest.mark.slow
-def test_a_run_that_was_cut_short_goes_on(folder, capsys):
-    """Killed in the middle of the third line: the page is then that of all, and the files are the same."""
-    words = ("--out", "a.jsonl", "--trace", "t.jsonl", "--html", "page.html")
-    assert called(sample, *words) == 0
-    out, trace = folder / "a.jsonl", folder / "t.jsonl"
-    whole, traced = timeless(out), [*map(strip_times_and_confidences, read_trace(trace))]
-    assert any(step.remasked for rollout in traced for step in rollout.steps)
-    lines, text = out.read_text().splitlines(keepends=True), trace.read_text()
-    out.write_text("".join(lines[:2]) + lines[2][:40])
-    trace.write_text(text[: text.index('{"id": "n3"') + 9])
-    (folder / "page.html").unlink()
-    capsys.readouterr()
-    assert called(sample, *words) == 0
-    assert "2 of 6 questions are answered already" in capsys.readouterr().err
-    assert timeless(out) == whole and [*map(strip_times_and_confidences, read_trace(trace))] == traced
-    page = (folder / "page.html").read_text()
-    assert all(f"book number {n}?" in page for n in range(6)) and '"ghosts":true' in page
 
 
 @pytest.mark.slow

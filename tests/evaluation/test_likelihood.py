@@ -8,15 +8,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from dlm_rag import Decoder, Denoiser
-from dlm_rag.config import DecodeConfig
+from dlm_rag import Denoiser
 from dlm_rag.config.sections import LikelihoodConfig
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evaluation.likelihood import choose_masks, estimate_log_likelihoods
-from dlm_rag.retrieval.composite import NoRetriever
-from dlm_rag.tokenizer.prompts import PromptTemplate
 from tests.support.block_attention import BLOCK, MASK, block_denoiser
-from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer, write_autoregressive_checkpoint
+from tests.support.tiny_models import tiny_denoiser, write_autoregressive_checkpoint
 
 CONTEXT = [*b"who was "]  # two blocks of 4
 
@@ -152,22 +149,6 @@ def test_what_is_drawn_depends_on_seed_and_key_alone():
         assert found.nats == pytest.approx(alone.nats, rel=1e-5)
     assert score(denoiser, pair, samples=16, seed=1).nats != pytest.approx(alone.nats, rel=1e-3)
     assert score(denoiser, pair, samples=16, keys=["other"]).nats != pytest.approx(alone.nats, rel=1e-3)
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_greedy_is_what_the_decoder_writes_one_token_a_step(kind, corpus):
-    shape, _ = MODELS[kind]
-    # The blank at the end of the context is the prompt's: a question has none.
-    denoiser, tokenizer = tiny_denoiser(**shape), tiny_tokenizer(PromptTemplate("{question} ", chat=False))
-    length, rule = 8, {} if kind.startswith("causal") else {"commit_rule": "top_k"}
-    settings = DecodeConfig(max_new_tokens=length, early_stopping=False, **rule)
-    (rollout,) = Decoder(denoiser, NoRetriever(corpus, 1), tokenizer, settings).decode(
-        [bytes(CONTEXT[:-1]).decode()]
-    )
-    written = [token.token_id for _, token in sorted(rollout.final_tokens().items())]
-    others = [[*written[:n], (token + 1) % 256, *written[n + 1 :]] for n, token in enumerate(written)]
-    first, *rest = score(denoiser, *[(CONTEXT, text) for text in (written, *others)], samples=2)
-    assert first.greedy and not any(each.greedy for each in rest)
 
 
 @pytest.mark.parametrize(
