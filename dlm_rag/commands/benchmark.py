@@ -42,6 +42,7 @@ from dlm_rag.evaluation.stored_results import CELL_FILE, Cell, write_benchmark_t
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.progress import report_progress
 
+MAX_CELLS = 10_000  # combinations of a benchmark
 BENCHMARK_FOLDER = CONFIG_FOLDER / "benchmarks"
 
 
@@ -91,6 +92,9 @@ def read_benchmark(name: str) -> Benchmark:
 
 def list_cells(benchmark: Benchmark, out: Path) -> Iterator[Cell]:
     """Every combination, data set by data set. Raises `ConfigError` for names that make no folder."""
+    count = len(benchmark.datasets) * len(benchmark.models) * len(benchmark.seeds)
+    if count > MAX_CELLS:
+        raise ConfigError(f"the benchmark has {count:,} cells, more than {MAX_CELLS:,}: leave some out")
     common = split_words("settings", benchmark.settings)
     named = {name: split_words(f"models.{name}", text) for name, text in benchmark.models.items()}
     for model, words in named.items():

@@ -69,10 +69,13 @@ def main(argv: list[str]) -> None:
 
 
 def check_rows_folder(out: Path) -> None:
-    """Raises `ConfigError` where a folder holds anything else: a training would read it with the rows."""
+    """Raises `ConfigError` where a folder holds anything else, which a training would read, or a link."""
     names = [path.name for path in make_folder(out, "out=").iterdir()]
     if foreign := sorted(name for name in names if name not in (ROWS, NOTE, TRACES) and name[0] != "."):
         raise ConfigError(f"{out} holds '{foreign[0]}', which is of no rows: name a new or empty folder")
+    for path in (out / name for name in (ROWS, NOTE, TRACES)):
+        if path.is_symlink():
+            raise ConfigError(f"{path} is a symbolic link, which is not written through: remove it")
 
 
 def make_rows(

@@ -10,7 +10,7 @@ from dlm_rag.commands.synthesize import collect_evaluation_ngrams, make_rows
 from dlm_rag.data.synthetic_world import write_world
 from dlm_rag.decode.answers_file import AnswersFile
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.errors import QuestionError
+from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.files.record_readers import read_records
 from dlm_rag.questions import Question, read_questions
 from tests.support.passages import write_jsonl_file
@@ -95,6 +95,16 @@ def test_what_shares_twelve_words_with_an_evaluation_set_is_left_out(tmp_path):
     rows = [*shared, "Tell me: who wrote Emma, please?", "Who wrote Persuasion?"]
     assert keep(rows, ",".join(sets)) == [1, 3]
     assert keep(rows, sets[1]) == [0, 1, 3]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "traces"])
+def test_nothing_is_written_through_a_link(tmp_path, name):
+    """As a folder that was handed on may have one."""
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / name).symlink_to(tmp_path / "mine")
+    with pytest.raises(ConfigError, match=f"{name} is a symbolic link"):
+        synthesize.main(["--out", str(tmp_path / "rows")])
+    assert not (tmp_path / "mine").exists()
 
 
 @pytest.mark.slow
