@@ -40,7 +40,7 @@ from dlm_rag.model.attention import (
     describe_kernel_version,
     get_backend_problem,
 )
-from dlm_rag.model.evidence_layouts import Segment
+from dlm_rag.model.denoiser_config import Segment
 from dlm_rag.model.packed_batch import pack_rows
 from dlm_rag.model.quantize import count_weight_bytes, quantize_linear_layers
 from dlm_rag.training.distributed import DistributedContext

@@ -37,7 +37,7 @@ WIDTH = 6.4  # inches: the text of a page
 
 def draw_layouts() -> Any:
     """Visibility of each layout: what may be kept, what runs again after one passage was exchanged."""
-    from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
+    from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS
 
     names = ["passage 1", "passage 2", "passage 3", "question", "canvas"]
     sizes = [4, 4, 4, 3, 6]

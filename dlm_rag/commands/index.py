@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dlm_rag.engine.store import EvidenceStore
     from dlm_rag.evidence.prompt_segments import ContextBudget
     from dlm_rag.model.denoiser import Denoiser
-    from dlm_rag.model.evidence_layouts import Segment
+    from dlm_rag.model.denoiser_config import Segment
 
 WRITE_TIMEOUT_SECONDS = 60.0  # that one write may take: a server stores more slowly than it searches
 INDEX_SETTINGS = ("retrieval", "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle")
@@ -96,7 +96,7 @@ def encode(argv: list[str]) -> None:
     config = replace(config, retrieval=unsearched)
     prepared = prepare_decoder(config, [])
     from dlm_rag.evidence.prompt_segments import ContextBudget
-    from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
+    from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS
 
     layout = prepared.evidence_layout
     if not EVIDENCE_LAYOUTS[layout].separate_passages:

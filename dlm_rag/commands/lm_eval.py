@@ -34,7 +34,7 @@ class HarnessModel:
     ) -> None:  # fmt: skip
         from dlm_rag.model.checkpoint import open_checkpoint
         from dlm_rag.model.denoiser import load_denoiser
-        from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
+        from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS
         from dlm_rag.tokenizer import Tokenizer
 
         super().__init__()

@@ -28,8 +28,7 @@ from torch import Tensor
 from dlm_rag.engine.store import EvidenceStore
 from dlm_rag.evidence.prompt_segments import RowInput
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.evidence_layouts import Segment
+from dlm_rag.model.denoiser_config import DenoiserConfig, Segment
 from dlm_rag.model.layers import Attention, apply_rope
 from dlm_rag.model.packed_batch import MemoryRows, Places, pack_rows, to_device
 from dlm_rag.progress import format_bytes

@@ -38,8 +38,7 @@ from dlm_rag.engine.step import Searches, take_step
 from dlm_rag.errors import ConfigError, NamesRemedy
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
-from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
+from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS, DenoiserConfig
 from dlm_rag.model.quantize import describe_precision
 from dlm_rag.nvtx_ranges import StageClock, mark_event, profile_stage, profile_step
 from dlm_rag.questions import Question, as_questions, number_questions

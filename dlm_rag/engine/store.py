@@ -32,7 +32,7 @@ from dlm_rag.files.digest import create_hasher
 from dlm_rag.files.paths import expand_path, make_folder, read_regular_file
 from dlm_rag.model.checkpoint import DLM_RAG_FIELDS
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.evidence_layouts import Segment
+from dlm_rag.model.denoiser_config import Segment
 from dlm_rag.model.layers import is_autocast
 from dlm_rag.progress import format_bytes
 

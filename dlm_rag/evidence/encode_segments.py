@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.evidence_layouts import Segment
+from dlm_rag.model.denoiser_config import Segment
 from dlm_rag.model.layers import AttentionProbe
 from dlm_rag.model.packed_batch import (
     CachedContext,

@@ -1,6 +1,6 @@
 """From passages to what the transformer runs: what of them fits, how it is laid out, what blocks see.
 
-`model/evidence_layouts.py` says which segments of a prompt see themselves alone. The canvas sees itself and
+`model/denoiser_config.py` says which segments of a prompt see themselves alone. The canvas sees itself and
 every segment. Keys and values of a segment depend on nothing but the segment, which is what may be kept
 between steps and questions.
 
@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from dlm_rag.config import EngineConfig
 from dlm_rag.errors import ConfigError, QuestionError
-from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS, Segment
+from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS, DenoiserConfig, Segment
 from dlm_rag.questions import Question
 from dlm_rag.text import content_words, find_sentence_spans, split_words
 from dlm_rag.tokenizer import Prompt, Tokenizer

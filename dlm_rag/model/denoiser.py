@@ -26,9 +26,13 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.machine import choose_device, parse_dtype
 from dlm_rag.model.attention import FLASH_MODULE, choose_backend
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
-from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.evidence_layouts import Segment
-from dlm_rag.model.flops import FlopCount, count_encode_flops, count_head_flops
+from dlm_rag.model.denoiser_config import (
+    DenoiserConfig,
+    FlopCount,
+    Segment,
+    count_encode_flops,
+    count_head_flops,
+)
 from dlm_rag.model.layers import (
     AttentionProbe,
     ForwardContext,

@@ -1,16 +1,134 @@
-"""The architecture as numbers: its config, and the names and shapes of its tensors."""
+"""The architecture as numbers: config, names and shapes of tensors, what calls compute and move.
 
-from collections.abc import Mapping
+Evidence layouts say where the tokens of a prompt stand, and what stays valid when the evidence changes:
+
+    joint         the prompt runs with the canvas: every token sees every other
+    prefix        the prompt sees itself alone: valid until any passage of it changes
+    independent   so does each passage, from position 0, and the question, from `passage_length`: a passage
+                  is valid wherever it ranks and whatever the others are, and is cut to `passage_length`
+
+In all of them the canvas sees the whole prompt.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
-from typing import Annotated, Any
+from functools import cached_property
+from itertools import pairwise
+from typing import Annotated, Any, NamedTuple
 
+import numpy as np
 from annotated_types import Ge, Gt, Lt
+from numpy.typing import NDArray
 from pydantic import ConfigDict, GetPydanticSchema, Strict
 from pydantic.dataclasses import dataclass
 from pydantic_core.core_schema import literal_schema
 
 from dlm_rag.errors import ConfigError
-from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Token ids at consecutive positions from `start`.
+
+    With a `block`, a token sees its own block and everything before it: the `first` tokens are one block,
+    then every `block` of them. Without, each token sees all. The first `causal` tokens are a block each.
+    """
+
+    ids: tuple[int, ...]
+    start: int
+    first: int = 0
+    block: int | None = None
+    causal: int = 0
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.ids, self.start, self.first, self.block or 0))
+
+    def __hash__(self) -> int:
+        return self._hash  # a step looks at each segment of each row dozens of times
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
+
+    @property
+    def block_ends(self) -> list[int]:
+        length, ends = len(self.ids), range(0)
+        if self.block is not None and self.first < length:
+            ends = range(self.first or self.block, length, self.block)
+        return [*range(1, min(self.causal, length - 1) + 1), *(e for e in ends if e > self.causal), length]
+
+    @property
+    def visible_counts(self) -> NDArray[np.int32]:
+        """(n,) how many tokens of the segment each of them sees."""
+        ends = np.array(self.block_ends, dtype=np.int32)
+        return np.repeat(ends, np.diff(ends, prepend=0))
+
+    @property
+    def has_partial_view(self) -> bool:
+        """Whether some token does not see all."""
+        length = len(self.ids)
+        blocks = self.block is not None and length > (self.first or self.block)
+        return blocks or min(self.causal, length - 1) > 0
+
+    def block_start(self, token: int) -> int:
+        """The last place up to `token` at which a block begins."""
+        if token < self.causal:
+            return token
+        if self.block is None or token < self.first:
+            return self.causal
+        return self.first + (token - self.first) // self.block * self.block
+
+    def slice_tokens(self, start: int, stop: int) -> "Segment":
+        """Its tokens from `start` on and before `stop`, in the same blocks."""
+        first = self.first
+        if self.block is not None:
+            first = first - start if start < first else self.block - (start - first) % self.block
+        causal = max(0, min(self.causal, stop) - start)
+        return Segment(self.ids[start:stop], self.start + start, first, self.block, causal=causal)
+
+    def split_into_blocks(self) -> "list[Segment]":
+        """Its blocks, each a segment whose tokens see all of it; what is causal stays one."""
+        head, ends = [self.slice_tokens(0, self.causal)] * (self.causal > 0), self.block_ends
+        ends = [self.causal, *(end for end in ends if end > self.causal)]
+        return [*head, *(Segment(self.ids[a:b], self.start + a) for a, b in pairwise(ends))]
+
+
+PlacedTokens = tuple[Sequence[int], int]  # ids, and the position of the first
+
+
+class EvidenceLayout(NamedTuple):
+    """A layout of evidence.
+
+    place: a `tokenizer.Prompt` and `passage_length` to the segments that see themselves alone, in the order
+    in which the canvas sees them; empty ones are left out, the last one holds the question.
+    runs_with_canvas: whether the last one runs at every step, with the canvas, and sees it.
+    separate_passages: whether the segment of a passage depends on that alone: it stays valid when others
+    change, is cut to `passage_length`, and its fact has no number.
+    """
+
+    place: Callable[[Any, int], Sequence[PlacedTokens]]
+    runs_with_canvas: bool = False
+    separate_passages: bool = False
+
+
+def place_whole_prompt(prompt: Any, passage_length: int) -> list[PlacedTokens]:
+    return [(prompt.ids, 0)]
+
+
+def place_passages_apart(prompt: Any, passage_length: int) -> list[PlacedTokens]:
+    """Each passage from position 0, then the question after the longest of them."""
+    return [*((fact, 0) for fact in prompt.facts), (prompt.head + prompt.tail, passage_length)]
+
+
+EVIDENCE_LAYOUTS = {
+    "joint": EvidenceLayout(place_whole_prompt, runs_with_canvas=True),
+    "prefix": EvidenceLayout(place_whole_prompt),
+    "independent": EvidenceLayout(place_passages_apart, separate_passages=True),
+    "parallel": EvidenceLayout(place_passages_apart, runs_with_canvas=True, separate_passages=True),
+}
+
 
 # Kinds of scaled rotary positions, with the numbers that each needs; others depend on the text's length.
 ROPE_SCALINGS = {
@@ -220,3 +338,94 @@ def _check_scaling(scaling: dict[str, Any]) -> None:
         _require(
             (holds, f"rope_scaling: {key}={value!r:.60} must be a number above 0 that float32 can hold")
         )
+
+
+@dataclasses.dataclass
+class FlopCount:
+    """What was computed and moved, summed over calls.
+
+    A call of T packed tokens does 2 FLOPs for each weight of a layer and token, and 4 D for each pair of
+    a query and a key in each head; it reads the weights once, and keys and values once for each row. In
+    the last layer, tokens that are not read need only keys and values. A token goes through the experts
+    that it chooses; as many are read as tokens would meet that choose evenly. Activations are not
+    counted. Counting takes microseconds; a test compares it with torch's FlopCounterMode, which takes
+    half of a step on a CPU.
+    """
+
+    flops: float = 0.0
+    attention_flops: float = 0.0  # those in the products of queries, keys and values
+    bytes_moved: float = 0.0
+    calls: int = 0
+    tokens: int = 0
+
+    def flops_with_backward(self, frozen: bool) -> float:
+        """FLOPs of forward and backward, nothing computed twice.
+
+        Backward is twice forward: by the inputs of each product and by its weights. Frozen weights save
+        their half; the products of attention have no weights.
+        """
+        return 2 * self.flops + self.attention_flops if frozen else 3 * self.flops
+
+    def __add__(self, other: "FlopCount") -> "FlopCount":
+        return FlopCount(
+            *(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True))
+        )
+
+    def __sub__(self, other: "FlopCount") -> "FlopCount":
+        return FlopCount(
+            *(a - b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True))
+        )
+
+
+def count_encode_flops(
+    config: DenoiserConfig, lengths: Sequence[int], keys: Sequence[int], through: Sequence[int], size: int,
+    pairs: tuple[int, int] | None = None,
+) -> FlopCount:  # fmt: skip
+    """One `Denoiser.encode`: tokens of each row, keys that it sees, tokens that pass the last layer.
+
+    size: bytes of a number. pairs: of a token and a key it sees, in a layer and in the last one, where not
+    every token of a row sees all keys of the row.
+    """
+    c, layers = config, config.num_hidden_layers
+    kv = 2 * c.num_key_value_heads * c.head_dim
+    q = c.num_attention_heads * c.head_dim
+    own = c.hidden_size * kv  # weights that every token of a layer needs
+    rest = 2 * c.hidden_size * q  # those that only what goes on needs
+    total, last = sum(lengths), sum(through)
+    seen, last_seen = pairs or (
+        sum(n * k for n, k in zip(queries, keys, strict=True)) for queries in (lengths, through)
+    )
+    looks = (layers - 1) * seen + last_seen
+    dense = min(c.dense_layers, layers - 1)
+    fed = [(dense, total, False), (layers - 1 - dense, total, True), (1, last, c.dense_layers < layers)]
+    taken, read = 0.0, 0.0  # by what follows attention
+    for number, tokens, sparse in fed:
+        each, all_of_them = _feed_forward(c, tokens, sparse)
+        taken, read = taken + number * tokens * each, read + number * all_of_them
+    return FlopCount(
+        flops=2 * (layers * own * total + rest * ((layers - 1) * total + last) + taken) + 4 * q * looks,
+        attention_flops=4 * q * looks,
+        bytes_moved=size * (layers * (own + rest) - (0 if last else rest) + read + layers * kv * sum(keys)),
+        calls=1,
+        tokens=total,
+    )
+
+
+def _feed_forward(config: DenoiserConfig, tokens: int, sparse: bool) -> tuple[float, float]:
+    """Weights of the net or the experts of a layer that a token goes through, and that `tokens` read."""
+    width, e = config.hidden_size, config.experts
+    if not sparse or e is None:
+        plain = 3.0 * width * config.intermediate_size
+        return plain, plain if tokens else 0.0
+    one = 3.0 * width * e.moe_intermediate_size
+    all_take = width * (e.num_experts + 3.0 * e.shared_intermediate_size)
+    met = 1 - (1 - e.num_experts_per_tok / e.num_experts) ** tokens  # were they chosen evenly
+    return all_take + e.num_experts_per_tok * one, (all_take if tokens else 0.0) + met * e.num_experts * one
+
+
+def count_head_flops(config: DenoiserConfig, rows: float, size: int) -> FlopCount:
+    """Logits of `rows` hidden states."""
+    return FlopCount(
+        flops=2 * rows * config.hidden_size * config.vocab_size,
+        bytes_moved=size * config.vocab_size * (config.hidden_size + rows),
+    )

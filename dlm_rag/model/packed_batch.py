@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_rag.model.evidence_layouts import Segment
+from dlm_rag.model.denoiser_config import Segment
 
 ALIGNMENT_BYTES = 16  # bytes; what is read as wide numbers must begin at a multiple of them
 Places = NDArray[np.int64]  # of tokens in a memory

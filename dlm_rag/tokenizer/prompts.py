@@ -11,7 +11,7 @@ import yaml
 
 from dlm_rag.errors import CheckpointError, ConfigError, suggest_nearest, summarize_error
 from dlm_rag.files.paths import expand_path
-from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
+from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS
 from dlm_rag.text import ANSWER_FORMS
 
 _PLACES = re.compile(r"\{(?:number|passage|title|text)\}")

@@ -25,8 +25,7 @@ from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors, write_generation_config
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
+from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS, DenoiserConfig
 from dlm_rag.progress import quiet_imports
 from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.retrieval.corpus import open_corpus

@@ -23,7 +23,7 @@ from dlm_rag.config import Config, TrainConfig
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.machine import choose_dtype, get_peak_memory_bytes, has_bfloat16
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.flops import count_head_flops
+from dlm_rag.model.denoiser_config import count_head_flops
 from dlm_rag.model.packed_batch import to_host
 from dlm_rag.nvtx_ranges import StageClock, profile_stage, profile_step
 from dlm_rag.training.checkpoints import (

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dlm_rag.engine.rules import Rule, SampledCommits
-from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS, EvidenceLayout
+from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS, EvidenceLayout
 from dlm_rag.text import split_words
 from tests.support.decoding import make_decoder
 

@@ -10,7 +10,7 @@ from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.encode_segments import encode_segments
 from dlm_rag.model.denoiser import assign_devices, list_devices
-from dlm_rag.model.evidence_layouts import Segment
+from dlm_rag.model.denoiser_config import Segment
 from dlm_rag.model.packed_batch import pack_rows
 from dlm_rag.training.planning.step_memory import replace_with_empty_weights
 from tests.support.decoding import QUESTIONS, rollout_records

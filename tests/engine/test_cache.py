@@ -15,8 +15,7 @@ from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt, RowInput, lay_out_prompt
 from dlm_rag.machine import default_pool_bytes, measure_free_bytes
 from dlm_rag.model.attention import _KERNELS
-from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.evidence_layouts import Segment
+from dlm_rag.model.denoiser_config import DenoiserConfig, Segment
 from dlm_rag.model.packed_batch import MemoryRows, pack_rows
 from dlm_rag.tokenizer import Prompt
 from tests.model.test_block_attention import ASKED, ORDERS, make_decoder, what_happened

@@ -15,7 +15,7 @@ from dlm_rag.engine import store as evidence_store
 from dlm_rag.engine.store import EvidenceStore, open_evidence_store
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.evidence_layouts import Segment
+from dlm_rag.model.denoiser_config import Segment
 from tests.support.processes import wait_until
 from tests.support.tiny_models import tiny_denoiser
 

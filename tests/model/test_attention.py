@@ -16,7 +16,7 @@ from dlm_rag.model.attention import (
     choose_backend,
     compute_attention,
 )
-from dlm_rag.model.evidence_layouts import Segment
+from dlm_rag.model.denoiser_config import Segment
 from dlm_rag.model.packed_batch import MemoryRows, pack_rows
 from tests.support.attention import by_the_book, random_rows, sight_of
 from tests.support.tiny_models import tiny_denoiser

@@ -8,8 +8,7 @@ import torch
 
 from dlm_rag import Denoiser
 from dlm_rag.model import layers
-from dlm_rag.model.denoiser_config import ExpertsConfig
-from dlm_rag.model.flops import count_encode_flops
+from dlm_rag.model.denoiser_config import ExpertsConfig, count_encode_flops
 from dlm_rag.model.layers import MixtureOfExperts, Router, grouped_matmul
 from tests.support.tiny_models import tiny_denoiser
 

@@ -26,7 +26,7 @@ from dlm_rag.model.attention import (
     compute_attention,
     get_backend_problem,
 )
-from dlm_rag.model.evidence_layouts import Segment
+from dlm_rag.model.denoiser_config import Segment
 from dlm_rag.model.packed_batch import MemoryRows, pack_rows
 from dlm_rag.model.quantize import _quantize_linear
 from dlm_rag.questions import read_questions

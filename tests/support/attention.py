@@ -9,7 +9,7 @@ import torch
 
 from dlm_rag.model.attention import _KERNELS
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.evidence_layouts import Segment
+from dlm_rag.model.denoiser_config import Segment
 from dlm_rag.model.packed_batch import AttentionMetadata, pack_rows
 
 

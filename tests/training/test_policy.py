@@ -28,8 +28,7 @@ from dlm_rag.engine.policy import (
 from dlm_rag.engine.rules import Proposals, RuleContext, choose_commits, select_by_threshold
 from dlm_rag.engine.runner import SamplingMetadata, sample_proposals
 from dlm_rag.evidence.prompt_segments import LaidOutRow
-from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.evidence_layouts import Segment
+from dlm_rag.model.denoiser_config import DenoiserConfig, Segment
 from dlm_rag.retrieval.base import Query
 from dlm_rag.retrieval.bm25 import BM25Retriever
 from dlm_rag.retrieval.corpus import open_corpus

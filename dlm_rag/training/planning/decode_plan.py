@@ -12,9 +12,12 @@ from dlm_rag.engine.cache import PREFILL_TOKENS
 from dlm_rag.engine.engine import resolve_settings
 from dlm_rag.engine.runner import LOGITS_CHUNK_POSITIONS
 from dlm_rag.evidence.prompt_segments import ContextBudget
-from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
-from dlm_rag.model.flops import count_encode_flops, count_head_flops
+from dlm_rag.model.denoiser_config import (
+    EVIDENCE_LAYOUTS,
+    DenoiserConfig,
+    count_encode_flops,
+    count_head_flops,
+)
 from dlm_rag.model.quantize import QUANTIZED_BYTES, count_scratch_bytes, count_weight_bytes
 from dlm_rag.training.batches import LONG_QUESTION_TOKENS
 from dlm_rag.training.planning.specs import MFU, GpuSpec

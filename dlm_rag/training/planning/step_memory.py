@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from dlm_rag.config import TrainConfig
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.flops import FlopCount, count_head_flops
+from dlm_rag.model.denoiser_config import DenoiserConfig, FlopCount, count_head_flops
 from dlm_rag.model.layers import ExpertStack
 from dlm_rag.training.initial_model import build_meta_denoiser
 from dlm_rag.training.task import Task
