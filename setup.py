@@ -66,6 +66,12 @@ setup(
     extras_require={
         "flash": ["flash-attn>=2.7,<2.9"],
         "parquet": ["pyarrow>=15"],
+        "documents": [  # PDF, Word, HTML, LaTeX
+            "pypdf>=6,<8",
+            "python-docx>=1.1,<2",
+            "beautifulsoup4>=4.12,<5",
+            "pylatexenc>=2.10,<3",
+        ],
         "lora": ["peft>=0.19,<1"],
         "quantize": ["torchao>=0.18,<0.19"],
         "milvus": ["pymilvus>=3.0.2,<3.1"],

@@ -52,7 +52,7 @@ class RetrievalConfig(CheckedSettings):
     """Which passages can become evidence, and how they are found."""
 
     corpus: str | None = setting(None, only_with=NO_URL)
-    """passages to search: a file, a folder of texts and Markdown, context (the passages that come with
+    """passages to search: a file, a folder of texts and documents, context (the passages that come with
     the questions), or a corpus of `dlm-rag data`"""
     method: str = setting("bm25", table="dlm_rag.retrieval:RETRIEVERS", only_with=NO_SERVICE)
     """search method"""

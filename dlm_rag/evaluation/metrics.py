@@ -13,6 +13,7 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.files.record_readers import get_first_line_title, normalize_title
 from dlm_rag.nvtx_ranges import drop_nested_stages
 from dlm_rag.questions import Question
+from dlm_rag.retrieval.corpus import get_row_id
 from dlm_rag.text import normalize_answer
 
 BOOTSTRAP_RESAMPLES = 4000
@@ -73,9 +74,13 @@ def choose_f1_rule(questions: str) -> str:
 
 
 def compute_evidence_recall(evidence: Iterable[str], supporting_ids: Sequence[str]) -> float | None:
-    """Share of the supporting passages that are in the evidence; None when none is known."""
-    needed = set(supporting_ids)
-    return len(needed & set(evidence)) / len(needed) if needed else None
+    """Share of the supporting passages that are in the evidence; None when none is known.
+
+    Of a row that was cut into passages, any passage counts.
+    """
+    needed, found = set(supporting_ids), set(evidence)
+    found |= {get_row_id(name) for name in found}
+    return len(needed & found) / len(needed) if needed else None
 
 
 def compute_support_recall(

@@ -14,7 +14,7 @@ from dlm_rag.retrieval.base import (
     Retriever,
     interleave_rankings,
 )
-from dlm_rag.retrieval.corpus import Corpus, Passage
+from dlm_rag.retrieval.corpus import Corpus, Passage, get_row_id
 from dlm_rag.retrieval.query import Query, build_query
 
 FUSION_DEPTH = 50  # results of each retriever that hybrid search fuses
@@ -99,7 +99,8 @@ class NoRetriever(CorpusRetriever):
 class OracleRetriever(CorpusRetriever):
     """First the passages that support a question, then what another retriever finds for it.
 
-    Of several passages with a supporting title the first of each come first, then the second of each.
+    Of several passages with a supporting title, or of a supporting row that was cut, the first of each come
+    first, then the second of each.
     `questions`: by the first part of their queries. Raises `ConfigError` for one whose supporting passages
     are not all in the corpus.
     """
@@ -111,7 +112,8 @@ class OracleRetriever(CorpusRetriever):
         titled = any(kind == "title" for kind, _ in rows)
         for row, passage in enumerate(inner.corpus):
             title = get_first_line_title(passage.text) if titled else ""
-            for key in (("id", passage.id), ("title", title)):
+            ids = dict.fromkeys((passage.id, get_row_id(passage.id)))
+            for key in (*(("id", name) for name in ids), ("title", title)):
                 if key in rows:
                     rows[key].append(row)
         for part, question in questions.items():

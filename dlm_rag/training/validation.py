@@ -18,7 +18,9 @@ from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.questions import Question
 from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.retrieval.base import CorpusRetriever
+from dlm_rag.retrieval.corpus import get_row_id
 from dlm_rag.retrieval.query import build_query
+from dlm_rag.text import FUNCTION_WORDS, split_words
 from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.batches import Example, ExampleBuilder, PreparedBatch, lay_out_examples
 from dlm_rag.training.documents import PackedDocuments
@@ -95,13 +97,23 @@ class QuestionValidation:
         if not question.supporting_ids:
             (found,) = self._retriever.search([build_query("proxy", question.question, truth)])
             return [passage.text for passage in found]
-        return [self._support[name] for name in question.supporting_ids if name in self._support]
+        wanted = {*split_words(f"{question.question} {truth}")} - FUNCTION_WORDS
+
+        def count_shared(text: str) -> int:
+            return len(wanted.intersection(split_words(text)))
+
+        parts = (self._support.get(name) for name in question.supporting_ids)
+        return [max(texts, key=count_shared) for texts in parts if texts]
 
     @cached_property
-    def _support(self) -> dict[str, str]:
-        """The texts that support the questions, by the ids of passages."""
+    def _support(self) -> dict[str, list[str]]:
+        """The texts that support the questions, by the ids of passages and of rows that were cut."""
         wanted = {name for question in self.questions for name in question.supporting_ids}
-        return {passage.id: passage.text for passage in self._retriever.corpus if passage.id in wanted}
+        found: dict[str, list[str]] = {}
+        for passage in self._retriever.corpus:
+            for name in wanted.intersection((passage.id, get_row_id(passage.id))):
+                found.setdefault(name, []).append(passage.text)
+        return found
 
 
 def _masked_bounds(

@@ -5,11 +5,13 @@ import json
 import pytest
 
 from dlm_rag.errors import CorpusError
+from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import Question, number_questions, read_questions
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.retrieval.composite import describe_missing_support
-from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.retrieval.composite import describe_missing_support, wrap_oracle
+from dlm_rag.retrieval.corpus import get_row_id, open_corpus
 from dlm_rag.retrieval.query import Query
+from dlm_rag.retrieval.text_folder import PASSAGE_LENGTH_CHARS
 from dlm_rag.text import split_terms
 
 
@@ -79,10 +81,28 @@ def test_truth_values_are_words(tmp_path):
     assert found == [("yes",), ("no",), ("yes", "True"), ("2.5",)]
 
 
-def test_passages_that_are_documents_are_told(tmp_path, caplog):
-    rows = [{"id": "a", "contents": "A film."}, {"id": "b", "contents": "A town. " * 600}]
-    assert len(open_corpus(write_rows(tmp_path / "c.jsonl", rows), tmp_path / "index")) == 2
-    assert "1 passages have more than 4,000 characters" in caplog.text
+LONG = (
+    " ".join(f"The town of Place{n} lies on the river Flow{n}." for n in range(100))
+    + " Ada Quill directed it."
+)
+
+
+def test_documents_in_rows_are_cut_into_passages(tmp_path, caplog):
+    rows = [
+        {"id": "a", "title": "Short", "contents": "A film."},
+        {"id": "b", "title": "Lamp", "contents": LONG},
+    ]
+    for _ in range(2):  # said again when it is kept from before
+        caplog.clear()
+        corpus = open_corpus(write_rows(tmp_path / "c.jsonl", rows), tmp_path / "index")
+        assert "1 rows are longer than 4,000 characters" in caplog.text and "passages" in caplog.text
+    passages = list(corpus)
+    assert [p.id for p in passages[:3]] == ["a", "b", "b#2"] and {p.title for p in passages} == {
+        "Short",
+        "Lamp",
+    }
+    assert max(len(p.contents) for p in passages) <= PASSAGE_LENGTH_CHARS[1]
+    assert "Ada Quill" in passages[-1].contents
 
 
 def test_a_row_with_a_title_alone_is_its_title_and_a_blank_one_is_left_out(tmp_path, caplog):
@@ -93,7 +113,7 @@ def test_a_row_with_a_title_alone_is_its_title_and_a_blank_one_is_left_out(tmp_p
     ]
     blank = [*rows, {"_id": "d3", "title": "", "text": " "}]
     assert [p.id for p in open_corpus(write_rows(tmp_path / "c.jsonl", blank), tmp_path)] == ["d1", "d2"]
-    assert "rows without a text are left out" in caplog.text
+    assert "1 rows without a text are left out" in caplog.text
     with pytest.raises(CorpusError, match="no passages"):
         open_corpus(write_rows(tmp_path / "d.jsonl", blank[2:]), tmp_path)
 
@@ -103,14 +123,11 @@ def test_a_folder_says_what_was_read_and_what_was_not(tmp_path, capsys):
     notes.mkdir()
     (notes / "a.md").write_text("---\ntitle: 'Harbour Lights'\ntags: [film]\n---\n\nA 1931 film.\n")
     (notes / "b.md").write_text("Night Ferry\n===========\n\nA comedy.\n\nCast\n----\n\nPaul.\n")
-    (notes / "c.pdf").write_bytes(b"%PDF")
+    (notes / "c.zip").write_bytes(b"PK")
     (notes / "d.png").write_bytes(b"x")
     found = [(p.title, p.contents) for p in open_corpus(notes, tmp_path / "index")]
     assert found == [("Harbour Lights", "A 1931 film."), ("Night Ferry", "A comedy."), ("Cast", "Paul.")]
-    assert (
-        "read 2 files into 3 passages; skipped 2: c.pdf, d.png (make documents into"
-        in capsys.readouterr().err
-    )
+    assert "read 2 files into 3 passages; skipped 2: c.zip, d.png" in capsys.readouterr().err
 
 
 def test_supports_that_the_corpus_lacks_are_counted(tmp_path):
@@ -130,3 +147,15 @@ def test_supports_that_the_corpus_lacks_are_counted(tmp_path):
     assert "2 of 5 supporting passages are not in the corpus" in said and "2 of 4 questions" in said
     assert "'doc-3'" in said and "JSON" not in said
     assert "JSON" in describe_missing_support([Question("e", "x", supporting_ids=("1,2",))], corpus)
+
+
+def test_any_passage_of_a_row_counts_as_the_row(tmp_path):
+    ids = ["a", "a#2", "a#41", "a#1", "a#0", "a#b", "a#2#3", "#2", "a#2\n"]
+    assert [get_row_id(name) for name in ids] == ["a", "a", "a", "a#1", "a#0", "a#b", "a#2", "", "a#2\n"]
+    assert compute_evidence_recall(["b#3", "c#2"], ["b", "c", "d"]) == pytest.approx(2 / 3)
+    assert compute_evidence_recall(["b#3", "c"], ["b#2", "c#2"]) == 0.0, "a gold passage is that one alone"
+    rows = [{"id": "a", "contents": "A film."}, {"id": "b", "contents": LONG}]
+    inner = load_retriever(write_rows(tmp_path / "c.jsonl", rows), index_dir=tmp_path, top_k=4)
+    asked = Question("q", "film", supporting_ids=("b", "a"))
+    (found,) = wrap_oracle(inner, [asked], "question").search([Query("film", ("film",))])
+    assert [passage.id for passage in found] == ["b", "a", "b#2", "b#3"]

@@ -1,0 +1,80 @@
+"""PDF, Word, HTML and LaTeX files in a folder of texts."""
+
+import pytest
+
+from dlm_rag.errors import CorpusError
+from dlm_rag.retrieval.text_folder import (
+    describe_text_folder,
+    list_document_suffixes,
+    read_text_passages,
+)
+
+HTML = b"""<html><head><title>Novels</title><script>alert(1)</script></head><body><h1>Emma</h1>
+<p>A novel by <b>Jane</b>
+Austen.</p><h2>Dune</h2><ul><li>By Frank Herbert.</li><li>Of 1965.</li></ul></body></html>"""
+TEX = r"""\documentclass{article}\title{Novels}\begin{document}\maketitle
+\section{Emma}% a comment
+A novel by \textbf{Jane Austen}.
+\subsection*{Dune} By Frank Herbert.
+\end{document}"""
+
+
+def make_pdf(text):
+    """The bytes of a PDF of one page with a line of text."""
+    stream = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode()
+    bodies = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R"
+        b" /Resources << /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >> >>",
+        b"<< /Length %d >>\nstream\n%s\nendstream" % (len(stream), stream),
+    ]
+    found = b"%PDF-1.4\n"
+    places = []
+    for number, body in enumerate(bodies, start=1):
+        places.append(len(found))
+        found += b"%d 0 obj\n%s\nendobj\n" % (number, body)
+    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    return (
+        found
+        + b"xref\n0 5\n0000000000 65535 f \n%strailer\n<< /Size 5 /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n"
+        % (table, len(found))
+    )
+
+
+def read(folder):
+    return [(row["title"], row["contents"]) for _, row in read_text_passages(folder)]
+
+
+def test_documents_are_read_with_their_headings(tmp_path):
+    docx = pytest.importorskip("docx")
+    for package in ("pypdf", "bs4", "pylatexenc"):
+        pytest.importorskip(package)
+    (tmp_path / "a.html").write_bytes(HTML)
+    (tmp_path / "b.tex").write_text(TEX)
+    (tmp_path / "c.pdf").write_bytes(make_pdf("Emma is a novel by Jane Austen."))
+    word = docx.Document()
+    word.add_heading("Emma", 1)
+    word.add_paragraph("A novel by Jane Austen.")
+    word.save(str(tmp_path / "d.docx"))
+    emma, dune = ("Emma", "A novel by Jane Austen."), ("Dune", "By Frank Herbert.\nOf 1965.")
+    assert read(tmp_path) == [
+        emma, dune, emma, ("Dune", "By Frank Herbert."), ("c", "Emma is a novel by Jane Austen."), emma,
+    ]  # fmt: skip
+    assert describe_text_folder(tmp_path, 6) == "read 4 files into 6 passages"
+    for name in ("c.pdf", "d.docx"):
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(b"PK" + whole[:40])
+        with pytest.raises(CorpusError, match=f"{name} cannot be read"):
+            read(tmp_path)
+        (tmp_path / name).write_bytes(whole)
+
+
+def test_documents_that_cannot_be_read_are_named_with_what_reads_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("dlm_rag.retrieval.text_folder.find_spec", lambda name: None)
+    assert list_document_suffixes() == []
+    (tmp_path / "a.pdf").write_bytes(b"%PDF")
+    (tmp_path / "b.md").write_text("# Emma\nA novel.")
+    assert read(tmp_path) == [("Emma", "A novel.")]
+    said = describe_text_folder(tmp_path, 1)
+    assert said.startswith("read 1 file into 1 passage; skipped 1: a.pdf") and "dlm_rag[documents]" in said
