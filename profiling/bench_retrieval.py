@@ -41,11 +41,10 @@ from dlm_rag.errors import ConfigError, QuestionError, RunError, suggest_nearest
 from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import Question, read_question_records, read_questions
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.retrieval.base import CorpusRetriever, Ranking, interleave_rankings
+from dlm_rag.retrieval.base import CorpusRetriever, Query, Ranking, build_query, interleave_rankings
 from dlm_rag.retrieval.bm25 import extract_terms
 from dlm_rag.retrieval.composite import fuse_rankings
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.retrieval.query import Query, build_query
 from dlm_rag.text import normalize_whitespace
 
 VOCABULARY, PASSAGE_WORDS, QUERY_WORDS = 5_000_000, 100, 20  # of invented passages

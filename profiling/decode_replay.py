@@ -36,8 +36,7 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.packed_batch import SharedContext, make_consecutive_ranges, pack_rows, to_device
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.questions import Question
-from dlm_rag.retrieval.base import CorpusRetriever, Ranking
-from dlm_rag.retrieval.query import Query
+from dlm_rag.retrieval.base import CorpusRetriever, Query, Ranking
 from dlm_rag.text import normalize_whitespace
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.tokenizer.prompts import PromptTemplate

@@ -27,9 +27,8 @@ from dlm_rag.config.fields import import_object, resolve_or_import
 from dlm_rag.decode.rollout import Rollout, RolloutStep
 from dlm_rag.errors import ConfigError, RunError, UserError, summarize_error
 from dlm_rag.questions import Question
-from dlm_rag.retrieval.base import CorpusRetriever, Retriever, SearchUnavailableError
+from dlm_rag.retrieval.base import CorpusRetriever, Retriever, SearchUnavailableError, join_query
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.retrieval.query import join_query
 from dlm_rag.tokenizer.prompts import PromptTemplate
 
 log = logging.getLogger(__name__)

@@ -142,7 +142,7 @@ class DecodeConfig(CheckedSettings):
         16, low=0, high=2**20, only_with=DIFFUSION | {"decode.edit_threshold": SET}
     )
     """maximum number of steps that edit a block after its last mask is gone"""
-    query_policy: str = setting("proxy", table="dlm_rag.retrieval.query:QUERIES")
+    query_policy: str = setting("proxy", table="dlm_rag.retrieval.base:QUERIES")
     """what becomes the search query"""
     query_threshold: float = setting(0.0, low=0, high=1)
     """confidence at which a prediction may enter the query (tau_q); 1 for committed tokens only"""

@@ -27,8 +27,8 @@ from dlm_rag.evidence.prompt_segments import RowInput
 from dlm_rag.model.packed_batch import to_device
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.randomness import sample_uniform
+from dlm_rag.retrieval.base import find_query_policy
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.retrieval.query import find_query_policy
 from dlm_rag.tokenizer import Tokenizer
 
 # The rule in records of decoding. What it commits the canvas has chosen, and may take back.

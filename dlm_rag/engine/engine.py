@@ -3,7 +3,7 @@
     step 0     retrieve with the question alone
     step s     encode the evidence and denoise the canvas       (engine/runner.py)
                commit what the commit rule chooses              (engine/rules.py)
-               build the query from what the canvas says now    (retrieval/query.py)
+               build the query from what the canvas says now    (retrieval/base.py)
                retrieve; what was found is the evidence of step s + 1
 
 Rows are packed without padding and share nothing but the call, so a question gets the same tokens alone
@@ -43,8 +43,7 @@ from dlm_rag.model.quantize import describe_precision
 from dlm_rag.nvtx_ranges import StageClock, mark_event, profile_stage, profile_step
 from dlm_rag.questions import Question, as_questions, number_questions
 from dlm_rag.randomness import make_keyed_generator
-from dlm_rag.retrieval.base import Retriever
-from dlm_rag.retrieval.query import find_query_policy
+from dlm_rag.retrieval.base import Retriever, find_query_policy
 from dlm_rag.tokenizer import Tokenizer
 
 _tickets = count(1)  # of all engines of the process: a retriever may serve several

@@ -18,8 +18,8 @@ from dlm_rag.evidence.prompt_segments import Evidence, LaidOutPrompt
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.questions import Question
 from dlm_rag.randomness import sample_uniform
+from dlm_rag.retrieval.base import query_uses_provisional_tokens
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.retrieval.query import query_uses_provisional_tokens
 from dlm_rag.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

@@ -34,18 +34,16 @@ from dlm_rag.evidence.prompt_segments import (
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.retrieval.base import (
     PartialSearchError,
+    Query,
     Retriever,
     SearchUnavailableError,
-    interleave_rankings,
-)
-from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.retrieval.query import (
-    Query,
     build_query,
     find_query_policy,
+    interleave_rankings,
     is_retrieval_due,
     resolve_query_threshold,
 )
+from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

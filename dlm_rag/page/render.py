@@ -37,7 +37,7 @@ from dlm_rag.errors import ConfigError, TraceError
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.questions import Question
-from dlm_rag.retrieval.query import QUERIES, query_uses_provisional_tokens
+from dlm_rag.retrieval.base import QUERIES, query_uses_provisional_tokens
 from dlm_rag.text import content_words, get_title_line, overlapping_spans, split_words, strip_disambiguation
 
 PAGE_FOLDER = Path(__file__).parent

@@ -10,12 +10,13 @@ from dlm_rag.retrieval import RETRIEVERS
 from dlm_rag.retrieval.base import (
     CorpusRetriever,
     MemoizedBatchFunction,
+    Query,
     Ranking,
     Retriever,
+    build_query,
     interleave_rankings,
 )
 from dlm_rag.retrieval.corpus import Corpus, Passage, get_row_id
-from dlm_rag.retrieval.query import Query, build_query
 
 FUSION_DEPTH = 50  # results of each retriever that hybrid search fuses
 

@@ -24,10 +24,9 @@ from dlm_rag.files.paths import expand_path, resolve_path_inside
 from dlm_rag.machine import has_bfloat16
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import report_progress
-from dlm_rag.retrieval.base import TIE_DECIMALS, CorpusRetriever, Hits, Ranking, select_top_hits
+from dlm_rag.retrieval.base import TIE_DECIMALS, CorpusRetriever, Hits, Query, Ranking, select_top_hits
 from dlm_rag.retrieval.composite import MultiQueryRetriever
 from dlm_rag.retrieval.corpus import Corpus
-from dlm_rag.retrieval.query import Query
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

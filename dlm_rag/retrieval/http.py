@@ -35,9 +35,8 @@ from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError, CorpusError, UserError, summarize_error
 from dlm_rag.files.checked_json import parse_json
 from dlm_rag.files.record_readers import get_field
-from dlm_rag.retrieval.base import SearchUnavailableError
+from dlm_rag.retrieval.base import Query, SearchUnavailableError, as_queries
 from dlm_rag.retrieval.corpus import Passage, parse_passage
-from dlm_rag.retrieval.query import Query, as_queries
 from dlm_rag.text import normalize_whitespace, replace_control_chars
 
 T = TypeVar("T")

@@ -25,13 +25,13 @@ from dlm_rag.retrieval.base import (
     CorpusRetriever,
     Hits,
     MemoizedBatchFunction,
+    Query,
     Ranking,
     SearchUnavailableError,
     select_top_hits,
 )
 from dlm_rag.retrieval.composite import MultiQueryRetriever
 from dlm_rag.retrieval.corpus import Corpus, Passage
-from dlm_rag.retrieval.query import Query
 
 if TYPE_CHECKING:
     from dlm_rag.retrieval.dense import TextEncoder

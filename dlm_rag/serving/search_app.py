@@ -14,8 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import UserError, summarize_error
-from dlm_rag.retrieval.base import CorpusRetriever
-from dlm_rag.retrieval.query import Query
+from dlm_rag.retrieval.base import CorpusRetriever, Query
 from dlm_rag.serving.http_server import (
     AccessControl,
     ApiError,

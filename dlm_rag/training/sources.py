@@ -29,9 +29,8 @@ from dlm_rag.files.record_readers import list_row_files
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.randomness import sample_permutation
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.retrieval.base import CorpusRetriever, Retriever
+from dlm_rag.retrieval.base import CorpusRetriever, Retriever, build_query
 from dlm_rag.retrieval.corpus import Passage, open_corpus
-from dlm_rag.retrieval.query import build_query
 from dlm_rag.text import find_sentence_spans, overlapping_spans
 from dlm_rag.training.batches import Example, ExampleBuilder, Pointer, sample_passages
 from dlm_rag.training.documents import PackedDocuments, open_token_file

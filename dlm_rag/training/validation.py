@@ -17,9 +17,8 @@ from dlm_rag.model.packed_batch import to_device, to_host
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.questions import Question
 from dlm_rag.randomness import make_keyed_generator
-from dlm_rag.retrieval.base import CorpusRetriever
+from dlm_rag.retrieval.base import CorpusRetriever, build_query
 from dlm_rag.retrieval.corpus import get_row_id
-from dlm_rag.retrieval.query import build_query
 from dlm_rag.text import FUNCTION_WORDS, split_words
 from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.batches import Example, ExampleBuilder, PreparedBatch, lay_out_examples

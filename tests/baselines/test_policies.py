@@ -15,7 +15,7 @@ from dlm_rag.baselines.run import BaselineContext, BaselineEngine, cut_sentence
 from dlm_rag.config import Config, DecodeConfig, ModelConfig, RemoteConfig
 from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.retrieval.query import build_query
+from dlm_rag.retrieval.base import build_query
 from dlm_rag.tokenizer.prompts import PROMPTS
 from tests.support.chat_server import server  # noqa: F401 - a fixture
 from tests.support.passages import PASSAGES

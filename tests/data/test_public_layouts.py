@@ -12,9 +12,9 @@ from dlm_rag.errors import CorpusError, QuestionError
 from dlm_rag.evaluation.metrics import compute_support_recall
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.base import Query
 from dlm_rag.retrieval.composite import wrap_oracle
 from dlm_rag.retrieval.corpus import get_row_id, open_corpus
-from dlm_rag.retrieval.query import Query
 
 VESK, ORRA = ["Vesk", ["Vesk is a river.", " It ends in Orra."]], ["Orra", ["Orra is a lake."]]
 TULM, PARN = ["Tulm", ["Tulm wrote Parn."]], ["Parn (novel)", ["Parn is a novel.", "It has a sea."]]

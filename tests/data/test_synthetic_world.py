@@ -20,8 +20,8 @@ from dlm_rag.data.synthetic_world import (
 from dlm_rag.data.templates import NAME_PATTERN_WORDS
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.base import build_query
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.retrieval.query import build_query
 
 
 @pytest.fixture(scope="module")

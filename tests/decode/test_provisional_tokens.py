@@ -13,7 +13,7 @@ from dlm_rag.decode.provisional_log import (
     replay_provisional,
 )
 from dlm_rag.decode.trace_file import read_trace
-from dlm_rag.retrieval.query import build_query
+from dlm_rag.retrieval.base import build_query
 from tests.support import block_attention
 from tests.support.traces import TRACE_QUESTIONS, make_decoder, make_trace_header, write_rollouts
 

@@ -12,8 +12,8 @@ from dlm_rag.commands.evaluate import drop_incomplete_support
 from dlm_rag.data.hub_datasets import list_dataset_files
 from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.base import Query
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.retrieval.query import Query
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 
 CHECKPOINT = "checkpoints/sardi-dream-7b"  # a folder of that name stands for the published one

@@ -12,7 +12,7 @@ import pytest
 from dlm_rag.errors import CorpusError
 from dlm_rag.files.build_once import DIGESTS_FILE, build_once
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.retrieval.query import build_query
+from dlm_rag.retrieval.base import build_query
 from tests.support.processes import wait_until
 
 

@@ -19,8 +19,8 @@ from dlm_rag.evaluation.metrics import SCORE_METRICS
 from dlm_rag.evaluation.stored_results import build_result_table, read_result
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.base import build_query
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.retrieval.query import build_query
 from dlm_rag.training.checkpoints import scan_checkpoints
 from dlm_rag.training.metrics_logger import is_number, read_metrics
 from tests.support.pages import make_two_hop_rollout, write_trace

@@ -6,10 +6,10 @@ from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import DecodeConfig, RetrievalConfig
 from dlm_rag.questions import read_questions
+from dlm_rag.retrieval.base import Query
 from dlm_rag.retrieval.composite import HybridRetriever
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.http import parse_document
-from dlm_rag.retrieval.query import Query
 from dlm_rag.serving.search_app import SearchService
 from tests.support.decoding import rollout_records
 from tests.support.passages import write_jsonl_file

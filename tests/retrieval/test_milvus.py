@@ -27,10 +27,9 @@ from dlm_rag.config import RetrievalConfig, load_config
 from dlm_rag.errors import ConfigError, CorpusError, UserError
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import dense, load_retriever
-from dlm_rag.retrieval.base import CorpusRetriever, SearchUnavailableError
+from dlm_rag.retrieval.base import CorpusRetriever, Query, SearchUnavailableError
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.milvus import CollectionInfo, MilvusCollection, ingest_corpus
-from dlm_rag.retrieval.query import Query
 from tests.support.milvus_server import MilvusServer, WordEncoder
 
 WORLD = SHIPPED_FOLDER / "world"

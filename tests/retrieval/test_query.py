@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlm_rag.retrieval.query import build_query, is_retrieval_due, resolve_query_threshold
+from dlm_rag.retrieval.base import build_query, is_retrieval_due, resolve_query_threshold
 
 
 @pytest.mark.parametrize(

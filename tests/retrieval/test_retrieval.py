@@ -15,12 +15,11 @@ from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import read_questions
-from dlm_rag.retrieval.base import MemoizedBatchFunction, interleave_rankings
+from dlm_rag.retrieval.base import MemoizedBatchFunction, Query, interleave_rankings
 from dlm_rag.retrieval.bm25 import extract_terms
 from dlm_rag.retrieval.composite import HybridRetriever, fuse_rankings
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import DenseRetriever
-from dlm_rag.retrieval.query import Query
 from tests.support.passages import write_jsonl_file
 from tests.support.retrievers import list_passage_ids, make_letter_retriever, make_query
 

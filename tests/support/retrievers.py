@@ -2,9 +2,9 @@
 
 import torch
 
+from dlm_rag.retrieval.base import Query
 from dlm_rag.retrieval.composite import MultiQueryRetriever
 from dlm_rag.retrieval.dense import DenseRetriever
-from dlm_rag.retrieval.query import Query
 
 
 def make_query(text, *parts):
