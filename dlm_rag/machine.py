@@ -44,22 +44,18 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The torch dtype called `name`; "auto" is float32 on a CPU, on CUDA bfloat16 or, where a GPU does not
-    compute it, float16.
+    """The torch dtype called `name`, also as torch prints it; "auto" is float32 on a CPU, on CUDA bfloat16
+    or, where a GPU does not compute it, float16. Raises `ConfigError`.
     """
     import torch
 
-    if name == "auto" and device.type == "cuda":
-        name = "bfloat16" if has_bfloat16(device) else "float16"
-    return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name, torch.float32)
-
-
-def parse_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The torch dtype called `name`, also as torch prints it; "auto" as in `choose_dtype`."""
-    known = ("auto", "float32", "bfloat16", "float16")
-    if (short := name.removeprefix("torch.")) not in known:
-        raise ConfigError(f"dtype={name} is not one of {', '.join(known)}")
-    return choose_dtype(short, device)
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if (short := name.removeprefix("torch.")) == "auto":
+        on_gpu = "bfloat16" if has_bfloat16(device) else "float16"
+        short = on_gpu if device.type == "cuda" else "float32"
+    if short not in known:
+        raise ConfigError(f"dtype={name} is not one of auto, {', '.join(known)}")
+    return known[short]
 
 
 def has_bfloat16(device: torch.device) -> bool:

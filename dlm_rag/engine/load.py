@@ -9,7 +9,7 @@ from dlm_rag.config.fields import replace_settings
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.errors import ConfigError, suggest_nearest
 from dlm_rag.files.hub import READER, SHIPPED_FOLDER, SHIPPED_PREFIX
-from dlm_rag.machine import choose_device, parse_dtype
+from dlm_rag.machine import choose_device, choose_dtype
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.denoiser import load_denoiser
 from dlm_rag.retrieval import load_retriever
@@ -51,7 +51,7 @@ def load(model: str | Path | None = None, corpus: Any = None, **settings: Any) -
     else:
         retriever = load_retriever(retrieval, corpus, model=name)
     denoiser = load_denoiser(
-        checkpoint, device, parse_dtype(wanted.dtype, device), wanted.attn_implementation, wanted.quantize,
+        checkpoint, device, choose_dtype(wanted.dtype, device), wanted.attn_implementation, wanted.quantize,
         wanted.device_map,
     )  # fmt: skip
     tokenizer = Tokenizer.from_pretrained(checkpoint, layout)

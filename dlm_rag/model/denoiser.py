@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dlm_rag.errors import ConfigError
-from dlm_rag.machine import choose_device, parse_dtype
+from dlm_rag.machine import choose_device, choose_dtype
 from dlm_rag.model.attention import FLASH_MODULE, choose_backend
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.denoiser_config import (
@@ -156,7 +156,7 @@ class Denoiser(TransformerWeights):
         devices = list_devices(device_map) or [torch.device(device)]
         device = devices[0]
         if isinstance(dtype, str):
-            dtype = parse_dtype(dtype, device)
+            dtype = choose_dtype(dtype, device)
         choose_backend(attention, device, dtype, checkpoint.config.causal_context)
         check_quantize(quantize)
         with torch.device("meta"):

@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-COMPARED_ROWS = 4096  # of embedding and head, that are read at a time
 STORED_DTYPES = ("I8", "F8_E4M3")
 SUFFIXES = ("_scale", "_scale_inv")  # of the name of a weight, where its scales are
 UNUSED_SUFFIXES = (".input_scale", ".k_scale", ".v_scale")  # scales of what is not quantised here
@@ -185,21 +184,17 @@ def match_tensors(
 
 
 def untie_another_head(folder: Path, config: DenoiserConfig, family: Family) -> DenoiserConfig:
-    """The config, without its tie where the files hold a head that is not the embedding.
-
-    So does transformers. Both are read, a part at a time.
+    """The config, without its tie where the files hold a head that is not the embedding: so does
+    transformers. Both are read.
     """
     names = [family.rename_tensor(ours) for ours in ("embed_tokens.weight", "lm_head.weight")]
     found = _read_headers(folder) if config.tie_word_embeddings else {}
     if not all(name in found for name in names):
         return config
-    embedding, head = (found[name] for name in names)
-    if embedding.shape == head.shape and embedding.dtype == head.dtype:
-        with safe_open(embedding.path, "pt") as one, safe_open(head.path, "pt") as other:
-            parts = one.get_slice(names[0]), other.get_slice(names[1])
-            starts = range(0, max(head.shape[0], 1), COMPARED_ROWS)
-            if all(torch.equal(*(part[n : n + COMPARED_ROWS] for part in parts)) for n in starts):
-                return config
+    with safe_open(found[names[0]].path, "pt") as one, safe_open(found[names[1]].path, "pt") as other:
+        embedding, head = one.get_tensor(names[0]), other.get_tensor(names[1])
+        if embedding.dtype == head.dtype and torch.equal(embedding, head):
+            return config
     log.warning("%s ties its embeddings, but holds another %s, which is used", folder, names[1])
     return replace(config, tie_word_embeddings=False)
 
