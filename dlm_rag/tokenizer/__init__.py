@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_rag.errors import CheckpointError, QuestionError, translate_failures
 from dlm_rag.files.hub import read_checkpoint_json
-from dlm_rag.tokenizer.chat_template import render_chat_affixes
+from dlm_rag.tokenizer.chat_template import CHAT_TEMPLATE_FILE, read_chat_template, render_chat_affixes
 from dlm_rag.tokenizer.prompts import PromptTemplate, load_prompt
 
 log = logging.getLogger(__name__)
@@ -234,9 +234,15 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             read_checkpoint_json(folder / name)  # says which of the files it is
     with translate_failures(CheckpointError, f"the tokenizer in {folder} cannot be read"):
         if (folder / "tokenizer.json").is_file():
-            return PreTrainedTokenizerFast.from_pretrained(folder)
-        if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-            return Qwen2Tokenizer.from_pretrained(folder)
+            found = PreTrainedTokenizerFast.from_pretrained(folder)
+        elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            found = Qwen2Tokenizer.from_pretrained(folder)
+        else:
+            found = None
+    if found is not None:
+        if not found.chat_template and (folder / CHAT_TEMPLATE_FILE).is_file():
+            found.chat_template = read_chat_template(folder / CHAT_TEMPLATE_FILE)
+        return found
     raise CheckpointError(f"{folder} has no tokenizer: tokenizer.json is missing")
 
 

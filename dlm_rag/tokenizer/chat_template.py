@@ -16,10 +16,12 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from dlm_rag.errors import CheckpointError, translate_failures
+from dlm_rag.files.hub import read_checkpoint_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+CHAT_TEMPLATE_FILE = "chat_template.json"  # where neither tokenizer_config.json nor a .jinja has one
 RENDER_SECONDS = 5
 RENDER_BYTES = 2**30  # beside what the process has already
 MAX_TEMPLATE_CHARS = 2**17  # characters of a rendered message; public templates write some hundred
@@ -51,6 +53,17 @@ def render_chat_affixes(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str]
     if not found or _MESSAGE in suffix:
         raise CheckpointError("the chat template must show the user's message once, as it is")
     return prefix, suffix
+
+
+def read_chat_template(path: Path) -> str:
+    """The template in a `chat_template.json`, as processors have it. Raises `CheckpointError`."""
+    found = read_checkpoint_json(path).get("chat_template")
+    if isinstance(found, list):  # of several, by name
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        found = named.get("default")
+    if not isinstance(found, str):
+        raise CheckpointError(f"{path} has no chat_template that is a text")
+    return found
 
 
 @contextmanager

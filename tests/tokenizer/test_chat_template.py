@@ -1,6 +1,7 @@
 """Chat templates: rendered as by transformers, and confined whatever they do."""
 
 import datetime
+import json
 import resource
 
 import pytest
@@ -98,7 +99,9 @@ def test_endless_template_is_stopped(monkeypatch):
         render_chat_affixes(with_template(loops))
 
 
-@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "place", ["chat_template.jinja", "chat_template.json", "a list", "tokenizer_config.json"]
+)
 def test_a_template_is_found_in_every_file(tmp_path, place):
     inner = byte_tokenizer()
     if place == "tokenizer_config.json":
@@ -106,4 +109,14 @@ def test_a_template_is_found_in_every_file(tmp_path, place):
     inner.save_pretrained(tmp_path)
     if place == "chat_template.jinja":
         (tmp_path / place).write_text(CHATML)
+    elif place != "tokenizer_config.json":
+        found = [{"name": "default", "template": CHATML}] if place == "a list" else CHATML
+        (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": found}))
     assert load_tokenizer(tmp_path).chat_template == CHATML
+
+
+def test_a_template_that_is_no_text_is_refused(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text('{"chat_template": 3}')
+    with pytest.raises(CheckpointError, match="no chat_template that is a text"):
+        load_tokenizer(tmp_path)
