@@ -73,7 +73,7 @@ setup(
             "pylatexenc>=2.10,<3",
         ],
         "lora": ["peft>=0.19,<1"],
-        "quantize": ["torchao>=0.18,<0.19"],
+        "quantize": ["torchao>=0.18,<0.19"],  # nvfp4 is a prototype there
         "milvus": ["pymilvus>=3.0.2,<3.1"],
         "milvus-test": ["milvus-lite>=3.2.2,<3.3", "pymilvus>=3.0.2,<3.1"],  # a server: half a gigabyte
         "workers": ["ray[client]>=2.60,<=2.60.0"],

@@ -42,7 +42,7 @@ from dlm_rag.model.attention import (
 )
 from dlm_rag.model.denoiser_config import Segment
 from dlm_rag.model.packed_batch import pack_rows
-from dlm_rag.model.quantize import count_weight_bytes, quantize_linear_layers
+from dlm_rag.model.quantize import METHODS, count_weight_bytes, quantize_linear_layers
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_model import InitialModel, allocate_denoiser, open_initial_model
 from dlm_rag.training.planning.step_memory import estimate_step_memory
@@ -102,12 +102,12 @@ def measure_precision(
     """Milliseconds of the layers for `rows` of `tokens` tokens, in every precision that works here."""
     device = choose_device("auto")
     low = choose_low_dtype(device)
-    works = ("int8",) if find_spec("torchao") else ()
+    works = METHODS if find_spec("torchao") else ()
     for name in ("none", *works):
         free_memory()
         denoiser = make_random_denoiser(shape, device, getattr(torch, low))
         if name != "none":
-            quantize_linear_layers(denoiser)
+            quantize_linear_layers(denoiser, name)
         free_memory()
         record.add(
             title="Low precision",

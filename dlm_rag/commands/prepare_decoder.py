@@ -241,7 +241,7 @@ def prepare_decoder(
     else:
         attention = adapter.check_settings(config.model, config.engine)
     shape = checkpoint.config
-    check_quantize(config.model.quantize)
+    check_quantize(config.model.quantize, shape, dtype)
     check_weights_fit(checkpoint, devices, dtype, config.model.quantize)
     need = checkpoint.count_weight_bytes(dtype.itemsize, config.model.quantize)
     check_memory_limit(config.engine, device, need)

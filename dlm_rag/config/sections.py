@@ -33,9 +33,9 @@ class ModelConfig(CheckedSettings):
     devices) or a list, cuda:0,cuda:1; unset: one device"""
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
     """dtype of the weights; auto takes bfloat16 on CUDA (float16 before Ampere) and float32 elsewhere"""
-    quantize: str = setting("none", choices=("none", "int8"))
+    quantize: str = setting("none", choices=("none", "int8", "nvfp4"))
     """low precision of the weights of linear layers inside the transformer layers, by torchao, for
-    decoding: int8 (a scale for each row)"""
+    decoding: int8 (a scale for each row) or nvfp4 (4 bits, a scale for 16 numbers)"""
     attn_implementation: str = setting("auto", choices=("auto", "flash", "varlen", "sdpa", "indexed"))
     """attention kernel: flash (flash-attn), varlen (torch's own), sdpa, or indexed (Triton, reads the cache
     in place; not measured yet); auto takes the first of flash, varlen, sdpa that works"""

@@ -158,7 +158,7 @@ class Denoiser(TransformerWeights):
         if isinstance(dtype, str):
             dtype = choose_dtype(dtype, device)
         choose_backend(attention, device, dtype, checkpoint.config.causal_context)
-        check_quantize(quantize)
+        check_quantize(quantize, checkpoint.config, dtype)
         with torch.device("meta"):
             denoiser = cls(checkpoint.config)
         denoiser.load(checkpoint, devices, dtype, quantize)
@@ -182,7 +182,7 @@ class Denoiser(TransformerWeights):
         kept = {*checkpoint.tensor_sources} - quantized if quantized else set()
         for name, value in checkpoint.iterate_tensors(devices[0], dtype, kept, homes):
             if name in quantized:
-                quantize_weight(self, name, value)
+                quantize_weight(self, name, value, quantize)
             else:
                 values[name] = nn.Parameter(value)
         self.load_state_dict(values, strict=False, assign=True)

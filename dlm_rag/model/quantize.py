@@ -1,4 +1,4 @@
-"""Weights in int8 (`model.quantize`), by torchao's `Int8WeightOnlyConfig`: a scale for each row.
+"""Weights in low precision (`model.quantize`), by torchao's weight-only configurations.
 
 Linear layers and experts inside the transformer layers; head, embeddings, norms and routers stay as they
 are. Weights are quantised one by one while they are read, so that no second copy of the model is held.
@@ -7,7 +7,7 @@ are. Weights are quantised one by one while they are read, so that no second cop
 from importlib import import_module
 from importlib.util import find_spec
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,19 +17,42 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.layers import ExpertStack, Linear, TransformerWeights, list_tensor_shapes
 from dlm_rag.progress import format_bytes, quiet_imports
 
-QUANTIZED_BYTES = 1.0  # of a weight in int8
-ROW_SCALE_BYTES = 5  # of a row: its scale, and the zero that torchao keeps beside it
-SCRATCH_BYTES = 4  # a weight of the one layer that is dequantised at a time
+
+class QuantizationMethod(NamedTuple):
+    """A configuration of torchao's, by its module, name and settings, and what it takes.
+
+    row_bytes: of the scale of a row. multiple: widths must be multiples of it. scratch: bytes a weight of
+    the one layer that is dequantised at a time.
+    """
+
+    module: str
+    config: str
+    settings: dict[str, Any]
+    bytes_per_weight: float
+    row_bytes: int
+    multiple: int
+    scratch: int
 
 
-def _quantize_linear(linear: nn.Linear, weight: Tensor) -> nn.Linear:
+METHODS = {
+    # Without `set_inductor_config`, which changes how float32 is multiplied everywhere.
+    "int8": QuantizationMethod(
+        "torchao.quantization", "Int8WeightOnlyConfig", {"set_inductor_config": False}, 1.0, 5, 1, 4
+    ),
+    "nvfp4": QuantizationMethod(
+        "torchao.prototype.mx_formats", "NVFP4WeightOnlyConfig", {}, 0.5 + 1 / 16, 0, 16, 30
+    ),
+}
+
+
+def _quantize_linear(linear: nn.Linear, weight: Tensor, method: str) -> nn.Linear:
     """Gives a layer this weight, quantised."""
     with quiet_imports():
-        torchao = import_module("torchao.quantization")
-        # `set_inductor_config` would change how float32 is multiplied everywhere.
-        config = torchao.Int8WeightOnlyConfig(set_inductor_config=False)
+        quantize = import_module("torchao.quantization").quantize_
+        found = METHODS[method]
+        config = getattr(import_module(found.module), found.config)(**found.settings)
     linear.weight = nn.Parameter(weight, requires_grad=False)
-    torchao.quantize_(linear, config)
+    quantize(linear, config)
     return linear
 
 
@@ -56,35 +79,47 @@ def list_quantized_weights(model: TransformerWeights) -> dict[str, nn.Parameter]
     return found
 
 
-def quantize_weight(model: TransformerWeights, name: str, value: Tensor) -> None:
+def quantize_weight(model: TransformerWeights, name: str, value: Tensor, method: str) -> None:
     """Puts one weight, quantised, into the layer that it belongs to."""
     home, _, leaf = name.rpartition(".")
     module: Any = model.get_submodule(home)
     if not isinstance(module, ExpertStack):
-        _quantize_linear(module, value)
+        _quantize_linear(module, value, method)
         return
     with torch.device("meta"):
         experts = [Linear(each.shape[1], each.shape[0], bias=False) for each in value]
     delattr(module, leaf)
-    quantized = (_quantize_linear(*pair) for pair in zip(experts, value, strict=True))
+    quantized = (_quantize_linear(*pair, method) for pair in zip(experts, value, strict=True))
     setattr(module, leaf, nn.ModuleList(quantized))
     module.matmul_by_expert = multiply_by_expert
 
 
-def quantize_linear_layers(model: TransformerWeights) -> None:
+def quantize_linear_layers(model: TransformerWeights, method: str) -> None:
     """Quantises the weights of a model that is in memory."""
     for name, value in list_quantized_weights(model).items():
-        quantize_weight(model, name, value.detach())
+        quantize_weight(model, name, value.detach(), method)
 
 
-def check_quantize(method: str) -> None:
-    """Raises `ConfigError` for a method that there is not, or without torchao."""
-    if method not in ("none", "int8"):
-        raise ConfigError(f"quantize={method} is not one of none, int8{suggest_nearest(method, ['int8'])}")
-    if method == "int8" and find_spec("torchao") is None:
+def check_quantize(method: str, config: DenoiserConfig, dtype: torch.dtype) -> None:
+    """Raises `ConfigError` for a method, dtype or widths that cannot be, or without torchao."""
+    if method == "none":
+        return
+    if method not in METHODS:
+        nearest = suggest_nearest(str(method), METHODS)
+        raise ConfigError(f"quantize={method} is not one of none, {', '.join(METHODS)}{nearest}")
+    if find_spec("torchao") is None:
         raise ConfigError(
-            "model.quantize=int8 needs torchao: pip install 'dlm_rag[quantize]', or leave it out"
+            f"model.quantize={method} needs torchao: pip install 'dlm_rag[quantize]', or leave it out"
         )
+    if method == "nvfp4" and dtype == torch.float16:
+        raise ConfigError("model.quantize=nvfp4 has no float16: set int8, or model.dtype=bfloat16")
+    multiple = METHODS[method].multiple
+    for name, shape in _list_quantized_shapes(config).items():
+        if any(width % multiple for width in shape[-2:]):
+            raise ConfigError(
+                f"model.quantize={method} needs widths that are multiples of {multiple}, and {name} has "
+                f"{[*shape]}: set int8"
+            )
 
 
 def count_weight_bytes(config: DenoiserConfig, size: int, quantize: str = "none") -> int:
@@ -92,22 +127,23 @@ def count_weight_bytes(config: DenoiserConfig, size: int, quantize: str = "none"
     whole = size * sum(map(prod, list_tensor_shapes(config).values()))
     if quantize == "none":
         return whole
-    weights = _list_quantized_shapes(config)
-    saved = (size - QUANTIZED_BYTES) * sum(map(prod, weights))
-    return whole - int(saved) + ROW_SCALE_BYTES * sum(prod(shape[:-1]) for shape in weights)
+    method, shapes = METHODS[quantize], _list_quantized_shapes(config).values()
+    saved = (size - method.bytes_per_weight) * sum(map(prod, shapes))
+    return whole - int(saved) + method.row_bytes * sum(prod(shape[:-1]) for shape in shapes)
 
 
 def count_scratch_bytes(config: DenoiserConfig, quantize: str) -> int:
     """The most bytes that dequantised weights take during a step."""
     if quantize == "none":
         return 0
-    return SCRATCH_BYTES * max(prod(shape[-2:]) for shape in _list_quantized_shapes(config))
+    shapes = _list_quantized_shapes(config).values()
+    return METHODS[quantize].scratch * max(prod(shape[-2:]) for shape in shapes)
 
 
-def _list_quantized_shapes(config: DenoiserConfig) -> list[tuple[int, ...]]:
+def _list_quantized_shapes(config: DenoiserConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         weights = list_quantized_weights(TransformerWeights(config))
-    return [tuple(value.shape) for value in weights.values()]
+    return {name: tuple(value.shape) for name, value in weights.items()}
 
 
 def describe_precision(denoiser: Any) -> str:

@@ -18,7 +18,7 @@ from dlm_rag.model.denoiser_config import (
     count_encode_flops,
     count_head_flops,
 )
-from dlm_rag.model.quantize import QUANTIZED_BYTES, count_scratch_bytes, count_weight_bytes
+from dlm_rag.model.quantize import METHODS, count_scratch_bytes, count_weight_bytes
 from dlm_rag.training.batches import LONG_QUESTION_TOKENS
 from dlm_rag.training.planning.specs import MFU, GpuSpec
 
@@ -114,7 +114,7 @@ def plan_decode_step(
     work = count_encode_flops(shape, lengths, seen, [row.canvas] * rows, size)
     head = count_head_flops(shape, rows * row.canvas, size)
     keys = count_kv_bytes(shape, dtype) * sum(seen)
-    packed = 1.0 if quantize == "none" else QUANTIZED_BYTES / size
+    packed = 1.0 if quantize == "none" else METHODS[quantize].bytes_per_weight / size
     return DecodeStepPlan(
         memory + GIB * (config.engine.prefix_cache_gib or 0.0),
         (work.flops + head.flops) / (machine.flops[dtype] * MFU),
