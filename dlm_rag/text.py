@@ -98,7 +98,10 @@ _REASONING_TAG = re.compile(
 _MARK_START = re.compile(
     r"[#\\<*_>]|\b(?:answer|final)|^[ \t]*a(?:ns\.?)?(?::|$)", re.IGNORECASE | re.MULTILINE
 )
-_JSON_TEXT = re.compile(r'[:：\s]\s*(?:\[\s*)?"((?:[^"\\\n]|\\.)*)"')
+_JSON_VALUE = re.compile(
+    r"""[:：\s]\s*(?:\[\s*)?(?:(?P<quote>["'])((?:(?!(?P=quote))[^\\\n]|\\.)*)(?P=quote)"""
+    r"""|(-?\d[\d.]*)(?=\s*[,}\]]))"""
+)
 _ANSWER_TAG = re.compile(r"<(/?)(?:final[ _-]?)?answer>", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)[ \t]?\{")
 _BRACE = re.compile(r"\\[{}]|[{}]")
@@ -108,7 +111,10 @@ _EMPHASIS = (
     ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("「", "」"), ("【", "】"), ('"', '"'), ("“", "”"),
     ("«", "»"),
 )  # fmt: skip
-_BLANK_OR_MARKUP = re.compile(r"(?:\s|[:：](?=\s)|[>•](?=[ \t])|[-*+](?=[ \t]))*")
+_BLANK_OR_MARKUP = re.compile(  # also the line below a heading, a fence, a tag of HTML
+    r"(?:\s|[:：](?=\s)|[>•](?=[ \t])|[-*+](?=[ \t])|(?:-{3,}+|={3,}+|`{3}\w*+)(?=\s)"
+    r"|<(?:b|i|u|p|em|strong|span|code)>)*"
+)
 _SENTENCE_STOP = re.compile(r"(?<=[^\W\d_]{4}|\d\d\d\d)[.!](?=[ \t]{1,4}[^\W\d_a-z])")
 _ANSWER_TAIL = re.compile(
     r"(?:[.。．।]|<\|[^|<>\n]{1,40}\|>|</?\w{1,20}>|[ \t]?\[\d{1,3}(?:, ?\d{1,3}){0,9}\])$"
@@ -358,9 +364,10 @@ def _find_marks(text: str) -> list[_Mark]:
         label = _ANSWER_LINE.match(line)
         labels = [label] if label else []
         for found in (*labels, *_ANSWER_LABEL.finditer(line, label.end() if label else 0)):
-            named = '"' in (found[0][0], line[found.start() - 1 : found.start()], *found[0][-3:])
-            quoted = _JSON_TEXT.match(line, found.end() - 1) if named else None
-            place = quoted.span(1) if quoted else (found.end(), len(text) - start)
+            around = (found[0][0], line[found.start() - 1 : found.start()], *found[0][-3:])
+            named = '"' in around or "'" in around
+            quoted = _JSON_VALUE.match(line, found.end() - 1) if named else None
+            place = quoted.span(quoted.lastindex or 0) if quoted else (found.end(), len(text) - start)
             marks.append(_Mark(start + found.start(), start + place[0], start + place[1], not quoted))
         for found in _ANSWER_PHRASE.finditer(line):
             if not _NO_ANSWER.match(line, found.end()):
