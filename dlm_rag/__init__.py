@@ -42,9 +42,18 @@ _HOMES = {
     "read_trace": "dlm_rag.decode.trace_file",
 }
 _INSTEAD = dict.fromkeys(
-    ("pipeline", "from_pretrained", "AutoModel", "AutoModelForCausalLM", "Reader", "RAG", "Pipeline"),
+    (
+        "pipeline", "from_pretrained", "AutoModel", "AutoModelForCausalLM", "Reader", "RAG", "Pipeline",
+        "ask", "Model", "load_model", "load_corpus", "DiffusionLM",
+    ),
     "load",
-) | {"AutoTokenizer": "Tokenizer", "Retriever": "load_retriever", "BM25Retriever": "load_retriever"}
+) | dict.fromkeys(("Retriever", "BM25Retriever", "BM25", "Corpus", "open_corpus"), "load_retriever") | {
+    "AutoTokenizer": "Tokenizer", "load_tokenizer": "Tokenizer", "GenerationConfig": "DecodeConfig",
+    "UserError": "errors.UserError", "Config": "config.Config", "Rollout": "decode.rollout.Rollout",
+    "Passage": "retrieval.corpus.Passage", "Document": "retrieval.corpus.Passage",
+    "read_questions": "questions.read_questions", "load_dataset": "questions.read_questions",
+}  # fmt: skip
+_COMMANDS = {"train": "train", "Trainer": "train", "evaluate": "evaluate", "serve": "serve"}
 __all__ = [
     "DecodeConfig",
     "Decoder",
@@ -61,5 +70,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         right = f": use dlm_rag.{_INSTEAD[name]}" if name in _INSTEAD else ""
+        if name in _COMMANDS:
+            right = f": use the command `dlm-rag {_COMMANDS[name]}`"
         raise AttributeError(f"module 'dlm_rag' has no attribute '{name}'{right}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -5,7 +5,7 @@ import logging
 import random
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -52,6 +52,9 @@ class Question:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "question", normalize_whitespace(normalize_text(self.question)))
+
+
+Askable = str | Question | Mapping[str, Any]
 
 
 def read_questions(path: str | Path) -> list[Question]:
@@ -102,7 +105,7 @@ def read_question_records(path: str | Path) -> Iterator[Record]:
         yield from read_records(each, QuestionError, plain="question")
 
 
-def as_questions(questions: str | Question | Iterable[str | Question]) -> list[Question]:
+def as_questions(questions: Askable | Iterable[Askable]) -> list[Question]:
     """Questions as records, as `number_questions` makes them; raises `QuestionError` for an id twice."""
     asked = list(number_questions(questions))
     if len({question.id for question in asked}) < len(asked):
@@ -110,14 +113,25 @@ def as_questions(questions: str | Question | Iterable[str | Question]) -> list[Q
     return asked
 
 
-def number_questions(questions: str | Question | Iterable[str | Question]) -> Iterator[Question]:
+def number_questions(questions: Askable | Iterable[Askable]) -> Iterator[Question]:
     """Questions as records, one by one as they come; texts get the ids q1, q2, ... by their place.
 
-    Where the locale is ASCII, Python has kept what else was typed as single bytes. Raises `QuestionError`
-    for a blank question, or half of a character.
+    A dict is a row of a file of questions. Where the locale is ASCII, Python has kept what else was typed
+    as single bytes. Raises `QuestionError` for a blank question, half of a character, and other types.
     """
-    given = [questions] if isinstance(questions, str | Question) else questions
+    given = [questions] if isinstance(questions, str | bytes | Question | Mapping) else questions
+    if not isinstance(given, Iterable):
+        given = [given]
     for number, each in enumerate(given, start=1):
+        if isinstance(each, Mapping):
+            own = get_field(each, "id")[1]
+            row = {**each, "id": f"q{number}" if own is None else own}
+            each = _parse_question(row, f"question {number}")
+        if not isinstance(each, str | Question):
+            raise QuestionError(
+                f"question {number} is {type(each).__name__}: give a text, a dict with 'question', or a "
+                "Question; to decode(), several"
+            )
         text = each if isinstance(each, str) else each.question
         if not text.strip():
             raise QuestionError(f"question {number} is blank")

@@ -123,7 +123,11 @@ class Rollout(NamesRemedy):
     """The trajectory of one question, complete once `finished`."""
 
     _instead = dict.fromkeys(("text", "output", "generated_text", "content"), "response") | {
-        "sources": "citations", "documents": "passages", "contexts": "passages", "trace": "steps",
+        "result": "answer", "prediction": "answer", "source_documents": "passages", "context": "passages",
+        "scores": "steps[n].committed[n].confidence", "confidence": "steps[n].committed[n].confidence",
+        "json": "to_dict()", "model_dump": "to_dict()", "tokens": "final_tokens()", "latency": "seconds",
+        "num_steps": "len(rollout.steps)", "queries": "steps[n].query", "error_message": "error",
+        "documents": "passages", "contexts": "passages", "trace": "steps",
         "history": "steps", "score": "steps[n].committed[n].confidence", "to_json": "to_dict()",
         "to_pandas": "pandas.DataFrame(rollout.to_rows())",
     }  # fmt: skip

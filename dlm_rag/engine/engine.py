@@ -14,7 +14,7 @@ and in a batch; what goes wrong in one row ends that row alone. Every row has de
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from itertools import count, islice
@@ -41,7 +41,7 @@ from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS, DenoiserConfig
 from dlm_rag.model.quantize import describe_precision
 from dlm_rag.nvtx_ranges import StageClock, mark_event, profile_stage, profile_step
-from dlm_rag.questions import Question, as_questions, number_questions
+from dlm_rag.questions import Askable, Question, as_questions, number_questions
 from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.retrieval.base import Retriever, find_query_policy
 from dlm_rag.tokenizer import Tokenizer
@@ -57,7 +57,13 @@ class Decoder(NamesRemedy):
     layout that the prompt template cannot have.
     """
 
-    _instead = dict.fromkeys(("generate", "answer", "chat", "run", "predict", "query"), "ask(question)") | {
+    _instead = dict.fromkeys(
+        ("generate", "answer", "chat", "run", "predict", "query", "invoke", "pipe"), "ask(question)"
+    ) | {
+        "cuda": 'dlm_rag.load(model, corpus, device="cuda")', "retrieve": "decoder.retriever.search(text)",
+        "model": "denoiser", "generate_stream": "stream(questions, on_step)", "eval": "ask(question)",
+        "add_documents": "dlm_rag.load(model, corpus)", "index": "retriever", "corpus": "retriever.corpus",
+        "evaluate": "`dlm-rag evaluate`", "train": "`dlm-rag train`",
         "to": 'dlm_rag.load(model, corpus, device="cuda")', "batch": "decode(questions)",
         "batch_decode": "decode(questions)", "search": "decoder.retriever.search(text)",
         "save_pretrained": "decoder.denoiser.save_pretrained(folder)",
@@ -140,15 +146,13 @@ class Decoder(NamesRemedy):
         """Device, dtype, kernel and layout, in words for a person, and what was reused."""
         return self.stats.describe()
 
-    def ask(self, question: str | Question, **settings: Any) -> Rollout:
+    def ask(self, question: Askable, **settings: Any) -> Rollout:
         """The finished rollout of one question; it prints as its answer."""
         return self.decode([question], **settings)[0]
 
     __call__ = ask
 
-    def decode(
-        self, questions: str | Question | Sequence[str | Question], **settings: Any
-    ) -> list[Rollout]:
+    def decode(self, questions: Askable | Iterable[Askable], **settings: Any) -> list[Rollout]:
         """One finished rollout per question, in order; settings: as in `new_engine`.
 
         Raises `QuestionError` for a blank question. If one question fails (it does not fit the context, or
@@ -160,7 +164,7 @@ class Decoder(NamesRemedy):
 
     def stream(
         self,
-        questions: str | Question | Iterable[str | Question],
+        questions: Askable | Iterable[Askable],
         on_step: Callable[[Rollout], None] | None = None,
         **settings: Any,
     ) -> Iterator[Rollout]:

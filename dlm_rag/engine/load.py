@@ -4,11 +4,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from dlm_rag.cli import print_note
 from dlm_rag.config import Config
 from dlm_rag.config.fields import replace_settings
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.errors import ConfigError, suggest_nearest
 from dlm_rag.files.hub import READER, SHIPPED_FOLDER, SHIPPED_PREFIX
+from dlm_rag.files.smollm2 import MODEL_NAME
 from dlm_rag.machine import choose_device, choose_dtype
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.denoiser import load_denoiser
@@ -19,7 +21,10 @@ SECTIONS = ("model", "retrieval", "decode", "engine")  # whose settings `load` t
 WORLD_MODELS = [f"{SHIPPED_PREFIX}{name}" for name in ("model", "whole")]  # trained on the world that ships
 WORLD_CORPUS = SHIPPED_FOLDER / "world" / "corpus.jsonl"
 INSTEAD = {"torch_dtype": "dtype", "k": "top_k", "n_docs": "top_k", "max_length": "max_new_tokens",
-           "documents": "corpus", "texts": "corpus", "threshold": "commit_threshold"}  # fmt: skip
+           "max_tokens": "max_new_tokens", "documents": "corpus", "texts": "corpus", "retriever": "corpus",
+           "threshold": "commit_threshold", "do_sample": "temperature", "steps": "steps_per_block",
+           "num_steps": "steps_per_block", "load_in_8bit": "quantize", "load_in_4bit": "quantize",
+           "tokenizer": "model"}  # fmt: skip
 
 
 def load(model: str | Path | None = None, corpus: Any = None, **settings: Any) -> Decoder:
@@ -38,6 +43,8 @@ def load(model: str | Path | None = None, corpus: Any = None, **settings: Any) -
         if key in ("device", "dtype"):  # also as objects of torch
             value = str(value).removeprefix("torch.")
         sections[section] = replace_settings(sections[section], **{key: value})
+    if name == MODEL_NAME:
+        print_note(f"{name} is the model as published; what is trained to answer from passages is {READER}")
     wanted, retrieval = sections["model"], sections["retrieval"]
     checkpoint = open_checkpoint(name, wanted.block_size)
     device = choose_device(wanted.device)

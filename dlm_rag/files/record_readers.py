@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import unicodedata
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -39,7 +39,7 @@ FIELD_ALIASES = {
     "golden_answers": ("golden_answers", "answers", "answer", "possible_answers"),
     "answer_aliases": ("answer_aliases",),
     "supporting_ids": ("supporting_ids", "supporting_docs"),
-    "contents": ("contents", "text"),
+    "contents": ("contents", "text", "page_content"),  # the last: LangChain
 }
 ROW_FILE_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")  # the rows of a folder
 PEEK_BYTES = 2**20  # bytes that are looked at to tell forms apart
@@ -60,7 +60,7 @@ Record = tuple[str, dict[str, Any]]  # its place, its fields
 RecordReader = Callable[[IO[bytes], str, type[UserError]], Iterator[Record]]
 
 
-def get_field(record: dict[str, Any], name: str) -> tuple[str, Any]:
+def get_field(record: Mapping[str, Any], name: str) -> tuple[str, Any]:
     """The name that a field goes by in a record, and its value; its first name and None where it is not.
 
     Capitals make no difference where no name is there as it is written (`Question,Answer` of Bamboogle).

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Generic, Protocol, TypeVar, overload
 
 from dlm_rag.config.fields import resolve_or_import
-from dlm_rag.errors import NamesRemedy, UserError
+from dlm_rag.errors import NamesRemedy, QuestionError, UserError
 from dlm_rag.retrieval.corpus import Corpus, Passage
 from dlm_rag.text import drop_repeated_words, extract_sentences, normalize_whitespace
 
@@ -62,7 +62,10 @@ class QueryPolicy:
 
 def as_queries(queries: Sequence[Query | str]) -> list[Query]:
     """Queries, made of those that are plain texts."""
-    return [join_query(each, "") if isinstance(each, str) else each for each in queries]
+    found = [join_query(each, "") if isinstance(each, str) else each for each in queries]
+    if wrong := [each for each in found if not isinstance(each, Query)]:
+        raise QuestionError(f"a query is {type(wrong[0]).__name__}: give a text, or a list of texts")
+    return found
 
 
 def join_query(question: str, added: str) -> Query:
@@ -211,6 +214,8 @@ class CorpusRetriever(NamesRemedy, ABC):
         """
         if isinstance(queries, str):
             return self.search([queries])[0]
+        if not isinstance(queries, Iterable):
+            queries = [queries]
         queries = as_queries(queries)
         try:
             return self._search(queries)

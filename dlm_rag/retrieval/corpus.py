@@ -277,15 +277,20 @@ def _describe_counts(folder: Path) -> str:
 def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Path:
     """The file of JSON lines, among the indexes, with passages that are at hand as texts or records.
 
-    Rows without an id are numbered from 1. Raises `CorpusError` that names the row.
+    Documents of LangChain are such records too. Rows without an id are numbered from 1. Raises
+    `CorpusError` that names the row.
     """
     root = expand_path(index_dir, CorpusError, "retrieval.index_dir") if index_dir else get_cache_folder()
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a table of pandas
         rows = rows.to_dict("records")
+    if not isinstance(rows, Iterable) or isinstance(rows, bytes):
+        raise CorpusError(f"the corpus is {type(rows).__name__}: give a file, a folder or a list of texts")
     lines = []
     for number, row in enumerate(rows, start=1):
         if isinstance(row, Passage):
             row = asdict(row)
+        if hasattr(row, "page_content"):
+            row = {"contents": row.page_content, "title": str(row.metadata.get("title") or "")}
         record = {"contents": row} if isinstance(row, str) else row
         if not isinstance(record, Mapping):
             raise CorpusError(
@@ -294,6 +299,8 @@ def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Pat
         named = {"id": str(number), **{key: value for key, value in record.items() if value is not None}}
         passage = parse_passage(named, f"passage {number}")
         lines.append(json.dumps(asdict(passage), ensure_ascii=False) + "\n")
+    if not lines:
+        raise CorpusError("the corpus holds no passages")
     text = "".join(lines).encode(errors="surrogatepass")
 
     def build(scratch: Path) -> None:

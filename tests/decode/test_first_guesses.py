@@ -46,6 +46,11 @@ class Table:  # what pandas' tables have
         return [{"text": text} for text in TEXTS]
 
 
+class Document:  # of LangChain
+    def __init__(self, text):
+        self.page_content, self.metadata = text, {"title": "notes"}
+
+
 def load(home, **settings):
     return dlm_rag.load(str(home / "model"), **settings)
 
@@ -56,6 +61,10 @@ GUESSES = {
     "load, a file as text": lambda home, d, r: (
         load(home, corpus=str(home / "corpus.jsonl")).ask(ASKED).steps
     ),
+    "load, documents of LangChain": lambda home, d, r: (
+        load(home, corpus=[Document(text) for text in TEXTS]).retriever.corpus[1].title == "notes"
+    ),
+    "load, dicts with page_content": lambda home, d, r: load(home, corpus=[{"page_content": TEXTS[0]}]),
     "load, a folder": lambda home, d, r: load(home, corpus=home / "notes").ask(ASKED).steps,
     "load, a retriever": lambda home, d, r: load(home, corpus=d.retriever).retriever is d.retriever,
     "load, settings": lambda home, d, r: (
@@ -79,6 +88,9 @@ GUESSES = {
     "decode, a text": lambda home, d, r: len(d.decode(ASKED)) == 1,
     "decode, texts": lambda home, d, r: len(d.decode([ASKED, "Who?"])) == 2,
     "decode, a question": lambda home, d, r: d.decode(Question("7", ASKED))[0].id == "7",
+    "ask, a dict": lambda home, d, r: d.ask({"question": ASKED, "_id": 0}).id == "0",
+    "decode, dicts": lambda home, d, r: [x.id for x in d.decode([{"text": ASKED}, "a?"])] == ["q1", "q2"],
+    "decode, a generator": lambda home, d, r: len(d.decode(text for text in (ASKED, "a?"))) == 2,
     "ask, settings": lambda home, d, r: d.ask(ASKED, max_new_tokens=4).canvas_length == 4,
     "stream, texts": lambda home, d, r: (
         [x.id for x in d.stream(["a?", "b?"], batch_size=1)] == ["q1", "q2"]
@@ -121,6 +133,19 @@ ELSEWHERE = {
     "a dtype": (lambda d, r: Denoiser.from_pretrained("dlm_rag/shipped/model", dtype="half"), "float16"),
     "no corpus": (lambda d, r: dlm_rag.load("x"), "x"),
     "a corpus of numbers": (lambda d, r: load_retriever([1, 2]), "passage 1"),
+    "ask, several": (lambda d, r: d.ask([[ASKED]]), "decode()"),
+    "ask, nothing": (lambda d, r: d.ask(None), "question 1 is NoneType"),
+    "ask, bytes": (lambda d, r: d.ask(b"who?"), "question 1 is"),
+    "ask, a dict of another kind": (lambda d, r: d.ask({"query": ASKED}), "no 'question'"),
+    "search, nothing": (lambda d, r: d.retriever.search(None), "NoneType"),
+    "a corpus that is a number": (lambda d, r: load_retriever(corpus=3), "list of texts"),
+    "a corpus of bytes": (lambda d, r: load_retriever(corpus=b"Emma"), "list of texts"),
+    "invoke": (lambda d, r: d.invoke(ASKED), "ask"),
+    "cuda": (lambda d, r: d.cuda(), "device="),
+    "source_documents": (lambda d, r: r.source_documents, "passages"),
+    "UserError at the top": (lambda d, r: dlm_rag.UserError, "dlm_rag.errors.UserError"),
+    "train at the top": (lambda d, r: dlm_rag.train, "dlm-rag train"),
+    "load_in_8bit": (lambda d, r: dlm_rag.load("x", TEXTS, load_in_8bit=True), "'quantize'"),
     "an empty corpus": (lambda d, r: load_retriever([]), "no passages"),
 }
 
