@@ -321,7 +321,7 @@ class TrainConfig(CheckedSettings):
     """recompute activations in the backward pass: full (all of a layer) or selective (all but attention
     and, unless compiled, matrix products)"""
     data_workers: int = setting(0, low=0, high=1024, only_with=SFT)
-    """sft: number of processes that make batches ahead of the steps; 0: a thread, one step ahead"""
+    """sft: number of processes that make batches ahead of the steps; 0: each is made when it is needed"""
     compile: bool = setting(False)
     """compile around attention with torch.compile"""
     parallel: str = setting("ddp", choices=("ddp", "fsdp"))

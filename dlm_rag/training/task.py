@@ -4,7 +4,7 @@ An objective is a subclass of `Task` with a line in `tasks.TASKS`, or of the use
 `train.objective=module:Class`. Nothing else names it.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -92,7 +92,7 @@ class Task:
         """
         raise NotImplementedError
 
-    def conditions(self, step: int, state: TaskState) -> Hashable:
+    def conditions(self, step: int, state: TaskState) -> Any:
         """What the batches of a step depend on besides its number; {} is the state in worker processes."""
         return None
 

@@ -6,8 +6,7 @@ CPU the weights are equal bit for bit.
 
 import gc
 import math
-from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -82,7 +81,7 @@ class Trainer:
         self.optimizers = make_optimizers(self.denoiser, train)
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self._checkpoints = Checkpoints(run.folder, self.processes)
-        self._batches = Prefetcher(self._make_parts, task.conditions, train.data_workers)
+        self._made: Iterator[Any] | None = None  # batches of the steps, by worker processes
 
     def _build_denoiser(self) -> None:
         """The denoiser in its loss, in copies or shards, with the first weights of what is trained anew."""
@@ -143,10 +142,14 @@ class Trainer:
 
     def _take_parts(self) -> list[Any]:
         """This process's batches of the step."""
-        step, task = self.state.step, self.task
-        if task.can_prefetch:
-            return self._batches.take(step, self.task_state, self.train.max_steps)
-        with self.evaluation_mode():
+        step, task, train = self.state.step, self.task, self.train
+        if task.can_prefetch and train.data_workers:
+            self._made = self._made or make_in_workers(
+                lambda n: self._make_parts(n, task.conditions(n, {})),
+                range(step, train.max_steps), train.data_workers,
+            )  # fmt: skip
+            return next(self._made)
+        with nullcontext() if task.can_prefetch else self.evaluation_mode():
             return self._make_parts(step, task.conditions(step, self.task_state))
 
     def _make_parts(self, step: int, conditions: Any) -> list[Any]:
@@ -228,7 +231,6 @@ class Trainer:
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
         """While it is open every process may call the denoiser by itself, as often as it needs."""
-        self._batches.wait()
         self.denoiser.eval()
         alone = allow_independent_forwards(self.root, self.denoiser, self.processes)
         try:
@@ -286,44 +288,6 @@ def make_autocast(device: str, dtype: torch.dtype) -> torch.autocast:
     the same.
     """
     return torch.autocast(device, dtype, enabled=dtype != torch.float32, cache_enabled=False)
-
-
-class Prefetcher:
-    """The batches of the steps of a run, made ahead: by worker processes, or one step ahead by a thread.
-
-    make: the batches of a step, by its number and its conditions. conditions: what batches depend on
-    besides the number of their step, from this and the task's state; workers know no state.
-    """
-
-    def __init__(
-        self, make: Callable[[int, Any], Any], conditions: Callable[[int, Any], Hashable], workers: int
-    ) -> None:
-        self._make, self._conditions, self._workers = make, conditions, workers
-        self._thread = ThreadPoolExecutor(1, "batches")
-        self._ahead: dict[tuple[int, Hashable], Future[Any]] = {}  # at most one
-        self._made: Iterator[Any] | None = None  # by worker processes
-
-    def take(self, step: int, state: Any, steps: int) -> Any:
-        """The batches of this step; `steps`: of the run."""
-        if self._workers:
-            self._made = self._made or make_in_workers(
-                self._make_of_number, range(step, steps), self._workers
-            )
-            return next(self._made)
-        key = step, self._conditions(step, state)
-        self.wait()
-        ready = self._ahead.get(key)
-        found = self._make(*key) if ready is None else ready.result()
-        after = step + 1, self._conditions(step + 1, state)
-        self._ahead = {after: self._thread.submit(self._make, *after)}
-        return found
-
-    def wait(self) -> None:
-        """Until the thread is at rest: two searches at once would not do."""
-        wait(self._ahead.values())
-
-    def _make_of_number(self, step: int) -> Any:
-        return self._make(step, self._conditions(step, {}))
 
 
 def make_in_workers(make: Callable[[Any], Any], steps: range, workers: int) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Batches that are made ahead: by processes, as bytes, or by a thread, under the conditions of then."""
+"""Batches that are made ahead by processes, and travel as bytes."""
 
 import pickle
 
@@ -8,7 +8,7 @@ import torch
 
 from dlm_rag.training.batches import BatchMaker, LossWeights
 from dlm_rag.training.losses import MaskedObjective
-from dlm_rag.training.trainer import Prefetcher, make_in_workers
+from dlm_rag.training.trainer import make_in_workers
 from tests.training.test_training import examples, micro_denoiser, tokenizer  # noqa: F401
 
 
@@ -29,13 +29,3 @@ def test_a_batch_that_has_travelled_has_the_same_loss_and_gradients(examples, bl
 def test_workers_give_the_steps_in_order():
     made = [*make_in_workers(lambda step: np.full(3, step), range(4, 11), workers=2)]
     assert [int(array[0]) for array in made] == [*range(4, 11)]
-
-
-def test_what_was_made_under_other_conditions_is_made_again():
-    made = []
-    batches = Prefetcher(
-        lambda *key: made.append(key) or key, lambda step, state: state.get("stage", 0), workers=0
-    )
-    assert [batches.take(n, {"stage": n // 2}, 9) for n in range(4)] == [(0, 0), (1, 0), (2, 1), (3, 1)]
-    batches.wait()
-    assert made == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 1), (4, 1)]
