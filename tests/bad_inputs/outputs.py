@@ -39,6 +39,7 @@ CASES = [
             ("without a readable a.run.json beside it", "--out a", {"a": ANSWER, "a.run.json": stamp})
             for stamp in STAMPS
         ),
+        ("trace=t.jsonl holds something already", "--trace t.jsonl", {"t.jsonl": DECODED}),
         # Control characters in names.
         ("questions file ' [2J .jsonl' was not found", "--questions '\x1b[2J\x07.jsonl'"),
     ),

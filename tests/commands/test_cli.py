@@ -302,25 +302,6 @@ def test_a_corpus_that_changes_while_it_is_in_use_ends_the_run_and_keeps_the_ans
     assert code == 0 and "1 of 6 questions are answered already" in err
 
 
-def test_files_that_are_not_ours_are_left_alone(call, tmp_path, questions_file):
-    notes, out, trace = tmp_path / "notes.txt", tmp_path / "answers.jsonl", tmp_path / "trace.jsonl"
-    notes.write_text("my notes\nno newline")
-    code, _, err = call("Who?", "--out", notes)
-    assert code == 2 and "without a readable notes.txt.run.json" in err
-    assert notes.read_text() == "my notes\nno newline"
-
-    assert call("--questions", questions_file, "--out", out, "--trace", trace)[0] == 0
-    before = trace.read_text()
-    for name, other in (("typo.jsonl", trace), ("answers.jsonl", tmp_path / "late.jsonl")):
-        code, _, err = call("--questions", questions_file, "--out", tmp_path / name, "--trace", other)
-        assert code == 2 and "does not hold the traces of out=" in err
-    code, _, err = call("Who?", "--trace", trace)
-    assert code == 2 and "holds something already" in err and trace.read_text() == before
-    trace.write_text(before.replace('"trace": 2', '"trace": 3'))
-    code, _, err = call("--questions", questions_file, "--out", out, "--trace", trace)
-    assert code == 2 and "is a trace of version 3" in err
-
-
 def test_typed_questions_are_asked_beside_those_chosen_and_may_hold_an_equals_sign(call, questions_file):
     code, out, _ = call("E=mc^2 was written by whom?", "--questions", questions_file, "--limit", 2)
     *chosen, typed = sorted(records(out), key=lambda record: record["id"])
