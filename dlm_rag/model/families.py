@@ -86,13 +86,10 @@ def find_mask_token_id(folder: Path, usual: str) -> int:
     Raises `CheckpointError` where the files know neither.
     """
     declared, ids = None, dict[str, Any]()
-    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json"):
-        if name == "tokenizer.json" and (declared or usual) in ids:
-            break  # it is long, and needed only where the others do not say it
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        if (declared or usual) in ids:
+            break  # the second is long
         raw = read_checkpoint_json(folder / name) if (folder / name).exists() else {}
-        if name == "added_tokens.json":
-            ids |= raw  # ids by text, and nothing else
-            continue
         declared = declared or _get_content(raw.get("mask_token"))
         ids |= _read_added_tokens(raw)
     found = ids.get(declared or usual)
@@ -242,10 +239,10 @@ def _llada_moe(raw: dict[str, Any]) -> DenoiserConfig:
     )  # fmt: skip
     sparse = require_key(raw, "moe_layer_freq")
     lowest = sparse.count(0) if isinstance(sparse, list) else 0
-    if not isinstance(sparse, list) or sparse != [0] * lowest + [1] * (len(sparse) - lowest):
-        raise CheckpointError("moe_layer_freq may be 0 for layers at the bottom, then 1 for all others")
-    if len(sparse) != require_key(raw, "num_hidden_layers"):
-        raise CheckpointError(f"moe_layer_freq={sparse!r:.60} must have an entry for each layer")
+    if sparse != [0] * lowest + [1] * (require_positive_int(raw, "num_hidden_layers") - lowest):
+        raise CheckpointError(
+            f"moe_layer_freq={sparse!r:.60} must have an entry for each layer: 0 at the bottom, then 1"
+        )
     experts = _read_experts(
         raw, moe_intermediate_size=require_key(raw, "expert_intermediate_size"),
         shared_intermediate_size=raw.get("shared_expert_intermediate_size") or 0,

@@ -247,30 +247,24 @@ def token(text, number):
 
 MASK_FILES = {
     "settings": {"tokenizer_config.json": {"added_tokens_decoder": {"7": {"content": "<|MASK|>"}}}},
-    "list": {"added_tokens.json": {"<|x|>": 6, "<|MASK|>": 7}},
     "tokenizer": {"tokenizer.json": {"added_tokens": [token("<|x|>", 6), token("<|MASK|>", 7)]}},
     "declared": {
-        "tokenizer_config.json": {"mask_token": "<hole>"}, "added_tokens.json": {"<|MASK|>": 6, "<hole>": 7}
+        "tokenizer_config.json": {"mask_token": "<hole>", "added_tokens_decoder": {"6": "<|MASK|>"}},
+        "tokenizer.json": {"added_tokens": [token("<hole>", 7)]},
     },
     "declared as an object": {
-        "special_tokens_map.json": {"mask_token": {"content": "<hole>", "lstrip": False}},
+        "tokenizer_config.json": {"mask_token": {"content": "<hole>", "lstrip": False}},
         "tokenizer.json": {"added_tokens": [token("<|MASK|>", 6), token("<hole>", 7)]},
     },
     # What is no token is passed over.
     "beside numbers": {
-        "tokenizer_config.json": {"added_tokens": [1, 2]}, "added_tokens.json": {"<|MASK|>": 7}
+        "tokenizer_config.json": {"added_tokens": [1, 2], "added_tokens_decoder": {"7": "<|MASK|>"}}
     },
     "beside a number in letters": {
         "tokenizer_config.json": {"added_tokens_decoder": {"x": "<|x|>", "7": "<|MASK|>"}}
     },
     "declared as a number": {
-        "tokenizer_config.json": {"mask_token": 5}, "added_tokens.json": {"<|MASK|>": 7}
-    },
-    "declared as a list": {
-        "special_tokens_map.json": {"mask_token": ["a"]}, "added_tokens.json": {"<|MASK|>": 7}
-    },
-    "list with tokens called as keys are": {
-        "added_tokens.json": {"added_tokens": 5, "mask_token": 6, "<|MASK|>": 7}
+        "tokenizer_config.json": {"mask_token": 5, "added_tokens_decoder": {"7": "<|MASK|>"}}
     },
 }  # fmt: skip
 
