@@ -25,7 +25,7 @@ from dlm_rag.config.fields import SET, get_field_metadata, list_choices, list_ne
 from dlm_rag.config.sections import LikelihoodConfig
 
 PAGES = Path(__file__).parent / "reference"
-TYPE_NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", dict: "mapping"}
+TYPE_NAMES = {str: "text", int: "integer", float: "number", bool: "true or false"}
 FACTS = {
     ("attention_blocks", True): "a checkpoint with block attention",
 }
@@ -95,16 +95,15 @@ def escape(text: str) -> str:
 def describe_type(item: Any) -> str:
     """The type of a setting in words."""
     kinds = [kind for kind in get_args(item.type) or (item.type,) if kind is not NoneType]
-    origin = getattr(item.type, "__origin__", None)
-    return TYPE_NAMES[origin] if origin in TYPE_NAMES else " or ".join(TYPE_NAMES[kind] for kind in kinds)
+    return " or ".join(TYPE_NAMES[kind] for kind in kinds)
 
 
 def describe_default(item: Any) -> str:
-    value = item.default if item.default is not dataclasses.MISSING else item.default_factory()
+    value = item.default
     if value is None:
         return "unset"
     shown = str(value).lower() if isinstance(value, bool) else str(value)
-    return f"`{shown}`" if shown not in ("", "{}") else "empty"
+    return f"`{shown}`" if shown else "empty"
 
 
 def describe_bounds(item: Any) -> str:
@@ -128,7 +127,7 @@ def describe_condition(key: str, wanted: Any) -> str:
     ]
     parts = [f"`{key}` {join_words(named, 'or')}"] if named else []
     parts += [f"`{key}` set"] * (SET in values)
-    parts += [f"`{key}` unset"] * (None in values or {} in values)
+    parts += [f"`{key}` unset"] * (None in values)
     return " or ".join(parts)
 
 

@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -217,7 +217,6 @@ def _list_keys(reads: Sequence[str]) -> str:
             continue
         own = ", module:function" * bool(get_field_metadata(item, "table"))
         choices = f" [{', '.join(found)}{own}]" if (found := list_choices(item)) else ""
-        default = repr(item.default_factory() if item.default is MISSING else item.default)
-        shown = "unset" if default == "None" else default
+        shown = "unset" if item.default is None else repr(item.default)
         lines.append(f"  {key}={shown}\n      {get_field_metadata(item, 'help')}{choices}")
     return "\n".join(lines)

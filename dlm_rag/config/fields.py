@@ -55,8 +55,8 @@ def setting(
     """
     own = {"choices": choices, "table": table, "only_with": only_with}
     metadata = {"ge": low, "le": high, "json_schema_extra": own}
-    kind = "default_factory" if callable(default) else "default"
-    return dataclasses.field(**{kind: default}, metadata=metadata)
+    found: Any = dataclasses.field(default=default, metadata=metadata)
+    return found
 
 
 def get_field_metadata(item: "dataclasses.Field[Any]", name: str) -> Any:
@@ -264,7 +264,7 @@ def find_idle_settings(
     """
     found, holder = {}, cast(Any, type(settings))  # a class, which has a hash where its instances have none
     for name, value in (flatten_settings(settings) if values is None else values).items():
-        if value in (settings.__dataclass_fields__[name].default, {}):
+        if value == settings.__dataclass_fields__[name].default:
             continue
         if reason := _describe_missing(list_needs(section, holder, name), known):
             found[name] = f"{_show(value)} has no effect {reason}"

@@ -1,7 +1,6 @@
 """Settings without effect: what fields declare in `only_with`, checked over the whole tree."""
 
 import sys
-from dataclasses import field
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -92,7 +91,6 @@ class Drinks(CheckedSettings):
     kind: str = setting("tea", table="drinks:KINDS")
     minutes: int = setting(3)
     milk: bool = setting(False)
-    others: dict = field(default_factory=dict)
 
 
 def test_entries_of_a_table_say_what_they_read(monkeypatch):
