@@ -30,8 +30,15 @@ from dlm_rag.files.hub import SHIPPED_PREFIX
 from dlm_rag.progress import show_status
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.base import Retriever, count_passages
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.serving.conversation import Turn, make_question_stand_alone
+from dlm_rag.serving.conversation import (
+    Turn,
+    make_question_stand_alone,
+    reply_to_greeting,
+    suggest_questions,
+)
+from dlm_rag.text import get_title_line
 
 SERVE_OPTIONS: dict[str, tuple[str | int, str]] = {
     "port": (8000, "where it listens"),
@@ -46,6 +53,7 @@ SERVED_BY = (
     "--model", "--corpus", "--config", "model.path=", "retrieval.corpus=", "retrieval.url=",
     "retrieval.method=",
 )  # fmt: skip
+MAX_TITLES_READ = 50
 EXAMPLES = SHIPPED_FOLDER / "examples"
 WORLD = SHIPPED_FOLDER / "world"
 WORLD_NOTE = (
@@ -86,7 +94,7 @@ def serve_answers(words: CommandLine) -> None:
         from dlm_rag.retrieval.base import CorpusRetriever
 
         decoder, name = prepared.load(), get_served_model_name(config.model.path or "")
-        model = ServedModel(name, *describe_corpus(config))
+        model = ServedModel(name, *describe_corpus(config, decoder.retriever))
         service = AnswerService(decoder, model, access)
         searched = config.retrieval.url is None and config.retrieval.method != "none"
         if searched and isinstance(decoder.retriever, CorpusRetriever):
@@ -101,13 +109,19 @@ def serve_answers(words: CommandLine) -> None:
         print_note(f"ended: {service.engine.counts['answered']} answered")
 
 
-def describe_corpus(config: Config) -> tuple[tuple[str, ...], str]:
-    """Questions to begin with, and a sentence on what the model knows, of passages that ship."""
+def describe_corpus(config: Config, retriever: Retriever) -> tuple[tuple[str, ...], str]:
+    """Questions to begin with, and a sentence on what the model knows.
+
+    Of passages that ship three of their questions, of others questions about their titles.
+    """
     corpus = Path(config.retrieval.corpus or "").expanduser().resolve()
     if folder := next((each for each in (EXAMPLES, WORLD) if corpus.parent == each), None):
         asked = tuple(question.question for question in read_questions(folder / "questions.jsonl")[:3])
         return asked, WORLD_NOTE if folder == WORLD else ""
-    return (), ""
+    if not (count := count_passages(retriever)):
+        return (), ""
+    rows = retriever.corpus[:: max(1, count // MAX_TITLES_READ)]  # type: ignore[attr-defined]
+    return suggest_questions([get_title_line(row.text) for row in rows if "\n" in row.text.strip()]), ""
 
 
 def get_served_model_name(path: str) -> str:
@@ -200,12 +214,12 @@ def run_chat(config: Config, console: Console) -> None:
     prepared = prepare_decoder(config, [])
     from dlm_rag.decode.rollout import Rollout
     from dlm_rag.decode.terminal import LiveView, escape_text, render_reply, render_sources, render_steps
-    from dlm_rag.retrieval.base import describe_source
 
     decoder = prepared.load()
     show_status()
-    console.print(f"Answers come from {describe_source(decoder.retriever)}.", style="bold")
-    suggested, note = describe_corpus(config)
+    passages = count_passages(decoder.retriever)
+    console.print(reply_to_greeting("hello", passages), style="bold")
+    suggested, note = describe_corpus(config, decoder.retriever)
     for line in (note, *(f"  {question}" for question in suggested), HELP):
         if line:
             console.print(escape_text(line, "dim"))
@@ -219,6 +233,9 @@ def run_chat(config: Config, console: Console) -> None:
                 console.print(escape_text(HELP, "dim"))
             else:
                 console.print(shown(last) if last.finished else Text("nothing was answered yet", "dim"))
+            continue
+        if said := reply_to_greeting(typed, passages):
+            console.print(said)
             continue
         asked = make_question_stand_alone([*turns, ("user", typed)])
         try:

@@ -69,8 +69,9 @@ class Turn {
     side.end = end;
     rollout.finish(end);
     this.answer = answer;
-    const said = error || answer || abstained || response || "none";
-    const look = error ? "said wrong" : answer ? "said" : "said none";
+    const plain = !rollout.steps.some(({ written }) => written.length); // a greeting
+    const said = error || (plain ? response : answer) || abstained || response || "none";
+    const look = error ? "said wrong" : plain ? "" : answer ? "said" : "said none";
     const parts = [...this.reply.querySelectorAll(".note:first-child"), make("p", look, said)];
     const because = end.sources.filter(({ kind }) => kind === "reasoning").map(({ text }) => pieced(text, () => null).join(""));
     if (answer && because.length) parts.push(make("p", "because", because.join(" ")));

@@ -298,9 +298,6 @@ class MemoizedBatchFunction(Generic[K, V]):
             return [self._known[key] for key in keys]
 
 
-def describe_source(retriever: Retriever) -> str:
-    """What is searched, in words for who asks."""
-    if not isinstance(retriever, CorpusRetriever):
-        return "a search service"
-    count = len(retriever.corpus)
-    return f"{count:,} passage{'s' * (count != 1)}"
+def count_passages(retriever: Retriever) -> int | None:
+    """How many passages are searched; None where a service does it."""
+    return len(retriever.corpus) if isinstance(retriever, CorpusRetriever) else None

@@ -6,20 +6,22 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 
+from dlm_rag.decode.rollout import Rollout, RolloutStep
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.errors import QuestionError
 from dlm_rag.evidence.prompt_segments import ContextBudget, truncate_evidence
 from dlm_rag.page.render import render_live_page
 from dlm_rag.questions import Question
-from dlm_rag.retrieval.base import describe_source
+from dlm_rag.retrieval.base import count_passages
 from dlm_rag.serving.async_engine import MAX_WAITING, AsyncEngine, EngineRequest, ServerMetrics
+from dlm_rag.serving.conversation import reply_to_greeting
 from dlm_rag.serving.http_server import (
     AccessControl,
     ApiError,
@@ -82,7 +84,8 @@ class AnswerService:
         self.count_connections: Callable[[], int] = lambda: 0
         self.metrics = ServerMetrics(self.engine, decoder, lambda: self.count_connections())
         self._passages: dict[str, str] = {}
-        about = f"Answers come from {describe_source(decoder.retriever)}. {model.note}".strip()
+        self._passage_count = count_passages(decoder.retriever)
+        about = f"{reply_to_greeting('hello', self._passage_count)} {model.note}".strip()
         page = render_live_page(access.keys is not None, model.examples, about)
         models = JSONResponse({"object": "list", "data": [model.describe()]})
         routes: list[tuple[str, str, RequestHandler, bool]] = [
@@ -175,12 +178,19 @@ class AnswerService:
     def _build_job(
         self, asked: ParsedRequest, watched: bool, record_provisional: bool = False
     ) -> EngineRequest:
-        """Returns the question for the engine.
+        """Returns the question for the engine; of a greeting, what is said to it at once.
 
         By the id and the seed a sampling draws: the same question gives the same text again.
         """
         question = Question("q1", asked.question, system=asked.system)
-        return EngineRequest(question, asked.settings, watched, record_provisional)
+        job = EngineRequest(question, asked.settings, watched, record_provisional)
+        if said := reply_to_greeting(asked.asked, self._passage_count):
+            settings, step = asdict(asked.settings) | {"abstain": "never"}, RolloutStep(0, None, (), False)
+            job.rollout = Rollout(
+                "q1", asked.question, self._decoder.evidence_layout, 0, [step], said, settings,
+                finished=True, answer_form="whole",
+            )  # fmt: skip
+        return job
 
     async def _parse(
         self, request: Request, parse: Callable[[bytes], ParsedRequest]
@@ -205,6 +215,9 @@ class AnswerService:
 
     async def _follow(self, job: EngineRequest) -> AsyncGenerator[bool]:
         """Submits a job; yields at every news whether it is done. Who goes away gives it up."""
+        if job.done:  # it needs no engine
+            yield True
+            return
         deadline = asyncio.get_running_loop().time() + self._timeout
         self.engine.submit(job)
         done = False

@@ -1,11 +1,15 @@
 """A chat as one question that stands on its own, by rule, for evidence is searched for the question alone.
 
+A greeting is no question: it gets a sentence on what can be asked.
+
 "he" after "Who directed Emma?" - "Ann Lee" is Ann Lee; "And when?" gets the names of the turns before it.
 """
 
+import re
 from collections.abc import Sequence
+from itertools import dropwhile
 
-from dlm_rag.text import FUNCTION_WORDS, split_words
+from dlm_rag.text import FUNCTION_WORDS, split_words, strip_disambiguation
 
 Turn = tuple[str, str]  # role and text
 MAX_TURNS_READ = 8  # before the last question
@@ -15,7 +19,53 @@ _PERSON = frozenset("he she him her his hers".split())
 _PRONOUNS = _PERSON | frozenset("it its they them their".split())
 _POSSESSIVE = frozenset("his its their".split())
 _ASKS_PERSON, _ASKS_THING = frozenset("who whom whose".split()), frozenset("what which".split())
+MAX_GREETING_WORDS = 10
+_GREETINGS = frozenset(
+    "hello hi hey hiya howdy greetings welcome morning evening afternoon thanks thank thx cheers bye "
+    "goodbye ok okay great cool nice perfect wow test help hallo hola bonjour salut ciao merci danke "
+    "gracias servus moin namaste olá obrigado grazie".split()
+)
+_BESIDE_GREETINGS = frozenset(
+    "there you very much so a lot again everyone all good day for the your that was it is of help answer "
+    "and my friend bot today to meet see later well done me please just i am m s dear sir madam".split()
+)
+_ASKS_WHO = frozenset(
+    (
+        "how are you", "how are you today", "how are you doing", "how are you doing today",
+        "how do you do", "whats up", "what s up", "what is up", "who are you", "what are you",
+        "what can you do", "what do you do", "what do you know", "what can i ask", "what can i ask you",
+        "how can you help me", "can you help me", "are you there",
+    )
+)  # fmt: skip
+MAX_SUGGESTIONS, MAX_SUGGESTED_CHARS = 3, 60
 _GOES_ON = ("and ", "but ", "what about ", "how about ")
+
+
+def reply_to_greeting(text: str, passages: int | None) -> str:
+    """Returns what a greeting, thanks or "who are you?" is answered by; "" for a question.
+
+    passages: how many are searched; None where nobody knows.
+    """
+    words = split_words(text[:MAX_TURN_CHARS])
+    spoken = _GREETINGS | _BESIDE_GREETINGS
+    asked = " ".join(dropwhile(spoken.__contains__, words)) if len(words) <= MAX_GREETING_WORDS else "?"
+    greets = not words or asked in _ASKS_WHO or (not asked and not _GREETINGS.isdisjoint(words))
+    if not greets:
+        return ""
+    found = "passages of a search service" if passages is None else f"these {passages:,} passages"
+    found = "this one passage" if passages == 1 else found
+    return f"I answer questions about {found}; ask one."
+
+
+def suggest_questions(titles: Sequence[str]) -> tuple[str, ...]:
+    """Returns a few questions about what these titles name; none where they are no names."""
+    found = dict[str, None]()
+    for title in titles:
+        shown = strip_disambiguation(title)
+        named = 2 < len(shown) <= MAX_SUGGESTED_CHARS and shown[0].isupper()
+        if named and not re.search(r"[.:;!\\/<>|{}\[\]#]", shown):
+            found[shown if shown.endswith("?") else f"What is {shown}?"] = None
+    return tuple(found)[:MAX_SUGGESTIONS]
 
 
 def find_names(text: str) -> list[str]:
@@ -50,7 +100,7 @@ def make_question_stand_alone(turns: Sequence[Turn]) -> str:
     before = [
         (role, said)
         for role, text in turns[-MAX_TURNS_READ - 1 : -1]
-        if len(split_words(said := _strip_sources(text[:MAX_TURN_CHARS]))) > (role == "user")  # no thanks
+        if len(split_words(said := _strip_sources(text[:MAX_TURN_CHARS]))) > (role == "user")  # no greeting
     ]
     names, words = find_names(question), question.split()
     for n, word in enumerate(words):

@@ -109,7 +109,7 @@ AnswerBody = create_model("AnswerBody", __base__=_Chat, **_SETTING_FIELDS)
 class ParsedRequest:
     """A request, read.
 
-    question: as it stands on its own. system: the system prompt, where the model
+    question: as it stands on its own. asked: as it was typed. system: the system prompt, where the model
     reads one; unread: the fields of the request that it does not read. include_usage: whether a stream ends
     with a chunk of usage alone. cite: whether sources stand below the answer. max_tokens: of the response,
     which is cut there; the canvas stays, for another one has another answer.
@@ -117,6 +117,7 @@ class ParsedRequest:
 
     question: str
     settings: DecodeConfig
+    asked: str = ""
     system: str = ""
     unread: tuple[str, ...] = ()
     model: str | None = None
@@ -180,6 +181,7 @@ class RequestParser:
         unread = ("system",) if system and not self._reads_system else ()
         return {
             "question": make_question_stand_alone(turns),
+            "asked": asked,
             "system": "" if unread else system,
             "unread": unread,
         }

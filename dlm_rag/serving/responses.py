@@ -244,6 +244,7 @@ class ChatResponse:
         ended = at is not None or (
             whole and any(token.token_id in end_ids for token in self._canvas.values())
         )
+        ended |= not rollout.canvas_length  # said without the model
         # The prompt is that of the last pass; what fills the canvas after the end is not counted.
         seen = rollout.steps[-2 if len(rollout.steps) > 1 else -1]
         found = {name: rollout.passages[name] for name in (*seen.passage_ids, *seen.dropped)}

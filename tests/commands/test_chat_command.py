@@ -26,7 +26,7 @@ def test_questions_are_answered_one_after_another_until_quit(say):
     assert "step  wrote" in out and out.count("Who wrote Emma?") == 1, "asked first, in /why alone"
 
 
-def test_it_begins_with_what_is_searched(say):
-    _, out, _ = say("/sources", "/what")
-    assert out.startswith("Answers come from ")
+def test_a_greeting_is_answered_by_what_is_asked_here(say):
+    _, out, _ = say("hello", "thanks!", "/sources", "/what")
+    assert out.count("I answer questions about these") == 3, "at the start, and for each greeting"
     assert "nothing was answered yet" in out and out.count("/quit: end") == 2

@@ -11,7 +11,12 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.questions import read_questions
-from dlm_rag.serving.conversation import find_names, make_question_stand_alone
+from dlm_rag.serving.conversation import (
+    find_names,
+    make_question_stand_alone,
+    reply_to_greeting,
+    suggest_questions,
+)
 from dlm_rag.serving.requests import ParsedRequest
 from dlm_rag.serving.responses import ReplyContext, build_reply, cut_open_reasoning
 from dlm_rag.tokenizer import Tokenizer
@@ -272,7 +277,22 @@ def test_a_chat_keeps_its_turns_answer_first_then_sources_then_the_trace(tmp_pat
         browser.run("chat.ask('What is it?')")
         wait_until(lambda: not browser.run("chat.busy"))
         assert browser.run(said % 1) == browser.run(said % 0), "'it' is what the turn before named"
+        browser.run("chat.ask('thanks')")
+        wait_until(lambda: not browser.run("chat.busy"))
+        assert browser.run("byId('told').value").startswith("I answer questions about these 6 passages")
         browser.run("document.querySelector('.trace').open = true")
         wait_until(lambda: browser.run("byId('player').checkVisibility()"))
-        assert browser.run("document.querySelectorAll('#turns > li').length") == 2
+        assert browser.run("document.querySelectorAll('#turns > li').length") == 3
         assert browser.complaints == []
+
+
+def test_a_greeting_is_answered_by_what_can_be_asked():
+    for said in ("hello", "Hi there!", "OK, and who are you?", "\N{WAVING HAND SIGN}"):
+        assert reply_to_greeting(said, 2000) == "I answer questions about these 2,000 passages; ask one."
+    for asked in ("Who wrote Emma?", "hello kitty", "thanks, and who wrote it?", "東京"):
+        assert reply_to_greeting(asked, 2000) == ""
+
+
+def test_questions_are_suggested_from_titles():
+    titles = ["Emma", "notes.md", "Hot Rod (film)", "x", "Who sang it?", "Jane Austen"]
+    assert suggest_questions(titles) == ("What is Emma?", "What is Hot Rod?", "Who sang it?")

@@ -526,3 +526,16 @@ def test_a_fault_of_our_own_and_a_failed_search_tell_nothing_of_the_machine(deco
     for response in failed:
         assert response.status_code == 500 and response.json()["error"]["message"] == "the search failed"
     assert ours.status_code == 500 and "/home" not in ours.text
+
+
+def test_a_greeting_needs_no_model(decoder):
+    """Whole, as a stream and on the page."""
+    said = "I answer questions about these"
+    with serve_decoder(decoder) as service:
+        whole = send_request(service, chat_body("Hello!")).json()
+        choice = whole["choices"][0]
+        assert choice["message"]["content"].startswith(said) and choice["finish_reason"] == "stop"
+        assert whole["usage"]["completion_tokens"] == 0 and whole["dlm_rag"]["forwards"] == 0
+        assert said in send_request(service, chat_body("thanks", stream=True)).text
+        assert said in send_request(service, chat_body("hi", abstain="answer"), "/v1/answers").text
+        assert service.engine.counts["answered"] == 0
