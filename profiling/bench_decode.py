@@ -194,7 +194,7 @@ def list_ways(
 
     store: the folder of an evidence store, where one is to be measured.
     """
-    decode = replace(source.decode, overlap="none", retrieval_interval=1, retrieval_threshold=None)
+    decode = replace(source.decode, overlap="none", retrieval_interval=1)
     single, batch = replace(decode, batch_size=1), decode
     if batch.batch_size == 1:
         batch = replace(decode, batch_size=16)

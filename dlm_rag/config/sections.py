@@ -148,8 +148,6 @@ class DecodeConfig(CheckedSettings):
     """confidence at which a prediction may enter the query (tau_q); 1 for committed tokens only"""
     retrieval_interval: int = setting(1, low=1)
     """number of steps between two refreshes of the evidence"""
-    retrieval_threshold: float | None = setting(None, low=0, high=1)
-    """refresh the evidence only if the lowest confidence is below this; unset: always"""
     temperature: float = setting(0.0, low=0, only_with={"decode.mode": ("diffusion", "autoregressive")})
     """sampling temperature of committed tokens; 0 takes the most probable token"""
     seed: int = setting(0)

@@ -36,7 +36,7 @@ REDRAW = Rule(lambda proposals, context: np.arange(len(proposals.positions)), re
 REDRAW_PATH = "dlm_rag.diffusion_gemma.decoding:REDRAW"
 READ_SETTINGS = {  # of `decode`; the others have no effect
     "max_new_tokens", "steps_per_block", "query_policy", "query_threshold",
-    "retrieval_interval", "retrieval_threshold", "seed", "batch_size", "overlap", "abstain",
+    "retrieval_interval", "seed", "batch_size", "overlap", "abstain",
     "early_stopping",
 }  # fmt: skip
 MODEL_VALUES: dict[str, tuple[Any, ...]] = {

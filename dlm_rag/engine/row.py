@@ -182,7 +182,6 @@ class Row:
     # What was asked last, until it is taken: a search for several rows, and which of them this is.
     search: tuple[Future[list[SearchResult]], int] | None = None
     provisional: Proposals | None = None
-    lowest_confidence: float | None = None  # of provisional tokens; None where nothing is masked
     blocks_just_finished: int = 0  # by the last step: their keys and values are computed in this one
 
     @property

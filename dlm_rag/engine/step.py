@@ -40,7 +40,6 @@ from dlm_rag.retrieval.base import (
     build_query,
     find_query_policy,
     interleave_rankings,
-    is_retrieval_due,
     resolve_query_threshold,
 )
 from dlm_rag.retrieval.corpus import Passage
@@ -154,7 +153,7 @@ def _choose_in_span(row: Row, candidates: Proposals, span: OpenSpan) -> Proposal
 
 
 def record(row: Row, shown: RowInput, change: CanvasChange, text: Callable[[int], str]) -> None:
-    """Notes in the record of the step what was written, and how sure the model is of what is not."""
+    """Notes in the record of the step what was written, and what is guessed of the rest."""
     step, masked = row.record, row.canvas.masked
     step.committed, step.edited = _name_tokens(change.committed, text), _name_tokens(change.edited, text)
     step.remasked = change.remasked
@@ -162,9 +161,6 @@ def record(row: Row, shown: RowInput, change: CanvasChange, text: Callable[[int]
         row.rollout.states[row.step] = shown
     assert row.provisional is not None
     still = row.provisional.subset(masked[row.provisional.positions])
-    sure = change.committed if row.settings.mode == "autoregressive" else still
-    unseen = 0.0 if masked.any() else None  # nothing is known of what is after the window
-    row.lowest_confidence = float(sure.confidence.min()) if sure and len(sure.positions) else unseen
     if row.recorder is not None:
         guessed = zip(still.token_ids.tolist(), still.confidence.tolist(), strict=True)
         step.guesses = row.recorder.record_step(dict(zip(still.positions.tolist(), guessed, strict=True)))
@@ -225,10 +221,8 @@ class Searches:
 
     def _build_row_query(self, row: Row) -> Query | None:
         """What a row asks now; None where no refresh is due."""
-        settings, lowest, response = row.settings, row.lowest_confidence, ""
-        if row.step and not is_retrieval_due(
-            row.step, settings.retrieval_interval, settings.retrieval_threshold, lowest
-        ):
+        settings, response = row.settings, ""
+        if row.step % settings.retrieval_interval:
             return None
         if row.provisional is not None:
             least = resolve_query_threshold(settings.query_policy, settings.query_threshold)

@@ -84,7 +84,7 @@ def ask_with_response(question: str, response: str, top_passage: str) -> Query:
     return join_query(question, response)
 
 
-_REFRESHED = ("retrieval_interval", "retrieval_threshold")
+_REFRESHED = ("retrieval_interval",)
 QUERIES = {
     "proxy": QueryPolicy(
         ask_with_response, reads_guesses=True, settings=("query_threshold", "query_window", *_REFRESHED)
@@ -121,19 +121,6 @@ def resolve_query_threshold(policy: str, query_threshold: float) -> float:
 def query_uses_provisional_tokens(policy: str, query_threshold: float) -> bool:
     """Whether a query may hold what is not committed yet."""
     return resolve_query_threshold(policy, query_threshold) <= 1
-
-
-def is_retrieval_due(step: int, every: int, below: float | None, lowest_confidence: float | None) -> bool:
-    """Whether the evidence is refreshed after step `step` (from 1).
-
-    Every `every` steps; with `below`, only when the lowest confidence among the masked positions
-    of that step was under it (as FLARE, Jiang et al. 2023, asks only when unsure). None for the
-    lowest confidence means that nothing is masked any more. A query that equals the last one is
-    never searched for again, whatever this says.
-    """
-    if step % every:
-        return False
-    return below is None or (lowest_confidence is not None and lowest_confidence < below)
 
 
 class Retriever(Protocol):

@@ -179,18 +179,6 @@ def test_an_autoregressive_checkpoint_writes_what_transformers_generates(tmp_pat
         assert text_of(rollout) == ids[prompt.shape[1] :].tolist()
 
 
-def test_an_autoregressive_text_asks_where_its_last_token_was_unsure(corpus):
-    given = {"mode": "autoregressive", "retrieval_threshold": 0.5, "query_policy": "committed"}
-    asked, denoiser = set(), two_mode_denoiser(2)
-    with torch.no_grad():
-        denoiser.lm_head.weight *= 3
-    for rollout in decode(make_decoder(corpus, denoiser, **given))[0]:
-        for step in rollout.steps[1:-1]:
-            (token,) = step.committed
-            asked.add((step.query is not None, token.confidence < 0.5))
-    assert asked == {(True, True), (False, False)}
-
-
 @pytest.mark.parametrize(
     ("shape", "settings"),
     [

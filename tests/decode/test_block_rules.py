@@ -65,7 +65,7 @@ def written_ahead(steps):
     [
         ("joint", {}, EDITS),
         ("joint", {"block_grid": "canvas"}, EDITS),
-        ("independent", {}, EDITS | {"finished_block_context": "no_evidence", "retrieval_threshold": 0.9}),
+        ("independent", {}, EDITS | {"finished_block_context": "no_evidence"}),
         ("joint", SHIFTED, EDITS),
         ("independent", SHIFTED, {}),
         ("joint", {}, {"steps_per_block": 2, "commit_rule": "top_k"}),

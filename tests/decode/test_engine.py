@@ -135,7 +135,7 @@ WAYS = [
     {"max_new_tokens": 7, "commit_rule": "entropy", "tokens_per_step": 2, "query_policy": "question"},
     {"max_new_tokens": 16, "temperature": 0.8, "seed": 3, "early_stopping": False},
     {"max_new_tokens": 12, "block_length": 4, "retrieval_interval": 2},
-    {"max_new_tokens": 30, "query_policy": "feedback", "retrieval_threshold": 0.9},
+    {"max_new_tokens": 30, "query_policy": "feedback"},
     {"max_new_tokens": 11, "query_policy": "two_rounds", "commit_threshold": 0.5},
     {"max_new_tokens": 8, "commit_rule": "margin", "tokens_per_step": 2},
     {"max_new_tokens": 9, "temperature": 1.3, "query_policy": "committed"},

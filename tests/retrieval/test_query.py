@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlm_rag.retrieval.base import build_query, is_retrieval_due, resolve_query_threshold
+from dlm_rag.retrieval.base import build_query, resolve_query_threshold
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,3 @@ def test_parts_are_the_question_and_each_sentence_once():
 def test_guesses_enter_from_the_query_threshold_on_and_never_at_one():
     assert resolve_query_threshold("proxy", 0.0) == 0.0 and resolve_query_threshold("proxy", 0.4) == 0.4
     assert resolve_query_threshold("proxy", 1.0) > 1 and resolve_query_threshold("committed", 0.0) > 1
-
-
-def test_refreshes_are_due_every_so_many_steps_and_only_when_unsure():
-    assert [is_retrieval_due(step, 2, None, 0.5) for step in (1, 2, 3, 4)] == [False, True, False, True]
-    assert is_retrieval_due(1, 1, 0.3, 0.2) and not is_retrieval_due(1, 1, 0.3, 0.3)
-    assert not is_retrieval_due(1, 1, 0.3, None), "nothing masked, nothing unsure"
