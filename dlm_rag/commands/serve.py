@@ -49,6 +49,7 @@ SERVE_SETTINGS = (
     "out", "-out",  # as sample: without a model the shipped reader
 )  # fmt: skip
 SEARCH_SETTINGS = ("retrieval", "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle")
+MAX_TITLES_READ = 50
 SERVED_BY = (
     "--model", "--corpus", "--config", "model.path=", "retrieval.corpus=", "retrieval.url=",
     "retrieval.method=",
