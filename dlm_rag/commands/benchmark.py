@@ -13,7 +13,7 @@ A benchmark is a YAML file, here or in configs/benchmarks/:
 
 A model can also be openai://HOST:PORT/v1/NAME, behind a server. Each model gets the policies and settings
 of its kind: of [interleaved, static, ircot], a denoiser gets the first two, a model behind a server the
-last two.
+last two. In a data set, $NAME is an environment variable.
 
 Each cell is a `dlm-rag evaluate` of its own, one after another; with several GPUs, add workers=auto to the
 settings. A cell that fails is reported, and the others continue. Run the same command again for the cells
@@ -21,6 +21,7 @@ that are missing.
 """
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -100,7 +101,10 @@ def list_cells(benchmark: Benchmark, out: Path) -> Iterator[Cell]:
     for model, words in named.items():
         if words and is_model_url(words[0]):
             named[model] = ["--model", *words]
-    datasets = {name: split_words(f"datasets.{name}", text) for name, text in benchmark.datasets.items()}
+    datasets = {
+        name: split_words(f"datasets.{name}", os.path.expandvars(text))
+        for name, text in benchmark.datasets.items()
+    }
     for dataset, model, seed in product(datasets, named, benchmark.seeds):
         names = (dataset, model, str(seed))
         if any(not part or "/" in part or part.startswith(".") for part in names):

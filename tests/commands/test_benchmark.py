@@ -134,10 +134,11 @@ def test_words_that_no_shell_would_take_are_refused(tmp_path, more, says):
 
 def test_models_behind_a_server_get_their_policies(tmp_path, monkeypatch):
     url = "openai://127.0.0.1:8000/v1/Qwen/Qwen2.5-7B"
+    monkeypatch.setenv("SET", "hotpotqa")
     file = write_benchmark(
         tmp_path,
         models={"ours": "--model folder", "theirs": url, "own": f"--model {url} remote.concurrency=4"},
-        datasets={"d": "--dataset hotpotqa --split search_r1"},
+        datasets={"d": "--dataset $SET --split search_r1"},
         policies=["interleaved", "static", "ircot+retrieval.top_k=3", "decode.commit_threshold=0.8"],
         settings="limit=5 decode.batch_size=16 remote.concurrency=9 --split search_r1",
     )
@@ -146,6 +147,7 @@ def test_models_behind_a_server_get_their_policies(tmp_path, monkeypatch):
     ours, theirs, own = ([*cell.words[:-2], cell.words[-3]] for cell in cells)
     assert ours[-1] == "interleaved,static,decode.commit_threshold=0.8"
     assert "decode.batch_size=16" in ours and "remote.concurrency=9" not in ours
+    assert theirs[2:4] == ["--dataset", "hotpotqa"], "a variable of the environment"
     assert theirs[:2] == ["--model", url] and theirs[-1] == "static,ircot+retrieval.top_k=3"
     assert "decode.batch_size=16" not in theirs and "remote.concurrency=9" in theirs
     assert all(words.count("search_r1") == 2 for words in (ours, theirs, own)), "a word that is no policy"
