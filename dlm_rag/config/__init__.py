@@ -64,7 +64,7 @@ class Config(CheckedSettings):
     """file of questions (JSON lines, JSON, CSV, TSV or Parquet, also gzipped), a folder of such files,
     or - for standard input"""
     prompt: str | None = setting(None)
-    """texts around question and passages: sardi, flashrag, search_r1, few_shot, or a file (JSON or YAML)
+    """texts around question and passages: sardi, flashrag, search_r1, or a file (JSON or YAML)
     with head, fact, foot, tail, chat and answer; unset takes the checkpoint's own, else sardi"""
     limit: int | None = setting(None, low=1)
     """use only this many questions of the file, drawn evenly from all hops and labels; always the same

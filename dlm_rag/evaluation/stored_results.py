@@ -9,12 +9,12 @@ from rich.console import Console
 
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.compare import GroupSummary
-from dlm_rag.evaluation.metrics import SCORE_METRICS, Estimate
+from dlm_rag.evaluation.metrics import SCORE_METRICS
 from dlm_rag.evaluation.tables import (
+    OVERVIEW,
     ResultTable,
     build_overview_table,
-    format_metric,
-    format_metrics,
+    format_overview,
     print_tables,
     render_markdown_table,
 )
@@ -22,12 +22,8 @@ from dlm_rag.files.checked_json import parse_json_object, read_json_or_empty, va
 from dlm_rag.files.paths import write_text_atomic
 
 CELL_FILE = "cell.json"  # beside a cell's results: the words that it was run with
-HEADINGS = (
-    "data set", "model", "seed", "policy", "questions", "exact match %", "above the first", "F1 %",
-    "evidence recall %", "forwards", "searches", "answers/s", "J/answer",
-)  # fmt: skip
+HEADINGS = ("data set", "model", "seed", "policy", "questions", *OVERVIEW, "J/answer")
 NAMES = 4  # headings that tell cells apart
-SHOWN_METRICS = ("exact_match", "f1", "recall_last", "forwards", "searches", "answers/s")
 
 
 @dataclass(frozen=True)
@@ -119,10 +115,9 @@ def build_rows(cell: Cell, result: StoredResult) -> list[list[str]]:
     """Returns the rows of a cell, a policy each."""
     rows = []
     for policy, setting in result.scores.settings.items():
-        shown = format_metrics(setting.groups["all"], SHOWN_METRICS)
-        less = result.scores.first_minus.get(policy, {}).get("all", {}).get("exact_match")
-        above = less and Estimate(0 - less.mean, 0 - less.high, 0 - less.low)
-        shown.insert(1, format_metric("exact_match", above, signed=True))
+        shown = format_overview(
+            setting.groups["all"], result.scores.first_minus.get(policy, {}).get("all", {})
+        )
         joules = (result.record["settings"][policy].get("energy") or {}).get("joules_per_answer")
         names = (cell.dataset, cell.model, str(cell.seed), policy)
         spent = "-" if joules is None else f"{joules:.3g}"

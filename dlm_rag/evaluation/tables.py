@@ -15,6 +15,9 @@ from dlm_rag.evaluation.metrics import SHARE_METRICS, Estimate
 from dlm_rag.text import replace_control_chars
 
 COST_METRICS = ("forwards", "searches")
+OVERVIEW = (
+    "exact match %", "above the first", "F1 %", "evidence recall %", *COST_METRICS, "answers/s",
+)  # fmt: skip
 USAGE_METRICS = {"requests": "requests", "prompt_tokens": "prompt tokens", "tokens": "tokens of replies",
                  "cut_replies": "replies that were cut"}  # fmt: skip
 PLOT_COSTS = ("answers/s", "forwards")  # what the two pictures of a sweep have along their lower edge
@@ -81,6 +84,14 @@ def format_metrics(metrics: SettingMetrics, names: Iterable[str], signed: bool =
     return [format_metric(name, get_metric(metrics, name), signed) for name in names]
 
 
+def format_overview(metrics: SettingMetrics, against: SettingMetrics) -> list[str]:
+    """The cells of a setting below the headings `OVERVIEW`; against: the first minus this one, paired."""
+    less = against.get("exact_match")
+    above = less and Estimate(0 - less.mean, 0 - less.high, 0 - less.low)
+    shown = format_metrics(metrics, ("exact_match", "f1", "recall_last", *COST_METRICS, "answers/s"))
+    return [shown[0], format_metric("exact_match", above, signed=True), *shown[1:]]
+
+
 def build_overview_table(
     count: int,
     summaries: Mapping[str, SettingMetrics],
@@ -95,15 +106,11 @@ def build_overview_table(
     swept, fronts = list(swept), {cost: compute_pareto_front(summaries, cost) for cost in PLOT_COSTS}
     rows = []
     for name, metrics in summaries.items():
-        less = against.get(name, {}).get("exact_match")
-        above = less and Estimate(0 - less.mean, 0 - less.high, 0 - less.low)
-        shown = format_metrics(metrics, ("exact_match", "f1", "recall_last", *COST_METRICS, "answers/s"))
-        shown.insert(1, format_metric("exact_match", above, signed=True))
+        shown = format_overview(metrics, against.get(name, {}))
         front = ", ".join(cost for cost, names in fronts.items() if name in names) or "-"
         rows.append([", ".join(split_setting_name(name, swept)), *shown, front])
-    headings = ["setting", "exact match %", "above the first", "F1 %", "evidence recall %", *COST_METRICS,
-                "answers/s", "Pareto front"]  # fmt: skip
-    return ResultTable(", ".join(["All settings", *swept]) + f": {count} questions", headings, rows)
+    title = ", ".join(["All settings", *swept]) + f": {count} questions"
+    return ResultTable(title, ["setting", *OVERVIEW, "Pareto front"], rows)
 
 
 def build_comparison_tables(

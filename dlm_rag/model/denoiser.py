@@ -161,8 +161,21 @@ class Denoiser(TransformerWeights):
         check_quantize(quantize, checkpoint.config, dtype)
         with torch.device("meta"):
             denoiser = cls(checkpoint.config)
-        denoiser.load(checkpoint, devices, dtype, quantize)
-        denoiser.attention = attention
+        denoiser.attention, denoiser.quantize = attention, quantize
+        homes = assign_devices(checkpoint.config, devices) if len(devices) > 1 else None
+        quantized = {*list_quantized_weights(denoiser)} if quantize != "none" else set()
+        kept = {*checkpoint.tensor_sources} - quantized if quantized else set()
+        values = dict[str, nn.Parameter]()
+        for name, value in checkpoint.iterate_tensors(device, dtype, kept, homes):
+            if name in quantized:
+                quantize_weight(denoiser, name, value, quantize)
+            else:
+                values[name] = nn.Parameter(value)
+        denoiser.load_state_dict(values, strict=False, assign=True)
+        denoiser.tie_weights()
+        denoiser.set_rope_theta(denoiser.config.rope_theta)  # on this device
+        versions = denoiser._weight_versions()
+        denoiser._origin = checkpoint, {name: (ref(value), version) for name, value, version in versions}
         return denoiser.eval()
 
     def generate(self, *_: Any, **__: Any) -> NoReturn:
@@ -170,29 +183,6 @@ class Denoiser(TransformerWeights):
         raise ConfigError(
             "a Denoiser predicts masked tokens: dlm_rag.load(model, corpus).ask(question) answers"
         )
-
-    def load(
-        self, checkpoint: Checkpoint, devices: Sequence[torch.device], dtype: torch.dtype,
-        quantize: str = "none",
-    ) -> None:  # fmt: skip
-        """Takes the weights of a checkpoint, in `dtype` on the devices, some quantised as they are read."""
-        homes = assign_devices(checkpoint.config, devices) if len(devices) > 1 else None
-        self.quantize, values = quantize, dict[str, nn.Parameter]()
-        quantized = {*list_quantized_weights(self)} if quantize != "none" else set()
-        kept = {*checkpoint.tensor_sources} - quantized if quantized else set()
-        for name, value in checkpoint.iterate_tensors(devices[0], dtype, kept, homes):
-            if name in quantized:
-                quantize_weight(self, name, value, quantize)
-            else:
-                values[name] = nn.Parameter(value)
-        self.load_state_dict(values, strict=False, assign=True)
-        self.tie_weights()
-        self.set_rope_theta(self.config.rope_theta)  # on this device
-        self.set_origin(checkpoint)
-
-    def set_origin(self, checkpoint: Checkpoint) -> None:
-        """Notes that the weights are those of a checkpoint."""
-        self._origin = checkpoint, {name: (ref(x), version) for name, x, version in self._weight_versions()}
 
     @property
     def weights_fingerprint(self) -> str:

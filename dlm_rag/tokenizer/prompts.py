@@ -97,7 +97,7 @@ class PromptTemplate:
         return head + "".join(self.write_facts(passages)) + foot
 
 
-# By `prompt`. Where a publication has a system message, it is the head. `few_shot` is our own.
+# By `prompt`. Where a publication has a system message, it is the head.
 PROMPTS = {
     "sardi": PromptTemplate(),
     "flashrag": PromptTemplate(
@@ -113,15 +113,6 @@ PROMPTS = {
         "example, <answer> Beijing </answer>. Question: {question}\n<information>",
         "Doc {number}(Title: {title}) {text}",
         "</information>\n",
-    ),
-    "few_shot": PromptTemplate(
-        "Facts about a question, one step of thought for each that matters, and the answer after ###.\n\n"
-        "Question: Who wrote the novel that the film Clueless is based on?\nClueless is based on Emma. "
-        "Emma was written by Jane Austen. ### Jane Austen\n\n"
-        "Question: In which country was the director of Solaris born?\nSolaris was directed by Andrei "
-        "Tarkovsky. Andrei Tarkovsky was born in Russia. ### Russia\n\nFacts:\n",
-        "{passage}",
-        "\nQuestion: {question}\n",
     ),
 }
 

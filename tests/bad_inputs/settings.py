@@ -24,7 +24,7 @@ CASES = [
         ("'decode. [31m=3' is not a question", "'decode.\x1b[31m=3'"),
         ("below 2^63", "decode.seed=99999999999999999999"),
         (("prompt=flash_rag is neither a file", "nearest: 'flashrag'"), "prompt=flash_rag"),
-        ("the prompt leaves no room for evidence", "prompt=few_shot decode.max_new_tokens=4000"),
+        ("the prompt leaves no room for evidence", "prompt=search_r1 decode.max_new_tokens=4000"),
         (("edit_threshold=0.9 has no effect", "leave it out"), "decode.edit_threshold=0.9"),
         ("needs evidence_layout=independent", "model.block_size=4 decode.finished_block_context=no_evidence"),
         (("model.quantize=int4 is not one of none, int8", "nearest: 'int8'"), "model.quantize=int4"),
