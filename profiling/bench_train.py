@@ -36,8 +36,8 @@ from dlm_rag.training.batches import BatchMaker, Example, LossWeights
 from dlm_rag.training.documents import PackedDocuments, open_token_file
 from dlm_rag.training.initial_model import DEFAULT_PROMPT_TEMPLATE, iterate_world_texts, train_tokenizer
 from dlm_rag.training.losses import MaskedObjective
-from dlm_rag.training.planning.step_memory import MemoryTracker
 from dlm_rag.training.sources import write_world_documents
+from dlm_rag.training.step_memory import MemoryTracker
 
 VOCABULARY, HIDDEN, LAYERS = 32_000, 256, 4
 BATCH, SEQUENCE = 4096, 512  # tokens

@@ -45,7 +45,7 @@ from dlm_rag.model.packed_batch import pack_rows
 from dlm_rag.model.quantize import METHODS, count_weight_bytes, quantize_linear_layers
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_model import InitialModel, allocate_denoiser, open_initial_model
-from dlm_rag.training.planning.step_memory import estimate_step_memory
+from dlm_rag.training.step_memory import estimate_step_memory
 from dlm_rag.training.supervised_tasks import PretrainTask
 from dlm_rag.training.task import Run
 from dlm_rag.training.trainer import Trainer

@@ -262,7 +262,7 @@ def parse_answer_command_line(
     if (count := parse_int(os.environ.get("WORLD_SIZE", "1"), 1, "WORLD_SIZE=")) > 1:
         raise ConfigError(f"torchrun has started {count} processes: start one, with workers={count}")
     if "plan" in words.switches:
-        from dlm_rag.training.planning.plan import print_decode_plan
+        from dlm_rag.training.plan import print_decode_plan
 
         print_decode_plan(fill_in_shipped_files(words.config, words.questions))
         raise SystemExit(0)

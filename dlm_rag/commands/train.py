@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
     check_task_settings(config)
     check_store(config.engine)
     if "plan" in words.switches:
-        from dlm_rag.training.planning.plan import print_plan
+        from dlm_rag.training.plan import print_plan
 
         print_plan(config)
         return
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
     from dlm_rag.training.checkpoints import find_latest_checkpoint, skip_damaged_checkpoints
     from dlm_rag.training.distributed import DistributedContext, translate_distributed_errors
     from dlm_rag.training.initial_model import open_initial_model
-    from dlm_rag.training.planning.plan import check_run_fits
+    from dlm_rag.training.plan import check_run_fits
     from dlm_rag.training.run import run_training
 
     stop = StopSignal()

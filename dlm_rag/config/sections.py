@@ -337,7 +337,7 @@ class TrainConfig(CheckedSettings):
     steps_per_world: int = setting(50, low=1, only_with=ANSWERING | WORLDS)
     """number of steps after which the oldest world is replaced"""
     # Reinforcement learning.
-    reward: str = setting("exact_match", table="dlm_rag.training.rl.reward:REWARDS", only_with=RL)
+    reward: str = setting("exact_match", table="dlm_rag.training.rewards:REWARDS", only_with=RL)
     """rl: reward of a rollout; or a function of your own as module:function"""
     train_steps_per_rollout: int | None = setting(None, low=1, only_with=RL)
     """rl: number of randomly chosen denoising steps of each rollout that are trained on; unset: all"""

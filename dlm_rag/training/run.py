@@ -20,11 +20,7 @@ from dlm_rag.machine import describe_machine, get_code_commit, get_machine_name
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_model import InitialModel
-from dlm_rag.training.metrics_logger import (
-    MetricsLogger,
-    read_metrics,
-    select_validation_metrics,
-)
+from dlm_rag.training.metrics_logger import MetricsLogger, read_metrics, select_validation_metrics
 from dlm_rag.training.task import Validation
 from dlm_rag.training.trainer import Trainer, open_trainer
 

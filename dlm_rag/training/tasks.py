@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 TASKS = {
     "sft": "dlm_rag.training.supervised_tasks:SftTask",
     "pretrain": "dlm_rag.training.supervised_tasks:PretrainTask",
-    "rl": "dlm_rag.training.rl.task:RlTask",
+    "rl": "dlm_rag.training.rl:RlTask",
 }
 
 

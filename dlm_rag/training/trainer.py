@@ -45,7 +45,7 @@ from dlm_rag.training.distributed import (
     wrap_in_ddp,
 )
 from dlm_rag.training.initial_model import InitialModel, open_initial_model
-from dlm_rag.training.planning.specs import find_gpu_spec
+from dlm_rag.training.specs import find_gpu_spec
 from dlm_rag.training.task import Run, Task, TaskState, Validation
 from dlm_rag.training.tasks import find_task
 

@@ -12,7 +12,7 @@ from dlm_rag.evidence.encode_segments import encode_segments
 from dlm_rag.model.denoiser import assign_devices, list_devices
 from dlm_rag.model.denoiser_config import Segment
 from dlm_rag.model.packed_batch import pack_rows
-from dlm_rag.training.planning.step_memory import replace_with_empty_weights
+from dlm_rag.training.step_memory import replace_with_empty_weights
 from tests.support.decoding import QUESTIONS, rollout_records
 from tests.support.setup_matrix import EXPERTS, make_setup_decoder
 from tests.support.tiny_models import tiny_denoiser

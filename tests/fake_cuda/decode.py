@@ -20,8 +20,8 @@ from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.families import find_family
 from dlm_rag.questions import read_questions
 from dlm_rag.tokenizer import Prompt
-from dlm_rag.training.planning.specs import KNOWN_CHECKPOINTS
-from dlm_rag.training.planning.step_memory import replace_with_empty_weights
+from dlm_rag.training.specs import KNOWN_CHECKPOINTS
+from dlm_rag.training.step_memory import replace_with_empty_weights
 from tests.fake_cuda.checked_kernels import checked_kernels
 from tests.fake_cuda.device import CUDA, PACKAGE, fake_cuda
 from tests.support.decoding import QUESTIONS

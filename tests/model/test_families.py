@@ -13,7 +13,7 @@ from dlm_rag.config import Config
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.model.checkpoint import open_checkpoint, save_tensors
 from dlm_rag.training.initial_model import make_training_shape
-from dlm_rag.training.planning.step_memory import MemoryTracker
+from dlm_rag.training.step_memory import MemoryTracker
 from tests.golden.tiny_checkpoints import write_checkpoint
 from tests.support.attention import run_with_mask
 from tests.support.family_checkpoints import change

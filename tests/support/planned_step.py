@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from dlm_rag.config import load_config
 from dlm_rag.training.distributed import DistributedContext
-from dlm_rag.training.planning.plan import ROLLOUT_EXTRA_KEY, plan_training
+from dlm_rag.training.plan import ROLLOUT_EXTRA_KEY, plan_training
 from dlm_rag.training.trainer import open_trainer
 
 SINGLE_PROCESS = DistributedContext(0, 1, 0)

@@ -102,4 +102,4 @@ def make_setup_trainer(out, folder, way, *more, processes=None):
 def force_mixed_rewards(monkeypatch):
     """From now on half of the rollouts of every question seem right, whatever they answer."""
     mixed = lambda rewards: np.array([(-1.0) ** n for n in range(len(rewards))])  # noqa: E731
-    monkeypatch.setattr("dlm_rag.training.rl.rollouts.compute_advantages", mixed)
+    monkeypatch.setattr("dlm_rag.training.rl.compute_advantages", mixed)

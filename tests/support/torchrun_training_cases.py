@@ -15,7 +15,7 @@ import torch
 from dlm_rag.cli import exit_rank
 from dlm_rag.config import load_config
 from dlm_rag.training.distributed import DistributedContext, get_local
-from dlm_rag.training.rl.rollouts import RolloutBuffer
+from dlm_rag.training.rl import RolloutBuffer
 from dlm_rag.training.task import Validation
 from dlm_rag.training.trainer import Trainer, open_trainer
 

@@ -10,7 +10,7 @@ from dlm_rag.config import load_config
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.training.checkpoints import RECORD_FILE, find_latest_checkpoint
 from dlm_rag.training.initial_model import open_initial_model
-from dlm_rag.training.planning.plan import plan_training
+from dlm_rag.training.plan import plan_training
 from dlm_rag.training.task import Run, Task
 from dlm_rag.training.tasks import check_task_settings
 from dlm_rag.training.trainer import Trainer, open_trainer

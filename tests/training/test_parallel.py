@@ -17,7 +17,7 @@ from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.training.checkpoints import find_latest_checkpoint
 from dlm_rag.training.distributed import DistributedContext, translate_distributed_errors
-from dlm_rag.training.planning.plan import check_run_fits
+from dlm_rag.training.plan import check_run_fits
 from tests.support.paths import ROOT
 from tests.support.processes import TORCHRUN_COMMAND, count_lines, wait_until
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser

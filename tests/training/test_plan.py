@@ -12,16 +12,16 @@ from dlm_rag.commands.sample import main as sample
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.training.initial_model import add_lora_adapters, open_initial_model
-from dlm_rag.training.planning.decode_plan import plan_decode_step
-from dlm_rag.training.planning.plan import (
+from dlm_rag.training.plan import (
     _make_machine_table,
     check_run_fits,
     make_planned_task,
+    plan_decode_step,
     plan_training,
     resolve_shape,
 )
-from dlm_rag.training.planning.specs import GPU_SPECS, choose_planned_dtype, read_known_config
-from dlm_rag.training.planning.step_memory import estimate_step_memory
+from dlm_rag.training.specs import GPU_SPECS, choose_planned_dtype, read_known_config
+from dlm_rag.training.step_memory import estimate_step_memory
 from tests.support import planned_step
 from tests.support.cases import first_is_fast
 from tests.support.paths import ROOT
@@ -65,10 +65,10 @@ def test_weights_and_optimizer_are_what_a_run_holds(tmp_path, optimizer):
 
 
 def test_what_cannot_fit_is_refused_before_it_is_allocated(monkeypatch):
-    monkeypatch.setattr("dlm_rag.training.planning.plan.measure_free_bytes", lambda device: 1e6)
+    monkeypatch.setattr("dlm_rag.training.plan.measure_free_bytes", lambda device: 1e6)
     with pytest.raises(ConfigError, match="see what fits with --plan"):
         check_run_fits(load_config(None, MICRO_SETTINGS), 1, CPU)
-    monkeypatch.setattr("dlm_rag.training.planning.plan.measure_free_bytes", lambda device: 24e9)
+    monkeypatch.setattr("dlm_rag.training.plan.measure_free_bytes", lambda device: 24e9)
     with pytest.raises(ConfigError, match="alone take 128 GB on each device, and this cpu has 24 GB"):
         check_run_fits(load_config("gb300"), 1, CPU)  # without a network
 

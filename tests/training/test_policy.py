@@ -33,9 +33,8 @@ from dlm_rag.retrieval.base import Query
 from dlm_rag.retrieval.bm25 import BM25Retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.training.initial_model import build_meta_denoiser
-from dlm_rag.training.planning.step_memory import MemoryTracker, replace_with_empty_weights
-from dlm_rag.training.rl.rollouts import PolicyRow, sample_rollout_steps
-from dlm_rag.training.rl.task import MAX_LOGIT_BYTES, PolicyObjective
+from dlm_rag.training.rl import MAX_LOGIT_BYTES, PolicyObjective, PolicyRow, sample_rollout_steps
+from dlm_rag.training.step_memory import MemoryTracker, replace_with_empty_weights
 from dlm_rag.training.trainer import make_autocast
 from tests.support.properties import hypothesis_settings
 from tests.support.tiny_models import tiny_denoiser

@@ -20,9 +20,8 @@ from dlm_rag.engine.policy import SoftThreshold
 from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import Question
-from dlm_rag.training.rl.reward import compute_advantages, compute_reward_parts
-from dlm_rag.training.rl.rollouts import fill_rollout_buffer, sample_rollout_steps
-from dlm_rag.training.rl.task import PolicyObjective, make_idle_row
+from dlm_rag.training.rewards import compute_advantages, compute_reward_parts
+from dlm_rag.training.rl import PolicyObjective, fill_rollout_buffer, make_idle_row, sample_rollout_steps
 from dlm_rag.training.tasks import check_task_settings
 from dlm_rag.training.trainer import open_trainer
 from tests.support.decoding import LAYOUTS, QUESTIONS, make_decoder

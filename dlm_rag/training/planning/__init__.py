@@ -1,1 +1,0 @@
-"""What a run takes, before it begins: bytes, FLOPs, seconds."""

@@ -1,1 +1,0 @@
-"""Learning by reward: rollouts, what they are worth, the gradient."""
