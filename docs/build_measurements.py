@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from dlm_rag.cli import run_program
 from dlm_rag.commands.arguments import CommandParser
 from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
-from dlm_rag.evaluation.stored_results import build_result_table, read_result
+from dlm_rag.evaluation.tables import build_result_table, read_result
 
 FOLDER = Path(__file__).parent / "measurements"
 PAGES = {

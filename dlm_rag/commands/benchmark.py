@@ -39,7 +39,7 @@ from dlm_rag.config import CONFIG_FOLDER, find_config_file, read_config_file
 from dlm_rag.config.fields import explain_validation_error
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.evaluation.compare import SERVED_PRESETS, SETTING_PRESETS
-from dlm_rag.evaluation.stored_results import CELL_FILE, Cell, write_benchmark_table
+from dlm_rag.evaluation.tables import CELL_FILE, Cell, write_benchmark_table
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.progress import report_progress
 

@@ -16,7 +16,7 @@ from dlm_rag.cli import describe_expected_error
 from dlm_rag.commands.sample import page as page_command
 from dlm_rag.decode.answers_file import AnswersFile
 from dlm_rag.evaluation.metrics import SCORE_METRICS
-from dlm_rag.evaluation.stored_results import build_result_table, read_result
+from dlm_rag.evaluation.tables import build_result_table, read_result
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import build_query
