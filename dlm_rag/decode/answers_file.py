@@ -109,7 +109,7 @@ class AnswersFile:
         stamp: "answers_depend_on", "machines" (a list of one, see `machine.describe_machine`) and whatever
         else is to be known of the run that begins the files. A run that goes on with them adds its machine,
         and warns when it is another one. Lines of questions that failed, and a trace without its answer,
-        are taken out: they are asked again. Raises as the constructor does, and for a trace of version 1.
+        are taken out: they are asked again. Raises as the constructor does.
         """
         try:
             for name, path in {"out": self._out, "trace": self._trace}.items():

@@ -58,7 +58,7 @@ class Citation(TypedDict):
 class CommittedToken:
     """A committed token: its position on the canvas from 0, and its probability at temperature 1.
 
-    log_prob: the logarithm of that, finite even if it underflows; None in traces of version 1.
+    log_prob: the logarithm of that, finite even if it underflows; None where a server gives none.
     """
 
     position: int
@@ -91,7 +91,7 @@ class RolloutStep:
     - query: None if no search was due.
     - passage_ids: the evidence after the step, by rank; `dropped`: passages that did not fit the prompt.
     - retrieved: False if the query equals the last one.
-    - remasked: positions that were masked again (uniform noise, older traces).
+    - remasked: positions that were masked again (uniform noise).
     - edited: tokens that replaced committed ones (only with an edit threshold).
     - seconds: this question's share of each stage.
     """

@@ -5,7 +5,6 @@
     {"id": "q1", "question": "...", "steps": [...], ...}            one line a question, as it finishes
 
 Needed besides the file is the tokenizer of the checkpoint; neither corpus nor retriever nor weights.
-Files of version 1 hold lines of questions alone: they are read, but no prompt can be made from them.
 What only some steps have (`OPTIONAL_STEP_KEYS`) is left out of the others. Readers pass over keys of a
 step that they do not know, so one more of them, as `guesses`, is no new version.
 """
@@ -118,7 +117,7 @@ class AnswerLine:
 class TraceContents:
     """What a trace file holds, in little memory: texts and answers by their hashes in this process."""
 
-    header: TraceHeader | None = None  # None for version 1, and for a file without lines
+    header: TraceHeader | None = None  # None for a file without lines
     passages: dict[str, int] = field(default_factory=dict)
     questions: dict[str, int] = field(default_factory=dict)  # `AnswerLine.answer_hash` by id
 
@@ -126,14 +125,12 @@ class TraceContents:
 class TraceWriter:
     """Appends finished rollouts to a trace file, each passage text once; goes on with what it holds.
 
-    The constructor writes nothing; it raises `TraceError` for a file of version 1. The caller sees to it
-    that no other process writes the file, and that its last line has an end.
+    The constructor writes nothing. The caller sees to it that no other process writes the file, and that
+    its last line has an end.
     """
 
     def __init__(self, path: Path, header: TraceHeader, held: TraceContents | None = None) -> None:
         held = held or scan_trace(path)
-        if (held.questions or held.passages) and held.header is None:
-            raise TraceError(f"{path} is a trace of version 1, which nothing can be added to: name another")
         self.file, self._written = Journal(path), dict(held.passages)
         self._common = (held.header or header).settings
         self._first = [] if held.header else [{"trace": TRACE_VERSION, **asdict(header)}]
@@ -152,37 +149,32 @@ class TraceWriter:
 
 
 def read_trace_header(path: Path) -> TraceHeader:
-    """What the questions of a trace file have in common; raises `TraceError` for version 1."""
+    """What the questions of a trace file have in common; raises `TraceError` where it has no lines."""
     entry = next((entry for _, entry in _entries(path, AnswerLine)), None)
     if isinstance(entry, TraceHeader):
         return entry
-    raise TraceError(
-        f"{path} is no trace of version {TRACE_VERSION}: settings and passages are not in it, so no prompt "
-        "can be made from it"
-    )
+    raise TraceError(f"{path} is no trace: it is empty")
 
 
 def read_trace(path: Path) -> Iterator[Rollout]:
     """The rollouts of a trace file, one by one; only passage texts stay in memory.
 
-    `evidence_texts` are missing (`rebuild_prompts` has them); in version 1, passages, settings, citations
-    and log-probabilities too. A last line that was cut short is skipped. Raises `TraceError` naming file
-    and line.
+    `evidence_texts` are missing (`rebuild_prompts` has them). A last line that was cut short is skipped.
+    Raises `TraceError` naming file and line.
     """
-    header, texts = None, dict[str, str]()
+    settings, texts = dict[str, Any](), dict[str, str]()
     for place, entry in _entries(path, Rollout):
         if isinstance(entry, TraceHeader):
-            header = entry
+            settings = entry.settings
         elif isinstance(entry, PassageText):
             texts[entry.passage] = entry.text
         else:
-            names = _passage_ids(entry.steps) if header else []
+            names = _passage_ids(entry.steps)
             lacking = next((name for name in names if name not in texts), None)
             if lacking is not None:
                 raise TraceError(f"{place}: the text of passage '{lacking}' is not in the file")
-            settings = (header.settings if header else {}) | entry.settings
-            passages = {name: texts[name] for name in names}
-            yield replace(entry, settings=settings, passages=passages, evidence_texts={}, finished=True)
+            passages, own = {name: texts[name] for name in names}, settings | entry.settings
+            yield replace(entry, settings=own, passages=passages, evidence_texts={}, finished=True)
 
 
 def scan_trace(path: Path) -> TraceContents:
@@ -227,11 +219,13 @@ def _entries(path: Path, kind: type[Line]) -> Iterator[tuple[str, TraceHeader | 
     for number, (place, record) in enumerate(read_json_lines(path, TraceError)):
         if not number and record.get("trace", TRACE_VERSION) != TRACE_VERSION:
             raise TraceError(
-                f"{path} is a trace of version {record['trace']!r}, known are 1 and {TRACE_VERSION}: read "
-                "it with the program that wrote it"
+                f"{path} is a trace of version {record['trace']!r}, known is {TRACE_VERSION}: read it with "
+                "the program that wrote it"
             )
         none = f"{place}: this is no line of a trace"
-        if not number and "trace" in record:
+        if not number and "trace" not in record:
+            raise TraceError(f"{none} of version {TRACE_VERSION}, which begins with its settings")
+        if not number:
             yield place, validate_json_value(TraceHeader, record, none, TraceError)
         elif "passage" in record:
             yield place, validate_json_value(PassageText, record, none, TraceError)

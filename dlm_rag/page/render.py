@@ -32,7 +32,7 @@ from dlm_rag.decode.rollout import (
     Span,
     split_citable_spans,
 )
-from dlm_rag.decode.trace_file import TraceHeader, read_trace, read_trace_header, scan_trace
+from dlm_rag.decode.trace_file import TraceHeader, read_trace, read_trace_header
 from dlm_rag.errors import ConfigError, TraceError
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.files.paths import write_text_atomic
@@ -53,10 +53,10 @@ MAX_GAP_CHARS = 8  # characters between two tokens of a text: blanks, a characte
 
 @dataclass(frozen=True)
 class TraceRun:
-    """Rollouts of one setting; header: None for those of a trace of version 1."""
+    """Rollouts of one setting."""
 
     name: str
-    header: TraceHeader | None
+    header: TraceHeader
     rollouts: Sequence[Rollout]
 
 
@@ -76,7 +76,7 @@ def read_trace_runs(paths: Sequence[Path]) -> list[TraceRun]:
         for rollout in rollouts:
             if not _is_sound(rollout):
                 raise TraceError(f"{path}: the line of question '{rollout.id}' is not from a decode")
-        runs.append(TraceRun(name, read_trace_header(path) if scan_trace(path).header else None, rollouts))
+        runs.append(TraceRun(name, read_trace_header(path), rollouts))
     return runs
 
 
@@ -107,10 +107,10 @@ def build_page_record(runs: Sequence[TraceRun], known: Iterable[Question] = ()) 
             f"the traces {' and '.join(run.name for run in runs)} have no question in common, of the same "
             "id and text: make both of the same questions"
         )
-    settings = [run.header.settings if run.header else {} for run in runs]
+    settings = [run.header.settings for run in runs]
     names = [name for name in settings[0] if name not in ("batch_size", "overlap")]  # these change no token
     differing = [name for name in names if len({repr(each.get(name)) for each in settings}) > 1]
-    ends = [run.header.end_ids if run.header else () for run in runs]
+    ends = [run.header.end_ids for run in runs]
     told = {(question.id, question.question): question for question in known}
     return {
         "names": [run.name for run in runs],

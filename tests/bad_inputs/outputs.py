@@ -1,16 +1,19 @@
 """Output files, stamps, scores, pages of traces."""
 
+import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 from tests.bad_inputs import EVALUATE, SAMPLE_COMMAND, SAMPLE_WITH_MODEL, table
+from tests.support.traces import HEADER
 
 ANSWER = '{"id": "q1", "question": "Who wrote Emma?", "response": "x"}\n'
 STAMPS = (
     "[]", b"\xff", "[" * 100_000, '{"machines": []}', '{"answers_depend_on": {}, "machines": ["cpu"]}',
 )  # fmt: skip
-DECODED = (  # a line of a trace of version 1
-    '{"id": "q1", "question": "Who?", "prompt_layout": "joint", "canvas_length": 2, "response": "x", "steps": '
+DECODED = json.dumps({"trace": 2, **asdict(HEADER)}) + (
+    '\n{"passage": "a", "text": "x"}\n{"id": "q1", "question": "Who?", "prompt_layout": "joint", "canvas_length": 2, "response": "x", "steps": '
     '[{"step": 0, "query": "Who?", "passage_ids": ["a"], "retrieved": true, "committed": '
     '[{"position": 0, "token_id": 1, "token": "x", "confidence": 0.5}], "seconds": {}}]}\n'
 )
@@ -58,10 +61,10 @@ CASES = [
         ("trace 't.jsonl' was not found",),
         ("t.jsonl holds no question that is finished", {"t.jsonl": ""}),
         *(
-            (("t.jsonl, line 1: this is no line of a trace", key), {"t.jsonl": DECODED.replace(old, new)})
+            (("t.jsonl, line 3: this is no line of a trace", key), {"t.jsonl": DECODED.replace(old, new)})
             for key, old, new in (
                 ("steps.0.committed.0.token:", '"x", "conf', '1, "conf'),
-                ("Infinity", "0.5", "1e999"),
+                ("Infinity", '"confidence": 0.5', '"confidence": 1e999'),
                 ("citations.0.passages.0.words:", '"steps"', f'"citations": [{CITATION}], "steps"'),
             )
         ),

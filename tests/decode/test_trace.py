@@ -16,13 +16,11 @@ from dlm_rag.engine import engine
 from dlm_rag.errors import TraceError, UserError
 from dlm_rag.evaluation.metrics import score_rollout
 from dlm_rag.evidence.prompt_segments import ContextBudget, fit_passages, keep_shorter_texts, lay_out_prompt
-from dlm_rag.questions import Question
 from dlm_rag.tokenizer.prompts import PromptTemplate
 from tests.support.tiny_models import byte_tokenizer, tiny_tokenizer
 from tests.support.traces import (
     HEADER,
     TRACE_QUESTIONS,
-    VERSION_1_LINE,
     make_decoder,
     make_rollout_with,
     make_trace_header,
@@ -145,22 +143,16 @@ def test_rows_differ_in_settings_texts_and_errors(tmp_path):
         next(reading)
 
 
-def test_version_1_is_still_read(tmp_path):
-    path = tmp_path / "t.jsonl"
-    path.write_text(VERSION_1_LINE + VERSION_1_LINE.replace('"q1"', '"q2"'), encoding="utf-8")
-    first, second = read_trace(path)
-    assert (first.id, second.id, first.response, first.evidence) == ("q1", "q2", "M", ("emma", "dune"))
-    assert [{p: t.token_id for p, t in state.items()} for state in first.replay()] == [
-        {},
-        {0: 200},
-        {0: 77},
-    ]
-    assert first.steps[2].committed[0].log_prob is None and not first.passages and not first.settings
-    assert score_rollout(first, Question("q1", "?", (), ("emma",))).recall_last == 1.0
-    with pytest.raises(TraceError, match="no trace of version 2"):
-        read_trace_header(path)
-    with pytest.raises(TraceError, match="version 1, which nothing can be added to"):
-        TraceWriter(path, HEADER)
+def test_a_file_of_questions_alone_is_refused(tmp_path):
+    path = write_rollouts(tmp_path / "t.jsonl", HEADER, [make_rollout_with()])
+    path.write_text(path.read_text().splitlines(keepends=True)[-1])
+    for read in (
+        read_trace_header,
+        lambda path: TraceWriter(path, HEADER),
+        lambda path: [*read_trace(path)],
+    ):
+        with pytest.raises(TraceError, match="line 1: this is no line of a trace of version 2"):
+            read(path)
 
 
 def test_a_bad_trace_is_one_sentence(tmp_path):
@@ -169,7 +161,7 @@ def test_a_bad_trace_is_one_sentence(tmp_path):
     broken = json.loads(line)
     del broken["steps"][1]["query"]
     for text, says in {
-        header.replace('"trace": 2', '"trace": 3') + line: "is a trace of version 3, known are 1 and 2",
+        header.replace('"trace": 2', '"trace": 3') + line: "is a trace of version 3, known is 2",
         header.replace("mask_id", "mask") + line: "line 1: this is no line of a trace",
         header + "".join(passages) + json.dumps(broken) + "\n": "line 5: this is no line of a trace",
         header + '{"passage": 1, "text": "x"}\n': "line 2: this is no line of a trace",

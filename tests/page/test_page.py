@@ -100,7 +100,7 @@ def test_no_text_of_a_trace_ends_the_element_that_holds_it():
     rollout.steps[1] = replace(
         rollout.steps[1], query=HOSTILE, committed=(CommittedToken(0, 1, HOSTILE, 0.5),)
     )
-    runs = [TraceRun(HOSTILE, None, [rollout])]
+    runs = [TraceRun(HOSTILE, header(rollout), [rollout])]
     html = render_page(runs)
     assert html.count("<script") == html.count("</script") == 2 and html.isascii() is False
     assert not [mark for mark in SEPARATORS if mark in html]

@@ -71,16 +71,3 @@ HEADER = TraceHeader(
     mask_id=256, end_ids=(257,), top_k=2, model="m", corpus="c",
     settings=asdict(DecodeConfig(max_new_tokens=3)),
 )  # fmt: skip
-
-
-# Written by the code of 2026-11-21: one token, masked again and committed a second time.
-VERSION_1_LINE = (
-    '{"id": "q1", "question": "Who wrote Emma?", "prompt_layout": "joint", "canvas_length": 2, "steps": ['
-    '{"step": 0, "query": "Who wrote Emma?", "passage_ids": ["emma"], "retrieved": true, "committed": [], '
-    '"seconds": {"retrieve/search": 0.000174, "retrieve": 0.000253}}, '
-    '{"step": 1, "query": "Who wrote Emma? ccc", "passage_ids": ["emma"], "retrieved": true, "committed": '
-    '[{"position": 0, "token_id": 200, "token": "�", "confidence": 0.184644}], "seconds": {}}, '
-    '{"step": 2, "query": null, "passage_ids": ["emma", "dune"], "retrieved": false, "committed": '
-    '[{"position": 0, "token_id": 77, "token": "M", "confidence": 0.382462}], "remasked": [0], '
-    '"seconds": {"denoise": 0.006}}], "response": "M"}\n'
-)
