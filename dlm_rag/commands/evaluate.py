@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -67,10 +67,10 @@ from dlm_rag.files.checked_json import read_json_or_empty
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.progress import report_progress
 from dlm_rag.questions import Question
+from dlm_rag.retrieval.base import CorpusRetriever
+from dlm_rag.retrieval.composite import check_oracle_support, describe_missing_support
+from dlm_rag.retrieval.corpus import Corpus, open_corpus
 from dlm_rag.text import replace_control_chars
-
-if TYPE_CHECKING:
-    from dlm_rag.retrieval.corpus import Corpus
 
 MAX_CHECKED_PASSAGES = 2_000_000  # of a corpus that is read for supporting passages before a run
 MAX_SCREEN_TABLES = 2  # all are in scores.md
@@ -132,8 +132,6 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None])
     for name in ("scores.json", "scores.md", PICTURE)[: 3 if "swept" in said else 2]:
         check_writable(str(out / name), "out")
     if said.get("dataset"):
-        from dlm_rag.retrieval.corpus import open_corpus
-
         retrieval = next(iter(jobs.values())).prepared.config.retrieval
         corpus = open_corpus(str(retrieval.corpus), retrieval.index_dir)
         questions = drop_incomplete_support(questions, corpus)
@@ -148,8 +146,6 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None])
 
 def read_scored_questions(wanted: EvaluationPlan) -> list[Question]:
     """The questions of a plan. Raises `ConfigError` where they cannot be scored, or not with an oracle."""
-    from dlm_rag.retrieval.composite import check_oracle_support
-
     config = fill_in_shipped_files(wanted.config, [])
     if config.questions is None:
         raise ConfigError("evaluation of a model or corpus of your own needs --questions FILE")
@@ -247,9 +243,6 @@ def run_answer_jobs(jobs: dict[str, AnswerJob], workers: str | None) -> None:
 
 def note_missing_support(jobs: Mapping[str, AnswerJob], questions: Sequence[Question]) -> None:
     """Says on standard error where a corpus that is searched lacks supporting passages."""
-    from dlm_rag.retrieval.base import CorpusRetriever
-    from dlm_rag.retrieval.composite import describe_missing_support
-
     for job in jobs.values():
         found = getattr(job.prepared, "retriever", None)
         if isinstance(found, CorpusRetriever) and len(found.corpus) <= MAX_CHECKED_PASSAGES:
@@ -258,7 +251,7 @@ def note_missing_support(jobs: Mapping[str, AnswerJob], questions: Sequence[Ques
             return
 
 
-def drop_incomplete_support(questions: list[Question], corpus: "Corpus") -> list[Question]:
+def drop_incomplete_support(questions: list[Question], corpus: Corpus) -> list[Question]:
     """Returns the questions, without supporting ids where the corpus, chunked again, lacks one of them."""
     wanted = {i for question in questions for i in question.supporting_ids}
     there = {passage.id for passage in corpus if passage.id in wanted} if wanted else set()

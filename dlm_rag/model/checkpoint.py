@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dlm_rag.config.fields import explain_validation_error
-from dlm_rag.config.generation import GENERATION_FILE, read_generation_settings
+from dlm_rag.config.sections import GENERATION_FILE, read_generation_settings
 from dlm_rag.errors import CheckpointError, suggest_nearest, translate_failures
 from dlm_rag.files.digest import digest_file
 from dlm_rag.files.hub import (

@@ -79,7 +79,7 @@ def load_retriever(
 
 def read_retrieval_settings(model: str | Path) -> dict[str, Any]:
     """The settings of retrieval that a checkpoint carries; raises `CheckpointError`."""
-    from dlm_rag.config.generation import read_generation_settings
+    from dlm_rag.config.sections import read_generation_settings
     from dlm_rag.files.hub import resolve_hub_folder
 
     return read_generation_settings(resolve_hub_folder(model, "model"))[1]

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from dlm_rag.config import Config
-from dlm_rag.config.generation import DECODE_NAMES, RETRIEVAL_NAMES, list_given
+from dlm_rag.config.sections import DECODE_NAMES, RETRIEVAL_NAMES, list_given
 from dlm_rag.data.synthetic_world import make_world, make_world_question
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
