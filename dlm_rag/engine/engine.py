@@ -289,8 +289,8 @@ class Engine(AbstractContextManager["Engine"]):
         """One step of all rows, or of one half of them in turn with `overlap=pipeline`.
 
         Returns an event for every question whose step is over, in the order in which they came. A question
-        that failed (it does not fit the context; its search or its logits fail) is finished, with an
-        `error` in its rollout. What the model itself raises (no memory, say) is passed on; the questions
+        that failed (it does not fit the context, or alone the memory; its search or its logits fail) is
+        finished, with an `error` in its rollout. What else the model raises is passed on; the questions
         that took part are cancelled then.
         """
         group = self._groups[self._turn % len(self._groups)]

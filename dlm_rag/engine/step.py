@@ -4,11 +4,13 @@ Searches are made for many rows at once, in the background where a half of them 
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 
 import numpy as np
+import torch
 
 from dlm_rag.decode.rollout import Action, CommittedToken
 from dlm_rag.engine.row import CanvasChange, OpenSpan, Row, SearchResult
@@ -61,10 +63,30 @@ def take_step(model_runner: ModelRunner, tokenizer: Tokenizer, rows: list[Row]) 
 
 
 def denoise(model_runner: ModelRunner, rows: list[Row]) -> list[tuple[Row, RowInput, Proposals]]:
-    """Runs the model once over rows; returns what it was shown of those that did not fail, and proposes."""
-    inputs = [build_row_input(row) for row in rows]
-    found = zip(rows, inputs, model_runner.propose(inputs), strict=True)
-    return [each for each in found if _is_sound(*each)]
+    """Runs the model once over rows; returns what it was shown of those that did not fail, and proposes.
+
+    Where the memory does not suffice for all, row by row: one that is too large ends alone.
+    """
+    inputs, found = [build_row_input(row) for row in rows], list[tuple[Row, RowInput, Proposals]]()
+    for row, shown, proposals in zip(rows, inputs, _propose(model_runner, inputs), strict=True):
+        if proposals is None:
+            row.fail("out of memory, also alone: set a smaller retrieval.top_k, or free memory")
+        elif _is_sound(row, shown, proposals):
+            found.append((row, shown, proposals))
+    return found
+
+
+def _propose(model_runner: ModelRunner, inputs: list[RowInput]) -> Sequence[Proposals | None]:
+    """What the model proposes for each row; None for one that the memory does not hold even alone."""
+    with suppress(torch.OutOfMemoryError):
+        return model_runner.propose(inputs)
+    found = list[Proposals | None]()  # tensors of the failed call are freed by now
+    for shown in inputs:
+        with suppress(torch.OutOfMemoryError):
+            found += model_runner.propose([shown])
+            continue
+        found.append(None)
+    return found
 
 
 def _is_sound(row: Row, shown: RowInput, proposals: Proposals) -> bool:

@@ -56,7 +56,7 @@ class Worker:
         return self._machine
 
     async def answer(self, question: Question) -> WorkerAnswer:
-        """Raises whatever the engine raises, out of memory or `UserError`."""
+        """Raises whatever the engine raises, as `UserError`."""
         await self.open()  # where Ray has begun this worker again
         self._waiting.append(question)
         answer = self._answers[question.id] = asyncio.get_running_loop().create_future()
