@@ -16,6 +16,7 @@ from dlm_rag.config import Config
 from dlm_rag.errors import QuestionError, suggest_nearest
 from dlm_rag.files.paths import expand_path, resolve_regular_file
 from dlm_rag.files.record_readers import (
+    FIELD_ALIASES,
     Record,
     count_hops,
     flatten_layout,
@@ -177,7 +178,8 @@ def _parse_question(row: dict[str, Any], place: str) -> Question:
         raise QuestionError(f"{place}: the 'response' is no text")
     own, kind = get_record_id(row, "question", place, QuestionError), get_type_label(row)
     answers, others = (_parse_texts(row, name, place) for name in ("golden_answers", "answer_aliases"))
-    labels = tuple(name for name, value in row.items() if value is True and name != "answerable")
+    own_names = ("answerable", *FIELD_ALIASES["golden_answers"])  # yes is an answer, no label
+    labels = tuple(name for name, value in row.items() if value is True and name.lower() not in own_names)
     return Question(
         id=own,
         question=text,

@@ -23,6 +23,7 @@ from dlm_rag.files.checked_json import iter_lines, parse_json_object, read_json_
 from dlm_rag.files.digest import digest_file, digest_open_file, read_file_state
 from dlm_rag.files.paths import expand_path, get_cache_folder, resolve_regular_file
 from dlm_rag.files.record_readers import (
+    FIELD_ALIASES,
     Record,
     get_field,
     get_record_id,
@@ -88,6 +89,8 @@ def parse_passage(record: dict[str, Any], place: str) -> Passage:
     name, contents = get_field(record, "contents")
     if contents is None and get_field(record, "question")[1] is not None:
         raise CorpusError(f"{place}: no passages come with this question: name another corpus")
+    if contents is None and any(alias in record for alias in FIELD_ALIASES["contents"]):
+        contents = ""  # null, or an empty cell of Parquet
     if contents is None:
         raise CorpusError(f"{place}: the passage has no 'contents'{suggest_nearest('contents', record)}")
     title = record.get("title")

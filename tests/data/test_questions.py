@@ -64,7 +64,7 @@ def test_all_fields_and_the_names_that_other_data_sets_give_them(tmp_path):
         {"id": 1, "question": "Who?", "golden_answers": ["A", "B"], "supporting_ids": ["x"], "hops": 2},
         {"_id": "a", "text": "Who?", "metadata": {}},  # BEIR
         {"id": "b", "question": "Who?", "golden_answers": ["x"], "metadata": {}},  # FlashRAG
-        {"_id": "c", "question": "Who?", "answer": "yes", "supporting_facts": [["Emma", 0]],
+        {"_id": "c", "question": "Who?", "answer": True, "supporting_facts": [["Emma", 0]],
          "context": [["Emma", ["A novel."]]], "level": "hard", "type": "bridge"},  # HotpotQA
         {"id": "d", "question": "Who?", "answers": {"text": ["x", "y"], "answer_start": [1, 2]}},  # SQuAD
         {"id": "e", "question": "Who?", "answer": ["x"], "hops": 2.0},  # NQ; pandas

@@ -111,6 +111,9 @@ def test_a_row_with_a_title_alone_is_its_title_and_a_blank_one_is_left_out(tmp_p
         "A town.",
         "Tea",
     ]
+    null = [{"_id": "d1", "title": "Dover", "text": None}, {"_id": "d2", "title": None, "text": "Tea"}]
+    read = open_corpus(write_rows(tmp_path / "e.jsonl", null), tmp_path)
+    assert [p.contents for p in read] == ["Dover", "Tea"]
     blank = [*rows, {"_id": "d3", "title": "", "text": " "}]
     assert [p.id for p in open_corpus(write_rows(tmp_path / "c.jsonl", blank), tmp_path)] == ["d1", "d2"]
     assert "1 rows without a text are left out" in caplog.text
