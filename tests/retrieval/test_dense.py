@@ -1,8 +1,6 @@
 """A build of passage vectors that was stopped goes on; of nobody else's."""
 
 import hashlib
-import os
-import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -58,10 +56,6 @@ def build(monkeypatch):
         return {path.parent.name: path.read_bytes() for path in corpus.folder.glob("*/vectors.npy")}
 
     return opened
-
-
-def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def interrupt():

@@ -1,18 +1,12 @@
 """Folders of sentence-transformers: ordinary ones load, nothing in any of them is run."""
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 
 from dlm_rag.errors import CheckpointError
 from dlm_rag.retrieval.dense import load_sentence_transformer
-from tests.support.passages import write_jsonl_file
-from tests.support.paths import ROOT
-from tests.support.processes import wait_until
 
 OWN = "sentence_transformers.sentence_transformer.modules"
 MODULES = [
@@ -185,60 +179,3 @@ def test_a_damaged_folder_is_named_before_any_passage(folder, damage, capfd):
     with pytest.raises(CheckpointError, match=says):
         load_sentence_transformer(str(folder), "cpu")
     assert "LOAD REPORT" not in capfd.readouterr().err
-
-
-PASSAGES = 800  # 13 shards
-BUILD = """
-import logging, sys
-from dlm_rag.config import RetrievalConfig
-from dlm_rag.retrieval import dense
-from dlm_rag.retrieval.corpus import open_corpus
-corpus, encoder, indexes = sys.argv[1:]
-logging.basicConfig(level="INFO")
-dense.BATCH_SIZE = 1
-config = RetrievalConfig(embedding_model=encoder)
-dense.open_dense_retriever(config, open_corpus(corpus, indexes))
-"""
-
-
-def start_build(tmp_path, folder, name):
-    """A program of one thread."""
-    (tmp_path / "build.py").write_text(BUILD)
-    words = [tmp_path / "build.py", tmp_path / "corpus.jsonl", folder, tmp_path / name]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, *map(str, words)], env=environment, stderr=subprocess.PIPE)
-
-
-def read_vectors(folder):
-    (path,) = folder.glob("*/dense-*/vectors.npy")
-    return path.read_bytes()
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    texts = [" ".join("abcdefghij"[n % 7 :][: 1 + n % 5]) + " k" * (n % 11) for n in range(PASSAGES)]
-    return write_jsonl_file(
-        tmp_path / "corpus.jsonl", [{"id": str(n), "contents": text} for n, text in enumerate(texts)]
-    )
-
-
-@pytest.mark.slow
-def test_a_build_that_is_killed_goes_on_and_leaves_the_bytes_of_one(tmp_path, folder, corpus):
-    def read_times():
-        shards = (tmp_path / "killed").glob("*/*.building/parts/*/whole.json")
-        return {path.parent.name: path.stat().st_mtime_ns for path in shards}
-
-    build = start_build(tmp_path, folder, "killed")
-    wait_until(read_times, build)
-    build.kill()
-    build.wait()
-    kept = read_times()
-    assert 0 < len(kept) < 13
-    again = start_build(tmp_path, folder, "killed")
-    wait_until(lambda: len(read_times()) > len(kept), again)
-    assert kept.items() <= read_times().items(), "nothing twice"
-    again.communicate()
-    assert again.returncode == 0
-    assert start_build(tmp_path, folder, "whole").wait() == 0
-    assert read_vectors(tmp_path / "killed") == read_vectors(tmp_path / "whole")
-    assert not [*(tmp_path / "killed").glob("*/*/parts")]
