@@ -30,9 +30,9 @@ from dlm_rag.data.hub_datasets import (
 )
 from dlm_rag.errors import ConfigError, UserError
 from dlm_rag.files.checked_json import iter_lines
+from dlm_rag.files.hub import MODEL_NAME, PACKAGE, WHEEL_BYTES, get_smollm2
 from dlm_rag.files.paths import expand_path, make_folder, open_atomic_file
 from dlm_rag.files.record_readers import get_field, read_records
-from dlm_rag.files.smollm2 import MODEL_NAME, PACKAGE, WHEEL_BYTES, get_smollm2
 from dlm_rag.progress import format_bytes
 from dlm_rag.questions import read_questions
 from dlm_rag.text import replace_control_chars

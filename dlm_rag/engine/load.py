@@ -9,8 +9,7 @@ from dlm_rag.config import Config
 from dlm_rag.config.fields import replace_settings
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.errors import ConfigError, suggest_nearest
-from dlm_rag.files.hub import READER, SHIPPED_FOLDER, SHIPPED_PREFIX
-from dlm_rag.files.smollm2 import MODEL_NAME
+from dlm_rag.files.hub import MODEL_NAME, READER, SHIPPED_FOLDER, SHIPPED_PREFIX
 from dlm_rag.machine import choose_device, choose_dtype
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.denoiser import load_denoiser

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from train_adapter import ADAPTER_FILE, ADAPTER_HALVES, HEADS, KEY_HEADS
 
-from dlm_rag.files.smollm2 import get_smollm2
+from dlm_rag.files.hub import get_smollm2
 
 PART_BYTES = 29_000_000
 NAMES = {  # of a layer, in GGUF and in safetensors

@@ -432,7 +432,7 @@ def main() -> None:
     if packed:
         folder, sets = given.rows, unpack_rows(given.rows / ROWS_FILE)
     else:
-        from dlm_rag.files.smollm2 import get_smollm2
+        from dlm_rag.files.hub import get_smollm2
 
         folder = get_smollm2()
         sets = read_sets(given.rows, folder)

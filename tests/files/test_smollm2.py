@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from dlm_rag.errors import CheckpointError
-from dlm_rag.files import smollm2
+from dlm_rag.files import hub as smollm2
 
 CONTENT = b"GGUF" + bytes(range(256)) * 8
 

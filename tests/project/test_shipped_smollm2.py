@@ -10,8 +10,7 @@ import torch
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.errors import CheckpointError
-from dlm_rag.files.hub import SHIPPED_FOLDER
-from dlm_rag.files.smollm2 import get_smollm2
+from dlm_rag.files.hub import SHIPPED_FOLDER, get_smollm2
 from dlm_rag.text import find_title_spans
 from tests.support.paths import ROOT
 
