@@ -142,17 +142,14 @@ class InitialModel:
         """The denoiser on the meta device; frozen: the dtype of weights that are not trained."""
         return build_meta_denoiser(self.config, self.lora_rank, frozen)
 
+    @torch.no_grad()
     def materialize(self, denoiser: Denoiser, device: torch.device, trained: bool = True) -> None:
         """Gives a meta denoiser, or its shards, memory on the device and the first weights.
 
-        trained: also those under training; else only what is frozen, as where a run has saved the rest.
+        They are the checkpoint's, or fresh ones that depend on the seed; adapters besides. trained: also
+        those under training; else only what is frozen, as where a run has saved the rest.
         """
         allocate_denoiser(denoiser, device)
-        self.fill(denoiser, trained)
-
-    @torch.no_grad()
-    def fill(self, denoiser: Denoiser, trained: bool) -> None:
-        """The checkpoint's weights, or fresh ones that depend on the seed; adapters besides."""
         fresh = dict[str, Tensor]()
         for name, value in denoiser.named_parameters():
             if value.requires_grad and not trained:

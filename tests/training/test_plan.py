@@ -1,14 +1,12 @@
 """The plan against what is measured: bytes by torch's own profiler, FLOPs by torch's own counter."""
 
-import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dlm_rag.commands.sample import main as sample
+from dlm_rag.commands.train import main as train
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.training.initial_model import add_lora_adapters, open_initial_model
@@ -24,7 +22,6 @@ from dlm_rag.training.specs import GPU_SPECS, choose_planned_dtype, read_known_c
 from dlm_rag.training.step_memory import estimate_step_memory
 from tests.support import planned_step
 from tests.support.cases import first_is_fast
-from tests.support.paths import ROOT
 from tests.support.training import CPU, MICRO_SETTINGS, build_denoiser, make_trainer
 
 FLOAT32 = torch.float32
@@ -102,24 +99,6 @@ def test_rollouts_count_where_they_take_more_than_the_update():
     assert few < update == same < many
 
 
-def run_measured(*command):
-    """Runs a command; its exit status, output, errors, processor seconds and peak memory in bytes.
-
-    By way of a small process: a child begins with the peak of the process that it was made by.
-    """
-    script = (
-        "import json, resource, subprocess, sys\n"
-        "done = subprocess.run(sys.argv[1:], capture_output=True, text=True)\n"
-        "used = resource.getrusage(resource.RUSAGE_CHILDREN)\n"
-        "size = used.ru_maxrss * (1 if sys.platform == 'darwin' else 1024)\n"
-        "seconds = used.ru_utime + used.ru_stime\n"
-        "print(json.dumps([done.returncode, done.stdout, done.stderr, seconds, size]))"
-    )
-    command = [sys.executable, "-c", script, *map(str, command)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    return json.loads(done.stdout)
-
-
 def test_electricity_and_rent_are_apart():
     """An hour on two devices: a machine with a public price, and one without."""
     plan = SimpleNamespace(
@@ -156,11 +135,8 @@ def test_a_plan_of_decoding_reads_no_weights_and_its_settings_nobody_else(capsys
 
 
 @pytest.mark.slow
-def test_a_plan_takes_less_than_a_gigabyte_and_half_a_minute():
-    """Of the largest config; importing takes 0.3 GB and 3 s of it."""
-    command = [sys.executable, "train.py", "--plan", "--config", "b200.yaml"]
-    status, said, errors, seconds, size = run_measured(*command)
-    assert status == 0 and not errors, errors
+def test_a_plan_of_training_says_what_it_takes_without_network_or_weights(capsys):
+    train(["--plan", "--config", "b200.yaml"])
+    said = " ".join(capsys.readouterr().out.split())
     for text in ("parameters", "optimizer", "electricity", "kWh"):
-        assert text in " ".join(said.split()), text
-    assert size < 1e9 and seconds < 30
+        assert text in said, text

@@ -2,11 +2,8 @@
 
 import itertools
 import json
-import multiprocessing
 import random
 import shutil
-import signal
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -277,52 +274,6 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path, mod
         assert ours == theirs
     assert set(whole.stage_seconds) >= {"rollout", "reward", "forward", "backward", "optimizer"}
     ours, theirs = clone_weights(second), clone_weights(whole)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def go_on(folder, model, words, told, until):
-    """A process of a run: goes on from what is saved, saves after each step, tells of both."""
-    torch.set_num_threads(1)  # a fork lacks the threads that torch began before it, and waits for them
-    trainer, _ = open_rl(folder, model, *words, "train.max_steps=200")
-    trainer.restore()
-    told.release()
-    while trainer.state.step < until:
-        trainer.step()
-        trainer.save()
-        told.release()
-
-
-@pytest.mark.slow
-def test_a_run_killed_four_times_ends_with_the_same_bits(tmp_path, model):
-    """A kill may come within rollouts, gradients, an optimizer's step or a checkpoint."""
-    context, rng = multiprocessing.get_context("fork"), random.Random(0)
-
-    def start(folder, until):
-        told = context.Semaphore(0)
-        words = (tmp_path / folder, model, LEARN["all"], told, until)
-        process = context.Process(target=go_on, args=words, daemon=True)
-        process.start()
-        return process, told
-
-    for life in range(4):
-        process, told = start("killed", 200)
-        for _ in range(1 + life % 2):  # a slow machine, too, saves a step in every second life
-            assert told.acquire(timeout=120)
-        time.sleep(rng.random() * 0.6)
-        process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
-    killed, _ = open_rl(tmp_path / "killed", model, *LEARN["all"], "train.max_steps=200")
-    assert killed.restore() and killed.state.step >= 2, "every second life saved a step"
-    until = killed.state.step + 1
-    for folder in ("killed", "whole"):
-        process, _ = start(folder, until)
-        process.join()
-        assert process.exitcode == 0
-    whole, _ = open_rl(tmp_path / "whole", model, *LEARN["all"], "train.max_steps=200")
-    assert killed.restore() and whole.restore() and killed.state == whole.state
-    assert whole.state.step == until
-    ours, theirs = clone_weights(killed), clone_weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
