@@ -76,8 +76,8 @@ FULL_PARTS = {
     "exactness": ReportPart(1, 45, partial(measure_exactness, questions=40, batch=16)),
     "full_7b": ReportPart(
         1,
-        120,
-        partial(measure_full_batches, shape="7b", expected={1: 10, 16: 30, 64: 55, 256: 60}, steps=40),
+        150,
+        partial(measure_full_batches, shape="7b", expected={1: 10, 16: 30, 64: 55}, steps=40),
     ),
     "shipped": ReportPart(1, 75, partial(measure_decoding, shape="", questions_by_batch={0: 8, **BATCHES})),
     "training_1b": ReportPart(

@@ -240,13 +240,14 @@ def measure_full_batches(
         f"they end, and neither end of the run is counted; {steps} steps.",
     )
     indexed = not get_backend_problem("indexed", prepared.device, prepared.dtype)
-    for kernel in ("auto", "indexed") if indexed else ("auto",):
-        source.denoiser.attention = kernel
-        for rows, share in expected.items():
-            decoder = source.make("independent", replace(source.decode, batch_size=rows), EngineConfig())
-            row = measure_steady(decoder, questions, roofline, steps)
-            peak = read_and_reset_peak_gib(prepared.device)
-            record.add(row | {"kernel": source.denoiser.backend, "expected %": share, "peak GiB": peak})
+    ways = [("auto", False), *[("indexed", False), ("indexed", True)] * indexed]
+    for rows, share in expected.items():
+        for kernel, graphs in ways:
+            source.denoiser.attention = kernel
+            decode, engine = replace(source.decode, batch_size=rows), EngineConfig(cuda_graphs=graphs)
+            row = measure_steady(source.make("independent", decode, engine), questions, roofline, steps)
+            row |= {"kernel": source.denoiser.backend, "graphs": "yes" if graphs else ""}
+            record.add(row | {"expected %": share, "peak GiB": read_and_reset_peak_gib(prepared.device)})
 
 
 def summarise_throughput(
@@ -346,6 +347,7 @@ def measure_exactness(record: PartRecord, questions: int, batch: int) -> None:
         ways |= {
             "alone, indexed": (1, None, "indexed"),
             f"batches of {batch}, indexed": (batch, None, "indexed"),
+            f"batches of {batch}, graphs": (batch, None, "indexed"),
         }
     text = "The shipped model. Confidences are compared where all tokens are the same."
     record.add(title="The same tokens?", text=text)
@@ -356,7 +358,8 @@ def measure_exactness(record: PartRecord, questions: int, batch: int) -> None:
         source = open_checkpoint_source(prepared)
         for name, (size, gib, kernel) in ways.items():
             source.denoiser.attention = kernel
-            decode, engine = replace(source.decode, batch_size=size), EngineConfig(prefix_cache_gib=gib)
+            decode = replace(source.decode, batch_size=size)
+            engine = EngineConfig(prefix_cache_gib=gib, cuda_graphs="graphs" in name)
             rollouts = source.make(prepared.evidence_layout, decode, engine).decode(asked)
             alone = alone or rollouts
             pairs = zip(rollouts, alone, strict=True)

@@ -202,6 +202,10 @@ class EngineConfig(CheckedSettings):
     compile: bool = setting(False)
     """compile around attention with torch.compile: faster after half a minute; changes rounding"""
 
+    cuda_graphs: bool = setting(False)
+    """run the layers of a step as CUDA graphs, one for each number of tokens; needs
+    model.attn_implementation=indexed; not measured yet"""
+
     @property
     def for_training_rollouts(self) -> "EngineConfig":
         """For decoding in training: `memory_gib` is the training step's, which leaves a named cache."""

@@ -358,7 +358,7 @@ class KVMemory:
 
     def __init__(self, format: KVFormat, capacity: int) -> None:
         self.format, self.capacity = format, capacity
-        self._parts: list[Tensor] = []  # each (layers, 2, capacity, Hk, D or a little more)
+        self._parts: list[Tensor] = []  # each (layers, 2, capacity + 1, Hk, D or a little more)
         self._positions: list[Tensor] = []  # of the tokens, (capacity,), where keys are kept without bias
         self._touched = 0  # places that have been used; those after them are free
         self._free: list[int] = []  # places before, the last one is taken first
@@ -367,6 +367,11 @@ class KVMemory:
     def free(self) -> int:
         """How many tokens fit without growing."""
         return self.capacity - self._touched + len(self._free)
+
+    @property
+    def dump(self) -> int:
+        """A place of nobody, where padding is written."""
+        return self.capacity
 
     @property
     def taken(self) -> int:
@@ -388,7 +393,7 @@ class KVMemory:
         self._free.extend(places[::-1].tolist())
 
     def layer(self, number: int) -> Tensor:
-        """What is kept in a layer, (2, capacity, Hk, D or a little more), on its device."""
+        """What is kept in a layer, (2, capacity + 1, Hk, D or a little more), on its device."""
         part, number = self._part_of(number)
         return self._allocated()[part][number]
 
@@ -442,7 +447,7 @@ class KVMemory:
 
     def _allocate(self) -> tuple[list[Tensor], list[Tensor]]:
         homes = [(device, len([*same])) for device, same in groupby(self.format.devices)]
-        shape, dtype = (2, self.capacity, *self.format.heads), self.format.kept_dtype
+        shape, dtype = (2, self.capacity + 1, *self.format.heads), self.format.kept_dtype
         parts = [torch.empty((layers, *shape), device=device, dtype=dtype) for device, layers in homes]
         positions = [torch.empty(self.capacity, dtype=torch.int32, device=device) for device, _ in homes]
         return parts, positions if self.format.has_key_bias else []

@@ -15,6 +15,7 @@ from dlm_rag.config import EngineConfig
 from dlm_rag.engine.cache import CacheStats, ForwardSpan, KVCache, KVFormat
 from dlm_rag.engine.policy import SoftThreshold, draw_actions, sample_at_quantile
 from dlm_rag.engine.rules import Proposals
+from dlm_rag.engine.step_graphs import StepGraphs
 from dlm_rag.engine.store import open_evidence_store
 from dlm_rag.evidence.prompt_segments import RowInput
 from dlm_rag.machine import default_pool_bytes, limit_cuda_allocator
@@ -119,6 +120,7 @@ class MaskedModelRunner(ModelRunner):
         store = open_evidence_store(engine, self.denoiser, format.empty(1)) if wants_store else None
         self.cache = KVCache(self.denoiser, format, budget, store)
         self._dtype = self.denoiser.compute_dtype
+        self._graphs = StepGraphs(self.denoiser, self.cache.memory) if engine.cuda_graphs else None
 
     @property
     def cache_stats(self) -> CacheStats:
@@ -138,8 +140,9 @@ class MaskedModelRunner(ModelRunner):
             read = [[] if run.row is None else self._read_tokens(run, inputs[run.row]) for run in runs]
             wanted = collect_sampling_arrays(inputs, self._mask_id, self.shape)
             segments = [run.segment for run in runs]
-            rows = pack_rows(segments, denoiser.device, read, context, add=[*chain(*wanted)])
-            hidden, _ = denoiser.encode(rows)
+            send = None if self._graphs is None else self._graphs.send
+            rows = pack_rows(segments, denoiser.device, read, context, [*chain(*wanted)], send)
+            hidden = denoiser.encode(rows)[0] if self._graphs is None else self._graphs.encode(rows)
             self.cache.store_computed()
             tensors, found = iter(rows.extra_tensors), list[dict[str, Tensor]]()
             for states, arrays in zip(hidden.split(LOGITS_CHUNK_POSITIONS), wanted, strict=True):

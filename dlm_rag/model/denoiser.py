@@ -284,12 +284,8 @@ class Denoiser(TransformerWeights):
         (n, hidden), and, with `keep`, the keys and values of all rows, for use in a
         `packed_batch.SharedContext`, else an empty list. `probe` gets the queries and keys of its layer.
         """
-        sight, size = rows.attention_metadata, self.compute_dtype.itemsize
-        last = sight if self.config.routes_blocks else rows.last_layer_metadata
-        self.flop_count += count_encode_flops(
-            self.config, rows.lengths, sight.key_lengths, last.query_lengths, size,
-            (sight.num_attention_pairs, last.num_attention_pairs),
-        )  # fmt: skip
+        self.count_work(rows)
+        last = rows.attention_metadata if self.config.routes_blocks else rows.last_layer_metadata
         call = ForwardContext(rows, self.backend, probe)
         rope = self.compute_rope(rows.positions)
         x = self.embed_tokens(rows.ids)
@@ -304,9 +300,18 @@ class Denoiser(TransformerWeights):
             if keep:
                 kept.append((k, v))
         x = x.to(self.device)
-        if rows.output_indices is not None and last is sight:
+        if rows.output_indices is not None and last is rows.attention_metadata:
             x = x[rows.output_indices]
         return x, kept
+
+    def count_work(self, rows: PackedRows) -> None:
+        """Adds what the layers do for packed rows to `flop_count`."""
+        sight, size = rows.attention_metadata, self.compute_dtype.itemsize
+        last = sight if self.config.routes_blocks else rows.last_layer_metadata
+        self.flop_count += count_encode_flops(
+            self.config, rows.lengths, sight.key_lengths, last.query_lengths, size,
+            (sight.num_attention_pairs, last.num_attention_pairs),
+        )  # fmt: skip
 
     def compute_rope(self, positions: Tensor) -> Rope:
         """Cos and sin of the rotary positions (T,), as in `layers.compute_rope`."""

@@ -55,7 +55,7 @@ def test_rows_attend_to_the_places_that_are_theirs(heads, key_heads, width, dtyp
 
 @pytest.mark.slow
 def test_a_model_decodes_the_same_tokens_through_the_index():
-    decoder = dlm_rag.load("dlm_rag/shipped/model")
+    decoder = dlm_rag.load("dlm_rag/shipped/model", top_k=2)
     titles = [passage.title for passage in decoder.retriever.corpus[:2]]
     questions = [f"In which city is {title}?" for title in titles]
     before = decoder.decode(questions, batch_size=2)

@@ -1,0 +1,155 @@
+"""The layers of a step as CUDA graphs: captured once for each size, replayed for any rows of that size.
+
+Rows stay ragged. What is missing to the size of a graph is tokens of no row, rows without tokens, and a
+dump that nobody sees as their places. All that a step reads travels in one copy. A graph knows the numbers
+of the host that it was captured with, so its key holds them all: the sizes and the longest row; all graphs
+go when the memory has moved. Head and sampling stay eager, and so do steps of more than `MAX_TOKENS`.
+
+On a CPU the layers run over the same padded tensors without a graph, which is how the tests see them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dlm_rag.engine.cache import KVMemory
+from dlm_rag.errors import ConfigError
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.packed_batch import PackedRows, to_device
+
+SIZES_AN_OCTAVE = 4  # of tokens: a tenth is padding on average, a quarter at most
+MAX_TOKENS = 8192  # of a graph; a larger step keeps the device busy as it is
+# What each array of `pack_rows` is as long as, and what fills it up: the dump, or the last end again.
+DUMP, LAST = "dump", "last"
+PADDING: dict[str, tuple[str, int | str]] = {
+    "ids": ("tokens", 0), "positions": ("tokens", 0), "places": ("tokens", DUMP), "limits": ("tokens", 1),
+    "seen": ("keys", DUMP), "read": ("reads", 0), "last_limits": ("reads", 1),
+    "queries": ("ends", LAST), "keys": ("ends", LAST), "reads": ("ends", LAST),
+}  # fmt: skip
+
+
+def round_up_size(count: int, sizes_an_octave: int = SIZES_AN_OCTAVE) -> int:
+    """The next of so many sizes between powers of two; at least 8."""
+    count = max(8, count)
+    unit = max(1, (1 << ((count - 1).bit_length() - 1)) // sizes_an_octave)
+    return -(-count // unit) * unit
+
+
+@dataclass
+class _Graph:
+    """A captured step: the tensors that it reads, its output, and what runs it."""
+
+    given: list[Tensor]
+    output: Tensor
+    replay: Callable[[], Any]
+
+
+class _Sent(NamedTuple):
+    """Rows on their way: the key of their graph, tokens that are read, the longest rows, tensors."""
+
+    key: Any
+    reads: int
+    longest: list[int]
+    tensors: list[Tensor]
+
+
+class StepGraphs:
+    """The graphs of one memory of keys and values; to be made anew when weights are replaced.
+
+    Raises `ConfigError` for a model that no graph can hold.
+    """
+
+    def __init__(self, denoiser: Denoiser, memory: KVMemory) -> None:
+        self._denoiser, self._memory = denoiser, memory
+        if denoiser.backend != "indexed" or memory.format.is_compressed:
+            needs = "model.attn_implementation=indexed and engine.cache_dtype=auto"
+            raise ConfigError(f"engine.cuda_graphs=true needs {needs}")
+        if denoiser.config.experts is not None or len({*denoiser.layer_devices}) > 1:
+            raise ConfigError("engine.cuda_graphs=true is for one device, and for no mixture of experts")
+        self._graphs: dict[Any, _Graph] = {}
+        self._sent: _Sent | None = None
+        self._address = 0
+        self._pool = torch.cuda.graph_pool_handle() if denoiser.device.type == "cuda" else None
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def send(self, arrays: Mapping[str, NDArray[Any]]) -> list[Tensor]:
+        """The arrays of `pack_rows` on the device, padded to the sizes of a graph if it is to have one."""
+        device = self._denoiser.device
+        if len(arrays["ids"]) > MAX_TOKENS:
+            self._sent = None
+            return to_device([*arrays.values()], device)
+        if (address := self._memory.layer(0).data_ptr()) != self._address:
+            self._graphs.clear()  # the memory has grown, and lies elsewhere
+            self._address = address
+        sizes = {
+            "tokens": round_up_size(len(arrays["ids"]) + 1),
+            "keys": round_up_size(int(arrays["keys"][-1]) + 1, 1),
+            "reads": round_up_size(len(arrays["read"]), 1),
+            "ends": round_up_size(len(arrays["queries"]) - 1, 1) + 1,
+        }
+        padded = {name: self._pad(name, array, sizes) for name, array in arrays.items()}
+        longest = [round_up_size(int(np.diff(arrays[name]).max()), 1) for name in ("queries", "reads")]
+        found = to_device([*padded.values()], device)
+        self._sent = _Sent((*sizes.values(), *longest, *padded), len(arrays["read"]), longest, found)
+        return found
+
+    def encode(self, rows: PackedRows) -> Tensor:
+        """The hidden states that are read, (n, hidden), of the rows that were sent last."""
+        if (sent := self._sent) is None:
+            return self._denoiser.encode(rows)[0]
+        held = self._graphs.get(sent.key)
+        if held is None:
+            held = self._graphs[sent.key] = self._capture(rows, sent)
+        elif self._pool is not None:  # all lie in one buffer, in the same order
+            copy_storage(sent.tensors[0], held.given[0])
+        else:
+            for new, tensor in zip(sent.tensors, held.given, strict=True):
+                tensor.copy_(new)
+        held.replay()
+        self._denoiser.count_work(rows)
+        return held.output[: sent.reads]
+
+    def _pad(self, name: str, array: NDArray[Any], sizes: Mapping[str, int]) -> NDArray[Any]:
+        kind, value = PADDING[name]
+        if isinstance(value, str):
+            value = self._memory.dump if value == DUMP else array[-1]
+        return np.concatenate((array, np.full(sizes[kind] - len(array), value, dtype=array.dtype)))
+
+    def _capture(self, rows: PackedRows, sent: _Sent) -> _Graph:
+        """Captures the layers over these tensors, after one run that sets up kernels and libraries."""
+        denoiser, work = self._denoiser, self._denoiser.flop_count
+        sights = (rows.attention_metadata, rows.last_layer_metadata)
+        sight, last = (
+            replace(each, query_lengths=(most,)) for each, most in zip(sights, sent.longest, strict=True)
+        )
+        shown = replace(rows, attention_metadata=sight, last_layer_metadata=last)
+        if self._pool is None:
+            output = denoiser.encode(shown)[0]
+            found = _Graph(sent.tensors, output, lambda: output.copy_(denoiser.encode(shown)[0]))
+        else:
+            aside = torch.cuda.Stream(denoiser.device)
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                denoiser.encode(shown)
+            torch.cuda.current_stream().wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                output = denoiser.encode(shown)[0]
+            found = _Graph(sent.tensors, output, graph.replay)
+        denoiser.flop_count = work
+        return found
+
+
+def copy_storage(source: Tensor, target: Tensor) -> None:
+    """Copies all of the buffer that a tensor is a view of into that of another one."""
+    whole = [
+        tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()) for tensor in (source, target)
+    ]
+    whole[1].copy_(whole[0])

@@ -1,0 +1,41 @@
+"""Steps in the sizes of graphs, the kernel in Triton's interpreter: padding changes nothing."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+pytest.importorskip("triton", reason="Triton comes with torch's CUDA builds; on a CPU: pip install triton")
+
+import dlm_rag
+from dlm_rag.engine.step_graphs import round_up_size
+
+
+def test_sizes_are_few_and_near():
+    sizes = [round_up_size(count) for count in range(1, 4097)]
+    assert all(size >= count for count, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
+    assert len({*sizes}) <= 4 * 10 and all(size <= 1.25 * count for count, size in enumerate(sizes[7:], 8))
+    assert {round_up_size(count, 1) for count in range(1, 100)} == {8, 16, 32, 64, 128}
+
+
+@pytest.mark.slow
+def test_padded_steps_decode_the_same_tokens_whatever_padding_reads():
+    plain = dlm_rag.load("dlm_rag/shipped/model", top_k=2)
+    questions = [f"In which city is {passage.title}?" for passage in plain.retriever.corpus[:2]]
+    before = plain.decode(questions, batch_size=2)
+    settings = {"top_k": 2, "attn_implementation": "indexed", "cuda_graphs": True}
+    graphed = dlm_rag.load("dlm_rag/shipped/model", **settings)
+    memory = graphed.model_runner.cache.memory
+    for layer in range(graphed.denoiser.config.num_hidden_layers):
+        memory.layer(layer).fill_(float("nan"))
+    after = graphed.decode(questions, batch_size=2)
+    for one, other in zip(before, after, strict=True):
+        assert list_commits(one) == list_commits(other)
+    graphs, steps = len(graphed.model_runner._graphs), sum(len(one.steps) for one in after)
+    assert 0 < graphs < steps, "sizes come again"
+
+
+def list_commits(rollout):
+    return [[(token.position, token.token_id) for token in step.committed] for step in rollout.steps]
