@@ -137,7 +137,7 @@ def fill_store(prepared: PreparedDecoder, config: Config, room: "ContextBudget")
     except KeyboardInterrupt:
         print_note(f"{encoded:,} passages encoded; the same command goes on from here")
         raise
-    took = f"{format_bytes(store.stats.written_bytes)} in {format_duration(time.perf_counter() - start)}"
+    took = f"{format_bytes(store.written_bytes)} in {format_duration(time.perf_counter() - start)}"
     print_note(f"{encoded:,} passages encoded, {len(corpus) - encoded:,} there already, {took}")
 
 

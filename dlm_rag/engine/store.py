@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -46,15 +46,6 @@ MIN_FREE_BYTES = 2 * 2**30  # of the disk, which are left to others
 KEYS_VALUES_VERSION = 2  # raise it when the same weights compute others, or keep them otherwise
 
 
-@dataclass
-class StoreStats:
-    """Counts of one process; what was read is in the pool's `CacheStats`."""
-
-    written_entries: int = 0
-    written_bytes: int = 0
-    damaged_entries: int = 0
-
-
 class EvidenceStore:
     """Keys and values of segments below `folder`; it takes no more once its disk is nearly full.
 
@@ -66,7 +57,7 @@ class EvidenceStore:
     def __init__(self, folder: Path, context: str, token: Tensor) -> None:
         self.folder = folder
         self._context, self._token = blake3(context.encode()).hexdigest(), token.to("meta")
-        self.stats = StoreStats()
+        self.written_bytes, self.damaged_entries = 0, 0  # by this process
         self.is_full = False  # whether the disk has no room for an entry
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="evidence-store")
         self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="evidence-store-reader")
@@ -106,7 +97,7 @@ class EvidenceStore:
 
     def describe(self) -> str:
         """Says in words for a person that it is used, and what is wrong with it."""
-        damaged = f", {self.stats.damaged_entries:,} damaged" if self.stats.damaged_entries else ""
+        damaged = f", {self.damaged_entries:,} damaged" if self.damaged_entries else ""
         return f"engine.store is read{damaged}{', the disk takes no more' if self.is_full else ''}"
 
     def get(self, segment: Segment) -> Tensor | None:
@@ -127,7 +118,7 @@ class EvidenceStore:
             return None
         except (OSError, SafetensorError, LookupError, ValueError, TypeError) as problem:
             log.warning("%s is damaged (%s); it is computed again", path, problem)
-            self.stats.damaged_entries += 1
+            self.damaged_entries += 1
             with suppress(OSError):
                 path.unlink()
             return None
@@ -149,8 +140,7 @@ class EvidenceStore:
             # Not forced to the disk: after a power cut the checksum tells what is missing.
             size = scratch.write_bytes(save({"keys_values": kept, "blake3": checksum}))
             scratch.replace(path)
-            self.stats.written_entries += 1
-            self.stats.written_bytes += size
+            self.written_bytes += size
         except OSError as error:
             log.warning("the evidence store %s takes no more entries: %s", self.folder, error)
             self.is_full = True

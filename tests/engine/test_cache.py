@@ -1,7 +1,6 @@
 """Keys and values that stay between steps: the same as computed anew, within their budget, counted."""
 
 import random
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -20,8 +19,6 @@ from dlm_rag.model.packed_batch import MemoryRows, pack_rows
 from dlm_rag.tokenizer import Prompt
 from tests.model.test_block_attention import ASKED, ORDERS, make_decoder, what_happened
 from tests.support.attention import ragged_kernel
-from tests.support.decoding import QUESTIONS, rollout_records
-from tests.support.setup_matrix import DECODING_SETUPS, make_setup_decoder
 from tests.support.tiny_models import tiny_denoiser
 
 CPU = torch.device("cpu")
@@ -241,27 +238,6 @@ def test_a_ragged_kernel_finds_the_same_tokens_in_every_batch_and_budget(corpus_
             assert found == expected
         assert layout == "prefix" or runner.cache_stats.evicted_segments
         assert not runner.cache._chains
-
-
-KEEPS_NOTHING = ("joint", "parallel")  # or rows are masked, which ragged kernels do not do
-
-
-@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
-@pytest.mark.parametrize(
-    "way", [way for way, setup in DECODING_SETUPS.items() if setup[0] not in KEEPS_NOTHING]
-)
-def test_every_way_of_decoding_computes_again_what_had_to_leave(corpus_file, way, cache_dtype):
-    def decode(tokens):
-        decoder = make_setup_decoder(corpus_file, way)
-        gib = tokens * KVFormat(decoder.denoiser, cache_dtype).token_bytes / 2**30
-        engine = EngineConfig(prefix_cache_gib=gib, cache_dtype=cache_dtype)
-        decoder.model_runner = MaskedModelRunner(decoder.denoiser, decoder.tokenizer.mask_id, engine)
-        return rollout_records(decoder.decode(QUESTIONS * 2)), decoder.model_runner.cache_stats
-
-    expected, _ = decode(10**6)
-    with ragged_kernel() if cache_dtype == "auto" else nullcontext():
-        found, stats = decode(250)
-    assert found == expected and (stats.evicted_segments or DECODING_SETUPS[way][0] == "prefix")
 
 
 class OperatorCount(TorchDispatchMode):

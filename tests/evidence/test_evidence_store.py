@@ -43,7 +43,7 @@ def count_right(folder, numbers):
     store = EvidenceStore(folder, "tiny", TOKEN)
     found = {number: store.get(segment(number)) for number in numbers}
     assert all(tensor is None or torch.equal(tensor, kept(number)) for number, tensor in found.items())
-    assert not store.stats.damaged_entries
+    assert not store.damaged_entries
     return sum(tensor is not None for tensor in found.values())
 
 
@@ -75,7 +75,7 @@ def test_flipped_bits_are_found(tmp_path, caplog):
         store = EvidenceStore(tmp_path, "tiny", TOKEN)
         found = store.get(segment(1))
         # A bit that says nothing (of the header's padding) may pass.
-        assert (found is None and store.stats.damaged_entries == 1) or torch.equal(found, kept(1))
+        assert (found is None and store.damaged_entries == 1) or torch.equal(found, kept(1))
         assert found is not None or "damaged" in caplog.text
         fill(tmp_path, [1])
     assert path.read_bytes() == whole
@@ -96,7 +96,7 @@ def test_an_entry_knows_whose_it_is(tmp_path):
     three.parent.mkdir(exist_ok=True)
     three.write_bytes(first)
     store = EvidenceStore(tmp_path, "tiny", TOKEN)
-    assert [store.get(segment(n)) for n in (1, 2, 3)] == [None] * 3 and store.stats.damaged_entries == 3
+    assert [store.get(segment(n)) for n in (1, 2, 3)] == [None] * 3 and store.damaged_entries == 3
     assert not one.exists(), "a damaged entry is removed, and written again"
     fill(tmp_path, [1, 2])
     assert count_right(tmp_path, [1, 2]) == 2
@@ -118,7 +118,7 @@ def test_shape_and_dtype_of_an_entry_are_checked(tmp_path, change):
     checksum = torch.tensor(evidence_store._checksum(path, other), dtype=torch.uint8)
     path.write_bytes(save({"keys_values": other, "blake3": checksum}))
     store = EvidenceStore(tmp_path, "tiny", TOKEN)
-    assert store.get(segment(1)) is None and store.stats.damaged_entries == 1 and not path.exists()
+    assert store.get(segment(1)) is None and store.damaged_entries == 1 and not path.exists()
 
 
 def make_sparse(path):
@@ -144,7 +144,7 @@ def test_what_is_no_entry_is_not_read(tmp_path, make, small, monkeypatch):
     make(path)
     store = EvidenceStore(tmp_path, "tiny", TOKEN)
     begin = time.monotonic()
-    assert store.get_all([segment(1)]) == [None] and store.stats.damaged_entries == 1
+    assert store.get_all([segment(1)]) == [None] and store.damaged_entries == 1
     assert time.monotonic() - begin < 2
     fill(tmp_path, [1])  # what could not be removed stays, and costs only time
     if not path.is_dir():
