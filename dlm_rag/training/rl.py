@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -117,14 +117,13 @@ def make_file_source(
 ) -> QuestionSource:
     """Questions of a file, shuffled again whenever all have been asked."""
 
-    @lru_cache(2)  # a step may end one epoch and begin the next
-    def shuffle(epoch: int) -> Any:
-        return sample_permutation((train.seed, "rl", epoch), len(questions))
+    def draw_one(step: int, item: int) -> Question:
+        epoch, place = divmod(step * train.prompts_per_step + item, len(questions))
+        order = sample_permutation((train.seed, "rl", epoch), len(questions))
+        return replace(questions[int(order[place])], id=f"{step}.{item}")
 
     def draw(step: int, items: Iterable[int]) -> tuple[list[Question], CorpusRetriever]:
-        places = {item: divmod(step * train.prompts_per_step + item, len(questions)) for item in items}
-        found = {item: questions[int(shuffle(epoch)[at])] for item, (epoch, at) in places.items()}
-        return [replace(question, id=f"{step}.{item}") for item, question in found.items()], retriever
+        return [draw_one(step, item) for item in items], retriever
 
     return draw
 

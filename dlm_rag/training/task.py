@@ -51,7 +51,7 @@ class Task:
     run, `supervised` ones whose logits are computed, and whatever loss and metrics need.
     """
 
-    name: ClassVar[str]  # what its state is saved under
+    name: ClassVar[str]  # in what is said of it
     can_prefetch: ClassVar[bool] = True  # batches may be made by others during the steps before
     needs_trained_model: ClassVar[bool] = False
     forwards_before = 0.0  # of each row of a step, in rollouts; for the plan
