@@ -134,7 +134,7 @@ def _masked_bounds(
 
 
 class DocumentValidation:
-    """The last sequences of every source, which no step trains on."""
+    """The last sequences of every file, which no step trains on."""
 
     def __init__(
         self, documents: PackedDocuments, prepare: Callable[[list[Example]], PreparedBatch]
@@ -142,7 +142,7 @@ class DocumentValidation:
         self._documents, self._prepare = documents, prepare
 
     def compute_scores(self, trainer: Trainer) -> dict[str, float]:
-        """The NELBO per token in nats, of all sources together."""
+        """The NELBO per token in nats, of all files together."""
         held, processes = self._documents.held_out_examples(), trainer.processes
         if not held:
             return {}
