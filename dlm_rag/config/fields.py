@@ -227,9 +227,12 @@ def resolve_or_import(table: Mapping[str, Any], value: str, key: str) -> Any:
         raise ConfigError(f"{key}={value} is not one of {', '.join(table)} or module:function{nearest}")
     sys.path.insert(0, "")
     try:
-        return import_object(value, key)
+        found = import_object(value, key)
     finally:
         sys.path.remove("")
+    if not (callable(found) or dataclasses.is_dataclass(found)):
+        raise ConfigError(f"{key}={value} is {type(found).__name__}, not a function")
+    return found
 
 
 def check_effects(variants: Iterable[tuple[Any, Iterable[str]]]) -> None:

@@ -157,23 +157,32 @@ class QuestionExamples:
         """Raises `QuestionError` for a question without a response or an answer, or that cannot fit."""
         self._questions, self._retriever, self._builder = questions, retriever, builder
         self._train = train
-        for question in questions:
-            self._check(question)
+        self._check(questions)
 
-    def _check(self, question: Question) -> None:
-        response, longest = target_response(question), self._builder.shape.canvas_length
-        length = len(self._builder.tokenizer.encode(response)) + 1
-        try:
+    def _check(self, questions: Sequence[Question]) -> None:
+        """Refuses once, with the count, what cannot be trained on."""
+        longest, lengths = self._builder.shape.canvas_length, dict[str, int]()
+        empty, misfits = list[str](), dict[str, str]()
+        for question in questions:
+            response = target_response(question)
+            lengths[question.id] = len(self._builder.tokenizer.encode(response)) + 1
             if not response:
-                raise QuestionError("it has neither 'response' nor 'golden_answers'")
-            if length > longest:
-                raise QuestionError(
-                    f"its response and an end token are {length} tokens, more than the canvas of "
-                    f"{longest}: set decode.max_new_tokens"
-                )
-            self._builder.build_prompt(question.question, [])
-        except QuestionError as error:
-            raise QuestionError(f"question '{question.id}': {error}") from None
+                empty.append(question.id)
+            try:
+                self._builder.build_prompt(question.question, [])
+            except QuestionError as error:
+                misfits[question.id] = str(error)
+        long = [name for name, length in lengths.items() if length > longest]
+        most = max(lengths.values(), default=0)
+        for names, reason in (
+            (empty, "neither 'response' nor 'golden_answers'"),
+            (long, f"response and end token are more than the canvas of {longest} tokens (longest {most}): "
+                   f"set decode.max_new_tokens={most}"),
+            ([*misfits], next(iter(misfits.values()), "")),
+        ):  # fmt: skip
+            if names:
+                others = f" and {len(names) - 1:,} others of {len(questions):,}" if names[1:] else ""
+                raise QuestionError(f"question '{names[0]}'{others}: {reason}, or drop such rows")
 
     def examples(self, step: int, items: Iterable[int]) -> list[Example]:
         """The rows of some sets of passages of a step."""

@@ -261,6 +261,8 @@ def test_a_retriever_of_ones_own_is_named_on_the_command_line(corpus_file, tmp_p
     for path, reason in wrong.items():
         with pytest.raises(ConfigError, match=f"cannot be imported: .*{reason}"):
             load_retriever(config, retriever.corpus, method=path)
+    with pytest.raises(ConfigError, match="method=string:digits is str, not a function"):
+        load_retriever(config, retriever.corpus, method="string:digits")
     with pytest.raises(ConfigError, match=r"method=.*bm52.*nearest: 'bm25'"):
         load_retriever(config, retriever.corpus, method="bm52")
 

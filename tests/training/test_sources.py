@@ -44,5 +44,8 @@ def test_own_questions_become_what_decoding_sees(tmp_path):
     assert batches.examples(2, [3]) == batches.examples(2, range(10))[9:12]
     with pytest.raises(QuestionError, match=r"'x'.* neither 'response' nor 'golden_answers'"):
         make_batches([Question("x", "Why?")])
-    with pytest.raises(QuestionError, match="35 tokens, more than the canvas of 20: set decode.max_new"):
-        make_batches(questions[11:], replace(shape, canvas_length=20))
+    lengths = [len(tiny_tokenizer().encode(target_response(question))) + 1 for question in questions]
+    long = [question.id for question, length in zip(questions, lengths, strict=True) if length > 20]
+    said = rf"'{long[0]}' and {len(long) - 1} others of {len(questions)}: .* \(longest {max(lengths)}\)"
+    with pytest.raises(QuestionError, match=f"{said}: set decode.max_new_tokens={max(lengths)}, or drop"):
+        make_batches(questions, replace(shape, canvas_length=20))
