@@ -286,6 +286,9 @@ def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Pat
     root = expand_path(index_dir, CorpusError, "retrieval.index_dir") if index_dir else get_cache_folder()
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a table of pandas
         rows = rows.to_dict("records")
+    if isinstance(rows, Mapping):  # one passage, or texts by their ids
+        one = get_field(rows, "contents")[1] is not None
+        rows = [rows] if one else [{"id": name, "contents": text} for name, text in rows.items()]
     if not isinstance(rows, Iterable) or isinstance(rows, bytes):
         raise CorpusError(f"the corpus is {type(rows).__name__}: give a file, a folder or a list of texts")
     lines = []

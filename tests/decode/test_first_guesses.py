@@ -64,6 +64,12 @@ GUESSES = {
     "load, documents of LangChain": lambda home, d, r: (
         load(home, corpus=[Document(text) for text in TEXTS]).retriever.corpus[1].title == "notes"
     ),
+    "load, texts by their ids": lambda home, d, r: (
+        [p.id for p in load(home, corpus={"a": TEXTS[0], "b": TEXTS[1]}).retriever.corpus] == ["a", "b"]
+    ),
+    "load, one dict": lambda home, d, r: (
+        load(home, corpus=DICTS[0]).retriever.corpus[0].contents == TEXTS[0]
+    ),
     "load, dicts with page_content": lambda home, d, r: load(home, corpus=[{"page_content": TEXTS[0]}]),
     "load, a folder": lambda home, d, r: load(home, corpus=home / "notes").ask(ASKED).steps,
     "load, a retriever": lambda home, d, r: load(home, corpus=d.retriever).retriever is d.retriever,
