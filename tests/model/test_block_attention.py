@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.engine.cache import PREFILL_TOKENS
+from dlm_rag.engine.cache import MAX_JOINT_TOKENS
 from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
@@ -144,8 +144,8 @@ def test_tokens_do_not_depend_on_lookahead_where_the_evidence_does_not(corpus_fi
 def test_a_step_is_one_call_of_the_model(corpus_file, monkeypatch, shape, prefix_cache_gib):
     """New passages run in it, too, unless they are too many; which changes no token."""
     found = []
-    for scratch in (PREFILL_TOKENS, 0):
-        monkeypatch.setattr("dlm_rag.engine.cache.PREFILL_TOKENS", scratch)
+    for scratch in (MAX_JOINT_TOKENS, 0):
+        monkeypatch.setattr("dlm_rag.engine.cache.MAX_JOINT_TOKENS", scratch)
         decoder = make_decoder(corpus_file, shape=shape, batch_size=4, prefix_cache_gib=prefix_cache_gib)
         rollouts = decoder.decode(ASKED)
         steps = max(rollout.forwards for rollout in rollouts)
