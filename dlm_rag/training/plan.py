@@ -18,7 +18,7 @@ from rich.table import Column, Table
 
 from dlm_rag.config import Config, DecodeConfig, PlanConfig, TrainConfig
 from dlm_rag.energy import format_three_digits
-from dlm_rag.engine.cache import PREFILL_TOKENS
+from dlm_rag.engine.cache import MAX_JOINT_TOKENS
 from dlm_rag.engine.engine import resolve_settings
 from dlm_rag.engine.runner import LOGITS_CHUNK_POSITIONS
 from dlm_rag.errors import ConfigError
@@ -113,7 +113,7 @@ def estimate_decode_bytes(shape: DenoiserConfig, dtype: torch.dtype, row: Longes
     heads = (2 * shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
     token = size * (3 * shape.hidden_size + max(heads, 3 * wide))
     new = rows * row.prompt if row.is_kept else 0
-    call = token * (rows * row.step + min(PREFILL_TOKENS, new))
+    call = token * (rows * row.step + min(MAX_JOINT_TOKENS, new))
     if shape.block_size:  # a mask of each query and key: added, and as a rule
         call += (size + 1) * rows * row.step * row.total
     read = min(LOGITS_CHUNK_POSITIONS, rows * row.canvas)
