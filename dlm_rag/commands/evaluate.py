@@ -52,7 +52,7 @@ from dlm_rag.data.hub_datasets import DATA_FOLDER, SPLIT_RULES, find_dataset, li
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.energy import summarise_energy
 from dlm_rag.errors import ConfigError, RunError, summarize_error
-from dlm_rag.evaluation import plots, tables
+from dlm_rag.evaluation import tables
 from dlm_rag.evaluation.compare import (
     QuestionGroups,
     compare_to_first,
@@ -311,7 +311,7 @@ def write_evaluation_report(
     write_text_atomic(out / "scores.md", tables.render_markdown_report(everything, stamp))
     if "swept" in said:
         try:
-            plots.plot_pareto(out / PICTURE, overall, said["swept"])
+            tables.plot_pareto(out / PICTURE, overall, said["swept"])
         except (RuntimeError, ValueError) as error:  # of matplotlib: MPLBACKEND, a font
             raise RunError(f"{out / PICTURE} cannot be drawn: {summarize_error(error)}") from None
     picture = f", with {PICTURE} and all answers" if "swept" in said else ", with all answers"

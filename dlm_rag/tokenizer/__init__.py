@@ -23,8 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_rag.errors import CheckpointError, QuestionError, translate_failures
 from dlm_rag.files.hub import read_checkpoint_json
-from dlm_rag.tokenizer.chat_template import CHAT_TEMPLATE_FILE, read_chat_template, render_chat_affixes
-from dlm_rag.tokenizer.prompts import PromptTemplate, load_prompt
+from dlm_rag.tokenizer.prompts import (
+    CHAT_TEMPLATE_FILE,
+    PromptTemplate,
+    load_prompt,
+    read_chat_template,
+    render_chat_affixes,
+)
 
 log = logging.getLogger(__name__)
 

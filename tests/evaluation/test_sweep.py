@@ -13,8 +13,7 @@ from dlm_rag.commands import evaluate, prepare_decoder
 from dlm_rag.commands.prepare_decoder import PreparedDecoder
 from dlm_rag.evaluation.compare import expand_sweep, parse_compared_settings, parse_sweep
 from dlm_rag.evaluation.metrics import SCORE_METRICS, Estimate
-from dlm_rag.evaluation.plots import plot_pareto
-from dlm_rag.evaluation.tables import build_overview_table, compute_pareto_front
+from dlm_rag.evaluation.tables import build_overview_table, compute_pareto_front, plot_pareto
 from dlm_rag.model.denoiser import Denoiser
 from tests.support.evaluations import EVALUATED, make_evaluation_folder
 from tests.support.paths import ROOT

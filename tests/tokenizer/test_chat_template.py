@@ -8,7 +8,7 @@ import pytest
 
 from dlm_rag.errors import CheckpointError
 from dlm_rag.tokenizer import Tokenizer, chat_template, load_tokenizer
-from dlm_rag.tokenizer.chat_template import render_chat_affixes
+from dlm_rag.tokenizer.prompts import render_chat_affixes
 from tests.support.tiny_models import byte_tokenizer
 
 CHATML = """{%- if messages[0]['role'] != 'system' -%}
