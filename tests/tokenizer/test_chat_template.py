@@ -7,7 +7,7 @@ import resource
 import pytest
 
 from dlm_rag.errors import CheckpointError
-from dlm_rag.tokenizer import Tokenizer, chat_template, load_tokenizer
+from dlm_rag.tokenizer import Tokenizer, load_tokenizer, prompts
 from dlm_rag.tokenizer.prompts import render_chat_affixes
 from tests.support.tiny_models import byte_tokenizer
 
@@ -93,7 +93,7 @@ def test_a_template_that_takes_memory_is_stopped(grown):
 
 
 def test_endless_template_is_stopped(monkeypatch):
-    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.5)
+    monkeypatch.setattr(prompts, "RENDER_SECONDS", 0.5)
     loops = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
     with pytest.raises(CheckpointError, match="takes more than"):
         render_chat_affixes(with_template(loops))
