@@ -30,6 +30,7 @@ _WORD = re.compile(rf"[\w{_MARKS}]+")
 _TYPOGRAPHY = {ord(char): "'" for char in "\u2018\u2019\u201a\u201b\u2032\u02bc\u00b4"}
 _TYPOGRAPHY |= {ord(char): '"' for char in "\u201c\u201d\u201e\u201f\u2033\u00ab\u00bb"}
 _TYPOGRAPHY |= dict.fromkeys((160, 5760, *range(8192, 8203), 8239, 8287, 12288), " ")
+_TYPOGRAPHY |= {0xFF00 + place: chr(0x20 + place) for place in range(1, 95)}  # full-width Latin
 _TYPOGRAPHY |= {0x2028: "\n", 0x2029: "\n", 0x85: "\n"}
 _TYPOGRAPHY |= dict.fromkeys((0xAD, 0x200B, 0x200C, 0x200D, 0x200E, 0x200F, 0x2060, 0xFEFF), "")
 _TYPOGRAPHY |= dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), "")
@@ -132,9 +133,9 @@ def normalize_whitespace(text: str) -> str:
 
 
 def normalize_text(text: str) -> str:
-    """Text as it is asked and searched: NFC, plain quotes and blanks, `\\n` at line ends, nothing unseen.
+    """Text as it is asked and searched: NFC, plain quotes, blanks and Latin letters, `\\n` at line ends.
 
-    Unseen are soft hyphens, joiners and marks of direction.
+    Soft hyphens, joiners and marks of direction, which nobody sees, are left out.
     """
     if not text.isascii():
         text = unicodedata.normalize("NFC", text.translate(_TYPOGRAPHY))

@@ -62,6 +62,7 @@ FORMS = [
     "\ufeff" + PLAIN,
     "\u200b" + PLAIN,
     'Who directed\u2028"Harbour Lights"?',
+    "".join(chr(ord(char) + 0xFEE0) if char.isalpha() else char for char in PLAIN),  # full-width
 ]
 
 
