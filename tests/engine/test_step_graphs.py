@@ -1,16 +1,15 @@
 """Steps in the sizes of graphs, the kernel in Triton's interpreter: padding changes nothing."""
 
-import os
-
 import pytest
-import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-pytest.importorskip("triton", reason="Triton comes with torch's CUDA builds; on a CPU: pip install triton")
+from tests.support.triton_interpreter import interpret_kernel
+
+interpret_kernel()
 
 import dlm_rag
 from dlm_rag.engine.step_graphs import round_up_size
+
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def test_sizes_are_few_and_near():

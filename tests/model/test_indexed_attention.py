@@ -1,22 +1,21 @@
 """Attention through an index, in Triton's interpreter: against float64, alone and in a batch."""
 
-import os
 from itertools import accumulate
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-pytest.importorskip("triton", reason="Triton comes with torch's CUDA builds; on a CPU: pip install triton")
+from tests.support.triton_interpreter import interpret_kernel
+
+interpret_kernel()
 
 import dlm_rag
 from dlm_rag.model.indexed_attention import attend_by_index
 
-QUERIES, KEYS = (
-    [7, 0, 70, 1, 20, 0],
-    [50, 0, 130, 3, 65, 0],
-)  # the last rows have nothing: they fill up a graph
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+# The last rows have nothing: they fill up a graph.
+QUERIES, KEYS = [7, 0, 70, 1, 20, 0], [50, 0, 130, 3, 65, 0]
 
 
 def ends_of(lengths):
