@@ -156,7 +156,7 @@ def encode_passages(
     """Encodes segments, `size` in a call; returns when they are written."""
     import torch
 
-    from dlm_rag.evidence.prompt_segments import encode_segments
+    from dlm_rag.evidence.encode_segments import encode_segments
 
     for start in range(0, len(lacking), size):
         batch = lacking[start : start + size]

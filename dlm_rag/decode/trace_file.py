@@ -17,7 +17,11 @@ from typing import Any, TypeVar
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.rollout import Rollout, RolloutStep
 from dlm_rag.errors import TraceError
-from dlm_rag.evidence.prompt_segments import ContextBudget, Evidence, fit_passages
+from dlm_rag.evidence.prompt_segments import (
+    ContextBudget,
+    Evidence,
+    fit_passages,
+)
 from dlm_rag.files.checked_json import validate_json_value
 from dlm_rag.files.journal import Journal, read_json_lines
 from dlm_rag.model.denoiser_config import DenoiserConfig

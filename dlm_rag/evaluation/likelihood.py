@@ -25,11 +25,10 @@ from numpy.typing import NDArray
 from dlm_rag.config.sections import LikelihoodConfig
 from dlm_rag.engine.runner import LOGITS_CHUNK_POSITIONS
 from dlm_rag.errors import ConfigError, QuestionError
+from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
 from dlm_rag.evidence.prompt_segments import (
     ContextBudget,
     LaidOutRow,
-    encode_canvases,
-    encode_contexts,
     lay_out_prompt,
     truncate_evidence,
 )

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dlm_rag.evidence.encode_segments import run_starts
 from dlm_rag.evidence.prompt_segments import (
     ContextBudget,
     LaidOutRow,
     lay_out_prompt,
-    run_starts,
     truncate_evidence,
 )
 from dlm_rag.model.denoiser_config import DenoiserConfig

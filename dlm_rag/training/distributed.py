@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from dlm_rag.cli import parse_int
 from dlm_rag.config import TrainConfig
 from dlm_rag.errors import ConfigError, RunError, UserError, summarize_error
-from dlm_rag.evidence.prompt_segments import LaidOutRow, encode_canvases
+from dlm_rag.evidence.encode_segments import encode_canvases
+from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.machine import choose_device
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import Segment

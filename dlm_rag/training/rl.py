@@ -34,7 +34,8 @@ from dlm_rag.engine.policy import (
     step_log_prob,
 )
 from dlm_rag.errors import ConfigError, QuestionError
-from dlm_rag.evidence.prompt_segments import LaidOutRow, encode_canvases, encode_contexts, lay_out_prompt
+from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
+from dlm_rag.evidence.prompt_segments import LaidOutRow, lay_out_prompt
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.packed_batch import to_device

@@ -11,7 +11,7 @@ from dlm_rag.config import Config, DecodeConfig
 from dlm_rag.config.fields import replace_settings
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.evaluation.metrics import score_rollout
-from dlm_rag.evidence.prompt_segments import encode_canvases, encode_contexts
+from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.packed_batch import to_device, to_host
 from dlm_rag.nvtx_ranges import profile_stage

@@ -8,7 +8,7 @@ from dlm_rag import Denoiser
 from dlm_rag.commands.prepare_decoder import choose_devices
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
-from dlm_rag.evidence.prompt_segments import encode_segments
+from dlm_rag.evidence.encode_segments import encode_segments
 from dlm_rag.model.denoiser import assign_devices, list_devices
 from dlm_rag.model.denoiser_config import Segment
 from dlm_rag.model.packed_batch import pack_rows

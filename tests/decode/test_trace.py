@@ -15,7 +15,12 @@ from dlm_rag.decode.trace_file import (
 from dlm_rag.engine import engine
 from dlm_rag.errors import TraceError, UserError
 from dlm_rag.evaluation.metrics import score_rollout
-from dlm_rag.evidence.prompt_segments import ContextBudget, fit_passages, keep_shorter_texts, lay_out_prompt
+from dlm_rag.evidence.prompt_segments import (
+    ContextBudget,
+    fit_passages,
+    keep_shorter_texts,
+    lay_out_prompt,
+)
 from dlm_rag.tokenizer.prompts import PromptTemplate
 from tests.support.tiny_models import byte_tokenizer, tiny_tokenizer
 from tests.support.traces import (

@@ -10,11 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dlm_rag.config import EngineConfig
 from dlm_rag.engine.cache import KVCache, KVFormat, KVMemory
 from dlm_rag.engine.runner import MaskedModelRunner
+from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
 from dlm_rag.evidence.prompt_segments import (
     LaidOutPrompt,
     RowInput,
-    encode_canvases,
-    encode_contexts,
     lay_out_prompt,
 )
 from dlm_rag.machine import default_pool_bytes, measure_free_bytes

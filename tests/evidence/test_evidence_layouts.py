@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from dlm_rag.errors import QuestionError
+from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
 from dlm_rag.evidence.prompt_segments import (
     ContextBudget,
     Truncation,
-    encode_canvases,
-    encode_contexts,
     fit_passages,
     lay_out_prompt,
     truncate_evidence,

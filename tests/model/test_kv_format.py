@@ -6,7 +6,7 @@ import torch
 from dlm_rag.config import EngineConfig
 from dlm_rag.engine.cache import KVFormat, dequantize_int8, quantize_int8
 from dlm_rag.engine.runner import MaskedModelRunner
-from dlm_rag.evidence.prompt_segments import encode_segments
+from dlm_rag.evidence.encode_segments import encode_segments
 from dlm_rag.model.denoiser_config import Segment
 from tests.model.test_block_attention import ASKED, make_decoder, what_happened
 from tests.support.attention import ragged_kernel

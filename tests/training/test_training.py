@@ -23,7 +23,8 @@ from dlm_rag.commands.train import StopSignal, prepare_run_folder
 from dlm_rag.config import TrainConfig, load_config
 from dlm_rag.data.synthetic_world import make_world, make_world_question
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.evidence.prompt_segments import encode_canvases, encode_contexts, lay_out_prompt, run_starts
+from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts, run_starts
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.files.journal import acquire_file_lock, release_file_lock
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.layers import AttentionProbe
