@@ -24,7 +24,7 @@ from dlm_rag.commands.arguments import CommandParser
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.evaluation.compare import SettingMetrics
 from dlm_rag.evaluation.tables import StoredResult, build_result_table, format_metrics, read_result
-from dlm_rag.files.digest import digest_file
+from dlm_rag.files.paths import digest_file
 
 ROOT = Path(__file__).parents[1]
 INPUTS = ROOT / "docs/measurements/inputs.json"

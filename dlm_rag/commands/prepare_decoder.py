@@ -22,8 +22,8 @@ from dlm_rag.data.hub_datasets import find_named_corpus
 from dlm_rag.decode.trace_file import TraceHeader, build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.prompt_segments import ContextBudget, measure_longest_prompt
-from dlm_rag.files.digest import digest_file
 from dlm_rag.files.hub import SHIPPED_FOLDER, SHIPPED_PREFIX
+from dlm_rag.files.paths import digest_file
 from dlm_rag.machine import (
     choose_device,
     choose_dtype,

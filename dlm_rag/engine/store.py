@@ -28,8 +28,7 @@ from torch import Tensor
 
 from dlm_rag.config import EngineConfig
 from dlm_rag.errors import ConfigError
-from dlm_rag.files.digest import create_hasher
-from dlm_rag.files.paths import expand_path, make_folder, read_regular_file
+from dlm_rag.files.paths import create_hasher, expand_path, make_folder, read_regular_file
 from dlm_rag.model.checkpoint import DLM_RAG_FIELDS
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import Segment

@@ -14,8 +14,7 @@ from filelock import FileLock
 
 from dlm_rag.errors import CorpusError
 from dlm_rag.files.checked_json import read_json_or_empty
-from dlm_rag.files.digest import digest_file
-from dlm_rag.files.paths import resolve_path_inside, write_text_atomic
+from dlm_rag.files.paths import digest_file, resolve_path_inside, write_text_atomic
 
 log = logging.getLogger(__name__)
 

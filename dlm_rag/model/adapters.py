@@ -17,9 +17,8 @@ from torch import Tensor
 
 from dlm_rag.errors import CheckpointError
 from dlm_rag.files.build_once import DIGESTS_FILE, build_once, make_folder_name
-from dlm_rag.files.digest import digest_file
 from dlm_rag.files.hub import check_checkpoint_files, read_checkpoint_json, resolve_hub_folder
-from dlm_rag.files.paths import get_cache_folder
+from dlm_rag.files.paths import digest_file, get_cache_folder
 from dlm_rag.progress import report_progress
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

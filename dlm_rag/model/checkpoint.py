@@ -24,13 +24,13 @@ from torch import Tensor
 from dlm_rag.config.fields import explain_validation_error
 from dlm_rag.config.sections import GENERATION_FILE, read_generation_settings
 from dlm_rag.errors import CheckpointError, suggest_nearest, translate_failures
-from dlm_rag.files.digest import digest_file
 from dlm_rag.files.hub import (
     HUB_FILE_PATTERNS,
     check_checkpoint_files,
     read_checkpoint_json,
     resolve_hub_folder,
 )
+from dlm_rag.files.paths import digest_file
 from dlm_rag.model.adapters import ADAPTER_CONFIG, merge_adapter
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families import (

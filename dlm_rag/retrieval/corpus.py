@@ -20,8 +20,14 @@ from dlm_rag.cli import print_note
 from dlm_rag.errors import CorpusError, suggest_nearest
 from dlm_rag.files.build_once import PARTS_FOLDER, Shard, build_once, make_folder_name, save_array
 from dlm_rag.files.checked_json import iter_lines, parse_json_object, read_json_or_empty
-from dlm_rag.files.digest import digest_file, digest_open_file, read_file_state
-from dlm_rag.files.paths import expand_path, get_cache_folder, resolve_regular_file
+from dlm_rag.files.paths import (
+    digest_file,
+    digest_open_file,
+    expand_path,
+    get_cache_folder,
+    read_file_state,
+    resolve_regular_file,
+)
 from dlm_rag.files.record_readers import (
     FIELD_ALIASES,
     Record,

@@ -14,7 +14,7 @@ from zipfile import ZipFile
 
 from dlm_rag.errors import CorpusError, translate_failures
 from dlm_rag.files.checked_json import decode_utf8, is_utf8_encodable
-from dlm_rag.files.digest import digest_file
+from dlm_rag.files.paths import digest_file
 from dlm_rag.files.record_readers import Record
 from dlm_rag.text import replace_control_chars
 

@@ -37,9 +37,8 @@ from dlm_rag.config import Config, TrainConfig
 from dlm_rag.config.fields import flatten_settings, get_field_metadata
 from dlm_rag.errors import CheckpointError, ConfigError, QuestionError, RunError, summarize_error
 from dlm_rag.files.checked_json import parse_json_object, validate_json_value
-from dlm_rag.files.digest import compute_file_digest, digest_file
 from dlm_rag.files.hub import HUB_FILE_PATTERNS, resolve_hub_folder
-from dlm_rag.files.paths import expand_path, write_text_atomic
+from dlm_rag.files.paths import compute_file_digest, digest_file, expand_path, write_text_atomic
 from dlm_rag.files.record_readers import list_row_files
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.training.distributed import (

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from dlm_rag.config import TrainConfig
 from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.files.build_once import build_once, make_folder_name
-from dlm_rag.files.digest import digest_file
-from dlm_rag.files.paths import expand_path, get_cache_folder, resolve_regular_file
+from dlm_rag.files.paths import digest_file, expand_path, get_cache_folder, resolve_regular_file
 from dlm_rag.files.record_readers import get_field, read_records
 from dlm_rag.randomness import sample_permutation
 from dlm_rag.tokenizer import Prompt, Tokenizer

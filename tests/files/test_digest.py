@@ -6,8 +6,8 @@ import time
 import pytest
 from blake3 import blake3
 
-from dlm_rag.files import digest
-from dlm_rag.files.digest import digest_file
+from dlm_rag.files import paths as digest
+from dlm_rag.files.paths import digest_file
 
 
 @pytest.fixture

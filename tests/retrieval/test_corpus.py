@@ -10,7 +10,7 @@ import pytest
 from blake3 import blake3
 
 from dlm_rag.errors import CorpusError
-from dlm_rag.files.digest import digest_file
+from dlm_rag.files.paths import digest_file
 from dlm_rag.retrieval import corpus as corpus_module
 from dlm_rag.retrieval.corpus import Passage, open_corpus
 from tests.support.passages import PASSAGES, write_jsonl_file
