@@ -88,14 +88,3 @@ def autoregressive_qwen(tmp_path) -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     return write_autoregressive_checkpoint(tmp_path / "qwen", Qwen2Config, Qwen2ForCausalLM)[0]
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    """Lets a model choose our kernel on a CPU, in Triton's interpreter."""
-    from dlm_rag.model.attention import get_backend_problem
-
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    get_backend_problem.cache_clear()
-    yield
-    get_backend_problem.cache_clear()

@@ -2,14 +2,12 @@
 
 import pytest
 
-from tests.support.triton_interpreter import interpret_kernel
+from tests.support.triton_interpreter import require_kernel
 
-interpret_kernel()
+require_kernel()
 
 import dlm_rag
 from dlm_rag.engine.step_graphs import round_up_size
-
-pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def test_sizes_are_few_and_near():

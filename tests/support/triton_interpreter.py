@@ -1,4 +1,8 @@
-"""Our kernel in Triton's interpreter, which runs it on a CPU; on a GPU it is compiled."""
+"""Where our Triton kernel runs: on a GPU, or on a CPU in Triton's interpreter.
+
+Triton looks at the variable when it is first imported, which torch may do long before: a process of its own
+has to be started with it, `TRITON_INTERPRET=1 pytest tests/model/test_indexed_attention.py`.
+"""
 
 import os
 
@@ -6,19 +10,8 @@ import pytest
 import torch
 
 
-def interpret_kernel() -> None:
-    """Imports the kernel; skips the module where Triton is missing.
-
-    Triton looks at the variable when it is imported. It must not stay: child processes would see it.
-    """
-    interprets = not torch.cuda.is_available()
-    if interprets:
-        os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        pytest.importorskip(
-            "triton", reason="it comes with torch's CUDA builds; on a CPU: pip install triton"
-        )
-        import dlm_rag.model.indexed_attention  # noqa: F401
-    finally:
-        if interprets:
-            del os.environ["TRITON_INTERPRET"]
+def require_kernel() -> None:
+    """Skips the module where the kernel cannot run."""
+    if not torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"):
+        pytest.skip("set TRITON_INTERPRET=1, in a process for these tests alone", allow_module_level=True)
+    pytest.importorskip("triton", reason="it comes with torch's CUDA builds; on a CPU: pip install triton")
