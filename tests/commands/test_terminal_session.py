@@ -24,8 +24,9 @@ class Session:
         settings = os.environ | {"TERM": "xterm-256color"} | environment
         command = [sys.executable, "sample.py", *words]
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env=settings, stdin=other, stdout=other, stderr=other
-        )
+            command, cwd=ROOT, env=settings, stdin=other, stdout=other, stderr=other,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background ignores it
+        )  # fmt: skip
         os.close(other)
         self.seen = b""
 
