@@ -225,6 +225,7 @@ def prepare_decoder(
     find = open_search_source(config.retrieval, once)
     show_status("checking the model")
     from dlm_rag.engine.engine import resolve_settings
+    from dlm_rag.engine.step_graphs import check_step_graphs
     from dlm_rag.engine.store import check_store
     from dlm_rag.evidence.prompt_segments import check_finished_blocks, check_kept_evidence
     from dlm_rag.model.attention import choose_backend
@@ -238,6 +239,7 @@ def prepare_decoder(
     if (adapter := checkpoint.config.adapter) is None:
         causal_context = checkpoint.config.causal_context
         attention = choose_backend(config.model.attn_implementation, device, dtype, causal_context)
+        check_step_graphs(config.engine, checkpoint.config, attention, devices)
     else:
         attention = adapter.check_settings(config.model, config.engine)
     shape = checkpoint.config

@@ -15,7 +15,7 @@ from dlm_rag.config import EngineConfig
 from dlm_rag.engine.cache import CacheStats, ForwardSpan, KVCache, KVFormat
 from dlm_rag.engine.policy import SoftThreshold, draw_actions, sample_at_quantile
 from dlm_rag.engine.rules import Proposals
-from dlm_rag.engine.step_graphs import StepGraphs
+from dlm_rag.engine.step_graphs import StepGraphs, check_step_graphs
 from dlm_rag.engine.store import open_evidence_store
 from dlm_rag.evidence.prompt_segments import RowInput
 from dlm_rag.machine import default_pool_bytes, limit_cuda_allocator
@@ -120,7 +120,9 @@ class MaskedModelRunner(ModelRunner):
         store = open_evidence_store(engine, self.denoiser, format.empty(1)) if wants_store else None
         self.cache = KVCache(self.denoiser, format, budget, store)
         self._dtype = self.denoiser.compute_dtype
-        self._graphs = StepGraphs(self.denoiser, self.cache.memory) if engine.cuda_graphs else None
+        denoiser = self.denoiser
+        check_step_graphs(engine, self.shape, denoiser.backend, denoiser.layer_devices)
+        self._graphs = StepGraphs(denoiser, self.cache.memory) if engine.cuda_graphs else None
 
     @property
     def cache_stats(self) -> CacheStats:

@@ -80,6 +80,7 @@ def _propose(model_runner: ModelRunner, inputs: list[RowInput]) -> Sequence[Prop
     """What the model proposes for each row; None for one that the memory does not hold even alone."""
     with suppress(torch.OutOfMemoryError):
         return model_runner.propose(inputs)
+    log.warning("no memory for %d rows at once: each runs alone; set a smaller batch size", len(inputs))
     found = list[Proposals | None]()  # tensors of the failed call are freed by now
     for shown in inputs:
         with suppress(torch.OutOfMemoryError):

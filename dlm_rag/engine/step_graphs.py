@@ -8,7 +8,7 @@ go when the memory has moved. Head and sampling stay eager, and so do steps of m
 On a CPU the layers run over the same padded tensors without a graph, which is how the tests see them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,9 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dlm_rag.config import EngineConfig
 from dlm_rag.engine.cache import KVMemory
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.packed_batch import PackedRows, to_device
 
 SIZES_AN_OCTAVE = 4  # of tokens: a tenth is padding on average, a quarter at most
@@ -58,19 +60,29 @@ class _Sent(NamedTuple):
     tensors: list[Tensor]
 
 
-class StepGraphs:
-    """The graphs of one memory of keys and values; to be made anew when weights are replaced.
+def check_step_graphs(
+    engine: EngineConfig, shape: DenoiserConfig, attention: str, devices: Collection[torch.device]
+) -> None:
+    """Raises `ConfigError` where `engine.cuda_graphs` is set and no graph can hold the model's layers.
 
-    Raises `ConfigError` for a model that no graph can hold.
+    attention: the kernel that was chosen. devices: where the layers are.
     """
+    if not engine.cuda_graphs:
+        return
+    if attention != "indexed" or engine.cache_dtype != "auto":
+        needs = "model.attn_implementation=indexed and engine.cache_dtype=auto"
+        raise ConfigError(f"engine.cuda_graphs=true needs {needs}")
+    if engine.compile or shape.experts is not None or len({*devices}) > 1:
+        raise ConfigError(
+            "engine.cuda_graphs=true is for one device, without engine.compile and mixtures of experts"
+        )
+
+
+class StepGraphs:
+    """The graphs of one memory of keys and values; to be made anew when weights are replaced."""
 
     def __init__(self, denoiser: Denoiser, memory: KVMemory) -> None:
         self._denoiser, self._memory = denoiser, memory
-        if denoiser.backend != "indexed" or memory.format.is_compressed:
-            needs = "model.attn_implementation=indexed and engine.cache_dtype=auto"
-            raise ConfigError(f"engine.cuda_graphs=true needs {needs}")
-        if denoiser.config.experts is not None or len({*denoiser.layer_devices}) > 1:
-            raise ConfigError("engine.cuda_graphs=true is for one device, and for no mixture of experts")
         self._graphs: dict[Any, _Graph] = {}
         self._sent: _Sent | None = None
         self._address = 0
@@ -125,11 +137,11 @@ class StepGraphs:
     def _capture(self, rows: PackedRows, sent: _Sent) -> _Graph:
         """Captures the layers over these tensors, after one run that sets up kernels and libraries."""
         denoiser, work = self._denoiser, self._denoiser.flop_count
-        sights = (rows.attention_metadata, rows.last_layer_metadata)
-        sight, last = (
-            replace(each, query_lengths=(most,)) for each, most in zip(sights, sent.longest, strict=True)
-        )
-        shown = replace(rows, attention_metadata=sight, last_layer_metadata=last)
+        sight, last = rows.attention_metadata, rows.last_layer_metadata
+        longest, longest_read = sent.longest
+        whole = replace(sight, query_lengths=(longest,))
+        top = whole if last is sight else replace(last, query_lengths=(longest_read,))
+        shown = replace(rows, attention_metadata=whole, last_layer_metadata=top)
         if self._pool is None:
             output = denoiser.encode(shown)[0]
             found = _Graph(sent.tensors, output, lambda: output.copy_(denoiser.encode(shown)[0]))

@@ -236,10 +236,11 @@ def get_backend_problem(backend: str, device: torch.device, dtype: torch.dtype) 
     if backend == "sdpa":
         return ""
     if backend == "indexed":
-        return _find_triton_problem(device)
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        if problem := _find_triton_problem(device):
+            return problem
+    elif device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return "it needs a CUDA device and dtype=bfloat16 or float16; set attention=sdpa"
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "it needs compute capability 8.0 or newer; set attention=sdpa"
     if backend == "flash" and not _has_flash_attn():
         return "install it with `pip install 'dlm_rag[flash]'` (FlashAttention 4 alone is another package)"
