@@ -1,5 +1,8 @@
 """Attention through an index, in Triton's interpreter: against float64, alone and in a batch."""
 
+import os
+import subprocess
+import sys
 from itertools import accumulate
 
 import pytest
@@ -48,6 +51,45 @@ def test_rows_attend_to_the_places_that_are_theirs(heads, key_heads, width, dtyp
         one, own_counts = (ends_of([n]), ends_of([m])), None if counts is None else counts[own]
         alone = attend_by_index(q[own], *memory, seen.int(), one, n, own_counts)
         assert torch.equal(alone, found[own]), "a row is the same alone and in a batch"
+
+
+COMPILE = """
+import re, subprocess
+from pathlib import Path
+import triton.backends.nvidia as nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from dlm_rag.model.indexed_attention import BLOCK_KEYS, BLOCK_QUERIES, _attend
+
+constants = {"GROUP": 7, "WIDTH": 128, "PADDED_WIDTH": 128, "HAS_COUNTS": True,
+             "BLOCK_QUERIES": BLOCK_QUERIES, "BLOCK_KEYS": BLOCK_KEYS}
+types = dict.fromkeys(("queries", "keys", "values", "out"), "*bf16")
+types |= {"index": "*i64", "query_ends": "*i32", "key_ends": "*i32", "visible_counts": "*i64"}
+types["scale"] = "fp32"
+names = _attend.arg_names
+signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+places = [place for place, name in enumerate(names) if name not in constants and name != "scale"]
+given = {(names.index(name),): value for name, value in constants.items()}
+source = ASTSource(_attend, signature, given, {(place,): [["tt.divisibility", 16]] for place in places})
+built, tool = Path("kernel.cubin"), Path(nvidia.__path__[0]) / "bin" / "cuobjdump"
+for capability in (90, 103):
+    built.write_bytes(compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"])
+    said = subprocess.run([tool, "-res-usage", built], capture_output=True, text=True, check=True).stdout
+    assert re.search(r"STACK:0 ", said), (capability, said)
+"""
+
+
+@pytest.mark.slow
+def test_it_compiles_for_hopper_and_blackwell_without_spilled_registers(tmp_path):
+    """Compiled, a variable keeps its type; the interpreter does not mind."""
+    (tmp_path / "compile_kernel.py").write_text(COMPILE)
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    plain |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "compile_kernel.py"],
+        cwd=tmp_path, env=plain, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.slow
