@@ -1,4 +1,4 @@
-"""Tables of an evaluation and of a benchmark's cells, on the screen and in Markdown; results read again."""
+"""Tables of an evaluation and of a benchmark's cells, and the picture of a sweep; results read again."""
 
 import re
 import warnings

@@ -6,7 +6,7 @@ import time
 import pytest
 from blake3 import blake3
 
-from dlm_rag.files import paths as digest
+from dlm_rag.files import paths
 from dlm_rag.files.paths import digest_file
 
 
@@ -14,8 +14,8 @@ from dlm_rag.files.paths import digest_file
 def file(tmp_path, monkeypatch):
     """A file that has not changed for a while, of a size that is worth remembering."""
     monkeypatch.setenv("DLM_RAG_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(digest, "MIN_CACHED_FILE_BYTES", 1000)
-    monkeypatch.setattr(digest, "RACY_WINDOW_NS", 0)
+    monkeypatch.setattr(paths, "MIN_CACHED_FILE_BYTES", 1000)
+    monkeypatch.setattr(paths, "RACY_WINDOW_NS", 0)
     path = tmp_path / "file"
     path.write_bytes(bytes(range(256)) * 4)
     return path
@@ -33,15 +33,15 @@ def reads(monkeypatch):
             seen.append(1)
             return blake3()
 
-    monkeypatch.setattr(digest, "blake3", Counted)
+    monkeypatch.setattr(paths, "blake3", Counted)
     return seen
 
 
 def test_it_is_the_digest_of_all_bytes_in_blocks_of_any_size(file, monkeypatch):
     expected = blake3(file.read_bytes()).hexdigest()
     for block in (1, 7, 1024, 4096):
-        monkeypatch.setattr(digest, "READ_BLOCK_BYTES", block)
-        monkeypatch.setattr(digest, "MIN_CACHED_FILE_BYTES", 10**9)
+        monkeypatch.setattr(paths, "READ_BLOCK_BYTES", block)
+        monkeypatch.setattr(paths, "MIN_CACHED_FILE_BYTES", 10**9)
         assert digest_file(file) == expected
     file.write_bytes(b"")
     assert digest_file(file) == blake3(b"").hexdigest()
@@ -69,13 +69,13 @@ def test_a_change_that_keeps_size_and_time_is_seen(file):
 
 def test_a_file_that_has_just_changed_is_not_remembered(file, reads, monkeypatch):
     """It may change again within the same tick of the clock."""
-    monkeypatch.setattr(digest, "RACY_WINDOW_NS", 2 * 10**9)
+    monkeypatch.setattr(paths, "RACY_WINDOW_NS", 2 * 10**9)
     file.touch()
     digest_file(file)
     digest_file(file)
     assert len(reads) == 2
     later = time.time_ns() + 3 * 10**9
-    monkeypatch.setattr(digest.time, "time_ns", lambda: later)
+    monkeypatch.setattr(paths.time, "time_ns", lambda: later)
     digest_file(file)
     digest_file(file)
     assert len(reads) == 3
@@ -89,7 +89,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_remembered(file, monkeypatc
 
     with monkeypatch.context() as patched:
         Slow.AUTO = 1
-        patched.setattr(digest, "blake3", Slow)
+        patched.setattr(paths, "blake3", Slow)
         assert digest_file(file) == "torn"
     assert digest_file(file) == blake3(bytes(1024)).hexdigest()
 
