@@ -25,19 +25,25 @@ from dlm_rag.evaluation.tables import build_result_table, read_result
 FOLDER = Path(__file__).parent / "measurements"
 PAGES = {
     "world": ("The invented world", "The shipped model on questions about its invented world."),
-    "reader": ("Real text", "SmolLM2-135M with the shipped adapter, and the 8.8 M reader of `v0.3`."),
+    "reader": ("Real text", "SmolLM2-135M with our adapter on natural questions, SQuAD and HotpotQA."),
     "retrieval": ("Retrieval", "What BM25, dense and hybrid search find, and what they cost."),
     "engine": ("The engine", "What each mechanism of the decode engine saves."),
-    "serving": ("Serving", "The HTTP server, its clients and the trace page."),
-    "training": ("Training", "Objectives, speed, memory and recovery of training; synthesized rows."),
-    "reinforcement": ("Reinforcement learning", "Policies trained by reward, and what was estimated."),
+    "serving": ("Serving", "The HTTP server and its clients."),
+    "training": ("Training", "Objectives, speed, memory and recovery; synthesized rows."),
+    "reinforcement": ("Reinforcement learning", "The denoiser trained by reward."),
     "precision": ("Precision", "Answers, tokens and time in low precision."),
     "gpu": ("GPUs", "What has run on a GPU: one NVIDIA H200 at a time."),
-    "devices": ("Many devices", "Workers, clusters and links between machines."),
-    "energy": ("Energy", "Joules, and what reading the sensors costs."),
+    "devices": ("Many devices", "Workers, and links between machines."),
 }
 NEEDED = ("title", "what", "command", "machine", "date")
-ORDER = (*NEEDED, "commit", "seed", "table", "columns", "rows", "notes")
+ORDER = (*NEEDED, "commit", "seed", "hidden", "table", "columns", "rows", "notes")  # hidden: on no page
+
+INDEX_HEAD = """\
+# Measurements
+
+Every figure is stored with its command, machine, date, commit and seed in `results/`. Brackets hold 95 %
+intervals over questions, or ranges over rounds for speed. A program that is gone is at the stored commit.
+"""
 
 Entry = dict[str, Any]
 
@@ -99,41 +105,31 @@ def render_row(cells: list[str]) -> str:
 
 
 def render_entry(entry: Entry) -> str:
-    """An entry in Markdown: what, command, machine and date, table, notes."""
-    source = [entry["machine"], entry["date"]]
-    source += [f"{key} {entry[key]}" for key in ("commit", "seed") if key in entry]
+    """An entry in Markdown: what, table, notes, machine and date."""
     parts = [f"## {entry['title']}", entry["what"].strip()]
-    parts += ["```sh\n" + "\n".join(text.strip() for text in list_commands(entry)) + "\n```"]
-    parts += [f"*{'; '.join(source)}*"]
     if entry.get("rows"):
         rule = ["---"] * len(entry["columns"])
         parts.append("\n".join(map(render_row, [entry["columns"], rule, *entry["rows"]])))
     parts += [entry["notes"].strip()] if "notes" in entry else []
+    parts.append(f"*{entry['machine']}; {entry['date']}*")
     return "\n\n".join(parts) + "\n"
 
 
 def render_pages(folder: Path = FOLDER) -> dict[str, str]:
-    """All pages by file name."""
+    """All pages by file name; one without an entry to show is left out."""
     made = "<!-- Made by `python docs/build_measurements.py` from results/{}.yaml: edit that. -->\n"
-    pages, rows = {}, []
+    pages, index = {}, [made.format("*"), INDEX_HEAD]
     for page, (title, about) in PAGES.items():
         entries = read_entries(page, folder)
-        pages[f"{page}.md"] = "\n".join(
-            [made.format(page), f"# {title}\n", f"{about}\n", *map(render_entry, entries)]
-        )
-        rows += [
-            render_row(
-                [f"[{entry['title']}]({page}.md#{make_anchor(entry['title'])})", title, entry["date"]]
-            )
-            for entry in entries
-        ]
-    about = (
-        "Every figure of these pages has the command that made it, the machine and the date. Figures in\n"
-        "brackets are 95 % intervals over questions, or ranges over rounds for speed. Figures made by a\n"
-        "program that has been removed name the commit that still has it.\n"
-    )
-    heading = [render_row(["measurement", "page", "date"]), render_row(["---"] * 3)]
-    index = [made.format("*"), "# Measurements\n", about, *heading, *rows]
+        hidden = [entry["title"] for entry in entries if entry.get("hidden")]
+        shown = [render_entry(entry) for entry in entries if not entry.get("hidden")]
+        store = f"[results/{page}.yaml](results/{page}.yaml)"
+        if shown:
+            also = [f"Only in {store}: {'; '.join(hidden)}.\n"] if hidden else []
+            head = [made.format(page), f"# {title}\n", f"{about} Commands: {store}.\n"]
+            pages[f"{page}.md"] = "\n".join([*head, *shown, *also])
+        where = f"[{title}]({page}.md): {about}" if shown else f"{title}: {about} Only in {store}."
+        index.append(f"- {where}")
     return {"index.md": "\n".join(index) + "\n", **pages}
 
 
