@@ -1,8 +1,8 @@
 """Joules of a run, by NVML's counters of GPUs and RAPL's of CPU packages; without one, the reason.
 
-with open_meter("auto", device) as meter:
-    ...
-meter.reading.joules  # None if not measured; `meter.reading.reason` says why
+meter = open_meter("auto", device)
+...
+meter.stop().joules  # None if not measured; `reason` says why
 """
 
 from __future__ import annotations
@@ -70,55 +70,43 @@ class EnergyReading:
 
 def merge_readings(readings: Sequence[EnergyReading]) -> EnergyReading:
     """Adds up the readings of processes that ran at the same time; nothing where one of them failed."""
-    asked = [reading for reading in readings if reading.to_record()]
+    seconds = max(reading.seconds for reading in readings)
     sensor, reason = (
-        "; ".join(dict.fromkeys(filter(None, (getattr(reading, name) for reading in asked))))
-        for name in ("sensor", "reason")
+        "; ".join(dict.fromkeys(filter(None, texts)))
+        for texts in zip(*((reading.sensor, reading.reason) for reading in readings), strict=True)
     )
-    joules = None if reason or not asked else fsum(reading.joules or 0.0 for reading in asked)
-    return EnergyReading(max(reading.seconds for reading in readings), joules, sensor, reason)
+    joules = fsum(reading.joules or 0.0 for reading in readings) if sensor and not reason else None
+    return EnergyReading(seconds, joules, sensor, reason)
 
 
 class EnergyMeter:
-    """Joules of all counters from `start` to `stop`. synchronize: waits until the device has finished."""
+    """Counts joules from now on. synchronize: waits until the device has finished."""
 
     def __init__(
         self, counters: Sequence[EnergyCounter] = (), reason: str = "",
         synchronize: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
-        self.counters, self.reading = tuple(counters), EnergyReading(0.0)
-        self._reason, self._synchronize = reason, synchronize
+        self.counters, self._reason, self._synchronize = counters, reason, synchronize
         self._lock, self._stopped = threading.Lock(), threading.Event()
-
-    def __enter__(self) -> EnergyMeter:
-        self.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        """Begins to count; a meter counts once."""
         self._begun = self._read_all()
-        if any(counter.wraps_at for counter in self.counters):
-            threading.Thread(target=self._read_often, args=(self._stopped,), daemon=True).start()
+        if any(counter.wraps_at for counter in counters):
+            threading.Thread(target=self._read_often, daemon=True).start()
 
     def stop(self) -> EnergyReading:
-        """Returns the reading since the start, also as `reading`."""
+        """Returns the reading since the meter was opened."""
         seconds = self._read_all() - self._begun
         self._stopped.set()
         reason = self._reason
+        still = [counter.sensor for counter in self.counters if counter.total <= 0]
         if self.counters and not reason and seconds < MIN_SECONDS:
             reason = f"{seconds:.1f} s are too short: {MIN_SECONDS:.0f} s at least"
-        if not reason and (still := [each.sensor for each in self.counters if each.total <= 0]):
+        elif still and not reason:
             reason = f"{still[0]}: its counter stands still"
         joules = fsum(counter.total for counter in self.counters) if self.counters and not reason else None
-        sensor = "; ".join(counter.sensor for counter in self.counters)
-        self.reading = EnergyReading(seconds, joules, sensor, reason)
-        return self.reading
+        return EnergyReading(seconds, joules, "; ".join(each.sensor for each in self.counters), reason)
 
     def count_joules(self) -> float:
-        """Reads the counters; returns the joules since the start."""
+        """Reads the counters; returns the joules until now."""
         with self._lock:
             for counter in self.counters:
                 try:
@@ -127,8 +115,8 @@ class EnergyMeter:
                     self._reason = f"{counter.sensor}: {summarize_error(error)}"
             return fsum(counter.total for counter in self.counters)
 
-    def _read_often(self, stopped: threading.Event) -> None:
-        while not stopped.wait(READ_SECONDS):
+    def _read_often(self) -> None:
+        while not self._stopped.wait(READ_SECONDS):
             self.count_joules()
 
     def _read_all(self) -> float:
@@ -174,12 +162,9 @@ def _find_rapl_counters() -> list[EnergyCounter]:
             wraps_at = 1e-6 * int((folder / "max_energy_range_uj").read_text())
             read = lambda file=folder / "energy_uj": 1e-6 * int(file.read_text())  # noqa: E731
             read()
-        except PermissionError:
-            raise SensorError(
-                "only root may read RAPL: sudo chmod a+r /sys/class/powercap/*/energy_uj"
-            ) from None
         except (OSError, ValueError) as error:
-            raise SensorError(f"{folder} cannot be read: {summarize_error(error)}") from None
+            remedy = "; as root: chmod a+r /sys/class/powercap/*/energy_uj"
+            raise SensorError(f"{folder} cannot be read: {summarize_error(error)}{remedy}") from None
         counters[name] = EnergyCounter(f"RAPL: CPU {name}", read, wraps_at)
     if not counters:
         raise SensorError(f"no RAPL in {POWERCAP}")
@@ -196,35 +181,34 @@ def _find_gpu_counter(device: torch.device) -> EnergyCounter:
         raise SensorError("MIG: NVML counts no energy of an instance")
     try:
         import pynvml as nvml
-    except ImportError:
-        raise SensorError("nvidia-ml-py is not installed: pip install 'dlm_rag[energy]'") from None
-    try:
+
         nvml.nvmlInit()
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         read = lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3  # noqa: E731
         read()
+    except ImportError:
+        raise SensorError("nvidia-ml-py is not installed: pip install 'dlm_rag[energy]'") from None
     except nvml.NVMLError as error:
         raise SensorError(f"NVML has no energy counter of {name}: {summarize_error(error)}") from None
     return EnergyCounter(f"NVML: {name}", read)
 
 
-def summarise_energy(entries: Any) -> dict[str, Any] | None:
+def summarise_energy(parts: Any) -> dict[str, Any] | None:
     """Sums the measured parts of a run; None if there is none.
 
-    entries: records of readings with "answers" and "tokens" (committed before the end of the text), as in a
+    parts: records of readings with "answers" and "tokens" (committed before the end of the text), as in a
     stamp; anything else is skipped.
     """
-    records = [each for each in (entries if isinstance(entries, list) else []) if isinstance(each, Mapping)]
     known = [
-        each for each in records
-        if all(type(each.get(name)) in (int, float) and 0 <= each[name] < 1e30 for name in COUNTED)
-        and each["joules"] > 0 < each["seconds"]
+        part for part in (parts if isinstance(parts, list) else []) if isinstance(part, dict)
+        and all(type(part.get(name)) in (int, float) and 0 <= part[name] < 1e30 for name in COUNTED)
+        and part["joules"] > 0 < part["seconds"]
     ]  # fmt: skip
     if not known:
         return None
-    found: dict[str, Any] = {name: fsum(each[name] for each in known) for name in COUNTED}
+    found: dict[str, Any] = {name: fsum(part[name] for part in known) for name in COUNTED}
     return found | {
-        "sensor": "; ".join(dict.fromkeys(str(each.get("sensor", "")) for each in known)),
+        "sensor": "; ".join(dict.fromkeys(str(part.get("sensor", "")) for part in known)),
         "watts": found["joules"] / found["seconds"],
         "joules_per_answer": found["joules"] / found["answers"] if found["answers"] else None,
         "tokens_per_joule": found["tokens"] / found["joules"],

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import platform
 import re
+import resource
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +20,9 @@ if TYPE_CHECKING:
     import torch
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent
-_CGROUP = Path("/sys/fs/cgroup")
 CGROUP_MEMORY_FILES = (  # limit and usage of a container, in version 2 and in version 1
-    (_CGROUP / "memory.max", _CGROUP / "memory.current"),
-    (_CGROUP / "memory/memory.limit_in_bytes", _CGROUP / "memory/memory.usage_in_bytes"),
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
 POOL_SHARE_OF_FREE_MEMORY = {"cuda": 0.5, "cpu": 0.25}  # of the memory that is free when a decoder begins
 
@@ -81,7 +81,7 @@ def get_machine_name(device: torch.device) -> str:
         import torch
 
         return torch.cuda.get_device_name(device)
-    found = re.search(r"model name\s*: (.+)", _read_text_or_empty(Path("/proc/cpuinfo")))
+    found = re.search(r"model name\s*: (.+)", _read_text_or_empty("/proc/cpuinfo"))
     return f"{found[1] if found else platform.machine()}, {os.cpu_count()} cores"
 
 
@@ -89,7 +89,7 @@ def describe_machine(device: torch.device, attention: str) -> dict[str, str | in
     """All of a machine that can change how a result is rounded: device, kernel, threads, versions."""
     import torch
 
-    found: dict[str, str | int | None] = {
+    found: dict[str, str | int] = {
         "device": device.type,
         "name": get_machine_name(device),
         "attention": attention,
@@ -97,17 +97,14 @@ def describe_machine(device: torch.device, attention: str) -> dict[str, str | in
     }
     if device.type == "cpu":
         found["threads"] = torch.get_num_threads()
-    if device.type == "cuda":
-        found |= {"cuda": torch.version.cuda, "driver": _nvidia_driver()}
+    if device.type == "cuda" and torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+        listed = _read_text_or_empty("/proc/driver/nvidia/version")
+        if driver := re.search(r"Module\s.*?(\d+\.[\d.]+)", listed):
+            found["driver"] = driver[1]
     if attention == "flash":
         found |= {package: version(package) for package in packages_distributions()["flash_attn"]}
-    return {key: value for key, value in found.items() if value is not None}
-
-
-def _nvidia_driver() -> str | None:
-    listed = _read_text_or_empty(Path("/proc/driver/nvidia/version"))
-    found = re.search(r"Module\s.*?(\d+\.[\d.]+)", listed)
-    return found[1] if found else None
+    return found
 
 
 def get_device_memory_bytes(device: torch.device) -> float:
@@ -119,23 +116,21 @@ def get_device_memory_bytes(device: torch.device) -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def _read_text_or_empty(path: Path) -> str:
+def _read_text_or_empty(path: str) -> str:
     try:
-        return path.read_text()
+        return Path(path).read_text()
     except OSError:
         return ""
 
 
 def read_host_memory() -> dict[str, int]:
     """Bytes of memory, "total" and "available"; empty if the system does not tell."""
-    found = re.findall(r"^Mem(\w+):\s+(\d+) kB", _read_text_or_empty(Path("/proc/meminfo")), re.M)
+    found = re.findall(r"^Mem(\w+):\s+(\d+) kB", _read_text_or_empty("/proc/meminfo"), re.M)
     return {name.lower(): 1024 * int(size) for name, size in found}
 
 
 def get_peak_memory_bytes() -> int:
     """Bytes of memory that this process has held at most."""
-    import resource
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak  # macOS counts bytes, Linux KiB
 
@@ -172,30 +167,14 @@ def measure_free_bytes(device: torch.device) -> float:
         import torch
 
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        if not has_unified_memory(device):
+        if not getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
             return torch.cuda.mem_get_info(device)[0] + unused
-    listed = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", listed.read_text()) if listed.is_file() else None
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = int(found[1]) * 1024 if found else physical // 2
-    return unused + min(free, *map(_count_container_bytes_left, CGROUP_MEMORY_FILES))
-
-
-def has_unified_memory(device: torch.device) -> bool:
-    """Whether a device has the host's memory and no other, as a CPU and a GB10."""
-    if device.type != "cuda":
-        return True
-    import torch
-
-    return bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
-
-
-def _count_container_bytes_left(group: tuple[Path, Path]) -> float:
-    try:
-        limit, used = (int(path.read_text()) for path in group)
-    except (OSError, ValueError):  # no such file; "max"
-        return math.inf
-    return max(0, limit - used)
+    free: float = read_host_memory().get("available", physical // 2)
+    for limit, used in CGROUP_MEMORY_FILES:
+        with suppress(OSError, ValueError):  # no such file; "max"
+            free = min(free, max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
+    return free + unused
 
 
 def default_pool_bytes(device: torch.device, limit: float | None = None, weight_bytes: int = 0) -> int:

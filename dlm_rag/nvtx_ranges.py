@@ -12,12 +12,14 @@ step FIRST to the end of step LAST (or of the program), for `nsys profile --capt
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import count
+from typing import Any
 
 import nvtx
 
@@ -34,7 +36,7 @@ _clock: ContextVar["StageClock | None"] = ContextVar("stage_clock", default=None
 _depth: ContextVar[int] = ContextVar("ranges_open", default=0)
 
 
-class StageClock(AbstractContextManager["StageClock"]):
+class StageClock:
     """Adds up the seconds of every stage that ends while the clock is open on this thread.
 
     Nested stages ("retrieve/embed") count in their own name and in the enclosing stage, so the
@@ -42,7 +44,7 @@ class StageClock(AbstractContextManager["StageClock"]):
     """
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = defaultdict(float)
 
     def __enter__(self) -> "StageClock":
         self._token = _clock.set(self)
@@ -53,7 +55,7 @@ class StageClock(AbstractContextManager["StageClock"]):
 
     def pop_seconds(self) -> dict[str, float]:
         """The seconds since the last call, by stage; starts again from zero."""
-        taken, self.seconds = self.seconds, {}
+        taken, self.seconds = self.seconds, defaultdict(float)
         return taken
 
 
@@ -71,39 +73,31 @@ class CaptureWindow:
 
     first: int
     last: int | None
-    begin: Callable[[], object]
-    end: Callable[[], object]
+    begin: Callable[[], Any]
+    end: Callable[[Any], object]  # takes what `begin` has returned
     steps: int = 0  # begun until now
     open: bool = False
 
     @contextmanager
     def count_step(self) -> Iterator[None]:
         if self.steps == self.first:
-            self.open = True
-            self.begin()
+            self._begun, self.open = self.begin(), True
         self.steps += 1
         try:
             yield
         finally:
             if self.open and self.steps - 1 == self.last:
                 self.open = False
-                self.end()
+                self.end(self._begun)
 
 
-def _open_capture_window(window: str) -> CaptureWindow:
-    first, _, last = window.partition(":")
-    opened: list[object] = []
-    return CaptureWindow(
-        int(first),
-        int(last) if last else None,
-        lambda: opened.append(nvtx.start_range("capture", domain=NVTX_DOMAIN)),
-        lambda: nvtx.end_range(opened.pop()),
-    )
-
-
-capture_window = (
-    _open_capture_window(os.environ["DLM_RAG_CAPTURE"]) if "DLM_RAG_CAPTURE" in os.environ else None
-)
+capture_window: CaptureWindow | None = None
+if _steps := os.environ.get("DLM_RAG_CAPTURE"):
+    _first, _, _last = _steps.partition(":")
+    capture_window = CaptureWindow(
+        int(_first), int(_last) if _last else None,
+        partial(nvtx.start_range, "capture", domain=NVTX_DOMAIN), nvtx.end_range,
+    )  # fmt: skip
 
 
 @cache
@@ -111,13 +105,12 @@ def _range(message: str) -> nvtx.annotate:
     return nvtx.annotate(message, domain=NVTX_DOMAIN)
 
 
-def _forget_old_messages(message: str) -> str:
-    """A message used once: nvtx keeps all messages it has seen, so now and then its caches are cleared."""
+def _forget_old_messages() -> None:
+    """nvtx keeps all messages it has seen: with many that are used once, its caches are cleared."""
     if next(_messages) % MAX_CACHED_NVTX_MESSAGES == 0:
         domain = type(nvtx.get_domain(NVTX_DOMAIN))
         domain.get_event_attributes.cache_clear()
         domain.get_registered_string.cache_clear()
-    return message
 
 
 @contextmanager
@@ -131,9 +124,8 @@ def _open_range(name: str, annotation: nvtx.annotate, is_step: bool = False) -> 
             try:
                 yield
             finally:
-                clock = _clock.get()
-                if clock is not None and not is_step:
-                    clock.seconds[name] = clock.seconds.get(name, 0.0) + time.perf_counter() - start
+                if (clock := _clock.get()) and not is_step:
+                    clock.seconds[name] += time.perf_counter() - start
     finally:
         _depth.reset(entered)
 
@@ -148,8 +140,8 @@ def profile_stage(name: str) -> AbstractContextManager[None]:
 def profile_step(step: int, rows: int) -> AbstractContextManager[None]:
     """The range of one step of a loop: `step 12 rows 8`, readable in any nsys version."""
     message = f"step {step} rows {rows}"
-    annotation = nvtx.annotate(_forget_old_messages(message), domain=NVTX_DOMAIN)
-    return _open_range(message, annotation, is_step=True)
+    _forget_old_messages()
+    return _open_range(message, nvtx.annotate(message, domain=NVTX_DOMAIN), is_step=True)
 
 
 @contextmanager
@@ -162,7 +154,8 @@ def profile_layer(number: int) -> Iterator[None]:
 
 def mark_event(message: str) -> None:
     """A moment: that a question was finished, say."""
-    nvtx.mark(_forget_old_messages(message), domain=NVTX_DOMAIN)
+    _forget_old_messages()
+    nvtx.mark(message, domain=NVTX_DOMAIN)
     with _torch_range(message):
         pass
 

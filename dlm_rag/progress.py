@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHOW_AFTER_SECONDS, DRAW_EVERY_SECONDS, LOG_EVERY_SECONDS = 2.0, 0.1, 60.0  # seconds
-
 BAR_CHARS = 20
 _tasks: dict[object, str] = {}  # what is shown of each task under way: a terminal has one line for all
 _status: IO[str] | None = None  # the terminal in which a status line stands
@@ -48,7 +47,7 @@ def format_bytes(size: float) -> str:
 
 @contextmanager
 def report_progress(
-    what: str, total: float | None, unit: str = "", done: float = 0
+    what: str, total: float, unit: str = "", done: float = 0
 ) -> Iterator[Callable[[float], None]]:
     """Tells how far `what` has come of `total`; gives the function to be called with what was added.
 
@@ -56,21 +55,25 @@ def report_progress(
     May be nested. Of the processes of a run only the first draws.
     """
     what, draws, start = replace_control_chars(what), can_draw(), perf_counter()
+    in_words = format_bytes if unit == "bytes" else "{:,.0f}".format
     count, task = done, object()
     due = start + (SHOW_AFTER_SECONDS if draws else LOG_EVERY_SECONDS)
 
     def advance(more: float = 1) -> None:  # called in inner loops: it reads the clock, and rarely does more
         nonlocal count, due
         count += more
-        if perf_counter() < due:
+        if (now := perf_counter()) < due:
             return
-        how_far = _describe_progress(count, total, unit, count - done, perf_counter() - start)
+        taken = now - start
+        said = f"{in_words(count)} of {in_words(total)} after {format_duration(taken)}"
+        if count > done:
+            said += f", {format_duration(max(0.0, total - count) * taken / (count - done))} left"
         if draws:
-            bar = f"[{'#' * round(BAR_CHARS * min(1, count / total)):{BAR_CHARS}}] " if total else ""
-            _tasks[task] = f"{what} {bar}{how_far}"
+            bar = "#" * round(BAR_CHARS * min(1, count / max(total, 1)))
+            _tasks[task] = f"{what} [{bar:{BAR_CHARS}}] {said}"
             show_status(" · ".join(_tasks.values()))
         else:
-            log.info("%s: %s", what, how_far)
+            log.info("%s: %s", what, said)
         due = perf_counter() + (DRAW_EVERY_SECONDS if draws else LOG_EVERY_SECONDS)
 
     try:
@@ -78,16 +81,6 @@ def report_progress(
     finally:
         if _tasks.pop(task, None):
             show_status(" · ".join(_tasks.values()))
-
-
-def _describe_progress(count: float, total: float | None, unit: str, new: float, elapsed: float) -> str:
-    """new: what of `count` took the `elapsed` seconds."""
-    in_words = format_bytes if unit == "bytes" else "{:,.0f}".format
-    of = "" if total is None else f" of {in_words(total)}"
-    said = f"{in_words(count)}{of} after {format_duration(elapsed)}"
-    if total is not None and new > 0:
-        said += f", {format_duration(max(0.0, total - count) * elapsed / new)} left"
-    return said
 
 
 def track_progress(items: Collection[T], what: str) -> Iterator[T]:

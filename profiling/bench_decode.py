@@ -264,17 +264,18 @@ def measure_round(decoder: Decoder, asked: Sequence[Question]) -> Round:
         replace(denoiser.flop_count),
         CacheStats() if runner is None else replace(runner.cache_stats),
     )
-    with open_meter("auto", denoiser.device) as meter:
-        start = time.perf_counter()
-        rollouts = {rollout.id: rollout for rollout in decoder.stream(asked)}
-        seconds = time.perf_counter() - start
+    meter = open_meter("auto", denoiser.device)
+    start = time.perf_counter()
+    rollouts = {rollout.id: rollout for rollout in decoder.stream(asked)}
+    seconds = time.perf_counter() - start
+    reading = meter.stop()
     now = seen if runner is None else runner.cache_stats
     requested, encoded = now.requested_tokens, now.encoded_tokens
     reused = CacheStats(requested - seen.requested_tokens, encoded - seen.encoded_tokens).reused_share
     tally = RunTotals(decoder.tokenizer.end_ids)
     for rollout in rollouts.values():
         tally.add(rollout)
-    energy = tally.energy_record(meter.reading)
+    energy = tally.energy_record(reading)
     return Round(
         seconds, [rollouts[question.id] for question in asked], reused, denoiser.flop_count - work, energy
     )

@@ -80,7 +80,7 @@ def record_with_torch_profiler(target: Path, words: list[str], first: int, last:
     threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     profiler = torch.profiler.profile(experimental_config=threads)
     capture = nvtx_ranges.capture_window = nvtx_ranges.CaptureWindow(
-        first, last, profiler.start, profiler.stop
+        first, last, profiler.start, lambda _: profiler.stop()
     )
     sys.argv, code = ["dlm-rag", *words], 0
     try:

@@ -72,9 +72,7 @@ class LocalEngines:
         kept = self._decoder.denoiser if self._decoder and config.model == self._model else None
         self._decoder = None  # frees the pool: the next one is a share of what is free
         self._decoder, self._model = asked.prepared.load(kept), config.model
-        meter = open_meter(config.energy, asked.prepared.device)
-        meter.start()
-        self.read_energy = meter.stop
+        self.read_energy = open_meter(config.energy, asked.prepared.device).stop
         return []
 
     def stream(

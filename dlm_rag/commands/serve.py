@@ -101,12 +101,12 @@ def serve_answers(words: CommandLine) -> None:
         if searched and isinstance(decoder.retriever, CorpusRetriever):
             search = SearchService(decoder.retriever, config.retrieval, access)
             service.offer_search(search)
-        with open_meter(config.energy, prepared.device) as service.metrics.meter:
-            show_status()
-            gc.collect()
-            gc.freeze()  # what is loaded stays: to look through it again and again takes time
-            listening = f"{name} answers at {get_socket_url(sock)}/; Ctrl-C ends it"
-            run_server(service, sock, lambda: print_note(listening))
+        service.metrics.meter = open_meter(config.energy, prepared.device)
+        show_status()
+        gc.collect()
+        gc.freeze()  # what is loaded stays: to look through it again and again takes time
+        listening = f"{name} answers at {get_socket_url(sock)}/; Ctrl-C ends it"
+        run_server(service, sock, lambda: print_note(listening))
         print_note(f"ended: {service.engine.counts['answered']} answered")
 
 

@@ -42,7 +42,6 @@ def run_training(
         say(describe_start(config, trainer, folder))
         with stop.catch_interrupt():
             meter = open_meter(config.energy, trainer.device, host=processes.local_rank == 0)
-            meter.start()
             stopped = run_steps(trainer, validation, report, stop)
         if energy := describe_energy(meter, processes, trainer.state.step - begun):
             say(energy)

@@ -98,9 +98,9 @@ def counter(values, wraps_at=0.0):
 
 
 def measure(clock, seconds, *values, **more) -> EnergyReading:
-    with EnergyMeter([counter(values, **more)]) as meter:
-        clock.now += seconds
-    return meter.reading
+    meter = EnergyMeter([counter(values, **more)])
+    clock.now += seconds
+    return meter.stop()
 
 
 def test_joules_are_the_difference_of_both_ends(clock):
@@ -123,7 +123,6 @@ def test_joules_of_two_packages_are_exact_when_a_counter_wraps(rapl, clock):
         rapl(f"intel-rapl:{folder}".replace(":-", "-"), name)
     meter = open_meter("auto", CPU)
     assert [c.sensor for c in meter.counters] == [f"RAPL: CPU package-{n}" for n in (0, 1)]
-    meter.start()
     for energy_uj in (65_400_000_000, 200_000_000, 500_000_000):
         clock.now += 20
         first.write_text(str(energy_uj))
@@ -147,10 +146,9 @@ def test_a_gpu_is_measured_with_its_cpus_after_both_ends_are_synchronized(rapl, 
     assert [c.sensor for c in open_meter("auto", CUDA).counters] == names
     meter = open_meter("auto", CUDA, host=False)
     assert [c.read() for c in meter.counters] == [7000.0], "another process counts the CPUs"
-    meter.start()
-    assert waits == [CUDA]
-    meter.stop()
     assert waits == [CUDA, CUDA]
+    meter.stop()
+    assert waits == [CUDA, CUDA, CUDA]
 
 
 def part(device="d", joules=100.0, seconds=10.0):
@@ -209,15 +207,15 @@ def test_sample_puts_its_joules_into_line_and_stamp(tmp_path, clock, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("meter", "said"),
+    ("counted", "reason", "said"),
     [
-        (EnergyMeter([counter([0.0, 710.0])]), "energy: 710 J · 142 J/step · 94.7 W · fake: a thing"),
-        (EnergyMeter(reason="no RAPL"), "energy: not measured (no RAPL)"),
-        (EnergyMeter(), ""),
+        ([0.0, 710.0], "", "energy: 710 J · 142 J/step · 94.7 W · fake: a thing"),
+        ([], "no RAPL", "energy: not measured (no RAPL)"),
+        ([], "", ""),
     ],
 )
-def test_training_says_its_joules_or_why_it_has_none(clock, meter, said):
-    meter.start()
+def test_training_says_its_joules_or_why_it_has_none(clock, counted, reason, said):
+    meter = EnergyMeter([counter(counted)] if counted else [], reason)
     clock.now += 7.5
     text = describe_energy(meter, ONE, 5)
     assert text.startswith(said) and bool(text) == bool(said)
