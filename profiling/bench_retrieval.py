@@ -41,9 +41,15 @@ from dlm_rag.errors import ConfigError, QuestionError, RunError, suggest_nearest
 from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import Question, read_question_records, read_questions
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.retrieval.base import CorpusRetriever, Query, Ranking, build_query, interleave_rankings
+from dlm_rag.retrieval.base import (
+    CorpusRetriever,
+    Query,
+    Ranking,
+    build_query,
+    fuse_rankings,
+    interleave_rankings,
+)
 from dlm_rag.retrieval.bm25 import extract_terms
-from dlm_rag.retrieval.composite import fuse_rankings
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.text import normalize_whitespace
 

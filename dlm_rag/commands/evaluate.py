@@ -67,8 +67,7 @@ from dlm_rag.files.checked_json import read_json_or_empty
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.progress import report_progress
 from dlm_rag.questions import Question
-from dlm_rag.retrieval.base import CorpusRetriever
-from dlm_rag.retrieval.composite import check_oracle_support, describe_missing_support
+from dlm_rag.retrieval.base import CorpusRetriever, check_oracle_support, describe_missing_support
 from dlm_rag.retrieval.corpus import Corpus, open_corpus
 from dlm_rag.text import replace_control_chars
 

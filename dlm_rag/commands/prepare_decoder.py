@@ -35,8 +35,7 @@ from dlm_rag.machine import (
 from dlm_rag.progress import format_bytes, show_status
 from dlm_rag.questions import Question, number_questions, read_questions, select_questions
 from dlm_rag.retrieval import load_retriever, read_retrieval_settings
-from dlm_rag.retrieval.base import Retriever
-from dlm_rag.retrieval.composite import wrap_oracle
+from dlm_rag.retrieval.base import Retriever, wrap_oracle
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.tokenizer.prompts import PROMPTS, load_prompt

@@ -35,7 +35,6 @@ from dlm_rag.evidence.prompt_segments import (
 )
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.retrieval.base import (
-    PartialSearchError,
     Query,
     Retriever,
     SearchUnavailableError,
@@ -254,18 +253,19 @@ class Searches:
         return build_query(settings.query_policy, row.question.question, response, best)
 
     def _search(self, queries: list[Query]) -> list[SearchResult]:
-        """What each query finds, or the error that it met; a search that fails is not repeated."""
+        """What each query finds, or the error that it met."""
         with profile_stage("retrieve"):
             try:
                 found: list[SearchResult] = list(self.retriever.search(queries))
-            except PartialSearchError as error:
-                found = error.results
             except UserError:  # no answer of this run can be right any more
                 raise
-            except Exception as error:
-                if not isinstance(error, SearchUnavailableError):  # whose sentence says it all
-                    log.warning("a search failed", exc_info=error)
+            except SearchUnavailableError as error:
                 return [error] * len(queries)
+            except Exception as error:
+                if len(queries) > 1:  # one costs no other its own
+                    return [result for query in queries for result in self._search([query])]
+                log.warning("a search failed", exc_info=error)
+                return [error]
         if len(found) != len(queries):
             return [RuntimeError(f"{len(found)} results for {len(queries)} queries")] * len(queries)
         return [_check_passages(passages) for passages in found]

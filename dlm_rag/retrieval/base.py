@@ -1,32 +1,35 @@
-"""Queries and what a retriever does with them: ranked passages; and the kind that ranks rows of a corpus.
+"""Queries, the retrievers that answer them with ranked passages, and retrievers made of others.
 
 Query policies say what becomes a search query, as pure functions of texts. `QUERIES` names them; a function
 of one's own, `decode.query_policy=module:function`, takes what those of the table take, and may return a
 text.
 """
 
-import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Generic, Protocol, TypeVar, overload
 
+from dlm_rag.config import RetrievalConfig
 from dlm_rag.config.fields import resolve_or_import
-from dlm_rag.errors import NamesRemedy, QuestionError, UserError
-from dlm_rag.retrieval.corpus import Corpus, Passage
+from dlm_rag.errors import ConfigError, NamesRemedy, QuestionError
+from dlm_rag.files.record_readers import get_first_line_title, normalize_title
+from dlm_rag.questions import Question
+from dlm_rag.retrieval.corpus import Corpus, Passage, get_row_id
 from dlm_rag.text import drop_repeated_words, extract_sentences, normalize_whitespace
-
-log = logging.getLogger(__name__)
 
 Ranking = list[int]  # rows of the corpus, best first, each once
 Hits = list[tuple[float, int]]  # score and row
+Support = tuple[str, str]  # what a supporting passage is known by: id or title, and which
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 # Digits after the point in which equal similarities agree, in whatever order an engine adds them up.
 TIE_DECIMALS = 6
 MAX_CACHED_RESULTS = 65536  # vectors and rankings of query parts: a sentence recurs from step to step
+FUSION_DEPTH = 50  # results of each retriever that hybrid search fuses
+FUSION_CONSTANT = 60
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,10 @@ class QueryPolicy:
     settings: tuple[str, ...] = ()
 
 
-def as_queries(queries: Sequence[Query | str]) -> list[Query]:
+def as_queries(queries: Iterable[Query | str] | Query) -> list[Query]:
     """Queries, made of those that are plain texts."""
-    found = [join_query(each, "") if isinstance(each, str) else each for each in queries]
+    given = queries if isinstance(queries, Iterable) else [queries]
+    found = [join_query(each, "") if isinstance(each, str) else each for each in given]
     if wrong := [each for each in found if not isinstance(each, Query)]:
         raise QuestionError(f"a query is {type(wrong[0]).__name__}: give a text, or a list of texts")
     return found
@@ -76,19 +80,18 @@ def join_query(question: str, added: str) -> Query:
     return Query(text, tuple(dict.fromkeys(parts)))
 
 
-def ask_with_passage(question: str, response: str, top_passage: str) -> Query:
-    return join_query(question, top_passage)
-
-
 def ask_with_response(question: str, response: str, top_passage: str) -> Query:
     return join_query(question, response)
 
 
+def ask_with_passage(question: str, response: str, top_passage: str) -> Query:
+    return join_query(question, top_passage)
+
+
 _REFRESHED = ("retrieval_interval",)
+_GUESSED = ("query_threshold", "query_window", *_REFRESHED)
 QUERIES = {
-    "proxy": QueryPolicy(
-        ask_with_response, reads_guesses=True, settings=("query_threshold", "query_window", *_REFRESHED)
-    ),
+    "proxy": QueryPolicy(ask_with_response, reads_guesses=True, settings=_GUESSED),
     "committed": QueryPolicy(ask_with_response, settings=_REFRESHED),
     "question": QueryPolicy(lambda question, *_: join_query(question, "")),  # static retrieval
     "two_rounds": QueryPolicy(ask_with_passage, merges_rounds=True, settings=_REFRESHED),
@@ -140,7 +143,8 @@ class Retriever(Protocol):
         """The passages for each query, best first, each once; an empty list if a query finds nothing.
 
         Equal scores are in any order that is always the same, perhaps another for another `top_k`. Raises
-        the error if the search failed for all queries, `PartialSearchError` if it failed for some.
+        `UserError` where no answer of the run can be right, `SearchUnavailableError` where no search is
+        possible now. After any other error each query is searched alone: one costs no other its own.
         """
 
 
@@ -148,17 +152,8 @@ class SearchUnavailableError(RuntimeError):
     """A service gave no answer, or none that can be used; one sentence that names it."""
 
 
-class PartialSearchError(RuntimeError):
-    """Some queries of a batch failed. `results` has the passages or the error of each query."""
-
-    def __init__(self, results: list[list[Passage] | Exception]) -> None:
-        errors = [error for error in results if isinstance(error, Exception)]
-        super().__init__(f"{len(errors)} of {len(results)} queries failed, the first with: {errors[0]}")
-        self.results = results
-
-
-class CorpusRetriever(NamesRemedy, ABC):
-    """A `Retriever` for the `top_k` best passages of a corpus. Subclasses only need `rank`.
+class TextRetriever(NamesRemedy, ABC):
+    """A `Retriever` that takes plain texts as well. Subclasses need `search_queries`, and a fingerprint.
 
     query_fields: the fields of `Query` that a result depends on.
     """
@@ -168,6 +163,30 @@ class CorpusRetriever(NamesRemedy, ABC):
         ("retrieve", "query", "invoke", "get_relevant_documents", "similarity_search", "get"),
         "search(text)",
     ) | {"batch_search": "search(texts)", "documents": "corpus", "passages": "corpus"}
+
+    def key(self, query: Query) -> Hashable:
+        return tuple(getattr(query, name) for name in self.query_fields)
+
+    @overload
+    def search(self, queries: str) -> list[Passage]: ...  # type: ignore[overload-overlap]
+    @overload
+    def search(self, queries: Sequence[Query | str]) -> list[list[Passage]]: ...
+    def search(self, queries: str | Sequence[Query | str]) -> list[Passage] | list[list[Passage]]:
+        """As in `Retriever`, also for plain texts; a single text gets its passages alone."""
+        if isinstance(queries, str):
+            return self.search_queries(as_queries([queries]))[0]
+        return self.search_queries(as_queries(queries))
+
+    @abstractmethod
+    def search_queries(self, queries: list[Query]) -> list[list[Passage]]:
+        """As in `Retriever.search`."""
+
+
+class CorpusRetriever(TextRetriever):
+    """A `Retriever` for the `top_k` best passages of a corpus. Subclasses only need `rank`.
+
+    query_fields: the fields of `Query` that a result depends on.
+    """
 
     def __init__(self, corpus: Corpus, top_k: int) -> None:
         self.corpus, self.top_k = corpus, min(top_k, len(corpus))
@@ -183,70 +202,33 @@ class CorpusRetriever(NamesRemedy, ABC):
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         """For each query the best rows of the corpus, at most `depth`, best first; ties in corpus order."""
 
-    def key(self, query: Query) -> Hashable:
-        return tuple(getattr(query, name) for name in self.query_fields)
-
-    @overload
-    def search(self, queries: str) -> list[Passage]: ...  # type: ignore[overload-overlap]
-    @overload
-    def search(self, queries: Sequence[Query | str]) -> list[list[Passage]]: ...
-    def search(self, queries: str | Sequence[Query | str]) -> list[Passage] | list[list[Passage]]:
-        """As in `Retriever`, also for plain texts; a single text gets its passages alone.
-
-        A batch that fails is searched query by query, so one costs no other its own.
-
-        What is wrong with all, a corpus that has changed or an engine that does not answer, is raised.
-        Where the whole corpus fits into `top_k` there is nothing to choose: once a query finds anything,
-        the passages it did not find follow in corpus order.
-        """
-        if isinstance(queries, str):
-            return self.search([queries])[0]
-        if not isinstance(queries, Iterable):
-            queries = [queries]
-        queries = as_queries(queries)
-        try:
-            return self._search(queries)
-        except (UserError, SearchUnavailableError):
-            raise
-        except Exception:
-            if len(queries) == 1:
-                raise
-        results: list[list[Passage] | Exception] = []
-        for query in queries:
-            try:
-                results += self._search([query])
-            except Exception as error:
-                log.warning("a search failed", exc_info=error)
-                results.append(error)
-        found = [passages for passages in results if not isinstance(passages, Exception)]
-        if len(found) < len(results):
-            raise PartialSearchError(results)
-        return found
-
-    def _search(self, queries: Sequence[Query]) -> list[list[Passage]]:
-        ranked = [dict.fromkeys(rows, 0.0) for rows in self.rank(queries, self.top_k)]
-        found = self._read_ranked(ranked, self.top_k)
-        return [[passage for passage, _ in scored] for scored in found]
-
     def rank_scored(self, queries: Sequence[Query], depth: int) -> list[dict[int, float]]:
         """The rows of `rank` in the same order with scores; 1 / rank if there are no others."""
         return [{row: 1 / n for n, row in enumerate(rows, start=1)} for rows in self.rank(queries, depth)]
 
-    def search_scored(self, queries: Sequence[Query], depth: int) -> list[list[tuple[Passage, float]]]:
-        """As `search` with `depth` for `top_k`, each passage with its score, 0 where it was not found."""
-        depth = min(depth, len(self.corpus))
-        return self._read_ranked(self.rank_scored(queries, depth), depth)
+    def search_queries(self, queries: list[Query]) -> list[list[Passage]]:
+        found = self.search_scored(queries, self.top_k)
+        return [[passage for passage, _ in scored] for scored in found]
 
-    def _read_ranked(
-        self, ranked: Sequence[dict[int, float]], depth: int
-    ) -> list[list[tuple[Passage, float]]]:
-        """The passages of rows, followed by all others where rows were found and `depth` is the corpus."""
+    def search_scored(self, queries: Sequence[Query], depth: int) -> list[list[tuple[Passage, float]]]:
+        """As `search` with `depth` for `top_k`, each passage with its score, 0 where it was not found.
+
+        Where the whole corpus fits there is nothing to choose: once a query finds anything, the passages
+        it did not find follow in corpus order.
+        """
+        depth = min(depth, len(self.corpus))
+        ranked = self.rank_scored(queries, depth)
         for scores in ranked:
             if scores and depth == len(self.corpus):
                 scores |= {row: 0.0 for row in range(depth) if row not in scores}
         rows = sorted({row for scores in ranked for row in scores})
         passages = dict(zip(rows, self.corpus.read_passages(rows), strict=True))
         return [[(passages[row], score) for row, score in scores.items()] for scores in ranked]
+
+
+def count_passages(retriever: Retriever) -> int | None:
+    """How many passages are searched; None where a service does it."""
+    return len(retriever.corpus) if isinstance(retriever, CorpusRetriever) else None
 
 
 def select_top_hits(hits: Hits, depth: int) -> Hits:
@@ -262,13 +244,12 @@ def interleave_rankings(rankings: Sequence[Sequence[K]], depth: int) -> list[K]:
 
 
 class MemoizedBatchFunction(Generic[K, V]):
-    """Computes a value for each key, and remembers it; any number of threads may ask.
+    """Computes a value for each key, and remembers `most` of them; any number of threads may ask.
 
     `compute` gets several keys at once, and is never called by two threads at a time.
     """
 
     def __init__(self, compute: Callable[[list[K]], Iterable[V]], most: int = MAX_CACHED_RESULTS) -> None:
-        """most: values that are kept from one call to the next."""
         self._compute, self._most = compute, most
         self._known: dict[K, V] = {}
         self._lock = threading.Lock()
@@ -285,6 +266,158 @@ class MemoizedBatchFunction(Generic[K, V]):
             return [self._known[key] for key in keys]
 
 
-def count_passages(retriever: Retriever) -> int | None:
-    """How many passages are searched; None where a service does it."""
-    return len(retriever.corpus) if isinstance(retriever, CorpusRetriever) else None
+def fuse_rankings(rankings: Sequence[Ranking], depth: int, fusion_depth: int) -> Ranking:
+    """Reciprocal rank fusion (Cormack et al. 2009): the first ranks each give 1 / (60 + rank).
+
+    Rank counts from 1. Ties go to the row that came first in the earliest ranking. The rows of the last
+    ranking that are not among the first `fusion_depth` of any follow in its order: a deeper result begins
+    with the shallower one.
+    """
+    scores: dict[int, float] = {}
+    for ranking in rankings:
+        for rank, row in enumerate(ranking[:fusion_depth], start=1):
+            scores[row] = scores.get(row, 0.0) + 1.0 / (FUSION_CONSTANT + rank)
+    fused = sorted(scores, key=lambda row: -scores[row])
+    return list(dict.fromkeys((*fused, *rankings[-1])))[:depth]
+
+
+class HybridRetriever(CorpusRetriever):
+    """Reciprocal rank fusion of the first `fusion_depth` ranks of each; the last ranks what follows."""
+
+    def __init__(
+        self, retrievers: Sequence[CorpusRetriever], top_k: int, fusion_depth: int = FUSION_DEPTH
+    ) -> None:
+        super().__init__(retrievers[0].corpus, top_k)
+        self._retrievers, self._fusion_depth = retrievers, fusion_depth
+        self.query_fields = tuple(dict.fromkeys(name for r in retrievers for name in r.query_fields))
+
+    def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
+        *others, last = self._retrievers
+        found = [retriever.rank(queries, self._fusion_depth) for retriever in others]
+        found.append(last.rank(queries, max(depth, self._fusion_depth)))
+        return [fuse_rankings(rankings, depth, self._fusion_depth) for rankings in zip(*found, strict=True)]
+
+
+class MultiQueryRetriever(CorpusRetriever):
+    """Each of `Query.parts` is a search of its own: the best of each, then the second of each, and so on.
+
+    One long sparse query counts the words of the question in every search, so that a name just begun at
+    its end weighs little; alone it is nearly all of a query. What a part finds is remembered by its text.
+    """
+
+    query_fields = ("parts",)
+
+    def __init__(self, inner: CorpusRetriever) -> None:
+        super().__init__(inner.corpus, inner.top_k)
+
+        def rank(asked: Sequence[tuple[str, int]]) -> list[Ranking]:
+            return inner.rank([Query(part, (part,)) for part, _ in asked], asked[0][1])
+
+        self._rankings = MemoizedBatchFunction(rank)
+
+    def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
+        parts = list(dict.fromkeys(part for query in queries for part in query.parts))
+        found = dict(zip(parts, self._rankings((part, depth) for part in parts), strict=True))
+        return [interleave_rankings([found[part] for part in query.parts], depth) for query in queries]
+
+
+class NoRetriever(CorpusRetriever):
+    """Finds nothing: what the denoiser knows by itself."""
+
+    query_fields = ()
+
+    def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
+        return [[] for _ in queries]
+
+
+def open_no_retriever(config: RetrievalConfig, corpus: Corpus) -> NoRetriever:
+    return NoRetriever(corpus, config.top_k)
+
+
+class OracleRetriever(CorpusRetriever):
+    """First the passages that support a question, then what another retriever finds for it.
+
+    Of several passages with a supporting title, or of a supporting row that was cut, the first of each come
+    first, then the second of each. `questions`: by the first part of their queries. Raises `ConfigError`
+    for one whose supporting passages are not all in the corpus.
+    """
+
+    def __init__(self, inner: CorpusRetriever, questions: Mapping[str, Question]) -> None:
+        super().__init__(inner.corpus, inner.top_k)
+        self._inner, self._rows = inner, dict[str, Ranking]()
+        rows = _find_supports(questions.values(), inner.corpus)
+        for part, question in questions.items():
+            keys = _list_supports(question)
+            for _, missing in (key for key in keys if not rows[key]):
+                raise ConfigError(
+                    f"{question.place or question.id}: the supporting passage '{missing}' is not in "
+                    f"{inner.corpus.path}"
+                )
+            self._rows[part] = interleave_rankings([rows[key] for key in keys], len(inner.corpus))
+
+    def key(self, query: Query) -> Hashable:
+        return query.parts[0]
+
+    def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
+        found = self._inner.rank(queries, depth)
+        return [
+            list(dict.fromkeys((*self._rows[query.parts[0]], *rows)))[:depth]
+            for query, rows in zip(queries, found, strict=True)
+        ]
+
+
+def _list_supports(question: Question) -> list[Support]:
+    """What the supporting passages of a question are known by: their ids, else their titles."""
+    if question.supporting_ids:
+        return [("id", name) for name in question.supporting_ids]
+    return [("title", normalize_title(title)) for title in question.supporting_titles]
+
+
+def _find_supports(questions: Iterable[Question], corpus: Sequence[Passage]) -> dict[Support, Ranking]:
+    """The rows of all passages that support questions; an empty list for one that is not there."""
+    found: dict[Support, Ranking] = {key: [] for question in questions for key in _list_supports(question)}
+    titled = any(kind == "title" for kind, _ in found)
+    for row, passage in enumerate(corpus if found else ()):
+        keys = [("id", passage.id), ("id", get_row_id(passage.id))]
+        if titled:
+            keys.append(("title", get_first_line_title(passage.text)))
+        for key in dict.fromkeys(keys):
+            if key in found:
+                found[key].append(row)
+    return found
+
+
+def describe_missing_support(questions: Sequence[Question], corpus: Sequence[Passage]) -> str:
+    """A sentence on the supporting passages that a corpus lacks; "" where it has all."""
+    wanted = _find_supports(questions, corpus)
+    missing = [name for name, rows in wanted.items() if not rows]
+    if not missing:
+        return ""
+    lacking = sum(not all(wanted[key] for key in _list_supports(question)) for question in questions)
+    table = ' (a list in a table is JSON: ["a", "b"])' * ("," in missing[0][1])
+    return (
+        f"{len(missing):,} of {len(wanted):,} supporting passages are not in the corpus, so that evidence "
+        f"recall of {lacking:,} of {len(questions):,} questions cannot be whole: '{missing[0][1]}'{table}"
+    )
+
+
+def check_oracle_support(questions: Sequence[Question]) -> None:
+    """Raises `ConfigError` where no passage is known that supports a question."""
+    for question in questions:
+        if not _list_supports(question):
+            raise ConfigError(
+                f"retrieval.oracle=true: question '{question.id}' has no supporting_ids, and no titles of "
+                "supporting passages"
+            )
+
+
+def wrap_oracle(inner: Retriever, questions: Sequence[Question], query: str) -> Retriever:
+    """`inner` with the supporting passages of questions first; query: the policy. Raises `ConfigError`."""
+    if not isinstance(inner, CorpusRetriever) or not isinstance(inner.corpus, Corpus):
+        raise ConfigError("retrieval.oracle=true needs --corpus FILE, not retrieval.url")
+    if query != "question":
+        raise ConfigError(
+            "retrieval.oracle=true needs decode.query_policy=question: its evidence never changes"
+        )
+    check_oracle_support(questions)
+    return OracleRetriever(inner, {build_query(query, q.question).parts[0]: q for q in questions})

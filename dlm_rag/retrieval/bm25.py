@@ -39,8 +39,7 @@ from dlm_rag.files.build_once import Shard, build_once, build_shard, make_folder
 from dlm_rag.files.paths import get_cache_folder
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import report_progress
-from dlm_rag.retrieval.base import CorpusRetriever, Query, Ranking
-from dlm_rag.retrieval.composite import MultiQueryRetriever
+from dlm_rag.retrieval.base import CorpusRetriever, MultiQueryRetriever, Query, Ranking
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.text import split_terms
 

@@ -9,6 +9,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +25,16 @@ from dlm_rag.files.paths import expand_path, resolve_path_inside
 from dlm_rag.machine import has_bfloat16
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import report_progress
-from dlm_rag.retrieval.base import TIE_DECIMALS, CorpusRetriever, Hits, Query, Ranking, select_top_hits
-from dlm_rag.retrieval.composite import MultiQueryRetriever
+from dlm_rag.retrieval.base import (
+    TIE_DECIMALS,
+    CorpusRetriever,
+    Hits,
+    HybridRetriever,
+    MultiQueryRetriever,
+    Query,
+    Ranking,
+    select_top_hits,
+)
 from dlm_rag.retrieval.corpus import Corpus
 
 if TYPE_CHECKING:
@@ -58,8 +67,6 @@ class DenseRetriever(CorpusRetriever):
             self._vectors = self._vectors.to(device)
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
-        if not queries:
-            return []
         with profile_stage("retrieve/embed"):
             vectors = self._embed([query.text for query in queries])
         with profile_stage("retrieve/search"):
@@ -95,10 +102,8 @@ class DenseRetriever(CorpusRetriever):
 def open_dense_retriever(config: RetrievalConfig, corpus: Corpus) -> MultiQueryRetriever:
     """Dense retrieval; the passage vectors are computed once for these passages and weights, and kept.
 
-    Question and sentences are separate short queries (`Query.parts`), since one vector of all of
-    them points at none of them. The best passage of each part comes first, then the second of each:
-    on HotpotQA and 2WikiMultiHopQA that finds more than reciprocal rank fusion, which favours what
-    is middling for every part (`profiling/bench_retrieval.py`, docs/log.md).
+    The parts of a query take turns: on HotpotQA and 2WikiMultiHopQA that finds more than reciprocal rank
+    fusion, which favours what is middling for every part (`profiling/bench_retrieval.py`, docs/log.md).
     """
     encoder = TextEncoder(config)
     folder = build_once(
@@ -112,11 +117,16 @@ def open_dense_retriever(config: RetrievalConfig, corpus: Corpus) -> MultiQueryR
     return MultiQueryRetriever(dense)
 
 
-def _embed_corpus(corpus: Corpus, scratch: Path, config: RetrievalConfig, encoder: TextEncoder) -> None:
-    """Writes the vectors of all passages; what earlier attempts encoded is used.
+def open_hybrid_retriever(config: RetrievalConfig, corpus: Corpus) -> HybridRetriever:
+    """BM25 and dense search, fused."""
+    from dlm_rag.retrieval.bm25 import open_bm25_retriever
 
-    Each shard is encoded into a folder of its own. Raises `CorpusError`, `RunError` and `OSError`.
-    """
+    parts = [open_bm25_retriever(config, corpus), open_dense_retriever(config, corpus)]
+    return HybridRetriever(parts, config.top_k)
+
+
+def _embed_corpus(corpus: Corpus, scratch: Path, config: RetrievalConfig, encoder: TextEncoder) -> None:
+    """Writes the vectors of all passages, shard by shard; what earlier attempts encoded is used."""
 
     def encode(rows: range) -> dict[str, np.ndarray]:
         texts = [passage.text for passage in corpus.read_passages(rows)]
@@ -128,13 +138,13 @@ def _embed_corpus(corpus: Corpus, scratch: Path, config: RetrievalConfig, encode
     with report_progress("embedding passages", len(corpus)) as advance:
         for shard in shards:
             advance(build_shard(encode, shard))
-    rows = np.load(shards[0][1] / VECTORS_FILE, mmap_mode="r")
-    layout = {"descr": np.lib.format.dtype_to_descr(rows.dtype), "fortran_order": False,
-              "shape": (len(corpus), *rows.shape[1:])}  # fmt: skip
+    parts = [np.load(folder / VECTORS_FILE, mmap_mode="r") for _, folder in shards]
+    layout = np.lib.format.header_data_from_array_1_0(parts[0])
     with (scratch / VECTORS_FILE).open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, layout)
-        for _, folder in shards:
-            file.write(np.load(folder / VECTORS_FILE).tobytes())
+        shape = (len(corpus), *parts[0].shape[1:])
+        np.lib.format.write_array_header_1_0(file, layout | {"shape": shape})
+        for part in parts:
+            file.write(part.tobytes())
 
 
 class TextEncoder:
@@ -146,21 +156,14 @@ class TextEncoder:
     def __init__(self, config: RetrievalConfig) -> None:
         self.model = config.embedding_model
         self._encoder = load_sentence_transformer(self.model)
-        self._query_prompt, self._passage_prompt = config.query_prompt, config.passage_prompt
         self.device = self._encoder.device
+        self.encode_queries: EmbedFunction = partial(self._embed, config.query_prompt)
+        self.encode_passages: EmbedFunction = partial(self._embed, config.passage_prompt)
         self.index_folder_name = make_folder_name(
-            "dense", Path(self.model).name, _fingerprint_encoder(self._encoder), self._passage_prompt
+            "dense", Path(self.model).name, _fingerprint_encoder(self._encoder), config.passage_prompt
         )
 
-    def encode_queries(self, texts: list[str]) -> Tensor:
-        """(n, width) float32 unit vectors."""
-        return self._embed(texts, self._query_prompt)
-
-    def encode_passages(self, texts: list[str]) -> Tensor:
-        """(n, width) float32 unit vectors."""
-        return self._embed(texts, self._passage_prompt)
-
-    def _embed(self, texts: list[str], prompt: str) -> Tensor:
+    def _embed(self, prompt: str, texts: list[str]) -> Tensor:
         found = self._encoder.encode(
             texts, prompt=prompt or None, batch_size=BATCH_SIZE, convert_to_tensor=True,
             normalize_embeddings=True, show_progress_bar=False,
@@ -236,11 +239,13 @@ def _require_all_weights() -> Iterator[None]:
 
     A missing pooler is unused; it is initialised with a fixed seed so that fingerprints are stable.
     """
-    reports: list[str] = []
+    missing: list[str] = []
 
-    def keep(record: logging.LogRecord) -> bool:
-        reports.append(record.getMessage())
-        return "LOAD REPORT" not in reports[-1]
+    def keep(record: logging.LogRecord) -> bool:  # the report has a table of rows "name | MISSING"
+        rows = (line.partition("|") for line in record.getMessage().splitlines())
+        names = (name.strip(" \t-+*") for name, _, status in rows if "MISSING" in status)
+        missing.extend(name for name in names if name and "pooler" not in name)
+        return "LOAD REPORT" not in record.getMessage()
 
     logger = logging.getLogger("transformers.modeling_utils")
     level = logger.level
@@ -253,15 +258,8 @@ def _require_all_weights() -> Iterator[None]:
     finally:
         logger.removeFilter(keep)
         logger.setLevel(level)
-    missing = [name for name in _list_missing_weights("\n".join(reports)) if "pooler" not in name]
     if missing:
         raise RunError(f"{missing[0]} is missing from its weights: the download may be incomplete")
-
-
-def _list_missing_weights(report: str) -> list[str]:
-    """Returns the names in the rows of transformers' table, "name | MISSING", that say so."""
-    rows = (line.partition("|") for line in report.splitlines())
-    return [name.strip(" \t-+*") for name, _, status in rows if "MISSING" in status and name.strip()]
 
 
 def _fingerprint_encoder(encoder: SentenceTransformer) -> str:

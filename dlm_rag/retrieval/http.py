@@ -3,7 +3,7 @@
 Requests run on an event loop in a thread of its own: only there a deadline holds for name look-ups and for
 headers and bodies that trickle, too. Answers must not be compressed: a small one could fill the memory.
 
-`HttpRetriever` speaks the protocol of Search-R1's retrieval server, as many agents do:
+`HttpRetriever` speaks the protocol of Search-R1's retrieval server:
 
     POST {"queries": ["Who wrote Emma?"], "topk": 3, "return_scores": true}
     {"result": [[{"document": {"id": "emma", "contents": "Emma\\n..."}, "score": 4.2}, ...]]}
@@ -23,11 +23,10 @@ import re
 import ssl
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from http import HTTPStatus
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import httpx2
 
@@ -35,7 +34,7 @@ from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError, CorpusError, UserError, summarize_error
 from dlm_rag.files.checked_json import parse_json
 from dlm_rag.files.record_readers import get_field
-from dlm_rag.retrieval.base import Query, SearchUnavailableError, as_queries
+from dlm_rag.retrieval.base import Query, SearchUnavailableError, TextRetriever, as_queries
 from dlm_rag.retrieval.corpus import Passage, parse_passage
 from dlm_rag.text import normalize_whitespace, replace_control_chars
 
@@ -46,8 +45,8 @@ INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 1.0
 MAX_ATTEMPT_FRACTION = 1 / 3  # of a call's seconds: an answer that never comes leaves time for others
 # in the environment: sent with every request, to no other server
 RETRIEVAL_TOKEN_VARIABLE = "DLM_RAG_RETRIEVAL_TOKEN"
+PROBE = "Who wrote Emma?"
 BUSY_STATUSES = (429, 502, 503, 504)  # what may pass
-PROBE_QUERY = Query("Who wrote Emma?", ("Who wrote Emma?",))
 
 # the fingerprint of a service, "" where it gives none, and the fields of `Query` that it reads
 ServiceInfo = tuple[str, tuple[str, ...]]
@@ -80,19 +79,19 @@ class HttpClient:
                 f"{token_variable} in the environment is not a bearer token: it must be printable ASCII "
                 "without blanks"
             )
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        own = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         try:
             self._client = httpx2.AsyncClient(
-                headers=headers | ({"Authorization": f"Bearer {self._token}"} if self._token else {}),
-                verify=_create_ssl_context() if url.startswith("https:") else False,
+                headers={"Content-Type": "application/json", "Accept-Encoding": "identity", **own},
+                verify=httpx2.create_ssl_context() if url.startswith("https:") else False,
                 timeout=None,
                 limits=httpx2.Limits(max_connections=None, keepalive_expiry=IDLE_CONNECTION_SECONDS),
                 trust_env=use_proxy,  # and the environment's .netrc
             )
-        except (httpx2.InvalidURL, ValueError, ImportError) as error:
+        except (httpx2.InvalidURL, ValueError, ImportError, OSError) as error:
             raise ConfigError(
-                "the proxy that HTTP_PROXY, HTTPS_PROXY or ALL_PROXY in the environment names cannot be "
-                f"used: {summarize_error(error)}"
+                "the environment's certificates (SSL_CERT_FILE, SSL_CERT_DIR) or its proxy (HTTP_PROXY, "
+                f"HTTPS_PROXY, ALL_PROXY) cannot be used: {summarize_error(error)}"
             ) from None
 
     def send(
@@ -102,9 +101,8 @@ class HttpClient:
 
         Raises `RetryableFailure` for what may pass, as a status in `busy`, else `UnusableAnswerError`.
         """
-        content = (
-            None if body is None else json.dumps(body).encode()
-        )  # in ASCII, whatever a model has written
+        # In ASCII, whatever a model has written.
+        content = None if body is None else json.dumps(body).encode()
         exchange = asyncio.run_coroutine_threadsafe(
             self._exchange(url, content, seconds), _get_event_loop()
         )
@@ -138,24 +136,22 @@ class HttpClient:
         return response.status_code, bytes(body)
 
     def _describe_refusal(self, status: int, body: bytes) -> str:
-        """Says what a service has said of a request that it refuses, without the token."""
-        words = body[:2000].decode(errors="replace")
+        """What a service has said of a request that it refuses, without the token."""
         try:
             words = str(parse_json(body, "", UserError)["error"]["message"])
         except (UserError, LookupError, TypeError):
-            words = words or HTTPStatus(status).phrase if status in {*HTTPStatus} else words
+            words = body[:2000].decode(errors="replace")
         if self._token:
             words = words.replace(self._token, "***")
         words = normalize_whitespace(replace_control_chars(words[:2000]))[:200]
         hint = ""
         if status in (401, 403):
-            state = "not its key" if self._token else "not set"
-            hint = f": {self._variable} in the environment is {state}"
+            hint = f": {self._variable} in the environment is {'not its key' if self._token else 'not set'}"
         return f"HTTP status {status}" + (f" ({words})" if words else "") + hint
 
 
 def _describe_connection_error(error: BaseException) -> str:
-    """Says why there was no answer: what is at the bottom of an error of the client."""
+    """Why there was no answer: what is at the bottom of an error of the client."""
     while below := error.__cause__ or error.__context__:
         error = below
     if isinstance(error, BaseExceptionGroup):  # of each address that the name has
@@ -174,17 +170,6 @@ def _get_event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="requests over HTTP", daemon=True).start()
     return loop
-
-
-def _create_ssl_context() -> ssl.SSLContext:
-    """Trusts the system's authorities, or those that SSL_CERT_FILE or SSL_CERT_DIR name."""
-    try:
-        return httpx2.create_ssl_context()
-    except OSError as error:  # no such file, or no certificates in it
-        raise ConfigError(
-            "the certificates that SSL_CERT_FILE or SSL_CERT_DIR names cannot be read "
-            f"({summarize_error(error)})"
-        ) from None
 
 
 def iterate_backoff_seconds(initial: float, longest: float) -> Iterator[float]:
@@ -213,8 +198,8 @@ def call_with_retries(name: str, seconds: float, ask: Callable[[float], T]) -> T
         time.sleep(pause)
 
 
-class HttpRetriever:
-    """A `Retriever` that asks a service for the `top_k` best passages; any number of threads may search.
+class HttpRetriever(TextRetriever):
+    """Asks a service for the `top_k` best passages; any number of threads may search.
 
     A search that fails raises `SearchUnavailableError`, for all of its queries. Once the service says that
     it searches other passages than at first, that is a `ConfigError`: no answer of the run can be right.
@@ -228,29 +213,17 @@ class HttpRetriever:
         url = self._url = config.url or ""
         self._top_k, self._seconds = config.top_k, config.timeout
         self._client = HttpClient(url, RETRIEVAL_TOKEN_VARIABLE)
-        self._service: ServiceInfo = ("", ("text",))
         try:
-            _, self._service = self._ask([PROBE_QUERY], self._seconds * MAX_ATTEMPT_FRACTION)
+            _, self._service = self._ask(as_queries([PROBE]), self._seconds * MAX_ATTEMPT_FRACTION)
         except (RetryableFailure, SearchUnavailableError) as error:
             reason = str(error).removeprefix(f"{url}: ")
             raise ConfigError(
                 f"retrieval.url={url} cannot be searched: {reason}: is the service up, and this its URL?"
             ) from None
-        # What the service says that it searches, and how.
-        self.fingerprint = self._service[0] or url
+        self.fingerprint, self.query_fields = self._service[0] or url, self._service[1]
 
-    def key(self, query: Query) -> Hashable:
-        return tuple(getattr(query, name) for name in self._service[1])
-
-    @overload
-    def search(self, queries: str) -> list[Passage]: ...  # type: ignore[overload-overlap]
-    @overload
-    def search(self, queries: Sequence[Query | str]) -> list[list[Passage]]: ...
-    def search(self, queries: str | Sequence[Query | str]) -> list[Passage] | list[list[Passage]]:
-        if isinstance(queries, str):
-            return self.search([queries])[0]
-        asked = as_queries(queries)
-        found, service = call_with_retries(self._url, self._seconds, lambda s: self._ask(asked, s))
+    def search_queries(self, queries: list[Query]) -> list[list[Passage]]:
+        found, service = call_with_retries(self._url, self._seconds, lambda s: self._ask(queries, s))
         if service != self._service:
             raise ConfigError(
                 f"{self._url} searches other passages than when this run began, or in another way: answers "
@@ -261,15 +234,13 @@ class HttpRetriever:
     def _ask(self, queries: Sequence[Query], seconds: float) -> tuple[list[list[Passage]], ServiceInfo]:
         """What each query finds, and what the service is. Raises `SearchUnavailableError`, and
         `RetryableFailure` for what may pass."""
-        asked: dict[str, Any] = {
-            "queries": [query.text for query in queries], "topk": self._top_k, "return_scores": True
-        }  # fmt: skip
-        if "parts" in self._service[1]:
+        texts = [query.text for query in queries]
+        asked: dict[str, Any] = {"queries": texts, "topk": self._top_k, "return_scores": True}
+        if "parts" in self.query_fields:
             asked["parts"] = [query.parts for query in queries]
         try:
-            answer = parse_json(
-                self._client.send(self._url, asked, seconds), "it answers no search", UserError, "answer"
-            )
+            data = self._client.send(self._url, asked, seconds)
+            answer = parse_json(data, "it answers no search", UserError, "answer")
             results = answer.get("result") if isinstance(answer, dict) else None
             if not isinstance(results, list) or not all(isinstance(items, list) for items in results):
                 raise UserError("it answers no search: 'result' is not a list of lists")

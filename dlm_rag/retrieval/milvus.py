@@ -25,12 +25,12 @@ from dlm_rag.retrieval.base import (
     CorpusRetriever,
     Hits,
     MemoizedBatchFunction,
+    MultiQueryRetriever,
     Query,
     Ranking,
     SearchUnavailableError,
     select_top_hits,
 )
-from dlm_rag.retrieval.composite import MultiQueryRetriever
 from dlm_rag.retrieval.corpus import Corpus, Passage
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from dlm_rag.errors import CorpusError, QuestionError
 from dlm_rag.evaluation.metrics import compute_support_recall
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.retrieval.base import Query
-from dlm_rag.retrieval.composite import wrap_oracle
+from dlm_rag.retrieval.base import Query, wrap_oracle
 from dlm_rag.retrieval.corpus import get_row_id, open_corpus
 
 VESK, ORRA = ["Vesk", ["Vesk is a river.", " It ends in Orra."]], ["Orra", ["Orra is a lake."]]

@@ -13,7 +13,7 @@ from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.engine import engine
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import Question
-from dlm_rag.retrieval.composite import NoRetriever
+from dlm_rag.retrieval.base import NoRetriever
 from dlm_rag.tokenizer.prompts import PromptTemplate
 from tests.support.attention import run_with_mask
 from tests.support.block_attention import MASK, block_denoiser

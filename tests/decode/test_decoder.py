@@ -12,8 +12,7 @@ from dlm_rag.engine.engine import resolve_settings
 from dlm_rag.engine.runner import MaskedModelRunner, SamplingMetadata, sample_proposals, split_proposals
 from dlm_rag.errors import QuestionError
 from dlm_rag.questions import Question
-from dlm_rag.retrieval.base import Query
-from dlm_rag.retrieval.composite import HybridRetriever
+from dlm_rag.retrieval.base import HybridRetriever, Query
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.tokenizer.prompts import PromptTemplate
 from tests.support.decoding import (

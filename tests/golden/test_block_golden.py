@@ -17,7 +17,7 @@ from dlm_rag.config import EngineConfig, load_config
 from dlm_rag.config.fields import replace_settings
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.questions import Question
-from dlm_rag.retrieval.composite import NoRetriever
+from dlm_rag.retrieval.base import NoRetriever
 from dlm_rag.tokenizer import Prompt
 from tests.golden.tiny_checkpoints import (
     END_TOKEN_IDS,

@@ -16,7 +16,7 @@ from dlm_rag.diffusion_gemma.model import DiffusionGemma
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.questions import Question
 from dlm_rag.randomness import make_keyed_generator
-from dlm_rag.retrieval.composite import NoRetriever
+from dlm_rag.retrieval.base import NoRetriever
 from tests.support.gemma_decoding import QueryHashRetriever, make_gemma_decoder
 from tests.support.tiny_diffusion_gemma import PAD, write_tiny_gemma
 

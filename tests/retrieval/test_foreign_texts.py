@@ -8,8 +8,7 @@ from dlm_rag.errors import CorpusError
 from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import Question, number_questions, read_questions
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.retrieval.base import Query
-from dlm_rag.retrieval.composite import describe_missing_support, wrap_oracle
+from dlm_rag.retrieval.base import Query, describe_missing_support, wrap_oracle
 from dlm_rag.retrieval.corpus import get_row_id, open_corpus
 from dlm_rag.retrieval.text_folder import PASSAGE_LENGTH_CHARS
 from dlm_rag.text import split_terms

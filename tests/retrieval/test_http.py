@@ -14,8 +14,7 @@ from dlm_rag.config import DecodeConfig, RetrievalConfig
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import http
-from dlm_rag.retrieval.base import Query, SearchUnavailableError
-from dlm_rag.retrieval.composite import HybridRetriever
+from dlm_rag.retrieval.base import HybridRetriever, Query, SearchUnavailableError
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.http import RetryableFailure, call_with_retries, parse_document
 from dlm_rag.serving.search_app import SearchService

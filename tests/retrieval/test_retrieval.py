@@ -16,14 +16,15 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval.base import (
+    HybridRetriever,
     MemoizedBatchFunction,
     Query,
     build_query,
+    fuse_rankings,
     interleave_rankings,
     resolve_query_threshold,
 )
 from dlm_rag.retrieval.bm25 import extract_terms
-from dlm_rag.retrieval.composite import HybridRetriever, fuse_rankings
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import DenseRetriever
 from tests.support.passages import write_jsonl_file

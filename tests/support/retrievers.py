@@ -2,8 +2,7 @@
 
 import torch
 
-from dlm_rag.retrieval.base import Query
-from dlm_rag.retrieval.composite import MultiQueryRetriever
+from dlm_rag.retrieval.base import MultiQueryRetriever, Query
 from dlm_rag.retrieval.dense import DenseRetriever
 
 
