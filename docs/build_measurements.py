@@ -148,8 +148,8 @@ def dump_entry(entry: Entry) -> str:
 def make_entry(result: Path, title: str, what: str) -> Entry:
     """The entry of an evaluation that `dlm-rag evaluate` left in a folder."""
     stored = read_result(result)
-    stamp, table = stored.get_stamp(next(iter(stored.scores.settings))), build_result_table(stored)
-    if not (command := stored.record.get("command")):
+    stamp, table = next(iter(stored.settings.values())).stamp, build_result_table(stored)
+    if not (command := stored.command):
         raise ConfigError(f"{result} does not say by which command it was made: add the entry by hand")
     entry = {"title": title, "what": what, "command": command, "machine": str(stamp.get("device"))}
     entry |= {"date": str(stamp.get("date"))[:10], "commit": str(stamp.get("commit"))}

@@ -99,13 +99,13 @@ def record_inputs(result: StoredResult) -> dict[str, Any]:
     """What inputs.json keeps of a result: its day, files and settings."""
     files: dict[str, str] = {}
     settings = {}
-    for name in result.scores.settings:
-        stamp = result.get_stamp(name)
+    for name in result.settings:
+        stamp = result.settings[name].stamp
         for path, digest in stamp["files"].items():
             if Path(path).is_relative_to(ROOT):
                 files[Path(path).relative_to(ROOT).as_posix()] = digest
         settings[name] = stamp["answers_depend_on"]
-    day = str(result.get_stamp(next(iter(settings)))["date"])[:10]
+    day = str(result.settings[next(iter(settings))].stamp["date"])[:10]
     return {"date": day, "files": dict(sorted(files.items())), "settings": settings}
 
 
@@ -127,7 +127,6 @@ def build_rows(table: dict[str, Any], result: StoredResult) -> tuple[list[str], 
     metric and groups: a row for each group of questions; minus: of the first setting minus the others.
     columns: metrics over all questions, a row for each setting. overview: all settings of a sweep.
     """
-    scores = result.scores
     if "overview" in table:
         headings, rows = build_result_table(result)[1:]
         names = {"above the first": "difference from the first", "Pareto front": "on the Pareto front"}
@@ -138,15 +137,15 @@ def build_rows(table: dict[str, Any], result: StoredResult) -> tuple[list[str], 
     if "columns" in table:
         rows = [
             [name, *format_metrics(setting.groups["all"], table["columns"].values())]
-            for name, setting in scores.settings.items()
+            for name, setting in result.settings.items()
         ]
         return ["setting", *table["columns"]], rows
     minus = bool(table.get("minus"))
-    plain = {name: setting.groups for name, setting in scores.settings.items()}
-    shown: dict[str, Any] = scores.first_minus if minus else plain
+    plain = {name: setting.groups for name, setting in result.settings.items()}
+    shown: dict[str, Any] = result.first_minus if minus else plain
     rows = [
         [
-            f"{table['groups'][group]} ({scores.questions[group]})",
+            f"{table['groups'][group]} ({result.questions[group]})",
             *(format_cell(of[group], table["metric"], minus) for of in shown.values()),
         ]
         for group in table["groups"]
@@ -182,7 +181,7 @@ def update_entries(entries: list[Entry], results: dict[str, StoredResult]) -> No
             continue
         if "fill" not in entry["table"]:
             entry["columns"], entry["rows"] = build_rows(entry["table"], measured[0])
-        stamp = measured[0].get_stamp(next(iter(measured[0].scores.settings)))
+        stamp = next(iter(measured[0].settings.values())).stamp
         entry |= {"date": str(stamp["date"])[:10], "commit": stamp["commit"], "seed": stamp["seed"]}
         entry["machine"] = f"{stamp['device'].removeprefix('cpu: ')}, threads: {stamp['threads']}"
     for entry in entries:
@@ -225,7 +224,7 @@ def main(argv: list[str]) -> None:
         return
     found = [read_result(path) for path in given.result]
     started = "dlm-rag evaluate"
-    results = {f"python evaluate.py{str(r.record['command']).removeprefix(started)}": r for r in found}
+    results = {f"python evaluate.py{r.command.removeprefix(started)}": r for r in found}
     if unknown := sorted(results.keys() - inputs):
         raise ConfigError(f"{INPUTS.name} has no command {unknown[0]!r}")
     if not results:

@@ -5,10 +5,12 @@ python evaluate.py --out runs/names --compare \\
     static,interleaved,decode.query_policy=examples.own_query_policy:ask_names
 """
 
+from statistics import fmean
+
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import DecodeConfig
-from dlm_rag.evaluation.metrics import compute_mean_score, score_rollout
+from dlm_rag.evaluation.metrics import score_rollout
 from dlm_rag.questions import read_questions
 
 
@@ -27,9 +29,9 @@ def main() -> None:
             denoiser, retriever, tokenizer, DecodeConfig(query_policy=policy, batch_size=len(asked))
         )
         rollouts = decoder.decode(asked)
-        mean = compute_mean_score([score_rollout(r, q) for r, q in zip(rollouts, asked, strict=True)])
-        name = policy.split(":")[-1]
-        print(f"{name:10}  exact match {mean.exact_match:4.0%}  evidence found {mean.recall_last:4.0%}")
+        scores = [score_rollout(r, q) for r, q in zip(rollouts, asked, strict=True)]
+        right, found = fmean(s.exact_match for s in scores), fmean(s.recall_last or 0.0 for s in scores)
+        print(f"{policy.split(':')[-1]:10}  exact match {right:4.0%}  evidence found {found:4.0%}")
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def group_questions(questions: Sequence[Question]) -> QuestionGroups:
     that is the name of another group.
     """
     by_hops = {
-        format_hops(hops): [n for n, q in enumerate(questions) if q.hops == hops]
+        f"{hops} hop{'s' * (hops != 1)}": [n for n, q in enumerate(questions) if q.hops == hops]
         for hops in sorted({q.hops for q in questions if q.hops is not None})
     }
     groups = {"all": list(range(len(questions))), **by_hops}
@@ -145,11 +145,6 @@ def group_questions(questions: Sequence[Question]) -> QuestionGroups:
     return groups
 
 
-def format_hops(hops: int) -> str:
-    """The name of the group of questions with so many hops."""
-    return f"{hops} hop" if hops == 1 else f"{hops} hops"
-
-
 def summarize_scores(scores: Sequence[Score], groups: QuestionGroups) -> GroupSummary:
     """Every metric of one setting in every group: means, and tokens per forward as a ratio of sums."""
     found: GroupSummary = {}
@@ -163,26 +158,22 @@ def summarize_scores(scores: Sequence[Score], groups: QuestionGroups) -> GroupSu
     return found
 
 
-def compute_paired_differences(
-    one: Sequence[Score], other: Sequence[Score], groups: QuestionGroups
-) -> GroupSummary:
-    """`one` minus `other`, question by question, in what it achieved and took."""
+def compare_to_first(
+    scores: Mapping[str, Sequence[Score]], groups: QuestionGroups
+) -> dict[str, GroupSummary]:
+    """The first setting minus each of the others, question by question, in what it achieved and took."""
     estimators: dict[str, Callable[[list[float]], Estimate | None]] = {
         "exact_match": estimate_difference, "f1": estimate_difference,
         "forwards": bootstrap_mean, "searches": bootstrap_mean,
     }  # fmt: skip
-    return {
-        group: {
-            name: estimate([getattr(one[n], name) - getattr(other[n], name) for n in places])
-            for name, estimate in estimators.items()
-        }
-        for group, places in groups.items()
-    }
-
-
-def compare_to_first(
-    scores: Mapping[str, Sequence[Score]], groups: QuestionGroups
-) -> dict[str, GroupSummary]:
-    """The first setting minus each of the others."""
     (_, first), *others = scores.items()
-    return {name: compute_paired_differences(first, theirs, groups) for name, theirs in others}
+    return {
+        setting: {
+            group: {
+                name: estimate([getattr(first[n], name) - getattr(theirs[n], name) for n in places])
+                for name, estimate in estimators.items()
+            }
+            for group, places in groups.items()
+        }
+        for setting, theirs in others
+    }

@@ -40,6 +40,7 @@ from dlm_rag.randomness import make_keyed_generator, sample_uniform
 from dlm_rag.tokenizer import Prompt
 
 FloatArray = NDArray[np.float64]
+Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context and of its continuation
 
 
 @dataclass(frozen=True)
@@ -57,18 +58,16 @@ class LogLikelihood:
 
 
 class _Row(NamedTuple):
-    """A row for the denoiser: the positions, ascending, at which it is asked for `wanted`, and the weight
-    of their log-probabilities."""
+    """A row for the denoiser, the places of the tokens that it is asked for, and the weight of these."""
 
     laid: LaidOutRow
     positions: Sequence[int]
-    wanted: Sequence[int]
     weight: float
 
 
 def estimate_log_likelihoods(
     denoiser: AnyDenoiser,
-    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    pairs: Sequence[Pair],
     settings: LikelihoodConfig | None = None,
     keys: Sequence[object] | None = None,
 ) -> list[LogLikelihood]:
@@ -88,21 +87,22 @@ def estimate_log_likelihoods(
             "a model of uniform noise is not scored here: its logits go by the token that stands at a "
             "position, which a bound on the log-likelihood must not see"
         )
-    shape, modes = denoiser.config, denoiser.config.decode_modes
+    modes = denoiser.config.decode_modes
     if (mode := settings.mode or modes[0]) not in modes:
         raise ConfigError(f"mode={mode}: the model was trained for {' and '.join(modes)}")
     keys = [tuple(context) for context, _ in pairs] if keys is None else keys
     rows = (
         (number, row)
-        for number, (pair, key) in enumerate(
-            zip(track_progress(pairs, "log-likelihoods"), keys, strict=True)
+        for number, pair in enumerate(track_progress(pairs, "log-likelihoods"))
+        for row in _list_rows(
+            denoiser.config, mode, pair, settings.samples, ("likelihood", settings.seed, keys[number])
         )
-        for row in _list_rows(shape, mode, pair, settings.samples, ("likelihood", settings.seed, key))
     )
     nats, exact = [0.0] * len(pairs), [True] * len(pairs)
     greedy = [mode == "autoregressive"] * len(pairs)
     while part := list(islice(rows, settings.batch_size)):
-        found = _predict_targets(denoiser, [row for _, row in part])
+        wanted = [[pairs[number][1][place] for place in row.positions] for number, row in part]
+        found = _predict_targets(denoiser, [row for _, row in part], wanted)
         for (number, row), (log_probs, right) in zip(part, found, strict=True):
             nats[number] += row.weight * float(log_probs.sum())
             exact[number] &= row.weight == 1.0  # the one way to mask a single token
@@ -111,12 +111,11 @@ def estimate_log_likelihoods(
 
 
 def _list_rows(
-    shape: DenoiserConfig, mode: str, pair: tuple[Sequence[int], Sequence[int]], samples: int,
-    key: tuple[object, ...],
-) -> Iterator[_Row]:  # fmt: skip
+    shape: DenoiserConfig, mode: str, pair: Pair, samples: int, key: tuple[object, ...]
+) -> Iterator[_Row]:
     """Yields one row of all that states before predict, then those in which parts of a block are masked,
     block by block; what is after a block is not there."""
-    prompt, ids, mask_id = Prompt(tuple(pair[0]), (), ()), list(pair[1]), shape.mask_token_id
+    prompt, ids = Prompt(tuple(pair[0]), (), ()), list(pair[1])
     left_to_right = mode == "autoregressive"
     if not ids or ((left_to_right or shape.predicts_next_block) and not prompt.ids):
         raise QuestionError(
@@ -124,29 +123,27 @@ def _list_rows(
         )
     laid = lay_out_prompt(prompt, shape)
     truncate_evidence(prompt, ContextBudget.from_config(shape, canvas=laid.round_up_canvas(len(ids))))
-    from_before, spans = [*range(len(ids))] if left_to_right else [], list[tuple[int, int]]()
+    from_before, blocks = [*range(len(ids))] if left_to_right else [], list[range]()
     begin = len(from_before)
     while begin < len(ids):
         first, end = laid.block_bounds(begin)
         if laid.predicts_next_block and first == begin:
             from_before.append(begin)
             begin += 1
-        if begin < (end := min(end, len(ids))):
-            spans.append((begin, end))
+        blocks.append(range(begin, min(end, len(ids))))
         begin = end
     if from_before:
-        row = laid.build_row(ids, len(ids), shifted=True)
-        yield _Row(row, from_before, [ids[place] for place in from_before], 1.0)
-    for number, (begin, end) in enumerate(spans):
-        first, size = max(0, laid.block_bounds(begin)[0]), laid.round_up_canvas(end)
-        for mask, weight in zip(*choose_masks(end - begin, samples, (*key, number)), strict=True):
-            masked = (begin + np.flatnonzero(mask)).tolist()
-            assert mask_id is not None
-            canvas = [*ids[:end], *[mask_id] * (size - end)]
-            for place in masked:
-                canvas[place] = mask_id
-            row = laid.build_row(canvas, first, shape.shifted)
-            yield _Row(row, masked, [ids[place] for place in masked], float(weight))
+        yield _Row(laid.build_row(ids, len(ids), shifted=True), from_before, 1.0)
+    for number, block in enumerate(filter(None, blocks)):
+        canvas = np.full(laid.round_up_canvas(block.stop), shape.mask_token_id)
+        canvas[: block.stop] = ids[: block.stop]
+        first = max(0, laid.block_bounds(block.start)[0])
+        for mask, weight in zip(*choose_masks(len(block), samples, (*key, number)), strict=True):
+            masked = block.start + np.flatnonzero(mask)
+            shown = canvas.copy()
+            shown[masked] = shape.mask_token_id
+            row = laid.build_row(shown.tolist(), first, shape.shifted)
+            yield _Row(row, masked.tolist(), float(weight))
 
 
 def choose_masks(
@@ -169,26 +166,23 @@ def choose_masks(
     return ranks < counts[:, None], length / counts / samples
 
 
-def _predict_targets(denoiser: Denoiser, rows: Sequence[_Row]) -> list[FloatArray]:
+def _predict_targets(
+    denoiser: Denoiser, rows: Sequence[_Row], wanted: Sequence[Sequence[int]]
+) -> list[FloatArray]:
     """For each row (2, n), at its positions: the log-probability of what is wanted in nats, and whether it
     is the most probable token that may be written.
     """
-    shape = denoiser.config
+    shape, states, parts = denoiser.config, [row.laid for row in rows], []
+    never = [n for n in (shape.mask_token_id, *shape.excluded_token_ids) if n is not None]
     with torch.inference_mode():
-        states = [row.laid for row in rows]
-        positions = [row.positions for row in rows]
-        hidden = encode_canvases(denoiser, states, encode_contexts(denoiser, states), positions)
-        wanted = np.array([token for row in rows for token in row.wanted])
-        never = [n for n in (shape.mask_token_id, *shape.excluded_token_ids) if n is not None]
-        targets, not_text = to_device([wanted, np.array(never, np.int64)], hidden.device)
-        parts = []
-        chunks = zip(
-            hidden.split(LOGITS_CHUNK_POSITIONS), targets.split(LOGITS_CHUNK_POSITIONS), strict=True
-        )
-        for states_of_chunk, ids in chunks:
-            found = denoiser.compute_token_logits(states_of_chunk).float().log_softmax(-1)
-            own = found.gather(1, ids[:, None]).squeeze(1)
+        contexts = encode_contexts(denoiser, states)
+        hidden = encode_canvases(denoiser, states, contexts, [row.positions for row in rows])
+        targets, not_text = to_device([np.concatenate(wanted), np.array(never, np.int64)], hidden.device)
+        for start in range(0, len(hidden), LOGITS_CHUNK_POSITIONS):
+            chunk = slice(start, start + LOGITS_CHUNK_POSITIONS)
+            found = denoiser.compute_token_logits(hidden[chunk]).float().log_softmax(-1)
+            own = found.gather(1, targets[chunk, None]).squeeze(1)
             token = found.index_fill_(1, not_text, -math.inf).argmax(-1)
-            parts.append(torch.stack([own, (token == ids).float()]))
+            parts.append(torch.stack([own, (token == targets[chunk]).float()]))
         values: FloatArray = to_host(torch.cat(parts, dim=1)).astype(np.float64)
     return np.split(values, np.cumsum([len(row.positions) for row in rows])[:-1], axis=1)

@@ -4,8 +4,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 import numpy as np
 
@@ -44,9 +42,14 @@ def compute_f1(prediction: str, golden_answers: Iterable[str], rule: str = "squa
     other is not, as the official scripts of HotpotQA (Yang et al. 2018) and 2WikiMultiHopQA (Ho et al.
     2020) have it.
     """
-    return max(
-        (_compute_word_f1(*_normalize(prediction, answer), rule) for answer in golden_answers), default=0.0
-    )
+    best = 0.0
+    for ours, theirs in (_normalize(prediction, answer) for answer in golden_answers):
+        if rule == "hotpotqa" and ours != theirs and {ours, theirs} & CLOSED_ANSWERS:
+            continue
+        predicted, golden = ours.split(), theirs.split()
+        if shared := sum((Counter(predicted) & Counter(golden)).values()):
+            best = max(best, 2 * shared / (len(predicted) + len(golden)))
+    return best
 
 
 def _normalize(prediction: str, answer: str) -> tuple[str, str]:
@@ -56,14 +59,6 @@ def _normalize(prediction: str, answer: str) -> tuple[str, str]:
     """
     both = normalize_answer(prediction), normalize_answer(answer)
     return both if any(both) else (normalize_answer(prediction, True), normalize_answer(answer, True))
-
-
-def _compute_word_f1(prediction: str, answer: str, rule: str) -> float:
-    if rule == "hotpotqa" and prediction != answer and {prediction, answer} & CLOSED_ANSWERS:
-        return 0.0
-    predicted, golden = prediction.split(), answer.split()
-    shared = sum((Counter(predicted) & Counter(golden)).values())
-    return 2 * shared / (len(predicted) + len(golden)) if shared else 0.0
 
 
 def choose_f1_rule(questions: str) -> str:
@@ -116,11 +111,6 @@ class Score:
     abstained: float = 0.0
     answered_match: float | None = None  # exact match; None where no answer is given
 
-    @property
-    def tokens_per_forward(self) -> float:
-        """0 where no pass was made; of a mean over questions it is the ratio of their sums."""
-        return self.tokens / self.forwards if self.forwards else 0.0
-
 
 SCORE_METRICS = tuple(field.name for field in fields(Score))
 # between 0 and 1 for every question
@@ -148,15 +138,6 @@ def score_rollout(rollout: Rollout, question: Question, f1_rule: str = "squad") 
         abstained=float(bool(rollout.abstain_reason)),
         answered_match=exact_match if rollout.answer else None,
     )
-
-
-def compute_mean_score(scores: Sequence[Score]) -> Score:
-    """The mean of every field over the scores that have it."""
-    means: dict[str, Any] = dict.fromkeys(SCORE_METRICS)
-    for name in SCORE_METRICS:
-        if values := [value for s in scores if (value := getattr(s, name)) is not None]:
-            means[name] = fmean(values)
-    return Score(**means)
 
 
 @dataclass(frozen=True)

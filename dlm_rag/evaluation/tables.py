@@ -4,8 +4,9 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -240,59 +241,42 @@ def print_tables(console: Console, found: Sequence[ResultTable]) -> None:
 
 
 def render_markdown_report(found: Sequence[ResultTable], stamp: Mapping[str, Any]) -> str:
-    """The tables and where they come from."""
-    return "\n".join([*map(render_markdown_table, found), format_provenance(stamp)])
+    """The tables, and a line that says where they come from."""
+    keys = ("commit", "date", "device", "threads", "attention", "seed")
+    said = {key: stamp.get(key, "unknown") for key in keys}  # another version may have begun the run
+    source = "Commit {commit}, {date}, {device}, {threads} threads, attention {attention}, seed {seed}.\n"
+    return "\n".join([*map(render_markdown_table, found), source.format(**said)])
 
 
 def render_markdown_table(grid: ResultTable) -> str:
     """The grid in Markdown, under its title."""
-    rule = ["---", *["---:"] * (len(grid.headings) - 1)]
-    lines = [_escape_markdown(grid.headings), rule, *map(_escape_markdown, grid.rows)]
-    rows = "\n".join(f"| {' | '.join(row)} |" for row in lines)
-    return f"**{replace_control_chars(grid.title)}**\n\n{rows}\n"
-
-
-def format_provenance(stamp: Mapping[str, Any]) -> str:
-    """A line that says where a result comes from."""
-    keys = ("commit", "date", "device", "threads", "attention", "seed")
-    said = {key: stamp.get(key, "unknown") for key in keys}  # another version may have begun the run
-    return (
-        f"Commit {said['commit']}, {said['date']}, {said['device']}, {said['threads']} threads, "
-        f"attention {said['attention']}, seed {said['seed']}.\n"
+    headings, *rows = (
+        [re.sub(r"([\\`*<|])", r"\\\1", replace_control_chars(cell)) for cell in row]
+        for row in (grid.headings, *grid.rows)
     )
-
-
-def _escape_markdown(texts: Iterable[str]) -> list[str]:
-    """Texts that Markdown shows as they are."""
-    return [re.sub(r"([\\`*<|])", r"\\\1", replace_control_chars(text)) for text in texts]
+    rule = ["---", *["---:"] * (len(headings) - 1)]
+    lines = "\n".join(f"| {' | '.join(row)} |" for row in (headings, rule, *rows))
+    return f"**{replace_control_chars(grid.title)}**\n\n{lines}\n"
 
 
 @dataclass(frozen=True)
-class _Setting:
+class StoredSetting:
+    """What is read again of a setting: its means by group, the stamp of its answers, what it spent."""
+
     groups: GroupSummary
     stamp: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class StoredScores:
-    """What is read again of a scores.json: the means of each setting by group, and how many questions."""
-
-    questions: dict[str, int]
-    settings: dict[str, _Setting]
-    first_minus: dict[str, GroupSummary]
-    swept: dict[str, list[str]] = field(default_factory=dict)
+    energy: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class StoredResult:
-    """What `evaluate` left in a folder; record: its scores.json; scores: what of it is shown again."""
+    """What is read again of a scores.json: the settings, and how many questions there are by group."""
 
-    record: dict[str, Any]
-    scores: StoredScores
-
-    def get_stamp(self, name: str) -> dict[str, Any]:
-        """The stamp of a setting's answers."""
-        return self.scores.settings[name].stamp
+    questions: dict[str, int]
+    settings: dict[str, StoredSetting]
+    first_minus: dict[str, GroupSummary]
+    swept: dict[str, list[str]] = field(default_factory=dict)
+    command: str = ""
 
 
 def read_result(path: Path) -> StoredResult:
@@ -302,21 +286,20 @@ def read_result(path: Path) -> StoredResult:
     if not file.is_file():
         raise ConfigError(none)
     record = parse_json_object(file.read_bytes(), str(file), ConfigError)
-    found = validate_json_value(StoredScores, record, none, ConfigError)
+    found = validate_json_value(StoredResult, record, none, ConfigError)
     grouped: list[Mapping[str, Any]] = [found.questions, *found.first_minus.values()]
     grouped += [setting.groups for setting in found.settings.values()]
-    whole = bool(found.settings) and all("all" in groups for groups in grouped)
-    if not whole:
+    if not found.settings or any("all" not in groups for groups in grouped):
         raise ConfigError(none)
-    return StoredResult(record, found)
+    return found
 
 
 def build_result_table(result: StoredResult) -> ResultTable:
     """The table of all questions, a row for each setting."""
-    scores, none = result.scores, dict.fromkeys(SCORE_METRICS)
-    summaries = {name: none | setting.groups["all"] for name, setting in scores.settings.items()}
-    against = {name: groups["all"] for name, groups in scores.first_minus.items()}
-    return build_overview_table(scores.questions["all"], summaries, against, scores.swept)
+    none = dict.fromkeys(SCORE_METRICS)
+    summaries = {name: none | setting.groups["all"] for name, setting in result.settings.items()}
+    against = {name: groups["all"] for name, groups in result.first_minus.items()}
+    return build_overview_table(result.questions["all"], summaries, against, result.swept)
 
 
 @dataclass(frozen=True)
@@ -343,11 +326,10 @@ def write_benchmark_table(out: Path, cells: Sequence[Cell], failed: Mapping[str,
     """Writes table.md and prints the table. failed: cells with their errors."""
     rows = [row for cell in cells for row in build_rows(cell, read_result(cell.folder))]
     table = ResultTable("Benchmark, with 95 % intervals; above the first: paired", HEADINGS, rows)
-    brief = [[" ".join(row[:NAMES]), *row[NAMES:]] for row in table.rows]
-    print_tables(Console(), [ResultTable(table.title, ["cell", *table.headings[NAMES:]], brief)])
-    found = [table]
-    if failed:
-        found.append(ResultTable("Failed", ("cell", "error"), [*map(list, failed.items())]))
+    brief = [[" ".join(row[:NAMES]), *row[NAMES:]] for row in rows]
+    print_tables(Console(), [ResultTable(table.title, ["cell", *HEADINGS[NAMES:]], brief)])
+    failures = ResultTable("Failed", ("cell", "error"), [*failed.items()])
+    found = [table, failures] if failed else [table]
     write_text_atomic(out / "table.md", "\n".join(map(render_markdown_table, found)))
     print(f"table.md is in {out}")
 
@@ -355,82 +337,69 @@ def write_benchmark_table(out: Path, cells: Sequence[Cell], failed: Mapping[str,
 def build_rows(cell: Cell, result: StoredResult) -> list[list[str]]:
     """Returns the rows of a cell, a policy each."""
     rows = []
-    for policy, setting in result.scores.settings.items():
-        shown = format_overview(
-            setting.groups["all"], result.scores.first_minus.get(policy, {}).get("all", {})
-        )
-        joules = (result.record["settings"][policy].get("energy") or {}).get("joules_per_answer")
-        names = (cell.dataset, cell.model, str(cell.seed), policy)
+    for policy, setting in result.settings.items():
+        less = result.first_minus.get(policy, {}).get("all", {})
+        joules = (setting.energy or {}).get("joules_per_answer")
+        names = [cell.dataset, cell.model, str(cell.seed), policy, f"{result.questions['all']:,}"]
         spent = "-" if joules is None else f"{joules:.3g}"
-        rows.append([*names, f"{result.scores.questions['all']:,}", *shown, spent])
+        rows.append([*names, *format_overview(setting.groups["all"], less), spent])
     return rows
 
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-PLOT_MARKERS = "osD^vPX*<>"
+PLOT_COLOURS = [f"C{n}" for n in range(10)]
 MAX_LABELLED_POINTS = 16  # in a panel; more names would cover each other
 
 
 def plot_pareto(path: Path, summaries: Mapping[str, SettingMetrics], swept: Iterable[str] = ()) -> None:
     """Exact match against answers a second and against forwards, with the fronts.
 
-    The first part of a setting's name is its colour, the rest its marker; swept: as in
-    `build_overview_table`.
+    The first part of a setting's name is its colour; swept: as in `build_overview_table`.
     """
     import matplotlib
 
     matplotlib.use("agg")
+    keys = list(swept)
+    labels = {name: split_setting_name(replace_control_chars(name), keys) for name in summaries}
     with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a box is drawn instead
         from matplotlib import pyplot
 
         size = 5.5 * len(PLOT_COSTS), 5
         figure, axes = pyplot.subplots(1, len(PLOT_COSTS), figsize=size, sharey=True, layout="constrained")
-        _draw_pareto(figure, axes, summaries, list(swept))
+        for axis, cost in zip(axes, PLOT_COSTS, strict=True):
+            _draw_costs(axis, cost, summaries, labels)
+        axes[0].set_ylabel("exact match %")
+        drawn = [axis.get_legend_handles_labels() for axis in axes]
+        known = {label: handle for drawn_of in drawn for handle, label in zip(*drawn_of, strict=True)}
+        figure.legend(
+            known.values(), known, loc="outside right upper", frameon=False, title="\n".join(keys)
+        )
         with open_atomic_file(path) as scratch:
             figure.savefig(scratch, dpi=150)
         pyplot.close(figure)
 
 
-def _draw_pareto(
-    figure: "Figure", axes: Any, summaries: Mapping[str, SettingMetrics], keys: list[str]
+def _draw_costs(
+    axis: Any, cost: str, summaries: Mapping[str, SettingMetrics], labels: Mapping[str, list[str]]
 ) -> None:
-    from matplotlib import pyplot
-    from matplotlib.lines import Line2D
-
-    parts = {name: split_setting_name(replace_control_chars(name), keys) for name in summaries}
-    halves = {name: (first, ", ".join(rest)) for name, (first, *rest) in parts.items()}
-    firsts, rests = (list(dict.fromkeys(half)) for half in zip(*halves.values(), strict=True))
-    palette = pyplot.get_cmap("viridis")
-    colours = {first: palette(0.9 * n / max(1, len(firsts) - 1)) for n, first in enumerate(firsts)}
-    markers = {rest: PLOT_MARKERS[n % len(PLOT_MARKERS)] for n, rest in enumerate(rests)}
-    for axis, cost in zip(axes, PLOT_COSTS, strict=True):
-        axis.spines[["top", "right"]].set_visible(False)
-        points = {name: (get_metric(m, cost), m["exact_match"]) for name, m in summaries.items()}
-        known = {name: (price, match) for name, (price, match) in points.items() if price and match}
-        for name, (price, match) in known.items():
-            first, rest = halves[name]
-            axis.errorbar(
-                price.mean, 100 * match.mean, xerr=_error_bar(price), yerr=_error_bar(match, 100),
-                color=colours[first], marker=markers[rest], markersize=7, elinewidth=0.6, alpha=0.9,
-            )  # fmt: skip
-            if len(known) <= MAX_LABELLED_POINTS:
-                place, label = (price.mean, 100 * match.mean), ", ".join(filter(None, halves[name]))
-                axis.annotate(label, place, (4, 4), textcoords="offset points", fontsize=7)
-        front = [known[name] for name in compute_pareto_front(summaries, cost)]
-        line = [(price.mean, 100 * match.mean) for price, match in front]
-        axis.plot(*zip(*line, strict=True), color="0.6", linewidth=1.2, zorder=0)
-        axis.set_xlabel(f"{cost}, {'more' if cost == 'answers/s' else 'fewer'} is better")
-        axis.grid(color="0.92")
-    axes[0].set_ylabel("exact match %")
-    handles = [Line2D([], [], color=c, marker="o", linewidth=0, label=n) for n, c in colours.items()]
-    if len(rests) > 1 or rests[0]:
-        handles += [Line2D([], [], color="0.4", marker=m, linewidth=0, label=n or "(as is)")
-                    for n, m in markers.items()]  # fmt: skip
-    handles.append(Line2D([], [], color="0.6", label="Pareto front"))
-    figure.legend(handles=handles, loc="outside right upper", frameon=False, title="\n".join(keys))
+    """One panel: the settings at what an answer costs, and the front."""
+    colours = dict(zip(dict.fromkeys(first for first, *_ in labels.values()), cycle(PLOT_COLOURS)))
+    points = {name: (get_metric(m, cost), m["exact_match"]) for name, m in summaries.items()}
+    known = {name: (price, match) for name, (price, match) in points.items() if price and match}
+    for name, (price, match) in known.items():
+        first, place = labels[name][0], (price.mean, 100 * match.mean)
+        axis.errorbar(
+            *place, xerr=_error_bar(price), yerr=_error_bar(match, 100), color=colours[first], label=first,
+            marker="o", markersize=7, elinewidth=0.6, alpha=0.9,
+        )  # fmt: skip
+        if len(known) <= MAX_LABELLED_POINTS:
+            axis.annotate(", ".join(labels[name]), place, (4, 4), textcoords="offset points", fontsize=7)
+    front = [known[name] for name in compute_pareto_front(summaries, cost)]
+    line = [(price.mean, 100 * match.mean) for price, match in front]
+    axis.plot(*zip(*line, strict=True), color="0.6", linewidth=1.2, zorder=0, label="Pareto front")
+    axis.set_xlabel(f"{cost}, {'more' if cost == 'answers/s' else 'fewer'} is better")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(color="0.92")
 
 
 def _error_bar(estimate: Estimate, scale: float = 1) -> list[list[float]]:

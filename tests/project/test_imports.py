@@ -13,11 +13,10 @@ from tests.support.paths import ROOT
 
 
 def test_every_module_imports_without_gpu_or_network():
-    needs_triton = set() if find_spec("triton") else {"dlm_rag.model.indexed_attention"}
+    needs = {"dlm_rag.model.indexed_attention": "triton", "dlm_rag.evaluation.harness": "lm_eval"}
     for module in pkgutil.walk_packages(dlm_rag.__path__, prefix="dlm_rag."):
-        if module.name in needs_triton:
-            continue
-        importlib.import_module(module.name)
+        if module.name not in needs or find_spec(needs[module.name]):
+            importlib.import_module(module.name)
 
 
 @pytest.mark.slow

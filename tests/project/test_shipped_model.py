@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from statistics import fmean
 
 import pytest
 from safetensors import safe_open
@@ -11,7 +12,7 @@ from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import DecodeConfig
 from dlm_rag.data.synthetic_world import write_world
-from dlm_rag.evaluation.metrics import compute_mean_score, score_rollout
+from dlm_rag.evaluation.metrics import score_rollout
 from dlm_rag.questions import read_questions
 from tests.support.paths import ROOT
 
@@ -50,9 +51,7 @@ def exact_match(questions, query):
     rollouts = Decoder(denoiser, load_retriever(WORLD / "corpus.jsonl"), tokenizer, config).decode(
         questions
     )
-    return compute_mean_score(
-        [score_rollout(r, q) for r, q in zip(rollouts, questions, strict=True)]
-    ).exact_match
+    return fmean(score_rollout(r, q).exact_match for r, q in zip(rollouts, questions, strict=True))
 
 
 def test_retrieving_while_denoising_is_what_makes_the_answers_right(questions):
