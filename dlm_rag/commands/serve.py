@@ -96,11 +96,10 @@ def serve_answers(words: CommandLine) -> None:
 
         decoder, name = prepared.load(), get_served_model_name(config.model.path or "")
         model = ServedModel(name, *describe_corpus(config, decoder.retriever))
-        service = AnswerService(decoder, model, access)
-        searched = config.retrieval.url is None and config.retrieval.method != "none"
-        if searched and isinstance(decoder.retriever, CorpusRetriever):
-            search = SearchService(decoder.retriever, config.retrieval, access)
-            service.offer_search(search)
+        search, own = None, config.retrieval.url is None and config.retrieval.method != "none"
+        if own and isinstance(decoder.retriever, CorpusRetriever):
+            search = SearchService(decoder.retriever, config.retrieval)
+        service = AnswerService(decoder, model, access, search)
         service.metrics.meter = open_meter(config.energy, prepared.device)
         show_status()
         gc.collect()

@@ -4,7 +4,7 @@ import asyncio
 import copy
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from dlm_rag.decode.rollout import Rollout, RolloutStep
 from dlm_rag.engine.engine import Decoder
@@ -22,25 +23,14 @@ from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import count_passages
 from dlm_rag.serving.async_engine import MAX_WAITING, AsyncEngine, EngineRequest, ServerMetrics
 from dlm_rag.serving.conversation import reply_to_greeting
-from dlm_rag.serving.http_server import (
-    AccessControl,
-    ApiError,
-    RequestHandler,
-    read_body,
-    run_unless_disconnected,
-)
+from dlm_rag.serving.http_server import AccessControl, ApiError, read_body, run_unless_disconnected
 from dlm_rag.serving.requests import ParsedRequest, RequestParser
-from dlm_rag.serving.responses import (
-    AnswerEvents,
-    ChatResponse,
-    Event,
-    ReplyContext,
-    get_finished_rollout,
-)
-from dlm_rag.serving.search_app import SEARCH_PATH, SearchService
+from dlm_rag.serving.responses import ChatResponse, Event, stream_trace
+from dlm_rag.serving.search_app import SearchService
 
 ANSWER_TIMEOUT_SECONDS = 300.0  # of a question, waiting included
 MAX_KEPT_PASSAGES = 4096  # cited passages whose texts are kept, the last ones
+OPEN_PATHS = ("/", "/health", "/metrics")  # which need no key
 # A proxy must not wait for the end of a stream; nobody may keep what was said.
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
@@ -71,52 +61,43 @@ class AnswerService:
         decoder: Decoder,
         model: ServedModel,
         access: AccessControl | None = None,
+        search: SearchService | None = None,
         max_waiting: int = MAX_WAITING,
         timeout_seconds: float = ANSWER_TIMEOUT_SECONDS,
     ) -> None:
-        """access: without keys, for this machine alone, where None. max_waiting: questions in the queue."""
+        """access: without keys, for this machine alone, where None. search: lets clients search the corpus
+        too. max_waiting: questions in the queue.
+        """
         self.model, self._timeout, access = model, timeout_seconds, access or AccessControl()
-        self._decoder, self._parser = decoder, RequestParser(decoder)
+        self._decoder, self._parser, self._search = decoder, RequestParser(decoder), search
         # Requests are read on a thread of their own; a tokenizer is not for two threads at once.
         self._text_thread = ThreadPoolExecutor(1, "text")
         self._text_tokenizer, self._tokenizer = (copy.deepcopy(decoder.tokenizer) for _ in range(2))
         self.engine = AsyncEngine(decoder, max_waiting)
-        self.count_connections: Callable[[], int] = lambda: 0
-        self.metrics = ServerMetrics(self.engine, decoder, lambda: self.count_connections())
+        self.connections: Collection[object] = ()
+        self.metrics = ServerMetrics(self.engine, decoder, lambda: len(self.connections))
         self._passages: dict[str, str] = {}
         self._passage_count = count_passages(decoder.retriever)
         about = f"{reply_to_greeting('hello', self._passage_count)} {model.note}".strip()
         page = render_live_page(access.keys is not None, model.examples, about)
         models = JSONResponse({"object": "list", "data": [model.describe()]})
-        routes: list[tuple[str, str, RequestHandler, bool]] = [
-            ("GET", "/", _reply_with(HTMLResponse(page, headers={"X-Frame-Options": "DENY"})), False),
-            ("GET", "/health", self._health, False),
-            ("GET", "/metrics", self._metrics, False),
-            ("GET", "/v1/models", _reply_with(models), True),
-            ("GET", "/v1/models/{name:path}", self._one_model, True),
-            ("POST", "/v1/chat/completions", self._chat, True),
-            ("POST", "/chat/completions", self._chat, True),  # datatrove asks other machines without /v1
-            ("GET", "/passages/{name:path}", self._passage, True),
-            ("POST", "/v1/answers", self._answers, True),
+        routes = [
+            Route("/", HTMLResponse(page, headers={"X-Frame-Options": "DENY"}), methods=["GET"]),
+            Route("/health", self._health),
+            Route("/metrics", self._metrics),
+            Route("/v1/models", models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._one_model),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/chat/completions", self._chat, methods=["POST"]),  # as datatrove asks other machines
+            Route("/passages/{name:path}", self._passage),
+            Route("/v1/answers", self._answers, methods=["POST"]),
         ]
-        self.app = access.create_app(routes)
-        self._search: SearchService | None = None
-
-    def offer_search(self, search: SearchService) -> None:
-        """Lets clients search the corpus too, at `SEARCH_PATH`."""
-        self._search = search
-        self.app.router.routes += [r for r in search.app.routes if getattr(r, "path", "") == SEARCH_PATH]
+        self.app = access.create_app(routes + ([search.route] if search else []), OPEN_PATHS)
 
     @property
     def error(self) -> BaseException | None:
         """Why the engine has ended by itself, if it has."""
         return self.engine.error or (self._search.error if self._search else None)
-
-    def drain(self) -> None:
-        """Takes no more questions."""
-        self.engine.draining = True
-        if self._search:
-            self._search.drain()
 
     def close(self) -> None:
         """Ends the engine."""
@@ -127,7 +108,7 @@ class AnswerService:
 
     async def _health(self, request: Request) -> Response:
         status = "ok" if self.engine.is_healthy else "failing"
-        if self.engine.draining or self.engine.error is not None:
+        if self.error is not None:
             status = "going down"
         return JSONResponse({"status": status, "model": self.model.name}, 200 if status == "ok" else 503)
 
@@ -160,20 +141,20 @@ class AnswerService:
         asked, room = await self._parse(request, self._parser.parse_chat)
         self._check_model(asked.model)
         job = self._build_job(asked, watched=asked.stream)
-        context = ReplyContext(
-            self.model.name, self._tokenizer, room,
-            lambda name, text: f"{request.base_url}{self._publish_passage(name, text)}", self.model.note,
-        )  # fmt: skip
-        reply = ChatResponse(asked, job, context)
+
+        def link(name: str, text: str) -> str:
+            return f"{request.base_url}{self._publish_passage(name, text)}"
+
+        reply = ChatResponse(asked, self.model.name, self._tokenizer, room, link, self.model.note)
         if asked.stream:
-            return await self._stream(request, job, reply.new_events)
-        await run_unless_disconnected(request, self._finish(job))
-        return JSONResponse(reply.build_completion())
+            return await self._stream(request, reply.stream(self._follow(job)))
+        rollout = await run_unless_disconnected(request, self._finish(job))
+        return JSONResponse(reply.build_completion(rollout))
 
     async def _answers(self, request: Request) -> Response:
         asked, _ = await self._parse(request, self._parser.parse_answer)
         job = self._build_job(asked, watched=True, record_provisional=True)
-        return await self._stream(request, job, AnswerEvents(job, self._tokenizer).new_events)
+        return await self._stream(request, stream_trace(self._follow(job), self._tokenizer.end_ids))
 
     def _build_job(
         self, asked: ParsedRequest, watched: bool, record_provisional: bool = False
@@ -190,6 +171,7 @@ class AnswerService:
                 "q1", asked.question, self._decoder.evidence_layout, 0, [step], said, settings,
                 finished=True, answer_form="whole",
             )  # fmt: skip
+            job.news.set()
         return job
 
     async def _parse(
@@ -213,16 +195,17 @@ class AnswerService:
 
         return await asyncio.get_running_loop().run_in_executor(self._text_thread, read)
 
-    async def _follow(self, job: EngineRequest) -> AsyncGenerator[bool]:
-        """Submits a job; yields at every news whether it is done. Who goes away gives it up."""
-        if job.done:  # it needs no engine
-            yield True
-            return
+    async def _follow(self, job: EngineRequest) -> AsyncGenerator[tuple[Rollout, RolloutStep]]:
+        """Submits a job; yields its steps as they come, raises `ApiError` where there is no answer.
+
+        Who goes away gives it up. Nothing is kept for a slow reader but the rollout.
+        """
         deadline = asyncio.get_running_loop().time() + self._timeout
-        self.engine.submit(job)
-        done = False
+        if not job.done:  # a greeting is: it needs no engine
+            self.engine.submit(job)
+        done, taken = False, 0
         try:
-            while not done:  # `job.done` may come while the reader has not taken the news before it
+            while not done:
                 try:
                     async with asyncio.timeout_at(deadline):
                         await job.news.wait()
@@ -231,51 +214,31 @@ class AnswerService:
                     reason = f"the question took longer than {self._timeout:g} seconds"
                     raise ApiError(504, reason) from None
                 job.news.clear()
-                done = job.done
-                yield done
+                done = job.done  # now: it may come while the reader takes the steps before it
+                for step in job.get_rollout().steps[taken:]:
+                    taken += 1
+                    yield job.get_rollout(), step
         finally:
             self.engine.cancel(job)
 
-    async def _finish(self, job: EngineRequest) -> None:
+    async def _finish(self, job: EngineRequest) -> Rollout:
         async for _ in self._follow(job):
             pass
+        return job.get_rollout()
 
-    async def _stream(
-        self, request: Request, job: EngineRequest, new_events: Callable[[bool], Iterator[Event]]
-    ) -> Response:
-        """Sends the events of every news as they come. A failure before the first one has its own status.
-
-        Nothing is kept for a slow reader but the rollout: what is new is looked up when there is room.
-        """
-        follow = self._follow(job)
-        try:
-            done = await run_unless_disconnected(request, anext(follow))
-            if done:
-                get_finished_rollout(job)
-        except BaseException:
-            await follow.aclose()
-            raise
+    async def _stream(self, request: Request, events: AsyncGenerator[Event]) -> Response:
+        """Sends events as they come. A failure before the first one has its own status."""
+        first = await run_unless_disconnected(request, anext(events))
 
         async def stream() -> AsyncIterator[str]:
             try:
-                for event in new_events(done):
+                yield _format_sse_event(*first)
+                async for event in events:
                     yield _format_sse_event(*event)
-                async for last in follow:
-                    for event in new_events(last):
-                        yield _format_sse_event(*event)
             except ApiError as error:
                 yield _format_sse_event("error", error.body())
-            finally:
-                await follow.aclose()
 
         return StreamingResponse(stream(), media_type="text/event-stream", headers=STREAM_HEADERS)
-
-
-def _reply_with(response: Response) -> RequestHandler:
-    async def reply(request: Request) -> Response:
-        return response
-
-    return reply
 
 
 def _format_sse_event(name: str | None, data: dict[str, Any] | str) -> str:

@@ -62,6 +62,18 @@ class EngineRequest:
         """Whether there will be no more news."""
         return self.error is not None or (self.rollout is not None and self.rollout.finished)
 
+    def get_rollout(self) -> Rollout:
+        """Returns the rollout so far; raises `ApiError` where there is no answer.
+
+        The error's sentence names no file or host; the log does.
+        """
+        if self.error is not None:
+            raise self.error
+        assert self.rollout is not None
+        if self.rollout.error:
+            raise ApiError(500, self.rollout.error.partition(":")[0])
+        return self.rollout
+
 
 class AsyncEngine:
     """Answers the questions of an event loop as one batch.
@@ -79,10 +91,16 @@ class AsyncEngine:
         self._driver: asyncio.Task[None] | None = None  # takes steps while anybody waits
         self._failures, self._last_failure = 0, 0.0  # answers in a row that have failed; when
         self.error: BaseException | None = None
-        self.draining = False  # whether no more questions are taken
         self.counts: Counter[str] = Counter()
-        self.observe_answer: Callable[[float], object] = lambda seconds: None
-        self.observe_first_token: Callable[[float], object] = lambda seconds: None
+        self.registry = CollectorRegistry()
+        times = {
+            "dlm_rag_answer_seconds": "From a question to its answer.",
+            "dlm_rag_first_token_seconds": "From a question to the first token that is committed.",
+        }
+        self._answer_seconds, self._first_token_seconds = (
+            Histogram(name, words, registry=self.registry, buckets=BUCKET_SECONDS)
+            for name, words in times.items()
+        )
 
     @property
     def num_waiting(self) -> int:
@@ -102,7 +120,7 @@ class AsyncEngine:
 
     def submit(self, job: EngineRequest) -> EngineRequest:
         """Lets a question wait for its place; raises `ApiError`."""
-        if self.draining or self.error is not None:
+        if self.error is not None:
             raise ApiError(503, "the server is going down and takes no more questions")
         if len(self._waiting) >= self._max_waiting:
             self.counts["refused"] += 1
@@ -122,7 +140,6 @@ class AsyncEngine:
 
     def close(self) -> None:
         """Gives up what is in flight, after the step under way."""
-        self.draining = True
         self._thread.shutdown(cancel_futures=True)
         self._engine.close()
 
@@ -191,7 +208,7 @@ class AsyncEngine:
                 self.counts["searches"] += rollout.steps[-1].retrieved
                 if rollout.steps[-1].committed and not job.begun:
                     job.begun = True
-                    self.observe_first_token(time.monotonic() - job.submitted)
+                    self._first_token_seconds.observe(time.monotonic() - job.submitted)
             if event.finished:
                 del self._in_flight[event.ticket]
                 self._failures = self._failures + 1 if rollout.error else 0
@@ -200,7 +217,7 @@ class AsyncEngine:
                 self.counts["tokens"] += 0 if rollout.error else rollout.tokens_committed
                 if not job.cancelled:
                     self.counts["failed" if rollout.error else "answered"] += 1
-                    self.observe_answer(time.monotonic() - job.submitted)
+                    self._answer_seconds.observe(time.monotonic() - job.submitted)
             if event.finished or job.watched:
                 job.news.set()
 
@@ -234,28 +251,20 @@ class ServerMetrics(Collector):
     """
 
     def __init__(self, engine: AsyncEngine, decoder: Decoder, count_connections: Callable[[], int]) -> None:
-        self._engine, self._decoder, self._registry = engine, decoder, CollectorRegistry()
-        self.meter = EnergyMeter()
+        self._engine, self._runner = engine, decoder.model_runner
         self._count_connections = count_connections
+        self.meter = EnergyMeter()
         disable_created_metrics()
-        times = (
-            ("dlm_rag_answer_seconds", "From a question to its answer."),
-            ("dlm_rag_first_token_seconds", "From a question to the first token that is committed."),
-        )
-        engine.observe_answer, engine.observe_first_token = (
-            Histogram(name, words, registry=self._registry, buckets=BUCKET_SECONDS).observe
-            for name, words in times
-        )
-        self._registry.register(self)
+        engine.registry.register(self)
 
     def render(self) -> bytes:
         """Returns the figures in Prometheus's text form."""
-        return generate_latest(self._registry)
+        return generate_latest(self._engine.registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yields each figure but the histograms."""
-        engine, counts, runner = self._engine, self._engine.counts, self._decoder.model_runner
-        reuse, pool = runner.cache_stats, runner.cache
+        engine, counts = self._engine, self._engine.counts
+        reuse, pool = self._runner.cache_stats, self._runner.cache
         gauges = [
             ("waiting", "Questions without a place.", engine.num_waiting),
             ("rows", "Questions in the batch.", engine.num_running),

@@ -1,7 +1,7 @@
 """What the servers share: connections with limits, who may ask, how much is read, what becomes of errors.
 
 A reply holds nothing of this machine: sentences of ours, and of other errors that they happened. On SIGTERM
-and Ctrl-C accepted questions are answered, everything else is refused, and then the server ends. A second
+and Ctrl-C nobody else is let in, requests that have come are answered, and then the server ends. A second
 Ctrl-C ends it at once.
 """
 
@@ -12,7 +12,7 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from ipaddress import ip_address
@@ -37,13 +37,11 @@ from dlm_rag.files.paths import resolve_regular_file
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 512  # open at once; further ones get status 503
-REQUEST_HEAD_TIMEOUT_SECONDS = 30.0  # until the head of a request has come
-WRITE_STALL_TIMEOUT_SECONDS = 30.0  # until a client that reads nothing is dropped
+CLIENT_SECONDS = 30.0  # for the head of a request, for its body, and to read anything of the reply
 SWEEP_SECONDS = 0.1  # between two looks at the connections
 MAX_REQUEST_HEAD_BYTES = 2**15
 TOO_MANY_CONNECTIONS = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 MAX_REQUEST_BYTES = 2**20
-MAX_BODY_SECONDS = 30.0  # until a body has come
 DISCARD_WAIT_SECONDS = 1.0  # for more of a body that is too large
 UNLOGGED_PATHS = ("/health", "/metrics")  # asked for every few seconds
 _KEY = re.compile(r"[!-~]{16,512}")
@@ -51,7 +49,6 @@ ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 EXTRA_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # seconds
 
 Body = TypeVar("Body", bound=BaseModel)
-RequestHandler = Callable[[Request], Awaitable[Response]]
 
 
 class ApiError(Exception):
@@ -103,44 +100,18 @@ class AccessControl:
     local: bool = True
     keys: Mapping[bytes, str] | None = None
 
-    def create_app(self, routes: Sequence[tuple[str, str, RequestHandler, bool]]) -> Starlette:
-        """Returns the application. routes: method, path, handler, and whether it needs a key."""
+    def create_app(self, routes: Sequence[Route], open_paths: Collection[str] = ()) -> Starlette:
+        """Returns the application. open_paths: those that need no key."""
+        handled = (ApiError, HTTPException, ClientDisconnect, Exception)
         app = Starlette(
-            routes=[
-                Route(path, self._guard(handler, keyed), methods=[method])
-                for method, path, handler, keyed in routes
-            ],
-            middleware=[Middleware(AccessLog)],
-            exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _handle_error),
+            routes=routes,
+            middleware=[Middleware(RequestGuard, access=self, open_paths=open_paths)],
+            exception_handlers=dict.fromkeys(handled, _handle_error),
         )
         app.router.redirect_slashes = False
         return app
 
-    def _guard(self, handler: RequestHandler, keyed: bool) -> RequestHandler:
-        """`handler` for those who may ask; `state.key` is whose question it is."""
-
-        async def guarded(request: Request) -> Response:
-            self._check_names(request)
-            if {"content-length", "transfer-encoding"} <= {*request.headers}:  # who reads which may differ
-                raise ApiError(400, "the length of a body is given twice")
-            request.state.key = self._find_key_name(request) if keyed and self.keys is not None else ""
-            try:
-                return await handler(request)
-            except ClientDisconnect:
-                return Response(status_code=400)  # which nobody reads
-
-        return guarded
-
-    def _find_key_name(self, request: Request) -> str:
-        """Whose key an `Authorization: Bearer KEY` brings; raises `ApiError` for nobody's."""
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        name = (self.keys or {}).get(sha256(key.strip().encode()).digest())
-        if scheme.casefold() != "bearer" or name is None:
-            reason = "this server needs an API key, as in Authorization: Bearer KEY"
-            raise ApiError(401, reason, code="invalid_api_key")
-        return name
-
-    def _check_names(self, request: Request) -> None:
+    def check_request(self, request: Request) -> None:
         """Refuses pages of other sites, which a browser would let ask in its reader's name."""
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         try:
@@ -150,19 +121,29 @@ class AccessControl:
             name, allowed = "", False
         if not allowed or (self.local and not is_loopback(name)):
             raise ApiError(403, "a page of another site may not ask here")
+        if {"content-length", "transfer-encoding"} <= {*request.headers}:  # who reads which may differ
+            raise ApiError(400, "the length of a body is given twice")
+
+    def find_key_name(self, request: Request) -> str:
+        """Whose key an `Authorization: Bearer KEY` brings; raises `ApiError` for nobody's."""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        name = (self.keys or {}).get(sha256(key.strip().encode()).digest())
+        if scheme.casefold() != "bearer" or name is None:
+            reason = "this server needs an API key, as in Authorization: Bearer KEY"
+            raise ApiError(401, reason, code="invalid_api_key")
+        return name
 
 
-class AccessLog:
-    """A line for each request, once its reply has ended: method, path, status, seconds, whose key.
-
-    Nothing that was asked or answered is in it.
+class RequestGuard:
+    """Lets in who may ask, and logs each request once its reply has ended: method, path, status, seconds,
+    whose key. Nothing that was asked or answered is in the log.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, access: AccessControl, open_paths: Collection[str]) -> None:
+        self._app, self._access, self._open_paths = app, access, open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started, status = time.monotonic(), 500
+        started, status, key, app = time.monotonic(), 500, "-", self._app
 
         async def watch(message: Message) -> None:
             nonlocal status
@@ -170,10 +151,16 @@ class AccessLog:
             await send(message)
 
         try:
-            await self._app(scope, receive, watch)
+            request = Request(scope)
+            self._access.check_request(request)
+            if self._access.keys is not None and scope["path"] not in self._open_paths:
+                key = self._access.find_key_name(request)
+        except ApiError as error:
+            app = _build_refusal(error)
+        try:
+            await app(scope, receive, watch)
         finally:
             if scope["path"] not in UNLOGGED_PATHS:
-                key = scope.get("state", {}).get("key") or "-"
                 seconds = time.monotonic() - started
                 log.info("%s %s %d %.3f s %s", scope["method"], quote(scope["path"]), status, seconds, key)
 
@@ -193,28 +180,26 @@ async def read_body(request: Request, most: int = MAX_REQUEST_BYTES) -> bytes:
     refusal with it. Where nothing more comes for a while the refusal is sent at once.
     """
     too_large = ApiError(413, f"the body has more than {most >> 20} MiB")
-    size = int(request.headers.get("content-length", "0"))  # h11 has checked it
+    size, body = int(request.headers.get("content-length", "0")), bytearray()  # h11 has checked it
     if size > most and "expect" in request.headers:  # such a client waits before it sends anything
         raise too_large
-    deadline, parts, stream = time.monotonic() + MAX_BODY_SECONDS, [], request.stream()
+    now = asyncio.get_running_loop().time
+    end = now() + CLIENT_SECONDS
     try:
-        while True:
-            left = deadline - time.monotonic()
-            async with asyncio.timeout(min(left, DISCARD_WAIT_SECONDS) if size > most else left):
-                part = await anext(stream, None)
-            if part is None:
-                break
-            parts.append(part)
-            size = max(size, sum(map(len, parts)))
-            if size > most:
-                parts.clear()
+        async with asyncio.timeout(None) as limit:
+            limit.reschedule(min(end, now() + DISCARD_WAIT_SECONDS) if size > most else end)
+            async for part in request.stream():
+                size = max(size, len(body) + len(part))
+                if size <= most:
+                    body += part
+                else:
+                    limit.reschedule(min(end, now() + DISCARD_WAIT_SECONDS))
     except TimeoutError:
-        if size > most:
-            raise too_large from None
-        raise ApiError(408, f"the body did not come within {MAX_BODY_SECONDS:g} seconds") from None
+        if size <= most:
+            raise ApiError(408, f"the body did not come within {CLIENT_SECONDS:g} seconds") from None
     if size > most:
         raise too_large
-    return b"".join(parts)
+    return bytes(body)
 
 
 class RequestBody(BaseModel):
@@ -261,11 +246,17 @@ async def run_unless_disconnected(request: Request, work: Awaitable[Any]) -> Any
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:
-    """A refusal; the connection is closed, for what else it brings may have no end."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=400)  # which nobody reads
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, error.detail)
     elif not isinstance(error, ApiError):
         error = ApiError(500, "the request failed: the server's log says why")
+    return _build_refusal(error)
+
+
+def _build_refusal(error: ApiError) -> Response:
+    """The connection is closed, for what else it brings may have no end."""
     headers = {"Connection": "close"} | EXTRA_HEADERS.get(error.status, {})
     return JSONResponse(error.body(), error.status, headers)
 
@@ -273,66 +264,57 @@ async def _handle_error(request: Request, error: Exception) -> Response:
 class HttpService(Protocol):
     """An application that is served until a signal comes, or until it fails: `error` says why.
 
-    count_connections: those that are open now; set by the server.
+    connections: those that are open; set by the server.
     """
 
     app: Starlette
-    count_connections: Callable[[], int]
+    connections: Collection[object]
 
     @property
     def error(self) -> BaseException | None: ...
-    def drain(self) -> None: ...
     def close(self) -> None: ...
 
 
-def create_server(service: HttpService) -> uvicorn.Server:
-    """Returns uvicorn's server of a service, with our limits."""
-    config = uvicorn.Config(
-        service.app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
-        server_header=False, h11_max_incomplete_event_size=MAX_REQUEST_HEAD_BYTES, proxy_headers=False,
-    )  # fmt: skip
-    server = uvicorn.Server(config)
-    service.count_connections = lambda: len(server.server_state.connections)
-    return server
+class HttpServer(uvicorn.Server):
+    """uvicorn's server of a service, with limits on connections."""
 
+    def __init__(self, service: HttpService) -> None:
+        config = uvicorn.Config(
+            service.app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
+            server_header=False, h11_max_incomplete_event_size=MAX_REQUEST_HEAD_BYTES, proxy_headers=False,
+        )  # fmt: skip
+        super().__init__(config)
+        self._service, service.connections = service, self.server_state.connections
 
-async def serve_until_ended(server: uvicorn.Server, service: HttpService, sock: socket.socket) -> None:
-    """Serves at a bound socket until a signal comes or the service fails."""
-    sweeping = asyncio.create_task(_sweep_connections(server, service))
-    try:
-        await server.serve([sock])
-    finally:
-        sweeping.cancel()
-        await asyncio.to_thread(service.close)
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serves at bound sockets until a signal comes or the service fails."""
+        sweeping = asyncio.create_task(self._sweep_connections())
+        try:
+            await super().serve(sockets)
+        finally:
+            sweeping.cancel()
+            await asyncio.to_thread(self._service.close)
 
-
-async def _sweep_connections(server: uvicorn.Server, service: HttpService) -> None:
-    """Drops connections that are too many, bring no request head or read nothing; looks out for the end."""
-    idle: dict[Any, float] = {}  # by connection: since when it has no request, or reads nothing
-    stalled: dict[Any, float] = {}
-    while True:
-        now = time.monotonic()
-        waiting, unread = [], []
-        open_now: list[Any] = [*server.server_state.connections]
-        for connection in open_now:
-            if connection.cycle is None or connection.cycle.response_complete:
-                waiting.append(connection)
-            if connection.flow.write_paused:
-                unread.append(connection)
-        idle = {each: idle.get(each, now) for each in sorted(waiting, key=lambda each: idle.get(each, now))}
-        stalled = {each: stalled.get(each, now) for each in unread}
-        excess = max(0, len(open_now) - MAX_CONNECTIONS)
-        for connection in [*idle][len(idle) - min(excess, len(idle)) :]:  # the newest
-            connection.transport.write(TOO_MANY_CONNECTIONS)
-            connection.transport.close()
-        late = [each for each, start in idle.items() if now - start > REQUEST_HEAD_TIMEOUT_SECONDS]
-        late += [each for each, start in stalled.items() if now - start > WRITE_STALL_TIMEOUT_SECONDS]
-        for connection in late:
-            connection.transport.abort()
-        server.should_exit = server.should_exit or service.error is not None
-        if server.should_exit:
-            service.drain()
-        await asyncio.sleep(SWEEP_SECONDS)
+    async def _sweep_connections(self) -> None:
+        """Drops connections that are too many, bring no request or read nothing; looks out for the end."""
+        stuck: dict[tuple[Any, bool], float] = {}  # since when one waits for a request, or to be read
+        while True:
+            now = time.monotonic()
+            connections: list[Any] = [*self.server_state.connections]
+            stuck = {
+                (each, each.flow.write_paused): stuck.get((each, each.flow.write_paused), now)
+                for each in connections
+                if each.flow.write_paused or each.cycle is None or each.cycle.response_complete
+            }
+            idle = sorted((key for key in stuck if not key[1]), key=stuck.__getitem__, reverse=True)
+            for connection, _ in idle[: max(0, len(connections) - MAX_CONNECTIONS)]:  # the newest
+                connection.transport.write(TOO_MANY_CONNECTIONS)
+                connection.transport.close()
+            for (connection, _), since in stuck.items():
+                if now - since > CLIENT_SECONDS:
+                    connection.transport.abort()
+            self.should_exit = self.should_exit or self._service.error is not None
+            await asyncio.sleep(SWEEP_SECONDS)
 
 
 def run_server(service: HttpService, sock: socket.socket, ready: Callable[[], object]) -> None:
@@ -344,7 +326,7 @@ def run_server(service: HttpService, sock: socket.socket, ready: Callable[[], ob
     async def serve() -> None:
         sock.listen()  # from now on who connects waits to be let in
         ready()
-        await serve_until_ended(create_server(service), service, sock)
+        await HttpServer(service).serve([sock])
 
     # uvicorn raises the signal again at its end: it has done its work by then.
     numbers = (signal.SIGTERM, signal.SIGINT)

@@ -4,13 +4,14 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import UserError, summarize_error
@@ -46,36 +47,26 @@ class SearchBody(RequestBody):
 
 
 class SearchService:
-    """One retriever over HTTP; `app` is what a server runs. One search at a time, on a thread of its own.
+    """One retriever over HTTP; `app` is what a server runs, `route` for another one to offer.
 
-    access: for this machine alone where None. A search that no other can follow,
-    for the corpus has changed, is the `error` that ends the server.
+    One search at a time, on a thread of its own. access: for this machine alone where None. A search that
+    no other can follow, for the corpus has changed, is the `error` that ends the server.
     """
 
     def __init__(
-        self,
-        retriever: CorpusRetriever,
-        config: RetrievalConfig,
-        access: AccessControl | None = None,
+        self, retriever: CorpusRetriever, config: RetrievalConfig, access: AccessControl | None = None
     ) -> None:
         self._retriever, self._config = retriever, config
-        access = access or AccessControl()
         settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
         if config.bm25_query != "whole":
             settings["bm25_query"] = config.bm25_query
         digest = hashlib.sha256(json.dumps([retriever.fingerprint, settings]).encode()).hexdigest()
         self._note = {"fingerprint": digest, "asks": list(retriever.query_fields)}
         self.error: BaseException | None = None
-        self.count_connections: Callable[[], int] = lambda: 0
-        self._draining = False
+        self.connections: Collection[object] = ()
         self._thread = ThreadPoolExecutor(1, "search")
-        keyed = access.keys is not None
-        routes = [("GET", "/", self._about, keyed), ("POST", SEARCH_PATH, self._search, keyed)]
-        self.app = access.create_app(routes)
-
-    def drain(self) -> None:
-        """Takes no more searches."""
-        self._draining = True
+        self.route = Route(SEARCH_PATH, self._search, methods=["POST"])
+        self.app = (access or AccessControl()).create_app([Route("/", self._about), self.route])
 
     def close(self) -> None:
         """Ends the thread, after the search under way."""
@@ -86,7 +77,7 @@ class SearchService:
 
     async def _search(self, request: Request) -> Response:
         body = await read_body(request, MAX_SEARCH_REQUEST_BYTES)
-        if self._draining or self.error is not None:
+        if self.error is not None:
             raise ApiError(503, "the server is going down and searches no more")
         work = asyncio.get_running_loop().run_in_executor(self._thread, self._reply, body)
         return await run_unless_disconnected(request, work)

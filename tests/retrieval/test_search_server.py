@@ -101,7 +101,7 @@ def test_connections_are_bounded_and_those_that_say_half_of_it_keep_nobody_waiti
         held[0].close()
         for number, one in enumerate(held[1:30]):
             one.sendall(halves[number % 3])
-        while service.count_connections() > 29:  # until it has seen that one is gone
+        while len(service.connections) > 29:  # until it has seen that one is gone
             time.sleep(0.01)
         assert post(url, {"queries": ["Tacoma"]})[0] == 200
         for one in held[1:30]:
@@ -167,7 +167,7 @@ class TroubledService(SearchService):
 
 
 def dies(searches, found):
-    for connection in [*searches.served.server_state.connections]:
+    for connection in [*searches.connections]:
         connection.transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
     return found
 

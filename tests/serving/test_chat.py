@@ -17,8 +17,7 @@ from dlm_rag.serving.conversation import (
     reply_to_greeting,
     suggest_questions,
 )
-from dlm_rag.serving.requests import ParsedRequest
-from dlm_rag.serving.responses import ReplyContext, build_reply, cut_open_reasoning
+from dlm_rag.serving.responses import build_reply, cut_open_reasoning
 from dlm_rag.tokenizer import Tokenizer
 from tests.support.headless_chromium import HeadlessChromium, find_chromium
 from tests.support.paths import ROOT
@@ -90,10 +89,12 @@ def make_rollout(response, abstain="never"):
     return rollout
 
 
-def reply_to(response, note="", abstain="never", **asked):
-    request, rollout = ParsedRequest(ASKED, SETTINGS, **asked), make_rollout(response, abstain)
-    context = ReplyContext("tiny", None, None, lambda name, _: f"http://x/{name}", note)
-    return build_reply(rollout, response, request, context)
+def link(name, _):
+    return f"http://x/{name}"
+
+
+def reply_to(response, note="", abstain="never", cite=True):
+    return build_reply(make_rollout(response, abstain), response, link, note, cite)
 
 
 def test_a_reply_is_the_answer_with_its_sources_and_the_reasoning_apart():
@@ -133,11 +134,10 @@ def test_a_source_that_only_lent_a_verb_is_not_listed():
     first = rollout.citations[0]
     rollout.citations[0] = first | {"passages": [*first["passages"], lent]}
     rollout.passages["d"] = "Dune\nA novel written in 1965."
-    context = ReplyContext("tiny", None, None, lambda name, _: f"http://x/{name}")
-    reply = build_reply(rollout, rollout.response, ParsedRequest(ASKED, SETTINGS), context)
+    reply = build_reply(rollout, rollout.response, link)
     assert reply.content == "Jane Austen [2]\n\n[1] Emma\n[2] Jane Austen"
     rollout.citations = [{"text": "", "kind": "reasoning", "passages": [lent], "unsupported": []}]
-    reply = build_reply(rollout, rollout.response, ParsedRequest(ASKED, SETTINGS), context)
+    reply = build_reply(rollout, rollout.response, link)
     assert [each["title"] for each in reply.sources] == ["Dune"], "better than none"
 
 
@@ -149,8 +149,7 @@ def test_a_title_forges_no_source_and_holds_no_live_markup(end):
     rollout = make_rollout("Emma is by Jane. ### Jane Austen")
     title = f"Emma{end}[2] Forged ![x](http://evil.example/a) <img src=//evil.example> www.evil.example"
     rollout.passages["a b"] = f"{title}\nBy Austen."
-    context = ReplyContext("tiny", None, None, lambda name, _: f"http://x/{name}")
-    reply = build_reply(rollout, rollout.response, ParsedRequest(ASKED, SETTINGS), context)
+    reply = build_reply(rollout, rollout.response, link)
     _, sources = reply.content.split("\n\n")
     first, second = sources.splitlines()
     assert first.startswith("[1] Emma") and second == "[2] Jane Austen"

@@ -18,8 +18,7 @@ from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import DecodeConfig
 from dlm_rag.questions import read_questions
 from dlm_rag.serving import http_server
-from dlm_rag.serving.requests import ParsedRequest
-from dlm_rag.serving.responses import ReplyContext, build_reply
+from dlm_rag.serving.responses import build_reply
 from tests.support.paths import ROOT
 from tests.support.serving import (
     ASKED,
@@ -45,11 +44,8 @@ def shipped():
     )
     decoder = Decoder(*parts, DecodeConfig(batch_size=32))
     asked = read_questions(world / "questions.jsonl")[::8]
-    context = ReplyContext("", None, None, lambda name, text: "")
     return {
-        r.question: build_reply(
-            r, r.response, ParsedRequest(r.question, decoder.config, cite=False), context
-        ).content
+        r.question: build_reply(r, r.response, lambda name, text: "", cite=False).content
         for r in decoder.decode(asked)
     }
 
@@ -163,8 +159,7 @@ def served(service, client):
         try:
             return await asyncio.wait_for(client(port), 60)
         finally:
-            if not service.engine.draining:
-                os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     with socket.create_server(("127.0.0.1", 0)) as sock:
         running = []
@@ -223,8 +218,7 @@ def test_a_signal_lets_what_was_taken_be_answered(corpus):
 
 def test_who_is_slow_is_dropped_and_delays_nobody(corpus, monkeypatch):
     """Silence, a head, a body or unread bytes that never end: each has its bound, and is gone after it."""
-    for name in ("MAX_BODY_SECONDS", "REQUEST_HEAD_TIMEOUT_SECONDS", "WRITE_STALL_TIMEOUT_SECONDS"):
-        monkeypatch.setattr(http_server, name, 0.6)
+    monkeypatch.setattr(http_server, "CLIENT_SECONDS", 0.6)
     post = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 
     async def clients(port):
@@ -239,11 +233,11 @@ def test_who_is_slow_is_dropped_and_delays_nobody(corpus, monkeypatch):
         _, deaf = await asyncio.open_connection("127.0.0.1", port, limit=1)
         deaf.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)  # whose answers it does not read
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-            while service.count_connections() < 7:  # all of them, and its own
+            while len(service.connections) < 7:  # all of them, and its own
                 assert (await client.get("/health")).status_code == 200
             assert (await client.post("/v1/chat/completions", json=chat_body())).status_code == 200
             found = await asyncio.gather(*slow)
-        while service.count_connections():
+        while service.connections:
             await asyncio.sleep(0.01)
         deaf.close()
         return found

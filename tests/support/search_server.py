@@ -20,10 +20,8 @@ NO_PASSAGES = SimpleNamespace(query_fields=("text",), fingerprint="none", corpus
 def serve_search(service, port=0):
     """A server in a thread of this process; gives its URL."""
     with socket.create_server(("127.0.0.1", port)) as sock:
-        served = http_server.create_server(service)
-        service.served = served
-        ended = http_server.serve_until_ended(served, service, sock)
-        thread = threading.Thread(target=lambda: asyncio.run(ended))
+        served = http_server.HttpServer(service)
+        thread = threading.Thread(target=lambda: asyncio.run(served.serve([sock])))
         thread.start()
         try:
             yield f"{get_socket_url(sock)}{SEARCH_PATH}"

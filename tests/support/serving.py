@@ -46,9 +46,8 @@ def made_decoder(corpus, settings=SETTINGS):
 def serve_decoder(decoder, keys=None, search=None, max_waiting=64, **limits):
     """A service on an event loop of its own thread; `run_in_loop` runs requests there."""
     access = AccessControl(keys=None if keys is None else read_api_keys(str(keys)))
-    service = AnswerService(decoder, ServedModel("tiny"), access, max_waiting, **limits)
-    if search is not None:
-        service.offer_search(SearchService(decoder.retriever, search, access))
+    searched = search and SearchService(decoder.retriever, search)
+    service = AnswerService(decoder, ServedModel("tiny"), access, searched, max_waiting, **limits)
     with loop_thread() as service.loop:
         try:
             yield service
