@@ -32,7 +32,7 @@ from dlm_rag.config import Config, TrainConfig
 from dlm_rag.machine import describe_machine, get_code_commit
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.tokenizer import Tokenizer
-from dlm_rag.training.batches import BatchMaker, Example, LossWeights
+from dlm_rag.training.batches import Example, make_masked_batch
 from dlm_rag.training.documents import PackedDocuments, open_token_file
 from dlm_rag.training.initial_model import DEFAULT_PROMPT_TEMPLATE, iterate_world_texts, train_tokenizer
 from dlm_rag.training.losses import MaskedObjective
@@ -147,14 +147,14 @@ def train_hf_baseline(weights: Path, batches: list[list[Example]]) -> tuple[floa
 def train_packed(weights: Path, batches: list[list[Example]]) -> tuple[float, list[float]]:
     """Seconds and losses of our step."""
     denoiser = load_denoiser_from_llama(weights)
-    objective, maker = MaskedObjective(denoiser), BatchMaker(denoiser.config, "joint", frozenset({1}))
+    objective = MaskedObjective(denoiser)
     optimizer = torch.optim.AdamW(
         denoiser.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
     losses = []
     start = time.perf_counter()
     for examples in batches:
-        batch = maker.prepare(examples, LossWeights())
+        batch = make_masked_batch(examples, denoiser.config, "joint")
         loss, _ = objective(batch, batch.counts)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(denoiser.parameters(), 1.0)
@@ -176,8 +176,7 @@ def measure_peak_bytes_of_loops(weights: Path, examples: list[Example]) -> list[
     model = LlamaForCausalLM.from_pretrained(weights, attn_implementation="sdpa")
     inputs = PaddedDataset([examples], 0)[0]
     objective = MaskedObjective(load_denoiser_from_llama(weights))
-    maker = BatchMaker(objective.denoiser.config, "joint", frozenset({1}))
-    batch = maker.prepare(examples, LossWeights())
+    batch = make_masked_batch(examples, objective.denoiser.config, "joint")
     found = []
     for step in (
         lambda: HfBaselineTrainer.compute_loss(SimpleNamespace(found=[]), model, inputs).backward(),  # type: ignore[arg-type]

@@ -275,9 +275,9 @@ class RepeatedBatch(PretrainTask):
 
     @cached_property
     def sampled(self) -> Any:
-        return self.sample_batch(self.run.origin.config, self.items)
+        return self.sample_batch(self.items)
 
-    def make_batch(self, step: int, items: Sequence[int], conditions: None) -> Any:
+    def make_batch(self, step: int, items: Sequence[int], state: Any) -> Any:
         return self.sampled
 
 
@@ -321,7 +321,7 @@ def measure_training(
             activation_checkpointing=denoiser.activation_checkpointing,
         )
         switched = PretrainTask(Run(replace(config, train=changed), origin, Path()))
-        planned = estimate_step_memory(switched, shape, trainer.dtype, task.items)
+        planned = estimate_step_memory(switched, trainer.dtype, task.items)
         whole = planned.weights + planned.gradients + planned.optimizer + planned.activations
         record.add({
             "switch": switch,

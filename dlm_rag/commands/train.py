@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
     folder = Path(config.out or "runs/train")
     check_effects([(config, ["data.documents", "data.questions"])])
     from dlm_rag.engine.store import check_store
-    from dlm_rag.training.tasks import check_task_settings
+    from dlm_rag.training.task import check_task_settings
 
     check_task_settings(config)
     check_store(config.engine)

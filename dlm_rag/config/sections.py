@@ -289,11 +289,11 @@ class TrainConfig(CheckedSettings):
     lora_rank: int = setting(0, low=0, only_with={"model.path": SET})
     """rank of low-rank adapters on frozen weights (needs peft); 0 trains all weights"""
     # What it trains on.
-    objective: str = setting("sft", table="dlm_rag.training.tasks:TASKS")
+    objective: str = setting("sft", table="dlm_rag.training.task:TASKS")
     """training objective: sft (questions, evidence and responses), pretrain (documents; also from an
     autoregressive checkpoint) or rl (rewarded rollouts); or a class of your own as module:Class"""
     max_steps: int = setting(2000, low=1)
-    """number of optimizer steps; may be raised with --resume: curricula go by the first number"""
+    """number of optimizer steps; may be raised with --resume"""
     passage_sets_per_step: int = setting(6, low=1, high=2**16, only_with=SFT)
     """sft: number of passage sets in a step, over all processes"""
     rows_per_set: int = setting(12, low=1, high=2**16, only_with=SFT)
@@ -326,8 +326,6 @@ class TrainConfig(CheckedSettings):
     activation_checkpointing: str = setting("none", choices=("none", "selective", "full"))
     """recompute activations in the backward pass: full (all of a layer) or selective (all but attention
     and, unless compiled, matrix products)"""
-    data_workers: int = setting(0, low=0, high=1024, only_with=SFT)
-    """sft: number of processes that make batches ahead of the steps; 0: each is made when it is needed"""
     compile: bool = setting(False)
     """compile around attention with torch.compile"""
     parallel: str = setting("ddp", choices=("ddp", "fsdp"))

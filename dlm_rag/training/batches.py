@@ -1,18 +1,17 @@
 """Training rows and their batches.
 
 How canvas, masks and evidence of a row are drawn, and what it copies; typical rows for plans; a batch with
-all that the host makes for it, ready to travel to the device.
+all that the host makes for its loss.
 """
 
 import random
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from dlm_rag.evidence.encode_segments import run_starts
@@ -23,18 +22,9 @@ from dlm_rag.evidence.prompt_segments import (
     truncate_evidence,
 )
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.packed_batch import (
-    PackedRows,
-    SharedContext,
-    make_consecutive_ranges,
-    map_arrays,
-    pack_rows,
-    to_device,
-)
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.tokenizer import Prompt, Tokenizer
 
-CPU = torch.device("cpu")
 Sums = dict[str, float]
 FULL_CANVAS_SHARE = 0.2  # share of rows with the whole canvas; others end soon after their response
 UNIFORM_MASK_SHARE = 0.5  # share of rows masked at a uniform time; in others all after a cut is masked
@@ -42,6 +32,7 @@ STRAY_MASK_SHARE = 0.05  # share of the positions before the cut that are masked
 RETRIEVAL_CUT_SHARE = 0.6  # share of rows that are cut where the response stood when the evidence was found
 LONG_QUESTION_TOKENS = 64  # a long question of a world; small vocabularies need up to twice as many
 MAX_LOOKAHEAD_BLOCKS = 3  # masked blocks after the current one, at most
+MIN_MASK_TIME = 1e-3  # below it a token of a short row would count too much
 
 
 @dataclass(frozen=True)
@@ -77,13 +68,24 @@ class Example:
     @property
     def supervised_pointers(self) -> list[Pointer]:
         """The pointers of supervised positions."""
-        places = set(self.supervised_positions)
-        return [pointer for pointer in self.pointers if pointer.position in places]
+        return [pointer for pointer in self.pointers if self.masked[pointer.position]]
 
     def canvas(self, mask_id: int) -> list[int]:
         """What the denoiser sees of the target."""
         pairs = zip(self.masked, self.target, strict=True)
         return [mask_id if hidden else token for hidden, token in pairs]
+
+
+def mask_at_time(prompt: Prompt, target: Sequence[int], time: float, rng: np.random.Generator) -> Example:
+    """A row for the NELBO: each token masked with probability t, weighted by 1 / t, divided by the length.
+
+    t, which `time` in [0, 1) stands for, is not below `MIN_MASK_TIME`. A token is untouched with
+    probability alpha(t) = 1 - t (the linear schedule of LLaDA, arXiv 2502.09992); the continuous-time NELBO
+    weights a masked one by -alpha'(t) / (1 - alpha(t)) (MDLM, arXiv 2406.07524, eq. 10).
+    """
+    t = MIN_MASK_TIME + (1 - MIN_MASK_TIME) * time
+    masked = rng.random(len(target)) >= 1 - t
+    return Example(prompt, tuple(target), tuple(masked.tolist()), (), 1 / t, float(len(target)))
 
 
 def draw_random_mask(rng: random.Random, used: int, length: int, stands: int) -> tuple[bool, ...]:
@@ -156,8 +158,7 @@ class ExampleBuilder:
             blocks = shape.canvas_length, shape.block_size, first
             masked, finished = draw_block_mask(rng, len(ids), stands, *blocks)
         target = (*ids, *[end_id] * len(masked))[: len(masked)]
-        used = min(len(ids) + 1, shape.canvas_length)
-        there = tuple(pointer for pointer in pointers if pointer.position < used)
+        there = tuple(pointer for pointer in pointers if pointer.position < len(target))
         return Example(prompt, target, masked, there, finished=finished)
 
 
@@ -211,60 +212,57 @@ class LossWeights:
 
 
 @dataclass(frozen=True)
-class PreparedBatch:
-    """What `MaskedObjective` needs of some examples; arrays until they are `moved`.
+class MaskedBatch:
+    """Rows as the denoiser runs them, and what their loss needs.
 
-    counts: as `count_examples`. contexts: segments that rows share, None without any. canvases: the rows,
-    whose context is to come. pointers: of each row.
-    supervision: of the supervised tokens (n,) targets, weights and whether they can be copied. places: of
-    the pointers, as `locate_pointers` gives them.
+    counts: as `Task` says; `divisor`: what the losses of tokens are divided by; `pointed`: supervised
+    tokens that a passage in the prompt spells out. read: supervised positions of each row, n in all.
+    supervision: (n,) targets, weights, and whether a token can be copied. pointers, places: of
+    `locate_pointers`.
     """
 
-    counts: Sums
-    weights: LossWeights
-    contexts: PackedRows | None
-    canvases: PackedRows
+    states: list[LaidOutRow]
+    read: list[tuple[int, ...]]
+    supervision: list[NDArray[Any]]
     pointers: list[int]
-    supervision: tuple[Any, ...]
-    places: Any
-
-    def moved(self, device: torch.device) -> "PreparedBatch":
-        """The same with tensors on a device, in one copy."""
-        arrays: list[NDArray[Any]] = []
-        map_arrays(self, lambda array: arrays.append(array))
-        there = iter(to_device(arrays, device))
-        return map_arrays(self, lambda _: next(there))
+    places: NDArray[np.int64]
+    pointer_weight: float
+    counts: Sums
 
 
-@dataclass(frozen=True)
-class BatchMaker:
-    """Lays out and packs examples on the host."""
-
-    shape: DenoiserConfig
-    layout: str
-    end_ids: frozenset[int]
-
-    def prepare(self, examples: Sequence[Example], weights: LossWeights) -> PreparedBatch:
-        """The batch of some rows."""
-        states = lay_out_examples(examples, self.shape, self.layout)
-        places = [list(example.supervised_positions) for example in examples]
-        asked = [[row.find_state(n) for n in read] for row, read in zip(states, places, strict=True)]
-        pointers, pointed = locate_pointers(examples, states)
-        runs = [row.canvas_segment for row in states]
-        contexts, context = None, None
-        if segments := list(dict.fromkeys(segment for row in states for segment in row.context_segments)):
-            segments.sort(key=lambda segment: len(segment.ids))  # equal lengths are attended to together
-            sizes = [len(segment.ids) for segment in segments]
-            at = dict(zip(segments, make_consecutive_ranges(sizes), strict=True))
-            ranges = [[at[segment] for segment in row.context_segments] for row in states]
-            stand_in: Any = [(range(sum(sizes)),)]  # of keys and values there is only the number yet
-            contexts = pack_rows(segments, CPU, read=[()] * len(segments))
-            context = SharedContext(stand_in, ranges)
-        canvases = replace(pack_rows(runs, CPU, asked, context), context=None)
-        supervision = list_supervision(examples, places, self.end_ids, weights.end_token)
-        counts = count_examples(examples, self.end_ids, weights.end_token)
-        batch = PreparedBatch(counts, weights, contexts, canvases, pointers, supervision, pointed)
-        return map_arrays(batch, lambda array: array if isinstance(array, np.ndarray) else array.numpy())
+def make_masked_batch(
+    examples: Sequence[Example],
+    shape: DenoiserConfig,
+    layout: str,
+    end_ids: Collection[int] = (),
+    weights: LossWeights = LossWeights(),
+) -> MaskedBatch:
+    """Lays out the rows of a batch; what is in `end_ids` counts as an end token."""
+    states = lay_out_examples(examples, shape, layout)
+    supervised, divisor = list[tuple[int, float, bool]](), 0.0
+    for example in examples:
+        copied = {pointer.position for pointer in example.pointers}
+        shares = [weights.end_token if token in end_ids else 1.0 for token in example.target]
+        found = [(example.target[n], shares[n], n in copied) for n in example.supervised_positions]
+        divisor += sum(share for _, share, _ in found) if example.divisor is None else example.divisor
+        supervised += [(token, example.weight * share, known) for token, share, known in found]
+    columns = zip(*supervised, strict=True) if supervised else ((), (), ())
+    dtypes = (np.int64, np.float32, np.bool_)
+    counts = {
+        "rows": float(len(examples)),
+        "tokens": float(sum(len(example.prompt) + len(example.target) for example in examples)),
+        "supervised": float(len(supervised)),
+        "divisor": float(divisor),
+        "pointed": float(sum(known for _, _, known in supervised)),
+    }
+    return MaskedBatch(
+        states,
+        [example.supervised_positions for example in examples],
+        [np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)],
+        *locate_pointers(examples, states),
+        weights.pointer,
+        counts,
+    )
 
 
 def lay_out_examples(examples: Sequence[Example], shape: DenoiserConfig, layout: str) -> list[LaidOutRow]:
@@ -299,37 +297,3 @@ def locate_pointers(
             found.append((start + state.find_state(pointer.position), *span, row, slot))
     counts = [len(example.supervised_pointers) for example in examples]
     return counts, np.array(found, dtype=np.int64).reshape(-1, 6).T
-
-
-def count_examples(examples: Sequence[Example], end_ids: frozenset[int], end_weight: float) -> Sums:
-    """What is known of examples before the denoiser has seen them.
-
-    supervised: tokens. divisor: of their losses, which counts them by weight, or all of a document.
-    pointed: those that a passage in the prompt spells out. tokens: of prompts and canvases.
-    """
-    found = dict.fromkeys(("supervised", "divisor", "pointed", "tokens", "rows"), 0.0)
-    for example in examples:
-        targets = [example.target[n] for n in example.supervised_positions]
-        counted = sum(end_weight if token in end_ids else 1.0 for token in targets)
-        found["supervised"] += len(targets)
-        found["divisor"] += counted if example.divisor is None else example.divisor
-        found["pointed"] += len({pointer.position for pointer in example.supervised_pointers})
-        found["tokens"] += len(example.prompt) + len(example.target)
-        found["rows"] += 1
-    return found
-
-
-def list_supervision(
-    examples: Sequence[Example], places: Sequence[Sequence[int]], end_ids: frozenset[int], end_weight: float
-) -> tuple[NDArray[Any], ...]:
-    """Targets (n,) of the supervised tokens, their weights, and whether they can be copied."""
-    found = []
-    for example, row in zip(examples, places, strict=True):
-        names = {pointer.position for pointer in example.pointers}
-        for place in row:
-            token = example.target[place]
-            weight = example.weight * (end_weight if token in end_ids else 1.0)
-            found.append((token, weight, place in names))
-    columns = zip(*found, strict=True) if found else ((), (), ())
-    dtypes = (np.int64, np.float32, np.bool_)
-    return tuple(np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True))

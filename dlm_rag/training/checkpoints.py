@@ -64,7 +64,6 @@ class TrainState:
 
     step: int
     task: TaskState
-    planned_steps: int  # of the run when it began, by which curricula go
 
 
 @dataclass(frozen=True)

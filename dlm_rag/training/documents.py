@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from dlm_rag.config import TrainConfig
@@ -23,11 +22,10 @@ from dlm_rag.files.paths import digest_file, expand_path, get_cache_folder, reso
 from dlm_rag.files.record_readers import get_field, read_records
 from dlm_rag.randomness import sample_permutation
 from dlm_rag.tokenizer import Prompt, Tokenizer
-from dlm_rag.training.batches import Example
-from dlm_rag.training.losses import alpha, weigh_masked
+from dlm_rag.training.batches import Example, mask_at_time
 
+DOCUMENT_LAYOUT = "joint"  # evidence layout of rows without evidence
 HELD_OUT_SEQUENCES = 8  # sequences of each file at its end, for validation; at most one in 20
-MIN_MASK_TIME = 1e-3  # below it a token of a short row would count too much
 GOLDEN_RATIO_STEP = 0.6180339887498949  # rows of a sequence get times spread by it
 
 
@@ -58,7 +56,7 @@ def open_token_file(path: str | Path, tokenizer: Tokenizer, folder: str | None =
     vocabulary = "plain text\n" + tokenizer.inner.backend_tokenizer.to_str()
     root = expand_path(folder, CorpusError) if folder else get_cache_folder()
     name = make_folder_name(path.stem, "tokens", digest_file(path), vocabulary)
-    (end, *_) = sorted(tokenizer.end_ids)
+    end = min(tokenizer.end_ids)
 
     def build(scratch: Path) -> None:
         ends = [0]
@@ -88,14 +86,12 @@ class PackedDocuments:
 
         shifted: the denoiser predicts a token from the row before it, so that every row needs one.
         """
-        self._train, length = train, train.sequence_length
+        self._files, self._train, length = files, train, train.sequence_length
         self._per_step = train.batch_tokens // length
-        (end, *_) = sorted(tokenizer.end_ids)
-        self._prompt = Prompt((end,) if shifted else (), (), ())
+        self._prompt = Prompt((min(tokenizer.end_ids),) if shifted else (), (), ())
         counts = [file.count_sequences(length) for file in files]
-        self._files, self._counts = files, counts
-        kept = [count - min(HELD_OUT_SEQUENCES, count // 20) for count in counts]
-        self._ends = np.cumsum(kept)  # of the files, in sequences to train on
+        self._kept = [count - min(HELD_OUT_SEQUENCES, count // 20) for count in counts]
+        self._ends = np.cumsum(self._kept)  # of the files, in sequences to train on
         if not self._ends[-1]:
             raise ConfigError(
                 f"the documents have fewer tokens than one sequence of sequence_length={length}"
@@ -112,7 +108,7 @@ class PackedDocuments:
             time = (offset + item / self._per_step) % 1
             rng = np.random.default_rng([*map(ord, f"masks/{seed}"), number])
             for row, ids in enumerate(self.sequence_rows(number)):
-                found.append(self._mask(ids, (time + row * GOLDEN_RATIO_STEP) % 1, rng))
+                found.append(mask_at_time(self._prompt, ids, (time + row * GOLDEN_RATIO_STEP) % 1, rng))
         return found
 
     def sequence_rows(self, number: int) -> list[list[int]]:
@@ -128,15 +124,10 @@ class PackedDocuments:
         length, rng = self._train.sequence_length, np.random.default_rng(0)
         times = ((n + 0.5) * GOLDEN_RATIO_STEP % 1 for n in itertools.count())
         return [
-            [self._mask(ids, next(times), rng) for ids in file.sequence_rows(number, length)]
-            for file, count, kept in zip(
-                self._files, self._counts, np.diff(self._ends, prepend=0).tolist(), strict=True
-            )
-            for number in range(kept, count)
+            [
+                mask_at_time(self._prompt, ids, next(times), rng)
+                for ids in file.sequence_rows(number, length)
+            ]
+            for file, kept in zip(self._files, self._kept, strict=True)
+            for number in range(kept, file.count_sequences(length))
         ]
-
-    def _mask(self, ids: list[int], time: float, rng: np.random.Generator) -> Example:
-        at = torch.tensor(MIN_MASK_TIME + (1 - MIN_MASK_TIME) * time, dtype=torch.float64)
-        hidden = rng.random(len(ids)) >= float(alpha(at))
-        weight = float(weigh_masked(at))
-        return Example(self._prompt, tuple(ids), tuple(hidden.tolist()), (), weight, float(len(ids)))

@@ -1,66 +1,18 @@
-"""The forward process of masks, and what a step of training minimises.
-
-A token is still untouched at time t in [0, 1] with probability alpha(t) = 1 - t (the linear schedule of
-LLaDA, arXiv 2502.09992). The continuous-time NELBO weights a masked token at time t by
--alpha'(t) / (1 - alpha(t)) = 1 / t (MDLM, arXiv 2406.07524, eq. 10). Losses are cross-entropy at supervised
-positions, and where two heads should look.
-"""
+"""What a step minimises: cross-entropy at supervised positions, and where two heads should look."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dlm_rag.evidence.encode_segments import encode_contexts
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.layers import AttentionProbe, get_compute_dtype
-from dlm_rag.model.packed_batch import SharedContext
+from dlm_rag.model.packed_batch import pack_rows
 from dlm_rag.nvtx_ranges import profile_stage
-from dlm_rag.training.batches import PreparedBatch, Sums
-
-
-def alpha(t: Tensor) -> Tensor:
-    """The probability that a token is untouched at time t (...)."""
-    return 1 - t
-
-
-def weigh_masked(t: Tensor) -> Tensor:
-    """What a masked token at time t (...) counts in the NELBO."""
-    return 1 / (1 - alpha(t))
-
-
-def sample_antithetic_times(count: int, generator: torch.Generator, lowest: float = 1e-3) -> Tensor:
-    """`count` times (count,) in [lowest, 1], one in each of `count` equal parts of the interval.
-
-    One uniform offset shifts them all (VDM, arXiv 2107.00630, appendix I.1): each is uniform, and
-    together they vary less than independent ones.
-    """
-    offset = torch.rand((), generator=generator, dtype=torch.float64)
-    parts = (offset + torch.arange(count, dtype=torch.float64) / count) % 1
-    return lowest + (1 - lowest) * parts
-
-
-def mask_tokens(ids: Tensor, t: Tensor, mask_id: int, generator: torch.Generator) -> Tensor:
-    """The forward process q(x_t | x_0): ids (..., n) stay with probability alpha(t) (...,), else mask."""
-    keep = torch.rand(ids.shape, generator=generator, dtype=torch.float64) < alpha(t)[..., None]
-    return torch.where(keep, ids, mask_id)
-
-
-def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in nats (n,) of logits (n, V) at supervised positions, computed in float32."""
-    return F.cross_entropy(logits.float(), targets, reduction="none")
-
-
-def nelbo(losses: Tensor, t: Tensor) -> Tensor:
-    """One Monte Carlo sample of the NELBO in nats of each sequence.
-
-    losses: (rows, n) cross-entropies, 0 where a token was not masked; t: (rows,) the time at which
-    each row was masked. Its mean over t uniform and masks is the bound on -log p(x), never below it.
-    """
-    return weigh_masked(t) * losses.sum(dim=-1)
+from dlm_rag.training.batches import MaskedBatch, Sums
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -158,28 +110,30 @@ class MaskedObjective(nn.Module):
         super().__init__()
         self.denoiser = denoiser
 
-    def forward(self, batch: PreparedBatch, counts: Sums) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, batch: MaskedBatch, counts: Sums) -> tuple[Tensor, dict[str, Tensor]]:
         """What a batch adds to the loss of a step, a scalar; and sums that only the denoiser tells.
 
         counts: of the whole step, in all its parts on all processes. Sums, in nats and counts: the losses
         of tokens by weight, the pointer losses, the mass of the passage head on the right passage, the
         tokens to be copied that the denoiser finds most probable.
         """
-        layers, weight = self.denoiser.config.num_hidden_layers, batch.weights.pointer
-        probe = AttentionProbe(max(0, layers - 2)) if weight and counts["pointed"] else None
-        batch = batch.moved(self.denoiser.device)
-        context: Any = None
-        if batch.contexts is not None:
-            context = SharedContext(self.denoiser.encode(batch.contexts, keep=True)[1], ())
-        hidden = self.denoiser.encode(replace(batch.canvases, context=context), probe=probe)[0]
+        denoiser, states, weight = self.denoiser, batch.states, batch.pointer_weight
+        probe = None
+        if weight and counts["pointed"]:
+            probe = AttentionProbe(max(0, denoiser.config.num_hidden_layers - 2))
+        runs, context = [row.canvas_segment for row in states], encode_contexts(denoiser, states)
+        read = [[row.find_state(n) for n in read] for row, read in zip(states, batch.read, strict=True)]
+        add = [*batch.supervision, batch.places]
+        rows = pack_rows(runs, denoiser.device, read, context, add)
+        targets, weights, copied, places = rows.extra_tensors
+        hidden = denoiser.encode(rows, probe=probe)[0]
         with profile_stage("loss"):
-            targets, weights, copied = batch.supervision
-            normed, head = self.denoiser.norm(hidden), self.denoiser.lm_head.weight
+            normed, head = denoiser.norm(hidden), denoiser.lm_head.weight
             summed, right = ChunkedCrossEntropy.apply(normed, head, targets, weights, self.logit_chunk)
             loss = summed / counts["divisor"]
             pointed, mass = summed.new_zeros(2)
             if probe is not None:
-                pointed, mass = compute_pointer_loss(batch.pointers, batch.places, probe)
+                pointed, mass = compute_pointer_loss(batch.pointers, places, probe)
                 loss = loss + pointed * (weight / counts["pointed"])
             names = (right & copied).sum().float()
         sums = {"tokens": summed, "pointers": pointed, "passage_mass": mass, "names_right": names}

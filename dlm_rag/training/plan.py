@@ -55,8 +55,7 @@ from dlm_rag.training.step_memory import (
     count_optimizer_bytes,
     estimate_step_memory,
 )
-from dlm_rag.training.task import Run, Task
-from dlm_rag.training.tasks import find_task
+from dlm_rag.training.task import Run, Task, find_task
 
 GIB = 2**30
 LOGIT_COPIES = 8  # numbers of float32 for each logit that is read
@@ -213,7 +212,7 @@ def plan_training(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> 
     check_parallelism(train, find_task(train).count_items(train)[0], devices)
     task = make_planned_task(config, shape)
     items = math.ceil(task.items / (devices * train.gradient_accumulation_steps))
-    memory = estimate_step_memory(task, shape, dtype, items)
+    memory = estimate_step_memory(task, dtype, items)
     forward, parts = memory.forward, task.items / items
     flops = forward.flops_with_backward(bool(train.lora_rank))
     flops += forward.flops * task.forwards_before

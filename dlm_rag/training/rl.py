@@ -37,7 +37,6 @@ from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
 from dlm_rag.evidence.prompt_segments import LaidOutRow, lay_out_prompt
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.packed_batch import to_device
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.questions import Question
@@ -285,12 +284,11 @@ ACCEPTED = {"decode.mode": ("diffusion",), "decode.commit_rule": ("threshold", "
 class RlTask(Task):
     """Groups of rollouts by reward (GRPO, arXiv 2402.03300)."""
 
-    name, can_prefetch, needs_trained_model = "rl", False, True
+    name, needs_denoiser = "rl", True
     _source: QuestionSource
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._tokenizer = self._origin.tokenizer
         self._denoiser: Denoiser | None = None
         self._steps = self.train.train_steps_per_rollout or int(STEPS_PER_ROLLOUT)
         self.forwards_before = STEPS_PER_ROLLOUT / self._steps
@@ -302,6 +300,8 @@ class RlTask(Task):
     @classmethod
     def check_settings(cls, config: Config) -> None:
         train = config.train
+        if config.model.path is None:
+            raise ConfigError("rl begins with a model that answers: set model.path")
         resolve_or_import(REWARDS, train.reward, "train.reward")
         if train.min_hops > train.max_hops:
             raise ConfigError(f"min_hops={train.min_hops} is more than max_hops={train.max_hops}")
@@ -320,8 +320,8 @@ class RlTask(Task):
 
     def open_data(self) -> Validation:
         run, train = self.run, self.train
-        if self._config.data.corpus is None:
-            self._source = make_world_source(train, self._config.retrieval.top_k)
+        if self.run.config.data.corpus is None:
+            self._source = make_world_source(train, self.run.config.retrieval.top_k)
             return open_world_validation(run)
         questions, retriever, validation = open_questions(run)
         for question in (*questions, *validation.questions):
@@ -330,10 +330,10 @@ class RlTask(Task):
         self._source = make_file_source(questions, retriever, train)
         return validation
 
-    def sample_batch(self, shape: DenoiserConfig, count: int) -> RolloutBuffer:
-        train, rollouts = self.train, self.train.num_generations
+    def sample_batch(self, count: int) -> RolloutBuffer:
+        shape, train, rollouts = self.run.origin.config, self.train, self.train.num_generations
         examples = sample_prompt_rows(
-            shape, train.passage_length, self._config.retrieval.top_k, count, self._steps * rollouts,
+            shape, train.passage_length, self.run.config.retrieval.top_k, count, self._steps * rollouts,
             ROLLOUT_PASSAGE_FACTOR,
         )  # fmt: skip
         states = lay_out_examples(examples, shape, shape.evidence_layout)
@@ -347,25 +347,25 @@ class RlTask(Task):
     def objective(self, denoiser: Denoiser) -> nn.Module:
         self._denoiser = denoiser
         shape = denoiser.config
-        settings = resolve_settings(make_rollout_settings(self._config), shape)
+        settings = resolve_settings(make_rollout_settings(self.run.config), shape)
         if shape.block_size and shape.predicts_next_block:
             raise ConfigError(
                 "rl computes steps again from the canvas alone, which excludes models that predict the "
                 "first token of a block from before it"
             )
-        return PolicyObjective(denoiser, settings, self._tokenizer.mask_id)
+        return PolicyObjective(denoiser, settings, self.run.origin.tokenizer.mask_id)
 
-    def make_batch(self, step: int, items: Sequence[int], conditions: None) -> RolloutBuffer:
+    def make_batch(self, step: int, items: Sequence[int], state: TaskState) -> RolloutBuffer:
         """The rollouts of some questions, from the weights as they are now: nothing is kept of older ones.
 
         Weights in shards are gathered by all processes together, so one that learns from no step gets a row
         that weighs nothing and runs the layers as often as any other: for a context and for a canvas.
         """
         assert self._denoiser is not None
-        train, engine = self.train, self._config.engine.for_training_rollouts
+        train, engine = self.train, self.run.config.engine.for_training_rollouts
         asked, retriever = self._source(step, items)
-        settings = make_rollout_settings(self._config)
-        decoder = Decoder(self._denoiser, retriever, self._tokenizer, settings, engine=engine)
+        settings = make_rollout_settings(self.run.config)
+        decoder = Decoder(self._denoiser, retriever, self.run.origin.tokenizer, settings, engine=engine)
         buffer = fill_rollout_buffer(decoder, asked, train)
         return buffer if buffer.rows else RolloutBuffer(buffer.sums, [make_idle_row(decoder)])
 

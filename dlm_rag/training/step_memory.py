@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from dlm_rag.config import TrainConfig
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.denoiser_config import DenoiserConfig, FlopCount, count_head_flops
+from dlm_rag.model.denoiser_config import FlopCount, count_head_flops
 from dlm_rag.model.layers import ExpertStack
-from dlm_rag.training.initial_model import build_meta_denoiser
 from dlm_rag.training.task import Task
 from dlm_rag.training.trainer import make_autocast, make_optimizers
 
@@ -98,9 +97,11 @@ class StepMemory:
     forward: FlopCount
 
 
-def estimate_step_memory(task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: int) -> StepMemory:
+def estimate_step_memory(task: Task, dtype: torch.dtype, items: int) -> StepMemory:
     """Returns what a part of `items` items needs, with the arithmetic in `dtype`; nothing is allocated."""
-    train, root = task.train, _build_objective(task, shape, dtype)
+    train, denoiser = task.train, task.run.origin.build_on_meta(dtype)
+    denoiser.activation_checkpointing = train.activation_checkpointing
+    root: Any = task.objective(denoiser)
     named = list(root.denoiser.named_parameters())
     trained = [p for _, p in named if p.requires_grad]
     gradients = FLOAT32_BYTES * sum(p.numel() for p in trained)
@@ -114,7 +115,7 @@ def estimate_step_memory(task: Task, shape: DenoiserConfig, dtype: torch.dtype, 
     # Gradients of earlier parts are there from the start, and shards of them never grow: these are not in
     # the peak, others are.
     accumulates = train.gradient_accumulation_steps > 1 or train.parallel == "fsdp"
-    peak, forward = _simulate(task, root, dtype, task.sample_batch(shape, items), accumulates)
+    peak, forward = _simulate(task, root, dtype, task.sample_batch(items), accumulates)
     activations = peak if accumulates else max(0, peak - gradients)
     return StepMemory(gradients=gradients, activations=activations, forward=forward, **sizes)
 
@@ -140,13 +141,6 @@ def _simulate(
     head = count_head_flops(root.denoiser.config, batch.counts["supervised"], 2)
     work: FlopCount = root.denoiser.flop_count + head
     return alive.peak_bytes, work
-
-
-def _build_objective(task: Task, shape: DenoiserConfig, dtype: torch.dtype) -> Any:
-    """Builds the task's loss around a denoiser on the meta device, in a run's dtypes."""
-    denoiser = build_meta_denoiser(shape, task.train.lora_rank, dtype)
-    denoiser.activation_checkpointing = task.train.activation_checkpointing
-    return task.objective(denoiser)
 
 
 def count_optimizer_bytes(denoiser: Denoiser, train: TrainConfig) -> int:

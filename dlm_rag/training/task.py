@@ -1,24 +1,32 @@
 """An objective: what a trainer, a plan and the checks of settings ask of it.
 
-An objective is a subclass of `Task` with a line in `tasks.TASKS`, or of the user's own as
-`train.objective=module:Class`. Nothing else names it.
+An objective is a subclass of `Task` in `TASKS`, or of the user's own as `train.objective=module:Class`.
+Nothing else names it.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
+from dlm_rag.config.fields import import_object, resolve_or_import
 from dlm_rag.errors import ConfigError
-from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.training.batches import ExampleBuilder, Sums
-from dlm_rag.training.initial_model import InitialModel
 
+if TYPE_CHECKING:  # `--help` lists the names without torch
+    from torch import nn
+
+    from dlm_rag.model.denoiser import Denoiser
+    from dlm_rag.training.batches import Sums
+    from dlm_rag.training.initial_model import InitialModel
+
+TASKS = {  # by the names that `train.objective` gives them
+    "sft": "dlm_rag.training.supervised_tasks:SftTask",
+    "pretrain": "dlm_rag.training.supervised_tasks:PretrainTask",
+    "rl": "dlm_rag.training.rl:RlTask",
+}
 TaskState = dict[str, Any]  # JSON values; empty at first
 
 
@@ -29,10 +37,6 @@ class Run:
     config: Config
     origin: InitialModel
     folder: Path
-
-    @cached_property
-    def builder(self) -> ExampleBuilder:
-        return ExampleBuilder(self.origin.tokenizer, self.origin.config)
 
 
 class Validation(Protocol):
@@ -52,15 +56,11 @@ class Task:
     """
 
     name: ClassVar[str]  # in what is said of it
-    can_prefetch: ClassVar[bool] = True  # batches may be made by others during the steps before
-    needs_trained_model: ClassVar[bool] = False
+    needs_denoiser: ClassVar[bool] = False  # `make_batch` calls it, every process as often as it needs
     forwards_before = 0.0  # of each row of a step, in rollouts; for the plan
 
     def __init__(self, run: Run) -> None:
-        self.run, self.train, self._config, self._origin = run, run.config.train, run.config, run.origin
-        # Steps that the run had when it began, by which curricula go: they do not go back when
-        # --resume raises `train.max_steps`.
-        self.planned_steps = self.train.max_steps
+        self.run, self.train = run, run.config.train
         self.items, rows = self.count_items(self.train)
         self.rows = self.items * rows
 
@@ -92,22 +92,38 @@ class Task:
         """
         raise NotImplementedError
 
-    def conditions(self, step: int, state: TaskState) -> Any:
-        """What the batches of a step depend on besides its number; {} is the state in worker processes."""
-        return None
-
-    def make_batch(self, step: int, items: Sequence[int], conditions: Any) -> Any:
-        """Some items of step number `step`.
-
-        Without `can_prefetch`, the denoiser may be called meanwhile, by every process as often as it needs
-        (`Trainer.evaluation_mode`).
-        """
+    def make_batch(self, step: int, items: Sequence[int], state: TaskState) -> Any:
+        """Some items of step number `step`, which begins in this state."""
         raise NotImplementedError
 
-    def sample_batch(self, shape: DenoiserConfig, count: int) -> Any:
-        """A typical batch of `count` items, for the plan; the objective was asked for before."""
+    def sample_batch(self, count: int) -> Any:
+        """A typical batch of `count` items, for the plan."""
         raise ConfigError(f"objective={self.name} has no plan: leave --plan out")
 
     def finish_step(self, sums: Sums, counts: Sums, state: TaskState) -> tuple[Sums, TaskState]:
         """Metrics of a step, `loss` included, from sums and counts over all batches; the state after."""
         raise NotImplementedError
+
+
+def find_task(train: TrainConfig) -> type[Task]:
+    """The task of a run; raises `ConfigError`."""
+    found = resolve_or_import(TASKS, train.objective, "train.objective")
+    if isinstance(found, str):
+        found = import_object(found, "train.objective")
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise ConfigError(f"train.objective={train.objective} is not a subclass of training.task.Task")
+    return found
+
+
+def check_task_settings(config: Config) -> None:
+    """Raises `ConfigError` for settings that do not go with the objective of a run."""
+    if config.model.quantize != "none":
+        raise ConfigError(f"model.quantize={config.model.quantize} is for decoding alone: leave it out")
+    if config.engine.store is not None:
+        raise ConfigError("engine.store keeps what weights compute, which training changes: leave it out")
+    if config.engine.cache_dtype != "auto" and config.train.parallel == "fsdp":
+        raise ConfigError(
+            f"engine.cache_dtype={config.engine.cache_dtype} needs whole weights, and train.parallel=fsdp "
+            "has shards of them: leave it out, or set train.parallel=ddp"
+        )
+    find_task(config.train).check_settings(config)

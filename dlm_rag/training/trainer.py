@@ -4,9 +4,8 @@ A step's parts follow from its number, so a run that was killed and resumed is t
 CPU the weights are equal bit for bit.
 """
 
-import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader
 
 from dlm_rag.config import Config, TrainConfig
 from dlm_rag.errors import ConfigError, RunError
@@ -46,10 +44,7 @@ from dlm_rag.training.distributed import (
 )
 from dlm_rag.training.initial_model import InitialModel, open_initial_model
 from dlm_rag.training.specs import find_gpu_spec
-from dlm_rag.training.task import Run, Task, TaskState, Validation
-from dlm_rag.training.tasks import find_task
-
-PREFETCHED_STEPS = 3  # steps that each worker process makes ahead
+from dlm_rag.training.task import Run, Task, Validation, find_task
 
 
 class Trainer:
@@ -72,7 +67,7 @@ class Trainer:
         self.device = processes.local_device(self.config.model.device)
         self.processes = processes
         self.dtype = choose_dtype(train.dtype, self.device)
-        self.state = TrainState(0, {}, train.max_steps)
+        self.state = TrainState(0, {})
         self._build_denoiser()
         self.stage_seconds: dict[str, float] = {}  # of the last step
         self.flops = 0.0  # of the last step on this process, forward and backward, nothing counted twice
@@ -81,7 +76,6 @@ class Trainer:
         self.optimizers = make_optimizers(self.denoiser, train)
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self._checkpoints = Checkpoints(run.folder, self.processes)
-        self._made: Iterator[Any] | None = None  # batches of the steps, by worker processes
 
     def _build_denoiser(self) -> None:
         """The denoiser in its loss, in copies or shards, with the first weights of what is trained anew."""
@@ -104,11 +98,6 @@ class Trainer:
         """Whether the run has made its steps."""
         return self.state.step >= self.train.max_steps
 
-    @property
-    def task_state(self) -> TaskState:
-        """Where the task stands."""
-        return self.state.task
-
     def step(self) -> dict[str, Any]:
         """One update of the weights; returns metrics. Raises `RunError` for a loss that is no number."""
         state, task = self.state, self.task
@@ -122,7 +111,7 @@ class Trainer:
             found = self._run_backward(parts, counts)
             with profile_stage("optimizer"):
                 norm, own = self._clip_gradients(found)
-                own_metrics, after = task.finish_step(self._all_reduce(own), counts, self.task_state)
+                own_metrics, after = task.finish_step(self._all_reduce(own), counts, state.task)
                 self._check_finite(own_metrics["loss"], "loss")
                 self._update(norm)
             spent = self.denoiser.flop_count - before
@@ -141,21 +130,11 @@ class Trainer:
         return metrics
 
     def _take_parts(self) -> list[Any]:
-        """This process's batches of the step."""
-        step, task, train = self.state.step, self.task, self.train
-        if task.can_prefetch and train.data_workers:
-            self._made = self._made or make_in_workers(
-                lambda n: self._make_parts(n, task.conditions(n, {})),
-                range(step, train.max_steps), train.data_workers,
-            )  # fmt: skip
-            return next(self._made)
-        with nullcontext() if task.can_prefetch else self.evaluation_mode():
-            return self._make_parts(step, task.conditions(step, self.task_state))
-
-    def _make_parts(self, step: int, conditions: Any) -> list[Any]:
-        """This process's items, in as many batches as its gradients are accumulated from."""
-        mine, count = self.processes.local_items(self.task.items), self.train.gradient_accumulation_steps
-        return [self.task.make_batch(step, mine[n::count], conditions) for n in range(count)]
+        """This process's items of the step, in as many batches as its gradients are accumulated from."""
+        task, count = self.task, self.train.gradient_accumulation_steps
+        mine = self.processes.local_items(task.items)
+        with self.evaluation_mode() if task.needs_denoiser else nullcontext():
+            return [task.make_batch(self.state.step, mine[n::count], self.state.task) for n in range(count)]
 
     def _all_reduce(self, own: dict[str, float]) -> dict[str, float]:
         """Each value summed over all processes."""
@@ -260,7 +239,7 @@ class Trainer:
         self._checkpoints.load(path, self.root, self.optimizers)
         if self._scaler.is_enabled() and record.scaler:
             self._scaler.load_state_dict(record.scaler)
-        self.state, self.task.planned_steps = record.state, record.state.planned_steps
+        self.state = record.state
         return True
 
     def export(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -288,28 +267,6 @@ def make_autocast(device: str, dtype: torch.dtype) -> torch.autocast:
     the same.
     """
     return torch.autocast(device, dtype, enabled=dtype != torch.float32, cache_enabled=False)
-
-
-def make_in_workers(make: Callable[[Any], Any], steps: range, workers: int) -> Iterator[Any]:
-    """What `make` gives for each step, in order, made ahead by so many forked processes."""
-    numbers: Any = range(steps.stop)
-    return iter(
-        DataLoader(
-            numbers,
-            batch_size=None,
-            sampler=steps,
-            num_workers=workers,
-            collate_fn=make,
-            prefetch_factor=PREFETCHED_STEPS,
-            worker_init_fn=_begin_worker,
-            multiprocessing_context="fork",
-        )
-    )
-
-
-def _begin_worker(worker: int) -> None:
-    torch.set_num_threads(1)
-    gc.freeze()  # what was opened before stays: looking through it took half of a worker's time
 
 
 def make_optimizers(denoiser: Denoiser, train: TrainConfig) -> list[torch.optim.Optimizer]:

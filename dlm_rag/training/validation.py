@@ -1,32 +1,29 @@
 """Validation: the real decoder and the NELBO on questions, the NELBO on documents, all held out."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from dlm_rag.config import Config, DecodeConfig
 from dlm_rag.config.fields import replace_settings
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.evaluation.metrics import score_rollout
-from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.packed_batch import to_device, to_host
+from dlm_rag.model.packed_batch import to_host
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.questions import Question
-from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.retrieval.base import CorpusRetriever, build_query
 from dlm_rag.retrieval.corpus import get_row_id
 from dlm_rag.text import FUNCTION_WORDS, split_words
-from dlm_rag.tokenizer import Prompt, Tokenizer
-from dlm_rag.training.batches import Example, ExampleBuilder, PreparedBatch, lay_out_examples
-from dlm_rag.training.documents import PackedDocuments
-from dlm_rag.training.losses import mask_tokens, nelbo, sample_antithetic_times, token_losses
+from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.training.batches import Example, ExampleBuilder, make_masked_batch, mask_at_time
+from dlm_rag.training.documents import DOCUMENT_LAYOUT, PackedDocuments
+from dlm_rag.training.losses import MaskedObjective
 from dlm_rag.training.trainer import Trainer
 
-NELBO_TIMES_PER_QUESTION = 4  # for each question
+NELBO_TIMES = 4  # of each question, in equal parts of the interval
 
 
 class QuestionValidation:
@@ -70,26 +67,26 @@ class QuestionValidation:
         means = {name: value / counts[name] for name, value in zip(sums, found, strict=True)}
         return means | {"nelbo_per_token": nats / tokens}
 
-    @torch.no_grad()
     def nelbo(self, denoiser: Denoiser, tokenizer: Tokenizer, which: Sequence[int]) -> tuple[float, float]:
         """The NELBO in nats of the true responses to some questions, each with one end token; and the
         number of these tokens.
 
         Given the passages that hold the answer (of a row that was cut, the one with most of the words;
-        where none are named, those found for question and response); linear schedule, antithetic times,
-        one sample of masks for every question and time.
+        where none are named, those found for question and response); one sample of masks at each of
+        `NELBO_TIMES`, which one random offset shifts (VDM, arXiv 2107.00630, appendix I.1).
         """
         total = tokens = 0.0
         builder = ExampleBuilder(tokenizer, denoiser.config)
         for number in which:
             question, truth = self.questions[number], self._truths[number]
-            generator = make_keyed_generator("nelbo", self._seed, number)
-            times = sample_antithetic_times(NELBO_TIMES_PER_QUESTION, generator)
+            rng = np.random.default_rng([*map(ord, f"nelbo/{self._seed}"), number])
+            times = (rng.random() + np.arange(NELBO_TIMES) / NELBO_TIMES) % 1
             assert tokenizer.end_id is not None
             target = (*tokenizer.encode(truth), tokenizer.end_id)
             prompt = builder.build_prompt(question.question, self._evidence(question, truth))
+            rows = [mask_at_time(prompt, target, time, rng) for time in times.tolist()]
             tokens += len(target)
-            total += float(_masked_bounds(denoiser, prompt, target, times, generator).sum()) / len(times)
+            total += sum_losses(denoiser, rows, denoiser.config.evidence_layout) / NELBO_TIMES
         return total, tokens
 
     def _evidence(self, question: Question, truth: str) -> list[str]:
@@ -115,44 +112,25 @@ class QuestionValidation:
         return found
 
 
-def _masked_bounds(
-    denoiser: Denoiser, prompt: Prompt, target: tuple[int, ...], times: Tensor, generator: torch.Generator
-) -> Tensor:
-    """The NELBO in nats of one response at each of these times (rows,)."""
-    ids = torch.tensor(target).expand(len(times), -1)
-    hidden = mask_tokens(ids, times, -1, generator) < 0
-    some = hidden.any(dim=1)  # a row without masks adds nothing
-    losses = torch.zeros(hidden.shape, dtype=torch.float64)
-    if examples := [Example(prompt, target, tuple(row)) for row in hidden[some].tolist()]:
-        states = lay_out_examples(examples, denoiser.config, denoiser.config.evidence_layout)
-        read = [example.supervised_positions for example in examples]
-        seen = encode_canvases(denoiser, states, encode_contexts(denoiser, states), read)
-        (targets,) = to_device([ids[hidden].numpy()], seen.device)
-        found = token_losses(denoiser.compute_token_logits(seen), targets).double()
-        losses[hidden] = torch.from_numpy(to_host(found))
-    return nelbo(losses, times)
-
-
 class DocumentValidation:
     """The last sequences of every file, which no step trains on."""
 
-    def __init__(
-        self, documents: PackedDocuments, prepare: Callable[[list[Example]], PreparedBatch]
-    ) -> None:
-        self._documents, self._prepare = documents, prepare
+    def __init__(self, documents: PackedDocuments) -> None:
+        self._documents = documents
 
     def compute_scores(self, trainer: Trainer) -> dict[str, float]:
         """The NELBO per token in nats, of all files together."""
         held, processes = self._documents.held_out_examples(), trainer.processes
         if not held:
             return {}
-        # One sequence at a time, as a step needs at least; shards are gathered by all as often.
-        mine = [self._prepare(held[n]) for n in processes.local_items(len(held))]
-        calls = -(-len(held) // processes.world_size)
-        idle = [self._prepare(held[-1])] * (calls - len(mine))
-        divisor = sum(row.divisor or 0.0 for rows in held for row in rows)
-        with profile_stage("evaluate"), torch.no_grad(), trainer.autocast():
-            found = [trainer.root(batch, {"divisor": divisor})[1]["tokens"] for batch in (*mine, *idle)]
-            found = found[: len(mine)]
-            own = float(to_host(torch.stack(found).double().sum())) if found else 0.0
-        return {"nelbo_per_token": processes.all_reduce_sum([own])[0] / divisor}
+        with profile_stage("evaluate"), trainer.evaluation_mode():
+            mine = processes.local_items(len(held))
+            own = sum(sum_losses(trainer.denoiser, held[n], DOCUMENT_LAYOUT) for n in mine)
+        tokens = sum(len(row.target) for rows in held for row in rows)
+        return {"nelbo_per_token": processes.all_reduce_sum([own])[0] / tokens}
+
+
+def sum_losses(denoiser: Denoiser, rows: Sequence[Example], layout: str) -> float:
+    """The losses of the masked tokens of some rows in nats, by the weights of the rows."""
+    batch = make_masked_batch(rows, denoiser.config, layout)
+    return float(to_host(MaskedObjective(denoiser)(batch, batch.counts)[1]["tokens"]))

@@ -3,20 +3,17 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from dlm_rag.randomness import make_keyed_generator
-from dlm_rag.training.losses import (
-    mask_tokens,
-    nelbo,
-    sample_antithetic_times,
-    token_losses,
-    weigh_masked,
-)
+from dlm_rag.tokenizer import Prompt
+from dlm_rag.training.batches import mask_at_time
+from dlm_rag.training.validation import sum_losses
 from tests.support.tiny_models import tiny_denoiser
 
 MASK = 256
+NO_PROMPT = Prompt((), (), ())
 
 
 def exact_nelbo(ids, mask_id, log_probs):
@@ -35,20 +32,25 @@ def exact_nelbo(ids, mask_id, log_probs):
     return float(-(beta[:, None] * found.double() * patterns).sum())
 
 
-def test_the_linear_weight_is_one_over_t():
-    t = torch.tensor([0.1, 0.5, 1.0])
-    torch.testing.assert_close(weigh_masked(t), 1 / t)
+def draw_rows(target, count):
+    """Rows at times that are spread over the interval, one in each of its equal parts."""
+    rng = np.random.default_rng(0)
+    return [mask_at_time(NO_PROMPT, target, (n + rng.random()) / count, rng) for n in range(count)]
+
+
+def test_a_token_is_masked_with_the_probability_of_its_time_and_weighted_by_its_inverse():
+    for time in (0.0, 0.3, 0.999):
+        row, t = mask_at_time(NO_PROMPT, [0] * 100_000, time, np.random.default_rng(0)), max(time, 1e-3)
+        assert np.mean(row.masked) == pytest.approx(t, abs=0.01)
+        assert row.weight == pytest.approx(1 / t, rel=0.01) and row.divisor == 100_000
 
 
 def test_a_uniform_denoiser_has_a_nelbo_of_log_v_per_token():
-    """Each token is masked with probability 1 - alpha, so the weighted mean is the integral of -alpha'."""
-    rows, n, vocabulary = 40_000, 8, 50
-    generator = make_keyed_generator(0, 0)
-    t = sample_antithetic_times(rows, generator)
-    masked = mask_tokens(torch.zeros(rows, n, dtype=torch.long), t, MASK, generator) == MASK
-    losses = masked * math.log(vocabulary)
-    per_token = float(nelbo(losses, t).mean()) / n
-    assert per_token == pytest.approx(math.log(vocabulary), rel=0.02)
+    """The weighted mean of masked tokens is the integral of -alpha', which is 1."""
+    rows = draw_rows([0] * 8, 40_000)
+    assert np.mean([row.weight * sum(row.masked) / row.divisor for row in rows]) == pytest.approx(
+        1, rel=0.02
+    )
 
 
 def test_exact_nelbo_of_a_uniform_denoiser_is_n_log_v():
@@ -58,17 +60,13 @@ def test_exact_nelbo_of_a_uniform_denoiser_is_n_log_v():
 
 def test_monte_carlo_agrees_with_exact_enumeration():
     """Four tokens under a small random denoiser; 6,000 samples against all 15 mask patterns."""
-    denoiser = tiny_denoiser()
-    ids, rows = torch.tensor([5, 77, 200, 33]), 6000
+    denoiser, ids = tiny_denoiser(), torch.tensor([5, 77, 200, 33])
+    rows = draw_rows(ids.tolist(), 6000)
     with torch.no_grad():
         exact = exact_nelbo(ids, MASK, lambda x: denoiser(x).log_softmax(-1))
-        generator = make_keyed_generator(1, 0)
-        t = sample_antithetic_times(rows, generator)
-        x = mask_tokens(ids.expand(rows, -1), t, MASK, generator)
-        losses = token_losses(denoiser(x).flatten(0, 1), ids.repeat(rows)).view(rows, -1) * (x == MASK)
-    samples = nelbo(losses, t)
-    error = float(samples.std()) / math.sqrt(rows)
-    assert float(samples.mean()) == pytest.approx(exact, abs=4 * error) and error < 0.03 * exact
+        means = torch.tensor([sum_losses(denoiser, rows[n::60], "joint") / 100 for n in range(60)])
+    error = float(means.std()) / math.sqrt(len(means))
+    assert float(means.mean()) == pytest.approx(exact, abs=4 * error) and error < 0.03 * exact
 
 
 def test_the_bound_is_a_bound():
@@ -84,36 +82,3 @@ def test_the_bound_is_a_bound():
         return out.log()
 
     assert exact_nelbo(ids, MASK, log_probs) == pytest.approx(-math.log(0.2), rel=1e-5), "tight: consistent"
-
-
-def test_antithetic_times_cover_the_interval_and_each_is_uniform():
-    times = sample_antithetic_times(10, make_keyed_generator(0, 3), lowest=0.0)
-    assert sorted((times * 10).long().tolist()) == list(range(10))
-    first = torch.stack(
-        [sample_antithetic_times(4, make_keyed_generator(0, n), 0.0)[0] for n in range(2000)]
-    )
-    assert float(first.mean()) == pytest.approx(0.5, abs=0.03)
-
-
-def test_antithetic_times_estimate_with_less_variance():
-    def estimates(draw):
-        return torch.stack([draw(make_keyed_generator(0, n)).cos().mean() for n in range(500)]).var()
-
-    assert estimates(lambda g: sample_antithetic_times(8, g)) < 0.2 * estimates(
-        lambda g: torch.rand(8, generator=g)
-    )
-
-
-def test_noise_depends_on_the_sample_alone():
-    ids, time = torch.arange(20), torch.tensor(0.5)
-    first = mask_tokens(ids, time, MASK, make_keyed_generator(3, 17))
-    torch.manual_seed(99)
-    assert torch.equal(first, mask_tokens(ids, time, MASK, make_keyed_generator(3, 17)))
-    assert not torch.equal(first, mask_tokens(ids, time, MASK, make_keyed_generator(3, 18)))
-    assert not torch.equal(first, mask_tokens(ids, time, MASK, make_keyed_generator(4, 17)))
-
-
-def test_the_forward_process_masks_with_the_probability_of_its_time():
-    ids = torch.zeros(3, 100_000, dtype=torch.long)
-    masked = mask_tokens(ids, torch.tensor([0.0, 0.3, 1.0]), MASK, make_keyed_generator(0, 0)) == MASK
-    assert masked.float().mean(-1).tolist() == pytest.approx([0.0, 0.3, 1.0], abs=0.01)

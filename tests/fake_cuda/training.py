@@ -22,11 +22,11 @@ from tests.support.setup_matrix import (
 
 IN, OUT, WAIT = STEP_TRAFFIC
 V100, H200, GB10 = (7, 0), (9, 0), (12, 1)
-# of `setup_matrix.TRAINING_SETUPS`: copies in, one for each part; of rollouts for each call and the loss
+# of `setup_matrix.TRAINING_SETUPS`: copies in, for each call of the layers; of rollouts for the loss too
 WAITS_BY_SETUP = {
-    "sft": 1, "sft, joint": 1, "sft, prefix": 1, "sft in parts": 2, "sft in blocks, reread": 1,
-    "sft in blocks, text": 1, "sft, checkpointing": 1, "sft, selective, sdpa": 1, "adapters": 1,
-    "experts": 1, "pretrain": 1, "pretrain, full": 1, "rl": 3, "rl in parts": 6,
+    "sft": 2, "sft, joint": 1, "sft, prefix": 2, "sft in parts": 4, "sft in blocks, reread": 2,
+    "sft in blocks, text": 2, "sft, checkpointing": 2, "sft, selective, sdpa": 2, "adapters": 2,
+    "experts": 2, "pretrain": 1, "pretrain, full": 1, "rl": 3, "rl in parts": 6,
 }  # fmt: skip
 ON = {  # GPU, settings -> dtype
     "H200": (H200, [], torch.bfloat16),

@@ -115,7 +115,7 @@ def good(tmp_path_factory) -> Path:
     write_jsonl_file(folder / "metrics.jsonl", [{"step": n} | step for n in range(3)])
     assert len(read_metrics(folder / "metrics.jsonl")) == 3
     record = {"format": 3, "settings": {}, "files": {}}
-    state = {"step": 5, "task": {"epoch": 1}, "planned_steps": 9}
+    state = {"step": 5, "task": {"epoch": 1}}
     checkpoint = folder / "run" / "checkpoints" / "step-00000005"
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text(json.dumps(record | {"state": state}))

@@ -56,7 +56,7 @@ def measure_planned_step(words: list[str]) -> PlanComparison:
         trainer, _ = open_trainer(config, Path(folder), SINGLE_PROCESS)
     shape = trainer.origin.config
     plan = plan_training(config, shape, trainer.dtype)
-    batch = trainer.task.sample_batch(shape, plan.microbatch_items)
+    batch = trainer.task.sample_batch(plan.microbatch_items)
 
     def step() -> None:
         with trainer.autocast():

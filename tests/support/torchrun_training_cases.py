@@ -87,9 +87,9 @@ def make_case_trainer(case: str, folder: Path, processes: DistributedContext) ->
     return trainer, validation
 
 
-def keep_even_questions(make, step: int, items, conditions):
+def keep_even_questions(make, step: int, items, state):
     """The rollouts of a step, of which those of every second question are learned from."""
-    even, odd = (make(step, [n for n in items if n % 2 == rest], conditions) for rest in (0, 1))
+    even, odd = (make(step, [n for n in items if n % 2 == rest], state) for rest in (0, 1))
     return RolloutBuffer({name: even.sums[name] + odd.sums[name] for name in even.sums}, even.rows)
 
 

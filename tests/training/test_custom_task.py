@@ -11,8 +11,7 @@ from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.training.checkpoints import RECORD_FILE, find_latest_checkpoint
 from dlm_rag.training.initial_model import open_initial_model
 from dlm_rag.training.plan import plan_training
-from dlm_rag.training.task import Run, Task
-from dlm_rag.training.tasks import check_task_settings
+from dlm_rag.training.task import Run, Task, check_task_settings
 from dlm_rag.training.trainer import Trainer, open_trainer
 from tests.support.training import MICRO_SETTINGS, SINGLE_PROCESS
 
@@ -23,7 +22,7 @@ class Regression(Task):
     As in a policy gradient, parts are made with the weights of the step.
     """
 
-    name, can_prefetch = "regression", False
+    name, needs_denoiser = "regression", True
 
     @staticmethod
     def count_items(train):
@@ -33,13 +32,11 @@ class Regression(Task):
         self.denoiser = denoiser
         return Distance(denoiser)
 
-    def conditions(self, step, state):
-        return state.get("target", 2.0)
-
-    def make_batch(self, step, items, conditions):
+    def make_batch(self, step, items, state):
         assert not self.denoiser.training and not torch.is_grad_enabled(), "as for a decoder"
         gain = float(self.denoiser.norm.weight[0])
-        return Targets(1.0 + step, [(conditions + item, gain) for item in items])
+        target = state.get("target", 2.0)
+        return Targets(1.0 + step, [(target + item, gain) for item in items])
 
     def finish_step(self, sums, counts, state):
         found = {"loss": sums["squares"] / counts["rows"], "weight": counts["seen"] / counts["rows"]}
@@ -85,10 +82,10 @@ def test_a_task_of_ones_own_is_stepped_saved_and_resumed(tmp_path):
     trainer.save()
     rest = [trainer.step() for _ in range(2)]
     again = make_trainer(tmp_path)
-    assert again.restore() and again.task_state == {"target": 1.5, "steps": 2}
+    assert again.restore() and again.state.task == {"target": 1.5, "steps": 2}
     assert [again.step() for _ in range(2)] == rest
     assert again.state == trainer.state
-    assert again.restore() and again.state.step == 2 and again.task_state == {"target": 1.5, "steps": 2}
+    assert again.restore() and again.state.step == 2 and again.state.task == {"target": 1.5, "steps": 2}
     assert trainer.restore() and trainer.state == again.state, "and so does one that began from nothing"
     rest = [again.step() for _ in range(2)]
     assert [trainer.step() for _ in range(2)] == rest

@@ -43,9 +43,9 @@ def test_frozen_weights_spare_their_own_half_of_backward_and_attention_spares_no
     denoiser = build_denoiser(open_initial_model(config))
     add_lora_adapters(denoiser, 2)
     task = make_planned_task(config, denoiser.config)
-    found = estimate_step_memory(task, denoiser.config, FLOAT32, 1)
+    found = estimate_step_memory(task, FLOAT32, 1)
     objective = task.objective(denoiser)
-    batch = task.sample_batch(denoiser.config, 1)
+    batch = task.sample_batch(1)
     flops = planned_step.measure_flops(lambda: objective(batch, batch.counts)[0].backward())
     assert found.forward.flops_with_backward(frozen=True) == pytest.approx(flops, rel=0.1)
 

@@ -24,7 +24,7 @@ from dlm_rag.training.checkpoints import (
     skip_damaged_checkpoints,
 )
 from dlm_rag.training.initial_model import InitialModel
-from dlm_rag.training.tasks import TASKS, find_task
+from dlm_rag.training.task import TASKS, find_task
 from dlm_rag.training.trainer import Trainer, open_trainer
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 from tests.support.training import METRICS_LINES, MICRO_SETTINGS, SINGLE_PROCESS, make_trainer
@@ -268,23 +268,3 @@ def test_every_setting_is_held_or_stands_in_the_table():
         chosen = replace(config, train=replace(config.train, objective=objective))
         held |= collect_settings(chosen, find_task(chosen.train)).keys()
     assert known >= CHANGEABLE_KEYS and known == held | CHANGEABLE_KEYS and not held & CHANGEABLE_KEYS
-
-
-def test_curricula_stay_where_they_were_when_steps_are_added(tmp_path):
-    """Step 3 of 4 is in the last stage, however many steps a resumed run is to take."""
-    words = [*MICRO_SETTINGS, "retrieval.top_k=7", "train.data_workers=1", "train.max_steps=4"]
-    trainer, _ = open_trainer(load_config(None, words), tmp_path)
-    stages = []
-    stages.append(trainer.task.conditions(3, {}))
-    trainer.state.step = 3
-    trainer.save()
-    more = load_config(None, [*words[:-1], "train.max_steps=400"])
-    again, _ = open_trainer(more, tmp_path)
-    assert again.restore() and not again.finished
-    stages.append(again.task.conditions(3, {}))
-    again.save()
-    third, _ = open_trainer(more, tmp_path)
-    assert third.restore() and third.task.planned_steps == 4, "and so it is when it is stopped again"
-    assert stages == [(4, 7)] * 2
-    fresh, _ = open_trainer(more, tmp_path / "fresh")
-    assert fresh.task.conditions(3, {}) == (2, 2)

@@ -19,7 +19,7 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.questions import Question
 from dlm_rag.training.rewards import compute_advantages, compute_reward_parts
 from dlm_rag.training.rl import PolicyObjective, fill_rollout_buffer, make_idle_row, sample_rollout_steps
-from dlm_rag.training.tasks import check_task_settings
+from dlm_rag.training.task import check_task_settings
 from dlm_rag.training.trainer import open_trainer
 from tests.support.decoding import LAYOUTS, QUESTIONS, make_decoder
 from tests.support.passages import write_jsonl_file

@@ -31,12 +31,11 @@ from dlm_rag.model.layers import AttentionProbe
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.training.batches import (
-    BatchMaker,
     ExampleBuilder,
     LossWeights,
-    count_examples,
     lay_out_examples,
     locate_pointers,
+    make_masked_batch,
 )
 from dlm_rag.training.checkpoints import find_latest_checkpoint, scan_checkpoints
 from dlm_rag.training.distributed import DistributedContext
@@ -64,6 +63,7 @@ from tests.support.training import (
     make_trainer,
 )
 
+EXAMPLE_SHAPE = DenoiserConfig(1024, canvas_length=120, mask_token_id=0)
 SEQUENCES = ["train.sequence_length=64", "train.batch_tokens=256"]
 
 
@@ -81,7 +81,7 @@ def make_stream(tokenizer, seed=0):
     train = TrainConfig(
         seed=seed, passage_sets_per_step=6, rows_per_set=6, world_passages=150, steps_per_world=3
     )
-    return WorldExamples(ExampleBuilder(tokenizer, DenoiserConfig(1024, canvas_length=120)), train, top_k=5)
+    return WorldExamples(ExampleBuilder(tokenizer, EXAMPLE_SHAPE), train, top_k=5)
 
 
 def test_a_name_has_the_same_tokens_wherever_it_stands(tokenizer):
@@ -132,12 +132,15 @@ def micro_denoiser(*words):
 PLAIN = LossWeights()
 
 
+def count(rows):
+    return make_masked_batch(rows, EXAMPLE_SHAPE, "independent", {1}, LossWeights(end_token=0.15)).counts
+
+
 def loss_of(denoiser, rows, counts, weights=PLAIN):
     """The loss of rows and its sums, seven logits at a time."""
     objective = MaskedObjective(denoiser)
     objective.logit_chunk = 7
-    maker = BatchMaker(denoiser.config, "independent", frozenset({1}))
-    return objective(maker.prepare(rows, weights), counts)
+    return objective(make_masked_batch(rows, denoiser.config, "independent", {1}, weights), counts)
 
 
 def test_the_loss_is_the_textbook_one_at_supervised_positions(examples):
@@ -155,7 +158,7 @@ def test_the_loss_is_the_textbook_one_at_supervised_positions(examples):
         total, weight = total + float((losses * weights).sum().detach()), weight + float(weights.sum())
     mlp = denoiser.layers[-1].mlp
     mlp.register_forward_pre_hook(lambda _, inputs: passed.append(len(inputs[0])))
-    counts = count_examples(rows, {1}, 0.15)
+    counts = count(rows)
     found, sums = loss_of(denoiser, rows, counts, LossWeights(end_token=0.15))
     assert float(found.detach()) == pytest.approx(total / weight, rel=1e-4)
     assert float(sums["tokens"]) == pytest.approx(total, rel=1e-4)
@@ -231,8 +234,8 @@ def test_the_parts_of_a_step_add_up_to_the_whole(tokenizer):
     ]
     whole = stream.examples(1, range(6), (2, 3))
     assert halves[0][:6] + halves[1][:6] == whole[:12] and len(halves[1]) == 18
-    counts = count_examples(whole, {1}, 0.15)
-    parts = [count_examples(half, {1}, 0.15) for half in halves]
+    counts = count(whole)
+    parts = [count(half) for half in halves]
     assert counts == pytest.approx({name: sum(part[name] for part in parts) for name in counts})
     loss_of(denoiser, whole, counts, terms)[0].backward()
     expected = [p.grad.clone() for p in denoiser.parameters()]
@@ -247,7 +250,7 @@ def test_a_part_that_hides_nothing_still_has_gradients_for_all(examples):
     """Zeros: processes sum the gradients of all weights, whatever the masks of one of them."""
     denoiser = micro_denoiser()
     bare = [replace(example, masked=(False,) * len(example.target)) for example in examples[:3]]
-    counts = count_examples(examples, {1}, 0.15)
+    counts = count(examples)
     loss_of(denoiser, bare, counts)[0].backward()
     assert all(p.grad is not None and not p.grad.any() for p in denoiser.parameters())
 
@@ -258,7 +261,7 @@ def test_a_part_that_hides_nothing_still_has_gradients_for_all(examples):
 )
 def test_checkpointing_changes_no_gradient(examples, kind, compiled):
     denoiser = micro_denoiser()
-    counts = count_examples(examples, {1}, 0.15)
+    counts = count(examples)
     loss_of(denoiser, examples, counts, LossWeights(0.15, 0.3))[0].backward()
     expected = [p.grad.clone() for p in denoiser.parameters()]
     denoiser.zero_grad()
@@ -552,9 +555,9 @@ def test_the_curriculum_moves_on_when_names_are_read(tmp_path):
         assert same["stage"] == states[-1]["stage"]
         states.append(task.finish_step(sums, {"divisor": 1.0, "pointed": 5.0}, states[-1])[1])
     second = next(state for state in states if state["stage"] == 1)
-    assert task.conditions(0, {}) == (2, 2) and task.conditions(0, second) == (2, 4)
+    assert task.count_passages({}) == (2, 2) and task.count_passages(second) == (2, 4)
     assert second["name_accuracy"] == 0.3
-    assert task.conditions(0, states[-1]) == (4, 7), "and stays there"
+    assert task.count_passages(states[-1]) == (4, 7), "and stays there"
 
 
 def test_the_rate_falls_over_the_last_steps():
