@@ -23,8 +23,6 @@ from dlm_rag.config.fields import (
     CheckedSettings,
     check_effects,
     explain_validation_error,
-    merge_settings,
-    note_given,
     setting,
     settings_dataclass,
     shorten_value,
@@ -122,27 +120,28 @@ def load_config(
     Raises `ConfigError`, naming the key and the nearest valid one, for anything not in the tree.
     """
     path = None if name is None else find_config_file(name)
-    of_file = read_config_file(path) if path else {}
-    of_words: dict[str, Any] = {}
-    for word in overrides or []:
-        of_words = merge_settings(of_words, _parse_word(word))
-    keys_of_file, keys_of_words = _list_given_keys(of_file), _list_given_keys(of_words)
+    tree, keys = read_config_file(path) if path else {}, list[str]()
+    for key, _, value in (word.partition("=") for word in overrides or []):
+        if key not in list_setting_fields():
+            raise ConfigError(_explain_unknown_key(key, "the command line"))
+        keys.append(key)
+        section, _, leaf = key.rpartition(".")
+        inner = tree.get(section, {}) if section else tree
+        if not isinstance(inner, dict):
+            raise ConfigError(_explain_section(section, path))
+        inner = inner | {leaf: None if value in ("null", "None") else value}
+        tree = tree | {section: inner} if section else inner
     try:
-        config = TypeAdapter(Config).validate_python(merge_settings(of_file, of_words))
+        config = TypeAdapter(Config).validate_python(tree)
     except ValidationError as error:
         key, sentence, fault = explain_validation_error(error)
-        origin = "the command line" if key in keys_of_words or not path else str(path)
         if fault in ("unexpected_keyword_argument", "invalid_key"):
-            sentence = _explain_unknown_key(key, origin)
+            sentence = _explain_unknown_key(key, str(path))
         elif fault == "dataclass_type":
-            sentence = f"{key} is a section, in {origin}: write `{key}: {{KEY: VALUE}}`"
+            sentence = _explain_section(key, path)
         raise ConfigError(sentence) from None
-    given = {*keys_of_file, *keys_of_words}
-    for section in (config.decode, config.retrieval):
-        prefix = "decode." if section is config.decode else "retrieval."
-        note_given(section, (key.removeprefix(prefix) for key in given if key.startswith(prefix)))
     if effects:
-        check_effects([(config, keys_of_words)])
+        check_effects([(config, keys)])
     return config
 
 
@@ -158,44 +157,19 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _parse_yaml(text: str, what: str) -> Any:
-    try:
-        return yaml.load(text, _UniqueKeyLoader)
-    except RecursionError:
-        raise ConfigError(f"{what}: it is nested too deeply") from None
-    except (yaml.YAMLError, ValueError, TypeError) as error:  # a date that is none, thousands of digits
-        raise ConfigError(f"{what}: {summarize_error(error)}") from None
-
-
 def read_config_file(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; raises `ConfigError` for anything else."""
     try:
-        tree = _parse_yaml(path.read_text(encoding="utf-8"), f"{path} is not valid YAML") or {}
+        tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader) or {}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {summarize_error(error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid YAML: it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # a date that is none, thousands of digits
+        raise ConfigError(f"{path} is not valid YAML: {summarize_error(error)}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no settings: write `section: {{key: value}}`")
     return tree
-
-
-def _parse_word(word: str) -> dict[str, Any]:
-    """The tree of a word KEY=VALUE, whose value is taken as it is typed."""
-    key, _, value = word.partition("=")
-    parsed: Any = None if value in ("null", "None") else value
-    if key not in list_setting_fields():
-        raise ConfigError(_explain_unknown_key(key, "the command line"))
-    for name in reversed(key.split(".")):
-        parsed = {name: parsed}
-    return parsed
-
-
-def _list_given_keys(node: dict[str, Any], prefix: str = "") -> list[str]:
-    """The dotted keys that nested settings give."""
-    found = []
-    for name, value in node.items():
-        key = f"{prefix}{name}"
-        found += _list_given_keys(value, f"{key}.") if isinstance(value, dict) else [key]
-    return found
 
 
 def dump_config(config: Config) -> str:
@@ -211,6 +185,10 @@ def dump_config(config: Config) -> str:
     said, defaults = (yaml.safe_dump(each, sort_keys=False, allow_unicode=True) for each in (tree, unset))
     comment = "".join(f"# {line}\n" for line in defaults.splitlines())
     return f"{said}# Unset: a checkpoint's own values, or else these defaults.\n{comment}"
+
+
+def _explain_section(key: str, path: Path | None) -> str:
+    return f"{key} is a section, in {path}: write `{key}: {{KEY: VALUE}}`"
 
 
 def _explain_unknown_key(key: str, origin: str) -> str:

@@ -13,7 +13,7 @@ import dataclasses
 import importlib
 import reprlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, wraps
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, TypeVar, cast, dataclass_transform
@@ -26,12 +26,12 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
 
-MAX_SHOWN_CHARS = 60  # characters of a value
 SET = object()  # in `only_with`: any value but null, 0, false and the empty one
 Need = dict[str, Any]  # the values of other settings, by dotted key: `SET` or a tuple of values
 _SETTINGS_RULES = ConfigDict(
@@ -55,8 +55,7 @@ def setting(
     """
     own = {"choices": choices, "table": table, "only_with": only_with}
     metadata = {"ge": low, "le": high, "json_schema_extra": own}
-    found: Any = dataclasses.field(default=default, metadata=metadata)
-    return found
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def get_field_metadata(item: "dataclasses.Field[Any]", name: str) -> Any:
@@ -77,7 +76,19 @@ class CheckedSettings:
     given: the names of those that somebody has set; a checkpoint's own values are for the others.
     """
 
-    given: ClassVar[frozenset[str]] = frozenset()  # of an instance: as its constructor and loader say
+    given: ClassVar[frozenset[str]] = frozenset()  # of an instance: as `_note_given` says
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _note_given(cls, values: Any, construct: Callable[[Any], Any]) -> Any:
+        made = construct(values)
+        if made is not values:  # a section that was constructed before
+            named = values if isinstance(values, dict) else values.kwargs or {}
+            items = cls.__dataclass_fields__
+            if named.keys() >= items.keys():  # a copy, as `dataclasses.replace` makes it
+                named = {name for name, item in items.items() if named[name] != item.default}
+            made.__dict__["given"] = frozenset(named)
+        return made
 
     @field_validator("*")
     @classmethod
@@ -113,16 +124,15 @@ def settings_dataclass(holder: type[Settings]) -> type[Settings]:
 
     @wraps(construct)
     def init(self: Settings, *args: Any, **values: Any) -> None:
+        for name in values:
+            if name not in made.__dataclass_fields__:
+                nearest = suggest_nearest(name, made.__dataclass_fields__)
+                raise ConfigError(f"{made.__name__} has no setting '{name}'{nearest}")
         paths = {name: str(value) for name, value in values.items() if isinstance(value, PurePath)}
         try:
             construct(self, *args, **values | paths)
         except ValidationError as error:
             raise ConfigError(explain_validation_error(error)[1]) from None
-        items = {item.name: item.default for item in dataclasses.fields(made)}
-        if values.keys() >= items.keys():  # a copy, as `dataclasses.replace` makes it
-            note_given(self, {name for name in items if values[name] != items[name]})
-        else:
-            note_given(self, values)
 
     made.__init__ = init
     return made
@@ -130,8 +140,7 @@ def settings_dataclass(holder: type[Settings]) -> type[Settings]:
 
 def explain_validation_error(error: ValidationError) -> tuple[str, str, str]:
     """The dotted key at fault, one sentence, and pydantic's name of the fault; unknown keys come first."""
-    found = error.errors(include_url=False)
-    first = min(found, key=lambda each: each["type"] != "unexpected_keyword_argument")
+    first = min(error.errors(), key=lambda each: each["type"] != "unexpected_keyword_argument")
     key, cause = ".".join(map(str, first["loc"])), first.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):  # of several fields together
         return key, str(cause), first["type"]
@@ -144,37 +153,17 @@ def replace_settings(settings: Settings, **values: Any) -> Settings:
 
     Raises `ConfigError`.
     """
-    for name in values:
-        if not hasattr(settings, name):
-            nearest = suggest_nearest(name, [item.name for item in dataclasses.fields(settings)])
-            raise ConfigError(f"{type(settings).__name__} has no setting '{name}'{nearest}")
-    new = {name: value for name, value in values.items() if getattr(settings, name) != value}
+    new = {name: value for name, value in values.items() if getattr(settings, name, SET) != value}
     if not new and settings.given >= values.keys():
         return settings
     found = dataclasses.replace(settings, **new)
-    note_given(found, settings.given | values.keys())
+    found.__dict__["given"] = settings.given | values.keys()
     return found
-
-
-def note_given(settings: CheckedSettings, names: Iterable[str]) -> None:
-    """Notes which settings somebody has set."""
-    settings.__dict__["given"] = frozenset(names)
 
 
 def fill_unset(settings: Settings, own: Mapping[str, Any]) -> Settings:
     """`settings` with a checkpoint's `own` values for those that nobody has set."""
     return replace_settings(settings, **{n: v for n, v in own.items() if n not in settings.given})
-
-
-def merge_settings(tree: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings with others on top."""
-    found = dict(tree)
-    for name, value in changes.items():
-        old = tree.get(name)
-        if isinstance(value, dict) and not isinstance(old or {}, dict):
-            raise ConfigError(f"{name} is a section: write `{name}: {{KEY: VALUE}}`")
-        found[name] = merge_settings(old or {}, value) if isinstance(value, dict) else value
-    return found
 
 
 def flatten_settings(settings: Any, prefix: str = "") -> dict[str, Any]:
@@ -190,7 +179,7 @@ def flatten_settings(settings: Any, prefix: str = "") -> dict[str, Any]:
 def shorten_value(value: Any) -> str:
     """The beginning of a value, as errors show it."""
     text = value if isinstance(value, str) else reprlib.repr(value)
-    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def check_url(key: str, url: str, schemes: tuple[str, ...], token: str) -> None:
@@ -267,10 +256,12 @@ def find_idle_settings(
     """
     found, holder = {}, cast(Any, type(settings))  # a class, which has a hash where its instances have none
     for name, value in (flatten_settings(settings) if values is None else values).items():
-        if value == settings.__dataclass_fields__[name].default:
+        if value == holder.__dataclass_fields__[name].default:
             continue
-        if reason := _describe_missing(list_needs(section, holder, name), known):
-            found[name] = f"{_show(value)} has no effect {reason}"
+        for key, accepted in list_needs(section, holder, name).items():
+            if key in known and (missing := _describe_missing(key, known[key], accepted)):
+                found[name] = f"{_show(value)} has no effect {missing}"
+                break
     return found
 
 
@@ -287,29 +278,21 @@ def list_needs(section: str, holder: Any, name: str) -> Need:
     return need
 
 
-def _describe_missing(need: Need, known: Mapping[str, Any]) -> str:
-    """Which of the needed values is another one, as an error says it; empty where none is."""
-    for key in [key for key in need if key in known]:
-        value, accepted = known[key], need[key]
-        if accepted is SET:
-            if not value:
-                return f"without {key}: set it too, or leave this out"
-            continue
-        is_code_of_user = isinstance(value, str) and ":" in value and "://" not in value
-        if is_code_of_user or (value is None and None not in accepted) or _is_accepted(value, accepted):
-            continue
-        if key == "attention_blocks":
-            return "on a model whose attention has no blocks"
-        wanted = " or ".join("a value above 0" if each is SET else _show(each) for each in accepted)
-        return f"with {key}={_show(value)}: it needs {key}={wanted}"
-    return ""
+def _describe_missing(key: str, value: Any, accepted: Any) -> str:
+    """How a value of another setting is not among the accepted ones, as an error says it; else empty."""
+    if accepted is SET:
+        return "" if value else f"without {key}: set it too, or leave this out"
+    scheme, colon, rest = value.partition(":") if isinstance(value, str) else ("", "", "")
+    is_code_of_user = colon and not rest.startswith("//")
+    if is_code_of_user or value in accepted or value is None or (value and SET in accepted):
+        return ""
+    if f"{scheme}://" in accepted:  # which stands for every such URL
+        return ""
+    if key == "attention_blocks":
+        return "on a model whose attention has no blocks"
+    wanted = " or ".join("a value above 0" if each is SET else _show(each) for each in accepted)
+    return f"with {key}={_show(value)}: it needs {key}={wanted}"
 
 
 def _show(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _is_accepted(value: Any, accepted: tuple[Any, ...]) -> bool:
-    """Whether a value is among the accepted ones, where `scheme://` stands for every such URL."""
-    scheme = "".join(value.partition("://")[:2]) if isinstance(value, str) else ""
-    return value in accepted or scheme in accepted or bool(value and SET in accepted)

@@ -5,11 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dlm_rag.config.fields import SET, CheckedSettings, check_url, setting, settings_dataclass
+from dlm_rag.config.fields import (
+    SET,
+    CheckedSettings,
+    check_url,
+    get_field_metadata,
+    setting,
+    settings_dataclass,
+)
 from dlm_rag.errors import CheckpointError, ConfigError, suggest_nearest
 from dlm_rag.files.hub import read_checkpoint_json
 
-SEARCH_SCHEMES = ("http", "https", "milvus")  # of `retrieval.url`
 # What settings need, as `only_with` says it. A service at http(s) chooses how it searches.
 NO_URL = {"retrieval.url": (None,)}
 NO_SERVICE = {"retrieval.url": (None, "milvus://")}
@@ -85,7 +91,7 @@ class RetrievalConfig(CheckedSettings):
     def __post_init__(self) -> None:
         if self.url is not None:
             token = "MILVUS_TOKEN" if self.url.startswith("milvus") else "DLM_RAG_RETRIEVAL_TOKEN"
-            check_url("retrieval.url", self.url, SEARCH_SCHEMES, token)
+            check_url("retrieval.url", self.url, ("http", "https", "milvus"), token)
 
 
 @settings_dataclass
@@ -261,10 +267,8 @@ class DataConfig(CheckedSettings):
     """pretrain: JSON lines file with a `text`, or a folder of such files"""
 
     def __post_init__(self) -> None:
-        if self.questions is not None and self.corpus is None:
-            raise ConfigError("data.questions needs data.corpus too")
-        if self.corpus is not None and self.questions is None:
-            raise ConfigError("data.corpus needs data.questions too: a file or a folder of them")
+        if (self.questions is None) != (self.corpus is None):
+            raise ConfigError("data.questions and data.corpus go together: set both, or neither")
 
 
 @settings_dataclass
@@ -386,21 +390,20 @@ def read_generation_settings(folder: Path) -> tuple[dict[str, Any], dict[str, An
 
     Raises `CheckpointError` for what is no such setting, or names code.
     """
-    path = folder / GENERATION_FILE
+    path, found = folder / GENERATION_FILE, []
     raw = read_checkpoint_json(path) if path.exists() else {}
-    known = {"decode": DECODE_NAMES, "retrieval": RETRIEVAL_NAMES}
-    found = []
-    for section, holder in (("decode", DecodeConfig), ("retrieval", RetrievalConfig)):
+    sections = ("decode", DecodeConfig, DECODE_NAMES), ("retrieval", RetrievalConfig, RETRIEVAL_NAMES)
+    for section, holder, known in sections:
         values = raw.get(section) or {}
         if not isinstance(values, dict):
             raise CheckpointError(f"{path}: {section}={values!r:.60} must be an object")
         for name, value in values.items():
-            if name not in known[section]:
-                nearest = suggest_nearest(name, known[section])
+            if name not in known:
+                nearest = suggest_nearest(name, known)
                 raise CheckpointError(
                     f"{path}: {section}.{name:.60} is no setting of a checkpoint{nearest}"
                 )
-            if isinstance(value, str) and ":" in value and section == "decode":
+            if _names_code(holder, name, value):
                 raise CheckpointError(
                     f"{path}: {section}.{name} names code, which is never taken from there"
                 )
@@ -418,5 +421,11 @@ def list_given(settings: DecodeConfig | RetrievalConfig, names: Iterable[str]) -
     return {
         name: value
         for name, value in values.items()
-        if value is not None and not (isinstance(value, str) and ":" in value)
+        if value is not None and not _names_code(type(settings), name, value)
     }
+
+
+def _names_code(holder: type[CheckedSettings], name: str, value: Any) -> bool:
+    """Whether a value is `module:function`, of a setting that takes such."""
+    in_table = get_field_metadata(holder.__dataclass_fields__[name], "table")
+    return bool(in_table) and isinstance(value, str) and ":" in value

@@ -83,7 +83,7 @@ CASES = [
                 ("workers", "workers=2"),
             )
         ),
-        ("data.corpus needs data.questions too", "data.corpus=corpus.jsonl"),
+        ("data.questions and data.corpus go together", "data.corpus=corpus.jsonl"),
         ("train.world_passages=1000000000", "train.world_passages=1000000000"),
         (("unknown key 'data.documents.a'", "nearest: 'data.documents'"), "data.documents.a=corpus.jsonl"),
         ("rl begins with a model that answers: set model.path", "train.objective=rl"),
