@@ -21,7 +21,6 @@ from dlm_rag.commands.prepare_decoder import (
     PreparedDecoder,
     ResourceCache,
     fill_in_shipped_files,
-    open_search_source,
     prepare_decoder,
 )
 from dlm_rag.config import Config
@@ -47,43 +46,24 @@ Machine = dict[str, str | int]  # as `describe_machine`
 Prepared: TypeAlias = "PreparedDecoder | PreparedBaseline"
 
 
-@dataclass
-class PreparedQuestions:
-    """Questions to be answered; everything but the weights has been checked."""
-
-    config: Config  # as it was given; `prepared` has what the checkpoint adds
-    questions: list[Question]
-    prepared: Prepared
-
-
 class LocalEngines:
     """What answers the questions of several jobs, one after another: a decoder in this process."""
 
-    def __init__(self) -> None:
-        self._model: ModelConfig | None = None
-        self._decoder: Decoder | BaselineEngine | None = None
+    _model: ModelConfig | None = None
+    _decoder: Decoder | BaselineEngine | None = None
 
-    def open(self, asked: PreparedQuestions) -> list[Machine]:
+    def open(self, prepared: Prepared) -> list[Machine]:
         """Reads the weights, unless they are loaded; returns every other machine that answers.
 
         Then there is `read_energy`, for that since now.
         """
-        config = asked.prepared.config
+        config = prepared.config
         kept = self._decoder.denoiser if self._decoder and config.model == self._model else None
         self._decoder = None  # frees the pool: the next one is a share of what is free
-        self._decoder, self._model = asked.prepared.load(kept), config.model
-        self.read_energy = open_meter(config.energy, asked.prepared.device).stop
+        self._decoder, self._model = prepared.load(kept), config.model
+        self.stream, self.describe = self._decoder.stream, self._decoder.describe
+        self.read_energy = open_meter(config.energy, prepared.device).stop
         return []
-
-    def stream(
-        self, questions: Sequence[Question], step: Callable[[Rollout], None] | None = None
-    ) -> Iterator[Rollout]:
-        assert self._decoder is not None
-        return self._decoder.stream(questions, step)
-
-    def describe(self) -> str:
-        assert self._decoder is not None
-        return self._decoder.describe()
 
 
 class WorkerEngines:
@@ -93,9 +73,9 @@ class WorkerEngines:
         self._pool = pool
         self.describe = pool.describe
 
-    def open(self, asked: PreparedQuestions) -> list[Machine]:
-        assert isinstance(asked.prepared, PreparedDecoder), "`prepare_baseline` refuses workers"
-        factory, self._prepared = make_decoder_factory(asked), asked.prepared
+    def open(self, prepared: Prepared) -> list[Machine]:
+        assert isinstance(prepared, PreparedDecoder), "`prepare_baseline` refuses workers"
+        factory, self._prepared = make_decoder_factory(prepared), prepared
         return self._pool.open(factory, factory.config.decode.batch_size)
 
     def read_energy(self) -> EnergyReading:
@@ -128,9 +108,9 @@ def open_engines(workers: str | None, jobs: Iterable[Prepared]) -> Iterator[Loca
 
     from dlm_rag.workers.worker_pool import WorkerPool, describe_local_node, plan_workers
 
-    jobs = list(jobs)
-    device, weights = jobs[0].device, max(job.weight_bytes for job in jobs)
-    if len({job.device for job in jobs}) > 1:
+    decoders = [job for job in jobs if isinstance(job, PreparedDecoder)]
+    device, weights = decoders[0].device, max(job.weight_bytes for job in decoders)
+    if len({job.device for job in decoders}) > 1:
         raise ConfigError("workers= has one device for all settings: leave model.device out of compare")
     if workers.startswith("ray://"):
         plan = partial(plan_workers, "auto", device=device, weights=weights)
@@ -158,15 +138,14 @@ def count_answers(engines: LocalEngines | WorkerEngines, prepared: Prepared) -> 
         tally.summary = tally.summary_line(tally.wall_seconds, engines.describe(), reading)
 
 
-def make_decoder_factory(asked: PreparedQuestions) -> CheckedDecoderFactory:
+def make_decoder_factory(prepared: PreparedDecoder) -> CheckedDecoderFactory:
     """Makes a job's decoders in workers: with absolute paths, and the device and dtype of here."""
-    config, prepared = asked.config, asked.prepared
-    assert isinstance(prepared, PreparedDecoder)
 
     def locate(path: str | None) -> str | None:  # anything but a file or folder (a hub id) is left as it is
         found = Path(path or "").expanduser()
         return str(found.absolute()) if path and found.exists() else path
 
+    config, questions = prepared.given
     dtype = str(prepared.dtype).removeprefix("torch.")
     model = replace(config.model, path=locate(config.model.path), device=prepared.device.type, dtype=dtype)
     names = ("corpus", "index_dir", "embedding_model")
@@ -174,8 +153,8 @@ def make_decoder_factory(asked: PreparedQuestions) -> CheckedDecoderFactory:
     engine = replace(config.engine, store=locate(config.engine.store))
     retrieval = replace_settings(config.retrieval, **paths)
     config = replace(config, model=model, retrieval=retrieval, engine=engine)
-    questions = asked.questions if config.retrieval.oracle else []
-    return CheckedDecoderFactory(config, questions, describe_dependencies(prepared))
+    asked = questions if config.retrieval.oracle else []
+    return CheckedDecoderFactory(config, asked, describe_dependencies(prepared))
 
 
 def describe_dependencies(prepared: PreparedDecoder) -> dict[str, Any]:
@@ -212,9 +191,11 @@ class CheckedDecoderFactory:
 
 
 @dataclass
-class AnswerJob(PreparedQuestions):
-    """Questions to be answered into files."""
+class AnswerJob:
+    """Questions to be answered into files; everything but the weights has been checked."""
 
+    questions: list[Question]
+    prepared: Prepared
     file: AnswersFile
     failed: int = 0  # of those that were run; the answers file says why
 
@@ -231,7 +212,7 @@ class AnswerJob(PreparedQuestions):
                 print_note(f"{answered} of {len(self.questions)} questions are answered already")
             if not remaining:
                 return
-            for machine in engines.open(self):
+            for machine in engines.open(self.prepared):
                 self.file.add_machine(machine)
             bar = nullcontext(advance) if advance else report_progress("answering", len(remaining))
             with bar as draw, count_answers(engines, self.prepared) as tally:
@@ -285,15 +266,13 @@ def plan_answer_job(
 
         check_ray_installed()
     check_output_files(config)
-    once = once or ResourceCache()
-    open_search_source(config.retrieval, once)
     from dlm_rag.decode.answers_file import AnswersFile
 
     file = AnswersFile(Path(config.out), Path(config.trace) if config.trace else None)
     file.remaining(questions)
-    prepared = prepare(config, questions, once)
+    prepared = prepare(config, questions, once or ResourceCache())
     file.check_same_settings(prepared.answers_depend_on())
-    return AnswerJob(config, questions, prepared, file)
+    return AnswerJob(questions, prepared, file)
 
 
 def check_output_files(config: Config) -> None:

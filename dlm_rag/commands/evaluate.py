@@ -25,7 +25,7 @@ Run the same command again to resume. In a checkout, `python evaluate.py` is the
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -76,16 +76,14 @@ MAX_SCREEN_TABLES = 2  # all are in scores.md
 PICTURE = "pareto.png"  # of a sweep: what exact match costs
 EVALUATE_READS = (*ANSWER_SETTINGS, "compare", "remote")
 SARDI_CHECKPOINT = "pauljngr/sardi-dream-7b"
+SWEEP_HELP = "KEY=VALUE,VALUE ...: every combination is a setting; the first is held against the others"
+DATASET_HELP = (
+    "NAME: with a corpus one of `dlm-rag data get`; else one of the paper's, with its corpus, from data/: "
+    "2wiki, hotpotqa, musique, cofca, synthworlds"
+)
 EVALUATE_OPTIONS: dict[str, tuple[str | tuple[()], str]] = {
-    "sweep": (
-        (),
-        "KEY=VALUE,VALUE ...: every combination is a setting; the first is held against the others",
-    ),
-    "dataset": (
-        "",
-        "NAME: with a corpus one of `dlm-rag data get`; else one of the paper's, with its corpus, from "
-        "data/: 2wiki, hotpotqa, musique, cofca, synthworlds",
-    ),
+    "sweep": ((), SWEEP_HELP),
+    "dataset": ("", DATASET_HELP),
     "split": ("search_r1", f"which questions of them: {', '.join(SPLIT_RULES)}"),
 }
 
@@ -116,12 +114,13 @@ def main(argv: list[str]) -> None:
 def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None]) -> None:
     """Runs what is wanted into a folder, and reports; ready: called once all has been checked."""
     config = fill_in_shipped_files(wanted.config, [])
-    questions = read_scored_questions(wanted)
-    assert config.questions is not None
-    f1_rule, groups = choose_f1_rule(config.questions), group_questions(questions)
-    said = wanted.report_header | {"f1_rule": f1_rule}
-    said["chosen"] = {"limit": config.limit}
-    check_question_selection(out, said["chosen"])
+    questions = gather_questions(config, [], scored=True)
+    asked = wanted.settings.values()
+    if any(each.retrieval.oracle and each.decode.query_policy == "question" for each in asked):
+        check_oracle_support(questions)
+    f1_rule, groups = choose_f1_rule(str(config.questions)), group_questions(questions)
+    said = wanted.report_header | {"f1_rule": f1_rule, "chosen": {"limit": config.limit}}
+    check_question_selection(out, config.limit)
     folders = {
         name: out if wanted.is_single_setting else out / name.replace("/", "_") for name in wanted.settings
     }
@@ -130,33 +129,22 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None])
     jobs = plan_answer_jobs(wanted, folders, questions)
     for name in ("scores.json", "scores.md", PICTURE)[: 3 if "swept" in said else 2]:
         check_writable(str(out / name), "out")
+    first = next(iter(jobs.values())).prepared
     if said.get("dataset"):
-        retrieval = next(iter(jobs.values())).prepared.config.retrieval
+        retrieval = first.config.retrieval
         corpus = open_corpus(str(retrieval.corpus), retrieval.index_dir)
         questions = drop_incomplete_support(questions, corpus)
     titled = sum(bool(q.supporting_titles) and not q.supporting_ids for q in questions)
     said["recall_by"] = {"id": sum(bool(q.supporting_ids) for q in questions), "title": titled}
-    note_missing_support(jobs, questions)
+    found = getattr(first, "retriever", None)
+    if isinstance(found, CorpusRetriever) and len(found.corpus) <= MAX_CHECKED_PASSAGES:
+        lacking = describe_missing_support(questions, found.corpus)
+        if lacking:
+            print_note(lacking)
     ready()
     run_answer_jobs(jobs, config.workers)
     scores = {name: score_folder(folder, questions, f1_rule) for name, folder in folders.items()}
     write_evaluation_report(out, groups, scores, folders, said)
-
-
-def read_scored_questions(wanted: EvaluationPlan) -> list[Question]:
-    """The questions of a plan. Raises `ConfigError` where they cannot be scored, or not with an oracle."""
-    config = fill_in_shipped_files(wanted.config, [])
-    if config.questions is None:
-        raise ConfigError("evaluation of a model or corpus of your own needs --questions FILE")
-    questions = gather_questions(config, [])
-    if without := next((question for question in questions if not question.golden_answers), None):
-        raise ConfigError(
-            f"{config.questions}: question '{without.id}' without golden_answers cannot be scored"
-        )
-    asked = wanted.settings.values()
-    if any(each.retrieval.oracle and each.decode.query_policy == "question" for each in asked):
-        check_oracle_support(questions)
-    return questions
 
 
 def plan_from_command_line(words: CommandLine) -> EvaluationPlan:
@@ -184,13 +172,6 @@ def plan_from_command_line(words: CommandLine) -> EvaluationPlan:
     if both := sorted({*swept} & {*given}):
         raise ConfigError(f"sweep: {both[0]} is swept, and set to one value too: leave one out")
     served = is_model_url(config.model.path)
-    if config.compare is None and not swept:
-        load_config(words.file, words.settings, effects=True)
-        if served:
-            check_served_keys(given)
-        policy = config.remote.policy if served else config.decode.query_policy
-        name = f"{policy} {config.retrieval.method}"
-        return EvaluationPlan(config, {name: config}, True, said)
     compared = parse_compared_settings(config.compare, served) if config.compare else {"": []}
     settings, variants = {}, []
     for name, more in expand_sweep(compared, swept).items():
@@ -202,7 +183,10 @@ def plan_from_command_line(words: CommandLine) -> EvaluationPlan:
     check_effects(variants)
     if all(is_model_url(each.model.path) for each in settings.values()):
         check_served_keys(key for _, keys in variants for key in keys)
-    return EvaluationPlan(config, settings, False, said)
+    if is_single := config.compare is None and not swept:
+        policy = config.remote.policy if served else config.decode.query_policy
+        settings = {f"{policy} {config.retrieval.method}": config}
+    return EvaluationPlan(config, settings, is_single, said)
 
 
 def plan_answer_jobs(
@@ -240,16 +224,6 @@ def run_answer_jobs(jobs: dict[str, AnswerJob], workers: str | None) -> None:
                 print_note(f"{name}: {failed} failed, counted as wrong; the same command asks again")
 
 
-def note_missing_support(jobs: Mapping[str, AnswerJob], questions: Sequence[Question]) -> None:
-    """Says on standard error where a corpus that is searched lacks supporting passages."""
-    for job in jobs.values():
-        found = getattr(job.prepared, "retriever", None)
-        if isinstance(found, CorpusRetriever) and len(found.corpus) <= MAX_CHECKED_PASSAGES:
-            if said := describe_missing_support(questions, found.corpus):
-                print_note(said)
-            return
-
-
 def drop_incomplete_support(questions: list[Question], corpus: Corpus) -> list[Question]:
     """Returns the questions, without supporting ids where the corpus, chunked again, lacks one of them."""
     wanted = {i for question in questions for i in question.supporting_ids}
@@ -257,20 +231,19 @@ def drop_incomplete_support(questions: list[Question], corpus: Corpus) -> list[Q
     return [q if there.issuperset(q.supporting_ids) else replace(q, supporting_ids=()) for q in questions]
 
 
-def check_question_selection(out: Path, chosen: dict[str, Any]) -> None:
+def check_question_selection(out: Path, limit: int | None) -> None:
     """Raises `ConfigError` where the folder has scores of other questions of the file, or not of ours."""
     path = out / "scores.json"
     if not path.is_file() or not path.stat().st_size:
         return
     found = read_json_or_empty(path)
-    then = found.get("chosen", chosen)  # older programs did not write it down
-    if "settings" not in found or not isinstance(then, dict):
+    chosen = found.get("chosen", {"limit": limit})  # older programs did not write it down
+    if "settings" not in found or not isinstance(chosen, dict):
         raise ConfigError(f"{path} is there and was not written by evaluate: choose another --out")
-    if then != chosen:
-        said = [", ".join(f"{key}={value}" for key, value in each.items()) for each in (then, chosen)]
+    if chosen != {"limit": limit}:
         raise ConfigError(
-            f"out={out} holds the scores of questions chosen with {said[0]}, this run has {said[1]}: "
-            "choose another --out"
+            f"out={out} holds the scores of questions chosen with limit={chosen.get('limit')}, this run "
+            f"has limit={limit}: choose another --out"
         )
 
 
@@ -282,9 +255,7 @@ def write_evaluation_report(
 
     said: what scores.json begins with; "f1_rule" among it. Raises `RunError` for a picture that fails.
     """
-    stamps = {
-        name: read_json_or_empty(folder / "answers.jsonl.run.json") for name, folder in folders.items()
-    }
+    stamps = {name: read_json_or_empty(each / "answers.jsonl.run.json") for name, each in folders.items()}
     summaries = {name: summarize_scores(theirs, groups) for name, theirs in scores.items()}
     energy = {name: summarise_energy(stamp.get("energy")) for name, stamp in stamps.items()}
     against = compare_to_first(scores, groups)
@@ -313,8 +284,8 @@ def write_evaluation_report(
             tables.plot_pareto(out / PICTURE, overall, said["swept"])
         except (RuntimeError, ValueError) as error:  # of matplotlib: MPLBACKEND, a font
             raise RunError(f"{out / PICTURE} cannot be drawn: {summarize_error(error)}") from None
-    picture = f", with {PICTURE} and all answers" if "swept" in said else ", with all answers"
-    print(f"all tables are in scores.md{picture}: {replace_control_chars(str(out))}")
+    picture = f" {PICTURE} and" * ("swept" in said)
+    print(f"all tables are in scores.md, with{picture} all answers: {replace_control_chars(str(out))}")
     for line in tables.summarize_findings(overall, {name: each["all"] for name, each in against.items()}):
         print(replace_control_chars(line))
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dlm_rag import __version__
 from dlm_rag.baselines import POLICIES, READ_DECODE_SETTINGS, is_model_url, is_read_when_served
 from dlm_rag.config import Config, EngineConfig, RetrievalConfig
-from dlm_rag.config.fields import fill_unset, replace_settings
+from dlm_rag.config.fields import fill_unset, flatten_settings, replace_settings
 from dlm_rag.data.hub_datasets import find_named_corpus
 from dlm_rag.decode.trace_file import TraceHeader, build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
@@ -31,6 +31,7 @@ from dlm_rag.machine import (
     get_code_commit,
     get_device_memory_bytes,
     get_machine_name,
+    measure_free_bytes,
 )
 from dlm_rag.progress import format_bytes, show_status
 from dlm_rag.questions import Question, number_questions, read_questions, select_questions
@@ -48,8 +49,11 @@ if TYPE_CHECKING:
     from dlm_rag.model.checkpoint import Checkpoint
 
 Made = TypeVar("Made")
-# Settings of retrieval and decoding that change no answer; of what a URL searches there is a fingerprint.
-FREE_SETTINGS = {"batch_size", "corpus", "index_dir", "url", "timeout"}
+# Settings that change no answer; of what is searched there is a fingerprint.
+FREE_SETTINGS = {
+    "decode.batch_size", "retrieval.corpus", "retrieval.index_dir", "retrieval.url", "retrieval.timeout",
+    "remote.concurrency",
+}  # fmt: skip
 WORLD_MODELS = [f"{SHIPPED_PREFIX}{name}" for name in ("model", "whole")]  # trained on the world that ships
 STAMPED_PACKAGES = ("torch", "transformers", "sentence-transformers", "bm25s", "numpy")
 
@@ -65,11 +69,9 @@ class PreparedDecoder:
     dtype: torch.dtype
     attention: str
     evidence_layout: str
+    weight_bytes: int
     config: Config
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.checkpoint.count_weight_bytes(self.dtype.itemsize, self.config.model.quantize)
+    given: tuple[Config, list[Question]]  # what `prepare_decoder` got
 
     @property
     def end_ids(self) -> Collection[int]:
@@ -94,14 +96,8 @@ class PreparedDecoder:
 
     def answers_depend_on(self) -> dict[str, Any]:
         """All that can change an answer; batch size, device and names of files and hosts cannot."""
-        settings = {
-            f"{section}.{key}": value
-            for section in ("retrieval", "decode")
-            for key, value in asdict(getattr(self.config, section)).items()
-            if key not in FREE_SETTINGS
-        }
-        if settings["decode.overlap"] == "pipeline":  # the same tokens
-            settings["decode.overlap"] = "none"
+        settings = list_answer_settings(self.config, "retrieval", "decode")
+        settings["decode.overlap"] = "none"  # another gives the same tokens
         if self.config.prompt is not None:
             settings["prompt"] = asdict(self.tokenizer.template)
         return settings | {
@@ -140,6 +136,12 @@ class PreparedDecoder:
         return stamp | {"files": digests}
 
 
+def list_answer_settings(config: Config, *sections: str) -> dict[str, Any]:
+    """The settings of these sections that can change an answer, by their dotted keys."""
+    known = flatten_settings(config).items()
+    return {k: v for k, v in known if k.partition(".")[0] in sections and k not in FREE_SETTINGS}
+
+
 def stamp_run(
     config: Config, depends_on: dict[str, Any], machine: dict[str, Any], packages: Collection[str] = ()
 ) -> dict[str, Any]:
@@ -170,11 +172,13 @@ class ResourceCache:
         return self._made[name]
 
 
-def gather_questions(config: Config, typed: list[str]) -> list[Question]:
+def gather_questions(config: Config, typed: list[str], scored: bool = False) -> list[Question]:
     """The questions chosen of the file, and those of the command line; at least one, ids all different.
 
-    Raises `QuestionError`.
+    scored: whether they are of a file, with known answers. Raises `UserError`.
     """
+    if scored and not config.questions:
+        raise ConfigError("a model or corpus of your own needs --questions FILE, with golden_answers")
     if config.limit and not config.questions:
         raise ConfigError("limit chooses among the questions of a file: name one with --questions")
     questions = select_questions(read_questions(config.questions), config) if config.questions else []
@@ -183,6 +187,11 @@ def gather_questions(config: Config, typed: list[str]) -> list[Question]:
         raise QuestionError(f"a typed question has an id of {config.questions}: put it into that file")
     if not questions:
         raise ConfigError('no question: type one, as in "Who wrote Emma?", or give --questions')
+    if scored and (without := next((each for each in questions if not each.golden_answers), None)):
+        raise ConfigError(
+            f"{config.questions}: question '{without.id}' has no golden_answers: which answer is right is "
+            "not known"
+        )
     return questions
 
 
@@ -216,11 +225,11 @@ def prepare_decoder(
     questions: empty where all has been checked before, in another process. once: of the jobs that share
     what they need. Raises `UserError`.
     """
-    once = once or ResourceCache()
-    weights = (path, _) = config.model.path or "", config.model.block_size
-    if not is_model_url(path):  # which is refused below
-        own = read_retrieval_settings(path)
-        config = replace(config, retrieval=fill_unset(config.retrieval, own))
+    once, given = once or ResourceCache(), (config, questions)
+    weights = (path, block_size) = config.model.path or "", config.model.block_size
+    if is_model_url(path):
+        raise ConfigError("a model behind a server is for evaluate: name a folder or a hub id")
+    config = replace(config, retrieval=fill_unset(config.retrieval, read_retrieval_settings(path)))
     find = open_search_source(config.retrieval, once)
     show_status("checking the model")
     from dlm_rag.engine.engine import resolve_settings
@@ -228,91 +237,87 @@ def prepare_decoder(
     from dlm_rag.engine.store import check_store
     from dlm_rag.evidence.prompt_segments import check_finished_blocks, check_kept_evidence
     from dlm_rag.model.attention import choose_backend
+    from dlm_rag.model.checkpoint import open_checkpoint
     from dlm_rag.model.quantize import check_quantize
 
-    checkpoint = once(lambda: _open_checkpoint(*weights), "checkpoint", *weights)
-    decode = resolve_settings(config.decode, checkpoint.config)
+    checkpoint = once(lambda: open_checkpoint(*weights), "checkpoint", *weights)
+    shape, model, engine = checkpoint.config, config.model, config.engine
+    if block_size is not None and shape.decode_modes == ("autoregressive",):
+        raise ConfigError("model.block_size has no effect on an autoregressive model: leave it out")
+    decode = resolve_settings(config.decode, shape)
     config, devices = replace(config, decode=decode), choose_devices(config)
-    device = devices[0]
-    dtype = choose_dtype(config.model.dtype, device)
-    if (adapter := checkpoint.config.adapter) is None:
-        causal_context = checkpoint.config.causal_context
-        attention = choose_backend(config.model.attn_implementation, device, dtype, causal_context)
-        check_step_graphs(config.engine, checkpoint.config, attention, devices)
+    dtype = choose_dtype(model.dtype, devices[0])
+    if shape.adapter is None:
+        attention = choose_backend(model.attn_implementation, devices[0], dtype, shape.causal_context)
+        check_step_graphs(engine, shape, attention, devices)
     else:
-        attention = adapter.check_settings(config.model, config.engine)
-    shape = checkpoint.config
-    check_quantize(config.model.quantize, shape, dtype)
-    check_weights_fit(checkpoint, devices, dtype, config.model.quantize)
-    need = checkpoint.count_weight_bytes(dtype.itemsize, config.model.quantize)
-    check_memory_limit(config.engine, device, need)
-    check_store(config.engine)
+        attention = shape.adapter.check_settings(model, engine)
+    check_quantize(model.quantize, shape, dtype)
+    need = check_weights_fit(checkpoint, devices, dtype, model.quantize)
+    check_memory_limit(engine, devices[0], need)
+    check_store(engine)
     show_status("reading the tokenizer")
-    canvas, layout = decode.max_new_tokens, config.model.evidence_layout or shape.evidence_layout
+    canvas, layout = decode.max_new_tokens, model.evidence_layout or shape.evidence_layout
     assert canvas is not None and decode.finished_block_context is not None
     check_finished_blocks(shape, decode.finished_block_context, layout)
-    check_kept_evidence(config.engine, shape, layout)
-    written = layout, config.prompt
-    tokenizer = once(
-        lambda: Tokenizer.from_pretrained(checkpoint, *written), "tokenizer", *weights, *written
+    check_kept_evidence(engine, shape, layout)
+    read = layout, config.prompt
+    tokenizer = once(lambda: Tokenizer.from_pretrained(checkpoint, *read), "tokenizer", *weights, *read)
+    measure_longest_prompt(questions, tokenizer, ContextBudget.from_config(shape, layout, canvas))
+    retriever = find(questions, decode.query_policy)
+    return PreparedDecoder(
+        checkpoint, tokenizer, retriever, devices[0], dtype, attention, layout, need, config, given
     )
-    room = ContextBudget.from_config(shape, layout, canvas)
-    measure_longest_prompt(questions, tokenizer, room)
-    show_status("opening the index")
-    found = find()
-    retriever = wrap_oracle(found, questions, decode.query_policy) if config.retrieval.oracle else found
-    return PreparedDecoder(checkpoint, tokenizer, retriever, device, dtype, attention, layout, config)
 
 
-def _open_checkpoint(path: str, block_size: int | None) -> Checkpoint:
-    from dlm_rag.model.checkpoint import open_checkpoint
-
-    if is_model_url(path):
-        raise ConfigError("a model behind a server is for evaluate: name a folder or a hub id")
-    checkpoint = open_checkpoint(path, block_size)
-    if block_size is not None and checkpoint.config.decode_modes == ("autoregressive",):
-        raise ConfigError("model.block_size has no effect on an autoregressive model: leave it out")
-    return checkpoint
-
-
-def open_search_source(config: RetrievalConfig, once: ResourceCache) -> Callable[[], Retriever]:
+def open_search_source(
+    config: RetrievalConfig, once: ResourceCache
+) -> Callable[[list[Question], str], Retriever]:
     """Checks what is searched, a service by asking it, without torch, which takes seconds to import.
 
-    Gives what opens it: an index may take time. Raises `UserError`.
+    Gives what opens it, for questions (of an oracle) and a query policy: an index may take time. Raises
+    `UserError`.
     """
     if config.url is not None:
         show_status(f"asking {config.url}")
         service = once(lambda: load_retriever(config), "service", config)
-        return lambda: service
+        return lambda questions, policy: service
     if config.corpus is None:
         raise ConfigError("no corpus: give --corpus a file of JSON lines, or retrieval.url=URL")
     show_status("reading the corpus")
-    passages = config.corpus, config.index_dir
+    passages, plain = (config.corpus, config.index_dir), replace(config, oracle=False)
     corpus = once(lambda: open_corpus(*passages), "corpus", *passages)
-    plain = replace(config, oracle=False)
-    return lambda: once(lambda: load_retriever(plain, corpus), "retriever", plain)
+
+    def find(questions: list[Question], policy: str) -> Retriever:
+        show_status("opening the index")
+        found = once(lambda: load_retriever(plain, corpus), "retriever", plain)
+        return wrap_oracle(found, questions, policy) if config.oracle else found
+
+    return find
 
 
 def choose_devices(config: Config) -> list[torch.device]:
     """The devices that the layers are on, the first one for all else. Raises `ConfigError`."""
     from dlm_rag.model.denoiser import list_devices
 
-    if config.model.device_map is None:
-        return [choose_device(config.model.device)]
-    for found, reason in (
-        (config.model.device != "auto", "names the devices: leave model.device out"),
-        (config.workers is not None, "is for one process: leave workers out"),
-        (config.engine.memory_gib is not None, "takes no engine.memory_gib, which is of one device"),
-    ):
-        if found:
-            raise ConfigError(f"model.device_map={config.model.device_map} {reason}")
-    return list_devices(config.model.device_map)
+    model, reason = config.model, ""
+    if model.device_map is None:
+        return [choose_device(model.device)]
+    if model.device != "auto":
+        reason = "names the devices: leave model.device out"
+    elif config.workers is not None:
+        reason = "is for one process: leave workers out"
+    elif config.engine.memory_gib is not None:
+        reason = "takes no engine.memory_gib, which is of one device"
+    if reason:
+        raise ConfigError(f"model.device_map={model.device_map} {reason}")
+    return list_devices(model.device_map)
 
 
 def check_weights_fit(
     checkpoint: Checkpoint, devices: Sequence[torch.device], dtype: torch.dtype, quantize: str = "none"
-) -> None:
-    """Raises `ConfigError` for weights that these devices cannot hold."""
+) -> int:
+    """The bytes that the weights take. Raises `ConfigError` where these devices cannot hold them."""
     need = checkpoint.count_weight_bytes(dtype.itemsize, quantize)
     have = sum(map(get_device_memory_bytes, {*devices}))
     if need > have:
@@ -323,27 +328,22 @@ def check_weights_fit(
             f"{devices[0].type} has {format_bytes(have)} of memory: {half}choose a smaller model or a "
             "larger device, or spread the layers over several GPUs (model.device_map=auto)"
         )
+    return need
 
 
 def check_memory_limit(engine: EngineConfig, device: torch.device, weight_bytes: int) -> None:
     """Raises `ConfigError` for an `engine.memory_gib` that is not free, or that weights and pool fill."""
-    from dlm_rag.machine import measure_free_bytes
-
     if engine.memory_gib is None:
         return
     limit, free = engine.memory_gib * 2**30, measure_free_bytes(device)
     need = weight_bytes + (engine.prefix_cache_gib or 0.0) * 2**30
-    said = f"engine.memory_gib={engine.memory_gib:g}"
     if limit > free:
-        raise ConfigError(
-            f"{said} is more than the {format_bytes(free)} that are free on this {device.type}: lower it, "
-            "or wait until others have ended"
-        )
-    if need >= limit:
-        raise ConfigError(
-            f"{said} is too little: weights and engine.prefix_cache_gib alone take {format_bytes(need)}: "
-            "raise it, or choose a smaller model"
-        )
+        wrong = f"more than the {format_bytes(free)} that are free on this {device.type}: lower it"
+    elif need >= limit:
+        wrong = f"too little: weights and engine.prefix_cache_gib alone take {format_bytes(need)}: raise it"
+    else:
+        return
+    raise ConfigError(f"engine.memory_gib={engine.memory_gib:g} is {wrong}")
 
 
 @dataclass(frozen=True)
@@ -352,15 +352,8 @@ class PreparedBaseline:
 
     context: BaselineContext
     config: Config
+    device: Any = None  # it is elsewhere
     end_ids: frozenset[int] = frozenset()
-    dtype: str = "that of the server"
-    weight_bytes: int = 0
-
-    @property
-    def device(self) -> torch.device:
-        import torch
-
-        return torch.device("cpu")
 
     def load(self, denoiser: Any = None) -> BaselineEngine:
         """The engine; there are no weights to read."""
@@ -370,12 +363,8 @@ class PreparedBaseline:
 
     def answers_depend_on(self) -> dict[str, Any]:
         """All that can change an answer, as far as a client can know."""
-        settings = {
-            f"{section}.{key}": value
-            for section in ("retrieval", "remote")
-            for key, value in asdict(getattr(self.config, section)).items()
-            if key not in (*FREE_SETTINGS, "concurrency")
-        } | {f"decode.{key}": getattr(self.config.decode, key) for key in READ_DECODE_SETTINGS}
+        settings = list_answer_settings(self.config, "retrieval", "remote")
+        settings |= {f"decode.{key}": getattr(self.config.decode, key) for key in READ_DECODE_SETTINGS}
         policy = POLICIES.get(self.config.remote.policy)
         if policy is None or not policy.own_prompt:
             settings["prompt"] = asdict(self.context.template)
@@ -396,7 +385,7 @@ class PreparedBaseline:
         machine = {
             "device": f"server: {client.model} at {client.url}",
             "threads": self.config.remote.concurrency,
-            "attention": self.dtype,
+            "attention": "that of the server",
             "machines": [{"server": client.url}],
         }
         return stamp_run(self.config, self.answers_depend_on(), machine)
@@ -423,8 +412,6 @@ def prepare_baseline(config: Config, questions: list[Question], once: ResourceCa
     find = open_search_source(config.retrieval, once)
     template = load_prompt(config.prompt, "joint") if config.prompt else PROMPTS["sardi"]
     client = ChatClient("model.path", url, "DLM_RAG_MODEL_KEY")
-    show_status("opening the index")
-    found = find()
-    retriever = wrap_oracle(found, questions, "question") if config.retrieval.oracle else found
+    retriever = find(questions, "question")
     config = replace(config, energy="none")  # it is spent elsewhere
     return PreparedBaseline(BaselineContext(client, retriever, config, template), config)

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 from dlm_rag.cli import CommandParser, print_note
 from dlm_rag.commands.answer_job import (
     LocalEngines,
-    PreparedQuestions,
     check_distinct_paths,
     check_output_files,
     count_answers,
@@ -31,15 +30,11 @@ from dlm_rag.commands.answer_job import (
     parse_answer_command_line,
     plan_answer_job,
 )
-from dlm_rag.commands.arguments import ANSWER_SETTINGS, CommandLine
-from dlm_rag.commands.prepare_decoder import (
-    SHIPPED_FOLDER,
-    fill_in_shipped_files,
-    gather_questions,
-    prepare_decoder,
-)
+from dlm_rag.commands.arguments import ANSWER_SETTINGS
+from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, gather_questions, prepare_decoder
 from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError, TraceError
+from dlm_rag.files.hub import SHIPPED_FOLDER
 from dlm_rag.files.paths import expand_path
 from dlm_rag.page.render import TraceRun, check_page_target, read_trace_runs, write_page
 from dlm_rag.progress import show_status
@@ -53,38 +48,35 @@ if TYPE_CHECKING:
 # share of all it answers is in docs/measurements.
 FIRST_QUESTIONS = ("q100", "q0", "q3", "q102", "q200", "q201", "q301", "q300")
 FIRST_SPEED = 2  # steps a second at which the first of them is shown
-SAMPLE_OPTIONS = {
-    "speed": (0, "steps a second at which a terminal shows the first answer; 0: as fast as it is decoded"),
-}
+SPEED_HELP = "steps a second at which a terminal shows the first answer; 0: as fast as it is decoded"
 
 
 def main(argv: list[str]) -> None:
     reads = (*ANSWER_SETTINGS, "trace", "html")
-    words = parse_answer_command_line(__doc__ or "", argv, reads, typed=True, options=SAMPLE_OPTIONS)
-    if words.config.workers is not None and words.config.out is None:
+    words = parse_answer_command_line(
+        __doc__ or "", argv, reads, typed=True, options={"speed": (0, SPEED_HELP)}
+    )
+    given, speed = words.config, words.options["speed"]
+    if given.workers is not None and given.out is None:
         raise ConfigError("workers= answers into a file, not to the screen: add --out FILE")
-    if words.config.record_provisional and words.config.trace is None and words.config.html is None:
+    if given.record_provisional and given.trace is None and given.html is None:
         raise ConfigError("record_provisional=true has no effect without trace: set it too")
-    answer_questions(words)
-
-
-def answer_questions(words: CommandLine) -> None:
-    """Answers to the screen or into a file. Raises `UserError`, `RunError`."""
-    config = fill_in_shipped_files(words.config, words.questions)
+    config = fill_in_shipped_files(given, words.questions)
     show_status("reading questions")
     questions = gather_questions(config, words.questions)
-    if words.config.model.path is None and asks_beyond_shipped_world(words.config, questions):
+    if given.model.path is None and asks_beyond_shipped_world(given, questions):
         print_note(
             "the shipped model knows only its invented world: what it says here is made up;\n"
             "for passages of your own give --corpus FILE alone, for any question --model DIR_OR_HUB_ID "
             "(GSAI-ML/LLaDA-8B-Instruct)"
         )
     show_status("loading torch")
-    speed = words.options["speed"]
-    if not (words.config.questions or words.questions or config.limit):
+    if not (given.questions or words.questions or config.limit):
         by_id = {question.id: question for question in questions}
         questions, speed = [by_id[name] for name in FIRST_QUESTIONS], speed or FIRST_SPEED
-    if config.out is not None:
+    if config.out is None:
+        failed = decode_to_screen(config, questions, words.announce_reader, speed)
+    else:
         job = plan_answer_job(config, questions)
         words.announce_reader()
         with open_engines(config.workers, [job.prepared]) as engines:
@@ -94,8 +86,6 @@ def answer_questions(words: CommandLine) -> None:
         print_note(f"the answers are in {config.out}{traced}")
         if config.html is not None and config.trace is not None:
             write_run_page(config.html, read_trace_runs([Path(config.trace)]), questions)
-    else:
-        failed = decode_to_screen(config, questions, words.announce_reader, speed)
     if failed:
         raise SystemExit(1)
 
@@ -129,10 +119,11 @@ def decode_to_screen(
     from dlm_rag.evaluation.metrics import compute_exact_match
 
     engines, console = LocalEngines(), Console()
-    engines.open(PreparedQuestions(config, questions, prepared))
+    engines.open(prepared)
     show_status("taking the first step")
     shown: list[Rollout] = []
-    verdicts, known = list[bool](), {q.id: q.golden_answers for q in questions}
+    verdicts: list[bool] = []
+    known = {question.id: question.golden_answers for question in questions}
     try:
         with ExitStack() as stack:
             trace = TraceWriter(Path(config.trace), prepared.trace_header()) if config.trace else None
@@ -198,5 +189,4 @@ def page(argv: list[str]) -> None:
     read = {f"trace {number}, {path},": str(path) for number, path in enumerate(traces, start=1)}
     check_distinct_paths({"html": str(target)}, read | {"questions": given.questions})
     check_page_target(str(target))
-    write_page(target, read_trace_runs(traces), known)
-    print_note(f"the page is in {target}")
+    write_run_page(str(target), read_trace_runs(traces), known)

@@ -45,11 +45,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError("synthesis needs --out FOLDER")
     out, config = Path(str(words.config.out)), fill_in_shipped_files(words.config, [])
     check_rows_folder(out)
-    if config.questions is None:
-        raise ConfigError("traces of a model or corpus of your own need --questions FILE")
-    questions = gather_questions(config, [])
-    if without := next((question for question in questions if not question.golden_answers), None):
-        raise ConfigError(f"'{without.id}' has no golden_answers: which response is right is not known")
+    questions = gather_questions(config, [], scored=True)
     evaluated = collect_evaluation_ngrams(words.options["decontaminate"])
     traces = make_folder(out / TRACES, "out=")
     config = replace(config, out=str(traces / "answers.jsonl"), trace=str(traces / "trace.jsonl"))

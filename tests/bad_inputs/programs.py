@@ -144,7 +144,7 @@ CASES = [
     # Synthesis.
     *table(DECODED_ROWS,
         ("synthesis needs --out FOLDER",),
-        ("'n0' has no golden_answers: which response is right is not known", "--out rows",
+        ("'n0' has no golden_answers: which answer is right is not known", "--out rows",
          {"questions.jsonl": '{"id": "n0", "question": "Who?"}'}),
         ("mine holds 'thesis.tex', which is of no rows", "--out mine", {"mine/thesis.tex": "x"}),
         ("out=corpus.jsonl cannot be a folder", "--out corpus.jsonl"),
@@ -152,7 +152,7 @@ CASES = [
          "--out rows --decontaminate questions.jsonl,bad.jsonl", {"bad.jsonl": '{"id": "a"}'}),
     ),
     *table("synthesize --out rows",
-        ("need --questions", "--model model --corpus corpus.jsonl"),
+        ("needs --questions", "--model model --corpus corpus.jsonl"),
         ("synthesis.method' in the command line", "synthesis.method=corpus"),
     ),
     # Worlds.

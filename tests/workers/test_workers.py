@@ -13,7 +13,6 @@ import torch
 
 from dlm_rag import machine
 from dlm_rag.commands.answer_job import (
-    PreparedQuestions,
     make_decoder_factory,
     open_engines,
     plan_answer_job,
@@ -160,8 +159,7 @@ def make_worker(monkeypatch):
 
 def make_factory(config, questions=ASKED):
     """What a job sends to its workers, through pickle as to another process."""
-    asked = PreparedQuestions(config, questions, prepare_decoder(config, questions))
-    return pickle.loads(pickle.dumps(make_decoder_factory(asked)))
+    return pickle.loads(pickle.dumps(make_decoder_factory(prepare_decoder(config, questions))))
 
 
 def open_worker(make_worker, factory):
