@@ -102,10 +102,7 @@ def asks_beyond_shipped_world(given: Config, questions: list[Question]) -> bool:
 def decode_to_screen(
     config: Config, questions: list[Question], ready: Callable[[], None], speed: float
 ) -> int:
-    """Answers to standard output: a live view in a terminal, JSON lines in a pipe.
-
-    ready: called once all has been checked. speed: as of `LiveView`. Returns how many questions failed.
-    """
+    """Answers to a terminal or as JSON lines to a pipe; how many failed; speed: as of `LiveView`."""
     check_output_files(config)
     if config.trace is not None and Path(config.trace).is_file() and Path(config.trace).stat().st_size:
         raise ConfigError(f"trace={config.trace} holds something already: choose another, or add --out")
