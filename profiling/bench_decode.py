@@ -275,9 +275,13 @@ def measure_round(decoder: Decoder, asked: Sequence[Question]) -> Round:
     tally = RunTotals(decoder.tokenizer.end_ids)
     for rollout in rollouts.values():
         tally.add(rollout)
-    energy = tally.energy_record(reading)
+    tally.close("", reading)
     return Round(
-        seconds, [rollouts[question.id] for question in asked], reused, denoiser.flop_count - work, energy
+        seconds,
+        [rollouts[question.id] for question in asked],
+        reused,
+        denoiser.flop_count - work,
+        tally.energy,
     )
 
 

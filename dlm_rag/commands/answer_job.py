@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -128,14 +127,11 @@ def count_answers(engines: LocalEngines | WorkerEngines, prepared: Prepared) -> 
     """Totals of what is answered in the block, which add it; its energy and a line on it at the end."""
     from dlm_rag.decode.terminal import RunTotals
 
-    tally, start = RunTotals(prepared.end_ids), time.perf_counter()
+    tally = RunTotals(prepared.end_ids)
     try:
         yield tally
     finally:
-        reading = engines.read_energy()
-        tally.wall_seconds = time.perf_counter() - start - tally.paused_seconds
-        tally.energy = tally.energy_record(reading)
-        tally.summary = tally.summary_line(tally.wall_seconds, engines.describe(), reading)
+        tally.close(engines.describe(), engines.read_energy())
 
 
 def make_decoder_factory(prepared: PreparedDecoder) -> CheckedDecoderFactory:

@@ -21,7 +21,7 @@ from dlm_rag.config.fields import fill_unset, flatten_settings, replace_settings
 from dlm_rag.data.hub_datasets import find_named_corpus
 from dlm_rag.decode.trace_file import TraceHeader, build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
-from dlm_rag.evidence.prompt_segments import ContextBudget, measure_longest_prompt
+from dlm_rag.evidence.prompt_segments import ContextBudget, check_prompt_room
 from dlm_rag.files.hub import SHIPPED_FOLDER, SHIPPED_PREFIX
 from dlm_rag.files.paths import digest_file
 from dlm_rag.machine import (
@@ -263,7 +263,7 @@ def prepare_decoder(
     check_kept_evidence(engine, shape, layout)
     read = layout, config.prompt
     tokenizer = once(lambda: Tokenizer.from_pretrained(checkpoint, *read), "tokenizer", *weights, *read)
-    measure_longest_prompt(questions, tokenizer, ContextBudget.from_config(shape, layout, canvas))
+    check_prompt_room(questions, tokenizer, ContextBudget.from_config(shape, layout, canvas))
     retriever = find(questions, decode.query_policy)
     return PreparedDecoder(
         checkpoint, tokenizer, retriever, devices[0], dtype, attention, layout, need, config, given

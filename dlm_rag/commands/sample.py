@@ -141,7 +141,7 @@ def decode_to_screen(
                     tally.paused_seconds = view.paused_seconds
                 else:
                     show_status()
-                    write_json_line(sys.stdout, rollout.answer_record())
+                    write_json_line(sys.stdout, rollout.to_dict())
     except KeyboardInterrupt:
         print_note(
             f"{tally.answers} of {len(questions)} answered; with --out FILE a run that was stopped goes on"

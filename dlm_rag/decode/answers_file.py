@@ -183,7 +183,7 @@ class AnswersFile:
                 self._write_stamp(self._stamp)
             if self._writer is not None:
                 self._writer.write(rollout)
-            self._file.append(rollout.answer_record())
+            self._file.append(rollout.to_dict())
 
     def close(self) -> None:
         self._opened.close()

@@ -1,4 +1,4 @@
-"""The decoding trajectory as data, and its citations: replayed and scored without the model.
+"""The decoding trajectory as data, its citations, and when no answer is given; without the model.
 
 Files of trajectories are in `trace_file.py`.
 """
@@ -12,29 +12,44 @@ from typing import Any
 
 from typing_extensions import TypedDict  # that of Python 3.11 cannot be checked by pydantic
 
-from dlm_rag.decode.abstention import (
-    ClosestPassage,
-    describe_abstention,
-    find_abstain_reason,
-    find_closest,
-    find_unsupported_words,
-)
 from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalToken, replay_provisional
 from dlm_rag.errors import NamesRemedy
 from dlm_rag.text import (
     content_words,
     extract_names,
+    extract_sentences,
     find_answer,
     find_answer_span,
     find_named_passages,
     find_sentence_spans,
     find_title_spans,
+    normalize_whitespace,
     overlapping_spans,
+    replace_control_chars,
     split_words,
 )
 
 Span = tuple[int, int]
 HeldWord = tuple[str, int, list[str]]  # a word, its last commit step, the passages that hold it, by rank
+ABSTAIN_REASONS = {
+    "no_passage": "the model read no answer in the passages found",
+    "unknown_form": "this is not a form of question that the model knows",
+    "no_answer": "what was written has no answer",
+    "unsupported_words": "what was written has words that no passage has",
+    "not_named": "the passages that were named before the answer do not have it",
+}
+# What a model that was trained to abstain writes for an answer: none is in the passages; none can be.
+_REASON_BY_WORD = {"unknown": "no_passage", "unclear": "unknown_form"}
+_OWN_WORDS = {*_REASON_BY_WORD, "yes"}  # of answers: these need no passage; nor do function words
+MAX_CLIPPED_CHARS = 300
+
+
+class ClosestPassage(TypedDict):
+    """A passage that has words of the question, its title, and its sentence that has most of them."""
+
+    id: str
+    title: str
+    sentence: str
 
 
 class CitedPassage(TypedDict):
@@ -175,17 +190,44 @@ class Rollout(NamesRemedy):
 
     @property
     def unsupported(self) -> dict[str, str]:
-        """Words that neither a passage nor the question contains (`find_unsupported_words`)."""
-        return find_unsupported_words(self.citations, self.question, self.passages.values())
+        """Words that neither a passage nor the question has, each with the kind of the last unit with it.
+
+        Of the answer all but function words, of the sentences before it names and numbers: these have words
+        of their own ("lies in").
+        """
+        found = {
+            word: unit["kind"]
+            for unit in self.citations
+            for word in unit["unsupported"]
+            if word not in _OWN_WORDS and (unit["kind"] == "answer" or word in extract_names(unit["text"]))
+        }
+        if not found:
+            return found
+        known = {*split_words(self.question)}.union(*map(split_words, self.passages.values()))
+        return {word: kind for word, kind in found.items() if word not in known}
 
     @property
     def abstain_reason(self) -> str:
         """Why no answer is given, a key of `ABSTAIN_REASONS`; "" if the answer stands."""
-        mode = "never" if self.error else self.settings.get("abstain") or "never"
+        mode, answer = self.settings.get("abstain") or "never", self.written_answer
+        titled = self.answer_form == "titled"
+        if mode == "never" or self.error:
+            return ""
+        if not answer:
+            return "no_answer" if titled else ""  # of others the response is shown as it is
+        if reason := _REASON_BY_WORD.get(answer.casefold()):
+            return reason
+        kinds = {*self.unsupported.values()}
+        if "answer" in kinds or (kinds and mode != "answer"):
+            return "unsupported_words"
+        return "not_named" if titled and not self._named_have_answer(answer) else ""
+
+    def _named_have_answer(self, answer: str) -> bool:
+        """Whether a passage is named, and every content word of the answer is in one of those named."""
         mark = find_answer(self.response, self.answer_form).mark
-        titles = self.response[:mark] if self.answer_form == "titled" else None
-        unsupported = self.unsupported.values()
-        return find_abstain_reason(mode, self.written_answer, unsupported, titles, self.passages)
+        named = find_named_passages(self.response[:mark], self.passages)
+        known = _OWN_WORDS.union(*(split_words(self.passages[name]) for name in named))
+        return bool(named) and all(word in known for word, _ in content_words(answer, 0, len(answer)))
 
     @property
     def abstained(self) -> bool:
@@ -242,11 +284,10 @@ class Rollout(NamesRemedy):
     @property
     def seconds(self) -> dict[str, float]:
         """This question's share of the seconds of each stage, over all steps."""
-        total: dict[str, float] = {}
+        total = Counter[str]()
         for step in self.steps:
-            for name, value in step.seconds.items():
-                total[name] = total.get(name, 0.0) + value
-        return total
+            total.update(step.seconds)
+        return dict(total)
 
     def replay(self) -> Iterator[dict[int, CommittedToken]]:
         """The committed tokens by position after each step, from step 0 (none) to the last."""
@@ -258,11 +299,6 @@ class Rollout(NamesRemedy):
     def final_tokens(self) -> dict[int, CommittedToken]:
         """The committed tokens by position after the last step."""
         return reduce(lambda canvas, step: step.write_tokens(canvas), self.steps, {})
-
-    def canvases(self, mask_id: int) -> Iterator[list[int]]:
-        """The token ids of the canvas after each step, from step 0 (all masked) to the last."""
-        for state in self.replay():
-            yield [state[n].token_id if n in state else mask_id for n in range(self.canvas_length)]
 
     def provisional_tokens(self) -> Iterator[dict[int, ProvisionalToken]]:
         """The guesses after each step by position; empty if they were not recorded."""
@@ -287,8 +323,8 @@ class Rollout(NamesRemedy):
             raise ValueError("step 0 commits nothing")
         return next(s.passage_ids for s in reversed(self.steps) if s.step < step)
 
-    def answer_record(self) -> dict[str, Any]:
-        """The line of the answers file (docs/reference/file-formats.md)."""
+    def to_dict(self) -> dict[str, Any]:
+        """The answer with its sources and counts, a line of the answers file (file-formats.md)."""
         record = {
             "id": self.id,
             "question": self.question,
@@ -307,10 +343,6 @@ class Rollout(NamesRemedy):
         optional = ("abstain_reason", "closest", "cut", "error", "usage")
         return record | abstained | {key: value for key in optional if (value := getattr(self, key))}
 
-    def to_dict(self) -> dict[str, Any]:
-        """The answer with its sources and counts, as in the answers file."""
-        return self.answer_record()
-
     def to_rows(self) -> list[dict[str, Any]]:
         """A row for each step, for `pandas.DataFrame`: what was written, searched for and read."""
         return [
@@ -327,6 +359,45 @@ class Rollout(NamesRemedy):
             }
             for step in self.steps
         ]
+
+
+def find_closest(question: str, passages: Mapping[str, str], most: int = 2) -> list[ClosestPassage]:
+    """Returns the passages whose best sentence, with the title, has most content words of the question.
+
+    Of equals those whose whole text has more of them, then the first; none that has no word of it.
+    """
+    asked = {word for word, _ in content_words(question, 0, len(question))} or {*split_words(question)}
+    ranked = []
+    for name, text in passages.items():
+        head, _, rest = text.strip().partition("\n")
+        title, body = (head.strip('"'), rest) if rest.strip() else ("", head)
+        titled = asked & {*split_words(title)}
+        sentences = extract_sentences(body) or [body]
+        held = [asked & {*split_words(sentence)} for sentence in sentences]
+        scores = [(len(titled | own), len(own)) for own in held]
+        best = max(scores)
+        if best[0]:
+            words = len(titled.union(*held))
+            ranked.append(((best[0], words), name, title or name, sentences[scores.index(best)]))
+    ranked.sort(key=lambda found: found[0], reverse=True)  # stable: of equals the first found stays first
+    return [
+        {"id": name, "title": title, "sentence": clip_text(sentence)}
+        for _, name, title, sentence in ranked[:most]
+    ]
+
+
+def describe_abstention(reason: str, closest: Collection[ClosestPassage]) -> str:
+    """Returns in a sentence that no answer is given, and why; it leads over to what is closest, if any."""
+    if not closest:
+        return f"I do not know: {ABSTAIN_REASONS[reason]}."
+    why = "" if reason == "no_passage" else f" ({ABSTAIN_REASONS[reason]})"
+    return f"I could not read an answer in these{why}; closest:"
+
+
+def clip_text(text: str) -> str:
+    """Foreign text on one line without control characters, of a very long one the beginning."""
+    line = normalize_whitespace(replace_control_chars(text))
+    return line if len(line) <= MAX_CLIPPED_CHARS else f"{line[: MAX_CLIPPED_CHARS - 1]}…"
 
 
 def split_citable_spans(response: str, answer_form: str = "marked") -> list[tuple[Span, str]]:

@@ -6,14 +6,13 @@ from itertools import groupby
 from time import perf_counter, sleep
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dlm_rag.decode.abstention import ClosestPassage, describe_abstention
-from dlm_rag.decode.rollout import Rollout
+from dlm_rag.decode.rollout import ClosestPassage, Rollout, clip_text, describe_abstention
 from dlm_rag.energy import EnergyReading, format_energy, summarise_energy
 from dlm_rag.nvtx_ranges import drop_nested_stages
 from dlm_rag.progress import show_status
@@ -28,24 +27,8 @@ from dlm_rag.text import (
 MAX_TOKEN_REPEATS = 3  # of a token in a row that are written out
 # From the first commits (cool) to the last (warm).
 STEP_COLOURS = ("#4fa3ff", "#38c6d9", "#3ddc97", "#a8e05f", "#f2d14b", "#ff9f45", "#ff6b6b")
-MAX_QUERY_LINES = 3
 NO_VERDICT = Text()  # on an answer
 UNSUPPORTED_STYLE = "underline"  # words that no passage in context holds
-
-
-class ClippedText:
-    """A text in at most so many lines, as wide as there is room."""
-
-    def __init__(self, text: Text, most: int) -> None:
-        self.text, self.most = text, most
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = list(self.text.wrap(console, options.max_width))
-        if len(lines) > self.most:
-            lines = lines[: self.most]
-            lines[-1].truncate(options.max_width - 1)
-            lines[-1].append("…")
-        yield from lines
 
 
 def escape_text(text: str, style: str = "") -> Text:
@@ -53,12 +36,12 @@ def escape_text(text: str, style: str = "") -> Text:
     return Text(replace_control_chars(text), style=style)
 
 
-def mark_unsupported(text: str, words: Collection[str], style: str = "") -> Text:
-    """Foreign text with these of its words marked as `UNSUPPORTED_STYLE`."""
+def mark_words(text: str, words: Collection[str], style: str = "", mark: str = UNSUPPORTED_STYLE) -> Text:
+    """Foreign text in a style, these of its words marked by another one."""
     shown = escape_text(text, style)
     for word, span in find_word_spans(text):
         if word in words:
-            shown.stylize(UNSUPPORTED_STYLE, *span)
+            shown.stylize(mark, *span)
     return shown
 
 
@@ -102,10 +85,10 @@ def render_evidence(rollout: Rollout) -> Table:
 
 def render_progress(rollout: Rollout) -> Panel:
     step = rollout.steps[-1]
-    query = escape_text(f"query  {step.query or '(no refresh was due)'}", "italic")
+    query = Text(f"query  {clip_text(step.query or '(no refresh was due)')}", "italic")
     searched = "searched" if step.retrieved else "unchanged, not searched"
     tokens = f"{rollout.tokens_committed} of {rollout.canvas_length} tokens"
-    parts = (render_canvas(rollout), Text(), ClippedText(query, MAX_QUERY_LINES), render_evidence(rollout))
+    parts = (render_canvas(rollout), Text(), query, render_evidence(rollout))
     return _panel(rollout, parts, f"step {step.step} · {tokens} · {searched}", "blue")
 
 
@@ -116,8 +99,7 @@ def render_answer(rollout: Rollout, verdict: Text = NO_VERDICT) -> Panel:
     """
     answer = _render_answer_text(rollout).append_text(verdict)
     parts: list[RenderableType] = [render_canvas(rollout), Text(), Text("answer  ").append(answer)]
-    if closest := rollout.closest:
-        parts += [_render_closest(each) for each in closest]
+    parts += map(_render_closest, rollout.closest)
     if rollout.citations:
         told = rollout.sources
         sources = Table(box=None, show_header=False, padding=(0, 1))
@@ -129,20 +111,16 @@ def render_answer(rollout: Rollout, verdict: Text = NO_VERDICT) -> Panel:
                 for p in unit["passages"]
                 if p["id"] in told
             ]
-            said = escape_text(
-                "; ".join(cited) or "no passage holds these words" * bool(unit["unsupported"])
-            )
-            sources.add_row(mark_unsupported(unit["text"], unit["unsupported"]), said)
+            said = "; ".join(cited) or "no passage holds these words" * bool(unit["unsupported"])
+            sources.add_row(mark_words(unit["text"], unit["unsupported"]), escape_text(said))
         parts += [Text("sources", style="dim"), sources]
     if any(unit["unsupported"] for unit in rollout.citations):
         parts.append(Text.assemble(("underlined", UNSUPPORTED_STYLE), ": no passage in context held it"))
     if cut := rollout.cut:
         lost = f"{cut['passages_shortened']} passages shortened, {cut['passages_dropped']} dropped"
         parts.append(Text(f"cut to fit the context: {cut['tokens']} tokens of evidence, {lost}", "yellow"))
-    counts = (
-        f"{rollout.forwards} forwards · {rollout.tokens_committed} tokens · {rollout.retrievals} retrievals"
-    )
-    return _panel(rollout, parts, counts, "green")
+    counts = f"{rollout.forwards} forwards · {rollout.tokens_committed} tokens"
+    return _panel(rollout, parts, f"{counts} · {rollout.retrievals} retrievals", "green")
 
 
 def render_verdict(right: bool, golden_answers: Sequence[str]) -> Text:
@@ -160,7 +138,7 @@ def _render_answer_text(rollout: Rollout) -> Text:
     if reason := rollout.abstain_reason:
         return Text(describe_abstention(reason, rollout.closest), "bold yellow")
     if rollout.answer:
-        return mark_unsupported(rollout.answer, unheld, "bold red" if unheld else "bold")
+        return mark_words(rollout.answer, unheld, "bold red" if unheld else "bold")
     return escape_text("none was marked", "dim")
 
 
@@ -168,8 +146,7 @@ def render_reply(rollout: Rollout) -> Group:
     """The answer on a line, below it the titles of its sources, or the closest passages."""
     titles = [fold_title(rollout.passages[name]) or name for name in rollout.sources]
     listed = [escape_text(f"[{n}] {title}", "dim") for n, title in enumerate(titles, start=1)]
-    near = [_render_closest(each) for each in rollout.closest]
-    return Group(_render_answer_text(rollout), *(near or listed))
+    return Group(_render_answer_text(rollout), *([*map(_render_closest, rollout.closest)] or listed))
 
 
 def render_sources(rollout: Rollout) -> RenderableType:
@@ -178,26 +155,16 @@ def render_sources(rollout: Rollout) -> RenderableType:
     for number, name in enumerate(rollout.sources, start=1):
         cited = [p for unit in rollout.citations for p in unit["passages"] if p["id"] == name]
         taken, text = {word for each in cited for word in each["words"]}, rollout.passages[name].strip()
-        shown = escape_text(f"[{number}] {name}\n", "dim")
-        for line in text.splitlines():
-            body = escape_text(line)
-            for word, span in find_word_spans(line):
-                if word in taken:
-                    body.stylize("bold green", *span)
-            shown.append_text(body).append("\n")
-        parts.append(shown)
+        parts.append(escape_text(f"[{number}] {name}", "dim"))
+        parts += [mark_words(line, taken, mark="bold green") for line in (*text.splitlines(), "")]
     return Group(*parts) if parts else Text("no passage holds its words", "dim")
 
 
 def render_steps(rollout: Rollout) -> Table:
     """What every step wrote, searched for and read: new passages by their titles."""
     table, seen = Table(box=None, padding=(0, 1), header_style="dim"), set[str]()
-    for head, style in (
-        ("step", "dim"),
-        ("wrote", "bold"),
-        ("searched for, after the question", "italic"),
-        ("read anew", ""),
-    ):
+    heads = {"step": "dim", "wrote": "bold", "searched for, after the question": "italic", "read anew": ""}
+    for head, style in heads.items():
         table.add_column(head, style=style, overflow="fold")
     for step in rollout.steps:
         new = [name for name in step.passage_ids if name not in seen]
@@ -225,7 +192,7 @@ def _render_closest(found: ClosestPassage) -> Text:
 
 
 def _panel(rollout: Rollout, parts: Iterable[RenderableType], subtitle: str, colour: str) -> Panel:
-    title = ClippedText(escape_text(normalize_whitespace(rollout.question), "bold"), MAX_QUERY_LINES)
+    title = Text(clip_text(rollout.question), "bold")
     return Panel(Group(title, Text(), *parts), subtitle=subtitle, border_style=colour)
 
 
@@ -243,11 +210,10 @@ class RunTotals:
         self.answers = self.forwards = self.tokens = self.failed = 0
         self.text_tokens = 0  # before the end
         self.cut_answers = self.cut_tokens = 0  # tokens of passages that were longer than what is read
-        # Of all, once it has ended.
-        self.wall_seconds, self.summary = 0.0, ""
-        self.paused_seconds = 0.0  # not counted among them
-        self.energy: dict[str, Any] | None = None
         self.seconds: Counter[str] = Counter()
+        self._start, self.paused_seconds = perf_counter(), 0.0  # not counted among those of the wall clock
+        self.wall_seconds, self.summary = 0.0, ""  # of all, as is the energy: once it has ended
+        self.energy: dict[str, Any] | None = None
 
     def add(self, rollout: Rollout) -> None:
         self.answers += 1
@@ -260,15 +226,13 @@ class RunTotals:
         self.text_tokens += rollout.tokens_before_end(self._end_ids)
         self.seconds.update(drop_nested_stages(rollout.seconds))
 
-    def energy_record(self, reading: EnergyReading) -> dict[str, Any] | None:
-        """A reading with what it was spent on, for a stamp; None where nobody asked for one."""
+    def close(self, backend: str, reading: EnergyReading) -> None:
+        """Ends the run: its seconds, its energy with what it was spent on (None where nobody asked for it),
+        and a summary: questions, forwards and tokens, share of each stage, backend, energy.
+        """
+        wall_seconds = self.wall_seconds = perf_counter() - self._start - self.paused_seconds
         record = reading.to_record()
-        return record and record | {"answers": self.answers, "tokens": self.text_tokens}
-
-    def summary_line(self, wall_seconds: float, backend: str, reading: EnergyReading | None = None) -> str:
-        """How many questions in which time, forwards and tokens, share of each stage, backend, energy."""
-        energy = self.energy_record(reading) if reading else None
-        measured = summarise_energy([energy])
+        energy = self.energy = record and record | {"answers": self.answers, "tokens": self.text_tokens}
         whole = sum(self.seconds.values()) or 1.0
         shares = [(name, value / whole) for name, value in self.seconds.most_common()]
         spent = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
@@ -282,9 +246,9 @@ class RunTotals:
             * bool(self.cut_answers),
             f"time: {spent}" if spent else "",
             backend,
-            format_energy(measured, energy["reason"]) if energy else "",
+            format_energy(summarise_energy([energy]), energy["reason"]) if energy else "",
         ]
-        return " · ".join(part for part in parts if part)
+        self.summary = " · ".join(part for part in parts if part)
 
 
 class LiveView:

@@ -17,15 +17,10 @@ from typing import Any, TypeVar
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.rollout import Rollout, RolloutStep
 from dlm_rag.errors import TraceError
-from dlm_rag.evidence.prompt_segments import (
-    ContextBudget,
-    Evidence,
-    fit_passages,
-)
 from dlm_rag.files.checked_json import validate_json_value
 from dlm_rag.files.journal import Journal, read_json_lines
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.tokenizer import Tokenizer, load_tokenizer
+from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.tokenizer.prompts import PromptTemplate
 
 Line = TypeVar("Line")
@@ -51,19 +46,6 @@ class TraceHeader:
     settings: dict[str, Any]
     block_size: int | None = None
     block_grid: str = "canvas"
-
-    @property
-    def shape(self) -> DenoiserConfig:
-        """What of the denoiser's shape a prompt is laid out by."""
-        same = ("passage_length", "shifted", "block_size", "block_grid")
-        return DenoiserConfig(
-            1, max_position_embeddings=self.context_length, evidence_layout=self.prompt_layout,
-            **{name: getattr(self, name) for name in same},
-        )  # fmt: skip
-
-    def tokenizer(self, folder: Path) -> Tokenizer:
-        """The tokenizer in a checkpoint's folder, with the prompt of this trace."""
-        return Tokenizer(load_tokenizer(folder), self.mask_id, self.template, self.end_ids)
 
 
 def build_trace_header(
@@ -163,7 +145,7 @@ def read_trace_header(path: Path) -> TraceHeader:
 def read_trace(path: Path) -> Iterator[Rollout]:
     """The rollouts of a trace file, one by one; only passage texts stay in memory.
 
-    `evidence_texts` are missing (`rebuild_prompts` has them). A last line that was cut short is skipped.
+    `evidence_texts` are missing. A last line that was cut short is skipped.
     Raises `TraceError` naming file and line.
     """
     settings, texts = dict[str, Any](), dict[str, str]()
@@ -192,25 +174,6 @@ def scan_trace(path: Path) -> TraceContents:
         else:
             held.questions[entry.id] = entry.answer_hash
     return held
-
-
-def rebuild_prompts(rollout: Rollout, header: TraceHeader, tokenizer: Tokenizer) -> list[Evidence]:
-    """The prompt with the evidence after each step: of step s the denoiser saw that after step s - 1.
-
-    tokenizer: see `TraceHeader.tokenizer`. rollout: of this header's file, for the texts are needed.
-    """
-    room = ContextBudget(
-        rollout.prompt_layout, header.context_length, rollout.canvas_length, header.passage_length
-    )
-    made: dict[tuple[str, ...], Evidence] = {}
-    prompts = []
-    for step in rollout.steps:
-        names = (*step.passage_ids, *step.dropped)
-        if names not in made:
-            found = {name: rollout.passages[name] for name in names}
-            made[names] = fit_passages(tokenizer, rollout.question, found, room)
-        prompts.append(made[names])
-    return prompts
 
 
 def _entries(path: Path, kind: type[Line]) -> Iterator[tuple[str, TraceHeader | PassageText | Line]]:

@@ -16,24 +16,25 @@ added after.
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dlm_rag.engine.store import EvidenceStore
 from dlm_rag.evidence.prompt_segments import RowInput
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.denoiser_config import DenoiserConfig, Segment
+from dlm_rag.model.denoiser_config import Segment
 from dlm_rag.model.layers import Attention, apply_rope
 from dlm_rag.model.packed_batch import MemoryRows, Places, pack_rows, to_device
 from dlm_rag.progress import format_bytes
 
-PREFILL_TOKENS = 8192  # of new segments that run in one call
+PREFILL_TOKENS = 8192  # of new segments that run in one call of their own, and those of one segment more
 MAX_JOINT_TOKENS = 65536  # of new segments that run in the same call as the rows
 SCALE_BYTES = 2  # float16
 SMALLEST_SCALE = 2.0**-24  # of a float16 above 0
@@ -48,6 +49,11 @@ class ForwardSpan(NamedTuple):
     row: int | None
     begin: int
     segment: Segment
+
+    def locate(self, places: NDArray[np.int64]) -> list[int]:
+        """Which of these places in the chain are in it, counted from its first token."""
+        at = places - self.begin
+        return at[(at >= 0) & (at < len(self.segment.ids))].tolist()
 
 
 @dataclass
@@ -143,10 +149,14 @@ class KVCache:
         for number, row in enumerate(rows):
             found += self._spans(number, row)
         runs, seen, own = (list(each) for each in zip(*found, strict=True))
+        return runs, MemoryRows(self.memory, seen, own, self._reads_in_place)
+
+    @property
+    def _reads_in_place(self) -> bool:
+        """Whether attention reads the memory where it is, with masks: `indexed`, and SDPA on a CPU."""
         kernel, device = self._denoiser.backend, self._denoiser.device.type
-        by_row = kernel == "indexed" or (kernel == "sdpa" and device == "cpu")
-        by_row = by_row and not self.memory.format.is_compressed
-        return runs, MemoryRows(self.memory, seen, own, by_row)
+        can_read = kernel == "indexed" or (kernel == "sdpa" and device == "cpu")
+        return can_read and not self.memory.format.is_compressed
 
     def store_computed(self) -> None:
         """Keeps what the call has computed."""
@@ -176,8 +186,8 @@ class KVCache:
         for segment in wanted:
             if segment in self.kept:
                 self.kept.move_to_end(segment)
-                stats.device_segments += 1
-        self._seen = {segment: self.kept[segment] for segment in wanted if segment in self.kept}
+                self._seen[segment] = self.kept[segment]
+        stats.device_segments += len(self._seen)
         missing = [segment for segment in wanted if segment not in self._seen]
         for segment, kept in zip(missing, self._read_store(missing), strict=True):
             places = self._seen[segment] = self._take(len(segment.ids))
@@ -226,9 +236,11 @@ class KVCache:
         Apart they would cost one row 6 % more on a CPU, and a GPU one more pass over the weights.
         """
         new = [*self._new]
-        if sum(len(segment.ids) for segment in new) <= MAX_JOINT_TOKENS:
+        ends = [*accumulate(len(segment.ids) for segment in new)]
+        if not new or ends[-1] <= MAX_JOINT_TOKENS:
             return new
-        for part in _split_by_tokens(new):
+        for _, pairs in groupby(zip(new, ends, strict=True), lambda pair: pair[1] // PREFILL_TOKENS):
+            part = [segment for segment, _ in pairs]
             own = [self._new[segment] for segment in part]
             context = MemoryRows(self.memory, [concatenate_places([])] * len(part), own)
             read = [[0], *[()] * (len(part) - 1)]  # the last layer writes only if some state is read
@@ -240,11 +252,8 @@ class KVCache:
         laid, chain = row.laid_out_prompt, row.chain
         places, valid = self._extend_chain(row)
         context = [self._seen[segment] for segment in laid.context_segments]
-        # SDPA and `indexed` take masks, SDPA on a GPU slowly. A block that is kept as int8 is seen like
-        # that by the next one at once.
-        kernel, device = self._denoiser.backend, self._denoiser.device.type
-        split = kernel != "indexed" and (kernel != "sdpa" or device == "cuda")
-        split = split or self.memory.format.is_compressed
+        # Without masks each block is a run. One that is kept as int8 is seen like that by the next at once.
+        split = not self._reads_in_place
         done = row.finished_tokens if laid.unseen_segments else valid  # else the window follows at once
         front = len(laid.seen_by_blocks)
         for start, stop, seen in ((valid, done, context[:front]), (done, len(chain.ids), context)):
@@ -282,18 +291,6 @@ def _count_reusable_tokens(row: RowInput, held: _Chain) -> int:
     return row.chain.block_start(same)
 
 
-def _split_by_tokens(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
-    """In order, as many at a time as come to at most `PREFILL_TOKENS` tokens; at least one."""
-    part, tokens = list[Segment](), 0
-    for segment in segments:
-        if part and tokens + len(segment.ids) > PREFILL_TOKENS:
-            yield part
-            part, tokens = [], 0
-        part.append(segment)
-        tokens += len(segment.ids)
-    yield part
-
-
 class KVFormat:
     """Between keys and values in a denoiser's dtype and what is kept of them.
 
@@ -307,7 +304,7 @@ class KVFormat:
         self.is_compressed = cache_dtype == "int8"
         self.kept_dtype = torch.int8 if self.is_compressed else self.dtype
         self.heads = shape.num_key_value_heads, shape.head_dim + SCALE_BYTES * self.is_compressed
-        self.has_key_bias = self.is_compressed and has_plain_key_bias(shape)
+        self.has_key_bias = self.is_compressed and shape.qkv_bias and not shape.qk_norm  # which scales it
 
     @property
     def token_bytes(self) -> int:
@@ -470,11 +467,6 @@ class KVMemory:
 
 def concatenate_places(parts: Sequence[Places]) -> Places:
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-
-def has_plain_key_bias(shape: DenoiserConfig) -> bool:
-    """Whether keys have a bias, which no norm scales."""
-    return shape.qkv_bias and not shape.qk_norm
 
 
 def quantize_int8(x: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from dlm_rag.config.fields import (
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.engine.row import Row, Ticket, make_canvas
-from dlm_rag.engine.rules import find_rule, samples_actions
+from dlm_rag.engine.rules import find_rule
 from dlm_rag.engine.runner import DecoderStats, MaskedModelRunner, ModelRunner
 from dlm_rag.engine.step import Searches, take_step
 from dlm_rag.errors import ConfigError, NamesRemedy
@@ -89,13 +89,12 @@ class Decoder(NamesRemedy):
             )
         self.config = config or DecodeConfig()
         self.record_provisional = False  # whether steps record what is guessed at masked positions
-        self._engine = engine or EngineConfig()
         self.lock = threading.RLock()  # of what its engines share: one step at a time, whatever the thread
         self.model_runner: ModelRunner
-        if not isinstance(denoiser, Denoiser):
+        if isinstance(denoiser, Denoiser):
+            self.model_runner = MaskedModelRunner(denoiser, tokenizer.mask_id, engine or EngineConfig())
+        else:
             self.model_runner = denoiser.make_runner()
-            return
-        self.model_runner = MaskedModelRunner(denoiser, tokenizer.mask_id, self._engine)
 
     @classmethod
     def from_pretrained(
@@ -119,10 +118,10 @@ class Decoder(NamesRemedy):
     def config(self, config: DecodeConfig) -> None:
         self._config = resolve_settings(config, self.denoiser.config)
 
-    def resolve_settings(self, settings: DecodeConfig | None = None) -> DecodeConfig:
-        """`settings`, or its own, as this decoder takes them; raises `ConfigError` where it cannot."""
+    def resolve_settings(self, settings: DecodeConfig) -> DecodeConfig:
+        """`settings` as this decoder takes them; raises `ConfigError` where it cannot."""
         shape = self.denoiser.config
-        found = self.config if settings is None else resolve_settings(settings, shape)
+        found = resolve_settings(settings, shape)
         assert found.finished_block_context is not None
         check_finished_blocks(shape, found.finished_block_context, self.evidence_layout)
         return found
@@ -211,13 +210,11 @@ class Engine(AbstractContextManager["Engine"]):
     many questions have a place, and `overlap` hold for all.
     """
 
-    def __init__(self, decoder: Decoder, settings: DecodeConfig | None = None) -> None:
+    def __init__(self, decoder: Decoder, settings: DecodeConfig) -> None:
         """settings: in place of the decoder's."""
-        self.decoder, self.settings, self.tokenizer = decoder, settings or decoder.config, decoder.tokenizer
-        self.model_runner, self.retriever = decoder.model_runner, decoder.retriever
-        self._searches = Searches(
-            self.model_runner, self.retriever, self.tokenizer, decoder.evidence_layout
-        )
+        self.decoder, self.settings, self.tokenizer = decoder, settings, decoder.tokenizer
+        self.model_runner, layout = decoder.model_runner, decoder.evidence_layout
+        self._searches = Searches(self.model_runner, decoder.retriever, self.tokenizer, layout)
         self._clock = StageClock()
         halves = 2 if self.settings.overlap == "pipeline" and self.settings.batch_size > 1 else 1
         self._groups = [list[Row]() for _ in range(halves)]  # each takes its steps together
@@ -311,31 +308,25 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _take_step(self, group: list[Row]) -> list[Row]:
         if self.settings.overlap == "none":
-            self._denoise(group)
-            self._start_searches(group)
-            self._apply_searches(group)
-            return self._end_step(list(group))
+            self._denoise(group, in_background=False)
+            return self._end_step(group, list(group))
         # The search is under way while the other group denoises: the same tokens.
-        self._apply_searches(group)
-        closed = self._end_step([row for row in group if row.step or row.record.query is not None])
-        self._denoise(group)
-        self._start_searches(group, in_background=True)
+        closed = self._end_step(group, [row for row in group if row.step or row.record.query is not None])
+        self._denoise(group, in_background=True)
         return closed
 
-    def _denoise(self, group: list[Row]) -> None:
+    def _denoise(self, group: list[Row], in_background: bool) -> None:
+        """Denoises, and starts the searches that are due."""
         rows = [row for row in group if row.is_active and row.evidence is not None]
         take_step(self.model_runner, self.tokenizer, rows)
         self._split_seconds(rows)
-
-    def _start_searches(self, group: list[Row], in_background: bool = False) -> None:
         rows = [row for row in group if row.is_active]
         self._searches.start(rows, in_background)
         self._split_seconds(rows)
 
-    def _apply_searches(self, group: list[Row]) -> None:
+    def _end_step(self, group: list[Row], rows: list[Row]) -> list[Row]:
+        """Takes what was found for a group, and closes the step of these of its rows."""
         self._split_seconds(self._searches.apply(group))
-
-    def _end_step(self, rows: list[Row]) -> list[Row]:
         for row in rows:
             row.end_step()
         answered = [row for row in rows if not row.rollout.error and row.is_done]
@@ -373,7 +364,6 @@ def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeCon
     facts = {"attention_blocks": bool(block), "decode.mode": mode}
     settings = _take_own_settings(settings, shape.decode_settings, facts)
     order, rule = shape.finished_block_context, settings.commit_rule or "threshold"
-    own = {"finished_block_context": order, "commit_rule": rule}
     idle = find_idle_settings("decode", settings, facts | {"decode.commit_rule": rule})
     for name, reason in idle.items():
         if (name, settings.finished_block_context) != ("finished_block_context", order):
@@ -382,21 +372,18 @@ def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeCon
         raise ConfigError(
             f"block_length={settings.block_length} does not divide this model's blocks of {block} tokens"
         )
-    defaults = {"mode": mode, "max_new_tokens": shape.canvas_length, "finished_block_context": order}
-    if mode == "diffusion":  # others read nothing else
-        defaults |= own
-    changes = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
     length = settings.max_new_tokens or shape.canvas_length
-    if settings.block_length is None and mode == "diffusion":
+    defaults: dict[str, Any] = {
+        "mode": mode, "max_new_tokens": length, "finished_block_context": order, "abstain": shape.abstain
+    }  # fmt: skip
+    if mode == "diffusion":  # others read nothing else
         # Blocks of attention may be longer than the canvas, and are written whole.
-        longest = length if block is None else 0
-        own_length = shape.block_length or 0
-        changes["block_length"] = own_length if own_length <= length else longest
-    settings = replace_settings(settings, **changes, abstain=settings.abstain or shape.abstain)
-    for find, entry in ((find_rule, settings.commit_rule), (find_query_policy, settings.query_policy)):
-        if entry is not None:
-            find(entry)
-    if settings.blocks_at_once > 1 and (shape.predicts_next_block or samples_actions(settings)):
+        longest, own_length = length if block is None else 0, shape.block_length or 0
+        defaults |= {"commit_rule": rule, "block_length": own_length if own_length <= length else longest}
+    changes = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
+    settings = replace_settings(settings, **changes)
+    find_query_policy(settings.query_policy)
+    if (find_rule(rule).samples or shape.predicts_next_block) and settings.blocks_at_once > 1:
         why = "predicts the first token of the next" if shape.predicts_next_block else "is sampled alone"
         raise ConfigError(
             f"blocks_at_once={settings.blocks_at_once}: a finished block {why} here; set blocks_at_once=1"
@@ -423,12 +410,11 @@ def _take_own_settings(
     given = [name for name in settings.given if getattr(settings, name) is not None]
     ruled_out = {other for name in given for other in _EXCLUDES.get(name, ())}
     own = {name: value for name, value in own.items() if name not in settings.given | ruled_out}
-    found = fill_unset(settings, own)
     while True:
+        found = fill_unset(settings, own)
         known = {k: v for k, v in flatten_settings(found, "decode.").items() if v is not None}
         values = {name: getattr(found, name) for name in own}
         idle = find_idle_settings("decode", found, {**known, **facts}, values)
         if not idle:
             return found
-        defaults = DecodeConfig.__dataclass_fields__
-        found = replace_settings(found, **{name: defaults[name].default for name in idle})
+        own = {name: value for name, value in own.items() if name not in idle}

@@ -29,10 +29,6 @@ class SoftThreshold:
     threshold: Tensor | float  # tau, between 0 and 1
     width: Tensor | float  # w, above 0, in units of the logit
 
-    def subset(self, rows: Tensor) -> "SoftThreshold":
-        values = (self.temperature, self.threshold, self.width)
-        return SoftThreshold(*(v[rows] if isinstance(v, Tensor) else v for v in values))
-
 
 @dataclass(frozen=True)
 class ActionDistribution:

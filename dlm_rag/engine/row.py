@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout, RolloutStep, cite_passages
-from dlm_rag.engine.rules import Proposals, samples_actions
+from dlm_rag.engine.rules import Proposals, find_rule
 from dlm_rag.evidence.prompt_segments import Evidence, LaidOutPrompt
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.questions import Question
@@ -93,11 +93,11 @@ class Canvas:
     def draw_numbers(
         self, settings: DecodeConfig, generator: torch.Generator
     ) -> tuple[NDArray[np.float64] | None, float]:
-        """The uniform numbers of a step, by position, (5, n) for a policy, (1, n) for sampled tokens.
-
-        And the temperature of these tokens.
+        """The uniform numbers of a step by position, (5, n) for a rule that samples, of which the last row
+        has no use, (1, n) for sampled tokens; and the temperature of these.
         """
-        count = 5 if samples_actions(settings) else int(settings.temperature > 0)
+        rule = find_rule(settings.commit_rule or "threshold")
+        count = 5 if rule.samples else int(settings.temperature > 0)
         return sample_uniform(generator, count, self.length) if count else None, settings.temperature
 
     def committed_share(self, begin: int, end: int) -> float:
@@ -208,19 +208,17 @@ class Row:
         """Where positions may be committed: in the current block, and in as many after it as
         `decode.blocks_at_once` lets join, each once the one before is written far enough.
         """
-        settings, length, (begin, end) = self.settings, self.canvas.length, self.current_block
-        spans = [self._find_open_span(begin, end, True)]
-        for _ in range(settings.blocks_at_once - self.blocks_just_finished - 1):
-            share = self.canvas.committed_share(begin, end)
-            if end == length or share < settings.block_add_threshold:
-                break
-            begin, end = end, min(self.laid_out_prompt.block_bounds(end)[1], length)
-            spans.append(self._find_open_span(begin, end, share >= settings.semi_complete_threshold))
-        return spans
-
-    def _find_open_span(self, begin: int, end: int, must_commit: bool) -> OpenSpan:
-        found = find_commit_span(self.canvas.masked, (begin, end), self.settings.block_length)
-        return OpenSpan(*found, end, must_commit)
+        settings, canvas, (begin, end) = self.settings, self.canvas, self.current_block
+        spans, must_commit = list[OpenSpan](), True
+        while True:
+            found = find_commit_span(canvas.masked, (begin, end), settings.block_length)
+            spans.append(OpenSpan(*found, end, must_commit))
+            share = canvas.committed_share(begin, end)
+            full = len(spans) + self.blocks_just_finished >= settings.blocks_at_once
+            if full or end == canvas.length or share < settings.block_add_threshold:
+                return spans
+            begin, end = end, min(self.laid_out_prompt.block_bounds(end)[1], canvas.length)
+            must_commit = share >= settings.semi_complete_threshold
 
     @property
     def shown_span(self) -> Span:

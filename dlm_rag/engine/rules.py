@@ -7,7 +7,7 @@ a function of one's own, `decode.commit_rule=module:function`, takes what those 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -19,8 +19,7 @@ from dlm_rag.config.fields import resolve_or_import
 
 FloatArray = NDArray[np.float64]
 IndexArray = NDArray[np.intp]
-STATISTICS = ("token_ids", "confidence", "log_prob", "entropy", "margin")
-ENTROPY_BOUND_NATS = 0.1  # that a step of the rule entropy_bound commits together
+ENTROPY_BOUND = 0.1  # nats, that a step of the rule entropy_bound commits together
 
 
 @dataclass(frozen=True)
@@ -38,23 +37,11 @@ class Proposals:
     margin: FloatArray  # probability of the first minus that of the second token
     extra: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
-    @classmethod
-    def from_statistics(
-        cls, positions: NDArray[np.int64], found: Mapping[str, NDArray[Any]]
-    ) -> "Proposals":
-        """Of the fields by name, and of whatever else there is; floats become float64."""
-        kinds = {"i": np.int64, "f": np.float64}
-        values: dict[str, Any] = {name: x.astype(kinds[x.dtype.kind]) for name, x in found.items()}
-        own = {name: values.pop(name) for name in STATISTICS}
-        return cls(positions, **own, extra=values)
-
     def subset(self, keep: NDArray[np.bool_] | IndexArray) -> "Proposals":
         """The proposals selected by a mask or by indices."""
-        return Proposals(
-            self.positions[keep], self.token_ids[keep], self.confidence[keep], self.log_prob[keep],
-            self.entropy[keep], self.margin[keep],
-            {name: values[keep] for name, values in self.extra.items()},
-        )  # fmt: skip
+        *names, _ = (item.name for item in fields(self))
+        changes: dict[str, Any] = {name: getattr(self, name)[keep] for name in names}
+        return replace(self, **changes, extra={name: values[keep] for name, values in self.extra.items()})
 
 
 @dataclass(frozen=True)
@@ -62,8 +49,8 @@ class RuleContext:
     """What a rule may look at besides the candidates.
 
     - least: number of positions that the schedule wants committed at this step; 0 in a block that may wait.
-    - draws: (5, length) uniform random numbers of the step by canvas position. Rows 2 and 3 are for rules;
-      0 and 1 draw tokens, 4 is drawn so that seeds mean what they did. None if the rule does not sample.
+    - draws: (5, length) uniform random numbers of the step by canvas position, of which rows 2 and 3 are
+      for rules. None if the rule does not sample.
     """
 
     settings: DecodeConfig
@@ -100,14 +87,14 @@ class Rule:
     - statistics: what it needs that is computed on demand: "spread" (entropy and margin), "actions"
       (`draw_actions`).
     - settings: the settings of `decode` that affect it.
-    - samples: whether it samples under these settings.
+    - samples: whether it samples.
     - redraws: whether a later step may take back what it has committed in the current block.
     """
 
     choose: Callable[[Proposals, RuleContext], IndexArray | SampledCommits]
     statistics: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
-    samples: Callable[[DecodeConfig], bool] = lambda settings: False
+    samples: bool = False
     redraws: bool = False
 
 
@@ -171,20 +158,17 @@ def compute_step_sizes(length: int, steps: int, schedule: str) -> tuple[int, ...
 
 
 def sample_commits(candidates: Proposals, context: RuleContext) -> SampledCommits:
-    """Commits by a soft threshold on what the denoiser says (`engine/policy.py`).
-
-    Of `context.draws`, row 2 is for the gates, the first number of row 3 for the position that is forced
-    where every candidate stays.
-    """
+    """Commits by a soft threshold on what the denoiser says (`engine/policy.py`)."""
     found, draws = candidates.extra, context.draws
     assert draws is not None
-    opened = draws[2, candidates.positions] < found["gate"]
+    *_, gates, places, _ = draws
+    opened = gates[candidates.positions] < found["gate"]
     log_prob = float(np.where(opened, found["log_commit"], found["log_stay"]).sum())
     forced = not opened.any()
     if forced:
         urge = np.exp(found["forced_logit"] - found["forced_logit"].max())
         ends = urge.cumsum()
-        at = min(int(np.searchsorted(ends, draws[3, 0] * ends[-1], side="right")), len(urge) - 1)
+        at = min(int(np.searchsorted(ends, places[0] * ends[-1], side="right")), len(urge) - 1)
         opened[at] = True
         log_prob += float(found["forced_log_prob"][at] + math.log(urge[at] / ends[-1]))
     kind = "forced" if forced else "drawn"
@@ -212,17 +196,12 @@ RULES = {
     "entropy": Rule(lambda p, c: select_highest(-p.entropy, c.count), ("spread",), _SCHEDULED),
     "margin": Rule(lambda p, c: select_highest(p.margin, c.count), ("spread",), _SCHEDULED),
     "entropy_bound": Rule(
-        lambda p, c: select_by_entropy_bound(p.entropy, ENTROPY_BOUND_NATS, c.least),
+        lambda p, c: select_by_entropy_bound(p.entropy, ENTROPY_BOUND, c.least),
         ("spread",),
         _SCHEDULED,
     ),
     "sequential": Rule(lambda p, c: np.arange(min(c.count, len(p.positions))), settings=_SCHEDULED),
-    "sampled": Rule(
-        sample_commits,
-        ("actions",),
-        ("commit_threshold", "gate_temperature"),
-        samples=lambda settings: True,
-    ),
+    "sampled": Rule(sample_commits, ("actions",), ("commit_threshold", "gate_temperature"), samples=True),
 }
 
 
@@ -234,11 +213,6 @@ def find_rule(name: str) -> Rule:
     """
     found = resolve_or_import(RULES, name, "decode.commit_rule")
     return found if isinstance(found, Rule) else Rule(found, ("spread",))
-
-
-def samples_actions(settings: DecodeConfig) -> bool:
-    """Whether the commits of a step are sampled."""
-    return find_rule(settings.commit_rule or "threshold").samples(settings)
 
 
 def choose_commits(candidates: Proposals, context: RuleContext) -> tuple[Proposals, SampledCommits | None]:

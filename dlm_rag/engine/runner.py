@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.engine.cache import CacheStats, ForwardSpan, KVCache, KVFormat
+from dlm_rag.engine.cache import CacheStats, KVCache, KVFormat
 from dlm_rag.engine.policy import SoftThreshold, draw_actions, sample_at_quantile
 from dlm_rag.engine.rules import Proposals
 from dlm_rag.engine.step_graphs import StepGraphs, check_step_graphs
@@ -27,6 +27,7 @@ from dlm_rag.retrieval.corpus import Passage
 
 GIB = 2**30
 LOGITS_CHUNK_POSITIONS = 1024  # logits that exist at a time: the vocabulary is the memory
+STATISTICS = ("token_ids", "confidence", "log_prob", "entropy", "margin")
 
 
 @dataclass(frozen=True)
@@ -104,23 +105,21 @@ class MaskedModelRunner(ModelRunner):
         limit_cuda_allocator(engine.memory_gib, denoiser.device)
         if engine.compile:
             denoiser.compile_layers()
-        self.cache = KVCache(denoiser, KVFormat(denoiser), 0)
         self.reset_cache()
 
     def reset_cache(self) -> None:
-        engine, format = self._engine, KVFormat(self.denoiser, self._engine.cache_dtype)
-        del self.cache  # what was kept is freed first: the budget is a share of what is free
+        engine, denoiser = self._engine, self.denoiser
+        vars(self).pop("cache", None)  # what was kept is freed first: the budget is a share of what is free
         if engine.prefix_cache_gib is None:
             limit = None if engine.memory_gib is None else engine.memory_gib * GIB
-            weights = sum(p.nbytes for p in self.denoiser.parameters())
-            budget = default_pool_bytes(self.denoiser.device, limit, weights)
+            weights = sum(p.nbytes for p in denoiser.parameters())
+            budget = default_pool_bytes(denoiser.device, limit, weights)
         else:
             budget = int(engine.prefix_cache_gib * GIB)
-        wants_store = budget and engine.store is not None
-        store = open_evidence_store(engine, self.denoiser, format.empty(1)) if wants_store else None
-        self.cache = KVCache(self.denoiser, format, budget, store)
-        self._dtype = self.denoiser.compute_dtype
-        denoiser = self.denoiser
+        format, wants_store = KVFormat(denoiser, engine.cache_dtype), budget and engine.store is not None
+        store = open_evidence_store(engine, denoiser, format.empty(1)) if wants_store else None
+        self.cache = KVCache(denoiser, format, budget, store)
+        self._dtype = denoiser.compute_dtype
         check_step_graphs(engine, self.shape, denoiser.backend, denoiser.layer_devices)
         self._graphs = StepGraphs(denoiser, self.cache.memory) if engine.cuda_graphs else None
 
@@ -139,7 +138,7 @@ class MaskedModelRunner(ModelRunner):
         with profile_stage("encode_evidence"):
             runs, context = self.cache.prepare_rows(inputs)
         with profile_stage("denoise"):
-            read = [[] if run.row is None else self._read_tokens(run, inputs[run.row]) for run in runs]
+            read = [[] if run.row is None else run.locate(inputs[run.row].states) for run in runs]
             wanted = collect_sampling_arrays(inputs, self._mask_id, self.shape)
             segments = [run.segment for run in runs]
             send = None if self._graphs is None else self._graphs.send
@@ -151,11 +150,6 @@ class MaskedModelRunner(ModelRunner):
                 metadata = SamplingMetadata(*islice(tensors, len(arrays)))
                 found.append(sample_proposals(denoiser.compute_token_logits(states).float(), metadata))
             return split_proposals(inputs, found)
-
-    def _read_tokens(self, run: ForwardSpan, shown: RowInput) -> list[int]:
-        """The tokens of a run whose states predict positions that are asked for."""
-        at = shown.states - run.begin
-        return at[(at >= 0) & (at < len(run.segment.ids))].tolist()
 
 
 @dataclass(frozen=True)
@@ -237,10 +231,7 @@ def sample_proposals(logits: Tensor, wanted: SamplingMetadata) -> dict[str, Tens
         token = token.index_copy(0, wanted.sampled_index, sample_at_quantile(tempered, wanted.quantiles))
     log_prob = (allowed.gather(1, token[:, None]) - highest).squeeze(1) - total.log()
     confidence = weights.gather(1, token[:, None]).squeeze(1) / total
-    found = {
-        "token_ids": token, "confidence": confidence, "log_prob": log_prob,
-        "entropy": entropy, "margin": margin,
-    }  # fmt: skip
+    found = dict(zip(STATISTICS, (token, confidence, log_prob, entropy, margin), strict=True))
     if (index := wanted.policy_index) is not None and wanted.policy_params is not None:
         temperature, threshold, width, uniform, forced = wanted.policy_params
         soft = SoftThreshold(temperature, threshold, width)
@@ -252,10 +243,14 @@ def sample_proposals(logits: Tensor, wanted: SamplingMetadata) -> dict[str, Tens
 def split_proposals(inputs: Sequence[RowInput], found: Sequence[Mapping[str, Tensor]]) -> list[Proposals]:
     """The proposals of each row, of what `sample_proposals` says, chunk by chunk; waits for the device."""
     whole = {name: torch.cat([chunk[name] for chunk in found]) for name in found[0]}
-    values = dict(zip(whole, gather_to_host([*whole.values()]), strict=True))
+    values = {
+        name: array.astype(np.float64) if array.dtype.kind == "f" else array
+        for name, array in zip(whole, gather_to_host([*whole.values()]), strict=True)
+    }
     proposals, end = [], 0
     for shown in inputs:
         part = slice(end, end := end + len(shown.positions))
-        named = {name: value[part] for name, value in values.items()}
-        proposals.append(Proposals.from_statistics(shown.positions, named))
+        own: dict[str, Any] = {name: values[name][part] for name in STATISTICS}
+        extra = {name: value[part] for name, value in values.items() if name not in own}
+        proposals.append(Proposals(shown.positions, **own, extra=extra))
     return proposals

@@ -1,4 +1,4 @@
-"""A step of rows, in four parts: `denoise`, `commit` and `record`, then `refresh` of what they read.
+"""A step of rows: the model proposes, rules commit, and what the rows read is searched for anew.
 
 Searches are made for many rows at once, in the background where a half of them denoises meanwhile.
 """
@@ -13,15 +13,8 @@ import numpy as np
 import torch
 
 from dlm_rag.decode.rollout import Action, CommittedToken
-from dlm_rag.engine.row import CanvasChange, OpenSpan, Row, SearchResult
-from dlm_rag.engine.rules import (
-    Proposals,
-    RuleContext,
-    choose_commits,
-    compute_step_sizes,
-    find_rule,
-    samples_actions,
-)
+from dlm_rag.engine.row import OpenSpan, Row, SearchResult
+from dlm_rag.engine.rules import Proposals, RuleContext, choose_commits, compute_step_sizes, find_rule
 from dlm_rag.engine.runner import ModelRunner
 from dlm_rag.errors import QuestionError, UserError
 from dlm_rag.evidence.prompt_segments import (
@@ -50,29 +43,23 @@ log = logging.getLogger(__name__)
 
 
 def take_step(model_runner: ModelRunner, tokenizer: Tokenizer, rows: list[Row]) -> None:
-    """Denoises rows, each with evidence, and commits by their rules; a row whose proposals are wrong fails
-    alone.
+    """Denoises rows, each with evidence, and commits by their rules; a row whose proposals are wrong, or
+    that the memory does not hold even alone, fails alone.
     """
     if not rows:
         return
-    found = denoise(model_runner, rows)
+    inputs = [build_row_input(row) for row in rows]
+    found = _propose(model_runner, inputs)
     with profile_stage("commit"):
-        for row, shown, proposals in found:
-            record(row, shown, commit(row, proposals), tokenizer.token_text)
-
-
-def denoise(model_runner: ModelRunner, rows: list[Row]) -> list[tuple[Row, RowInput, Proposals]]:
-    """Runs the model once over rows; returns what it was shown of those that did not fail, and proposes.
-
-    Where the memory does not suffice for all, row by row: one that is too large ends alone.
-    """
-    inputs, found = [build_row_input(row) for row in rows], list[tuple[Row, RowInput, Proposals]]()
-    for row, shown, proposals in zip(rows, inputs, _propose(model_runner, inputs), strict=True):
-        if proposals is None:
-            row.fail("out of memory, also alone: set a smaller retrieval.top_k, or free memory")
-        elif _is_sound(row, shown, proposals):
-            found.append((row, shown, proposals))
-    return found
+        for row, shown, proposals in zip(rows, inputs, found, strict=True):
+            if proposals is None:
+                row.fail("out of memory, also alone: set a smaller retrieval.top_k, or free memory")
+            elif not np.array_equal(proposals.positions, shown.positions):
+                row.fail("the model proposed for other positions than it was asked for")
+            elif not np.isfinite(proposals.confidence).all():
+                row.fail("the denoiser's output is not a number")
+            else:
+                commit(row, shown, proposals, tokenizer.token_text)
 
 
 def _propose(model_runner: ModelRunner, inputs: list[RowInput]) -> Sequence[Proposals | None]:
@@ -89,14 +76,6 @@ def _propose(model_runner: ModelRunner, inputs: list[RowInput]) -> Sequence[Prop
     return found
 
 
-def _is_sound(row: Row, shown: RowInput, proposals: Proposals) -> bool:
-    if not np.array_equal(proposals.positions, shown.positions):
-        row.fail("the model proposed for other positions than it was asked for")
-    elif not np.isfinite(proposals.confidence).all():
-        row.fail("the denoiser's output is not a number")
-    return not row.rollout.error
-
-
 def build_row_input(row: Row) -> RowInput:
     """Returns what the model is shown of a row and asked about; draws the numbers that sampling takes.
 
@@ -110,11 +89,11 @@ def build_row_input(row: Row) -> RowInput:
     positions = begin + np.flatnonzero(asked)
     if settings.mode == "autoregressive" and row.laid_out_prompt.unseen_segments:
         begin -= 1  # the last token alone sees the evidence
-    statistics = find_rule(settings.commit_rule).statistics if settings.commit_rule else ()
+    rule = find_rule(settings.commit_rule or "threshold")
     draws, temperature = canvas.draw_numbers(settings, row.generator)
-    row.draws = draws if samples_actions(settings) else None
+    row.draws = draws if rule.samples else None
     quantiles, soft = None, None
-    if draws is not None and "actions" in statistics:
+    if draws is not None and "actions" in rule.statistics:
         soft = (settings.temperature or 1.0, settings.commit_threshold, settings.gate_temperature)
         quantiles, temperature = draws[:2, positions], 0.0
     elif draws is not None and temperature:
@@ -128,22 +107,31 @@ def build_row_input(row: Row) -> RowInput:
         temperature=temperature,
         quantiles=quantiles,
         soft_threshold=soft,
-        needs_entropy="spread" in statistics,
+        needs_entropy="spread" in rule.statistics,
     )
 
 
-def commit(row: Row, proposals: Proposals) -> CanvasChange:
-    """Writes on the canvas what the row's rule takes of the proposals, and what they edit."""
-    canvas, (begin, end), shown = row.canvas, row.current_block, row.shown_span
+def commit(row: Row, shown: RowInput, proposals: Proposals, text: Callable[[int], str]) -> None:
+    """Writes on the canvas what the row's rule takes of the proposals, and what they edit; notes this in
+    the record of the step, with what is guessed of the rest.
+    """
+    canvas, (begin, end), (first, last), step = row.canvas, row.current_block, row.shown_span, row.record
     chosen = None if canvas.chooses_itself else _choose(row, proposals)
     change = canvas.write(proposals, chosen, row.settings, (begin, end))
     # Where only what is next was asked for, the older guesses say more: of what comes after it.
-    if row.provisional is None or shown[0] < shown[1]:
+    if row.provisional is None or first < last:
         row.provisional = canvas.select_provisional(proposals)
     else:
         row.provisional = row.provisional.subset(canvas.masked[row.provisional.positions])
     row.blocks_just_finished = (row.current_block[0] - begin) // (end - begin)
-    return change
+    step.committed, step.edited = _name_tokens(change.committed, text), _name_tokens(change.edited, text)
+    step.remasked = change.remasked
+    if step.action is not None:
+        row.rollout.states[row.step] = shown
+    if row.recorder is not None:
+        still = row.provisional.subset(canvas.masked[row.provisional.positions])
+        guessed = zip(still.token_ids.tolist(), still.confidence.tolist(), strict=True)
+        step.guesses = row.recorder.record_step(dict(zip(still.positions.tolist(), guessed, strict=True)))
 
 
 def _choose(row: Row, proposals: Proposals) -> Proposals | None:
@@ -174,20 +162,6 @@ def _choose_in_span(row: Row, candidates: Proposals, span: OpenSpan) -> Proposal
     return chosen
 
 
-def record(row: Row, shown: RowInput, change: CanvasChange, text: Callable[[int], str]) -> None:
-    """Notes in the record of the step what was written, and what is guessed of the rest."""
-    step, masked = row.record, row.canvas.masked
-    step.committed, step.edited = _name_tokens(change.committed, text), _name_tokens(change.edited, text)
-    step.remasked = change.remasked
-    if step.action is not None:
-        row.rollout.states[row.step] = shown
-    assert row.provisional is not None
-    still = row.provisional.subset(masked[row.provisional.positions])
-    if row.recorder is not None:
-        guessed = zip(still.token_ids.tolist(), still.confidence.tolist(), strict=True)
-        step.guesses = row.recorder.record_step(dict(zip(still.positions.tolist(), guessed, strict=True)))
-
-
 def _name_tokens(written: Proposals | None, text: Callable[[int], str]) -> tuple[CommittedToken, ...]:
     """Proposals as a step records them."""
     if written is None:
@@ -204,23 +178,14 @@ class Searches:
         self, model_runner: ModelRunner, retriever: Retriever, tokenizer: Tokenizer, layout: str
     ) -> None:
         self.model_runner, self.retriever, self.tokenizer = model_runner, retriever, tokenizer
-        self.layout = layout
-        self._worker: ThreadPoolExecutor | None = None
+        self.layout, self._worker = layout, ThreadPoolExecutor(1, "search")
 
     def close(self) -> None:
-        if self._worker is not None:
-            self._worker.shutdown()
-            self._worker = None
+        self._worker.shutdown()
 
-    def refresh(self, rows: list[Row]) -> None:
-        """Searches for the rows that are due, and takes what was found."""
-        self.start(rows)
-        self.apply(rows)
-
-    def start(self, rows: list[Row], in_background: bool = False) -> None:
+    def start(self, rows: list[Row], in_background: bool) -> None:
         """Searches for the rows that are due and whose query has changed."""
-        asking: list[Row] = []
-        queries: list[Query] = []
+        asking, queries = list[Row](), list[Query]()
         with profile_stage("detokenize"):
             for row in rows:
                 if (query := self._build_row_query(row)) is None:
@@ -234,7 +199,6 @@ class Searches:
             return
         search = Future[list[SearchResult]]()
         if in_background:
-            self._worker = self._worker or ThreadPoolExecutor(1, "search")
             search = self._worker.submit(self._search, queries)
         else:
             search.set_result(self._search(queries))

@@ -281,34 +281,26 @@ def truncate_evidence(prompt: Prompt, room: ContextBudget) -> tuple[Prompt, Trun
     return Prompt(prompt.head, tuple(facts), prompt.tail), cut
 
 
-def check_prompt_room(tokenizer: Tokenizer, room: ContextBudget) -> None:
-    """Raises `ConfigError` for a prompt of which the shortest question leaves no room for evidence."""
-    if EVIDENCE_LAYOUTS[room.layout].separate_passages:
-        return  # which have a room of their own
+def check_prompt_room(questions: Sequence[Question], tokenizer: Tokenizer, room: ContextBudget) -> None:
+    """Raises `ConfigError` where the shortest question leaves no room for evidence, `QuestionError` where
+    no question at all fits. One that does not among others that do is recorded as failed once it is asked.
+    """
     left = room.context_length - room.canvas_length - len(tokenizer.build_prompt("?", []))
-    if left <= 0:
+    if left <= 0 and not EVIDENCE_LAYOUTS[room.layout].separate_passages:  # which have a room of their own
         raise ConfigError(
             f"the prompt leaves no room for evidence: it is {1 - left} tokens too long for a context of "
             f"{room.context_length} with a response of {room.canvas_length}"
         )
-
-
-def measure_longest_prompt(questions: Sequence[Question], tokenizer: Tokenizer, room: ContextBudget) -> int:
-    """Tokens of the longest prompt; raises `QuestionError` where no question at all fits.
-
-    One that does not fit among others that do is recorded as failed once it is asked.
-    """
-    check_prompt_room(tokenizer, room)
-    lengths, error = [0], None
+    error = None
     for question in questions:
         try:
-            prompt, _ = truncate_evidence(tokenizer.build_prompt(question.question, []), room)
-            lengths.append(len(prompt.ids))
+            truncate_evidence(tokenizer.build_prompt(question.question, []), room)
         except QuestionError as too_long:
             error = error or QuestionError(f"question '{question.id}': {too_long}")
-    if error is not None and len(lengths) == 1:
+        else:
+            return
+    if error is not None:
         raise error
-    return max(lengths)
 
 
 @dataclass(frozen=True)
@@ -326,31 +318,26 @@ def fit_passages(
 ) -> Evidence:
     """The prompt for a question and its passages (id -> text as found, in rank order).
 
-    They are cut by rank. A passage without a place still shapes the
-    prompt: the one before it is not the last fact, which alone has no line break after it where facts are
-    numbered. Where passages are separate, one that is longer than a passage may be begins at the sentence
-    that `skip_to_relevant` finds. Raises `QuestionError` when the question alone does not fit.
+    They are cut by rank. A passage without a place still shapes the prompt: the one before it is not the
+    last fact, which alone has no line break after it where facts are numbered. Where passages are separate,
+    one that is longer than a passage may be begins at the sentence that `skip_to_relevant` finds. Raises
+    `QuestionError` when the question alone does not fit.
     """
-    skipped: dict[str, int] = {}
-    if EVIDENCE_LAYOUTS[room.layout].separate_passages:
-        found = {
-            name: skip_to_relevant(tokenizer, text, question, room.passage_length)
-            for name, text in passages.items()
-        }
-        passages = {name: text for name, (text, _) in found.items()}
-        skipped = {name: tokens for name, (_, tokens) in found.items() if tokens}
-    prompt = tokenizer.build_prompt(question, list(passages.values()), system)
-    fitted, cut = truncate_evidence(prompt, room)
-    if skipped:
-        facts = zip(passages, prompt.facts, fitted.facts, strict=True)
-        shortened = sum(1 for name, fact, kept in facts if kept and (name in skipped or kept != fact))
-        cut = Truncation(cut.tokens + sum(skipped.values()), shortened, cut.passages_dropped)
-    texts = {
-        name: text if kept == fact else tokenizer.decode_with_offsets(list(kept))[0]
-        for (name, text), fact, kept in zip(passages.items(), prompt.facts, fitted.facts, strict=True)
-        if kept
+    skips, length = EVIDENCE_LAYOUTS[room.layout].separate_passages, room.passage_length
+    found = {
+        name: skip_to_relevant(tokenizer, text, question, length) if skips else (text, 0)
+        for name, text in passages.items()
     }
-    return Evidence(fitted, texts, tuple(name for name in passages if name not in texts), cut)
+    prompt = tokenizer.build_prompt(question, [text for text, _ in found.values()], system)
+    fitted, cut = truncate_evidence(prompt, room)
+    texts, lost, shortened = dict[str, str](), cut.tokens, 0
+    for (name, (text, skipped)), fact, kept in zip(found.items(), prompt.facts, fitted.facts, strict=True):
+        lost += skipped
+        if kept:
+            texts[name] = text if kept == fact else tokenizer.decode_with_offsets(list(kept))[0]
+            shortened += bool(skipped) or kept != fact
+    dropped = tuple(name for name in passages if name not in texts)
+    return Evidence(fitted, texts, dropped, Truncation(lost, shortened, cut.passages_dropped))
 
 
 @lru_cache(maxsize=4096)  # a passage stays in the evidence of a question for several steps

@@ -24,12 +24,12 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
-from dlm_rag.decode.abstention import describe_abstention
 from dlm_rag.decode.provisional_log import are_deltas_valid
 from dlm_rag.decode.rollout import (
     Rollout,
     RolloutStep,
     Span,
+    describe_abstention,
     split_citable_spans,
 )
 from dlm_rag.decode.trace_file import TraceHeader, read_trace, read_trace_header

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from dlm_rag.decode.abstention import describe_abstention
-from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep
+from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep, describe_abstention
 from dlm_rag.engine.rules import find_rule
 from dlm_rag.evidence.prompt_segments import ContextBudget, fit_passages
 from dlm_rag.page.render import (
@@ -209,7 +208,7 @@ class ChatResponse:
         prompt = len(evidence.prompt)
         usage = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
         reply = build_reply(rollout, text, self.link, self.note, asked.cite)
-        record = rollout.answer_record() | {"sources": reply.sources}
+        record = rollout.to_dict() | {"sources": reply.sources}
         del record["id"], record["seconds"]
         if asked.unread:
             record["unread"] = asked.unread
@@ -225,4 +224,4 @@ async def stream_trace(steps: Steps, end_ids: Collection[int]) -> AsyncGenerator
             yield "start", {"id": rollout.id, "question": rollout.question} | start
         yield "step", {"step": step.step} | build_step_record(rollout, step, seen, end_ids)
     end = build_end_record(rollout, find_bridge_entities([rollout])[0])
-    yield "end", end | {"record": rollout.answer_record()}
+    yield "end", end | {"record": rollout.to_dict()}

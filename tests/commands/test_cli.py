@@ -15,6 +15,7 @@ from tests.support.commands import call, model  # noqa: F401 - fixtures
 from tests.support.passages import write_jsonl_file
 from tests.support.paths import ROOT
 from tests.support.processes import count_lines, wait_until
+from tests.support.traces import rebuild_evidence, rebuild_tokenizer
 
 sys.path.insert(0, str(ROOT))
 from dlm_rag import __version__
@@ -24,7 +25,7 @@ from dlm_rag.commands.arguments import READER, parse_command_line
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import CONFIG_FOLDER, Config, load_config
 from dlm_rag.decode.answers_file import AnswersFile
-from dlm_rag.decode.trace_file import read_trace, read_trace_header, rebuild_prompts
+from dlm_rag.decode.trace_file import read_trace, read_trace_header
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.machine import get_code_commit
 from dlm_rag.page.render import build_page_record, read_trace_runs
@@ -237,7 +238,7 @@ def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions
     rollouts, header = list(read_trace(trace)), read_trace_header(trace)
     assert [rollout.id for rollout in rollouts] == [q["id"] for q in QUESTIONS]
     assert header.settings["max_new_tokens"] == 8 and header.model and header.corpus
-    for fitted in rebuild_prompts(rollouts[5], header, header.tokenizer(model)):
+    for fitted in rebuild_evidence(rollouts[5], header, rebuild_tokenizer(header, model)):
         assert bytes(fitted.prompt.ids).startswith(b"Use ONLY the provided facts")
 
     before = stamped.read_text()

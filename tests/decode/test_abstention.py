@@ -4,8 +4,14 @@ import pytest
 
 from dlm_rag.commands.arguments import ANSWER_SETTINGS, parse_command_line
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.abstention import ABSTAIN_REASONS, describe_abstention, find_closest
-from dlm_rag.decode.rollout import Rollout, RolloutStep, cite_passages
+from dlm_rag.decode.rollout import (
+    ABSTAIN_REASONS,
+    Rollout,
+    RolloutStep,
+    cite_passages,
+    describe_abstention,
+    find_closest,
+)
 from dlm_rag.decode.terminal import render_answer
 from dlm_rag.engine.engine import resolve_settings
 from dlm_rag.evaluation.compare import summarize_scores
@@ -53,13 +59,13 @@ def test_who_knows_no_answer_gives_none_and_says_why(response, reasons, unsuppor
     written = answered(response, "never").answer
     for mode, reason in zip(("never", "answer", "response"), reasons, strict=True):
         rollout = answered(response, mode)
-        record = rollout.answer_record()
+        record = rollout.to_dict()
         assert record["answer"] == rollout.answer == ("" if reason else written)
         assert record["unsupported"] == unsupported and record["response"] == response
         assert record.get("abstained", False) == bool(reason)
         assert record.get("abstain_reason", "") == reason
     rollout.error = "its search failed"
-    assert "abstained" not in rollout.answer_record()
+    assert "abstained" not in rollout.to_dict()
 
 
 NAMED = {
@@ -130,8 +136,8 @@ def test_terminal_and_page_say_in_a_sentence_why(response, reason):
     end = build_end_record(rollout, [])
     assert (end["answer"], end["abstained"]) == ("", said)
     near = [{"id": "1", "title": "Neaflaind Klopo", "sentence": SENTENCE}]
-    assert end["closest"] == rollout.answer_record()["closest"] == near
-    assert "closest" not in answered(RIGHT).answer_record()
+    assert end["closest"] == rollout.to_dict()["closest"] == near
+    assert "closest" not in answered(RIGHT).to_dict()
     rollout.passages = {}
     assert describe_abstention(reason, rollout.closest) == f"I do not know: {ABSTAIN_REASONS[reason]}."
     assert build_end_record(answered(RIGHT), [])["abstained"] == ""

@@ -115,7 +115,7 @@ def test_answers_are_written_as_they_finish_each_after_its_trace(files, monkeypa
     file.open_run(make_stamp(), HEADER)
     file.append(answer("q0"))
     assert ids(files) == [["q0"]] * 2, "on disk at once"
-    monkeypatch.setattr(Rollout, "answer_record", None)  # killed in between
+    monkeypatch.setattr(Rollout, "to_dict", None)  # killed in between
     with pytest.raises(TypeError):
         file.append(answer("q1"))
     assert ids(files) == [["q0"], ["q0", "q1"]]

@@ -3,19 +3,24 @@
 import pytest
 
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.decode.trace_file import read_trace, read_trace_header, rebuild_prompts
+from dlm_rag.decode.trace_file import read_trace, read_trace_header
 from dlm_rag.engine import engine
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.engine.step import build_row_input
 from dlm_rag.errors import ConfigError
-from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.model.denoiser_config import ExpertsConfig
 from dlm_rag.questions import Question
 from dlm_rag.tokenizer.prompts import PromptTemplate
 from tests.support.block_attention import BLOCK, LENGTH, block_denoiser
 from tests.support.decoding import bias_end_token
 from tests.support.tiny_models import byte_tokenizer, tiny_tokenizer
-from tests.support.traces import RotatingRetriever, make_trace_header, write_rollouts
+from tests.support.traces import (
+    RotatingRetriever,
+    make_trace_header,
+    rebuild_inputs,
+    rebuild_tokenizer,
+    write_rollouts,
+)
 
 ASKED = [
     Question(f"{n}", text) for n, text in enumerate(("who", "what is it", "where was this", "why not?"))
@@ -149,14 +154,12 @@ def test_a_trace_gives_prompts_canvases_and_edits_again(corpus, tmp_path, settin
     path = write_rollouts(tmp_path / "t.jsonl", make_trace_header(decoder), rollouts)
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
     header = read_trace_header(path)
-    tokenizer = header.tokenizer(tmp_path / "tokenizer")
+    tokenizer, made = rebuild_tokenizer(header, tmp_path / "tokenizer"), {}
     for rollout, again in zip(rollouts, read_trace(path), strict=True):
         assert what_happened(again) == what_happened(rollout)
         assert bool(rollout.cut) == (context == 95)
-        prompts, canvases = rebuild_prompts(again, header, tokenizer), list(again.canvases(header.mask_id))
-        for step in rollout.steps[1:]:
-            laid = lay_out_prompt(prompts[step.step - 1].prompt, header.shape, header.prompt_layout)
-            assert (laid, canvases[step.step - 1]) == seen[rollout.id, step.step]
+        made |= rebuild_inputs(again, header, tokenizer)
+    assert made == seen
 
 
 def test_a_token_that_follows_from_the_block_before_is_asked_for_alone(corpus, monkeypatch):

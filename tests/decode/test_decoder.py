@@ -146,7 +146,7 @@ def test_a_failing_search_ends_its_row_and_no_other(corpus, overlap):
     )
     found, expected = decoder.decode(QUESTIONS), healthy.decode(QUESTIONS)
     assert found[0].error == "the search failed: RuntimeError: the disk is gone" and found[0].finished
-    assert found[0].answer_record()["error"] and not found[0].response
+    assert found[0].to_dict()["error"] and not found[0].response
     assert rollout_records(found[1:]) == rollout_records(expected[1:])
 
 

@@ -24,7 +24,7 @@ def toss_coins(candidates, context):
     return SampledCommits(opened, len(opened) * np.log(0.5), forced)
 
 
-coin = Rule(toss_coins, samples=lambda settings: True)
+coin = Rule(toss_coins, samples=True)
 
 
 def ask_last_word(question, response, top_passage):

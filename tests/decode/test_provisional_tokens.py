@@ -15,6 +15,7 @@ from dlm_rag.decode.provisional_log import (
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.retrieval.base import build_query
 from tests.support import block_attention
+from tests.support.rollouts import canvases_of
 from tests.support.traces import TRACE_QUESTIONS, make_decoder, make_trace_header, write_rollouts
 
 # Position: token, confidence. 0 is committed before the second step, masked again before the third.
@@ -83,7 +84,7 @@ def test_guesses_are_those_that_the_queries_are_made_of(corpus, corpus_file, way
     assert [*map(bare, rollouts)] == [*map(bare, without)]
     tokenizer, seen = decoder.tokenizer, 0
     for rollout in rollouts:
-        canvases = rollout.canvases(tokenizer.mask_id)
+        canvases = canvases_of(rollout, tokenizer.mask_id)
         for step, canvas, guesses in zip(
             rollout.steps, canvases, rollout.provisional_tokens(), strict=True
         ):

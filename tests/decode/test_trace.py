@@ -10,7 +10,6 @@ from dlm_rag.decode.trace_file import (
     TraceWriter,
     read_trace,
     read_trace_header,
-    rebuild_prompts,
 )
 from dlm_rag.engine import engine
 from dlm_rag.errors import TraceError, UserError
@@ -19,7 +18,6 @@ from dlm_rag.evidence.prompt_segments import (
     ContextBudget,
     fit_passages,
     keep_shorter_texts,
-    lay_out_prompt,
 )
 from dlm_rag.tokenizer.prompts import PromptTemplate
 from tests.support.tiny_models import byte_tokenizer, tiny_tokenizer
@@ -29,6 +27,9 @@ from tests.support.traces import (
     make_decoder,
     make_rollout_with,
     make_trace_header,
+    rebuild_evidence,
+    rebuild_inputs,
+    rebuild_tokenizer,
     write_rollouts,
 )
 
@@ -38,7 +39,7 @@ LAYOUTS = ["joint", "prefix", "independent"]
 def restore_evidence_texts(rollout, header, tokenizer):
     """The rollout with what of each passage was in the prompt, as the decoder leaves it."""
     texts = {}
-    for prompt in rebuild_prompts(rollout, header, tokenizer):
+    for prompt in rebuild_evidence(rollout, header, tokenizer):
         keep_shorter_texts(texts, prompt.texts)
     return replace(rollout, evidence_texts=texts)
 
@@ -76,14 +77,9 @@ def test_every_prompt_and_training_row_is_made_again(
     path = write_rollouts(tmp_path / "t.jsonl", make_trace_header(decoder), rollouts)
 
     header = read_trace_header(path)
-    tokenizer = header.tokenizer(tokenizer_folder)
-    made = {}
+    tokenizer, made = rebuild_tokenizer(header, tokenizer_folder), {}
     for rollout in read_trace(path):
-        prompts = rebuild_prompts(rollout, header, tokenizer)
-        canvases = rollout.canvases(header.mask_id)
-        for step, fitted, canvas in zip(rollout.steps[1:], prompts, canvases, strict=False):
-            laid = lay_out_prompt(fitted.prompt, header.shape, header.prompt_layout)
-            made[rollout.id, step.step] = laid, canvas
+        made |= rebuild_inputs(rollout, header, tokenizer)
     assert made == seen
     assert max(rollout.cut.get("passages_shortened", 0) for rollout in rollouts)
     dropped = [step.dropped for rollout in rollouts for step in rollout.steps if step.dropped]
@@ -99,10 +95,10 @@ def test_a_rollout_read_back_is_the_rollout(corpus, tmp_path, tokenizer_folder, 
     assert header == make_trace_header(decoder)
     for again, rollout, question in zip(read_trace(path), rollouts, TRACE_QUESTIONS, strict=True):
         assert again == replace(rollout, evidence_texts={}), "confidences and log-probabilities bit for bit"
-        assert restore_evidence_texts(again, header, header.tokenizer(tokenizer_folder)) == rollout
+        assert restore_evidence_texts(again, header, rebuild_tokenizer(header, tokenizer_folder)) == rollout
         assert score_rollout(again, question) == score_rollout(rollout, question)
         assert list(again.replay()) == list(rollout.replay())
-        assert again.answer_record() == rollout.answer_record()
+        assert again.to_dict() == rollout.to_dict()
 
 
 def test_what_was_dropped_shapes_the_prompt():

@@ -18,6 +18,7 @@ from dlm_rag.questions import Question
 from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.retrieval.base import NoRetriever
 from tests.support.gemma_decoding import QueryHashRetriever, make_gemma_decoder
+from tests.support.rollouts import canvases_of
 from tests.support.tiny_diffusion_gemma import PAD, write_tiny_gemma
 
 
@@ -105,7 +106,7 @@ def test_tokens_and_steps_are_those_of_generate(tiny, corpus, monkeypatch, heat,
             decoder.denoiser.model, ids, noise, monkeypatch, max_new_tokens=12 * canvases, t_max=high,
             t_min=low, max_denoising_steps=steps,
         )  # fmt: skip
-        ours = list(rollout.canvases(PAD))[-1]
+        ours = list(canvases_of(rollout, PAD))[-1]
         assert ours[: len(found)] == found and rollout.forwards == taken
         assert set(ours[len(found) :]) <= {PAD}  # canvases behind an end token
 

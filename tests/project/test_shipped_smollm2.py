@@ -79,7 +79,7 @@ def test_python_answers_as_the_command_line_does(sampled, fetched):
     assert denoiser.config.evidence_layout == "parallel" and denoiser.config.block_size == 16
     decoder = Decoder(denoiser, load_retriever(PASSAGES, model=model), tokenizer)
     with torch.inference_mode():
-        found = {rollout.question: rollout.answer_record() for rollout in decoder.decode(QUESTIONS)}
+        found = {rollout.question: rollout.to_dict() for rollout in decoder.decode(QUESTIONS)}
     for answer in sampled[0]:
         same = found[answer["question"]]
         for key in ("answer", "response", "evidence", "citations", "forwards", "retrievals"):

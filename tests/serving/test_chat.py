@@ -6,8 +6,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from dlm_rag.decode.abstention import describe_abstention
-from dlm_rag.decode.rollout import Rollout
+from dlm_rag.decode.rollout import Rollout, describe_abstention
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.questions import read_questions

@@ -54,3 +54,9 @@ def render_to_text(thing, width=100):
     console = Console(width=width, record=True, force_terminal=True, file=open("/dev/null", "w"))  # noqa
     console.print(thing)
     return console.export_text()
+
+
+def canvases_of(rollout, mask_id):
+    """The token ids of the canvas after each step, from step 0 (all masked) to the last."""
+    for state in rollout.replay():
+        yield [state[n].token_id if n in state else mask_id for n in range(rollout.canvas_length)]

@@ -5,10 +5,13 @@ from dataclasses import asdict, replace
 from dlm_rag import Decoder
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.trace_file import TraceHeader, TraceWriter, build_trace_header
+from dlm_rag.evidence.prompt_segments import ContextBudget, fit_passages, lay_out_prompt
+from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import CorpusRetriever
+from dlm_rag.tokenizer import Tokenizer, load_tokenizer
 from dlm_rag.tokenizer.prompts import PromptTemplate
-from tests.support.rollouts import make_two_step_rollout
+from tests.support.rollouts import canvases_of, make_two_step_rollout
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 
 TRACE_QUESTIONS = [
@@ -51,6 +54,31 @@ def make_trace_header(decoder):
         decoder.denoiser.config, decoder.tokenizer, decoder.evidence_layout, decoder.config,
         top_k=decoder.retriever.top_k, model="weights", corpus="passages",
     )  # fmt: skip
+
+
+def rebuild_tokenizer(header, folder):
+    """The tokenizer in a checkpoint's folder, with the prompt of a trace."""
+    return Tokenizer(load_tokenizer(folder), header.mask_id, header.template, header.end_ids)
+
+
+def rebuild_evidence(rollout, header, tokenizer):
+    """The evidence with its prompt after each step: of step s the denoiser saw that after step s - 1."""
+    lengths = header.context_length, rollout.canvas_length, header.passage_length
+    for step in rollout.steps:
+        found = {name: rollout.passages[name] for name in (*step.passage_ids, *step.dropped)}
+        room = ContextBudget(rollout.prompt_layout, *lengths)
+        yield fit_passages(tokenizer, rollout.question, found, room)
+
+
+def rebuild_inputs(rollout, header, tokenizer):
+    """By question and step, the prompt as the denoiser saw it, and the canvas."""
+    same = ("passage_length", "shifted", "block_size", "block_grid")
+    shape = DenoiserConfig(1, **{name: getattr(header, name) for name in same})
+    evidence, canvases = rebuild_evidence(rollout, header, tokenizer), canvases_of(rollout, header.mask_id)
+    return {
+        (rollout.id, step.step): (lay_out_prompt(fitted.prompt, shape, header.prompt_layout), canvas)
+        for step, fitted, canvas in zip(rollout.steps[1:], evidence, canvases, strict=False)
+    }
 
 
 def write_rollouts(path, header, rollouts):

@@ -54,7 +54,7 @@ def test_a_prompt_must_leave_room_for_evidence():
         tokenizer = tiny_tokenizer(PromptTemplate("x" * (length - 1) + "{question}", "{passage}"))
         room = ContextBudget("joint", 80, 19, 8)
         if fits:
-            check_prompt_room(tokenizer, ContextBudget("joint", 80, 19, 8))
+            check_prompt_room([], tokenizer, ContextBudget("joint", 80, 19, 8))
             continue
         with pytest.raises(ConfigError):
-            check_prompt_room(tokenizer, room)
+            check_prompt_room([], tokenizer, room)
