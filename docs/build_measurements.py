@@ -28,12 +28,11 @@ PAGES = {
     "reader": ("Real text", "SmolLM2-135M with our adapter on natural questions, SQuAD and HotpotQA."),
     "retrieval": ("Retrieval", "What BM25, dense and hybrid search find, and what they cost."),
     "engine": ("The engine", "What each mechanism of the decode engine saves."),
-    "serving": ("Serving", "The HTTP server and its clients."),
     "training": ("Training", "Objectives, speed, memory and recovery; synthesized rows."),
     "reinforcement": ("Reinforcement learning", "The denoiser trained by reward."),
     "precision": ("Precision", "Answers, tokens and time in low precision."),
     "gpu": ("GPUs", "What has run on a GPU: one NVIDIA H200 at a time."),
-    "devices": ("Many devices", "Workers, and links between machines."),
+    "devices": ("Servers and workers", "The HTTP server, Ray workers, and links between machines."),
 }
 NEEDED = ("title", "what", "command", "machine", "date")
 ORDER = (*NEEDED, "commit", "seed", "hidden", "table", "columns", "rows", "notes")  # hidden: on no page
@@ -41,8 +40,9 @@ ORDER = (*NEEDED, "commit", "seed", "hidden", "table", "columns", "rows", "notes
 INDEX_HEAD = """\
 # Measurements
 
-Every figure is stored with its command, machine, date, commit and seed in `results/`. Brackets hold 95 %
-intervals over questions, or ranges over rounds for speed. A program that is gone is at the stored commit.
+Each figure is stored in `results/` with its command, machine, date, commit and seed. A program that is gone
+is at that commit. `results/` has more tables, which the report shows. Brackets hold 95 % intervals over
+questions, or ranges over rounds for speed.
 """
 
 Entry = dict[str, Any]
@@ -117,18 +117,16 @@ def render_entry(entry: Entry) -> str:
 
 def render_pages(folder: Path = FOLDER) -> dict[str, str]:
     """All pages by file name; one without an entry to show is left out."""
-    made = "<!-- Made by `python docs/build_measurements.py` from results/{}.yaml: edit that. -->\n"
+    made = "<!-- Made by docs/build_measurements.py from results/{}.yaml. -->\n"
     pages, index = {}, [made.format("*"), INDEX_HEAD]
     for page, (title, about) in PAGES.items():
         entries = read_entries(page, folder)
-        hidden = [entry["title"] for entry in entries if entry.get("hidden")]
         shown = [render_entry(entry) for entry in entries if not entry.get("hidden")]
         store = f"[results/{page}.yaml](results/{page}.yaml)"
         if shown:
-            also = [f"Only in {store}: {'; '.join(hidden)}.\n"] if hidden else []
             head = [made.format(page), f"# {title}\n", f"{about} Commands: {store}.\n"]
-            pages[f"{page}.md"] = "\n".join([*head, *shown, *also])
-        where = f"[{title}]({page}.md): {about}" if shown else f"{title}: {about} Only in {store}."
+            pages[f"{page}.md"] = "\n".join([*head, *shown])
+        where = f"[{title}]({page}.md): {about}" if shown else f"{title}: {about} In {store}."
         index.append(f"- {where}")
     return {"index.md": "\n".join(index) + "\n", **pages}
 
