@@ -17,12 +17,12 @@ from dlm_rag.errors import QuestionError, suggest_nearest
 from dlm_rag.files.paths import expand_path, resolve_regular_file
 from dlm_rag.files.record_readers import (
     FIELD_ALIASES,
+    TYPE_LABEL,
     Record,
     count_hops,
     flatten_layout,
     get_field,
     get_record_id,
-    get_type_label,
     list_row_files,
     list_supporting_titles,
     read_record_stream,
@@ -107,7 +107,7 @@ def read_question_records(path: str | Path) -> Iterator[Record]:
 
 
 def as_questions(questions: Askable | Iterable[Askable]) -> list[Question]:
-    """Questions as records, as `number_questions` makes them; raises `QuestionError` for an id twice."""
+    """The list of `number_questions`; raises `QuestionError` for an id twice as well."""
     asked = list(number_questions(questions))
     if len({question.id for question in asked}) < len(asked):
         raise QuestionError("two questions have the same id")
@@ -173,39 +173,27 @@ def _parse_question(row: dict[str, Any], place: str) -> Question:
         raise QuestionError(f"{place}: there is no 'question'{suggest_nearest('question', row)}")
     if not isinstance(text, str) or not text.strip():
         raise QuestionError(f"{place}: the '{name}' must be a text that is not blank")
-    response = row.get("response")
+    response, hops = row.get("response"), row.get("hops")
     if response is not None and (not isinstance(response, str) or not response.strip()):
         raise QuestionError(f"{place}: the 'response' is no text")
-    own, kind = get_record_id(row, "question", place, QuestionError), get_type_label(row)
+    if hops is not None and not re.fullmatch(r"[1-9]\d?(\.0)?", str(hops)):
+        raise QuestionError(f"{place}: 'hops' must be a whole number from 1 to 99")
+    own, kind = get_record_id(row, "question", place, QuestionError), row.get("type")
     answers, others = (_parse_texts(row, name, place) for name in ("golden_answers", "answer_aliases"))
     own_names = ("answerable", *FIELD_ALIASES["golden_answers"])  # yes is an answer, no label
-    labels = tuple(name for name, value in row.items() if value is True and name.lower() not in own_names)
+    labels = [name for name, value in row.items() if value is True and name.lower() not in own_names]
+    labels += [kind] if isinstance(kind, str) and TYPE_LABEL.fullmatch(kind) else []
     return Question(
         id=own,
         question=text,
         golden_answers=tuple(dict.fromkeys((*answers, *others))),
         supporting_ids=_parse_texts(row, "supporting_ids", place),
         supporting_titles=list_supporting_titles(row, place, QuestionError),
-        hops=_parse_hops(row.get("hops"), place) or count_hops(row, own),
+        hops=count_hops(row, own) if hops is None else int(float(hops)),
         response=response,
-        labels=(*labels, kind) if kind else labels,
+        labels=tuple(labels),
         place=place,
     )
-
-
-def spell_out_truth(answer: Any) -> tuple[Any, ...]:
-    """The word for a truth value; of a text that says it, as tables do, that word and the text."""
-    word = {"true": "yes", "false": "no"}.get(str(answer).strip().lower())
-    if word is None:
-        return (answer,)
-    return (word,) if isinstance(answer, bool) else (word, answer)
-
-
-def _parse_hops(value: Any, place: str) -> int | None:
-    whole = re.fullmatch(r"([1-9]\d?)(\.0)?", str(value))
-    if value is not None and not whole:
-        raise QuestionError(f"{place}: 'hops' must be a whole number from 1 to 99")
-    return int(whole[1]) if whole else None
 
 
 def _parse_texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]:
@@ -232,7 +220,11 @@ def _parse_texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]
         texts = [item.get("id") for item in texts]
         texts = [] if None in texts else texts
     if field in ("golden_answers", "answer_aliases"):
-        texts = [answer for item in texts for answer in spell_out_truth(item)]
+        spelled = list[Any]()
+        for item in texts:  # a truth value is its word; of a text that says it, as tables do, both
+            word = {"true": "yes", "false": "no"}.get(str(item).strip().lower())
+            spelled += [item] if word is None else [word] if isinstance(item, bool) else [word, item]
+        texts = spelled
     if not all(isinstance(item, str | int | float) and not isinstance(item, bool) for item in texts):
         raise QuestionError(f"{place}: '{key}' must be a list of texts")
     return tuple(str(text) for text in texts if str(text).strip())

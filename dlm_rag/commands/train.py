@@ -26,7 +26,7 @@ from dlm_rag.cli import check_writable, print_note
 from dlm_rag.commands.arguments import check_read, parse_command_line
 from dlm_rag.config.fields import check_effects
 from dlm_rag.errors import ConfigError
-from dlm_rag.files.journal import acquire_file_lock, release_file_lock
+from dlm_rag.files.journal import hold_file_lock
 from dlm_rag.files.paths import make_folder
 from dlm_rag.machine import limit_cuda_allocator
 
@@ -73,8 +73,7 @@ def main(argv: list[str]) -> None:
         stack.enter_context(translate_distributed_errors())
 
         def lock_folder() -> None:
-            lock = acquire_file_lock(folder / "train.lock", f"the run in {folder}")
-            stack.callback(release_file_lock, lock)
+            stack.enter_context(hold_file_lock(folder / "train.lock", f"the run in {folder}"))
 
         processes.check_on_main(lock_folder)
         processes.check_shared_folder(folder)

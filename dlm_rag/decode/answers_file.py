@@ -13,16 +13,14 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.files.checked_json import read_json_or_empty, validate_json_value
 from dlm_rag.files.journal import (
     Journal,
-    acquire_file_lock,
-    append_energy,
     check_same_settings,
+    drop_lines,
     explain_write_errors,
+    hold_file_lock,
     read_json_lines,
-    release_file_lock,
     repair_last_line,
-    rewrite_lines,
-    write_note,
 )
+from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.questions import Question
 
 log = logging.getLogger(__name__)
@@ -114,8 +112,7 @@ class AnswersFile:
         try:
             for name, path in {"out": self._out, "trace": self._trace}.items():
                 if path is not None:  # each may be another run's, too
-                    lock = acquire_file_lock(Path(f"{path}.lock"), f"{name}={path}")
-                    self._opened.callback(release_file_lock, lock)
+                    self._opened.enter_context(hold_file_lock(Path(f"{path}.lock"), f"{name}={path}"))
             self._read()
             self.check_same_settings(stamp["answers_depend_on"])
             if self._trace is not None:
@@ -145,9 +142,7 @@ class AnswersFile:
             if path is not None and path.is_file():
                 repair_last_line(path)
                 if asked_again:
-                    rewrite_lines(
-                        path, lambda line: None if json.loads(line).get("id") in asked_again else line
-                    )
+                    drop_lines(path, asked_again)
         if self._trace is not None and not self._answered:
             self._trace.unlink(missing_ok=True)  # its header may be of other settings
 
@@ -167,11 +162,21 @@ class AnswersFile:
 
     def _write_stamp(self, stamp: dict[str, Any]) -> None:
         self._stamp = stamp
-        write_note(self._stamp_path, stamp)
+        write_text_atomic(self._stamp_path, json.dumps(stamp, indent=2, ensure_ascii=False) + "\n")
 
     def add_energy(self, part: Mapping[str, Any] | None) -> None:
-        """Adds to the stamp what this part of the run has spent; a run that goes on adds another."""
-        append_energy(self._stamp_path, part)
+        """Adds to the stamp what this part of the run has spent; a run that goes on adds another.
+
+        None: it was not measured. A full disk is a warning: what was computed is already stored.
+        """
+        if part is None or self._stamp is None:
+            return
+        before = self._stamp.get("energy")
+        parts = [*(before if isinstance(before, list) else []), part]
+        try:
+            self._write_stamp(self._stamp | {"energy": parts})
+        except OSError as error:
+            log.warning("%s does not get the joules of this part: %s", self._stamp_path, error.strerror)
 
     def append(self, rollout: Rollout) -> None:
         """Adds a finished rollout: first its trace, then its answer, which marks it as done.

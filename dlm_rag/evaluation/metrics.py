@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.files.record_readers import get_first_line_title, normalize_title
+from dlm_rag.files.record_readers import normalize_title
 from dlm_rag.nvtx_ranges import drop_nested_stages
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import get_row_id
@@ -87,7 +87,7 @@ def compute_support_recall(
     """
     if question.supporting_ids or not question.supporting_titles:
         return compute_evidence_recall(evidence, question.supporting_ids)
-    found = [get_first_line_title(texts.get(name, "")) for name in evidence]
+    found = [normalize_title(texts.get(name, "").partition("\n")[0]) for name in evidence]
     return compute_evidence_recall(found, [normalize_title(title) for title in question.supporting_titles])
 
 

@@ -41,18 +41,15 @@ def build_once(folder: Path, build: Callable[[Path], None], resumable: bool = Fa
             if not (damage := _find_damage(folder)):
                 return folder
             if folder.is_dir():
-                log.warning("%s in %s: it is built again", damage, folder)
+                log.warning("%s is damaged in %s: it is built again", damage, folder)
             scratch = folder.with_name(f"{folder.name}.building")
             if not resumable:
                 shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(exist_ok=resumable)
             build(scratch)
-            files = [path for path in sorted(scratch.rglob("*")) if path.is_file()]
-            digests = {
-                str(path.relative_to(scratch)): digest_file(path)
-                for path in files
-                if scratch / PARTS_FOLDER not in path.parents
-            }
+            files = [path.relative_to(scratch) for path in sorted(scratch.rglob("*")) if path.is_file()]
+            kept = [path for path in files if path.parts[0] != PARTS_FOLDER]
+            digests = {str(path): digest_file(scratch / path) for path in kept}
             write_text_atomic(scratch / DIGESTS_FILE, json.dumps(digests))
             shutil.rmtree(folder, ignore_errors=True)
             scratch.rename(folder)
@@ -85,18 +82,17 @@ def save_array(path: Path, array: np.ndarray) -> None:
         file.write(np.ascontiguousarray(array).view(np.uint8).data)
 
 
-def _find_damage(folder: Path) -> str:
-    """The file of a folder that is damaged, in words; empty if none is."""
+def _find_damage(folder: Path) -> str | None:
+    """The file of a folder that is damaged, or None."""
     digests = read_json_or_empty(folder / DIGESTS_FILE)
     for name, digest in digests.items():
         try:
             path = resolve_path_inside(folder, name, DIGESTS_FILE, CorpusError)
-            whole = path.is_file() and digest_file(path) == digest  # a pipe would wait for ever
+            if not path.is_file() or digest_file(path) != digest:  # a pipe would wait for ever
+                return name
         except (OSError, CorpusError):
-            whole = False
-        if not whole:
-            return f"{name} is damaged"
-    return "" if digests else f"{DIGESTS_FILE} is damaged"
+            return name
+    return None if digests else DIGESTS_FILE
 
 
 def make_folder_name(*parts: object) -> str:

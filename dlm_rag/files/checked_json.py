@@ -97,23 +97,15 @@ def parse_json(text: bytes, place: str, error: type[UserError], what: str = "lin
     decoded = decode_utf8(text, place, error, what)
     try:
         value = _DECODER.decode(decoded)
-        whole = b"\\ud" not in text.lower() or is_utf8_encodable(json.dumps(value, ensure_ascii=False))
+        if b"\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise error(f"{place}: a text holds half of a character (a lone surrogate)") from None
     except (ValueError, RecursionError) as problem:
         reason = getattr(problem, "msg", "a number or a nesting that is too large")
         at = f" in its line {problem.lineno}" if what != "line" and hasattr(problem, "lineno") else ""
         raise error(f"{place}: the {what} is not JSON ({reason}{at})") from None
-    if not whole:
-        raise error(f"{place}: a text holds half of a character (a lone surrogate)")
     return value
-
-
-def is_utf8_encodable(value: str) -> bool:
-    """Whether a string can be written as UTF-8."""
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

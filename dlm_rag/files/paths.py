@@ -19,7 +19,10 @@ from blake3 import blake3
 from dlm_rag.errors import ConfigError, UserError
 from dlm_rag.files.checked_json import read_json_or_empty
 from dlm_rag.progress import report_progress
-from dlm_rag.text import replace_control_chars
+
+READ_BLOCK_BYTES = 32 << 20  # bytes that are read at a time
+MIN_CACHED_FILE_BYTES = 16 << 20  # bytes; a smaller file is read sooner than what is remembered of it
+RACY_WINDOW_NS = 2 * 10**9  # nanoseconds within which a file may change and keep its times
 
 
 def resolve_path_inside(folder: Path, name: Any, place: str, error: type[UserError]) -> Path:
@@ -145,12 +148,6 @@ def resolve_regular_file(path: str | Path, what: str, error: type[UserError]) ->
     return found
 
 
-READ_BLOCK_BYTES = 32 << 20  # bytes that are read at a time
-MIN_CACHED_FILE_BYTES = 16 << 20  # bytes; a smaller file is read sooner than what is remembered of it
-# nanoseconds within which a file may change and keep its times (git calls it racy)
-RACY_WINDOW_NS = 2 * 10**9
-
-
 def digest_file(path: Path) -> str:
     """BLAKE3 of all bytes of a file, as 64 hex digits; raises `OSError`.
 
@@ -164,21 +161,19 @@ def digest_file(path: Path) -> str:
 def digest_open_file(file: FileIO, path: Path) -> str:
     """As `digest_file`, of an open file, whatever has taken its name since; no other thread may read it."""
     before = read_file_state(file.fileno())
-    if before["size"] < MIN_CACHED_FILE_BYTES:
+    if before[0] < MIN_CACHED_FILE_BYTES:
         return compute_file_digest(file, path)
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
     record = get_cache_folder() / "digests" / f"{name}.json"
     known = read_json_or_empty(record)
-    digest = known.pop("digest", None)
-    if known == before and isinstance(digest, str):
+    if known.get("state") == before and isinstance(digest := known.get("digest"), str):
         return digest
     found = compute_file_digest(file, path)
-    after = read_file_state(file.fileno())
-    settled = time.time_ns() - max(after["mtime"], after["ctime"]) > RACY_WINDOW_NS
-    if settled and after == before:
+    _, *times = after = read_file_state(file.fileno())
+    if after == before and time.time_ns() - max(times[:2]) > RACY_WINDOW_NS:
         with suppress(OSError):
             record.parent.mkdir(parents=True, exist_ok=True)
-            write_text_atomic(record, json.dumps({"digest": found, **after}))
+            write_text_atomic(record, json.dumps({"digest": found, "state": after}))
     return found
 
 
@@ -187,13 +182,13 @@ def compute_file_digest(file: FileIO, path: Path, draws: bool = True) -> str:
 
     draws: a progress bar.
     """
-    size = read_file_state(file.fileno())["size"]
+    size = os.fstat(file.fileno()).st_size
     digest = create_hasher(size)
     block = memoryview(bytearray(min(READ_BLOCK_BYTES, size + 1)))
     file.seek(0)
     # Read, not mapped: a file that is cut short meanwhile ends the mapping's process.
-    words = replace_control_chars(f"reading {path.name}")
-    with report_progress(words, size, "bytes") if draws else nullcontext(lambda count: None) as advance:
+    said = f"reading {path.name}"
+    with report_progress(said, size, "bytes") if draws else nullcontext(lambda count: None) as advance:
         while count := file.readinto(block):
             digest.update(block[:count])
             advance(count)
@@ -209,10 +204,7 @@ def create_hasher(size: int) -> blake3:
     return blake3(max_threads=blake3.AUTO if uses_threads else 1)
 
 
-def read_file_state(file: Path | int) -> dict[str, int]:
-    """What changes with the content of a file; of one that is open, whatever has taken its name since."""
+def read_file_state(file: Path | int) -> list[int]:
+    """Size, times and identity of a file, or of an open one, whatever has taken its name since."""
     found = os.stat(file)  # noqa: PTH116 - a path cannot be a descriptor
-    return {
-        "size": found.st_size, "mtime": found.st_mtime_ns, "ctime": found.st_ctime_ns,
-        "inode": found.st_ino, "device": found.st_dev,
-    }  # fmt: skip
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]

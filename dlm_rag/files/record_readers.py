@@ -43,8 +43,7 @@ FIELD_ALIASES = {
 }
 ROW_FILE_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")  # the rows of a folder
 PEEK_BYTES = 2**20  # bytes that are looked at to tell forms apart
-# zip (and .xlsx), bzip2, xz, zstd
-UNSUPPORTED_MAGIC = (b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+UNSUPPORTED_MAGIC = (b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # zip, bzip2, xz, zstd
 MAX_JSON_BYTES = 2**31  # bytes of a document, which is in memory as a whole
 # Of HotpotQA (Yang et al. 2018) and 2WikiMultihopQA (Ho et al. 2020): passages that the type needs.
 HOPS_BY_TYPE = {"bridge": 2, "comparison": 2, "compositional": 2, "inference": 2, "bridge_comparison": 4}
@@ -53,7 +52,7 @@ LAYOUT_FIELDS = (
     "answerable", "answer_aliases",
 )  # fmt: skip
 _MUSIQUE_ID = re.compile(r"([2-4])hop\d?__")
-_LABEL = re.compile(r"[A-Za-z][\w-]{0,39}")
+TYPE_LABEL = re.compile(r"[A-Za-z][\w-]{0,39}")
 _QUOTED_TITLE = re.compile(r'"([^\n]+)"\n')  # of FlashRAG's passages
 _SENTENCE_FIELDS = ("sentences", "content", "paragraph_text", "text")
 Record = tuple[str, dict[str, Any]]  # its place, its fields
@@ -65,12 +64,10 @@ def get_field(record: Mapping[str, Any], name: str) -> tuple[str, Any]:
 
     Capitals make no difference where no name is there as it is written (`Question,Answer` of Bamboogle).
     """
-    for alias in FIELD_ALIASES[name]:
-        if record.get(alias) is not None:
-            return alias, record[alias]
     own = {key.lower(): key for key, value in record.items() if value is not None}
-    found = ((own[alias], record[own[alias]]) for alias in FIELD_ALIASES[name] if alias in own)
-    return next(found, (name, None))
+    own |= {key: key for key in own.values()}
+    found = next((own[alias] for alias in FIELD_ALIASES[name] if alias in own), name)
+    return found, record.get(found)
 
 
 def get_record_id(record: dict[str, Any], what: str, place: str, error: type[UserError]) -> str:
@@ -184,23 +181,19 @@ def _read_table(file: IO[bytes], path: str, error: type[UserError], delimiter: s
     csv.field_size_limit(2**31 - 1)  # `iter_lines` has the limit
     lines = iter_lines(file, path, error, blank=True)
     text = (decode_utf8(line, place, error) for place, _, line in lines)
-    reader, before = csv.reader(text, delimiter=delimiter, strict=True), 0
-    header: list[str] = []
-    number = 0
+    reader, header, number, before = csv.reader(text, delimiter=delimiter, strict=True), list[str](), 0, 0
     try:
         for cells in reader:
             place, before = f"{path}, line {before + 1}", reader.line_num
-            if not cells:
-                continue
-            if not header:
+            if cells and not header:
                 header = cells
                 _check_columns([name for name in header if name], place, error)
-                continue
-            if len(cells) != len(header):
-                raise error(f"{place}: the row has more or fewer cells than the header")
-            number += 1
-            row = {name: cell for name, cell in zip(header, cells, strict=True) if name and cell}
-            yield place, _with_row_id(row, header, number)
+            elif cells:
+                if len(cells) != len(header):
+                    raise error(f"{place}: the row has more or fewer cells than the header")
+                number += 1
+                row = {name: cell for name, cell in zip(header, cells, strict=True) if name and cell}
+                yield place, _with_row_id(row, header, number)
     except csv.Error as problem:
         raise error(
             f"{path}, line {before + 1}: the row cannot be read ({problem}); put a cell that holds "
@@ -286,7 +279,7 @@ def list_supporting_titles(row: dict[str, Any], place: str, error: type[UserErro
         titles = [title for title, _ in _pair_up(chosen, "paragraphs", place, error)]
     elif isinstance(steps, list):
         found = [step.get("support_paragraph") for step in steps if isinstance(step, dict)]
-        titles = [each["title"] for each in found if isinstance(each, dict) and each.get("title")]
+        titles = [each.get("title") for each in found if isinstance(each, dict)]
     elif isinstance(docs, list):
         titles = [_find_title(doc) for doc in docs if isinstance(doc, dict)]
         titles = [] if None in titles else titles
@@ -300,18 +293,12 @@ def count_hops(row: dict[str, Any], name: str) -> int | None:
     """
     if found := _MUSIQUE_ID.match(name):
         return int(found[1])
-    if steps := row.get("question_decomposition"):
-        return len(steps) if isinstance(steps, list) else None
-    evidences, kind = row.get("evidences"), row.get("type")
-    if isinstance(kind, str) and kind in HOPS_BY_TYPE and {"supporting_facts", "context"} & {*row}:
-        return HOPS_BY_TYPE[kind]
-    return len(evidences) if isinstance(evidences, list) and evidences else None
-
-
-def get_type_label(row: dict[str, Any]) -> str | None:
-    """The type of a question, where it can be the name of a group: one word."""
     kind = row.get("type")
-    return kind if isinstance(kind, str) and _LABEL.fullmatch(kind) else None
+    typed = isinstance(kind, str) and {"supporting_facts", "context"} & {*row}
+    if typed and kind in HOPS_BY_TYPE and not row.get("question_decomposition"):
+        return HOPS_BY_TYPE[kind]
+    steps = row.get("question_decomposition") or row.get("evidences")
+    return len(steps) if isinstance(steps, list) and steps else None
 
 
 def list_context_passages(
@@ -319,9 +306,7 @@ def list_context_passages(
 ) -> list[tuple[str, str]] | None:
     """Title and text of each passage that comes with a question; None where none can come with it."""
     row = flatten_layout(row)
-    name = next(
-        (name for name in ("context", "paragraphs") if isinstance(row.get(name), list | dict)), None
-    )
+    name = next((key for key in ("context", "paragraphs") if isinstance(row.get(key), list | dict)), None)
     if name is None:
         return None
     found = []
@@ -336,11 +321,6 @@ def list_context_passages(
 def normalize_title(title: str) -> str:
     """What two spellings of a title have in common: quotes around it, white space and escapes are none."""
     return " ".join(unicodedata.normalize("NFC", html.unescape(title)).split()).strip('" ')
-
-
-def get_first_line_title(text: str) -> str:
-    """The title of a passage by its text, which begins with it (`Passage.text`), normalized."""
-    return normalize_title(text.partition("\n")[0])
 
 
 def _decode(value: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar, overload
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.config.fields import resolve_or_import
 from dlm_rag.errors import ConfigError, NamesRemedy, QuestionError
-from dlm_rag.files.record_readers import get_first_line_title, normalize_title
+from dlm_rag.files.record_readers import normalize_title
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Corpus, Passage, get_row_id
 from dlm_rag.text import drop_repeated_words, extract_sentences, normalize_whitespace
@@ -380,7 +380,7 @@ def _find_supports(questions: Iterable[Question], corpus: Sequence[Passage]) -> 
     for row, passage in enumerate(corpus if found else ()):
         keys = [("id", passage.id), ("id", get_row_id(passage.id))]
         if titled:
-            keys.append(("title", get_first_line_title(passage.text)))
+            keys.append(("title", normalize_title(passage.text.partition("\n")[0])))
         for key in dict.fromkeys(keys):
             if key in found:
                 found[key].append(row)

@@ -117,7 +117,7 @@ class Corpus(Sequence[Passage]):
     `folder` is where indexes over exactly these bytes are kept: its name holds the fingerprint.
     """
 
-    def __init__(self, path: Path, folder: Path, fingerprint: str, state: dict[str, int]) -> None:
+    def __init__(self, path: Path, folder: Path, fingerprint: str, state: list[int]) -> None:
         """state: of the file before it was hashed."""
         self.path, self.folder, self.fingerprint = path, folder, fingerprint
         # Of each passage, and the end; as a plain array, for a memmap is slow at single numbers.

@@ -13,7 +13,7 @@ from typing import Any
 from zipfile import ZipFile
 
 from dlm_rag.errors import CorpusError, translate_failures
-from dlm_rag.files.checked_json import decode_utf8, is_utf8_encodable
+from dlm_rag.files.checked_json import decode_utf8
 from dlm_rag.files.paths import digest_file
 from dlm_rag.files.record_readers import Record
 from dlm_rag.text import replace_control_chars
@@ -85,7 +85,7 @@ def read_text_passages(folder: Path) -> Iterator[Record]:
         suffix = path.suffix.lower()
         markdown = suffix not in (".txt", ".pdf")
         text = _read_text(path) if suffix in TEXT_FILE_SUFFIXES else read_document(path)
-        if not is_utf8_encodable(name):
+        if any("\ud800" <= char <= "\udfff" for char in name):  # as Python has bytes that are no UTF-8
             raise CorpusError(f"{path!a}: the name is not UTF-8: rename the file")
         named, text = split_front_matter(text) if markdown else ("", text)
         for title, body in split_markdown_sections(text) if markdown else [("", text)]:

@@ -151,11 +151,9 @@ def test_a_new_folder_replaces_files_one_by_one_and_leaves_others(tmp_path):
 
 
 def test_a_lock_is_one_process_at_a_time(tmp_path):
-    first = journal.acquire_file_lock(tmp_path / "lock", "it")
-    with pytest.raises(ConfigError, match="it is being written by another process"):
-        journal.acquire_file_lock(tmp_path / "lock", "it")
-    journal.release_file_lock(first)
-    second = journal.acquire_file_lock(tmp_path / "lock", "it")
-    journal.release_file_lock(first)
-    assert (tmp_path / "lock").exists(), "given back already: the lock is another's"
-    journal.release_file_lock(second)
+    for _ in range(2):
+        with journal.hold_file_lock(tmp_path / "lock", "it"):
+            other = pytest.raises(ConfigError, match="it is being written by another process")
+            with other, journal.hold_file_lock(tmp_path / "lock", "it"):
+                pass
+            assert (tmp_path / "lock").exists(), "the lock is another's"

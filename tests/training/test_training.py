@@ -25,7 +25,7 @@ from dlm_rag.data.synthetic_world import make_world, make_world_question
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts, run_starts
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
-from dlm_rag.files.journal import acquire_file_lock, release_file_lock
+from dlm_rag.files.journal import hold_file_lock
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.layers import AttentionProbe
 from dlm_rag.questions import Question
@@ -458,11 +458,10 @@ def test_bfloat16_trains_validates_saves_resumes_and_exports(tmp_path, objective
 
 
 def test_a_folder_is_trained_in_by_one_run_at_a_time(tmp_path):
-    lock = acquire_file_lock(tmp_path / "train.lock", "the run")
-    with pytest.raises(ConfigError, match=f"the run in {tmp_path} is being written by another process"):
+    other = pytest.raises(ConfigError, match=f"the run in {tmp_path} is being written by another process")
+    with hold_file_lock(tmp_path / "train.lock", "the run"), other:
         commands.train.main(["--out", str(tmp_path), *MICRO_SETTINGS])
     assert not (tmp_path / "metrics.jsonl").exists()
-    release_file_lock(lock)
 
 
 @pytest.mark.slow
