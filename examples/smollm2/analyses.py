@@ -4,7 +4,7 @@
     python examples/smollm2/analyses.py dependence corpus.jsonl questions.jsonl --limit 60
 
 `recall`: how many of the supporting passages were among the evidence when a share of the response was
-written (they see 19 points more after a quarter). `dependence`: mutual information, in nats, of the next two
+written (19 points more after a quarter, there). `dependence`: mutual information, in nats, of the next two
 masked tokens, which parallel decoding would commit together, with gold passages and with none, along the
 response that is written with gold passages (0.060 and 0.588 there). Each has a 95 % interval from questions
 drawn again 2,000 times.
@@ -101,7 +101,7 @@ class PairModel:
     ) -> tuple[list[float], list[int]]:
         """Returns the mutual information of each pair that is in one block, and the response.
 
-        Without a `response` the likeliest tokens are written, one by one, up to the end or the last position.
+        Without a `response` the likeliest tokens are written, one by one, up to the end.
         """
         ids, pairs, end_ids = list[int](), list[float](), self.tokenizer.end_ids
         while len(ids) < (len(response) or self.denoiser.config.canvas_length - 1):
