@@ -288,8 +288,8 @@ class TrainConfig(CheckedSettings):
     """number of layers of a new model"""
     vocab_size: int = setting(1024, low=300, high=2**20, only_with=NEW_MODEL)
     """vocabulary size of a new model; its tokenizer is trained on worlds, or on data.corpus"""
-    passage_length: int = setting(96, low=16)
-    """maximum length of a passage in tokens, in the independent evidence layout"""
+    passage_length: int | None = setting(None, low=16)
+    """maximum length in tokens of a passage that stands alone (default: the checkpoint's own, else 96)"""
     lora_rank: int = setting(0, low=0, only_with={"model.path": SET})
     """rank of low-rank adapters on frozen weights (needs peft); 0 trains all weights"""
     # What it trains on.

@@ -185,7 +185,7 @@ def sample_document_rows(shape: DenoiserConfig, length: int, count: int) -> list
 
 
 def sample_prompt_rows(
-    shape: DenoiserConfig, passage_length: int, top_k: int, items: int, rows: int, searches: int = 1
+    shape: DenoiserConfig, top_k: int, items: int, rows: int, searches: int = 1
 ) -> list[Example]:
     """`rows` of each of some items; searches: how many times `top_k` passages an item has.
 
@@ -194,7 +194,7 @@ def sample_prompt_rows(
     draw = partial(random.Random(0).choices, range(shape.vocab_size))
     hidden, found = tuple(n % 2 == 0 for n in range(shape.canvas_length)), []
     for _ in range(items):
-        passages = [tuple(draw(k=passage_length)) for _ in range(searches * top_k)]
+        passages = [tuple(draw(k=shape.passage_length)) for _ in range(searches * top_k)]
         questions = [tuple(draw(k=LONG_QUESTION_TOKENS)) for _ in range(rows if searches == 1 else 1)]
         for row in range(rows):
             first = row % ((searches - 1) * top_k + 1)

@@ -7,9 +7,10 @@ whoever has it, bit for bit.
 
 import random
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -238,6 +239,7 @@ def iterate_world_texts(seed: int, worlds: int = 60) -> Iterator[str]:
 
 
 DEFAULT_PROMPT_TEMPLATE = PromptTemplate(head="{question}\n", fact="{passage}")
+DEFAULT_PASSAGE_LENGTH = 96  # tokens
 SIZE_FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
 
 
@@ -276,7 +278,8 @@ def _open_base_model(config: Config, path: str) -> InitialModel:
             "the tokenizer belongs to another model"
         )
     vocabulary = max(own.vocab_size, mask_id + 1)
-    shape = make_training_shape(config, replace(own, vocab_size=vocabulary, mask_token_id=mask_id))
+    own = replace(own, vocab_size=vocabulary, mask_token_id=mask_id)
+    shape = make_training_shape(config, own, base.raw_config)
     if config.prompt is None:
         template = PromptTemplate.from_checkpoint(base.raw_config.get("prompt"), shape.evidence_layout)
     else:
@@ -285,25 +288,28 @@ def _open_base_model(config: Config, path: str) -> InitialModel:
     return InitialModel(shape, tokenizer, base, train.seed, train.lora_rank)
 
 
-def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
+def make_training_shape(
+    config: Config, own: DenoiserConfig, raw_config: Mapping[str, Any] = MappingProxyType({})
+) -> DenoiserConfig:
     """An architecture with what training gives it: layout, lengths, room for long contexts.
 
+    raw_config: the checkpoint's `config.json`, whose layout and length of passages stay where none are set.
     Raises `ConfigError` for a model that is not trained here.
     """
     train, decode, block = config.train, config.decode, config.model.block_size
     block = own.block_size if block is None else block or None
-    if own.causal_context:
+    if own.causal_context and train.objective != "rl":
         raise ConfigError(
-            "this model predicts the first token of a block from the text before it, and only decodes "
-            "here: train another model"
+            "this model predicts the first token of a block from the text before it, which only "
+            "train.objective=rl trains: train another model"
         )
     canvas = decode.max_new_tokens or own.canvas_length
     retrieval = list_given(config.retrieval, RETRIEVAL_NAMES)
     own = own.add_settings(list_given(decode, DECODE_NAMES), **retrieval)
     return replace(
         own,
-        evidence_layout=config.model.evidence_layout or "independent",
-        passage_length=train.passage_length,
+        evidence_layout=config.model.evidence_layout or raw_config.get("evidence_layout", "independent"),
+        passage_length=train.passage_length or raw_config.get("passage_length", DEFAULT_PASSAGE_LENGTH),
         canvas_length=canvas,
         block_length=own.block_length if decode.block_length is None else decode.block_length,
         block_size=block,
@@ -328,7 +334,9 @@ def _make_fresh_model(config: Config) -> InitialModel:
     )
     # Positions for the question, the canvas, and all passages if they follow one another.
     layout = EVIDENCE_LAYOUTS[config.model.evidence_layout or "independent"]
-    room = (1 if layout.separate_passages else config.retrieval.top_k) * train.passage_length
+    room = (1 if layout.separate_passages else config.retrieval.top_k) * (
+        train.passage_length or DEFAULT_PASSAGE_LENGTH
+    )
     room += 2 * LONG_QUESTION_TOKENS + (config.decode.max_new_tokens or own.canvas_length)
     if train.objective not in ("sft", "rl"):
         room = max(room, train.sequence_length + 1)

@@ -237,7 +237,7 @@ def estimate_rollout_bytes(
     settings = task.rollout_settings(config)
     if settings is None:
         return 0.0
-    passages = config.retrieval.top_k, task.train.passage_length
+    passages = config.retrieval.top_k, shape.passage_length
     row = find_longest_row(shape, config.model.evidence_layout, settings, passages)
     rows = min(settings.batch_size, part * task.rows // task.items)
     return estimate_decode_bytes(shape, dtype, row, rows)

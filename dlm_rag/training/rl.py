@@ -331,9 +331,9 @@ class RlTask(Task):
         return validation
 
     def sample_batch(self, count: int) -> RolloutBuffer:
-        shape, train, rollouts = self.run.origin.config, self.train, self.train.num_generations
+        shape, rollouts = self.run.origin.config, self.train.num_generations
         examples = sample_prompt_rows(
-            shape, train.passage_length, self.run.config.retrieval.top_k, count, self._steps * rollouts,
+            shape, self.run.config.retrieval.top_k, count, self._steps * rollouts,
             ROLLOUT_PASSAGE_FACTOR,
         )  # fmt: skip
         states = lay_out_examples(examples, shape, shape.evidence_layout)
@@ -348,11 +348,6 @@ class RlTask(Task):
         self._denoiser = denoiser
         shape = denoiser.config
         settings = resolve_settings(make_rollout_settings(self.run.config), shape)
-        if shape.block_size and shape.predicts_next_block:
-            raise ConfigError(
-                "rl computes steps again from the canvas alone, which excludes models that predict the "
-                "first token of a block from before it"
-            )
         return PolicyObjective(denoiser, settings, self.run.origin.tokenizer.mask_id)
 
     def make_batch(self, step: int, items: Sequence[int], state: TaskState) -> RolloutBuffer:

@@ -113,8 +113,7 @@ class SftTask(MaskedTask):
 
     def sample_rows(self, count: int) -> list[Example]:
         train, top_k = self.train, self.run.config.retrieval.top_k
-        shape = self.run.origin.config
-        return sample_prompt_rows(shape, train.passage_length, top_k, count, train.rows_per_set)
+        return sample_prompt_rows(self.run.origin.config, top_k, count, train.rows_per_set)
 
     def count_passages(self, state: TaskState) -> tuple[int, int]:
         """How many passages the prompts of this stage have: at least, at most."""

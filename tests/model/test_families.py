@@ -284,5 +284,5 @@ def test_the_mask_is_the_tokenizers_where_the_config_does_not_say_it(tmp_path, f
 def test_nemotron_labs_diffusion_is_not_trained(tmp_path):
     """Its rows would have to predict the first token of a block from the text before it."""
     write_checkpoint("nemotron-labs-diffusion", tmp_path)
-    with pytest.raises(ConfigError, match="only decodes here"):
+    with pytest.raises(ConfigError, match="only train.objective=rl"):
         make_training_shape(Config(), open_checkpoint(tmp_path).config)

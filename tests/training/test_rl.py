@@ -54,6 +54,15 @@ IN_BLOCKS = [
     ("independent", {**BLOCKS, "block_grid": grid, "finished_block_context": context}, 8, None)
     for grid in ("canvas", "prompt")
     for context in ("recompute", "no_evidence")
+] + [
+    (
+        layout,
+        {"block_size": 4, "evidence_layout": layout, "causal_context": True, "shifted": shifted},
+        8,
+        None,
+    )
+    for layout in ("independent", "parallel")
+    for shifted in (False, True)
 ]
 
 
