@@ -30,7 +30,7 @@ NONE = "no passages"
 GOLD = "gold passages"
 
 
-def format_interval(values: Sequence[float], scale: float = 1.0, digits: int = 1) -> str:
+def format_interval(values: Sequence[float] | np.ndarray, scale: float = 1.0, digits: int = 1) -> str:
     """Returns the mean of values, one a question, with its 95 % interval."""
     found = np.asarray(values) * scale
     drawn = np.random.default_rng(0).choice(found, (2000, len(found))).mean(1)
@@ -68,7 +68,9 @@ class PairModel:
         return lay_out_prompt(fitted.prompt, shape)
 
     @torch.inference_mode()
-    def predict(self, laid: LaidOutPrompt, texts: Sequence[Sequence[int]], places: Sequence[int]):
+    def predict(
+        self, laid: LaidOutPrompt, texts: Sequence[Sequence[int]], places: Sequence[int]
+    ) -> torch.Tensor:
         """Returns log-probabilities (rows, vocabulary) of one place of each text; the rest is masked."""
         shape, rows = self.denoiser.config, []
         for ids, place in zip(texts, places, strict=True):

@@ -55,12 +55,7 @@ IN_BLOCKS = [
     for grid in ("canvas", "prompt")
     for context in ("recompute", "no_evidence")
 ] + [
-    (
-        layout,
-        {"block_size": 4, "evidence_layout": layout, "causal_context": True, "shifted": shifted},
-        8,
-        None,
-    )
+    (layout, {**BLOCKS, "evidence_layout": layout, "causal_context": True, "shifted": shifted}, 8, None)
     for layout in ("independent", "parallel")
     for shifted in (False, True)
 ]
