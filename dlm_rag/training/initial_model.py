@@ -334,8 +334,8 @@ def _make_fresh_model(config: Config) -> InitialModel:
     )
     # Positions for the question, the canvas, and all passages if they follow one another.
     layout = EVIDENCE_LAYOUTS[config.model.evidence_layout or "independent"]
-    passages = 1 if layout.separate_passages else config.retrieval.top_k
-    room = passages * (train.passage_length or DEFAULT_PASSAGE_LENGTH)
+    facts = 1 if layout.separate_passages else config.retrieval.top_k
+    room = facts * (train.passage_length or DEFAULT_PASSAGE_LENGTH)
     room += 2 * LONG_QUESTION_TOKENS + (config.decode.max_new_tokens or own.canvas_length)
     if train.objective not in ("sft", "rl"):
         room = max(room, train.sequence_length + 1)
