@@ -4,7 +4,7 @@ The canvas starts as random tokens: a step proposes for all positions of a block
 others again, also those accepted before.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import takewhile
 from typing import Any, ClassVar
@@ -35,12 +35,8 @@ from dlm_rag.tokenizer import Tokenizer
 REDRAW = Rule(lambda proposals, context: np.arange(len(proposals.positions)), redraws=True)
 REDRAW_PATH = "dlm_rag.diffusion_gemma.decoding:REDRAW"
 READ_SETTINGS = {  # of `decode`; the others have no effect
-    "max_new_tokens", "steps_per_block", "query_policy", "query_threshold",
-    "retrieval_interval", "seed", "batch_size", "overlap", "abstain",
-    "early_stopping",
-}  # fmt: skip
-MODEL_VALUES: dict[str, tuple[Any, ...]] = {
-    "attn_implementation": ("auto", "sdpa"), "evidence_layout": (None, "prefix"),
+    "max_new_tokens", "steps_per_block", "query_policy", "query_threshold", "retrieval_interval", "seed",
+    "batch_size", "overlap", "abstain", "early_stopping",
 }  # fmt: skip
 
 
@@ -53,7 +49,7 @@ def resolve_settings(settings: DecodeConfig, shape: GemmaConfig) -> DecodeConfig
         "mode": "diffusion", "block_length": block, "query_window": 0, "commit_rule": REDRAW_PATH,
         "finished_block_context": "recompute",
     }  # fmt: skip
-    _refuse_idle("decode", settings, dict.fromkeys(READ_SETTINGS, ()), fixed)
+    _refuse_idle("decode", settings, READ_SETTINGS, fixed)
     find_query_policy(settings.query_policy)
     blocks = -(-(settings.max_new_tokens or shape.canvas_length) // block)  # whole ones
     return replace_settings(
@@ -67,24 +63,19 @@ def resolve_settings(settings: DecodeConfig, shape: GemmaConfig) -> DecodeConfig
 
 def check_settings(model: ModelConfig, engine: EngineConfig) -> str:
     """The attention kernel; raises `ConfigError` for settings that are not supported."""
-    for name, values in MODEL_VALUES.items():
-        if (value := getattr(model, name)) not in values:
-            raise ConfigError(
-                f"model.{name}={value} is not supported by a model of uniform noise: set "
-                f"model.{name}={values[1]}"
-            )
-    _refuse_idle("model", model, {"path": (), "device": (), "dtype": ()} | MODEL_VALUES)
-    _refuse_idle("engine", engine, {})
+    fixed = {"attn_implementation": "sdpa", "evidence_layout": "prefix"}
+    _refuse_idle("model", model, ("path", "device", "dtype"), fixed)
+    _refuse_idle("engine", engine, (), {})
     return DiffusionGemma.backend
 
 
 def _refuse_idle(
-    section: str, settings: CheckedSettings, read: Mapping[str, Any], fixed: Mapping[str, Any] | None = None
+    section: str, settings: CheckedSettings, read: Collection[str], fixed: Mapping[str, Any]
 ) -> None:
     """Raises `ConfigError` for a setting that is not `read`, at its default or at its `fixed` value."""
     for item in fields(settings):
         value, default = getattr(settings, item.name), item.default
-        if item.name not in read and value not in (default, (fixed or {}).get(item.name, default)):
+        if item.name not in read and value not in (default, fixed.get(item.name, default)):
             shown = str(value).lower() if isinstance(value, bool) else value
             raise ConfigError(
                 f"{section}.{item.name}={shown} has no effect on a model that denoises from uniform noise: "
@@ -105,7 +96,8 @@ class UniformNoiseCanvas(Canvas):
     noise: TokenIds = field(kw_only=True)  # (length,)
     next_noise: TokenIds | None = field(init=False, default=None)
     block_steps: int = 0  # steps of the current block
-    argmax_history: list[TokenIds] = field(default_factory=list)  # its most probable tokens at these steps
+    best_ids: TokenIds | None = None  # its most probable tokens at the last of them
+    settled_steps: int = 0  # since when they are these
 
     @property
     def model_ids(self) -> TokenIds:
@@ -134,15 +126,16 @@ class UniformNoiseCanvas(Canvas):
         """
         best, shape = _most_probable(proposals), self.shape
         assert self.next_noise is not None
+        same = self.best_ids is not None and np.array_equal(self.best_ids, best.token_ids)
+        self.best_ids, self.settled_steps = best.token_ids, self.settled_steps + 1 if same else 0
         sure = float(proposals.entropy.mean()) < shape.stop_entropy
-        over = sure and has_converged(self.argmax_history, best.token_ids, shape.convergence_steps)
+        over = sure and self.settled_steps >= shape.convergence_steps
         over = over or self.block_steps + 1 == settings.steps_per_block
         within = proposals.subset(select_by_entropy_bound(proposals.entropy, shape.entropy_bound))
         change = self.accept(best if over else within)
         self.block_steps, self.noise = self.block_steps + 1, self.next_noise
-        self.argmax_history.append(best.token_ids)
         if over:
-            self.frozen_length, self.block_steps, self.argmax_history = block[1], 0, []
+            self.frozen_length, self.block_steps, self.best_ids = block[1], 0, None
         return change
 
     def accept(self, chosen: Proposals) -> CanvasChange:
@@ -180,15 +173,6 @@ def uniform_tokens(numbers: NDArray[np.float64], vocabulary: int) -> TokenIds:
     return np.minimum((numbers * vocabulary).astype(np.int64), vocabulary - 1)
 
 
-def has_converged(before: Sequence[TokenIds], best: TokenIds, convergence_steps: int) -> bool:
-    """Whether the most probable tokens are those of each of the last `convergence_steps` steps.
-
-    before: those of the earlier steps, oldest first.
-    """
-    last = before[max(0, len(before) - convergence_steps) :]
-    return convergence_steps <= len(before) and all(np.array_equal(ids, best) for ids in last)
-
-
 @dataclass
 class PrefixSlot:
     """What is kept for a row: its text, and the logits that the next step of the same block is shown."""
@@ -199,36 +183,11 @@ class PrefixSlot:
     previous_logits: Tensor | None = None
 
 
-class PrefixKVCache:
-    """Prompts whose tokens see only what precedes them, in slots: one that changes runs from there on.
-
-    `cache_stats` counts the tokens that rows see, and those that were run.
-    """
-
-    def __init__(self, denoiser: DiffusionGemma) -> None:
-        self._denoiser, self.slots, self.cache_stats = denoiser, dict[int, PrefixSlot](), CacheStats()
-
-    def prefill(self, number: int, ids: Sequence[int]) -> PrefixSlot:
-        """The slot with the keys and values of `ids`, at least one; runs those that are missing."""
-        slot, wanted = self.slots.setdefault(number, PrefixSlot()), tuple(ids)
-        self.cache_stats.requested_tokens += len(wanted)
-        if slot.ids == wanted:
-            return slot
-        pairs = zip(slot.ids, wanted, strict=False)
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        kept = [(keys[:, :, :same], values[:, :, :same]) for keys, values in slot.keys_values if same]
-        if rest := wanted[same:]:  # none where the text has been cut
-            self.cache_stats.encoded_tokens += len(rest)
-            kept = self._denoiser.extend_cache(kept, rest)
-        slot.ids, slot.keys_values = wanted, kept
-        return slot
-
-    def release(self, number: int) -> None:
-        self.slots.pop(number, None)
-
-
 class GemmaRunner(ModelRunner):
-    """One call over the open blocks of all rows; of the texts before them, what has changed is run."""
+    """One call over the open blocks of all rows; of the texts before them, what has changed is run.
+
+    Tokens of a text see only what precedes them. `cache_stats` counts those that rows see, and those run.
+    """
 
     denoiser: DiffusionGemma
 
@@ -238,24 +197,45 @@ class GemmaRunner(ModelRunner):
 
     @property
     def cache_stats(self) -> CacheStats:
-        return self._prefixes.cache_stats
+        return self._stats
 
     def reset_cache(self) -> None:
-        self._prefixes = PrefixKVCache(self.denoiser)
+        self._slots, self._stats = dict[int, PrefixSlot](), CacheStats()
         self._stacked: tuple[list[tuple[int, tuple[int, ...]]], StackedCaches] | None = None
 
     def release(self, row: int) -> None:
-        self._prefixes.release(row)
+        self._slots.pop(row, None)
         self._stacked = None
 
     def order_passages(self, before: Sequence[Passage], found: list[Passage]) -> list[Passage]:
-        return order_by_arrival(before, found)
+        """Those of `before` in their order there, then new ones: a prompt stays up to what has left."""
+        now, held = {passage.id for passage in found}, {passage.id for passage in before}
+        stay = [passage for passage in before if passage.id in now]
+        return [*stay, *(passage for passage in found if passage.id not in held)]
+
+    def prefill(self, row: int, ids: tuple[int, ...]) -> PrefixSlot:
+        """The slot of a row with the keys and values of `ids`; runs those that are missing."""
+        slot = self._slots.setdefault(row, PrefixSlot())
+        self._stats.requested_tokens += len(ids)
+        if slot.ids == ids:
+            return slot
+        pairs = zip(slot.ids, ids, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        kept = [(keys[:, :, :same], values[:, :, :same]) for keys, values in slot.keys_values if same]
+        if rest := ids[same:]:  # none where the text has been cut
+            self._stats.encoded_tokens += len(rest)
+            kept = self.denoiser.extend_cache(kept, rest)
+        slot.ids, slot.keys_values = ids, kept
+        return slot
 
     @torch.inference_mode()
     def propose(self, views: Sequence[RowInput]) -> list[Proposals]:
         with profile_stage("encode_evidence"):
-            slots = [self._prefixes.prefill(view.row, _finished_ids(view)) for view in views]
-            texts = self._stack_texts([view.row for view in views], slots)
+            slots = []
+            for view in views:
+                finished = view.canvas[: view.finished_length].tolist()
+                slots.append(self.prefill(view.row, (*view.laid_out_prompt.canvas_prefix.ids, *finished)))
+            stacked = self._stack_texts([view.row for view in views], slots)
         with profile_stage("denoise"):
             open_blocks = np.stack([view.canvas[view.finished_length :] for view in views])
             quantiles = [view.quantiles.astype(np.float32) for view in views if view.quantiles is not None]
@@ -265,7 +245,7 @@ class GemmaRunner(ModelRunner):
                 for slot, view in zip(slots, views, strict=True)
             ]
             found = []
-            for row, logits in enumerate(self.denoiser.compute_canvas_logits(canvas, texts, before)):
+            for row, logits in enumerate(self.denoiser.compute_canvas_logits(canvas, stacked, before)):
                 view, slot = views[row], slots[row]
                 cooled = logits / view.temperature
                 found.append(_read_logits(logits, cooled, drawn[row]))
@@ -284,19 +264,7 @@ class GemmaRunner(ModelRunner):
         return self._stacked[1]
 
 
-def order_by_arrival(before: Sequence[Passage], now: Sequence[Passage]) -> list[Passage]:
-    """The passages of `now`: those of `before` in their order there, then new ones in theirs.
-
-    A prompt that sees only what is before stays what it was up to the first passage that has left.
-    """
-    found, held = {passage.id for passage in now}, {passage.id for passage in before}
-    stay = [passage for passage in before if passage.id in found]
-    return [*stay, *(passage for passage in now if passage.id not in held)]
-
-
-def _finished_ids(view: RowInput) -> tuple[int, ...]:
-    """The tokens before the open block: the prompt, and the finished blocks."""
-    return (*view.laid_out_prompt.canvas_prefix.ids, *view.canvas[: view.finished_length].tolist())
+make_runner = GemmaRunner
 
 
 def _read_logits(logits: Tensor, cooled: Tensor, uniform: Tensor) -> dict[str, Tensor]:

@@ -29,12 +29,6 @@ from dlm_rag.model.stored_tensors import Family, NamedShapes
 PromptKeysValues = list[tuple[Tensor, Tensor]]  # of each layer, each (1, heads, tokens, head_dim)
 LAYER_KINDS = ("sliding_attention", "full_attention")
 VISION_PREFIXES = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")  # no use for text
-# For a folder of text alone, which has no tower that looks at images.
-DUMMY_VISION_CONFIG = {
-    "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
-    "num_key_value_heads": 1, "head_dim": 8, "patch_size": 2, "position_embedding_size": 4,
-    "model_type": "gemma4_vision",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,8 +52,7 @@ def read_gemma_config(raw: dict[str, Any]) -> GemmaConfig:
     text, block = require_key(raw, "text_config"), require_key(raw, "canvas_length")
     if not isinstance(text, dict):
         raise CheckpointError(f"text_config={text!r:.60} must be an object")
-    layers = text.get("layer_types")
-    for kind in layers if isinstance(layers, list) else []:
+    for kind in text.get("layer_types") or ():
         if kind not in LAYER_KINDS:
             hint = suggest_nearest(str(kind), LAYER_KINDS)
             raise CheckpointError(f"layer_types has {kind!r:.60}, known are {', '.join(LAYER_KINDS)}{hint}")
@@ -113,9 +106,7 @@ def build_gemma_config(raw: dict[str, Any], place: Path) -> Any:
     from transformers import DiffusionGemmaConfig
 
     with translate_failures(CheckpointError, str(place)):
-        return DiffusionGemmaConfig.from_dict(
-            raw if raw.get("vision_config") else raw | {"vision_config": DUMMY_VISION_CONFIG}
-        )
+        return DiffusionGemmaConfig.from_dict(raw)
 
 
 def list_text_tensor_shapes(raw: dict[str, Any], place: Path) -> NamedShapes:
@@ -161,32 +152,17 @@ class DiffusionGemma(HostedDenoiser):
         assert isinstance(checkpoint.config, GemmaConfig)
         disable_progress_bar()  # of theirs
         kind: Any = DiffusionGemmaForBlockDiffusion
-        folder, self.config = checkpoint.folder, checkpoint.config
+        folder, self.config, self.device, self.dtype = checkpoint.folder, checkpoint.config, device, dtype
         straight = device.type != "cpu" and find_spec("accelerate") is not None
         with translate_failures(CheckpointError, f"{folder} cannot be loaded"):
-            model, report = kind.from_pretrained(
+            model = kind.from_pretrained(
                 folder, config=build_gemma_config(checkpoint.raw_config, folder / "config.json"),
                 dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False,
-                attn_implementation="sdpa", output_loading_info=True,
-                device_map={"": device} if straight else None,
+                attn_implementation="sdpa", device_map={"": device} if straight else None,
             )  # fmt: skip
-        missing = sorted(name for name in report["missing_keys"] if not name.startswith(VISION_PREFIXES))
-        if missing:
-            raise CheckpointError(f"{folder}: the tensor {missing[0]} is missing")
         self.model = model.to(device).eval()
         text = self.model.config.text_config
         self._window, self._kinds = text.sliding_window, text.layer_types
-
-    def make_runner(self) -> Any:
-        return import_module("dlm_rag.diffusion_gemma.decoding").GemmaRunner(self)
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
 
     def extend_cache(self, kept: PromptKeysValues, ids: Sequence[int]) -> PromptKeysValues:
         """The keys and values of a text whose beginning is `kept`, and whose rest `ids` are run."""
@@ -257,7 +233,7 @@ def _pad_last_tokens(kept: Tensor, count: int, length: int) -> Tensor:
 
 FAMILY = Family(
     read_gemma_config,
-    lambda name: name,
+    {},
     separate_experts=False,
     load=DiffusionGemma,
     complete_config=add_generation_config,

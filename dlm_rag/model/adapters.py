@@ -5,7 +5,6 @@ says what the merged model is (as `train.py` exports it); without one the model 
 After merging the folder is a checkpoint like any other.
 """
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -40,11 +39,14 @@ def merge_adapter(folder: Path) -> Path:
     """
     check_checkpoint_files(folder, ["*.json", "*.safetensors"])
     config = read_checkpoint_json(folder / ADAPTER_CONFIG)
-    base = _resolve_base(folder, config)
-    scale = _read_scale(folder, config)
-    inputs = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name[0] != "."]
-    inputs += [path for path in sorted(base.iterdir()) if path.is_file() and path.name[0] != "."]
-    digests = [f"{path.name} {digest_file(path)}" for path in inputs]
+    base_name, scale = config.get("base_model_name_or_path"), _read_scale(folder, config)
+    if not isinstance(base_name, str) or not base_name:
+        raise CheckpointError(f"{folder / ADAPTER_CONFIG} does not name its base_model_name_or_path")
+    base = resolve_hub_folder(base_name, f"the base of {folder}:")
+    if (base / ADAPTER_CONFIG).exists():
+        raise CheckpointError(f"{base}, the base of {folder}, is an adapter itself: merge that one first")
+    inputs = [path for home in (folder, base) for path in sorted(home.iterdir()) if path.is_file()]
+    digests = [f"{path.name} {digest_file(path)}" for path in inputs if path.name[0] != "."]
     name = make_folder_name(folder.name, "merged", MERGE_VERSION, *digests)
 
     def build(scratch: Path) -> None:
@@ -59,28 +61,14 @@ def merge_adapter(folder: Path) -> Path:
     return build_once(get_cache_folder() / "models" / name, build)
 
 
-def _resolve_base(folder: Path, config: dict[str, Any]) -> Path:
-    name = config.get("base_model_name_or_path")
-    if not isinstance(name, str) or not name:
-        raise CheckpointError(f"{folder / ADAPTER_CONFIG} does not name its base_model_name_or_path")
-    base = resolve_hub_folder(name, f"the base of {folder}:")
-    if (base / ADAPTER_CONFIG).exists():
-        raise CheckpointError(f"{base}, the base of {folder}, is an adapter itself: merge that one first")
-    return base
-
-
 def _read_scale(folder: Path, config: dict[str, Any]) -> float:
     """Returns alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA."""
     place = folder / ADAPTER_CONFIG
-    if config.get("peft_type") != "LORA":
-        raise CheckpointError(
-            f"{place}: peft_type={config.get('peft_type')!r:.40} is not supported, LORA is"
-        )
+    if (kind := config.get("peft_type")) != "LORA":
+        raise CheckpointError(f"{place}: peft_type={kind!r:.40} is not supported, LORA is")
     for key, accepted in PLAIN_VALUES.items():
-        if config.get(key) not in accepted:
-            raise CheckpointError(
-                f"{place}: {key}={config[key]!r:.60} is not supported: merge it with peft"
-            )
+        if (value := config.get(key)) not in accepted:
+            raise CheckpointError(f"{place}: {key}={value!r:.60} is not supported: merge it with peft")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     for value in (rank, alpha):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 2**20:
@@ -117,12 +105,10 @@ def _list_pairs(path: Path, names: list[str]) -> dict[str, tuple[str, str]]:
     """Returns by the name of each weight the names of its A and B."""
     pairs = {}
     for name in names:
-        weight = name.removeprefix(PEFT_PREFIX).replace(".lora_A.weight", ".weight")
-        other = name.replace(".lora_A.", ".lora_B.")
-        if ".lora_A." in name and other in names:
-            pairs[weight] = (name, other)
-        elif ".lora_B." not in name or name.replace(".lora_B.", ".lora_A.") not in names:
+        a, b = name.replace(".lora_B.", ".lora_A."), name.replace(".lora_A.", ".lora_B.")
+        if a == b or a not in names or b not in names:
             raise CheckpointError(f"{path}: {name:.80} is not a part of a LoRA pair")
+        pairs[a.removeprefix(PEFT_PREFIX).replace(".lora_A.weight", ".weight")] = a, b
     return pairs
 
 
@@ -137,22 +123,15 @@ def _add_product(folder: Path, name: str, value: Tensor, a: Tensor, b: Tensor, s
 
 def _add_mean_rows(value: Tensor, count: int) -> Tensor:
     """Adds rows up to `count`, each the mean of those that are there."""
-    missing = count - len(value)
-    if missing <= 0:
-        return value
     mean = value.float().mean(0, keepdim=True).to(value.dtype)
-    return torch.cat((value, mean.expand(missing, -1)))
+    return torch.cat((value, mean.expand(max(0, count - len(value)), -1)))
 
 
 def _add_mask_token(folder: Path, mask_id: Any) -> None:
     """Adds the mask token to the tokenizer where it has none of that id."""
     from transformers import PreTrainedTokenizerFast
 
-    place = folder / "tokenizer.json"
-    if not isinstance(mask_id, int) or not place.is_file():
-        return
-    known = json.loads(place.read_text(encoding="utf-8")).get("added_tokens", [])
-    if any(token.get("id") == mask_id for token in known):
+    if not isinstance(mask_id, int) or not (folder / "tokenizer.json").is_file():
         return
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     if mask_id == len(tokenizer) and tokenizer.mask_token is None:

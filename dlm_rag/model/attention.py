@@ -35,10 +35,8 @@ torch.backends.cuda.enable_cudnn_sdp(False)  # SDPA prefers it on Hopper, where 
 
 FLASH_MODULE = "flash_attn.flash_attn_interface"
 ATTENTION_BACKENDS = ("flash", "varlen", "sdpa")  # the first that works is taken
-RAGGED_KERNELS = ("flash", "varlen")  # which take consecutive rows of any lengths, and no masks
 FLEX_MIN_HEAD_DIM = 16  # FlexAttention has no narrower heads on a GPU
 FLEX_GRAPHS = 64  # of one process: lengths below and above a tile, one row or more, dtypes, with gradients
-MaskRule = Callable[[Any, Any, Any, Any], Tensor]  # (row, head, query, key) -> whether it is seen
 
 
 def compute_attention(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, backend: str) -> Tensor:
@@ -70,8 +68,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
         run_q = own.unflatten(0, (rows, n)).transpose(1, 2)
         run_k, run_v = (x.unflatten(0, (rows, seen)).transpose(1, 2) for x in seen_by_it)
         if n and bounded and not sight.causal:
-            rule = build_mask_rule(sight, rows, slice(at, at + rows * n))
-            out = attend_masked(run_q, run_k, run_v, rule, sight.masks, row)
+            assert sight.visible_counts is not None
+            limits = sight.visible_counts[at : at + rows * n].view(rows, n)
+            out = attend_masked(run_q, run_k, run_v, limits, sight.masks, row)
         else:
             causal = bounded and sight.causal
             out = F.scaled_dot_product_attention(run_q, run_k, run_v, is_causal=causal, enable_gqa=True)
@@ -95,20 +94,16 @@ def _read_rows(k: Tensor, v: Tensor, sight: AttentionMetadata) -> Iterator[tuple
         yield read[0], read[1]
 
 
-def build_mask_rule(sight: AttentionMetadata, rows: int, queries: slice) -> MaskRule:
-    """Who sees whom in `rows` rows of equal lengths with the packed `queries`, by their places in a row."""
-    assert sight.visible_counts is not None
-    limits = sight.visible_counts[queries].view(rows, -1)
-    return lambda row, head, query, key: key < limits[row, query]
-
-
 def attend_masked(
-    q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, masks: dict[Any, Any], name: Any
+    q: Tensor, k: Tensor, v: Tensor, limits: Tensor, masks: dict[Any, Any], name: Any
 ) -> Tensor:
-    """Attention of q (rows, H, n, D) to k, v (rows, Hk, m, D) under a mask, kept in `masks` by its name."""
+    """Attention of q (rows, H, n, D), each to the first `limits` (rows, n) of its k, v (rows, Hk, m, D).
+
+    The mask is kept in `masks` by its name.
+    """
     flex = q.is_cuda and q.shape[-1] >= FLEX_MIN_HEAD_DIM
     if name not in masks:
-        masks[name] = (build_flex_mask if flex else build_dense_mask)(rule, q, k)
+        masks[name] = (build_flex_mask if flex else build_dense_mask)(limits, q, k)
     if flex:
         return attend_flex(q, k, v, masks[name])
     repeat = q.is_cuda and q.shape[1] > k.shape[1]  # with a mask SDPA's kernels take no grouped heads there
@@ -117,16 +112,19 @@ def attend_masked(
     return F.scaled_dot_product_attention(q, k, v, masks[name], enable_gqa=not repeat)
 
 
-def build_dense_mask(rule: MaskRule, q: Tensor, k: Tensor) -> Tensor:
+def build_dense_mask(limits: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """(rows, 1, n, m): 0 where a query sees a key, else minus infinity; all layers add it."""
-    rows, queries, keys = (torch.arange(x, device=q.device) for x in (len(q), q.shape[2], k.shape[2]))
-    seen = rule(rows[:, None, None, None], None, queries[:, None], keys)
+    seen = torch.arange(k.shape[2], device=q.device) < limits[:, None, :, None]
     return q.new_full(seen.shape, float("-inf")).masked_fill_(seen, 0.0)
 
 
-def build_flex_mask(rule: MaskRule, q: Tensor, k: Tensor) -> Any:
+def build_flex_mask(limits: Tensor, q: Tensor, k: Tensor) -> Any:
     """The mask of FlexAttention, which knows the tiles that nobody or everybody sees."""
-    return _import_flex(q.is_cuda)[0](rule, len(q), None, q.shape[2], k.shape[2], device=q.device)
+
+    def is_seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key < limits[row, query]
+
+    return _import_flex(q.is_cuda)[0](is_seen, len(q), None, q.shape[2], k.shape[2], device=q.device)
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
@@ -149,18 +147,29 @@ def _import_flex(compiled: bool) -> tuple[Any, ...]:
     return torch.compile(create_block_mask, dynamic=True), attend
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Any:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     active = torch.nn.attention.current_flash_attention_impl()
     options = get_varlen_options(torch.__version__, active, q.shape[1] != k.shape[1])
-    return varlen_attn(q, k, v, *_row_ends(sight), window_size=_window(sight), **options)
+    return _call_ragged(varlen_attn, q, k, v, sight, **options)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
     from flash_attn.flash_attn_interface import flash_attn_varlen_func
 
-    found: Tensor = flash_attn_varlen_func(q, k, v, *_row_ends(sight), window_size=_window(sight))
+    return _call_ragged(flash_attn_varlen_func, q, k, v, sight)
+
+
+def _call_ragged(
+    kernel: Any, q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, **options: Any
+) -> Tensor:
+    """At least 2 queries: for single ones FlashAttention 2 has a path for grouped heads that fails where a
+    row has no query, and that may split keys by how many rows there are.
+    """
+    (queries, keys), window = sight.longest, (-1, 0 if sight.causal else -1)
+    rows = sight.query_ends, sight.key_ends, max(2, queries), keys
+    found: Tensor = kernel(q, k, v, *rows, window_size=window, **options)
     return found
 
 
@@ -170,20 +179,6 @@ def _indexed(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tenso
     places = torch.arange(len(k), device=k.device) if sight.key_places is None else sight.key_places
     ends = sight.query_ends, sight.key_ends
     return attend_by_index(q, k, v, places, ends, max(sight.query_lengths), sight.visible_counts)
-
-
-def _row_ends(sight: AttentionMetadata) -> tuple[Tensor, Tensor, int, int]:
-    """Ends of queries and keys, and the longest of each.
-
-    At least 2 queries: for single ones FlashAttention 2 has a path for grouped heads that fails where a row
-    has no query, and that may split keys by how many rows there are.
-    """
-    queries, keys = sight.longest
-    return sight.query_ends, sight.key_ends, max(2, queries), keys
-
-
-def _window(sight: AttentionMetadata) -> tuple[int, int]:
-    return -1, 0 if sight.causal else -1
 
 
 _KERNELS: dict[str, Callable[..., Any]] = {
@@ -236,22 +231,16 @@ def get_backend_problem(backend: str, device: torch.device, dtype: torch.dtype) 
     if backend == "sdpa":
         return ""
     if backend == "indexed":
-        if problem := _find_triton_problem(device):
-            return problem
+        if find_spec("triton") is None:
+            return "it needs Triton, which comes with torch's CUDA builds; set attention=sdpa"
+        if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
+            return "it needs a CUDA device; set attention=sdpa"
     elif device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return "it needs a CUDA device and dtype=bfloat16 or float16; set attention=sdpa"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "it needs compute capability 8.0 or newer; set attention=sdpa"
     if backend == "flash" and not _has_flash_attn():
         return "install it with `pip install 'dlm_rag[flash]'` (FlashAttention 4 alone is another package)"
-    return ""
-
-
-def _find_triton_problem(device: torch.device) -> str:
-    if find_spec("triton") is None:
-        return "it needs Triton, which comes with torch's CUDA builds; set attention=sdpa"
-    if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
-        return "it needs a CUDA device; set attention=sdpa"
     return ""
 
 
@@ -264,7 +253,6 @@ def _has_flash_attn() -> bool:
 
 def describe_kernel_version(backend: str) -> str:
     """The kernel and the version of the package it is in, as stamped on results."""
-    packages = {"flash": "flash-attn", "indexed": "triton"}
-    if package := packages.get(backend):
+    if package := {"flash": "flash-attn", "indexed": "triton"}.get(backend):
         return f"{package} {version(package)}"
     return f"torch {torch.__version__}"

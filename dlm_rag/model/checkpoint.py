@@ -47,11 +47,11 @@ from dlm_rag.model.stored_tensors import (
     REMEDY,
     WEIGHTS_FILE,
     Family,
+    TensorSource,
     TensorSources,
     match_tensors,
     match_tensors_by_name,
     read_scale_block,
-    untie_another_head,
 )
 from dlm_rag.progress import report_progress
 
@@ -67,6 +67,12 @@ DLM_RAG_FIELDS = {
         "finished_block_context", "causal_context", "abstain",
     )
 } | {BLOCK_SIZE_KEY: "block_size"}  # fmt: skip
+
+# By their keys in a public config, fields that training may change.
+SAVED_KEYS = {
+    "tie_word_embeddings": "tie_word_embeddings", "weight_tying": "tie_word_embeddings",
+    "max_position_embeddings": "max_position_embeddings", "max_sequence_length": "max_position_embeddings",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,22 +97,21 @@ class Checkpoint:
         copied: names of those that are no pages of their file, which stays in memory as long as one is.
         homes: other devices of some of them.
         """
-        paths = self._weight_files
-        size = sum(path.stat().st_size for path in paths)
+        size = sum(path.stat().st_size for path in self._weight_files)
         with report_progress("reading weights", size, "bytes") as advance, ExitStack() as opened:
             at, mapped_bytes = None, 0
             for ours, parts in self.tensor_sources.items():
                 whole, home = None, (homes or {}).get(ours, device)
-                for path, part in parts:
-                    if path != at or mapped_bytes > MAX_MAPPED_BYTES:
+                for part in parts:
+                    if part.path != at or mapped_bytes > MAX_MAPPED_BYTES:
                         opened.close()  # no more of a file than is read stays in memory
-                        file = opened.enter_context(safe_open(path, framework="pt", device=str(device)))
-                        at, mapped_bytes = path, 0
-                    value = part.read(file, path)
+                        file = opened.enter_context(safe_open(part.path, "pt", str(device)))
+                        at, mapped_bytes = part.path, 0
+                    value = part.read(file)
                     advance(value.nbytes if part.scales is None else value.numel())
                     mapped_bytes += value.nbytes
                     value = value.to(home, dtype, copy=ours in copied)  # no second copy is held
-                    _check_values(path, part.name, value, ours)
+                    _check_values(part, value, ours)
                     if not part.target_index:
                         whole = value.contiguous()  # columns are not
                         continue
@@ -118,16 +123,16 @@ class Checkpoint:
 
     def read_tensor_rows(self, name: str, rows: slice) -> Tensor:
         """Some rows of the tensor with our `name`, as the file has them; nothing else is read."""
-        (path, part), *_ = parts = self.tensor_sources[name]
-        if not part.target_index:
-            with safe_open(path, framework="pt") as file:
-                return part.read(file, path, rows)
+        first, *_ = parts = self.tensor_sources[name]
+        if not first.target_index:
+            with safe_open(first.path, "pt") as file:
+                return first.read(file, rows)
         found = torch.empty(rows.stop - rows.start, *self._shapes[name][1:])
-        for path, part in parts:
+        for part in parts:
             number, *place = part.target_index
             if rows.start <= number < rows.stop:
-                with safe_open(path, framework="pt") as file:
-                    found[(number - rows.start, *place)] = part.read(file, path)
+                with safe_open(part.path, "pt") as file:
+                    found[(number - rows.start, *place)] = part.read(file)
         return found
 
     def count_weight_bytes(self, size: int, quantize: str = "none") -> int:
@@ -165,7 +170,7 @@ class Checkpoint:
 
     @property
     def _weight_files(self) -> set[Path]:
-        return {path for parts in self.tensor_sources.values() for path, _ in parts}
+        return {part.path for parts in self.tensor_sources.values() for part in parts}
 
     def _digest(self, paths: set[Path]) -> str:
         lines = [f"{path.relative_to(self.folder)} {digest_file(path)}" for path in sorted(paths)]
@@ -200,9 +205,7 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
         folder = merge_adapter(folder)
     place = folder / "config.json"
     if not place.exists():
-        inner = sorted(
-            path.parent for path in (*folder.glob("*/config.json"), *folder.glob("*/*/config.json"))
-        )
+        inner = sorted(path.parent for at in ("*", "*/*") for path in folder.glob(f"{at}/config.json"))
         hint = f": did you mean {inner[0]}?" if inner else ""
         if next(folder.glob("*.gguf"), None) is not None:
             hint = f"; GGUF is not read: {REMEDY}"
@@ -227,13 +230,11 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
         raise CheckpointError(f"{place}: {explain_validation_error(error)[1]}") from None
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{place}: {error}") from None
-    if family.complete_config is not None:
+    if family.list_named_shapes is not None and family.complete_config is not None:
         config = family.complete_config(folder, config)
-    if family.list_named_shapes is not None:
         homes = match_tensors_by_name(folder, family.list_named_shapes(raw, place))
     else:
-        config = untie_another_head(folder, config, family)
-        homes = match_tensors(folder, config, family, block)
+        config, homes = match_tensors(folder, config, family, block)
     if config.rope_scaling is not None:
         problem = f"{place}: rope_scaling={config.rope_scaling!r:.200} gives no rotary positions"
         with translate_failures(CheckpointError, problem):
@@ -289,14 +290,14 @@ def save_tensors(
     if origin is not None and origin.raw_config["model_type"] != "dlm_rag":
         named = _to_family_tensors(named, config, origin.family)
         raw = _update_raw_config(origin.raw_config, config)
-    text = json.dumps({**raw, **extra, "torch_dtype": dtype}, indent=2) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
+    place = folder / "config.json"
+    place.write_text(json.dumps({**raw, **extra, "torch_dtype": dtype}, indent=2) + "\n", encoding="utf-8")
     for stale in (WEIGHTS_FILE, INDEX_FILE):  # of a model that was here before
         (folder / stale).unlink(missing_ok=True)
     split = split_torch_state_dict_into_shards(named, max_shard_size=SHARD_BYTES)
     for name, held in split.filename_to_tensors.items():
         save_file({ours: named[ours] for ours in held}, folder / name, metadata={"format": "pt"})
-        (folder / name).chmod((folder / "config.json").stat().st_mode)  # else it is for its owner alone
+        (folder / name).chmod(place.stat().st_mode)  # else it is for its owner alone
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -317,7 +318,7 @@ def _to_family_tensors(
     """Tensors by our names as those of a family: what is one tensor there, or many, is so again."""
     pieces: dict[str, dict[int, Tensor]] = {}
     for ours, value in tensors.items():
-        for part in family.list_sources(ours, config):
+        for part in family.list_sources(ours, tuple(value.shape), config):
             pieces.setdefault(part.name, {})[part.first_source_row] = value[part.target_index]
     return {
         name: torch.cat([found[start] for start in sorted(found)]) if len(found) > 1 else found[0]
@@ -330,15 +331,12 @@ def _update_raw_config(raw: dict[str, Any], config: DenoiserConfig) -> dict[str,
     found = {**raw, **{key: getattr(config, name) for key, name in DLM_RAG_FIELDS.items()}}
     found[BLOCK_SIZE_KEY] = config.block_size or 0  # whatever the family says
     found["mask_token_id"] = config.mask_token_id
-    for key in ("tie_word_embeddings", "weight_tying"):
+    for key, name in SAVED_KEYS.items():
         if key in raw:
-            found[key] = config.tie_word_embeddings
+            found[key] = getattr(config, name)
     for key in ("vocab_size", "embedding_size"):
         if key in raw:
             found[key] = max(raw[key], config.vocab_size)
-    for key in ("max_position_embeddings", "max_sequence_length"):
-        if key in raw:
-            found[key] = config.max_position_embeddings
     if isinstance(raw.get("rope_parameters"), dict):
         found["rope_parameters"] = {**raw["rope_parameters"], "rope_theta": config.rope_theta}
     else:
@@ -346,15 +344,15 @@ def _update_raw_config(raw: dict[str, Any], config: DenoiserConfig) -> dict[str,
     return found
 
 
-def _check_values(path: Path, theirs: str, value: Tensor, ours: str) -> None:
-    """Raises `CheckpointError` for values that are not finite, and for gains or embeddings that are all
-    zero.
+def _check_values(part: TensorSource, value: Tensor, ours: str) -> None:
+    """Raises `CheckpointError` for values that are not finite, and gains or embeddings that are all zero.
 
     A sample of a matrix is read, which finds a training that came to nothing; the decoder finds the rest.
     """
     sample = value.flatten()
     sample = sample[:: max(1, len(sample) // SAMPLED_VALUES_PER_TENSOR)]
     if not bool(sample.isfinite().all()):
-        raise CheckpointError(f"{path}: {theirs} has values that are not finite in {str(value.dtype)[6:]}")
+        kind = str(value.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{part.path}: {part.name} has values that are not finite in {kind}")
     if ours.endswith(("norm.weight", "embed_tokens.weight")) and not (sample.any() or value.any()):
-        raise CheckpointError(f"{path}: {theirs} has only zeros")
+        raise CheckpointError(f"{part.path}: {part.name} has only zeros")

@@ -8,23 +8,21 @@ The smallest run: `Denoiser(DenoiserConfig(vocab_size=64))(torch.zeros(1, 8, dty
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache, partial, wraps
-from importlib import import_module
+from functools import partial
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
-from weakref import ref
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
 from dlm_rag.errors import ConfigError
 from dlm_rag.machine import choose_device, choose_dtype
-from dlm_rag.model.attention import FLASH_MODULE, choose_backend
+from dlm_rag.model.attention import choose_backend
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.denoiser_config import (
     DenoiserConfig,
@@ -45,30 +43,14 @@ from dlm_rag.model.layers import (
     list_tensor_shapes,
 )
 from dlm_rag.model.packed_batch import KeysValues, PackedRows, map_arrays, pack_rows
-from dlm_rag.model.quantize import (
-    check_quantize,
-    list_quantized_weights,
-    quantize_weight,
-)
+from dlm_rag.model.quantize import check_quantize, list_quantized_weights, quantize_weight
 from dlm_rag.nvtx_ranges import profile_layer
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def with_float32_sums(method: Method) -> Method:
-    """A method of a denoiser, which runs float16 weights under autocast: sums of layers are float32.
-
-    A residual of Qwen2-like models passes 65,504, the most that float16 holds.
-    """
-
-    @wraps(method)
-    def run(self: Denoiser, *args: Any, **options: Any) -> Any:
-        if self.dtype != torch.float16 or is_autocast(self.embed_tokens.weight):
-            return method(self, *args, **options)
-        with torch.autocast(self.device.type, torch.float16):
-            return method(self, *args, **options)
-
-    return cast(Method, run)
+# By the beginnings of their names, operators whose results selective checkpointing keeps.
+SAVED_OPS = (
+    "aten::mm", "aten::addmm", "aten::_scaled_dot_product_", "torch_attn::_varlen_attn",
+    "flash_attn::_flash_attn_varlen_forward",
+)  # fmt: skip
 
 
 class Denoiser(TransformerWeights):
@@ -87,8 +69,7 @@ class Denoiser(TransformerWeights):
         self.activation_checkpointing = "none"  # while gradients are recorded: none, selective, full
         self._compiled_before: int | None = None
         self.flop_count = FlopCount()  # of all calls since
-        # What was loaded, and the parameters as they were then, with torch's count of changes.
-        self._origin: tuple[Checkpoint, dict[str, tuple[ref[nn.Parameter], Any]]] | None = None
+        self._origin: tuple[Checkpoint, int] | None = None  # what was loaded, and how many parameters
         self.tie_weights()
         self.set_rope_theta(config.rope_theta)
         if not self.embed_tokens.weight.is_meta:
@@ -118,7 +99,7 @@ class Denoiser(TransformerWeights):
             )
         dtype, found = self.dtype, super()._apply(fn, recurse)
         if self._origin is not None and self.dtype != dtype:  # which may have been a finer one
-            self._origin = self._origin[0], {}
+            self._origin = self._origin[0], -1
         if self.inverse_frequencies.dtype != torch.float32:
             self.set_rope_theta(self.config.rope_theta)
         return found
@@ -174,8 +155,10 @@ class Denoiser(TransformerWeights):
         denoiser.load_state_dict(values, strict=False, assign=True)
         denoiser.tie_weights()
         denoiser.set_rope_theta(denoiser.config.rope_theta)  # on this device
-        versions = denoiser._weight_versions()
-        denoiser._origin = checkpoint, {name: (ref(value), version) for name, value, version in versions}
+        parameters = [*denoiser.parameters()]
+        for value in parameters:
+            value.loaded_version = _get_version(value)  # type: ignore[attr-defined]
+        denoiser._origin = checkpoint, len(parameters)
         return denoiser.eval()
 
     def generate(self, *_: Any, **__: Any) -> NoReturn:
@@ -193,17 +176,11 @@ class Denoiser(TransformerWeights):
         """
         if self._origin is None:
             raise ConfigError("these weights are of no checkpoint: load them with Denoiser.from_pretrained")
-        checkpoint, seen = self._origin
-        now = {name: (x, version) for name, x, version in self._weight_versions()}
-        if now.keys() != seen.keys() or any(
-            x is not seen[name][0]() or version != seen[name][1] for name, (x, version) in now.items()
-        ):
+        (checkpoint, count), found = self._origin, [*self.parameters()]
+        same = all(getattr(value, "loaded_version", None) == _get_version(value) for value in found)
+        if len(found) != count or not same:
             raise ConfigError(f"the weights have changed since they were loaded from {checkpoint.folder}")
         return checkpoint.weights_fingerprint
-
-    def _weight_versions(self) -> Iterator[tuple[str, nn.Parameter, Any]]:
-        for name, value in self.named_parameters():
-            yield name, value, (value.dtype, -1 if value.is_inference() else value._version)
 
     def save_pretrained(self, folder: str | Path, **extra: Any) -> None:
         """Writes `config.json` (with `extra` keys) and `model.safetensors`; see `save_tensors`.
@@ -274,7 +251,6 @@ class Denoiser(TransformerWeights):
         hidden = torch.cat((hidden[:, :1], hidden[:, :ahead], hidden[:, ahead + 1 :]), dim=1)
         return self.compute_token_logits(hidden.flatten(0, 1)).view(rows, length, -1)
 
-    @with_float32_sums
     def encode(
         self, rows: PackedRows, keep: bool = False, probe: AttentionProbe | None = None
     ) -> tuple[Tensor, KeysValues]:
@@ -284,32 +260,41 @@ class Denoiser(TransformerWeights):
         (n, hidden), and, with `keep`, the keys and values of all rows, for use in a
         `packed_batch.SharedContext`, else an empty list. `probe` gets the queries and keys of its layer.
         """
+        if self.config.routes_blocks:  # by all tokens of a block, also in the last layer
+            rows = replace(rows, last_layer_metadata=rows.attention_metadata)
         self.count_work(rows)
-        last = rows.attention_metadata if self.config.routes_blocks else rows.last_layer_metadata
-        call = ForwardContext(rows, self.backend, probe)
-        rope = self.compute_rope(rows.positions)
-        x = self.embed_tokens(rows.ids)
-        if is_autocast(x):  # sums stay in float32, of full copies as of shards that are cast and gathered
-            x = x.float()
-        kept, top, devices = [], len(self.layers) - 1, self.layer_devices
-        for layer, block in enumerate(self.layers):
-            if (home := devices[layer]) != x.device:
-                x, rope, call = move_to_device((x, rope, call), home)
-            with profile_layer(layer):
-                x, k, v = self._run_layer(block, x, rope, call, layer, layer == top)
-            if keep:
-                kept.append((k, v))
+        with self._float32_sums():
+            call = ForwardContext(rows, self.backend, probe)
+            rope = self.compute_rope(rows.positions)
+            x = self.embed_tokens(rows.ids)
+            if is_autocast(
+                x
+            ):  # sums stay in float32, of full copies as of shards that are cast and gathered
+                x = x.float()
+            kept, top, devices = [], len(self.layers) - 1, self.layer_devices
+            for layer, block in enumerate(self.layers):
+                if (home := devices[layer]) != x.device:
+                    x, rope, call = move_to_device((x, rope, call), home)
+                with profile_layer(layer):
+                    x, k, v = self._run_layer(block, x, rope, call, layer, layer == top)
+                if keep:
+                    kept.append((k, v))
         x = x.to(self.device)
-        if rows.output_indices is not None and last is rows.attention_metadata:
+        if rows.output_indices is not None and rows.last_layer_metadata is rows.attention_metadata:
             x = x[rows.output_indices]
         return x, kept
 
+    def _float32_sums(self) -> AbstractContextManager[object]:
+        """Autocast for float16 weights: residuals of Qwen2-like models pass 65,504, the most of float16."""
+        if self.dtype != torch.float16 or is_autocast(self.embed_tokens.weight):
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.float16)
+
     def count_work(self, rows: PackedRows) -> None:
         """Adds what the layers do for packed rows to `flop_count`."""
-        sight, size = rows.attention_metadata, self.compute_dtype.itemsize
-        last = sight if self.config.routes_blocks else rows.last_layer_metadata
+        sight, last = rows.attention_metadata, rows.last_layer_metadata
         self.flop_count += count_encode_flops(
-            self.config, rows.lengths, sight.key_lengths, last.query_lengths, size,
+            self.config, rows.lengths, sight.key_lengths, last.query_lengths, self.compute_dtype.itemsize,
             (sight.num_attention_pairs, last.num_attention_pairs),
         )  # fmt: skip
 
@@ -323,18 +308,18 @@ class Denoiser(TransformerWeights):
             return block(*inputs)
         from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-        saved = partial(create_selective_checkpoint_contexts, _list_saved_ops())
+        saved = partial(create_selective_checkpoint_contexts, _choose_saved)
         options: Any = {"context_fn": saved} if self.activation_checkpointing == "selective" else {}
         return checkpoint(block, *inputs, use_reentrant=False, **options)
 
-    @with_float32_sums
     def compute_token_logits(self, hidden: Tensor) -> Tensor:
         """Logits (n, V) from hidden states (n, hidden), through norm and head.
 
         The caller un-shifts: in a shifted model the row before a position predicts it.
         """
         self.flop_count += count_head_flops(self.config, len(hidden), self.compute_dtype.itemsize)
-        return self.lm_head(self.norm(hidden))
+        with self._float32_sums():
+            return self.lm_head(self.norm(hidden))
 
 
 def load_denoiser(
@@ -387,28 +372,15 @@ def move_to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple):
         return tuple(move_to_device(part, device) for part in value)
 
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.to(device)
-
-    return map_arrays(value, move)
+    return map_arrays(value, lambda tensor: tensor.to(device))
 
 
-@cache
-def _list_saved_ops() -> list[Any]:
+def _choose_saved(context: Any, op: Any, *inputs: Any, **options: Any) -> Any:
     """What selective checkpointing keeps: the results of matrix products and of attention."""
-    for module in ("torch.nn.attention.varlen", FLASH_MODULE):  # only then are its operators known
-        with suppress(ModuleNotFoundError):
-            import_module(module)
-    aten = torch.ops.aten
-    attention = [
-        getattr(aten, name).default
-        for name in dir(aten)
-        if name.startswith("_scaled_dot_product_") and not name.endswith("_backward")
-    ]
-    for space, name in (("torch_attn", "_varlen_attn"), ("flash_attn", "_flash_attn_varlen_forward")):
-        if hasattr(getattr(torch.ops, space), name):
-            attention.append(getattr(getattr(torch.ops, space), name).default)
-    return [aten.mm.default, aten.addmm.default, *attention]
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    saved = op.name().startswith(SAVED_OPS)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _count_compiled_graphs() -> int:
@@ -417,24 +389,23 @@ def _count_compiled_graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
+def _get_version(value: nn.Parameter) -> tuple[torch.dtype, int]:
+    """What changes when a parameter does."""
+    return value.dtype, -1 if value.is_inference() else value._version
+
+
 class HostedDenoiser:
     """A model that runs on the class of another library; the folder of its family says how it decodes."""
 
     config: DenoiserConfig
+    device: torch.device
+    dtype: torch.dtype
     attention, backend, quantize = "auto", "sdpa", "none"
     compilations: int | None = None
 
-    @property
-    def device(self) -> torch.device:
-        raise NotImplementedError
-
-    @property
-    def dtype(self) -> torch.dtype:
-        raise NotImplementedError
-
     def make_runner(self) -> Any:
         """The `ModelRunner` that decodes with it."""
-        raise NotImplementedError
+        return self.config.adapter.make_runner(self)
 
 
 AnyDenoiser = Denoiser | HostedDenoiser

@@ -11,6 +11,7 @@ In all of them the canvas sees the whole prompt.
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property
@@ -52,7 +53,7 @@ class Segment:
     def end(self) -> int:
         return self.start + len(self.ids)
 
-    @property
+    @cached_property
     def block_ends(self) -> list[int]:
         length, ends = len(self.ids), range(0)
         if self.block is not None and self.first < length:
@@ -68,9 +69,7 @@ class Segment:
     @property
     def has_partial_view(self) -> bool:
         """Whether some token does not see all."""
-        length = len(self.ids)
-        blocks = self.block is not None and length > (self.first or self.block)
-        return blocks or min(self.causal, length - 1) > 0
+        return len(self.block_ends) > 1
 
     def block_start(self, token: int) -> int:
         """The last place up to `token` at which a block begins."""
@@ -90,8 +89,8 @@ class Segment:
 
     def split_into_blocks(self) -> "list[Segment]":
         """Its blocks, each a segment whose tokens see all of it; what is causal stays one."""
-        head, ends = [self.slice_tokens(0, self.causal)] * (self.causal > 0), self.block_ends
-        ends = [self.causal, *(end for end in ends if end > self.causal)]
+        head = [self.slice_tokens(0, self.causal)] * (self.causal > 0)
+        ends = [self.causal, *(end for end in self.block_ends if end > self.causal)]
         return [*head, *(Segment(self.ids[a:b], self.start + a) for a, b in pairwise(ends))]
 
 
@@ -177,18 +176,17 @@ class ExpertsConfig:
         count, groups, chosen = self.num_experts, self.n_group, self.num_experts_per_tok
         best, choice = self.topk_group, count // groups * self.topk_group
         most = self.expert_capacity
+        _require(count % groups == 0, f"n_group={groups} must divide num_experts={count}")
         _require(
-            (count % groups == 0, f"n_group={groups} must divide num_experts={count}"),
-            (groups == 1 or count >= 2 * groups, f"n_group={groups} leaves groups of less than 2 experts"),
-            (best <= groups, f"topk_group={best} is more than n_group={groups}"),
-            (chosen <= choice, f"num_experts_per_tok={chosen} is more than the {choice} to choose from"),
-            (not most or groups == 1, f"expert_capacity={most} needs n_group=1"),
-            (
-                not most or chosen <= most <= count,
-                f"expert_capacity={most} must be from num_experts_per_tok={chosen} to num_experts={count}",
-            ),
-            _is_multiple("moe_intermediate_size", self.moe_intermediate_size),
+            groups == 1 or count >= 2 * groups, f"n_group={groups} leaves groups of less than 2 experts"
         )
+        _require(best <= groups, f"topk_group={best} is more than n_group={groups}")
+        _require(chosen <= choice, f"num_experts_per_tok={chosen} is more than the {choice} to choose from")
+        if most:
+            fits = f"must be from num_experts_per_tok={chosen} to num_experts={count}"
+            _require(groups == 1, f"expert_capacity={most} needs n_group=1")
+            _require(chosen <= most <= count, f"expert_capacity={most} {fits}")
+        _require_multiple("moe_intermediate_size", self.moe_intermediate_size)
 
 
 @dataclass(frozen=True)
@@ -243,32 +241,24 @@ class DenoiserConfig:
         heads, kv_heads, mask = self.num_attention_heads, self.num_key_value_heads, self.mask_token_id
         share, turned = self.partial_rotary_factor, self.rotary_dim
         even = share <= 1 and turned >= 2 and turned % 2 == 0
+        shared, grid = heads % kv_heads == 0, self.block_size is not None and self.block_grid == "canvas"
+        _require(shared, f"num_key_value_heads={kv_heads} must divide num_attention_heads={heads}")
+        _require(self.head_dim % 2 == 0, f"head_dim={self.head_dim} must be even")
+        _require(even, f"partial_rotary_factor={share} of head_dim={self.head_dim} must be an even number")
+        _require(mask is None or mask < self.vocab_size, f"mask_token_id={mask} is outside the vocabulary")
+        known = max(self.excluded_token_ids, default=0) < self.vocab_size
+        _require(known, f"excluded tokens {self.excluded_token_ids} are not in the vocabulary")
         _require(
-            (
-                not heads % kv_heads,
-                f"num_key_value_heads={kv_heads} must divide num_attention_heads={heads}",
-            ),
-            (self.head_dim % 2 == 0, f"head_dim={self.head_dim} must be even"),
-            (even, f"partial_rotary_factor={share} of head_dim={self.head_dim} must be an even number"),
-            (mask is None or mask < self.vocab_size, f"mask_token_id={mask} is outside the vocabulary"),
-            (
-                all(token < self.vocab_size for token in self.excluded_token_ids),
-                f"excluded tokens {self.excluded_token_ids} are not in the vocabulary",
-            ),
-            (
-                not self.causal_context or bool(self.block_size and self.block_grid == "canvas"),
-                "causal_context needs a block_size, block_grid=canvas and shifted=false",
-            ),
+            grid or not self.causal_context,
+            "causal_context needs a block_size, block_grid=canvas and shifted=false",
         )
         if self.experts is not None:
             routed = not self.experts.expert_capacity or self.routes_blocks
-            _require(
-                _is_multiple("hidden_size", self.hidden_size),
-                (routed, "expert_capacity needs a block_size"),
-            )
+            _require_multiple("hidden_size", self.hidden_size)
+            _require(routed, "expert_capacity needs a block_size")
         if self.rope_scaling is not None:
             _check_scaling(self.rope_scaling)
-            _require((turned == self.head_dim, "rope_scaling needs partial_rotary_factor=1"))
+            _require(turned == self.head_dim, "rope_scaling needs partial_rotary_factor=1")
 
     def add_settings(self, decode: Mapping[str, Any], **retrieval: Any) -> "DenoiserConfig":
         """The config with more settings of `decode` and `retrieval` as its own."""
@@ -315,29 +305,26 @@ class DenoiserConfig:
         return own if self.experts is None else min(self.experts.first_k_dense_replace, own)
 
 
-def _require(*checks: tuple[bool, str]) -> None:
-    """Raises `ConfigError` with the message of the first one that does not hold."""
-    if wrong := [message for holds, message in checks if not holds]:
-        raise ConfigError(wrong[0])
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)
 
 
-def _is_multiple(name: str, value: int) -> tuple[bool, str]:
+def _require_multiple(name: str, value: int) -> None:
     unit = GROUPED_MATMUL_MULTIPLE
-    return value % unit == 0, f"{name}={value} must be a multiple of {unit} where there are experts"
+    _require(value % unit == 0, f"{name}={value} must be a multiple of {unit} where there are experts")
 
 
 def _check_scaling(scaling: dict[str, Any]) -> None:
     """Raises `ConfigError` for a scaling of rotary positions that is unknown or incomplete."""
     kind = str(scaling.get("rope_type"))
     known = f"null, {', '.join(ROPE_SCALINGS)} are; others depend on the length of the text"
-    _require((kind in ROPE_SCALINGS, f"rope_scaling of type {kind!r:.60} is not supported ({known})"))
+    _require(kind in ROPE_SCALINGS, f"rope_scaling of type {kind!r:.60} is not supported ({known})")
     needed = (QUERY_SCALE_KEY, "original_max_position_embeddings") if QUERY_SCALE_KEY in scaling else ()
     for key in (*ROPE_SCALINGS[kind], *needed):
         value = scaling.get(key)
         holds = isinstance(value, int | float) and not isinstance(value, bool) and 1e-37 < value < 1e38
-        _require(
-            (holds, f"rope_scaling: {key}={value!r:.60} must be a number above 0 that float32 can hold")
-        )
+        _require(holds, f"rope_scaling: {key}={value!r:.60} must be a number above 0 that float32 can hold")
 
 
 @dataclasses.dataclass
@@ -367,14 +354,10 @@ class FlopCount:
         return 2 * self.flops + self.attention_flops if frozen else 3 * self.flops
 
     def __add__(self, other: "FlopCount") -> "FlopCount":
-        return FlopCount(
-            *(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True))
-        )
+        return FlopCount(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
     def __sub__(self, other: "FlopCount") -> "FlopCount":
-        return FlopCount(
-            *(a - b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True))
-        )
+        return FlopCount(*map(operator.sub, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
 def count_encode_flops(
@@ -395,20 +378,14 @@ def count_encode_flops(
     seen, last_seen = pairs or (
         sum(n * k for n, k in zip(queries, keys, strict=True)) for queries in (lengths, through)
     )
-    looks = (layers - 1) * seen + last_seen
-    dense = min(c.dense_layers, layers - 1)
-    fed = [(dense, total, False), (layers - 1 - dense, total, True), (1, last, c.dense_layers < layers)]
-    taken, read = 0.0, 0.0  # by what follows attention
-    for number, tokens, sparse in fed:
-        each, all_of_them = _feed_forward(c, tokens, sparse)
-        taken, read = taken + number * tokens * each, read + number * all_of_them
-    return FlopCount(
-        flops=2 * (layers * own * total + rest * ((layers - 1) * total + last) + taken) + 4 * q * looks,
-        attention_flops=4 * q * looks,
-        bytes_moved=size * (layers * (own + rest) - (0 if last else rest) + read + layers * kv * sum(keys)),
-        calls=1,
-        tokens=total,
-    )
+    products = looks = moved = 0.0
+    for layer in range(layers):
+        on, pairs_seen = (last, last_seen) if layer == layers - 1 else (total, seen)
+        fed, read = _feed_forward(c, on, layer >= c.dense_layers)
+        products += own * total + (rest + fed) * on
+        looks += 4 * q * pairs_seen
+        moved += own + (rest if on else 0) + read + kv * sum(keys)
+    return FlopCount(2 * products + looks, looks, size * moved, 1, total)
 
 
 def _feed_forward(config: DenoiserConfig, tokens: int, sparse: bool) -> tuple[float, float]:

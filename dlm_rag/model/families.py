@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_rag.config.fields import import_object
-from dlm_rag.errors import CheckpointError, suggest_nearest
+from dlm_rag.errors import CheckpointError, suggest_nearest, translate_failures
 from dlm_rag.files.hub import read_checkpoint_json
 from dlm_rag.model.denoiser_config import DenoiserConfig, ExpertsConfig
 from dlm_rag.model.stored_tensors import Family
@@ -33,24 +33,29 @@ def read_transformers_config(raw: dict[str, Any], **differences: Any) -> Denoise
         raise CheckpointError("layer_types may be full_attention only")
     kind = rope.get("rope_type", rope.get("type", "default"))
     same = (
-        "vocab_size", "num_hidden_layers", "intermediate_size", "max_position_embeddings", "rms_norm_eps",
-    )  # fmt: skip
+        "vocab_size",
+        "num_hidden_layers",
+        "intermediate_size",
+        "max_position_embeddings",
+        "rms_norm_eps",
+    )
     shared = {name: require_key(raw, name) for name in same} | {
         "hidden_size": width,
         "num_attention_heads": heads,
         "num_key_value_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": raw.get("head_dim") or width // heads,
-        "rope_theta": rope.get("rope_theta") or raw.get("rope_theta") or 10000.0,
+        "rope_theta": rope.get("rope_theta") or raw.get("rope_theta"),
         "rope_scaling": None if kind == "default" else {**rope, "rope_type": kind},
-        "tie_word_embeddings": read_tie_flag(raw, "tie_word_embeddings"),
+        "tie_word_embeddings": raw.get("tie_word_embeddings"),
         "mask_token_id": raw.get("mask_token_id"),
         "shifted": True,
     }
-    return DenoiserConfig(**(shared | differences))
+    return _make_config(**(shared | differences))
 
 
-def to_transformers_name(ours: str) -> str:
-    return ours if ours.startswith("lm_head.") else f"model.{ours}"
+def _make_config(**said: Any) -> DenoiserConfig:
+    """A config, with its defaults where nothing is said."""
+    return DenoiserConfig(**{name: value for name, value in said.items() if value is not None})
 
 
 def require_key(raw: dict[str, Any], key: str, remedy: str = "") -> Any:
@@ -61,16 +66,10 @@ def require_key(raw: dict[str, Any], key: str, remedy: str = "") -> Any:
 
 
 def require_positive_int(raw: dict[str, Any], key: str) -> int:
-    """The value of a key, a whole number of at least 1; raises `CheckpointError`."""
     value = require_key(raw, key)
     if not isinstance(value, int) or value < 1:
         raise CheckpointError(f"{key}={value!r:.60} must be a whole number of at least 1")
     return value
-
-
-def read_tie_flag(raw: dict[str, Any], key: str) -> Any:
-    """The value of a key, false where it is missing or null; `DenoiserConfig` checks all others."""
-    return False if (value := raw.get(key)) is None else value
 
 
 def require_supported_values(raw: dict[str, Any], **supported: Any) -> None:
@@ -86,12 +85,16 @@ def find_mask_token_id(folder: Path, usual: str) -> int:
     Raises `CheckpointError` where the files know neither.
     """
     declared, ids = None, dict[str, Any]()
-    for name in ("tokenizer_config.json", "tokenizer.json"):
+    for path in (folder / "tokenizer_config.json", folder / "tokenizer.json"):
         if (declared or usual) in ids:
             break  # the second is long
-        raw = read_checkpoint_json(folder / name) if (folder / name).exists() else {}
-        declared = declared or _get_content(raw.get("mask_token"))
-        ids |= _read_added_tokens(raw)
+        raw = read_checkpoint_json(path) if path.exists() else {}
+        with translate_failures(CheckpointError, f"{path} has a token that is none"):
+            mask = raw.get("mask_token")
+            declared = declared or (mask["content"] if isinstance(mask, dict) else mask)
+            ids |= {token["content"]: token["id"] for token in raw.get("added_tokens") or ()}
+            by_id = raw.get("added_tokens_decoder") or {}
+            ids |= {token["content"]: int(number) for number, token in by_id.items()}
     found = ids.get(declared or usual)
     if type(found) is not int:
         raise CheckpointError(
@@ -99,22 +102,6 @@ def find_mask_token_id(folder: Path, usual: str) -> int:
             f"{declared or usual!r:.60}{', which it declares' if declared else ''}: add the key"
         )
     return found
-
-
-def _read_added_tokens(raw: dict[str, Any]) -> dict[str, Any]:
-    """Ids by text of the tokens that a file adds to the vocabulary; all else is passed over."""
-    listed, by_id = raw.get("added_tokens"), raw.get("added_tokens_decoder")
-    tokens = [token for token in listed if isinstance(token, dict)] if isinstance(listed, list) else []
-    added = [(token, token.get("id")) for token in tokens]
-    if isinstance(by_id, dict):
-        added += [(token, int(number)) for number, token in by_id.items() if number.isdecimal()]
-    return {text: number for token, number in added if (text := _get_content(token)) is not None}
-
-
-def _get_content(token: Any) -> str | None:
-    """The text of a token, which these files give as it is or with its settings, if it is one."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
 
 
 def _read_dlm_rag_config(raw: dict[str, Any]) -> DenoiserConfig:
@@ -159,13 +146,8 @@ def _nemotron(raw: dict[str, Any]) -> DenoiserConfig:
     if raw.get("dlm_paradigm") == "autoregressive":
         raise CheckpointError("dlm_paradigm='autoregressive': this one was not trained to fill in masks")
     require_key(raw, "mask_token_id")
-    return read_transformers_config(
-        raw, shifted=False, causal_context=True, block_size=raw.get("block_size") or 32
-    )
-
-
-def _nemotron_name(ours: str) -> str:
-    return "diffusion_head.weight" if ours == "lm_head.weight" else f"encoder.{ours}"
+    block = raw.get("block_size") or 32
+    return read_transformers_config(raw, shifted=False, causal_context=True, block_size=block)
 
 
 def _llada(raw: dict[str, Any]) -> DenoiserConfig:
@@ -175,7 +157,7 @@ def _llada(raw: dict[str, Any]) -> DenoiserConfig:
         input_emb_norm=False, layer_norm_type="rms", rope=True, scale_logits=False,
     )  # fmt: skip
     heads, width = require_positive_int(raw, "n_heads"), require_positive_int(raw, "d_model")
-    return DenoiserConfig(
+    return _make_config(
         vocab_size=raw.get("embedding_size") or require_key(raw, "vocab_size"),
         hidden_size=width,
         num_hidden_layers=require_key(raw, "n_layers"),
@@ -186,33 +168,9 @@ def _llada(raw: dict[str, Any]) -> DenoiserConfig:
         max_position_embeddings=require_key(raw, "max_sequence_length"),
         rms_norm_eps=require_key(raw, "rms_norm_eps"),
         rope_theta=require_key(raw, "rope_theta"),
-        tie_word_embeddings=read_tie_flag(raw, "weight_tying"),
+        tie_word_embeddings=raw.get("weight_tying"),
         mask_token_id=require_key(raw, "mask_token_id"),
     )
-
-
-_LLADA_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "q_proj",
-    "self_attn.k_proj": "k_proj",
-    "self_attn.v_proj": "v_proj",
-    "self_attn.o_proj": "attn_out",
-    "post_attention_layernorm": "ff_norm",
-    "mlp.gate_proj": "ff_proj",
-    "mlp.up_proj": "up_proj",
-    "mlp.down_proj": "ff_out",
-    "embed_tokens": "wte",
-    "norm": "ln_f",
-    "lm_head": "ff_out",
-}
-
-
-def _llada_name(ours: str) -> str:
-    path, _, kind = ours.rpartition(".")
-    if path.startswith("layers."):
-        _, index, part = path.split(".", 2)
-        return f"model.transformer.blocks.{index}.{_LLADA_NAMES[part]}.{kind}"
-    return f"model.transformer.{_LLADA_NAMES[path]}.{kind}"
 
 
 def _read_experts(raw: dict[str, Any], *same: str, **given: Any) -> ExpertsConfig:
@@ -251,8 +209,11 @@ def _llada_moe(raw: dict[str, Any]) -> DenoiserConfig:
     dense = require_key(raw, "dense_intermediate_size") if lowest else experts.moe_intermediate_size
     return read_transformers_config(
         raw | {"intermediate_size": dense}, qk_norm=require_key(raw, "qk_layernorm"), shifted=False,
-        experts=experts, partial_rotary_factor=raw.get("partial_rotary_factor") or 1.0,
+        experts=experts, partial_rotary_factor=raw.get("partial_rotary_factor"),
     )  # fmt: skip
+
+
+_LLADA2_EDIT_TOKENS = ("delete_token_id", "split_token_id")
 
 
 def _llada2(raw: dict[str, Any]) -> DenoiserConfig:
@@ -279,36 +240,37 @@ def _llada2(raw: dict[str, Any]) -> DenoiserConfig:
     if not experts.first_k_dense_replace:
         raw = raw | {"intermediate_size": inner}
     return read_transformers_config(
-        raw, qkv_bias=raw.get("use_qkv_bias") or False, qk_norm=raw.get("use_qk_norm") is not False,
-        shifted=False, experts=experts, block_size=raw.get("block_size") or 32, block_grid="prompt",
-        excluded_token_ids=[
-            raw[key] for key in ("delete_token_id", "split_token_id") if raw.get(key) is not None
-        ],
+        raw, qkv_bias=raw.get("use_qkv_bias"), qk_norm=raw.get("use_qk_norm") is not False, shifted=False,
+        experts=experts, block_size=raw.get("block_size") or 32, block_grid="prompt",
+        excluded_token_ids=[raw[key] for key in _LLADA2_EDIT_TOKENS if raw.get(key) is not None],
         partial_rotary_factor=require_key(raw, "partial_rotary_factor"),
     )  # fmt: skip
 
 
-_LLADA2_NAMES = {
-    "embed_tokens": "word_embeddings",
-    "self_attn.q_proj": "attention.query_key_value",
-    "self_attn.k_proj": "attention.query_key_value",
-    "self_attn.v_proj": "attention.query_key_value",
+# Names of modules in our words and in theirs, where these differ.
+_TRANSFORMERS_NAMES = {name: f"model.{name}" for name in ("embed_tokens", "layers", "norm")}
+_NEMOTRON_NAMES = {name: f"encoder.{name}" for name in _TRANSFORMERS_NAMES} | {"lm_head": "diffusion_head"}
+_LLADA_MOE_NAMES = _TRANSFORMERS_NAMES | {"mlp.shared_experts": "shared_expert"}
+_LLADA2_NAMES = _TRANSFORMERS_NAMES | {
+    "embed_tokens": "model.word_embeddings",
+    **{f"self_attn.{x}_proj": "attention.query_key_value" for x in "qkv"},
     "self_attn.o_proj": "attention.dense",
     "self_attn.q_norm": "attention.query_layernorm",
     "self_attn.k_norm": "attention.key_layernorm",
 }
-
-
-def _llada2_name(ours: str) -> str:
-    for part, theirs in _LLADA2_NAMES.items():
-        ours = ours.replace(part, theirs)
-    return to_transformers_name(ours)
-
-
-def _llada_moe_name(ours: str) -> str:
-    return to_transformers_name(ours.replace("mlp.shared_experts", "shared_expert"))
-
-
+_LLADA_NAMES = {
+    "embed_tokens": "model.transformer.wte",
+    "layers": "model.transformer.blocks",
+    "norm": "model.transformer.ln_f",
+    "lm_head": "model.transformer.ff_out",
+    "input_layernorm": "attn_norm",
+    **{f"self_attn.{x}_proj": f"{x}_proj" for x in "qkv"},
+    "self_attn.o_proj": "attn_out",
+    "post_attention_layernorm": "ff_norm",
+    "mlp.gate_proj": "ff_proj",
+    "mlp.up_proj": "up_proj",
+    "mlp.down_proj": "ff_out",
+}
 # How families are decoded as published. (Public answers are longer; 128 tokens are enough for an answer and
 # its evidence.)
 _LLADA = {"max_new_tokens": 128, "block_length": 32, "commit_rule": "top_k"}  # arXiv 2502.09992
@@ -319,25 +281,25 @@ _LLADA2 = {"max_new_tokens": 128, "commit_threshold": 0.95}  # the model's own `
 _NEMOTRON = {"max_new_tokens": 128}
 
 FAMILIES: dict[str, Family | str] = {
-    "dlm_rag": Family(_read_dlm_rag_config, lambda name: name, separate_experts=False),
-    "llada": Family(_llada, _llada_name, _LLADA),
-    "Dream": Family(_qwen2, to_transformers_name),
-    "qwen2": Family(_qwen2, to_transformers_name, autoregressive=True),
-    "qwen3": Family(_qwen3, to_transformers_name, autoregressive=True),
-    "llama": Family(_llama, to_transformers_name, autoregressive=True),
-    "sdar": Family(_sdar, to_transformers_name, _SDAR, mask_token="<|MASK|>"),
-    "Fast_dLLM_Qwen": Family(_fast_dllm, to_transformers_name, _FAST_DLLM, mask_token="|<MASK>|"),
-    "sdar_moe": Family(_sdar_moe, to_transformers_name, _SDAR, mask_token="<|MASK|>"),
-    "lladamoe": Family(_llada_moe, _llada_moe_name, _LLADA, mask_token="<|mask|>"),
-    "llada2_moe": Family(_llada2, _llada2_name, _LLADA2, mask_token="<|mask|>", fused_qkv=True),
+    "dlm_rag": Family(_read_dlm_rag_config, {}, separate_experts=False),
+    "llada": Family(_llada, _LLADA_NAMES, _LLADA),
+    "Dream": Family(_qwen2, _TRANSFORMERS_NAMES),
+    "qwen2": Family(_qwen2, _TRANSFORMERS_NAMES, autoregressive=True),
+    "qwen3": Family(_qwen3, _TRANSFORMERS_NAMES, autoregressive=True),
+    "llama": Family(_llama, _TRANSFORMERS_NAMES, autoregressive=True),
+    "sdar": Family(_sdar, _TRANSFORMERS_NAMES, _SDAR, mask_token="<|MASK|>"),
+    "Fast_dLLM_Qwen": Family(_fast_dllm, _TRANSFORMERS_NAMES, _FAST_DLLM, mask_token="|<MASK>|"),
+    "sdar_moe": Family(_sdar_moe, _TRANSFORMERS_NAMES, _SDAR, mask_token="<|MASK|>"),
+    "lladamoe": Family(_llada_moe, _LLADA_MOE_NAMES, _LLADA, mask_token="<|mask|>"),
+    "llada2_moe": Family(_llada2, _LLADA2_NAMES, _LLADA2, mask_token="<|mask|>", fused_qkv=True),
     "diffusion_gemma": "dlm_rag.diffusion_gemma.model:FAMILY",  # it has a folder of its own
-    "nemotron_labs_diffusion": Family(_nemotron, _nemotron_name, _NEMOTRON),
+    "nemotron_labs_diffusion": Family(_nemotron, _NEMOTRON_NAMES, _NEMOTRON),
 }
 for _name, _read in (("qwen2", _qwen2), ("qwen3", _qwen3), ("llama", _llama)):
     # An autoregressive family trained to predict in place (Tiny-A2D), with whole attention or in blocks:
     # the config does not say which.
     _in_place = partial(_read, shifted=False)
-    FAMILIES[f"a2d-{_name}"] = Family(_in_place, to_transformers_name, _A2D, mask_token="<|mask|>")
+    FAMILIES[f"a2d-{_name}"] = Family(_in_place, _TRANSFORMERS_NAMES, _A2D, mask_token="<|mask|>")
 
 
 def find_family(name: str) -> Family:

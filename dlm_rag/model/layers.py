@@ -3,8 +3,9 @@
 Shapes: T packed tokens, H heads, Hk key-value heads, D head width, W model width, E experts, k a token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dlm_rag.model.attention import compute_attention
-from dlm_rag.model.denoiser_config import (
-    QUERY_SCALE_KEY,
-    DenoiserConfig,
-    ExpertsConfig,
-)
+from dlm_rag.model.denoiser_config import QUERY_SCALE_KEY, DenoiserConfig, ExpertsConfig
 from dlm_rag.model.packed_batch import AttentionMetadata, PackedRows
 
 # cos, and sin that is negative in the first half, each (T, 1, D or what is turned of it), float32; behind
@@ -143,14 +140,14 @@ def grouped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     low = get_compute_dtype(weights)  # autocast does this only for other products
     x, weights = x.to(low), weights.to(low)
     if (x.is_cuda and x.dtype != torch.bfloat16) or x.device.type not in ("cpu", "cuda"):
-        return _looped_matmul(x, weights, ends)
+        return multiply_by_expert(x, [partial(F.linear, weight=weight) for weight in weights], ends)
     return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
 
 
-def _looped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """As `grouped_matmul`, where torch has no grouped product: the host waits for the counts of tokens."""
+def multiply_by_expert(x: Tensor, experts: Iterable[Callable[[Tensor], Tensor]], ends: Tensor) -> Tensor:
+    """As `grouped_matmul`, one expert after another: the host waits for the counts of tokens."""
     parts = x.tensor_split(ends[:-1].long().cpu())
-    return torch.cat([part @ weight.T for part, weight in zip(parts, weights, strict=True)])
+    return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
 
 
 class ExpertStack(nn.Module):
@@ -197,9 +194,7 @@ class AttentionProbe:
     layer: int
     queries: Tensor | None = None  # (T, H, D)
     keys: Tensor | None = None  # (Tk, Hk, D), row by row
-    key_lengths: tuple[int, ...] = ()  # keys of each row
-    key_ends: Tensor | None = None  # (rows + 1,), on the device
-    visible_counts: Tensor | None = None  # (T,) how many of them each query sees; None: all
+    sight: AttentionMetadata | None = None
 
 
 @dataclass(frozen=True)
@@ -214,8 +209,7 @@ class ForwardContext:
         """Attention of q (n, H, D) to what the rows see, their own k and v (T, Hk, D) included."""
         k, v = self.rows.gather_keys_values(k, v, layer)
         if (probe := self.probe) is not None and probe.layer == layer:
-            probe.queries, probe.keys, probe.visible_counts = q, k, sight.visible_counts
-            probe.key_lengths, probe.key_ends = sight.key_lengths, sight.key_ends
+            probe.queries, probe.keys, probe.sight = q, k, sight
         return compute_attention(q, k, v, sight, self.backend)
 
 
@@ -227,11 +221,11 @@ class TransformerLayer(nn.Module):
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(width, config.rms_norm_eps)
         self.mlp: nn.Module
-        if config.experts is None or layer < config.dense_layers:
-            self.mlp = FeedForward(width, config.intermediate_size)
-        else:
+        if config.experts is not None and layer >= config.dense_layers:
             self.mlp = MixtureOfExperts(config.experts, width)
-        self.routes_blocks = config.routes_blocks and isinstance(self.mlp, MixtureOfExperts)
+        else:
+            self.mlp = FeedForward(width, config.intermediate_size)
+        self.routes_blocks = config.routes_blocks and layer >= config.dense_layers
 
     def forward(
         self, x: Tensor, rope: Rope, call: ForwardContext, layer: int, last: bool
@@ -240,7 +234,7 @@ class TransformerLayer(nn.Module):
         keys and values of all of them, each (T, Hk, D).
         """
         rows, sight, read = call.rows, call.rows.attention_metadata, None
-        if last and rows.last_layer_metadata is not sight and not self.routes_blocks:
+        if last and rows.last_layer_metadata is not sight:
             sight, read = rows.last_layer_metadata, rows.output_indices
         x, q, k, v = self.project_qkv(x, rope, read)
         if not len(x):

@@ -201,18 +201,18 @@ def map_arrays(value: Any, change: Callable[[Any], Any]) -> Any:
     def visit(value: Any) -> Any:
         if id(value) in made:
             return made[id(value)]
-        found = value
         if isinstance(value, np.ndarray | Tensor):
             found = change(value)
         elif is_dataclass(value) and not isinstance(value, type):
-            own = {item.name: getattr(value, item.name) for item in fields(value) if item.init}
-            found = replace(value, **{name: visit(part) for name, part in own.items()})
+            own = {item.name: visit(getattr(value, item.name)) for item in fields(value) if item.init}
+            found = replace(value, **own)
         elif isinstance(value, dict):
-            return {name: visit(part) for name, part in value.items()}
+            found = {name: visit(part) for name, part in value.items()}
         elif isinstance(value, tuple) and value and isinstance(value[0], np.ndarray | Tensor):
-            return tuple(map(visit, value))
-        if found is not value:
-            made[id(value)] = found
+            found = tuple(map(visit, value))
+        else:
+            return value
+        made[id(value)] = found
         return found
 
     return visit(value)
@@ -236,7 +236,15 @@ def pack_rows(
     seen = (0,) * len(runs) if context is None else context.context_lengths
     keys = tuple(a + b for a, b in zip(seen, lengths, strict=True))
     partial = tuple(run.has_partial_view for run in runs)
-    sent = _collect_tokens(runs, seen) | {"queries": _ends(lengths), "keys": _ends(keys)}
+    starts = np.array([run.start for run in runs], dtype=np.int64)
+    sent: dict[str, NDArray[Any]] = {
+        "ids": np.fromiter(chain.from_iterable(run.ids for run in runs), np.int64, sum(lengths)),
+        "positions": concatenate_ranges(starts, lengths),
+    }
+    if any(partial):
+        limits = [n + run.visible_counts for n, run in zip(seen, runs, strict=True)]
+        sent["limits"] = np.concatenate(limits)
+    sent |= {"queries": _ends(lengths), "keys": _ends(keys)}
     reads = () if read is None else tuple(map(len, read))
     if read is not None:
         places = np.fromiter(chain.from_iterable(read), np.int64, sum(reads))
@@ -265,22 +273,8 @@ def pack_rows(
         )  # fmt: skip
     return PackedRows(
         at["ids"], at["positions"], sight, last, at.get("read"), context,
-        {name: at[name] for name in (*kept, "positions")},
-        tuple(there[len(sent) :]),
+        {name: at[name] for name in (*kept, "positions")}, tuple(there[len(sent) :]),
     )  # fmt: skip
-
-
-def _collect_tokens(runs: Sequence[Segment], seen: Sequence[int]) -> dict[str, NDArray[Any]]:
-    """Ids and positions of the packed tokens, how many keys each sees where not all."""
-    lengths = [len(run.ids) for run in runs]
-    found: dict[str, NDArray[Any]] = {
-        "ids": np.fromiter(chain.from_iterable(run.ids for run in runs), np.int64, sum(lengths)),
-        "positions": concatenate_ranges(np.array([run.start for run in runs], dtype=np.int64), lengths),
-    }
-    if any(run.has_partial_view for run in runs):
-        limits = [n + run.visible_counts for n, run in zip(seen, runs, strict=True)]
-        found["limits"] = np.concatenate(limits)
-    return found
 
 
 def _count_pairs(queries: Sequence[int], keys: Sequence[int], limits: NDArray[Any] | None) -> int:

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from dlm_rag.errors import ConfigError, suggest_nearest
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.layers import ExpertStack, Linear, TransformerWeights, list_tensor_shapes
+from dlm_rag.model.layers import (
+    ExpertStack,
+    Linear,
+    TransformerWeights,
+    list_tensor_shapes,
+    multiply_by_expert,
+)
 from dlm_rag.progress import format_bytes, quiet_imports
 
 
@@ -54,12 +60,6 @@ def _quantize_linear(linear: nn.Linear, weight: Tensor, method: str) -> nn.Linea
     linear.weight = nn.Parameter(weight, requires_grad=False)
     quantize(linear, config)
     return linear
-
-
-def multiply_by_expert(x: Tensor, experts: nn.ModuleList, ends: Tensor) -> Tensor:
-    """As `layers.grouped_matmul`, one expert after another: the host waits for the counts of tokens."""
-    parts = x.tensor_split(ends[:-1].long().cpu())
-    return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
 
 
 def list_quantized_weights(model: TransformerWeights) -> dict[str, nn.Parameter]:

@@ -8,12 +8,14 @@ keys and values does not count: they are not quantised.
 """
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import safe_open
@@ -29,7 +31,7 @@ log = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
-FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+FLOAT_DTYPES: tuple[str, ...] = ("F64", "F32", "F16", "BF16")
 STORED_DTYPES = ("I8", "F8_E4M3")
 SUFFIXES = ("_scale", "_scale_inv")  # of the name of a weight, where its scales are
 UNUSED_SUFFIXES = (".input_scale", ".k_scale", ".v_scale")  # scales of what is not quantised here
@@ -38,28 +40,12 @@ Block = tuple[int | None, int | None]  # rows and columns that share a scale; No
 NamedShapes = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
 
 
-def count_scales(shape: tuple[int, ...], block: Block) -> int:
-    return prod(-(-size // (each or size)) for size, each in zip(shape, block, strict=True))
-
-
-@dataclass(frozen=True)
-class ScaleSource:
+class ScaleSource(NamedTuple):
     """The scales of one weight."""
 
     path: Path
     name: str
     block: Block
-
-    def dequantize(self, weight: Tensor, file: Any, path: Path) -> Tensor:
-        """A weight (rows, columns) as it is stored, in float32; file: an open one, at `path`."""
-        device, found = str(weight.device), weight.float()
-        with nullcontext(file) if path == self.path else safe_open(self.path, "pt", device) as own:
-            scales = own.get_tensor(self.name).float()
-        rows, columns = (each or size for size, each in zip(weight.shape, self.block, strict=True))
-        scales = scales.reshape(-(-len(weight) // rows), -1).repeat_interleave(rows, 0)[: len(weight)]
-        for number, part in enumerate(found.split(columns, dim=1)):
-            part *= scales[:, number, None]
-        return found
 
 
 @dataclass(frozen=True)
@@ -67,26 +53,39 @@ class TensorSource:
     """A tensor of a public checkpoint, or a part of it, and where it goes in a tensor of ours."""
 
     name: str
+    shape: tuple[int, ...] = ()  # of the whole tensor
     source_index: tuple[slice, ...] = ()  # of theirs; empty: all
     target_index: tuple[Any, ...] = ()  # in ours: the number of the expert, then its rows; else all of it
+    path: Path = Path()
     scales: ScaleSource | None = None  # where it is stored quantised
 
     @property
     def first_source_row(self) -> int:
         return int(self.source_index[0].start or 0) if self.source_index else 0
 
-    def read(self, file: Any, path: Path, rows: slice | None = None) -> Tensor:
-        """From an open file of safetensors, at `path`; rows: of those that it consists of, None: all."""
-        index = self.source_index
+    def read(self, file: Any, rows: slice | None = None) -> Any:
+        """From its open file of safetensors; rows: of those that it consists of, None: all."""
+        index, begin = self.source_index, self.first_source_row
         if rows is not None:
-            begin = self.first_source_row
             index = (slice(begin + rows.start, begin + rows.stop), *index[1:])
-        found: Tensor
-        if self.scales is not None:
-            found = self.scales.dequantize(file.get_tensor(self.name), file, path)
-            return found[index].clone() if index else found
-        found = file.get_slice(self.name)[index] if index else file.get_tensor(self.name)
-        return found
+        if self.scales is None:
+            return file.get_slice(self.name)[index] if index else file.get_tensor(self.name)
+        stored, own = file.get_tensor(self.name), cast(Any, nullcontext(file))
+        if self.scales.path != self.path:
+            own = safe_open(self.scales.path, "pt", str(stored.device))
+        with own as other:
+            found = dequantize(stored, other.get_tensor(self.scales.name).float(), self.scales.block)
+        return found[index].clone() if index else found
+
+
+def dequantize(stored: Tensor, scales: Tensor, block: Block) -> Tensor:
+    """A weight (rows, columns) as it is stored, in float32."""
+    rows, columns = (each or size for size, each in zip(stored.shape, block, strict=True))
+    scales = scales.reshape(-(-len(stored) // rows), -1).repeat_interleave(rows, 0)[: len(stored)]
+    found = stored.float()
+    for number, part in enumerate(found.split(columns, dim=1)):
+        part *= scales[:, number, None]
+    return found
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class Family:
     """A public architecture: how its config and its tensor names read in our words."""
 
     read_config: Callable[[dict[str, Any]], DenoiserConfig]
-    rename_tensor: Callable[[str], str]  # our tensor name -> theirs
+    names: Mapping[str, str]  # of modules in our words and in theirs, where they differ
     settings: Mapping[str, Any] = field(default_factory=dict)  # of `decode`, as published
     # The name of its mask token, by which the tokenizer knows the id where the config does not say it;
     # None: autoregressive, or its configs always say it.
@@ -110,16 +109,26 @@ class Family:
     complete_config: Callable[[Path, DenoiserConfig], DenoiserConfig] | None = None
     list_named_shapes: Callable[[dict[str, Any], Path], NamedShapes] | None = None
 
-    def list_sources(self, ours: str, config: DenoiserConfig) -> list[TensorSource]:
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile(rf"\b({'|'.join(map(re.escape, self.names))})\b")
+
+    def rename_tensor(self, ours: str) -> str:
+        """Their name of a tensor."""
+        return self._pattern.sub(lambda found: self.names[found[1]], ours) if self.names else ours
+
+    def list_sources(self, ours: str, shape: tuple[int, ...], config: DenoiserConfig) -> list[TensorSource]:
         """The tensors of theirs that one of ours consists of."""
         path, _, last = ours.rpartition(".")
         if self.separate_experts and config.experts is not None and path.endswith(".experts"):
             inner = config.experts.moe_intermediate_size
-            pieces: dict[str, tuple[slice, ...]] = {"down_proj": ()}
-            if last == "gate_up_proj":
-                pieces = {"gate_proj": (slice(0, inner),), "up_proj": (slice(inner, 2 * inner),)}
+            halves = {"gate_proj": (slice(inner),), "up_proj": (slice(inner, 2 * inner),)}
+            pieces = halves if last == "gate_up_proj" else {"down_proj": ()}
+            shape = shape[1] // len(pieces), shape[2]
             return [
-                TensorSource(self.rename_tensor(f"{path}.{n}.{name}.weight"), target_index=(n, *rows))
+                TensorSource(
+                    self.rename_tensor(f"{path}.{n}.{name}.weight"), shape, target_index=(n, *rows)
+                )
                 for n in range(config.experts.num_experts)
                 for name, rows in pieces.items()
             ]
@@ -128,11 +137,11 @@ class Family:
             queries = config.num_attention_heads * config.head_dim
             keys = config.num_key_value_heads * config.head_dim
             start = {"q": 0, "k": queries, "v": queries + keys}[path[-6]]
-            rows = (slice(start, start + (keys if start else queries)),)
-        return [TensorSource(self.rename_tensor(ours), rows)]
+            rows, shape = (slice(start, start + shape[0]),), (queries + 2 * keys, *shape[1:])
+        return [TensorSource(self.rename_tensor(ours), shape, rows)]
 
 
-TensorSources = dict[str, list[tuple[Path, TensorSource]]]  # by our name
+TensorSources = dict[str, list[TensorSource]]  # by our name
 
 
 class _Header(NamedTuple):
@@ -143,12 +152,26 @@ class _Header(NamedTuple):
 
 def match_tensors(
     folder: Path, config: DenoiserConfig, family: Family, block: Block | None = None
-) -> TensorSources:
+) -> tuple[DenoiserConfig, TensorSources]:
     """Where every tensor of the denoiser is, after checking names, shapes and types.
 
-    block: what shares a scale where some weights are quantised.
+    The config comes back without its tie where the files hold a head that is not the embedding; as in
+    transformers, both are read then. block: what shares a scale where some weights are quantised.
     """
     found = _read_headers(folder)
+    embedding, head = (family.rename_tensor(ours) for ours in ("embed_tokens.weight", "lm_head.weight"))
+    if config.tie_word_embeddings and head in found:  # some folders store the tied head a second time
+        held = (
+            safe_open(found[name].path, "pt").get_tensor(name)
+            for name in (head, embedding)
+            if name in found
+        )
+        first, *others = held
+        if all(value.dtype == first.dtype and torch.equal(value, first) for value in others):
+            del found[head]
+        else:
+            log.warning("%s ties its embeddings, but holds another %s, which is used", folder, head)
+            config = replace(config, tie_word_embeddings=False)
     experts = config.experts.num_experts if config.experts is not None and family.separate_experts else 0
     for number, what in ((config.num_hidden_layers, "layers"), (experts, "experts")):
         if number > len(found):  # before as many names are made
@@ -157,46 +180,17 @@ def match_tensors(
             )
     with translate_failures(CheckpointError, str(folder / "config.json")):  # sizes that overflow
         wanted = list_tensor_shapes(config)
-    if config.tie_word_embeddings:  # some folders store the tied head a second time
-        found.pop(family.rename_tensor("lm_head.weight"), None)
-    sources = {ours: family.list_sources(ours, config) for ours in wanted}
-    asked: dict[str, tuple[int, ...]] = {}
-    for ours, parts in sources.items():
-        for part in parts:
-            cut = [at.stop - at.start for at in part.target_index if isinstance(at, slice)]
-            shape = (*cut, *wanted[ours][len(part.target_index) :])
-            if part.source_index:  # its other rows are those of other tensors
-                shape = (max(part.source_index[0].stop, *asked.get(part.name, ())[:1], 0), *shape[1:])
-            asked[part.name] = shape
-    scales = {name: source for name in asked if (source := _take_scales(folder, found, name, block))}
-    paths = {
-        name: _take_header(folder, found, (name,), shape, STORED_DTYPES if name in scales else FLOAT_DTYPES)
-        for name, shape in asked.items()
-    }
+    sources = {ours: family.list_sources(ours, shape, config) for ours, shape in wanted.items()}
+    asked = {part.name: part.shape for parts in sources.values() for part in parts}
+    taken = {name: _take_tensor(folder, found, (name,), shape, block) for name, shape in asked.items()}
     # Old Llama folders store the rotary frequencies, which follow from the config.
     idle = ("rotary_emb.inv_freq", *UNUSED_SUFFIXES * (block is not None))
     if extra := sorted(name for name in found if not name.endswith(idle)):
         raise CheckpointError(f"{folder} has the tensor {extra[0]}, which does not belong to its config")
-    return {
-        ours: [(paths[part.name], replace(part, scales=scales.get(part.name))) for part in parts]
+    return config, {
+        ours: [replace(part, path=taken[part.name][0], scales=taken[part.name][1]) for part in parts]
         for ours, parts in sources.items()
     }
-
-
-def untie_another_head(folder: Path, config: DenoiserConfig, family: Family) -> DenoiserConfig:
-    """The config, without its tie where the files hold a head that is not the embedding: so does
-    transformers. Both are read.
-    """
-    names = [family.rename_tensor(ours) for ours in ("embed_tokens.weight", "lm_head.weight")]
-    found = _read_headers(folder) if config.tie_word_embeddings else {}
-    if not all(name in found for name in names):
-        return config
-    with safe_open(found[names[0]].path, "pt") as one, safe_open(found[names[1]].path, "pt") as other:
-        embedding, head = one.get_tensor(names[0]), other.get_tensor(names[1])
-        if embedding.dtype == head.dtype and torch.equal(embedding, head):
-            return config
-    log.warning("%s ties its embeddings, but holds another %s, which is used", folder, names[1])
-    return replace(config, tie_word_embeddings=False)
 
 
 def match_tensors_by_name(folder: Path, wanted: NamedShapes) -> TensorSources:
@@ -207,44 +201,38 @@ def match_tensors_by_name(folder: Path, wanted: NamedShapes) -> TensorSources:
     found = _read_headers(folder)
     left = dict(found)
     for name, (shape, others) in wanted.items():
-        _take_header(folder, left, (name, *others), shape)
-    return {name: [(header.path, TensorSource(name))] for name, header in found.items()}
+        _take_tensor(folder, left, (name, *others), shape)
+    return {name: [TensorSource(name, path=header.path)] for name, header in found.items()}
 
 
-def _take_scales(
-    folder: Path, found: dict[str, _Header], name: str, block: Block | None
-) -> ScaleSource | None:
-    """The scales of the tensor `name`, taken out of `found`; None where it has none."""
-    own = next((own for suffix in SUFFIXES if (own := name + suffix) in found), None)
-    if block is None or name not in found or own is None:
-        return None
-    path, given, _ = found.pop(own)
-    shape = found[name].shape
-    if len(shape) != 2 or prod(given) != count_scales(shape, block):
-        raise CheckpointError(
-            f"{path.name} in {folder}: {own} has shape {list(given)}, which does not fit {list(shape)} of "
-            f"{name} and the quantization_config"
-        )
-    return ScaleSource(path, own, block)
-
-
-def _take_header(
+def _take_tensor(
     folder: Path, found: dict[str, _Header], names: tuple[str, ...], shape: tuple[int, ...],
-    dtypes: tuple[str, ...] = FLOAT_DTYPES,
-) -> Path:  # fmt: skip
-    """The file of the first of these names, taken out of `found`, with the shape and a type that fits."""
+    block: Block | None = None,
+) -> tuple[Path, ScaleSource | None]:  # fmt: skip
+    """The file of the first of these names and its scales, taken out of `found`; shape and type fit."""
     name = next((name for name in names if name in found), None)
     if name is None:
         nearest = suggest_nearest(names[0], found)
         raise CheckpointError(f"{folder}: the tensor {names[0]} is missing{nearest}")
     path, given, dtype = found.pop(name)
-    place = f"{path.name} in {folder}: {name}"
+    place, scales, known = f"{path.name} in {folder}: {name}", None, FLOAT_DTYPES
     if given != shape:
         raise CheckpointError(f"{place} has shape {list(given)}, its config asks for {list(shape)}")
-    if dtype not in dtypes:
-        known = ", ".join(dtypes)
-        raise CheckpointError(f"{place} has the type {dtype}, only {known} are supported here: {REMEDY}")
-    return path
+    own = next((own for suffix in SUFFIXES if (own := name + suffix) in found), None)
+    if block is not None and own is not None:
+        there, given, _ = found.pop(own)
+        scales, known = ScaleSource(there, own, block), STORED_DTYPES
+        count = prod(-(-size // (each or size)) for size, each in zip(shape, block, strict=False))
+        if len(shape) != 2 or prod(given) != count:
+            raise CheckpointError(
+                f"{there.name} in {folder}: {own} has shape {list(given)}, which does not fit "
+                f"{list(shape)} of {name} and the quantization_config"
+            )
+    if dtype not in known:
+        raise CheckpointError(
+            f"{place} has the type {dtype}, only {', '.join(known)} are supported here: {REMEDY}"
+        )
+    return path, scales
 
 
 def _read_headers(folder: Path) -> dict[str, _Header]:
@@ -252,7 +240,7 @@ def _read_headers(folder: Path) -> dict[str, _Header]:
     headers: dict[str, _Header] = {}
     for path in _list_shards(folder):
         broken = f"{path} is not a complete safetensors file, fetch or write it again"
-        with translate_failures(CheckpointError, broken), safe_open(path, framework="pt") as file:
+        with translate_failures(CheckpointError, broken), safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 if name in headers:
                     raise CheckpointError(f"{folder} has the tensor {name} twice, also in {path.name}")
@@ -291,9 +279,7 @@ def _list_shards(folder: Path) -> list[Path]:
 def read_scale_block(raw: dict[str, Any]) -> Block | None:
     """What shares a scale, by what a config says of quantised weights, which is taken out of it.
 
-    None: they are not quantised.
-
-    Raises `CheckpointError` for a format that is not read.
+    None: they are not quantised. Raises `CheckpointError` for a format that is not read.
     """
     if (said := raw.pop("quantization_config", None)) is None:
         return None

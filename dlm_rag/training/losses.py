@@ -74,10 +74,11 @@ def compute_pointer_loss(
     counts, places: of `batches.locate_pointers`, the latter on the device. In float32, whatever autocast
     says: the log of a small mass is what is asked for.
     """
-    assert probe.queries is not None and probe.keys is not None and probe.key_ends is not None
+    sight = probe.sight
+    assert probe.queries is not None and probe.keys is not None and sight is not None
     count, group = probe.queries.shape[1], probe.queries.shape[1] // probe.keys.shape[1]
     heads = [min(head, count - 1) for head in (PASSAGE_HEAD, TOKEN_HEAD)]
-    start, length = probe.key_ends[:-1], probe.key_ends.diff()
+    start, length = sight.key_ends[:-1], sight.key_ends.diff()
     off: Any = torch.autocast(probe.queries.device.type, enabled=False)
     at, first, last, token, row, slot = places
     with off:
@@ -85,12 +86,12 @@ def compute_pointer_loss(
         keys = torch.stack([probe.keys[:, head // group] for head in heads], 1).float()
         if not len(row):
             return queries.new_zeros(()), queries.new_zeros(())
-        place = torch.arange(max(probe.key_lengths), device=row.device)
+        place = torch.arange(max(sight.key_lengths), device=row.device)
         padded = keys[(start[:, None] + place).clamp(max=len(keys) - 1)]  # (rows, keys, 2, D)
         asked = queries.new_zeros((len(counts), max(counts), *queries.shape[1:]))
         asked = asked.index_put((row, slot), queries[at])
         scores = torch.einsum("rnhd,rkhd->rnhk", asked, padded)[row, slot] / math.sqrt(queries.shape[-1])
-        seen = length[row] if probe.visible_counts is None else probe.visible_counts[at]
+        seen = length[row] if sight.visible_counts is None else sight.visible_counts[at]
         scores = scores.masked_fill((place >= seen[:, None])[:, None], -math.inf)
         log_mass = scores.log_softmax(-1)  # (p, 2, keys)
         outside = (place < first[:, None]) | (place >= last[:, None])

@@ -6,7 +6,7 @@ import struct
 from pathlib import Path
 
 from tests.bad_inputs import ABSENT, SAMPLE_COMMAND, SAMPLE_WITH_CORPUS, table
-from tests.support.tiny_diffusion_gemma import TEXT, write_tiny_gemma
+from tests.support.tiny_diffusion_gemma import TEXT, VISION, write_tiny_gemma
 
 CONFIG, WEIGHTS, TOKENIZER = "model/config.json", "model/model.safetensors", "model/tokenizer.json"
 TOKENIZER_CONFIG, GENERATION = "model/tokenizer_config.json", "model/generation_config.json"
@@ -29,7 +29,10 @@ LLADA_MOE = LLAMA | {  # the public one calls itself llada
     "model_type": "llada", "num_experts": 8, "num_experts_per_tok": 2, "expert_intermediate_size": 16,
     "moe_layer_freq": [1, 1], "qk_layernorm": True,
 }  # fmt: skip
-GEMMA = {"model_type": "diffusion_gemma", "canvas_length": 12, "text_config": TEXT}
+GEMMA = {
+    "model_type": "diffusion_gemma", "canvas_length": 12, "text_config": TEXT,
+    "vision_config": VISION | {"model_type": "gemma4_vision"},
+}  # fmt: skip
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4920\n"
 OVERLAPPING = {
     name: {"dtype": "F32", "shape": [2], "data_offsets": [start, start + 8]}
@@ -267,7 +270,7 @@ CASES = [
         for key, value, says in (
             ("decode.block_length", 4, "block_length=4 has no effect on a model that denoises from uniform noise"),
             ("decode.commit_rule", "threshold", "commit_rule=threshold has no effect on a model that"),
-            ("model.attn_implementation", "varlen", "=varlen is not supported by a model of uniform noise"),
+            ("model.attn_implementation", "varlen", "=varlen has no effect on a model that denoises from"),
             ("model.quantize", "int8", "quantize=int8 has no effect on a model that denoises from uniform noise"),
         )
     )),

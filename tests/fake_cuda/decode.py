@@ -240,7 +240,7 @@ def test_experts_wait_in_bfloat16_not_at_all_and_else_where_it_says_so(dtype):
         seen.clear()
         for _ in steps(denoiser, "independent", EngineConfig(prefix_cache_gib=1.0)):
             # Two products a layer: what goes in, what comes out.
-            waits = [] if dtype == torch.bfloat16 else [("out, waiting", "_looped_matmul")] * 4
+            waits = [] if dtype == torch.bfloat16 else [("out, waiting", "multiply_by_expert")] * 4
             assert seen == [STEP_TRAFFIC[0], *waits, *STEP_TRAFFIC[1:]]
             seen.clear()
 

@@ -12,10 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dlm_rag.engine.cache import KVFormat, KVMemory
 from dlm_rag.errors import ConfigError
 from dlm_rag.model import attention
-from dlm_rag.model.attention import (
-    choose_backend,
-    compute_attention,
-)
+from dlm_rag.model.attention import choose_backend, compute_attention
 from dlm_rag.model.denoiser_config import Segment
 from dlm_rag.model.packed_batch import MemoryRows, pack_rows
 from tests.support.attention import by_the_book, random_rows, sight_of
@@ -171,8 +168,8 @@ def test_the_mask_of_flex_attention_is_the_dense_one(monkeypatch):
     sight, taken = packed.last_layer_metadata, []
     dense = compute_attention(q, k, v, sight, "sdpa")
 
-    def attend_as_on_a_gpu(q, k, v, rule, masks, name):
-        taken.append(attention.build_flex_mask(rule, q, k))
+    def attend_as_on_a_gpu(q, k, v, limits, masks, name):
+        taken.append(attention.build_flex_mask(limits, q, k))
         return attention.attend_flex(q, k, v, taken[-1])
 
     monkeypatch.setattr(attention, "attend_masked", attend_as_on_a_gpu)
@@ -202,5 +199,5 @@ def test_a_gpu_never_computes_grouped_heads_under_a_mask_with_sdpa(monkeypatch, 
         lambda q, k, v, mask, enable_gqa: calls.append((k.shape[1], enable_gqa)) or q,
     )  # fmt: skip
     q, k, v = torch.zeros(1, 4, 5, width).as_subclass(OnGpu), *torch.zeros(2, 1, 2, 5, width)
-    attention.attend_masked(q, k, v, lambda row, head, i, j: j <= i, {}, "rule")
+    attention.attend_masked(q, k, v, torch.arange(1, 6)[None], {}, "rule")
     assert calls == (["mask"] if width == 32 else [(4, False)])

@@ -249,22 +249,14 @@ MASK_FILES = {
     "settings": {"tokenizer_config.json": {"added_tokens_decoder": {"7": {"content": "<|MASK|>"}}}},
     "tokenizer": {"tokenizer.json": {"added_tokens": [token("<|x|>", 6), token("<|MASK|>", 7)]}},
     "declared": {
-        "tokenizer_config.json": {"mask_token": "<hole>", "added_tokens_decoder": {"6": "<|MASK|>"}},
+        "tokenizer_config.json": {
+            "mask_token": "<hole>", "added_tokens_decoder": {"6": {"content": "<|MASK|>"}},
+        },
         "tokenizer.json": {"added_tokens": [token("<hole>", 7)]},
     },
     "declared as an object": {
         "tokenizer_config.json": {"mask_token": {"content": "<hole>", "lstrip": False}},
         "tokenizer.json": {"added_tokens": [token("<|MASK|>", 6), token("<hole>", 7)]},
-    },
-    # What is no token is passed over.
-    "beside numbers": {
-        "tokenizer_config.json": {"added_tokens": [1, 2], "added_tokens_decoder": {"7": "<|MASK|>"}}
-    },
-    "beside a number in letters": {
-        "tokenizer_config.json": {"added_tokens_decoder": {"x": "<|x|>", "7": "<|MASK|>"}}
-    },
-    "declared as a number": {
-        "tokenizer_config.json": {"mask_token": 5, "added_tokens_decoder": {"7": "<|MASK|>"}}
     },
 }  # fmt: skip
 
@@ -274,6 +266,10 @@ def test_the_mask_is_the_tokenizers_where_the_config_does_not_say_it(tmp_path, f
     write_public(tmp_path, "sdar")
     assert open_checkpoint(tmp_path).config.mask_token_id == MASK
     change(tmp_path, mask_token_id=None)
+    (tmp_path / "tokenizer.json").write_text('{"added_tokens": [1]}')
+    with pytest.raises(CheckpointError, match=r"tokenizer.json has a token that is none"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"'mask_token_id' is missing, .* has not added '<\|MASK\|>'"):
         open_checkpoint(tmp_path)
     for name, content in files.items():
