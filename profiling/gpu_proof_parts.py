@@ -42,7 +42,7 @@ from dlm_rag.model.attention import (
 )
 from dlm_rag.model.denoiser_config import Segment
 from dlm_rag.model.packed_batch import pack_rows
-from dlm_rag.model.quantize import METHODS, count_weight_bytes, quantize_linear_layers
+from dlm_rag.model.quantize import METHODS, count_weight_bytes, list_quantized_weights, quantize_weight
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_model import InitialModel, allocate_denoiser, open_initial_model
 from dlm_rag.training.step_memory import estimate_step_memory
@@ -107,7 +107,8 @@ def measure_precision(
         free_memory()
         denoiser = make_random_denoiser(shape, device, getattr(torch, low))
         if name != "none":
-            quantize_linear_layers(denoiser, name)
+            for weight, value in list_quantized_weights(denoiser).items():
+                quantize_weight(denoiser, weight, value.detach(), name)
         free_memory()
         record.add(
             title="Low precision",

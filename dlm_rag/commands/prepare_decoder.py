@@ -322,7 +322,7 @@ def check_weights_fit(
     have = sum(map(get_device_memory_bytes, {*devices}))
     if need > have:
         half = "" if dtype.itemsize < 4 else "set model.dtype=bfloat16, or "
-        half += "set model.quantize=int8, or " * (quantize == "none" and checkpoint.family.load is None)
+        half += "set model.quantize=int8, or " * (quantize == "none" and checkpoint.config.adapter is None)
         raise ConfigError(
             f"the weights of {checkpoint.folder} take {format_bytes(need)} in {str(dtype)[6:]}, and this "
             f"{devices[0].type} has {format_bytes(have)} of memory: {half}choose a smaller model or a "

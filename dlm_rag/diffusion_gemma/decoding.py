@@ -1,4 +1,8 @@
-"""Decoding with DiffusionGemma: its settings, its canvas, and how it answers a step.
+"""DiffusionGemma through the class of `transformers`: text only, its code, weights from safetensors.
+
+A causal encoder writes keys and values of the prompt, once; the decoder, of the same weights, sees them and
+a canvas, which sees itself whole. In layers with a sliding window the canvas sees the last `window` - 1
+tokens before it; their keys are kept all the same, so that a prompt can be cut back to any length.
 
 The canvas starts as random tokens: a step proposes for all positions of a block, accepts some and draws the
 others again, also those accepted before.
@@ -6,43 +10,227 @@ others again, also those accepted before.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import takewhile
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dlm_rag.config import DecodeConfig, EngineConfig, ModelConfig
 from dlm_rag.config.fields import CheckedSettings, replace_settings
-from dlm_rag.diffusion_gemma.model import DiffusionGemma, GemmaConfig, PromptKeysValues, StackedCaches
 from dlm_rag.engine.cache import CacheStats
 from dlm_rag.engine.policy import sample_at_quantile
 from dlm_rag.engine.row import Canvas, CanvasChange, Span, TokenIds
 from dlm_rag.engine.rules import Proposals, Rule, select_by_entropy_bound
 from dlm_rag.engine.runner import ModelRunner, split_proposals
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import CheckpointError, ConfigError, suggest_nearest, translate_failures
 from dlm_rag.evidence.prompt_segments import RowInput
+from dlm_rag.files.hub import read_checkpoint_json
+from dlm_rag.model.checkpoint import Checkpoint
+from dlm_rag.model.denoiser import HostedDenoiser
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.families import require_key
 from dlm_rag.model.packed_batch import to_device
+from dlm_rag.model.stored_tensors import Family, NamedShapes
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.randomness import sample_uniform
 from dlm_rag.retrieval.base import find_query_policy
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.tokenizer import Tokenizer
 
+PromptKeysValues = list[tuple[Tensor, Tensor]]  # of each layer, each (1, heads, tokens, head_dim)
+LAYER_KINDS = ("sliding_attention", "full_attention")
+VISION_PREFIXES = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")  # no use for text
+
 # The rule in records of decoding. What it commits the canvas has chosen, and may take back.
 REDRAW = Rule(lambda proposals, context: np.arange(len(proposals.positions)), redraws=True)
-REDRAW_PATH = "dlm_rag.diffusion_gemma.decoding:REDRAW"
+REDRAW_PATH = f"{__name__}:REDRAW"
 READ_SETTINGS = {  # of `decode`; the others have no effect
     "max_new_tokens", "steps_per_block", "query_policy", "query_threshold", "retrieval_interval", "seed",
     "batch_size", "overlap", "abstain", "early_stopping",
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class GemmaConfig(DenoiserConfig):
+    """The shape, and how a canvas is denoised, as `generation_config.json` says it."""
+
+    steps_per_block: int = 48  # the most
+    entropy_bound: float = 0.1  # nats that a step may accept together
+    temperature_high: float = 0.8  # of the first step of a block, from which it falls linearly
+    temperature_low: float = 0.4  # that the last step approaches
+    convergence_steps: int = 1  # steps without a change after which a block is finished, if it is sure:
+    stop_entropy: float = 0.005  # mean nats below which it is
+
+    @property
+    def adapter(self) -> Any:
+        return import_module(__name__)
+
+
+def read_gemma_config(raw: dict[str, Any]) -> GemmaConfig:
+    """The shape; how it is denoised is in the generation config (`add_generation_config`)."""
+    text, block = require_key(raw, "text_config"), require_key(raw, "canvas_length")
+    if not isinstance(text, dict):
+        raise CheckpointError(f"text_config={text!r:.60} must be an object")
+    for kind in text.get("layer_types") or ():
+        if kind not in LAYER_KINDS:
+            hint = suggest_nearest(str(kind), LAYER_KINDS)
+            raise CheckpointError(f"layer_types has {kind!r:.60}, known are {', '.join(LAYER_KINDS)}{hint}")
+    if text.get("use_bidirectional_attention") == "all":
+        raise CheckpointError(
+            "use_bidirectional_attention='all' is not supported: only null and 'vision' are, with which a "
+            "prompt can be kept"
+        )
+    if not require_key(text, "sliding_window") > 1:
+        raise CheckpointError(f"sliding_window={text['sliding_window']!r:.60} must be at least 2")
+    same = (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "intermediate_size", "max_position_embeddings",
+    )  # fmt: skip
+    return GemmaConfig(
+        **{name: require_key(text, name) for name in same}, tie_word_embeddings=True,
+        mask_token_id=require_key(text, "pad_token_id"),  # in records, where nothing is accepted
+        evidence_layout="prefix", canvas_length=block, block_length=block, block_size=block,
+    )  # fmt: skip
+
+
+def add_generation_config(folder: Path, config: DenoiserConfig) -> DenoiserConfig:
+    """`config` with how the checkpoint is decoded, as its file says, else as `transformers` does it."""
+    from transformers.models.diffusion_gemma import generation_diffusion_gemma as generation
+
+    path, block = folder / "generation_config.json", config.block_size or 1
+    raw = read_checkpoint_json(path)
+    with translate_failures(CheckpointError, str(path)):
+        found: Any = generation.DiffusionGemmaGenerationConfig.from_dict(raw)
+        found.update(**found._get_default_generation_params(), defaults_only=True)
+        found.validate()
+        bound = found.sampler_config.entropy_bound
+        own = {
+            "steps_per_block": found.max_denoising_steps, "entropy_bound": bound,
+            "temperature_high": found.t_max, "temperature_low": found.t_min,
+            "convergence_steps": found.stability_threshold, "stop_entropy": found.confidence_threshold,
+        }  # fmt: skip
+    return replace(config, **own, canvas_length=-(-found.max_new_tokens // block) * block)
+
+
+def list_named_shapes(raw: dict[str, Any], place: Path) -> NamedShapes:
+    """Every tensor that text needs, by its name in the class: its shape, and names of those tied to it."""
+    from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+
+    with translate_failures(CheckpointError, f"{place}: the model cannot be built"), torch.device("meta"):
+        model = DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig.from_dict(raw))
+    tied = model.all_tied_weights_keys
+    return {
+        name: (tuple(value.shape), tuple(other for other, source in tied.items() if source == name))
+        for name, value in model.state_dict().items()
+        if name not in tied and not name.startswith(VISION_PREFIXES)
+    }
+
+
+class StackedCaches(NamedTuple):
+    """What canvases see before them: keys and values, who sees which, and where each canvas stands."""
+
+    cache: Any
+    masks: dict[str, Tensor | None]
+    positions: Tensor  # (rows, canvas)
+
+
+class DiffusionGemma(HostedDenoiser):
+    """`DiffusionGemmaForBlockDiffusion`, as `GemmaRunner` calls it."""
+
+    config: GemmaConfig
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        """Reads the weights: with `accelerate` straight to a GPU, else through the host's memory."""
+        from transformers import DiffusionGemmaForBlockDiffusion
+        from transformers.utils.logging import disable_progress_bar
+
+        assert isinstance(checkpoint.config, GemmaConfig)
+        disable_progress_bar()  # of theirs
+        kind: Any = DiffusionGemmaForBlockDiffusion
+        folder, self.config, self.device, self.dtype = checkpoint.folder, checkpoint.config, device, dtype
+        straight = device.type != "cpu" and find_spec("accelerate") is not None
+        with translate_failures(CheckpointError, f"{folder} cannot be loaded"):
+            model = kind.from_pretrained(
+                folder, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False,
+                attn_implementation="sdpa", device_map={"": device} if straight else None,
+            )  # fmt: skip
+        self.model = model.to(device).eval()
+        text = self.model.config.text_config
+        self._window, self._kinds = text.sliding_window, text.layer_types
+
+    def make_runner(self) -> "GemmaRunner":
+        return GemmaRunner(self)
+
+    def extend_cache(self, kept: PromptKeysValues, ids: Sequence[int]) -> PromptKeysValues:
+        """The keys and values of a text whose beginning is `kept`, and whose rest `ids` are run."""
+        from transformers import DynamicCache
+
+        cache: Any = DynamicCache()  # without a config every layer keeps all
+        for layer, pair in enumerate(kept):
+            cache.update(*pair, layer)
+        begin = kept[0][0].shape[2] if kept else 0
+        at = torch.arange(begin, begin + len(ids), device=self.device)[None]
+        (tokens,) = to_device([np.array([ids])], self.device)
+        self.model.model.encoder.language_model(
+            input_ids=tokens, position_ids=at, past_key_values=cache, use_cache=True
+        )
+        return [(layer.keys, layer.values) for layer in cache.layers]
+
+    def stack_caches(self, texts: Sequence[PromptKeysValues], canvas: int) -> StackedCaches:
+        """A batch of texts, as canvases of `canvas` tokens after them see them."""
+        from transformers import DynamicCache
+
+        cache, masks = DynamicCache(), dict[str, Tensor | None]()
+        lengths = [text[0][0].shape[2] for text in texts]
+        for layer, kind in enumerate(self._kinds):
+            seen = [min(n, self._window - 1) if kind == "sliding_attention" else n for n in lengths]
+            longest = max(seen)
+            kept = (
+                [pad(x, (0, 0, n - x.shape[2], longest - n)) for x in text[layer]]
+                for text, n in zip(texts, seen, strict=True)
+            )
+            keys, values = map(torch.cat, zip(*kept, strict=True))
+            cache.update(keys, values, layer)
+            if kind not in masks:  # (rows, 1, canvas, longest + canvas): which keys are seen; None: all
+                masks[kind] = None
+                if min(seen) < longest:
+                    there = np.arange(longest + canvas)
+                    hidden = (there >= np.array(seen)[:, None]) & (there < longest)
+                    (visible,) = to_device([~hidden], self.device)
+                    masks[kind] = visible[:, None, None, :].expand(-1, -1, canvas, -1)
+        (positions,) = to_device([np.array(lengths)[:, None] + np.arange(canvas)], self.device)
+        return StackedCaches(cache, masks, positions)
+
+    def compute_canvas_logits(
+        self, canvas: Tensor, texts: StackedCaches, before: Sequence[Tensor | None]
+    ) -> Tensor:
+        """Logits (rows, canvas, V) float32 for canvases (rows, canvas) after their texts.
+
+        before: the logits of the step before, each over its temperature; None at the first of a canvas.
+        """
+        given = [logits for logits in before if logits is not None]
+        conditioning = mask = None
+        if given:
+            none = torch.zeros_like(given[0])
+            conditioning = torch.stack([none if logits is None else logits for logits in before])
+            (mask,) = to_device([np.array([logits is not None for logits in before])], self.device)
+        found: Tensor = self.model(
+            decoder_input_ids=canvas, past_key_values=texts.cache, self_conditioning_logits=conditioning,
+            self_conditioning_mask=mask, decoder_attention_mask=texts.masks,
+            decoder_position_ids=texts.positions,
+        ).logits  # fmt: skip
+        return found
+
+
 def resolve_settings(settings: DecodeConfig, shape: GemmaConfig) -> DecodeConfig:
-    """`settings` with the checkpoint's own for what is unset; raises `ConfigError` for those it does not
-    read."""
+    """`settings` with the checkpoint's own for what is unset; raises `ConfigError` for any it ignores."""
     block = shape.block_size
     assert block is not None
     fixed = {
@@ -52,12 +240,9 @@ def resolve_settings(settings: DecodeConfig, shape: GemmaConfig) -> DecodeConfig
     _refuse_idle("decode", settings, READ_SETTINGS, fixed)
     find_query_policy(settings.query_policy)
     blocks = -(-(settings.max_new_tokens or shape.canvas_length) // block)  # whole ones
+    steps, abstain = settings.steps_per_block or shape.steps_per_block, settings.abstain or shape.abstain
     return replace_settings(
-        settings,
-        **fixed,
-        steps_per_block=settings.steps_per_block or shape.steps_per_block,
-        max_new_tokens=blocks * block,
-        abstain=settings.abstain or shape.abstain,
+        settings, **fixed, steps_per_block=steps, max_new_tokens=blocks * block, abstain=abstain
     )
 
 
@@ -121,9 +306,7 @@ class UniformNoiseCanvas(Canvas):
     def write(
         self, proposals: Proposals, chosen: Proposals | None, settings: DecodeConfig, block: Span
     ) -> CanvasChange:
-        """Accepts proposals within the entropy bound; once the block has converged or its steps are taken,
-        the most probable tokens.
-        """
+        """Accepts proposals within the entropy bound; at the end of a block, the most probable tokens."""
         best, shape = _most_probable(proposals), self.shape
         assert self.next_noise is not None
         same = self.best_ids is not None and np.array_equal(self.best_ids, best.token_ids)
@@ -153,10 +336,10 @@ def make_canvas(
     settings: DecodeConfig, shape: GemmaConfig, tokenizer: Tokenizer, generator: torch.Generator
 ) -> UniformNoiseCanvas:
     """A canvas of noise that is drawn from the generator."""
-    length = settings.max_new_tokens
-    assert length is not None
-    noise = uniform_tokens(sample_uniform(generator, 1, length)[0], shape.vocab_size)
-    return UniformNoiseCanvas(length, tokenizer.mask_id, 0, shape=shape, noise=noise)
+    assert settings.max_new_tokens is not None
+    numbers = sample_uniform(generator, 1, settings.max_new_tokens)[0]
+    noise = uniform_tokens(numbers, shape.vocab_size)
+    return UniformNoiseCanvas(len(noise), tokenizer.mask_id, 0, shape=shape, noise=noise)
 
 
 def anneal_temperature(taken: int, steps: int, high: float, low: float) -> float:
@@ -264,9 +447,6 @@ class GemmaRunner(ModelRunner):
         return self._stacked[1]
 
 
-make_runner = GemmaRunner
-
-
 def _read_logits(logits: Tensor, cooled: Tensor, uniform: Tensor) -> dict[str, Tensor]:
     """Of each position the fields of `Proposals`, with the most probable token and its own two besides.
 
@@ -293,3 +473,6 @@ def _most_probable(proposals: Proposals) -> Proposals:
         confidence=found["best_confidence"],
         log_prob=found["best_log_prob"],
     )
+
+
+FAMILY = Family(read_gemma_config, {}, separate_experts=False)

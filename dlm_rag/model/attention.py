@@ -47,7 +47,7 @@ def compute_attention(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata,
     """
     if backend == "indexed":  # which has no backward
         backend = "sdpa" if torch.is_grad_enabled() and q.requires_grad else backend
-    elif sight.has_block_mask:
+    elif any(sight.partial_view_rows) and not sight.causal:
         backend = "sdpa"  # no other kernel takes a mask
     return _KERNELS[backend](q, k, v, sight)
 
@@ -80,10 +80,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
 
 
 def _read_rows(k: Tensor, v: Tensor, sight: AttentionMetadata) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys and values of each row out of a memory, one after another through the same small room.
-
-    That stays in the processor's cache: attention reads it for about what it saves in order.
-    """
+    """Keys and values of each row, one after another through the same small room, which stays in cache."""
     assert sight.key_places is not None
     room = k.new_empty((2, max(sight.key_lengths), *k.shape[1:]))
     for places, queries in zip(sight.key_places.split(sight.key_lengths), sight.query_lengths, strict=True):
@@ -148,10 +145,16 @@ def _import_flex(compiled: bool) -> tuple[Any, ...]:
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
+    """A row is not split, which would depend on the others, where that can be said: torch 2.12 refuses
+    `num_splits`, even 1, of FlashAttention 2 (pytorch #179760).
+    """
     from torch.nn.attention.varlen import varlen_attn
 
-    active = torch.nn.attention.current_flash_attention_impl()
-    options = get_varlen_options(torch.__version__, active, q.shape[1] != k.shape[1])
+    made, options = tuple(map(int, torch.__version__.split(".")[:2])), dict[str, Any]()
+    if made >= (2, 13) or torch.nn.attention.current_flash_attention_impl():
+        options["num_splits"] = 1
+    if made >= (2, 12):  # before, it goes without saying
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
     return _call_ragged(varlen_attn, q, k, v, sight, **options)
 
 
@@ -186,18 +189,6 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-@cache
-def get_varlen_options(torch_version: str, implementation: str | None, grouped: bool) -> dict[str, Any]:
-    """Of torch's own kernel, by its version and the implementation that is active; grouped: heads.
-
-    How a row is split depends on the other rows, so it is not, where that can be said: torch 2.12 refuses
-    `num_splits`, even 1, of FlashAttention 2 (pytorch #179760).
-    """
-    made = tuple(map(int, torch_version.split(".")[:2]))
-    options: dict[str, Any] = {"num_splits": 1} if implementation or made >= (2, 13) else {}
-    return options | ({"enable_gqa": grouped} if made >= (2, 12) else {})  # before, it goes without saying
-
-
 def choose_backend(
     requested: str, device: torch.device, dtype: torch.dtype, causal_context: bool = False
 ) -> str:
@@ -206,9 +197,9 @@ def choose_backend(
     causal_context: as in `DenoiserConfig`; in one call some rows are causal then, which only SDPA can mask.
     Raises `ConfigError` when a kernel is asked for by name and cannot run here.
     """
-    if causal_context and requested not in ("auto", "sdpa", "indexed"):
-        raise ConfigError(f"attention={requested} has no masks, which this model needs: set attention=sdpa")
     if causal_context and requested != "indexed":
+        if requested not in ("auto", "sdpa"):
+            raise ConfigError(f"attention={requested} has no masks, as needed here: set attention=sdpa")
         return "sdpa"
     if requested == "auto":
         return _first_working(device, dtype)

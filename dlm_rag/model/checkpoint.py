@@ -3,11 +3,15 @@
 A folder holds `config.json`, `model.safetensors` (or an index and its shards) and a tokenizer.
 Everything that can be wrong is found from the headers, before any weight is read. Code that comes
 with a checkpoint is never run, pickled weights are never opened.
+
+A LoRA adapter in PEFT's format is merged once into a folder of the cache. A `config.json` beside it says
+what the merged model is; without one it keeps its base's.
 """
 
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -24,14 +28,14 @@ from torch import Tensor
 from dlm_rag.config.fields import explain_validation_error
 from dlm_rag.config.sections import GENERATION_FILE, read_generation_settings
 from dlm_rag.errors import CheckpointError, suggest_nearest, translate_failures
+from dlm_rag.files.build_once import DIGESTS_FILE, build_once, make_folder_name
 from dlm_rag.files.hub import (
     HUB_FILE_PATTERNS,
     check_checkpoint_files,
     read_checkpoint_json,
     resolve_hub_folder,
 )
-from dlm_rag.files.paths import digest_file
-from dlm_rag.model.adapters import ADAPTER_CONFIG, merge_adapter
+from dlm_rag.files.paths import digest_file, get_cache_folder
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families import (
     BLOCK_SIZE_KEY,
@@ -68,11 +72,15 @@ DLM_RAG_FIELDS = {
     )
 } | {BLOCK_SIZE_KEY: "block_size"}  # fmt: skip
 
-# By their keys in a public config, fields that training may change.
-SAVED_KEYS = {
-    "tie_word_embeddings": "tie_word_embeddings", "weight_tying": "tie_word_embeddings",
-    "max_position_embeddings": "max_position_embeddings", "max_sequence_length": "max_position_embeddings",
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+MERGE_VERSION = 1
+# Keys of `adapter_config.json` whose other values change the product in a way that is not merged here.
+PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False, None), "fan_in_fan_out": (False, None), "bias": ("none", None),
+    "modules_to_save": (None, []), "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
 }  # fmt: skip
+TEXT_FILES = ("*.json", "*.txt", "*.jinja")
 
 
 @dataclass(frozen=True)
@@ -94,8 +102,7 @@ class Checkpoint:
     ) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by our name, on the device; one at a time is in flight. Raises `CheckpointError`.
 
-        copied: names of those that are no pages of their file, which stays in memory as long as one is.
-        homes: other devices of some of them.
+        copied: names of those that keep no file in memory. homes: other devices of some of them.
         """
         size = sum(path.stat().st_size for path in self._weight_files)
         with report_progress("reading weights", size, "bytes") as advance, ExitStack() as opened:
@@ -137,8 +144,8 @@ class Checkpoint:
 
     def count_weight_bytes(self, size: int, quantize: str = "none") -> int:
         """Bytes of the weights that are used, a tied head once; size: of a number that is not quantised."""
-        if self.family.list_named_shapes is not None:
-            named = self.family.list_named_shapes(self.raw_config, self.folder / "config.json")
+        if (adapter := self.config.adapter) is not None:
+            named = adapter.list_named_shapes(self.raw_config, self.folder / "config.json")
             return size * sum(math.prod(shape) for shape, _ in named.values())
         return count_weight_bytes(self.config, size, quantize)
 
@@ -148,10 +155,7 @@ class Checkpoint:
 
     @property
     def read_files(self) -> set[Path]:
-        """Every file that is or may be read: the shards with the tensors, and texts.
-
-        Texts are what a checkpoint consists of (`HUB_FILE_PATTERNS`) without what our own programs write.
-        """
+        """Every file that is or may be read: shards, and texts that our own programs do not write."""
         excluded = [".*", "*.safetensors", *FINGERPRINT_EXCLUDED_GLOBS]
         paths = self._weight_files
         for pattern in (*HUB_FILE_PATTERNS, "*/*.jinja"):
@@ -178,10 +182,7 @@ class Checkpoint:
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a response, from `generation_config.json`, else from `config.json`.
-
-        Raises `CheckpointError` for ids outside the vocabulary.
-        """
+        """Ids that end a response, of `generation_config.json` or the config; raises `CheckpointError`."""
         path, last = self.folder / "generation_config.json", self.config.vocab_size - 1
         found = read_checkpoint_json(path).get("eos_token_id") if path.exists() else None
         if found is None:
@@ -220,8 +221,6 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
         raise CheckpointError(f"{folder} is a '{kind:.60}' model{own_code}; supported are {known}")
     family = find_family(kind)
     if block_size is not None:
-        if family.complete_config is not None:
-            raise CheckpointError(f"block_size={block_size} has no effect on {folder}: leave it out")
         raw[BLOCK_SIZE_KEY] = block_size
     try:
         block = read_scale_block(raw)
@@ -230,18 +229,18 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
         raise CheckpointError(f"{place}: {explain_validation_error(error)[1]}") from None
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{place}: {error}") from None
-    if family.list_named_shapes is not None and family.complete_config is not None:
-        config = family.complete_config(folder, config)
-        homes = match_tensors_by_name(folder, family.list_named_shapes(raw, place))
-    else:
+    if (adapter := config.adapter) is None:
         config, homes = match_tensors(folder, config, family, block)
-    if config.rope_scaling is not None:
-        problem = f"{place}: rope_scaling={config.rope_scaling!r:.200} gives no rotary positions"
-        with translate_failures(CheckpointError, problem):
-            frequencies, gain = compute_rope_frequencies(config)
-            finite = math.isfinite(float(frequencies.sum()) + gain)
-            if not finite or frequencies.shape != (config.head_dim // 2,):
-                raise CheckpointError(problem)
+    elif block_size is not None:
+        raise CheckpointError(f"block_size={block_size} has no effect on {folder}: leave it out")
+    else:
+        config = adapter.add_generation_config(folder, config)
+        homes = match_tensors_by_name(folder, adapter.list_named_shapes(raw, place))
+    problem = f"{place}: rope_scaling={config.rope_scaling!r:.200} gives no rotary positions"
+    with translate_failures(CheckpointError, problem):
+        frequencies, gain = compute_rope_frequencies(config)
+    if not math.isfinite(frequencies.sum() + gain) or frequencies.shape != (config.rotary_dim // 2,):
+        raise CheckpointError(problem)
     return Checkpoint(folder, family, raw, config, homes)
 
 
@@ -258,7 +257,7 @@ def _read_config(folder: Path, raw: dict[str, Any], family: Family) -> DenoiserC
         config = replace(config, block_length=block)
     if config.mask_token_id is None and family.mask_token is not None:
         config = replace(config, mask_token_id=find_mask_token_id(folder, family.mask_token))
-    if family.complete_config is not None:  # all is in the file of another library
+    if config.adapter is not None:  # all is in the file of another library
         return config
     decode, retrieval = read_generation_settings(folder)
     return config.add_settings(decode, **retrieval)
@@ -284,8 +283,7 @@ def save_tensors(
         named.pop("lm_head.weight", None)
     raw: dict[str, Any] = {"model_type": "dlm_rag", "architectures": ["Denoiser"], **asdict(config)}
     raw[BLOCK_SIZE_KEY] = raw.pop("block_size")
-    for name in ("decode_settings", "retrieval_settings"):  # which are in another file
-        del raw[name]
+    del raw["decode_settings"], raw["retrieval_settings"]  # which are in another file
     dtype = str(next(iter(named.values())).dtype).removeprefix("torch.")
     if origin is not None and origin.raw_config["model_type"] != "dlm_rag":
         named = _to_family_tensors(named, config, origin.family)
@@ -331,9 +329,12 @@ def _update_raw_config(raw: dict[str, Any], config: DenoiserConfig) -> dict[str,
     found = {**raw, **{key: getattr(config, name) for key, name in DLM_RAG_FIELDS.items()}}
     found[BLOCK_SIZE_KEY] = config.block_size or 0  # whatever the family says
     found["mask_token_id"] = config.mask_token_id
-    for key, name in SAVED_KEYS.items():
+    for key in ("tie_word_embeddings", "weight_tying"):
         if key in raw:
-            found[key] = getattr(config, name)
+            found[key] = config.tie_word_embeddings
+    for key in ("max_position_embeddings", "max_sequence_length"):
+        if key in raw:
+            found[key] = config.max_position_embeddings
     for key in ("vocab_size", "embedding_size"):
         if key in raw:
             found[key] = max(raw[key], config.vocab_size)
@@ -345,10 +346,7 @@ def _update_raw_config(raw: dict[str, Any], config: DenoiserConfig) -> dict[str,
 
 
 def _check_values(part: TensorSource, value: Tensor, ours: str) -> None:
-    """Raises `CheckpointError` for values that are not finite, and gains or embeddings that are all zero.
-
-    A sample of a matrix is read, which finds a training that came to nothing; the decoder finds the rest.
-    """
+    """Refuses values that are not finite, by a sample, and gains or embeddings that are all zero."""
     sample = value.flatten()
     sample = sample[:: max(1, len(sample) // SAMPLED_VALUES_PER_TENSOR)]
     if not bool(sample.isfinite().all()):
@@ -356,3 +354,105 @@ def _check_values(part: TensorSource, value: Tensor, ours: str) -> None:
         raise CheckpointError(f"{part.path}: {part.name} has values that are not finite in {kind}")
     if ours.endswith(("norm.weight", "embed_tokens.weight")) and not (sample.any() or value.any()):
         raise CheckpointError(f"{part.path}: {part.name} has only zeros")
+
+
+def merge_adapter(folder: Path) -> Path:
+    """Returns the folder of an adapter merged into its base, made at the first use.
+
+    W becomes W + alpha / r B A (LoRA, arXiv 2106.09685), in the base's dtype. Embeddings that the base
+    lacks get the mean of its own. Raises `CheckpointError` for an adapter of another kind or another base.
+    """
+    check_checkpoint_files(folder, ["*.json", "*.safetensors"])
+    config = read_checkpoint_json(folder / ADAPTER_CONFIG)
+    base_name = config.get("base_model_name_or_path")
+    if not isinstance(base_name, str) or not base_name:
+        raise CheckpointError(f"{folder / ADAPTER_CONFIG} does not name its base_model_name_or_path")
+    base = resolve_hub_folder(base_name, f"the base of {folder}:")
+    if (base / ADAPTER_CONFIG).exists():
+        raise CheckpointError(f"{base}, the base of {folder}, is an adapter itself: merge that one first")
+    scale = _read_scale(folder, config)
+    inputs = [path for home in (folder, base) for path in sorted(home.iterdir()) if path.is_file()]
+    digests = [f"{path.name} {digest_file(path)}" for path in inputs if path.name[0] != "."]
+    name = make_folder_name(folder.name, "merged", MERGE_VERSION, *digests)
+
+    def build(scratch: Path) -> None:
+        texts = [path for home in (base, folder) for kind in TEXT_FILES for path in home.glob(kind)]
+        for path in texts:
+            if path.name not in (ADAPTER_CONFIG, DIGESTS_FILE):
+                shutil.copyfile(path, scratch / path.name)
+        shape = read_checkpoint_json(scratch / "config.json")
+        _merge_weights(folder, base, scratch, scale, shape.get("vocab_size"))
+        _add_mask_token(scratch, shape.get("mask_token_id"))
+
+    return build_once(get_cache_folder() / "models" / name, build)
+
+
+def _read_scale(folder: Path, config: dict[str, Any]) -> float:
+    """Returns alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA."""
+    place = folder / ADAPTER_CONFIG
+    if (kind := config.get("peft_type")) != "LORA":
+        raise CheckpointError(f"{place}: peft_type={kind!r:.40} is not supported, LORA is")
+    for key, accepted in PLAIN_VALUES.items():
+        if (value := config.get(key)) not in accepted:
+            raise CheckpointError(f"{place}: {key}={value!r:.60} is not supported: merge it with peft")
+    rank, alpha = numbers = config.get("r", 0), config.get("lora_alpha", 0)
+    if not all(type(value) in (int, float) and 0 < value < 2**20 for value in numbers):
+        raise CheckpointError(f"{place}: r and lora_alpha must be numbers above 0")
+    return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
+
+
+def _merge_weights(folder: Path, base: Path, target: Path, scale: float, vocabulary: int | None) -> None:
+    shards = sorted(base.glob("*.safetensors"))
+    if not shards:
+        raise CheckpointError(f"{base} has no safetensors, and {folder} is an adapter of it")
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as adapter:
+        pairs = _list_pairs(folder / ADAPTER_WEIGHTS, list(adapter.keys()))
+        with report_progress(f"merging {folder.name}", len(shards)) as advance:
+            for shard in shards:
+                merged: dict[str, Tensor] = {}
+                with safe_open(shard, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118 - not a dict
+                        value = file.get_tensor(name)
+                        if name in pairs:
+                            a, b = (adapter.get_tensor(key) for key in pairs.pop(name))
+                            value = _add_product(folder, name, value, a, b, scale)
+                        if vocabulary and name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                            mean = value.float().mean(0, keepdim=True).to(value.dtype)
+                            value = torch.cat((value, mean.expand(max(0, vocabulary - len(value)), -1)))
+                        merged[name] = value
+                save_file(merged, target / shard.name, metadata={"format": "pt"})
+                advance(1)
+    if pairs:
+        raise CheckpointError(f"{folder}: {next(iter(pairs))} is not a tensor of its base {base}")
+
+
+def _list_pairs(path: Path, names: list[str]) -> dict[str, tuple[str, str]]:
+    """Returns by the name of each weight the names of its A and B."""
+    pairs = {}
+    for name in names:
+        a, b = name.replace(".lora_B.", ".lora_A."), name.replace(".lora_A.", ".lora_B.")
+        if a == b or a not in names or b not in names:
+            raise CheckpointError(f"{path}: {name:.80} is not a part of a LoRA pair")
+        pairs[a.removeprefix(PEFT_PREFIX).replace(".lora_A.weight", ".weight")] = a, b
+    return pairs
+
+
+def _add_product(folder: Path, name: str, value: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or (len(b), a.shape[1]) != value.shape:
+        raise CheckpointError(
+            f"{folder}: the adapter of {name} has the shapes {(*b.shape,)} and {(*a.shape,)}, its weight "
+            f"{(*value.shape,)}: this is an adapter of another model"
+        )
+    return (value.float() + scale * (b.float() @ a.float())).to(value.dtype)
+
+
+def _add_mask_token(folder: Path, mask_id: Any) -> None:
+    """Adds the mask token to the tokenizer where it has none of that id."""
+    from transformers import PreTrainedTokenizerFast
+
+    if not isinstance(mask_id, int) or not (folder / "tokenizer.json").is_file():
+        return
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    if mask_id == len(tokenizer) and tokenizer.mask_token is None:
+        tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
+        tokenizer.save_pretrained(folder)

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +25,7 @@ from dlm_rag.machine import choose_device, choose_dtype
 from dlm_rag.model.attention import choose_backend
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.denoiser_config import (
+    QUERY_SCALE_KEY,
     DenoiserConfig,
     FlopCount,
     Segment,
@@ -36,7 +37,6 @@ from dlm_rag.model.layers import (
     ForwardContext,
     Rope,
     TransformerWeights,
-    compute_rope,
     compute_rope_frequencies,
     get_compute_dtype,
     is_autocast,
@@ -89,10 +89,7 @@ class Denoiser(TransformerWeights):
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Denoiser:
-        """As torch's, for `to` and the like; rotary frequencies stay in float32.
-
-        Raises `ConfigError` where weights are quantised.
-        """
+        """As torch's, for `to` and the like; frequencies stay float32, quantised weights are refused."""
         if self.quantize != "none":
             raise ConfigError(
                 "quantised weights stay as they are: load the model on the device and in the dtype wanted"
@@ -132,10 +129,8 @@ class Denoiser(TransformerWeights):
         extra or misshapen tensor.
         """
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-        if isinstance(device, str):
-            device = choose_device(device)
-        devices = list_devices(device_map) or [torch.device(device)]
-        device = devices[0]
+        named = choose_device(device) if isinstance(device, str) else device
+        device, *others = devices = list_devices(device_map) or [named]
         if isinstance(dtype, str):
             dtype = choose_dtype(dtype, device)
         choose_backend(attention, device, dtype, checkpoint.config.causal_context)
@@ -143,7 +138,7 @@ class Denoiser(TransformerWeights):
         with torch.device("meta"):
             denoiser = cls(checkpoint.config)
         denoiser.attention, denoiser.quantize = attention, quantize
-        homes = assign_devices(checkpoint.config, devices) if len(devices) > 1 else None
+        homes = assign_devices(checkpoint.config, devices) if others else None
         quantized = {*list_quantized_weights(denoiser)} if quantize != "none" else set()
         kept = {*checkpoint.tensor_sources} - quantized if quantized else set()
         values = dict[str, nn.Parameter]()
@@ -169,10 +164,9 @@ class Denoiser(TransformerWeights):
 
     @property
     def weights_fingerprint(self) -> str:
-        """The fingerprint of the checkpoint whose weights these are.
+        """The fingerprint of the checkpoint whose weights these are; what is done to `data` is not noticed.
 
-        Raises `ConfigError` where they come from no checkpoint, or were changed since: in place, by an
-        optimizer say, or by new parameters. What is done to `parameter.data` is not noticed.
+        Raises `ConfigError` where they come from no checkpoint, or were changed since.
         """
         if self._origin is None:
             raise ConfigError("these weights are of no checkpoint: load them with Denoiser.from_pretrained")
@@ -183,10 +177,7 @@ class Denoiser(TransformerWeights):
         return checkpoint.weights_fingerprint
 
     def save_pretrained(self, folder: str | Path, **extra: Any) -> None:
-        """Writes `config.json` (with `extra` keys) and `model.safetensors`; see `save_tensors`.
-
-        Raises `ConfigError` for quantised weights.
-        """
+        """Writes `config.json` (with `extra` keys) and weights; raises `ConfigError` for quantised ones."""
         if self.quantize != "none":
             raise ConfigError("quantised weights are not saved: load them with model.quantize=none")
         save_tensors(self.state_dict(), self.config, Path(folder), extra)
@@ -216,10 +207,7 @@ class Denoiser(TransformerWeights):
         return choose_backend(self.attention, self.device, self.compute_dtype, self.config.causal_context)
 
     def compile_layers(self) -> None:
-        """Compiles what comes before and after attention, once for all layers and lengths.
-
-        The first calls take half a minute; results change only by rounding. `compilations` counts.
-        """
+        """Compiles what comes before and after attention, once for all lengths; only rounding changes."""
         if self._compiled_before is not None:
             return
         self._compiled_before = _count_compiled_graphs()
@@ -267,9 +255,7 @@ class Denoiser(TransformerWeights):
             call = ForwardContext(rows, self.backend, probe)
             rope = self.compute_rope(rows.positions)
             x = self.embed_tokens(rows.ids)
-            if is_autocast(
-                x
-            ):  # sums stay in float32, of full copies as of shards that are cast and gathered
+            if is_autocast(x):  # sums stay float32, of full copies as of shards that are cast and gathered
                 x = x.float()
             kept, top, devices = [], len(self.layers) - 1, self.layer_devices
             for layer, block in enumerate(self.layers):
@@ -299,8 +285,16 @@ class Denoiser(TransformerWeights):
         )  # fmt: skip
 
     def compute_rope(self, positions: Tensor) -> Rope:
-        """Cos and sin of the rotary positions (T,), as in `layers.compute_rope`."""
-        return compute_rope(positions, self.inverse_frequencies, self.rope_gain, self.config.rope_scaling)
+        """Cos and sin of positions (T,), each `rotary_dim` wide; behind them those of queries that grow."""
+        places, scaling = positions.float()[:, None, None], self.config.rope_scaling
+        angles = places * self.inverse_frequencies
+        cos, sin = angles.cos() * self.rope_gain, angles.sin() * self.rope_gain
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        if not scaling or QUERY_SCALE_KEY not in scaling:
+            return cos, sin
+        steps = (places / scaling["original_max_position_embeddings"]).floor()
+        scale = 1 + scaling[QUERY_SCALE_KEY] * steps.log1p()
+        return cos, sin, cos * scale, sin * scale
 
     def _run_layer(self, block: nn.Module, *inputs: Any) -> Any:
         """One layer; with `activation_checkpointing`, backward computes its activations again."""
@@ -313,10 +307,7 @@ class Denoiser(TransformerWeights):
         return checkpoint(block, *inputs, use_reentrant=False, **options)
 
     def compute_token_logits(self, hidden: Tensor) -> Tensor:
-        """Logits (n, V) from hidden states (n, hidden), through norm and head.
-
-        The caller un-shifts: in a shifted model the row before a position predicts it.
-        """
+        """Logits (n, V) from hidden states (n, hidden), through norm and head; the caller un-shifts."""
         self.flop_count += count_head_flops(self.config, len(hidden), self.compute_dtype.itemsize)
         with self._float32_sums():
             return self.lm_head(self.norm(hidden))
@@ -327,18 +318,16 @@ def load_denoiser(
     quantize: str = "none", device_map: str | None = None,
 ) -> AnyDenoiser:  # fmt: skip
     """The model of a checkpoint with its weights, of the class that its family runs on."""
-    if checkpoint.family.load is not None:
-        return cast(HostedDenoiser, checkpoint.family.load(checkpoint, device, dtype))
+    if (adapter := checkpoint.config.adapter) is not None:
+        return cast(HostedDenoiser, adapter.DiffusionGemma(checkpoint, device, dtype))
     return Denoiser.from_pretrained(checkpoint, device, dtype, attention, quantize, device_map)
 
 
-# Layers on several devices of one process, for a model too large for one. They run one after another,
-# so devices take turns: this adds memory, not speed. Between two devices the hidden states are copied; what
-# attention needs to know of the rows is copied once a call.
-
-
 def list_devices(device_map: str | Sequence[str] | None) -> list[torch.device]:
-    """The devices of `model.device_map`; none where it is not set. Raises `ConfigError`."""
+    """The devices of `model.device_map`; none where it is not set. Raises `ConfigError`.
+
+    They run their layers one after another: this adds memory, not speed.
+    """
     if device_map == "auto":
         if not (count := torch.cuda.device_count()):
             raise ConfigError("model.device_map=auto finds no CUDA device: leave it out")
@@ -351,27 +340,20 @@ def list_devices(device_map: str | Sequence[str] | None) -> list[torch.device]:
 
 
 def assign_devices(config: DenoiserConfig, devices: Sequence[torch.device]) -> dict[str, torch.device]:
-    """The device of each tensor by its name: runs of layers with about as many numbers on each device.
-
-    Embedding, norm and head are on the first.
-    """
+    """The device of each layer's tensors by name: about as many numbers on each; the first has the rest."""
     sizes = {name: prod(shape) for name, shape in list_tensor_shapes(config).items()}
-    layers = [0] * config.num_hidden_layers
-    for name, size in sizes.items():
-        if name.startswith("layers."):
-            layers[int(name.split(".")[1])] += size
+    layer_of = {name: int(name.split(".")[1]) for name in sizes if name.startswith("layers.")}
+    layers = np.bincount([*layer_of.values()], [sizes[name] for name in layer_of])
     total = sum(sizes.values())
-    middles = [end - size / 2 for size, end in zip(layers, accumulate(layers), strict=True)]
-    first = total - sum(layers)
-    homes = [devices[int((first + middle) / total * len(devices))] for middle in middles]
-    return {name: homes[int(name.split(".")[1])] for name in sizes if name.startswith("layers.")}
+    middles = total - layers.sum() + layers.cumsum() - layers / 2
+    homes = (middles / total * len(devices)).astype(int)
+    return {name: devices[homes[layer]] for name, layer in layer_of.items()}
 
 
 def move_to_device(value: Any, device: torch.device) -> Any:
     """Tensors on a device, in tuples and in what describes the rows of a call; caches stay."""
     if isinstance(value, tuple):
         return tuple(move_to_device(part, device) for part in value)
-
     return map_arrays(value, lambda tensor: tensor.to(device))
 
 
@@ -405,7 +387,7 @@ class HostedDenoiser:
 
     def make_runner(self) -> Any:
         """The `ModelRunner` that decodes with it."""
-        return self.config.adapter.make_runner(self)
+        raise NotImplementedError
 
 
 AnyDenoiser = Denoiser | HostedDenoiser

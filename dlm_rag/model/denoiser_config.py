@@ -301,8 +301,8 @@ class DenoiserConfig:
     @property
     def dense_layers(self) -> int:
         """Layers at the bottom that have one feed-forward net for all tokens."""
-        own = self.num_hidden_layers
-        return own if self.experts is None else min(self.experts.first_k_dense_replace, own)
+        dense = self.num_hidden_layers if self.experts is None else self.experts.first_k_dense_replace
+        return min(dense, self.num_hidden_layers)
 
 
 def _require(holds: bool, message: str) -> None:
@@ -331,12 +331,10 @@ def _check_scaling(scaling: dict[str, Any]) -> None:
 class FlopCount:
     """What was computed and moved, summed over calls.
 
-    A call of T packed tokens does 2 FLOPs for each weight of a layer and token, and 4 D for each pair of
-    a query and a key in each head; it reads the weights once, and keys and values once for each row. In
-    the last layer, tokens that are not read need only keys and values. A token goes through the experts
-    that it chooses; as many are read as tokens would meet that choose evenly. Activations are not
-    counted. Counting takes microseconds; a test compares it with torch's FlopCounterMode, which takes
-    half of a step on a CPU.
+    A call of T packed tokens does 2 FLOPs for each weight and token, and 4 D for each pair of a query and a
+    key in each head; it reads the weights once, and keys and values once for each row. A token goes through
+    the experts that it chooses; as many are read as tokens would meet that choose evenly. Activations are
+    not counted. A test compares it with torch's FlopCounterMode, which takes half of a step on a CPU.
     """
 
     flops: float = 0.0
@@ -346,11 +344,7 @@ class FlopCount:
     tokens: int = 0
 
     def flops_with_backward(self, frozen: bool) -> float:
-        """FLOPs of forward and backward, nothing computed twice.
-
-        Backward is twice forward: by the inputs of each product and by its weights. Frozen weights save
-        their half; the products of attention have no weights.
-        """
+        """FLOPs of forward and backward, which is twice forward: by inputs, and by weights not frozen."""
         return 2 * self.flops + self.attention_flops if frozen else 3 * self.flops
 
     def __add__(self, other: "FlopCount") -> "FlopCount":
@@ -366,8 +360,7 @@ def count_encode_flops(
 ) -> FlopCount:  # fmt: skip
     """One `Denoiser.encode`: tokens of each row, keys that it sees, tokens that pass the last layer.
 
-    size: bytes of a number. pairs: of a token and a key it sees, in a layer and in the last one, where not
-    every token of a row sees all keys of the row.
+    size: bytes of a number. pairs: of a token and a key that it sees, in a layer and in the last one.
     """
     c, layers = config, config.num_hidden_layers
     kv = 2 * c.num_key_value_heads * c.head_dim

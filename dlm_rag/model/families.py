@@ -33,12 +33,8 @@ def read_transformers_config(raw: dict[str, Any], **differences: Any) -> Denoise
         raise CheckpointError("layer_types may be full_attention only")
     kind = rope.get("rope_type", rope.get("type", "default"))
     same = (
-        "vocab_size",
-        "num_hidden_layers",
-        "intermediate_size",
-        "max_position_embeddings",
-        "rms_norm_eps",
-    )
+        "vocab_size", "num_hidden_layers", "intermediate_size", "max_position_embeddings", "rms_norm_eps",
+    )  # fmt: skip
     shared = {name: require_key(raw, name) for name in same} | {
         "hidden_size": width,
         "num_attention_heads": heads,
@@ -80,10 +76,7 @@ def require_supported_values(raw: dict[str, Any], **supported: Any) -> None:
 
 
 def find_mask_token_id(folder: Path, usual: str) -> int:
-    """The id of the token that the folder declares as its mask, else of the family's `usual` one.
-
-    Raises `CheckpointError` where the files know neither.
-    """
+    """The id of the token that the folder declares as its mask, else of the family's `usual` one."""
     declared, ids = None, dict[str, Any]()
     for path in (folder / "tokenizer_config.json", folder / "tokenizer.json"):
         if (declared or usual) in ids:
@@ -186,10 +179,7 @@ def _sdar_moe(raw: dict[str, Any]) -> DenoiserConfig:
 
 
 def _llada_moe(raw: dict[str, Any]) -> DenoiserConfig:
-    """OLMoE that predicts in place; whole attention.
-
-    The public class ignores some keys. Where these ask for what it does not do, nobody knows what is meant.
-    """
+    """OLMoE that predicts in place; whole attention. Refused are keys that the public class ignores."""
     require_supported_values(
         raw, attention_bias=False, clip_qkv=None, norm_topk_prob=False, moe_router_score_function="softmax",
         moe_router_enable_expert_bias=False, routed_scaling_factor=1, router_num_group=None,
@@ -248,10 +238,10 @@ def _llada2(raw: dict[str, Any]) -> DenoiserConfig:
 
 
 # Names of modules in our words and in theirs, where these differ.
-_TRANSFORMERS_NAMES = {name: f"model.{name}" for name in ("embed_tokens", "layers", "norm")}
-_NEMOTRON_NAMES = {name: f"encoder.{name}" for name in _TRANSFORMERS_NAMES} | {"lm_head": "diffusion_head"}
-_LLADA_MOE_NAMES = _TRANSFORMERS_NAMES | {"mlp.shared_experts": "shared_expert"}
-_LLADA2_NAMES = _TRANSFORMERS_NAMES | {
+TRANSFORMERS_NAMES = {name: f"model.{name}" for name in ("embed_tokens", "layers", "norm")}
+_NEMOTRON_NAMES = {name: f"encoder.{name}" for name in TRANSFORMERS_NAMES} | {"lm_head": "diffusion_head"}
+_LLADA_MOE_NAMES = TRANSFORMERS_NAMES | {"mlp.shared_experts": "shared_expert"}
+_LLADA2_NAMES = TRANSFORMERS_NAMES | {
     "embed_tokens": "model.word_embeddings",
     **{f"self_attn.{x}_proj": "attention.query_key_value" for x in "qkv"},
     "self_attn.o_proj": "attention.dense",
@@ -283,23 +273,23 @@ _NEMOTRON = {"max_new_tokens": 128}
 FAMILIES: dict[str, Family | str] = {
     "dlm_rag": Family(_read_dlm_rag_config, {}, separate_experts=False),
     "llada": Family(_llada, _LLADA_NAMES, _LLADA),
-    "Dream": Family(_qwen2, _TRANSFORMERS_NAMES),
-    "qwen2": Family(_qwen2, _TRANSFORMERS_NAMES, autoregressive=True),
-    "qwen3": Family(_qwen3, _TRANSFORMERS_NAMES, autoregressive=True),
-    "llama": Family(_llama, _TRANSFORMERS_NAMES, autoregressive=True),
-    "sdar": Family(_sdar, _TRANSFORMERS_NAMES, _SDAR, mask_token="<|MASK|>"),
-    "Fast_dLLM_Qwen": Family(_fast_dllm, _TRANSFORMERS_NAMES, _FAST_DLLM, mask_token="|<MASK>|"),
-    "sdar_moe": Family(_sdar_moe, _TRANSFORMERS_NAMES, _SDAR, mask_token="<|MASK|>"),
+    "Dream": Family(_qwen2, TRANSFORMERS_NAMES),
+    "qwen2": Family(_qwen2, TRANSFORMERS_NAMES, autoregressive=True),
+    "qwen3": Family(_qwen3, TRANSFORMERS_NAMES, autoregressive=True),
+    "llama": Family(_llama, TRANSFORMERS_NAMES, autoregressive=True),
+    "sdar": Family(_sdar, TRANSFORMERS_NAMES, _SDAR, mask_token="<|MASK|>"),
+    "Fast_dLLM_Qwen": Family(_fast_dllm, TRANSFORMERS_NAMES, _FAST_DLLM, mask_token="|<MASK>|"),
+    "sdar_moe": Family(_sdar_moe, TRANSFORMERS_NAMES, _SDAR, mask_token="<|MASK|>"),
     "lladamoe": Family(_llada_moe, _LLADA_MOE_NAMES, _LLADA, mask_token="<|mask|>"),
     "llada2_moe": Family(_llada2, _LLADA2_NAMES, _LLADA2, mask_token="<|mask|>", fused_qkv=True),
-    "diffusion_gemma": "dlm_rag.diffusion_gemma.model:FAMILY",  # it has a folder of its own
+    "diffusion_gemma": "dlm_rag.diffusion_gemma.decoding:FAMILY",  # it has a folder of its own
     "nemotron_labs_diffusion": Family(_nemotron, _NEMOTRON_NAMES, _NEMOTRON),
 }
 for _name, _read in (("qwen2", _qwen2), ("qwen3", _qwen3), ("llama", _llama)):
     # An autoregressive family trained to predict in place (Tiny-A2D), with whole attention or in blocks:
     # the config does not say which.
     _in_place = partial(_read, shifted=False)
-    FAMILIES[f"a2d-{_name}"] = Family(_in_place, _TRANSFORMERS_NAMES, _A2D, mask_token="<|mask|>")
+    FAMILIES[f"a2d-{_name}"] = Family(_in_place, TRANSFORMERS_NAMES, _A2D, mask_token="<|mask|>")
 
 
 def find_family(name: str) -> Family:

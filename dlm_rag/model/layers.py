@@ -6,7 +6,6 @@ Shapes: T packed tokens, H heads, Hk key-value heads, D head width, W model widt
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +31,7 @@ def get_compute_dtype(x: Tensor) -> torch.dtype:
 
 
 class _Uninitialised:
-    """Takes its weights from a checkpoint or from `Denoiser.initialise`, not at construction.
-
-    (On the meta device, torch's own initialisation imports its compiler, for 1.5 seconds.)
-    """
+    """Gets its weights later; on the meta device, torch's own ones import its compiler for 1.5 seconds."""
 
     def reset_parameters(self) -> None: ...
 
@@ -69,19 +65,6 @@ class Attention(nn.Module):
         self.o_proj = Linear(queries, c.hidden_size, bias=False)
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
-
-    def project_queries(self, x: Tensor, rope: Rope) -> Tensor:
-        """x (n, W) -> queries (n, H, D)."""
-        q = self._heads(self.q_proj(x))
-        return apply_rope(self.q_norm(q), rope[-2:]).to(q.dtype)
-
-    def project_keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """x (T, W) -> keys and values, each (T, Hk, D)."""
-        k, v = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
-        return apply_rope(self.k_norm(k), rope).to(k.dtype), v
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
 
 
 class FeedForward(nn.Module):
@@ -205,13 +188,6 @@ class ForwardContext:
     backend: str
     probe: AttentionProbe | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sight: AttentionMetadata) -> Tensor:
-        """Attention of q (n, H, D) to what the rows see, their own k and v (T, Hk, D) included."""
-        k, v = self.rows.gather_keys_values(k, v, layer)
-        if (probe := self.probe) is not None and probe.layer == layer:
-            probe.queries, probe.keys, probe.sight = q, k, sight
-        return compute_attention(q, k, v, sight, self.backend)
-
 
 class TransformerLayer(nn.Module):
     def __init__(self, config: DenoiserConfig, layer: int) -> None:
@@ -243,17 +219,23 @@ class TransformerLayer(nn.Module):
             # Processes sum the gradients of all weights: those of a part that hides nothing are zeros.
             return self.apply_attention_output(x, q + 0 * (k.sum() + v.sum())), k, v
         blocks = rows.attention_blocks if self.routes_blocks else None
-        return self.apply_attention_output(x, call.attend(q, k, v, layer, sight), blocks), k, v
+        seen_k, seen_v = rows.gather_keys_values(k, v, layer)
+        if (probe := call.probe) is not None and probe.layer == layer:
+            probe.queries, probe.keys, probe.sight = q, seen_k, sight
+        attended = compute_attention(q, seen_k, seen_v, sight, call.backend)
+        return self.apply_attention_output(x, attended, blocks), k, v
 
     def project_qkv(
         self, x: Tensor, rope: Rope, read: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What attention needs: the tokens that go on, their queries, keys and values of all."""
-        normed = self.input_layernorm(x)
-        k, v = self.self_attn.project_keys_values(normed, rope)
+        """The tokens that go on (n, W), their queries (n, H, D), all keys and values, each (T, Hk, D)."""
+        own, heads, normed = self.self_attn, (-1, self.self_attn.head_dim), self.input_layernorm(x)
+        k, v = own.k_proj(normed).unflatten(-1, heads), own.v_proj(normed).unflatten(-1, heads)
+        k = apply_rope(own.k_norm(k), rope).to(k.dtype)
         if read is not None:
             x, normed, rope = x[read], normed[read], tuple(part[read] for part in rope)
-        return x, self.self_attn.project_queries(normed, rope), k, v
+        q = own.q_proj(normed).unflatten(-1, heads)
+        return x, apply_rope(own.q_norm(q), rope[-2:]).to(q.dtype), k, v
 
     def apply_attention_output(self, x: Tensor, attended: Tensor, blocks: Tensor | None = None) -> Tensor:
         """What follows it: attended (n, H, D) comes in, then the feed-forward."""
@@ -268,9 +250,8 @@ class TransformerWeights(nn.Module):
     def __init__(self, config: DenoiserConfig) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            TransformerLayer(config, layer) for layer in range(config.num_hidden_layers)
-        )
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(TransformerLayer(config, layer) for layer in layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -296,29 +277,8 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     return (x * cos).add_(torch.cat((second, first), dim=-1) * sin).to(x.dtype)
 
 
-def compute_rope(
-    positions: Tensor, frequencies: Tensor, gain: float, scaling: dict[str, Any] | None
-) -> Rope:
-    """Cos and sin of positions (T,), each of the width `rotary_dim`.
-
-    Where queries grow with the position, as in Llama 4, those of queries are behind them.
-    """
-    places = positions.float()[:, None, None]
-    angles = places * frequencies
-    cos, sin = angles.cos() * gain, angles.sin() * gain
-    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-    if not scaling or QUERY_SCALE_KEY not in scaling:
-        return cos, sin
-    steps = (places / scaling["original_max_position_embeddings"]).floor()
-    scale = 1 + scaling[QUERY_SCALE_KEY] * steps.log1p()
-    return cos, sin, cos * scale, sin * scale
-
-
 def compute_rope_frequencies(config: DenoiserConfig) -> tuple[Tensor, float]:
-    """Inverse frequencies (`rotary_dim` / 2,) in float32 and the gain on cos and sin, on the CPU.
-
-    Plain rotary positions by formula; scaled ones (llama3, yarn, linear) by transformers' own code.
-    """
+    """Inverse frequencies (`rotary_dim` / 2,) in float32 and the gain on cos and sin, on the CPU."""
     scaling = {key: value for key, value in (config.rope_scaling or {}).items() if key != QUERY_SCALE_KEY}
     kind = scaling.get("rope_type", "default")
     if kind == "default":

@@ -54,10 +54,7 @@ class SharedContext:
 
 
 class GatherConcat(torch.autograd.Function):
-    """`torch.cat((kept, own))[places]`, with gradients that are tensors of their own.
-
-    A view would keep the gradients of the rows' own tokens alive until backward reaches the contexts.
-    """
+    """`torch.cat((kept, own))[places]`; gradients are no views, which would keep those of `own` alive."""
 
     @staticmethod
     def forward(ctx: Any, kept: Tensor, own: Tensor, places: Tensor) -> Tensor:
@@ -140,11 +137,6 @@ class AttentionMetadata:
     key_places: Tensor | None = None
     masks: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    @property
-    def has_block_mask(self) -> bool:
-        """Whether some token sees only a part of its row's keys, in a way that only a mask can say."""
-        return any(self.partial_view_rows) and not self.causal
-
     @cached_property
     def longest(self) -> tuple[int, int]:
         """Queries and keys of the longest row."""
@@ -175,9 +167,7 @@ class PackedRows:
 
     @cached_property
     def attention_blocks(self) -> Tensor:
-        """(T,) the number, from 0, of the block of attention that each token is in; without blocks, of its
-        row.
-        """
+        """(T,) the number, from 0, of each token's block of attention; without blocks, of its row."""
         begins, seen = torch.zeros_like(self.ids), self.attention_metadata.visible_counts
         begins[self.attention_metadata.query_ends[:-1].long()] = 1
         if seen is not None:
@@ -192,10 +182,7 @@ class PackedRows:
 
 
 def map_arrays(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Rows, or what holds them, with every array or tensor changed, in a fixed order.
-
-    What is there in two places is changed once, and is the same object in both again.
-    """
+    """Rows, or what holds them, with every array or tensor changed once; what was one object stays one."""
     made: dict[int, Any] = {}
 
     def visit(value: Any) -> Any:
@@ -288,10 +275,9 @@ def _ends(lengths: Sequence[int]) -> NDArray[np.int32]:
 
 
 def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """The arrays on the device, each with its dtype and shape; nothing waits.
+    """The arrays on the device, views of one buffer that travels in one copy; nothing waits.
 
-    They travel in one copy from pinned memory and are views of one buffer; on a CPU they share the memory
-    of the arrays.
+    On a CPU they share the memory of the arrays.
     """
     arrays = [np.asarray(array, order="C") for array in arrays]
     tensors = [torch.from_numpy(array) for array in arrays]

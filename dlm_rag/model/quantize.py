@@ -25,19 +25,15 @@ from dlm_rag.progress import format_bytes, quiet_imports
 
 
 class QuantizationMethod(NamedTuple):
-    """A configuration of torchao's, by its module, name and settings, and what it takes.
-
-    row_bytes: of the scale of a row. multiple: widths must be multiples of it. scratch: bytes a weight of
-    the one layer that is dequantised at a time.
-    """
+    """A configuration of torchao's, and what it takes."""
 
     module: str
     config: str
     settings: dict[str, Any]
     bytes_per_weight: float
-    row_bytes: int
-    multiple: int
-    scratch: int
+    row_bytes: int  # of the scale of a row
+    multiple: int  # that widths must be multiples of
+    scratch: int  # bytes a weight of the one layer that is dequantised at a time
 
 
 METHODS = {
@@ -63,10 +59,7 @@ def _quantize_linear(linear: nn.Linear, weight: Tensor, method: str) -> nn.Linea
 
 
 def list_quantized_weights(model: TransformerWeights) -> dict[str, nn.Parameter]:
-    """The weights that are quantised by their names: of linear layers and experts inside the layers.
-
-    Raises `ConfigError` where there are none.
-    """
+    """The weights that are quantised, by name; `ConfigError` where there are none."""
     found = {
         f"layers.{home}.{leaf}": value
         for home, module in model.layers.named_modules()
@@ -92,12 +85,6 @@ def quantize_weight(model: TransformerWeights, name: str, value: Tensor, method:
     quantized = (_quantize_linear(*pair, method) for pair in zip(experts, value, strict=True))
     setattr(module, leaf, nn.ModuleList(quantized))
     module.matmul_by_expert = multiply_by_expert
-
-
-def quantize_linear_layers(model: TransformerWeights, method: str) -> None:
-    """Quantises the weights of a model that is in memory."""
-    for name, value in list_quantized_weights(model).items():
-        quantize_weight(model, name, value.detach(), method)
 
 
 def check_quantize(method: str, config: DenoiserConfig, dtype: torch.dtype) -> None:

@@ -12,10 +12,9 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -37,15 +36,8 @@ SUFFIXES = ("_scale", "_scale_inv")  # of the name of a weight, where its scales
 UNUSED_SUFFIXES = (".input_scale", ".k_scale", ".v_scale")  # scales of what is not quantised here
 REMEDY = "take the model's own safetensors, with model.quantize=int8 for less memory"
 Block = tuple[int | None, int | None]  # rows and columns that share a scale; None: all
+Scales = tuple[Path, str, Block]  # of a weight: file, name, and what shares one
 NamedShapes = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
-
-
-class ScaleSource(NamedTuple):
-    """The scales of one weight."""
-
-    path: Path
-    name: str
-    block: Block
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,7 @@ class TensorSource:
     source_index: tuple[slice, ...] = ()  # of theirs; empty: all
     target_index: tuple[Any, ...] = ()  # in ours: the number of the expert, then its rows; else all of it
     path: Path = Path()
-    scales: ScaleSource | None = None  # where it is stored quantised
+    scales: Scales | None = None  # where it is stored quantised
 
     @property
     def first_source_row(self) -> int:
@@ -70,11 +62,10 @@ class TensorSource:
             index = (slice(begin + rows.start, begin + rows.stop), *index[1:])
         if self.scales is None:
             return file.get_slice(self.name)[index] if index else file.get_tensor(self.name)
-        stored, own = file.get_tensor(self.name), cast(Any, nullcontext(file))
-        if self.scales.path != self.path:
-            own = safe_open(self.scales.path, "pt", str(stored.device))
-        with own as other:
-            found = dequantize(stored, other.get_tensor(self.scales.name).float(), self.scales.block)
+        (path, name, block), stored = self.scales, file.get_tensor(self.name)
+        device = str(stored.device)
+        with nullcontext(file) if path == self.path else safe_open(path, "pt", device) as other:
+            found = dequantize(stored, other.get_tensor(name).float(), block)
         return found[index].clone() if index else found
 
 
@@ -102,20 +93,11 @@ class Family:
 
     fused_qkv: bool = False  # one tensor holds queries, keys and values, in this order
     separate_experts: bool = True  # each expert has tensors of its own
-    # A family that runs on the class of another library: how its model is loaded, what other files of a
-    # folder add to its config, and from config.json the tensors that it needs, each with its shape and the
-    # names of those tied to it.
-    load: Callable[[Any, torch.device, torch.dtype], Any] | None = None
-    complete_config: Callable[[Path, DenoiserConfig], DenoiserConfig] | None = None
-    list_named_shapes: Callable[[dict[str, Any], Path], NamedShapes] | None = None
-
-    @cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        return re.compile(rf"\b({'|'.join(map(re.escape, self.names))})\b")
 
     def rename_tensor(self, ours: str) -> str:
         """Their name of a tensor."""
-        return self._pattern.sub(lambda found: self.names[found[1]], ours) if self.names else ours
+        known = "|".join(map(re.escape, self.names))
+        return re.sub(rf"\b({known})\b", lambda found: self.names[found[1]], ours) if known else ours
 
     def list_sources(self, ours: str, shape: tuple[int, ...], config: DenoiserConfig) -> list[TensorSource]:
         """The tensors of theirs that one of ours consists of."""
@@ -155,8 +137,8 @@ def match_tensors(
 ) -> tuple[DenoiserConfig, TensorSources]:
     """Where every tensor of the denoiser is, after checking names, shapes and types.
 
-    The config comes back without its tie where the files hold a head that is not the embedding; as in
-    transformers, both are read then. block: what shares a scale where some weights are quantised.
+    The config loses its tie where the files hold another head, which is read as in transformers. block:
+    what shares a scale where some weights are quantised.
     """
     found = _read_headers(folder)
     embedding, head = (family.rename_tensor(ours) for ours in ("embed_tokens.weight", "lm_head.weight"))
@@ -194,10 +176,7 @@ def match_tensors(
 
 
 def match_tensors_by_name(folder: Path, wanted: NamedShapes) -> TensorSources:
-    """Where every tensor of a folder is whose names are the same in memory.
-
-    Raises `CheckpointError` where one that is wanted is missing, or has another shape or no floats.
-    """
+    """Where every tensor of a folder is whose names are the same in memory, after checking those wanted."""
     found = _read_headers(folder)
     left = dict(found)
     for name, (shape, others) in wanted.items():
@@ -208,7 +187,7 @@ def match_tensors_by_name(folder: Path, wanted: NamedShapes) -> TensorSources:
 def _take_tensor(
     folder: Path, found: dict[str, _Header], names: tuple[str, ...], shape: tuple[int, ...],
     block: Block | None = None,
-) -> tuple[Path, ScaleSource | None]:  # fmt: skip
+) -> tuple[Path, Scales | None]:  # fmt: skip
     """The file of the first of these names and its scales, taken out of `found`; shape and type fit."""
     name = next((name for name in names if name in found), None)
     if name is None:
@@ -221,7 +200,7 @@ def _take_tensor(
     own = next((own for suffix in SUFFIXES if (own := name + suffix) in found), None)
     if block is not None and own is not None:
         there, given, _ = found.pop(own)
-        scales, known = ScaleSource(there, own, block), STORED_DTYPES
+        scales, known = (there, own, block), STORED_DTYPES
         count = prod(-(-size // (each or size)) for size, each in zip(shape, block, strict=False))
         if len(shape) != 2 or prod(given) != count:
             raise CheckpointError(

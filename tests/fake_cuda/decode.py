@@ -12,7 +12,7 @@ import torch
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_decoder
 from dlm_rag.config import DecodeConfig, EngineConfig, load_config
-from dlm_rag.diffusion_gemma.model import DiffusionGemma
+from dlm_rag.diffusion_gemma.decoding import DiffusionGemma
 from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.evidence.prompt_segments import RowInput, lay_out_prompt
 from dlm_rag.machine import choose_dtype

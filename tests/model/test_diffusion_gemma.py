@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from dlm_rag.diffusion_gemma.decoding import (
+    DiffusionGemma,
     GemmaRunner,
     anneal_temperature,
     uniform_tokens,
 )
-from dlm_rag.diffusion_gemma.model import DiffusionGemma
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.questions import Question
 from dlm_rag.randomness import make_keyed_generator

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.diffusion_gemma.model import DiffusionGemma
+from dlm_rag.diffusion_gemma.decoding import DiffusionGemma
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.randomness import make_keyed_generator
