@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dlm_rag.config.fields import explain_validation_error
 from dlm_rag.config.sections import GENERATION_FILE, read_generation_settings
-from dlm_rag.errors import CheckpointError, suggest_nearest, translate_failures
+from dlm_rag.errors import CheckpointError, translate_failures
 from dlm_rag.files.build_once import DIGESTS_FILE, build_once, make_folder_name
 from dlm_rag.files.hub import (
     HUB_FILE_PATTERNS,
@@ -37,13 +37,7 @@ from dlm_rag.files.hub import (
 )
 from dlm_rag.files.paths import digest_file, get_cache_folder
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.families import (
-    BLOCK_SIZE_KEY,
-    FAMILIES,
-    find_family,
-    find_mask_token_id,
-    get_family_name,
-)
+from dlm_rag.model.families import BLOCK_SIZE_KEY, find_family, find_mask_token_id
 from dlm_rag.model.layers import compute_rope_frequencies, list_tensor_shapes
 from dlm_rag.model.quantize import count_weight_bytes
 from dlm_rag.model.stored_tensors import (
@@ -212,18 +206,10 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
             hint = f"; GGUF is not read: {REMEDY}"
         raise CheckpointError(f"{folder} has no config.json{hint}")
     raw = read_checkpoint_json(place)
-    if raw.get("model_type") is None:
-        raise CheckpointError(f"{place}: the key 'model_type' is missing")
-    kind = get_family_name(raw)
-    if kind not in FAMILIES:
-        own_code = ", which needs code of its own that is never executed" if "auto_map" in raw else ""
-        known = f"{', '.join(FAMILIES)}{suggest_nearest(kind, FAMILIES)}"
-        raise CheckpointError(f"{folder} is a '{kind:.60}' model{own_code}; supported are {known}")
-    family = find_family(kind)
     if block_size is not None:
         raw[BLOCK_SIZE_KEY] = block_size
     try:
-        block = read_scale_block(raw)
+        family, block = find_family(raw), read_scale_block(raw)
         config = _read_config(folder, raw, family)
     except ValidationError as error:
         raise CheckpointError(f"{place}: {explain_validation_error(error)[1]}") from None

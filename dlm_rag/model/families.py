@@ -292,14 +292,14 @@ for _name, _read in (("qwen2", _qwen2), ("qwen3", _qwen3), ("llama", _llama)):
     FAMILIES[f"a2d-{_name}"] = Family(_in_place, TRANSFORMERS_NAMES, _A2D, mask_token="<|mask|>")
 
 
-def find_family(name: str) -> Family:
-    """The family of that name in `FAMILIES`."""
-    found = FAMILIES[name]
+def find_family(raw: dict[str, Any]) -> Family:
+    """The family of a config; raises `CheckpointError` for one that is not in `FAMILIES`."""
+    kind = str(require_key(raw, "model_type"))
+    if kind == "llada" and "moe_layer_freq" in raw:  # the public LLaDA-MoE says no more
+        kind = "lladamoe"
+    if kind not in FAMILIES:
+        own_code = ", which needs code of its own that is never executed" if "auto_map" in raw else ""
+        known = f"{', '.join(FAMILIES)}{suggest_nearest(kind, FAMILIES)}"
+        raise CheckpointError(f"this is a '{kind:.60}' model{own_code}; supported are {known}")
+    found = FAMILIES[kind]
     return import_object(found, "model_type") if isinstance(found, str) else found
-
-
-def get_family_name(raw: dict[str, Any]) -> str:
-    """The name in `FAMILIES` of a config, or what it calls itself."""
-    if raw["model_type"] == "llada" and "moe_layer_freq" in raw:  # the public LLaDA-MoE says no more
-        return "lladamoe"
-    return str(raw["model_type"])

@@ -139,5 +139,5 @@ def read_known_config(path: str | None) -> DenoiserConfig | None:
     if path is None or path not in KNOWN_CHECKPOINTS or Path(path).exists():
         return None
     raw = KNOWN_CHECKPOINTS[path]
-    family = find_family(raw["model_type"])
+    family = find_family(raw)
     return family.read_config(raw).add_settings(family.settings)

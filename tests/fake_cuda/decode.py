@@ -204,7 +204,7 @@ def test_64_rows_of_llada_8b_share_200_passages():
     """Each sees 7 of them; each with its own, keys and values would take 36 GiB."""
     public = KNOWN_CHECKPOINTS["GSAI-ML/LLaDA-8B-Instruct"]
     shape = replace(
-        find_family(public["model_type"]).read_config(public),
+        find_family(public).read_config(public),
         passage_length=100,
         evidence_layout="independent",
     )

@@ -65,13 +65,6 @@ def test_autoregressive_families_equal_transformers_under_a_causal_mask(tmp_path
     torch.testing.assert_close(ours[:, 1:], expected[:, :-1], rtol=1e-4, atol=1e-4)
 
 
-def test_a_shifted_denoiser_reads_the_row_before():
-    plain, shifted = tiny_denoiser(), tiny_denoiser(shifted=True)
-    ids = torch.arange(12)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(shifted(ids)[:, 1:], plain(ids)[:, :-1])
-
-
 def test_only_the_tokens_that_are_read_go_through_the_last_layer():
     denoiser = tiny_denoiser(qk_norm=True)
     lengths = (5, 4, 3)

@@ -9,7 +9,7 @@ import torch
 
 from dlm_rag import Denoiser
 from dlm_rag.model.denoiser_config import ExpertsConfig, count_encode_flops
-from dlm_rag.model.layers import MixtureOfExperts, Router, grouped_matmul, multiply_by_expert
+from dlm_rag.model.layers import MixtureOfExperts, grouped_matmul, multiply_by_expert
 from tests.support.tiny_models import tiny_denoiser
 
 FEW = ExpertsConfig(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
@@ -60,26 +60,6 @@ def test_a_token_gets_the_sum_of_its_experts_whoever_is_beside_it(experts):
         torch.testing.assert_close(mixed(x), expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(mixed(x[3:4]), expected[3:4], rtol=1e-5, atol=1e-5)
         assert mixed(x[:0]).shape == (0, 16)
-
-
-def test_the_bias_decides_who_is_chosen_and_not_what_they_count():
-    gate = Router(replace(FEW, score_function="sigmoid", expert_bias=True), 16)
-    torch.nn.init.normal_(gate.weight, std=0.1)
-    with torch.no_grad():
-        gate.expert_bias.zero_()
-        gate.expert_bias[[2, 5]] = 10.0
-        counts, chosen = gate(torch.randn(20, 16))
-    assert {tuple(sorted(row)) for row in chosen.tolist()} == {(2, 5)}
-    assert counts.max() < 1
-
-
-def test_groups_bound_the_choice():
-    """Two groups of four: the one whose two best are best together wins over the single best expert."""
-    gate = Router(replace(FEW, n_group=2, score_function="sigmoid"), 8)
-    with torch.no_grad():
-        gate.weight.copy_(torch.eye(8))
-        _, chosen = gate(torch.tensor([[9.0, -9, -9, -9, 2, 2, -9, -9]]))
-    assert sorted(chosen[0].tolist()) == [4, 5]
 
 
 @pytest.mark.parametrize("experts", [FEW, ALL_OF_IT])
