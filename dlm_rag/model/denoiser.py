@@ -102,11 +102,11 @@ class Denoiser(TransformerWeights):
         return found
 
     @torch.no_grad()
-    def initialise(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Fresh weights: matrices normal with `std`, biases 0, gains 1."""
+    def initialise(self) -> None:
+        """Fresh weights: matrices normal with a deviation of 0.02, biases 0, gains 1."""
         for name, value in self.named_parameters():
             if value.dim() > 1:
-                value.normal_(0.0, std, generator=generator)
+                value.normal_(0.0, 0.02)
             else:
                 value.fill_(0.0 if name.endswith("bias") else 1.0)
 

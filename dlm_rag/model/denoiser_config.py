@@ -66,11 +66,6 @@ class Segment:
         ends = np.array(self.block_ends, dtype=np.int32)
         return np.repeat(ends, np.diff(ends, prepend=0))
 
-    @property
-    def has_partial_view(self) -> bool:
-        """Whether some token does not see all."""
-        return len(self.block_ends) > 1
-
     def block_start(self, token: int) -> int:
         """The last place up to `token` at which a block begins."""
         if token < self.causal:

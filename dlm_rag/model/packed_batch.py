@@ -222,7 +222,7 @@ def pack_rows(
     lengths = tuple(len(run.ids) for run in runs)
     seen = (0,) * len(runs) if context is None else context.context_lengths
     keys = tuple(a + b for a, b in zip(seen, lengths, strict=True))
-    partial = tuple(run.has_partial_view for run in runs)
+    partial = tuple(len(run.block_ends) > 1 for run in runs)  # whether some token does not see all
     starts = np.array([run.start for run in runs], dtype=np.int64)
     sent: dict[str, NDArray[Any]] = {
         "ids": np.fromiter(chain.from_iterable(run.ids for run in runs), np.int64, sum(lengths)),

@@ -139,5 +139,4 @@ def describe_precision(denoiser: Any) -> str:
     if denoiser.quantize == "none":
         return text
     size = count_weight_bytes(denoiser.config, denoiser.dtype.itemsize, denoiser.quantize)
-    where = f"the linear layers of {len(denoiser.layers)} transformer layers"
-    return f"{text} with {denoiser.quantize} in {where} (weights of {format_bytes(size)})"
+    return f"{text} with {denoiser.quantize} in the transformer layers (weights of {format_bytes(size)})"
