@@ -9,14 +9,13 @@ command again to resume; a finished index is left alone.
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dlm_rag.cli import print_note
 from dlm_rag.commands.arguments import parse_command_line
-from dlm_rag.commands.prepare_decoder import PreparedDecoder, fill_in_shipped_files, prepare_decoder
-from dlm_rag.config import Config, RetrievalConfig
+from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_decoder
+from dlm_rag.config import RetrievalConfig
 from dlm_rag.config.fields import check_url
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.progress import format_bytes, format_duration, report_progress, show_status
@@ -25,10 +24,8 @@ from dlm_rag.retrieval.base import CorpusRetriever, SearchUnavailableError
 from dlm_rag.retrieval.corpus import open_corpus
 
 if TYPE_CHECKING:
-    from dlm_rag.engine.cache import KVFormat
-    from dlm_rag.engine.store import EvidenceStore
+    from dlm_rag.engine.engine import Decoder
     from dlm_rag.evidence.prompt_segments import ContextBudget
-    from dlm_rag.model.denoiser import Denoiser
     from dlm_rag.model.denoiser_config import Segment
 
 WRITE_TIMEOUT_SECONDS = 60.0  # that one write may take: a server stores more slowly than it searches
@@ -39,7 +36,6 @@ ENCODE_SETTINGS = (
     "decode", "-decode", "out", "-out",  # as sample: without a model the shipped reader
 )  # fmt: skip
 BATCH_TOKENS = 4096  # of passages that are encoded in one call
-PART_PASSAGES = 128  # that are encoded before they are counted
 
 
 def main(argv: list[str]) -> None:
@@ -49,7 +45,6 @@ def main(argv: list[str]) -> None:
     if config.corpus is None or config.method == "none":
         raise ConfigError("a corpus is indexed: give --corpus FILE, and another method than none")
     if url:
-        check_url("--to", url, ("milvus",), "MILVUS_TOKEN")
         _build_collection(url, config.corpus, config)
         return
     corpus = open_corpus(config.corpus, config.index_dir)
@@ -60,6 +55,7 @@ def main(argv: list[str]) -> None:
 def _build_collection(url: str, path: str, config: RetrievalConfig) -> None:
     from dlm_rag.retrieval.milvus import MilvusCollection, check_method, ingest_corpus
 
+    check_url("--to", url, ("milvus",), "MILVUS_TOKEN")
     check_method(url, config.method)
     show_status(f"asking {url}")
     collection = MilvusCollection(url, WRITE_TIMEOUT_SECONDS)
@@ -93,8 +89,7 @@ def encode(argv: list[str]) -> None:
         raise ConfigError("name the folder that is to be filled: engine.store=FOLDER")
     own = config.retrieval
     unsearched = RetrievalConfig(corpus=own.corpus, index_dir=own.index_dir, method="none", top_k=1)
-    config = replace(config, retrieval=unsearched)
-    prepared = prepare_decoder(config, [])
+    prepared = prepare_decoder(replace(config, retrieval=unsearched), [])
     from dlm_rag.evidence.prompt_segments import ContextBudget
     from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS
 
@@ -106,32 +101,33 @@ def encode(argv: list[str]) -> None:
         )
     words.announce_reader()
     room = ContextBudget.from_config(prepared.checkpoint.config, layout)
-    fill_store(prepared, config, room)
+    fill_store(prepared.load(), room)
 
 
-def fill_store(prepared: PreparedDecoder, config: Config, room: "ContextBudget") -> None:
+def fill_store(decoder: "Decoder", room: "ContextBudget") -> None:
     """Encodes the passages that the store lacks. Raises `RunError` where the disk takes no more."""
-    show_status("reading weights")
-    from dlm_rag.engine.cache import KVFormat
-    from dlm_rag.engine.store import open_evidence_store
+    import torch
+
+    from dlm_rag.evidence.encode_segments import encode_segments
     from dlm_rag.model.denoiser import Denoiser
 
-    denoiser = Denoiser.from_pretrained(
-        prepared.checkpoint, prepared.device, prepared.dtype, prepared.attention, config.model.quantize
-    )
-    if config.engine.compile:
-        denoiser.compile_layers()
-    form = KVFormat(denoiser, config.engine.cache_dtype)
-    store = open_evidence_store(config.engine, denoiser, form.empty(1))
-    assert isinstance(prepared.retriever, CorpusRetriever)
-    corpus, encoded, start = prepared.retriever.corpus, 0, time.perf_counter()
+    cache, denoiser, start = decoder.model_runner.cache, decoder.denoiser, time.perf_counter()
+    assert cache and cache.store and isinstance(denoiser, Denoiser), "this layout keeps evidence"
+    assert isinstance(decoder.retriever, CorpusRetriever)
+    form, store = cache.memory.format, cache.store
+    corpus, encoded, size = decoder.retriever.corpus, 0, max(1, BATCH_TOKENS // room.passage_length)
     try:
-        with report_progress("encoding passages", len(corpus)) as advance:
-            for first in range(0, len(corpus), PART_PASSAGES):
-                rows = range(first, min(first + PART_PASSAGES, len(corpus)))
-                found = [find_segment(prepared, room, each.text) for each in corpus.read_passages(rows)]
+        with report_progress("encoding passages", len(corpus)) as advance, torch.inference_mode():
+            for first in range(0, len(corpus), size):
+                rows = range(first, min(first + size, len(corpus)))
+                found = [find_segment(decoder, room, each.text) for each in corpus.read_passages(rows)]
                 lacking = [segment for segment in dict.fromkeys(found) if segment not in store]
-                encode_passages(denoiser, store, form, lacking, max(1, BATCH_TOKENS // room.passage_length))
+                computed = encode_segments(denoiser, lacking) if lacking else []
+                for segment, keys_values in zip(lacking, computed, strict=True):
+                    store.add(segment, form.pack(keys_values, segment.start).cpu())
+                store.flush()
+                if store.is_full:
+                    raise RunError(f"{store.folder} takes no more entries; with more room run this again")
                 encoded += len(lacking)
                 advance(len(rows))
     except KeyboardInterrupt:
@@ -141,28 +137,10 @@ def fill_store(prepared: PreparedDecoder, config: Config, room: "ContextBudget")
     print_note(f"{encoded:,} passages encoded, {len(corpus) - encoded:,} there already, {took}")
 
 
-def find_segment(prepared: PreparedDecoder, room: "ContextBudget", text: str) -> "Segment":
+def find_segment(decoder: "Decoder", room: "ContextBudget", text: str) -> "Segment":
     """The segment of a prompt that holds a passage."""
     from dlm_rag.evidence.prompt_segments import lay_out_prompt, truncate_evidence
 
-    prompt, _ = truncate_evidence(prepared.tokenizer.build_prompt("?", [text]), room)
-    laid = lay_out_prompt(prompt, prepared.checkpoint.config, room.layout)
+    prompt, _ = truncate_evidence(decoder.tokenizer.build_prompt("?", [text]), room)
+    laid = lay_out_prompt(prompt, decoder.denoiser.config, room.layout)
     return next(segment for segment in laid.context_segments if segment.ids == prompt.facts[0])
-
-
-def encode_passages(
-    denoiser: "Denoiser", store: "EvidenceStore", form: "KVFormat", lacking: "Sequence[Segment]", size: int
-) -> None:
-    """Encodes segments, `size` in a call; returns when they are written."""
-    import torch
-
-    from dlm_rag.evidence.encode_segments import encode_segments
-
-    for start in range(0, len(lacking), size):
-        batch = lacking[start : start + size]
-        with torch.inference_mode():
-            for segment, found in zip(batch, encode_segments(denoiser, batch), strict=True):
-                store.add(segment, form.pack(found, segment.start).cpu())
-    store.flush()
-    if store.is_full:
-        raise RunError(f"{store.folder} takes no more entries; with more room the same command goes on")
