@@ -15,8 +15,10 @@ SIGTERM or Ctrl-C stops it once the accepted questions are answered; a second Ct
 import gc
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -25,12 +27,13 @@ from dlm_rag.cli import print_note
 from dlm_rag.commands.arguments import CommandLine, parse_command_line
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, fill_in_shipped_files, prepare_decoder
 from dlm_rag.config import Config
+from dlm_rag.energy import open_meter
 from dlm_rag.errors import ConfigError, QuestionError, summarize_error
 from dlm_rag.files.hub import SHIPPED_PREFIX
 from dlm_rag.progress import show_status
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.retrieval.base import Retriever, count_passages
+from dlm_rag.retrieval.base import CorpusRetriever, Retriever, count_passages
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.serving.conversation import (
     Turn,
@@ -44,12 +47,11 @@ SERVE_OPTIONS: dict[str, tuple[str | int, str]] = {
     "port": (8000, "where it listens"),
     "host": ("127.0.0.1", "the address it listens at; 0.0.0.0 lets other machines in"),
 }
-SERVE_SETTINGS = (
-    "model", "prompt", "retrieval", "-retrieval.oracle", "decode", "engine", "serving", "energy",
+CHAT_SETTINGS = (
+    "model", "prompt", "retrieval", "-retrieval.oracle", "decode", "engine",
     "out", "-out",  # as sample: without a model the shipped reader
 )  # fmt: skip
 SEARCH_SETTINGS = ("retrieval", "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle")
-MAX_TITLES_READ = 50
 SERVED_BY = (
     "--model", "--corpus", "--config", "model.path=", "retrieval.corpus=", "retrieval.url=",
     "retrieval.method=",
@@ -61,24 +63,12 @@ WORLD_NOTE = (
     "This model knows an invented world alone: its people, places and companies do not exist, and of real "
     "ones it knows nothing."
 )
-CHAT_SETTINGS = (
-    "model", "prompt", "retrieval", "-retrieval.oracle", "decode", "-decode.batch_size", "engine",
-    "out", "-out",  # as sample: without a model the shipped reader
-)  # fmt: skip
 HELP = "/sources: the passages of the last answer; /why: its steps; /quit: end"
 
 
 def main(argv: list[str]) -> None:
-    if not any(word.startswith(SERVED_BY) for word in argv):
-        argv = [*argv, "--corpus", str(EXAMPLES / "passages.jsonl")]
-    words = parse_command_line(__doc__ or "", argv, SERVE_SETTINGS, options=SERVE_OPTIONS)
-    serve_answers(words)
-
-
-def serve_answers(words: CommandLine) -> None:
-    """Answers until it is told to end. Raises `UserError`, `RunError`."""
-    if words.config.retrieval.oracle:
-        raise ConfigError("retrieval.oracle needs supporting_ids, which no client's question has")
+    reads = (*CHAT_SETTINGS, "serving", "energy")
+    words = parse_served(__doc__ or "", argv, reads, options=SERVE_OPTIONS)
     config = fill_in_shipped_files(words.config, [""])
     try:
         from dlm_rag.serving.app import AnswerService, ServedModel
@@ -91,9 +81,6 @@ def serve_answers(words: CommandLine) -> None:
     with bind_socket(host, words.options["port"]) as sock:
         prepared = prepare_decoder(config, [])
         words.announce_reader()
-        from dlm_rag.energy import open_meter
-        from dlm_rag.retrieval.base import CorpusRetriever
-
         decoder, name = prepared.load(), get_served_model_name(config.model.path or "")
         model = ServedModel(name, *describe_corpus(config, decoder.retriever))
         search, own = None, config.retrieval.url is None and config.retrieval.method != "none"
@@ -107,6 +94,16 @@ def serve_answers(words: CommandLine) -> None:
         listening = f"{name} answers at {get_socket_url(sock)}/; Ctrl-C ends it"
         run_server(service, sock, lambda: print_note(listening))
         print_note(f"ended: {service.engine.counts['answered']} answered")
+
+
+def parse_served(description: str, argv: list[str], reads: Sequence[str], **more: Any) -> CommandLine:
+    """As `parse_command_line`; with nothing named, on the passages that ship. Raises `ConfigError`."""
+    if not any(word.startswith(SERVED_BY) for word in argv):
+        argv = [*argv, "--corpus", str(EXAMPLES / "passages.jsonl")]
+    words = parse_command_line(description, argv, reads, **more)
+    if words.config.retrieval.oracle:
+        raise ConfigError("retrieval.oracle needs supporting_ids, which only questions of a file have")
+    return words
 
 
 def describe_corpus(config: Config, retriever: Retriever) -> tuple[tuple[str, ...], str]:
@@ -201,11 +198,7 @@ def chat(argv: list[str]) -> None:
         /why        its steps: what each wrote, searched for and read
         /quit       end (or Ctrl-D)
     """
-    if not any(word.startswith(SERVED_BY) for word in argv):
-        argv = [*argv, "--corpus", str(EXAMPLES / "passages.jsonl")]
-    words = parse_command_line(chat.__doc__ or "", argv, CHAT_SETTINGS)
-    if words.config.retrieval.oracle:
-        raise ConfigError("retrieval.oracle needs supporting_ids, which a typed question does not have")
+    words = parse_served(chat.__doc__ or "", argv, (*CHAT_SETTINGS, "-decode.batch_size"))
     run_chat(fill_in_shipped_files(words.config, [""]), Console(highlight=False))
 
 
@@ -228,22 +221,18 @@ def run_chat(config: Config, console: Console) -> None:
         if typed.startswith("/"):
             if typed in ("/quit", "/exit", "/q"):
                 return
-            shown = {"/sources": render_sources, "/why": render_steps}.get(typed)
-            if shown is None:
-                console.print(escape_text(HELP, "dim"))
-            else:
+            if shown := {"/sources": render_sources, "/why": render_steps}.get(typed):
                 console.print(shown(last) if last.finished else Text("nothing was answered yet", "dim"))
+            else:
+                console.print(escape_text(HELP, "dim"))
             continue
         if said := reply_to_greeting(typed, passages):
             console.print(said)
             continue
         asked = make_question_stand_alone([*turns, ("user", typed)])
         try:
-            if console.is_terminal:
-                with LiveView(console) as view:
-                    (last,) = decoder.stream([Question("q1", asked)], view.step)
-            else:
-                (last,) = decoder.stream([Question("q1", asked)])
+            with LiveView(console) if console.is_terminal else nullcontext() as view:
+                (last,) = decoder.stream([Question("q1", asked)], view.step if view else None)
         except QuestionError as error:
             print_note(f"error: {error}")
             continue
