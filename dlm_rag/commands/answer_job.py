@@ -27,7 +27,7 @@ from dlm_rag.config.fields import replace_settings
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.energy import EnergyReading, open_meter
 from dlm_rag.errors import ConfigError
-from dlm_rag.machine import compute_code_digest, describe_machine
+from dlm_rag.machine import compute_code_digest, default_pool_bytes, describe_machine
 from dlm_rag.page.render import check_page_target
 from dlm_rag.progress import report_progress
 from dlm_rag.questions import Question
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dlm_rag.decode.answers_file import AnswersFile
     from dlm_rag.decode.terminal import RunTotals
     from dlm_rag.engine.engine import Decoder
+    from dlm_rag.workers.worker import DecoderFactory
     from dlm_rag.workers.worker_pool import WorkerPool
 
 PLAN_SETTINGS = ("plan.machine",)  # of decoding
@@ -74,8 +75,8 @@ class WorkerEngines:
 
     def open(self, prepared: Prepared) -> list[Machine]:
         assert isinstance(prepared, PreparedDecoder), "`prepare_baseline` refuses workers"
-        factory, self._prepared = make_decoder_factory(prepared), prepared
-        return self._pool.open(factory, factory.config.decode.batch_size)
+        self._prepared = prepared
+        return self._pool.open(make_decoder_factory(prepared), prepared.config.decode.batch_size)
 
     def read_energy(self) -> EnergyReading:
         """Nothing: the sensors are on the machines of the workers."""
@@ -134,7 +135,7 @@ def count_answers(engines: LocalEngines | WorkerEngines, prepared: Prepared) -> 
         tally.close(engines.describe(), engines.read_energy())
 
 
-def make_decoder_factory(prepared: PreparedDecoder) -> CheckedDecoderFactory:
+def make_decoder_factory(prepared: PreparedDecoder) -> DecoderFactory:
     """Makes a job's decoders in workers: with absolute paths, and the device and dtype of here."""
 
     def locate(path: str | None) -> str | None:  # anything but a file or folder (a hub id) is left as it is
@@ -150,7 +151,7 @@ def make_decoder_factory(prepared: PreparedDecoder) -> CheckedDecoderFactory:
     retrieval = replace_settings(config.retrieval, **paths)
     config = replace(config, model=model, retrieval=retrieval, engine=engine)
     asked = questions if config.retrieval.oracle else []
-    return CheckedDecoderFactory(config, asked, describe_dependencies(prepared))
+    return partial(make_worker_decoder, config, asked, describe_dependencies(prepared))
 
 
 def describe_dependencies(prepared: PreparedDecoder) -> dict[str, Any]:
@@ -158,32 +159,24 @@ def describe_dependencies(prepared: PreparedDecoder) -> dict[str, Any]:
     return {"dlm_rag": f"{__version__} ({compute_code_digest()})"} | prepared.answers_depend_on()
 
 
-@dataclass(frozen=True)
-class CheckedDecoderFactory:
-    """Makes a decoder in a worker, if code, corpus and checkpoint are those of the main process.
+def make_worker_decoder(
+    config: Config, questions: list[Question], depends_on: dict[str, Any], workers_per_machine: int
+) -> tuple[Decoder, Machine]:
+    """A decoder in a worker, if code, corpus and checkpoint are those of the main process.
 
-    questions: only for oracle evidence.
+    questions: only for oracle evidence. Raises `UserError` for what is missing here or differs.
     """
-
-    config: Config
-    questions: list[Question]
-    depends_on: dict[str, Any]
-
-    def __call__(self, workers_per_machine: int) -> tuple[Decoder, Machine]:
-        """As `workers.worker.DecoderFactory`. Raises `UserError` for what is missing here or differs."""
-        from dlm_rag.machine import default_pool_bytes
-
-        prepared = prepare_decoder(self.config, self.questions)
-        here = describe_dependencies(prepared)
-        for key, value in self.depends_on.items():
-            if here.get(key) != value:
-                raise ConfigError(f"{key} is {here.get(key)}, and {value} in the main process")
-        engine = prepared.config.engine
-        if engine.prefix_cache_gib is None and engine.memory_gib is None:
-            gib = default_pool_bytes(prepared.device) / 2**30 / workers_per_machine
-            engine = replace(engine, prefix_cache_gib=gib)
-            prepared = replace(prepared, config=replace(prepared.config, engine=engine))
-        return prepared.load(), describe_machine(prepared.device, prepared.attention)
+    prepared = prepare_decoder(config, questions)
+    here = describe_dependencies(prepared)
+    for key, value in depends_on.items():
+        if here.get(key) != value:
+            raise ConfigError(f"{key} is {here.get(key)}, and {value} in the main process")
+    engine = prepared.config.engine
+    if engine.prefix_cache_gib is None and engine.memory_gib is None:
+        gib = default_pool_bytes(prepared.device) / 2**30 / workers_per_machine
+        engine = replace(engine, prefix_cache_gib=gib)
+        prepared = replace(prepared, config=replace(prepared.config, engine=engine))
+    return prepared.load(), describe_machine(prepared.device, prepared.attention)
 
 
 @dataclass
@@ -273,19 +266,14 @@ def plan_answer_job(
 
 def check_output_files(config: Config) -> None:
     """Raises `ConfigError` when a file cannot be written, or is named for two purposes."""
-    written = {"out": config.out, "trace": config.trace, "html": config.html}
-    sidecars = {f"the {name} of out": f"{config.out}.{name}" for name in ("run.json", "lock") if config.out}
-    read = {"questions": config.questions}
+    written, read = {"out": config.out, "trace": config.trace, "html": config.html}, dict[str, str | None]()
+    if config.out is not None:
+        written["the run.json of out"] = f"{config.out}.run.json"
+        read["the lock of out"] = f"{config.out}.lock"
+    read["questions"] = config.questions
     if config.retrieval.corpus != config.questions:  # whose contexts are searched
         read["corpus"] = config.retrieval.corpus
-    check_distinct_paths(written, sidecars | read)
-    for path in map(Path, sidecars.values()):
-        try:
-            usable = path.is_file() or not os.path.lexists(path)
-        except OSError:  # its name is too long
-            usable = False
-        if not usable:
-            raise ConfigError(f"{path} cannot be a file beside the answers: choose another --out")
+    check_distinct_paths(written, read)
     if config.html is not None:
         if config.out is not None and config.trace is None:
             raise ConfigError("the page of answers in a file is made from their traces: add --trace FILE")

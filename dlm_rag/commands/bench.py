@@ -14,26 +14,26 @@ from pathlib import Path
 from dlm_rag.errors import ConfigError, suggest_nearest
 from dlm_rag.files.paths import find_companion_folder
 
-PREFIX = "bench_"
+FOLDER = find_companion_folder("profiling")
 
 
 def main(argv: list[str]) -> None:
     programs = list_benchmarks()
-    if not argv or argv[0] in ("-h", "--help"):
+    name = argv[0] if argv else "--help"
+    if name in programs:
+        run_profiling_program(programs[name], argv[1:], f"dlm-rag bench {name}")
+    elif name in ("-h", "--help"):
         print(__doc__)
         for name, path in programs.items():
             print(f"    {name:18} {(ast.get_docstring(ast.parse(path.read_text())) or '').splitlines()[0]}")
-        return
-    if argv[0] not in programs:
-        near = suggest_nearest(argv[0], programs)
-        raise ConfigError(f"'{argv[0]}' is none of the benchmarks {', '.join(programs)}{near}")
-    run_profiling_program(programs[argv[0]], argv[1:], f"dlm-rag bench {argv[0]}")
+    else:
+        near = suggest_nearest(name, programs)
+        raise ConfigError(f"'{name}' is none of the benchmarks {', '.join(programs)}{near}")
 
 
 def list_benchmarks() -> dict[str, Path]:
-    folder = find_companion_folder("profiling")
-    names = sorted(path.stem for path in folder.glob(f"{PREFIX}*.py") if path.stem != "bench_tools")
-    return {name.removeprefix(PREFIX): folder / f"{name}.py" for name in [*names, "gpu_proof"]}
+    paths = [path for path in sorted(FOLDER.glob("bench_*.py")) if path.stem != "bench_tools"]
+    return {path.stem.removeprefix("bench_"): path for path in [*paths, FOLDER / "gpu_proof.py"]}
 
 
 def run_profiling_program(path: Path, argv: list[str], name: str) -> None:
@@ -50,4 +50,4 @@ def profile(argv: list[str]) -> None:
     dlm-rag profile train --config tiny.yaml train.max_steps=60
     dlm-rag profile sample --with torch           # if nsys is not installed
     """
-    run_profiling_program(find_companion_folder("profiling") / "nsys.py", argv, "dlm-rag profile")
+    run_profiling_program(FOLDER / "nsys.py", argv, "dlm-rag profile")

@@ -25,7 +25,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import field
 from itertools import product
 from pathlib import Path
@@ -43,7 +43,6 @@ from dlm_rag.evaluation.tables import CELL_FILE, Cell, write_benchmark_table
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.progress import report_progress
 
-MAX_CELLS = 10_000  # combinations of a benchmark
 BENCHMARK_FOLDER = CONFIG_FOLDER / "benchmarks"
 
 
@@ -73,7 +72,13 @@ def main(argv: list[str]) -> None:
             print(f"{state}  {shlex.join(command)}")
         return
     make_folder(out, "out=")
-    failed = run_cells(cells)
+    left, failed = [cell for cell in cells if not cell.is_done], dict[str, str]()
+    with report_progress("cells", len(cells), done=len(cells) - len(left)) as advance:
+        for cell in left:
+            if error := run_cell(cell):
+                failed[cell.name] = error
+                print_note(f"{cell.name} failed: {error}")
+            advance(1)
     write_benchmark_table(out, [cell for cell in cells if cell.is_done], failed)
     if failed:
         raise RunError(f"{len(failed)} of {len(cells)} cells failed; the same command asks them again")
@@ -93,33 +98,28 @@ def read_benchmark(name: str) -> Benchmark:
 
 def list_cells(benchmark: Benchmark, out: Path) -> Iterator[Cell]:
     """Every combination, data set by data set. Raises `ConfigError` for names that make no folder."""
-    count = len(benchmark.datasets) * len(benchmark.models) * len(benchmark.seeds)
-    if count > MAX_CELLS:
-        raise ConfigError(f"the benchmark has {count:,} cells, more than {MAX_CELLS:,}: leave some out")
     common = split_words("settings", benchmark.settings)
-    named = {name: split_words(f"models.{name}", text) for name, text in benchmark.models.items()}
-    for model, words in named.items():
-        if words and is_model_url(words[0]):
-            named[model] = ["--model", *words]
+    models = {name: split_words(f"models.{name}", text) for name, text in benchmark.models.items()}
     datasets = {
         name: split_words(f"datasets.{name}", os.path.expandvars(text))
         for name, text in benchmark.datasets.items()
     }
-    for dataset, model, seed in product(datasets, named, benchmark.seeds):
+    for dataset, model, seed in product(datasets, models, benchmark.seeds):
         names = (dataset, model, str(seed))
         if any(not part or "/" in part or part.startswith(".") for part in names):
             raise ConfigError(f"'{'/'.join(names)}' makes no folder: names have no / and no . in front")
-        served = any(is_model_url(word.removeprefix("model.path=")) for word in named[model])
-        folder = out.joinpath(*names)
-        words = [*named[model], *datasets[dataset]]
-        words += [word for word in common if "=" not in word or is_for_kind(word, served)]
+        named, folder = models[model], out.joinpath(*names)
+        if named and is_model_url(named[0]):
+            named = ["--model", *named]
+        served = any(is_model_url(word.removeprefix("model.path=")) for word in named)
+        own = [word for word in common if "=" not in word or is_for_kind(word, served)]
         policies = [
             p for p in benchmark.policies if all(is_for_kind(part, served) for part in p.split("+"))
         ]
         if not policies:
             raise ConfigError(f"no policy of the benchmark is for the model '{model}'")
-        words += [f"decode.seed={seed}", "--compare", ",".join(policies), "--out", str(folder)]
-        yield Cell(folder, tuple(words), model, dataset, seed)
+        last = [f"decode.seed={seed}", "--compare", ",".join(policies), "--out", str(folder)]
+        yield Cell(folder, (*named, *datasets[dataset], *own, *last), model, dataset, seed)
 
 
 def is_for_kind(word: str, served: bool) -> bool:
@@ -142,18 +142,6 @@ def split_words(key: str, text: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise ConfigError(f"{key} of the benchmark cannot be read: {str(error).lower()}") from None
-
-
-def run_cells(cells: Sequence[Cell]) -> dict[str, str]:
-    """Runs the cells that are not done, one after another; what failed, with its last words."""
-    left, failed = [cell for cell in cells if not cell.is_done], dict[str, str]()
-    with report_progress("cells", len(cells), done=len(cells) - len(left)) as advance:
-        for cell in left:
-            if error := run_cell(cell):
-                failed[cell.name] = error
-                print_note(f"{cell.name} failed: {error}")
-            advance(1)
-    return failed
 
 
 def run_cell(cell: Cell) -> str:

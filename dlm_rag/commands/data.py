@@ -108,10 +108,24 @@ def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
 
 
 def check_file(file: HubFile, is_new: bool, rule: str, folder: Path) -> None:
-    """Reads a file, and makes of it what the rule says. Raises `UserError` for another layout."""
+    """Reads a file (of a corpus only the first passage), and makes of it what the rule says.
+
+    Raises `UserError` for another layout.
+    """
     target, own = folder / file.path, hub_datasets.get_local_path(file, rule, folder)
     try:
-        count = count_questions(target, file)
+        if file.layout == "passages":
+            place, row = next(read_records(target, ConfigError), (str(target), {}))
+            if get_field(row, "contents")[1] is None:
+                raise ConfigError(f"{place}: there is no passage: the file is in another layout")
+        else:
+            questions = read_questions(target)
+            if not any(question.golden_answers for question in questions):
+                raise ConfigError(f"{target} has no answers: the file is in another layout")
+            if len(questions) != file.rows:
+                print_note(
+                    f"warning: {target} has {len(questions):,} questions, {file.rows:,} were published"
+                )
         if own != target:
             with target.open("rb") as whole, open_atomic_file(own) as scratch:
                 lines = itertools.islice(iter_lines(whole, str(target), ConfigError), FIRST_QUESTIONS)
@@ -120,22 +134,4 @@ def check_file(file: HubFile, is_new: bool, rule: str, folder: Path) -> None:
         if is_new:  # nothing stays that cannot be read
             target.unlink()
         raise ConfigError(f"{file.repository}: {error}") from None
-    if count not in (None, file.rows):
-        print_note(f"warning: {target} has {count:,} questions, {file.rows:,} were published")
     print(f"{own} is there")
-
-
-def count_questions(path: Path, file: HubFile) -> int | None:
-    """Returns how many questions a file has; of a corpus only the first passage is read.
-
-    Raises `UserError` for a file in another layout.
-    """
-    if file.layout == "passages":
-        place, row = next(read_records(path, ConfigError), (str(path), {}))
-        if get_field(row, "contents")[1] is None:
-            raise ConfigError(f"{place}: there is no passage: the file is in another layout")
-        return None
-    questions = read_questions(path)
-    if not any(question.golden_answers for question in questions):
-        raise ConfigError(f"{path} has no answers: the file is in another layout")
-    return len(questions)

@@ -46,29 +46,19 @@ class Finding(NamedTuple):
 def main(argv: list[str]) -> None:
     config = parse_command_line(__doc__ or "", argv, CHECKED_SETTINGS).config
     logging.getLogger("dlm_rag").setLevel(logging.WARNING)
-    findings = list(run_checks(config))
+    findings: list[Finding] = []
+    for name, check in DOCTOR_CHECKS.items():
+        show_status(f"looking at: {name}")
+        try:
+            findings += check(config)
+        except Exception as error:
+            findings.append(Finding(name, PROBLEM, f"cannot be looked at: {summarize_error(error)}"))
     show_status()
     for name, state, what, remedy in findings:
         command = f"\n{'':18}$ {remedy}" if remedy else ""
         print(f"{state:8} {name:8} {replace_control_chars(what)}{command}")
     if any(finding.state == PROBLEM for finding in findings):
         raise SystemExit(1)
-
-
-def run_checks(config: Config) -> Iterator[Finding]:
-    """Yields what every check finds; one that fails is a problem of its own."""
-    for name, check in DOCTOR_CHECKS.items():
-        show_status(f"looking at: {name}")
-        try:
-            yield from check(config)
-        except Exception as error:
-            yield Finding(name, PROBLEM, f"cannot be looked at: {summarize_error(error)}")
-
-
-def check_version(_: Config) -> Iterator[Finding]:
-    """Names the version, its commit and Python."""
-    text = f"{__version__}, commit {get_code_commit()}, Python {sys.version.split()[0]} on {sys.platform}"
-    yield Finding("dlm_rag", OK, text)
 
 
 def check_torch(_: Config) -> Iterator[Finding]:
@@ -93,9 +83,11 @@ def check_torch(_: Config) -> Iterator[Finding]:
 
 
 def check_machine(config: Config) -> Iterator[Finding]:
-    """Looks at cores, free memory, and the folder of indexes with its disk."""
+    """Looks at the versions, cores, free memory, and the folder of indexes with its disk."""
     import torch
 
+    text = f"{__version__}, commit {get_code_commit()}, Python {sys.version.split()[0]} on {sys.platform}"
+    yield Finding("dlm_rag", OK, text)
     yield Finding("cores", OK, f"{cpu_count()}, and torch uses {torch.get_num_threads()} threads")
     if memory := read_host_memory():
         text = f"{format_bytes(memory['available'])} of {format_bytes(memory['total'])} are free"
@@ -125,6 +117,4 @@ def check_answer(config: Config) -> Iterator[Finding]:
     yield Finding("answer", OK, text) if right else Finding("answer", PROBLEM, wrong)
 
 
-DOCTOR_CHECKS = {
-    "version": check_version, "torch": check_torch, "machine": check_machine, "answer": check_answer
-}  # fmt: skip
+DOCTOR_CHECKS = {"machine": check_machine, "torch": check_torch, "answer": check_answer}

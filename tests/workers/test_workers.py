@@ -195,7 +195,7 @@ def test_worker_answers_equal_those_of_a_decoder(config, make_worker, tmp_path):
 
 def test_a_worker_with_another_corpus_names_its_node(config, make_worker, corpus_file):
     factory = make_factory(config)
-    assert Path(factory.config.retrieval.corpus).is_absolute()
+    assert Path(factory.args[0].retrieval.corpus).is_absolute()
     corpus_file.write_text(corpus_file.read_text().replace("Tacoma", "Oslo"))
     with pytest.raises(ConfigError, match=r"on \S+: corpus is \w+, and \w+ in the main process"):
         open_worker(make_worker, factory)
