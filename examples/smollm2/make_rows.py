@@ -23,20 +23,24 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+from compose import compose_questions
+
 Record = dict[str, Any]
 
 # How often each passage of a set is used; questions asked without the passage in view count more.
 SET_WEIGHTS = {
     "squad": 1.0, "squadshifts_wiki": 1.0, "tydiqa_en": 2.0, "natural_questions": 3.0,
     "natural_silver": 3.0, "popqa": 2.0, "hotpotqa_more": 4.0, "2wiki_more": 4.0, "nq_swap": 1.0,
-    "boolq": 0.3, "qamr": 1.0,
+    "boolq": 0.3, "qamr": 1.0, "composed": 2.0,
 }  # fmt: skip
+TWO_HOP_SETS = ("hotpotqa_more", "2wiki_more", "composed")
+ONE_HOP_SHARE = 0.1  # of the other sets with `--two-hops`
 ALTERED_SET = "nq_swap"  # its passages are false on purpose: they are read, never found
 PASSAGE_COUNTS = (2, 3, 3, 4)
 MAX_ROWS, MAX_ROWS_OF_A_PASSAGE, MAX_ROWS_OF_OTHERS = 8, 4, 3
 MAX_ANSWER_WORDS, MAX_TITLE_WORDS, MAX_QUESTION_WORDS = 8, 8, 40
 SAME_PAGE_SHARE = 0.5  # share of the sets with another passage of the gold one's page
-MISSING_PAGE_SHARE = 0.35  # share of the questions of two pages whose second page is not there yet
+MISSING_PAGE_SHARE = 0.5  # share of the questions of two pages whose second page is not there yet
 UNKNOWN_PER_ANSWER = 0.25
 NO_QUESTION_MARK_SHARE, SMALL_LETTERS_SHARE = 0.15, 0.12
 SEARCH_BATCH, SEARCH_DEPTH = 2000, 8
@@ -92,6 +96,8 @@ class QuestionSets:
             for passage in read_lines(folder / name / "corpus.jsonl"):
                 self.passages.setdefault(passage["id"], {**passage, "set": name})
             questions += [{**row, "set": name} for row in read_lines(folder / name / "questions.jsonl")]
+        told = {key: passage for key, passage in self.passages.items() if passage["set"] != ALTERED_SET}
+        questions += compose_questions(told)
         self.questions = [row for row in questions if self._can_be_asked(row)]
         for row in self.questions:
             row["answer"] = self._find_answer(row)
@@ -233,6 +239,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--two-hops", action="store_true", help="a tenth of the sets of one page only")
     parser.add_argument("--held-out", action="store_true", help="write to the folder OUT what is held out")
     given = parser.parse_args()
     if given.held_out:
@@ -241,7 +248,9 @@ def main() -> None:
     sets, rng = QuestionSets(given.folder), random.Random(given.seed)
     plan = []
     for passage, rows in sets.by_passage.items():
-        weight = SET_WEIGHTS[rows[0]["set"]]
+        weight = max(SET_WEIGHTS[row["set"]] for row in rows)
+        if given.two_hops and rows[0]["set"] not in TWO_HOP_SETS:
+            weight *= ONE_HOP_SHARE
         plan += [passage] * (int(weight) + (rng.random() < weight % 1))
     rng.shuffle(plan)
     counts: Counter[str] = Counter()

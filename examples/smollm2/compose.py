@@ -1,0 +1,97 @@
+"""Questions of two pages, made of what one page says of a person and what that person's own page says.
+
+"Burma Convoy is a 1941 film directed by Noel M. Smith", and "Noel M. Smith (May 22, 1895 – ...) was born in
+Rutherford, California" make "Where was the director of Burma Convoy born?". The public sets of two hops have
+few training questions at hand; these pages are in the corpora of all sets.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+Record = dict[str, Any]
+_WORD = r"[A-Z][\w.'’-]+"
+_NAME = rf"({_WORD}(?: (?:{_WORD}|of|de|von|van|der|the|al|da|di))*)"
+_DATE = r"(?:\d{1,2} [A-Z][a-z]+ \d{4}|[A-Z][a-z]+ \d{1,2}, \d{4})"
+_PLACE = rf"({_WORD}(?: {_WORD})*(?:, {_WORD}(?: {_WORD})*)?)"
+MAX_TITLE_WORDS = 8
+# Where a page names a person, and what a question calls this person; {s}: the title of the page.
+RELATIONS = (
+    (r"directed by ", ("the director of {s}", "the director of film {s}", "the person who directed {s}")),
+    (r"(?:written|novel|book|play|story) by ", ("the writer of {s}", "the author of {s}")),
+    (
+        r"(?:recorded|performed|sung|song|album|single) by (?:[\w-]+ ){0,5}?",
+        ("the performer of {s}", "the performer of song {s}"),
+    ),
+    (r"(?:composed|music|score) by ", ("the composer of {s}", "the composer of film {s}")),
+    (r"produced by ", ("the producer of {s}", "the person who produced {s}")),
+    (r"founded by ", ("the founder of {s}", "the person who founded {s}")),
+    (r"(?:son|daughter|child) of ", ("the father of {s}", "{s}'s father")),
+    (r"(?:married|wife of|husband of|married to) ", ("the spouse of {s}", "{s}'s spouse")),
+)
+# What the person's page says, and questions for it; {p}: what the person is called.
+FACTS = (
+    (
+        rf"\((?:[^()]{{0,60}}?[;,] )?(?:born )?({_DATE})",
+        ("When was {p} born?", "What is the date of birth of {p}?", "When is {p}'s birthday?"),
+    ),
+    (
+        rf"\([^()]{{0,60}}\d [–-] ({_DATE})\)",
+        ("When did {p} die?", "What is the date of death of {p}?"),
+    ),
+    (
+        rf"\bborn (?:[^.;()]{{0,40}} )?(?:in|at) {_PLACE}",
+        ("Where was {p} born?", "What is the place of birth of {p}?", "In which town was {p} born?"),
+    ),
+    (
+        rf"\bdied (?:[^.;()]{{0,40}} )?(?:in|at) {_PLACE}",
+        ("Where did {p} die?", "Where was the place of death of {p}?"),
+    ),
+    (r"\b(?:is|was) an? ([A-Z][a-z]+(?:-[A-Z][a-z]+)?) ", ("What is the nationality of {p}?",)),
+)
+
+
+def compose_questions(passages: dict[str, Record]) -> Iterator[Record]:
+    """Yields questions about two of the `passages` (by id, with `title` and `contents`), as sets have them."""
+    pages: dict[str, list[str]] = {}
+    for key, passage in passages.items():
+        pages.setdefault(passage["title"].lower(), []).append(key)
+    for key, passage in passages.items():
+        title, body = passage["title"], passage["contents"]
+        if not 0 < len(title.split()) <= MAX_TITLE_WORDS:
+            continue
+        for pattern, phrases in RELATIONS:
+            for match in re.finditer(pattern + _NAME, body):
+                person = next(filter(None, (find_page(pages, name) for name in shorten(match[1]))), None)
+                if person and title.lower() != passages[person[0]]["title"].lower():
+                    yield from ask_about(key, title, person, passages, phrases)
+
+
+def shorten(name: str) -> Iterator[str]:
+    """Yields a name and what begins it, the longest first, of at least two words."""
+    words = name.split()
+    for count in range(len(words), 1, -1):
+        yield " ".join(words[:count]).rstrip(".,")
+
+
+def find_page(pages: dict[str, list[str]], name: str) -> list[str] | None:
+    return pages.get(name.lower())
+
+
+def ask_about(
+    key: str, title: str, person: list[str], passages: dict[str, Record], phrases: tuple[str, ...]
+) -> Iterator[Record]:
+    """Yields a question in two wordings for each fact that one of the person's passages has."""
+    plain = re.sub(r" \(.*\)$", "", title)
+    for number, (pattern, questions) in enumerate(FACTS):
+        found = ((other, re.search(pattern, passages[other]["contents"])) for other in person)
+        other, match = next(((other, match) for other, match in found if match), ("", None))
+        for wording in range(2 if match else 0):
+            name = phrases[(number + len(title) + wording) % len(phrases)].format(s=plain)
+            assert match
+            yield {
+                "id": f"composed-{key}-{other}-{number}-{wording}", "set": "composed", "hops": 2,
+                "question": questions[(number + len(title) + wording) % len(questions)].format(p=name),
+                "golden_answers": [match[1]], "supporting_ids": [key, other],
+                "answer_kind": "span", "answer_in_passage": True,
+            }  # fmt: skip
