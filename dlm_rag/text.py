@@ -49,7 +49,8 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 # "Answer" in the languages that evaluations use, and what may stand before it.
 _ANSWER_WORD = (
     r"(?:(?:the|my|so|thus|therefore|final|short|correct|direct|best|complete|overall),?[ \t]{1,3}){0,4}"
-    r"answers?|(?:finale?[ \t])?antwort|endg[uü]ltige[ \t]antwort|r[eé]ponse(?:[ \t]finale)?|antwoord|svar"
+    r"answers?(?:[ \t]{0,2}(?:\#?\d{1,2}\b|\([a-z]{1,12}\)))?"
+    r"|(?:finale?[ \t])?antwort|endg[uü]ltige[ \t]antwort|r[eé]ponse(?:[ \t]finale)?|antwoord|svar"
     r"|respuesta(?:[ \t]final)?|risposta(?:[ \t]finale)?|resposta(?:[ \t]final)?|vastaus|cevap"
     r"|odpowied[zź]|odpov[eě][dď]"
     r"|v[aá]lasz|r[aă]spuns|jawaban|đáp[ \t]án|trả[ \t]lời|(?:окончательный[ \t])?ответ|відповідь|απάντηση"
@@ -60,9 +61,10 @@ _MARKUP = r"[*_`>\[\]【】(「\"' \t]"
 _COLON = r"(?:[:：﹕︰]|[ \t](?:-|–|—|=|=>|->|→)(?=[ \t]))"
 # A line that begins with the word, as a heading, a label ("Answer: Dover"), or alone above the answer.
 _ANSWER_LINE = re.compile(
-    rf"[ \t]{{0,8}}(?:[-•+][ \t])?(?P<heading>\#{{1,6}})?{_MARKUP}{{0,8}}"
+    rf"[ \t]{{0,8}}(?:[-•+][ \t])?(?P<heading>\#{{1,6}}|={{2,20}}|-{{3,20}})?{_MARKUP}{{0,8}}"
     rf"(?:(?:{_ANSWER_WORD}){_MARKUP}{{0,8}}(?:{_COLON}[ \t]{{0,8}}(?:[*_]{{1,2}}(?=[ \t\r\n]|\Z))?"
-    rf"|(?=[\r\n]|\Z))|(?:a|ans\.?){_MARKUP}{{0,4}}[:：](?:\*\*)?)",
+    rf"|(?:={{2,20}}|-{{3,20}})?[ \t]{{0,8}}(?=[\r\n]|\Z)|(?<=r\])[ \t]{{1,8}})"
+    rf"|(?:a|ans\.?){_MARKUP}{{0,4}}[:：](?:\*\*)?)",
     re.IGNORECASE,
 )
 # The same within a line; "Intermediate answer:", as Self-Ask writes it, is no answer yet.
@@ -97,7 +99,7 @@ _REASONING_TAG = re.compile(
     r"<(/?)(think(?:ing)?|thoughts?|reasoning|reflection|scratchpad|search|information)>", re.IGNORECASE
 )
 _MARK_START = re.compile(
-    r"[#\\<*_>]|\b(?:answer|final)|^[ \t]*a(?:ns\.?)?(?::|$)", re.IGNORECASE | re.MULTILINE
+    r"[#\\<*_>]|\b(?:answer|final)|^[ \t]*(?:a(?:ns\.?)?(?::|$)|==|---)", re.IGNORECASE | re.MULTILINE
 )
 _JSON_VALUE = re.compile(
     r"""[:：\s]\s*(?:\[\s*)?(?:(?P<quote>["'])((?:(?!(?P=quote))[^\\\n]|\\.)*)(?P=quote)"""

@@ -1,8 +1,8 @@
 """Questions of two pages, made of what one page says of a person and what that person's own page says.
 
-"Burma Convoy is a 1941 film directed by Noel M. Smith", and "Noel M. Smith (May 22, 1895 – ...) was born in
-Rutherford, California" make "Where was the director of Burma Convoy born?". The public sets of two hops have
-few training questions at hand; these pages are in the corpora of all sets.
+"Burma Convoy is a 1941 film directed by Noel M. Smith", and "Noel M. Smith was born in Rutherford,
+California" make "Where was the director of Burma Convoy born?". The sets of two hops have few questions to
+train on; these pages are in the corpora of all sets.
 """
 
 import re
@@ -52,7 +52,7 @@ FACTS = (
 
 
 def compose_questions(passages: dict[str, Record]) -> Iterator[Record]:
-    """Yields questions about two of the `passages` (by id, with `title` and `contents`), as sets have them."""
+    """Yields records of questions about two of the `passages`, which have `title` and `contents`, by id."""
     pages: dict[str, list[str]] = {}
     for key, passage in passages.items():
         pages.setdefault(passage["title"].lower(), []).append(key)

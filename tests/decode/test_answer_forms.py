@@ -21,6 +21,8 @@ DOVER = [
     "**Final Answer:** $\\boxed{Dover}$", "So \\boxed{Dover",
     "Final Answer: The final answer is $\\boxed{\\text{Dover}}$. I hope it is correct.",
     "**Final Answer:** Dover", "**Final Answer**\n\nDover", "*Answer:* *Dover*", "> **Answer:** Dover",
+    "Answer 1: Dover", "Answer #1: Dover", "**Answer (final):** Dover", "[Answer] Dover",
+    "=== Answer ===\nDover", f"--- Reasoning ---\n{LEE}\n--- Answer ---\nDover",
     "Answer: `Dover`", "Answer: Dover", "Answer - Dover", "Answer:\nDover",
     "Answer: Dover. It is a town in Kent.", "Answer: Dover [2].", 'Answer: "Dover"',
     "The correct answer is: **Dover**", "Intermediate answer: Ann Lee\nSo the final answer is: Dover",
