@@ -1,12 +1,16 @@
 """Random generators that depend on what they are for and on nothing else."""
 
 import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def make_keyed_generator(*key: object) -> torch.Generator:
@@ -24,7 +28,12 @@ def sample_uniform(generator: torch.Generator, count: int, length: int) -> NDArr
     return found
 
 
+def pick_shuffled(items: Sequence[T], number: int, *key: object) -> T:
+    """The item of that number in an endless series: all items, each time in another order, by `key`."""
+    epoch, place = divmod(number, len(items))
+    return items[int(_sample_permutation((*key, epoch), len(items))[place])]
+
+
 @lru_cache(maxsize=16)
-def sample_permutation(key: tuple[object, ...], count: int) -> Tensor:
-    """The numbers (count,) from 0 in an order that depends on `key`."""
+def _sample_permutation(key: tuple[object, ...], count: int) -> Tensor:
     return torch.randperm(count, generator=make_keyed_generator(*key))

@@ -1,13 +1,10 @@
 """Checkpoints of a run: safetensors in shards, whole or not there, read by any number of processes.
 
-torch.distributed.checkpoint writes and reads them in its safetensors form, so nothing is pickled. A
-folder takes its name by one rename after every process has written its part. `state.json` holds a digest of
-each file, and one of itself.
+torch.distributed.checkpoint writes and reads them, so nothing is pickled. A folder takes its name by one
+rename after every process has written its part. `state.json` holds digests of each file and of itself.
 
-What a run depends on must be found again on --resume: settings by value, files by their contents. Every
-setting of `model`, `retrieval`, `data` and `train`, and those of `decode` that a run trains with, is held
-unless `CHANGEABLE_KEYS` names it. What `FINGERPRINTED_KEYS` names is held by a fingerprint of what lies
-there: it may be moved, but not changed.
+What a run depends on must be found again on --resume: settings by value unless `CHANGEABLE_KEYS` names
+them, and by contents what `FINGERPRINTED_KEYS` names: it may be moved, but not changed.
 """
 
 import json
@@ -16,7 +13,7 @@ import shutil
 import warnings
 from collections import ChainMap
 from collections.abc import Sequence
-from dataclasses import Field, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +87,7 @@ def scan_checkpoints(folder: Path) -> tuple[dict[Path, CheckpointRecord], list[s
         try:
             complete[path] = _read_record(path)
         except OSError as error:
-            name = Path(error.filename or RECORD_FILE).name
-            skipped.append(f"{path} is passed over: {name} cannot be read ({error.strerror})")
+            skipped.append(f"{path} is passed over: {RECORD_FILE} cannot be read ({error.strerror})")
         except _SkippedCheckpointError as error:
             skipped.append(f"{path} is passed over: {error}")
     return complete, skipped
@@ -164,10 +160,7 @@ def find_damaged_files(path: Path, record: CheckpointRecord, processes: Distribu
 
 
 def _share_files(path: Path, processes: DistributedContext) -> list[Path]:
-    """The files of a checkpoint that this process reads; all must call.
-
-    A process may not see yet what another has written, so all share one list.
-    """
+    """The files of a checkpoint that this process reads, of those that any process sees; all must call."""
     listed = processes.all_gather_object([file.name for file in path.glob("*.safetensors")])
     names = sorted(set().union(*listed))
     return [path / name for name in names[processes.rank :: processes.world_size]]
@@ -203,10 +196,7 @@ class Checkpoints:
         self._alone = processes.world_size == 1
 
     def save(
-        self,
-        record: CheckpointRecord,
-        root: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
+        self, record: CheckpointRecord, root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     ) -> Path:
         """Writes a checkpoint and removes the oldest beyond two; every process takes part."""
         step = record.state.step
@@ -244,10 +234,9 @@ class Checkpoints:
         return target
 
     def load(self, path: Path, root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Reads weights, and the state of the optimizers where any are given, into their places."""
-        tensors = _collect_tensors(root, optimizers)
+        """Reads weights and the state of the optimizers into their places."""
+        tensors, reader = _collect_tensors(root, optimizers), HuggingFaceStorageReader(str(path))
         try:
-            reader = HuggingFaceStorageReader(str(path))
             dcp.load(tensors, storage_reader=reader, no_dist=self._alone)
         except (Exception, CheckpointException) as error:
             raise CheckpointError(f"{path} does not belong to this run: {_last_line(error)}") from error
@@ -300,40 +289,33 @@ FINGERPRINTED_KEYS = (
     "model.path", "data.questions", "data.corpus", "data.documents",
     "retrieval.embedding_model"
 )  # fmt: skip
-# of `decode`: a denoiser is trained for them
-DECODE_SHAPE_FIELDS = ("max_new_tokens", "block_length", "finished_block_context")
+# A denoiser is trained for them.
+DECODE_SHAPE_KEYS = ("decode.max_new_tokens", "decode.block_length", "decode.finished_block_context")
 
 
 def collect_settings(config: Config, task: type[Task]) -> dict[str, Any]:
     """What a run of this task depends on, by dotted keys."""
-    values = flatten_settings(config)
-    found = {
-        key: value for key, value in values.items() if key.startswith(("model.", "retrieval.", "data."))
-    }
-    found |= {f"decode.{name}": values[f"decode.{name}"] for name in DECODE_SHAPE_FIELDS}
-    read = (item.name for item in fields(TrainConfig) if _is_read(item, config.train))
-    found |= {f"train.{name}": values[f"train.{name}"] for name in read}
+    values, objective = flatten_settings(config), config.train.objective
+    held = {*DECODE_SHAPE_KEYS}
+    held |= {key for key in values if key.startswith(("model.", "retrieval.", "data."))}
+    for item in fields(TrainConfig):  # that the objective reads, as they declare; one's own reads all
+        need = get_field_metadata(item, "only_with") or {}
+        if ":" in objective or objective in need.get("train.objective", (objective,)):
+            held.add(f"train.{item.name}")
     if (decode := task.rollout_settings(config)) is not None:
-        found |= flatten_settings(decode, "decode.")
+        values |= (rollouts := flatten_settings(decode, "decode."))
+        held |= rollouts.keys()
     free = CHANGEABLE_KEYS - ({"train.eval_questions"} if config.data.questions is not None else set())
-    return {key: value for key, value in found.items() if key not in free}
-
-
-def _is_read(item: "Field[Any]", train: TrainConfig) -> bool:
-    """Whether the objective of a run reads a setting, as far as its field declares; all of one's own."""
-    need = get_field_metadata(item, "only_with") or {}
-    accepted = need.get("train.objective", (train.objective,))
-    return ":" in train.objective or train.objective in accepted
+    return {key: values[key] for key in values if key in held - free}
 
 
 def fingerprint_files(config: Config, origin: InitialModel) -> dict[str, str]:
-    """Digests of what `FINGERPRINTED_KEYS` names, by dotted keys; raises `UserError` for a file that is not
-    there. What can be read only once, a pipe, has no fingerprint.
+    """Digests of what `FINGERPRINTED_KEYS` names, and of a new tokenizer.
+
+    Raises `UserError` for a file that is not there. A pipe, which can be read only once, has none.
     """
-    data = config.data
-    found = {} if origin.checkpoint is None else {"model.path": origin.checkpoint.fingerprint}
-    rows = {"data.questions": data.questions, "data.documents": data.documents}
-    for key, name in rows.items():
+    data, found = config.data, dict[str, str]()
+    for key, name in (("data.questions", data.questions), ("data.documents", data.documents)):
         path = expand_path(name, QuestionError) if name is not None else None
         if path is not None and (path.is_dir() or path.is_file()):
             found[key] = _digest_all(list_row_files(path, QuestionError) if path.is_dir() else [path])
@@ -343,7 +325,9 @@ def fingerprint_files(config: Config, origin: InitialModel) -> dict[str, str]:
             folder = resolve_hub_folder(config.retrieval.embedding_model, "embedding_model")
             files = (path for pattern in HUB_FILE_PATTERNS for path in folder.rglob(pattern))
             found["retrieval.embedding_model"] = _digest_all(sorted(filter(Path.is_file, files)))
-    if origin.checkpoint is None:
+    if origin.checkpoint is not None:
+        found["model.path"] = origin.checkpoint.fingerprint
+    else:
         vocabulary = origin.tokenizer.inner.backend_tokenizer.to_str()
         found["tokenizer"] = blake3(vocabulary.encode()).hexdigest()
     return found

@@ -2,10 +2,8 @@
 
     torchrun --nproc-per-node 2 train.py --config world.yaml
 
-Losses are divided by the counts of the whole batch and gradients are summed, so a step is the same
-step on any number of processes, in whole copies (DDP) or shards (FSDP): up to the order of additions in
-float32, and up to what shards round before they are gathered in the dtypes below it
-(docs/how-to/train-and-resume.md).
+Losses are divided by the counts of the whole batch and gradients are summed, so a step is the same step on
+any number of processes, in whole copies (DDP) or shards (FSDP), but for rounding.
 """
 
 import inspect
@@ -34,8 +32,7 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import Segment
 
 TIMEOUT = timedelta(minutes=10)  # that a process waits for another
-# What gloo, NCCL and torch's store say only of a lost process: NCCL's name is in all of its errors, and
-# `socket` in those of any system call.
+# What gloo, NCCL and torch's store say only of a lost process.
 _GONE = re.compile(
     r"(connection|socket) (was |is )?(closed|reset|refused|aborted)|closed by (the )?peer|reset by peer"
     r"|broken pipe|timed? ?out|recv, got 0 bytes|ncclRemoteError|remote process exit",
@@ -90,8 +87,8 @@ class DistributedContext:
     def init(cls, timeout: timedelta = TIMEOUT) -> "DistributedContext":
         """Meets the others, over NCCL where there is CUDA and over gloo where there is none.
 
-        Who waits for another for so long raises what `is_peer_lost` knows: a cable that was pulled out
-        closes no connection. Raises `ConfigError` where the environment is not as torchrun leaves it.
+        Who waits for another for so long raises what `is_peer_lost` knows. Raises `ConfigError` where the
+        environment is not as torchrun leaves it.
         """
         least = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
         rank, count, local = (
@@ -120,12 +117,12 @@ class DistributedContext:
         """Each value summed over the processes."""
         if self.world_size == 1:
             return list(values)
-        summed = torch.tensor(values, dtype=torch.float64)
+        summed = torch.tensor(values, dtype=torch.float64)  # over gloo, which needs no device
         dist.all_reduce(summed)
         return summed.tolist()
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether the flag is up on any process."""
+        """Whether the flag is up on any process; none goes on before all are here."""
         return self.all_reduce_sum([float(flag)])[0] > 0
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -170,14 +167,12 @@ class DistributedContext:
             path.unlink()
         if apart:
             raise ConfigError(
-                f"--out {folder} is not the same folder for all processes: name one that all can write to, "
-                "as on NFS, for each of them writes its part of a checkpoint"
+                f"--out {folder} is not the same folder for all processes: name one that all can write to"
             )
 
     def barrier(self) -> None:
         """Until all processes are here."""
-        if self.world_size > 1:
-            self.all_reduce_sum([0.0])  # over gloo, whose barrier needs no device
+        self.any_rank(False)
 
     def destroy(self) -> None:
         """Ends the group, so that torch has nothing to complain about."""
@@ -254,9 +249,8 @@ def allow_independent_forwards(
 ) -> Iterator[None]:
     """While it is open every process may call the denoiser by itself, each as often as it needs.
 
-    Layers in shards are gathered by all processes together. So before each call the processes agree
-    whether anybody still has one to make; who has none left makes a small one with the others. What a
-    process raises is not waited for: it ends the run.
+    Layers in shards are gathered by all processes together. So before each call they agree whether anybody
+    still has one to make; who has none left makes a small one with the others. An error ends the run.
     """
     module: Any = root
     if not hasattr(module, "unshard"):

@@ -1,9 +1,8 @@
 """Documents to pre-train on: tokenised once, packed into sequences of one length.
 
-A file becomes one long array of token ids, each document followed by an end token. Sequence n is the
-n-th stretch of that array; a row is what of one document lies in it, so that no token sees another
-document, and packing leaves no padding. Everything follows from (seed, number of the sequence):
-nothing has to be saved to go on, and any process can make any sequence.
+A file becomes one long array of token ids, each document followed by an end token. Sequence n is the n-th
+stretch of that array; a row is what of one document lies in it, so that packing leaves no padding.
+Everything follows from (seed, number of the sequence).
 """
 
 import itertools
@@ -20,7 +19,7 @@ from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.files.build_once import build_once, make_folder_name
 from dlm_rag.files.paths import digest_file, expand_path, get_cache_folder, resolve_regular_file
 from dlm_rag.files.record_readers import get_field, read_records
-from dlm_rag.randomness import sample_permutation
+from dlm_rag.randomness import pick_shuffled
 from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.batches import Example, mask_at_time
 
@@ -113,8 +112,7 @@ class PackedDocuments:
 
     def sequence_rows(self, number: int) -> list[list[int]]:
         """The rows of sequence `number` of the run."""
-        epoch, place = divmod(number, whole := int(self._ends[-1]))
-        at = int(sample_permutation((self._train.seed, "documents", epoch), whole)[place])
+        at = pick_shuffled(range(self._ends[-1]), number, self._train.seed, "documents")
         file = int(np.searchsorted(self._ends, at, "right"))
         first = int(self._ends[file - 1]) if file else 0
         return self._files[file].sequence_rows(at - first, self._train.sequence_length)

@@ -1,13 +1,12 @@
 """What a run begins with and ends in: an architecture, its tokenizer and first weights; its export.
 
 A denoiser is built without contents, put where it belongs (in shards, where it has any), and then filled:
-a process reads or makes one tensor at a time and keeps the rows that are its own. A row is the same
-whoever has it, bit for bit.
+a process reads or makes one tensor at a time and keeps its rows, which are the same whoever has them.
 """
 
 import random
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -35,7 +34,7 @@ from dlm_rag.tokenizer.prompts import PromptTemplate, load_prompt
 from dlm_rag.training.batches import LONG_QUESTION_TOKENS
 from dlm_rag.training.distributed import get_local
 
-LORA_TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA_TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 EMBEDDING_NAMES = ("embed_tokens.weight", "lm_head.weight")
 MEAN_CHUNK_ROWS = 4096  # of a tensor whose mean is taken
 
@@ -59,9 +58,8 @@ def add_lora_adapters(denoiser: Denoiser, rank: int) -> None:
             from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         raise ConfigError("lora_rank needs peft: install it with `pip install 'dlm_rag[lora]'`") from None
-    inject_adapter_in_model(
-        LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(LORA_TARGET_MODULES)), denoiser
-    )
+    adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=LORA_TARGET_MODULES)
+    inject_adapter_in_model(adapters, denoiser)
     for name, parameter in denoiser.named_parameters():
         parameter.requires_grad_("lora_" in name)
 
@@ -107,15 +105,6 @@ def draw_fresh_weights(config: DenoiserConfig, seed: int) -> Iterator[tuple[str,
         yield name, value
 
 
-def _draw_adapter(name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """A uniform with variance 1 / (3 fan-in), as a linear layer's; B zero, so that nothing changes yet."""
-    value = torch.zeros(shape)
-    if ".lora_A." in name:
-        bound = shape[1] ** -0.5
-        value.uniform_(-bound, bound, generator=make_keyed_generator("adapter", seed, name))
-    return value
-
-
 def _local_rows(value: Tensor) -> slice:
     """Which rows of a parameter this process has: all, or its shard's."""
     if not hasattr(value, "device_mesh"):
@@ -123,10 +112,6 @@ def _local_rows(value: Tensor) -> slice:
     size = -(-value.shape[0] // value.device_mesh.size())
     start = min(value.device_mesh.get_local_rank() * size, value.shape[0])
     return slice(start, start + len(get_local(value)))
-
-
-def _copy_local_rows(value: Tensor, whole: Tensor) -> None:
-    get_local(value).copy_(whole[_local_rows(value)])
 
 
 @dataclass(frozen=True)
@@ -155,29 +140,35 @@ class InitialModel:
         for name, value in denoiser.named_parameters():
             if value.requires_grad and not trained:
                 continue
-            if ".lora_" in name:
-                _copy_local_rows(value, _draw_adapter(name, value.shape, self.seed))
+            if ".lora_" in name:  # A as a linear layer's weights; B zero, so that nothing changes yet
+                whole = torch.zeros(value.shape)
+                if ".lora_A." in name:
+                    bound = whole.shape[1] ** -0.5
+                    whole.uniform_(
+                        -bound, bound, generator=make_keyed_generator("adapter", self.seed, name)
+                    )
+                get_local(value).copy_(whole[_local_rows(value)])
             elif self.checkpoint is not None:
                 _read_local_rows(value, self.checkpoint, name.replace(".base_layer", ""))
             else:
                 fresh[name] = value
-        for name, made in draw_fresh_weights(self.config, self.seed) if fresh else ():
-            _copy_local_rows(fresh[name], made)
+        for name, whole in draw_fresh_weights(self.config, self.seed) if fresh else ():
+            get_local(fresh[name]).copy_(whole[_local_rows(fresh[name])])
 
     def export(self, folder: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
         """A folder that `sample.py --model` reads; of a public family, also that family's own classes.
 
         tensors: the whole state of the denoiser, adapters included, which are merged into the weights.
         """
-        whole = merge_lora_weights(tensors, self.lora_rank)
-        tensors = {name: value.to(dtype) for name, value in whole.items()}
+        merged = merge_lora_weights(tensors, self.lora_rank)
+        tensors = {name: value.to(dtype) for name, value in merged.items()}
         extra: dict[str, Any] = {"prompt": asdict(self.tokenizer.template)}
         if self.checkpoint is None:
             extra["eos_token_id"] = self.tokenizer.end_id
         save_tensors(tensors, self.config, folder, extra, self.checkpoint)
         self.tokenizer.inner.save_pretrained(folder)
         for path in self.checkpoint.folder.iterdir() if self.checkpoint is not None else ():
-            # The code that public classes consist of; it is copied, never run.
+            # Code that public classes consist of is copied, never run.
             if path.is_file() and (path.suffix == ".py" or path.name == "generation_config.json"):
                 shutil.copyfile(path, folder / path.name)
         write_generation_config(folder, self.config)
@@ -240,7 +231,6 @@ def iterate_world_texts(seed: int, worlds: int = 60) -> Iterator[str]:
 
 DEFAULT_PROMPT_TEMPLATE = PromptTemplate(head="{question}\n", fact="{passage}")
 DEFAULT_PASSAGE_LENGTH = 96  # tokens
-SIZE_FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
 
 
 def open_initial_model(config: Config) -> InitialModel:
@@ -303,14 +293,13 @@ def make_training_shape(
             "this model predicts the first token of a block from the text before it, which only "
             "train.objective=rl trains: train another model"
         )
-    canvas = decode.max_new_tokens or own.canvas_length
     retrieval = list_given(config.retrieval, RETRIEVAL_NAMES)
     own = own.add_settings(list_given(decode, DECODE_NAMES), **retrieval)
     return replace(
         own,
         evidence_layout=config.model.evidence_layout or raw_config.get("evidence_layout", "independent"),
         passage_length=train.passage_length or raw_config.get("passage_length", DEFAULT_PASSAGE_LENGTH),
-        canvas_length=canvas,
+        canvas_length=decode.max_new_tokens or own.canvas_length,
         block_length=own.block_length if decode.block_length is None else decode.block_length,
         block_size=block,
         finished_block_context=decode.finished_block_context or own.finished_block_context,
@@ -324,22 +313,26 @@ def _make_fresh_model(config: Config) -> InitialModel:
     # Heads of 32 suit small models, of 64 a GPU's kernels.
     head_dim = 64 if train.hidden_size >= 1024 and train.hidden_size % 64 == 0 else 32
     heads = train.hidden_size // head_dim
+    # Positions for the question, the canvas, and all passages if they follow one another.
+    layout = EVIDENCE_LAYOUTS[config.model.evidence_layout or "independent"]
+    facts = 1 if layout.separate_passages else config.retrieval.top_k
+    room = facts * (train.passage_length or DEFAULT_PASSAGE_LENGTH)
+    room += 2 * LONG_QUESTION_TOKENS + (config.decode.max_new_tokens or DenoiserConfig.canvas_length)
+    if train.objective not in ("sft", "rl"):
+        room = max(room, train.sequence_length + 1)
     own = DenoiserConfig(
+        vocab_size=train.vocab_size,
+        hidden_size=train.hidden_size,
+        num_hidden_layers=train.num_hidden_layers,
+        intermediate_size=train.intermediate_size,
         num_attention_heads=heads,
         num_key_value_heads=heads,
         head_dim=head_dim,
         qk_norm=True,
         tie_word_embeddings=True,
-        **{name: getattr(train, name) for name in SIZE_FIELDS},
+        mask_token_id=0,
+        max_position_embeddings=room,
     )
-    # Positions for the question, the canvas, and all passages if they follow one another.
-    layout = EVIDENCE_LAYOUTS[config.model.evidence_layout or "independent"]
-    facts = 1 if layout.separate_passages else config.retrieval.top_k
-    room = facts * (train.passage_length or DEFAULT_PASSAGE_LENGTH)
-    room += 2 * LONG_QUESTION_TOKENS + (config.decode.max_new_tokens or own.canvas_length)
-    if train.objective not in ("sft", "rl"):
-        room = max(room, train.sequence_length + 1)
-    own = replace(own, vocab_size=train.vocab_size, mask_token_id=0, max_position_embeddings=room)
     texts: Iterable[str] = iterate_world_texts(train.seed)
     if corpus is not None:
         passages = open_corpus(corpus, config.retrieval.index_dir)

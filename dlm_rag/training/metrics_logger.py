@@ -66,24 +66,21 @@ class MetricsLogger:
             file.write(encode_metrics(metrics))
         if self._wandb is not None:
             self._wandb.log(metrics, step=metrics["step"])
-        done, self._last = metrics["step"] + 1, metrics
+        done, self._last, now = metrics["step"] + 1, metrics, time.perf_counter()
         self._recent.append(metrics)
-        if self._is_line_due(done):
-            left = (self._steps - done) * (self._said - self._begun) / (done - self._from_step)
+        # In a terminal after so many steps; in a log after as many, then once a minute, and at the end.
+        due = done % SCREEN_WINDOW_STEPS == 0
+        if not self._bar:
+            late = self._said and now - self._said >= LOG_EVERY_SECONDS
+            due = bool((due and not self._said) or done == self._steps or late)
+        if due:
+            self._said = now
+            left = (self._steps - done) * (now - self._begun) / (done - self._from_step)
             print_note(
                 f"step {done:,}/{self._steps:,} {describe_steps(self._recent, self._validated)} · "
                 f"{format_duration(left)} left"
             )
         self._advance(1)
-
-    def _is_line_due(self, done: int) -> bool:
-        """In a terminal after so many steps; in a log after as many, then once a minute, and at the end."""
-        now, due = time.perf_counter(), done % SCREEN_WINDOW_STEPS == 0
-        if not self._bar:
-            late = self._said and now - self._said >= LOG_EVERY_SECONDS
-            due = bool((due and not self._said) or done == self._steps or late)
-        self._said = now if due else self._said
-        return due
 
     @property
     def has_validation(self) -> bool:
@@ -96,14 +93,12 @@ class MetricsLogger:
             return
         old, self._last = encode_metrics(self._last), self._last | scores
         lines = self._path.read_bytes().splitlines(keepends=True) if self._path.is_file() else []
-        at = len(lines) - 1 - lines[::-1].index(old) if old in lines else len(lines)
-        self._write([*lines[:at], encode_metrics(self._last), *lines[at + 1 :]])
+        self._write([*(line for line in lines if line != old), encode_metrics(self._last)])
         if self._wandb is not None:
             self._wandb.log(scores, step=self._last["step"])
         self._validated = select_validation_metrics(self._last)
         if (done := self._last["step"] + 1) == self._steps:  # no later line would show it
-            shown = describe_validation(self._validated)
-            print_note(" · ".join([f"validation after step {done:,}", *shown]))
+            print_note(f"validation after step {done:,}{describe_validation(self._validated)}")
 
     def _drop_steps(self, begin: int) -> None:
         """Drops the lines of steps from `begin` on, and a last line that was cut short; others stay."""
@@ -129,20 +124,23 @@ def describe_steps(recent: Sequence[Metrics], validated: Metrics) -> str:
     def total(name: str) -> float:
         return sum(metrics[name] for metrics in recent if is_number(metrics.get(name)))
 
-    named = [name for name in SCREEN_FORMATS if last.get(name) and is_number(last[name])]
-    counts = {name: sum(is_number(metrics.get(name)) for metrics in recent) for name in named}
-    shown = [SCREEN_FORMATS[name].format(total(name) / counts[name]) for name in named]
+    shown = [
+        form.format(total(name) / sum(is_number(metrics.get(name)) for metrics in recent))
+        for name, form in SCREEN_FORMATS.items()
+        if last.get(name) and is_number(last[name])
+    ]
     if "rollout_reward" in last:
         shown.append(f"{total('rows') / seconds:,.1f} rollouts/s")
     else:
         tokens, supervised = (total(name) / seconds for name in ("tokens", "supervised_tokens"))
         shown.append(f"{tokens:,.0f} tokens/s, {supervised:,.0f} supervised")
-    return " · ".join(shown + describe_validation(validated))
+    return " · ".join(shown) + describe_validation(validated)
 
 
-def describe_validation(validated: Metrics) -> list[str]:
-    """The scores of a validation that a line has room for."""
-    return [form.format(validated[name]) for name, form in VALIDATION_FORMATS.items() if name in validated]
+def describe_validation(validated: Metrics) -> str:
+    """The scores of a validation that a line has room for, each after a dot."""
+    shown = {name: form for name, form in VALIDATION_FORMATS.items() if name in validated}
+    return "".join(f" · {form.format(validated[name])}" for name, form in shown.items())
 
 
 def read_metrics(path: Path) -> list[Metrics]:
@@ -155,17 +153,13 @@ def read_metrics(path: Path) -> list[Metrics]:
 
 def encode_metrics(metrics: Metrics) -> bytes:
     """The line of a step; null stands for a number that is not finite, which JSON does not have."""
-    lost = [
-        name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)
-    ]
+    floats = {name: value for name, value in metrics.items() if isinstance(value, float)}
+    lost = [name for name, value in floats.items() if not math.isfinite(value)]
     return f"{json.dumps(metrics | dict.fromkeys(lost))}\n".encode()
 
 
 def parse_metrics(line: bytes) -> Metrics | None:
-    """The metrics of a step, or None where a line is something else.
-
-    The `REQUIRED_METRICS` are numbers. What else a task measures may be any value of JSON.
-    """
+    """The metrics of a step, whose `REQUIRED_METRICS` are numbers; None where a line is something else."""
     try:
         metrics = parse_json_object(line, "", ConfigError)
     except ConfigError:

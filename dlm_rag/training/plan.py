@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -49,20 +49,14 @@ from dlm_rag.training.specs import (
     choose_planned_dtype,
     read_known_config,
 )
-from dlm_rag.training.step_memory import (
-    FLOAT32_BYTES,
-    StepMemory,
-    count_optimizer_bytes,
-    estimate_step_memory,
-)
+from dlm_rag.training.step_memory import StepMemory, count_optimizer_bytes, estimate_step_memory
 from dlm_rag.training.task import Run, Task, find_task
 
 GIB = 2**30
 LOGIT_COPIES = 8  # numbers of float32 for each logit that is read
 
 
-@dataclass(frozen=True)
-class LongestRow:
+class LongestRow(NamedTuple):
     """Tokens of the longest row: its prompt, its canvas, what runs at every step, and whether its keys and
     values are kept (all but those of a canvas that runs with its whole prompt).
     """
@@ -72,22 +66,17 @@ class LongestRow:
     step: int
     is_kept: bool
 
-    @property
-    def total(self) -> int:
-        return self.prompt + self.canvas
 
-
-def find_longest_row(
-    shape: DenoiserConfig, layout: str | None, decode: DecodeConfig, passages: tuple[int, int]
-) -> LongestRow:
-    """The row of a long question and of (how many, of how many tokens) passages."""
-    room, (count, longest) = ContextBudget.from_config(shape, layout, decode.max_new_tokens), passages
+def find_longest_row(shape: DenoiserConfig, config: Config, decode: DecodeConfig) -> LongestRow:
+    """The row of a long question and `retrieval.top_k` passages of full length."""
+    count, layout = config.retrieval.top_k, config.model.evidence_layout
+    room = ContextBudget.from_config(shape, layout, decode.max_new_tokens)
     kind, block = EVIDENCE_LAYOUTS[room.layout], shape.block_size or 0
     own, canvas = room.context_length - room.canvas_length, room.canvas_length + block  # whole blocks
     if kind.separate_passages:
         question = min(LONG_QUESTION_TOKENS, own - room.passage_length)
-        return LongestRow(count * min(room.passage_length, longest) + question, canvas, canvas + 1, True)
-    prompt = min(own, LONG_QUESTION_TOKENS + count * longest)
+        return LongestRow(count * room.passage_length + question, canvas, canvas + 1, True)
+    prompt = min(own, LONG_QUESTION_TOKENS + count * room.passage_length)
     if kind.runs_with_canvas or block:
         return LongestRow(prompt, canvas, prompt + canvas, bool(block))
     return LongestRow(prompt, canvas, canvas + 1, True)
@@ -104,8 +93,8 @@ def estimate_decode_bytes(shape: DenoiserConfig, dtype: torch.dtype, row: Longes
     Keys and values of the rows; of what is being computed in a call, tokens of one layer at a time; the
     logits that exist at a time.
     """
-    kv, size, experts = count_kv_bytes(shape, dtype), dtype.itemsize, shape.experts
-    wide = shape.intermediate_size
+    size, experts, wide = dtype.itemsize, shape.experts, shape.intermediate_size
+    total = row.prompt + row.canvas
     if experts is not None:
         chosen = experts.num_experts_per_tok * (experts.moe_intermediate_size + shape.hidden_size)
         wide = max(wide, chosen + experts.shared_intermediate_size)
@@ -114,10 +103,10 @@ def estimate_decode_bytes(shape: DenoiserConfig, dtype: torch.dtype, row: Longes
     new = rows * row.prompt if row.is_kept else 0
     call = token * (rows * row.step + min(MAX_JOINT_TOKENS, new))
     if shape.block_size:  # a mask of each query and key: added, and as a rule
-        call += (size + 1) * rows * row.step * row.total
+        call += (size + 1) * rows * row.step * total
     read = min(LOGITS_CHUNK_POSITIONS, rows * row.canvas)
     logits = 4 * LOGIT_COPIES * shape.vocab_size * read
-    kept = kv * rows * row.total * row.is_kept
+    kept = count_kv_bytes(shape, dtype) * rows * total * row.is_kept
     gathered = kept / shape.num_hidden_layers  # of one layer, for kernels that want rows in order
     return kept + max(call + gathered, logits)
 
@@ -141,11 +130,10 @@ def plan_decode_step(
     """Plans a step with passages of full length. Raises `ConfigError` for settings not for this model."""
     quantize, size = config.model.quantize, dtype.itemsize
     decode = resolve_settings(config.decode, shape)
-    rows, passages = decode.batch_size, (config.retrieval.top_k, shape.passage_length)
-    row = find_longest_row(shape, config.model.evidence_layout, decode, passages)
+    rows, row = decode.batch_size, find_longest_row(shape, config, decode)
     memory = estimate_decode_bytes(shape, dtype, row, rows) + count_scratch_bytes(shape, quantize)
     memory += count_weight_bytes(shape, size, quantize)
-    lengths, seen = [row.step] * rows, [max(row.total, row.step)] * rows
+    lengths, seen = [row.step] * rows, [max(row.prompt + row.canvas, row.step)] * rows
     work = count_encode_flops(shape, lengths, seen, [row.canvas] * rows, size)
     head = count_head_flops(shape, rows * row.canvas, size)
     keys = count_kv_bytes(shape, dtype) * sum(seen)
@@ -170,27 +158,23 @@ class TrainingPlan:
     """A step of a run on `devices` devices of a kind that need not be known."""
 
     train: TrainConfig
-    layers: int
-    size: int  # bytes of a number of the arithmetic
     devices: int
     microbatch_items: int  # items that a device computes at once
     tokens: float  # prompts and canvases
     flops: float  # forward and backward, nothing computed twice
     memory: StepMemory  # of a part
+    gathered_bytes: float  # of what shards are gathered into
     decode_bytes: float  # of keys, values and a decoding step of those that are decoded together
 
     @property
     def device_bytes(self) -> dict[str, float]:
         """Bytes on each device, by what they are for."""
         memory, shards = self.memory, self.devices if self.train.parallel == "fsdp" else 1
-        layer = (memory.parameters - memory.outside_parameters) / self.layers
-        # What shards are gathered into: the layer at work, the next one, and the rest.
-        gathered = self.size * (2 * layer + memory.outside_parameters)
         return {
             "weights": memory.weights / shards,
             "gradients": memory.gradients / shards,
             "optimizer": memory.optimizer / shards,
-            "gathered shards": gathered if shards > 1 else 0.0,
+            "gathered shards": self.gathered_bytes if shards > 1 else 0.0,
             "activations": memory.activations,
             # Rollouts come before a step, when there are neither gradients nor activations.
             ROLLOUT_EXTRA_KEY: max(0.0, self.decode_bytes - memory.gradients / shards - memory.activations),
@@ -216,10 +200,16 @@ def plan_training(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> 
     forward, parts = memory.forward, task.items / items
     flops = forward.flops_with_backward(bool(train.lora_rank))
     flops += forward.flops * task.forwards_before
+    # Shards are gathered into the layer at work, the next one, and the rest.
+    layer = (memory.parameters - memory.outside_parameters) / shape.num_hidden_layers
+    gathered, rollouts = dtype.itemsize * (2 * layer + memory.outside_parameters), 0.0
+    if (decode := task.rollout_settings(config)) is not None:  # pools take what is left
+        row = find_longest_row(shape, config, decode)
+        rows = min(decode.batch_size, items * task.rows // task.items)
+        rollouts = estimate_decode_bytes(shape, dtype, row, rows)
     return TrainingPlan(
-        train, shape.num_hidden_layers, dtype.itemsize, devices, items, parts * forward.tokens,
-        parts * flops, memory, estimate_rollout_bytes(config, task, shape, dtype, items),
-    )  # fmt: skip
+        train, devices, items, parts * forward.tokens, parts * flops, memory, gathered, rollouts
+    )
 
 
 def make_planned_task(config: Config, shape: DenoiserConfig) -> Task:
@@ -228,19 +218,6 @@ def make_planned_task(config: Config, shape: DenoiserConfig) -> Task:
     here = replace(config, model=replace(config.model, device="cpu"))
     origin = InitialModel(shape, tokenizer, None, config.train.seed, config.train.lora_rank)
     return find_task(config.train)(Run(here, origin, Path()))
-
-
-def estimate_rollout_bytes(
-    config: Config, task: Task, shape: DenoiserConfig, dtype: torch.dtype, part: int
-) -> float:
-    """Bytes in addition to the weights while `part` items are decoded; pools take what is left."""
-    settings = task.rollout_settings(config)
-    if settings is None:
-        return 0.0
-    passages = config.retrieval.top_k, shape.passage_length
-    row = find_longest_row(shape, config.model.evidence_layout, settings, passages)
-    rows = min(settings.batch_size, part * task.rows // task.items)
-    return estimate_decode_bytes(shape, dtype, row, rows)
 
 
 def check_run_fits(config: Config, count: int, device: torch.device) -> None:
@@ -262,7 +239,7 @@ def check_run_fits(config: Config, count: int, device: torch.device) -> None:
     shape, train = resolve_shape(config), config.train
     check_parallelism(train, find_task(train).count_items(train)[0], count)
     denoiser = build_meta_denoiser(shape, 0, torch.float32)
-    weights = FLOAT32_BYTES * sum(p.numel() for p in denoiser.parameters())
+    weights = sum(p.nbytes for p in denoiser.parameters())
     shards = count if train.parallel == "fsdp" else 1
     need = weights / 2 if train.lora_rank else 2 * weights + count_optimizer_bytes(denoiser, train)
     if need / shards > have:
@@ -283,8 +260,7 @@ PRICE_PER_KWH = 0.3  # dollars
 
 def print_plan(config: Config) -> None:
     """Prints what a training takes."""
-    shape, plan = resolve_shape(config), config.plan
-    machines = list_planned_machines(plan)
+    shape, plan, machines = resolve_shape(config), config.plan, list_planned_machines(config.plan)
     dtype = choose_planned_dtype(config.train.dtype, machines[0] if plan.machine else None)
     show_status("planning a step: its rows are counted, and its memory")
     training = plan_training(config, shape, dtype)
@@ -295,7 +271,16 @@ def print_plan(config: Config) -> None:
         f"{_format_count(memory.trained)} of them trained, "
         f"{str(dtype).removeprefix('torch.')}, {plan.devices} device(s)\n"
     )
-    console.print(_make_step_table(training))
+    table = Table("a step", Column(config.train.objective, justify="right"))
+    table.add_row("steps", f"{steps:,}")
+    table.add_row("tokens", _format_count(training.tokens))
+    table.add_row("FLOPs", f"{training.flops:.2e}")
+    table.add_row("items a part", f"{training.microbatch_items:,}")
+    for name, need in training.device_bytes.items():
+        if need:
+            table.add_row(f"on a device: {name}", format_bytes(need))
+    table.add_row("together", format_bytes(sum(training.device_bytes.values())))
+    console.print(table)
     console.print(
         f"\n{_format_count(steps * training.tokens)} tokens, {steps * training.flops:.2e} FLOPs, at "
         f"{MFU:.0%} of the peak of a machine "
@@ -340,19 +325,6 @@ def _make_console() -> Console:
 def list_planned_machines(plan: PlanConfig) -> list[GpuSpec]:
     """Lists the machines that are planned for."""
     return [GPU_SPECS[plan.machine]] if plan.machine else list(GPU_SPECS.values())
-
-
-def _make_step_table(plan: TrainingPlan) -> Table:
-    table = Table("a step", Column(plan.train.objective, justify="right"))
-    table.add_row("steps", f"{plan.train.max_steps:,}")
-    table.add_row("tokens", _format_count(plan.tokens))
-    table.add_row("FLOPs", f"{plan.flops:.2e}")
-    table.add_row("items a part", f"{plan.microbatch_items:,}")
-    for name, need in plan.device_bytes.items():
-        if need:
-            table.add_row(f"on a device: {name}", format_bytes(need))
-    table.add_row("together", format_bytes(sum(plan.device_bytes.values())))
-    return table
 
 
 def _make_machine_table(machines: list[GpuSpec], plan: TrainingPlan, dtype: torch.dtype) -> Table:

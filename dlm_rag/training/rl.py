@@ -2,17 +2,14 @@
 
     loss = - sum over steps of represents x advantage x log pi(step) / divisor
 
-What was decided is made more likely by its advantage. A sampled step is weighted by the number of steps it
-represents. The divisor is constant, so that long rollouts count no less a step than short ones (arXiv
-2503.20783). The log-probabilities are those of the decoder, computed again with gradients from the same
-inputs: `ratio_error` says how far apart. Each buffer is used for one update, so no ratio needs clipping.
-
-One loop decodes for training, evaluation and people. Everything is drawn by (seed, step, question, member):
-nothing has to be saved to go on.
+A sampled step is weighted by the number of steps it represents. The divisor is constant, so that long
+rollouts count no less a step than short ones (arXiv 2503.20783). The log-probabilities are those of the
+decoder, computed again with gradients from the same inputs: `ratio_error` says how far apart. Each buffer
+is used for one update, so no ratio needs clipping. Everything is drawn by (seed, step, question, member).
 """
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -40,7 +37,7 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.packed_batch import to_device
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.questions import Question
-from dlm_rag.randomness import sample_permutation
+from dlm_rag.randomness import pick_shuffled
 from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.batches import Sums, lay_out_examples, sample_prompt_rows
@@ -54,7 +51,7 @@ from dlm_rag.training.sources import (
 from dlm_rag.training.task import Run, Task, TaskState, Validation
 
 # Some questions of a step, by their numbers in it, and what answers their searches.
-QuestionSource = Callable[[int, Iterable[int]], tuple[list[Question], CorpusRetriever]]
+QuestionSource = Callable[[int, Sequence[int]], tuple[list[Question], CorpusRetriever]]
 STEPS_PER_ROLLOUT = 8.0  # steps that a rollout counts in the divisor, whatever it took
 ROLLOUT_SUMS = (
     "rollouts", "failed", "reward", *REWARDS,
@@ -98,15 +95,14 @@ def make_world_source(train: TrainConfig, top_k: int) -> QuestionSource:
     def open_world(number: int) -> IndexedWorld:
         return IndexedWorld(train.seed * 1_000_003 + 500_000 + number, train.world_passages, top_k)
 
-    def draw_one(indexed: IndexedWorld, step: int, item: int) -> Question:
-        rng = random.Random(f"rl/{train.seed}/{step}/{item}")
-        found = draw_world_question(rng, indexed, rng.randint(train.min_hops, train.max_hops))
-        support = tuple(subject.id for subject in found.subjects)
-        return Question(f"{step}.{item}", found.question, (found.answer,), support, found.hops)
-
-    def draw(step: int, items: Iterable[int]) -> tuple[list[Question], CorpusRetriever]:
-        indexed = open_world(step // train.steps_per_world)
-        return [draw_one(indexed, step, item) for item in items], indexed.retriever
+    def draw(step: int, items: Sequence[int]) -> tuple[list[Question], CorpusRetriever]:
+        indexed, questions = open_world(step // train.steps_per_world), list[Question]()
+        for item in items:
+            rng, name = random.Random(f"rl/{train.seed}/{step}/{item}"), f"{step}.{item}"
+            found = draw_world_question(rng, indexed, rng.randint(train.min_hops, train.max_hops))
+            support = tuple(subject.id for subject in found.subjects)
+            questions.append(Question(name, found.question, (found.answer,), support, found.hops))
+        return questions, indexed.retriever
 
     return draw
 
@@ -116,32 +112,12 @@ def make_file_source(
 ) -> QuestionSource:
     """Questions of a file, shuffled again whenever all have been asked."""
 
-    def draw_one(step: int, item: int) -> Question:
-        epoch, place = divmod(step * train.prompts_per_step + item, len(questions))
-        order = sample_permutation((train.seed, "rl", epoch), len(questions))
-        return replace(questions[int(order[place])], id=f"{step}.{item}")
-
-    def draw(step: int, items: Iterable[int]) -> tuple[list[Question], CorpusRetriever]:
-        return [draw_one(step, item) for item in items], retriever
+    def draw(step: int, items: Sequence[int]) -> tuple[list[Question], CorpusRetriever]:
+        first = step * train.prompts_per_step
+        drawn = {item: pick_shuffled(questions, first + item, train.seed, "rl") for item in items}
+        return [replace(question, id=f"{step}.{item}") for item, question in drawn.items()], retriever
 
     return draw
-
-
-def make_rollout_settings(config: Config) -> DecodeConfig:
-    """How rollouts are decoded: as the config and the checkpoint say, but sampled.
-
-    What a checkpoint may ask for and no gradient is computed for is left out.
-    """
-    train = config.train
-    return replace_settings(
-        config.decode,
-        commit_rule="sampled",
-        temperature=1.0,
-        edit_threshold=None,
-        blocks_at_once=1,
-        batch_size=min(config.decode.batch_size, train.prompts_per_step * train.num_generations),
-        seed=train.seed,
-    )
 
 
 def fill_rollout_buffer(decoder: Decoder, asked: Sequence[Question], train: TrainConfig) -> RolloutBuffer:
@@ -175,20 +151,19 @@ def sample_rollout_steps(rollout: Rollout, advantage: float, train: TrainConfig)
     the sum over all.
     """
     steps = [step for step in rollout.steps if step.action is not None]
-    most = train.train_steps_per_rollout or len(steps)
-    if most >= len(steps):
-        return [_make_row(rollout, step, advantage, 1.0) for step in steps]
-    rng = random.Random(f"steps/{train.seed}/{rollout.id}")
-    each = len(steps) / most
-    return [_make_row(rollout, step, advantage, each) for step in rng.sample(steps, most)]
+    most, each = train.train_steps_per_rollout or len(steps), 1.0
+    if most < len(steps):
+        each = len(steps) / most
+        steps = random.Random(f"steps/{train.seed}/{rollout.id}").sample(steps, most)
+    return [_make_row(rollout, step, advantage * each) for step in steps]
 
 
-def _make_row(rollout: Rollout, step: RolloutStep, advantage: float, represented: float) -> PolicyRow:
+def _make_row(rollout: Rollout, step: RolloutStep, weight: float) -> PolicyRow:
     action, written = step.action, {token.position: token.token_id for token in step.committed}
     assert action is not None
     tokens = tuple(written.get(position, -1) for position in action.candidates)
-    state, numbers = rollout.states[step.step].training_row, (advantage * represented, action.log_prob)
-    return PolicyRow(state, action.candidates, tokens, action.forced, *numbers)
+    state = rollout.states[step.step].training_row
+    return PolicyRow(state, action.candidates, tokens, action.forced, weight, action.log_prob)
 
 
 def _count_group(sums: dict[str, float], group: Sequence[Rollout], found: list[dict[str, float]]) -> None:
@@ -286,10 +261,10 @@ class RlTask(Task):
 
     name, needs_denoiser = "rl", True
     _source: QuestionSource
+    _denoiser: Denoiser
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._denoiser: Denoiser | None = None
         self._steps = self.train.train_steps_per_rollout or int(STEPS_PER_ROLLOUT)
         self.forwards_before = STEPS_PER_ROLLOUT / self._steps
 
@@ -312,11 +287,21 @@ class RlTask(Task):
                     f"{key}={values[key]} does not go with train.objective=rl, whose rollouts commit by "
                     "the rule sampled at temperature 1 and train.seed, block by block: leave it out"
                 )
-        make_rollout_settings(config)
+        cls.rollout_settings(config)
 
     @classmethod
     def rollout_settings(cls, config: Config) -> DecodeConfig:
-        return make_rollout_settings(config)
+        """As the config and the checkpoint say, but sampled, without what no gradient is computed for."""
+        train = config.train
+        return replace_settings(
+            config.decode,
+            commit_rule="sampled",
+            temperature=1.0,
+            edit_threshold=None,
+            blocks_at_once=1,
+            batch_size=min(config.decode.batch_size, train.prompts_per_step * train.num_generations),
+            seed=train.seed,
+        )
 
     def open_data(self) -> Validation:
         run, train = self.run, self.train
@@ -346,8 +331,7 @@ class RlTask(Task):
 
     def objective(self, denoiser: Denoiser) -> nn.Module:
         self._denoiser = denoiser
-        shape = denoiser.config
-        settings = resolve_settings(make_rollout_settings(self.run.config), shape)
+        settings = resolve_settings(self.rollout_settings(self.run.config), denoiser.config)
         return PolicyObjective(denoiser, settings, self.run.origin.tokenizer.mask_id)
 
     def make_batch(self, step: int, items: Sequence[int], state: TaskState) -> RolloutBuffer:
@@ -356,11 +340,10 @@ class RlTask(Task):
         Weights in shards are gathered by all processes together, so one that learns from no step gets a row
         that weighs nothing and runs the layers as often as any other: for a context and for a canvas.
         """
-        assert self._denoiser is not None
         train, engine = self.train, self.run.config.engine.for_training_rollouts
         asked, retriever = self._source(step, items)
-        settings = make_rollout_settings(self.run.config)
-        decoder = Decoder(self._denoiser, retriever, self.run.origin.tokenizer, settings, engine=engine)
+        settings, tokenizer = self.rollout_settings(self.run.config), self.run.origin.tokenizer
+        decoder = Decoder(self._denoiser, retriever, tokenizer, settings, engine=engine)
         buffer = fill_rollout_buffer(decoder, asked, train)
         return buffer if buffer.rows else RolloutBuffer(buffer.sums, [make_idle_row(decoder)])
 

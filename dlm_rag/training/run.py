@@ -39,7 +39,13 @@ def run_training(
     if begun := trainer.state.step:
         say(f"going on from step {begun}")
     with MetricsLogger(folder, config, begun, quiet=not processes.is_main) as report:
-        say(describe_start(config, trainer, folder))
+        count = sum(parameter.numel() for parameter in trainer.denoiser.parameters()) / 1e6
+        say(
+            f"training a model of {count:,.1f} M parameters, {config.model.path or 'from scratch'}, on "
+            f"{config.data.questions or config.data.documents or 'invented worlds'}: "
+            f"{config.train.max_steps:,} steps of {config.train.objective}, into {folder} (--plan "
+            "estimates the time)"
+        )
         with stop.catch_interrupt():
             meter = open_meter(config.energy, trainer.device, host=processes.local_rank == 0)
             stopped = run_steps(trainer, validation, report, stop)
@@ -57,17 +63,6 @@ def run_training(
         say(f"the model is in {model}: sample --model reads it")
 
 
-def describe_start(config: Config, trainer: Trainer, folder: Path) -> str:
-    """What is trained, on what, for how many steps, and where it goes, in a sentence."""
-    count = sum(parameter.numel() for parameter in trainer.denoiser.parameters()) / 1e6
-    data = config.data.questions or config.data.documents or "invented worlds"
-    return (
-        f"training a model of {count:,.1f} M parameters, {config.model.path or 'from scratch'}, on "
-        f"{data}: {config.train.max_steps:,} steps of {config.train.objective}, into {folder} (--plan "
-        "estimates the time)"
-    )
-
-
 def run_steps(trainer: Trainer, validation: Validation, report: MetricsLogger, stop: Event) -> bool:
     """The loop, in plain steps; ends early, with a checkpoint, once any process was asked to stop.
 
@@ -75,7 +70,6 @@ def run_steps(trainer: Trainer, validation: Validation, report: MetricsLogger, s
     makes up for a validation that was cut off.
     """
     train, state, processes = trainer.train, trainer.state, trainer.processes
-    often = train.save_steps, train.eval_steps
     while True:
         due = trainer.finished or state.step % train.eval_steps == 0
         if state.step and due and not processes.any_rank(report.has_validation):
@@ -87,6 +81,7 @@ def run_steps(trainer: Trainer, validation: Validation, report: MetricsLogger, s
         speed = trainer.speed_metrics(metrics, time.perf_counter() - begun)
         report.log_step(metrics | speed)
         stopping = processes.any_rank(stop.is_set())
+        often = train.save_steps, train.eval_steps
         if stopping or trainer.finished or any(state.step % steps == 0 for steps in often):
             trainer.save()
         if stopping:

@@ -1,18 +1,21 @@
 """What training rows come from: invented worlds, questions of one's own, documents; and the validations.
 
 Prompts are those that occur while decoding: the passages are what our own retriever finds for a question at
-a moment of its decoding, some of the response written. Everything follows from (seed, step, item): nothing
-has to be saved to go on, and any process can make any item.
+a moment of its decoding, some of the response written. Everything follows from (seed, step, item).
 """
 
 import json
 import random
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
-from dlm_rag.config import Config, TrainConfig
+import numpy as np
+
+from dlm_rag.config import Config, DecodeConfig, TrainConfig
+from dlm_rag.config.fields import replace_settings
 from dlm_rag.data.synthetic_world import (
     Entity,
     World,
@@ -22,20 +25,34 @@ from dlm_rag.data.synthetic_world import (
     make_world_question,
     write_world,
 )
+from dlm_rag.engine.engine import Decoder
 from dlm_rag.errors import ConfigError, CorpusError, QuestionError
+from dlm_rag.evaluation.metrics import score_rollout
 from dlm_rag.files.build_once import build_once
 from dlm_rag.files.paths import expand_path
 from dlm_rag.files.record_readers import list_row_files
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.packed_batch import to_host
+from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.questions import Question, read_questions
-from dlm_rag.randomness import sample_permutation
+from dlm_rag.randomness import pick_shuffled
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import CorpusRetriever, Retriever, build_query
-from dlm_rag.retrieval.corpus import Passage, open_corpus
-from dlm_rag.text import find_sentence_spans, overlapping_spans
-from dlm_rag.training.batches import Example, ExampleBuilder, Pointer, sample_passages
-from dlm_rag.training.documents import PackedDocuments, open_token_file
+from dlm_rag.retrieval.corpus import Passage, get_row_id, open_corpus
+from dlm_rag.text import FUNCTION_WORDS, find_sentence_spans, overlapping_spans, split_words
+from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.training.batches import (
+    Example,
+    ExampleBuilder,
+    Pointer,
+    make_masked_batch,
+    mask_at_time,
+    sample_passages,
+)
+from dlm_rag.training.documents import DOCUMENT_LAYOUT, PackedDocuments, open_token_file
+from dlm_rag.training.losses import MaskedObjective
 from dlm_rag.training.task import Run
-from dlm_rag.training.validation import QuestionValidation
+from dlm_rag.training.trainer import Trainer
 
 HOPS = (1, 2, 2, 3, 3, 4, 4)  # of the questions that evidence is retrieved for
 SIDE_HOPS = (1, 1, 1, 2)  # of questions that start at a passage of that evidence
@@ -55,10 +72,6 @@ class IndexedWorld:
             path.write_text("\n".join(lines), encoding="utf-8")
             self.retriever = load_retriever(path, top_k=top_k, index_dir=f"{folder}/index")
         self.passages = {passage.id: passage for passage in self.retriever.corpus}
-
-    def search(self, question: str, response: str) -> list[Passage]:
-        """What the decoder would find at that moment."""
-        return self.retriever.search([build_query("proxy", question, response)])[0]
 
 
 def draw_world_question(
@@ -102,7 +115,7 @@ class WorldExamples:
         if written < question.hops and rng.random() < WRONG_HOP_SHARE:
             guess = rng.choice(indexed.world.entities).name
             response = f"{response} {question.sentences[written].partition(' ')[0]} {guess}."
-        found = indexed.search(question.question, response)
+        (found,) = indexed.retriever.search([build_query("proxy", question.question, response)])
         needed = {subject.id for subject in question.subjects[: written + 1]}
         if not any(passage.id in needed for passage in found):
             found = [indexed.passages[question.subjects[0].id], *found]
@@ -156,33 +169,30 @@ class QuestionExamples:
     ) -> None:  # fmt: skip
         """Raises `QuestionError` for a question without a response or an answer, or that cannot fit."""
         self._questions, self._retriever, self._builder = questions, retriever, builder
-        self._train = train
-        self._check(questions)
-
-    def _check(self, questions: Sequence[Question]) -> None:
-        """Refuses once, with the count, what cannot be trained on."""
-        longest, lengths = self._builder.shape.canvas_length, dict[str, int]()
-        empty, misfits = list[str](), dict[str, str]()
+        self._train, longest = train, builder.shape.canvas_length
+        responses = {question.id: target_response(question) for question in questions}
+        lengths = {name: len(builder.tokenizer.encode(text)) + 1 for name, text in responses.items()}
+        most = max(lengths.values(), default=0)
+        empty = [name for name, text in responses.items() if not text]
+        self._refuse(empty, "neither 'response' nor 'golden_answers'")
+        self._refuse(
+            [name for name, length in lengths.items() if length > longest],
+            f"response and end token are more than the canvas of {longest} tokens (longest {most}): set "
+            f"decode.max_new_tokens={most}",
+        )
+        misfits = dict[str, str]()
         for question in questions:
-            response = target_response(question)
-            lengths[question.id] = len(self._builder.tokenizer.encode(response)) + 1
-            if not response:
-                empty.append(question.id)
             try:
-                self._builder.build_prompt(question.question, [])
+                builder.build_prompt(question.question, [])
             except QuestionError as error:
                 misfits[question.id] = str(error)
-        long = [name for name, length in lengths.items() if length > longest]
-        most = max(lengths.values(), default=0)
-        for names, reason in (
-            (empty, "neither 'response' nor 'golden_answers'"),
-            (long, f"response and end token are more than the canvas of {longest} tokens (longest {most}): "
-                   f"set decode.max_new_tokens={most}"),
-            ([*misfits], next(iter(misfits.values()), "")),
-        ):  # fmt: skip
-            if names:
-                others = f" and {len(names) - 1:,} others of {len(questions):,}" if names[1:] else ""
-                raise QuestionError(f"question '{names[0]}'{others}: {reason}, or drop such rows")
+        self._refuse([*misfits], next(iter(misfits.values()), ""))
+
+    def _refuse(self, names: list[str], reason: str) -> None:
+        """Refuses once, with the count, questions that cannot be trained on."""
+        if names:
+            others = f" and {len(names) - 1:,} others of {len(self._questions):,}" if names[1:] else ""
+            raise QuestionError(f"question '{names[0]}'{others}: {reason}, or drop such rows")
 
     def examples(self, step: int, items: Iterable[int]) -> list[Example]:
         """The rows of some sets of passages of a step."""
@@ -193,29 +203,22 @@ class QuestionExamples:
                 for _, question, stands in moments
             ]
         )
-        return [
-            self._example(rng, question, evidence, stands)
-            for (rng, question, stands), evidence in zip(moments, found, strict=True)
-            for _ in range(self._train.rows_per_set)
-        ]
+        examples: list[Example] = []
+        for (rng, question, stands), passages in zip(moments, found, strict=True):
+            encode, response = self._builder.tokenizer.encode, target_response(question)
+            prompt = self._builder.build_prompt(question.question, [passage.text for passage in passages])
+            ids, standing = list(encode(response)), len(encode(response[:stands])) if stands else 0
+            for _ in range(self._train.rows_per_set):
+                examples.append(self._builder.build_example(rng, prompt, ids, standing, ()))
+        return examples
 
     def _draw_moment(self, step: int, item: int) -> tuple[random.Random, Question, int]:
         """The question of an item, and how many characters of its response stand: some sentences."""
-        epoch, place = divmod(step * self._train.passage_sets_per_step + item, len(self._questions))
-        order = sample_permutation((self._train.seed, "questions", epoch), len(self._questions))
-        rng = random.Random(f"answered/{self._train.seed}/{step}/{item}")
-        question = self._questions[int(order[place])]
+        seed, number = self._train.seed, step * self._train.passage_sets_per_step + item
+        rng = random.Random(f"answered/{seed}/{step}/{item}")
+        question = pick_shuffled(self._questions, number, seed, "questions")
         ends = [end for _, end in find_sentence_spans(target_response(question))]
         return rng, question, rng.choice([0, *ends])
-
-    def _example(
-        self, rng: random.Random, question: Question, evidence: Sequence[Passage], stands: int
-    ) -> Example:
-        """A row of a question of whose response the first `stands` characters stand."""
-        encode, response = self._builder.tokenizer.encode, target_response(question)
-        prompt = self._builder.build_prompt(question.question, [passage.text for passage in evidence])
-        ids, standing = list(encode(response)), len(encode(response[:stands])) if stands else 0
-        return self._builder.build_example(rng, prompt, ids, standing, ())
 
 
 def target_response(question: Question) -> str:
@@ -223,6 +226,118 @@ def target_response(question: Question) -> str:
     if question.response:
         return question.response
     return f"### {question.golden_answers[0]}" if question.golden_answers else ""
+
+
+NELBO_TIMES = 4  # of each question, in equal parts of the interval
+
+
+class QuestionValidation:
+    """Held-out questions with their true responses."""
+
+    def __init__(
+        self, questions: list[Question], truths: list[str], retriever: CorpusRetriever, config: Config
+    ) -> None:
+        self.questions, self._truths, self._seed = questions, truths, config.train.seed
+        self._retriever, self._config = retriever, config.decode
+        if config.decode.commit_rule != "sampled":  # rollouts alone read it
+            soft = DecodeConfig().gate_temperature
+            self._config = replace_settings(config.decode, gate_temperature=soft)
+        self._engine = config.engine.for_training_rollouts
+
+    def compute_scores(self, trainer: Trainer) -> dict[str, float]:
+        """Exact match and forwards for all questions, exact match by hops, and the NELBO.
+
+        Each process answers its share of the questions.
+        """
+        if not self.questions:
+            return {}
+        denoiser, tokenizer, processes = trainer.denoiser, trainer.origin.tokenizer, trainer.processes
+        mine, whole = processes.local_items(len(self.questions)), len(self.questions)
+        asked = [self.questions[number] for number in mine]
+        by_hops = Counter(question.hops for question in self.questions if question.hops)
+        counts = {"exact_match": whole, "forwards_per_answer": whole}
+        counts |= {f"exact_match_{hops}_hops": by_hops[hops] for hops in sorted(by_hops)}
+        sums = dict.fromkeys(counts, 0.0)
+        with profile_stage("evaluate"), trainer.evaluation_mode():
+            decoder = Decoder(denoiser, self._retriever, tokenizer, self._config, engine=self._engine)
+            for rollout, question in zip(decoder.decode(asked), asked, strict=True):
+                scored = score_rollout(rollout, question)
+                sums["exact_match"] += scored.exact_match
+                sums["forwards_per_answer"] += scored.forwards
+                if question.hops:
+                    sums[f"exact_match_{question.hops}_hops"] += scored.exact_match
+            own = [*sums.values(), *self.nelbo(denoiser, tokenizer, mine)]
+        *found, nats, tokens = processes.all_reduce_sum(own)
+        means = {name: value / counts[name] for name, value in zip(sums, found, strict=True)}
+        return means | {"nelbo_per_token": nats / tokens}
+
+    def nelbo(self, denoiser: Denoiser, tokenizer: Tokenizer, which: Sequence[int]) -> tuple[float, float]:
+        """The NELBO in nats of the true responses to some questions, each with one end token; and the
+        number of these tokens.
+
+        Given the passages that hold the answer (of a row that was cut, the one with most of the words;
+        where none are named, those found for question and response); one sample of masks at each of
+        `NELBO_TIMES`, which one random offset shifts (VDM, arXiv 2107.00630, appendix I.1).
+        """
+        total = tokens = 0.0
+        builder = ExampleBuilder(tokenizer, denoiser.config)
+        for number in which:
+            question, truth = self.questions[number], self._truths[number]
+            rng = np.random.default_rng([*map(ord, f"nelbo/{self._seed}"), number])
+            times = (rng.random() + np.arange(NELBO_TIMES) / NELBO_TIMES) % 1
+            assert tokenizer.end_id is not None
+            target = (*tokenizer.encode(truth), tokenizer.end_id)
+            prompt = builder.build_prompt(question.question, self._evidence(question, truth))
+            rows = [mask_at_time(prompt, target, time, rng) for time in times.tolist()]
+            tokens += len(target)
+            total += sum_losses(denoiser, rows, denoiser.config.evidence_layout) / NELBO_TIMES
+        return total, tokens
+
+    def _evidence(self, question: Question, truth: str) -> list[str]:
+        if not question.supporting_ids:
+            (found,) = self._retriever.search([build_query("proxy", question.question, truth)])
+            return [passage.text for passage in found]
+        wanted = {*split_words(f"{question.question} {truth}")} - FUNCTION_WORDS
+
+        def count_shared(text: str) -> int:
+            return len(wanted.intersection(split_words(text)))
+
+        parts = (self._support.get(name) for name in question.supporting_ids)
+        return [max(texts, key=count_shared) for texts in parts if texts]
+
+    @cached_property
+    def _support(self) -> dict[str, list[str]]:
+        """The texts that support the questions, by the ids of passages and of rows that were cut."""
+        wanted = {name for question in self.questions for name in question.supporting_ids}
+        found: dict[str, list[str]] = {}
+        for passage in self._retriever.corpus:
+            for name in wanted.intersection((passage.id, get_row_id(passage.id))):
+                found.setdefault(name, []).append(passage.text)
+        return found
+
+
+class DocumentValidation:
+    """The last sequences of every file, which no step trains on."""
+
+    def __init__(self, documents: PackedDocuments) -> None:
+        self._documents = documents
+
+    def compute_scores(self, trainer: Trainer) -> dict[str, float]:
+        """The NELBO per token in nats, of all files together."""
+        held, processes = self._documents.held_out_examples(), trainer.processes
+        if not held:
+            return {}
+        with profile_stage("evaluate"), trainer.evaluation_mode():
+            mine = processes.local_items(len(held))
+            own = sum(sum_losses(trainer.denoiser, held[n], DOCUMENT_LAYOUT) for n in mine)
+        tokens = sum(len(row.target) for rows in held for row in rows)
+        return {"nelbo_per_token": processes.all_reduce_sum([own])[0] / tokens}
+
+
+def sum_losses(denoiser: Denoiser, rows: Sequence[Example], layout: str) -> float:
+    """The losses of the masked tokens of some rows in nats, by the weights of the rows."""
+    batch = make_masked_batch(rows, denoiser.config, layout)
+    return float(to_host(MaskedObjective(denoiser)(batch, batch.counts)[1]["tokens"]))
 
 
 VALIDATION_SEED = 1_000_000  # test worlds of reports have small seeds

@@ -1,8 +1,7 @@
 """Known machines and checkpoints: what the former could do at best, for plans and for MFU; the shapes of
 the latter, so that a plan needs neither network nor weights.
 
-Peaks are dense (no structured sparsity), of one device, from public figures. A peak is never reached; plans
-multiply it by a stated or measured MFU.
+Peaks are dense (no structured sparsity), of one device, from public figures; plans multiply them by `MFU`.
 """
 
 from pathlib import Path
@@ -118,10 +117,6 @@ KNOWN_CHECKPOINTS: dict[str, dict[str, Any]] = {
         "mask_token_id": 151_669,
     },
     "Qwen/Qwen2.5-7B-Instruct": _QWEN_7B | _QWEN_2,
-    "Qwen/Qwen2.5-72B-Instruct": _QWEN_7B | _QWEN_2 | {
-        "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
-        "intermediate_size": 29_568,
-    },
     "inclusionAI/LLaDA2.1-mini": _LLADA2_FLASH | {
         "hidden_size": 2048, "num_hidden_layers": 20, "num_attention_heads": 16, "intermediate_size": 5120,
         "moe_intermediate_size": 512, "max_position_embeddings": 32_768,

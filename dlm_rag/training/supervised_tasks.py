@@ -17,6 +17,7 @@ from dlm_rag.training.batches import (
 from dlm_rag.training.documents import DOCUMENT_LAYOUT, PackedDocuments
 from dlm_rag.training.losses import MaskedObjective
 from dlm_rag.training.sources import (
+    DocumentValidation,
     QuestionExamples,
     WorldExamples,
     open_documents,
@@ -25,7 +26,6 @@ from dlm_rag.training.sources import (
 )
 from dlm_rag.training.task import Task, TaskState, Validation
 from dlm_rag.training.trainer import compute_decay_factor
-from dlm_rag.training.validation import DocumentValidation
 
 CURRICULUM_STAGES = ((2, 2), (2, 4), (4, None))  # passages in a prompt, at least and at most; None: top_k
 STAGE_START_ACCURACY = 0.3  # running accuracy on names that the next stage begins with

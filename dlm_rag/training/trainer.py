@@ -56,8 +56,8 @@ class Trainer:
         Raises `ConfigError` if the processes cannot share a step, or if the run in the folder began with
         other settings, or other contents of the files that they name.
         """
-        run, self.task, self.train = task.run, task, task.train
-        self.config, self.origin, train = run.config, run.origin, task.train
+        run, self.task, self.train, train = task.run, task, task.train, task.train
+        self.config, self.origin = run.config, run.origin
         check_parallelism(train, task.items, processes.world_size)
         self._begun = find_latest_checkpoint(run.folder)
         self._fingerprints = fingerprint_files(self.config, self.origin) if processes.is_main else {}
@@ -107,7 +107,7 @@ class Trainer:
                 mine = {name: sum(part.counts[name] for part in parts) for name in parts[0].counts}
                 counts = self._all_reduce(mine)
             before = replace(self.denoiser.flop_count)
-            share = set_learning_rates(self.optimizers, self.train, state.step)
+            share = self._set_learning_rates()
             found = self._run_backward(parts, counts)
             with profile_stage("optimizer"):
                 norm, own = self._clip_gradients(found)
@@ -117,13 +117,14 @@ class Trainer:
             spent = self.denoiser.flop_count - before
             spent += count_head_flops(self.denoiser.config, mine["supervised"], 4)
             self.flops = spent.flops_with_backward(bool(self.train.lora_rank))
-        names = {"rows": "rows", "tokens": "tokens", "supervised_tokens": "supervised"}
         metrics = {
             "step": state.step,
             **own_metrics,
             "learning_rate_share": share,
             "gradient_norm": norm,
-            **{name: round(counts[count]) for name, count in names.items()},
+            "rows": round(counts["rows"]),
+            "tokens": round(counts["tokens"]),
+            "supervised_tokens": round(counts["supervised"]),
         }
         self.stage_seconds = clock.pop_seconds()
         state.step, state.task = state.step + 1, after
@@ -154,9 +155,8 @@ class Trainer:
         return sums
 
     def _clip_gradients(self, found: list[dict[str, Tensor]]) -> tuple[float, dict[str, float]]:
-        """Clips the gradients to a norm of 1; their norm from before, and the sums of this process's parts.
-
-        The one wait for the device in a step.
+        """Clips the gradients to a norm of 1; returns their norm from before and the sums of this process's
+        parts. The one wait for the device in a step.
         """
         trained = [p for p in self.denoiser.parameters() if p.requires_grad]
         gradients = [p.grad for p in trained if p.grad is not None]
@@ -184,6 +184,15 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         self._scaler.update()
 
+    def _set_learning_rates(self) -> float:
+        """Sets the rates (warm-up, constant, linear fall); returns their share of the full ones."""
+        train, step = self.train, self.state.step
+        share = compute_decay_factor(step, train.max_steps, train.decay_fraction)
+        share = min(share, (step + 1) / (train.warmup_steps + 1))
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group["lr"] = group["initial_lr"] * share
+        return share
+
     def _check_finite(self, value: float, what: str) -> None:
         if not math.isfinite(value):
             raise RunError(
@@ -192,9 +201,7 @@ class Trainer:
             )
 
     def speed_metrics(self, metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Seconds of each stage; tokens a second, all and supervised; peak memory; FLOP/s of this process
-        and, on a known machine, MFU.
-        """
+        """What a step of so many seconds says of speed and memory; on a known machine also MFU."""
         cuda = self.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self.device) if cuda else get_peak_memory_bytes()
         return {
@@ -229,10 +236,7 @@ class Trainer:
             return self._checkpoints.save(record, self.root, self.optimizers)
 
     def restore(self) -> bool:
-        """Goes on from the newest checkpoint; False without.
-
-        Raises `CheckpointError` where it is broken.
-        """
+        """Goes on from the newest checkpoint; False without. Raises `CheckpointError` for a broken one."""
         if (found := find_latest_checkpoint(self.task.run.folder)) is None:
             return False
         path, record = found
@@ -263,8 +267,7 @@ def open_trainer(
 def make_autocast(device: str, dtype: torch.dtype) -> torch.autocast:
     """The context in which the denoiser is trained: autocast below float32.
 
-    It keeps no copies of weights: checkpointing would find them there when it computes again, and not do
-    the same.
+    It keeps no copies of weights: activation checkpointing would find them when it computes again.
     """
     return torch.autocast(device, dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
@@ -275,8 +278,7 @@ def make_optimizers(denoiser: Denoiser, train: TrainConfig) -> list[torch.optim.
 
     Raises `ConfigError` for Muon on a matrix with fewer rows than shards, which torch cannot compute.
     """
-    matrices: list[Tensor] = []
-    gains, rest = list[Tensor](), list[Tensor]()
+    matrices, gains, rest = list[Tensor](), list[Tensor](), list[Tensor]()
     for name, value in denoiser.named_parameters():
         if not value.requires_grad:
             continue
@@ -308,10 +310,8 @@ def make_optimizers(denoiser: Denoiser, train: TrainConfig) -> list[torch.optim.
 
 
 class MuonInFloat32(torch.optim.Muon):
-    """torch's Muon, which orthogonalises in bfloat16, as it is without that.
-
-    For GPUs that only emulate bfloat16, and CPUs: one without products in bfloat16 takes ten times as long
-    for them as for those in float32, more than for the forward and backward of a small denoiser.
+    """torch's Muon, which orthogonalises in bfloat16, in float32: for GPUs that only emulate bfloat16, and
+    CPUs, where it takes ten times as long.
     """
 
     def step(self, closure: Any = None) -> Any:
@@ -324,18 +324,6 @@ class _WithoutBFloat16(TorchFunctionMode):
         if func is Tensor.bfloat16:
             return args[0].clone()
         return func(*args, **(kwargs or {}))
-
-
-def set_learning_rates(optimizers: list[torch.optim.Optimizer], train: TrainConfig, step: int) -> float:
-    """Sets the rates of a step (warm-up, constant, linear fall); returns their share of the
-    full ones.
-    """
-    share = compute_decay_factor(step, train.max_steps, train.decay_fraction)
-    share = min(share, (step + 1) / (train.warmup_steps + 1))
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * share
-    return share
 
 
 def compute_decay_factor(step: int, steps: int, decay_fraction: float) -> float:

@@ -9,7 +9,7 @@ import torch
 
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.batches import mask_at_time
-from dlm_rag.training.validation import sum_losses
+from dlm_rag.training.sources import sum_losses
 from tests.support.tiny_models import tiny_denoiser
 
 MASK = 256

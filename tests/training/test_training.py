@@ -48,9 +48,8 @@ from dlm_rag.training.initial_model import (
 from dlm_rag.training.losses import ChunkedCrossEntropy, MaskedObjective, compute_pointer_loss
 from dlm_rag.training.metrics_logger import MetricsLogger, read_metrics, start_wandb
 from dlm_rag.training.run import make_train_command, run_training
-from dlm_rag.training.sources import WorldExamples, find_subsequence
+from dlm_rag.training.sources import QuestionValidation, WorldExamples, find_subsequence
 from dlm_rag.training.trainer import compute_decay_factor, make_optimizers, open_trainer
-from dlm_rag.training.validation import QuestionValidation
 from tests.support.paths import ROOT
 from tests.support.processes import count_lines, wait_until
 from tests.support.tiny_models import tiny_denoiser
