@@ -1,12 +1,15 @@
 """Workers under Ray, which restarts those that die: how many, with which cores, GPU and memory each.
 
-They answer questions and know of no files.
+They answer questions and know of no files. What a worker imports before it has set its number of threads is
+light: numpy, torch and numba read it when they load.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import platform
 import re
 import secrets
 import shutil
@@ -15,6 +18,7 @@ import socket
 import sys
 import tempfile
 import warnings
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import reduce
@@ -22,20 +26,21 @@ from importlib.util import find_spec
 from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from joblib import cpu_count
-
-from dlm_rag.errors import ConfigError, RunError, summarize_error
+from dlm_rag.errors import ConfigError, RunError, UserError, summarize_error
 from dlm_rag.machine import get_device_memory_bytes, read_host_memory
 from dlm_rag.progress import format_bytes, show_status
-from dlm_rag.questions import Question
-from dlm_rag.workers.worker import Worker, WorkerAnswer
 
 if TYPE_CHECKING:
     import torch
 
     from dlm_rag.decode.rollout import Rollout
-    from dlm_rag.engine.engine import DecoderStats
-    from dlm_rag.workers.worker import DecoderFactory
+    from dlm_rag.engine.engine import Decoder, DecoderStats
+    from dlm_rag.questions import Question
+
+    Nodes = Sequence[Mapping[str, float]]  # the resources of each as Ray names them
+    # Makes the decoder of a job, for so many workers on the machine; returns it with `describe_machine`. It
+    # is pickled, so it comes from a module that workers can import.
+    DecoderFactory = Callable[[int], tuple[Decoder, dict[str, str | int]]]
 
 log = logging.getLogger(__name__)
 
@@ -65,27 +70,25 @@ def check_ray_installed() -> None:
 def describe_local_node(device: torch.device) -> dict[str, float]:
     """The resources of this machine as Ray names them; GPUs only if they are to be used."""
     import torch
+    from joblib import cpu_count
 
     memory = read_host_memory().get("available") or get_device_memory_bytes(torch.device("cpu"))
-    node = {"CPU": cpu_count(), "memory": memory}
-    return node | ({"GPU": torch.cuda.device_count()} if device.type == "cuda" else {})
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    return {"CPU": cpu_count(), "memory": memory, "GPU": gpus}
 
 
-def plan_workers(
-    workers: str, nodes: Sequence[Mapping[str, float]], device: torch.device, weights: int
-) -> WorkerPlacement:
+def plan_workers(workers: str, nodes: Nodes, device: torch.device, weights: int) -> WorkerPlacement:
     """So many workers, or as many as the nodes have GPUs or, for the CPU, cores and memory for.
 
-    nodes: the resources of each as Ray names them. weights: bytes that each worker loads. Workers of a
-    node share its cores, but take no more threads than one process would. Raises `ConfigError` for a single
-    device, for more workers than GPUs, and for too little memory.
+    weights: bytes that each worker loads. Workers of a node share its cores, but take no more threads than
+    one process would. Raises `ConfigError`.
     """
     if device.type == "mps" or device.index is not None:
         raise ConfigError(
             f"workers={workers} uses every visible device, model.device={device} is one: set cpu or cuda"
         )
-    gpus = sum(int(node.get("GPU", 0)) for node in nodes)
     kind = "GPU" if device.type == "cuda" else "CPU"
+    gpus = sum(int(node.get("GPU", 0)) for node in nodes)
     nodes = [node for node in nodes if node.get(kind, 0) >= 1]
     if not nodes or (kind == "CPU" and gpus):
         raise ConfigError(
@@ -113,6 +116,68 @@ def plan_workers(
     return WorkerPlacement(sum(counts), max(1, threads), largest, int(kind == "GPU"))
 
 
+class WorkerAnswer(NamedTuple):
+    """A finished rollout, with the statistics of its worker: a machine and a process there."""
+
+    rollout: Rollout
+    stats: DecoderStats
+    process: str
+
+
+class Worker:
+    """The Ray actor: an engine in a process of its own.
+
+    Ray calls `answer` once for each question. The engine steps as long as any is unanswered, so the batch
+    never drains between two of them.
+    """
+
+    def __init__(self, factory: DecoderFactory, threads: int, workers_per_machine: int) -> None:
+        os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(threads))
+        self._factory, self._workers_per_machine = factory, workers_per_machine
+        self._decoder: Decoder | None = None
+        self._waiting: deque[Question] = deque()
+        self._answers: dict[str, asyncio.Future[WorkerAnswer]] = {}
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def open(self) -> dict[str, str | int]:
+        """Loads the model, once, and describes the machine. Raises `UserError` that names it."""
+        if self._decoder is None:
+            try:
+                self._decoder, self._machine = self._factory(self._workers_per_machine)
+            except UserError as error:
+                raise type(error)(f"on {platform.node()}: {error}") from None
+            self._engine = self._decoder.new_engine()
+        return self._machine
+
+    async def answer(self, question: Question) -> WorkerAnswer:
+        """Raises whatever the engine raises, as `UserError`."""
+        await self.open()  # where Ray has begun this worker again
+        self._waiting.append(question)
+        answer = self._answers[question.id] = asyncio.get_running_loop().create_future()
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step_until_idle())
+        return await answer
+
+    async def _step_until_idle(self) -> None:
+        assert self._decoder is not None
+        process = f"{platform.node()}:{os.getpid()}"
+        while self._answers:
+            try:
+                while self._waiting and self._engine.capacity:
+                    self._engine.submit(self._waiting.popleft(), guesses=self._decoder.record_provisional)
+                finished = [event.rollout for event in self._engine.step() if event.finished]
+            except Exception as error:
+                for answer in self._answers.values():
+                    answer.set_exception(error)
+                self._answers.clear()
+                self._waiting.clear()
+                return
+            for rollout in finished:
+                result = WorkerAnswer(rollout, self._decoder.stats, process)
+                self._answers.pop(rollout.id).set_result(result)
+            await asyncio.sleep(0)  # Ray's calls come in and go out
+
+
 class WorkerPool:
     """The workers of a run; leaving the context ends all that it started.
 
@@ -120,13 +185,9 @@ class WorkerPool:
     a function of the resources of its nodes.
     """
 
-    def __init__(
-        self,
-        address: str,
-        plan: WorkerPlacement | Callable[[Sequence[Mapping[str, float]]], WorkerPlacement],
-    ) -> None:
+    def __init__(self, address: str, plan: WorkerPlacement | Callable[[Nodes], WorkerPlacement]) -> None:
         self._address, self._plan = address, plan
-        self._log_folder: str | None = None  # "" for a cluster, which others have started
+        self._log_folder = ""  # none of a cluster, which others have started
         self._workers: list[Any] = []  # handles of Ray, of this job
         self._placement: WorkerPlacement | None = None  # once Ray has started
         self._stats: dict[str, DecoderStats] = {}  # of this job by process, those that died too
@@ -135,13 +196,11 @@ class WorkerPool:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if self._log_folder is None:  # nothing was started
+        if "ray" not in sys.modules:  # nothing was started
             return
-        import ray
-
         show_status("ending the workers")
         with suppress(Exception):
-            ray.shutdown()
+            sys.modules["ray"].shutdown()
         if self._log_folder and not isinstance(error, RunError):
             shutil.rmtree(self._log_folder, ignore_errors=True)
         show_status()
@@ -149,8 +208,7 @@ class WorkerPool:
     def open(self, factory: DecoderFactory, batch_size: int) -> list[dict[str, str | int]]:
         """Makes the workers of a job; returns their machines, each once. The first call starts Ray.
 
-        Raises `ConfigError` if Ray or a place is missing, whatever `factory` raises, and `RunError` for
-        workers that die.
+        Raises `ConfigError` if a place is missing, what `factory` raises, `RunError` for workers that die.
         """
         import ray
 
@@ -173,8 +231,7 @@ class WorkerPool:
             if missing:
                 raise ConfigError(
                     f"no place for {len(missing)} of {len(calls)} workers within "
-                    f"{PLACEMENT_TIMEOUT_SECONDS:.0f} s: the cluster is in use (`ray status`); wait, or "
-                    "set no workers"
+                    f"{PLACEMENT_TIMEOUT_SECONDS:.0f} s: the cluster is in use; wait, or set no workers"
                 )
             machines = ray.get([worker.open.remote() for worker in self._workers])
         show_status()
@@ -186,8 +243,7 @@ class WorkerPool:
         """One finished rollout for each question, as they come.
 
         Ray asks a restarted worker again. Where that dies too, its questions are asked at the end, each
-        alone; make_failed_rollout makes the rollout of one with which workers die again. Raises whatever a
-        worker raises, and `RunError` once no worker answers.
+        alone; make_failed_rollout makes the rollout of one with which workers die again.
         """
         lost = yield from self._answer([*questions], self._batch_size + max(1, self._batch_size // 2))
         lost = yield from self._answer(lost, 1)
@@ -201,21 +257,14 @@ class WorkerPool:
 
     def _start_ray(self) -> WorkerPlacement:
         """Starts or joins Ray; returns the workers that it has room for."""
-        import ray
-
         show_status("starting the workers")
-        self._log_folder = ""
         if isinstance(self._plan, WorkerPlacement):
             self._log_folder = start_ray(self._plan)
             return self._plan
-        join_ray(self._address)
-        return self._plan([node["Resources"] for node in ray.nodes() if node["Alive"]])
+        return self._plan(join_ray(self._address))
 
     def _answer(self, questions: list[Question], slots: int) -> Generator[Rollout, None, list[Question]]:
-        """Yields rollouts as they come, each worker with at most `slots` questions.
-
-        Returns what was lost with workers that died.
-        """
+        """Yields rollouts, each worker with at most `slots` questions; returns what workers died with."""
         from ray.exceptions import ActorDiedError, ActorUnavailableError
         from ray.util import ActorPool
 
@@ -241,22 +290,19 @@ class WorkerPool:
         """Raises what a worker raises, and `RunError` for workers that cannot work."""
         from ray.exceptions import RayError, RaySystemError, RayTaskError
 
-        logs = f"; its log is in {self._log_folder}" if self._log_folder else ""
         try:
             yield
         except TimeoutError:
-            minutes = f"{ANSWER_TIMEOUT_SECONDS / 60:.0f} minutes"
-            raise RunError(f"no worker of Ray at {self._address} has answered within {minutes}") from None
+            limit = f"{ANSWER_TIMEOUT_SECONDS:.0f} seconds"
+            raise RunError(f"no worker of Ray at {self._address} has answered within {limit}") from None
         except ConnectionError as error:
             raise RunError(f"Ray at {self._address} is gone ({summarize_ray_error(error)})") from None
-        except RayTaskError as error:
-            if isinstance(error.cause, RaySystemError):
-                raise RunError(f"a worker cannot read its task: {summarize_ray_error(error)}") from None
-            raise error.cause from error  # keeps the worker's traceback
         except RayError as error:
-            raise RunError(
-                f"a worker died before it was ready ({summarize_ray_error(error)}){logs}"
-            ) from None
+            if isinstance(error, RayTaskError) and not isinstance(error.cause, RaySystemError):
+                raise error.cause from error  # keeps the worker's traceback
+            logs = f"; its log is in {self._log_folder}" if self._log_folder else ""
+            reason = summarize_ray_error(error)
+            raise RunError(f"a worker failed before it was ready ({reason}){logs}") from None
 
 
 def summarize_ray_error(error: Exception) -> str:
@@ -268,27 +314,23 @@ def summarize_ray_error(error: Exception) -> str:
 def start_ray(placement: WorkerPlacement) -> str:
     """Starts Ray for this process alone; returns the folder of its logs. Raises `RunError`."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if "ray" not in sys.modules and "RAY_AUTH_MODE" not in os.environ:  # read when Ray is imported
-        # Ray's ports are open to the network: only this run knows the token.
+    # Ray's ports are open to the network: only this run knows the token, which Ray's import reads.
+    if "ray" not in sys.modules and "RAY_AUTH_MODE" not in os.environ:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     folder = tempfile.mkdtemp(prefix="dlm_rag-", dir="/tmp")  # a short path, for sockets
     _init_ray(
-        RunError(f"Ray does not start; its logs are in {folder}"),
-        address="local",
-        num_cpus=placement.num_workers,
-        num_gpus=placement.num_workers * placement.gpus_per_worker,
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        _temp_dir=folder,
-    )
+        RunError(f"Ray does not start; its logs are in {folder}"), address="local",
+        num_cpus=placement.num_workers, num_gpus=placement.num_workers * placement.gpus_per_worker,
+        include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, _temp_dir=folder,
+    )  # fmt: skip
     from ray._private import worker
 
     worker.print_to_stdstream = lambda *_, **__: None  # raylets report deaths there despite log_to_driver
     return folder
 
 
-def join_ray(address: str) -> None:
-    """Joins a running cluster. Raises `ConfigError` if there is none."""
+def join_ray(address: str) -> Nodes:
+    """Joins a running cluster; returns its nodes. Raises `ConfigError` if there is none."""
     failure = ConfigError(f"no Ray cluster can be reached at {address}: start it, or correct the address")
     host, _, port = address.removeprefix("ray://").rstrip("/").rpartition(":")
     try:  # Ray itself waits half a minute
@@ -297,6 +339,9 @@ def join_ray(address: str) -> None:
         raise failure from None
     with warnings.catch_warnings(action="ignore"):
         _init_ray(failure, address=address)
+    import ray
+
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def _init_ray(failure: RunError | ConfigError, **options: Any) -> None:

@@ -109,7 +109,7 @@ def test_what_kills_its_workers_is_given_up_and_the_others_are_answered(mark, ca
         with pytest.raises(CorpusError, match="^the corpus has changed$"):
             list(crew.stream(asked(3, "r", r1="raise"), make_finished_rollout))
     with (
-        pytest.raises(RunError, match=r"a worker died before it was ready .*log is in /tmp") as end,
+        pytest.raises(RunError, match=r"a worker failed before it was ready .*log is in /tmp") as end,
         WorkerPool("local", WorkerPlacement(1, 1, 1)) as crew,
     ):
         open_pool(crew, dies_while_loading=True)

@@ -26,8 +26,8 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.quantize import count_weight_bytes
 from dlm_rag.questions import Question
-from dlm_rag.workers.worker import Worker
 from dlm_rag.workers.worker_pool import (
+    Worker,
     WorkerPlacement,
     check_ray_installed,
     describe_local_node,
@@ -71,7 +71,7 @@ GPU = torch.device("cuda")
 def test_workers_share_the_cores_and_the_memory_of_this_machine(
     monkeypatch, workers, device, weights, placement
 ):
-    monkeypatch.setattr("dlm_rag.workers.worker_pool.cpu_count", lambda: 8)
+    monkeypatch.setattr("joblib.cpu_count", lambda: 8)
     monkeypatch.setattr("dlm_rag.workers.worker_pool.read_host_memory", lambda: {"available": 32 * 10**9})
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
