@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from dlm_rag.decode.answers_file import AnswersFile
     from dlm_rag.decode.terminal import RunTotals
     from dlm_rag.engine.engine import Decoder
-    from dlm_rag.workers.worker import DecoderFactory
-    from dlm_rag.workers.worker_pool import WorkerPool
+    from dlm_rag.workers.worker_pool import DecoderFactory, WorkerPool
 
 PLAN_SETTINGS = ("plan.machine",)  # of decoding
 Machine = dict[str, str | int]  # as `describe_machine`

@@ -5,15 +5,14 @@
             {"canvas": 96, "guesses": true, "ghosts": true, "settings": [...], "steps": [...],
              "end": {...}, "right": true}]}]}
 
-A side is one trace of the question; two of them are shown side by side. `guesses`: whether it asks
-with guesses; `ghosts`: whether its steps have a record of them (`decode/provisional_log.py`). What is not
-known of a question is left out: `gold`, `hops`, `right`.
+A side is one trace of the question; two of them are shown side by side. `guesses`: whether it asks with
+guesses; `ghosts`: whether its steps record them. What is not known is left out: `gold`, `hops`, `right`.
 
-What a word is, and which passage it comes from, is decided here (`text.py`, `citations.py`) and nowhere
-in the page's script.
+What a word is, and which passage it comes from, is decided here and nowhere in the page's script.
 """
 
 import json
+import math
 import re
 from base64 import b64encode
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -45,9 +44,7 @@ PAGE_MARKER = "<!doctype html><!-- a page of dlm_rag -->"  # as page.html begins
 EDITED_FLAG, END_FLAG = 1, 2  # of a written token: it took the place of another; it ends the text
 MAX_CANVAS_TOKENS = 1 << 17  # positions, each an element of the page; no public model sees as far
 # The settings of a trace that a page reads, with their types; others are shown as they are.
-READ_SETTINGS = {
-    "query_policy": str, "query_threshold": int | float, "abstain": str | None,
-}  # fmt: skip
+READ_SETTINGS = {"query_policy": str, "query_threshold": int | float, "abstain": str | None}
 MAX_GAP_CHARS = 8  # characters between two tokens of a text: blanks, a character that is several tokens
 
 
@@ -125,27 +122,32 @@ def build_page_record(runs: Sequence[TraceRun], known: Iterable[Question] = ()) 
 def _build_question(
     rollouts: Sequence[Rollout], ends: Sequence[Collection[int]], known: Question | None
 ) -> dict[str, Any]:
-    record: dict[str, Any] = {"id": rollouts[0].id, "question": rollouts[0].question}
-    sides = []
+    record: dict[str, Any] = {"id": rollouts[0].id, "question": rollouts[0].question, "sides": []}
     gold = known.golden_answers if known else ()
+    if gold:
+        record["gold"] = gold
+    if known and known.hops:
+        record["hops"] = known.hops
     for rollout, end_ids, bridges in zip(rollouts, ends, find_bridge_entities(rollouts), strict=True):
         seen: set[str] = set()
-        steps = [build_step_record(rollout, step, seen, end_ids) for step in rollout.steps]
         side = build_start_record(rollout, any(step.guesses for step in rollout.steps))
-        side |= {"steps": steps, "end": build_end_record(rollout, bridges)}
-        sides.append(side | ({"right": compute_exact_match(rollout.answer, gold) > 0} if gold else {}))
-    record |= {"gold": gold} if gold else {}
-    return record | ({"hops": known.hops} if known and known.hops else {}) | {"sides": sides}
+        side["steps"] = [build_step_record(rollout, step, seen, end_ids) for step in rollout.steps]
+        side["end"] = build_end_record(rollout, bridges)
+        if gold:
+            side["right"] = compute_exact_match(rollout.answer, gold) > 0
+        record["sides"].append(side)
+    return record
 
 
 def build_start_record(rollout: Rollout, ghosts: bool) -> dict[str, Any]:
     """What is known before the first step."""
     settings = rollout.settings
-    known = settings.get("query_policy") in QUERIES and "query_threshold" in settings
+    policy, threshold = settings.get("query_policy", ""), settings.get("query_threshold")
     return {
         "canvas": rollout.canvas_length,
-        "guesses": known
-        and query_uses_provisional_tokens(settings["query_policy"], settings["query_threshold"]),
+        "guesses": policy in QUERIES
+        and threshold is not None
+        and query_uses_provisional_tokens(policy, threshold),
         "ghosts": ghosts,
         "settings": [f"decode.{key}={value}" for key, value in settings.items()],
     }
@@ -158,7 +160,6 @@ def build_step_record(
     edited = {token.position for token in step.edited}
     new = [name for name in (*step.passage_ids, *step.dropped) if name not in seen]
     seen.update(new)
-    texts = {name: rollout.passages.get(name, "") for name in new}
     guesses = step.guesses
     return {
         "query": step.query,
@@ -186,7 +187,7 @@ def build_step_record(
                 "title": split_content_words(get_title_line(text) or name),
                 "body": split_content_words(text.strip().partition("\n")[2]),
             }
-            for name, text in texts.items()
+            for name, text in ((name, rollout.passages.get(name, "")) for name in new)
         },
     }
 
@@ -284,17 +285,21 @@ def find_bridge_entities(rollouts: Sequence[Rollout]) -> list[list[dict[str, Any
             new = not {*split_words(entity)} <= {*split_words(rollout.question)}
             if name not in first and new and first_query(rollout, entity) is not None:
                 entities[name] = entity
-    found = []
-    for rollout in rollouts:
-        bridges: list[dict[str, Any]] = []
-        for name, entity in entities.items():
-            step = next((s.step for s in rollout.steps if name in s.passage_ids), None)
-            asked = first_query(rollout, entity)
-            bridges.append({"passage": name, "entity": entity, "asked": asked, "found": step})
-        found.append(
-            sorted(bridges, key=lambda b: len(rollout.steps) if b["asked"] is None else b["asked"])
+    return [
+        sorted(
+            (
+                {
+                    "passage": name,
+                    "entity": entity,
+                    "asked": first_query(rollout, entity),
+                    "found": next((s.step for s in rollout.steps if name in s.passage_ids), None),
+                }
+                for name, entity in entities.items()
+            ),
+            key=lambda bridge: math.inf if bridge["asked"] is None else bridge["asked"],
         )
-    return found
+        for rollout in rollouts
+    ]
 
 
 def write_page(path: Path, runs: Sequence[TraceRun], known: Iterable[Question] = ()) -> None:
@@ -312,10 +317,10 @@ def render_live_page(keyed: bool, examples: Sequence[str] = (), about: str = "")
     """The chat of a server; keyed: whether it needs a key. examples: questions to click on. about: what can
     be asked.
     """
-    form = _read_asset("live.html").replace("@hidden@", "" if keyed else "hidden")
-    form = form.replace("@about@", escape(about))
     buttons = (f'<button type="button">{escape(question)}</button>' for question in examples)
-    form = form.replace("@examples@", "\n    ".join(buttons))
+    form = _fill(
+        "live.html", hidden="" if keyed else "hidden", about=escape(about), examples="\n    ".join(buttons)
+    )
     empty: dict[str, Any] = {"names": [""], "settings": [[]], "left_out": 0, "questions": []}
     return _render("Ask", empty, ("page.js", "live.js"), form, "; connect-src 'self'")
 
@@ -324,21 +329,18 @@ def _render(
     title: str, record: Mapping[str, Any], scripts: Sequence[str], form: str = "", connect: str = ""
 ) -> str:
     """The page of a record; its policy allows its own style and scripts alone, and what `connect` says."""
-    style, script = _read_asset("page.css"), "\n".join(map(_read_asset, scripts))
+    style, script = _fill("page.css"), "\n".join(map(_fill, scripts))
     # Escaped, no text ends the element that holds it (`</script>`), nor a line of script (U+2028).
     data = json.dumps(record, separators=(",", ":")).replace("<", "\\u003c")
     policy = f"default-src 'none'; style-src '{_csp_digest(style)}'; script-src '{_csp_digest(script)}'"
-    parts = {
-        "policy": policy + connect, "title": title, "style": style, "form": form, "data": data,
-        "script": script,
-    }  # fmt: skip
-    return re.sub(
-        "@(policy|title|style|form|data|script)@", lambda at: parts[at[1]], _read_asset("page.html")
-    )
+    parts = {"title": title, "style": style, "form": form, "data": data, "script": script}
+    return _fill("page.html", policy=policy + connect, **parts)
 
 
-def _read_asset(name: str) -> str:
-    return (PAGE_FOLDER / name).read_text(encoding="utf-8")
+def _fill(name: str, **parts: str) -> str:
+    """A file of the page with its parts in place of `@name@`."""
+    text = (PAGE_FOLDER / name).read_text(encoding="utf-8")
+    return re.sub(f"@({'|'.join(parts)})@", lambda at: parts[at[1]], text) if parts else text
 
 
 def _csp_digest(text: str) -> str:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -16,8 +17,6 @@ from starlette.routing import Route
 
 from dlm_rag.decode.rollout import Rollout, RolloutStep
 from dlm_rag.engine.engine import Decoder
-from dlm_rag.errors import QuestionError
-from dlm_rag.evidence.prompt_segments import ContextBudget, truncate_evidence
 from dlm_rag.page.render import render_live_page
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import count_passages
@@ -70,9 +69,9 @@ class AnswerService:
         """
         self.model, self._timeout, access = model, timeout_seconds, access or AccessControl()
         self._decoder, self._parser, self._search = decoder, RequestParser(decoder), search
-        # Requests are read on a thread of their own; a tokenizer is not for two threads at once.
+        # Requests are read on a thread of their own, so that a large one delays nobody.
         self._text_thread = ThreadPoolExecutor(1, "text")
-        self._text_tokenizer, self._tokenizer = (copy.deepcopy(decoder.tokenizer) for _ in range(2))
+        self._tokenizer = copy.deepcopy(decoder.tokenizer)  # which is not for two threads at once
         self.engine = AsyncEngine(decoder, max_waiting)
         self.connections: Collection[object] = ()
         self.metrics = ServerMetrics(self.engine, decoder, lambda: len(self.connections))
@@ -129,30 +128,27 @@ class AnswerService:
             raise ApiError(404, "no answer of late has cited a passage of this id")
         return PlainTextResponse(text)
 
-    def _publish_passage(self, name: str, text: str) -> str:
-        """Keeps a passage for who follows its link; returns its path."""
+    def _publish_passage(self, base: str, name: str, text: str) -> str:
+        """Keeps a passage for who follows its link; returns its address."""
         self._passages.pop(name, None)
         self._passages[name] = text
         if len(self._passages) > MAX_KEPT_PASSAGES:
             del self._passages[next(iter(self._passages))]
-        return f"passages/{quote(name)}"
+        return f"{base}passages/{quote(name)}"
 
     async def _chat(self, request: Request) -> Response:
-        asked, room = await self._parse(request, self._parser.parse_chat)
+        asked = await self._parse(request, self._parser.parse_chat)
         self._check_model(asked.model)
         job = self._build_job(asked, watched=asked.stream)
-
-        def link(name: str, text: str) -> str:
-            return f"{request.base_url}{self._publish_passage(name, text)}"
-
-        reply = ChatResponse(asked, self.model.name, self._tokenizer, room, link, self.model.note)
+        link = partial(self._publish_passage, str(request.base_url))
+        reply = ChatResponse(asked, self.model.name, self._tokenizer, link, self.model.note)
         if asked.stream:
             return await self._stream(request, reply.stream(self._follow(job)))
         rollout = await run_unless_disconnected(request, self._finish(job))
         return JSONResponse(reply.build_completion(rollout))
 
     async def _answers(self, request: Request) -> Response:
-        asked, _ = await self._parse(request, self._parser.parse_answer)
+        asked = await self._parse(request, self._parser.parse_answer)
         job = self._build_job(asked, watched=True, record_provisional=True)
         return await self._stream(request, stream_trace(self._follow(job), self._tokenizer.end_ids))
 
@@ -174,26 +170,9 @@ class AnswerService:
             job.news.set()
         return job
 
-    async def _parse(
-        self, request: Request, parse: Callable[[bytes], ParsedRequest]
-    ) -> tuple[ParsedRequest, ContextBudget]:
-        """Returns a request and the room of its prompt; raises `ApiError` where it has none.
-
-        It is read on a thread, so that a large one delays nobody.
-        """
+    async def _parse(self, request: Request, parse: Callable[[bytes], ParsedRequest]) -> ParsedRequest:
         body = await read_body(request)
-
-        def read() -> tuple[ParsedRequest, ContextBudget]:
-            asked = parse(body)
-            shape, layout = self._decoder.denoiser.config, self._decoder.evidence_layout
-            room = ContextBudget.from_config(shape, layout, asked.settings.max_new_tokens)
-            try:
-                truncate_evidence(self._text_tokenizer.build_prompt(asked.question, [], asked.system), room)
-            except QuestionError as error:
-                raise ApiError(400, str(error), None, "context_length_exceeded") from None
-            return asked, room
-
-        return await asyncio.get_running_loop().run_in_executor(self._text_thread, read)
+        return await asyncio.get_running_loop().run_in_executor(self._text_thread, parse, body)
 
     async def _follow(self, job: EngineRequest) -> AsyncGenerator[tuple[Rollout, RolloutStep]]:
         """Submits a job; yields its steps as they come, raises `ApiError` where there is no answer.

@@ -86,8 +86,8 @@ class AsyncEngine:
         self._decoder, self._max_waiting = decoder, max_waiting
         self._engine, self._thread = decoder.new_engine(), ThreadPoolExecutor(1, "engine")
         self.capacity = self._engine.capacity
-        self._waiting: deque[EngineRequest] = deque()
-        self._in_flight: dict[Ticket, EngineRequest] = {}
+        self.waiting: deque[EngineRequest] = deque()  # questions without a place
+        self.in_flight: dict[Ticket, EngineRequest] = {}  # questions in the batch
         self._driver: asyncio.Task[None] | None = None  # takes steps while anybody waits
         self._failures, self._last_failure = 0, 0.0  # answers in a row that have failed; when
         self.error: BaseException | None = None
@@ -103,16 +103,6 @@ class AsyncEngine:
         )
 
     @property
-    def num_waiting(self) -> int:
-        """Questions without a place."""
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Questions in the batch."""
-        return len(self._in_flight)
-
-    @property
     def is_healthy(self) -> bool:
         """Whether the last questions were answered, or failed long enough ago to try again."""
         few = self._failures < MAX_CONSECUTIVE_FAILURES
@@ -122,10 +112,10 @@ class AsyncEngine:
         """Lets a question wait for its place; raises `ApiError`."""
         if self.error is not None:
             raise ApiError(503, "the server is going down and takes no more questions")
-        if len(self._waiting) >= self._max_waiting:
+        if len(self.waiting) >= self._max_waiting:
             self.counts["refused"] += 1
-            raise ApiError(429, f"{len(self._waiting)} questions are waiting: ask again later")
-        self._waiting.append(job)
+            raise ApiError(429, f"{len(self.waiting)} questions are waiting: ask again later")
+        self.waiting.append(job)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.get_running_loop().create_task(self._run())
         return job
@@ -136,7 +126,7 @@ class AsyncEngine:
             job.cancelled = True
             self.counts[outcome] += 1
             with suppress(ValueError):  # it may have its place already
-                self._waiting.remove(job)
+                self.waiting.remove(job)
 
     def close(self) -> None:
         """Gives up what is in flight, after the step under way."""
@@ -149,59 +139,65 @@ class AsyncEngine:
                 await self._step()
         except Exception as error:
             self.error = error
-            waiting = [*self._waiting]
-            self._waiting.clear()
+            waiting = [*self.waiting]
+            self.waiting.clear()
             self._fail([*self._clear_batch(), *waiting], ApiError(503, "the server is going down"))
 
     def _admit(self) -> bool:
         """Takes out who has gone and lets in who waits; whether there is a step to take."""
-        for ticket, job in [*self._in_flight.items()]:
+        for ticket, job in [*self.in_flight.items()]:
             if job.cancelled:
-                del self._in_flight[ticket]
+                del self.in_flight[ticket]
                 self._engine.cancel(ticket)
-        while self._engine.capacity and self._waiting:
-            job = self._waiting.popleft()
+        while self._engine.capacity and self.waiting:
+            job = self.waiting.popleft()
             try:
                 ticket = self._engine.submit(job.question, job.settings, job.record_provisional)
-                self._in_flight[ticket] = job
+                self.in_flight[ticket] = job
             except UserError as error:
                 self._fail([job], ApiError(400, str(error)))
         return self._engine.busy
 
     async def _step(self) -> None:
         """Raises `RunError` where one step after another has failed, `UserError` for what no step mends."""
-        loop = asyncio.get_running_loop()
-        try:
-            events = await loop.run_in_executor(self._thread, self._engine.step)
-        except BaseException as error:
-            failure = _require_failure(error)
-        else:
+        if (events := await self._attempt(self._engine.step)) is not None:
             return self._handle_events(events)
         self._failures, self._last_failure = MAX_CONSECUTIVE_FAILURES, time.monotonic()
         self._fail(self._clear_batch(), ApiError(500, "the step of this question failed"))
         for _ in range(1, MAX_CONSECUTIVE_FAILURES):  # nobody is let in before the model has run
             await asyncio.sleep(PROBE_INTERVAL_SECONDS)
-            try:
-                await loop.run_in_executor(self._thread, self._probe)
+            if await self._attempt(self._probe) is not None:
                 self._failures = 0
                 return None
-            except BaseException as error:
-                failure = _require_failure(error)
-        raise RunError(f"every step fails, the last with: {failure}")
+        raise RunError(f"every step fails, the last with: {self._failure}")
 
-    def _probe(self) -> None:
+    async def _attempt(self, work: Callable[[], list[StepEvent]]) -> list[StepEvent] | None:
+        """Works on the thread; None where that failed. Raises what no other step mends: an interrupt, that
+        the corpus has changed.
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except BaseException as error:
+            if isinstance(error, UserError) or not is_failure(error):
+                raise
+            log.warning("a step failed", exc_info=error)
+            self._failure = summarize_error(error)
+            return None
+
+    def _probe(self) -> list[StepEvent]:
         """Runs the model for a question of the server's own, alone; raises what a step raises."""
         ticket, event = self._engine.submit(PROBE_QUESTION, self._decoder.config), None
         while event is None or not (event.finished or event.rollout.forwards):
             event = next(iter(self._engine.step()), None)
         if not event.finished:
             self._engine.cancel(ticket)
+        return []
 
     def _handle_events(self, events: list[StepEvent]) -> None:
         self.counts["steps"] += 1
         self.counts["row_steps"] += len(events)
         for event in events:
-            job, rollout = self._in_flight[event.ticket], event.rollout
+            job, rollout = self.in_flight[event.ticket], event.rollout
             job.rollout = rollout
             if rollout.steps and not rollout.error:
                 self.counts["forwards"] += rollout.steps[-1].step > 0
@@ -210,7 +206,7 @@ class AsyncEngine:
                     job.begun = True
                     self._first_token_seconds.observe(time.monotonic() - job.submitted)
             if event.finished:
-                del self._in_flight[event.ticket]
+                del self.in_flight[event.ticket]
                 self._failures = self._failures + 1 if rollout.error else 0
                 self._last_failure = time.monotonic()
                 # Not step by step: what is taken back would count each time that it is committed again.
@@ -223,7 +219,7 @@ class AsyncEngine:
 
     def _clear_batch(self) -> list[EngineRequest]:
         """Frees all places; returns the questions that had them."""
-        jobs, self._in_flight = self._in_flight, {}
+        jobs, self.in_flight = self.in_flight, {}
         for ticket in jobs:
             with suppress(KeyError):  # the engine may have dropped it
                 self._engine.cancel(ticket)
@@ -234,14 +230,6 @@ class AsyncEngine:
             job.error = error
             self.counts["failed"] += 1
             job.news.set()
-
-
-def _require_failure(error: BaseException) -> str:
-    """Logs what has failed; raises what no other step mends: an interrupt, that the corpus has changed."""
-    if isinstance(error, UserError) or not is_failure(error):
-        raise error
-    log.warning("a step failed", exc_info=error)
-    return summarize_error(error)
 
 
 class ServerMetrics(Collector):
@@ -266,8 +254,8 @@ class ServerMetrics(Collector):
         engine, counts = self._engine, self._engine.counts
         reuse, pool = self._runner.cache_stats, self._runner.cache
         gauges = [
-            ("waiting", "Questions without a place.", engine.num_waiting),
-            ("rows", "Questions in the batch.", engine.num_running),
+            ("waiting", "Questions without a place.", len(engine.waiting)),
+            ("rows", "Questions in the batch.", len(engine.in_flight)),
             ("places", "Places in the batch.", engine.capacity),
             ("connections", "Open connections.", self._count_connections()),
         ]

@@ -29,14 +29,10 @@ _BESIDE_GREETINGS = frozenset(
     "there you very much so a lot again everyone all good day for the your that was it is of help answer "
     "and my friend bot today to meet see later well done me please just i am m s dear sir madam".split()
 )
-_ASKS_WHO = frozenset(
-    (
-        "how are you", "how are you today", "how are you doing", "how are you doing today",
-        "how do you do", "whats up", "what s up", "what is up", "who are you", "what are you",
-        "what can you do", "what do you do", "what do you know", "what can i ask", "what can i ask you",
-        "how can you help me", "can you help me", "are you there",
-    )
-)  # fmt: skip
+_ASKS_WHO = re.compile(
+    "how (are|do) you( do| doing)?( today)?|what( is| s|s) up|(who|what) are you|what (can|do) you do|"
+    "what do you know|what can i ask( you)?|(how )?can you help me|are you there"
+)
 MAX_SUGGESTIONS, MAX_SUGGESTED_CHARS = 3, 60
 _GOES_ON = ("and ", "but ", "what about ", "how about ")
 
@@ -49,7 +45,7 @@ def reply_to_greeting(text: str, passages: int | None) -> str:
     words = split_words(text[:MAX_TURN_CHARS])
     spoken = _GREETINGS | _BESIDE_GREETINGS
     asked = " ".join(dropwhile(spoken.__contains__, words)) if len(words) <= MAX_GREETING_WORDS else "?"
-    greets = not words or asked in _ASKS_WHO or (not asked and not _GREETINGS.isdisjoint(words))
+    greets = not words or _ASKS_WHO.fullmatch(asked) or (not asked and not _GREETINGS.isdisjoint(words))
     if not greets:
         return ""
     found = "passages of a search service" if passages is None else f"these {passages:,} passages"

@@ -4,6 +4,7 @@ Nothing is ignored silently: a field that cannot be honoured is refused by name,
 what happens anyway.
 """
 
+import copy
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, Union
 
@@ -12,7 +13,8 @@ from pydantic import BaseModel, BeforeValidator, Field, create_model
 from dlm_rag.config import DecodeConfig
 from dlm_rag.config.fields import find_idle_settings, get_field_metadata, replace_settings
 from dlm_rag.engine.engine import Decoder
-from dlm_rag.errors import UserError
+from dlm_rag.errors import QuestionError, UserError
+from dlm_rag.evidence.prompt_segments import ContextBudget, truncate_evidence
 from dlm_rag.serving.conversation import make_question_stand_alone
 from dlm_rag.serving.http_server import ApiError, RequestBody, parse_body
 
@@ -109,15 +111,17 @@ AnswerBody = create_model("AnswerBody", __base__=_Chat, **_SETTING_FIELDS)
 class ParsedRequest:
     """A request, read.
 
-    question: as it stands on its own. asked: as it was typed. system: the system prompt, where the model
-    reads one; unread: the fields of the request that it does not read. include_usage: whether a stream ends
-    with a chunk of usage alone. cite: whether sources stand below the answer. max_tokens: of the response,
-    which is cut there; the canvas stays, for another one has another answer.
+    question: as it stands on its own. asked: as it was typed. room: of its prompt. system: the system
+    prompt, where the model reads one; unread: the fields of the request that it does not read.
+    include_usage: whether a stream ends with a chunk of usage alone. cite: whether sources stand below the
+    answer. max_tokens: of the response, which is cut there; the canvas stays, for another one has another
+    answer.
     """
 
     question: str
+    asked: str
     settings: DecodeConfig
-    asked: str = ""
+    room: ContextBudget
     system: str = ""
     unread: tuple[str, ...] = ()
     model: str | None = None
@@ -132,8 +136,8 @@ class RequestParser:
     """Reads requests for one decoder, of whose settings a request changes some; raises `ApiError`."""
 
     def __init__(self, decoder: Decoder) -> None:
-        self._own, self._reads_system = decoder.config, decoder.tokenizer.reads_system_prompts
-        self._decoder = decoder
+        self._decoder, self._own = decoder, decoder.config
+        self._tokenizer = copy.deepcopy(decoder.tokenizer)  # for the thread that reads requests
         self._max_chars = MAX_QUESTION_CHARS_PER_TOKEN * decoder.denoiser.config.max_position_embeddings
 
     def parse_chat(self, body: bytes) -> ParsedRequest:
@@ -147,9 +151,8 @@ class RequestParser:
         if options is not None and options.model_fields_set and not asked.stream:
             raise ApiError(400, "'stream_options' has no effect without stream=true", "stream_options")
         bounds = [most for most in (asked.max_tokens, asked.max_completion_tokens) if most is not None]
-        return ParsedRequest(
-            **self._read_turns(asked.messages),
-            settings=self._resolve_settings(asked),
+        return replace(
+            self._read(asked),
             model=asked.model,
             stream=bool(asked.stream),
             include_usage=bool(options and options.include_usage),
@@ -160,16 +163,13 @@ class RequestParser:
 
     def parse_answer(self, body: bytes) -> ParsedRequest:
         """Reads a request of our own form: messages, and settings."""
-        asked = parse_body(AnswerBody, body)
-        return ParsedRequest(**self._read_turns(asked.messages), settings=self._resolve_settings(asked))
+        return self._read(parse_body(AnswerBody, body))
 
-    def _read_turns(self, messages: list[Message]) -> dict[str, Any]:
-        """Returns the question, the system prompt, and which of the two is not read."""
-        turns = [("user" if each.role == "user" else each.role, each.text) for each in messages]
-        system = "\n\n".join(
-            text for role, text in turns if role in ("system", "developer") and text.strip()
-        )
-        turns = [turn for turn in turns if turn[0] in ("user", "assistant")]
+    def _read(self, body: _Chat) -> ParsedRequest:
+        """Returns the question with its settings and the room of its prompt."""
+        turns = [(each.role, each.text) for each in body.messages if each.role in ("user", "assistant")]
+        rules = (each.text for each in body.messages if each.role in ("system", "developer"))
+        system = "\n\n".join(text for text in rules if text.strip())
         if not turns or turns[-1][0] != "user":
             raise ApiError(400, "the last message must be a question, of the role 'user'", "messages")
         asked = turns[-1][1]
@@ -178,13 +178,15 @@ class RequestParser:
         if len(asked) + len(system) > self._max_chars:
             reason = f"the question has more than the {self._max_chars} characters that are read here"
             raise ApiError(400, reason, None, "context_length_exceeded")
-        unread = ("system",) if system and not self._reads_system else ()
-        return {
-            "question": make_question_stand_alone(turns),
-            "asked": asked,
-            "system": "" if unread else system,
-            "unread": unread,
-        }
+        unread = ("system",) if system and not self._tokenizer.reads_system_prompts else ()
+        question, system = make_question_stand_alone(turns), "" if unread else system
+        settings, shape = self._resolve_settings(body), self._decoder.denoiser.config
+        room = ContextBudget.from_config(shape, self._decoder.evidence_layout, settings.max_new_tokens)
+        try:
+            truncate_evidence(self._tokenizer.build_prompt(question, [], system), room)
+        except QuestionError as error:
+            raise ApiError(400, str(error), None, "context_length_exceeded") from None
+        return ParsedRequest(question, asked, settings, room, system, unread)
 
     def _resolve_settings(self, asked: BaseModel) -> DecodeConfig:
         """Returns the settings of a request, on top of the server's."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep, describe_abstention
 from dlm_rag.engine.rules import find_rule
-from dlm_rag.evidence.prompt_segments import ContextBudget, fit_passages
+from dlm_rag.evidence.prompt_segments import fit_passages
 from dlm_rag.page.render import (
     build_end_record,
     build_start_record,
@@ -106,13 +106,12 @@ def escape_markup(text: str) -> str:
 class ChatResponse:
     """One chat completion, whole or as a stream.
 
-    room: of the prompt, whose tokens are counted. link, note: as `build_reply` takes them.
+    link, note: as `build_reply` takes them.
     """
 
     asked: ParsedRequest
     model: str
     tokenizer: Tokenizer
-    room: ContextBudget
     link: Link
     note: str
 
@@ -204,7 +203,7 @@ class ChatResponse:
         # The prompt is that of the last pass; what fills the canvas after the end is not counted.
         seen = rollout.steps[-2 if len(rollout.steps) > 1 else -1]
         found = {name: rollout.passages[name] for name in (*seen.passage_ids, *seen.dropped)}
-        evidence = fit_passages(self.tokenizer, rollout.question, found, self.room, asked.system)
+        evidence = fit_passages(self.tokenizer, rollout.question, found, asked.room, asked.system)
         prompt = len(evidence.prompt)
         usage = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
         reply = build_reply(rollout, text, self.link, self.note, asked.cite)

@@ -73,7 +73,16 @@ class SearchService:
         self._thread.shutdown(cancel_futures=True)
 
     async def _about(self, request: Request) -> Response:
-        return JSONResponse(self.describe_service())
+        """What is searched, and how."""
+        about = {
+            "dlm_rag": self._note,
+            "passages": len(self._retriever.corpus),
+            "kind": self._config.method,
+            "topk": self._config.top_k,
+            "most": {"topk": MAX_TOP_K, "queries": MAX_QUERIES, "bytes": MAX_SEARCH_REQUEST_BYTES},
+            "search": f"POST {SEARCH_PATH}",
+        }
+        return JSONResponse(about)
 
     async def _search(self, request: Request) -> Response:
         body = await read_body(request, MAX_SEARCH_REQUEST_BYTES)
@@ -94,17 +103,6 @@ class SearchService:
             else:
                 log.warning("a search failed", exc_info=error)
             raise ApiError(500, f"the search failed: {summarize_error(error)}") from None
-
-    def describe_service(self) -> dict[str, Any]:
-        """What is searched, and how."""
-        return {
-            "dlm_rag": self._note,
-            "passages": len(self._retriever.corpus),
-            "kind": self._config.method,
-            "topk": self._config.top_k,
-            "most": {"topk": MAX_TOP_K, "queries": MAX_QUERIES, "bytes": MAX_SEARCH_REQUEST_BYTES},
-            "search": f"POST {SEARCH_PATH}",
-        }
 
     def answer(self, body: bytes) -> dict[str, Any]:
         """The answer to a search; raises `ApiError`, and what the retriever raises."""

@@ -264,7 +264,7 @@ def check_refused(service, body, words):
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and words in error["message"]
     assert error["type"] == "invalid_request_error" and len(error["message"]) < 400
-    assert not service.engine.num_running and not service.engine.num_waiting
+    assert not service.engine.in_flight and not service.engine.waiting
 
 
 @pytest.fixture(scope="module")
@@ -359,7 +359,7 @@ def test_who_goes_away_frees_the_row_within_a_step(slow, stream):
             task = asyncio.ensure_future(
                 client.post("/v1/chat/completions", json=chat_body(stream=stream, commit_threshold=1.0))
             )
-            while service.engine.num_running < 2:
+            while len(service.engine.in_flight) < 2:
                 slow.model_runner.let.release()
                 await asyncio.sleep(0.02)
             task.cancel()
@@ -370,10 +370,10 @@ def test_who_goes_away_frees_the_row_within_a_step(slow, stream):
     (alone,) = Decoder(*parts).decode([Question("other", ASKED)])
     with serve_decoder(slow) as service:
         other = start_request(service, commit_threshold=1.0)
-        wait_until(lambda: service.engine.num_running == 1)
+        wait_until(lambda: len(service.engine.in_flight) == 1)
         run_in_loop(service.loop, leave(service))
         slow.model_runner.let.release()  # the step that is under way
-        wait_until(lambda: service.engine.counts["cancelled"] and service.engine.num_running == 1)
+        wait_until(lambda: service.engine.counts["cancelled"] and len(service.engine.in_flight) == 1)
         assert not other.done
         slow.model_runner.free.set()
         wait_until(lambda: other.done)
@@ -386,7 +386,8 @@ def test_the_first_to_come_is_served_first_and_a_full_queue_is_refused(slow):
         jobs = []
         for number in range(3):
             jobs.append(start_request(service, str(number)))
-            wait_until(lambda n=number: service.engine.num_running + service.engine.num_waiting == n + 1)
+            places = service.engine.in_flight, service.engine.waiting
+            wait_until(lambda places=places, n=number: sum(map(len, places)) == n + 1)
             jobs[-1].news.set = lambda number=number: order.append(number)
         refused = send_request(service, chat_body())
         slow.model_runner.free.set()
@@ -402,7 +403,7 @@ def test_time_is_bounded(slow):
         assert response.status_code == 504 and "0.05 seconds" in response.json()["error"]["message"]
         assert service.engine.counts["failed"] == 1 and not service.engine.counts["cancelled"]
         slow.model_runner.free.set()
-        wait_until(lambda: not service.engine.num_running)
+        wait_until(lambda: not service.engine.in_flight)
 
 
 class Broken:

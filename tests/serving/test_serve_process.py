@@ -203,7 +203,7 @@ def test_a_signal_lets_what_was_taken_be_answered(corpus):
     async def clients(port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             asked = asyncio.ensure_future(client.post("/v1/chat/completions", json=chat_body()))
-            while not service.engine.num_running:
+            while not service.engine.in_flight:
                 await asyncio.sleep(0.01)
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(0.5)
