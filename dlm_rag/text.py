@@ -1,7 +1,6 @@
 """Words and sentences: the few rules about text that several rooms share."""
 
 import re
-import string
 import unicodedata
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -36,7 +35,6 @@ _TYPOGRAPHY |= dict.fromkeys((0xAD, 0x200B, 0x200C, 0x200D, 0x200E, 0x200F, 0x20
 _TYPOGRAPHY |= dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), "")
 # bm25s's rule: runs of two or more word characters.
 _ASCII_TERM = re.compile(r"\b\w\w+\b", re.ASCII)
-_TERM = re.compile(rf"[\w{_MARKS}]+")
 _POINTS = re.compile(
     "[\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u05c7\u0610-\u061a\u0640\u064b-\u065f\u0670\u06d6-\u06ed]"
 )
@@ -45,7 +43,6 @@ _JOINED = "\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u30
 _JOINED += "\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
 _JOINED_RUN = re.compile(f"([{_JOINED}]+)")
 _LETTER = re.compile(rf".[{_MARKS}]*")
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 # "Answer" in the languages that evaluations use, and what may stand before it.
 _ANSWER_WORD = (
     r"(?:(?:the|my|so|thus|therefore|final|short|correct|direct|best|complete|overall),?[ \t]{1,3}){0,4}"
@@ -124,9 +121,8 @@ _ANSWER_TAIL = re.compile(
 )
 MAX_ANSWER_MARKS = 16  # from the last one, until one has an answer
 MAX_TITLE_WORDS = 12  # words of a passage's first line, beyond which it is none
-MAX_WRAPPINGS = 16  # around an answer: emphasis, LaTeX, tags, citations
+MAX_WRAPPINGS = 32  # around an answer: white space, emphasis, LaTeX, tags, citations
 ANSWER_FORMS = ("marked", "titled", "whole")  # titled: marked, with the titles of passages before it
-_ARTICLE = re.compile(r"\b(a|an|the)\b")
 
 
 def normalize_whitespace(text: str) -> str:
@@ -152,7 +148,7 @@ def split_terms(text: str) -> list[str]:
     if text.isascii():
         return _ASCII_TERM.findall(text.lower())
     terms = list[str]()
-    for word in _TERM.findall(_POINTS.sub("", normalize_text(text).lower())):
+    for word in _WORD.findall(_POINTS.sub("", normalize_text(text).lower())):
         for run in _JOINED_RUN.split(word):
             if _JOINED_RUN.fullmatch(run):
                 letters = _LETTER.findall(run)  # each with its marks
@@ -210,11 +206,6 @@ def find_named_passages(titles: str, passages: Mapping[str, str]) -> set[str]:
 def replace_control_chars(text: str) -> str:
     """Foreign text for a terminal or a table: a blank for every control character."""
     return _CONTROL.sub(" ", text)
-
-
-def drop_repeated_words(text: str) -> str:
-    """Words (split at white space) in order of their first occurrence, each once (SARDI's query)."""
-    return " ".join(dict.fromkeys(text.split()))
 
 
 def find_word_spans(text: str) -> list[tuple[str, tuple[int, int]]]:
@@ -288,12 +279,6 @@ class AnswerPlace(NamedTuple):
     stop: int
 
 
-def find_answer_span(response: str, form: str = "marked") -> tuple[int, int]:
-    """Character range of the answer in a response, empty at its end when there is none (`find_answer`)."""
-    place = find_answer(response, form)
-    return place.start, place.stop
-
-
 def find_answer(response: str, form: str = "marked") -> AnswerPlace:
     r"""The place of the answer in a response; empty, at its end, when there is none.
 
@@ -338,23 +323,21 @@ def _blank_reasoning(response: str) -> tuple[str, bool]:
 
     Reasoning may have begun in the prompt; what is never closed goes on to the end, or to an `<answer>`.
     """
-    pieces, opened, at = [], -1, 0
+    spans, opened = list[tuple[int, int]](), -1
     for tag in _REASONING_TAG.finditer(response):
-        closes = bool(tag[1])
-        if closes and (opened >= 0 or tag[2].lower() not in ("search", "information")):
-            start = max(opened, 0)
-            if start < at:
-                start = at
-            pieces += [response[at:start], " " * (tag.end() - start)]
-            opened, at = -1, tag.end()
-        elif not closes and opened < 0:
-            opened = tag.start()
+        if not tag[1]:
+            opened = tag.start() if opened < 0 else opened
+        elif opened >= 0 or tag[2].lower() not in ("search", "information"):
+            spans.append((max(opened, 0), tag.end()))
+            opened = -1
     if opened >= 0:
         found = response.lower().rfind("<answer>", opened)
-        stop = found if found >= 0 else len(response)
-        pieces += [response[at:opened], " " * (stop - opened)]
+        spans.append((opened, found if found >= 0 else len(response)))
+    shown, at = [], 0
+    for start, stop in spans:
+        shown += [response[at:start], " " * (stop - max(start, at))]
         at = stop
-    return "".join([*pieces, response[at:]]), bool(pieces)
+    return "".join([*shown, response[at:]]), bool(spans)
 
 
 def _find_marks(text: str) -> list[_Mark]:
@@ -429,37 +412,28 @@ def _trim_answer(text: str, mark: _Mark) -> tuple[int, int]:
     inner = [*_find_boxes(text[start:stop]), *_find_answer_tags(text[start:stop])]
     if inner:
         start, stop = start + inner[-1].start, start + inner[-1].stop
-    before = None
     for _ in range(MAX_WRAPPINGS):
-        if before == (start, stop):
+        before, behind = _measure_wrapping(text[start:stop])
+        if not before and not behind:
             break
-        before = start, stop
-        said = text[start:stop]
-        start += len(said) - len(said.lstrip())
-        stop -= len(said) - len(said.rstrip())
-        said = text[start:stop]
-        if tail := _ANSWER_TAIL.search(said):
-            stop = start + tail.start()
-            continue
-        latex = _LATEX_TEXT.match(said)
-        if latex and _find_closing_brace(said, latex.end()) == len(said) - 1:
-            start, stop = start + latex.end(), stop - 1
-            continue
-        for opening, closing in _EMPHASIS:
-            if said.startswith(opening) and said.endswith(closing) and len(said) > len(opening + closing):
-                if opening not in said[len(opening) : -len(closing)]:
-                    start, stop = start + len(opening), stop - len(closing)
-                    break
-            elif said.endswith(closing) and said.count(closing) == 1 and opening == closing:
-                stop -= len(closing)  # opened before the label
-                break
+        start, stop = start + before, stop - behind
     return start, max(start, stop)
 
 
-def normalize_answer(text: str, articles: bool = False) -> str:
-    """SQuAD's rule (Rajpurkar et al. 2016): lower case, no punctuation, no articles, blanks folded.
-
-    articles: whether they stay all the same.
-    """
-    kept = text.lower().translate(_NO_PUNCTUATION)
-    return normalize_whitespace(kept if articles else _ARTICLE.sub(" ", kept))
+def _measure_wrapping(said: str) -> tuple[int, int]:
+    """How many characters of white space, or of one wrapping, stand before an answer and behind it."""
+    if said != (bare := said.strip()):
+        before = len(said) - len(said.lstrip())
+        return before, len(said) - len(bare) - before
+    if tail := _ANSWER_TAIL.search(said):
+        return 0, len(said) - tail.start()
+    latex = _LATEX_TEXT.match(said)
+    if latex and _find_closing_brace(said, latex.end()) == len(said) - 1:
+        return latex.end(), 1
+    for opening, closing in _EMPHASIS:
+        if said.startswith(opening) and said.endswith(closing) and len(said) > len(opening + closing):
+            if opening not in said[len(opening) : -len(closing)]:
+                return len(opening), len(closing)
+        elif said.endswith(closing) and said.count(closing) == 1 and opening == closing:
+            return 0, len(closing)  # opened before the label
+    return 0, 0

@@ -162,7 +162,7 @@ class BaselineRun:
         return reply
 
     def respond(self, text: str, form: str = "marked") -> None:
-        """Ends with a response; form: where its answer stands, see `text.find_answer_span`."""
+        """Ends with a response; form: where its answer stands, see `text.find_answer`."""
         self.rollout.response, self.rollout.answer_form = text.strip(), form
 
 

@@ -19,7 +19,6 @@ from dlm_rag.text import (
     extract_names,
     extract_sentences,
     find_answer,
-    find_answer_span,
     find_named_passages,
     find_sentence_spans,
     find_title_spans,
@@ -186,7 +185,7 @@ class Rollout(NamesRemedy):
     @property
     def written_answer(self) -> str:
         """The answer as written, also if the model abstains; "" if there is none."""
-        return self.response[slice(*find_answer_span(self.response, self.answer_form))]
+        return self.response[slice(*find_answer(self.response, self.answer_form)[1:])]
 
     @property
     def unsupported(self) -> dict[str, str]:

@@ -1,5 +1,7 @@
 """Scores of one rollout against its question; everything is read from the record, no model needed."""
 
+import re
+import string
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -12,11 +14,13 @@ from dlm_rag.files.record_readers import normalize_title
 from dlm_rag.nvtx_ranges import drop_nested_stages
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import get_row_id
-from dlm_rag.text import normalize_answer
+from dlm_rag.text import normalize_whitespace
 
 BOOTSTRAP_RESAMPLES = 4000
 Z_SCORE_95 = 1.959964  # standard deviations on either side of a normal mean that hold 95 %
 
+_ARTICLE = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 CLOSED_ANSWERS = {"yes", "no", "noanswer"}  # answers that are right or wrong as a whole
 
 
@@ -53,12 +57,14 @@ def compute_f1(prediction: str, golden_answers: Iterable[str], rule: str = "squa
 
 
 def _normalize(prediction: str, answer: str) -> tuple[str, str]:
-    """Both after SQuAD's normalisation; with their articles where nothing else is left of either.
+    """Both by SQuAD's rule (Rajpurkar et al. 2016): lower case, no punctuation, no articles, blanks folded.
 
-    By SQuAD's script "The The" would be "", which equals every other text of articles.
+    With their articles where nothing else is left of either: "The The" would equal every text of articles.
     """
-    both = normalize_answer(prediction), normalize_answer(answer)
-    return both if any(both) else (normalize_answer(prediction, True), normalize_answer(answer, True))
+    kept = [text.lower().translate(_NO_PUNCTUATION) for text in (prediction, answer)]
+    bare = [_ARTICLE.sub(" ", text) for text in kept]
+    ours, theirs = bare if any(map(str.strip, bare)) else kept
+    return normalize_whitespace(ours), normalize_whitespace(theirs)
 
 
 def choose_f1_rule(questions: str) -> str:

@@ -18,7 +18,7 @@ from dlm_rag.errors import ConfigError, NamesRemedy, QuestionError
 from dlm_rag.files.record_readers import normalize_title
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Corpus, Passage, get_row_id
-from dlm_rag.text import drop_repeated_words, extract_sentences, normalize_whitespace
+from dlm_rag.text import extract_sentences, normalize_whitespace
 
 Ranking = list[int]  # rows of the corpus, best first, each once
 Hits = list[tuple[float, int]]  # score and row
@@ -75,7 +75,7 @@ def as_queries(queries: Iterable[Query | str] | Query) -> list[Query]:
 def join_query(question: str, added: str) -> Query:
     """The question, then what is added: white space folded, repeated words dropped, as SARDI does."""
     asked = normalize_whitespace(question)
-    text = normalize_whitespace(f"{asked} {drop_repeated_words(added)}")
+    text = normalize_whitespace(f"{asked} {' '.join(dict.fromkeys(added.split()))}")
     parts = [normalize_whitespace(part) for part in (asked, *extract_sentences(added)) if part]
     return Query(text, tuple(dict.fromkeys(parts)))
 

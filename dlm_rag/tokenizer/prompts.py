@@ -38,7 +38,7 @@ class PromptTemplate:
     The default is SARDI's. head, facts, foot: the user's message; {question} is in head or foot. fact: has
     {passage}, or {title} and {text} of it, and may have {number}, from 1. tail: what the response begins
     with. chat: whether the checkpoint's chat template is around the message. answer: where the answer
-    stands in a response, see `text.find_answer_span`.
+    stands in a response, see `text.find_answer`.
     """
 
     head: str = (

@@ -13,6 +13,7 @@ import pytest
 import dlm_rag
 from dlm_rag import text
 from dlm_rag.baselines.run import cut_sentence, find_action
+from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.serving.conversation import make_question_stand_alone
 
 # What strangers would send to an expression that tries again from every position.
@@ -30,7 +31,7 @@ MOST_SECONDS = 1.0  # after which an expression is stopped
 # Expressions that are only tried at the beginning of a text.
 ANCHORED = set(
     """
-_SETTING _CONFIDENCES _MODEL_URL _HUB_ID _KEY ENTRY_NAME SCRATCH_NAME _LABEL _WORKERS _NESTED _LAST_WORD
+_SETTING _CONFIDENCES _MODEL_URL _HUB_ID _KEY ENTRY_NAME SCRATCH_NAME TYPE_LABEL _WORKERS _NESTED _LAST_WORD
 _PARAMETER _QUOTED_TITLE _ANSWER_LINE _NO_ANSWER _STEP _SECTION_NAME _QUESTION_LABEL _JSON_VALUE
 _BLANK_OR_MARKUP
 """.split()
@@ -93,15 +94,15 @@ def find_slow_filler(expression, anchored=False):
 
 
 READERS = {
-    "answer": text.find_answer_span,
-    "whole answer": partial(text.find_answer_span, form="whole"),
+    "answer": text.find_answer,
+    "whole answer": partial(text.find_answer, form="whole"),
     "titles": lambda said: text.find_named_passages(said, {"1": said}),
     "sentences": text.find_sentence_spans,
     "content words": lambda said: text.content_words(said, 0, len(said)),
     "names": text.extract_names,
     "title": text.get_title_line,
     "short title": text.strip_disambiguation,
-    "normalised answer": text.normalize_answer,
+    "normalised answer": lambda said: compute_exact_match(said, ["x"]),
     "action of Search-R1": find_action,
     "open action of Search-R1": partial(find_action, closed=False),
     "sentence of a baseline": cut_sentence,
