@@ -7,7 +7,8 @@ and the `reasoning` that answers them). One passage tells of one entity, mostly 
 again; the answer to a hop stands in the passage of that hop's subject and nowhere in the question, so
 later hops can only be found by what was read before.
 
-What is there stays: a world that is there already is not written again, another one is refused.
+What is there stays: a world that is there already is not written again, another one is refused. The
+wordings are in worlds.yaml.
 
 Words of names belong to a split, training or test, by a hash of the word: a test world shares no
 invented word with any training world, whatever the seeds. Question wordings and relation paths that
@@ -24,15 +25,39 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from dlm_rag.cli import CommandParser, parse_int
-from dlm_rag.data import templates
-from dlm_rag.data.templates import ANSWER_MARKER, GENRES, RELATION_BY_NAME, RELATIONS
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.paths import expand_path, write_text_atomic
 from dlm_rag.progress import report_progress, track_progress
 
 MAX_PASSAGES = 10**6
 MAX_QUESTIONS_PER_PASSAGE = 100  # questions of one hop for each passage: more than its facts have wordings
+HELD_OUT_WORDING_SHARE = 0.2
+ANSWER_MARKER = "### "
+TEXTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("worlds.yaml").read_text("utf-8"))
+GENRES: dict[str, list[str]] = TEXTS["genres"]
+# The only words that names of all worlds share.
+NAME_PATTERN_WORDS = {
+    word for names in TEXTS["names"].values() for name in names for word in name.split() if "{" not in word
+}
+
+
+@dataclass(frozen=True)
+class Relation:
+    """A fact with all its wordings, as worlds.yaml describes them."""
+
+    name: str
+    subject: str
+    object: str
+    sentences: list[str]
+    phrases: list[str]
+    questions: list[str]
+    trace: str
+
+
+RELATIONS = {each["name"]: Relation(**each) for each in TEXTS["relations"]}
 
 
 @dataclass(eq=False)
@@ -49,7 +74,6 @@ class Entity:
 class World:
     """The entities of a world and the text of each one's passage, by id."""
 
-    split: str
     entities: list[Entity]
     contents: dict[str, str]
 
@@ -62,7 +86,6 @@ class WorldQuestion:
     objects: tuple[str, ...]  # what each hop finds; the last is the answer
     subjects: tuple[Entity, ...]
     relations: tuple[str, ...]
-    held_out_path: bool
     held_out_wording: bool
 
     @property
@@ -77,7 +100,7 @@ class WorldQuestion:
     def sentences(self) -> list[str]:
         """The reasoning, one sentence a hop."""
         return [
-            RELATION_BY_NAME[name].trace.format(s=subject.name, o=found)
+            RELATIONS[name].trace.format(s=subject.name, o=found)
             for name, subject, found in zip(self.relations, self.subjects, self.objects, strict=True)
         ]
 
@@ -90,7 +113,7 @@ class WorldQuestion:
         """Where `reasoning` names what a hop found: (hop, start, end) in characters, in order."""
         found, at = [], 0
         for hop, (name, subject) in enumerate(zip(self.relations, self.subjects, strict=True)):
-            before = RELATION_BY_NAME[name].trace.partition("{o}")[0].format(s=subject.name)
+            before = RELATIONS[name].trace.partition("{o}")[0].format(s=subject.name)
             found.append((hop, at + len(before), at + len(before) + len(self.objects[hop])))
             at += len(self.sentences[hop]) + 1
         start = at + len(ANSWER_MARKER)
@@ -102,37 +125,31 @@ def make_world(seed: int, split: str = "test", passages: int = 2000) -> World:
     rng = random.Random(f"{split}/{seed}")
     # Few enough words that names share some: what distinguishes a name is the whole of it.
     pool = [make_word(rng, split) for _ in track_progress(range(2 * passages), "inventing words")]
-    entities = _make_entities(rng, pool, passages, split)
-    by_kind: dict[str, list[Entity]] = {}
-    for entity in entities:
-        by_kind.setdefault(entity.kind, []).append(entity)
-    _assign_facts(rng, by_kind)
-    contents = {e.id: _describe(rng, e, by_kind) for e in track_progress(entities, "inventing passages")}
-    return World(split, entities, contents)
-
-
-def _make_entities(rng: random.Random, pool: list[str], count: int, split: str) -> list[Entity]:
-    kinds = [
-        k for k, share in templates.ENTITY_KIND_SHARES.items() for _ in range(max(2, round(share * count)))
-    ]
+    counts = {kind: max(2, round(share * passages)) for kind, share in TEXTS["shares"].items()}
+    kinds = [kind for kind, count in counts.items() for _ in range(count)]
     rng.shuffle(kinds)
     names: dict[str, Entity] = {}
+    by_kind: dict[str, list[Entity]] = {}
     for number, kind in enumerate(track_progress(kinds, "inventing names")):
         while (name := make_name(rng, kind, pool, split)) in names:
             pass
         names[name] = Entity(f"e{number}", kind, name)
-    return list(names.values())
+        by_kind.setdefault(kind, []).append(names[name])
+    _assign_facts(rng, by_kind)
+    entities = list(names.values())
+    contents = {e.id: _describe(rng, e, by_kind) for e in track_progress(entities, "inventing passages")}
+    return World(entities, contents)
 
 
 def _assign_facts(rng: random.Random, by_kind: dict[str, list[Entity]]) -> None:
-    for relation in RELATIONS:
+    for relation in RELATIONS.values():
         for place, subject in enumerate(by_kind[relation.subject]):
             if relation.name in subject.facts:
                 continue
             if relation.object == "literal":
                 subject.facts[relation.name] = {
-                    "occupation": rng.choice(templates.OCCUPATIONS),
-                    "product": rng.choice(templates.PRODUCTS),
+                    "occupation": rng.choice(TEXTS["occupations"].split()),
+                    "product": rng.choice(TEXTS["products"].split()),
                     "year": str(rng.randrange(1800, 2000)),
                 }[relation.name]
                 continue
@@ -143,8 +160,8 @@ def _assign_facts(rng: random.Random, by_kind: dict[str, list[Entity]]) -> None:
             else:
                 other = rng.choice(others)
             subject.facts[relation.name] = other
-            if relation.name == "spouse" and "spouse" not in other.facts:
-                other.facts["spouse"] = subject
+            if relation.name == "spouse":
+                other.facts.setdefault("spouse", subject)
     for country in by_kind["country"]:  # a capital lies in its country
         capital = country.facts["capital"]
         assert isinstance(capital, Entity)
@@ -159,18 +176,18 @@ def get_object_text(value: Entity | str) -> str:
 def _describe(rng: random.Random, entity: Entity, by_kind: dict[str, list[Entity]]) -> str:
     sentences = []
     for name, value in entity.facts.items():
-        told = rng.choice(RELATION_BY_NAME[name].sentence_templates)
+        told = rng.choice(RELATIONS[name].sentences)
         sentences.append(told.format(s="{s}", o=get_object_text(value)))
     rng.shuffle(sentences)
     if rng.random() < 0.7:
-        aside = rng.choice(templates.ASIDE_TEMPLATES[entity.kind])
+        aside = rng.choice(TEXTS["asides"][entity.kind])
         work = rng.choice(by_kind[rng.choice(("book", "film", "album"))])
         aside = aside.format(p=rng.choice(by_kind["person"]).name, w=work.name, n=rng.randrange(20, 9000))
         sentences.insert(rng.randrange(len(sentences) + 1), aside)
     # The text opens with the name, as an encyclopedia does; after that a pronoun stands for it.
     pronoun = rng.choice(("He", "She")) if entity.kind == "person" else "It"
-    kind = rng.choice(GENRES.get(entity.kind, ("",)))
-    opening = templates.OPENING_TEMPLATES[entity.kind].format(s=entity.name, kind=kind)
+    kind = rng.choice(GENRES.get(entity.kind, [""]))
+    opening = TEXTS["openings"][entity.kind].format(s=entity.name, kind=kind)
     return " ".join((opening, *(sentence.format(s=pronoun) for sentence in sentences)))
 
 
@@ -183,23 +200,20 @@ def make_world_question(
     that training never shows. None when the path ran into a dead end: try again.
     """
     path = _sample_path(rng, start or rng.choice(world.entities), hops)
-    if path is None:
+    if path is None or (training and is_held_out_path(path[1])):
         return None
     subjects, relations = path
-    held_path = is_held_out_path(relations)
-    if training and held_path:
-        return None
     kind = subjects[0].kind
     phrase = f"the {kind} {subjects[0].name}" if kind in GENRES else subjects[0].name
-    wordings = [RELATION_BY_NAME[name].noun_phrases for name in relations[:-1]]
-    wordings.append(RELATION_BY_NAME[relations[-1]].question_templates)
-    held_wording = not training and rng.random() < templates.HELD_OUT_WORDING_SHARE
+    wordings = [RELATIONS[name].phrases for name in relations[:-1]]
+    wordings.append(RELATIONS[relations[-1]].questions)
+    held_wording = not training and rng.random() < HELD_OUT_WORDING_SHARE
     held_at = rng.randrange(hops) if held_wording else None
     for hop, known in enumerate(wordings):
         phrase = (known[-1] if hop == held_at else rng.choice(known[:-1])).format(s=phrase)
     objects = [*subjects[1:], subjects[-1].facts[relations[-1]]]
     texts = tuple(map(get_object_text, objects))
-    return WorldQuestion(phrase, texts, tuple(subjects), tuple(relations), held_path, held_wording)
+    return WorldQuestion(phrase, texts, tuple(subjects), tuple(relations), held_wording)
 
 
 def _sample_path(rng: random.Random, subject: Entity, hops: int) -> tuple[list[Entity], list[str]] | None:
@@ -244,16 +258,6 @@ def make_world_questions(world: World, seed: int, per_hop: int = 100, hops: int 
     return list(found.values())
 
 
-def build_question_record(number: int, question: WorldQuestion) -> dict[str, Any]:
-    """The line of `questions.jsonl`."""
-    return {
-        "id": f"q{number}", "question": question.question, "golden_answers": [question.answer],
-        "supporting_ids": [subject.id for subject in question.subjects], "hops": question.hops,
-        "reasoning": question.reasoning, "path": list(question.relations),
-        "held_out_path": question.held_out_path, "held_out_wording": question.held_out_wording,
-    }  # fmt: skip
-
-
 def build_passage_record(world: World, entity: Entity) -> dict[str, str]:
     """The line of `corpus.jsonl`."""
     return {"id": entity.id, "title": entity.name, "contents": world.contents[entity.id]}
@@ -268,11 +272,18 @@ def write_world(
     """
     world = make_world(seed, split, passages)
     questions = make_world_questions(world, seed, per_hop, hops)
-    files = {
-        "corpus.jsonl": [build_passage_record(world, entity) for entity in world.entities],
-        "questions.jsonl": [build_question_record(n, q) for n, q in enumerate(questions)],
-    }
-    texts = {folder / name: "".join(json.dumps(r) + "\n" for r in files[name]) for name in files}
+    rows = [
+        {
+            "id": f"q{number}", "question": asked.question, "golden_answers": [asked.answer],
+            "supporting_ids": [subject.id for subject in asked.subjects], "hops": asked.hops,
+            "reasoning": asked.reasoning, "path": list(asked.relations),
+            "held_out_path": is_held_out_path(asked.relations), "held_out_wording": asked.held_out_wording,
+        }
+        for number, asked in enumerate(questions)
+    ]  # fmt: skip
+    corpus = [build_passage_record(world, entity) for entity in world.entities]
+    files: dict[str, list[Any]] = {"corpus.jsonl": corpus, "questions.jsonl": rows}
+    texts = {folder / name: "".join(json.dumps(row) + "\n" for row in files[name]) for name in files}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
@@ -299,9 +310,10 @@ def is_held_out_path(relations: Sequence[str]) -> bool:
 
 def make_word(rng: random.Random, split: str) -> str:
     """A pronounceable word of two syllables that belongs to `split`."""
+    onsets, vowels = TEXTS["onsets"].split(), TEXTS["vowels"].split()
     while True:
-        parts = [rng.choice(templates.ONSETS) + rng.choice(templates.VOWELS) for _ in range(2)]
-        word = ("".join(parts) + rng.choice(templates.CODAS)).capitalize()
+        parts = [rng.choice(onsets) + rng.choice(vowels) for _ in range(2)]
+        word = ("".join(parts) + rng.choice(TEXTS["codas"])).capitalize()
         if get_word_split(word) == split:
             return word
 
@@ -309,10 +321,9 @@ def make_word(rng: random.Random, split: str) -> str:
 def make_name(rng: random.Random, kind: str, pool: list[str], split: str) -> str:
     """A name for an entity of this kind; its words, of which "Mabesland" is one, belong to the split."""
     while True:
-        one, two = rng.sample(pool, 2)
-        name = rng.choice(templates.NAME_PATTERNS[kind]).format(one, two)
-        invented = {*name.split()} - templates.NAME_PATTERN_WORDS
-        if all(get_word_split(word) == split for word in invented):
+        words = rng.sample(pool, 2)
+        name: str = rng.choice(TEXTS["names"][kind]).format(*words)
+        if all(get_word_split(word) == split for word in {*name.split()} - NAME_PATTERN_WORDS):
             return name
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from dlm_rag.data.synthetic_world import (
+    NAME_PATTERN_WORDS,
     RELATIONS,
     build_passage_record,
     get_object_text,
@@ -17,7 +18,6 @@ from dlm_rag.data.synthetic_world import (
     make_world_questions,
     write_world,
 )
-from dlm_rag.data.templates import NAME_PATTERN_WORDS
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import build_query
@@ -111,8 +111,8 @@ def longest_piece(template):
 
 
 def test_training_questions_use_nothing_that_is_held_out(world):
-    shown = [w for r in RELATIONS for w in (*r.noun_phrases[:-1], *r.question_templates[:-1])]
-    held = [longest_piece(w[-1]) for r in RELATIONS for w in (r.noun_phrases, r.question_templates)]
+    shown = [w for r in RELATIONS.values() for w in (*r.phrases[:-1], *r.questions[:-1])]
+    held = [longest_piece(w[-1]) for r in RELATIONS.values() for w in (r.phrases, r.questions)]
     held = [piece for piece in held if not any(piece in wording for wording in shown)]
     assert len(held) > len(RELATIONS)
     rng = random.Random(0)
