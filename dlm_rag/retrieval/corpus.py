@@ -8,7 +8,9 @@ import reprlib
 import threading
 import weakref
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -30,7 +32,6 @@ from dlm_rag.files.paths import (
 )
 from dlm_rag.files.record_readers import (
     FIELD_ALIASES,
-    Record,
     get_field,
     get_record_id,
     is_json_lines,
@@ -55,7 +56,7 @@ MAX_ROW_CHARS = 4000
 MAX_CUT_CORPUS_BYTES = 256 << 20  # of a larger corpus, whose rows are taken as they are
 _PART_NUMBER = re.compile(r"#(?:[2-9]|[1-9][0-9]{1,5})\Z")  # of a part after the first of a row
 COUNTS_FILE = "counts.json"  # of the rows that were cut or left out
-CONVERTED_CORPUS_VERSION = 3  # raise it when other forms become other JSON lines
+CONVERTED_CORPUS_VERSION = 4  # raise it when other forms become other JSON lines
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,11 @@ class Passage:
         return f"{self.title}\n{self.contents}"
 
 
-class BlankPassageError(CorpusError):
-    """A row has neither text nor title."""
+class OtherRowError(CorpusError):
+    """A row is not a passage as it is: it has no text, is too long, or a question with passages."""
+
+
+Located = tuple[str, int, Passage]  # a passage behind its place in words, and the byte where it begins
 
 
 def get_row_id(passage_id: str) -> str:
@@ -107,7 +111,7 @@ def parse_passage(record: dict[str, Any], place: str) -> Passage:
     if not contents.strip():  # of BEIR, some rows are a title alone
         contents = (title or "").strip()
     if not contents:
-        raise BlankPassageError(f"{place}: '{name}' must be a text that is not empty")
+        raise OtherRowError(f"{place}: '{name}' must be a text that is not empty")
     return Passage(get_record_id(record, "passage", place, CorpusError), title or "", contents)
 
 
@@ -135,18 +139,16 @@ class Corpus(Sequence[Passage]):
         return len(self._offsets) - 1
 
     def split_into_shards(self, scratch: Path, passages: int, size: int) -> list[Shard]:
-        """All rows by `split_rows`, each with a folder in the scratch folder of a resumable build."""
-        parts = scratch / PARTS_FOLDER
-        parts.mkdir(exist_ok=True)
-        return [(rows, parts / f"{rows.start}-{rows.stop}") for rows in self.split_rows(passages, size)]
+        """All rows in ranges of at most so many passages and so many bytes of the file, one row at least.
 
-    def split_rows(self, passages: int, size: int) -> list[range]:
-        """All rows in ranges of so many passages and so many bytes of the file at most; one at least."""
-        found, start = list[range](), 0
+        Each has a folder in the scratch folder of a resumable build.
+        """
+        (scratch / PARTS_FOLDER).mkdir(exist_ok=True)
+        found, start = list[Shard](), 0
         while start < len(self):
             fitting = int(np.searchsorted(self._offsets, self._offsets[start] + size, "right")) - 1
             stop = min(len(self), start + passages, max(fitting, start + 1))
-            found.append(range(start, stop))
+            found.append((range(start, stop), scratch / PARTS_FOLDER / f"{start}-{stop}"))
             start = stop
         return found
 
@@ -202,85 +204,103 @@ def open_corpus(path: str | Path, index_dir: str | Path | None = None) -> Corpus
 
     Files are in any form of `read_records`; what is not JSON lines yet is written as such once, next to
     the indexes. A file of questions that come with passages (`context` of HotpotQA, `paragraphs` of
-    MuSiQue) is the corpus of these. The file is hashed at every start, so an index over other bytes is
-    never used. The first start also reads every line. Raises `CorpusError` naming file and line.
+    MuSiQue) is the corpus of these. Rows that are documents are cut, and those without a text left out.
+    The file is hashed at every start, so an index over other bytes is never used. The first start also
+    reads every line. Raises `CorpusError` naming file and line.
     """
-    path, texts = expand_path(path, CorpusError), None
-    root = expand_path(index_dir, CorpusError, "retrieval.index_dir") if index_dir else get_cache_folder()
+    path, root = expand_path(path, CorpusError), _get_index_root(index_dir)
     try:
-        if path.is_dir():
-            if not list_text_files(path):
-                raise CorpusError(f"the folder {path} has no .txt or .md files")
-            texts, digest = path, fingerprint_text_folder(path)
-            path = _convert_to_jsonl(path, digest, read_text_passages, root)
-        path = resolve_regular_file(path, "corpus", CorpusError)
-        state, fingerprint = read_file_state(path), digest_file(path)
-        if not is_json_lines(path, CorpusError) or _holds_contexts(path):
-            path = _convert_to_jsonl(path, fingerprint, _read_passage_records, root)
-            state, fingerprint = read_file_state(path), digest_file(path)
+        is_folder = path.is_dir()
+        if is_folder and not list_text_files(path):
+            raise CorpusError(f"the folder {path} has no .txt or .md files")
+        path = path if is_folder else resolve_regular_file(path, "corpus", CorpusError)
+        state, digest = read_file_state(path), (fingerprint_text_folder if is_folder else digest_file)(path)
+        stem = path.name.partition(".")[0]
+        folder = root / make_folder_name(stem, "lines", CONVERTED_CORPUS_VERSION, path.name, digest)
+        if not is_folder and not folder.is_dir() and is_json_lines(path, CorpusError):
+            with suppress(OtherRowError):
+                return _open_json_lines(path, root, state, digest)
+        lines = _write_json_lines(path, folder / f"{stem}.jsonl")
+        found = _open_json_lines(lines, root, read_file_state(lines), digest_file(lines))
     except OSError as error:
         raise CorpusError(f"corpus '{error.filename or path}' cannot be read ({error.strerror})") from None
-    try:
-        if texts is None and _has_documents(path):
-            raise BlankPassageError
-        folder = _index_rows(path, fingerprint, root)
-    except BlankPassageError:
-        given, path = path, _convert_to_jsonl(path, fingerprint, _read_cut_passages, root)
-        state, fingerprint = read_file_state(path), digest_file(path)
-        folder = _index_rows(path, fingerprint, root)
-        log.warning("%s: %s", given, _describe_counts(path.parent))
-    found = Corpus(path, folder, fingerprint, state)
-    if texts is not None:
-        print_note(f"{texts}: {describe_text_folder(texts, len(found))}")
+    if is_folder:
+        print_note(f"{path}: {describe_text_folder(path, len(found))}")
     return found
 
 
-def _index_rows(path: Path, fingerprint: str, root: Path) -> Path:
-    """The folder of the indexes of a file, with where its rows begin."""
+def _get_index_root(index_dir: str | Path | None) -> Path:
+    return expand_path(index_dir, CorpusError, "retrieval.index_dir") if index_dir else get_cache_folder()
+
+
+def _open_json_lines(path: Path, root: Path, state: dict[str, int], fingerprint: str) -> Corpus:
+    """The corpus in JSON lines, whose rows are found at the first use; may raise `OtherRowError`."""
     folder = root / make_folder_name(path.stem, fingerprint)
     build_once(folder / "offsets", lambda scratch: save_array(scratch / "offsets.npy", _scan_offsets(path)))
-    return folder
+    return Corpus(path, folder, fingerprint, state)
 
 
-def _has_documents(path: Path) -> bool:
-    """Whether a row of a corpus that is not too large is longer than a passage."""
-    if path.stat().st_size > MAX_CUT_CORPUS_BYTES:
-        return False
-    with path.open("rb") as file:
-        for place, _, line in iter_lines(file, str(path), CorpusError):
-            if len(line) > MAX_ROW_CHARS:
-                contents = get_field(parse_json_object(line, place, CorpusError), "contents")[1]
-                if isinstance(contents, str) and len(contents) > MAX_ROW_CHARS:
-                    return True
-    return False
+def _write_json_lines(path: Path, target: Path) -> Path:
+    """Writes the passages of a file or folder as JSON lines at the first use, and says what is left out."""
+    counts = Counter[str]()
+
+    def build(scratch: Path) -> None:
+        log.info("reading %s into JSON lines", path)
+        with (scratch / target.name).open("w", encoding="utf-8") as file:
+            for _, _, passage in _check_ids(lambda: _read_rows(path, counts), path):
+                file.write(json.dumps(asdict(passage), ensure_ascii=False) + "\n")
+        (scratch / COUNTS_FILE).write_text(json.dumps(counts))
+
+    build_once(target.parent, build)
+    said = read_json_or_empty(target.parent / COUNTS_FILE)
+    if cut := said.get("cut"):
+        longer = f"{cut:,} rows are longer than {MAX_ROW_CHARS:,} characters"
+        log.warning("%s: %s: cut into %d passages", path, longer, said["parts"])
+    if blank := said.get("blank"):
+        log.warning("%s: %d rows without a text are left out", path, blank)
+    return target
 
 
-def _read_cut_passages(path: Path) -> Iterator[Record]:
-    """The rows of a file, long ones in passages: the first has the row's id, the others `id#2` and so on.
+def _read_rows(path: Path, counts: Counter[str]) -> Iterator[Located]:
+    """The rows of a file or folder as passages; counts those that are cut or left out.
 
-    Rows without text and title are left out.
+    Of a long row the first passage has its id, the others `id#2` and so on. Passages that come with
+    questions are read once each, with their titles as ids, other texts of a title as `title#2`.
     """
-    for place, row in read_records(path, CorpusError):
+    counts.clear()
+    records = read_text_passages(path) if path.is_dir() else read_records(path, CorpusError)
+    cuts = path.stat().st_size <= MAX_CUT_CORPUS_BYTES
+    texts: dict[str, list[bytes]] = {}  # digests of the texts of each title
+    for place, row in records:
+        given = _list_contexts(row, place)
+        for title, contents in given or ():
+            known, digest = texts.setdefault(title, []), blake3(contents.encode()).digest(16)
+            if digest not in known:
+                known.append(digest)
+                yield place, 0, Passage(_number_id(title or "untitled", len(known)), title, contents)
+        if given is not None:
+            continue
         try:
             passage = parse_passage(row, place)
-        except BlankPassageError:
+        except OtherRowError:
+            counts["blank"] += 1
             continue
         parts = [passage.contents]
-        if len(passage.contents) > MAX_ROW_CHARS:
+        if cuts and len(passage.contents) > MAX_ROW_CHARS:
             parts = split_passages(passage.contents)
+            counts.update(cut=1, parts=len(parts))
         for number, part in enumerate(parts, 1):
-            name = passage.id if number == 1 else f"{passage.id}#{number}"
-            yield place, {"id": name, "title": passage.title, "contents": part}
+            yield place, 0, Passage(_number_id(passage.id, number), passage.title, part)
 
 
-def _describe_counts(folder: Path) -> str:
-    counts = read_json_or_empty(folder / COUNTS_FILE)
-    cut, parts, blank = (counts.get(key, 0) for key in ("cut", "parts", "blank"))
-    said = [
-        f"{cut:,} rows are longer than {MAX_ROW_CHARS:,} characters: cut into {parts:,} passages"
-    ] * bool(cut)
-    said += [f"{blank:,} rows without a text are left out"] * bool(blank)
-    return "; ".join(said)
+def _number_id(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}#{number}"
+
+
+def _list_contexts(row: dict[str, Any], place: str) -> list[tuple[str, str]] | None:
+    """Title and text of the passages that come with a question; None for a row that is a passage."""
+    given = get_field(row, "contents")[1] is not None
+    return None if given else list_context_passages(row, place, CorpusError)
 
 
 def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Path:
@@ -289,7 +309,6 @@ def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Pat
     Documents of LangChain are such records too. Rows without an id are numbered from 1. Raises
     `CorpusError` that names the row.
     """
-    root = expand_path(index_dir, CorpusError, "retrieval.index_dir") if index_dir else get_cache_folder()
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a table of pandas
         rows = rows.to_dict("records")
     if isinstance(rows, Mapping):  # one passage, or texts by their ids
@@ -301,14 +320,14 @@ def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Pat
     for number, row in enumerate(rows, start=1):
         if isinstance(row, Passage):
             row = asdict(row)
-        if hasattr(row, "page_content"):
+        elif isinstance(row, str):
+            row = {"contents": row}
+        elif hasattr(row, "page_content"):
             row = {"contents": row.page_content, "title": str(row.metadata.get("title") or "")}
-        record = {"contents": row} if isinstance(row, str) else row
-        if not isinstance(record, Mapping):
-            raise CorpusError(
-                f"passage {number} is {type(row).__name__}: give a text, or a dict with 'text'"
-            )
-        named = {"id": str(number), **{key: value for key, value in record.items() if value is not None}}
+        if not isinstance(row, Mapping):
+            kind = type(row).__name__
+            raise CorpusError(f"passage {number} is {kind}: give a text, or a dict with 'text'")
+        named = {"id": str(number), **{key: value for key, value in row.items() if value is not None}}
         passage = parse_passage(named, f"passage {number}")
         lines.append(json.dumps(asdict(passage), ensure_ascii=False) + "\n")
     if not lines:
@@ -318,76 +337,30 @@ def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Pat
     def build(scratch: Path) -> None:
         (scratch / "texts.jsonl").write_bytes(text)
 
-    return build_once(root / make_folder_name("texts", blake3(text).hexdigest()), build) / "texts.jsonl"
-
-
-def _convert_to_jsonl(
-    path: Path, fingerprint: str, read: Callable[[Path], Iterator[Record]], root: Path
-) -> Path:
-    """The file of JSON lines with the passages of a corpus in another form, written at the first use."""
-    name = f"{path.name.partition('.')[0]}.jsonl"
-
-    def read_passages() -> Iterator[tuple[str, int, Passage]]:
-        return ((place, 0, parse_passage(record, place)) for place, record in read(path))
-
-    def build(scratch: Path) -> None:
-        log.info("reading %s into JSON lines", path)
-        rows = dict[str, int]()  # passages of each place
-        with (scratch / name).open("w", encoding="utf-8") as file:
-            for place, _, passage in _check_ids(read_passages, path):
-                file.write(json.dumps(asdict(passage), ensure_ascii=False) + "\n")
-                if cuts:
-                    rows[place] = rows.get(place, 0) + 1
-        if cuts:
-            several = [count for count in rows.values() if count > 1]
-            blank = sum(1 for _ in read_records(path, CorpusError)) - len(rows)
-            counts = {"cut": len(several), "parts": sum(several), "blank": blank}
-            (scratch / COUNTS_FILE).write_text(json.dumps(counts))
-
-    cuts = read is _read_cut_passages
-    parts = (Path(name).stem, "cut" if cuts else "lines", CONVERTED_CORPUS_VERSION, path.name, fingerprint)
-    return build_once(root / make_folder_name(*parts), build) / name
-
-
-def _holds_contexts(path: Path) -> bool:
-    """Whether a file of JSON lines begins with a question that comes with passages."""
-    place, row = next(read_records(path, CorpusError), (str(path), {}))
-    given = get_field(row, "contents")[1] is not None
-    return not given and list_context_passages(row, place, CorpusError) is not None
-
-
-def _read_passage_records(path: Path) -> Iterator[Record]:
-    """The passages of a file; those that come with questions each once, with their titles as ids.
-
-    Another text of the same title is `title#2`, and so on.
-    """
-    texts: dict[str, list[bytes]] = {}  # digests of the texts of each title
-    for place, row in read_records(path, CorpusError):
-        given = get_field(row, "contents")[1] is not None
-        passages = None if given else list_context_passages(row, place, CorpusError)
-        if passages is None:
-            yield place, row
-        for title, contents in passages or ():
-            known, digest = texts.setdefault(title, []), blake3(contents.encode()).digest(16)
-            if digest not in known:
-                known.append(digest)
-                name = f"{title or 'untitled'}#{len(known)}" if len(known) > 1 else title or "untitled"
-                yield place, {"id": name, "title": title, "contents": contents}
+    folder = _get_index_root(index_dir) / make_folder_name("texts", blake3(text).hexdigest())
+    return build_once(folder, build) / "texts.jsonl"
 
 
 def _scan_offsets(path: Path) -> np.ndarray:
     """Where each passage begins, and the end of the file, after checking every line.
 
-    Blank lines belong to the passage before them, as white space that JSON ignores.
+    Blank lines belong to the passage before them, as white space that JSON ignores. Raises `OtherRowError`
+    for a row that `_read_rows` makes something else of.
     """
-
-    def read_passages() -> Iterator[tuple[str, int, Passage]]:
-        with path.open("rb") as file:
-            for place, start, line in iter_lines(file, str(path), CorpusError):
-                yield place, start, parse_passage(parse_json_object(line, place, CorpusError), place)
-
     size, at = path.stat().st_size, 0
     offsets = array("q")
+
+    def read_passages() -> Iterator[Located]:
+        with path.open("rb") as file:
+            for place, start, line in iter_lines(file, str(path), CorpusError):
+                row = parse_json_object(line, place, CorpusError)
+                if _list_contexts(row, place) is not None:
+                    raise OtherRowError
+                passage = parse_passage(row, place)
+                if size <= MAX_CUT_CORPUS_BYTES and len(passage.contents) > MAX_ROW_CHARS:
+                    raise OtherRowError
+                yield place, start, passage
+
     with report_progress(f"reading {path.name}", size, "bytes") as advance:
         for _, start, _ in _check_ids(read_passages, path):
             offsets.append(start)
@@ -396,13 +369,10 @@ def _scan_offsets(path: Path) -> np.ndarray:
     return np.frombuffer(offsets, np.int64)
 
 
-def _check_ids(
-    read: Callable[[], Iterator[tuple[str, int, Passage]]], path: Path
-) -> Iterator[tuple[str, int, Passage]]:
-    """What `read` gives: place, offset, passage.
+def _check_ids(read: Callable[[], Iterator[Located]], path: Path) -> Iterator[Located]:
+    """What `read` gives. At its end raises `CorpusError` for nothing, or an id that occurs a second time.
 
-    At its end raises `CorpusError` where there was nothing, or an id occurs a second time. Held are 8 bytes
-    of each; where two agree in these, `read` is called again.
+    Held are 8 bytes of each id; where two agree in these, `read` is called again.
     """
     digests = array("Q")
     for place, start, passage in read():
