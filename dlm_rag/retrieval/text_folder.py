@@ -47,24 +47,23 @@ def list_text_files(folder: Path) -> list[Path]:
     return [path for path in _list_files(folder) if path.suffix.lower() in read]
 
 
+def _list_files(folder: Path) -> list[Path]:
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return [p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
+
+
 def describe_text_folder(folder: Path, passages: int) -> str:
     """What was read of a folder, and which of its files were not."""
     files = list_text_files(folder)
     read, left_out = len(files), sorted({*_list_files(folder)} - {*files})
-    skipped = [replace_control_chars(path.relative_to(folder).as_posix()) for path in left_out]
-    named = ", ".join(skipped[:SKIPPED_NAMES]) + ", ..." * (len(skipped) > SKIPPED_NAMES)
-    if any(path.suffix.lower() in DOCUMENT_SUFFIXES for path in left_out):
-        named += " (documents are read with: pip install 'dlm_rag[documents]')"
     line = f"read {read:,} file{'s' * (read != 1)} into {passages:,} passage{'s' * (passages != 1)}"
-    return line + (f"; skipped {len(skipped):,}: {named}" if skipped else "")
-
-
-def _list_files(folder: Path) -> list[Path]:
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
+    if not left_out:
+        return line
+    names = [path.relative_to(folder).as_posix() for path in left_out[:SKIPPED_NAMES]]
+    named = replace_control_chars(", ".join(names)) + ", ..." * (len(left_out) > SKIPPED_NAMES)
+    if any(path.suffix.lower() in _READERS for path in left_out):
+        named += " (documents are read with: pip install 'dlm_rag[documents]')"
+    return f"{line}; skipped {len(left_out):,}: {named}"
 
 
 def fingerprint_text_folder(folder: Path) -> str:
@@ -81,26 +80,19 @@ def read_text_passages(folder: Path) -> Iterator[Record]:
     Raises `CorpusError` for a text that is not UTF-8, and for a document that cannot be read.
     """
     for path in list_text_files(folder):
-        name, count = path.relative_to(folder).as_posix(), 0
-        suffix = path.suffix.lower()
-        markdown = suffix not in (".txt", ".pdf")
-        text = _read_text(path) if suffix in TEXT_FILE_SUFFIXES else read_document(path)
+        name, count, title = path.relative_to(folder).as_posix(), 0, path.stem
         if any("\ud800" <= char <= "\udfff" for char in name):  # as Python has bytes that are no UTF-8
             raise CorpusError(f"{path!a}: the name is not UTF-8: rename the file")
-        named, text = split_front_matter(text) if markdown else ("", text)
-        for title, body in split_markdown_sections(text) if markdown else [("", text)]:
+        text, markdown = read_document(path), path.suffix.lower() not in (".txt", ".pdf")
+        if markdown and (front := _FRONT_MATTER.match(text)):
+            text = text[front.end() :]
+            given = _FRONT_TITLE.search(front[0])
+            title = (given[1].strip().strip("\"'") if given else "") or title
+        for heading, body in _split_sections(text) if markdown else [("", text)]:
             for passage in split_passages(body, markdown):
                 count += 1
-                heading = title or named or path.stem
-                yield str(path), {"id": f"{name}#{count}", "title": heading, "contents": passage}
-
-
-def _read_text(path: Path) -> str:
-    try:
-        data = path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-    except OSError as error:
-        raise CorpusError(f"{path} cannot be read ({error.strerror})") from None
-    return decode_utf8(data, str(path), CorpusError, "text")
+                record = {"id": f"{name}#{count}", "title": heading or title, "contents": passage}
+                yield str(path), record
 
 
 def split_passages(text: str, markdown: bool = False) -> list[str]:
@@ -112,16 +104,7 @@ def split_passages(text: str, markdown: bool = False) -> list[str]:
     return (MarkdownSplitter if markdown else TextSplitter)(PASSAGE_LENGTH_CHARS).chunks(wrapped)
 
 
-def split_front_matter(text: str) -> tuple[str, str]:
-    """The title that the front matter of Markdown gives, if any, and the text without it."""
-    found = _FRONT_MATTER.match(text)
-    if not found:
-        return "", text
-    title = _FRONT_TITLE.search(found[0])
-    return (title[1].strip().strip("\"'") if title else ""), text[found.end() :]
-
-
-def split_markdown_sections(text: str) -> Iterator[tuple[str, str]]:
+def _split_sections(text: str) -> Iterator[tuple[str, str]]:
     """The headings of Markdown with what stands below each; what is above the first has none."""
     title, start = "", 0
     for found in _SECTION.finditer(text):
@@ -139,14 +122,18 @@ def list_document_suffixes() -> list[str]:
 def read_document(path: Path) -> str:
     """The text of a file, its headings as Markdown has them.
 
-    Raises `CorpusError` for a file that is damaged, encrypted or larger than `MAX_DOCUMENT_BYTES`.
+    Raises `CorpusError` for a text that is not UTF-8, and a document that is damaged, encrypted or larger
+    than `MAX_DOCUMENT_BYTES`.
     """
+    suffix = path.suffix.lower()
     with translate_failures(CorpusError, f"{path} cannot be read"):
+        if suffix in TEXT_FILE_SUFFIXES:
+            data = path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+            return decode_utf8(data, str(path), CorpusError, "text")
         if path.stat().st_size > MAX_DOCUMENT_BYTES:
-            raise CorpusError(
-                f"{path} is larger than {MAX_DOCUMENT_BYTES >> 20} MiB: split it, or leave it out"
-            )
-        text = _READERS[path.suffix.lower()][1](path)
+            most = f"{MAX_DOCUMENT_BYTES >> 20} MiB"
+            raise CorpusError(f"{path} is larger than {most}: split it, or leave it out")
+        text = _READERS[suffix][1](path)
     lines = (" ".join(line.split()) for line in text.encode(errors="replace").decode().splitlines())
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 
@@ -211,4 +198,3 @@ _READERS: dict[str, tuple[str, Callable[[Path], str]]] = {  # by suffix: the pac
     ".docx": ("docx", _read_docx),
     ".tex": ("pylatexenc", _read_tex),
 }
-DOCUMENT_SUFFIXES = tuple(_READERS)
