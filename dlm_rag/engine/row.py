@@ -18,7 +18,7 @@ from dlm_rag.evidence.prompt_segments import Evidence, LaidOutPrompt
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.questions import Question
 from dlm_rag.randomness import sample_uniform
-from dlm_rag.retrieval.base import query_uses_provisional_tokens
+from dlm_rag.retrieval.base import resolve_query_threshold
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.tokenizer import Tokenizer
 
@@ -230,7 +230,7 @@ class Row:
         settings, length, (begin, end) = self.settings, self.canvas.length, self.current_block
         if self.laid_out_prompt.predicts_next_block and self.canvas.first_masked == begin:
             return begin, begin
-        ahead = query_uses_provisional_tokens(settings.query_policy, settings.query_threshold)
+        ahead = resolve_query_threshold(settings.query_policy, settings.query_threshold) <= 1
         if settings.query_window and end < length and ahead:
             last = min(end + settings.query_window, length) - 1
             end = min(self.laid_out_prompt.block_bounds(last)[1], length)

@@ -36,7 +36,7 @@ from dlm_rag.errors import ConfigError, TraceError
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.questions import Question
-from dlm_rag.retrieval.base import QUERIES, query_uses_provisional_tokens
+from dlm_rag.retrieval.base import QUERIES, resolve_query_threshold
 from dlm_rag.text import content_words, get_title_line, overlapping_spans, split_words, strip_disambiguation
 
 PAGE_FOLDER = Path(__file__).parent
@@ -147,7 +147,7 @@ def build_start_record(rollout: Rollout, ghosts: bool) -> dict[str, Any]:
         "canvas": rollout.canvas_length,
         "guesses": policy in QUERIES
         and threshold is not None
-        and query_uses_provisional_tokens(policy, threshold),
+        and resolve_query_threshold(policy, threshold) <= 1,
         "ghosts": ghosts,
         "settings": [f"decode.{key}={value}" for key, value in settings.items()],
     }

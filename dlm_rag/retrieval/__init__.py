@@ -87,7 +87,7 @@ _DENSE = ("top_k", "embedding_model", "query_prompt", "passage_prompt")
 RETRIEVERS = {
     "bm25": RetrieverLoader("dlm_rag.retrieval.bm25:open_bm25_retriever", ("top_k", "bm25_query")),
     "dense": RetrieverLoader("dlm_rag.retrieval.dense:open_dense_retriever", _DENSE),
-    "hybrid": RetrieverLoader("dlm_rag.retrieval.base:open_hybrid_retriever", ("bm25_query", *_DENSE)),
+    "hybrid": RetrieverLoader("dlm_rag.retrieval.dense:open_hybrid_retriever", ("bm25_query", *_DENSE)),
     "none": RetrieverLoader("dlm_rag.retrieval.base:open_no_retriever"),
 }
 # By the scheme of `retrieval.url`: what makes a retriever of a config.

@@ -29,7 +29,6 @@ V = TypeVar("V")
 TIE_DECIMALS = 6
 MAX_CACHED_RESULTS = 65536  # vectors and rankings of query parts: a sentence recurs from step to step
 FUSION_DEPTH = 50  # results of each retriever that hybrid search fuses
-FUSION_CONSTANT = 60
 
 
 @dataclass(frozen=True)
@@ -119,11 +118,6 @@ def resolve_query_threshold(policy: str, query_threshold: float) -> float:
     """The confidence from which a guess enters the query; above 1 for committed tokens only."""
     committed_only = not find_query_policy(policy).reads_guesses or query_threshold >= 1.0
     return 2.0 if committed_only else query_threshold
-
-
-def query_uses_provisional_tokens(policy: str, query_threshold: float) -> bool:
-    """Whether a query may hold what is not committed yet."""
-    return resolve_query_threshold(policy, query_threshold) <= 1
 
 
 class Retriever(Protocol):
@@ -244,7 +238,7 @@ def interleave_rankings(rankings: Sequence[Sequence[K]], depth: int) -> list[K]:
 
 
 class MemoizedBatchFunction(Generic[K, V]):
-    """Computes a value for each key, and remembers `most` of them; any number of threads may ask.
+    """Computes a value for each key, and remembers some `most` of them; any number of threads may ask.
 
     `compute` gets several keys at once, and is never called by two threads at a time.
     """
@@ -257,11 +251,9 @@ class MemoizedBatchFunction(Generic[K, V]):
     def __call__(self, keys: Iterable[K]) -> list[V]:
         keys = list(keys)
         with self._lock:
-            new = [key for key in dict.fromkeys(keys) if key not in self._known]
-            if len(self._known) + len(new) > self._most:
+            if len(self._known) > self._most:
                 self._known.clear()
-                new = list(dict.fromkeys(keys))
-            if new:
+            if new := [key for key in dict.fromkeys(keys) if key not in self._known]:
                 self._known.update(zip(new, self._compute(new), strict=True))
             return [self._known[key] for key in keys]
 
@@ -276,7 +268,7 @@ def fuse_rankings(rankings: Sequence[Ranking], depth: int, fusion_depth: int) ->
     scores: dict[int, float] = {}
     for ranking in rankings:
         for rank, row in enumerate(ranking[:fusion_depth], start=1):
-            scores[row] = scores.get(row, 0.0) + 1.0 / (FUSION_CONSTANT + rank)
+            scores[row] = scores.get(row, 0.0) + 1.0 / (60 + rank)
     fused = sorted(scores, key=lambda row: -scores[row])
     return list(dict.fromkeys((*fused, *rankings[-1])))[:depth]
 

@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from multiprocessing import current_process, get_context, parent_process
@@ -36,7 +35,6 @@ from bm25s.stopwords import STOPWORDS_EN
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.files.build_once import Shard, build_once, build_shard, make_folder_name, save_array
-from dlm_rag.files.paths import get_cache_folder
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import report_progress
 from dlm_rag.retrieval.base import CorpusRetriever, MultiQueryRetriever, Query, Ranking
@@ -64,19 +62,15 @@ INDEX_FORM = "hashed words, pairs of letters"
 def _enable_numba_cache(function: Any) -> None:
     """Lets numba keep the machine code of a jitted function: the next process starts 5 seconds sooner.
 
-    numba's own places come first (beside the source, the user's cache folder), then the folder of our
-    indexes. Raises `ConfigError` where compiling is switched off: numba and numpy sort equal scores
-    differently.
+    Raises `ConfigError` where compiling is switched off: numba and numpy sort equal scores differently.
     """
     config: Any = numba.config  # its settings are made when it is imported
     if config.DISABLE_JIT:
         raise ConfigError("unset NUMBA_DISABLE_JIT: uncompiled search orders equal scores differently")
-    for folder in (config.CACHE_DIR, config.CACHE_DIR or str(get_cache_folder() / "numba")):
-        config.CACHE_DIR = folder
-        with suppress(RuntimeError):  # no place can be written
-            function.enable_caching()
-            return
-    log.warning("every start takes seconds longer: set NUMBA_CACHE_DIR to a folder that can be written")
+    try:
+        function.enable_caching()
+    except RuntimeError:
+        log.warning("every start takes seconds longer: set NUMBA_CACHE_DIR to a folder that can be written")
 
 
 _enable_numba_cache(retrieve_utils._retrieve_internal_jitted_serial)
@@ -98,9 +92,8 @@ class BM25Retriever(CorpusRetriever):
             resumable=True,
         )
         # Mapped, but as plain arrays: a memmap is slow at single numbers.
-        names = (WORDS, STARTS, ROWS, SCORES)
-        arrays = (np.asarray(np.load(folder / name, mmap_mode="r")) for name in names)
-        self._words, starts, rows, scores = arrays
+        files = (np.load(folder / name, mmap_mode="r") for name in (WORDS, STARTS, ROWS, SCORES))
+        self._words, starts, rows, scores = map(np.asarray, files)
         self._index = bm25s.BM25(BM25_K1, BM25_B, method="lucene", backend="numba")
         self._index.scores = {"data": scores, "indices": rows, "indptr": starts, "num_docs": len(corpus)}
         self._index.nonoccurrence_array = None
@@ -125,13 +118,10 @@ class BM25Retriever(CorpusRetriever):
     def _search_ids(self, asked: list[list[int]], depth: int) -> list[dict[int, float]]:
         if not asked:
             return []
-        results = self._index.retrieve(
-            asked, k=depth, n_threads=1, show_progress=False, backend_selection="numba"
-        )
-        return [
-            {row: score for row, score in zip(rows, scores, strict=True) if score > 0}
-            for rows, scores in zip(results.documents.tolist(), results.scores.tolist(), strict=True)
-        ]
+        options = {"n_threads": 1, "show_progress": False, "backend_selection": "numba"}
+        found = self._index.retrieve(asked, k=depth, **options)
+        pairs = zip(found.documents.tolist(), found.scores.tolist(), strict=True)
+        return [{row: score for row, score in zip(*both, strict=True) if score > 0} for both in pairs]
 
 
 def open_bm25_retriever(config: RetrievalConfig, corpus: Corpus) -> CorpusRetriever:
@@ -179,8 +169,8 @@ def _count_words(corpus: Corpus, rows: range) -> dict[str, np.ndarray]:
     """What the passages of some rows hold.
 
     words: (words,) ascending hashes. starts: (words + 1,) where the postings of each begin. rows:
-    (postings,) uint16, the passage, counted from the first of `rows`, ascending for each word. counts:
-    (postings,), how often it has the word. lengths: (passages,), its words, repeated ones counted.
+    (postings,) uint16 from the first of `rows` on, ascending for each word. counts: (postings,), how often
+    the passage has the word. lengths: (passages,), its words, repeated ones counted.
     """
     ids: defaultdict[str, int] = defaultdict()
     ids.default_factory = ids.__len__
@@ -206,14 +196,9 @@ def _count_words(corpus: Corpus, rows: range) -> dict[str, np.ndarray]:
 
 def _merge_words(folders: Sequence[Path]) -> tuple[np.ndarray, np.ndarray]:
     """The words of all shards, ascending, and where the postings of each begin in the index."""
-    words = np.empty(0, np.uint64)
-    pending: list[np.ndarray] = []
-    for n, folder in enumerate(folders):
-        pending.append(np.load(folder / "words.npy"))
-        if n + 1 == len(folders) or sum(map(len, pending)) > len(words):
-            words = np.concatenate([words, *pending])
-            words.sort()  # np.unique would hash them, in many times the memory
-            words, pending = words[np.diff(words, prepend=words[:1] + 1) != 0], []
+    words = np.concatenate([np.load(folder / "words.npy") for folder in folders])
+    words.sort()  # np.unique would hash them, in many times the memory
+    words = words[np.diff(words, prepend=words[:1] + 1) != 0]
     if not len(words):  # a corpus of stop words alone; a search wants a word, which no query has
         words = hash_words([""])
     starts = np.zeros(len(words) + 1, np.int64)

@@ -233,7 +233,7 @@ def _get_index_root(index_dir: str | Path | None) -> Path:
     return expand_path(index_dir, CorpusError, "retrieval.index_dir") if index_dir else get_cache_folder()
 
 
-def _open_json_lines(path: Path, root: Path, state: dict[str, int], fingerprint: str) -> Corpus:
+def _open_json_lines(path: Path, root: Path, state: list[int], fingerprint: str) -> Corpus:
     """The corpus in JSON lines, whose rows are found at the first use; may raise `OtherRowError`."""
     folder = root / make_folder_name(path.stem, fingerprint)
     build_once(folder / "offsets", lambda scratch: save_array(scratch / "offsets.npy", _scan_offsets(path)))
@@ -376,18 +376,13 @@ def _check_ids(read: Callable[[], Iterator[Located]], path: Path) -> Iterator[Lo
     """
     digests = array("Q")
     for place, start, passage in read():
-        digests.append(_digest_id(passage.id))
+        digests.append(int.from_bytes(blake3(passage.id.encode()).digest(8)))
         yield place, start, passage
     if not digests:
         raise CorpusError(f"{path} holds no passages")
     found = np.sort(np.frombuffer(digests, np.uint64))
-    twice, ids = set(found[1:][found[1:] == found[:-1]].tolist()), set[str]()
-    for place, _, passage in read() if twice else ():
-        if _digest_id(passage.id) in twice:
-            if passage.id in ids:
-                raise CorpusError(f"{place}: the id '{passage.id}' occurs a second time")
-            ids.add(passage.id)
-
-
-def _digest_id(name: str) -> int:
-    return int.from_bytes(blake3(name.encode()).digest(8))
+    ids = set[str]()
+    for place, _, passage in read() if (found[1:] == found[:-1]).any() else ():
+        if passage.id in ids:
+            raise CorpusError(f"{place}: the id '{passage.id}' occurs a second time")
+        ids.add(passage.id)

@@ -22,7 +22,6 @@ from dlm_rag.errors import CheckpointError, RunError, translate_failures
 from dlm_rag.files.build_once import build_once, build_shard, make_folder_name
 from dlm_rag.files.hub import HUB_FILE_PATTERNS, check_checkpoint_files, read_any_json, resolve_hub_folder
 from dlm_rag.files.paths import expand_path, resolve_path_inside
-from dlm_rag.machine import has_bfloat16
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import report_progress
 from dlm_rag.retrieval.base import (
@@ -48,7 +47,6 @@ BATCH_SIZE = 64  # texts embedded at once
 VECTORS_FILE = "vectors.npy"
 SHARD_BYTES = 1 << 30  # of the corpus, that are encoded at once
 SEARCH_BLOCK_BYTES = 256 << 20  # of passage vectors that one product reads
-PROBE_TEXTS = ["Where was the first of them made, in 1900 or before?"]
 _ELSEWHERE = ("tokenizer_name_or_path", "processor_name")  # settings that name another folder
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
@@ -196,11 +194,7 @@ def load_sentence_transformer(name: str, device: str | None = None) -> SentenceT
                 str(folder), device=device, trust_remote_code=False, local_files_only=True,
                 model_kwargs={"use_safetensors": True},
             )  # fmt: skip
-        if not has_bfloat16(encoder.device) and any(
-            p.dtype == torch.bfloat16 for p in encoder.parameters()
-        ):
-            encoder.float()  # which would only be emulated; float16 may be too narrow
-        tried = encoder.encode(PROBE_TEXTS, show_progress_bar=False)
+        tried = encoder.encode(["Where was the first of them made?"], show_progress_bar=False)
         if not (abs(tried) < float("inf")).all() or not tried.any():
             raise RunError("its vector of a text is zero or not finite: its weights are damaged")
     return encoder
@@ -224,10 +218,9 @@ def _check_encoder_files(folder: Path) -> None:
             )
         if path.name.endswith(("config.json", "modules.json")):
             settings = read_any_json(path)  # whatever is wrong is named by file
-            if isinstance(settings, dict) and (named := [key for key in _ELSEWHERE if settings.get(key)]):
-                raise CheckpointError(
-                    f"{path} has {named[0]}={settings[named[0]]!r:.60}: copy its files here"
-                )
+            for key in _ELSEWHERE if isinstance(settings, dict) else ():
+                if settings.get(key):
+                    raise CheckpointError(f"{path} has {key}={settings[key]!r:.60}: copy its files here")
             for module in settings if isinstance(settings, list) else ():
                 if isinstance(module, dict) and module.get("path"):
                     resolve_path_inside(folder, module["path"], str(path), CheckpointError)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError, CorpusError
@@ -54,6 +54,7 @@ GRPC_CHANNEL_OPTIONS = {f"grpc.{name}_reconnect_backoff_ms": 100 for name in ("i
     "grpc.use_local_subchannel_pool": 1,  # or a new channel shares the waits of an old one
 }
 _COLLECTION_NOT_FOUND, _NOT_LOADED = 100, 101  # codes of the engine
+_WRITTEN = {"consistency_level": "Bounded"}  # of reads where nothing is written any more
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class MilvusCollection:
     def __init__(self, url: str, seconds: float) -> None:
         """seconds: that a call may take. Raises `ConfigError` where no Milvus answers."""
         self.url, self._seconds = url, seconds
-        self.read_passages: MemoizedBatchFunction[int, Passage] = MemoizedBatchFunction(self.fetch_rows)
+        self.read_passages: MemoizedBatchFunction[int, Passage] = MemoizedBatchFunction(self._fetch_rows)
         parts = urlsplit(url)
         *database, self.name = parts.path.strip("/").split("/")
         if not re.fullmatch(r"[A-Za-z_]\w{0,254}", self.name, re.ASCII) or len(database) > 1:
@@ -115,7 +116,7 @@ class MilvusCollection:
             ) from None
 
     def describe(self) -> CollectionInfo | None:
-        """Returns what the collection says of itself, from then on in `info`; None where there is none.
+        """What the collection says of itself, from then on in `info`; None where there is none.
 
         Raises `CorpusError` where `dlm-rag index` did not make it, or in another form.
         """
@@ -123,15 +124,15 @@ class MilvusCollection:
             return None
         found = self._call("describe_collection").get("properties") or {}
         said = {name.removeprefix("dlm_rag."): value for name, value in found.items()}
-        if not said.get("fingerprint") or said.get("form") != str(COLLECTION_VERSION):
+        try:
+            if not said.get("fingerprint") or said.get("form") != str(COLLECTION_VERSION):
+                raise ValueError
+            self.info = TypeAdapter(CollectionInfo).validate_python(said)
+        except ValueError:
             raise CorpusError(
                 f"{self.url} was not built by this version of `dlm-rag index --to` (form "
                 f"{said.get('form')}): build one of another name"
-            )
-        try:
-            self.info = TypeAdapter(CollectionInfo).validate_python(said)
-        except ValidationError:
-            raise CorpusError(f"{self.url} has damaged properties: drop it, and build it again") from None
+            ) from None
         return self.info
 
     def create(self, info: CollectionInfo) -> None:
@@ -146,10 +147,7 @@ class MilvusCollection:
         self._call("create_collection", schema=schema, properties=info.to_properties())
 
     def check_index(self, create: bool = False) -> None:
-        """Raises `CorpusError` for an index that is not exact: it may miss the best hits.
-
-        create: one that is not there yet.
-        """
+        """Raises `CorpusError` for an index that may miss the best hits. create: one that is not there."""
         index = self._call("describe_index", VECTOR_FIELD) or {}
         kind = (index.get("index_type"), index.get("metric_type"))
         if create and not index:
@@ -176,18 +174,24 @@ class MilvusCollection:
 
     def check_row_count(self) -> None:
         """Raises `SearchUnavailableError` where the collection does not hold its passages."""
-        if (there := self.count_rows()) != self.info.passages:
+        if (there := self._count_rows()) != self.info.passages:
             raise SearchUnavailableError(
                 f"{self.url} holds {there:,} of {self.info.passages:,} passages: run `dlm-rag index --to` "
                 "again, which adds the missing ones"
             )
 
-    def count_rows(self, rows: int = 2**32) -> int:
-        """Returns how many of the first `rows` passages are there."""
+    def count_complete_rows(self) -> int:
+        """How many rows are there without a gap, counted from the first."""
+        rows = range(1, self.info.passages + 1)
+        return bisect_left(rows, True, key=lambda count: self._count_rows(count) < count)
+
+    def _count_rows(self, rows: int = 2**32) -> int:
+        """How many of the first `rows` passages are there."""
+        count = "count(*)"
         found = self._call(
-            "query", filter=f"row < {rows}", output_fields=["count(*)"], consistency_level="Strong"
+            "query", filter=f"row < {rows}", output_fields=[count], consistency_level="Strong"
         )
-        return int(found[0]["count(*)"])
+        return int(found[0][count])
 
     def upsert_passages(
         self, start: int, passages: Sequence[Passage], vectors: Sequence[Sequence[float]]
@@ -200,26 +204,23 @@ class MilvusCollection:
         self._call("upsert", entities)
 
     def search(self, vectors: list[list[float]], limit: int) -> list[Hits]:
-        """Returns the best `limit` hits of each vector; raises `SearchUnavailableError` for fewer."""
+        """The best `limit` hits of each vector; raises `SearchUnavailableError` for fewer."""
         size, found = max(1, min(MAX_REQUEST_ITEMS, MAX_REQUEST_HITS // limit)), []
+        wanted = {"anns_field": VECTOR_FIELD, "search_params": {"metric_type": EXACT_INDEX[1]}, **_WRITTEN}
         for n in range(0, len(vectors), size):
-            found += self._call(
-                "search", vectors[n : n + size], anns_field=VECTOR_FIELD, limit=limit,
-                output_fields=["row"], search_params={"metric_type": EXACT_INDEX[1]},
-                consistency_level="Bounded",  # nothing is written any more
-            )  # fmt: skip
+            batch = vectors[n : n + size]
+            found += self._call("search", batch, limit=limit, output_fields=["row"], **wanted)
         if any(len(hits) != min(limit, len(self)) for hits in found):
             raise SearchUnavailableError(f"{self.url} gives too few hits: a part may be down")
         return [[(hit["distance"], hit["row"]) for hit in hits] for hits in found]
 
-    def fetch_rows(self, rows: Sequence[int]) -> list[Passage]:
-        """Returns some passages; raises `SearchUnavailableError` for one that the engine leaves out."""
+    def _fetch_rows(self, rows: Sequence[int]) -> list[Passage]:
+        """Some passages; raises `SearchUnavailableError` for one that the engine leaves out."""
         found: dict[int, Passage] = {}
+        fields = ["row", *TEXT_FIELDS]
         for start in range(0, len(rows), MAX_REQUEST_ITEMS):
             keys = [*rows[start : start + MAX_REQUEST_ITEMS]]
-            for entity in self._call(
-                "get", keys, output_fields=["row", *TEXT_FIELDS], consistency_level="Bounded"
-            ):
+            for entity in self._call("get", keys, output_fields=fields, **_WRITTEN):
                 found[entity["row"]] = Passage(*(entity[field] for field in TEXT_FIELDS))
         if missing := [row for row in rows if row not in found]:
             raise SearchUnavailableError(
@@ -236,7 +237,7 @@ class MilvusCollection:
         return f"milvus-{self.info.form}-{self.info.fingerprint}"
 
     def _call(self, method: str, *given: Any, **settings: Any) -> Any:
-        """Returns what a method of the client says of the collection; raises as the class says."""
+        """What a method of the client says of the collection; raises as the class says."""
         settings = {"timeout": self._seconds} | settings
         try:
             try:
@@ -251,34 +252,32 @@ class MilvusCollection:
                 raise CorpusError(f"{self.url} is no longer there: build it again") from None
             raise SearchUnavailableError(f"{self.url}: {_summarize_failure(error)}") from None
 
+    def check_encoder(self, encoder: "TextEncoder") -> None:
+        """Raises `ConfigError` where its vectors are of another model or prompt."""
+        if encoder.index_folder_name != self.info.encoder:
+            raise ConfigError(
+                f"{self.url} holds vectors of embedding_model '{self.info.model}', not of "
+                f"'{encoder.model}' as it is here, with this passage_prompt"
+            )
+
 
 def _summarize_failure(error: Exception) -> str:
     return " ".join(str(getattr(error, "message", error)).split())[:300]
 
 
 class MilvusRetriever(CorpusRetriever):
-    """The best passages of a collection, equal ones in corpus order.
-
-    A search that fails raises `SearchUnavailableError`, for all of its queries; `CorpusError` says that the
-    collection is another than it was. Any number of threads may search.
-    """
+    """The best passages of a collection, equal ones in corpus order; any number of threads may search."""
 
     def __init__(self, collection: MilvusCollection, top_k: int, encoder: "TextEncoder") -> None:
         super().__init__(collection, top_k)  # type: ignore[arg-type]  # what is read of a corpus, it has
         self._collection, self._encoder = collection, encoder
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
-        """Ranks as in `CorpusRetriever`."""
-        texts = list(dict.fromkeys(query.text for query in queries))
         limit = min(depth + EXTRA_HITS, MAX_SEARCH_HITS)
         with profile_stage("retrieve/search"):
-            vectors = self._encoder.encode_queries(texts).tolist() if texts else []
+            vectors = self._encoder.encode_queries([query.text for query in queries]).tolist()
             answers = self._collection.search(vectors, limit)
-        found = {
-            text: [row for _, row in select_top_hits(hits, depth)]
-            for text, hits in zip(texts, answers, strict=True)
-        }
-        return [found[query.text] for query in queries]
+        return [[row for _, row in select_top_hits(hits, depth)] for hits in answers]
 
 
 def check_method(url: str, method: str) -> None:
@@ -291,10 +290,7 @@ def check_method(url: str, method: str) -> None:
 
 
 def open_milvus_retriever(config: RetrievalConfig) -> CorpusRetriever:
-    """Opens the collection of `config.url`, after all about it has been checked; loads it where it has to.
-
-    Raises `UserError` for what is wrong, with the remedy.
-    """
+    """Opens the collection of `config.url`, which it loads where it has to. Raises `UserError`."""
     url = config.url or ""
     check_method(url, config.method)
     try:
@@ -316,24 +312,14 @@ def open_milvus_retriever(config: RetrievalConfig) -> CorpusRetriever:
     from dlm_rag.retrieval.dense import TextEncoder  # after what is wrong with the collection is known
 
     encoder = TextEncoder(config)
-    _check_encoder(collection, encoder)
+    collection.check_encoder(encoder)
     return MultiQueryRetriever(MilvusRetriever(collection, config.top_k, encoder))
 
 
-def _check_encoder(collection: MilvusCollection, encoder: "TextEncoder") -> None:
-    """Raises `ConfigError` where the vectors of a collection are of another model or prompt."""
-    if encoder.index_folder_name != collection.info.encoder:
-        raise ConfigError(
-            f"{collection.url} holds vectors of embedding_model '{collection.info.model}', not of "
-            f"'{encoder.model}' as it is here, with this passage_prompt"
-        )
-
-
 def ingest_corpus(collection: MilvusCollection, corpus: Corpus, config: RetrievalConfig) -> int:
-    """Writes the passages of a corpus that a collection does not have yet; returns how many.
+    """Writes the passages that a collection does not have yet, in the order of rows; returns how many.
 
-    A stream in the order of rows: memory stays flat, and a build that was stopped is resumed. Where it is
-    unsure whether a passage was written it is written again: a key stands once. Raises `UserError` for a
+    A passage that may have been written is written again: its key stands once. Raises `UserError` for a
     collection that holds other passages or other vectors.
     """
     from dlm_rag.retrieval.dense import TextEncoder
@@ -347,10 +333,10 @@ def ingest_corpus(collection: MilvusCollection, corpus: Corpus, config: Retrieva
         there = collection.describe()  # another may be faster
     if there is None or there.fingerprint != corpus.fingerprint:
         raise CorpusError(f"{collection.url} holds other passages than {corpus.path}: give another name")
-    _check_encoder(collection, encoder)
+    collection.check_encoder(encoder)
     collection.check_index(create=True)
     collection.load()  # what is not loaded cannot be counted
-    start = count_complete_rows(collection)
+    start = collection.count_complete_rows()
     if there.finished and start == len(corpus):
         return 0
     with report_progress("writing passages", len(corpus), done=start) as advance:
@@ -361,9 +347,3 @@ def ingest_corpus(collection: MilvusCollection, corpus: Corpus, config: Retrieva
             advance(len(passages))
     collection.finish_build()
     return len(corpus) - start
-
-
-def count_complete_rows(collection: MilvusCollection) -> int:
-    """Returns how many rows are there without a gap, counted from the first."""
-    rows = range(1, collection.info.passages + 1)
-    return bisect_left(rows, True, key=lambda count: collection.count_rows(count) < count)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import secrets
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
@@ -41,9 +40,7 @@ if TYPE_CHECKING:
 
 MAX_GROWTH_FACTOR = 1000  # of a text in a normalizer or decoder, of which every replacement may double it
 _MARK = re.compile(r"\W?(<(?!0x)[^<>]{2,}>|\[[^][]{2,}\])")  # <|turn|>, [INST]; <0x0A> is a byte
-ADDED_MASK_TOKEN = "<|mask|>"  # for tokenizers that have none
-TEXT_CACHE_SIZE = 16384  # of passages, whose ids are kept: some 100 MB of texts of 100 words
-QUESTION_CACHE_SIZE = 1024  # of questions: each is asked about again while it is answered
+TEXT_CACHE_SIZE = 16384  # of passages and questions, whose ids are kept: some 100 MB of texts of 100 words
 
 
 @dataclass(frozen=True)
@@ -112,9 +109,8 @@ class Tokenizer:
         texts = (self._decode([token]) for token in sorted(self.special_ids))
         self._special_texts = [text for text in texts if text]
         self.encode = lru_cache(maxsize=TEXT_CACHE_SIZE)(self.encode_uncached)
-        self._head = lru_cache(maxsize=QUESTION_CACHE_SIZE)(self.encode_uncached)
-        self._find_spelled_script = lru_cache(maxsize=QUESTION_CACHE_SIZE)(self.find_spelled_script)
-        self._named_scripts = set[str]()  # that a warning has named
+        self._find_spelled_script = lru_cache(maxsize=1024)(self.find_spelled_script)
+        self._named_scripts = {""}  # that a warning has named
         # Bytes that are no whole character show as U+FFFD.
         self.token_text = lru_cache(maxsize=65536)(lambda token: self._decode([token]))
 
@@ -136,9 +132,9 @@ class Tokenizer:
         if config.mask_token_id is None and not autoregressive:
             raise CheckpointError(f"{checkpoint.folder} has no mask_token_id")
         layout = evidence_layout or config.evidence_layout
-        if prompt is None:
-            template = PromptTemplate.from_checkpoint(checkpoint.raw_config.get("prompt"), layout)
-        else:
+        own = checkpoint.raw_config.get("prompt")
+        template = PromptTemplate.from_checkpoint(own, layout)
+        if prompt is not None:
             template = load_prompt(prompt, layout)
         inner = load_tokenizer(checkpoint.folder)
         if template.chat and not inner.chat_template and checkpoint.raw_config["model_type"] != "dlm_rag":
@@ -182,14 +178,12 @@ class Tokenizer:
         template = self.template
         texts = [text.replace("{question}", question) for text in (template.head, template.foot)]
         texts[0] = f"{system}\n\n{texts[0]}" if system else texts[0]
-        head, foot = map(self._head, texts)
+        head, foot = map(self.encode, texts)
         if not head and not foot:
             raise QuestionError("the tokenizer makes no tokens of the question")
-        script = self._find_spelled_script(question)
-        if script not in self._named_scripts:
+        if (script := self._find_spelled_script(question)) not in self._named_scripts:
             self._named_scripts.add(script)
-            if script:
-                log.warning("this model's tokenizer spells %s letter by letter: expect no answers", script)
+            log.warning("this model's tokenizer spells %s letter by letter: expect no answers", script)
         facts = template.write_facts(passages)
         return Prompt(self._prefix + head, tuple(map(self.encode, facts)), foot + self._suffix)
 
@@ -243,18 +237,16 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
             found = Qwen2Tokenizer.from_pretrained(folder)
         else:
-            found = None
-    if found is not None:
-        if not found.chat_template and (folder / CHAT_TEMPLATE_FILE).is_file():
-            found.chat_template = read_chat_template(folder / CHAT_TEMPLATE_FILE)
-        return found
-    raise CheckpointError(f"{folder} has no tokenizer: tokenizer.json is missing")
+            raise CheckpointError(f"{folder} has no tokenizer: tokenizer.json is missing")
+    if not found.chat_template and (folder / CHAT_TEMPLATE_FILE).is_file():
+        found.chat_template = read_chat_template(folder / CHAT_TEMPLATE_FILE)
+    return found
 
 
 def add_mask_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id of a tokenizer's mask token, which is added where it has none."""
     if tokenizer.mask_token is None:
-        tokenizer.add_special_tokens({"mask_token": ADDED_MASK_TOKEN})
+        tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
     return int(tokenizer.mask_token_id)
 
 
@@ -268,14 +260,15 @@ class PlainTextEncoder:
     These are the ids in `control` (mask, ends) and `marks` (of a chat template) and all added tokens:
     special or not, but for white space and single characters, which are text, and for what unknown
     characters become. Raises `CheckpointError` where the mask or an end is that unknown token, or a
-    single character.
+    single character, and for other tokenizers than those of byte pairs, which all public families have.
     """
 
-    def __init__(
-        self, full: tokenizers.Tokenizer, control: frozenset[int], marks: frozenset[int] = frozenset()
-    ) -> None:
+    def __init__(self, full: tokenizers.Tokenizer, control: frozenset[int], marks: frozenset[int]) -> None:
         from tokenizers import Tokenizer
+        from tokenizers.models import BPE
 
+        if not isinstance(full.model, BPE):
+            raise CheckpointError(f"the tokenizer is {type(full.model).__name__}: only BPE is read")
         self._plain = Tokenizer(full.model)
         for part in ("normalizer", "decoder"):
             if _max_growth_factor(getattr(full, part)) > MAX_GROWTH_FACTOR:
@@ -291,7 +284,7 @@ class PlainTextEncoder:
             for token, item in full.get_added_tokens_decoder().items()
             if item.special or not (item.content.isspace() or len(item.content) == 1)
         }
-        unknown = self._find_unknown_id()
+        unknown = full.model.token_to_id(full.model.unk_token or "")
         self.meaning = (control | marks | added) - {unknown}
         for token in control:
             piece = self._plain.id_to_token(token)
@@ -315,15 +308,11 @@ class PlainTextEncoder:
 
         pieces = {self._plain.id_to_token(token) for token in self.meaning}
         everything = json.loads(self._plain.to_str())
-        everything["model"] = _drop_pieces(everything["model"], pieces)
+        model = everything["model"]
+        start = len(model["continuing_subword_prefix"] or "")
+        model["vocab"] = {piece: n for piece, n in model["vocab"].items() if piece not in pieces}
+        model["merges"] = [(a, b) for a, b in model["merges"] if pieces.isdisjoint({a, b, a + b[start:]})]
         return Tokenizer.from_str(json.dumps(everything))
-
-    def _find_unknown_id(self) -> int | None:
-        model = self._plain.model
-        if type(model).__name__ == "Unigram":  # which does not say
-            return json.loads(self._plain.to_str())["model"].get("unk_id")
-        unknown = getattr(model, "unk_token", None)
-        return None if unknown is None else model.token_to_id(unknown)
 
 
 def _max_growth_factor(rule: Any) -> float:
@@ -335,20 +324,3 @@ def _max_growth_factor(rule: Any) -> float:
         read = len((part.get("pattern") or {}).get("String", ""))  # an expression may match nothing
         growth *= max(1.0, written / read if read else 1 + written)
     return growth
-
-
-def _drop_pieces(model: dict[str, Any], pieces: set[str | None]) -> dict[str, Any]:
-    """The model of a `tokenizer.json` in which no text has one of these pieces."""
-    vocabulary = model["vocab"]
-    if isinstance(vocabulary, list):  # Unigram: the place in the list is the id
-        hidden = secrets.token_hex(16)  # a name that nobody can type
-        names = [f"{hidden}{n}" if piece in pieces else piece for n, (piece, _) in enumerate(vocabulary)]
-        return model | {
-            "vocab": [[name, score] for name, (_, score) in zip(names, vocabulary, strict=True)]
-        }
-    model = model | {"vocab": {piece: n for piece, n in vocabulary.items() if piece not in pieces}}
-    if "merges" in model:
-        start = len(model.get("continuing_subword_prefix") or "")
-        merges = model["merges"]
-        model["merges"] = [(a, b) for a, b in merges if pieces.isdisjoint({a, b, a + b[start:]})]
-    return model

@@ -28,6 +28,9 @@ from dlm_rag.files.paths import expand_path
 from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS
 from dlm_rag.text import ANSWER_FORMS
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _PLACES = re.compile(r"\{(?:number|passage|title|text)\}")
 
 
@@ -149,9 +152,6 @@ def load_prompt(name: str, layout: str) -> PromptTemplate:
     return PromptTemplate.from_checkpoint(found or {}, layout)
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 CHAT_TEMPLATE_FILE = "chat_template.json"  # where neither tokenizer_config.json nor a .jinja has one
 RENDER_SECONDS = 5
 RENDER_BYTES = 2**30  # beside what the process has already
@@ -168,8 +168,7 @@ def render_chat_affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
         return tokenizer.bos_token or "", ""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    failing = translate_failures(CheckpointError, "the chat template cannot be rendered")
-    with failing, _limit_time(), _limit_memory():
+    with translate_failures(CheckpointError, "the chat template cannot be rendered"), _limit_rendering():
         text = _compile_jinja_template(tokenizer.get_chat_template()).render(
             **tokenizer.special_tokens_map,
             messages=[{"role": "user", "content": _MESSAGE}],
@@ -198,7 +197,8 @@ def read_chat_template(path: Path) -> str:
 
 
 @contextmanager
-def _limit_time() -> Iterator[None]:
+def _limit_rendering() -> Iterator[None]:
+    """Bounds time and, where there is /proc, memory; only in the main thread, which signals come to."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -206,28 +206,17 @@ def _limit_time() -> Iterator[None]:
     def stop(*_: int | FrameType | None) -> None:
         raise TimeoutError(f"it takes more than {RENDER_SECONDS} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
+    held, (soft, hard) = Path("/proc/self/statm"), resource.getrlimit(resource.RLIMIT_AS)
+    limit = soft
+    if held.is_file():
+        most = int(held.read_text().split()[0]) * resource.getpagesize() + RENDER_BYTES
+        limit = most if soft == resource.RLIM_INFINITY else min(soft, most)
+    handler = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     try:
         yield
     finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-@contextmanager
-def _limit_memory() -> Iterator[None]:
-    """Lets the process take no more than `RENDER_BYTES` besides; does nothing without /proc."""
-    held = Path("/proc/self/statm")
-    before, most = resource.getrlimit(resource.RLIMIT_AS)
-    if not held.is_file() or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pages = int(held.read_text().split()[0])
-    limit = pages * resource.getpagesize() + RENDER_BYTES
-    lower = [value for value in (before, limit) if value != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min(lower), most))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (before, most))
+        signal.signal(signal.SIGALRM, handler)

@@ -12,9 +12,11 @@ import torch
 
 from dlm_rag import load_retriever
 from dlm_rag.config import load_config
+from dlm_rag.config.fields import import_object
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import read_questions
+from dlm_rag.retrieval import RETRIEVERS
 from dlm_rag.retrieval.base import (
     HybridRetriever,
     MemoizedBatchFunction,
@@ -266,6 +268,7 @@ def test_a_retriever_of_ones_own_is_named_on_the_command_line(corpus_file, tmp_p
         load_retriever(config, retriever.corpus, method="string:digits")
     with pytest.raises(ConfigError, match=r"method=.*bm52.*nearest: 'bm25'"):
         load_retriever(config, retriever.corpus, method="bm52")
+    assert all(callable(import_object(each.load, "retrieval.method")) for each in RETRIEVERS.values())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -23,7 +23,7 @@ MASK, END = "<mask>", "<end>"
 WORDS = "who wrote Emma a b < > ask <m k> m s k e n d </s> |".split()
 
 
-def byte_level(backend=None):
+def byte_level():
     """Byte pairs that can spell the mask by merges, and find it whole."""
     alphabet = json.loads(byte_tokenizer().backend_tokenizer.to_str())["model"]["vocab"]
     parts = ["<m", "as", "<mas", "k>", MASK, "<e", "nd", "nd>", END, f"{MASK}a", "wr"]
@@ -35,28 +35,6 @@ def byte_level(backend=None):
     return backend
 
 
-def unigram():
-    pieces = [("<unk>", 0.0), (MASK, 0.0), (END, 0.0), *((word, -3.0) for word in WORDS), ("▁", -2.0)]
-    backend = Backend(models.Unigram(pieces, unk_id=0, byte_fallback=False))
-    backend.normalizer = normalizers.NFKC()
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    return backend
-
-
-def make_word_tokenizer(model):
-    listed = ["[UNK]", MASK, END, *WORDS, *(f"##{word}" for word in WORDS)]
-    backend = Backend(model({word: n for n, word in enumerate(listed)}, unk_token="[UNK]"))
-    backend.normalizer = normalizers.NFKC()
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return backend
-
-
-BACKENDS = {
-    "byte pairs": byte_level,
-    "unigram": unigram,
-    "word pieces": lambda: make_word_tokenizer(models.WordPiece),
-    "words": lambda: make_word_tokenizer(models.WordLevel),
-}
 ADDED = {
     "in the vocabulary alone": [],
     "special": [AddedToken(name, special=True) for name in (MASK, END, "<|im_end|>")],
@@ -68,19 +46,18 @@ ADDED = {
         AddedToken("ask>", single_word=True),
     ],
 }  # fmt: skip
-TOKENIZERS = [(kind, added) for kind in BACKENDS for added in ADDED]
 
 
 @pytest.fixture(scope="module")
 def made():
-    """kind, added -> our tokenizer, one each."""
+    """How it was added -> our tokenizer, one each."""
     found = {}
-    for kind, added in TOKENIZERS:
-        backend = BACKENDS[kind]()
-        backend.add_tokens(ADDED[added])
+    for added, tokens in ADDED.items():
+        backend = byte_level()
+        backend.add_tokens(tokens)
         inner = PreTrainedTokenizerFast(tokenizer_object=backend)
         mask, end = backend.token_to_id(MASK), backend.token_to_id(END)
-        found[kind, added] = Tokenizer(inner, mask, PromptTemplate("{question}", "{passage}"), (end,))
+        found[added] = Tokenizer(inner, mask, PromptTemplate("{question}", "{passage}"), (end,))
     return found
 
 
@@ -90,11 +67,11 @@ TEXTS = st.lists(st.sampled_from([*MARKERS, *WORDS, " ", "\n", "é", "\0"]) | st
 )
 
 
-@pytest.mark.parametrize(("kind", "added"), TOKENIZERS)
+@pytest.mark.parametrize("added", ADDED)
 @given(text=TEXTS)
 @hypothesis_settings(60)
-def test_no_text_becomes_a_token_with_a_meaning(made, kind, added, text):
-    tokenizer = made[kind, added]
+def test_no_text_becomes_a_token_with_a_meaning(made, added, text):
+    tokenizer = made[added]
     control = {tokenizer.mask_id, *tokenizer.end_ids}
     assert control <= tokenizer._plain.meaning
     assert not tokenizer._plain.meaning & set(tokenizer.encode_uncached(text))
@@ -102,13 +79,13 @@ def test_no_text_becomes_a_token_with_a_meaning(made, kind, added, text):
         assert not tokenizer._plain.meaning & set(prompt.ids)
 
 
-@pytest.mark.parametrize(("kind", "added"), TOKENIZERS)
+@pytest.mark.parametrize("added", ADDED)
 @given(
     text=st.lists(st.sampled_from([*WORDS[:5], " ", "\n", "é", "日"]) | st.text("abcdehorw \n", max_size=3))
 )
 @hypothesis_settings(30)
-def test_text_without_markers_is_encoded_as_by_the_whole_tokenizer(made, kind, added, text):
-    tokenizer, text = made[kind, added], "".join(text)
+def test_text_without_markers_is_encoded_as_by_the_whole_tokenizer(made, added, text):
+    tokenizer, text = made[added], "".join(text)
     assert list(tokenizer.encode_uncached(text)) == tokenizer.inner.encode(text, add_special_tokens=False)
 
 
@@ -133,6 +110,7 @@ def test_white_space_and_characters_that_were_added_stay_text():
         ({"dropout": 0.5}, 260, "drops merges at random"),
         ({}, ord("a"), "'a' is the model's mask .* a single character"),
         ({}, 999, "mask_token_id=999 is not a token"),
+        ({"type": "Unigram", "vocab": [["<unk>", 0.0], [MASK, 0.0]]}, 1, "Unigram: only BPE is read"),
     ],
 )
 def test_a_tokenizer_that_no_text_is_safe_with_is_refused(change, mask, says):
@@ -189,22 +167,16 @@ def test_a_pattern_that_panics_is_an_error_of_its_question():
         tokenizer.encode("a" * 40 + "b")
 
 
-@pytest.mark.parametrize("kind", ["unigram", "words"])
-def test_what_marks_a_turn_is_no_text_though_nobody_declares_it(kind):
+def test_what_marks_a_turn_is_no_text_though_nobody_declares_it():
     """A piece of the vocabulary as any other, but for the chat template that has it."""
-    raw = json.loads(BACKENDS[kind]().to_str())
-    vocabulary = raw["model"]["vocab"]
-    if kind == "unigram":
-        vocabulary.append(["<|turn|>", -1.0])
-    else:
-        vocabulary["<|turn|>"] = len(vocabulary)
-    turn = len(vocabulary) - 1
+    raw = json.loads(byte_level().to_str())
+    turn = raw["model"]["vocab"]["<|turn|>"] = len(raw["model"]["vocab"])
     inner = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(json.dumps(raw)))
-    for template, marked in (("<|turn|> {{ messages[0].content }}", True), (None, False)):
+    for template, marked in (("<|turn|>{{ messages[0].content }}", True), (None, False)):
         inner.chat_template = template
-        tokenizer = Tokenizer(inner, 1, PromptTemplate("{question}", "{passage}"), (2,))
+        tokenizer = Tokenizer(inner, 260, PromptTemplate("{question}", "{passage}"), (264,))
         assert (turn in tokenizer.build_prompt("who", []).ids) == marked
-        assert (turn in tokenizer.encode("wrote <|turn|> Emma")) != marked
+        assert (turn in tokenizer.encode("<|turn|>")) != marked
 
 
 QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</tool_call>")
