@@ -32,10 +32,9 @@ from dlm_rag.config import Config, TrainConfig
 from dlm_rag.machine import describe_machine, get_code_commit
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.tokenizer import Tokenizer
-from dlm_rag.training.batches import Example, make_masked_batch
+from dlm_rag.training.batches import Example, MaskedObjective, make_masked_batch
 from dlm_rag.training.documents import PackedDocuments, open_token_file
 from dlm_rag.training.initial_model import DEFAULT_PROMPT_TEMPLATE, iterate_world_texts, train_tokenizer
-from dlm_rag.training.losses import MaskedObjective
 from dlm_rag.training.sources import write_world_documents
 from dlm_rag.training.step_memory import MemoryTracker
 

@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
     from dlm_rag.training.distributed import DistributedContext, translate_distributed_errors
     from dlm_rag.training.initial_model import open_initial_model
     from dlm_rag.training.plan import check_run_fits
-    from dlm_rag.training.run import run_training
+    from dlm_rag.training.trainer import run_training
 
     stop = StopSignal()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

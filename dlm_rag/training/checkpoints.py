@@ -38,12 +38,7 @@ from dlm_rag.files.hub import HUB_FILE_PATTERNS, resolve_hub_folder
 from dlm_rag.files.paths import compute_file_digest, digest_file, expand_path, write_text_atomic
 from dlm_rag.files.record_readers import list_row_files
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.training.distributed import (
-    DistributedContext,
-    get_full_tensor,
-    is_peer_lost,
-    make_peer_lost_error,
-)
+from dlm_rag.training.distributed import DistributedContext, check_peers, get_full_tensor
 from dlm_rag.training.initial_model import InitialModel
 from dlm_rag.training.task import Task, TaskState
 
@@ -181,46 +176,42 @@ def _check_digests(path: Path, digests: dict[str, str]) -> None:
 
 
 def find_latest_checkpoint(folder: Path) -> tuple[Path, CheckpointRecord] | None:
-    """The newest whole checkpoint of the run in `folder` and its record, or None without one.
-
-    Raises `CheckpointError` as `scan_checkpoints` does.
-    """
+    """The newest of `scan_checkpoints` and its record, or None without one."""
     return next(reversed(scan_checkpoints(folder)[0].items()), None)
 
 
+@dataclass(frozen=True)
 class Checkpoints:
     """The checkpoints of the run in `folder`, named by step."""
 
-    def __init__(self, folder: Path, processes: DistributedContext) -> None:
-        self._folder, self._processes = folder, processes
-        self._alone = processes.world_size == 1
+    folder: Path
+    processes: DistributedContext
 
     def save(
         self, record: CheckpointRecord, root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     ) -> Path:
         """Writes a checkpoint and removes the oldest beyond two; every process takes part."""
         step = record.state.step
-        target = self._folder / "checkpoints" / f"step-{step:08d}"
+        target = self.folder / "checkpoints" / f"step-{step:08d}"
         scratch = target.with_suffix(".part")
-        if self._processes.is_main:
+        if self.processes.is_main:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
-        self._processes.barrier()
+        self.processes.barrier()
         writer = HuggingFaceStorageWriter(str(scratch), save_distributed=True)
         try:
-            dcp.save(_collect_tensors(root, optimizers), storage_writer=writer, no_dist=self._alone)
+            dcp.save(_collect_tensors(root, optimizers), storage_writer=writer)
         except (Exception, CheckpointException) as error:  # torch wraps failures in a BaseException
-            if is_peer_lost(error):
-                raise make_peer_lost_error(error) from error
+            check_peers(error)
             raise RunError(
                 f"the checkpoint of step {step} could not be written to {target.parent} "
                 f"({_last_line(error)}); the one before is intact: make room and --resume"
             ) from error
         # Without a progress bar: the caller has its own.
-        own = {file.name: _compute_digest(file, False) for file in _share_files(scratch, self._processes)}
-        digests = dict(ChainMap(*self._processes.all_gather_object(own)))
-        self._processes.check_on_main(lambda: _check_digests(scratch, digests))
-        if self._processes.is_main:
+        own = {file.name: _compute_digest(file, False) for file in _share_files(scratch, self.processes)}
+        digests = dict(ChainMap(*self.processes.all_gather_object(own)))
+        self.processes.check_on_main(lambda: _check_digests(scratch, digests))
+        if self.processes.is_main:
             files = {file.name: file.stat().st_size for file in scratch.iterdir()}
             raw = {"format": CHECKPOINT_FORMAT, **asdict(replace(record, files=files, digests=digests))}
             write_text_atomic(scratch / RECORD_FILE, json.dumps(raw | {"digest": _digest_record(raw)}))
@@ -228,16 +219,16 @@ class Checkpoints:
                 shutil.rmtree(target)
             target.unlink(missing_ok=True)
             scratch.rename(target)
-            for old in [*scan_checkpoints(self._folder)[0]][:-KEPT_CHECKPOINTS]:
+            for old in [*scan_checkpoints(self.folder)[0]][:-KEPT_CHECKPOINTS]:
                 shutil.rmtree(old)
-        self._processes.barrier()
+        self.processes.barrier()
         return target
 
     def load(self, path: Path, root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Reads weights and the state of the optimizers into their places."""
         tensors, reader = _collect_tensors(root, optimizers), HuggingFaceStorageReader(str(path))
         try:
-            dcp.load(tensors, storage_reader=reader, no_dist=self._alone)
+            dcp.load(tensors, storage_reader=reader)
         except (Exception, CheckpointException) as error:
             raise CheckpointError(f"{path} does not belong to this run: {_last_line(error)}") from error
         for number, optimizer in enumerate(optimizers):
@@ -338,8 +329,7 @@ def check_resume_settings(
 ) -> None:
     """Raises `ConfigError` for the first thing that is not as it was when a checkpoint was written.
 
-    record: of the checkpoint. held: `fingerprint_files` of now. Settings that are younger than the
-    checkpoint may be anything.
+    held: `fingerprint_files` of now. Settings that are younger than the checkpoint may be anything.
     """
     for key, value in collect_settings(config, task).items():
         before = record.settings.get(key, value)

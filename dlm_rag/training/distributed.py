@@ -40,9 +40,13 @@ _GONE = re.compile(
 )
 
 
-def is_peer_lost(error: BaseException) -> bool:
-    """Whether an error of torch's is that another process is gone."""
-    return not isinstance(error, RunError) and _GONE.search(str(error)) is not None
+def check_peers(error: BaseException) -> None:
+    """Raises `RunError` where an error of torch's is that another process is gone."""
+    if not isinstance(error, RunError) and _GONE.search(str(error)):
+        raise RunError(
+            f"another process of this run has died or lost its connection ({summarize_error(error)}); the "
+            "last checkpoint is intact: start the run again with --resume"
+        ) from error
 
 
 @contextmanager
@@ -56,9 +60,8 @@ def translate_distributed_errors() -> Iterator[None]:
             "(gradient_accumulation_steps, activation_checkpointing, parallel=fsdp), then --resume"
         ) from error
     except RuntimeError as error:
-        if not is_peer_lost(error):
-            raise
-        raise make_peer_lost_error(error) from error
+        check_peers(error)
+        raise
     except (ConnectionError, TimeoutError):  # of a search, say: no file
         raise
     except OSError as error:
@@ -66,13 +69,6 @@ def translate_distributed_errors() -> Iterator[None]:
             f"{error.filename or 'a file of the run'} could not be written or read "
             f"({error.strerror or error}); the last checkpoint is intact: --resume goes on from it"
         ) from error
-
-
-def make_peer_lost_error(error: BaseException) -> RunError:
-    return RunError(
-        f"another process of this run has died or lost its connection ({summarize_error(error)}); the last "
-        "checkpoint is intact: start the run again with --resume"
-    )
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,7 @@ class DistributedContext:
     def init(cls, timeout: timedelta = TIMEOUT) -> "DistributedContext":
         """Meets the others, over NCCL where there is CUDA and over gloo where there is none.
 
-        Who waits for another for so long raises what `is_peer_lost` knows. Raises `ConfigError` where the
+        Who waits for another for so long raises what `check_peers` knows. Raises `ConfigError` where the
         environment is not as torchrun leaves it.
         """
         least = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}

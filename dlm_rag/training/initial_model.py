@@ -88,8 +88,8 @@ def _read_local_rows(value: Tensor, checkpoint: Checkpoint, name: str) -> None:
 def draw_fresh_weights(config: DenoiserConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a fresh denoiser by its name, whole, on the CPU.
 
-    Matrices are normal with variance 1 / fan-in, those that write into the residual stream smaller by
-    the square root of their number; gains are 1, those of queries and keys 1.5.
+    Matrices are normal with variance 1 / fan-in, those that write into the residual stream smaller by the
+    square root of their number; gains are 1, those of queries and keys 1.5.
     """
     with torch.device("meta"):
         shapes = Denoiser(config)

@@ -178,10 +178,9 @@ def select_validation_metrics(metrics: Metrics) -> Metrics:
 
 
 def start_wandb(config: Config, folder: Path) -> Any:
-    """A W&B run, or None when metrics go to JSON lines alone; `offline` needs no account.
+    """A W&B run, whose id is kept in `folder` for --resume, or None without; `offline` needs no account.
 
-    Its id is kept in `folder`, so that --resume adds to the same run. Raises `ConfigError` where W&B
-    takes no run.
+    Raises `ConfigError` where W&B takes no run.
     """
     mode: Any = config.train.wandb
     if mode == "off":

@@ -6,7 +6,7 @@ python sample.py --model GSAI-ML/LLaDA-8B-Instruct --plan plan.machine=v100
 
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -88,11 +88,7 @@ def count_kv_bytes(shape: DenoiserConfig, dtype: torch.dtype) -> int:
 
 
 def estimate_decode_bytes(shape: DenoiserConfig, dtype: torch.dtype, row: LongestRow, rows: int) -> float:
-    """Bytes in addition to the weights while so many rows are decoded; the pool of evidence is left out.
-
-    Keys and values of the rows; of what is being computed in a call, tokens of one layer at a time; the
-    logits that exist at a time.
-    """
+    """Bytes in addition to the weights while so many rows are decoded; the pool of evidence is left out."""
     size, experts, wide = dtype.itemsize, shape.experts, shape.intermediate_size
     total = row.prompt + row.canvas
     if experts is not None:
@@ -180,9 +176,9 @@ class TrainingPlan:
             ROLLOUT_EXTRA_KEY: max(0.0, self.decode_bytes - memory.gradients / shards - memory.activations),
         }
 
-    def step_seconds(self, machine: GpuSpec, dtype: torch.dtype, mfu: float) -> float:
-        """Returns the seconds of a step whose arithmetic runs at `mfu` of the peak."""
-        return self.flops / (self.devices * machine.flops[dtype] * mfu)
+    def step_seconds(self, machine: GpuSpec, dtype: torch.dtype) -> float:
+        """The seconds of a step whose arithmetic runs at `MFU` of the peak."""
+        return self.flops / (self.devices * machine.flops[dtype] * MFU)
 
 
 def plan_training(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> TrainingPlan:
@@ -190,9 +186,7 @@ def plan_training(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> 
 
     Raises `ConfigError` where so many devices cannot share a step.
     """
-    devices = config.plan.devices
-    train = replace(config.train, dtype=str(dtype).removeprefix("torch."))
-    config = replace(config, train=train)
+    devices, train = config.plan.devices, config.train
     check_parallelism(train, find_task(train).count_items(train)[0], devices)
     task = make_planned_task(config, shape)
     items = math.ceil(task.items / (devices * train.gradient_accumulation_steps))
@@ -215,9 +209,8 @@ def plan_training(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> 
 def make_planned_task(config: Config, shape: DenoiserConfig) -> Task:
     """The task of a run as it is trained, but for what its rows would come from."""
     tokenizer: Any = SimpleNamespace(end_ids=frozenset({0}), mask_id=shape.mask_token_id)
-    here = replace(config, model=replace(config.model, device="cpu"))
     origin = InitialModel(shape, tokenizer, None, config.train.seed, config.train.lora_rank)
-    return find_task(config.train)(Run(here, origin, Path()))
+    return find_task(config.train)(Run(config, origin, Path()))
 
 
 def check_run_fits(config: Config, count: int, device: torch.device) -> None:
@@ -337,7 +330,7 @@ def _make_machine_table(machines: list[GpuSpec], plan: TrainingPlan, dtype: torc
         if dtype not in machine.flops:
             table.add_row(machine.name, "none", size, fits, *[""] * 4)
             continue
-        seconds = plan.train.max_steps * plan.step_seconds(machine, dtype, MFU)
+        seconds = plan.train.max_steps * plan.step_seconds(machine, dtype)
         hours, rent = plan.devices * seconds / 3600, machine.rent
         energy, peak = hours * machine.watts / 1e3, f"{machine.flops[dtype] / 1e12:,.0f}"
         paid = _format_dollars(energy * PRICE_PER_KWH), _format_dollars(rent and hours * rent)

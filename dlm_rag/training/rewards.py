@@ -32,10 +32,7 @@ def compute_reward_parts(rollout: Rollout, question: Question, reward: str) -> d
 
 
 def compute_advantages(rewards: Sequence[float]) -> NDArray[np.float64]:
-    """Each reward (n,) less the mean of its group, by the group's deviation; all 0 without differences.
-
-    (GRPO, arXiv 2402.03300.)
-    """
+    """Each reward (n,) less the mean of its group, by their deviation (GRPO, arXiv 2402.03300), or 0."""
     values = np.asarray(rewards, dtype=np.float64)
     apart = values - values.mean() if len(values) else values
     deviation = float(apart.std()) if len(values) else 0.0

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
 from dlm_rag.config.fields import flatten_settings, replace_settings, resolve_or_import
-from dlm_rag.decode.rollout import Rollout, RolloutStep
+from dlm_rag.decode.rollout import Rollout
 from dlm_rag.engine.engine import Decoder, resolve_settings
 from dlm_rag.engine.policy import (
     ActionDistribution,
@@ -123,53 +123,50 @@ def make_file_source(
 def fill_rollout_buffer(decoder: Decoder, asked: Sequence[Question], train: TrainConfig) -> RolloutBuffer:
     """Decodes `train.num_generations` rollouts of each question, and weighs their steps.
 
-    Rollouts with an error leave their group, and are counted. From groups without differences nothing is
-    learned.
+    Those with an error leave their group, and are counted. Groups without differences teach nothing.
     """
     members = [replace(q, id=f"{q.id}.{member}") for q in asked for member in range(train.num_generations)]
     with profile_stage("rollout"):
         rollouts = decoder.decode(members)
     with profile_stage("reward"):
-        buffer = RolloutBuffer(dict.fromkeys(ROLLOUT_SUMS, 0.0), [])
+        sums, rows = dict.fromkeys(ROLLOUT_SUMS, 0.0), list[PolicyRow]()
         for number, question in enumerate(asked):
             group = rollouts[number * train.num_generations : (number + 1) * train.num_generations]
             sound = [rollout for rollout in group if not rollout.error]
             found = [compute_reward_parts(rollout, question, train.reward) for rollout in sound]
             advantages = compute_advantages([part["reward"] for part in found])
-            _count_group(buffer.sums, group, found)
-            buffer.sums["groups_mixed"] += advantages.any()
+            for name, value in _count_group(group, found).items():
+                sums[name] += value
+            sums["groups_mixed"] += advantages.any()
             for rollout, advantage in zip(sound, advantages, strict=True):
                 if advantage:
-                    buffer.rows.extend(sample_rollout_steps(rollout, float(advantage), train))
-    return buffer
+                    rows += sample_rollout_steps(rollout, float(advantage), train)
+    return RolloutBuffer(sums, rows)
 
 
 def sample_rollout_steps(rollout: Rollout, advantage: float, train: TrainConfig) -> list[PolicyRow]:
-    """The steps of a rollout that are learned from, each weighted by the number of steps it represents.
-
-    `train_steps_per_rollout` of S, sampled without replacement: the expectation of their weighted sum is
-    the sum over all.
+    """`train.train_steps_per_rollout` steps of a rollout, sampled without replacement, each weighted by the
+    number of steps it represents: the expectation of their weighted sum is the sum over all.
     """
     steps = [step for step in rollout.steps if step.action is not None]
     most, each = train.train_steps_per_rollout or len(steps), 1.0
     if most < len(steps):
         each = len(steps) / most
         steps = random.Random(f"steps/{train.seed}/{rollout.id}").sample(steps, most)
-    return [_make_row(rollout, step, advantage * each) for step in steps]
+    rows = []
+    for step in steps:
+        action, written = step.action, {token.position: token.token_id for token in step.committed}
+        assert action is not None
+        tokens = tuple(written.get(position, -1) for position in action.candidates)
+        state, numbers = rollout.states[step.step].training_row, (advantage * each, action.log_prob)
+        rows.append(PolicyRow(state, action.candidates, tokens, action.forced, *numbers))
+    return rows
 
 
-def _make_row(rollout: Rollout, step: RolloutStep, weight: float) -> PolicyRow:
-    action, written = step.action, {token.position: token.token_id for token in step.committed}
-    assert action is not None
-    tokens = tuple(written.get(position, -1) for position in action.candidates)
-    state = rollout.states[step.step].training_row
-    return PolicyRow(state, action.candidates, tokens, action.forced, weight, action.log_prob)
-
-
-def _count_group(sums: dict[str, float], group: Sequence[Rollout], found: list[dict[str, float]]) -> None:
+def _count_group(group: Sequence[Rollout], found: list[dict[str, float]]) -> dict[str, float]:
     actions = [step.action for rollout in group for step in rollout.steps if step.action is not None]
     right = sum(part["exact_match"] for part in found)
-    counted = {name: sum(part[name] for part in found) for name in ("reward", *REWARDS)} | {
+    return {name: sum(part[name] for part in found) for name in ("reward", *REWARDS)} | {
         "rollouts": len(found),
         "failed": len(group) - len(found),
         "groups": 1,
@@ -178,8 +175,6 @@ def _count_group(sums: dict[str, float], group: Sequence[Rollout], found: list[d
         "steps": len(actions),
         "forced": sum(action.forced for action in actions),
     }
-    for name, value in counted.items():
-        sums[name] += value
 
 
 MAX_LOGIT_BYTES = 4 * 2**30  # of logits that exist at a time, with all that is computed of them

@@ -9,6 +9,7 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -44,13 +45,13 @@ from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.training.batches import (
     Example,
     ExampleBuilder,
+    MaskedObjective,
     Pointer,
     make_masked_batch,
     mask_at_time,
     sample_passages,
 )
 from dlm_rag.training.documents import DOCUMENT_LAYOUT, PackedDocuments, open_token_file
-from dlm_rag.training.losses import MaskedObjective
 from dlm_rag.training.task import Run
 from dlm_rag.training.trainer import Trainer
 
@@ -89,10 +90,11 @@ class WorldExamples:
     """Batches of examples for every step; the worlds change as training goes on."""
 
     def __init__(self, builder: ExampleBuilder, train: TrainConfig, top_k: int) -> None:
-        self._builder, self._train, self._top_k = builder, train, top_k
+        self._builder, self._train = builder, train
         self._hops = [n for n in HOPS if n <= train.max_hops]
         self._side_hops = [n for n in SIDE_HOPS if n <= train.max_hops]
-        self._world = lru_cache(WORLDS)(self._make_world)
+        seed, passages = train.seed * 1_000_003, train.world_passages
+        self._world = lru_cache(WORLDS)(lambda number: IndexedWorld(seed + number, passages, top_k))
 
     def examples(self, step: int, items: Iterable[int], passages: tuple[int, int]) -> list[Example]:
         """Some groups of a step, with between passages[0] and passages[1] passages in each prompt."""
@@ -103,10 +105,6 @@ class WorldExamples:
             world = self._world(rng.randrange(max(0, newest - WORLDS + 1), newest + 1))
             examples.extend(self._group(rng, world, rng.randint(*passages)))
         return examples
-
-    def _make_world(self, number: int) -> IndexedWorld:
-        seed = self._train.seed * 1_000_003 + number
-        return IndexedWorld(seed, self._train.world_passages, self._top_k)
 
     def _group(self, rng: random.Random, indexed: IndexedWorld, count: int) -> Iterator[Example]:
         question = draw_world_question(rng, indexed, rng.choice(self._hops))
@@ -133,7 +131,12 @@ class WorldExamples:
     ) -> Example:
         ids = list(self._builder.tokenizer.encode(question.reasoning))
         prompt = self._builder.build_prompt(question.question, [passage.text for passage in evidence])
-        mentions = self._mentions(question, ids)
+        text, spans = self._builder.tokenizer.decode_with_offsets(ids)
+        shift = len(text) - len(question.reasoning)  # a leading blank, where the tokenizer adds one
+        mentions = [  # the token positions of each mention of what a hop found
+            (hop, overlapping_spans(spans, start + shift, stop + shift))
+            for hop, start, stop in question.object_mention_spans()
+        ]
         rows = {passage.id: row for row, passage in enumerate(evidence)}
         pointers: list[Pointer] = []
         for hop, positions in mentions:
@@ -143,15 +146,6 @@ class WorldExamples:
                 pointers += [Pointer(p, row, at + n) for n, p in enumerate(positions)]
         known = [position for hop, where in mentions[:-1] if hop < written for position in where]
         return self._builder.build_example(rng, prompt, ids, max(known, default=-1) + 1, pointers)
-
-    def _mentions(self, question: WorldQuestion, ids: list[int]) -> list[tuple[int, list[int]]]:
-        """The token positions of each mention of what a hop found."""
-        text, spans = self._builder.tokenizer.decode_with_offsets(ids)
-        shift = len(text) - len(question.reasoning)  # a leading blank, where the tokenizer adds one
-        return [
-            (hop, overlapping_spans(spans, start + shift, stop + shift))
-            for hop, start, stop in question.object_mention_spans()
-        ]
 
 
 def find_subsequence(tokens: tuple[int, ...], part: list[int]) -> int | None:
@@ -196,7 +190,13 @@ class QuestionExamples:
 
     def examples(self, step: int, items: Iterable[int]) -> list[Example]:
         """The rows of some sets of passages of a step."""
-        moments = [self._draw_moment(step, item) for item in items]
+        seed, moments = self._train.seed, []
+        for item in items:  # its question, and how many characters of its response stand: some sentences
+            rng = random.Random(f"answered/{seed}/{step}/{item}")
+            number = step * self._train.passage_sets_per_step + item
+            question = pick_shuffled(self._questions, number, seed, "questions")
+            ends = [end for _, end in find_sentence_spans(target_response(question))]
+            moments.append((rng, question, rng.choice([0, *ends])))
         found = self._retriever.search(
             [
                 build_query("proxy", question.question, target_response(question)[:stands])
@@ -212,14 +212,6 @@ class QuestionExamples:
                 examples.append(self._builder.build_example(rng, prompt, ids, standing, ()))
         return examples
 
-    def _draw_moment(self, step: int, item: int) -> tuple[random.Random, Question, int]:
-        """The question of an item, and how many characters of its response stand: some sentences."""
-        seed, number = self._train.seed, step * self._train.passage_sets_per_step + item
-        rng = random.Random(f"answered/{seed}/{step}/{item}")
-        question = pick_shuffled(self._questions, number, seed, "questions")
-        ends = [end for _, end in find_sentence_spans(target_response(question))]
-        return rng, question, rng.choice([0, *ends])
-
 
 def target_response(question: Question) -> str:
     """What the denoiser is to write: the question's `response`, else `### ` and its first answer."""
@@ -234,10 +226,8 @@ NELBO_TIMES = 4  # of each question, in equal parts of the interval
 class QuestionValidation:
     """Held-out questions with their true responses."""
 
-    def __init__(
-        self, questions: list[Question], truths: list[str], retriever: CorpusRetriever, config: Config
-    ) -> None:
-        self.questions, self._truths, self._seed = questions, truths, config.train.seed
+    def __init__(self, questions: list[Question], retriever: CorpusRetriever, config: Config) -> None:
+        self.questions, self._seed = questions, config.train.seed
         self._retriever, self._config = retriever, config.decode
         if config.decode.commit_rule != "sampled":  # rollouts alone read it
             soft = DecodeConfig().gate_temperature
@@ -245,10 +235,7 @@ class QuestionValidation:
         self._engine = config.engine.for_training_rollouts
 
     def compute_scores(self, trainer: Trainer) -> dict[str, float]:
-        """Exact match and forwards for all questions, exact match by hops, and the NELBO.
-
-        Each process answers its share of the questions.
-        """
+        """Exact match, also by hops, forwards, and the NELBO; each process answers its share."""
         if not self.questions:
             return {}
         denoiser, tokenizer, processes = trainer.denoiser, trainer.origin.tokenizer, trainer.processes
@@ -272,8 +259,7 @@ class QuestionValidation:
         return means | {"nelbo_per_token": nats / tokens}
 
     def nelbo(self, denoiser: Denoiser, tokenizer: Tokenizer, which: Sequence[int]) -> tuple[float, float]:
-        """The NELBO in nats of the true responses to some questions, each with one end token; and the
-        number of these tokens.
+        """The NELBO in nats of the true responses to some questions, with an end token; and their tokens.
 
         Given the passages that hold the answer (of a row that was cut, the one with most of the words;
         where none are named, those found for question and response); one sample of masks at each of
@@ -282,28 +268,25 @@ class QuestionValidation:
         total = tokens = 0.0
         builder = ExampleBuilder(tokenizer, denoiser.config)
         for number in which:
-            question, truth = self.questions[number], self._truths[number]
+            question, truth = self.questions[number], target_response(self.questions[number])
             rng = np.random.default_rng([*map(ord, f"nelbo/{self._seed}"), number])
             times = (rng.random() + np.arange(NELBO_TIMES) / NELBO_TIMES) % 1
             assert tokenizer.end_id is not None
             target = (*tokenizer.encode(truth), tokenizer.end_id)
-            prompt = builder.build_prompt(question.question, self._evidence(question, truth))
+            prompt = builder.build_prompt(question.question, self._evidence(question))
             rows = [mask_at_time(prompt, target, time, rng) for time in times.tolist()]
             tokens += len(target)
             total += sum_losses(denoiser, rows, denoiser.config.evidence_layout) / NELBO_TIMES
         return total, tokens
 
-    def _evidence(self, question: Question, truth: str) -> list[str]:
+    def _evidence(self, question: Question) -> list[str]:
+        truth = target_response(question)
         if not question.supporting_ids:
             (found,) = self._retriever.search([build_query("proxy", question.question, truth)])
             return [passage.text for passage in found]
         wanted = {*split_words(f"{question.question} {truth}")} - FUNCTION_WORDS
-
-        def count_shared(text: str) -> int:
-            return len(wanted.intersection(split_words(text)))
-
         parts = (self._support.get(name) for name in question.supporting_ids)
-        return [max(texts, key=count_shared) for texts in parts if texts]
+        return [max(texts, key=lambda text: len(wanted & {*split_words(text)})) for texts in parts if texts]
 
     @cached_property
     def _support(self) -> dict[str, list[str]]:
@@ -316,15 +299,15 @@ class QuestionValidation:
         return found
 
 
+@dataclass(frozen=True)
 class DocumentValidation:
     """The last sequences of every file, which no step trains on."""
 
-    def __init__(self, documents: PackedDocuments) -> None:
-        self._documents = documents
+    documents: PackedDocuments
 
     def compute_scores(self, trainer: Trainer) -> dict[str, float]:
         """The NELBO per token in nats, of all files together."""
-        held, processes = self._documents.held_out_examples(), trainer.processes
+        held, processes = self.documents.held_out_examples(), trainer.processes
         if not held:
             return {}
         with profile_stage("evaluate"), trainer.evaluation_mode():
@@ -369,8 +352,7 @@ def open_questions(run: Run) -> tuple[list[Question], CorpusRetriever, QuestionV
     kept = len(given) - min(train.eval_questions, len(given) // 10)
     corpus = open_corpus(config.data.corpus, config.retrieval.index_dir)
     retriever = load_retriever(config.retrieval, corpus)
-    truths = [target_response(question) for question in given[kept:]]
-    return given[:kept], retriever, QuestionValidation(given[kept:], truths, retriever, config)
+    return given[:kept], retriever, QuestionValidation(given[kept:], retriever, config)
 
 
 def open_world_validation(run: Run) -> QuestionValidation:
@@ -380,16 +362,16 @@ def open_world_validation(run: Run) -> QuestionValidation:
     def write(folder: Path) -> None:
         seed, passages = VALIDATION_SEED + train.seed, train.world_passages
         written = write_world(folder, seed, "test", passages, train.eval_questions, hops=train.max_hops)
-        truths = [question.reasoning for question in written]
-        (folder / "responses.json").write_text(json.dumps(truths), encoding="utf-8")
+        responses = [question.reasoning for question in written]
+        (folder / "responses.json").write_text(json.dumps(responses), encoding="utf-8")
 
     built = build_once(run.folder / "validation", write)
-    questions = read_questions(built / "questions.jsonl")
-    truths = json.loads((built / "responses.json").read_text(encoding="utf-8"))
-    retriever = load_retriever(
-        built / "corpus.jsonl", top_k=config.retrieval.top_k, index_dir=str(built / "index")
-    )
-    return QuestionValidation(questions, truths, retriever, config)
+    responses = json.loads((built / "responses.json").read_text(encoding="utf-8"))
+    pairs = zip(read_questions(built / "questions.jsonl"), responses, strict=True)
+    questions = [replace(question, response=response) for question, response in pairs]
+    index, top_k = str(built / "index"), config.retrieval.top_k
+    retriever = load_retriever(built / "corpus.jsonl", top_k=top_k, index_dir=index)
+    return QuestionValidation(questions, retriever, config)
 
 
 def write_world_documents(config: Config, folder: Path) -> Path:

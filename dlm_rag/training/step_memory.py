@@ -102,12 +102,12 @@ def estimate_step_memory(task: Task, dtype: torch.dtype, items: int) -> StepMemo
     train, denoiser = task.train, task.run.origin.build_on_meta(dtype)
     denoiser.activation_checkpointing = train.activation_checkpointing
     root: Any = task.objective(denoiser)
-    named = list(root.denoiser.named_parameters())
+    named = list(denoiser.named_parameters())
     trained = [p for _, p in named if p.requires_grad]
     gradients = FLOAT32_BYTES * sum(p.numel() for p in trained)
     sizes = {
         "weights": gradients + sum(p.nbytes for _, p in named if not p.requires_grad),
-        "optimizer": count_optimizer_bytes(root.denoiser, train),
+        "optimizer": count_optimizer_bytes(denoiser, train),
         "parameters": sum(p.numel() for _, p in named),
         "outside_parameters": sum(p.numel() for name, p in named if not name.startswith("layers.")),
         "trained": sum(p.numel() for p in trained),
@@ -115,22 +115,12 @@ def estimate_step_memory(task: Task, dtype: torch.dtype, items: int) -> StepMemo
     # Gradients of earlier parts are there from the start, and shards of them never grow: these are not in
     # the peak, others are.
     accumulates = train.gradient_accumulation_steps > 1 or train.parallel == "fsdp"
-    peak, forward = _simulate(task, root, dtype, task.sample_batch(items), accumulates)
-    activations = peak if accumulates else max(0, peak - gradients)
-    return StepMemory(gradients=gradients, activations=activations, forward=forward, **sizes)
-
-
-def _simulate(
-    task: Task, root: Any, dtype: torch.dtype, batch: Any, accumulates: bool
-) -> tuple[int, FlopCount]:
-    """Runs a part of a step, forward and backward; its peak in bytes, and the work of its forward."""
-    if task.train.parallel == "fsdp":  # as weights are gathered
+    batch = task.sample_batch(items)
+    if train.parallel == "fsdp":  # as weights are gathered
         for parameter in root.parameters():
             parameter.data = parameter.data.to(dtype)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for denoiser in root.modules():
-            if isinstance(denoiser, Denoiser):
-                replace_with_empty_weights(denoiser)
+        replace_with_empty_weights(denoiser)
         for parameter in root.parameters():
             if parameter.requires_grad and accumulates:
                 parameter.grad = torch.zeros_like(parameter)
@@ -138,9 +128,9 @@ def _simulate(
             with make_autocast("cpu", dtype):
                 loss, _ = root(batch, batch.counts)
             loss.backward()
-    head = count_head_flops(root.denoiser.config, batch.counts["supervised"], 2)
-    work: FlopCount = root.denoiser.flop_count + head
-    return alive.peak_bytes, work
+    activations = alive.peak_bytes if accumulates else max(0, alive.peak_bytes - gradients)
+    forward = denoiser.flop_count + count_head_flops(denoiser.config, batch.counts["supervised"], 2)
+    return StepMemory(gradients=gradients, activations=activations, forward=forward, **sizes)
 
 
 def count_optimizer_bytes(denoiser: Denoiser, train: TrainConfig) -> int:

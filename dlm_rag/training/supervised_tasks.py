@@ -1,21 +1,25 @@
 """Supervised objectives: answering with evidence (sft), modelling documents (pretrain)."""
 
+import random
 from collections.abc import Sequence
+
+import numpy as np
 
 from dlm_rag.config import TrainConfig
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.batches import (
     Example,
     ExampleBuilder,
     LossWeights,
     MaskedBatch,
+    MaskedObjective,
     Sums,
     make_masked_batch,
-    sample_document_rows,
+    mask_at_time,
     sample_prompt_rows,
 )
 from dlm_rag.training.documents import DOCUMENT_LAYOUT, PackedDocuments
-from dlm_rag.training.losses import MaskedObjective
 from dlm_rag.training.sources import (
     DocumentValidation,
     QuestionExamples,
@@ -86,7 +90,10 @@ class PretrainTask(MaskedTask):
         return DocumentValidation(self._source)
 
     def sample_rows(self, count: int) -> list[Example]:
-        return sample_document_rows(self.run.origin.config, self.train.sequence_length, count)
+        length, draw = self.train.sequence_length, random.Random(0).choices
+        targets = [draw(range(self.run.origin.config.vocab_size), k=length) for _ in range(count)]
+        rng, no_prompt = np.random.default_rng(0), Prompt((), (), ())
+        return [mask_at_time(no_prompt, target, 0.5, rng) for target in targets]
 
     def make_rows(self, step: int, items: Sequence[int], state: TaskState) -> list[Example]:
         return self._source.examples(step, items)

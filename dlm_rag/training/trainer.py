@@ -1,14 +1,21 @@
-"""A training run: everything it needs to go on is in `TrainState`, weights and optimizers.
+"""A training run: the loop of its steps, a step, and the model with its card that it leaves.
 
-A step's parts follow from its number, so a run that was killed and resumed is the run that was not: on a
-CPU the weights are equal bit for bit.
+Everything that it needs to go on is in `TrainState`, weights and optimizers. A step's parts follow from its
+number, so a run that was killed and resumed is the run that was not: on a CPU bit for bit.
 """
 
+import datetime
+import json
 import math
+import os
+import shlex
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -16,9 +23,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from dlm_rag.cli import print_note
 from dlm_rag.config import Config, TrainConfig
+from dlm_rag.energy import EnergyMeter, format_energy, format_three_digits, merge_readings, open_meter
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.machine import choose_dtype, get_peak_memory_bytes, has_bfloat16
+from dlm_rag.files.paths import open_atomic_folder, write_text_atomic
+from dlm_rag.machine import (
+    choose_dtype,
+    describe_machine,
+    get_code_commit,
+    get_machine_name,
+    get_peak_memory_bytes,
+    has_bfloat16,
+)
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import count_head_flops
 from dlm_rag.model.packed_batch import to_host
@@ -43,6 +60,7 @@ from dlm_rag.training.distributed import (
     wrap_in_ddp,
 )
 from dlm_rag.training.initial_model import InitialModel, open_initial_model
+from dlm_rag.training.metrics_logger import MetricsLogger, read_metrics, select_validation_metrics
 from dlm_rag.training.specs import find_gpu_spec
 from dlm_rag.training.task import Run, Task, Validation, find_task
 
@@ -56,7 +74,7 @@ class Trainer:
         Raises `ConfigError` if the processes cannot share a step, or if the run in the folder began with
         other settings, or other contents of the files that they name.
         """
-        run, self.task, self.train, train = task.run, task, task.train, task.train
+        self.task, self.train, run, train = task, task.train, task.run, task.train
         self.config, self.origin = run.config, run.origin
         check_parallelism(train, task.items, processes.world_size)
         self._begun = find_latest_checkpoint(run.folder)
@@ -171,10 +189,9 @@ class Trainer:
         return first, dict(zip(found[0], rest, strict=True))
 
     def _update(self, norm: float) -> None:
-        """Steps the optimizers, whose gradients had that norm.
+        """Steps the optimizers, whose gradients had that norm: what `GradScaler` would ask the device for.
 
-        Gradients that float16 cannot hold change no weight but the scale of the next losses. The norm tells
-        what `GradScaler.step` would ask the device for, optimizer by optimizer.
+        Gradients that float16 cannot hold change no weight but the scale of the next losses.
         """
         if not self._scaler.is_enabled():
             self._check_finite(norm, "gradient")
@@ -264,6 +281,127 @@ def open_trainer(
     return Trainer(task, processes or DistributedContext(0, 1, 0)), validation
 
 
+def run_training(
+    config: Config, origin: InitialModel, folder: Path, processes: DistributedContext, stop: Any
+) -> None:
+    """Trains from the newest checkpoint in `folder` on, and writes the model; stop: a `StopSignal`."""
+    commit = get_code_commit()  # of the code that runs: at the end the checkout may be another
+    say = print_note if processes.is_main else lambda text: None
+    trainer, validation = open_trainer(config, folder, processes, origin)
+    trainer.restore()
+    if begun := trainer.state.step:
+        say(f"going on from step {begun}")
+    with MetricsLogger(folder, config, begun, quiet=not processes.is_main) as report:
+        count = sum(parameter.numel() for parameter in trainer.denoiser.parameters()) / 1e6
+        say(
+            f"training a model of {count:,.1f} M parameters, {config.model.path or 'from scratch'}, on "
+            f"{config.data.questions or config.data.documents or 'invented worlds'}: "
+            f"{config.train.max_steps:,} steps of {config.train.objective}, into {folder} (--plan "
+            "estimates the time)"
+        )
+        with stop.catch_interrupt():
+            meter = open_meter(config.energy, trainer.device, host=processes.local_rank == 0)
+            stopped = run_steps(trainer, validation, report, stop)
+        if energy := describe_energy(meter, processes, trainer.state.step - begun):
+            say(energy)
+        if stopped:
+            say(f"stopped after step {trainer.state.step}, which is saved: --resume goes on")
+            return
+        model = folder / "model"
+        with open_atomic_folder(model) if processes.is_main else nullcontext(model) as scratch:
+            trainer.export(scratch)
+            if processes.is_main:
+                metrics = read_metrics(folder / "metrics.jsonl")
+                write_model_card(scratch, trainer.denoiser, config, metrics, commit)
+        say(f"the model is in {model}: sample --model reads it")
+
+
+def run_steps(trainer: Trainer, validation: Validation, report: MetricsLogger, stop: Event) -> bool:
+    """The loop, in plain steps; ends early, with a checkpoint, once any process was asked to stop.
+
+    Returns whether it was, the same on all processes. A step is saved before it is validated; a resumed run
+    makes up for a validation that was cut off.
+    """
+    train, state, processes = trainer.train, trainer.state, trainer.processes
+    while True:
+        due = trainer.finished or state.step % train.eval_steps == 0
+        if state.step and due and not processes.any_rank(report.has_validation):
+            report.log_validation(validation.compute_scores(trainer))
+        if trainer.finished:
+            return False
+        begun = time.perf_counter()
+        metrics = trainer.step()
+        speed = trainer.speed_metrics(metrics, time.perf_counter() - begun)
+        report.log_step(metrics | speed)
+        stopping = processes.any_rank(stop.is_set())
+        often = train.save_steps, train.eval_steps
+        if stopping or trainer.finished or any(state.step % steps == 0 for steps in often):
+            trainer.save()
+        if stopping:
+            return True
+
+
+def describe_energy(meter: EnergyMeter, processes: DistributedContext, steps: int) -> str:
+    """Stops the meters of all processes; returns what the run has used, in words; "" if nobody asked."""
+    reading = merge_readings(processes.all_gather_object(meter.stop()))
+    record = reading.to_record()
+    if record is None:
+        return ""
+    if (joules := reading.joules) is None:
+        return format_energy(None, reading.reason)
+    watts = format_three_digits(joules / reading.seconds)
+    each = format_three_digits(joules / max(1, steps))
+    return f"energy: {format_three_digits(joules)} J · {each} J/step · {watts} W · {record['sensor']}"
+
+
+def write_model_card(
+    folder: Path, denoiser: Denoiser, config: Config, metrics: list[dict[str, Any]], commit: str | None
+) -> None:
+    """Writes `training.json` and `README.md` into a model's folder; commit: of the code that ran."""
+    validated = [line for line in metrics if select_validation_metrics(line)]
+    record = {
+        "command": make_train_command(),
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": get_machine_name(denoiser.device),
+        "machines": [describe_machine(denoiser.device, denoiser.backend)],  # as in the stamp of answers
+        "seed": config.train.seed,
+        "hours": round(sum(line["seconds"] for line in metrics) / 3600, 2),
+        "steps": len(metrics),
+        "rows": sum(line["rows"] for line in metrics),
+        "supervised_tokens": sum(line["supervised_tokens"] for line in metrics),
+        "parameters": sum(p.numel() for p in denoiser.parameters()),
+        "validation": select_validation_metrics(validated[-1]) if validated else {},
+        "config": asdict(config),
+    }
+    write_text_atomic(folder / "training.json", json.dumps(record, indent=2) + "\n")
+    write_text_atomic(folder / "README.md", _render_readme(record))
+
+
+def make_train_command() -> str:
+    """The command that trains this again, from scratch."""
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    start = f"torchrun --nproc-per-node {count}" if count > 1 else "python"
+    words = [word for word in sys.argv[1:] if word != "--resume"]
+    return f"{start} {shlex.join([Path(sys.argv[0]).name, *words])}"
+
+
+def _render_readme(record: dict[str, Any]) -> str:
+    """Renders the facts of `training.json`, which has all settings, in Markdown."""
+    config = record["config"]
+    data = config["data"]
+    rows = {
+        "begun from": config["model"]["path"] or "random weights",
+        "data": data["questions"] or data["documents"] or "invented worlds",
+        **{name: record[name] for name in ("commit", "date", "machine", "hours", "seed", "steps", "rows")},
+        "supervised tokens": record["supervised_tokens"],
+        "parameters": record["parameters"],
+        **{f"validation: {name}": f"{value:.3g}" for name, value in record["validation"].items()},
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"# A denoiser\n\n    {record['command']}\n\n| | |\n|---|---|\n{table}\n"
+
+
 def make_autocast(device: str, dtype: torch.dtype) -> torch.autocast:
     """The context in which the denoiser is trained: autocast below float32.
 
@@ -273,21 +411,19 @@ def make_autocast(device: str, dtype: torch.dtype) -> torch.autocast:
 
 
 def make_optimizers(denoiser: Denoiser, train: TrainConfig) -> list[torch.optim.Optimizer]:
-    """Muon on the matrices of the layers, AdamW on the rest, four times as fast on the QK gains; or
-    AdamW on all.
+    """Muon on the matrices of layers and AdamW on the rest, four times as fast on QK gains; or AdamW alone.
 
     Raises `ConfigError` for Muon on a matrix with fewer rows than shards, which torch cannot compute.
     """
     matrices, gains, rest = list[Tensor](), list[Tensor](), list[Tensor]()
     for name, value in denoiser.named_parameters():
-        if not value.requires_grad:
-            continue
-        if value.dim() == 2 and "layers." in name:
-            (matrices if train.optimizer == "muon" else rest).append(value)
+        kind = rest
+        if train.optimizer == "muon" and value.dim() == 2 and "layers." in name:
+            kind = matrices
         elif train.optimizer == "muon" and name.endswith(("q_norm.weight", "k_norm.weight")):
-            gains.append(value)
-        else:
-            rest.append(value)
+            kind = gains
+        if value.requires_grad:
+            kind.append(value)
     mesh = getattr(matrices[0], "device_mesh", None) if matrices else None
     if mesh is not None and (rows := min(map(len, matrices))) < mesh.size():
         raise ConfigError(
@@ -299,8 +435,8 @@ def make_optimizers(denoiser: Denoiser, train: TrainConfig) -> list[torch.optim.
     found: list[torch.optim.Optimizer] = []
     if matrices:
         device = matrices[0].device
-        kind = torch.optim.Muon if device.type != "cpu" and has_bfloat16(device) else MuonInFloat32
-        found.append(kind(matrices, lr=train.muon_learning_rate, weight_decay=0.0))
+        muon = torch.optim.Muon if device.type != "cpu" and has_bfloat16(device) else MuonInFloat32
+        found.append(muon(matrices, lr=train.muon_learning_rate, weight_decay=0.0))
     if groups := [group for group in groups if group["params"]]:  # adapters are matrices of the layers only
         fused = not any(value.is_meta for value in (*rest, *gains))
         found.append(torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=fused))

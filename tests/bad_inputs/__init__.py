@@ -3,7 +3,7 @@
 To add one, write a row into the table of its command: words that the error must hold, then words to add to the
 command, then the files that make the input bad. The working folder has `model/` (a tiny checkpoint),
 `corpus.jsonl` and `questions.jsonl` already. A command is typed after `dlm-rag`; it may also begin with a module
-(`dlm_rag.training.run`) or a program of the checkout (`profiling/nsys.py`).
+(`dlm_rag.training.trainer`) or a program of the checkout (`profiling/nsys.py`).
 """
 
 from collections.abc import Callable

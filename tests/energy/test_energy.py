@@ -21,7 +21,7 @@ from dlm_rag.energy import (
     summarise_energy,
 )
 from dlm_rag.training.distributed import DistributedContext
-from dlm_rag.training.run import describe_energy
+from dlm_rag.training.trainer import describe_energy
 from tests.support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "profiling"))

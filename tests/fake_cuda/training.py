@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlm_rag.training.losses import MaskedObjective
+from dlm_rag.training.batches import MaskedObjective
 from tests.fake_cuda.checked_kernels import checked_kernels
 from tests.fake_cuda.decode import STEP_TRAFFIC
 from tests.fake_cuda.device import PACKAGE, fake_cuda

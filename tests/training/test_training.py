@@ -31,8 +31,11 @@ from dlm_rag.model.layers import AttentionProbe
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.training.batches import (
+    ChunkedCrossEntropy,
     ExampleBuilder,
     LossWeights,
+    MaskedObjective,
+    compute_pointer_loss,
     lay_out_examples,
     locate_pointers,
     make_masked_batch,
@@ -45,11 +48,15 @@ from dlm_rag.training.initial_model import (
     open_initial_model,
     train_tokenizer,
 )
-from dlm_rag.training.losses import ChunkedCrossEntropy, MaskedObjective, compute_pointer_loss
 from dlm_rag.training.metrics_logger import MetricsLogger, read_metrics, start_wandb
-from dlm_rag.training.run import make_train_command, run_training
 from dlm_rag.training.sources import QuestionValidation, WorldExamples, find_subsequence
-from dlm_rag.training.trainer import compute_decay_factor, make_optimizers, open_trainer
+from dlm_rag.training.trainer import (
+    compute_decay_factor,
+    make_optimizers,
+    make_train_command,
+    open_trainer,
+    run_training,
+)
 from tests.support.paths import ROOT
 from tests.support.processes import count_lines, wait_until
 from tests.support.tiny_models import tiny_denoiser
@@ -275,9 +282,10 @@ def test_checkpointing_changes_no_gradient(examples, kind, compiled):
 def test_the_passages_that_hold_the_answer_are_the_evidence_of_its_bound():
     texts = {"a": "Emma is a novel.", "b": "A town.", "c": "Rest."}
     corpus = [Passage(name, "", text) for name, text in texts.items()]
-    asked = [Question("q", "Who is the author?", ("Jane Austen",), ("c", "a", "gone"))]
-    validation = QuestionValidation(asked, [""], SimpleNamespace(corpus=corpus), load_config(None, []))
-    found = validation._evidence(asked[0], "Jane Austen wrote it.")
+    truth = {"response": "Jane Austen wrote it."}
+    asked = [Question("q", "Who is the author?", ("Jane Austen",), ("c", "a", "gone"), **truth)]
+    validation = QuestionValidation(asked, SimpleNamespace(corpus=corpus), load_config(None, []))
+    found = validation._evidence(asked[0])
     assert found == ["Rest.", "Emma is a novel."]
 
 
