@@ -26,8 +26,8 @@ from dlm_rag.engine.runner import (
     ModelRunner,
     SamplingMetadata,
     collect_sampling_arrays,
+    gather_proposals,
     sample_proposals,
-    split_proposals,
 )
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import LaidOutRow, RowInput
@@ -77,7 +77,7 @@ class ReferenceModelRunner(ModelRunner):
         self.denoiser, self._mask_id = denoiser, mask_id
 
     @torch.inference_mode()
-    def propose(self, views: Sequence[RowInput]) -> list[Proposals]:
+    def propose(self, views: Sequence[RowInput]) -> Callable[[], list[Proposals]]:
         shifted = self.denoiser.config.shifted
         states = [
             view.laid_out_prompt.build_row(view.canvas.tolist(), view.finished_length, shifted)
@@ -95,8 +95,9 @@ class ReferenceModelRunner(ModelRunner):
                 at = torch.tensor([row.find_state(n) for n in view.positions.tolist()]).to(every.device)
                 (arrays,) = collect_sampling_arrays([view], self._mask_id, self.shape)
                 wanted = to_device(arrays, every.device)
-                found += split_proposals([view], [sample_proposals(every[at], SamplingMetadata(*wanted))])
-        return found
+                logits = sample_proposals(every[at], SamplingMetadata(*wanted))
+                found += gather_proposals([view], [logits])()
+        return lambda: found
 
     def _contexts(self, states: Sequence[LaidOutRow]) -> SharedContext | None:
         """Keys and values of every segment of every row, each through the whole of every layer."""
@@ -175,9 +176,14 @@ class ReplayModelRunner:
         self.inner = inner
         self._recorded = {tokenizer.build_prompt(r.question, []).head: r for r in recorded.values()}
 
-    def propose(self, views: Sequence[RowInput]) -> list[Proposals]:
-        self.inner.propose(views)
-        return [self._proposals(view) for view in views]
+    def propose(self, views: Sequence[RowInput]) -> Callable[[], list[Proposals]]:
+        wait = self.inner.propose(views)
+
+        def finish() -> list[Proposals]:
+            wait()
+            return [self._proposals(view) for view in views]
+
+        return finish
 
     def _proposals(self, view: RowInput) -> Proposals:
         laid = view.laid_out_prompt

@@ -241,13 +241,19 @@ def measure_full_batches(
         f"they end, and neither end of the run is counted; {steps} steps.",
     )
     indexed = not get_backend_problem("indexed", prepared.device, prepared.dtype)
-    ways = [("auto", False), *[("indexed", False), ("indexed", True)] * indexed]
+    ways = [("auto", False, "none"), ("auto", False, "pipeline")]
+    ways += [("indexed", False, "none"), ("indexed", True, "none"), ("indexed", True, "pipeline")] * indexed
     for rows, share in expected.items():
-        for kernel, graphs in ways:
+        for kernel, graphs, overlap in ways if rows > 1 else [way for way in ways if way[2] == "none"]:
             source.denoiser.attention = kernel
-            decode, engine = replace(source.decode, batch_size=rows), EngineConfig(cuda_graphs=graphs)
-            row = measure_steady(source.make("independent", decode, engine), questions, roofline, steps)
-            row |= {"kernel": source.denoiser.backend, "graphs": "yes" if graphs else ""}
+            decode = replace(source.decode, batch_size=rows, overlap=overlap)
+            decoder = source.make("independent", decode, EngineConfig(cuda_graphs=graphs))
+            row = measure_steady(decoder, questions, roofline, steps)
+            row |= {
+                "kernel": source.denoiser.backend,
+                "graphs": "yes" if graphs else "",
+                "overlap": overlap,
+            }
             record.add(row | {"expected %": share, "peak GiB": read_and_reset_peak_gib(prepared.device)})
 
 

@@ -165,7 +165,7 @@ class DecodeConfig(CheckedSettings):
     batch_size: int = setting(8, low=1, high=2**16)
     """number of questions denoised together"""
     overlap: str = setting("none", choices=("none", "pipeline"))
-    """search while the model runs: pipeline (on the other half of the batch; the same tokens)"""
+    """commit and search while the model runs: pipeline (on the other half of the batch; the same tokens)"""
     abstain: str | None = setting(None, choices=("never", "answer", "response"))
     """when no answer is given: if it is "unknown" or "unclear", or has a word that neither a passage nor
     the question has; response: also if a name or number before it is in neither; both: also if the model

@@ -8,7 +8,7 @@ The canvas starts as random tokens: a step proposes for all positions of a block
 others again, also those accepted before.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -28,7 +28,7 @@ from dlm_rag.engine.cache import CacheStats
 from dlm_rag.engine.policy import sample_at_quantile
 from dlm_rag.engine.row import Canvas, CanvasChange, Span, TokenIds
 from dlm_rag.engine.rules import Proposals, Rule, select_by_entropy_bound
-from dlm_rag.engine.runner import ModelRunner, split_proposals
+from dlm_rag.engine.runner import ModelRunner, gather_proposals
 from dlm_rag.errors import CheckpointError, ConfigError, suggest_nearest, translate_failures
 from dlm_rag.evidence.prompt_segments import RowInput
 from dlm_rag.files.hub import read_checkpoint_json
@@ -412,7 +412,7 @@ class GemmaRunner(ModelRunner):
         return slot
 
     @torch.inference_mode()
-    def propose(self, views: Sequence[RowInput]) -> list[Proposals]:
+    def propose(self, views: Sequence[RowInput]) -> Callable[[], list[Proposals]]:
         with profile_stage("encode_evidence"):
             slots = []
             for view in views:
@@ -434,7 +434,7 @@ class GemmaRunner(ModelRunner):
                 found.append(_read_logits(logits, cooled, drawn[row]))
                 slot.logits_block_start = view.finished_length
                 slot.previous_logits = cooled.to(self.denoiser.dtype)
-            return split_proposals(views, found)
+            return gather_proposals(views, found)
 
     def _stack_texts(self, numbers: list[int], slots: list[PrefixSlot]) -> StackedCaches:
         """The texts of slots; put together again only where one has changed, or a row has come or gone."""

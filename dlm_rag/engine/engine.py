@@ -34,7 +34,7 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.engine.row import Row, Ticket, make_canvas
 from dlm_rag.engine.rules import find_rule
 from dlm_rag.engine.runner import DecoderStats, MaskedModelRunner, ModelRunner
-from dlm_rag.engine.step import Searches, take_step
+from dlm_rag.engine.step import LaunchedStep, Searches, finish_step, launch_step
 from dlm_rag.errors import ConfigError, NamesRemedy
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
@@ -218,6 +218,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._clock = StageClock()
         halves = 2 if self.settings.overlap == "pipeline" and self.settings.batch_size > 1 else 1
         self._groups = [list[Row]() for _ in range(halves)]  # each takes its steps together
+        self._launched: dict[int, LaunchedStep | None] = {}  # by the id of the group
         self._turn = 0
 
     def __exit__(self, *error: object) -> None:
@@ -290,13 +291,13 @@ class Engine(AbstractContextManager["Engine"]):
         finished, with an `error` in its rollout. What else the model raises is passed on; the questions
         that took part are cancelled then.
         """
-        group = self._groups[self._turn % len(self._groups)]
+        group, other = (self._groups[(self._turn + n) % len(self._groups)] for n in (0, 1))
         try:
             with self.decoder.lock, self._clock, profile_step(self._turn, len(group)):
-                closed = self._take_step(group)
+                closed = self._take_step(group, other)
         except BaseException:
-            for row in list(group):  # half a step is no state to go on from
-                self.cancel(row.ticket)
+            for row in list({id(row): row for row in (*group, *other)}.values()):
+                self.cancel(row.ticket)  # half a step is no state to go on from
             raise
         self._turn += 1
         for row in closed:
@@ -306,20 +307,28 @@ class Engine(AbstractContextManager["Engine"]):
                     self._remove_row(group, row)
         return [StepEvent(row.ticket, row.rollout) for row in closed]
 
-    def _take_step(self, group: list[Row]) -> list[Row]:
+    def _take_step(self, group: list[Row], other: list[Row]) -> list[Row]:
         if self.settings.overlap == "none":
-            self._denoise(group, in_background=False)
+            self._launch(group)
+            self._commit(group, in_background=False)
             return self._end_step(group, list(group))
-        # The search is under way while the other group denoises: the same tokens.
+        # This group is launched before the other one is waited for, and searches are under way while the
+        # other denoises: the device has work while the host has. The tokens are the same.
         closed = self._end_step(group, [row for row in group if row.step or row.record.query is not None])
-        self._denoise(group, in_background=True)
+        self._launch(group)
+        self._commit(other, in_background=True)
         return closed
 
-    def _denoise(self, group: list[Row], in_background: bool) -> None:
-        """Denoises, and starts the searches that are due."""
+    def _launch(self, group: list[Row]) -> None:
         rows = [row for row in group if row.is_active and row.evidence is not None]
-        take_step(self.model_runner, self.tokenizer, rows)
+        self._launched[id(group)] = launch_step(self.model_runner, rows)
         self._split_seconds(rows)
+
+    def _commit(self, group: list[Row], in_background: bool) -> None:
+        """Waits for the step that was launched, commits, and starts the searches that are due."""
+        if (launched := self._launched.pop(id(group), None)) is not None:
+            finish_step(launched, self.tokenizer)
+            self._split_seconds(launched.rows)
         rows = [row for row in group if row.is_active]
         self._searches.start(rows, in_background)
         self._split_seconds(rows)

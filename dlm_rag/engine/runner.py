@@ -1,7 +1,7 @@
 """How a model answers a step: one call over all rows, and tokens for the positions asked for."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import chain, islice
 from typing import Any
@@ -21,7 +21,7 @@ from dlm_rag.evidence.prompt_segments import RowInput
 from dlm_rag.machine import default_pool_bytes, limit_cuda_allocator
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.packed_batch import gather_to_host, pack_rows
+from dlm_rag.model.packed_batch import pack_rows, start_gather
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.retrieval.corpus import Passage
 
@@ -82,8 +82,9 @@ class ModelRunner:
         """Drops all keys and values; to be called when the denoiser's weights have changed."""
         raise NotImplementedError
 
-    def propose(self, inputs: Sequence[RowInput]) -> list[Proposals]:
-        """Proposals for the positions of each row; the same for a row whatever the others are."""
+    def propose(self, inputs: Sequence[RowInput]) -> Callable[[], list[Proposals]]:
+        """Launches a step; what is returned waits for the device, and returns the proposals for the
+        positions of each row, which are the same for a row whatever the others are."""
         raise NotImplementedError
 
     def release(self, row: int) -> None:
@@ -131,7 +132,7 @@ class MaskedModelRunner(ModelRunner):
         self.cache.release(row)
 
     @torch.inference_mode()
-    def propose(self, inputs: Sequence[RowInput]) -> list[Proposals]:
+    def propose(self, inputs: Sequence[RowInput]) -> Callable[[], list[Proposals]]:
         denoiser = self.denoiser
         if denoiser.compute_dtype != self._dtype:
             self.reset_cache()  # an autocast has begun or ended since
@@ -149,7 +150,7 @@ class MaskedModelRunner(ModelRunner):
             for states, arrays in zip(hidden.split(LOGITS_CHUNK_POSITIONS), wanted, strict=True):
                 metadata = SamplingMetadata(*islice(tensors, len(arrays)))
                 found.append(sample_proposals(denoiser.compute_token_logits(states).float(), metadata))
-            return split_proposals(inputs, found)
+            return gather_proposals(inputs, found)
 
 
 @dataclass(frozen=True)
@@ -240,17 +241,24 @@ def sample_proposals(logits: Tensor, wanted: SamplingMetadata) -> dict[str, Tens
     return found
 
 
-def split_proposals(inputs: Sequence[RowInput], found: Sequence[Mapping[str, Tensor]]) -> list[Proposals]:
-    """The proposals of each row, of what `sample_proposals` says, chunk by chunk; waits for the device."""
-    whole = {name: torch.cat([chunk[name] for chunk in found]) for name in found[0]}
-    values = {
-        name: array.astype(np.float64) if array.dtype.kind == "f" else array
-        for name, array in zip(whole, gather_to_host([*whole.values()]), strict=True)
-    }
-    proposals, end = [], 0
-    for shown in inputs:
-        part = slice(end, end := end + len(shown.positions))
-        own: dict[str, Any] = {name: values[name][part] for name in STATISTICS}
-        extra = {name: value[part] for name, value in values.items() if name not in own}
-        proposals.append(Proposals(shown.positions, **own, extra=extra))
-    return proposals
+def gather_proposals(
+    inputs: Sequence[RowInput], found: Sequence[Mapping[str, Tensor]]
+) -> Callable[[], list[Proposals]]:
+    """Starts to copy what `sample_proposals` says, chunk by chunk; what is returned waits for the copy, and
+    returns the proposals of each row."""
+    names = [*found[0]]
+    wait = start_gather([torch.cat([chunk[name] for chunk in found]) for name in names])
+
+    def finish() -> list[Proposals]:
+        with profile_stage("denoise"):
+            arrays = dict(zip(names, wait(), strict=True))
+        values = {name: x.astype(np.float64) if x.dtype.kind == "f" else x for name, x in arrays.items()}
+        proposals, end = [], 0
+        for shown in inputs:
+            part = slice(end, end := end + len(shown.positions))
+            own: dict[str, Any] = {name: values[name][part] for name in STATISTICS}
+            extra = {name: value[part] for name, value in values.items() if name not in own}
+            proposals.append(Proposals(shown.positions, **own, extra=extra))
+        return proposals
+
+    return finish

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,16 +43,29 @@ from dlm_rag.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 
-def take_step(model_runner: ModelRunner, tokenizer: Tokenizer, rows: list[Row]) -> None:
-    """Denoises rows, each with evidence, and commits by their rules; a row whose proposals are wrong, or
-    that the memory does not hold even alone, fails alone.
-    """
-    if not rows:
-        return
+class LaunchedStep(NamedTuple):
+    """A step that the device is busy with: its rows, what they were shown, and the wait for proposals."""
+
+    rows: list[Row]
+    inputs: list[RowInput]
+    wait: Callable[[], Sequence[Proposals | None]]
+
+
+def launch_step(model_runner: ModelRunner, rows: list[Row]) -> LaunchedStep | None:
+    """Starts to denoise rows, each with evidence; None where there are none."""
     inputs = [build_row_input(row) for row in rows]
-    found = _propose(model_runner, inputs)
+    return LaunchedStep(rows, inputs, _propose(model_runner, inputs)) if rows else None
+
+
+def finish_step(launched: LaunchedStep, tokenizer: Tokenizer) -> None:
+    """Commits what the rules of the rows choose of the proposals; a row whose proposals are wrong, or that
+    the memory does not hold even alone, fails alone.
+    """
+    found = launched.wait()
     with profile_stage("commit"):
-        for row, shown, proposals in zip(rows, inputs, found, strict=True):
+        for row, shown, proposals in zip(launched.rows, launched.inputs, found, strict=True):
+            if not row.is_active:  # cancelled since
+                continue
             if proposals is None:
                 row.fail("out of memory, also alone: set a smaller retrieval.top_k, or free memory")
             elif not np.array_equal(proposals.positions, shown.positions):
@@ -62,18 +76,20 @@ def take_step(model_runner: ModelRunner, tokenizer: Tokenizer, rows: list[Row]) 
                 commit(row, shown, proposals, tokenizer.token_text)
 
 
-def _propose(model_runner: ModelRunner, inputs: list[RowInput]) -> Sequence[Proposals | None]:
-    """What the model proposes for each row; None for one that the memory does not hold even alone."""
+def _propose(model_runner: ModelRunner, inputs: list[RowInput]) -> Callable[[], Sequence[Proposals | None]]:
+    """Starts a step; its wait returns None for a row that the memory does not hold even alone."""
+    if not inputs:
+        return lambda: ()
     with suppress(torch.OutOfMemoryError):
         return model_runner.propose(inputs)
     log.warning("no memory for %d rows at once: each runs alone; set a smaller batch size", len(inputs))
     found = list[Proposals | None]()  # tensors of the failed call are freed by now
     for shown in inputs:
         with suppress(torch.OutOfMemoryError):
-            found += model_runner.propose([shown])
+            found += model_runner.propose([shown])()
             continue
         found.append(None)
-    return found
+    return lambda: found
 
 
 def build_row_input(row: Row) -> RowInput:

@@ -300,27 +300,45 @@ def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
     return found
 
 
-def gather_to_host(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
-    """The contents of tensors (n,) of one device, each with its dtype, in one copy."""
+def start_gather(tensors: Sequence[Tensor]) -> Callable[[], list[NDArray[Any]]]:
+    """Starts one copy of tensors (n,) of one device to the host; what is returned waits for their contents,
+    each with its dtype."""
     if not tensors[0].is_cuda:
-        return [to_host(tensor) for tensor in tensors]
-    packed = to_host(torch.cat([tensor.contiguous().view(torch.uint8) for tensor in tensors]))
+        arrays = [to_host(tensor) for tensor in tensors]
+        return lambda: arrays
+    wait = start_copy(torch.cat([tensor.contiguous().view(torch.uint8) for tensor in tensors]))
     ends = list(accumulate(tensor.nbytes for tensor in tensors))
-    parts = np.split(packed, ends[:-1])
     dtypes = [torch.empty(0, dtype=tensor.dtype).numpy().dtype for tensor in tensors]
-    return [part.view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+
+    def split() -> list[NDArray[Any]]:
+        parts = np.split(wait(), ends[:-1])
+        return [part.view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+
+    return split
 
 
 def to_host(tensor: Tensor) -> NDArray[Any]:
-    """The contents of a tensor: the one place that waits for the device."""
+    """The contents of a tensor."""
+    return start_copy(tensor)()
+
+
+def start_copy(tensor: Tensor) -> Callable[[], NDArray[Any]]:
+    """Starts to copy a tensor to the host; what is returned waits for its contents, and for no work that is
+    launched later. The one place that waits for the device."""
     tensor = tensor.detach()
     if not tensor.is_cuda:
-        return tensor.cpu().numpy()
+        found = tensor.cpu()
+        return found.numpy
     found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     found.copy_(tensor, non_blocking=True)
     # An event, so that `torch.cuda.set_sync_debug_mode` finds the waits that nobody meant.
-    torch.cuda.current_stream(tensor.device).record_event().synchronize()
-    return found.numpy()
+    copied = torch.cuda.current_stream(tensor.device).record_event()
+
+    def wait() -> NDArray[Any]:
+        copied.synchronize()
+        return found.numpy()
+
+    return wait
 
 
 def concatenate_ranges(starts: NDArray[np.int64], lengths: Sequence[int]) -> NDArray[np.int64]:

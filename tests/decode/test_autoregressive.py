@@ -49,14 +49,14 @@ def make_decoder(corpus, denoiser, layout="joint", prefix_cache_gib=1.0, **setti
 
 def decode(decoder):
     """Rollouts, and the prompts that the model was shown, by question and step."""
-    shown, run = {}, engine.take_step
+    shown, run = {}, engine.launch_step
 
-    def spy(runner, tokenizer, rows):
+    def spy(runner, rows):
         shown.update({(row.question.id, row.step): row.laid_out_prompt for row in rows})
-        run(runner, tokenizer, rows)
+        return run(runner, rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "take_step", spy)
+        patch.setattr(engine, "launch_step", spy)
         rollouts = decoder.decode(ASKED)
     assert not any(rollout.error for rollout in rollouts)
     return rollouts, shown

@@ -132,14 +132,14 @@ def test_a_text_that_may_still_be_edited_is_not_at_its_end(corpus, rounds):
 
 def seen_by(decoder):
     """The rollouts; by question and step the arrangement and the canvas that the denoiser is shown."""
-    seen, denoise = {}, engine.take_step
+    seen, denoise = {}, engine.launch_step
 
-    def spy(runner, tokenizer, rows):
+    def spy(runner, rows):
         seen.update({(r.question.id, r.step): (r.laid_out_prompt, r.canvas.ids.tolist()) for r in rows})
-        denoise(runner, tokenizer, rows)
+        return denoise(runner, rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "take_step", spy)
+        patch.setattr(engine, "launch_step", spy)
         return decoder.decode(ASKED), seen
 
 
@@ -165,23 +165,27 @@ def test_a_trace_gives_prompts_canvases_and_edits_again(corpus, tmp_path, settin
 def test_a_token_that_follows_from_the_block_before_is_asked_for_alone(corpus, monkeypatch):
     """And leaves the query the guesses that are behind it."""
     decoder = make_decoder(corpus, "independent", shape=SHIFTED, max_new_tokens=24, early_stopping=False)
-    denoise, given = engine.take_step, []
+    launch, finish, given = engine.launch_step, engine.finish_step, []
 
-    def spy(runner, tokenizer, rows):
+    def check_input(runner, rows):
         firsts = [(row, row.canvas.first_masked) for row in rows]
         now = [(row, n) for row, n in firsts if n and row.laid_out_prompt.block_bounds(n)[0] == n]
         for row, first in now:
             assert row.shown_span == (first, first)
             assert build_row_input(row).positions.tolist() == [first]
-        denoise(runner, tokenizer, rows)
-        for row, first in now:
+        given.append(now)
+        return launch(runner, rows)
+
+    def check_commits(launched, tokenizer):
+        finish(launched, tokenizer)
+        for row, first in given[-1]:
             assert [token.position for token in row.record.committed] == [first]
             assert len(row.provisional.positions) > BLOCK or first > 24 - 2 * BLOCK
-        given.extend(now)
 
-    monkeypatch.setattr(engine, "take_step", spy)
+    monkeypatch.setattr(engine, "launch_step", check_input)
+    monkeypatch.setattr(engine, "finish_step", check_commits)
     decoder.decode(ASKED)
-    assert len(given) == len(ASKED) * 24 // BLOCK
+    assert sum(map(len, given)) == len(ASKED) * 24 // BLOCK
 
 
 def decode_committed(corpus, layout="independent", **settings):

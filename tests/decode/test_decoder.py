@@ -9,7 +9,7 @@ import torch
 from dlm_rag import Decoder, load_retriever
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.engine.engine import resolve_settings
-from dlm_rag.engine.runner import MaskedModelRunner, SamplingMetadata, sample_proposals, split_proposals
+from dlm_rag.engine.runner import MaskedModelRunner, SamplingMetadata, gather_proposals, sample_proposals
 from dlm_rag.errors import QuestionError
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import HybridRetriever, Query
@@ -215,7 +215,7 @@ class Scripted:
         for place, character in next(self._turn).items():
             logits[place, ord(character)] = self._strength
         found = sample_proposals(logits[view.positions], wanted(len(view.positions), 256, spread=True))
-        return split_proposals(views, [found])
+        return gather_proposals(views, [found])
 
     def order_passages(self, before, found):
         return found

@@ -130,6 +130,22 @@ def test_a_step_that_raises_gives_nobody_a_wrong_answer(corpus_file, overlap, te
     assert not wrong
 
 
+def test_one_half_of_a_batch_is_launched_before_the_other_is_waited_for(corpus_file):
+    decoder = make_decoder(corpus_file, batch_size=2, overlap="pipeline", early_stopping=False)
+    propose, order = decoder.model_runner.propose, []
+
+    def note(inputs):
+        wait, row = propose(inputs), inputs[0].row
+        order.append(("launch", row))
+        return lambda: (order.append(("wait", row)), wait())[1]
+
+    decoder.model_runner.propose = note
+    decoder.decode(["Who wrote Emma?"] * 2)
+    launches, waits = order[1:-1:2], order[2:-1:2]
+    assert {kind for kind, _ in launches} == {"launch"} and {kind for kind, _ in waits} == {"wait"}
+    assert all(launched != waited for (_, launched), (_, waited) in zip(launches, waits, strict=True))
+
+
 @pytest.mark.parametrize("overlap", ["none", "pipeline"])
 def test_a_row_that_the_memory_does_not_hold_ends_alone(corpus_file, overlap):
     decoder = make_decoder(corpus_file, "joint", batch_size=4, overlap=overlap)

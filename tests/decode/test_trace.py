@@ -46,13 +46,13 @@ def restore_evidence_texts(rollout, header, tokenizer):
 
 def decode_and_spy(decoder):
     """The rollouts, and by question and step what the denoiser saw: arrangement, canvas."""
-    seen, denoise = {}, engine.take_step
+    seen, denoise = {}, engine.launch_step
 
-    def spy(runner, tokenizer, rows):
+    def spy(runner, rows):
         seen.update({(r.question.id, r.step): (r.laid_out_prompt, r.canvas.ids.tolist()) for r in rows})
-        denoise(runner, tokenizer, rows)
+        return denoise(runner, rows)
 
-    with patch.object(engine, "take_step", spy):
+    with patch.object(engine, "launch_step", spy):
         return decoder.decode(TRACE_QUESTIONS), seen
 
 

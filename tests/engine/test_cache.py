@@ -269,10 +269,10 @@ def test_a_layer_asks_for_as_many_operators_for_many_rows_as_for_one(block, gib)
             for row in range(rows):
                 laid = lay_out_prompt(Prompt((1, row), facts, (4,)), denoiser.config, "independent")
                 views.append(RowInput(row, laid, np.full(6, 256), np.arange(6)))
-            runner.propose(views)  # which computes all segments if they are kept
+            runner.propose(views)()  # which computes all segments if they are kept
             calls = denoiser.flop_count.calls
             with OperatorCount() as seen:
-                runner.propose(views)
+                runner.propose(views)()
             assert denoiser.flop_count.calls == calls + 1
             found.append(seen.total)
         return found[1] - found[0]

@@ -29,7 +29,7 @@ from tests.support.setup_matrix import DECODING_SETUPS, EXPERTS, make_setup_deco
 from tests.support.tiny_diffusion_gemma import write_tiny_gemma
 from tests.support.tiny_models import tiny_denoiser
 
-STEP_TRAFFIC = [("in", "to_device"), ("out", "to_host"), ("wait", "to_host")]
+STEP_TRAFFIC = [("in", "to_device"), ("out", "start_copy"), ("wait", "wait")]
 FACTS = [((10, 11), (20, 21, 22)), ((20, 21, 22),), ((30,), (10, 11), (40, 41))]
 
 
@@ -105,7 +105,7 @@ def steps(denoiser, layout, engine, **asked):
             )
             views[1] = replace(views[1], laid_out_prompt=laid)
         calls = denoiser.flop_count.calls
-        proposals = proposer.propose(views)
+        proposals = proposer.propose(views)()
         assert denoiser.flop_count.calls == calls + 1, "new passages run in the same call"
         assert [len(found.token_ids) for found in proposals] == [8, 9, 1]
         yield
@@ -159,7 +159,7 @@ def test_blocks_that_are_finished_cost_no_call_and_no_copy_of_their_own(order, k
                 )
             before = denoiser.flop_count.calls
             seen.clear()
-            proposer.propose(views)
+            proposer.propose(views)()
             assert denoiser.flop_count.calls == before + 1 and seen == STEP_TRAFFIC
         assert set(calls) == {kernel}
 
@@ -171,7 +171,7 @@ def test_logits_that_are_read_out_in_parts_come_out_in_one_copy():
         laid = lay_out_prompt(Prompt((1,), (), ()), denoiser.config, "joint")
         whole = RowInput(0, laid, np.full(2000, 256), np.arange(2000))
         seen.clear()
-        proposer.propose([whole, RowInput(1, laid, np.full(3, 7), np.arange(0))])
+        proposer.propose([whole, RowInput(1, laid, np.full(3, 7), np.arange(0))])()
         assert seen == STEP_TRAFFIC
 
 
@@ -226,7 +226,7 @@ def test_64_rows_of_llada_8b_share_200_passages():
             views.append(RowInput(row, laid, np.full(100, 126336), np.arange(100)))
         for _ in range(2):  # the first step is the one that encodes
             before = denoiser.flop_count.calls
-            runner.propose(views)
+            runner.propose(views)()
         assert denoiser.flop_count.calls == before + 1, "all rows in one call"
     assert set(calls) == {"varlen"}
     assert 0.6 * most_gib < runner.cache.used_bytes / 2**30 <= most_gib

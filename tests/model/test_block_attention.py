@@ -53,7 +53,7 @@ ASKED = [
 
 def check_proposals(denoiser, proposer, view):
     """Against the definition of what a view sees."""
-    (found,) = proposer.propose([view])
+    (found,) = proposer.propose([view])()
     confidence, token = top_confidences(denoiser, dense_reference_states(denoiser, view))
     assert found.token_ids.tolist() == token.tolist()
     assert found.confidence == pytest.approx(confidence.numpy(), abs=2e-6)
@@ -92,7 +92,7 @@ def test_lookahead_changes_no_proposal_of_the_block_under_work(order):
     for slot, looks in enumerate((8, 12, 16)):
         proposer = MaskedModelRunner(denoiser, MASK, EngineConfig())
         view = RowInput(slot, laid, canvas[:looks].copy(), np.arange(6, looks), finished_length=4)
-        found.append(proposer.propose([view])[0])
+        found.append(proposer.propose([view])()[0])
     for more in found[1:]:
         assert more.token_ids[:2].tolist() == found[0].token_ids.tolist()
         assert more.confidence[:2] == pytest.approx(found[0].confidence, abs=1e-6)
@@ -205,7 +205,7 @@ def test_a_call_that_fails_leaves_nothing_behind(corpus_file, monkeypatch):
     for view in walk_decode_views(denoiser.config, "recompute", 5):
         with monkeypatch.context() as broken, pytest.raises(MemoryError):
             broken.setattr(denoiser, "encode", lambda *_: (_ for _ in ()).throw(MemoryError))
-            proposer.propose([view])
+            proposer.propose([view])()
         check_proposals(denoiser, proposer, view)
 
 

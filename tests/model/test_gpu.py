@@ -166,7 +166,7 @@ def test_finished_blocks_are_kept_with_every_kernel(device, kernel, dtype, order
     there.attention = kernel
     proposer = MaskedModelRunner(there, MASK, EngineConfig(prefix_cache_gib=1))
     for view in walk_decode_views(denoiser.config, order, 3):
-        (found,) = proposer.propose([view])
+        (found,) = proposer.propose([view])()
         confidence, _ = top_confidences(denoiser, dense_reference_states(denoiser, view))
         off = np.abs(found.confidence - confidence.numpy())
         assert off.mean() < (0.1 if dtype in LOW else 1e-6)

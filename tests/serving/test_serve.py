@@ -419,9 +419,10 @@ class Broken:
         short = [len(view.canvas) == 7 for view in views]
         if self.error is not None:
             raise self.error
-        return [
+        wait = self._inner.propose(views)
+        return lambda: [
             replace(p, confidence=np.full_like(p.confidence, np.nan)) if bad else p
-            for bad, p in zip(short, self._inner.propose(views), strict=True)
+            for bad, p in zip(short, wait(), strict=True)
         ]
 
 

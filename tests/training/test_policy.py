@@ -26,7 +26,7 @@ from dlm_rag.engine.policy import (
     step_log_prob,
 )
 from dlm_rag.engine.rules import RuleContext, choose_commits, select_by_threshold
-from dlm_rag.engine.runner import SamplingMetadata, sample_proposals, split_proposals
+from dlm_rag.engine.runner import SamplingMetadata, gather_proposals, sample_proposals
 from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.model.denoiser_config import DenoiserConfig, Segment
 from dlm_rag.retrieval.base import Query
@@ -166,7 +166,7 @@ def proposals_of(logits, soft, lots):
         torch.arange(n), torch.cat((numbers, torch.from_numpy(lots[:2]).float())),
     )  # fmt: skip
     found = sample_proposals(logits.float(), wanted)
-    return split_proposals([SimpleNamespace(positions=np.arange(n))], [found])[0]
+    return gather_proposals([SimpleNamespace(positions=np.arange(n))], [found])()[0]
 
 
 def sample(found, draws):
