@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from dlm_rag.config import DecodeConfig
 from dlm_rag.config.fields import resolve_or_import
+from dlm_rag.errors import ConfigError
 
 FloatArray = NDArray[np.float64]
 IndexArray = NDArray[np.intp]
@@ -224,7 +225,26 @@ def choose_commits(candidates: Proposals, context: RuleContext) -> tuple[Proposa
     chosen = find_rule(context.settings.commit_rule).choose(candidates, context)
     if isinstance(chosen, SampledCommits):
         return chosen.tokens or candidates.subset(chosen.opened), chosen
+    if context.settings.commit_rule not in RULES:
+        chosen = check_chosen(context.settings.commit_rule, chosen, len(candidates.positions))
     most = context.settings.tokens_per_step
     if most is not None and len(chosen) > most:
         chosen = chosen[select_highest(candidates.confidence[chosen], most)]
     return candidates.subset(chosen), None
+
+
+def check_chosen(rule: str, chosen: Any, count: int) -> IndexArray:
+    """What a rule of one's own returned for `count` candidates, as ascending indices.
+
+    Raises `ConfigError` for anything but the indices of some candidates, or a mask of them.
+    """
+    found = np.asarray(chosen)
+    if found.dtype == bool and found.shape == (count,):
+        found = np.flatnonzero(found)
+    whole = found.ndim == 1 and found.size and np.issubdtype(found.dtype, np.integer)
+    if not whole or found.min() < 0 or found.max() >= count:
+        raise ConfigError(
+            f"decode.commit_rule={rule} returned {chosen!r:.60}, not the indices of at least one of "
+            f"{count} candidates"
+        )
+    return np.unique(found)

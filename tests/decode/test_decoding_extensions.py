@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from dlm_rag.engine.rules import Rule, SampledCommits
+from dlm_rag.engine.rules import Rule, SampledCommits, find_rule
+from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS, EvidenceLayout
 from dlm_rag.text import split_words
 from tests.support.decoding import make_decoder
@@ -40,6 +41,16 @@ def test_own_commit_rule(corpus_file):
         corpus_file, max_new_tokens=6, early_stopping=False, commit_rule=f"{__name__}:commit_ends"
     )
     assert commits(decoder.decode([QUESTION])[0]) == [[0, 5], [1, 4], [2, 3]]
+
+
+@pytest.mark.parametrize("chosen", [None, [], "all", [0.5], [7], [-1], {0}, np.zeros(6, bool)], ids=str)
+def test_what_an_own_rule_returns_is_checked(corpus_file, monkeypatch, chosen):
+    monkeypatch.setitem(globals(), "commit_ends", lambda candidates, context: chosen)
+    find_rule.cache_clear()
+    decoder = make_decoder(corpus_file, max_new_tokens=6, commit_rule=f"{__name__}:commit_ends")
+    with pytest.raises(ConfigError, match="not the indices of at least one"):
+        decoder.decode([QUESTION])
+    find_rule.cache_clear()
 
 
 def test_own_stochastic_rule_is_recorded_and_the_same_in_a_batch(corpus_file):
