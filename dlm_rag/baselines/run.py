@@ -2,7 +2,9 @@
 
 The published policies of when to retrieve search the same index with the same retriever, `retrieval.top_k`
 passages at a time, and differ in when, with what, and in which passages a prompt shows. Numbers are those
-of the publications named; prompts are in prompts.yaml.
+of the publications named; prompts are in prompts.yaml. A request that fails temporarily (no connection, no
+answer in time, 429, 5xx, an answer of another form) is repeated after a pause that doubles; other refusals
+are reported in the server's words.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
@@ -21,17 +23,29 @@ from typing import Any
 import yaml
 
 from dlm_rag.baselines import POLICIES, BaselinePolicy
-from dlm_rag.baselines.chat_client import ChatClient, ChatError, Completion
 from dlm_rag.config import Config
 from dlm_rag.config.fields import import_object, resolve_or_import
 from dlm_rag.decode.rollout import Rollout, RolloutStep
-from dlm_rag.errors import ConfigError, RunError, UserError, summarize_error
+from dlm_rag.errors import ConfigError, RunError, UserError, suggest_nearest, summarize_error
+from dlm_rag.files.checked_json import parse_json
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import CorpusRetriever, Retriever, SearchUnavailableError, join_query
 from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.retrieval.http import (
+    HttpClient,
+    RetryableFailure,
+    UnusableAnswerError,
+    iterate_backoff_seconds,
+)
+from dlm_rag.text import replace_control_chars
 from dlm_rag.tokenizer.prompts import PromptTemplate
 
 log = logging.getLogger(__name__)
+REQUEST_SECONDS, ATTEMPTS = 120.0, 5  # of a request: seconds for its whole answer, and attempts
+INITIAL_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 30.0  # pauses between attempts
+RETRYABLE_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+USAGE_COUNTS = ("prompt_tokens", "completion_tokens")
+_MODEL_URL = re.compile(r"openai(s?)://([^/?#]+(?:/[^?#]+)*?/v1)/([^?#]+)")
 MAX_TOKENS = 512  # of a reply, where neither a policy nor `decode.max_new_tokens` says
 REFUSED_TEXT_STATUSES = (400, 413, 422)  # of one text alone
 # What a prompt says where there are no facts, by the form of the answer: SARDI's without its words on
@@ -56,6 +70,93 @@ _REASONING = re.compile(r"thus\b|so\b|that is,|therefore|hence", re.IGNORECASE)
 _ACTION_TAG = re.compile(r"<(search|answer)>")
 
 
+class ChatError(UnusableAnswerError):
+    """A request came to nothing: refused with an HTTP status, or (status None) every attempt failed."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the model wrote; token counts are the server's, None where it gives none."""
+
+    text: str
+    finish_reason: str
+    prompt_tokens: int | None
+    response_tokens: int | None
+    requests: int = 1
+
+
+class ChatClient:
+    """Asks the `model` at `url`, which ends in /v1; may be used by several threads.
+
+    address: openai://HOST:PORT/v1/NAME; setting: that names it, as errors begin. key_variable: of the
+    environment, that holds the server's key. Raises `ConfigError`.
+    """
+
+    def __init__(self, setting: str, address: str, key_variable: str) -> None:
+        if (found := _MODEL_URL.fullmatch(address)) is None or "@" in found[2]:
+            raise ConfigError(
+                f"{setting}={address} must be openai://HOST:PORT/v1/NAME, or openais:// for TLS"
+            )
+        self.url, self.model = f"http{found[1]}://{found[2]}", found[3]
+        self._setting = f"{setting}={address}"
+        self._client = HttpClient(self.url, key_variable, use_proxy=True)
+
+    def check_model(self) -> None:
+        """Raises `ConfigError` if the server does not answer, or does not have the model."""
+        try:
+            names = [str(model["id"]) for model in self._send("/models")["data"]]
+        except (ChatError, RetryableFailure, LookupError, TypeError) as error:
+            said = f" ({error})" if isinstance(error, ChatError | RetryableFailure) else ""
+            raise ConfigError(
+                f"{self._setting} does not list its models{said}: give the URL of an OpenAI-style server, "
+                "with its /v1"
+            ) from None
+        if self.model not in names:
+            known = replace_control_chars(", ".join(names)) or "none"
+            near = suggest_nearest(self.model, names)
+            raise ConfigError(f"{self._setting} has no model '{self.model}', but {known}{near}")
+
+    def ask(self, body: dict[str, Any]) -> Completion:
+        """The reply to messages, or what continues a prompt. Raises `ChatError`."""
+        failure = ""
+        pauses = iterate_backoff_seconds(INITIAL_RETRY_SECONDS, MAX_RETRY_SECONDS)
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return replace(self._complete(body), requests=attempt)
+            except RetryableFailure as error:
+                failure = str(error)
+            if attempt < ATTEMPTS:
+                time.sleep(next(pauses))
+        raise ChatError(f"{self.url} failed {ATTEMPTS} times, at last with {failure}")
+
+    def _complete(self, body: dict[str, Any]) -> Completion:
+        is_chat = "messages" in body
+        answer = self._send("/chat/completions" if is_chat else "/completions", body)
+        try:
+            choice = answer["choices"][0]
+            text = choice["message"]["content"] if is_chat else choice["text"]
+        except (LookupError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            raise RetryableFailure("an answer of another form (a reply without text)")
+        usage = answer.get("usage")
+        counts = [usage.get(name) if isinstance(usage, dict) else None for name in USAGE_COUNTS]
+        known = [count if type(count) is int and 0 <= count < 2**53 else None for count in counts]
+        return Completion(text, str(choice.get("finish_reason")), known[0], known[1])
+
+    def _send(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Returns the JSON of an answer; raises `ChatError` for a refusal, else `RetryableFailure`."""
+        asked = None if body is None else {"model": self.model} | body
+        try:
+            answer = self._client.send(self.url + path, asked, REQUEST_SECONDS, RETRYABLE_STATUSES)
+            return parse_json(answer, "an answer of another form", UserError, "answer")
+        except UserError as error:
+            raise RetryableFailure(str(error)) from None
+        except UnusableAnswerError as error:
+            said = str(error) if error.status else f"{self.url}: {error}"
+            raise ChatError(said, error.status) from None
+
+
 @dataclass
 class BaselineContext:
     """What all questions of a job share."""
@@ -77,6 +178,7 @@ class BaselineRun:
 
     def __init__(self, context: BaselineContext, question: Question) -> None:
         self._context, self.question = context, question.question
+        self.answer_form = context.template.answer  # of a reply to the prompt that `prompt` names
         self.evidence: list[Passage] = []
         self.rollout = Rollout(question.id, question.question, "joint", 0)
         self.rollout.usage = dict.fromkeys(
@@ -105,17 +207,6 @@ class BaselineRun:
         ids = tuple(passage.id for passage in self.evidence)
         steps.append(RolloutStep(len(steps), text, ids, retrieved=True))
         return found
-
-    @staticmethod
-    def write_facts(template: str, passages: Sequence[Passage]) -> list[str]:
-        """Passages in rank order as a prompt shows them; template: as `PromptTemplate.fact`."""
-        form = PromptTemplate(fact=template)
-        return [form.write_fact(n, passage.text) for n, passage in enumerate(passages, start=1)]
-
-    @property
-    def answer_form(self) -> str:
-        """Where the answer stands in a reply to the prompt that `prompt` names."""
-        return self._context.template.answer
 
     def ask_template(self, max_tokens: int | None = None) -> Completion:
         """The reply to the prompt that `prompt` names, with the evidence there is."""
@@ -166,6 +257,12 @@ class BaselineRun:
         self.rollout.response, self.rollout.answer_form = text.strip(), form
 
 
+def write_facts(template: str, passages: Sequence[Passage]) -> list[str]:
+    """Passages in rank order as a prompt shows them; template: as `PromptTemplate.fact`."""
+    form = PromptTemplate(fact=template)
+    return [form.write_fact(n, passage.text) for n, passage in enumerate(passages, start=1)]
+
+
 def find_action(text: str, closed: bool = True) -> tuple[str, str] | None:
     """Returns the first search or answer of a text and its content; closed=False: the first left open."""
     last_close = {kind: text.rfind(f"</{kind}>") for kind in ("search", "answer")}
@@ -202,7 +299,7 @@ def answer_ircot(run: BaselineRun) -> None:
     """
 
     def think(written: str) -> str:
-        facts = "\n\n".join(run.write_facts(IRCOT_FACT, run.evidence))
+        facts = "\n\n".join(write_facts(IRCOT_FACT, run.evidence))
         prompt = f"{PROMPTS['ircot']}\n\n\n{facts}\n\nQ: {run.question}\nA: {written}"
         return run.complete(prompt.rstrip(), stop=["\n"], max_tokens=IRCOT_TOKENS).text.strip()
 
@@ -239,7 +336,7 @@ def answer_search_r1(run: BaselineRun) -> None:
         dialogue += text
         if action:
             found = run.search(action[1].strip(), keep=SEARCH_R1_PASSAGES)
-            facts = "\n".join(run.write_facts(SEARCH_R1_FACT, found))
+            facts = "\n".join(write_facts(SEARCH_R1_FACT, found))
             dialogue += f"\n\n<information>{facts}</information>\n\n"
         else:
             dialogue += f"\n{PROMPTS['search_r1_invalid']}\n"

@@ -400,8 +400,7 @@ def check_served_keys(keys: Iterable[str]) -> None:
 
 def prepare_baseline(config: Config, questions: list[Question], once: ResourceCache) -> PreparedBaseline:
     """Checks all but the server, see `BaselineEngine.check`. Raises `UserError`."""
-    from dlm_rag.baselines.chat_client import ChatClient
-    from dlm_rag.baselines.run import BaselineContext
+    from dlm_rag.baselines.run import BaselineContext, ChatClient
 
     url = config.model.path
     assert url is not None

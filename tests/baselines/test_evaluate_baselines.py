@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from dlm_rag.baselines import chat_client
+from dlm_rag.baselines import run as baselines_run
 from dlm_rag.baselines.run import PROBE_TOKENS
 from dlm_rag.commands import evaluate, sample
 from dlm_rag.decode.trace_file import read_trace
@@ -111,7 +111,7 @@ def test_what_failed_is_wrong_and_asked_again(run, server, folder):
 
 @pytest.mark.slow
 def test_busy_servers_are_asked_again_and_replies_that_end_early_too(run, server, monkeypatch):
-    monkeypatch.setattr(chat_client, "ATTEMPTS", 4)
+    monkeypatch.setattr(baselines_run, "ATTEMPTS", 4)
     busy = [{"status": 429, "text": "slow down"}, {"raw": ""}, {"raw": '{"choi'}, "### x"]
     server.say(["Who\\?", ["x"]], ["", busy])
     code, shown, record = run("remote.concurrency=1")

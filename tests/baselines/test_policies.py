@@ -9,9 +9,8 @@ import pytest
 
 from dlm_rag.baselines import POLICIES
 from dlm_rag.baselines import run as run_module
-from dlm_rag.baselines.chat_client import ChatClient
 from dlm_rag.baselines.run import PROMPTS as POLICY_PROMPTS
-from dlm_rag.baselines.run import BaselineContext, BaselineEngine, cut_sentence
+from dlm_rag.baselines.run import BaselineContext, BaselineEngine, ChatClient, cut_sentence
 from dlm_rag.config import Config, DecodeConfig, ModelConfig, RemoteConfig
 from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from dlm_rag.baselines import chat_client
-from dlm_rag.baselines.chat_client import ChatClient, ChatError
+from dlm_rag.baselines import run as baselines_run
+from dlm_rag.baselines.run import ChatClient, ChatError
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError
 from dlm_rag.retrieval import http
@@ -65,9 +65,9 @@ def reply(body: bytes, *headers: str, status="200 OK", length=None) -> bytes:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(chat_client, "INITIAL_RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(chat_client, "REQUEST_SECONDS", 1.0)
-    monkeypatch.setattr(chat_client, "ATTEMPTS", 1)
+    monkeypatch.setattr(baselines_run, "INITIAL_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(baselines_run, "REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr(baselines_run, "ATTEMPTS", 1)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 

@@ -298,3 +298,8 @@ def test_parts_are_the_question_and_each_sentence_once():
 def test_guesses_enter_from_the_query_threshold_on_and_never_at_one():
     assert resolve_query_threshold("proxy", 0.0) == 0.0 and resolve_query_threshold("proxy", 0.4) == 0.4
     assert resolve_query_threshold("proxy", 1.0) > 1 and resolve_query_threshold("committed", 0.0) > 1
+
+
+def test_every_method_can_be_imported():
+    for name, method in RETRIEVERS.items():
+        assert callable(import_object(method.load, name))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dlm_rag.baselines import chat_client
+from dlm_rag.baselines import run as baselines_run
 from tests.support.processes import wait_until
 
 
@@ -43,7 +43,7 @@ class ScriptedServer:
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    monkeypatch.setattr(chat_client, "INITIAL_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(baselines_run, "INITIAL_RETRY_SECONDS", 0.01)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     found = ScriptedServer(tmp_path / "chat-server")
     yield found
