@@ -13,7 +13,7 @@ import shutil
 import warnings
 from collections import ChainMap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -180,19 +180,44 @@ def find_latest_checkpoint(folder: Path) -> tuple[Path, CheckpointRecord] | None
     return next(reversed(scan_checkpoints(folder)[0].items()), None)
 
 
-@dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of the run in `folder`, named by step."""
+    """The checkpoints of a run, named by step."""
 
-    folder: Path
-    processes: DistributedContext
+    def __init__(self, task: Task, processes: DistributedContext) -> None:
+        """Raises `ConfigError` if the run in the folder began with other settings or other contents of the
+        files that they name.
+        """
+        config, self.folder, self.processes = task.run.config, task.run.folder, processes
+        self._settings = collect_settings(config, type(task))
+        self._fingerprints = fingerprint_files(config, task.run.origin) if processes.is_main else {}
+        begun = find_latest_checkpoint(self.folder)
+        self.has_begun = begun is not None
+        if begun is not None:
+            processes.check_on_main(lambda: self._check_settings(begun[1]))
+
+    def _check_settings(self, record: CheckpointRecord) -> None:
+        """Refuses what is not as it was; settings that are younger than the checkpoint may be anything."""
+        for key, value in self._settings.items():
+            before = record.settings.get(key, value)
+            same = (before is None) == (value is None) if key in FINGERPRINTED_KEYS else before == value
+            if not same:
+                raise ConfigError(
+                    f"the run was begun with {key}={before}, not {value}: give the same, or another --out"
+                )
+        for key, digest in self._fingerprints.items():
+            if record.fingerprints.get(key) != digest:
+                raise ConfigError(
+                    f"the run was begun with other contents of {key}="
+                    f"{self._settings.get(key, 'as it was learned')}: put it back, or start again in "
+                    "another --out"
+                )
 
     def save(
-        self, record: CheckpointRecord, root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> Path:
+        self, state: TrainState, scaler: dict[str, Any], root: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> Path:  # fmt: skip
         """Writes a checkpoint and removes the oldest beyond two; every process takes part."""
-        step = record.state.step
-        target = self.folder / "checkpoints" / f"step-{step:08d}"
+        target = self.folder / "checkpoints" / f"step-{state.step:08d}"
         scratch = target.with_suffix(".part")
         if self.processes.is_main:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -204,7 +229,7 @@ class Checkpoints:
         except (Exception, CheckpointException) as error:  # torch wraps failures in a BaseException
             check_peers(error)
             raise RunError(
-                f"the checkpoint of step {step} could not be written to {target.parent} "
+                f"the checkpoint of step {state.step} could not be written to {target.parent} "
                 f"({_last_line(error)}); the one before is intact: make room and --resume"
             ) from error
         # Without a progress bar: the caller has its own.
@@ -213,7 +238,9 @@ class Checkpoints:
         self.processes.check_on_main(lambda: _check_digests(scratch, digests))
         if self.processes.is_main:
             files = {file.name: file.stat().st_size for file in scratch.iterdir()}
-            raw = {"format": CHECKPOINT_FORMAT, **asdict(replace(record, files=files, digests=digests))}
+            held = self._settings, self._fingerprints
+            record = CheckpointRecord(state, *held, scaler, files, digests)
+            raw = {"format": CHECKPOINT_FORMAT, **asdict(record)}
             write_text_atomic(scratch / RECORD_FILE, json.dumps(raw | {"digest": _digest_record(raw)}))
             if target.is_dir():  # a broken one, which was skipped
                 shutil.rmtree(target)
@@ -224,8 +251,11 @@ class Checkpoints:
         self.processes.barrier()
         return target
 
-    def load(self, path: Path, root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Reads weights and the state of the optimizers into their places."""
+    def load(self, root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> CheckpointRecord | None:
+        """Reads weights and optimizers of the newest, whose record is returned; None without one."""
+        if (found := find_latest_checkpoint(self.folder)) is None:
+            return None
+        path, record = found
         tensors, reader = _collect_tensors(root, optimizers), HuggingFaceStorageReader(str(path))
         try:
             dcp.load(tensors, storage_reader=reader)
@@ -236,6 +266,7 @@ class Checkpoints:
             whole: dict[str, Any] = dict(get_optimizer_state_dict(root, optimizer, options=_FLAT))
             whole |= {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             set_optimizer_state_dict(root, optimizer, whole, options=_FLAT)
+        return record
 
 
 def _collect_tensors(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
@@ -322,29 +353,6 @@ def fingerprint_files(config: Config, origin: InitialModel) -> dict[str, str]:
         vocabulary = origin.tokenizer.inner.backend_tokenizer.to_str()
         found["tokenizer"] = blake3(vocabulary.encode()).hexdigest()
     return found
-
-
-def check_resume_settings(
-    record: CheckpointRecord, config: Config, held: dict[str, str], task: type[Task]
-) -> None:
-    """Raises `ConfigError` for the first thing that is not as it was when a checkpoint was written.
-
-    held: `fingerprint_files` of now. Settings that are younger than the checkpoint may be anything.
-    """
-    for key, value in collect_settings(config, task).items():
-        before = record.settings.get(key, value)
-        same = (before is None) == (value is None) if key in FINGERPRINTED_KEYS else before == value
-        if not same:
-            raise ConfigError(
-                f"the run was begun with {key}={before}, not {value}: give the same, or another --out"
-            )
-    for key, digest in held.items():
-        if record.fingerprints.get(key) != digest:
-            raise ConfigError(
-                f"the run was begun with other contents of {key}="
-                f"{flatten_settings(config).get(key, 'as it was learned')}: put it back, or start again in "
-                "another --out"
-            )
 
 
 def _digest_all(paths: list[Path]) -> str:

@@ -321,18 +321,11 @@ def _make_fresh_model(config: Config) -> InitialModel:
     if train.objective not in ("sft", "rl"):
         room = max(room, train.sequence_length + 1)
     own = DenoiserConfig(
-        vocab_size=train.vocab_size,
-        hidden_size=train.hidden_size,
-        num_hidden_layers=train.num_hidden_layers,
-        intermediate_size=train.intermediate_size,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=head_dim,
-        qk_norm=True,
-        tie_word_embeddings=True,
-        mask_token_id=0,
-        max_position_embeddings=room,
-    )
+        vocab_size=train.vocab_size, mask_token_id=0, hidden_size=train.hidden_size,
+        intermediate_size=train.intermediate_size, num_hidden_layers=train.num_hidden_layers,
+        num_attention_heads=heads, num_key_value_heads=heads, head_dim=head_dim, qk_norm=True,
+        tie_word_embeddings=True, max_position_embeddings=room,
+    )  # fmt: skip
     texts: Iterable[str] = iterate_world_texts(train.seed)
     if corpus is not None:
         passages = open_corpus(corpus, config.retrieval.index_dir)

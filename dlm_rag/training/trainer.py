@@ -40,16 +40,7 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import count_head_flops
 from dlm_rag.model.packed_batch import to_host
 from dlm_rag.nvtx_ranges import StageClock, profile_stage, profile_step
-from dlm_rag.training.checkpoints import (
-    CheckpointRecord,
-    Checkpoints,
-    TrainState,
-    check_resume_settings,
-    collect_settings,
-    find_latest_checkpoint,
-    fingerprint_files,
-    gather_full_state_dict,
-)
+from dlm_rag.training.checkpoints import Checkpoints, TrainState, gather_full_state_dict
 from dlm_rag.training.distributed import (
     DistributedContext,
     allow_independent_forwards,
@@ -69,19 +60,11 @@ class Trainer:
     """Trains from a run's first weights, or from the newest checkpoint in its folder."""
 
     def __init__(self, task: Task, processes: DistributedContext) -> None:
-        """Reads the weights.
-
-        Raises `ConfigError` if the processes cannot share a step, or if the run in the folder began with
-        other settings, or other contents of the files that they name.
-        """
-        self.task, self.train, run, train = task, task.train, task.run, task.train
-        self.config, self.origin = run.config, run.origin
+        """Reads the weights. Raises `ConfigError` as `check_parallelism` and `Checkpoints` do."""
+        self.task, self.train, train = task, task.train, task.train
+        self.config, self.origin = task.run.config, task.run.origin
         check_parallelism(train, task.items, processes.world_size)
-        self._begun = find_latest_checkpoint(run.folder)
-        self._fingerprints = fingerprint_files(self.config, self.origin) if processes.is_main else {}
-        if self._begun is not None:
-            record, held = self._begun[1], self._fingerprints
-            processes.check_on_main(lambda: check_resume_settings(record, self.config, held, type(task)))
+        self._checkpoints = Checkpoints(task, processes)
         self.device = processes.local_device(self.config.model.device)
         self.processes = processes
         self.dtype = choose_dtype(train.dtype, self.device)
@@ -93,7 +76,6 @@ class Trainer:
         self._peak = None if machine is None else machine.flops.get(self.dtype)
         self.optimizers = make_optimizers(self.denoiser, train)
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
-        self._checkpoints = Checkpoints(run.folder, self.processes)
 
     def _build_denoiser(self) -> None:
         """The denoiser in its loss, in copies or shards, with the first weights of what is trained anew."""
@@ -103,7 +85,7 @@ class Trainer:
         sharded = train.parallel == "fsdp" and dist.is_initialized()
         if sharded:
             apply_fsdp(self.root, self.denoiser, processes, device, self.dtype)
-        origin.materialize(self.denoiser, device, trained=self._begun is None)
+        origin.materialize(self.denoiser, device, trained=not self._checkpoints.has_begun)
         if processes.world_size > 1 and not sharded:
             self.root = wrap_in_ddp(self.root)
         self.denoiser.attention = self.config.model.attn_implementation
@@ -248,16 +230,12 @@ class Trainer:
     def save(self) -> Path:
         """Writes a checkpoint that is whole or not there; every process takes part."""
         with profile_stage("checkpoint"):
-            held, scaler = collect_settings(self.config, type(self.task)), self._scaler.state_dict()
-            record = CheckpointRecord(self.state, held, self._fingerprints, scaler, {}, {})
-            return self._checkpoints.save(record, self.root, self.optimizers)
+            return self._checkpoints.save(self.state, self._scaler.state_dict(), self.root, self.optimizers)
 
     def restore(self) -> bool:
         """Goes on from the newest checkpoint; False without. Raises `CheckpointError` for a broken one."""
-        if (found := find_latest_checkpoint(self.task.run.folder)) is None:
+        if (record := self._checkpoints.load(self.root, self.optimizers)) is None:
             return False
-        path, record = found
-        self._checkpoints.load(path, self.root, self.optimizers)
         if self._scaler.is_enabled() and record.scaler:
             self._scaler.load_state_dict(record.scaler)
         self.state = record.state
