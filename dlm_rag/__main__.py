@@ -14,7 +14,6 @@
     dlm-rag encode             compute keys and values of a corpus ahead of time
     dlm-rag retrieve-server    offer a corpus for search over HTTP
     dlm-rag profile            profile a run: where the time went
-    dlm-rag bench              run a benchmark
     dlm-rag doctor             check this machine, and how to fix what does not work
 
 `dlm-rag COMMAND --help` lists flags and settings; `python -m dlm_rag COMMAND` is the same.
@@ -31,10 +30,10 @@ from dlm_rag.errors import ConfigError, suggest_nearest
 
 PROGRAMS = (
     "sample", "chat", "evaluate", "benchmark", "lm-eval", "train", "synthesize", "page", "serve", "data",
-    "index", "encode", "retrieve-server", "profile", "bench", "doctor",
+    "index", "encode", "retrieve-server", "profile", "doctor",
 )  # fmt: skip
 OTHER_HOMES = {
-    "chat": "serve:chat", "page": "sample:page", "encode": "index:encode", "profile": "bench:profile",
+    "chat": "serve:chat", "page": "sample:page", "encode": "index:encode",
     "retrieve-server": "serve:retrieve_server",
 }  # fmt: skip
 

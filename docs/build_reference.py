@@ -233,11 +233,6 @@ def render_command(name: str) -> str:
             [*parts, "\n".join(["| of `--model_args` | default | meaning |", "|---|---|---|", *rows])]
         )
     shown, _, keys = capture_help(name).partition(KEYS_IN_HELP)
-    if name == "bench":
-        listed = shown[shown.index("\n\n") :]
-        found = re.findall(r"^ {4}([a-z0-9_]+) +(.*)$", listed, re.MULTILINE)
-        table = "\n".join(f"| `{program}` | {escape(what)} |" for program, what in found)
-        return "\n\n".join([*parts, f"| benchmark | what it measures |\n|---|---|\n{table}"])
     usage, rest = shown.split("\n\n", maxsplit=1)
     flags = re.search(r"^(positional arguments|options):.*", rest, re.MULTILINE | re.DOTALL)
     parts.append(f"```text\n{usage}\n\n{flags[0].strip() if flags else ''}\n```")

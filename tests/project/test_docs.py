@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from dlm_rag.__main__ import PROGRAMS
-from dlm_rag.commands.bench import list_benchmarks
 from dlm_rag.config import CONFIG_FOLDER, list_setting_fields
 from tests.support.paths import ROOT
 
@@ -138,7 +137,7 @@ COMMAND = re.compile(
 @cache
 def list_flags(program: str) -> set[str]:
     """The flags of a program; empty for those whose words are another program's."""
-    if program in ("lm-eval", "profile", "bench"):
+    if program in ("lm-eval", "profile"):
         return set()
     capture = runpy.run_path(str(DOCS / "build_reference.py"))["capture_help"]
     return set(re.findall(r"(?<![\w-])--[a-z][\w-]*", capture(program)))
@@ -155,8 +154,6 @@ def find_wrong_commands(page: Path, text: str) -> Iterator[str]:
         elif flags := list_flags(words[0]):
             given = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
             yield from (f"{words[0]} has no {flag}" for flag in given - flags)
-        elif words[0] == "bench" and words[1:] and words[1] not in list_benchmarks():
-            yield f"no benchmark {words[1]}"
     own = {Path(name).name for name in re.findall(r"([\w./-]+\.py)[`\"]", page.read_text())}
     for script in re.findall(r"python3? ([\w./-]+\.py)", text):
         if not (ROOT / script).is_file() and Path(script).name not in own:
