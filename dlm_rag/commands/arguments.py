@@ -1,6 +1,7 @@
 """The words of a command line: flags, questions, KEY=VALUE."""
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -95,7 +96,13 @@ def parse_command_line(
     settings, effects = [*filter(is_setting, given["words"]), *given["set"]], "compare" not in reads
     check_read(settings, reads)
     file, config = given["config"], load_config(given["config"], settings, effects=effects)
-    _reject_training_config(file, config, reads)
+    answers = is_read("decode", reads) and not is_read("train", reads)
+    if file is not None and answers and config.train != Config().train:
+        made = f"{config.out or 'runs/train'}/model"
+        raise ConfigError(
+            f"{file} says how to train: `dlm-rag train --config {file}` makes {made}, which answers as "
+            f"--model {made}, without --config"
+        )
     reader = {"decode", "out"} <= {*reads} and file is None and _uses_shipped_reader(config, settings)
     if reader:
         settings = [f"model.path={READER}", *settings]
@@ -109,19 +116,6 @@ def parse_command_line(
     config.retrieval.corpus = find_named_corpus(config.retrieval.corpus)
     switched_on = {name for name in switches if given[name]}
     return CommandLine(config, questions, switched_on, values, file, settings, reader)
-
-
-def _answers(reads: Sequence[str]) -> bool:
-    return is_read("decode", reads) and not is_read("train", reads)
-
-
-def _reject_training_config(name: str | None, config: Config, reads: Sequence[str]) -> None:
-    if name is not None and _answers(reads) and config.train != Config().train:
-        made = f"{config.out or 'runs/train'}/model"
-        raise ConfigError(
-            f"{name} says how to train: `dlm-rag train --config {name}` makes {made}, which answers as "
-            f"--model {made}, without --config"
-        )
 
 
 def _build_parser(
@@ -143,7 +137,8 @@ def _build_parser(
     for flag, key in SETTING_BY_FLAG.items():
         if flag.strip("-") not in options:
             metavar = {"compare": "SETTINGS", "limit": "N"}.get(key, "PATH")
-            shown = _describe(key) if is_read(key, reads) else argparse.SUPPRESS
+            help_text = f"{get_field_metadata(list_setting_fields()[key], 'help')} ({key})"
+            shown = help_text if is_read(key, reads) else argparse.SUPPRESS
             word = f"{key}={{}}".format
             parser.add_argument(flag, action="append", dest="set", type=word, metavar=metavar, help=shown)
     for name, help_text in switches.items():
@@ -151,17 +146,14 @@ def _build_parser(
     add_setting = partial(parser.add_argument, action="append_const", dest="set")
     if is_read("limit", reads):
         add_setting("--quick", const=f"limit={QUICK_LIMIT}", help=f"short for --limit {QUICK_LIMIT}")
-    if _answers(reads):
+    if is_read("decode", reads) and not is_read("train", reads):
         anyway = "give every answer, also an unsupported one (decode.abstain=never)"
         add_setting("--answer-anyway", const="decode.abstain=never", help=anyway)
     return parser
 
 
-def _describe(key: str) -> str:
-    return f"{get_field_metadata(list_setting_fields()[key], 'help')} ({key})"
-
-
 def is_read(key: str, reads: Sequence[str]) -> bool:
+    """Whether a program that reads these sections and keys (`parse_command_line`) reads a setting."""
     section = key.partition(".")[0]
     left_out = f"-{key}" in reads or f"-{section}" in reads
     return not reads or (not left_out and (key in reads or section in reads))
@@ -180,13 +172,11 @@ def check_read(settings: Sequence[str], reads: Sequence[str]) -> None:
 
 def _uses_shipped_reader(config: Config, settings: list[str]) -> bool:
     """Whether a corpus is named, another than the passages of the shipped world, and no model."""
-    corpus, named = config.retrieval.corpus, any(word.startswith("model.path=") for word in settings)
-    if named or corpus is None:
+    corpus = config.retrieval.corpus
+    if corpus is None or any(word.startswith("model.path=") for word in settings):
         return False
-    try:
-        return not expand_path(corpus, ConfigError).samefile(SHIPPED_FOLDER / "world" / "corpus.jsonl")
-    except (OSError, ValueError):  # what is wrong with it is said where it is read
-        return True
+    paths = expand_path(corpus, ConfigError), SHIPPED_FOLDER / "world" / "corpus.jsonl"
+    return len({*map(os.path.realpath, paths)}) > 1
 
 
 def is_setting(word: str) -> bool:
@@ -213,10 +203,10 @@ def _reject_mistaken_word(word: str) -> None:
 def _list_keys(reads: Sequence[str]) -> str:
     lines = []
     for key, item in list_setting_fields().items():
-        if not is_read(key, reads):
-            continue
         own = ", module:function" * bool(get_field_metadata(item, "table"))
         choices = f" [{', '.join(found)}{own}]" if (found := list_choices(item)) else ""
         shown = "unset" if item.default is None else repr(item.default)
-        lines.append(f"  {key}={shown}\n      {get_field_metadata(item, 'help')}{choices}")
+        lines += [f"  {key}={shown}\n      {get_field_metadata(item, 'help')}{choices}"] * is_read(
+            key, reads
+        )
     return "\n".join(lines)

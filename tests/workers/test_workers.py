@@ -130,21 +130,17 @@ def config(tmp_path, corpus_file) -> Config:
 def test_weights_that_a_device_cannot_hold_are_refused_before_they_are_read(config, monkeypatch):
     checkpoint = open_checkpoint(config.model.path)
     size = count_weight_bytes(checkpoint.config, 4)
-    monkeypatch.setattr(
-        "dlm_rag.commands.prepare_decoder.get_device_memory_bytes", lambda device: size - 1.0
-    )
+    monkeypatch.setattr("dlm_rag.machine.get_device_memory_bytes", lambda device: size - 1.0)
     with pytest.raises(
         ConfigError, match=r"take 0.1 MB|take \d+ kB in float32, and this cpu has .*bfloat16"
     ):
         prepare_decoder(config, ASKED)
     check_weights_fit(checkpoint, [CPU], torch.bfloat16)
-    monkeypatch.setattr(
-        "dlm_rag.commands.prepare_decoder.get_device_memory_bytes", lambda device: size / 2 - 1
-    )
+    monkeypatch.setattr("dlm_rag.machine.get_device_memory_bytes", lambda device: size / 2 - 1)
     with pytest.raises(ConfigError, match="of memory: set model.quantize=int8, or choose a smaller model"):
         check_weights_fit(checkpoint, [CPU], torch.bfloat16)
     check_weights_fit(checkpoint, [CPU], torch.bfloat16, quantize="int8")
-    monkeypatch.setattr("dlm_rag.commands.prepare_decoder.get_device_memory_bytes", lambda device: 1.0)
+    monkeypatch.setattr("dlm_rag.machine.get_device_memory_bytes", lambda device: 1.0)
     with pytest.raises(ConfigError, match="in bfloat16, .* of memory: choose a smaller model"):
         check_weights_fit(checkpoint, [CPU], torch.bfloat16, quantize="int8")
 
