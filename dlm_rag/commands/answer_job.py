@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from dlm_rag.engine.engine import Decoder
     from dlm_rag.workers.worker_pool import DecoderFactory, WorkerPool
 
-PLAN_SETTINGS = ("plan.machine",)  # of decoding
 Machine = dict[str, str | int]  # as `describe_machine`
 Prepared: TypeAlias = "PreparedDecoder | PreparedBaseline"
 
@@ -224,11 +223,14 @@ def parse_answer_command_line(
     description: str, argv: list[str], reads: Sequence[str], **more: Any
 ) -> CommandLine:
     """As `parse_command_line`; with --plan prints what decoding takes, and exits. Raises `UserError`."""
-    switches = {"plan": "print what decoding takes on plan.machine, and do nothing"}
-    words = parse_command_line(description, argv, (*reads, *PLAN_SETTINGS), switches=switches, **more)
+    more["options"] = {
+        "plan": (False, "print what decoding takes, and do nothing"),
+        **more.get("options", {}),
+    }
+    words = parse_command_line(description, argv, (*reads, "plan.machine"), **more)
     if (count := parse_int(os.environ.get("WORLD_SIZE", "1"), 1, "WORLD_SIZE=")) > 1:
         raise ConfigError(f"torchrun has started {count} processes: start one, with workers={count}")
-    if "plan" in words.switches:
+    if words.options["plan"]:
         from dlm_rag.training.plan import print_decode_plan
 
         print_decode_plan(fill_in_shipped_files(words.config, words.questions))
@@ -258,7 +260,7 @@ def plan_answer_job(
 
     file = AnswersFile(Path(config.out), Path(config.trace) if config.trace else None)
     file.remaining(questions)
-    prepared = prepare(config, questions, once or ResourceCache())
+    prepared = prepare(config, questions, ResourceCache() if once is None else once)
     file.check_same_settings(prepared.answers_depend_on())
     return AnswerJob(questions, prepared, file)
 

@@ -36,11 +36,10 @@ SETTING_BY_FLAG = {"--model": "model.path", "--corpus": "retrieval.corpus"} | {
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A parsed command line: the resolved config, the typed questions, the switches that are on."""
+    """A parsed command line: the resolved config, the typed questions, the program's own flags."""
 
     config: Config
     questions: list[str]
-    switches: set[str]
     options: dict[str, Any]
     file: str | None  # of --config
     settings: list[str]  # KEY=VALUE, of words and flags
@@ -65,7 +64,6 @@ def parse_command_line(
     reads: Sequence[str] = (),
     *,
     typed: bool = False,
-    switches: Mapping[str, str] = MappingProxyType({}),
     options: Options = MappingProxyType({}),
 ) -> CommandLine:
     """Parses a command line. `--help` and `--print-config` print and exit. Raises `ConfigError`.
@@ -75,15 +73,14 @@ def parse_command_line(
     answers if a corpus is given, but neither a model nor --config. Settings without effect are refused
     (`check_effects`), unless `compare` is read: of several configs one must read them.
     typed: whether questions may be typed.
-    switches: flags without a value, with their help texts. options: flags with a value: its default and
-    help text. Where the default is a whole number, so is the value, and above 0 unless the default is 0.
-    Where it is (), the flag takes several words; those without a comma are settings as elsewhere.
+    options: the program's own flags, by name: default and help text. Where the default is False, the flag
+    has no value. Where it is a whole number, so is the value, and above 0 unless the default is 0. Where it
+    is (), the flag takes several words; those without a comma are settings as elsewhere.
     """
-    switches = {"print-config": "print the resolved config", **switches}
-    given = vars(_build_parser(description, options, switches, typed, reads).parse_intermixed_args(argv))
+    given = vars(_build_parser(description, options, typed, reads).parse_intermixed_args(argv))
     values = {name: given[name] for name in options}
     for name, (default, _) in options.items():
-        if isinstance(default, int):
+        if isinstance(default, int) and default is not False:
             values[name] = parse_int(str(values[name]), min(default, 1), f"--{name} ")
         elif isinstance(words := values[name], list):
             given["words"] += [word for word in words if "," not in word]
@@ -110,17 +107,14 @@ def parse_command_line(
     for key in ("out", "trace", "html"):  # what is read is expanded where it is opened
         if (path := getattr(config, key) or "").startswith("~"):
             setattr(config, key, str(expand_path(path, ConfigError)))
-    if given["print-config"]:
+    if given["print_config"]:
         print(dump_config(config), end="")
         raise SystemExit(0)
     config.retrieval.corpus = find_named_corpus(config.retrieval.corpus)
-    switched_on = {name for name in switches if given[name]}
-    return CommandLine(config, questions, switched_on, values, file, settings, reader)
+    return CommandLine(config, questions, values, file, settings, reader)
 
 
-def _build_parser(
-    description: str, options: Options, switches: Mapping[str, str], typed: bool, reads: Sequence[str]
-) -> CommandParser:
+def _build_parser(description: str, options: Options, typed: bool, reads: Sequence[str]) -> CommandParser:
     """The parser of a program, whose help lists the settings it reads; what flags set is in `set`."""
     name = Path(sys.argv[0]).name
     prog = " ".join([name, *sys.argv[1:2]]) if name == "dlm-rag" else name  # `dlm-rag sample`: two words
@@ -131,9 +125,13 @@ def _build_parser(
     parser.add_argument("words", nargs="*", metavar="WORD", help=what)
     parser.add_argument("--config", metavar="NAME", help="YAML file, as given or one that ships")
     for name, (default, help_text) in options.items():
+        if default is False:
+            parser.add_argument(f"--{name}", action="store_true", dest=name, help=help_text)
+            continue
         shown = help_text if default in ("", ()) else f"{help_text} ({default})"
         count, metavar = ("+", "WORD") if default == () else (None, name.upper())
         parser.add_argument(f"--{name}", default=default, help=shown, nargs=count, metavar=metavar)
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config")
     for flag, key in SETTING_BY_FLAG.items():
         if flag.strip("-") not in options:
             metavar = {"compare": "SETTINGS", "limit": "N"}.get(key, "PATH")
@@ -141,8 +139,6 @@ def _build_parser(
             shown = help_text if is_read(key, reads) else argparse.SUPPRESS
             word = f"{key}={{}}".format
             parser.add_argument(flag, action="append", dest="set", type=word, metavar=metavar, help=shown)
-    for name, help_text in switches.items():
-        parser.add_argument(f"--{name}", action="store_true", dest=name, help=help_text)
     add_setting = partial(parser.add_argument, action="append_const", dest="set")
     if is_read("limit", reads):
         add_setting("--quick", const=f"limit={QUICK_LIMIT}", help=f"short for --limit {QUICK_LIMIT}")

@@ -33,14 +33,13 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from dlm_rag.baselines import is_model_url
+from dlm_rag.baselines import is_model_url, is_read_when_served
 from dlm_rag.cli import check_writable, print_note
 from dlm_rag.commands.answer_job import AnswerJob, open_engines, parse_answer_command_line, plan_answer_job
 from dlm_rag.commands.arguments import ANSWER_SETTINGS, QUICK_LIMIT, CommandLine
 from dlm_rag.commands.prepare_decoder import (
     PreparedBaseline,
     ResourceCache,
-    check_served_keys,
     fill_in_shipped_files,
     gather_questions,
     prepare_baseline,
@@ -173,7 +172,9 @@ def plan_from_command_line(words: CommandLine) -> EvaluationPlan:
         variants.append((settings[name], [*given, *(word.partition("=")[0] for word in more)]))
     check_effects(variants)
     if all(is_model_url(each.model.path) for each in settings.values()):
-        check_served_keys(key for _, keys in variants for key in keys)
+        given = [key for _, keys in variants for key in keys]
+        if idle := [key for key in given if not is_read_when_served(key)]:
+            raise ConfigError(f"{idle[0]} has no effect on a model behind a server: leave it out")
     if is_single := config.compare is None and not swept:
         policy = config.remote.policy if served else config.decode.query_policy
         settings = {f"{policy} {config.retrieval.method}": config}

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import datetime
 import platform
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from dlm_rag import __version__, machine
-from dlm_rag.baselines import POLICIES, READ_DECODE_SETTINGS, is_model_url, is_read_when_served
+from dlm_rag.baselines import POLICIES, READ_DECODE_SETTINGS, is_model_url
 from dlm_rag.config import Config, EngineConfig, RetrievalConfig
 from dlm_rag.config.fields import fill_unset, flatten_settings, replace_settings
 from dlm_rag.data.hub_datasets import find_named_corpus
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from dlm_rag.engine.engine import AnyDenoiser, Decoder
     from dlm_rag.model.checkpoint import Checkpoint
 
-Made = TypeVar("Made")
 # Settings that change no answer; of what is searched there is a fingerprint.
 FREE_SETTINGS = {
     "decode.batch_size", "retrieval.corpus", "retrieval.index_dir", "retrieval.url", "retrieval.timeout",
@@ -123,7 +122,7 @@ class PreparedDecoder:
         named = (self.config.retrieval.corpus, self.config.questions)
         files = self.checkpoint.read_files | {Path(name) for name in named if name}
         digests = {str(path): digest_file(path) for path in sorted(files) if path.is_file()}
-        stamp = stamp_run(self.config, self.answers_depend_on(), found, STAMPED_PACKAGES)
+        stamp = stamp_run(self.config, self.answers_depend_on(), found)
         return stamp | {"files": digests}
 
 
@@ -133,15 +132,13 @@ def list_answer_settings(config: Config, *sections: str) -> dict[str, Any]:
     return {k: v for k, v in known if k.partition(".")[0] in sections and k not in FREE_SETTINGS}
 
 
-def stamp_run(
-    config: Config, depends_on: dict[str, Any], found: dict[str, Any], packages: Collection[str] = ()
-) -> dict[str, Any]:
+def stamp_run(config: Config, depends_on: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """The stamp of a run by what has answered on which machine."""
     versions = {"python": platform.python_version(), "dlm_rag": __version__}
     return {
         "commit": machine.get_code_commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": versions | {package: version(package) for package in packages},
+        "versions": versions | {package: version(package) for package in STAMPED_PACKAGES},
         **found,
         "seed": config.decode.seed,
         "energy": None,  # of each part of the run, once it has ended
@@ -150,17 +147,14 @@ def stamp_run(
     }
 
 
-class ResourceCache:
-    """Makes once what several jobs need: corpora, indexes, services, tokenizers."""
+class ResourceCache(dict[str, Any]):
+    """What several jobs need, made once: corpora, indexes, services, tokenizers, checkpoints."""
 
-    def __init__(self) -> None:
-        self._made: dict[str, Any] = {}
-
-    def __call__(self, make: Callable[[], Made], *key: Any) -> Made:
+    def __call__(self, make: Callable[[], Any], *key: Any) -> Any:
         """What `make` returned for this key, by its representation."""
-        if (name := repr(key)) not in self._made:
-            self._made[name] = make()
-        return self._made[name]
+        if (name := repr(key)) not in self:
+            self[name] = make()
+        return self[name]
 
 
 def gather_questions(config: Config, typed: list[str], scored: bool = False) -> list[Question]:
@@ -216,7 +210,7 @@ def prepare_decoder(
     questions: empty where all has been checked before, in another process. once: of the jobs that share
     what they need. Raises `UserError`.
     """
-    once, given = once or ResourceCache(), (config, questions)
+    once, given = ResourceCache() if once is None else once, (config, questions)
     weights = (path, block_size) = config.model.path or "", config.model.block_size
     if is_model_url(path):
         raise ConfigError("a model behind a server is for evaluate: name a folder or a hub id")
@@ -291,17 +285,18 @@ def choose_devices(config: Config) -> list[torch.device]:
     """The devices that the layers are on, the first one for all else. Raises `ConfigError`."""
     from dlm_rag.model.denoiser import list_devices
 
-    model, reason = config.model, ""
+    model = config.model
     if model.device_map is None:
         return [machine.choose_device(model.device)]
-    if model.device != "auto":
-        reason = "names the devices: leave model.device out"
-    elif config.workers is not None:
-        reason = "is for one process: leave workers out"
-    elif config.engine.memory_gib is not None:
-        reason = "takes no engine.memory_gib, which is of one device"
-    if reason:
-        raise ConfigError(f"model.device_map={model.device_map} {reason}")
+    others = {
+        "model.device": model.device != "auto",
+        "workers": config.workers is not None,
+        "engine.memory_gib": config.engine.memory_gib is not None,
+    }
+    if taken := [key for key, is_set in others.items() if is_set]:
+        raise ConfigError(
+            f"model.device_map={model.device_map} names the devices of one process: leave {taken[0]} out"
+        )
     return list_devices(model.device_map)
 
 
@@ -380,13 +375,6 @@ class PreparedBaseline:
             "machines": [{"server": client.url}],
         }
         return stamp_run(self.config, self.answers_depend_on(), found)
-
-
-def check_served_keys(keys: Iterable[str]) -> None:
-    """Raises `ConfigError` for a setting, by its dotted key, without effect on a model behind a server."""
-    for key in keys:
-        if not is_read_when_served(key):
-            raise ConfigError(f"{key} has no effect on a model behind a server: leave it out")
 
 
 def prepare_baseline(config: Config, questions: list[Question], once: ResourceCache) -> PreparedBaseline:

@@ -196,11 +196,7 @@ def chat(argv: list[str]) -> None:
         /quit       end (or Ctrl-D)
     """
     words = parse_served(chat.__doc__ or "", argv, (*CHAT_SETTINGS, "-decode.batch_size"))
-    run_chat(fill_in_shipped_files(words.config, [""]), Console(highlight=False))
-
-
-def run_chat(config: Config, console: Console) -> None:
-    """Answers what is typed until its end. Raises `UserError`, `RunError`."""
+    config, console = fill_in_shipped_files(words.config, [""]), Console(highlight=False)
     prepared = prepare_decoder(config, [])
     from dlm_rag.decode.rollout import Rollout
     from dlm_rag.decode.terminal import LiveView, escape_text, render_reply, render_sources, render_steps

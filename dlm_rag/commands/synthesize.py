@@ -1,7 +1,6 @@
 """Make training rows: the responses that a model gives to questions, where they end in the known answer.
 
     dlm-rag synthesize --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl --out rows
-    dlm-rag synthesize ... --decontaminate test.jsonl,dev.jsonl     # no row that shares 12 words with these
 
 The folder of --out gets rows.jsonl, rows.json with what was left out and why, and traces/ with all answers
 and traces. Run the same command again to resume. Train on the folder:
@@ -15,7 +14,7 @@ the same command tries it again.
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,31 +28,27 @@ from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.files.paths import make_folder, write_text_atomic
-from dlm_rag.questions import Question, read_questions
+from dlm_rag.questions import Question
 from dlm_rag.text import replace_control_chars, split_words
 
 ROWS, NOTE, TRACES = "rows.jsonl", "rows.json", "traces"
-EVALUATION_NGRAM_WORDS = 12  # that a row may not share with an evaluation set
-OPTIONS = {"decontaminate": ("", "FILE,FILE: evaluation questions; rows that share 12 words are dropped")}
-Ngrams = set[tuple[str, ...]]
 
 
 def main(argv: list[str]) -> None:
     reads = (*ANSWER_SETTINGS, "-record_provisional")
-    words = parse_answer_command_line(__doc__ or "", argv, reads, options=OPTIONS)
+    words = parse_answer_command_line(__doc__ or "", argv, reads)
     if words.config.out in (None, "-"):
         raise ConfigError("synthesis needs --out FOLDER")
     out, config = Path(str(words.config.out)), fill_in_shipped_files(words.config, [])
     check_rows_folder(out)
     questions = gather_questions(config, [], scored=True)
-    evaluated = collect_evaluation_ngrams(words.options["decontaminate"])
     traces = make_folder(out / TRACES, "out=")
     config = replace(config, out=str(traces / "answers.jsonl"), trace=str(traces / "trace.jsonl"))
     job = plan_answer_job(config, questions)
     words.announce_reader()
     with open_engines(config.workers, [job.prepared]) as engines:
         job.run(engines)
-    rows, counts = make_rows(read_trace(traces / "trace.jsonl"), questions, evaluated)
+    rows, counts = make_rows(read_trace(traces / "trace.jsonl"), questions)
     write_text_atomic(out / ROWS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     note = {"command": shlex.join(["dlm-rag", "synthesize", *argv]), "counts": counts}
     write_text_atomic(out / NOTE, json.dumps(note, indent=2, ensure_ascii=False) + "\n")
@@ -75,16 +70,16 @@ def check_rows_folder(out: Path) -> None:
 
 
 def make_rows(
-    rollouts: Iterable[Rollout], questions: Sequence[Question], evaluated: Ngrams
+    rollouts: Iterable[Rollout], questions: Sequence[Question]
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """The rows in the order of their questions, and counts of them and of what was left out, by reason.
 
     A row is a question with its response, and the passages that this cites as supporting_ids. Left out are
-    responses that do not end in a known answer, or have a sentence (or no sentence) that cites no passage;
-    questions that share words with an evaluation set; and those that an earlier row asks already.
+    responses that do not end in a known answer, or have a sentence (or no sentence) that cites no passage,
+    and those to a question that an earlier row asks already.
     """
     asked = {question.id: question for question in questions}
-    counts, kept = Counter(rows=0), dict[str, Rollout]()
+    counts, kept, rows, seen = Counter(rows=0), dict[str, Rollout](), list[dict[str, Any]](), set[str]()
     for rollout in rollouts:
         units = rollout.citations
         if rollout.id not in asked:
@@ -99,37 +94,17 @@ def make_rows(
             counts["left out: not cited"] += 1
         else:
             kept[rollout.id] = rollout
-    rows, lengths, seen = [], {len(gram) for gram in evaluated}, set[str]()
     for question in (question for question in questions if question.id in kept):
-        said, rollout = split_words(question.question), kept[question.id]
-        if any(gram in evaluated for size in lengths for gram in _iterate_ngrams(said, size)):
-            counts["left out: in an evaluation set"] += 1
-        elif " ".join(said) in seen:
+        said, rollout = " ".join(split_words(question.question)), kept[question.id]
+        if said in seen:
             counts["left out: equal to an earlier row"] += 1
-        else:
-            seen.add(" ".join(said))
-            cited = dict.fromkeys(p["id"] for unit in rollout.citations for p in unit["passages"])
-            rows.append(
-                {"id": question.id, "question": question.question, "supporting_ids": [*cited],
-                 "golden_answers": [*question.golden_answers], "hops": question.hops,
-                 "response": rollout.response}
-            )  # fmt: skip
+            continue
+        seen.add(said)
+        cited = dict.fromkeys(p["id"] for unit in rollout.citations for p in unit["passages"])
+        rows.append(
+            {"id": question.id, "question": question.question, "supporting_ids": [*cited],
+             "golden_answers": [*question.golden_answers], "hops": question.hops,
+             "response": rollout.response}
+        )  # fmt: skip
     counts["rows"] = len(rows)
     return rows, dict(sorted(counts.items()))
-
-
-def collect_evaluation_ngrams(against: str) -> Ngrams:
-    """Returns runs of `EVALUATION_NGRAM_WORDS` words of questions, a shorter question whole.
-
-    against: files of questions, by commas. Raises `QuestionError`.
-    """
-    found: Ngrams = set()
-    for path in against.split(",") if against else []:
-        for question in read_questions(path.strip()):
-            said = split_words(question.question)
-            found.update(_iterate_ngrams(said, min(EVALUATION_NGRAM_WORDS, len(said))))
-    return found - {()}
-
-
-def _iterate_ngrams(said: list[str], size: int) -> Iterator[tuple[str, ...]]:
-    return (tuple(said[n : n + size]) for n in range(len(said) - size + 1))

@@ -39,12 +39,12 @@ TRAIN_SETTINGS = (
 
 
 def main(argv: list[str]) -> None:
-    switches = {
-        "resume": "go on from the last checkpoint",
-        "plan": "print what the run takes in memory, time and energy, and do nothing",
+    options = {
+        "resume": (False, "go on from the last checkpoint"),
+        "plan": (False, "print what the run takes in memory, time and energy, and do nothing"),
     }
-    words = parse_command_line(__doc__ or "", argv, TRAIN_SETTINGS, switches=switches)
-    config, resume = words.config, "resume" in words.switches
+    words = parse_command_line(__doc__ or "", argv, TRAIN_SETTINGS, options=options)
+    config, resume = words.config, words.options["resume"]
     folder = Path(config.out or "runs/train")
     check_effects([(config, ["data.documents", "data.questions"])])
     from dlm_rag.engine.store import check_store
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
 
     check_task_settings(config)
     check_store(config.engine)
-    if "plan" in words.switches:
+    if words.options["plan"]:
         from dlm_rag.training.plan import print_plan
 
         print_plan(config)

@@ -211,9 +211,6 @@ def resolve_or_import(table: Mapping[str, Any], value: str, key: str) -> Any:
     working folder; else `ConfigError`."""
     if value in table:
         return table[value]
-    if ":" not in value:
-        nearest = suggest_nearest(value, table)
-        raise ConfigError(f"{key}={value} is not one of {', '.join(table)} or module:function{nearest}")
     sys.path.insert(0, "")
     try:
         found = import_object(value, key)

@@ -148,8 +148,6 @@ CASES = [
          {"questions.jsonl": '{"id": "n0", "question": "Who?"}'}),
         ("mine holds 'thesis.tex', which is of no rows", "--out mine", {"mine/thesis.tex": "x"}),
         ("out=corpus.jsonl cannot be a folder", "--out corpus.jsonl"),
-        ("bad.jsonl, line 1: there is no 'question'",
-         "--out rows --decontaminate questions.jsonl,bad.jsonl", {"bad.jsonl": '{"id": "a"}'}),
     ),
     *table("synthesize --out rows",
         ("needs --questions", "--model model --corpus corpus.jsonl"),

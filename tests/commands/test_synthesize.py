@@ -6,7 +6,7 @@ import pytest
 
 from dlm_rag.commands import synthesize
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
-from dlm_rag.commands.synthesize import collect_evaluation_ngrams, make_rows
+from dlm_rag.commands.synthesize import make_rows
 from dlm_rag.data.synthetic_world import write_world
 from dlm_rag.decode.answers_file import AnswersFile
 from dlm_rag.decode.rollout import Rollout
@@ -53,7 +53,7 @@ ASKED = Question("q", "Where was the author of Emma born?", ("Steventon",), hops
     ],
 )  # fmt: skip
 def test_what_is_checked_of_a_trace(rollout, reason):
-    rows, counts = make_rows([rollout], [ASKED], set())
+    rows, counts = make_rows([rollout], [ASKED])
     assert counts == ({f"left out: {reason}": 1, "rows": 0} if reason else {"rows": 1})
     assert len(rows) == counts["rows"]
 
@@ -63,7 +63,7 @@ def test_a_kept_trace_is_a_row_that_training_takes(tmp_path):
     asked[1] = replace(asked[1], golden_answers=("Tacoma",))
     rollouts = [replace(trace(WROTE, BORN), id=question.id) for question in reversed(asked)]
     rollouts[0].error = "the search failed"
-    (row,), counts = make_rows(rollouts, asked, set())
+    (row,), counts = make_rows(rollouts, asked)
     assert counts == {"rows": 1, "failed": 1, "left out: not the answer": 1}
     assert row["supporting_ids"] == ["emma", "austen"] and row["hops"] == 2
     assert row["response"] == f"{WROTE[0]} {BORN[0]} ### Steventon"
@@ -73,28 +73,15 @@ def test_a_kept_trace_is_a_row_that_training_takes(tmp_path):
     ]
 
 
-def keep(texts, against=""):
+def keep(texts):
     """The places of the questions whose rows are kept, their traces in the opposite order."""
     asked = [replace(ASKED, id=str(n), question=text) for n, text in enumerate(texts)]
     rollouts = [replace(trace(WROTE, BORN), id=q.id, question=q.question) for q in reversed(asked)]
-    return [int(row["id"]) for row in make_rows(rollouts, asked, collect_evaluation_ngrams(against))[0]]
+    return [int(row["id"]) for row in make_rows(rollouts, asked)[0]]
 
 
 def test_rows_are_in_the_order_of_their_questions_and_equal_ones_are_left_out():
     assert keep(["Who wrote Emma?", "who wrote emma", "Where is it?"]) == [0, 2]
-
-
-def test_what_shares_twelve_words_with_an_evaluation_set_is_left_out(tmp_path):
-    words = [f"w{n}" for n in range(20)]
-    asked = [" ".join(words), "Who wrote Emma?"]
-    sets = [
-        str(write_jsonl_file(tmp_path / f"{n}.jsonl", [{"id": "q", "question": text}]))
-        for n, text in enumerate(asked)
-    ]
-    shared = [f"so {' '.join(words[5 : 5 + count])}" for count in (12, 11)]
-    rows = [*shared, "Tell me: who wrote Emma, please?", "Who wrote Persuasion?"]
-    assert keep(rows, ",".join(sets)) == [1, 3]
-    assert keep(rows, sets[1]) == [0, 1, 3]
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "traces"])

@@ -87,7 +87,7 @@ def test_what_names_no_devices_is_refused():
     for words, said in (
         (["model.device=cuda:0"], "leave model.device out"),
         (["workers=2"], "leave workers out"),
-        (["engine.memory_gib=1"], "takes no engine.memory_gib"),
+        (["engine.memory_gib=1"], "leave engine.memory_gib out"),
     ):
         with pytest.raises(ConfigError, match=said):
             choose_devices(load_config(None, ["model.device_map=cpu,cpu", *words]))
