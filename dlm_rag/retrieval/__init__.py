@@ -1,6 +1,6 @@
 """Corpora, indexes, retrievers, and the queries they answer.
 
-`RETRIEVERS` and `SEARCH_SERVICES` name what `retrieval.method` and the scheme of `retrieval.url` select.
+`RETRIEVERS` names what `retrieval.method` selects.
 """
 
 import logging
@@ -48,7 +48,8 @@ def load_retriever(
     if model is not None:
         config = fill_unset(config, read_retrieval_settings(model))
     if config.url is not None:
-        return import_object(SEARCH_SERVICES[config.url.partition("://")[0]], "retrieval.url")(config)
+        is_milvus = config.url.startswith("milvus:")
+        return import_object(MILVUS_SEARCH if is_milvus else HTTP_SEARCH, "retrieval.url")(config)
     if given is None:
         if config.corpus is None:
             raise ConfigError("no corpus: give --corpus FILE, or retrieval.url=URL")
@@ -68,11 +69,7 @@ def read_retrieval_settings(model: str | Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RetrieverLoader:
-    """Makes a retriever of a config and a corpus; `settings` are the fields of the config that it reads.
-
-    load: `module:function`, imported once it is needed. `corpus`, `oracle` and `index_dir` hold for every
-    retriever and are not listed.
-    """
+    """Makes a retriever by `module:function`. settings: of the config, that it alone reads."""
 
     load: str
     settings: tuple[str, ...] = ()
@@ -91,8 +88,5 @@ RETRIEVERS = {
     "none": RetrieverLoader("dlm_rag.retrieval.base:open_no_retriever"),
 }
 # By the scheme of `retrieval.url`: what makes a retriever of a config.
-SEARCH_SERVICES = {
-    "http": "dlm_rag.retrieval.http:HttpRetriever",
-    "https": "dlm_rag.retrieval.http:HttpRetriever",
-    "milvus": "dlm_rag.retrieval.milvus:open_milvus_retriever",
-}
+HTTP_SEARCH = "dlm_rag.retrieval.http:HttpRetriever"
+MILVUS_SEARCH = "dlm_rag.retrieval.milvus:open_milvus_retriever"

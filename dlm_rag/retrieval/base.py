@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain, zip_longest
 from typing import Generic, Protocol, TypeVar, overload
 
 from dlm_rag.config import RetrievalConfig
@@ -147,7 +148,7 @@ class SearchUnavailableError(RuntimeError):
 
 
 class TextRetriever(NamesRemedy, ABC):
-    """A `Retriever` that takes plain texts as well. Subclasses need `search_queries`, and a fingerprint.
+    """A `Retriever` that takes plain texts, too. Subclasses need `search_queries` and a fingerprint.
 
     query_fields: the fields of `Query` that a result depends on.
     """
@@ -177,10 +178,7 @@ class TextRetriever(NamesRemedy, ABC):
 
 
 class CorpusRetriever(TextRetriever):
-    """A `Retriever` for the `top_k` best passages of a corpus. Subclasses only need `rank`.
-
-    query_fields: the fields of `Query` that a result depends on.
-    """
+    """A `Retriever` for the `top_k` best passages of a corpus. Subclasses only need `rank`."""
 
     def __init__(self, corpus: Corpus, top_k: int) -> None:
         self.corpus, self.top_k = corpus, min(top_k, len(corpus))
@@ -232,9 +230,8 @@ def select_top_hits(hits: Hits, depth: int) -> Hits:
 
 def interleave_rankings(rankings: Sequence[Sequence[K]], depth: int) -> list[K]:
     """The best of each ranking in turn, then the second of each, and so on; each row once."""
-    longest = max(map(len, rankings), default=0)
-    turns = [ranking[rank] for rank in range(longest) for ranking in rankings if rank < len(ranking)]
-    return list(dict.fromkeys(turns))[:depth]
+    turns = dict.fromkeys(chain.from_iterable(zip_longest(*rankings)))
+    return [row for row in turns if row is not None][:depth]
 
 
 class MemoizedBatchFunction(Generic[K, V]):

@@ -9,18 +9,18 @@ Words are known by 64 bits of a hash. That any two of ten million words have the
 word, has a probability of 3 in a million.
 """
 
+import ctypes
 import logging
 import os
 import signal
 import sys
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import pairwise
-from multiprocessing import current_process, get_context, parent_process
+from multiprocessing import current_process, get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,21 +59,13 @@ _function: Callable[[Any], Any]  # of a worker
 INDEX_FORM = "hashed words, pairs of letters"
 
 
-def _enable_numba_cache(function: Any) -> None:
-    """Lets numba keep the machine code of a jitted function: the next process starts 5 seconds sooner.
-
-    Raises `ConfigError` where compiling is switched off: numba and numpy sort equal scores differently.
-    """
-    config: Any = numba.config  # its settings are made when it is imported
-    if config.DISABLE_JIT:
-        raise ConfigError("unset NUMBA_DISABLE_JIT: uncompiled search orders equal scores differently")
-    try:
-        function.enable_caching()
-    except RuntimeError:
-        log.warning("every start takes seconds longer: set NUMBA_CACHE_DIR to a folder that can be written")
-
-
-_enable_numba_cache(retrieve_utils._retrieve_internal_jitted_serial)
+_numba_config: Any = numba.config  # whose settings are made when it is imported
+if _numba_config.DISABLE_JIT:
+    raise ConfigError("unset NUMBA_DISABLE_JIT: uncompiled search orders equal scores differently")
+try:  # the machine code is kept: the next process starts 5 seconds sooner
+    retrieve_utils._retrieve_internal_jitted_serial.enable_caching()
+except RuntimeError:
+    log.warning("every start takes seconds longer: set NUMBA_CACHE_DIR to a folder that can be written")
 
 
 class BM25Retriever(CorpusRetriever):
@@ -251,11 +243,10 @@ def count_workers(items: int) -> int:
 
 
 def map_in_processes(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
-    """Results as they come, in no order; a failure is raised here, after the items that are under way.
+    """Results as they come, in no order; a failure is raised after the items that are under way.
 
-    Workers are forks: only items and results are pickled, and no program needs a guard against being
-    imported. They must not use threads that libraries have begun here. Raises `CorpusError` where one was
-    killed.
+    Workers are forks: only items and results are pickled, and threads that libraries have begun are not
+    there. Raises `CorpusError` where one was killed.
     """
     if (workers := count_workers(len(items))) < 2:
         yield from map(function, items)
@@ -276,14 +267,7 @@ def _begin_worker(function: Callable[[Any], Any]) -> None:
     global _function
     _function = function
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process stops the others
-    parent = parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when the first process dies
 
 
 def _call_function(item: Any) -> Any:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, overload
 
@@ -129,7 +130,8 @@ class Corpus(Sequence[Passage]):
         self._file = path.open("rb", buffering=0)
         weakref.finalize(self, self._file.close)
         self._hashed, self._lock = state, threading.Lock()
-        self._parsed: dict[int, Passage] = {}  # a batch finds the same ones at every step
+        # A batch finds the same ones at every step.
+        self._read_row = lru_cache(MAX_PARSED_PASSAGES)(self._parse_row)
         self.check_unchanged()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -159,21 +161,17 @@ class Corpus(Sequence[Passage]):
     def __getitem__(self, row: int | slice) -> Passage | list[Passage]:
         if isinstance(row, slice):
             return self.read_passages(range(*row.indices(len(self))))
-        row = range(len(self))[row]
-        if (known := self._parsed.get(row)) is not None:
-            return known
+        return self._read_row(range(len(self))[row])
+
+    def _parse_row(self, row: int) -> Passage:
         start, stop = self._offsets[row : row + 2].tolist()
         place = f"{self.path}, row {row}"
         try:
             line = os.pread(self._file.fileno(), stop - start, start)
-            found = parse_passage(parse_json_object(line, place, CorpusError), place)
+            return parse_passage(parse_json_object(line, place, CorpusError), place)
         except CorpusError:
             self.check_unchanged()
             raise
-        if len(self._parsed) >= MAX_PARSED_PASSAGES:
-            self._parsed = {}
-        self._parsed[row] = found
-        return found
 
     def __iter__(self) -> Iterator[Passage]:
         yield from (self[row] for row in range(len(self)))

@@ -45,7 +45,6 @@ INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 1.0
 MAX_ATTEMPT_FRACTION = 1 / 3  # of a call's seconds: an answer that never comes leaves time for others
 # in the environment: sent with every request, to no other server
 RETRIEVAL_TOKEN_VARIABLE = "DLM_RAG_RETRIEVAL_TOKEN"
-PROBE = "Who wrote Emma?"
 BUSY_STATUSES = (429, 502, 503, 504)  # what may pass
 
 # the fingerprint of a service, "" where it gives none, and the fields of `Query` that it reads
@@ -76,8 +75,7 @@ class HttpClient:
         self._variable, self._token = token_variable, os.environ.get(token_variable, "").strip()
         if not re.fullmatch(r"[!-~]*", self._token):
             raise ConfigError(
-                f"{token_variable} in the environment is not a bearer token: it must be printable ASCII "
-                "without blanks"
+                f"{token_variable} in the environment is not a bearer token: printable ASCII, no blanks"
             )
         own = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         try:
@@ -101,11 +99,9 @@ class HttpClient:
 
         Raises `RetryableFailure` for what may pass, as a status in `busy`, else `UnusableAnswerError`.
         """
-        # In ASCII, whatever a model has written.
         content = None if body is None else json.dumps(body).encode()
-        exchange = asyncio.run_coroutine_threadsafe(
-            self._exchange(url, content, seconds), _get_event_loop()
-        )
+        work = self._exchange(url, content, seconds)
+        exchange = asyncio.run_coroutine_threadsafe(work, _get_event_loop())
         try:
             status, answer = exchange.result()
             if 200 <= status < 300:
@@ -123,10 +119,8 @@ class HttpClient:
 
     async def _exchange(self, url: str, content: bytes | None, seconds: float) -> tuple[int, bytes]:
         method, body = "GET" if content is None else "POST", bytearray()
-        async with (
-            asyncio.timeout(seconds),
-            self._client.stream(method, url, content=content) as response,
-        ):
+        stream = self._client.stream(method, url, content=content)
+        async with asyncio.timeout(seconds), stream as response:
             if response.headers.get("Content-Encoding", "identity") != "identity":
                 raise UnusableAnswerError("its answer is compressed, which was not asked for")
             async for part in response.aiter_raw():
@@ -206,15 +200,13 @@ class HttpRetriever(TextRetriever):
     """
 
     def __init__(self, config: RetrievalConfig) -> None:
-        """A first search, of one attempt, tells what the service at `config.url` is.
-
-        Raises `ConfigError` where that fails, or the environment's token or certificates cannot be used.
-        """
+        """A first search, of one attempt, tells what the service is; `ConfigError` where that fails."""
         url = self._url = config.url or ""
         self._top_k, self._seconds = config.top_k, config.timeout
         self._client = HttpClient(url, RETRIEVAL_TOKEN_VARIABLE)
         try:
-            _, self._service = self._ask(as_queries([PROBE]), self._seconds * MAX_ATTEMPT_FRACTION)
+            probe = as_queries(["Who wrote Emma?"])
+            _, self._service = self._ask(probe, self._seconds * MAX_ATTEMPT_FRACTION)
         except (RetryableFailure, SearchUnavailableError) as error:
             reason = str(error).removeprefix(f"{url}: ")
             raise ConfigError(
@@ -232,8 +224,7 @@ class HttpRetriever(TextRetriever):
         return found
 
     def _ask(self, queries: Sequence[Query], seconds: float) -> tuple[list[list[Passage]], ServiceInfo]:
-        """What each query finds, and what the service is. Raises `SearchUnavailableError`, and
-        `RetryableFailure` for what may pass."""
+        """What each query finds, and what the service is; may raise `RetryableFailure`."""
         texts = [query.text for query in queries]
         asked: dict[str, Any] = {"queries": texts, "topk": self._top_k, "return_scores": True}
         if "parts" in self.query_fields:

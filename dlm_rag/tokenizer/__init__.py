@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import unicodedata
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -40,6 +38,7 @@ if TYPE_CHECKING:
 
 MAX_GROWTH_FACTOR = 1000  # of a text in a normalizer or decoder, of which every replacement may double it
 _MARK = re.compile(r"\W?(<(?!0x)[^<>]{2,}>|\[[^][]{2,}\])")  # <|turn|>, [INST]; <0x0A> is a byte
+LAST_LATIN_LETTER = 0x24F  # of Latin Extended-B
 TEXT_CACHE_SIZE = 16384  # of passages and questions, whose ids are kept: some 100 MB of texts of 100 words
 
 
@@ -109,8 +108,7 @@ class Tokenizer:
         texts = (self._decode([token]) for token in sorted(self.special_ids))
         self._special_texts = [text for text in texts if text]
         self.encode = lru_cache(maxsize=TEXT_CACHE_SIZE)(self.encode_uncached)
-        self._find_spelled_script = lru_cache(maxsize=1024)(self.find_spelled_script)
-        self._named_scripts = {""}  # that a warning has named
+        self._has_warned = False  # of a script that is spelled
         # Bytes that are no whole character show as U+FFFD.
         self.token_text = lru_cache(maxsize=65536)(lambda token: self._decode([token]))
 
@@ -120,9 +118,8 @@ class Tokenizer:
     ) -> Tokenizer:
         """The tokenizer and prompt of a checkpoint folder or hub id, for an evidence layout.
 
-        prompt: a name or a file in place of the checkpoint's own (`prompts.load_prompt`).
-        Reads `tokenizer.json`, or the `vocab.json` and `merges.txt` of Dream; runs no code of the
-        checkpoint. Raises `CheckpointError`.
+        prompt: a name or a file in place of the checkpoint's own (`prompts.load_prompt`). Runs no code of
+        the checkpoint. Raises `CheckpointError`.
         """
         from dlm_rag.model.checkpoint import open_checkpoint  # brings torch, which a trace does not need
 
@@ -132,9 +129,9 @@ class Tokenizer:
         if config.mask_token_id is None and not autoregressive:
             raise CheckpointError(f"{checkpoint.folder} has no mask_token_id")
         layout = evidence_layout or config.evidence_layout
-        own = checkpoint.raw_config.get("prompt")
-        template = PromptTemplate.from_checkpoint(own, layout)
-        if prompt is not None:
+        if prompt is None:
+            template = PromptTemplate.from_checkpoint(checkpoint.raw_config.get("prompt"), layout)
+        else:
             template = load_prompt(prompt, layout)
         inner = load_tokenizer(checkpoint.folder)
         if template.chat and not inner.chat_template and checkpoint.raw_config["model_type"] != "dlm_rag":
@@ -148,8 +145,7 @@ class Tokenizer:
     def encode_uncached(self, text: str) -> tuple[int, ...]:
         """Ids of plain text; the names of tokens in it are ordinary characters. `encode` remembers them.
 
-        Raises `QuestionError` for a text that the tokenizer fails at, or makes ids of that the denoiser
-        does not have.
+        Raises `QuestionError` where the tokenizer fails, or the denoiser does not have an id.
         """
         return self._encode_checked(self._plain.encode, text)
 
@@ -181,25 +177,20 @@ class Tokenizer:
         head, foot = map(self.encode, texts)
         if not head and not foot:
             raise QuestionError("the tokenizer makes no tokens of the question")
-        if (script := self._find_spelled_script(question)) not in self._named_scripts:
-            self._named_scripts.add(script)
-            log.warning("this model's tokenizer spells %s letter by letter: expect no answers", script)
+        if not self._has_warned and self.spells_letters(question):
+            self._has_warned = True
+            log.warning("this model's tokenizer spells the question letter by letter: expect no answers")
         facts = template.write_facts(passages)
         return Prompt(self._prefix + head, tuple(map(self.encode, facts)), foot + self._suffix)
 
-    def find_spelled_script(self, text: str) -> str:
-        """Returns the script of which most letters take a token or more each, else "".
+    def spells_letters(self, text: str) -> bool:
+        """Whether most letters of a text are not Latin and take a token or more each.
 
-        A model whose tokenizer spells a script has hardly read it. Latin letters are not looked at.
+        A model whose tokenizer spells a script has hardly read it.
         """
-        scripts = [(unicodedata.name(char, "?").split()[0], char) for char in text if char.isalpha()]
-        foreign = [(script, char) for script, char in scripts if script != "LATIN"]
-        if 2 * len(foreign) <= len(scripts):
-            return ""
-        if len(self.encode_uncached("".join(char for _, char in foreign))) < len(foreign):
-            return ""
-        name = Counter(script for script, _ in foreign).most_common(1)[0][0]
-        return "Chinese" if name == "CJK" else name.capitalize()
+        letters = [char for char in text if char.isalpha()]
+        foreign = [char for char in letters if ord(char) > LAST_LATIN_LETTER]
+        return 2 * len(foreign) > len(letters) and len(self.encode("".join(foreign))) >= len(foreign)
 
     def query_text(self, ids: list[int]) -> str:
         """Text of ids with each special token, masks included, as a blank (SARDI's proxy response)."""
@@ -214,11 +205,9 @@ class Tokenizer:
         A character made of several tokens belongs to the last of them.
         """
         pieces = ["" if token in self.special_ids else self.token_text(token) for token in ids]
-        kept = [token for token in ids if token not in self.special_ids]
-        text = self._decode(kept)
-        if "".join(pieces) == text:
-            ends = list(accumulate(map(len, pieces)))
-        else:
+        text = self._decode([token for token in ids if token not in self.special_ids])
+        ends = list(accumulate(map(len, pieces)))
+        if "".join(pieces) != text:
             prefixes = [[t for t in ids[: n + 1] if t not in self.special_ids] for n in range(len(ids))]
             ends = [len(self._decode(prefix).rstrip("\ufffd")) for prefix in prefixes]
         return text, list(pairwise([0, *ends]))

@@ -101,16 +101,16 @@ def test_a_broken_tokenizer_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "script"),
+    ("text", "spelled"),
     [
-        ("Who directed Night Ferry?", ""),
-        ("Qui a écrit « Les Misérables » à Liège ?", ""),
-        ("1, 2 + 3?", ""),
-        ("Who wrote 紅樓夢, a novel?", ""),  # most letters are read
-        ("亚洲最长的河流是什么？", "Chinese"),
-        ("भारत की राजधानी क्या है?", "Devanagari"),
+        ("Who directed Night Ferry?", False),
+        ("Qui a écrit « Les Misérables » à Liège ?", False),
+        ("1, 2 + 3?", False),
+        ("Who wrote 紅樓夢, a novel?", False),  # most letters are read
+        ("亚洲最长的河流是什么？", True),
+        ("भारत की राजधानी क्या है?", True),
     ],
 )
-def test_a_script_that_is_spelled_letter_by_letter_is_named(text, script):
+def test_a_script_that_is_spelled_letter_by_letter_is_said(text, spelled):
     tokenizer = Tokenizer.from_pretrained(ROOT / "dlm_rag" / "shipped" / "model")
-    assert tokenizer.find_spelled_script(text) == script
+    assert tokenizer.spells_letters(text) == spelled
