@@ -35,8 +35,8 @@ from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, gather_quest
 from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError, TraceError
 from dlm_rag.files.hub import SHIPPED_FOLDER
-from dlm_rag.files.paths import expand_path
-from dlm_rag.page.render import TraceRun, check_page_target, read_trace_runs, write_page
+from dlm_rag.files.paths import expand_path, write_text_atomic
+from dlm_rag.page.render import TraceRun, check_page_target, read_trace_runs, render_page
 from dlm_rag.progress import show_status
 from dlm_rag.questions import Question, read_questions
 
@@ -160,7 +160,7 @@ def decode_to_screen(
 
 
 def write_run_page(path: str, runs: list[TraceRun], questions: list[Question]) -> None:
-    write_page(Path(path), runs, questions)
+    write_text_atomic(Path(path), render_page(runs, questions))
     print_note(f"the page is in {path}")
 
 

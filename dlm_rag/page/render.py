@@ -34,7 +34,6 @@ from dlm_rag.decode.rollout import (
 from dlm_rag.decode.trace_file import TraceHeader, read_trace, read_trace_header
 from dlm_rag.errors import ConfigError, TraceError
 from dlm_rag.evaluation.metrics import compute_exact_match
-from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import QUERIES, resolve_query_threshold
 from dlm_rag.text import content_words, get_title_line, overlapping_spans, split_words, strip_disambiguation
@@ -142,12 +141,10 @@ def _build_question(
 def build_start_record(rollout: Rollout, ghosts: bool) -> dict[str, Any]:
     """What is known before the first step."""
     settings = rollout.settings
-    policy, threshold = settings.get("query_policy", ""), settings.get("query_threshold")
+    policy, threshold = settings.get("query_policy", ""), settings.get("query_threshold", math.inf)
     return {
         "canvas": rollout.canvas_length,
-        "guesses": policy in QUERIES
-        and threshold is not None
-        and resolve_query_threshold(policy, threshold) <= 1,
+        "guesses": policy in QUERIES and resolve_query_threshold(policy, threshold) <= 1,
         "ghosts": ghosts,
         "settings": [f"decode.{key}={value}" for key, value in settings.items()],
     }
@@ -302,13 +299,11 @@ def find_bridge_entities(rollouts: Sequence[Rollout]) -> list[list[dict[str, Any
     ]
 
 
-def write_page(path: Path, runs: Sequence[TraceRun], known: Iterable[Question] = ()) -> None:
-    """Writes the page of one run, or of two side by side; as `build_page_record` in all else."""
-    write_text_atomic(path, render_page(runs, known))
-
-
 def render_page(runs: Sequence[TraceRun], known: Iterable[Question] = ()) -> str:
-    """The text of the page: one file, with its own style, script and data; it loads nothing."""
+    """The page of one run, or of two side by side: one file, with its own style, script and data.
+
+    As `build_page_record` in all else.
+    """
     title = "An answer being written, with a search at every step"
     return _render(title, build_page_record(runs, known), ("page.js",))
 

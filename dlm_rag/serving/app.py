@@ -20,11 +20,10 @@ from dlm_rag.engine.engine import Decoder
 from dlm_rag.page.render import render_live_page
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import count_passages
-from dlm_rag.serving.async_engine import MAX_WAITING, AsyncEngine, EngineRequest, ServerMetrics
+from dlm_rag.serving.async_engine import AsyncEngine, EngineRequest, ServerMetrics
+from dlm_rag.serving.chat_completions import ChatResponse, Event, ParsedRequest, RequestParser, stream_trace
 from dlm_rag.serving.conversation import reply_to_greeting
 from dlm_rag.serving.http_server import AccessControl, ApiError, read_body, run_unless_disconnected
-from dlm_rag.serving.requests import ParsedRequest, RequestParser
-from dlm_rag.serving.responses import ChatResponse, Event, stream_trace
 from dlm_rag.serving.search_app import SearchService
 
 ANSWER_TIMEOUT_SECONDS = 300.0  # of a question, waiting included
@@ -56,23 +55,15 @@ class AnswerService:
     """One decoder over HTTP. `app` is what a server runs; `close` ends the engine."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        model: ServedModel,
-        access: AccessControl | None = None,
-        search: SearchService | None = None,
-        max_waiting: int = MAX_WAITING,
-        timeout_seconds: float = ANSWER_TIMEOUT_SECONDS,
+        self, decoder: Decoder, model: ServedModel, access: AccessControl, search: SearchService | None
     ) -> None:
-        """access: without keys, for this machine alone, where None. search: lets clients search the corpus
-        too. max_waiting: questions in the queue.
-        """
-        self.model, self._timeout, access = model, timeout_seconds, access or AccessControl()
+        """search: lets clients search the corpus too."""
+        self.model = model
         self._decoder, self._parser, self._search = decoder, RequestParser(decoder), search
         # Requests are read on a thread of their own, so that a large one delays nobody.
         self._text_thread = ThreadPoolExecutor(1, "text")
         self._tokenizer = copy.deepcopy(decoder.tokenizer)  # which is not for two threads at once
-        self.engine = AsyncEngine(decoder, max_waiting)
+        self.engine = AsyncEngine(decoder)
         self.connections: Collection[object] = ()
         self.metrics = ServerMetrics(self.engine, decoder, lambda: len(self.connections))
         self._passages: dict[str, str] = {}
@@ -139,7 +130,7 @@ class AnswerService:
     async def _chat(self, request: Request) -> Response:
         asked = await self._parse(request, self._parser.parse_chat)
         self._check_model(asked.model)
-        job = self._build_job(asked, watched=asked.stream)
+        job = self._build_job(asked)
         link = partial(self._publish_passage, str(request.base_url))
         reply = ChatResponse(asked, self.model.name, self._tokenizer, link, self.model.note)
         if asked.stream:
@@ -149,18 +140,16 @@ class AnswerService:
 
     async def _answers(self, request: Request) -> Response:
         asked = await self._parse(request, self._parser.parse_answer)
-        job = self._build_job(asked, watched=True, record_provisional=True)
+        job = self._build_job(asked, record_provisional=True)
         return await self._stream(request, stream_trace(self._follow(job), self._tokenizer.end_ids))
 
-    def _build_job(
-        self, asked: ParsedRequest, watched: bool, record_provisional: bool = False
-    ) -> EngineRequest:
+    def _build_job(self, asked: ParsedRequest, record_provisional: bool = False) -> EngineRequest:
         """Returns the question for the engine; of a greeting, what is said to it at once.
 
         By the id and the seed a sampling draws: the same question gives the same text again.
         """
         question = Question("q1", asked.question, system=asked.system)
-        job = EngineRequest(question, asked.settings, watched, record_provisional)
+        job = EngineRequest(question, asked.settings, record_provisional)
         if said := reply_to_greeting(asked.asked, self._passage_count):
             settings, step = asdict(asked.settings) | {"abstain": "never"}, RolloutStep(0, None, (), False)
             job.rollout = Rollout(
@@ -179,7 +168,7 @@ class AnswerService:
 
         Who goes away gives it up. Nothing is kept for a slow reader but the rollout.
         """
-        deadline = asyncio.get_running_loop().time() + self._timeout
+        deadline = asyncio.get_running_loop().time() + ANSWER_TIMEOUT_SECONDS
         if not job.done:  # a greeting is: it needs no engine
             self.engine.submit(job)
         done, taken = False, 0
@@ -190,7 +179,7 @@ class AnswerService:
                         await job.news.wait()
                 except TimeoutError:
                     self.engine.cancel(job, "failed")
-                    reason = f"the question took longer than {self._timeout:g} seconds"
+                    reason = f"the question took longer than {ANSWER_TIMEOUT_SECONDS:g} seconds"
                     raise ApiError(504, reason) from None
                 job.news.clear()
                 done = job.done  # now: it may come while the reader takes the steps before it

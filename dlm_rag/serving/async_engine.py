@@ -39,22 +39,20 @@ ANSWER_OUTCOMES = ("answered", "failed", "cancelled", "refused")
 
 @dataclass(eq=False)
 class EngineRequest:
-    """A question on its way; `news` is set when it is done and, if `watched`, after every step.
+    """A question on its way; `news` is set after every step, and when it is done.
 
     record_provisional: whether steps record what is guessed. rollout: grows with every step, from the first
     one on. error: why there is no answer. cancelled: whether nobody wants the answer any more. submitted:
-    when it was asked; begun: whether a token of it is committed.
+    when it was asked.
     """
 
     question: Question
     settings: DecodeConfig
-    watched: bool = False
     record_provisional: bool = False
     rollout: Rollout | None = None
     error: ApiError | None = None
     cancelled: bool = False
     submitted: float = field(default_factory=time.monotonic)
-    begun: bool = False
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -82,9 +80,9 @@ class AsyncEngine:
     where no answer can be right.
     """
 
-    def __init__(self, decoder: Decoder, max_waiting: int = MAX_WAITING) -> None:
-        self._decoder, self._max_waiting = decoder, max_waiting
-        self._engine, self._thread = decoder.new_engine(), ThreadPoolExecutor(1, "engine")
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder, self._engine = decoder, decoder.new_engine()
+        self._thread = ThreadPoolExecutor(1, "engine")
         self.capacity = self._engine.capacity
         self.waiting: deque[EngineRequest] = deque()  # questions without a place
         self.in_flight: dict[Ticket, EngineRequest] = {}  # questions in the batch
@@ -108,17 +106,16 @@ class AsyncEngine:
         few = self._failures < MAX_CONSECUTIVE_FAILURES
         return few or time.monotonic() > self._last_failure + UNHEALTHY_SECONDS
 
-    def submit(self, job: EngineRequest) -> EngineRequest:
+    def submit(self, job: EngineRequest) -> None:
         """Lets a question wait for its place; raises `ApiError`."""
         if self.error is not None:
             raise ApiError(503, "the server is going down and takes no more questions")
-        if len(self.waiting) >= self._max_waiting:
+        if len(self.waiting) >= MAX_WAITING:
             self.counts["refused"] += 1
             raise ApiError(429, f"{len(self.waiting)} questions are waiting: ask again later")
         self.waiting.append(job)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.get_running_loop().create_task(self._run())
-        return job
 
     def cancel(self, job: EngineRequest, outcome: str = "cancelled") -> None:
         """Gives up a question, counted as `outcome`; its row is free before the next step."""
@@ -139,9 +136,8 @@ class AsyncEngine:
                 await self._step()
         except Exception as error:
             self.error = error
-            waiting = [*self.waiting]
+            self._fail([*self._clear_batch(), *self.waiting], ApiError(503, "the server is going down"))
             self.waiting.clear()
-            self._fail([*self._clear_batch(), *waiting], ApiError(503, "the server is going down"))
 
     def _admit(self) -> bool:
         """Takes out who has gone and lets in who waits; whether there is a step to take."""
@@ -172,9 +168,7 @@ class AsyncEngine:
         raise RunError(f"every step fails, the last with: {self._failure}")
 
     async def _attempt(self, work: Callable[[], list[StepEvent]]) -> list[StepEvent] | None:
-        """Works on the thread; None where that failed. Raises what no other step mends: an interrupt, that
-        the corpus has changed.
-        """
+        """Works on the thread; None where that failed. Raises interrupts, and that the corpus has changed."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except BaseException as error:
@@ -202,8 +196,7 @@ class AsyncEngine:
             if rollout.steps and not rollout.error:
                 self.counts["forwards"] += rollout.steps[-1].step > 0
                 self.counts["searches"] += rollout.steps[-1].retrieved
-                if rollout.steps[-1].committed and not job.begun:
-                    job.begun = True
+                if [step for step in rollout.steps if step.committed] == rollout.steps[-1:]:
                     self._first_token_seconds.observe(time.monotonic() - job.submitted)
             if event.finished:
                 del self.in_flight[event.ticket]
@@ -214,8 +207,7 @@ class AsyncEngine:
                 if not job.cancelled:
                     self.counts["failed" if rollout.error else "answered"] += 1
                     self._answer_seconds.observe(time.monotonic() - job.submitted)
-            if event.finished or job.watched:
-                job.news.set()
+            job.news.set()
 
     def _clear_batch(self) -> list[EngineRequest]:
         """Frees all places; returns the questions that had them."""
@@ -232,32 +224,32 @@ class AsyncEngine:
             job.news.set()
 
 
+@dataclass(eq=False)
 class ServerMetrics(Collector):
-    """The figures of an engine, its evidence pool and its meter, for Prometheus, as they are asked for.
+    """The figures of an engine, its evidence pool and its meter, for Prometheus, as they are asked for."""
 
-    Joules where something counts them. count_connections: gives the number of open ones.
-    """
+    engine: AsyncEngine
+    decoder: Decoder
+    count_connections: Callable[[], int]
+    meter: EnergyMeter = field(default_factory=EnergyMeter)
 
-    def __init__(self, engine: AsyncEngine, decoder: Decoder, count_connections: Callable[[], int]) -> None:
-        self._engine, self._runner = engine, decoder.model_runner
-        self._count_connections = count_connections
-        self.meter = EnergyMeter()
+    def __post_init__(self) -> None:
         disable_created_metrics()
-        engine.registry.register(self)
+        self.engine.registry.register(self)
 
     def render(self) -> bytes:
         """Returns the figures in Prometheus's text form."""
-        return generate_latest(self._engine.registry)
+        return generate_latest(self.engine.registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yields each figure but the histograms."""
-        engine, counts = self._engine, self._engine.counts
-        reuse, pool = self._runner.cache_stats, self._runner.cache
+        engine, counts, runner = self.engine, self.engine.counts, self.decoder.model_runner
+        reuse, pool = runner.cache_stats, runner.cache
         gauges = [
             ("waiting", "Questions without a place.", len(engine.waiting)),
             ("rows", "Questions in the batch.", len(engine.in_flight)),
             ("places", "Places in the batch.", engine.capacity),
-            ("connections", "Open connections.", self._count_connections()),
+            ("connections", "Open connections.", self.count_connections()),
         ]
         if pool is not None:
             gauges += [

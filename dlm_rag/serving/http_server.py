@@ -13,6 +13,7 @@ import socket
 import stat
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from ipaddress import ip_address
@@ -111,8 +112,11 @@ class AccessControl:
         app.router.redirect_slashes = False
         return app
 
-    def check_request(self, request: Request) -> None:
-        """Refuses pages of other sites, which a browser would let ask in its reader's name."""
+    def check_request(self, request: Request, keyed: bool) -> str:
+        """Returns whose key a request brings, "-" where it needs none; raises `ApiError`.
+
+        Pages of other sites may not ask: a browser would let them in its reader's name.
+        """
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         try:
             name = urlsplit(f"//{host}").hostname or ""
@@ -123,15 +127,14 @@ class AccessControl:
             raise ApiError(403, "a page of another site may not ask here")
         if {"content-length", "transfer-encoding"} <= {*request.headers}:  # who reads which may differ
             raise ApiError(400, "the length of a body is given twice")
-
-    def find_key_name(self, request: Request) -> str:
-        """Whose key an `Authorization: Bearer KEY` brings; raises `ApiError` for nobody's."""
+        if self.keys is None or not keyed:
+            return "-"
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        name = (self.keys or {}).get(sha256(key.strip().encode()).digest())
-        if scheme.casefold() != "bearer" or name is None:
+        found = self.keys.get(sha256(key.strip().encode()).digest())
+        if scheme.casefold() != "bearer" or found is None:
             reason = "this server needs an API key, as in Authorization: Bearer KEY"
             raise ApiError(401, reason, code="invalid_api_key")
-        return name
+        return found
 
 
 class RequestGuard:
@@ -151,10 +154,7 @@ class RequestGuard:
             await send(message)
 
         try:
-            request = Request(scope)
-            self._access.check_request(request)
-            if self._access.keys is not None and scope["path"] not in self._open_paths:
-                key = self._access.find_key_name(request)
+            key = self._access.check_request(Request(scope), scope["path"] not in self._open_paths)
         except ApiError as error:
             app = _build_refusal(error)
         try:
@@ -262,13 +262,10 @@ def _build_refusal(error: ApiError) -> Response:
 
 
 class HttpService(Protocol):
-    """An application that is served until a signal comes, or until it fails: `error` says why.
-
-    connections: those that are open; set by the server.
-    """
+    """An application that is served until a signal comes, or until it fails: `error` says why."""
 
     app: Starlette
-    connections: Collection[object]
+    connections: Collection[object]  # those that are open; set by the server
 
     @property
     def error(self) -> BaseException | None: ...
@@ -276,7 +273,9 @@ class HttpService(Protocol):
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server of a service, with limits on connections."""
+    """uvicorn's server of a service, with limits on connections; signals are for who runs it."""
+
+    capture_signals = nullcontext  # type: ignore[assignment]
 
     def __init__(self, service: HttpService) -> None:
         config = uvicorn.Config(
@@ -324,17 +323,13 @@ def run_server(service: HttpService, sock: socket.socket, ready: Callable[[], ob
     """
 
     async def serve() -> None:
+        server, loop = HttpServer(service), asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.handle_exit, number, None)
         sock.listen()  # from now on who connects waits to be let in
         ready()
-        await HttpServer(service).serve([sock])
+        await server.serve([sock])
 
-    # uvicorn raises the signal again at its end: it has done its work by then.
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
-    try:
-        uvloop.run(serve())
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    uvloop.run(serve())
     if service.error is not None:
         raise service.error

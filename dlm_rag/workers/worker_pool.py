@@ -97,16 +97,14 @@ def plan_workers(workers: str, nodes: Nodes, device: torch.device, weights: int)
         )
     counts = [int(node[kind]) for node in nodes]
     if kind == "CPU":
-        room = [int(node["memory"] // (CPU_MEMORY_PER_WEIGHT_BYTE * max(1, weights))) for node in nodes]
-        counts = [max(1, min(cores, own)) for cores, own in zip(counts, room, strict=True)]
+        need = CPU_MEMORY_PER_WEIGHT_BYTE * max(1, weights)
+        counts = [max(1, min(int(node["CPU"]), int(node["memory"] // need))) for node in nodes]
     if workers != "auto":
         count, memory = int(workers), sum(node["memory"] for node in nodes)
-        if kind == "GPU" and count > sum(counts):
-            raise ConfigError(f"workers={count}: {gpus} GPUs are visible: set at most workers={gpus}")
-        if kind == "CPU" and count * weights > memory:
+        if count > (gpus if kind == "GPU" else memory / max(1, weights)):
             raise ConfigError(
                 f"workers={count} load {format_bytes(weights)} of weights each, and {format_bytes(memory)} "
-                "of memory are free here: set fewer"
+                f"of memory and {gpus} GPUs are free here: set fewer"
             )
         counts = [count]
     cores = min(int(node.get("CPU", 1)) // own for node, own in zip(nodes, counts, strict=True))
@@ -213,7 +211,13 @@ class WorkerPool:
         import ray
 
         self._batch_size, self._stats = batch_size, {}
-        plan = self._placement = self._placement or self._start_ray()
+        if self._placement is None:
+            show_status("starting the workers")
+            if isinstance(self._plan, WorkerPlacement):
+                self._placement, self._log_folder = self._plan, start_ray(self._plan)
+            else:
+                self._placement = self._plan(join_ray(self._address))
+        plan = self._placement
         show_status("opening the workers")
         with self._explain_ray_errors():
             for worker in self._workers:
@@ -255,14 +259,6 @@ class WorkerPool:
         count = f"{len(self._workers)} worker{'s' * (len(self._workers) != 1)}"
         return f"{count}, {reduce(add, self._stats.values()).describe()}" if self._stats else count
 
-    def _start_ray(self) -> WorkerPlacement:
-        """Starts or joins Ray; returns the workers that it has room for."""
-        show_status("starting the workers")
-        if isinstance(self._plan, WorkerPlacement):
-            self._log_folder = start_ray(self._plan)
-            return self._plan
-        return self._plan(join_ray(self._address))
-
     def _answer(self, questions: list[Question], slots: int) -> Generator[Rollout, None, list[Question]]:
         """Yields rollouts, each worker with at most `slots` questions; returns what workers died with."""
         from ray.exceptions import ActorDiedError, ActorUnavailableError
@@ -292,11 +288,9 @@ class WorkerPool:
 
         try:
             yield
-        except TimeoutError:
-            limit = f"{ANSWER_TIMEOUT_SECONDS:.0f} seconds"
-            raise RunError(f"no worker of Ray at {self._address} has answered within {limit}") from None
-        except ConnectionError as error:
-            raise RunError(f"Ray at {self._address} is gone ({summarize_ray_error(error)})") from None
+        except (TimeoutError, ConnectionError) as error:
+            reason = summarize_ray_error(error)
+            raise RunError(f"no worker of Ray at {self._address} has answered: {reason}") from None
         except RayError as error:
             if isinstance(error, RayTaskError) and not isinstance(error.cause, RaySystemError):
                 raise error.cause from error  # keeps the worker's traceback

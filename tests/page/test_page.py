@@ -20,7 +20,6 @@ from dlm_rag.page.render import (
     build_page_record,
     read_trace_runs,
     render_page,
-    write_page,
 )
 from dlm_rag.questions import Question
 from tests.support.pages import END, cited, header, make_two_hop_rollout, write_trace
@@ -174,7 +173,7 @@ def show(browser, tmp_path):
     def show(*rollouts, place="", traces=None, **window):
         traces = traces or {"": list(rollouts)}
         runs = [TraceRun(name, header(given[0]), given) for name, given in traces.items()]
-        write_page(tmp_path / "page.html", runs)
+        (tmp_path / "page.html").write_text(render_page(runs))
         browser.open(tmp_path / "page.html", place, **window)
 
     return show
@@ -221,7 +220,7 @@ def test_answers_are_right_or_wrong_where_gold_answers_are_known(browser, tmp_pa
     rollouts[4].response = "### Bath"
     told = [known(rollouts[n], ("the Steventon.",), hops=1 + n % 2) for n in (0, 3, 4)]
     told += [known(rollouts[1], ("Bath", "Lyme"), 2), replace(told[0], id="q2")]
-    write_page(tmp_path / "page.html", [TraceRun("", header(rollouts[0]), rollouts)], told)
+    (tmp_path / "page.html").write_text(render_page([TraceRun("", header(rollouts[0]), rollouts)], told))
     browser.open(tmp_path / "page.html", "#question=2&step=4")
     assert browser.run("page.data.questions.map(({sides}) => sides[0].right ?? null)") == [
         True, False, None, True, False, None,

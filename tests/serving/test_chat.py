@@ -10,13 +10,13 @@ from dlm_rag.decode.rollout import Rollout, describe_abstention
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.questions import read_questions
+from dlm_rag.serving.chat_completions import build_reply, cut_open_reasoning
 from dlm_rag.serving.conversation import (
     find_names,
     make_question_stand_alone,
     reply_to_greeting,
     suggest_questions,
 )
-from dlm_rag.serving.responses import build_reply, cut_open_reasoning
 from dlm_rag.tokenizer import Tokenizer
 from tests.support.headless_chromium import HeadlessChromium, find_chromium
 from tests.support.paths import ROOT

@@ -19,7 +19,7 @@ from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.serving.async_engine import EngineRequest
-from dlm_rag.serving.responses import find_stop
+from dlm_rag.serving.chat_completions import find_stop
 from tests.support.block_attention import block_denoiser
 from tests.support.cases import first_is_fast
 from tests.support.gemma_decoding import QueryHashRetriever, make_gemma_decoder
@@ -175,7 +175,7 @@ def test_the_end_of_a_stream_reaches_a_reader_who_was_late(decoder):
     """The question is done before its reader has taken the first step."""
 
     async def read_late(service):
-        job = EngineRequest(Question("late", ASKED), SETTINGS, watched=True)
+        job = EngineRequest(Question("late", ASKED), SETTINGS)
         follow = service._follow(job)
         first = await anext(follow)
         while not job.done:
@@ -380,15 +380,16 @@ def test_who_goes_away_frees_the_row_within_a_step(slow, stream):
         assert other.rollout.response == alone.response
 
 
-def test_the_first_to_come_is_served_first_and_a_full_queue_is_refused(slow):
+def test_the_first_to_come_is_served_first_and_a_full_queue_is_refused(slow, monkeypatch):
     slow.config, order = replace(slow.config, batch_size=1), []
-    with serve_decoder(slow, max_waiting=2) as service:
+    monkeypatch.setattr("dlm_rag.serving.async_engine.MAX_WAITING", 2)
+    with serve_decoder(slow) as service:
         jobs = []
         for number in range(3):
             jobs.append(start_request(service, str(number)))
             places = service.engine.in_flight, service.engine.waiting
             wait_until(lambda places=places, n=number: sum(map(len, places)) == n + 1)
-            jobs[-1].news.set = lambda number=number: order.append(number)
+            jobs[-1].news.set = lambda number=number: jobs[number].done and order.append(number)
         refused = send_request(service, chat_body())
         slow.model_runner.free.set()
         wait_until(lambda: len(order) == 3)
@@ -397,8 +398,9 @@ def test_the_first_to_come_is_served_first_and_a_full_queue_is_refused(slow):
     assert refused.json()["error"]["type"] == "rate_limit_error" and order == [0, 1, 2]
 
 
-def test_time_is_bounded(slow):
-    with serve_decoder(slow, timeout_seconds=0.05) as service:
+def test_time_is_bounded(slow, monkeypatch):
+    monkeypatch.setattr("dlm_rag.serving.app.ANSWER_TIMEOUT_SECONDS", 0.05)
+    with serve_decoder(slow) as service:
         response = send_request(service, chat_body(commit_threshold=1.0))
         assert response.status_code == 504 and "0.05 seconds" in response.json()["error"]["message"]
         assert service.engine.counts["failed"] == 1 and not service.engine.counts["cancelled"]
@@ -524,7 +526,7 @@ def test_a_fault_of_our_own_and_a_failed_search_tell_nothing_of_the_machine(deco
     with serve_decoder(decoder) as service:
         failed = send_request(service, chat_body()), send_request(service, chat_body(stream=True))
         failed += (send_request(service, chat_body(), "/v1/answers"),)
-        monkeypatch.setattr("dlm_rag.serving.requests.RequestParser.parse_chat", fail)
+        monkeypatch.setattr("dlm_rag.serving.chat_completions.RequestParser.parse_chat", fail)
         ours = send_request(service, chat_body())
     for response in failed:
         assert response.status_code == 500 and response.json()["error"]["message"] == "the search failed"

@@ -18,7 +18,7 @@ from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import DecodeConfig
 from dlm_rag.questions import read_questions
 from dlm_rag.serving import http_server
-from dlm_rag.serving.responses import build_reply
+from dlm_rag.serving.chat_completions import build_reply
 from tests.support.paths import ROOT
 from tests.support.serving import (
     ASKED,

@@ -43,11 +43,11 @@ def made_decoder(corpus, settings=SETTINGS):
 
 
 @contextmanager
-def serve_decoder(decoder, keys=None, search=None, max_waiting=64, **limits):
+def serve_decoder(decoder, keys=None, search=None):
     """A service on an event loop of its own thread; `run_in_loop` runs requests there."""
     access = AccessControl(keys=None if keys is None else read_api_keys(str(keys)))
     searched = search and SearchService(decoder.retriever, search)
-    service = AnswerService(decoder, ServedModel("tiny"), access, searched, max_waiting, **limits)
+    service = AnswerService(decoder, ServedModel("tiny"), access, searched)
     with loop_thread() as service.loop:
         try:
             yield service

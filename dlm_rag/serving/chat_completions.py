@@ -1,0 +1,429 @@
+"""Chat completions, and the stream of the page: what is asked, read by pydantic, and the reply to it.
+
+Nothing is ignored silently: a field that cannot be honoured is refused by name, unless its value asks for
+what happens anyway.
+"""
+
+import copy
+import re
+import sys
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import takewhile
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import BaseModel, BeforeValidator, Field, create_model
+
+from dlm_rag.config import DecodeConfig
+from dlm_rag.config.fields import find_idle_settings, get_field_metadata, replace_settings
+from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep, describe_abstention
+from dlm_rag.engine.engine import Decoder
+from dlm_rag.engine.rules import find_rule
+from dlm_rag.errors import QuestionError, UserError
+from dlm_rag.evidence.prompt_segments import ContextBudget, fit_passages, truncate_evidence
+from dlm_rag.page.render import (
+    build_end_record,
+    build_start_record,
+    build_step_record,
+    find_bridge_entities,
+)
+from dlm_rag.serving.conversation import make_question_stand_alone
+from dlm_rag.serving.http_server import ApiError, RequestBody, parse_body
+from dlm_rag.text import find_answer, find_possible_mark, fold_title
+from dlm_rag.tokenizer import Tokenizer
+
+# OpenAI's fields that ask for nothing with these values, and for what is not there with others.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "top_p": (1,),
+    "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "store": (False,),
+    "modalities": (["text"],), "service_tier": ("auto", "default"),
+    "batch_size": (), "overlap": (),  # settings that hold for all rows of the engine
+}  # fmt: skip
+# Fields that change no answer: labels, and tools, of which "auto" lets a model use none.
+LABEL_FIELDS = (
+    "user", "metadata", "safety_identifier", "prompt_cache_key", "tools", "functions",
+    "parallel_tool_calls",
+)  # fmt: skip
+_SETTINGS = {item.name: item for item in fields(DecodeConfig) if item.name not in NEUTRAL_VALUES}
+MAX_MESSAGES, MAX_PARTS = 1024, 64
+# Characters of a question for each token of the context: tokenizing 1 MiB takes seconds.
+MAX_QUESTION_CHARS_PER_TOKEN = 16
+
+
+class TextPart(RequestBody):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _to_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+Tokens = Annotated[int, Field(ge=1)] | None
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Stops = Annotated[list[Stop], Field(max_length=4)]
+StopTexts = Annotated[Stops | None, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)]
+# The length first: the faults of 250,000 parts take seconds to describe.
+Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS), BeforeValidator(_to_parts)]
+
+
+class Message(RequestBody):
+    """A message of a chat; of an answer that is sent back, its text alone is read."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Parts | None = None
+    name: str | None = None
+    refusal: Any = None
+    annotations: Any = None
+    reasoning_content: Any = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(part.text for part in self.content or [])
+
+
+class StreamOptions(RequestBody):
+    """What a stream has besides its text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Any = None
+
+
+class _Chat(RequestBody):
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)]
+
+
+class _OpenAIChat(_Chat):
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Tokens = None
+    max_completion_tokens: Tokens = None
+    stop: StopTexts = None
+    cite: bool | None = None
+
+
+_SETTING_FIELDS: dict[str, Any] = {
+    name: (Union[item.type, None], None)  # noqa: UP007 - mypy takes the type for a text
+    for name, item in _SETTINGS.items()
+}
+_IGNORED_FIELDS: dict[str, Any] = dict.fromkeys((*NEUTRAL_VALUES, *LABEL_FIELDS), (Any, None))
+ChatBody = create_model("ChatBody", __base__=_OpenAIChat, **_IGNORED_FIELDS, **_SETTING_FIELDS)
+AnswerBody = create_model("AnswerBody", __base__=_Chat, **_SETTING_FIELDS)
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A request, read.
+
+    question: as it stands on its own. asked: as it was typed. room: of its prompt. system: the system
+    prompt, where the model reads one; unread: the fields of the request that it does not read.
+    include_usage: whether a stream ends with a chunk of usage alone. cite: whether sources stand below the
+    answer. max_tokens: of the response, which is cut there; the canvas stays, for another one has another
+    answer.
+    """
+
+    question: str
+    asked: str
+    settings: DecodeConfig
+    room: ContextBudget
+    system: str = ""
+    unread: tuple[str, ...] = ()
+    model: str | None = None
+    stream: bool = False
+    include_usage: bool = False
+    stops: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    cite: bool = True
+
+
+class RequestParser:
+    """Reads requests for one decoder, of whose settings a request changes some; raises `ApiError`."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder, self._own = decoder, decoder.config
+        self._tokenizer = copy.deepcopy(decoder.tokenizer)  # for the thread that reads requests
+        self._max_chars = MAX_QUESTION_CHARS_PER_TOKEN * decoder.denoiser.config.max_position_embeddings
+
+    def parse_chat(self, body: bytes) -> ParsedRequest:
+        """Reads a chat completion in OpenAI's form."""
+        asked = parse_body(ChatBody, body)
+        for name, values in NEUTRAL_VALUES.items():
+            value = getattr(asked, name)
+            if value is not None and value not in values:
+                raise ApiError(400, f"'{name}' cannot be honoured here: leave it out", name)
+        options = asked.stream_options
+        if options is not None and options.model_fields_set and not asked.stream:
+            raise ApiError(400, "'stream_options' has no effect without stream=true", "stream_options")
+        bounds = [most for most in (asked.max_tokens, asked.max_completion_tokens) if most is not None]
+        return replace(
+            self._read(asked),
+            model=asked.model,
+            stream=bool(asked.stream),
+            include_usage=bool(options and options.include_usage),
+            stops=tuple(asked.stop or ()),
+            max_tokens=min(bounds, default=None),
+            cite=asked.cite is not False,
+        )
+
+    def parse_answer(self, body: bytes) -> ParsedRequest:
+        """Reads a request of our own form: messages, and settings."""
+        return self._read(parse_body(AnswerBody, body))
+
+    def _read(self, body: _Chat) -> ParsedRequest:
+        """Returns the question with its settings and the room of its prompt."""
+        turns = [(each.role, each.text) for each in body.messages if each.role in ("user", "assistant")]
+        rules = (each.text for each in body.messages if each.role in ("system", "developer"))
+        system = "\n\n".join(text for text in rules if text.strip())
+        if not turns or turns[-1][0] != "user":
+            raise ApiError(400, "the last message must be a question, of the role 'user'", "messages")
+        asked = turns[-1][1]
+        if not asked.strip():
+            raise ApiError(400, "the question is blank", "messages")
+        if len(asked) + len(system) > self._max_chars:
+            reason = f"the question has more than the {self._max_chars} characters that are read here"
+            raise ApiError(400, reason, None, "context_length_exceeded")
+        unread = ("system",) if system and not self._tokenizer.reads_system_prompts else ()
+        question, system = make_question_stand_alone(turns), "" if unread else system
+        settings, shape = self._resolve_settings(body), self._decoder.denoiser.config
+        room = ContextBudget.from_config(shape, self._decoder.evidence_layout, settings.max_new_tokens)
+        try:
+            truncate_evidence(self._tokenizer.build_prompt(question, [], system), room)
+        except QuestionError as error:
+            raise ApiError(400, str(error), None, "context_length_exceeded") from None
+        return ParsedRequest(question, asked, settings, room, system, unread)
+
+    def _resolve_settings(self, asked: BaseModel) -> DecodeConfig:
+        """Returns the settings of a request, on top of the server's."""
+        own = self._own
+        given = {name: getattr(asked, name) for name in asked.model_fields_set if name in _SETTINGS}
+        for name, value in given.items():  # a client must not choose what code the server imports
+            table = get_field_metadata(_SETTINGS[name], "table")
+            if table and ":" in str(value) and value != getattr(own, name):
+                raise ApiError(400, f"{name}={value!s:.60} is not one of this server's choices", name)
+            if value is None:  # which OpenAI's clients send for the default
+                given[name] = _SETTINGS[name].default
+        if (mode := given.get("mode") or own.mode) != own.mode:
+            idle = find_idle_settings("decode", own, {"decode.mode": mode})
+            own = replace(own, **{name: DecodeConfig.__dataclass_fields__[name].default for name in idle})
+        try:
+            settings = self._decoder.resolve_settings(replace_settings(own, **given))
+            length, limit = settings.max_new_tokens or 0, self._own.max_new_tokens or 0
+            if length > limit:
+                reason = f"max_new_tokens={length} is more than the {limit} of this server"
+                raise ApiError(400, reason, "max_new_tokens")
+        except UserError as error:
+            raise ApiError(400, str(error)) from None
+        return settings
+
+
+Event = tuple[str | None, dict[str, Any] | str]  # name and data of a server-sent event
+Steps = AsyncIterable[tuple[Rollout, RolloutStep]]  # of one question, as they come
+Link = Callable[[str, str], str]  # gives the address of a passage from its id and text
+# What a client that shows Markdown would take for markup, or for a link that it loads or lets click on.
+_MARKUP = re.compile(r"[\\`*_\[\]<>!#|~&]|(?<=[Ww]{3})\.|:(?=//)")
+_LIVE = re.compile(r"\]\(|\]:|<[A-Za-z/!]|://|[Ww]{3}\.")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The reasoning, the content of a message, OpenAI's annotations of it, the sources with their texts."""
+
+    reasoning: str
+    content: str
+    annotations: list[dict[str, Any]] = field(default_factory=list)
+    sources: list[dict[str, Any]] = field(default_factory=list)
+
+
+def find_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Returns where the first of the stop texts begins; None where there is none."""
+    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+
+
+def cut_open_reasoning(text: str, answer_form: str) -> str:
+    """Returns what is reasoning for certain of a text that still grows: up to a possible answer mark."""
+    if answer_form == "whole":
+        return ""
+    return text[: find_possible_mark(text)].rstrip()
+
+
+def build_reply(rollout: Rollout, text: str, link: Link, note: str = "", cite: bool = True) -> Reply:
+    """Returns the reply of a finished answer.
+
+    text: of the response up to a stop text. note: stands below the answer; "" for nothing. cite: whether
+    sources stand there too.
+    """
+    found = {name: rollout.passages[name] for name in rollout.sources}
+    sources = [
+        {"id": name, "title": fold_title(passage) or name, "text": passage, "url": link(name, passage)}
+        for name, passage in found.items()
+    ]
+    mark, start, stop = find_answer(text, rollout.answer_form)
+    reasoning = text[:mark].rstrip()
+    if reason := rollout.abstain_reason:
+        near = (
+            f"- {escape_markup(fold_title(each['title']))}: **{escape_markup(each['sentence'])}**"
+            for each in rollout.closest
+        )
+        said = "\n".join((f"{describe_abstention(reason, rollout.closest)}\n", *near)).rstrip()
+        return Reply(reasoning, said, [], sources)
+    content = text[start:stop] or text
+    if _LIVE.search(content):  # a passage may hold a picture that tells its server who reads it
+        content = escape_markup(content)
+    if not cite:
+        return Reply(reasoning, content, [], sources)
+    # What the answer is cited from; where that is nothing, what the reasoning is.
+    units = [unit for unit in rollout.citations if unit["kind"] == "answer" and unit["passages"]]
+    cited = {passage["id"] for unit in units or rollout.citations for passage in unit["passages"]}
+    marks = (f" [{number}]" for number, each in enumerate(sources, start=1) if each["id"] in cited)
+    lines = [f"[{number}] {escape_markup(each['title'])}" for number, each in enumerate(sources, start=1)]
+    whole = "\n\n".join(filter(None, (content + "".join(marks), "\n".join(lines), note)))
+    return Reply(reasoning, whole, _annotate(whole, len(content), sources), sources)
+
+
+def _annotate(content: str, start: int, sources: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns OpenAI's url_citation of every source, by its number, at its first mark from `start` on."""
+    annotations = []
+    for number, each in enumerate(sources, start=1):
+        begin = content.index(f"[{number}]", start)
+        place = {"start_index": begin, "end_index": begin + len(f"[{number}]")}
+        found = place | {"title": each["title"], "url": each["url"]}
+        annotations.append({"type": "url_citation", "url_citation": found})
+    return annotations
+
+
+def _build_message(reply: Reply, sent: str = "") -> dict[str, Any]:
+    """Returns what of a message is still to be sent after the beginning of the reasoning."""
+    rest = {"reasoning_content": reply.reasoning[len(sent) :], "annotations": reply.annotations}
+    return {"content": reply.content} | {name: value for name, value in rest.items() if value}
+
+
+def escape_markup(text: str) -> str:
+    """Returns a text that a client shows as it is, whatever Markdown or HTML it holds."""
+    return _MARKUP.sub(r"\\\g<0>", text)
+
+
+@dataclass
+class ChatResponse:
+    """One chat completion, whole or as a stream.
+
+    link, note: as `build_reply` takes them.
+    """
+
+    asked: ParsedRequest
+    model: str
+    tokenizer: Tokenizer
+    link: Link
+    note: str
+
+    def __post_init__(self) -> None:
+        self._head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model,
+            "object": "chat.completion.chunk" if self.asked.stream else "chat.completion",
+        }  # fmt: skip
+
+    def build_completion(self, rollout: Rollout) -> dict[str, Any]:
+        """Returns the answer at once."""
+        reply, reason, end = self._finish(rollout)
+        message = {"role": "assistant", "refusal": None} | _build_message(reply)
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+        return self._head | {"choices": [choice]} | end
+
+    async def stream(self, steps: Steps) -> AsyncGenerator[Event]:
+        """Yields a chunk for each step, at the end those that end the stream.
+
+        The contents of all chunks together are the message's.
+        """
+        sent, tokens = "", dict[int, CommittedToken]()
+        async for rollout, step in steps:
+            tokens = step.write_tokens(tokens)
+            canvas = [tokens[n].token if n in tokens else None for n in range(rollout.canvas_length)]
+            text = cut_open_reasoning(self._find_stable_text(rollout, tokens), rollout.answer_form)
+            delta: dict[str, Any] = {"content": ""} | ({} if step.step else {"role": "assistant"})
+            if new := text[len(sent) :]:
+                delta["reasoning_content"], sent = new, text
+            shown = {"step": step.step, "canvas": canvas, "query": step.query, "passages": step.passage_ids}
+            yield None, self._build_chunk(delta, dlm_rag=shown)
+        reply, reason, end = self._finish(rollout)
+        delta = _build_message(reply, sent)
+        usage = {"usage": end.pop("usage")}
+        last = end if self.asked.include_usage else end | usage
+        yield None, self._build_chunk(delta, reason, **last)
+        if self.asked.include_usage:
+            yield None, self._head | {"choices": []} | usage
+        yield None, "[DONE]"
+
+    def _build_chunk(self, delta: dict[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return self._head | {"choices": [choice]} | more
+
+    def _find_stable_text(self, rollout: Rollout, tokens: dict[int, CommittedToken]) -> str:
+        """Returns the beginning of the final text; tokens: those of the canvas, by position.
+
+        With edits nothing is certain before the end, of uniform noise nothing in the open block. Held back
+        at the end are blanks, a character that is not whole, and what may begin a stop text.
+        """
+        settings, most = rollout.settings, min(rollout.canvas_length, self.asked.max_tokens or sys.maxsize)
+        if settings["edit_threshold"] is not None:
+            return ""
+        if find_rule(settings["commit_rule"] or "threshold").redraws:  # finished blocks are certain
+            block = settings["block_length"]
+            most = max(tokens, default=0) // block * block
+        held = takewhile(lambda token: token is not None, map(tokens.get, range(most)))
+        text = self._decode(token.token_id for token in held if token)
+        ends = (
+            n
+            for n in range(len(text))
+            if any(stop.startswith(text[n:]) or text.startswith(stop, n) for stop in self.asked.stops)
+        )
+        return text[: next(ends, len(text))]
+
+    def _decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of tokens up to one that ends it, without half a character."""
+        kept = [*takewhile(lambda token: token not in self.tokenizer.end_ids, ids)]
+        return self.tokenizer.decode_with_offsets(kept)[0].rstrip("\ufffd").strip()
+
+    def _finish(self, rollout: Rollout) -> tuple[Reply, str, dict[str, Any]]:
+        """Returns the reply, and why it ends, its usage and record."""
+        asked, end_ids, tokens = self.asked, self.tokenizer.end_ids, rollout.final_tokens()
+        most, text = asked.max_tokens or sys.maxsize, rollout.response
+        written = rollout.tokens_before_end(end_ids)
+        # Said without the model, or up to an end token.
+        ended = not rollout.canvas_length or any(token.token_id in end_ids for token in tokens.values())
+        if written > most:
+            written, ended = most, False
+            text = self._decode(token.token_id for _, token in sorted(tokens.items())[:most])
+        if (at := find_stop(text, asked.stops)) is not None:
+            text, ended = text[:at], True
+        # The prompt is that of the last pass; what fills the canvas after the end is not counted.
+        seen = rollout.steps[-2 if len(rollout.steps) > 1 else -1]
+        found = {name: rollout.passages[name] for name in (*seen.passage_ids, *seen.dropped)}
+        evidence = fit_passages(self.tokenizer, rollout.question, found, asked.room, asked.system)
+        prompt = len(evidence.prompt)
+        usage = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+        reply = build_reply(rollout, text, self.link, self.note, asked.cite)
+        record = rollout.to_dict() | {"sources": reply.sources}
+        del record["id"], record["seconds"]
+        if asked.unread:
+            record["unread"] = asked.unread
+        return reply, "stop" if ended else "length", {"usage": usage, "dlm_rag": record}
+
+
+async def stream_trace(steps: Steps, end_ids: Collection[int]) -> AsyncGenerator[Event]:
+    """Yields the steps of one question as the trace page takes them: `start`, a `step` each, `end`."""
+    seen = set[str]()
+    async for rollout, step in steps:
+        if step.step == 0:
+            start = build_start_record(rollout, ghosts=True)
+            yield "start", {"id": rollout.id, "question": rollout.question} | start
+        yield "step", {"step": step.step} | build_step_record(rollout, step, seen, end_ids)
+    end = build_end_record(rollout, find_bridge_entities([rollout])[0])
+    yield "end", end | {"record": rollout.to_dict()}
