@@ -39,7 +39,7 @@ from dlm_rag.retrieval.base import QUERIES, resolve_query_threshold
 from dlm_rag.text import content_words, get_title_line, overlapping_spans, split_words, strip_disambiguation
 
 PAGE_FOLDER = Path(__file__).parent
-PAGE_MARKER = "<!doctype html><!-- a page of dlm_rag -->"  # as page.html begins
+PAGE_MARKER = b"<!doctype html><!-- a page of dlm_rag -->"  # as page.html begins
 EDITED_FLAG, END_FLAG = 1, 2  # of a written token: it took the place of another; it ends the text
 MAX_CANVAS_TOKENS = 1 << 17  # positions, each an element of the page; no public model sees as far
 # The settings of a trace that a page reads, with their types; others are shown as they are.
@@ -122,11 +122,8 @@ def _build_question(
     rollouts: Sequence[Rollout], ends: Sequence[Collection[int]], known: Question | None
 ) -> dict[str, Any]:
     record: dict[str, Any] = {"id": rollouts[0].id, "question": rollouts[0].question, "sides": []}
-    gold = known.golden_answers if known else ()
-    if gold:
-        record["gold"] = gold
-    if known and known.hops:
-        record["hops"] = known.hops
+    gold, hops = (known.golden_answers, known.hops) if known else ((), None)
+    record |= {name: value for name, value in (("gold", gold), ("hops", hops)) if value}
     for rollout, end_ids, bridges in zip(rollouts, ends, find_bridge_entities(rollouts), strict=True):
         seen: set[str] = set()
         side = build_start_record(rollout, any(step.guesses for step in rollout.steps))
@@ -234,9 +231,8 @@ def attribute_words(rollout: Rollout) -> list[dict[str, Any]]:
     spans = align_tokens((last[n].token for n in takewhile(last.__contains__, count())), rollout.response)
     steps = rollout.commit_steps()
     found = []
-    for (unit, _), cited in zip(
-        split_citable_spans(rollout.response, rollout.answer_form), rollout.citations, strict=False
-    ):
+    units = split_citable_spans(rollout.response, rollout.answer_form)
+    for (unit, _), cited in zip(units, rollout.citations, strict=False):
         for word, span in content_words(rollout.response, *unit):
             source = next((p["id"] for p in cited["passages"] if word in p["words"]), None)
             at = overlapping_spans(spans, *span)
@@ -345,8 +341,8 @@ def _csp_digest(text: str) -> str:
 def check_page_target(path: str) -> None:
     """Raises `ConfigError` for a file that exists and is not a page: it would be lost."""
     page = Path(path)
-    if page.is_file() and page.stat().st_size:
+    if page.is_file():
         with page.open("rb") as file:
             begin = file.read(len(PAGE_MARKER))
-        if begin != PAGE_MARKER.encode():
+        if begin not in (b"", PAGE_MARKER):
             raise ConfigError(f"html={path} is not a page of this program: choose another file")

@@ -164,10 +164,7 @@ class AnswerService:
         return await asyncio.get_running_loop().run_in_executor(self._text_thread, parse, body)
 
     async def _follow(self, job: EngineRequest) -> AsyncGenerator[tuple[Rollout, RolloutStep]]:
-        """Submits a job; yields its steps as they come, raises `ApiError` where there is no answer.
-
-        Who goes away gives it up. Nothing is kept for a slow reader but the rollout.
-        """
+        """Submits a job; yields its steps as they come. Who goes away gives it up; raises `ApiError`."""
         deadline = asyncio.get_running_loop().time() + ANSWER_TIMEOUT_SECONDS
         if not job.done:  # a greeting is: it needs no engine
             self.engine.submit(job)

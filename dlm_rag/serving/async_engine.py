@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -34,7 +35,6 @@ UNHEALTHY_SECONDS = 10.0  # after the last failure, so that a balancer sends que
 PROBE_INTERVAL_SECONDS = 1.0  # between a failed step and a question of the server's own
 PROBE_QUESTION = Question("probe", "Who wrote Emma?")
 BUCKET_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
-ANSWER_OUTCOMES = ("answered", "failed", "cancelled", "refused")
 
 
 @dataclass(eq=False)
@@ -61,10 +61,7 @@ class EngineRequest:
         return self.error is not None or (self.rollout is not None and self.rollout.finished)
 
     def get_rollout(self) -> Rollout:
-        """Returns the rollout so far; raises `ApiError` where there is no answer.
-
-        The error's sentence names no file or host; the log does.
-        """
+        """The rollout so far; raises `ApiError`, which names no file or host, where there is no answer."""
         if self.error is not None:
             raise self.error
         assert self.rollout is not None
@@ -91,13 +88,10 @@ class AsyncEngine:
         self.error: BaseException | None = None
         self.counts: Counter[str] = Counter()
         self.registry = CollectorRegistry()
-        times = {
-            "dlm_rag_answer_seconds": "From a question to its answer.",
-            "dlm_rag_first_token_seconds": "From a question to the first token that is committed.",
-        }
-        self._answer_seconds, self._first_token_seconds = (
-            Histogram(name, words, registry=self.registry, buckets=BUCKET_SECONDS)
-            for name, words in times.items()
+        histogram = partial(Histogram, registry=self.registry, buckets=BUCKET_SECONDS)
+        self._answer_seconds = histogram("dlm_rag_answer_seconds", "From a question to its answer.")
+        self._first_token_seconds = histogram(
+            "dlm_rag_first_token_seconds", "From a question to the first token that is committed."
         )
 
     @property
@@ -141,10 +135,9 @@ class AsyncEngine:
 
     def _admit(self) -> bool:
         """Takes out who has gone and lets in who waits; whether there is a step to take."""
-        for ticket, job in [*self.in_flight.items()]:
-            if job.cancelled:
-                del self.in_flight[ticket]
-                self._engine.cancel(ticket)
+        for ticket in [ticket for ticket, job in self.in_flight.items() if job.cancelled]:
+            del self.in_flight[ticket]
+            self._engine.cancel(ticket)
         while self._engine.capacity and self.waiting:
             job = self.waiting.popleft()
             try:
@@ -168,7 +161,7 @@ class AsyncEngine:
         raise RunError(f"every step fails, the last with: {self._failure}")
 
     async def _attempt(self, work: Callable[[], list[StepEvent]]) -> list[StepEvent] | None:
-        """Works on the thread; None where that failed. Raises interrupts, and that the corpus has changed."""
+        """Works on the thread; None where that failed. Raises what no other step mends."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except BaseException as error:
@@ -272,6 +265,6 @@ class ServerMetrics(Collector):
         yield from (GaugeMetricFamily(f"dlm_rag_{name}", words, value) for name, words, value in gauges)
         yield from (CounterMetricFamily(f"dlm_rag_{name}", words, value) for name, words, value in counters)
         answers = CounterMetricFamily("dlm_rag_answers", "Questions by outcome.", labels=("outcome",))
-        for name in ANSWER_OUTCOMES:
+        for name in ("answered", "failed", "cancelled", "refused"):
             answers.add_metric((name,), counts[name])
         yield answers

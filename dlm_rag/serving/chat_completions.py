@@ -65,8 +65,7 @@ def _to_parts(content: Any) -> Any:
 
 
 Tokens = Annotated[int, Field(ge=1)] | None
-Stop = Annotated[str, Field(min_length=1, max_length=256)]
-Stops = Annotated[list[Stop], Field(max_length=4)]
+Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=4)]
 StopTexts = Annotated[Stops | None, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)]
 # The length first: the faults of 250,000 parts take seconds to describe.
 Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS), BeforeValidator(_to_parts)]
@@ -250,9 +249,7 @@ def find_stop(text: str, stops: Sequence[str]) -> int | None:
 
 def cut_open_reasoning(text: str, answer_form: str) -> str:
     """Returns what is reasoning for certain of a text that still grows: up to a possible answer mark."""
-    if answer_form == "whole":
-        return ""
-    return text[: find_possible_mark(text)].rstrip()
+    return "" if answer_form == "whole" else text[: find_possible_mark(text)].rstrip()
 
 
 def build_reply(rollout: Rollout, text: str, link: Link, note: str = "", cite: bool = True) -> Reply:

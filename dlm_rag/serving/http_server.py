@@ -61,8 +61,8 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The refusal in OpenAI's form."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = ERROR_TYPES.get(self.status, kind)
+        own = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = ERROR_TYPES.get(self.status, own)
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 

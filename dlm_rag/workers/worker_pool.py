@@ -20,7 +20,7 @@ import tempfile
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import reduce
 from importlib.util import find_spec
 from operator import add
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dlm_rag.questions import Question
 
     Nodes = Sequence[Mapping[str, float]]  # the resources of each as Ray names them
+    WorkerAnswer = tuple[Rollout, DecoderStats, str]  # with the statistics of its machine and process
     # Makes the decoder of a job, for so many workers on the machine; returns it with `describe_machine`. It
     # is pickled, so it comes from a module that workers can import.
     DecoderFactory = Callable[[int], tuple[Decoder, dict[str, str | int]]]
@@ -114,14 +115,6 @@ def plan_workers(workers: str, nodes: Nodes, device: torch.device, weights: int)
     return WorkerPlacement(sum(counts), max(1, threads), largest, int(kind == "GPU"))
 
 
-class WorkerAnswer(NamedTuple):
-    """A finished rollout, with the statistics of its worker: a machine and a process there."""
-
-    rollout: Rollout
-    stats: DecoderStats
-    process: str
-
-
 class Worker:
     """The Ray actor: an engine in a process of its own.
 
@@ -171,12 +164,11 @@ class Worker:
                 self._waiting.clear()
                 return
             for rollout in finished:
-                result = WorkerAnswer(rollout, self._decoder.stats, process)
-                self._answers.pop(rollout.id).set_result(result)
+                self._answers.pop(rollout.id).set_result((rollout, self._decoder.stats, process))
             await asyncio.sleep(0)  # Ray's calls come in and go out
 
 
-class WorkerPool:
+class WorkerPool(AbstractContextManager["WorkerPool"]):
     """The workers of a run; leaving the context ends all that it started.
 
     address: "local" starts Ray on this machine for this run; ray://HOST:PORT joins a cluster, and `plan` is
@@ -189,9 +181,6 @@ class WorkerPool:
         self._workers: list[Any] = []  # handles of Ray, of this job
         self._placement: WorkerPlacement | None = None  # once Ray has started
         self._stats: dict[str, DecoderStats] = {}  # of this job by process, those that died too
-
-    def __enter__(self) -> WorkerPool:
-        return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if "ray" not in sys.modules:  # nothing was started
@@ -271,14 +260,14 @@ class WorkerPool:
         while pool.has_next():
             with self._explain_ray_errors():
                 try:
-                    answer: WorkerAnswer = pool.get_next_unordered(ANSWER_TIMEOUT_SECONDS)
+                    rollout, stats, process = pool.get_next_unordered(ANSWER_TIMEOUT_SECONDS)
                 except (ActorDiedError, ActorUnavailableError) as error:
                     self._cause = summarize_ray_error(error)
                     log.warning("a worker died (%s): its questions are asked again", self._cause)
                     continue
-            self._stats[answer.process] = answer.stats
-            del waiting[answer.rollout.id]
-            yield answer.rollout
+            self._stats[process] = stats
+            del waiting[rollout.id]
+            yield rollout
         return [*waiting.values()]
 
     @contextmanager

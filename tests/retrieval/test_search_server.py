@@ -11,7 +11,6 @@ import threading
 import time
 from contextlib import suppress
 
-import httpx
 import pytest
 
 from dlm_rag import load_retriever
@@ -23,7 +22,7 @@ from dlm_rag.retrieval import http
 from dlm_rag.retrieval.base import SearchUnavailableError
 from dlm_rag.serving import http_server
 from dlm_rag.serving.http_server import ApiError
-from dlm_rag.serving.search_app import MAX_SEARCH_REQUEST_BYTES, SearchService
+from dlm_rag.serving.search_app import SearchService
 from tests.support.passages import write_jsonl_file
 from tests.support.paths import ROOT
 from tests.support.retrievers import list_passage_ids, make_letter_retriever, make_query
@@ -68,10 +67,7 @@ def test_what_is_searched_is_said_and_whatever_else_is_asked_for_is_refused(url,
     assert status == 200 and (about["passages"], about["kind"], about["topk"]) == (5, "bm25", 3)
     assert about["dlm_rag"]["fingerprint"] == load_retriever(url=url).fingerprint != local.fingerprint
     assert post(url, {}, "/search")[0] == 404 and post(url, None, "/retrieve")[0] == 405
-    too_long = json.dumps({"queries": ["x" * MAX_SEARCH_REQUEST_BYTES]})
-    assert httpx.post(url, content=too_long).status_code == 413
-    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
-        assert post(url, {"queries": ["Tacoma"]}, **headers)[0] == 403
+    assert post(url, {"queries": ["Tacoma"]}, Host="evil.example")[0] == 403
 
 
 def test_scores_are_those_of_the_index_and_depth_is_that_of_the_request(url, local, corpus):

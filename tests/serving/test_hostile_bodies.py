@@ -8,11 +8,10 @@ from http.client import HTTPConnection
 import pytest
 
 from dlm_rag.config import RetrievalConfig
-from dlm_rag.files.checked_json import parse_json
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.serving.search_app import SearchService
 from tests.support.search_server import serve_search
-from tests.support.serving import chat_body, made_decoder, make_client, run_in_loop, serve_decoder
+from tests.support.serving import chat_body, make_client, run_in_loop
 
 SIZE = 2**20 - 2**12
 
@@ -55,14 +54,14 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_no_body_keeps_others_waiting(crowded, name):
+def test_no_body_keeps_others_waiting(shared, name):
     body = BODIES[name]
     body = body.encode() if isinstance(body, str) else json.dumps(body).encode()
     assert len(body) < 2**20
 
     async def ask():
         longest = 0.0
-        async with make_client(crowded) as client:
+        async with make_client(shared) as client:
             asked = asyncio.ensure_future(client.post("/v1/chat/completions", content=body))
             while not asked.done():
                 begin = time.monotonic()
@@ -72,28 +71,9 @@ def test_no_body_keeps_others_waiting(crowded, name):
             return (await asked), longest
 
     begin = time.process_time()
-    response, longest = run_in_loop(crowded.loop, ask())
+    response, longest = run_in_loop(shared.loop, ask())
     assert response.status_code in (200, 400) and len(response.text) < 2**16, response.text[:200]
     assert longest < 1 and time.process_time() - begin < 5
-
-
-@pytest.fixture(scope="module")
-def crowded(tmp_path_factory):
-    from dlm_rag.retrieval.corpus import open_corpus
-    from tests.support.passages import PASSAGES, write_jsonl_file
-
-    path = tmp_path_factory.mktemp("crowded") / "corpus.jsonl"
-    write_jsonl_file(path, [{"id": i, "title": t, "contents": c} for i, t, c in PASSAGES])
-    with serve_decoder(made_decoder(open_corpus(path))) as service:
-        yield service
-
-
-def test_a_key_that_is_twice_in_a_large_object_is_found_in_linear_time():
-    text = "{" + ", ".join(f'"f{n}": 1' for n in range(80_000)) + ', "f79999": 1}'
-    begin = time.thread_time()
-    with pytest.raises(ValueError, match="'f79999' occurs a second time"):
-        parse_json(text.encode(), "body", ValueError)
-    assert time.thread_time() - begin < 2
 
 
 @pytest.mark.parametrize("size", [2**24 + 1, 2**26], ids=["a byte more", "four times as much"])

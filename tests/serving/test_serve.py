@@ -17,13 +17,11 @@ from dlm_rag.engine.engine import Decoder
 from dlm_rag.errors import RunError
 from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.serving.async_engine import EngineRequest
 from dlm_rag.serving.chat_completions import find_stop
 from tests.support.block_attention import block_denoiser
 from tests.support.cases import first_is_fast
 from tests.support.gemma_decoding import QueryHashRetriever, make_gemma_decoder
-from tests.support.passages import PASSAGES, write_jsonl_file
 from tests.support.processes import wait_until
 from tests.support.serving import (
     ASKED,
@@ -242,15 +240,14 @@ REFUSED = {
     "a blank question": (chat_body(" \n"), "blank"),
     "no JSON": (b"{", "is not JSON"),
     "half a character": (b'{"messages": "\\ud800"}', "half of a character"),
-    "endless nesting": (b"[" * 500_000, "nesting that is too"),
     "code to import": (chat_body("x", commit_rule="antigravity:x"), "is not one of"),
     "too long for the context": (chat_body("word " * 1000), "context"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_honoured_is_refused(refusing, what):
-    check_refused(refusing, *REFUSED[what])
+def test_what_cannot_be_honoured_is_refused(shared, what):
+    check_refused(shared, *REFUSED[what])
 
 
 def test_what_cannot_be_honoured_by_a_model_of_noise_is_refused(make_decoder_of):
@@ -265,14 +262,6 @@ def check_refused(service, body, words):
     assert set(error) == {"message", "type", "param", "code"} and words in error["message"]
     assert error["type"] == "invalid_request_error" and len(error["message"]) < 400
     assert not service.engine.in_flight and not service.engine.waiting
-
-
-@pytest.fixture(scope="module")
-def refusing(tmp_path_factory):
-    path = tmp_path_factory.mktemp("refusing") / "corpus.jsonl"
-    write_jsonl_file(path, [{"id": i, "title": t, "contents": c} for i, t, c in PASSAGES])
-    with serve_decoder(made_decoder(open_corpus(path))) as service:
-        yield service
 
 
 @pytest.mark.parametrize(
@@ -305,19 +294,19 @@ def test_settings_hold_for_one_request(make_decoder_of, kind, own):
         ("GET", "//etc/passwd", 404),
     ],
 )
-def test_what_is_not_there(refusing, method, path, status):
-    response = send_request(refusing, None, f"http://127.0.0.1{path}", method)
+def test_what_is_not_there(shared, method, path, status):
+    response = send_request(shared, None, f"http://127.0.0.1{path}", method)
     assert response.status_code == status
     assert response.json()["error"]["message"] and "passwd" not in response.text
 
 
-def test_pages_of_other_sites_may_not_ask(refusing):
+def test_pages_of_other_sites_may_not_ask(shared):
     names = ("127.0.0.1.evil.example", "localhost.evil.example", "127.0.0.1@evil.example", "0.0.0.0")
     others = [{"Host": name} for name in ("evil.example", *names)]
     for headers in (*others, {"Origin": "http://evil.example"}, {"Origin": "null"}):
-        assert send_request(refusing, chat_body(), **headers).status_code == 403
+        assert send_request(shared, chat_body(), **headers).status_code == 403
     for host in ("localhost:8000", "127.0.0.2:8000", "[::1]:8000"):
-        assert send_request(refusing, chat_body(), Host=host, Origin=f"http://{host}").status_code == 200
+        assert send_request(shared, chat_body(), Host=host, Origin=f"http://{host}").status_code == 200
 
 
 def test_keys_are_asked_for_and_the_corpus_is_searched_at_the_same_server(decoder, tmp_path):

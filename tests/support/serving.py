@@ -28,10 +28,7 @@ SETTINGS = DecodeConfig(max_new_tokens=16, batch_size=4, commit_threshold=0.1)
 
 # Of a model that denoises from noise: warm enough that most is taken back once, and of some answers a block
 # ends the text.
-GEMMA_SETTINGS = {
-    "max_new_tokens": 36,
-    "batch_size": 4,
-}
+GEMMA_SETTINGS = {"max_new_tokens": 36, "batch_size": 4}
 ASKED = "Who wrote Emma?"
 
 

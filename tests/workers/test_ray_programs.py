@@ -57,7 +57,6 @@ def whole(tmp_path_factory) -> Path:
     return out
 
 
-@pytest.mark.slow
 def test_answers_are_those_of_one_process_whatever_ends_the_run(tmp_path, whole, mark):
     """Ended by Ctrl-C with workers and without, by SIGTERM once a worker is killed, by SIGKILL."""
     out, answers = tmp_path / "split.jsonl", 0

@@ -151,7 +151,6 @@ def cluster(monkeypatch, nodes: int, cores_of_head: int = 1):
         there.shutdown()
 
 
-@pytest.mark.slow
 def test_a_node_that_is_killed_and_one_that_others_hold(monkeypatch, mark, caplog):
     with cluster(monkeypatch, 3) as (address, there, others):
         with WorkerPool(address, PLACES) as crew:
