@@ -7,18 +7,14 @@ import re
 import signal
 import socket
 import subprocess
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import httpx
 import openai
 import pytest
 
-from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
-from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import DecodeConfig
-from dlm_rag.questions import read_questions
 from dlm_rag.serving import http_server
-from dlm_rag.serving.chat_completions import build_reply
 from tests.support.paths import ROOT
 from tests.support.serving import (
     ASKED,
@@ -33,23 +29,6 @@ from tests.support.serving import (
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 
 
-@pytest.fixture(scope="module")
-def shipped():
-    """Questions of the shipped world, and the answer of each by the decoder, or why there is none."""
-    world, model = SHIPPED_FOLDER / "world", SHIPPED_FOLDER / "model"
-    parts = (
-        Denoiser.from_pretrained(model),
-        load_retriever(world / "corpus.jsonl"),
-        Tokenizer.from_pretrained(model),
-    )
-    decoder = Decoder(*parts, DecodeConfig(batch_size=32))
-    asked = read_questions(world / "questions.jsonl")[::8]
-    return {
-        r.question: build_reply(r, r.response, lambda name, text: "", cite=False).content
-        for r in decoder.decode(asked)
-    }
-
-
 @pytest.fixture
 def folder(tmp_path, corpus_file):
     tiny_denoiser().save_pretrained(tmp_path / "model", eos_token_id=257)
@@ -57,14 +36,17 @@ def folder(tmp_path, corpus_file):
     return tmp_path
 
 
-SHIPPED = ("--model", "dlm_rag/shipped/model", "decode.batch_size=32")
 TINY = ("--model", "model", "--corpus", "corpus.jsonl", "retrieval.top_k=2", "energy=none")
 ROWS = ("decode.max_new_tokens=16", "decode.batch_size=4", "decode.commit_threshold=0.1")
 
 
 @pytest.mark.slow
-def test_real_clients_at_a_real_server(folder, corpus):
-    """openai-python, curl, raw sockets; SIGTERM answers what was taken, kill -9 hinders no new start."""
+def test_real_clients_at_a_real_server(folder, corpus, monkeypatch):
+    """openai-python, curl, raw sockets; SIGTERM answers what was taken, kill -9 leaves nothing behind and
+    hinders no new start.
+    """
+    monkeypatch.setenv("TMPDIR", str(folder / "temporary"))
+    (folder / "temporary").mkdir()
     (rollout,) = made_decoder(corpus).decode([ASKED])
     port = find_free_port()
     url = f"http://127.0.0.1:{port}"
@@ -99,6 +81,9 @@ def test_real_clients_at_a_real_server(folder, corpus):
     with start_server_process(folder, port, *TINY, *ROWS) as process:
         process.kill()
         process.wait()
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
+    assert not [*(folder / "temporary").iterdir()]
     with start_server_process(folder, port, *TINY, *ROWS):
         assert httpx.post(f"{url}/v1/chat/completions", json=chat_body()).status_code == 200
 
@@ -246,57 +231,3 @@ def test_who_is_slow_is_dropped_and_delays_nobody(corpus, monkeypatch):
         silent, head, body, chunks, unread = served(service, clients)
     assert (silent, head) == (b"", b"")
     assert body == chunks == b"HTTP/1.1 408 Request Timeout" and unread == b"HTTP/1.1 200 OK"
-
-
-@pytest.mark.slow
-def test_kill_9_during_load_costs_no_answer(tmp_path, monkeypatch, shipped):
-    """48 clients with 4 questions each ask again what was cut; nothing is left of the servers."""
-    questions = list(shipped)
-    shares = [[questions[(n + 7 * m) % len(questions)] for m in range(4)] for n in range(48)]
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    monkeypatch.chdir(tmp_path)
-    port, answered, cut = find_free_port(), 0, 0
-
-    async def client(session, share):
-        nonlocal answered, cut
-        texts = []
-        while len(texts) < len(share):
-            try:
-                body = chat_body(share[len(texts)], cite=False)
-                response = await session.post("/v1/chat/completions", json=body)
-            except httpx.TransportError as error:
-                cut += not isinstance(error, httpx.ConnectError)
-                await asyncio.sleep(0.2)
-                continue
-            assert response.status_code == 200
-            texts.append(response.json()["choices"][0]["message"]["content"])
-            answered += 1
-        return texts
-
-    async def load(stack, processes):
-        def start():
-            processes.append(stack.enter_context(start_server_process(tmp_path, port, *SHIPPED)))
-
-        await asyncio.to_thread(start)
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=300) as session:
-            tasks = [asyncio.ensure_future(client(session, share)) for share in shares]
-            while answered < 40:
-                await asyncio.sleep(0.01)
-            processes[0].kill()
-            await asyncio.to_thread(start)
-            return await asyncio.gather(*tasks)
-
-    processes = []
-    with ExitStack() as stack:
-        texts = asyncio.run(load(stack, processes))
-        processes[-1].send_signal(signal.SIGTERM)
-        assert [process.wait(120) for process in processes] == [-signal.SIGKILL, 0]
-    assert texts == [[shipped[question] for question in share] for share in shares]
-    assert cut >= 32, "who was in the batch when it ended"
-    assert list(tmp_path.rglob("*")) == [tmp_path / "temporary"]
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port)).close()
-    for process in processes:
-        with pytest.raises(ProcessLookupError):
-            os.killpg(process.pid, 0)
