@@ -62,7 +62,7 @@ GPU = torch.device("cuda")
         ("auto", GPU, 10**9, (4, 2, 1, 1)),
         ("2", GPU, 10**9, (2, 4, 1, 1)),
         ("5", CPU, 16 * 10**9, "workers=5 load 16 GB of weights each, and 32 GB"),
-        ("5", GPU, 10**9, "workers=5 load 1 GB .* and 4 GPUs are free here"),
+        ("5", GPU, 10**9, "workers=5 load 1.0 GB .* and 4 GPUs are free here"),
         ("auto", torch.device("cuda:1"), 10**9, "model.device=cuda:1 is one"),
         ("auto", torch.device("mps"), 10**9, "model.device=mps is one"),
     ],
