@@ -37,6 +37,7 @@ from gpu_proof_parts import (
     measure_decoding,
     measure_exactness,
     measure_full_batches,
+    measure_long_prompts,
     measure_precision,
     measure_training,
 )
@@ -54,19 +55,18 @@ class ReportPart(NamedTuple):
     measure: Callable[[PartRecord], None]
 
 
-MINUTES = {1: 4.7, 2: 6.4, None: 11.0}  # of each call, and of both
-BILLION = [
-    "train.hidden_size=2048", "train.intermediate_size=5632",
-    "train.num_hidden_layers=20", "train.sequence_length=4096", "train.batch_tokens=65536",
-]  # fmt: skip
-SEVEN_BILLION = [
-    "train.hidden_size=4096", "train.intermediate_size=14336",
-    "train.num_hidden_layers=32", "train.sequence_length=4096", "train.batch_tokens=16384",
-]  # fmt: skip
-TINY = [
-    "train.hidden_size=64", "train.intermediate_size=128",
-    "train.num_hidden_layers=2", "train.sequence_length=64", "train.batch_tokens=128",
-]  # fmt: skip
+MINUTES = {1: 4.7, 2: 7.0, None: 11.6}  # of each call, and of both
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "sequence_length", "batch_tokens")
+
+
+def list_sizes(*values: int) -> list[str]:
+    return [f"train.{name}={value}" for name, value in zip(SIZES, values, strict=True)]
+
+
+BILLION = list_sizes(2048, 5632, 20, 4096, 65_536)
+SEVEN_BILLION = list_sizes(4096, 14_336, 32, 4096, 16_384)
+TINY = list_sizes(64, 128, 2, 64, 128)
+LONG_PROMPTS = (1024, 4096, 16_384, 32_768)  # tokens
 BATCHES = {64: 96, 16: 40, 1: 6}  # questions of a round
 train_large = partial(measure_training, vocabulary=32_000, steps=4)
 decode_few = partial(measure_decoding, rounds=1, profiled=2)
@@ -75,9 +75,7 @@ FULL_PARTS = {
     "machine": ReportPart(1, 30, inspect_machine),
     "exactness": ReportPart(1, 45, partial(measure_exactness, questions=40, batch=16)),
     "full_7b": ReportPart(
-        1,
-        150,
-        partial(measure_full_batches, shape="7b", expected={1: 10, 16: 30, 64: 55}, steps=40),
+        1, 150, partial(measure_full_batches, shape="7b", expected={1: 10, 16: 30, 64: 55}, steps=40)
     ),
     "shipped": ReportPart(1, 75, partial(measure_decoding, shape="", questions_by_batch={0: 8, **BATCHES})),
     "training_1b": ReportPart(
@@ -92,6 +90,7 @@ FULL_PARTS = {
         2, 120, partial(measure_decoding, shape="7b", questions_by_batch={0: 4, 16: 40, 1: 6})
     ),
     "precision": ReportPart(2, 60, partial(measure_precision, shape="7b", rows=(1, 16, 64))),
+    "long_prompts": ReportPart(2, 40, partial(measure_long_prompts, shape="7b", tokens=LONG_PROMPTS)),
 }
 SWITCHES = dict.fromkeys(("none", "selective", "full"))
 QUICK_PARTS = {
@@ -110,6 +109,7 @@ QUICK_PARTS = {
         2, 60, partial(decode_few, shape="tiny", questions_by_batch={0: 1, 4: 4, 1: 2}, warmup=2)
     ),
     "precision": ReportPart(2, 30, partial(measure_precision, shape="tiny", rows=(4,), repeats=2)),
+    "long_prompts": ReportPart(2, 30, partial(measure_long_prompts, shape="tiny", tokens=(200, 800))),
 }
 
 
@@ -120,9 +120,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--call", type=int, choices=(1, 2), help="half of the parts; the page keeps the others"
     )
-    parser.add_argument(
-        "--minutes", type=float, help="for everything (4.7 and 6.4 for the calls, 11 for both)"
-    )
+    parser.add_argument("--minutes", type=float, help="for everything (calls: 4.7 and 7; both: 11.6)")
     parser.add_argument("--only", metavar="PART", help=f"one part: {', '.join(FULL_PARTS)}")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # the process of a part
     given = parser.parse_args(argv)

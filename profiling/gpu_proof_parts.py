@@ -4,7 +4,6 @@ import gc
 import json
 import random
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -14,11 +13,12 @@ from statistics import median
 from typing import Any
 
 import decode_replay
+import numpy as np
 import torch
 from attribute import write_attribution_report
 from attribution import attribute_session
 from bench_decode import BenchSetting, measure_in_rounds, summarise_setting
-from bench_tools import TableRow, read_and_reset_peak_gib, synchronize_device, time_calls
+from bench_tools import TableRow, read_and_reset_peak_gib, time_calls
 from decode_replay import (
     committed_tokens_by_step,
     find_caching_runner,
@@ -33,6 +33,8 @@ from steady_state import Roofline, measure_roofline, measure_steady
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, gather_questions, prepare_decoder
 from dlm_rag.config import Config, EngineConfig, load_config
 from dlm_rag.decode.rollout import Rollout
+from dlm_rag.engine.runner import MaskedModelRunner
+from dlm_rag.evidence.prompt_segments import RowInput, lay_out_prompt
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.machine import choose_device, default_pool_bytes, has_bfloat16, measure_free_bytes
 from dlm_rag.model.attention import (
@@ -43,6 +45,7 @@ from dlm_rag.model.attention import (
 from dlm_rag.model.denoiser_config import Segment
 from dlm_rag.model.packed_batch import pack_rows
 from dlm_rag.model.quantize import METHODS, count_weight_bytes, list_quantized_weights, quantize_weight
+from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_model import InitialModel, allocate_denoiser, open_initial_model
 from dlm_rag.training.step_memory import estimate_step_memory
@@ -153,28 +156,28 @@ def inspect_machine(record: PartRecord) -> None:
     best = measure_roofline(device, prepared.dtype)
     record.add({"machine": "matrix products, TFLOP/s", "value": best.flops / 1e12})
     record.add({"machine": "copies, GB/s", "value": best.bytes / 1e9})
-    for cudnn, name in ((False, "as here"), (True, "with cuDNN")):
-        value = measure_new_shapes_ms(device, prepared.dtype, cudnn)
-        record.add({"machine": f"SDPA of a new shape, {name}, ms", "value": value})
 
 
-def measure_new_shapes_ms(device: torch.device, dtype: torch.dtype, cudnn: bool, shapes: int = 40) -> float:
-    """Mean milliseconds of attention of 64 queries to keys of which there were as many never before.
+def measure_long_prompts(record: PartRecord, shape: str, tokens: Sequence[int], repeats: int = 3) -> None:
+    """Milliseconds from a prompt to its first proposals, by its length: evidence new, and kept before."""
+    device = choose_device("auto")
+    denoiser = make_random_denoiser(shape, device, getattr(torch, choose_low_dtype(device)))
+    config, numbers = denoiser.config, iter(range(1, 1000))
+    assert config.mask_token_id is not None
+    runner, canvas = MaskedModelRunner(denoiser, config.mask_token_id, EngineConfig()), config.canvas_length
+    text = f"{shape}: {count_millions(denoiser)}, one question, passages of {config.passage_length} tokens."
+    record.add(title="Long prompts", text=f"{text} Medians of {repeats}.")
 
-    cudnn: whether SDPA may take cuDNN, which `model/attention.py` switches off.
-    """
-    lengths = range(300 + cudnn, 300 + 7 * shapes, 7)
-    q, kv = (torch.randn(1, 8, n, 64, device=device, dtype=dtype) for n in (64, lengths[-1]))
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)
-    try:
-        synchronize_device(device)
-        begin = time.perf_counter()
-        for n in lengths:
-            torch.nn.functional.scaled_dot_product_attention(q, kv[:, :, :n], kv[:, :, :n])
-        synchronize_device(device)
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    return 1e3 * (time.perf_counter() - begin) / len(lengths)
+    def propose(length: int, first: int) -> None:
+        rest = (1,) * (config.passage_length - 2)
+        facts = tuple((first, n + 1, *rest) for n in range(length // config.passage_length))
+        laid = lay_out_prompt(Prompt((1,) * 20, facts, ()), config, "independent")
+        runner.propose([RowInput(0, laid, np.zeros(canvas, np.int64), np.arange(canvas))])()
+
+    for length in tokens:
+        new = time_calls(lambda n=length: propose(n, next(numbers)), device, repeats)
+        kept = time_calls(partial(propose, length, 0), device, repeats)
+        record.add({"tokens": length, "new, ms": 1e3 * median(new), "kept, ms": 1e3 * median(kept)})
 
 
 def measure_decoding(
@@ -377,7 +380,6 @@ def measure_exactness(record: PartRecord, questions: int, batch: int) -> None:
                 "same tokens as alone": f"{len(same)} of {len(asked)}",
                 "confidences differ by, at most": farthest,
             })  # fmt: skip
-        record.add(text=text)
 
 
 def compute_confidence_gap(one: Rollout, other: Rollout) -> float:
