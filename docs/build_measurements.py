@@ -28,7 +28,7 @@ PAGES = {
     "reader": ("Real text", "SmolLM2-135M with our adapter on natural questions, SQuAD and HotpotQA."),
     "retrieval": ("Retrieval", "What BM25, dense and hybrid search find, and what they cost."),
     "engine": ("The engine", "What each mechanism of the decode engine saves."),
-    "training": ("Training", "Objectives, speed, memory and recovery; synthesized rows."),
+    "training": ("Training", "Speed, memory and recovery; synthesized rows."),
     "reinforcement": ("Reinforcement learning", "The denoiser trained by reward."),
     "precision": ("Precision", "Answers, tokens and time in low precision."),
     "gpu": ("GPUs", "What has run on a GPU: one NVIDIA H200 at a time."),
