@@ -2,6 +2,7 @@
 
     python examples/smollm2/make_rows.py FOLDER rows.jsonl
     python examples/smollm2/make_rows.py FOLDER held_out --held-out
+    python examples/smollm2/make_rows.py FOLDER train --questions
 
 FOLDER holds a folder a set, each with `corpus.jsonl(.gz)` and `questions.jsonl(.gz)` as `dlm-rag` reads
 them. A line of the result is a set of two to four passages (gold ones, and what BM25 or the same page puts
@@ -46,6 +47,7 @@ NO_QUESTION_MARK_SHARE, SMALL_LETTERS_SHARE = 0.15, 0.12
 SEARCH_BATCH, SEARCH_DEPTH = 2000, 8
 HELD_OUT_OF = 50
 HELD_OUT_SETS = {"natural": ("tydiqa_en", "natural_questions", "natural_silver"), "squad": ("squad",)}
+REWARD_SETS = {"two_hops": ("hotpotqa_more", "2wiki_more")}  # with `--questions`, beside those
 MAX_HELD_OUT_ANSWER_WORDS = 5
 
 
@@ -66,14 +68,14 @@ def is_held_out(row: Record) -> bool:
     return digest_id(row) % HELD_OUT_OF == 0
 
 
-def write_held_out(folder: Path, out: Path) -> None:
-    """Writes questions with short answers that are held out, in an order that their digests fix."""
-    for name, sets in HELD_OUT_SETS.items():
+def write_questions(folder: Path, out: Path, held_out: bool) -> None:
+    """Writes questions with short answers, held out or not, in an order that their digests fix."""
+    for name, sets in (HELD_OUT_SETS if held_out else HELD_OUT_SETS | REWARD_SETS).items():
         rows = [row for part in sets for row in read_lines(folder / part / "questions.jsonl")]
         asked = [
             row
             for row in rows
-            if is_held_out(row)
+            if is_held_out(row) == held_out
             and row["answer_kind"] == "span"
             and min(len(answer.split()) for answer in row["golden_answers"]) <= MAX_HELD_OUT_ANSWER_WORDS
         ]
@@ -241,9 +243,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--two-hops", action="store_true", help="a tenth of the sets of one page only")
     parser.add_argument("--held-out", action="store_true", help="write to the folder OUT what is held out")
+    parser.add_argument("--questions", action="store_true", help="the same of what is not, for a reward")
     given = parser.parse_args()
-    if given.held_out:
-        write_held_out(given.folder, given.out)
+    if given.held_out or given.questions:
+        write_questions(given.folder, given.out, given.held_out)
         return
     sets, rng = QuestionSets(given.folder), random.Random(given.seed)
     plan = []
