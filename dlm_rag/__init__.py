@@ -22,14 +22,14 @@ os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 __version__ = "0.3.0"
 
 if TYPE_CHECKING:
-    from dlm_rag.config import DecodeConfig
-    from dlm_rag.decode.trace_file import read_trace
-    from dlm_rag.engine.engine import Decoder
-    from dlm_rag.engine.load import load
-    from dlm_rag.model.denoiser import Denoiser
-    from dlm_rag.questions import Question
-    from dlm_rag.retrieval import load_retriever
-    from dlm_rag.tokenizer import Tokenizer
+    from dlm_rag.config import DecodeConfig as DecodeConfig
+    from dlm_rag.decode.trace_file import read_trace as read_trace
+    from dlm_rag.engine.engine import Decoder as Decoder
+    from dlm_rag.engine.load import load as load
+    from dlm_rag.model.denoiser import Denoiser as Denoiser
+    from dlm_rag.questions import Question as Question
+    from dlm_rag.retrieval import load_retriever as load_retriever
+    from dlm_rag.tokenizer import Tokenizer as Tokenizer
 
 _HOMES = {
     "DecodeConfig": "dlm_rag.config",
@@ -54,17 +54,7 @@ _INSTEAD = dict.fromkeys(
     "read_questions": "questions.read_questions", "load_dataset": "questions.read_questions",
 }  # fmt: skip
 _COMMANDS = {"train": "train", "Trainer": "train", "evaluate": "evaluate", "serve": "serve"}
-__all__ = [
-    "DecodeConfig",
-    "Decoder",
-    "Denoiser",
-    "Question",
-    "Tokenizer",
-    "__version__",
-    "load",
-    "load_retriever",
-    "read_trace",
-]
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -61,13 +61,11 @@ CORPORA = [file.name for file in FILES if file.layout == "passages"]
 def list_dataset_files(name: str, rule: str) -> list[HubFile]:
     """Returns the files of a data set or corpus, questions first. Raises `ConfigError`."""
     if rule not in SPLIT_RULES:
-        raise ConfigError(
-            f"'{rule}' is none of {', '.join(SPLIT_RULES)}{suggest_nearest(rule, SPLIT_RULES)}"
-        )
+        near = suggest_nearest(rule, SPLIT_RULES)
+        raise ConfigError(f"'{rule}' is none of {', '.join(SPLIT_RULES)}{near}")
     other = "FlashRAG" if rule == "sardi" else "SARDI"
     known = [file for file in FILES if file.layout != other]
-    found = [file for file in known if file.name == name]
-    if not found:
+    if not (found := [file for file in known if file.name == name]):
         names = list(dict.fromkeys(file.name for file in known))
         raise ConfigError(
             f"'{name}' is no data set by the split rule {rule}, which has {', '.join(names)}"

@@ -38,26 +38,11 @@ HELD_OUT_WORDING_SHARE = 0.2
 ANSWER_MARKER = "### "
 TEXTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("worlds.yaml").read_text("utf-8"))
 GENRES: dict[str, list[str]] = TEXTS["genres"]
+RELATIONS: dict[str, dict[str, Any]] = TEXTS["relations"]  # by name
 # The only words that names of all worlds share.
 NAME_PATTERN_WORDS = {
     word for names in TEXTS["names"].values() for name in names for word in name.split() if "{" not in word
 }
-
-
-@dataclass(frozen=True)
-class Relation:
-    """A fact with all its wordings, as worlds.yaml describes them."""
-
-    name: str
-    subject: str
-    object: str
-    sentences: list[str]
-    phrases: list[str]
-    questions: list[str]
-    trace: str
-
-
-RELATIONS = {each["name"]: Relation(**each) for each in TEXTS["relations"]}
 
 
 @dataclass(eq=False)
@@ -100,7 +85,7 @@ class WorldQuestion:
     def sentences(self) -> list[str]:
         """The reasoning, one sentence a hop."""
         return [
-            RELATIONS[name].trace.format(s=subject.name, o=found)
+            RELATIONS[name]["trace"].format(s=subject.name, o=found)
             for name, subject, found in zip(self.relations, self.subjects, self.objects, strict=True)
         ]
 
@@ -113,7 +98,7 @@ class WorldQuestion:
         """Where `reasoning` names what a hop found: (hop, start, end) in characters, in order."""
         found, at = [], 0
         for hop, (name, subject) in enumerate(zip(self.relations, self.subjects, strict=True)):
-            before = RELATIONS[name].trace.partition("{o}")[0].format(s=subject.name)
+            before = RELATIONS[name]["trace"].partition("{o}")[0].format(s=subject.name)
             found.append((hop, at + len(before), at + len(before) + len(self.objects[hop])))
             at += len(self.sentences[hop]) + 1
         start = at + len(ANSWER_MARKER)
@@ -142,25 +127,25 @@ def make_world(seed: int, split: str = "test", passages: int = 2000) -> World:
 
 
 def _assign_facts(rng: random.Random, by_kind: dict[str, list[Entity]]) -> None:
-    for relation in RELATIONS.values():
-        for place, subject in enumerate(by_kind[relation.subject]):
-            if relation.name in subject.facts:
+    for name, relation in RELATIONS.items():
+        for place, subject in enumerate(by_kind[relation["subject"]]):
+            if name in subject.facts:
                 continue
-            if relation.object == "literal":
-                subject.facts[relation.name] = {
+            if relation["object"] == "literal":
+                subject.facts[name] = {
                     "occupation": rng.choice(TEXTS["occupations"].split()),
                     "product": rng.choice(TEXTS["products"].split()),
                     "year": str(rng.randrange(1800, 2000)),
-                }[relation.name]
+                }[name]
                 continue
-            others = by_kind[relation.object]
-            if relation.subject == relation.object:  # any but itself
+            others = by_kind[relation["object"]]
+            if relation["subject"] == relation["object"]:  # any but itself
                 drawn = rng.choice(range(len(others) - 1))
                 other = others[drawn + (drawn >= place)]
             else:
                 other = rng.choice(others)
-            subject.facts[relation.name] = other
-            if relation.name == "spouse":
+            subject.facts[name] = other
+            if name == "spouse":
                 other.facts.setdefault("spouse", subject)
     for country in by_kind["country"]:  # a capital lies in its country
         capital = country.facts["capital"]
@@ -176,7 +161,7 @@ def get_object_text(value: Entity | str) -> str:
 def _describe(rng: random.Random, entity: Entity, by_kind: dict[str, list[Entity]]) -> str:
     sentences = []
     for name, value in entity.facts.items():
-        told = rng.choice(RELATIONS[name].sentences)
+        told = rng.choice(RELATIONS[name]["sentences"])
         sentences.append(told.format(s="{s}", o=get_object_text(value)))
     rng.shuffle(sentences)
     if rng.random() < 0.7:
@@ -205,8 +190,8 @@ def make_world_question(
     subjects, relations = path
     kind = subjects[0].kind
     phrase = f"the {kind} {subjects[0].name}" if kind in GENRES else subjects[0].name
-    wordings = [RELATIONS[name].phrases for name in relations[:-1]]
-    wordings.append(RELATIONS[relations[-1]].questions)
+    wordings = [RELATIONS[name]["phrases"] for name in relations[:-1]]
+    wordings.append(RELATIONS[relations[-1]]["questions"])
     held_wording = not training and rng.random() < HELD_OUT_WORDING_SHARE
     held_at = rng.randrange(hops) if held_wording else None
     for hop, known in enumerate(wordings):
@@ -338,10 +323,10 @@ def main(argv: list[str]) -> None:
     given = parser.parse_args(argv)
     passages = parse_int(given.passages, 100, "--passages ", MAX_PASSAGES)
     per_hop, hops = parse_int(given.per_hop, 1, "--per-hop "), parse_int(given.hops, 1, "--hops ", 4)
-    seed = parse_int(given.seed, 0, "--seed ")
+    seed, out = parse_int(given.seed, 0, "--seed "), expand_path(given.out, ConfigError)
     if not given.out.strip("-"):
         raise ConfigError("--out needs the name of a folder")
-    write_world(expand_path(given.out, ConfigError), seed, given.split, passages, per_hop, hops)
+    write_world(out, seed, given.split, passages, per_hop, hops)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ choices of these equally likely,
     log p(x | context) >= E [ L / l * sum over masked i of log p(x_i | what is shown, context) ]
 
 the mean over all orders in which the tokens may be written. Attention in blocks makes it a sum over blocks,
-each given what is before it, which is tighter: exact for blocks of 1. Where the state before a block
-predicts its first token, this one is exact, and the rest of the block is given it.
+each given what is before it, which is tighter. Where the state before a block predicts its first token,
+this one is exact, and the rest of the block is given it.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice, product
 from typing import NamedTuple
 
@@ -43,18 +42,12 @@ FloatArray = NDArray[np.float64]
 Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context and of its continuation
 
 
-@dataclass(frozen=True)
-class LogLikelihood:
-    """What a denoiser says of a continuation.
+class LogLikelihood(NamedTuple):
+    """What a denoiser says of a continuation."""
 
-    nats: its log-likelihood given the context, or an estimate of the bound. exact: whether it is the
-    likelihood, not a bound. greedy: whether, read from left to right, it has the most probable token at
-    every step; of a text that is read by diffusion this is not told, and False.
-    """
-
-    nats: float
-    exact: bool
-    greedy: bool
+    nats: float  # its log-likelihood given the context, or an estimate of the bound
+    exact: bool  # whether it is the likelihood, not a bound
+    greedy: bool  # whether it is what greedy decoding writes; of a text read by diffusion False: not told
 
 
 class _Row(NamedTuple):

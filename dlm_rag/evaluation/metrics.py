@@ -159,8 +159,7 @@ def estimate_share(values: Iterable[float | None]) -> Estimate | None:
     """The mean of numbers from 0 to 1, as are proportions; None where none is known.
 
     Agresti and Coull (1998): the normal interval once about two successes and two failures are added. It
-    also holds near 0 and 1, where Wilson's, of the same centre, may hold 84 % of the time only (Brown, Cai
-    and DasGupta 2001).
+    also holds near 0 and 1, where Wilson's may hold 84 % of the time only (Brown, Cai and DasGupta 2001).
     """
     return _adjusted_wald(values, 0.0, Z_SCORE_95 * Z_SCORE_95 / 2)
 
@@ -168,8 +167,7 @@ def estimate_share(values: Iterable[float | None]) -> Estimate | None:
 def estimate_difference(values: Iterable[float | None]) -> Estimate | None:
     """The mean of paired differences, numbers from -1 to 1; None where there are none.
 
-    Bonett and Price (2012): the normal interval once a question is added that either setting alone gets
-    right.
+    Bonett and Price (2012): the normal interval once a question is added that either setting alone answers.
     """
     return _adjusted_wald(values, -1.0, 1.0)
 

@@ -4,7 +4,6 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +26,8 @@ OVERVIEW = (
 )  # fmt: skip
 USAGE_METRICS = {"requests": "requests", "prompt_tokens": "prompt tokens", "tokens": "tokens of replies",
                  "cut_replies": "replies that were cut"}  # fmt: skip
+ABSTENTION_METRICS = {"abstained": "abstains %", "answered_match": "exact match % of answers given",
+                      "exact_match": "of all questions"}  # fmt: skip
 PLOT_COSTS = ("answers/s", "forwards")  # what the two pictures of a sweep have along their lower edge
 MOSTLY = 0.5  # share of questions above which abstaining is what is to be said
 CELL_FRAME_CHARS = 3  # characters that a table puts around a cell
@@ -132,43 +133,37 @@ def build_comparison_tables(
     """Exact match and recall by group, what it took, and the paired differences from the first."""
 
     def by_group(title: str, of: Mapping[str, GroupSummary], metric: str, signed: bool) -> ResultTable:
-        rows = [
-            [
-                f"{group} ({len(places)})",
-                *(format_metric(metric, s[group][metric], signed) for s in of.values()),
-            ]
-            for group, places in groups.items()
-        ]
+        rows = []
+        for group, places in groups.items():
+            cells = [format_metric(metric, summary[group][metric], signed) for summary in of.values()]
+            rows.append([f"{group} ({len(places)})", *cells])
         return ResultTable(title, ["questions", *of], rows)
 
-    def overall(of: Mapping[str, GroupSummary], metrics: Iterable[str], signed: bool) -> list[list[str]]:
-        return [[name, *format_metrics(summary["all"], metrics, signed)] for name, summary in of.items()]
+    def overall(
+        title: str, of: Mapping[str, GroupSummary], columns: Mapping[str, str], signed: bool = False
+    ) -> ResultTable:
+        rows = [[name, *format_metrics(summary["all"], columns, signed)] for name, summary in of.items()]
+        return ResultTable(title, ["setting", *columns.values()], rows)
 
-    names = ("f1", "cover_match", "recall_last", *COST_METRICS, "tokens_per_forward", "answers/s")
-    headings = ["setting", f"F1 ({f1_rule}) %", "cover-EM %", "evidence recall %", *COST_METRICS,
-                "tokens/forward", "answers/s"]  # fmt: skip
-    first, recall = next(iter(summaries)), "Evidence recall after the"
+    first, costs = next(iter(summaries)), {name: name for name in COST_METRICS}
+    columns = {"f1": f"F1 ({f1_rule}) %", "cover_match": "cover-EM %", "recall_last": "evidence recall %"}
+    columns |= costs | {"tokens_per_forward": "tokens/forward", "answers/s": "answers/s"}
     found = [
         by_group("Exact match %, with 95 % intervals", summaries, "exact_match", False),
-        ResultTable("All questions", headings, overall(summaries, names, False)),
-        by_group(f"{recall} search with the question, %", summaries, "recall_first", False),
-        by_group(f"{recall} last step, %", summaries, "recall_last", False),
+        overall("All questions", summaries, columns),
+        by_group("Evidence recall after the search with the question, %", summaries, "recall_first", False),
+        by_group("Evidence recall after the last step, %", summaries, "recall_last", False),
     ]
     abstained = (summary["all"]["abstained"] for summary in summaries.values())
     if any(share is not None and share.mean for share in abstained):
-        rows = overall(summaries, ("abstained", "answered_match", "exact_match"), False)
-        headings = ["setting", "abstains %", "exact match % of answers given", "of all questions"]
-        found.append(ResultTable("Abstentions, and what is answered", headings, rows))
-    if any(summary["all"]["requests"] for summary in summaries.values()):
-        served = {name: each for name, each in summaries.items() if each["all"]["requests"]}
-        title, rows = "Asked of a server, an answer", overall(served, USAGE_METRICS, False)
-        found.append(ResultTable(title, ["setting", *USAGE_METRICS.values()], rows))
+        found.append(overall("Abstentions, and what is answered", summaries, ABSTENTION_METRICS))
+    if served := {name: each for name, each in summaries.items() if each["all"]["requests"]}:
+        found.append(overall("Asked of a server, an answer", served, USAGE_METRICS))
     if against:
         title = f"Exact match: {first} minus each other setting, points (paired)"
         found.append(by_group(title, against, "exact_match", True))
         title = f"Costs per question: {first} minus each other setting (paired)"
-        rows = overall(against, COST_METRICS, True)
-        found.append(ResultTable(title, ["setting", *COST_METRICS], rows))
+        found.append(overall(title, against, costs, True))
     return found
 
 
@@ -179,12 +174,13 @@ def build_energy_table(energy: Mapping[str, Mapping[str, Any] | None]) -> list[R
     """
     if not any(energy.values()):
         return []
-    names = ("joules_per_answer", "tokens_per_joule", "watts", "joules", "seconds")
+    keys = ("joules_per_answer", "tokens_per_joule", "watts", "joules", "seconds")
     rows = []
     for name, found in energy.items():
-        values = [found[key] if found else None for key in names]
+        known = found or {"sensor": "not measured"}
+        values = [known.get(key) for key in keys]
         cells = ["-" if value is None else format_three_digits(value) for value in values]
-        rows.append([name, *cells, str(found["sensor"]) if found else "not measured"])
+        rows.append([name, *cells, str(known["sensor"])])
     headings = ["setting", "J/answer", "tokens/J", "W", "J", "s", "sensor"]
     return [ResultTable("Energy, measured (tokens: committed before the end)", headings, rows)]
 
@@ -346,7 +342,6 @@ def build_rows(cell: Cell, result: StoredResult) -> list[list[str]]:
     return rows
 
 
-PLOT_COLOURS = [f"C{n}" for n in range(10)]
 MAX_LABELLED_POINTS = 16  # in a panel; more names would cover each other
 
 
@@ -383,7 +378,8 @@ def _draw_costs(
     axis: Any, cost: str, summaries: Mapping[str, SettingMetrics], labels: Mapping[str, list[str]]
 ) -> None:
     """One panel: the settings at what an answer costs, and the front."""
-    colours = dict(zip(dict.fromkeys(first for first, *_ in labels.values()), cycle(PLOT_COLOURS)))
+    firsts = dict.fromkeys(first for first, *_ in labels.values())
+    colours = {first: f"C{n % 10}" for n, first in enumerate(firsts)}  # of matplotlib's cycle
     points = {name: (get_metric(m, cost), m["exact_match"]) for name, m in summaries.items()}
     known = {name: (price, match) for name, (price, match) in points.items() if price and match}
     for name, (price, match) in known.items():

@@ -111,8 +111,8 @@ def longest_piece(template):
 
 
 def test_training_questions_use_nothing_that_is_held_out(world):
-    shown = [w for r in RELATIONS.values() for w in (*r.phrases[:-1], *r.questions[:-1])]
-    held = [longest_piece(w[-1]) for r in RELATIONS.values() for w in (r.phrases, r.questions)]
+    shown = [w for r in RELATIONS.values() for w in (*r["phrases"][:-1], *r["questions"][:-1])]
+    held = [longest_piece(w[-1]) for r in RELATIONS.values() for w in (r["phrases"], r["questions"])]
     held = [piece for piece in held if not any(piece in wording for wording in shown)]
     assert len(held) > len(RELATIONS)
     rng = random.Random(0)
