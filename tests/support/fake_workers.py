@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.errors import CorpusError
@@ -32,7 +31,6 @@ class FakeDecoder:
 
     places: int
     seconds: float  # of a step
-    denoiser: object = field(default_factory=lambda: SimpleNamespace(device=SimpleNamespace(type="cpu")))
     stats: FakeStats = FakeStats()
     rows: list = field(default_factory=list)
     record_provisional: bool = False
@@ -40,16 +38,9 @@ class FakeDecoder:
     def new_engine(self):
         return self
 
-    def close(self):
-        pass
-
     @property
     def capacity(self):
         return self.places - len(self.rows)
-
-    @property
-    def busy(self):
-        return bool(self.rows)
 
     def submit(self, question, guesses=False):
         assert self.capacity > 0

@@ -24,19 +24,7 @@ CHROMIUM_FLAGS = (
     "--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
     "--no-first-run", "--disable-background-networking", "--disable-dev-shm-usage",
 )  # fmt: skip
-KEY_CODES = {
-    "End": 35,
-    "Home": 36,
-    "ArrowLeft": 37,
-    "ArrowRight": 39,
-    "ArrowDown": 40,
-    " ": 32,
-    "g": 71,
-    "/": 191,
-    "4": 52,
-    "Enter": 13,
-    "Tab": 9,
-}
+KEY_CODES = {"ArrowDown": 40, "/": 191, "4": 52, "Enter": 13, "Tab": 9}
 
 
 def find_chromium() -> str | None:
@@ -135,10 +123,6 @@ class HeadlessChromium:
         for url in ("about:blank", path.resolve().as_uri() + place):
             self._load("Page.navigate", url=url)
 
-    def reload(self) -> None:
-        """Loads the page again."""
-        self._load("Page.reload")
-
     def _load(self, method: str, **parameters: Any) -> None:
         self._loaded = False
         self.call(method, **parameters)
@@ -153,13 +137,9 @@ class HeadlessChromium:
             raise RunError(str(done["exceptionDetails"].get("exception", {}).get("description")))
         return done["result"].get("value")
 
-    def press_key(self, key: str, *, shift: bool = False) -> None:
-        """Presses a key, as `ArrowRight` or a blank."""
+    def press_key(self, key: str) -> None:
+        """Presses one of `KEY_CODES`."""
         text = {"text": "\r" if key == "Enter" else key} if len(key) == 1 or key == "Enter" else {}
-        common = {"key": key, "windowsVirtualKeyCode": KEY_CODES[key], "modifiers": 8 * shift}
+        common = {"key": key, "windowsVirtualKeyCode": KEY_CODES[key]}
         self.call("Input.dispatchKeyEvent", type="keyDown", **common, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
-
-    def move_pointer(self, x: float, y: float) -> None:
-        """Moves the pointer."""
-        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
