@@ -468,11 +468,9 @@ def _most_probable(proposals: Proposals) -> Proposals:
     """The most probable tokens in the places of those drawn."""
     found = proposals.extra
     return replace(
-        proposals,
-        token_ids=found["best_token_ids"],
-        confidence=found["best_confidence"],
+        proposals, token_ids=found["best_token_ids"], confidence=found["best_confidence"],
         log_prob=found["best_log_prob"],
-    )
+    )  # fmt: skip
 
 
 FAMILY = Family(read_gemma_config, {}, separate_experts=False)

@@ -88,12 +88,9 @@ class Checkpoint:
     tensor_sources: TensorSources
 
     def iterate_tensors(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        copied: Collection[str] = (),
+        self, device: torch.device, dtype: torch.dtype, copied: Collection[str] = (),
         homes: Mapping[str, torch.device] | None = None,
-    ) -> Iterator[tuple[str, Tensor]]:
+    ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
         """Every tensor by our name, on the device; one at a time is in flight. Raises `CheckpointError`.
 
         copied: names of those that keep no file in memory. homes: other devices of some of them.
@@ -250,12 +247,9 @@ def _read_config(folder: Path, raw: dict[str, Any], family: Family) -> DenoiserC
 
 
 def save_tensors(
-    tensors: dict[str, Tensor],
-    config: DenoiserConfig,
-    folder: Path,
-    extra: dict[str, Any],
+    tensors: dict[str, Tensor], config: DenoiserConfig, folder: Path, extra: dict[str, Any],
     origin: Checkpoint | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Writes a folder that `open_checkpoint` reads, from tensors by our names, in shards of `SHARD_BYTES`.
 
     `extra` keys join the config (prompt, end ids). With `origin` the folder gets that checkpoint's

@@ -112,21 +112,16 @@ class Denoiser(TransformerWeights):
 
     @classmethod
     def from_pretrained(
-        cls,
-        path: str | Path | Checkpoint,
-        device: str | torch.device = "cpu",
-        dtype: str | torch.dtype = torch.float32,
-        attention: str = "auto",
-        quantize: str = "none",
+        cls, path: str | Path | Checkpoint, device: str | torch.device = "cpu",
+        dtype: str | torch.dtype = torch.float32, attention: str = "auto", quantize: str = "none",
         device_map: str | Sequence[str] | None = None,
-    ) -> Denoiser:
+    ) -> Denoiser:  # fmt: skip
         """The denoiser in a Hugging Face style folder or hub id (see `families.FAMILIES`).
 
         Reads safetensors straight into `dtype` on `device`, and into the precision that `quantize` names.
-        device_map: devices that share the layers, the first one with embedding and head; "auto": all CUDA
-        devices.
-        Never runs code from a checkpoint and never unpickles. Raises `CheckpointError` naming any missing,
-        extra or misshapen tensor.
+        device_map: devices that share the layers, the first one with embedding and head; "auto": all of
+        CUDA. Never runs code from a checkpoint and never unpickles. Raises `CheckpointError` naming any
+        missing, extra or misshapen tensor.
         """
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
         named = choose_device(device) if isinstance(device, str) else device

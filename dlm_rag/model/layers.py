@@ -288,12 +288,11 @@ def compute_rope_frequencies(config: DenoiserConfig) -> tuple[Tensor, float]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     llama = LlamaConfig(
-        hidden_size=config.num_attention_heads * config.head_dim,
+        hidden_size=config.num_attention_heads * config.head_dim, head_dim=config.head_dim,
         num_attention_heads=config.num_attention_heads,
-        head_dim=config.head_dim,
         max_position_embeddings=config.max_position_embeddings,
         rope_parameters={"rope_theta": config.rope_theta, **scaling},
-    )
+    )  # fmt: skip
     with torch.device("cpu"):  # the caller may be building on the meta device
         frequencies, gain = ROPE_INIT_FUNCTIONS[kind](llama, torch.device("cpu"))
     return frequencies.float(), float(gain)

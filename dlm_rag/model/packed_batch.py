@@ -206,13 +206,10 @@ def map_arrays(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def pack_rows(
-    runs: Sequence[Segment],
-    device: torch.device,
-    read: Sequence[Sequence[int]] | None = None,
-    context: CachedContext | None = None,
-    add: Sequence[NDArray[Any]] = (),
+    runs: Sequence[Segment], device: torch.device, read: Sequence[Sequence[int]] | None = None,
+    context: CachedContext | None = None, add: Sequence[NDArray[Any]] = (),
     send: Callable[[dict[str, NDArray[Any]]], list[Tensor]] | None = None,
-) -> PackedRows:
+) -> PackedRows:  # fmt: skip
     """Rows of tokens, each of which sees its `context` and, by the blocks of its segment, itself.
 
     read: per row the tokens (from 0, ascending) whose hidden states are asked for; the others skip the last

@@ -341,7 +341,7 @@ def widen_the_head(monkeypatch, denoiser):
 @pytest.mark.parametrize(
     ("plant", "says", "file", "line"),
     [
-        (move_frequencies, "two devices, c", "layers.py", "places * frequencies"),
+        (move_frequencies, "two devices, c", "denoiser.py", "places * self.inverse_frequencies"),
         (wait_for_a_value, "_local_scalar_dense.default waits", "decode.py", "hidden.sum().item()"),
         (widen_the_head, "aten.mm.default got numbers of", "denoiser.py", "self.lm_head"),
     ],

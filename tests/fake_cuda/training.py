@@ -154,7 +154,7 @@ def narrow_a_product(monkeypatch, denoiser):
 @pytest.mark.parametrize(
     ("plant", "says", "file", "line"),
     [
-        (leave_on_host, "two devices, c", "layers.py", "places * frequencies"),
+        (leave_on_host, "two devices, c", "denoiser.py", "places * self.inverse_frequencies"),
         (wait_for_the_loss, "_local_scalar_dense.default waits", "training.py", "loss.item()"),
         (narrow_a_product, "aten.mm.default got numbers of", "layers.py", ""),
     ],
