@@ -87,7 +87,7 @@ def write_setup_checkpoints(folder):
     """What the ways of training begin with; returns the folder."""
     shapes = {"plain": {}, "experts": {"experts": EXPERTS}, "blocks": {"block_size": 32}}
     for name, shape in shapes.items():
-        denoiser = tiny_denoiser(max_position_embeddings=512, **shape)
+        denoiser = tiny_denoiser(max_position_embeddings=512, evidence_layout="independent", **shape)
         denoiser.save_pretrained(folder / name, eos_token_id=257)
         byte_tokenizer().save_pretrained(folder / name)
     return folder
