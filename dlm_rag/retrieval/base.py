@@ -50,10 +50,8 @@ class QueryPolicy:
     """What becomes the query of a step.
 
     - write: maps question, response and the best passage of the first search, to a `Query` or a text.
-    - reads_guesses: whether the response includes guesses with a confidence of at least
-      `decode.query_threshold`.
-    - merges_rounds: whether the passages of the first search stay in the evidence, in turn with those of
-      this query.
+    - reads_guesses: whether the response has guesses of at least `decode.query_threshold`.
+    - merges_rounds: whether the passages of the first search stay, in turn with those of this query.
     - settings: the settings of `decode` that affect it.
     """
 
@@ -101,10 +99,7 @@ QUERIES = {
 
 @cache
 def find_query_policy(name: str) -> QueryPolicy:
-    """The policy of that name in `QUERIES`, or at `module:name`: a `QueryPolicy`, or its `write` alone.
-
-    Raises `ConfigError` where there is none.
-    """
+    """The policy called so in `QUERIES`, or a `QueryPolicy` or its `write` at `module:name`."""
     found = resolve_or_import(QUERIES, name, "decode.query_policy")
     return found if isinstance(found, QueryPolicy) else QueryPolicy(found, reads_guesses=True)
 

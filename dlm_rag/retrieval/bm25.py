@@ -1,9 +1,9 @@
 """Sparse retrieval: BM25 by bm25s, its index built once and mapped from disk.
 
-The index of a corpus of any size is built as a stream, on all cores, and resumed after a kill. First each
-shard of the corpus is counted into a folder of its own: its words, and which passage has which how often.
-Then the words of all shards are merged, and the postings written word by word. Scores are those of bm25s to
-the bit, in its layout: for each word the rows that have it, ascending, and a score for each.
+The index is built as a stream, on all cores, and resumed after a kill. First each shard of the corpus is
+counted into a folder of its own: its words, and which passage has which how often. Then the words of all
+shards are merged, and the postings written word by word. Scores are those of bm25s to the bit, in its
+layout: for each word the rows that have it, ascending, and a score for each.
 
 Words are known by 64 bits of a hash. That any two of ten million words have the same one, and count as one
 word, has a probability of 3 in a million.
@@ -22,7 +22,7 @@ from functools import partial
 from itertools import pairwise
 from multiprocessing import current_process, get_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import bm25s
 import numba
@@ -43,8 +43,6 @@ from dlm_rag.text import split_terms
 
 log = logging.getLogger(__name__)
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 BM25_K1, BM25_B = 1.5, 0.75
 WORDS, STARTS, ROWS, SCORES = "words.npy", "starts.npy", "rows.npy", "scores.npy"  # of an index
 SHARD_PASSAGES = 1 << 16  # that are counted at once; their rows are kept as uint16
@@ -97,13 +95,13 @@ class BM25Retriever(CorpusRetriever):
 
     def rank_scored(self, queries: Sequence[Query], depth: int) -> list[dict[int, float]]:
         with profile_stage("retrieve/search"):
-            asked = [self.find_word_ids(extract_terms(query.text)) for query in queries]
+            asked = [self._find_word_ids(query.text) for query in queries]
             found = iter(self._search_ids([ids for ids in asked if ids], min(depth, len(self.corpus))))
             return [next(found) if ids else {} for ids in asked]
 
-    def find_word_ids(self, terms: Sequence[str]) -> list[int]:
-        """The ids of those terms that the corpus has, in order, repeated ones kept."""
-        hashes = hash_words(terms)
+    def _find_word_ids(self, text: str) -> list[int]:
+        """The ids of the terms of a text that the corpus has, in order, repeated ones kept."""
+        hashes = hash_words(extract_terms(text))
         ids = np.searchsorted(self._words, hashes).clip(max=len(self._words) - 1)
         return ids[self._words[ids] == hashes].tolist()
 
@@ -242,7 +240,7 @@ def count_workers(items: int) -> int:
     return min(items, len(os.sched_getaffinity(0)), MAX_WORKERS)
 
 
-def map_in_processes(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+def map_in_processes(function: Callable[[Any], int], items: Sequence[Any]) -> Iterator[int]:
     """Results as they come, in no order; a failure is raised after the items that are under way.
 
     Workers are forks: only items and results are pickled, and threads that libraries have begun are not

@@ -134,9 +134,6 @@ class Corpus(Sequence[Passage]):
         self._read_row = lru_cache(MAX_PARSED_PASSAGES)(self._parse_row)
         self.check_unchanged()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Corpus, (self.path, self.folder, self.fingerprint, self._hashed)
-
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
@@ -243,7 +240,6 @@ def _write_json_lines(path: Path, target: Path) -> Path:
     counts = Counter[str]()
 
     def build(scratch: Path) -> None:
-        log.info("reading %s into JSON lines", path)
         with (scratch / target.name).open("w", encoding="utf-8") as file:
             for _, _, passage in _check_ids(lambda: _read_rows(path, counts), path):
                 file.write(json.dumps(asdict(passage), ensure_ascii=False) + "\n")

@@ -39,8 +39,6 @@ from dlm_rag.retrieval.corpus import Corpus
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-log = logging.getLogger(__name__)
-
 EmbedFunction = Callable[[list[str]], Tensor]  # n texts -> (n, width) float32 unit vectors on one device
 
 BATCH_SIZE = 64  # texts embedded at once
@@ -106,7 +104,7 @@ def open_dense_retriever(config: RetrievalConfig, corpus: Corpus) -> MultiQueryR
     encoder = TextEncoder(config)
     folder = build_once(
         corpus.folder / encoder.index_folder_name,
-        lambda scratch: _embed_corpus(corpus, scratch, config, encoder),
+        lambda scratch: _embed_corpus(corpus, scratch, encoder),
         resumable=True,
     )
     # "c" maps the file privately, as torch asks for writable memory; nothing writes to it.
@@ -123,17 +121,16 @@ def open_hybrid_retriever(config: RetrievalConfig, corpus: Corpus) -> HybridRetr
     return HybridRetriever(parts, config.top_k)
 
 
-def _embed_corpus(corpus: Corpus, scratch: Path, config: RetrievalConfig, encoder: TextEncoder) -> None:
+def _embed_corpus(corpus: Corpus, scratch: Path, encoder: TextEncoder) -> None:
     """Writes the vectors of all passages, shard by shard; what earlier attempts encoded is used."""
 
     def encode(rows: range) -> dict[str, np.ndarray]:
         texts = [passage.text for passage in corpus.read_passages(rows)]
         return {"vectors": encoder.encode_passages(texts).cpu().numpy()}
 
-    log.info("embedding %s passages with %s", f"{len(corpus):,}", config.embedding_model)
     # Many batches at a time, for the encoder sorts texts by length to waste less padding.
     shards = corpus.split_into_shards(scratch, 64 * BATCH_SIZE, SHARD_BYTES)
-    with report_progress("embedding passages", len(corpus)) as advance:
+    with report_progress(f"embedding passages with {encoder.model}", len(corpus)) as advance:
         for shard in shards:
             advance(build_shard(encode, shard))
     parts = [np.load(folder / VECTORS_FILE, mmap_mode="r") for _, folder in shards]
@@ -168,7 +165,7 @@ class TextEncoder:
         ).float()  # fmt: skip
         if not torch.isfinite(found).all():
             raise RunError(
-                f"embedding_model '{self.model}' gives vectors that are not finite: its weights are damaged"
+                f"embedding_model '{self.model}' gives vectors that are not finite: it is damaged"
             )
         return found
 
@@ -177,8 +174,7 @@ def load_sentence_transformer(name: str, device: str | None = None) -> SentenceT
     """The sentence-transformers model in a folder or of a hub id, tried on one text.
 
     Without `trust_remote_code` the library (from 6.0 on) and transformers import nothing that a folder
-    names; pickles and adapters, whose base models lie elsewhere, are refused here. Raises
-    `CheckpointError`.
+    names; pickles and adapters are refused here. Raises `CheckpointError`.
     """
     if "/" not in name and not expand_path(name, CheckpointError).exists():
         name = f"sentence-transformers/{name}"  # as the library reads short names
@@ -212,10 +208,8 @@ def _check_encoder_files(folder: Path) -> None:
             raise CheckpointError(f"{path.parent} holds an adapter: merge it into the weights")
         # Under this name only: next to an index of shards, say, the library opens the pickle.
         if path.suffix in _PICKLED and not path.with_name("model.safetensors").is_file():
-            raise CheckpointError(
-                f"{path.parent} holds pickled weights ({path.name}) and no model.safetensors: they are "
-                "never opened, convert or remove them"
-            )
+            pickled = f"{path.parent} holds pickled weights ({path.name}) and no model.safetensors"
+            raise CheckpointError(f"{pickled}: they are never opened, convert or remove them")
         if path.name.endswith(("config.json", "modules.json")):
             settings = read_any_json(path)  # whatever is wrong is named by file
             for key in _ELSEWHERE if isinstance(settings, dict) else ():

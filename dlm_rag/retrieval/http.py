@@ -67,8 +67,7 @@ class UnusableAnswerError(RuntimeError):
 class HttpClient:
     """Sends requests to one service; any number of threads may.
 
-    token_variable: of the environment, whose bearer token goes to the service and to no other. Raises
-    `ConfigError` where the environment's token, certificates or proxy cannot be used.
+    token_variable: of the environment, whose bearer token goes to no other service. Raises `ConfigError`.
     """
 
     def __init__(self, url: str, token_variable: str, use_proxy: bool = False) -> None:

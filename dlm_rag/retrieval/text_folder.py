@@ -155,7 +155,7 @@ def _read_html(path: Path) -> str:
     for text in page.find_all(string=True):
         text.replace_with(re.sub(r"\s+", " ", text))
     for tag in page(re.compile("^h[1-6]$")):
-        tag.replace_with(f"\n\n{'#' * int(tag.name[1])} {' '.join(tag.get_text().split())}\n\n")
+        tag.replace_with(f"\n\n# {' '.join(tag.get_text().split())}\n\n")
     for tag in page([*_HTML_BLOCKS, *_HTML_LINES]):
         tag.insert_after("\n\n" if tag.name in _HTML_BLOCKS else "\n")
     return f"# {' '.join(title.split())}\n\n" * bool(title.strip()) + page.get_text()
@@ -170,10 +170,9 @@ def _read_docx(path: Path) -> str:
     for item in Document(str(path)).iter_inner_content():
         if hasattr(item, "rows"):  # a table
             found += [" | ".join(cell.text for cell in row.cells) for row in item.rows]
-            continue
-        style = (item.style.name if item.style else "") or ""
-        level = {"Title": 1} | {f"Heading {number}": number for number in range(1, 7)}
-        found.append(f"\n{'#' * level.get(style, 0)} {item.text}\n")
+        else:
+            style = (item.style and item.style.name) or ""
+            found.append(f"\n{'# ' * style.startswith(('Title', 'Heading'))}{item.text}\n")
     return "\n".join(found)
 
 

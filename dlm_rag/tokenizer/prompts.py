@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dlm_rag.errors import (
-    CheckpointError,
-    ConfigError,
-    suggest_nearest,
-    summarize_error,
-    translate_failures,
-)
+from dlm_rag.errors import CheckpointError, ConfigError, suggest_nearest, translate_failures
 from dlm_rag.files.hub import read_checkpoint_json
 from dlm_rag.files.paths import expand_path
 from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS
@@ -82,7 +76,7 @@ class PromptTemplate:
             )
         if template.answer not in ANSWER_FORMS:
             raise CheckpointError(f"answer={template.answer!r:.60} is not one of {', '.join(ANSWER_FORMS)}")
-        if EVIDENCE_LAYOUTS[layout].separate_passages and template.numbers_facts:
+        if template.for_layout(layout) != template:
             raise CheckpointError(
                 f"the prompt numbers its facts, which evidence_layout={layout} cannot do (a passage must "
                 "not depend on its rank): use joint or prefix"
@@ -137,7 +131,7 @@ PROMPTS = {
 def load_prompt(name: str, layout: str) -> PromptTemplate:
     """The prompt of that name in `PROMPTS`, or in a JSON or YAML file with the fields of `PromptTemplate`.
 
-    Raises `ConfigError` for another name, and `CheckpointError` as `PromptTemplate.from_checkpoint` does.
+    Raises `ConfigError`, and `CheckpointError` as `PromptTemplate.from_checkpoint` does.
     """
     if name in PROMPTS:
         return PROMPTS[name].for_layout(layout)
@@ -145,10 +139,8 @@ def load_prompt(name: str, layout: str) -> PromptTemplate:
     if not path.is_file():
         known = f"{', '.join(PROMPTS)}{suggest_nearest(name, PROMPTS)}"
         raise ConfigError(f"prompt={name:.60} is neither a file nor one of {known}")
-    try:
+    with translate_failures(ConfigError, f"{path} cannot be read"):
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {summarize_error(error)}") from None
     return PromptTemplate.from_checkpoint(found or {}, layout)
 
 

@@ -1,7 +1,6 @@
 """Retrievers: a batch of queries in, ranked passages out; nothing found is not a failure."""
 
 import json
-import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,36 +25,10 @@ from dlm_rag.retrieval.base import (
     interleave_rankings,
     resolve_query_threshold,
 )
-from dlm_rag.retrieval.bm25 import extract_terms
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import DenseRetriever
 from tests.support.passages import write_jsonl_file
 from tests.support.retrievers import list_passage_ids, make_letter_retriever, make_query
-
-
-def bm25_by_the_book(texts, query, k1=1.5, b=0.75):
-    """Lucene's BM25 (Robertson's, without the constant factor k1 + 1) straight from the formula."""
-    documents = [extract_terms(text) for text in texts]
-    mean = sum(map(len, documents)) / len(documents)
-    scores = []
-    for document in documents:
-        score = 0.0
-        for term in extract_terms(query):
-            df = sum(term in other for other in documents)
-            tf = document.count(term)
-            idf = math.log(1 + (len(documents) - df + 0.5) / (df + 0.5))
-            score += idf * tf / (tf + k1 * (1 - b + b * len(document) / mean))
-        scores.append(score)
-    return scores
-
-
-def test_bm25_ranks_by_the_formula(corpus_file):
-    retriever = load_retriever(corpus_file, top_k=3)
-    texts = [passage.text for passage in retriever.corpus]
-    for query in ("Where was Jane Austen born?", "village in Hampshire", "novel by Frank Herbert"):
-        scores = bm25_by_the_book(texts, query)
-        best = sorted((n for n in range(len(texts)) if scores[n] > 0), key=lambda n: -scores[n])[:3]
-        assert retriever.rank([make_query(query)], 3)[0] == best
 
 
 def test_a_query_that_finds_nothing_is_an_empty_list_beside_full_ones(corpus_file, tmp_path):

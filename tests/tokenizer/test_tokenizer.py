@@ -54,10 +54,6 @@ def test_a_folder_with_vocab_and_merges_reads_like_one_with_tokenizer_json(golde
     assert ours.build_prompt("a", ["b"]).ids == theirs.build_prompt("a", ["b"]).ids
 
 
-def test_queries_show_special_tokens_as_blanks():
-    assert tiny_tokenizer().query_text([*b"ab", 256, *b"cd", 257, *b"ef"]) == "ab cd ef"
-
-
 def test_spans_cover_the_text_also_where_a_character_has_several_tokens():
     tokenizer = tiny_tokenizer()
     ids = [*"aé€".encode(), 256, *b"z"]
