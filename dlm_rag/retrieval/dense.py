@@ -164,9 +164,7 @@ class TextEncoder:
             normalize_embeddings=True, show_progress_bar=False,
         ).float()  # fmt: skip
         if not torch.isfinite(found).all():
-            raise RunError(
-                f"embedding_model '{self.model}' gives vectors that are not finite: it is damaged"
-            )
+            raise RunError(f"embedding_model '{self.model}' gives vectors that are not finite")
         return found
 
 
