@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dlm_rag.config import DecodeConfig as DecodeConfig
     from dlm_rag.decode.trace_file import read_trace as read_trace
     from dlm_rag.engine.engine import Decoder as Decoder
-    from dlm_rag.engine.load import load as load
+    from dlm_rag.engine.engine import load as load
     from dlm_rag.model.denoiser import Denoiser as Denoiser
     from dlm_rag.questions import Question as Question
     from dlm_rag.retrieval import load_retriever as load_retriever
@@ -37,7 +37,7 @@ _HOMES = {
     "Denoiser": "dlm_rag.model.denoiser",
     "Question": "dlm_rag.questions",
     "Tokenizer": "dlm_rag.tokenizer",
-    "load": "dlm_rag.engine.load",
+    "load": "dlm_rag.engine.engine",
     "load_retriever": "dlm_rag.retrieval",
     "read_trace": "dlm_rag.decode.trace_file",
 }

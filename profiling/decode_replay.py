@@ -93,10 +93,10 @@ class ReferenceModelRunner(ModelRunner):
             whole = self.denoiser.compute_token_logits(self.denoiser.encode(packed)[0]).float()
             for view, row, every in zip(views, states, whole.split(packed.lengths), strict=True):
                 at = torch.tensor([row.find_state(n) for n in view.positions.tolist()]).to(every.device)
-                (arrays,) = collect_sampling_arrays([view], self._mask_id, self.shape)
-                wanted = to_device(arrays, every.device)
-                logits = sample_proposals(every[at], SamplingMetadata(*wanted))
-                found += gather_proposals([view], [logits])()
+                arrays, flags = collect_sampling_arrays([view], self._mask_id, self.shape)
+                excluded_ids, numbers = to_device(arrays, every.device)
+                wanted = SamplingMetadata(excluded_ids, numbers, *flags)
+                found += gather_proposals([view], [sample_proposals(every[at], wanted)])()
         return lambda: found
 
     def _contexts(self, states: Sequence[LaidOutRow]) -> SharedContext | None:

@@ -35,8 +35,8 @@ from dlm_rag.questions import Question
 if TYPE_CHECKING:
     from dlm_rag.baselines.run import BaselineEngine
     from dlm_rag.config import ModelConfig
-    from dlm_rag.decode.answers_file import AnswersFile
     from dlm_rag.decode.terminal import RunTotals
+    from dlm_rag.decode.trace_file import AnswersFile
     from dlm_rag.engine.engine import Decoder
     from dlm_rag.workers.worker_pool import DecoderFactory, WorkerPool
 
@@ -256,7 +256,7 @@ def plan_answer_job(
 
         check_ray_installed()
     check_output_files(config)
-    from dlm_rag.decode.answers_file import AnswersFile
+    from dlm_rag.decode.trace_file import AnswersFile
 
     file = AnswersFile(Path(config.out), Path(config.trace) if config.trace else None)
     file.remaining(questions)

@@ -106,25 +106,18 @@ def encode(argv: list[str]) -> None:
 
 def fill_store(decoder: "Decoder", room: "ContextBudget") -> None:
     """Encodes the passages that the store lacks. Raises `RunError` where the disk takes no more."""
-    import torch
-
-    from dlm_rag.evidence.encode_segments import encode_segments
-    from dlm_rag.model.denoiser import Denoiser
-
-    cache, denoiser, start = decoder.model_runner.cache, decoder.denoiser, time.perf_counter()
-    assert cache and cache.store and isinstance(denoiser, Denoiser), "this layout keeps evidence"
+    cache, start = decoder.model_runner.cache, time.perf_counter()
+    assert cache and cache.store, "this layout keeps evidence"
     assert isinstance(decoder.retriever, CorpusRetriever)
-    form, store = cache.memory.format, cache.store
-    corpus, encoded, size = decoder.retriever.corpus, 0, max(1, BATCH_TOKENS // room.passage_length)
+    store, corpus = cache.store, decoder.retriever.corpus
+    encoded, size = 0, max(1, BATCH_TOKENS // room.passage_length)
     try:
-        with report_progress("encoding passages", len(corpus)) as advance, torch.inference_mode():
+        with report_progress("encoding passages", len(corpus)) as advance:
             for first in range(0, len(corpus), size):
                 rows = range(first, min(first + size, len(corpus)))
                 found = [find_segment(decoder, room, each.text) for each in corpus.read_passages(rows)]
                 lacking = [segment for segment in dict.fromkeys(found) if segment not in store]
-                computed = encode_segments(denoiser, lacking) if lacking else []
-                for segment, keys_values in zip(lacking, computed, strict=True):
-                    store.add(segment, form.pack(keys_values, segment.start).cpu())
+                cache.encode(lacking)
                 store.flush()
                 if store.is_full:
                     raise RunError(f"{store.folder} takes no more entries; with more room run this again")

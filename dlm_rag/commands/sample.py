@@ -110,9 +110,8 @@ def decode_to_screen(
     ready()
     from rich.console import Console
 
-    from dlm_rag.decode.answers_file import write_json_line
     from dlm_rag.decode.terminal import LiveView, render_verdict
-    from dlm_rag.decode.trace_file import TraceWriter
+    from dlm_rag.decode.trace_file import TraceWriter, write_json_line
     from dlm_rag.evaluation.metrics import compute_exact_match
 
     engines, console = LocalEngines(), Console()

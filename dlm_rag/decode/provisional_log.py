@@ -5,7 +5,7 @@ only once.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 NO_CONFIDENCE = "  "  # in the place of a confidence
@@ -48,17 +48,16 @@ class ProvisionalRecorder:
         self._last: dict[int, int] = {}  # token ids by position
         self._known: set[int] = set()
 
-    def record_step(self, guesses: Mapping[int, tuple[int, float]]) -> ProvisionalDelta:
-        """The record of a step; guesses: token and confidence of the positions that are masked after it."""
-        tokens = {n: token for n, (token, _) in guesses.items()}
-        sure = {n: confidence for n, (_, confidence) in guesses.items()}
+    def record_step(self, positions: list[int], ids: list[int], sure: list[float]) -> ProvisionalDelta:
+        """The record of a step: what is guessed at the positions that are masked after it, how surely."""
+        tokens, confidence = dict(zip(positions, ids, strict=True)), dict(zip(positions, sure, strict=True))
         changed = {n: token for n, token in tokens.items() if self._last.get(n) != token}
         new = [token for token in dict.fromkeys(changed.values()) if token not in self._known]
         self._last |= changed
         self._known.update(new)
         cells = (
-            f"{min(99, int(100 * sure[n])):02}" if n in sure else NO_CONFIDENCE
-            for n in range(max(sure, default=-1) + 1)
+            f"{min(99, int(100 * confidence[n])):02}" if n in tokens else NO_CONFIDENCE
+            for n in range(max(tokens, default=-1) + 1)
         )
         return ProvisionalDelta(
             "".join(cells),

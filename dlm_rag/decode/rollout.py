@@ -457,15 +457,12 @@ def cite_passages(
 def _choose_passages(words: list[HeldWord], asked: Collection[str]) -> list[CitedPassage]:
     passages: list[CitedPassage] = []
     while words:
-        gains: dict[str, tuple[int, int]] = {}  # words it holds; of these, words not in the question
-        for word, _, names in words:
-            for name in names:
-                every, new = gains.get(name, (0, 0))
-                gains[name] = (every + 1, new + (word not in asked))
+        every = Counter(name for _, _, names in words for name in names)
+        new = Counter(name for word, _, names in words if word not in asked for name in names)
         # The first may hold words of the question only; what is added must bring others.
-        values = {name: gain[::-1] if passages else gain for name, gain in gains.items()}
-        best = max(values, key=values.__getitem__, default=None)
-        if best is None or not values[best][0]:
+        gains = {name: (new[name], every[name]) if passages else (every[name], new[name]) for name in every}
+        best = max(gains, key=gains.__getitem__, default=None)
+        if best is None or not gains[best][0]:
             break
         taken = [(word, step) for word, step, names in words if best in names]
         step = max(step for _, step in taken)

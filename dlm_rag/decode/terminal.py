@@ -252,7 +252,7 @@ class RunTotals:
 
 
 class LiveView:
-    """Shows the questions in flight, and prints each when it is finished.
+    """Shows the first question in flight, and prints each when it is finished.
 
     speed: steps a second at which the first question is shown; 0: as fast as it is decoded.
     paused_seconds: time that was spent on that.
@@ -292,19 +292,7 @@ class LiveView:
 
     def _draw(self) -> None:
         show_status()
-        self._live.update(Group(*self._fitting_panels()), refresh=True)
+        first, more = [*self._flying.values()][:1], len(self._flying) - 1
+        rest = [Text(f"and {more} more", "dim")] if more > 0 else []
+        self._live.update(Group(*map(render_progress, first), *rest), refresh=True)
         self._shown = perf_counter()
-
-    def _fitting_panels(self) -> list[RenderableType]:
-        """The panels of the first questions in flight, as many as the terminal holds whole."""
-        console = self._live.console
-        shown: list[RenderableType] = []
-        room = console.height - 1
-        for rollout in self._flying.values():
-            panel = render_progress(rollout)
-            room -= len(console.render_lines(panel, pad=False))
-            if shown and room < 0:
-                shown.append(Text(f"and {len(self._flying) - len(shown)} more", "dim"))
-                break
-            shown.append(panel)
-        return shown

@@ -18,7 +18,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +32,6 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import Segment
 from dlm_rag.model.layers import Attention, apply_rope
 from dlm_rag.model.packed_batch import MemoryRows, Places, pack_rows, to_device
-from dlm_rag.progress import format_bytes
 
 PREFILL_TOKENS = 8192  # of new segments that run in one call of their own, and those of one segment more
 MAX_JOINT_TOKENS = 65536  # of new segments that run in the same call as the rows
@@ -73,13 +72,6 @@ class CacheStats:
     def reused_share(self) -> float:
         """The share of the wanted tokens that needed no run of their own."""
         return 1 - self.encoded_tokens / self.requested_tokens if self.requested_tokens else 0.0
-
-    def describe_sources(self) -> str:
-        """Where passages came from, in words."""
-        read = f"from files ({format_bytes(self.store_bytes)}, {self.store_seconds:.1f} s)"
-        counts = {"on the device": self.device_segments, read: self.store_segments}
-        found = [f"{count:,} {source}" for source, count in counts.items() if count]
-        return ", ".join([*found, f"{self.encoded_segments:,} encoded"])
 
 
 @dataclass(frozen=True)
@@ -144,8 +136,12 @@ class KVCache:
         wanted = [segment for laid in prompts for segment in laid.context_segments]
         self.cache_stats.requested_tokens += sum(len(segment.ids) for segment in wanted)
         self._locate(dict.fromkeys(wanted))
-        none = concatenate_places([])
-        found = [(ForwardSpan(None, 0, segment), none, self._new[segment]) for segment in self._run_ahead()]
+        none, new = concatenate_places([]), [*self._new]
+        # Apart they would cost one row 6 % more on a CPU, and a GPU one more pass over the weights.
+        if sum(len(segment.ids) for segment in new) > MAX_JOINT_TOKENS:
+            self._run_new()
+            new = []
+        found = [(ForwardSpan(None, 0, segment), none, self._new[segment]) for segment in new]
         for number, row in enumerate(rows):
             found += self._spans(number, row)
         runs, seen, own = (list(each) for each in zip(*found, strict=True))
@@ -230,22 +226,23 @@ class KVCache:
         aside.copy_(kept, non_blocking=True)
         return aside, torch.cuda.current_stream(kept.device).record_event()
 
-    def _run_ahead(self) -> list[Segment]:
-        """Returns new segments, to run in the call of the rows; too many run here, some at a time.
+    @torch.inference_mode()
+    def encode(self, segments: Sequence[Segment]) -> None:
+        """Runs segments that see themselves alone in a call of their own, and keeps them."""
+        self._give_up()
+        self._locate(dict.fromkeys(segments))
+        self._run_new()
+        self.store_computed()
 
-        Apart they would cost one row 6 % more on a CPU, and a GPU one more pass over the weights.
-        """
-        new = [*self._new]
-        ends = [*accumulate(len(segment.ids) for segment in new)]
-        if not new or ends[-1] <= MAX_JOINT_TOKENS:
-            return new
-        for _, pairs in groupby(zip(new, ends, strict=True), lambda pair: pair[1] // PREFILL_TOKENS):
+    def _run_new(self) -> None:
+        """Runs the new segments in calls of their own, some at a time."""
+        ends = accumulate(len(segment.ids) for segment in self._new)
+        for _, pairs in groupby(zip(self._new, ends, strict=True), lambda pair: pair[1] // PREFILL_TOKENS):
             part = [segment for segment, _ in pairs]
             own = [self._new[segment] for segment in part]
             context = MemoryRows(self.memory, [concatenate_places([])] * len(part), own)
             read = [[0], *[()] * (len(part) - 1)]  # the last layer writes only if some state is read
             self._denoiser.encode(pack_rows(part, self._denoiser.device, read, context))
-        return []
 
     def _spans(self, number: int, row: RowInput) -> Iterator[tuple[ForwardSpan, Places, Places]]:
         """What of a row has to run, the places of what it sees before itself, and its own."""
@@ -283,12 +280,9 @@ class KVCache:
 
 def _count_reusable_tokens(row: RowInput, held: _Chain) -> int:
     """How many tokens of the chain need not run: whole blocks before the first state that is read."""
-    done = row.chain.ids[: row.finished_tokens]
-    pairs = enumerate(zip(held.ids, done, strict=False))
-    same = next((n for n, (one, other) in pairs if one != other), min(len(held.ids), len(done)))
-    if len(row.states) and row.states[0] < len(done):
-        same = min(same, int(row.states[0]))
-    return row.chain.block_start(same)
+    pairs = zip(held.ids, row.chain.ids[: row.finished_tokens], strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return row.chain.block_start(min(same, *row.states[:1].tolist()) if len(row.states) else same)
 
 
 class KVFormat:
@@ -304,23 +298,11 @@ class KVFormat:
         self.is_compressed = cache_dtype == "int8"
         self.kept_dtype = torch.int8 if self.is_compressed else self.dtype
         self.heads = shape.num_key_value_heads, shape.head_dim + SCALE_BYTES * self.is_compressed
+        # Room for what is kept of a token in all layers, (N, 2, 1, Hk, D or a little more).
+        shape_of_token = len(self.devices), 2, 1, *self.heads
+        self.token = torch.empty(shape_of_token, dtype=self.kept_dtype, device="meta")
+        self.token_bytes = self.token.nbytes
         self.has_key_bias = self.is_compressed and shape.qkv_bias and not shape.qk_norm  # which scales it
-
-    @property
-    def token_bytes(self) -> int:
-        """The bytes of the keys and values of a token in all layers."""
-        heads, width = self.heads
-        return 2 * len(self.devices) * heads * width * self.kept_dtype.itemsize
-
-    def empty(self, tokens: int, device: torch.device | str = "cpu") -> Tensor:
-        """Room for so many tokens in all layers, (N, 2, tokens, Hk, D or a little more)."""
-        return torch.empty(len(self.devices), 2, tokens, *self.heads, dtype=self.kept_dtype, device=device)
-
-    def pack(self, keys_values: Tensor, start: int) -> Tensor:
-        """What is kept of keys and values (N, 2, n, Hk, D) of tokens at the positions from `start` on."""
-        positions = torch.arange(start, start + keys_values.shape[2], device=keys_values.device)
-        layers = [self.pack_layer(kv, layer, positions) for layer, kv in enumerate(keys_values)]
-        return torch.stack(layers)
 
     def pack_layer(self, keys_values: Tensor, layer: int, positions: Tensor | None) -> Tensor:
         """What is kept of the keys and values (2, n, Hk, D) of a layer; positions: (n,), for a key bias."""
@@ -359,15 +341,12 @@ class KVMemory:
 
     def __init__(self, format: KVFormat, capacity: int) -> None:
         self.format, self.capacity = format, capacity
+        self._runs = [(device, len([*same])) for device, same in groupby(format.devices)]
+        self._part_of = [(part, n) for part, (_, layers) in enumerate(self._runs) for n in range(layers)]
         self._parts: list[Tensor] = []  # each (layers, 2, capacity + 1, Hk, D or a little more)
         self._positions: list[Tensor] = []  # of the tokens, (capacity,), where keys are kept without bias
-        self._touched = 0  # places that have been used; those after them are free
-        self._free: list[int] = []  # places before, the last one is taken first
-
-    @property
-    def free(self) -> int:
-        """How many tokens fit without growing."""
-        return self.capacity - self._touched + len(self._free)
+        self.free = capacity  # tokens that fit without growing
+        self._free = np.arange(capacity)[::-1].copy()  # places: of these so many, the last are taken first
 
     @property
     def dump(self) -> int:
@@ -376,26 +355,22 @@ class KVMemory:
 
     @property
     def taken(self) -> int:
-        return self._touched - len(self._free)
+        return self.capacity - self.free
 
     def take(self, tokens: int) -> Places:
         """Places for so many tokens; the memory grows where there are too few."""
-        again = min(tokens, len(self._free))
-        found = self._free[len(self._free) - again :]
-        del self._free[len(self._free) - again :]
-        end = self._touched + tokens - again
-        if end > self.capacity:
-            self._grow(end + end // 8)
-        new = np.arange(self._touched, end)
-        self._touched = end
-        return np.concatenate((np.array(found[::-1], dtype=np.int64), new)) if found else new
+        if tokens > self.free:
+            self._grow((self.taken + tokens) * 9 // 8)
+        self.free -= tokens
+        return self._free[self.free : self.free + tokens][::-1].copy()
 
     def give_back(self, places: Places) -> None:
-        self._free.extend(places[::-1].tolist())
+        self._free[self.free : self.free + len(places)] = places[::-1]
+        self.free += len(places)
 
     def layer(self, number: int) -> Tensor:
         """What is kept in a layer, (2, capacity + 1, Hk, D or a little more), on its device."""
-        part, number = self._part_of(number)
+        part, number = self._part_of[number]
         return self._allocated()[part][number]
 
     def write_layer(self, layer: int, places: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
@@ -407,13 +382,13 @@ class KVMemory:
             return
         held.index_copy_(1, places, self.format.pack_layer(torch.stack((k, v)), layer, positions))
         if self.format.has_key_bias:
-            self._positions[self._part_of(layer)[0]][places] = positions.int()
+            self._positions[self._part_of[layer][0]][places] = positions.int()
 
     def read_layer(self, layer: int, places: Tensor) -> Tensor:
         """Keys and values (2, n, Hk, D) of the tokens at these places (n,)."""
         kept, positions = self.layer(layer).index_select(1, places), None
         if self.format.has_key_bias:
-            positions = self._positions[self._part_of(layer)[0]][places]
+            positions = self._positions[self._part_of[layer][0]][places]
         return self.format.unpack_layer(kept, layer, positions)
 
     def write(self, places: Places, kept: Tensor, start: int) -> None:
@@ -433,36 +408,28 @@ class KVMemory:
         )
         return torch.cat([first, *(part.to(first.device) for part in rest)]) if rest else first
 
-    def _part_of(self, layer: int) -> tuple[int, int]:
-        """The tensor that a layer is in, and its number there."""
-        for number, part in enumerate(self._allocated()):
-            if layer < len(part):
-                return number, layer
-            layer -= len(part)
-        raise IndexError
-
     def _allocated(self) -> list[Tensor]:
+        """The tensors, which are taken at their first use."""
         if not self._parts:
-            self._parts, self._positions = self._allocate()
+            shape, dtype = (2, self.capacity + 1, *self.format.heads), self.format.kept_dtype
+            for device, layers in self._runs:
+                self._parts.append(torch.empty((layers, *shape), device=device, dtype=dtype))
+                if self.format.has_key_bias:
+                    self._positions.append(torch.empty(self.capacity, dtype=torch.int32, device=device))
         return self._parts
-
-    def _allocate(self) -> tuple[list[Tensor], list[Tensor]]:
-        homes = [(device, len([*same])) for device, same in groupby(self.format.devices)]
-        shape, dtype = (2, self.capacity + 1, *self.format.heads), self.format.kept_dtype
-        parts = [torch.empty((layers, *shape), device=device, dtype=dtype) for device, layers in homes]
-        positions = [torch.empty(self.capacity, dtype=torch.int32, device=device) for device, _ in homes]
-        return parts, positions if self.format.has_key_bias else []
 
     def _grow(self, capacity: int) -> None:
         """Takes more room; what is kept stays at its places."""
-        self.capacity, held = capacity, (self._parts, self._positions)
-        if not self._parts:
-            return
-        self._parts, self._positions = self._allocate()
-        for old, new in zip(held[0], self._parts, strict=True):
-            new[:, :, : self._touched] = old[:, :, : self._touched]
-        for old, new in zip(held[1], self._positions, strict=True):
-            new[: self._touched] = old[: self._touched]
+        parts, positions, used = self._parts, self._positions, self.capacity
+        more, none = np.arange(used, capacity)[::-1], np.zeros(self.taken, np.int64)
+        self._free = np.concatenate((more, self._free[: self.free], none))
+        self.free += capacity - used
+        self.capacity, self._parts, self._positions = capacity, [], []
+        if parts:
+            for old, new in zip(parts, self._allocated(), strict=True):
+                new[:, :, :used] = old[:, :, :used]
+            for old, new in zip(positions, self._positions, strict=True):
+                new[:used] = old[:used]
 
 
 def concatenate_places(parts: Sequence[Places]) -> Places:

@@ -16,35 +16,43 @@ and in a batch; what goes wrong in one row ends that row alone. Every row has de
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.config.fields import (
-    fill_unset,
-    find_idle_settings,
-    flatten_settings,
-    import_object,
-    replace_settings,
-)
+from dlm_rag.cli import print_note
+from dlm_rag.config import Config, DecodeConfig, EngineConfig
+from dlm_rag.config.fields import fill_unset, find_idle_settings, flatten_settings, replace_settings
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.engine.row import Row, Ticket, make_canvas
 from dlm_rag.engine.rules import find_rule
 from dlm_rag.engine.runner import DecoderStats, MaskedModelRunner, ModelRunner
 from dlm_rag.engine.step import LaunchedStep, Searches, finish_step, launch_step
-from dlm_rag.errors import ConfigError, NamesRemedy
+from dlm_rag.errors import ConfigError, NamesRemedy, suggest_nearest
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
-from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
+from dlm_rag.files.hub import MODEL_NAME, READER, SHIPPED_FOLDER, SHIPPED_PREFIX
+from dlm_rag.machine import choose_device, choose_dtype
+from dlm_rag.model.checkpoint import open_checkpoint
+from dlm_rag.model.denoiser import AnyDenoiser, Denoiser, load_denoiser
 from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS, DenoiserConfig
 from dlm_rag.model.quantize import describe_precision
 from dlm_rag.nvtx_ranges import StageClock, mark_event, profile_stage, profile_step
 from dlm_rag.questions import Askable, Question, as_questions, number_questions
 from dlm_rag.randomness import make_keyed_generator
+from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import Retriever, find_query_policy
 from dlm_rag.tokenizer import Tokenizer
+
+SECTIONS = ("model", "retrieval", "decode", "engine")  # whose settings `load` takes, by their bare names
+WORLD_MODELS = [f"{SHIPPED_PREFIX}{name}" for name in ("model", "whole")]  # trained on the world that ships
+WORLD_CORPUS = SHIPPED_FOLDER / "world" / "corpus.jsonl"
+INSTEAD = {"torch_dtype": "dtype", "k": "top_k", "n_docs": "top_k", "max_length": "max_new_tokens",
+           "max_tokens": "max_new_tokens", "documents": "corpus", "texts": "corpus", "retriever": "corpus",
+           "threshold": "commit_threshold", "do_sample": "temperature", "steps": "steps_per_block",
+           "num_steps": "steps_per_block", "load_in_8bit": "quantize", "load_in_4bit": "quantize",
+           "tokenizer": "model"}  # fmt: skip
 
 _tickets = count(1)  # of all engines of the process: a retriever may serve several
 
@@ -87,7 +95,8 @@ class Decoder(NamesRemedy):
                 f"evidence_layout={layout} needs a prompt whose facts have no number: make the tokenizer "
                 f"with Tokenizer.from_pretrained(path, '{layout}')"
             )
-        self.config = config or DecodeConfig()
+        # The settings, with the checkpoint's own for those that are unset.
+        self.config = resolve_settings(config or DecodeConfig(), denoiser.config)
         self.record_provisional = False  # whether steps record what is guessed at masked positions
         self.lock = threading.RLock()  # of what its engines share: one step at a time, whatever the thread
         self.model_runner: ModelRunner
@@ -101,22 +110,12 @@ class Decoder(NamesRemedy):
         cls, model: str | Path | None = None, corpus: Any = None, **settings: Any
     ) -> "Decoder":
         """The decoder that `dlm_rag.load` makes of the same arguments."""
-        load = import_object("dlm_rag.engine.load:load", "load")  # that module is built upon this one
-        return cast(Decoder, load(model, corpus, **settings))
+        return load(model, corpus, **settings)
 
     def __repr__(self) -> str:
         dtype = str(self.denoiser.dtype).removeprefix("torch.")
         used = f"{dtype} on {self.denoiser.device}, {self.evidence_layout} evidence"
         return f"Decoder({used}, {self.retriever!r})"
-
-    @property
-    def config(self) -> DecodeConfig:
-        """The settings, with the checkpoint's own for those that are unset."""
-        return self._config
-
-    @config.setter
-    def config(self, config: DecodeConfig) -> None:
-        self._config = resolve_settings(config, self.denoiser.config)
 
     def resolve_settings(self, settings: DecodeConfig) -> DecodeConfig:
         """`settings` as this decoder takes them; raises `ConfigError` where it cannot."""
@@ -184,6 +183,53 @@ class Decoder(NamesRemedy):
                         on_step(event.rollout)
                     if event.finished:
                         yield event.rollout
+
+
+def load(model: str | Path | None = None, corpus: Any = None, **settings: Any) -> Decoder:
+    """The decoder of a model and a corpus, ready for `ask`, `decode` and `stream`.
+
+    model: a folder, a hub id, `smollm2`, or what ships (`dlm_rag/shipped/model`); unset: SmolLM2 with the
+    adapter that ships (93 MB are fetched at the first use), without a corpus the model of the invented
+    world. corpus: a file or folder, passages as texts or dicts, or a retriever. settings: any of `model`,
+    `retrieval`, `decode` and `engine` by its bare name, as `top_k=3, commit_threshold=0.8, device="cuda",
+    dtype="bfloat16"`. Raises `UserError`.
+    """
+    default = WORLD_MODELS[0] if corpus is None and "url" not in settings else READER
+    name, sections = str(model or default), {section: getattr(Config(), section) for section in SECTIONS}
+    for key, value in settings.items():
+        section = _find_section(key, sections)
+        if key in ("device", "dtype"):  # also as objects of torch
+            value = str(value).removeprefix("torch.")
+        sections[section] = replace_settings(sections[section], **{key: value})
+    if name == MODEL_NAME:
+        print_note(f"{name} is the model as published; what is trained to answer from passages is {READER}")
+    wanted, retrieval = sections["model"], sections["retrieval"]
+    checkpoint = open_checkpoint(name, wanted.block_size)
+    device = choose_device(wanted.device)
+    layout = wanted.evidence_layout or checkpoint.config.evidence_layout
+    if hasattr(corpus, "search") and hasattr(corpus, "key"):
+        retriever = corpus
+    elif corpus is None and retrieval.url is None:
+        if name not in WORLD_MODELS:
+            raise ConfigError("load: give corpus= a file, a folder, a list of texts, or a retriever")
+        retriever = load_retriever(replace_settings(retrieval, corpus=str(WORLD_CORPUS)), model=name)
+    else:
+        retriever = load_retriever(retrieval, corpus, model=name)
+    denoiser = load_denoiser(
+        checkpoint, device, choose_dtype(wanted.dtype, device), wanted.attn_implementation, wanted.quantize,
+        wanted.device_map,
+    )  # fmt: skip
+    tokenizer = Tokenizer.from_pretrained(checkpoint, layout)
+    return Decoder(denoiser, retriever, tokenizer, sections["decode"], layout, sections["engine"])
+
+
+def _find_section(key: str, sections: dict[str, Any]) -> str:
+    """The section that has a setting; raises `ConfigError` with the nearest name."""
+    names = {item.name: name for name in SECTIONS for item in fields(sections[name])}
+    if key not in names:
+        right = f" (nearest: '{INSTEAD[key]}')" if key in INSTEAD else suggest_nearest(key, names)
+        raise ConfigError(f"load has no setting '{key}'{right}")
+    return names[key]
 
 
 class StepEvent(NamedTuple):
@@ -269,11 +315,10 @@ class Engine(AbstractContextManager["Engine"]):
         """
         with self.decoder.lock:
             for group in self._groups:
-                for row in group:
-                    if row.ticket == ticket:
-                        row.rollout.error = "cancelled"
-                        self._remove_row(group, row)
-                        return
+                for row in [row for row in group if row.ticket == ticket]:
+                    row.rollout.error = "cancelled"
+                    self._remove_row(group, row)
+                    return
         raise KeyError(f"ticket {ticket} is not in flight")
 
     def close(self) -> None:

@@ -88,17 +88,12 @@ def step_log_prob(parts: Tensor, step: Tensor, took: Tensor, forced: Tensor) -> 
     """
     commit, stay, urge, log_pi = parts
     must, steps = forced[step], len(forced)
-    drawn = urge - segment_logsumexp(urge, step, steps)[step] + log_pi
+    # The logsumexp of the urges of each step, taken off its highest.
+    highest = urge.new_full((steps,), -math.inf).scatter_reduce(0, step, urge.detach(), "amax")[step]
+    total = urge.new_zeros(steps).index_add(0, step, (urge - highest).exp())
+    drawn = urge - highest - total.log()[step] + log_pi
     each = torch.where(took & ~must, commit, stay) + torch.where(took & must, drawn, 0.0)
     return stay.new_zeros(steps).index_add(0, step, each)
-
-
-def segment_logsumexp(values: Tensor, step: Tensor, steps: int) -> Tensor:
-    """logsumexp (S,) of the values (n,) of each step."""
-    lowest = values.new_full((steps,), -math.inf)
-    highest = lowest.scatter_reduce(0, step, values.detach(), "amax")
-    total = values.new_zeros(steps).index_add(0, step, (values - highest[step]).exp())
-    return highest + total.log()
 
 
 def draw_actions(

@@ -100,10 +100,6 @@ class Canvas:
         count = 5 if rule.samples else int(settings.temperature > 0)
         return sample_uniform(generator, count, self.length) if count else None, settings.temperature
 
-    def committed_share(self, begin: int, end: int) -> float:
-        """Of a block; what of it stands in the prompt counts as committed."""
-        return (end - begin - int(self.masked[max(begin, 0) : end].sum())) / (end - begin)
-
     def write(
         self, proposals: Proposals, chosen: Proposals | None, settings: DecodeConfig, block: Span
     ) -> CanvasChange:
@@ -213,9 +209,11 @@ class Row:
         while True:
             found = find_commit_span(canvas.masked, (begin, end), settings.block_length)
             spans.append(OpenSpan(*found, end, must_commit))
-            share = canvas.committed_share(begin, end)
-            full = len(spans) + self.blocks_just_finished >= settings.blocks_at_once
-            if full or end == canvas.length or share < settings.block_add_threshold:
+            if end == canvas.length or len(spans) + self.blocks_just_finished >= settings.blocks_at_once:
+                return spans
+            # What of a block stands in the prompt counts as committed.
+            share = (end - begin - int(canvas.masked[max(begin, 0) : end].sum())) / (end - begin)
+            if share < settings.block_add_threshold:
                 return spans
             begin, end = end, min(self.laid_out_prompt.block_bounds(end)[1], canvas.length)
             must_commit = share >= settings.semi_complete_threshold

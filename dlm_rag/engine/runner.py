@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.packed_batch import pack_rows, start_gather
 from dlm_rag.nvtx_ranges import profile_stage
+from dlm_rag.progress import format_bytes
 from dlm_rag.retrieval.corpus import Passage
 
 GIB = 2**30
@@ -55,7 +55,10 @@ class DecoderStats:
         if reuse.requested_tokens:
             parts[0] += f", {reuse.reused_share:.1%} of it reused"
         if self.store:
-            parts += [f"passages: {reuse.describe_sources()}", self.store]
+            read = f"from files ({format_bytes(reuse.store_bytes)}, {reuse.store_seconds:.1f} s)"
+            counts = {"on the device": reuse.device_segments, read: reuse.store_segments}
+            found = [f"{count:,} {source}" for source, count in counts.items() if count]
+            parts += [f"passages: {', '.join([*found, f'{reuse.encoded_segments:,} encoded'])}", self.store]
         used = "; ".join(parts)
         if reuse.evicted_segments:
             used += f", {reuse.evicted_segments:,} passages left the pool (engine.prefix_cache_gib)"
@@ -118,7 +121,7 @@ class MaskedModelRunner(ModelRunner):
         else:
             budget = int(engine.prefix_cache_gib * GIB)
         format, wants_store = KVFormat(denoiser, engine.cache_dtype), budget and engine.store is not None
-        store = open_evidence_store(engine, denoiser, format.empty(1)) if wants_store else None
+        store = open_evidence_store(engine, denoiser, format.token) if wants_store else None
         self.cache = KVCache(denoiser, format, budget, store)
         self._dtype = denoiser.compute_dtype
         check_step_graphs(engine, self.shape, denoiser.backend, denoiser.layer_devices)
@@ -140,15 +143,16 @@ class MaskedModelRunner(ModelRunner):
             runs, context = self.cache.prepare_rows(inputs)
         with profile_stage("denoise"):
             read = [[] if run.row is None else run.locate(inputs[run.row].states) for run in runs]
-            wanted = collect_sampling_arrays(inputs, self._mask_id, self.shape)
+            wanted, flags = collect_sampling_arrays(inputs, self._mask_id, self.shape)
             segments = [run.segment for run in runs]
             send = None if self._graphs is None else self._graphs.send
-            rows = pack_rows(segments, denoiser.device, read, context, [*chain(*wanted)], send)
+            rows = pack_rows(segments, denoiser.device, read, context, wanted, send)
             hidden = denoiser.encode(rows)[0] if self._graphs is None else self._graphs.encode(rows)
             self.cache.store_computed()
-            tensors, found = iter(rows.extra_tensors), list[dict[str, Tensor]]()
-            for states, arrays in zip(hidden.split(LOGITS_CHUNK_POSITIONS), wanted, strict=True):
-                metadata = SamplingMetadata(*islice(tensors, len(arrays)))
+            (excluded_ids, numbers), found = rows.extra_tensors, list[dict[str, Tensor]]()
+            chunks = (hidden.split(LOGITS_CHUNK_POSITIONS), numbers.split(LOGITS_CHUNK_POSITIONS, dim=1))
+            for states, part in zip(*chunks, strict=True):
+                metadata = SamplingMetadata(excluded_ids, part, *flags)
                 found.append(sample_proposals(denoiser.compute_token_logits(states).float(), metadata))
             return gather_proposals(inputs, found)
 
@@ -157,52 +161,37 @@ class MaskedModelRunner(ModelRunner):
 class SamplingMetadata:
     """What is wanted of n positions; tensors lie on the device of the logits.
 
-    excluded_ids: (e,) tokens that are never proposed, the mask among them. sampled_index: (m,) which
-    positions take a token at random, at the quantile `quantiles` (m,) of the distribution at `temperature`
-    (m,), above 0; the others take the most probable one. entropy_index: (s,) of which positions entropy and
-    margin are wanted. policy_index: (k,) for which positions a policy draws, None where there is none in
-    the call; policy_params: (5, k) its temperature, threshold and width, and the two quantiles that it
-    draws at.
+    excluded_ids: (e,) tokens that are never proposed, the mask among them. numbers: (6, n) the temperature
+    of a token, 0 for the most probable one; the quantiles to draw at, the second where a policy is forced;
+    of a policy the temperature, threshold and width. spread, samples, acts: whether some of the positions
+    want entropy and margin, a token at random, what a policy draws.
     """
 
     excluded_ids: Tensor
-    sampled_index: Tensor
-    temperature: Tensor
-    quantiles: Tensor
-    entropy_index: Tensor
-    policy_index: Tensor | None = None
-    policy_params: Tensor | None = None
+    numbers: Tensor
+    spread: bool = False
+    samples: bool = False
+    acts: bool = False
 
 
 def collect_sampling_arrays(
     inputs: Sequence[RowInput], mask_id: int, shape: DenoiserConfig
-) -> list[list[NDArray[Any]]]:
-    """The fields of `SamplingMetadata` for each `LOGITS_CHUNK_POSITIONS` of the positions asked for.
+) -> tuple[list[NDArray[Any]], tuple[bool, bool, bool]]:
+    """The two arrays of `SamplingMetadata`, of all positions that are asked for, and its flags.
 
     An autoregressive model may have no mask: then it is beyond the vocabulary.
     """
     counts = [len(shown.positions) for shown in inputs]
-    wanted = [
-        (shown.temperature, shown.needs_entropy, shown.soft_threshold is not None)
-        + (shown.soft_threshold or (1.0, 0.5, 1.0))
-        for shown in inputs
+    drawn = [
+        np.broadcast_to(0.0 if shown.quantiles is None else shown.quantiles, (2, count))
+        for shown, count in zip(inputs, counts, strict=True)
     ]
-    temperature, entropy, soft, *policy = np.repeat(np.array(wanted, np.float64), counts, axis=0).T
-    given = [0.0 if shown.quantiles is None else shown.quantiles for shown in inputs]
-    drawn = [np.broadcast_to(each, (2, count)) for each, count in zip(given, counts, strict=True)]
-    quantiles = np.concatenate(drawn, axis=1)
+    soft = np.repeat([shown.soft_threshold or (1.0, 0.5, 1.0) for shown in inputs], counts, axis=0)
+    temperature = np.repeat([shown.temperature for shown in inputs], counts)
+    numbers = np.concatenate((temperature[None], np.concatenate(drawn, axis=1), soft.T)).astype(np.float32)
     never = np.array([n for n in (mask_id, *shape.excluded_token_ids) if n < shape.vocab_size], np.int64)
-    chunks = []
-    for start in range(0, max(1, sum(counts)), LOGITS_CHUNK_POSITIONS):
-        part = slice(start, start + LOGITS_CHUNK_POSITIONS)
-        at = start + np.flatnonzero(temperature[part])
-        sampled = (values[at].astype(np.float32) for values in (temperature, quantiles[0]))
-        arrays = [never, at - start, *sampled, np.flatnonzero(entropy[part])]
-        if soft.any():
-            at = start + np.flatnonzero(soft[part])
-            arrays += [at - start, np.stack([*policy, *quantiles]).astype(np.float32)[:, at]]
-        chunks.append(arrays)
-    return chunks
+    acts = any(shown.soft_threshold is not None for shown in inputs)
+    return [never, numbers], (any(shown.needs_entropy for shown in inputs), bool(temperature.any()), acts)
 
 
 def sample_proposals(logits: Tensor, wanted: SamplingMetadata) -> dict[str, Tensor]:
@@ -216,28 +205,25 @@ def sample_proposals(logits: Tensor, wanted: SamplingMetadata) -> dict[str, Tens
     highest = logits.amax(-1, keepdim=True)
     weights = (logits - highest).exp_()
     total = weights.sum(-1)
+    temperature, uniform, forced, *soft = wanted.numbers
     entropy, margin = torch.zeros_like(total), torch.zeros_like(total)
-    if len(wanted.entropy_index):
-        probability = weights[wanted.entropy_index] / total[wanted.entropy_index, None]
-        best = probability.topk(2, dim=-1).values
-        entropy.index_copy_(0, wanted.entropy_index, torch.special.entr(probability).sum(-1))
-        margin.index_copy_(0, wanted.entropy_index, best[:, 0] - best[:, 1])
+    if wanted.spread:
+        probability = weights / total[:, None]
+        first, second = probability.topk(2, dim=-1).values.unbind(-1)
+        entropy, margin = torch.special.entr(probability).sum(-1), first - second
     allowed = logits.index_fill(1, wanted.excluded_ids, -math.inf)
     token = allowed.argmax(-1)
-    if len(wanted.sampled_index):
-        above = allowed[wanted.sampled_index]
-        above = above - above.amax(-1, keepdim=True)
+    if wanted.samples:
+        above = allowed - allowed.amax(-1, keepdim=True)
         exact = above if above.device.type == "mps" else above.double()
-        tempered = exact / wanted.temperature[:, None].to(exact.dtype)
-        token = token.index_copy(0, wanted.sampled_index, sample_at_quantile(tempered, wanted.quantiles))
+        divisor = torch.where(temperature > 0, temperature, 1.0).to(exact.dtype)
+        drawn = sample_at_quantile(exact / divisor[:, None], uniform)
+        token = torch.where(temperature > 0, drawn, token)
     log_prob = (allowed.gather(1, token[:, None]) - highest).squeeze(1) - total.log()
     confidence = weights.gather(1, token[:, None]).squeeze(1) / total
     found = dict(zip(STATISTICS, (token, confidence, log_prob, entropy, margin), strict=True))
-    if (index := wanted.policy_index) is not None and wanted.policy_params is not None:
-        temperature, threshold, width, uniform, forced = wanted.policy_params
-        soft = SoftThreshold(temperature, threshold, width)
-        for name, drawn in draw_actions(logits[index], wanted.excluded_ids, soft, uniform, forced).items():
-            found[name] = drawn.new_zeros(len(logits)).index_copy_(0, index, drawn)
+    if wanted.acts:
+        found |= draw_actions(logits, wanted.excluded_ids, SoftThreshold(*soft), uniform, forced)
     return found
 
 

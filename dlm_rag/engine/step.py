@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -146,8 +146,8 @@ def commit(row: Row, shown: RowInput, proposals: Proposals, text: Callable[[int]
         row.rollout.states[row.step] = shown
     if row.recorder is not None:
         still = row.provisional.subset(canvas.masked[row.provisional.positions])
-        guessed = zip(still.token_ids.tolist(), still.confidence.tolist(), strict=True)
-        step.guesses = row.recorder.record_step(dict(zip(still.positions.tolist(), guessed, strict=True)))
+        guesses = (still.positions, still.token_ids, still.confidence)
+        step.guesses = row.recorder.record_step(*(array.tolist() for array in guesses))
 
 
 def _choose(row: Row, proposals: Proposals) -> Proposals | None:
@@ -285,8 +285,8 @@ class Searches:
         if first and (length := laid.round_up_canvas(row.canvas.length)) > row.canvas.length:
             row.canvas, rollout.canvas_length = replace(row.canvas, length=length), length
             fitted, laid = self._lay_out(row, texts)
-        if fitted.truncation.tokens > rollout.cut.get("tokens", 0):
-            rollout.cut = asdict(fitted.truncation)
+        if fitted.cut["tokens"] > rollout.cut.get("tokens", 0):
+            rollout.cut = fitted.cut
         keep_shorter_texts(rollout.evidence_texts, fitted.texts)
         row.retrieved_passages, row.evidence, row.laid_out_prompt = passages, fitted, laid
 

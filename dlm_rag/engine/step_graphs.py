@@ -10,7 +10,7 @@ On a CPU the layers run over the same padded tensors without a graph, which is h
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,15 +51,6 @@ class _Graph:
     replay: Callable[[], Any]
 
 
-class _Sent(NamedTuple):
-    """Rows on their way: the key of their graph, tokens that are read, the longest rows, tensors."""
-
-    key: Any
-    reads: int
-    longest: list[int]
-    tensors: list[Tensor]
-
-
 def check_step_graphs(
     engine: EngineConfig, shape: DenoiserConfig, attention: str, devices: Collection[torch.device]
 ) -> None:
@@ -67,14 +58,12 @@ def check_step_graphs(
 
     attention: the kernel that was chosen. devices: where the layers are.
     """
-    if not engine.cuda_graphs:
-        return
-    if attention != "indexed" or engine.cache_dtype != "auto":
-        needs = "model.attn_implementation=indexed and engine.cache_dtype=auto"
-        raise ConfigError(f"engine.cuda_graphs=true needs {needs}")
-    if engine.compile or shape.experts is not None or len({*devices}) > 1:
+    kernel = attention == "indexed" and engine.cache_dtype == "auto"
+    layers = not engine.compile and shape.experts is None and len({*devices}) == 1
+    if engine.cuda_graphs and not (kernel and layers):
         raise ConfigError(
-            "engine.cuda_graphs=true is for one device, without engine.compile and mixtures of experts"
+            "engine.cuda_graphs=true needs model.attn_implementation=indexed, engine.cache_dtype=auto, one "
+            "device, and neither engine.compile nor a mixture of experts"
         )
 
 
@@ -84,7 +73,8 @@ class StepGraphs:
     def __init__(self, denoiser: Denoiser, memory: KVMemory) -> None:
         self._denoiser, self._memory = denoiser, memory
         self._graphs: dict[Any, _Graph] = {}
-        self._sent: _Sent | None = None
+        # Rows on their way: the key of their graph, tokens that are read, the longest rows, tensors.
+        self._sent: tuple[Any, int, list[int], list[Tensor]] | None = None
         self._address = 0
         self._pool = torch.cuda.graph_pool_handle() if denoiser.device.type == "cuda" else None
 
@@ -109,24 +99,29 @@ class StepGraphs:
         padded = {name: self._pad(name, array, sizes) for name, array in arrays.items()}
         longest = [round_up_size(int(np.diff(arrays[name]).max()), 1) for name in ("queries", "reads")]
         found = to_device([*padded.values()], device)
-        self._sent = _Sent((*sizes.values(), *longest, *padded), len(arrays["read"]), longest, found)
+        self._sent = (*sizes.values(), *longest, *padded), len(arrays["read"]), longest, found
         return found
 
     def encode(self, rows: PackedRows) -> Tensor:
         """The hidden states that are read, (n, hidden), of the rows that were sent last."""
-        if (sent := self._sent) is None:
+        if self._sent is None:
             return self._denoiser.encode(rows)[0]
-        held = self._graphs.get(sent.key)
+        key, reads, longest, tensors = self._sent
+        held = self._graphs.get(key)
         if held is None:
-            held = self._graphs[sent.key] = self._capture(rows, sent)
+            held = self._graphs[key] = self._capture(rows, longest, tensors)
         elif self._pool is not None:  # all lie in one buffer, in the same order
-            copy_storage(sent.tensors[0], held.given[0])
+            new, old = (
+                x.new_empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+                for x in (tensors[0], held.given[0])
+            )
+            old.copy_(new)
         else:
-            for new, tensor in zip(sent.tensors, held.given, strict=True):
-                tensor.copy_(new)
+            for new, old in zip(tensors, held.given, strict=True):
+                old.copy_(new)
         held.replay()
         self._denoiser.count_work(rows)
-        return held.output[: sent.reads]
+        return held.output[:reads]
 
     def _pad(self, name: str, array: NDArray[Any], sizes: Mapping[str, int]) -> NDArray[Any]:
         kind, value = PADDING[name]
@@ -134,17 +129,16 @@ class StepGraphs:
             value = self._memory.dump if value == DUMP else array[-1]
         return np.concatenate((array, np.full(sizes[kind] - len(array), value, dtype=array.dtype)))
 
-    def _capture(self, rows: PackedRows, sent: _Sent) -> _Graph:
+    def _capture(self, rows: PackedRows, longest: list[int], tensors: list[Tensor]) -> _Graph:
         """Captures the layers over these tensors, after one run that sets up kernels and libraries."""
         denoiser, work = self._denoiser, self._denoiser.flop_count
         sight, last = rows.attention_metadata, rows.last_layer_metadata
-        longest, longest_read = sent.longest
-        whole = replace(sight, query_lengths=(longest,))
-        top = whole if last is sight else replace(last, query_lengths=(longest_read,))
+        whole = replace(sight, query_lengths=(longest[0],))
+        top = whole if last is sight else replace(last, query_lengths=(longest[1],))
         shown = replace(rows, attention_metadata=whole, last_layer_metadata=top)
         if self._pool is None:
             output = denoiser.encode(shown)[0]
-            found = _Graph(sent.tensors, output, lambda: output.copy_(denoiser.encode(shown)[0]))
+            found = _Graph(tensors, output, lambda: output.copy_(denoiser.encode(shown)[0]))
         else:
             aside = torch.cuda.Stream(denoiser.device)
             aside.wait_stream(torch.cuda.current_stream())
@@ -154,14 +148,6 @@ class StepGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
                 output = denoiser.encode(shown)[0]
-            found = _Graph(sent.tensors, output, graph.replay)
+            found = _Graph(tensors, output, graph.replay)
         denoiser.flop_count = work
         return found
-
-
-def copy_storage(source: Tensor, target: Tensor) -> None:
-    """Copies all of the buffer that a tensor is a view of into that of another one."""
-    whole = [
-        tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()) for tensor in (source, target)
-    ]
-    whole[1].copy_(whole[0])

@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 MAX_PENDING_BYTES = 2**30  # that wait to be written
 MAX_HEADER_BYTES = 2**12  # of an entry, besides its numbers
 READER_THREADS = 8
-SMALL_ENTRY_BYTES = 2**20  # below which a thread costs more than it saves
 MIN_FREE_BYTES = 2 * 2**30  # of the disk, which are left to others
 KEYS_VALUES_VERSION = 2  # raise it when the same weights compute others, or keep them otherwise
 
@@ -48,14 +47,14 @@ KEYS_VALUES_VERSION = 2  # raise it when the same weights compute others, or kee
 class EvidenceStore:
     """Keys and values of segments below `folder`; it takes no more once its disk is nearly full.
 
-    context: what the numbers depend on besides the segment (`describe_context`). token: the dtype and shape
-    (N, 2, 1, Hk, D) of what is kept of one token, on any device. Any number of processes may share a
+    context: what the numbers depend on besides the segment (`describe_context`). token: what is kept of
+    one token, (N, 2, 1, Hk, D). Any number of processes may share a
     folder.
     """
 
     def __init__(self, folder: Path, context: str, token: Tensor) -> None:
         self.folder = folder
-        self._context, self._token = blake3(context.encode()).hexdigest(), token.to("meta")
+        self._context, self._token = blake3(context.encode()).hexdigest(), token
         self.written_bytes, self.damaged_entries = 0, 0  # by this process
         self.is_full = False  # whether the disk has no room for an entry
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="evidence-store")
@@ -63,9 +62,8 @@ class EvidenceStore:
         self._writing: deque[tuple[int, Future[None]]] = deque()  # bytes that wait to be written
 
     def get_all(self, segments: Sequence[Segment]) -> list[Tensor | None]:
-        """Returns what `get` does of each of these, at least one; large ones are read in threads."""
-        size = self._token.nbytes * max(len(segment.ids) for segment in segments)
-        return [*(map if size < SMALL_ENTRY_BYTES else self._readers.map)(self.get, segments)]
+        """Returns what `get` does of each of these, which are read in threads."""
+        return [*self._readers.map(self.get, segments)]
 
     def __contains__(self, segment: Segment) -> bool:
         return self.path(segment).exists()
@@ -77,12 +75,10 @@ class EvidenceStore:
         """
         if self.is_full:
             return
-        writing = self._writing
-        while writing and sum(size for size, _ in writing) + kept.nbytes > MAX_PENDING_BYTES:
+        writing, most = self._writing, MAX_PENDING_BYTES - kept.nbytes
+        while writing and (writing[0][1].done() or sum(size for size, _ in writing) > most):
             writing.popleft()[1].result()
         writing.append((kept.nbytes, self._writer.submit(self._write, self.path(segment), kept, ready)))
-        while writing[0][1].done() and len(writing) > 1:
-            writing.popleft()
 
     def flush(self) -> None:
         """Returns when all entries that were added are on the disk."""

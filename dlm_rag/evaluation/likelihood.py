@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from dlm_rag.config.sections import LikelihoodConfig
 from dlm_rag.engine.runner import LOGITS_CHUNK_POSITIONS
 from dlm_rag.errors import ConfigError, QuestionError
-from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
+from dlm_rag.evidence.encode_segments import encode_canvases
 from dlm_rag.evidence.prompt_segments import (
     ContextBudget,
     LaidOutRow,
@@ -33,7 +33,7 @@ from dlm_rag.evidence.prompt_segments import (
 )
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.packed_batch import to_device, to_host
+from dlm_rag.model.packed_batch import to_host
 from dlm_rag.progress import track_progress
 from dlm_rag.randomness import make_keyed_generator, sample_uniform
 from dlm_rag.tokenizer import Prompt
@@ -168,9 +168,10 @@ def _predict_targets(
     shape, states, parts = denoiser.config, [row.laid for row in rows], []
     never = [n for n in (shape.mask_token_id, *shape.excluded_token_ids) if n is not None]
     with torch.inference_mode():
-        contexts = encode_contexts(denoiser, states)
-        hidden = encode_canvases(denoiser, states, contexts, [row.positions for row in rows])
-        targets, not_text = to_device([np.concatenate(wanted), np.array(never, np.int64)], hidden.device)
+        asked = [np.concatenate(wanted), np.array(never, np.int64)]
+        hidden, (targets, not_text) = encode_canvases(
+            denoiser, states, [row.positions for row in rows], asked
+        )
         for start in range(0, len(hidden), LOGITS_CHUNK_POSITIONS):
             chunk = slice(start, start + LOGITS_CHUNK_POSITIONS)
             found = denoiser.compute_token_logits(hidden[chunk]).float().log_softmax(-1)

@@ -13,6 +13,7 @@ changes. `no_evidence` has question, finished blocks, passages, window; nothing 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -246,17 +247,8 @@ class ContextBudget:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Truncation:
-    """What of the evidence did not fit into the context."""
-
-    tokens: int = 0
-    passages_shortened: int = 0
-    passages_dropped: int = 0
-
-
-def truncate_evidence(prompt: Prompt, room: ContextBudget) -> tuple[Prompt, Truncation]:
-    """The prompt with as much evidence as the context holds, and what was cut.
+def truncate_evidence(prompt: Prompt, room: ContextBudget) -> tuple[Prompt, dict[str, int]]:
+    """The prompt with as much evidence as the context holds, and counts of what was cut.
 
     Passages keep their tokens in rank order until the context is full; the one that crosses the end is
     shortened, later ones are dropped. Where they are separate, each is shortened to `passage_length`. What
@@ -277,7 +269,8 @@ def truncate_evidence(prompt: Prompt, room: ContextBudget) -> tuple[Prompt, Trun
         )
     lost = [len(fact) - len(kept) for fact, kept in zip(prompt.facts, facts, strict=True)]
     shortened = sum(1 for kept, n in zip(facts, lost, strict=True) if n and kept)
-    cut = Truncation(sum(lost), shortened, sum(1 for kept in facts if not kept))
+    dropped = sum(1 for kept in facts if not kept)
+    cut = {"tokens": sum(lost), "passages_shortened": shortened, "passages_dropped": dropped}
     return Prompt(prompt.head, tuple(facts), prompt.tail), cut
 
 
@@ -310,7 +303,7 @@ class Evidence:
     prompt: Prompt
     texts: dict[str, str]  # by id, in rank order: what of each passage is in the prompt
     dropped: tuple[str, ...]  # ids of the passages without a place, which rank after all others
-    truncation: Truncation
+    cut: dict[str, int]  # tokens that were cut, passages that were shortened and dropped
 
 
 def fit_passages(
@@ -330,14 +323,13 @@ def fit_passages(
     }
     prompt = tokenizer.build_prompt(question, [text for text, _ in found.values()], system)
     fitted, cut = truncate_evidence(prompt, room)
-    texts, lost, shortened = dict[str, str](), cut.tokens, 0
+    texts, cut["passages_shortened"] = dict[str, str](), 0
     for (name, (text, skipped)), fact, kept in zip(found.items(), prompt.facts, fitted.facts, strict=True):
-        lost += skipped
+        cut["tokens"] += skipped
         if kept:
             texts[name] = text if kept == fact else tokenizer.decode_with_offsets(list(kept))[0]
-            shortened += bool(skipped) or kept != fact
-    dropped = tuple(name for name in passages if name not in texts)
-    return Evidence(fitted, texts, dropped, Truncation(lost, shortened, cut.passages_dropped))
+            cut["passages_shortened"] += bool(skipped) or kept != fact
+    return Evidence(fitted, texts, tuple(name for name in passages if name not in texts), cut)
 
 
 @lru_cache(maxsize=4096)  # a passage stays in the evidence of a question for several steps
@@ -354,15 +346,13 @@ def skip_to_relevant(tokenizer: Tokenizer, text: str, question: str, length: int
     spans = find_sentence_spans(body)
     held = [asked & {*split_words(body[start:stop])} for start, stop in spans]
     lengths = [len(tokenizer.encode(body[start:stop])) for start, stop in spans]
-    room, best, most = length - len(tokenizer.encode(title)), 0, -1
-    for first in range(len(spans)):
-        left, found = room, set[str]()
-        for words, tokens in zip(held[first:], lengths[first:], strict=True):
-            if tokens > left:
-                break
-            left, found = left - tokens, found | words
-        if len(found) > most:
-            best, most = first, len(found)
+    room = length - len(tokenizer.encode(title))
+
+    def count_words(first: int) -> int:
+        pairs = zip(held[first:], accumulate(lengths[first:]), strict=True)
+        return len(set[str]().union(*(words for words, end in pairs if end <= room)))
+
+    best = max(range(len(spans)), key=count_words, default=0)
     if not best:
         return text, 0
     kept = body[spans[best][0] :].lstrip()

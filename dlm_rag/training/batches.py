@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dlm_rag.evidence.encode_segments import encode_contexts, run_starts
+from dlm_rag.evidence.encode_segments import encode_canvases
 from dlm_rag.evidence.prompt_segments import (
     ContextBudget,
     LaidOutRow,
@@ -27,7 +27,6 @@ from dlm_rag.evidence.prompt_segments import (
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.layers import AttentionProbe, get_compute_dtype
-from dlm_rag.model.packed_batch import pack_rows
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.tokenizer import Prompt, Tokenizer
@@ -283,8 +282,8 @@ def locate_pointers(
     and last + 1 of the passage, and the token; the row, and the place among its pointers.
     """
     found = []
-    laid_out = zip(examples, states, run_starts(states), strict=True)
-    for row, (example, state, start) in enumerate(laid_out):
+    starts = accumulate((len(state.canvas_segment.ids) for state in states), initial=0)
+    for row, (example, state, start) in enumerate(zip(examples, states, starts, strict=False)):
         facts, head = example.prompt.facts, len(example.prompt.head)
         # Where the prompt is in one piece, the passages follow its head; else each is a segment.
         bounds = dict(zip(range(len(facts)), accumulate(map(len, facts), initial=head), strict=False))
@@ -406,12 +405,9 @@ class MaskedObjective(nn.Module):
         probe = None
         if weight and counts["pointed"]:
             probe = AttentionProbe(max(0, denoiser.config.num_hidden_layers - 2))
-        runs, context = [row.canvas_segment for row in states], encode_contexts(denoiser, states)
-        read = [[row.find_state(n) for n in read] for row, read in zip(states, batch.read, strict=True)]
-        add = [*batch.supervision, batch.places]
-        rows = pack_rows(runs, denoiser.device, read, context, add)
-        targets, weights, copied, places = rows.extra_tensors
-        hidden = denoiser.encode(rows, probe=probe)[0]
+        added = [*batch.supervision, batch.places]
+        hidden, found = encode_canvases(denoiser, states, batch.read, added, probe)
+        targets, weights, copied, places = found
         with profile_stage("loss"):
             normed, head = denoiser.norm(hidden), denoiser.lm_head.weight
             summed, right = ChunkedCrossEntropy.apply(normed, head, targets, weights, self.logit_chunk)

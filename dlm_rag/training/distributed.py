@@ -269,4 +269,4 @@ def allow_independent_forwards(
 
 
 def _encode_one_token(denoiser: Denoiser) -> None:
-    encode_canvases(denoiser, [LaidOutRow((), Segment((0, 0), 0), 0)], None, [[0]])
+    encode_canvases(denoiser, [LaidOutRow((), Segment((0, 0), 0), 0)], [[0]])

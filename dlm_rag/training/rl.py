@@ -31,7 +31,7 @@ from dlm_rag.engine.policy import (
     step_log_prob,
 )
 from dlm_rag.errors import ConfigError, QuestionError
-from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
+from dlm_rag.evidence.encode_segments import encode_canvases
 from dlm_rag.evidence.prompt_segments import LaidOutRow, lay_out_prompt
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.packed_batch import to_device
@@ -201,7 +201,7 @@ class PolicyObjective(nn.Module):
         """What the rows of a part add to the loss of a step, and sums over their decisions."""
         rows = part.rows
         states, read = [row.state for row in rows], [row.candidates for row in rows]
-        hidden = encode_canvases(self.denoiser, states, encode_contexts(self.denoiser, states), read)
+        hidden, _ = encode_canvases(self.denoiser, states, read)
         with profile_stage("loss"):
             arrays = [
                 np.array([token for row in rows for token in row.committed_tokens], np.int64),

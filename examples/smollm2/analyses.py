@@ -19,7 +19,7 @@ import torch
 
 from dlm_rag import Denoiser, Tokenizer, read_trace
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
-from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
+from dlm_rag.evidence.encode_segments import encode_canvases
 from dlm_rag.evidence.prompt_segments import ContextBudget, LaidOutPrompt, fit_passages, lay_out_prompt
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval.corpus import open_corpus
@@ -77,8 +77,7 @@ class PairModel:
             begin, end = laid.block_bounds(place)
             masks = [self.tokenizer.mask_id] * (end - len(ids))
             rows.append(laid.build_row([*ids, *masks], max(0, begin), shape.shifted))
-        contexts = encode_contexts(self.denoiser, rows)
-        hidden = encode_canvases(self.denoiser, rows, contexts, [[place] for place in places])
+        hidden, _ = encode_canvases(self.denoiser, rows, [[place] for place in places])
         logits = self.denoiser.compute_token_logits(hidden).float()
         logits[:, self.tokenizer.mask_id] = -torch.inf
         return logits.log_softmax(-1)

@@ -24,8 +24,7 @@ from dlm_rag.commands import evaluate, sample
 from dlm_rag.commands.arguments import READER, parse_command_line
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import CONFIG_FOLDER, Config, load_config
-from dlm_rag.decode.answers_file import AnswersFile
-from dlm_rag.decode.trace_file import read_trace, read_trace_header
+from dlm_rag.decode.trace_file import AnswersFile, read_trace, read_trace_header
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.machine import get_code_commit
 from dlm_rag.page.render import build_page_record, read_trace_runs

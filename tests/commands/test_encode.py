@@ -46,7 +46,7 @@ def fill(call, store, model, corpus_file):
 
 def open_to_read(store, model):
     denoiser = Denoiser.from_pretrained(model)
-    return open_evidence_store(EngineConfig(store=str(store)), denoiser, KVFormat(denoiser).empty(1))
+    return open_evidence_store(EngineConfig(store=str(store)), denoiser, KVFormat(denoiser).token)
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from dlm_rag.commands import synthesize
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.commands.synthesize import make_rows
 from dlm_rag.data.synthetic_world import write_world
-from dlm_rag.decode.answers_file import AnswersFile
 from dlm_rag.decode.rollout import Rollout
+from dlm_rag.decode.trace_file import AnswersFile
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.files.record_readers import read_records
 from dlm_rag.questions import Question, read_questions

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dlm_rag.decode.answers_file import AnswersFile
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.decode.trace_file import read_trace
+from dlm_rag.decode.trace_file import AnswersFile, read_trace
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.questions import Question
 from tests.support.results import CPU, make_stamp

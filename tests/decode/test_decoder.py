@@ -30,12 +30,10 @@ from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 
 def wanted(count, mask_id, temperature=None, uniform=None, spread=False):
     """What is wanted of all positions alike."""
-    everywhere, nowhere = torch.arange(count), torch.zeros(0, dtype=torch.long)
-    sampled = nowhere if temperature is None else torch.nonzero(temperature).squeeze(1)
-    tempered, drawn = (torch.zeros(0) if x is None else x[sampled] for x in (temperature, uniform))
-    mask = torch.tensor([mask_id])
-    spread_at = everywhere if spread else nowhere
-    return SamplingMetadata(mask, sampled, tempered, drawn, spread_at)
+    numbers = torch.zeros(6, count, dtype=torch.float64)
+    if temperature is not None:
+        numbers[:2] = torch.stack((temperature, uniform))
+    return SamplingMetadata(torch.tensor([mask_id]), numbers, spread, temperature is not None)
 
 
 WAYS = {  # of doing the same work

@@ -8,7 +8,6 @@ from dlm_rag import Denoiser
 from dlm_rag.commands.prepare_decoder import choose_devices
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
-from dlm_rag.evidence.encode_segments import encode_segments
 from dlm_rag.model.denoiser import assign_devices, list_devices
 from dlm_rag.model.denoiser_config import Segment
 from dlm_rag.model.packed_batch import pack_rows
@@ -55,7 +54,6 @@ def test_every_operator_has_its_operands_on_one_device(monkeypatch):
         )
         assert hidden.shape[0] == 3 and hidden.device == CPU
         assert [k.device for k, _ in kept] == denoiser.layer_devices
-        assert encode_segments(denoiser, [Segment((1, 2), 0)])[0].device == CPU
         assert denoiser.compute_token_logits(hidden).device == CPU
 
 

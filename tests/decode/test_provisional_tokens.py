@@ -29,7 +29,12 @@ SEEN = [
 
 def test_a_step_holds_what_is_new_in_it():
     recorder = ProvisionalRecorder(lambda token: f"t{token}")
-    steps = [recorder.record_step(found) for found in SEEN]
+    steps = [
+        recorder.record_step(
+            [*found], [token for token, _ in found.values()], [c for _, c in found.values()]
+        )
+        for found in SEEN
+    ]
     assert steps == [
         ProvisionalDelta("9950  05", (0, 7, 1, 8, 3, 7), ((7, "t7"), (8, "t8"))),
         ProvisionalDelta("  70  00", (3, 9), ((9, "t9"),)),

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dlm_rag.config import EngineConfig
 from dlm_rag.engine.cache import KVCache, KVFormat, KVMemory
 from dlm_rag.engine.runner import MaskedModelRunner
-from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
+from dlm_rag.evidence.encode_segments import encode_canvases
 from dlm_rag.evidence.prompt_segments import (
     LaidOutPrompt,
     RowInput,
@@ -87,7 +87,8 @@ def test_a_row_sees_the_places_that_it_names_and_itself(int8, by_row):
     places = []
     for segment, values in zip(held, numbers, strict=True):
         places.append(memory.take(len(segment.ids)))
-        memory.write(places[-1], format.pack(values, segment.start), segment.start)
+        kept = torch.stack([format.pack_layer(kv, layer, None) for layer, kv in enumerate(values)])
+        memory.write(places[-1], kept, segment.start)
     seen, lengths = [(0, 2), (), (2, 1)], (2, 3, 1)  # segments of each row; its own tokens
     before = [np.concatenate([*(places[n] for n in row), memory.take(0)]) for row in seen]
     context = MemoryRows(memory, before, [memory.take(n) for n in lengths], by_row)
@@ -159,7 +160,7 @@ def hidden_of(denoiser, cache, numbers, laid):
     asked = [[first + n for n in places] for first, places in zip(firsts, READ, strict=False)]
     read = [[] if run.row is None else asked[run.row] for run in runs]
     rows = pack_rows([run.segment for run in runs], CPU, read, stored)
-    fresh = encode_canvases(denoiser, states, encode_contexts(denoiser, states), READ[: len(laid)])
+    fresh, _ = encode_canvases(denoiser, states, READ[: len(laid)])
     found = denoiser.encode(rows)[0]
     cache.store_computed()
     return found, fresh

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from dlm_rag.errors import QuestionError
-from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
+from dlm_rag.evidence.encode_segments import encode_canvases
 from dlm_rag.evidence.prompt_segments import (
     ContextBudget,
-    Truncation,
     fit_passages,
     lay_out_prompt,
     truncate_evidence,
@@ -32,7 +31,7 @@ def split_hidden(denoiser, layout, prompt=PROMPT):
     """Hidden states of the canvas, the way the decoder gets them."""
     shape = replace(denoiser.config, passage_length=SPAN)
     states = [lay_out_prompt(prompt, shape, layout).build_row(CANVAS, 0, shape.shifted)]
-    return encode_canvases(denoiser, states, encode_contexts(denoiser, states), [range(len(CANVAS))])
+    return encode_canvases(denoiser, states, [range(len(CANVAS))])[0]
 
 
 def masked_hidden(denoiser, layout):
@@ -89,7 +88,7 @@ def test_passages_keep_their_tokens_in_rank_order_until_the_context_is_full(layo
     prompt = Prompt((1,), ((2,) * 4, (3,) * 4, (4,) * 4), (5,))
     fitted, cut = truncate_evidence(prompt, ContextBudget(layout, 14, canvas_length=6, passage_length=1))
     assert fitted.facts == ((2,) * 4, (3,) * 2, ())
-    assert cut == Truncation(tokens=6, passages_shortened=1, passages_dropped=1)
+    assert cut == {"tokens": 6, "passages_shortened": 1, "passages_dropped": 1}
     assert len(fitted) + 6 == 14, "the context is used to the last token"
 
 
@@ -99,11 +98,12 @@ def test_independent_shortens_each_passage_by_itself():
         prompt, ContextBudget("independent", 20, canvas_length=6, passage_length=5)
     )
     assert [len(fact) for fact in fitted.facts] == [4, 5]
-    assert cut == Truncation(tokens=4, passages_shortened=1)
+    assert cut == {"tokens": 4, "passages_shortened": 1, "passages_dropped": 0}
 
 
 def test_what_fits_is_not_touched_and_a_question_that_does_not_fit_says_by_how_much():
-    assert truncate_evidence(PROMPT, ContextBudget("joint", 100, 10, 50)) == (PROMPT, Truncation())
+    prompt, cut = truncate_evidence(PROMPT, ContextBudget("joint", 100, 10, 50))
+    assert prompt == PROMPT and not any(cut.values())
     with pytest.raises(QuestionError, match="2 tokens too long: the context of 10"):
         truncate_evidence(Prompt((1,) * 6, (), ()), ContextBudget("joint", 10, 6, 0))
 

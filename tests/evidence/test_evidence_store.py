@@ -136,9 +136,7 @@ def make_sparse(path):
     ],
     ids=["fifo", "zero", "sparse", "folder", "empty", "noise", "deep", "no checksum"],
 )  # fmt: skip
-@pytest.mark.parametrize("small", [1, 10**6], ids=["in a thread", "here"])
-def test_what_is_no_entry_is_not_read(tmp_path, make, small, monkeypatch):
-    monkeypatch.setattr(evidence_store, "SMALL_ENTRY_BYTES", small)
+def test_what_is_no_entry_is_not_read(tmp_path, make):
     path = entry_path(tmp_path, 1)
     path.parent.mkdir(parents=True)
     make(path)
@@ -199,8 +197,7 @@ def open_store(tmp_path, denoiser, **settings):
     return open_evidence_store(EngineConfig(store=str(tmp_path / "store"), **settings), denoiser, TOKEN)
 
 
-def test_large_entries_are_read_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(evidence_store, "SMALL_ENTRY_BYTES", 1)
+def test_entries_are_read_together(tmp_path):
     fill(tmp_path, range(100))
     *found, missing = EvidenceStore(tmp_path, "tiny", TOKEN).get_all([*map(segment, range(101))])
     assert all(torch.equal(each, kept(n)) for n, each in enumerate(found)) and missing is None

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dlm_rag.cli import describe_expected_error
 from dlm_rag.commands.sample import page as page_command
-from dlm_rag.decode.answers_file import AnswersFile
+from dlm_rag.decode.trace_file import AnswersFile
 from dlm_rag.evaluation.metrics import SCORE_METRICS
 from dlm_rag.evaluation.tables import build_result_table, read_result
 from dlm_rag.questions import read_questions

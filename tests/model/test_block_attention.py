@@ -8,7 +8,7 @@ from dlm_rag.config import EngineConfig
 from dlm_rag.engine.cache import MAX_JOINT_TOKENS
 from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.errors import ConfigError
-from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
+from dlm_rag.evidence.encode_segments import encode_canvases
 from dlm_rag.evidence.prompt_segments import RowInput, lay_out_prompt
 from dlm_rag.questions import Question
 from dlm_rag.tokenizer import Prompt
@@ -79,7 +79,7 @@ def test_training_sees_what_decoding_sees(order):
     for view in walk_decode_views(denoiser.config, order, 7):
         states = [view.laid_out_prompt.build_row(view.canvas.tolist(), view.finished_length, shifted=False)]
         with torch.no_grad():
-            hidden = encode_canvases(denoiser, states, encode_contexts(denoiser, states), [view.positions])
+            hidden, _ = encode_canvases(denoiser, states, [view.positions])
         torch.testing.assert_close(hidden, dense_reference_states(denoiser, view), rtol=1e-4, atol=1e-5)
 
 

@@ -6,8 +6,8 @@ import torch
 from dlm_rag.config import EngineConfig
 from dlm_rag.engine.cache import KVFormat, dequantize_int8, quantize_int8
 from dlm_rag.engine.runner import MaskedModelRunner
-from dlm_rag.evidence.encode_segments import encode_segments
 from dlm_rag.model.denoiser_config import Segment
+from dlm_rag.model.packed_batch import pack_rows
 from tests.model.test_block_attention import ASKED, make_decoder, what_happened
 from tests.support.attention import ragged_kernel
 from tests.support.tiny_models import tiny_denoiser
@@ -41,16 +41,13 @@ def test_a_bias_of_the_keys_is_kept_exactly(qk_norm):
             block.self_attn.k_proj.bias.zero_()
             block.self_attn.k_proj.bias[3::8] = 300.0
         format = KVFormat(denoiser, "int8")
-        for segment, kept in zip(SEGMENTS, encode_segments(denoiser, SEGMENTS), strict=True):
-            positions = torch.arange(segment.start, segment.end)
-            for layer, whole in enumerate(kept):
-                ours, theirs = (
-                    (f.unpack_layer(f.pack(kept, segment.start)[layer], layer, positions)[0] - whole[0])
-                    .abs()
-                    .max()
-                    for f in (format, plain)
-                )
-                assert qk_norm or ours < theirs / 30
+        rows = pack_rows(SEGMENTS, torch.device("cpu"))
+        for layer, (k, v) in enumerate(denoiser.encode(rows, keep=True)[1]):
+            ours, theirs = (
+                (f.unpack_layer(f.pack_layer(torch.stack((k, v)), layer, at), layer, at)[0] - k).abs().max()
+                for f, at in ((format, rows.positions), (plain, rows.positions))
+            )
+            assert qk_norm or ours < theirs / 30
 
 
 @pytest.mark.parametrize("shape", [{}, {"block_size": None}, {"block_size": None, "qkv_bias": True}])

@@ -160,11 +160,8 @@ def proposals_of(logits, soft, lots):
     """What the loop gets of these logits, drawn at lots (5, n)."""
     n = len(logits)
     numbers = torch.tensor([[value] * n for value in (soft.temperature, soft.threshold, soft.width)])
-    none = torch.zeros(0, dtype=torch.long)
-    wanted = SamplingMetadata(
-        MASK, none, torch.zeros(0), torch.zeros(0), none,
-        torch.arange(n), torch.cat((numbers, torch.from_numpy(lots[:2]).float())),
-    )  # fmt: skip
+    quantiles = torch.from_numpy(lots[:2]).float()
+    wanted = SamplingMetadata(MASK, torch.cat((torch.zeros(1, n), quantiles, numbers)), acts=True)
     found = sample_proposals(logits.float(), wanted)
     return gather_proposals([SimpleNamespace(positions=np.arange(n))], [found])()[0]
 

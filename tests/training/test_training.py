@@ -23,7 +23,7 @@ from dlm_rag.commands.train import StopSignal, prepare_run_folder
 from dlm_rag.config import TrainConfig, load_config
 from dlm_rag.data.synthetic_world import make_world, make_world_question
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts, run_starts
+from dlm_rag.evidence.encode_segments import encode_canvases
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.files.journal import hold_file_lock
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -156,7 +156,7 @@ def test_the_loss_is_the_textbook_one_at_supervised_positions(examples):
     for row in rows:
         states = [lay_out_prompt(row.prompt, denoiser.config).build_row(row.canvas(0), 0, shifted=False)]
         read = [range(len(row.target))]
-        hidden = encode_canvases(denoiser, states, encode_contexts(denoiser, states), read)
+        hidden, _ = encode_canvases(denoiser, states, read)
         logits = denoiser.lm_head(denoiser.norm(hidden))
         losses = F.cross_entropy(logits, torch.tensor(row.target), reduction="none")
         weights = torch.tensor([0.15 if t == 1 else 1.0 for t in row.target])
@@ -197,8 +197,8 @@ def test_pointer_loss_is_the_mass_where_it_belongs(tokenizer, examples, layout, 
     denoiser = micro_denoiser(f"model.evidence_layout={layout}", f"model.block_size={block}")
     example = next(e for e in examples if e.supervised_pointers)
     states, probe = lay_out_examples([example], denoiser.config, layout), AttentionProbe(0)
-    encode_canvases(denoiser, states, encode_contexts(denoiser, states), [[0]], probe)
-    starts = [at + row.canvas_start for at, row in zip(run_starts(states), states, strict=True)]
+    encode_canvases(denoiser, states, [[0]], probe=probe)
+    start = states[0].canvas_start
     loss, mass = pointer_loss_of([example], states, probe)
     expected, masses = [], []
     for p in example.supervised_pointers:
@@ -209,7 +209,7 @@ def test_pointer_loss_is_the_mass_where_it_belongs(tokenizer, examples, layout, 
         if block:
             seen -= max(0, len(example.target) - (p.position // block + 1) * block)
         attention = [
-            ((probe.keys[:seen, head] @ probe.queries[starts[0] + p.position, head]) / 32**0.5).softmax(0)
+            ((probe.keys[:seen, head] @ probe.queries[start + p.position, head]) / 32**0.5).softmax(0)
             for head in (0, 1)
         ]
         masses.append(attention[0][inside].sum())
@@ -225,7 +225,7 @@ def test_the_pointer_loss_is_float32_under_autocast(examples):
     with torch.autocast("cpu", torch.bfloat16):
         states = lay_out_examples(few, denoiser.config, "independent")
         read = [example.supervised_positions for example in few]
-        encode_canvases(denoiser, states, encode_contexts(denoiser, states), read, probe)
+        encode_canvases(denoiser, states, read, probe=probe)
         found = pointer_loss_of(few, states, probe)
     torch.testing.assert_close(found, pointer_loss_of(few, states, probe), rtol=0, atol=0)
     assert probe.keys.dtype == torch.bfloat16 and found[0].dtype == torch.float32

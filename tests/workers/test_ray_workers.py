@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlm_rag.decode.answers_file import AnswersFile
+from dlm_rag.decode.trace_file import AnswersFile
 from dlm_rag.errors import ConfigError, CorpusError, RunError
 from dlm_rag.questions import Question
 from dlm_rag.workers import worker_pool as pool_module
