@@ -218,7 +218,7 @@ def prepare_decoder(
     find = open_search_source(config.retrieval, once)
     show_status("checking the model")
     from dlm_rag.engine.engine import resolve_settings
-    from dlm_rag.engine.step_graphs import check_step_graphs
+    from dlm_rag.engine.runner import check_step_graphs
     from dlm_rag.engine.store import check_store
     from dlm_rag.evidence.prompt_segments import check_finished_blocks, check_kept_evidence
     from dlm_rag.model.attention import choose_backend

@@ -5,6 +5,7 @@ only once.
 """
 
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -90,8 +91,7 @@ def are_deltas_valid(steps: Iterable[ProvisionalDelta | None], length: int) -> b
     """Whether records are those of one decode with a canvas of `length`."""
     deltas = [step for step in steps if step is not None]
     try:
-        for _ in replay_provisional(deltas):
-            pass
+        deque(replay_provisional(deltas), maxlen=0)
     except (KeyError, ValueError):
         return False
     return all(

@@ -376,13 +376,11 @@ def find_closest(question: str, passages: Mapping[str, str], most: int = 2) -> l
         scores = [(len(titled | own), len(own)) for own in held]
         best = max(scores)
         if best[0]:
-            words = len(titled.union(*held))
-            ranked.append(((best[0], words), name, title or name, sentences[scores.index(best)]))
-    ranked.sort(key=lambda found: found[0], reverse=True)  # stable: of equals the first found stays first
-    return [
-        {"id": name, "title": title, "sentence": clip_text(sentence)}
-        for _, name, title, sentence in ranked[:most]
-    ]
+            sentence = clip_text(sentences[scores.index(best)])
+            found = ClosestPassage(id=name, title=title or name, sentence=sentence)
+            ranked.append((best[0], len(titled.union(*held)), found))
+    ranked.sort(key=lambda each: each[:2], reverse=True)  # stable: of equals the first found stays first
+    return [found for _, _, found in ranked[:most]]
 
 
 def describe_abstention(reason: str, closest: Collection[ClosestPassage]) -> str:

@@ -178,10 +178,7 @@ def scan_trace(path: Path) -> TraceContents:
 
 
 def _entries(path: Path, kind: type[AnswerLine | Rollout]) -> Iterator[tuple[str, Any]]:
-    """The lines of a trace file, told apart, with their places; those of questions as `kind`.
-
-    Raises `TraceError`.
-    """
+    """The lines of a trace file, told apart, with their places; those of questions as `kind`."""
     if not path.is_file():
         raise TraceError(f"trace '{path}' was not found")
     for number, (place, record) in enumerate(read_json_lines(path, TraceError)):

@@ -304,29 +304,26 @@ class KVFormat:
         self.token_bytes = self.token.nbytes
         self.has_key_bias = self.is_compressed and shape.qkv_bias and not shape.qk_norm  # which scales it
 
-    def pack_layer(self, keys_values: Tensor, layer: int, positions: Tensor | None) -> Tensor:
-        """What is kept of the keys and values (2, n, Hk, D) of a layer; positions: (n,), for a key bias."""
-        if not self.is_compressed:
-            return keys_values
+    def pack_layer(self, keys_values: Tensor, layer: int, positions: Tensor) -> Tensor:
+        """What is kept as int8 of the keys and values (2, n, Hk, D) of a layer, at `positions` (n,)."""
         if self.has_key_bias:
             k, v = keys_values
             keys_values = torch.stack((k - self._key_bias(layer, positions), v))
         return quantize_int8(keys_values)
 
     def unpack_layer(self, kept: Tensor, layer: int, positions: Tensor | None) -> Tensor:
-        """Keys and values (2, n, Hk, D) of a layer from what is kept of them."""
+        """Keys and values (2, n, Hk, D) of a layer from what is kept; positions: (n,), with a key bias."""
         if not self.is_compressed:
             return kept
         found = dequantize_int8(kept, self.dtype)
-        if self.has_key_bias:
+        if positions is not None:
             found[0] += self._key_bias(layer, positions)
         return found
 
-    def _key_bias(self, layer: int, positions: Tensor | None) -> Tensor:
+    def _key_bias(self, layer: int, positions: Tensor) -> Tensor:
         """(n, Hk, D)"""
         attention = self._denoiser.layers[layer].self_attn
         assert isinstance(attention, Attention) and attention.k_proj.bias is not None
-        assert positions is not None
         bias = attention.k_proj.bias.to(positions.device, self.dtype).view(1, -1, attention.head_dim)
         rope = self._denoiser.compute_rope(positions.to(self._denoiser.device))
         rope = tuple(part.to(positions.device) for part in rope)

@@ -196,11 +196,14 @@ def load(model: str | Path | None = None, corpus: Any = None, **settings: Any) -
     """
     default = WORLD_MODELS[0] if corpus is None and "url" not in settings else READER
     name, sections = str(model or default), {section: getattr(Config(), section) for section in SECTIONS}
+    names = {item.name: name for name in SECTIONS for item in fields(sections[name])}
     for key, value in settings.items():
-        section = _find_section(key, sections)
+        if key not in names:
+            right = f" (nearest: '{INSTEAD[key]}')" if key in INSTEAD else suggest_nearest(key, names)
+            raise ConfigError(f"load has no setting '{key}'{right}")
         if key in ("device", "dtype"):  # also as objects of torch
             value = str(value).removeprefix("torch.")
-        sections[section] = replace_settings(sections[section], **{key: value})
+        sections[names[key]] = replace_settings(sections[names[key]], **{key: value})
     if name == MODEL_NAME:
         print_note(f"{name} is the model as published; what is trained to answer from passages is {READER}")
     wanted, retrieval = sections["model"], sections["retrieval"]
@@ -221,15 +224,6 @@ def load(model: str | Path | None = None, corpus: Any = None, **settings: Any) -
     )  # fmt: skip
     tokenizer = Tokenizer.from_pretrained(checkpoint, layout)
     return Decoder(denoiser, retriever, tokenizer, sections["decode"], layout, sections["engine"])
-
-
-def _find_section(key: str, sections: dict[str, Any]) -> str:
-    """The section that has a setting; raises `ConfigError` with the nearest name."""
-    names = {item.name: name for name in SECTIONS for item in fields(sections[name])}
-    if key not in names:
-        right = f" (nearest: '{INSTEAD[key]}')" if key in INSTEAD else suggest_nearest(key, names)
-        raise ConfigError(f"load has no setting '{key}'{right}")
-    return names[key]
 
 
 class StepEvent(NamedTuple):
@@ -457,10 +451,8 @@ _EXCLUDES = {
 def _take_own_settings(
     settings: DecodeConfig, own: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> DecodeConfig:
-    """`settings` with a checkpoint's `own` for those that nobody has set, but for what then has no effect.
-
-    facts: about the checkpoint, and how it is read.
-    """
+    """`settings` with a checkpoint's `own` for those that nobody has set, but for what, by the facts about
+    it, then has no effect."""
     given = [name for name in settings.given if getattr(settings, name) is not None]
     ruled_out = {other for name in given for other in _EXCLUDES.get(name, ())}
     own = {name: value for name, value in own.items() if name not in settings.given | ruled_out}

@@ -268,11 +268,8 @@ class Row:
 
 
 def find_commit_span(masked: NDArray[np.bool_], block: Span, block_length: int | None) -> Span:
-    """Returns from where and up to where positions of a block of attention may be committed.
-
-    That is its first part of `block_length` (None or 0: the block) with a mask. Parts are counted from
-    where the block begins, which may be below 0.
-    """
+    """Returns what of a block of attention may be committed: its first part of `block_length` (None or 0:
+    the block) with a mask. Parts are counted from where the block begins, which may be below 0."""
     begin, end = block
     if block_length:
         first = max(begin, 0) + int(np.argmax(masked[max(begin, 0) : end]))

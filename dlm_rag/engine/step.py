@@ -251,12 +251,9 @@ class Searches:
         return [_check_passages(passages) for passages in found]
 
     def apply(self, rows: list[Row]) -> list[Row]:
-        """Takes what was found as the evidence of the rows that asked, which are returned.
-
-        Only the wait for it counts as time.
-        """
+        """Takes what was found as the evidence of the rows that asked, which are returned."""
         found = list[tuple[Row, SearchResult]]()
-        with profile_stage("retrieve"):
+        with profile_stage("retrieve"):  # only the wait counts as time
             for row in rows:
                 if row.search is not None:
                     search, number = row.search

@@ -96,10 +96,8 @@ class EvidenceStore:
         return f"engine.store is read{damaged}{', the disk takes no more' if self.is_full else ''}"
 
     def get(self, segment: Segment) -> Tensor | None:
-        """Returns the tensor of a segment in host memory; None where it is not there, or damaged.
-
-        A damaged entry is removed.
-        """
+        """Returns the tensor of a segment in host memory; None where it is not there, or damaged: such an
+        entry is removed."""
         path, shape = self.path(segment), [*self._token.shape]
         shape[2] = len(segment.ids)
         try:

@@ -87,7 +87,7 @@ def test_a_row_sees_the_places_that_it_names_and_itself(int8, by_row):
     places = []
     for segment, values in zip(held, numbers, strict=True):
         places.append(memory.take(len(segment.ids)))
-        kept = torch.stack([format.pack_layer(kv, layer, None) for layer, kv in enumerate(values)])
+        kept = torch.stack([format.pack_layer(kv, 0, None) for kv in values]) if int8 else values
         memory.write(places[-1], kept, segment.start)
     seen, lengths = [(0, 2), (), (2, 1)], (2, 3, 1)  # segments of each row; its own tokens
     before = [np.concatenate([*(places[n] for n in row), memory.take(0)]) for row in seen]

@@ -7,7 +7,7 @@ from tests.support.triton_interpreter import require_kernel
 require_kernel()
 
 import dlm_rag
-from dlm_rag.engine.step_graphs import round_up_size
+from dlm_rag.engine.runner import round_up_size
 
 
 def test_sizes_are_few_and_near():
