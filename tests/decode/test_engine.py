@@ -24,22 +24,6 @@ def run(engine):
 
 
 @pytest.mark.parametrize("overlap", ["none", "pipeline"])
-@pytest.mark.parametrize("layout", ["joint", "independent"])
-def test_questions_that_come_late_get_the_tokens_they_get_alone(corpus_file, layout, overlap):
-    decoder = make_decoder(corpus_file, layout, batch_size=4, overlap=overlap)
-    one = make_decoder(corpus_file, layout, batch_size=1, overlap=overlap)
-    expected = {r.id: rollout_record(r) for r in one.stream(ASKED)}
-    with decoder.new_engine() as engine:
-        engine.submit(ASKED[0])
-        engine.step()
-        engine.step()
-        for question in ASKED[1:]:
-            engine.submit(question)
-        found = run(engine)
-    assert {r.id: rollout_record(r) for r in found.values()} == expected
-
-
-@pytest.mark.parametrize("overlap", ["none", "pipeline"])
 def test_a_row_cancelled_in_mid_flight_leaves_no_trace_in_any_other(corpus_file, overlap):
     settings = {"batch_size": 3, "overlap": overlap, "commit_threshold": 1.0, "early_stopping": False}
     decoder = make_decoder(corpus_file, "independent", **settings)

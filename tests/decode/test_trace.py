@@ -7,7 +7,6 @@ from unittest.mock import patch
 import pytest
 
 from dlm_rag.decode.trace_file import (
-    TraceWriter,
     read_trace,
     read_trace_header,
 )
@@ -144,24 +143,13 @@ def test_rows_differ_in_settings_texts_and_errors(tmp_path):
         next(reading)
 
 
-def test_a_file_of_questions_alone_is_refused(tmp_path):
-    path = write_rollouts(tmp_path / "t.jsonl", HEADER, [make_rollout_with()])
-    path.write_text(path.read_text().splitlines(keepends=True)[-1])
-    for read in (
-        read_trace_header,
-        lambda path: TraceWriter(path, HEADER),
-        lambda path: [*read_trace(path)],
-    ):
-        with pytest.raises(TraceError, match="line 1: this is no line of a trace of version 2"):
-            read(path)
-
-
 def test_a_bad_trace_is_one_sentence(tmp_path):
     path = write_rollouts(tmp_path / "t.jsonl", HEADER, [make_rollout_with()])
     header, *passages, line = path.read_text().splitlines(keepends=True)
     broken = json.loads(line)
     del broken["steps"][1]["query"]
     for text, says in {
+        line: "line 1: this is no line of a trace of version 2",  # questions alone
         header.replace('"trace": 2', '"trace": 3') + line: "is a trace of version 3, known is 2",
         header.replace("mask_id", "mask") + line: "line 1: this is no line of a trace",
         header + "".join(passages) + json.dumps(broken) + "\n": "line 5: this is no line of a trace",

@@ -38,6 +38,7 @@ def choose(rule, found, **settings):
     return chosen.positions.tolist()
 
 
+IDS, SURE = np.arange(4), values(0.95, 0.99, 0.4, 0.99)
 ENTROPY = values(0.5, 0.01, 0.06, 0.04)  # ascending: the sums without the largest are 0, 0.01, 0.05, 0.11
 
 
@@ -53,6 +54,11 @@ ENTROPY = values(0.5, 0.01, 0.06, 0.04)  # ascending: the sums without the large
         (select_by_entropy_bound(ENTROPY, 0.1), [1, 2, 3]),
         (select_by_entropy_bound(ENTROPY, 0.11 + 1e-9), [0, 1, 2, 3]),
         (select_by_entropy_bound(ENTROPY, 0.0), [1]),
+        (select_left_to_right(IDS, SURE, 0.9), [0, 1]),  # no token behind an unsure one
+        (select_left_to_right(IDS, SURE, 0.999, least=3), [0, 1, 2]),
+        (select_left_to_right(IDS, SURE, 0.1), [0, 1, 2, 3]),
+        (select_left_to_right(np.array([5, 6, 6, 7]), np.ones(4), 0.9), [0, 1]),  # a repeated token waits
+        (select_left_to_right(np.array([5, 6, 6, 7]), np.ones(4), 0.9, least=4), [0, 1, 2, 3]),
     ],
 )
 def test_rules_by_hand(chosen, expected):
@@ -107,18 +113,3 @@ def test_select_reads_the_value_that_belongs_to_the_rule():
     assert choose("threshold", found, commit_threshold=0.5, tokens_per_step=2) == [0, 1], "at most two"
     with pytest.raises(ConfigError, match=r"decode\.commit_rule=magic"):
         find_rule("magic")
-
-
-def test_left_to_right_commits_no_token_behind_an_unsure_one():
-    ids = np.arange(4)
-    confidence = np.array([0.95, 0.99, 0.4, 0.99])
-    assert select_left_to_right(ids, confidence, 0.9).tolist() == [0, 1]
-    assert select_left_to_right(ids, confidence, 0.999).tolist() == [0]
-    assert select_left_to_right(ids, confidence, 0.999, least=3).tolist() == [0, 1, 2]
-    assert select_left_to_right(ids, confidence, 0.1).tolist() == [0, 1, 2, 3]
-
-
-def test_left_to_right_leaves_a_repeated_token_for_the_next_step():
-    ids = np.array([5, 6, 6, 7])
-    assert select_left_to_right(ids, np.ones(4), 0.9).tolist() == [0, 1]
-    assert select_left_to_right(ids, np.ones(4), 0.9, least=4).tolist() == [0, 1, 2, 3]
