@@ -53,8 +53,10 @@ class LaunchedStep(NamedTuple):
 
 def launch_step(model_runner: ModelRunner, rows: list[Row]) -> LaunchedStep | None:
     """Starts to denoise rows, each with evidence; None where there are none."""
+    if not rows:
+        return None
     inputs = [build_row_input(row) for row in rows]
-    return LaunchedStep(rows, inputs, _propose(model_runner, inputs)) if rows else None
+    return LaunchedStep(rows, inputs, _propose(model_runner, inputs))
 
 
 def finish_step(launched: LaunchedStep, tokenizer: Tokenizer) -> None:
@@ -78,8 +80,6 @@ def finish_step(launched: LaunchedStep, tokenizer: Tokenizer) -> None:
 
 def _propose(model_runner: ModelRunner, inputs: list[RowInput]) -> Callable[[], Sequence[Proposals | None]]:
     """Starts a step; its wait returns None for a row that the memory does not hold even alone."""
-    if not inputs:
-        return lambda: ()
     with suppress(torch.OutOfMemoryError):
         return model_runner.propose(inputs)
     log.warning("no memory for %d rows at once: each runs alone; set a smaller batch size", len(inputs))

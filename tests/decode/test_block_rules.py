@@ -16,6 +16,7 @@ from tests.support.decoding import bias_end_token
 from tests.support.tiny_models import byte_tokenizer, tiny_tokenizer
 from tests.support.traces import (
     RotatingRetriever,
+    decode_and_spy,
     make_trace_header,
     rebuild_inputs,
     rebuild_tokenizer,
@@ -130,19 +131,6 @@ def test_a_text_that_may_still_be_edited_is_not_at_its_end(corpus, rounds):
     assert sum(r.forwards for r in texts[0]) < sum(r.forwards for r in texts[1])
 
 
-def seen_by(decoder):
-    """The rollouts; by question and step the arrangement and the canvas that the denoiser is shown."""
-    seen, denoise = {}, engine.launch_step
-
-    def spy(runner, rows):
-        seen.update({(r.question.id, r.step): (r.laid_out_prompt, r.canvas.ids.tolist()) for r in rows})
-        return denoise(runner, rows)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "launch_step", spy)
-        return decoder.decode(ASKED), seen
-
-
 @pytest.mark.parametrize("settings", [EDITS, AT_ONCE, {}], ids=["edits", "blocks at once", "none"])
 @pytest.mark.parametrize("context", [95, 512])
 def test_a_trace_gives_prompts_canvases_and_edits_again(corpus, tmp_path, settings, context):
@@ -150,7 +138,7 @@ def test_a_trace_gives_prompts_canvases_and_edits_again(corpus, tmp_path, settin
     decoder = make_decoder(
         corpus, shape={"max_position_embeddings": context}, max_new_tokens=13, **settings
     )
-    rollouts, seen = seen_by(decoder)
+    rollouts, seen = decode_and_spy(decoder, ASKED)
     path = write_rollouts(tmp_path / "t.jsonl", make_trace_header(decoder), rollouts)
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
     header = read_trace_header(path)

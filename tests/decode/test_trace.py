@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 
@@ -10,7 +9,6 @@ from dlm_rag.decode.trace_file import (
     read_trace,
     read_trace_header,
 )
-from dlm_rag.engine import engine
 from dlm_rag.errors import TraceError, UserError
 from dlm_rag.evaluation.metrics import score_rollout
 from dlm_rag.evidence.prompt_segments import (
@@ -23,6 +21,7 @@ from tests.support.tiny_models import byte_tokenizer, tiny_tokenizer
 from tests.support.traces import (
     HEADER,
     TRACE_QUESTIONS,
+    decode_and_spy,
     make_decoder,
     make_rollout_with,
     make_trace_header,
@@ -43,18 +42,6 @@ def restore_evidence_texts(rollout, header, tokenizer):
     return replace(rollout, evidence_texts=texts)
 
 
-def decode_and_spy(decoder):
-    """The rollouts, and by question and step what the denoiser saw: arrangement, canvas."""
-    seen, denoise = {}, engine.launch_step
-
-    def spy(runner, rows):
-        seen.update({(r.question.id, r.step): (r.laid_out_prompt, r.canvas.ids.tolist()) for r in rows})
-        return denoise(runner, rows)
-
-    with patch.object(engine, "launch_step", spy):
-        return decoder.decode(TRACE_QUESTIONS), seen
-
-
 @pytest.fixture
 def tokenizer_folder(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
@@ -72,7 +59,7 @@ def test_every_prompt_and_training_row_is_made_again(
     corpus, tmp_path, tokenizer_folder, layout, shifted, settings
 ):
     decoder = make_decoder(corpus, layout, shifted=shifted, **settings)
-    rollouts, seen = decode_and_spy(decoder)
+    rollouts, seen = decode_and_spy(decoder, TRACE_QUESTIONS)
     path = write_rollouts(tmp_path / "t.jsonl", make_trace_header(decoder), rollouts)
 
     header = read_trace_header(path)

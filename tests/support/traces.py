@@ -1,10 +1,12 @@
 """Traces of tiny models."""
 
 from dataclasses import asdict, replace
+from unittest.mock import patch
 
 from dlm_rag import Decoder
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.trace_file import TraceHeader, TraceWriter, build_trace_header
+from dlm_rag.engine import engine
 from dlm_rag.evidence.prompt_segments import ContextBudget, fit_passages, lay_out_prompt
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.questions import Question
@@ -47,6 +49,18 @@ def make_decoder(corpus, layout, top_k=3, shifted=False, **settings):
         DecodeConfig(**({"max_new_tokens": 12, "commit_threshold": 0.4} | settings)),
         layout,
     )
+
+
+def decode_and_spy(decoder, questions):
+    """The rollouts; by question and step the arrangement and the canvas that the denoiser is shown."""
+    seen, launch = {}, engine.launch_step
+
+    def spy(runner, rows):
+        seen.update({(r.question.id, r.step): (r.laid_out_prompt, r.canvas.ids.tolist()) for r in rows})
+        return launch(runner, rows)
+
+    with patch.object(engine, "launch_step", spy):
+        return decoder.decode(questions), seen
 
 
 def make_trace_header(decoder):
