@@ -82,7 +82,8 @@ def scan_checkpoints(folder: Path) -> tuple[dict[Path, CheckpointRecord], list[s
         try:
             complete[path] = _read_record(path)
         except OSError as error:
-            skipped.append(f"{path} is passed over: {RECORD_FILE} cannot be read ({error.strerror})")
+            name = Path(error.filename or RECORD_FILE).name
+            skipped.append(f"{path} is passed over: {name} cannot be read ({error.strerror})")
         except _SkippedCheckpointError as error:
             skipped.append(f"{path} is passed over: {error}")
     return complete, skipped

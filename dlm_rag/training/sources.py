@@ -38,7 +38,7 @@ from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.randomness import pick_shuffled
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.retrieval.base import CorpusRetriever, Retriever, build_query
+from dlm_rag.retrieval.base import CorpusRetriever, Query, Retriever, build_query
 from dlm_rag.retrieval.corpus import Passage, get_row_id, open_corpus
 from dlm_rag.text import FUNCTION_WORDS, find_sentence_spans, overlapping_spans, split_words
 from dlm_rag.tokenizer import Tokenizer
@@ -190,23 +190,18 @@ class QuestionExamples:
 
     def examples(self, step: int, items: Iterable[int]) -> list[Example]:
         """The rows of some sets of passages of a step."""
-        seed, moments = self._train.seed, []
-        for item in items:  # its question, and how many characters of its response stand: some sentences
+        seed, first = self._train.seed, step * self._train.passage_sets_per_step
+        drawn, queries, examples = [], list[Query](), list[Example]()
+        for item in items:
             rng = random.Random(f"answered/{seed}/{step}/{item}")
-            number = step * self._train.passage_sets_per_step + item
-            question = pick_shuffled(self._questions, number, seed, "questions")
-            ends = [end for _, end in find_sentence_spans(target_response(question))]
-            moments.append((rng, question, rng.choice([0, *ends])))
-        found = self._retriever.search(
-            [
-                build_query("proxy", question.question, target_response(question)[:stands])
-                for _, question, stands in moments
-            ]
-        )
-        examples: list[Example] = []
-        for (rng, question, stands), passages in zip(moments, found, strict=True):
-            encode, response = self._builder.tokenizer.encode, target_response(question)
-            prompt = self._builder.build_prompt(question.question, [passage.text for passage in passages])
+            question = pick_shuffled(self._questions, first + item, seed, "questions")
+            response = target_response(question)
+            stands = rng.choice([0, *(end for _, end in find_sentence_spans(response))])  # characters
+            queries.append(build_query("proxy", question.question, response[:stands]))
+            drawn.append((rng, question.question, response, stands))
+        encode, found = self._builder.tokenizer.encode, self._retriever.search(queries)
+        for (rng, asked, response, stands), passages in zip(drawn, found, strict=True):
+            prompt = self._builder.build_prompt(asked, [passage.text for passage in passages])
             ids, standing = list(encode(response)), len(encode(response[:stands])) if stands else 0
             for _ in range(self._train.rows_per_set):
                 examples.append(self._builder.build_example(rng, prompt, ids, standing, ()))
