@@ -66,8 +66,9 @@ class PolicyRow(NamedTuple):
     candidates: tuple[int, ...]
     committed_tokens: tuple[int, ...]  # of each candidate the token that it committed, -1 where it stayed
     forced: bool
-    weight: float  # its advantage, times the steps that it represents; 0: there for other processes
+    weight: float  # its advantage, times the number of steps of its rollout that it represents
     old_log_prob: float
+    learns: bool = True  # False: it is there for the other processes
 
 
 class RolloutBuffer(NamedTuple):
@@ -222,7 +223,7 @@ class PolicyObjective(nn.Module):
             loss = -gained / counts["divisor"]
         with torch.no_grad():
             ratios = (log_prob.double() - recorded.double()).exp()
-            learns = float(rows[0].weight != 0)
+            learns = float(rows[0].learns)  # else it is there for the other processes
             sums = {
                 "policy": gained, "ratio_error": (ratios - 1).abs().sum(), "entropy": entropy,
                 "learned": gained.new_full((), len(rows)),
@@ -361,4 +362,4 @@ def make_idle_row(decoder: Decoder) -> PolicyRow:
     shape, mask = decoder.denoiser.config, (decoder.tokenizer.mask_id,)
     order = decoder.config.finished_block_context
     laid = lay_out_prompt(Prompt(mask, (mask,), mask), shape, decoder.evidence_layout, order)
-    return PolicyRow(laid.build_row(mask, 0, shape.shifted), (0,), (-1,), False, 0.0, 0.0)
+    return PolicyRow(laid.build_row(mask, 0, shape.shifted), (0,), (-1,), False, 0.0, 0.0, False)
