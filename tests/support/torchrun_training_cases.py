@@ -40,7 +40,11 @@ ROWS_ON_ONE = {
         "train.gradient_accumulation_steps=2",
         "train.activation_checkpointing=full",
     ],
-    "sharded, blocks": ["model.block_size=8", "decode.finished_block_context=no_evidence"],
+    "sharded, blocks": [
+        "model.block_size=8",
+        "model.evidence_layout=independent",
+        "decode.finished_block_context=no_evidence",
+    ],
 }
 SHARDED = [*RL, "train.parallel=fsdp"]
 PRETRAIN = [
