@@ -20,9 +20,12 @@ def metrics_of(folder):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A tiny public-style denoiser."""
+    """A tiny public-style denoiser, which names no evidence layout."""
     folder = tmp_path / "checkpoint"
     tiny_denoiser(max_position_embeddings=512).save_pretrained(folder, eos_token_id=257)
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["evidence_layout"]
+    (folder / "config.json").write_text(json.dumps(raw))
     byte_tokenizer().save_pretrained(folder)
     return folder
 
