@@ -34,11 +34,7 @@ class _StderrHandler(logging.StreamHandler):
 
 
 def run_program(main: Callable[[list[str]], None]) -> NoReturn:
-    """Runs a program: user errors are one sentence and exit code 2, Ctrl-C is exit code 130.
-
-    What went wrong on the way (a full disk, no memory) is one sentence and exit code 1; a traceback is a
-    fault of this program.
-    """
+    """Runs a program: exit code 2 for user errors, 1 for what else went wrong, both said in a sentence."""
     shown = _StderrHandler()
     shown.setLevel(logging.INFO)  # some libraries lower their own loggers to DEBUG
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[shown])
@@ -51,9 +47,6 @@ def run_program(main: Callable[[list[str]], None]) -> NoReturn:
             Path.cwd()
         except FileNotFoundError:
             raise ConfigError("the working folder is there no more: change into another") from None
-        threads = os.environ.get("NUMBA_NUM_THREADS", "1")
-        if not re.fullmatch("[1-9][0-9]{0,3}", threads):  # 0 would be a traceback of numba's
-            raise ConfigError(f"NUMBA_NUM_THREADS={threads} in the environment is not a count: unset it")
         if isinstance(sys.stdout, io.TextIOWrapper):  # ASCII, say: text is shown with escapes
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
@@ -78,11 +71,8 @@ def run_program(main: Callable[[list[str]], None]) -> NoReturn:
 
 
 def exit_rank(code: int = 0) -> NoReturn:
-    """Ends a process of torchrun, without what Python takes down at its end.
-
-    Threads of torch.distributed may outlive their group (pytorch issue 179291), and such a one can end a
-    process that has done all of its work by SIGABRT while Python takes itself down.
-    """
+    """Ends a process of torchrun without what Python takes down, which threads of torch.distributed may
+    outlive and then end in SIGABRT (pytorch issue 179291)."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
@@ -96,12 +86,10 @@ def describe_expected_error(error: Exception) -> str:
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror or summarize_error(error)}"
-    if isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
-    ):
-        return (
-            f"the memory is full ({summarize_error(error)}): make batches smaller (decode.batch_size, say)"
-        )
+    full = isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))
+    if full or isinstance(error, MemoryError):
+        reason = summarize_error(error)
+        return f"the memory is full ({reason}): make batches smaller (decode.batch_size, say)"
     return ""
 
 

@@ -51,10 +51,7 @@ class LocalEngines:
     _decoder: Decoder | BaselineEngine | None = None
 
     def open(self, prepared: Prepared) -> list[Machine]:
-        """Reads the weights, unless they are loaded; returns every other machine that answers.
-
-        Then there is `read_energy`, for that since now.
-        """
+        """Reads the weights, unless they are loaded, and meters energy; returns every other machine."""
         config = prepared.config
         kept = self._decoder.denoiser if self._decoder and config.model == self._model else None
         self._decoder = None  # frees the pool: the next one is a share of what is free
@@ -95,10 +92,7 @@ class WorkerEngines:
 
 @contextmanager
 def open_engines(workers: str | None, jobs: Iterable[Prepared]) -> Iterator[LocalEngines | WorkerEngines]:
-    """The engines of these jobs, until the end of the block; nothing starts before the first question.
-
-    Raises `ConfigError` for workers that are not possible.
-    """
+    """The engines of these jobs, until the end of the block. Raises `ConfigError`."""
     if workers is None:
         yield LocalEngines()
         return
@@ -160,10 +154,7 @@ def describe_dependencies(prepared: PreparedDecoder) -> dict[str, Any]:
 def make_worker_decoder(
     config: Config, questions: list[Question], depends_on: dict[str, Any], workers_per_machine: int
 ) -> tuple[Decoder, Machine]:
-    """A decoder in a worker, if code, corpus and checkpoint are those of the main process.
-
-    questions: only for oracle evidence. Raises `UserError` for what is missing here or differs.
-    """
+    """A decoder in a worker; raises `UserError` where what it reads is not the main process's."""
     prepared = prepare_decoder(config, questions)
     here = describe_dependencies(prepared)
     for key, value in depends_on.items():
@@ -223,11 +214,8 @@ def parse_answer_command_line(
     description: str, argv: list[str], reads: Sequence[str], **more: Any
 ) -> CommandLine:
     """As `parse_command_line`; with --plan prints what decoding takes, and exits. Raises `UserError`."""
-    more["options"] = {
-        "plan": (False, "print what decoding takes, and do nothing"),
-        **more.get("options", {}),
-    }
-    words = parse_command_line(description, argv, (*reads, "plan.machine"), **more)
+    options = {"plan": (False, "print what decoding takes, and do nothing")} | more.pop("options", {})
+    words = parse_command_line(description, argv, (*reads, "plan.machine"), options=options, **more)
     if (count := parse_int(os.environ.get("WORLD_SIZE", "1"), 1, "WORLD_SIZE=")) > 1:
         raise ConfigError(f"torchrun has started {count} processes: start one, with workers={count}")
     if words.options["plan"]:
@@ -245,11 +233,7 @@ def plan_answer_job(
     once: ResourceCache | None = None,
     prepare: Callable[[Config, list[Question], ResourceCache], Prepared] = prepare_decoder,
 ) -> AnswerJob:
-    """The job of answering into the files `out` and `trace`; questions answered there are skipped.
-
-    once: shared by several jobs. prepare: checks what answers. Raises `UserError` for bad input, and for
-    files that cannot be written or hold answers of other settings.
-    """
+    """The job of answering what is not answered in `out` and `trace`. Raises `UserError`, also of these."""
     assert config.out is not None
     if config.workers is not None and not is_model_url(config.model.path):
         from dlm_rag.workers.worker_pool import check_ray_installed

@@ -123,10 +123,7 @@ def list_cells(benchmark: Benchmark, out: Path) -> Iterator[Cell]:
 
 
 def is_for_kind(word: str, served: bool) -> bool:
-    """Whether a policy's name or KEY=VALUE is for models behind a server, or for others.
-
-    What is for neither is for both: evaluate says what is wrong with it.
-    """
+    """Whether a policy's name or KEY=VALUE is for models behind a server, or for others; or for neither."""
     key, equals, _ = word.partition("=")
     if equals:
         return is_read_when_served(key) if served else not key.startswith("remote.")

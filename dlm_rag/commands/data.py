@@ -50,21 +50,17 @@ def main(argv: list[str]) -> None:
             count = "-" if file.rows is None else f"{file.rows:,}"
             rows.append((file.name, count, file.layout, file.licence, f"{file.repository}: {file.path}"))
         model = f"model, {format_bytes(WHEEL_BYTES)}"
-        print_columns([*rows, (MODEL_NAME, "-", model, "apache-2.0", f"pip: {PACKAGE}")])
+        rows.append((MODEL_NAME, "-", model, "apache-2.0", f"pip: {PACKAGE}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            print("  ".join(cells).rstrip())
     if MODEL_NAME in given.names:
         source = None if given.source is None else expand_path(given.source, ConfigError, "--from")
         print(f"{get_smollm2(source)} is there: --model {MODEL_NAME} reads it")
         given.names = [name for name in given.names if name != MODEL_NAME]
     if given.names:
         get_datasets(given.names, given.split, expand_path(given.folder, ConfigError, "folder"))
-
-
-def print_columns(rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table; foreign control characters become blanks."""
-    rows = [[replace_control_chars(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
@@ -75,15 +71,13 @@ def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
     states = {
         file: hub_datasets.read_file_state(file) for file in files if not (folder / file.path).exists()
     }
-    rows = [("file", "bytes", "licence", "from")]
     for file, (revision, size) in states.items():
-        source = f"{file.repository} @ {revision[:12]}"
-        rows.append((str(folder / file.path), format_bytes(size), file.licence, source))
+        source = f"{format_bytes(size)}, {file.licence}, from {file.repository} @ {revision[:12]}"
+        print(replace_control_chars(f"{folder / file.path}: {source}"))
     need = sum(size for _, size in states.values())
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if states:
-        print_columns(rows)
         print(f"to fetch: {format_bytes(need)}; free in {folder}: {format_bytes(free)}")
     if need > free:
         raise ConfigError(f"{folder} has {format_bytes(free)}, {format_bytes(need)} are needed: make room")
@@ -95,10 +89,7 @@ def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
 
 
 def check_file(file: hub_datasets.HubFile, is_new: bool, rule: str, folder: Path) -> None:
-    """Reads a file (of a corpus only the first passage), and makes of it what the rule says.
-
-    Raises `UserError` for another layout.
-    """
+    """Reads a file (of a corpus the first passage), and cuts it by the rule. Raises `UserError`."""
     target, own = folder / file.path, hub_datasets.get_local_path(file, rule, folder)
     try:
         if file.layout == "passages":

@@ -198,10 +198,7 @@ def plan_answer_jobs(
 
 
 def run_answer_jobs(jobs: dict[str, AnswerJob], workers: str | None) -> None:
-    """Runs the jobs; those of the same weights one after another, so that these are read once.
-
-    What one setting has kept of evidence is not passed on: the next would look faster than it is.
-    """
+    """Runs the jobs, those of the same weights together, without the evidence that others have kept."""
     several, prepared = len(jobs) > 1, [job.prepared for job in jobs.values()]
     models = [each.config.model for each in prepared]
     total = sum(len(job.questions) for job in jobs.values())
@@ -243,10 +240,7 @@ def write_evaluation_report(
     out: Path, groups: compare.QuestionGroups, scores: dict[str, list[Score]], folders: dict[str, Path],
     said: dict[str, Any],
 ) -> None:  # fmt: skip
-    """JSON first, so that nothing that goes wrong later takes it; then Markdown, the screen, a picture.
-
-    said: what scores.json begins with; "f1_rule" among it. Raises `RunError` for a picture that fails.
-    """
+    """Writes JSON first, so that nothing takes it that goes wrong later. Raises `RunError`."""
     stamps = {name: read_json_or_empty(each / "answers.jsonl.run.json") for name, each in folders.items()}
     summaries = {name: compare.summarize_scores(theirs, groups) for name, theirs in scores.items()}
     energy = {name: summarise_energy(stamp.get("energy")) for name, stamp in stamps.items()}

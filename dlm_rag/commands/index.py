@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dlm_rag.cli import print_note
-from dlm_rag.commands.arguments import parse_command_line
+from dlm_rag.commands.arguments import SEARCH_SETTINGS, parse_command_line
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_decoder
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.config.fields import check_url
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from dlm_rag.model.denoiser_config import Segment
 
 WRITE_TIMEOUT_SECONDS = 60.0  # that one write may take: a server stores more slowly than it searches
-INDEX_SETTINGS = ("retrieval", "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle")
 ENCODE_SETTINGS = (
     "model", "prompt", "engine", "-engine.memory_gib", "-engine.prefix_cache_gib",
     "retrieval.corpus", "retrieval.index_dir",
@@ -40,7 +39,7 @@ BATCH_TOKENS = 4096  # of passages that are encoded in one call
 
 def main(argv: list[str]) -> None:
     target = "URL of the collection to build, milvus://HOST:PORT/COLLECTION; none: the index is kept here"
-    words = parse_command_line(__doc__ or "", argv, INDEX_SETTINGS, options={"to": ("", target)})
+    words = parse_command_line(__doc__ or "", argv, SEARCH_SETTINGS, options={"to": ("", target)})
     config, url = words.config.retrieval, words.options["to"]
     if config.corpus is None or config.method == "none":
         raise ConfigError("a corpus is indexed: give --corpus FILE, and another method than none")

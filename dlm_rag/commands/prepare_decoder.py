@@ -158,10 +158,7 @@ class ResourceCache(dict[str, Any]):
 
 
 def gather_questions(config: Config, typed: list[str], scored: bool = False) -> list[Question]:
-    """The questions chosen of the file, and those of the command line; at least one, ids all different.
-
-    scored: whether they are of a file, with known answers. Raises `UserError`.
-    """
+    """The questions of file and command line; scored: of a file, with answers. Raises `UserError`."""
     if scored and not config.questions:
         raise ConfigError("a model or corpus of your own needs --questions FILE, with golden_answers")
     if config.limit and not config.questions:
@@ -181,10 +178,9 @@ def gather_questions(config: Config, typed: list[str], scored: bool = False) -> 
 
 
 def fill_in_shipped_files(config: Config, typed: list[str]) -> Config:
-    """The config with what ships with the package where nothing is named.
+    """The config with what ships with the package where nothing is named. Raises `ConfigError`.
 
-    The model by itself, the world for its own models, the world's questions for no other corpus. The
-    corpus "context" is the file of the questions, that of a name its file. Raises `ConfigError`.
+    The model by itself, the world for its own models, the world's questions for no other corpus.
     """
     model, questions, corpus = config.model, config.questions, config.retrieval.corpus
     if corpus == "context" and not Path("context").exists():
@@ -205,11 +201,7 @@ def fill_in_shipped_files(config: Config, typed: list[str]) -> Config:
 def prepare_decoder(
     config: Config, questions: list[Question], once: ResourceCache | None = None
 ) -> PreparedDecoder:
-    """Checks checkpoint, questions, corpus and index, before any weight is read.
-
-    questions: empty where all has been checked before, in another process. once: of the jobs that share
-    what they need. Raises `UserError`.
-    """
+    """Checks all that is needed, before any weight is read; once: shared by jobs. Raises `UserError`."""
     once, given = ResourceCache() if once is None else once, (config, questions)
     weights = (path, block_size) = config.model.path or "", config.model.block_size
     if is_model_url(path):
@@ -258,11 +250,7 @@ def prepare_decoder(
 def open_search_source(
     config: RetrievalConfig, once: ResourceCache
 ) -> Callable[[list[Question], str], Retriever]:
-    """Checks what is searched, a service by asking it, without torch, which takes seconds to import.
-
-    Gives what opens it, for questions (of an oracle) and a query policy: an index may take time. Raises
-    `UserError`.
-    """
+    """Checks what is searched, before torch is imported; gives what opens it. Raises `UserError`."""
     if config.url is not None:
         show_status(f"asking {config.url}")
         service = once(lambda: load_retriever(config), "service", config)

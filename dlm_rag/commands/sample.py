@@ -21,15 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlm_rag.cli import CommandParser, print_note
-from dlm_rag.commands.answer_job import (
-    LocalEngines,
-    check_distinct_paths,
-    check_output_files,
-    count_answers,
-    open_engines,
-    parse_answer_command_line,
-    plan_answer_job,
-)
+from dlm_rag.commands import answer_job
 from dlm_rag.commands.arguments import ANSWER_SETTINGS
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, gather_questions, prepare_decoder
 from dlm_rag.config import Config
@@ -53,7 +45,7 @@ SPEED_HELP = "steps a second at which a terminal shows the first answer; 0: as f
 
 def main(argv: list[str]) -> None:
     reads = (*ANSWER_SETTINGS, "trace", "html")
-    words = parse_answer_command_line(
+    words = answer_job.parse_answer_command_line(
         __doc__ or "", argv, reads, typed=True, options={"speed": (0, SPEED_HELP)}
     )
     given, speed = words.config, words.options["speed"]
@@ -77,9 +69,9 @@ def main(argv: list[str]) -> None:
     if config.out is None:
         failed = decode_to_screen(config, questions, words.announce_reader, speed)
     else:
-        job = plan_answer_job(config, questions)
+        job = answer_job.plan_answer_job(config, questions)
         words.announce_reader()
-        with open_engines(config.workers, [job.prepared]) as engines:
+        with answer_job.open_engines(config.workers, [job.prepared]) as engines:
             job.run(engines)
         failed = job.failed
         traced = f", the traces in {config.trace}" if config.trace else ""
@@ -103,7 +95,7 @@ def decode_to_screen(
     config: Config, questions: list[Question], ready: Callable[[], None], speed: float
 ) -> int:
     """Answers to a terminal or as JSON lines to a pipe; how many failed; speed: as of `LiveView`."""
-    check_output_files(config)
+    answer_job.check_output_files(config)
     if config.trace is not None and Path(config.trace).is_file() and Path(config.trace).stat().st_size:
         raise ConfigError(f"trace={config.trace} holds something already: choose another, or add --out")
     prepared = prepare_decoder(config, questions)  # what is wrong is said before torch is imported
@@ -114,7 +106,7 @@ def decode_to_screen(
     from dlm_rag.decode.trace_file import TraceWriter, write_json_line
     from dlm_rag.evaluation.metrics import compute_exact_match
 
-    engines, console = LocalEngines(), Console()
+    engines, console = answer_job.LocalEngines(), Console()
     engines.open(prepared)
     show_status("taking the first step")
     shown: list[Rollout] = []
@@ -125,7 +117,7 @@ def decode_to_screen(
             trace = TraceWriter(Path(config.trace), prepared.trace_header()) if config.trace else None
             if trace:
                 stack.callback(trace.file.close)
-            tally = stack.enter_context(count_answers(engines, prepared))
+            tally = stack.enter_context(answer_job.count_answers(engines, prepared))
             view = stack.enter_context(LiveView(console, speed)) if console.is_terminal else None
             for rollout in engines.stream(questions, view.step if view else None):
                 tally.add(rollout)
@@ -183,6 +175,6 @@ def page(argv: list[str]) -> None:
     target = expand_path(given.html, ConfigError)
     known = read_questions(given.questions) if given.questions else []
     read = {f"trace {number}, {path},": str(path) for number, path in enumerate(traces, start=1)}
-    check_distinct_paths({"html": str(target)}, read | {"questions": given.questions})
+    answer_job.check_distinct_paths({"html": str(target)}, read | {"questions": given.questions})
     check_page_target(str(target))
     write_run_page(str(target), read_trace_runs(traces), known)

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dlm_rag.cli import print_note
-from dlm_rag.commands.arguments import CommandLine, parse_command_line
+from dlm_rag.commands.arguments import SEARCH_SETTINGS, CommandLine, parse_command_line
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, fill_in_shipped_files, prepare_decoder
 from dlm_rag.config import Config
 from dlm_rag.energy import open_meter
@@ -46,7 +46,6 @@ CHAT_SETTINGS = (
     "model", "prompt", "retrieval", "-retrieval.oracle", "decode", "engine",
     "out", "-out",  # as sample: without a model the shipped reader
 )  # fmt: skip
-SEARCH_SETTINGS = ("retrieval", "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle")
 SERVED_BY = (
     "--model", "--corpus", "--config", "model.path=", "retrieval.corpus=", "retrieval.url=",
     "retrieval.method=",
@@ -102,10 +101,7 @@ def parse_served(description: str, argv: list[str], reads: Sequence[str], **more
 
 
 def describe_corpus(config: Config, retriever: Retriever) -> tuple[tuple[str, ...], str]:
-    """Questions to begin with, and a sentence on what the model knows.
-
-    Of passages that ship three of their questions, of others questions about their titles.
-    """
+    """Questions to begin with (of what ships its own, else of titles), and what the model knows."""
     corpus = Path(config.retrieval.corpus or "").expanduser().resolve()
     if folder := next((each for each in (EXAMPLES, WORLD) if corpus.parent == each), None):
         asked = tuple(question.question for question in read_questions(folder / "questions.jsonl")[:3])

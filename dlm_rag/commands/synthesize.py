@@ -74,9 +74,7 @@ def make_rows(
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """The rows in the order of their questions, and counts of them and of what was left out, by reason.
 
-    A row is a question with its response, and the passages that this cites as supporting_ids. Left out are
-    responses that do not end in a known answer, or have a sentence (or no sentence) that cites no passage,
-    and those to a question that an earlier row asks already.
+    Kept are responses that end in a known answer and cite a passage in every sentence, one a question.
     """
     asked = {question.id: question for question in questions}
     counts, kept, rows, seen = Counter(rows=0), dict[str, Rollout](), list[dict[str, Any]](), set[str]()

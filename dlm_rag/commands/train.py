@@ -126,11 +126,7 @@ RUN_FILE_STEMS = {"metrics", "train", *RUN_SUBFOLDERS}
 
 
 def prepare_run_folder(folder: Path, resume: bool) -> None:
-    """Raises `ConfigError` where the folder cannot be one, or is not what `resume` says.
-
-    A run begins in a folder that is new or empty, or holds what another that was stopped before its
-    first step has left; what is gone on with must be a run.
-    """
+    """Raises `ConfigError` where a folder is of something else, or not as `resume` says."""
     here = folder.iterdir() if folder.is_dir() else ()
     names = sorted(path.name for path in here if not path.name.startswith("."))
     foreign = [name for name in names if name.partition(".")[0] not in RUN_FILE_STEMS]

@@ -173,15 +173,11 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def dump_config(config: Config) -> str:
-    """The tree as YAML, which `load_config` reads back as it is.
-
-    Settings of `decode` and `retrieval` that nobody has set are comments: a checkpoint may have its own.
-    """
+    """The tree as YAML, which `load_config` reads back; what a checkpoint may set, and nobody has, in comments."""
     tree, unset = asdict(config), {}
     for name in ("decode", "retrieval"):
-        given = getattr(config, name).given
-        unset[name] = {key: value for key, value in tree[name].items() if key not in given}
-        tree[name] = {key: value for key, value in tree[name].items() if key in given}
+        given, section = getattr(config, name).given, tree[name]
+        unset[name] = {key: section.pop(key) for key in [*section] if key not in given}
     said, defaults = (yaml.safe_dump(each, sort_keys=False, allow_unicode=True) for each in (tree, unset))
     comment = "".join(f"# {line}\n" for line in defaults.splitlines())
     return f"{said}# Unset: a checkpoint's own values, or else these defaults.\n{comment}"

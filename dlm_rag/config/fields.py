@@ -149,10 +149,7 @@ def explain_validation_error(error: ValidationError) -> tuple[str, str, str]:
 
 
 def replace_settings(settings: Settings, **values: Any) -> Settings:
-    """`settings` with these values, checked; itself where nothing changes, for checks take time.
-
-    Raises `ConfigError`.
-    """
+    """`settings` with these values, checked; itself where nothing changes. Raises `ConfigError`."""
     new = {name: value for name, value in values.items() if getattr(settings, name, SET) != value}
     if not new and settings.given >= values.keys():
         return settings
@@ -222,11 +219,7 @@ def resolve_or_import(table: Mapping[str, Any], value: str, key: str) -> Any:
 
 
 def check_effects(variants: Iterable[tuple[Any, Iterable[str]]]) -> None:
-    """Raises `ConfigError` for a setting of the command line that is not its default and has no effect.
-
-    variants: configs, each with the dotted keys that were given for it. A key may be without effect in some
-    of them.
-    """
+    """Raises `ConfigError` for a given key of configs that is not its default and has no effect in any."""
     reasons: dict[str, list[str]] = {}
     for config, keys in variants:
         known = flatten_settings(config)

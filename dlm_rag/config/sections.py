@@ -375,10 +375,7 @@ RETRIEVAL_NAMES = ["top_k", "bm25_query", "query_prompt", "passage_prompt"]
 
 
 def read_generation_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings of `decode` and of `retrieval` that a checkpoint's folder carries.
-
-    Raises `CheckpointError` for what is no such setting, or names code.
-    """
+    """The settings of `decode` and `retrieval` in a checkpoint's folder; raises `CheckpointError`."""
     path, found = folder / GENERATION_FILE, []
     raw = read_checkpoint_json(path) if path.exists() else {}
     sections = ("decode", DecodeConfig, DECODE_NAMES), ("retrieval", RetrievalConfig, RETRIEVAL_NAMES)
