@@ -173,7 +173,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def dump_config(config: Config) -> str:
-    """The tree as YAML, which `load_config` reads back; what a checkpoint may set, and nobody has, in comments."""
+    """The tree as YAML, for `load_config`; what a checkpoint may say, and nobody has, commented."""
     tree, unset = asdict(config), {}
     for name in ("decode", "retrieval"):
         given, section = getattr(config, name).given, tree[name]
