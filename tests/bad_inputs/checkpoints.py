@@ -108,7 +108,9 @@ CASES = [
             ("for the 10000000 layers", {"num_hidden_layers": 10**7}),
             ("num_attention_heads='4' must be a whole", LLAMA | {"num_attention_heads": "4"}),
             ("has shape [64, 32], its config asks for [65, 32]", {"intermediate_size": 65}),
-            ("mask_token_id=-1 must be", {"mask_token_id": -1}),
+            ("num_attention_heads=0 must be", {"num_attention_heads": 0}),
+            ("evidence_layout=jiont must be", {"evidence_layout": "jiont"}),
+            *((f"mask_token_id={token} ", {"mask_token_id": token}) for token in (-1, 9999)),
             ("mask_token_id=257 is a token that ends", {"mask_token_id": 257}),
             *(("must be ids from 0", {"eos_token_id": value}) for value in (1.5, 258, True)),
             *(

@@ -26,17 +26,6 @@ def test_who_may_read_one_file_of_a_checkpoint_may_read_all(folder):
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
 
 
-def edit_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def edit_tensors(folder, change):
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_saved_denoiser_comes_back_the_same(tmp_path, tied):
     denoiser = tiny_denoiser(qk_norm=True, shifted=True, tie_word_embeddings=tied)
@@ -133,21 +122,10 @@ def write_index(folder, **homes):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
 
 
-BAD_FOLDERS = {
-    "up_proj.weight": lambda f: edit_tensors(f, lambda t: t.pop("layers.1.mlp.up_proj.weight")),
-    "mlp.bias": lambda f: edit_tensors(f, lambda t: t.update({"layers.1.mlp.bias": torch.zeros(2)})),
-    r"\[7\].*\[32\]": lambda f: edit_tensors(f, lambda t: t.update({"norm.weight": torch.zeros(7)})),
-    "model.safetensors": lambda f: (f / "model.safetensors").unlink(),
-    "mask_token_id=9999": lambda f: edit_config(f, mask_token_id=9999),
-    "num_attention_heads=0": lambda f: edit_config(f, num_attention_heads=0),
-    "evidence_layout=jiont": lambda f: edit_config(f, evidence_layout="jiont"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("names", BAD_FOLDERS)
-def test_a_bad_folder_is_refused_by_name(folder, names):
-    BAD_FOLDERS[names](folder)
-    with pytest.raises(CheckpointError, match=names):
+def test_a_tensor_that_the_config_does_not_ask_for_is_refused(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"layers.1.mlp.bias": torch.zeros(2)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="layers.1.mlp.bias, which does not belong to its config"):
         open_checkpoint(folder)
 
 

@@ -29,7 +29,6 @@ RL_SETTINGS = [
     "train.num_generations=2", "train.train_steps_per_rollout=2", "train.pointer_loss_weight=null",
 ]  # fmt: skip
 TWO_PARTS_SETTINGS = ["train.passage_sets_per_step=2", "train.prompts_per_step=2"]
-THREE_SETS_SETTINGS = ["train.passage_sets_per_step=3", "train.prompts_per_step=3"]
 PLAN_CASES = {
     "sft, independent": [],
     "sft, checkpointing selective": ["train.activation_checkpointing=selective"],
