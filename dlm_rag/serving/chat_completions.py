@@ -331,8 +331,7 @@ class ChatResponse:
         """Returns the answer at once."""
         reply, reason, end = self._finish(rollout)
         message = {"role": "assistant", "refusal": None} | _build_message(reply)
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
-        return self._head | {"choices": [choice]} | end
+        return self._wrap({"message": message}, reason, **end)
 
     async def stream(self, steps: Steps) -> AsyncGenerator[Event]:
         """Yields a chunk for each step, at the end those that end the stream.
@@ -348,18 +347,17 @@ class ChatResponse:
             if new := text[len(sent) :]:
                 delta["reasoning_content"], sent = new, text
             shown = {"step": step.step, "canvas": canvas, "query": step.query, "passages": step.passage_ids}
-            yield None, self._build_chunk(delta, dlm_rag=shown)
+            yield None, self._wrap({"delta": delta}, dlm_rag=shown)
         reply, reason, end = self._finish(rollout)
-        delta = _build_message(reply, sent)
         usage = {"usage": end.pop("usage")}
         last = end if self.asked.include_usage else end | usage
-        yield None, self._build_chunk(delta, reason, **last)
+        yield None, self._wrap({"delta": _build_message(reply, sent)}, reason, **last)
         if self.asked.include_usage:
             yield None, self._head | {"choices": []} | usage
         yield None, "[DONE]"
 
-    def _build_chunk(self, delta: dict[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _wrap(self, part: dict[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
+        choice = {"index": 0, "logprobs": None, "finish_reason": reason} | part
         return self._head | {"choices": [choice]} | more
 
     def _find_stable_text(self, rollout: Rollout, tokens: dict[int, CommittedToken]) -> str:

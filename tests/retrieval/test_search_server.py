@@ -27,6 +27,7 @@ from tests.support.passages import write_jsonl_file
 from tests.support.paths import ROOT
 from tests.support.retrievers import list_passage_ids, make_letter_retriever, make_query
 from tests.support.search_server import post, serve_search
+from tests.support.serving import find_free_port, start_server_process
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 
 
@@ -228,30 +229,18 @@ def test_answers_of_another_service_are_not_mixed(answer, local, url, other, cor
     assert code == 2 and "holds answers with corpus=" in err
 
 
-# The program.
-
-
 @pytest.mark.slow
 def test_the_program_serves_until_a_signal_ends_it(corpus_file):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "dlm_rag", "retrieve-server", "--corpus", str(corpus_file)]
-    command += ["--port", port, "retrieval.top_k=3"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stderr=subprocess.PIPE, text=True,
-        # Ctrl-C is ignored where the tests themselves run in the background of a shell.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
-    try:
-        url = f"http://127.0.0.1:{port}/retrieve"
-        assert f"5 passages, by bm25, are searched at {url}" in process.stderr.readline()
+    words = ("--corpus", str(corpus_file), "retrieval.top_k=3")
+    with start_server_process(ROOT, find_free_port(), *words, command="retrieve-server") as process:
+        said = "5 passages, by bm25, are searched at (http://127.0.0.1:[0-9]+/retrieve);"
+        url = re.search(said, process.ready)[1]
         retriever = load_retriever(url=url, top_k=1)
         assert list_passage_ids(retriever.search([make_query("Tacoma")])) == [["herbert"]]
-        second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        second = subprocess.run(process.args, cwd=ROOT, capture_output=True, text=True)
         assert second.returncode == 2
         assert "cannot be listened at (Address already in use)" in second.stderr
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=120)[1].splitlines()[-1] == "ended" and process.returncode == 0
-    finally:
-        process.kill()
-        process.communicate()
+        assert process.wait(120) == 0
+        process.reading.join()
+        assert process.said[-1] == "ended\n"

@@ -72,24 +72,21 @@ def run_in_loop(loop, coroutine):
 
 
 @contextmanager
-def start_server_process(folder, port, *words, program=("-m", "dlm_rag")):
-    """`dlm-rag serve` in a process of its own, once it answers; `said`: the lines that it writes from then
-    on, which are read so that it never waits for a reader.
+def start_server_process(folder, port, *words, command="serve"):
+    """A server in a process of its own, once it is `ready`, as it says. What it says from then on is read
+    into `said`, so that it never waits for a reader.
     """
-    command = [sys.executable, *program, "serve", "--port", str(port), *words]
     process = subprocess.Popen(
-        command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-m", "dlm_rag", command, "--port", str(port), *words], cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:
-        said = ""
-        while "answers at" not in said:
-            said = process.stderr.readline()
-            assert said, "it did not come up"
-        process.said = []
-        process.reading = threading.Thread(
-            target=lambda: process.said.extend(line.rstrip() for line in process.stderr), daemon=True
-        )
+        process.ready, process.said = "", []
+        while not re.search("(answers|searched) at http", process.ready):
+            process.ready = process.stderr.readline()
+            assert process.ready, "it did not come up"
+        process.reading = threading.Thread(target=lambda: process.said.extend(process.stderr), daemon=True)
         process.reading.start()
         yield process
     finally:
