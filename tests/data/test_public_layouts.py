@@ -1,7 +1,6 @@
 """Public layouts of questions, as people have the files: originals, the hub's parquet, FlashRAG, SARDI."""
 
 import csv
-import gzip
 import io
 import json
 from dataclasses import replace
@@ -180,11 +179,6 @@ CASES = {
     "musique other ids": hop_case("q7", 3, 3),
     "bamboogle": ("Bamboogle Prerelease - Sheet1.csv", as_table(["Question", "Answer"], BAMBOOGLE),
      BAMBOOGLE_READ),
-    "bamboogle byte order mark": ("bamboogle.csv",
-     b"\xef\xbb\xbf" + as_table(["Question", "Answer"], BAMBOOGLE),
-     BAMBOOGLE_READ),
-    "bamboogle gzipped": ("bamboogle.csv.gz", gzip.compress(as_table(["Question", "Answer"], BAMBOOGLE)),
-     BAMBOOGLE_READ),
     "bamboogle numbered": ("bamboogle.csv",
      as_table(["ID", "Question", "Answer"], [(f"b{n}", *row) for n, row in enumerate(BAMBOOGLE)]),
      [Question(f"b{n}", q, (a,)) for n, (q, a) in enumerate(BAMBOOGLE)]),
@@ -199,9 +193,6 @@ CASES = {
             )
         ],
     ),
-    "flashrag bamboogle": ("test.jsonl",
-     as_lines([{"id": "test_0", "question": "Who?", "golden_answers": ["Tulm"]}]),
-     [Question("test_0", "Who?", ("Tulm",))]),
     "popqa original": (
         "popQA.tsv",
         as_table(
@@ -339,6 +330,3 @@ def test_oracle_evidence_by_titles(tmp_path):
     asked = Question("a", "part 2", supporting_titles=("Orra", "Vesk"))
     (found,) = wrap_oracle(inner, [asked], "question").search([Query("part 2", ("part 2",))])
     assert [passage.id for passage in found] == ["3", "0", "1"]
-
-
-# An independent reference, as a script of its own would have it: json, csv, sets and bm25s.
