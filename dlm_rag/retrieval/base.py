@@ -326,6 +326,8 @@ class OracleRetriever(CorpusRetriever):
     for one whose supporting passages are not all in the corpus.
     """
 
+    query_fields = ("parts",)
+
     def __init__(self, inner: CorpusRetriever, questions: Mapping[str, Question]) -> None:
         super().__init__(inner.corpus, inner.top_k)
         self._inner, self._rows = inner, dict[str, Ranking]()
@@ -338,9 +340,6 @@ class OracleRetriever(CorpusRetriever):
                     f"{inner.corpus.path}"
                 )
             self._rows[part] = interleave_rankings([rows[key] for key in keys], len(inner.corpus))
-
-    def key(self, query: Query) -> Hashable:
-        return query.parts[0]
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         found = self._inner.rank(queries, depth)

@@ -214,7 +214,8 @@ def open_corpus(path: str | Path, index_dir: str | Path | None = None) -> Corpus
         folder = root / make_folder_name(stem, "lines", CONVERTED_CORPUS_VERSION, path.name, digest)
         if not is_folder and not folder.is_dir() and is_json_lines(path, CorpusError):
             with suppress(OtherRowError):
-                return _open_json_lines(path, root, state, digest)
+                cuts = path.stat().st_size <= MAX_CUT_CORPUS_BYTES
+                return _open_json_lines(path, root, state, digest, cuts)
         lines = _write_json_lines(path, folder / f"{stem}.jsonl")
         found = _open_json_lines(lines, root, read_file_state(lines), digest_file(lines))
     except OSError as error:
@@ -228,10 +229,13 @@ def _get_index_root(index_dir: str | Path | None) -> Path:
     return expand_path(index_dir, CorpusError, "retrieval.index_dir") if index_dir else get_cache_folder()
 
 
-def _open_json_lines(path: Path, root: Path, state: list[int], fingerprint: str) -> Corpus:
+def _open_json_lines(
+    path: Path, root: Path, state: list[int], fingerprint: str, cuts: bool = False
+) -> Corpus:
     """The corpus in JSON lines, whose rows are found at the first use; may raise `OtherRowError`."""
     folder = root / make_folder_name(path.stem, fingerprint)
-    build_once(folder / "offsets", lambda scratch: save_array(scratch / "offsets.npy", _scan_offsets(path)))
+    place = folder / "offsets"
+    build_once(place, lambda scratch: save_array(scratch / "offsets.npy", _scan_offsets(path, cuts)))
     return Corpus(path, folder, fingerprint, state)
 
 
@@ -335,7 +339,7 @@ def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Pat
     return build_once(folder, build) / "texts.jsonl"
 
 
-def _scan_offsets(path: Path) -> np.ndarray:
+def _scan_offsets(path: Path, cuts: bool) -> np.ndarray:
     """Where each passage begins, and the end of the file, after checking every line.
 
     Blank lines belong to the passage before them, as white space that JSON ignores. Raises `OtherRowError`
@@ -351,7 +355,7 @@ def _scan_offsets(path: Path) -> np.ndarray:
                 if _list_contexts(row, place) is not None:
                     raise OtherRowError
                 passage = parse_passage(row, place)
-                if size <= MAX_CUT_CORPUS_BYTES and len(passage.contents) > MAX_ROW_CHARS:
+                if cuts and len(passage.contents) > MAX_ROW_CHARS:
                     raise OtherRowError
                 yield place, start, passage
 

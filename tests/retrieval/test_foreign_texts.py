@@ -12,12 +12,7 @@ from dlm_rag.retrieval.base import Query, describe_missing_support, wrap_oracle
 from dlm_rag.retrieval.corpus import get_row_id, open_corpus
 from dlm_rag.retrieval.text_folder import PASSAGE_LENGTH_CHARS
 from dlm_rag.text import split_terms
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return path
-
+from tests.support.passages import write_jsonl_file
 
 SCRIPTS = [
     (
@@ -39,7 +34,7 @@ SCRIPTS = [
 
 @pytest.mark.parametrize(("texts", "question"), SCRIPTS)
 def test_bm25_finds_every_script(tmp_path, texts, question):
-    corpus = write_rows(
+    corpus = write_jsonl_file(
         tmp_path / "c.jsonl", [{"id": str(n), "contents": text} for n, text in enumerate(texts)]
     )
     retriever = load_retriever(str(corpus), top_k=1, index_dir=str(tmp_path / "index"))
@@ -68,7 +63,7 @@ FORMS = [
 @pytest.mark.parametrize("form", FORMS)
 def test_a_question_is_the_same_in_every_typography(tmp_path, form):
     (typed,) = number_questions([form])
-    (read,) = read_questions(write_rows(tmp_path / "q.jsonl", [{"id": "1", "question": form}]))
+    (read,) = read_questions(write_jsonl_file(tmp_path / "q.jsonl", [{"id": "1", "question": form}]))
     assert typed.question == read.question == Question("q", form).question == PLAIN
 
 
@@ -77,7 +72,7 @@ def test_truth_values_are_words(tmp_path):
         {"id": str(n), "question": "So?", "answer": answer}
         for n, answer in enumerate((True, [False], "True", 2.5))
     ]
-    found = [q.golden_answers for q in read_questions(write_rows(tmp_path / "q.jsonl", rows))]
+    found = [q.golden_answers for q in read_questions(write_jsonl_file(tmp_path / "q.jsonl", rows))]
     assert found == [("yes",), ("no",), ("yes", "True"), ("2.5",)]
 
 
@@ -94,7 +89,7 @@ def test_documents_in_rows_are_cut_into_passages(tmp_path, caplog):
     ]
     for _ in range(2):  # said again when it is kept from before
         caplog.clear()
-        corpus = open_corpus(write_rows(tmp_path / "c.jsonl", rows), tmp_path / "index")
+        corpus = open_corpus(write_jsonl_file(tmp_path / "c.jsonl", rows), tmp_path / "index")
         assert "1 rows are longer than 4,000 characters" in caplog.text and "passages" in caplog.text
     passages = list(corpus)
     assert [p.id for p in passages[:3]] == ["a", "b", "b#2"] and {p.title for p in passages} == {
@@ -105,20 +100,29 @@ def test_documents_in_rows_are_cut_into_passages(tmp_path, caplog):
     assert "Ada Quill" in passages[-1].contents
 
 
+def test_a_large_file_that_is_smaller_as_json_lines_is_read_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("dlm_rag.retrieval.corpus.MAX_CUT_CORPUS_BYTES", 9000)
+    (tmp_path / "c.json").write_text(json.dumps([{"id": "b", "contents": LONG}]) + " " * 9000)
+    assert [p.contents for p in open_corpus(tmp_path / "c.json", tmp_path)] == [LONG]
+
+
 def test_a_row_with_a_title_alone_is_its_title_and_a_blank_one_is_left_out(tmp_path, caplog):
     rows = [{"_id": "d1", "title": "Dover", "text": "A town."}, {"_id": "d2", "title": "Tea", "text": ""}]
-    assert [p.contents for p in open_corpus(write_rows(tmp_path / "b.jsonl", rows), tmp_path)] == [
+    assert [p.contents for p in open_corpus(write_jsonl_file(tmp_path / "b.jsonl", rows), tmp_path)] == [
         "A town.",
         "Tea",
     ]
     null = [{"_id": "d1", "title": "Dover", "text": None}, {"_id": "d2", "title": None, "text": "Tea"}]
-    read = open_corpus(write_rows(tmp_path / "e.jsonl", null), tmp_path)
+    read = open_corpus(write_jsonl_file(tmp_path / "e.jsonl", null), tmp_path)
     assert [p.contents for p in read] == ["Dover", "Tea"]
     blank = [*rows, {"_id": "d3", "title": "", "text": " "}]
-    assert [p.id for p in open_corpus(write_rows(tmp_path / "c.jsonl", blank), tmp_path)] == ["d1", "d2"]
+    assert [p.id for p in open_corpus(write_jsonl_file(tmp_path / "c.jsonl", blank), tmp_path)] == [
+        "d1",
+        "d2",
+    ]
     assert "1 rows without a text are left out" in caplog.text
     with pytest.raises(CorpusError, match="no passages"):
-        open_corpus(write_rows(tmp_path / "d.jsonl", blank[2:]), tmp_path)
+        open_corpus(write_jsonl_file(tmp_path / "d.jsonl", blank[2:]), tmp_path)
 
 
 def test_a_folder_says_what_was_read_and_what_was_not(tmp_path, capsys):
@@ -138,7 +142,7 @@ def test_supports_that_the_corpus_lacks_are_counted(tmp_path):
         {"id": "1", "title": "Dover", "contents": "A town."},
         {"id": "2", "title": "Tea", "contents": "Leaves."},
     ]
-    corpus = open_corpus(write_rows(tmp_path / "c.jsonl", rows), tmp_path)
+    corpus = open_corpus(write_jsonl_file(tmp_path / "c.jsonl", rows), tmp_path)
     there = Question("a", "x", supporting_ids=("1",)), Question("b", "x", supporting_titles=("Tea",))
     assert describe_missing_support(there, corpus) == ""
     lacking = (
@@ -158,7 +162,7 @@ def test_any_passage_of_a_row_counts_as_the_row(tmp_path):
     assert compute_evidence_recall(["b#3", "c#2"], ["b", "c", "d"]) == pytest.approx(2 / 3)
     assert compute_evidence_recall(["b#3", "c"], ["b#2", "c#2"]) == 0.0, "a gold passage is that one alone"
     rows = [{"id": "a", "contents": "A film."}, {"id": "b", "contents": LONG}]
-    inner = load_retriever(write_rows(tmp_path / "c.jsonl", rows), index_dir=tmp_path, top_k=4)
+    inner = load_retriever(write_jsonl_file(tmp_path / "c.jsonl", rows), index_dir=tmp_path, top_k=4)
     asked = Question("q", "film", supporting_ids=("b", "a"))
     (found,) = wrap_oracle(inner, [asked], "question").search([Query("film", ("film",))])
     assert [passage.id for passage in found] == ["b", "a", "b#2", "b#3"]
