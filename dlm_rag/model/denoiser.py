@@ -356,7 +356,9 @@ def _choose_saved(context: Any, op: Any, *inputs: Any, **options: Any) -> Any:
     """What selective checkpointing keeps: the results of matrix products and of attention."""
     from torch.utils.checkpoint import CheckpointPolicy
 
-    saved = op.name().startswith(SAVED_OPS)
+    # "aten::mm.out", by which compiled code writes into its buffers, is not saved.
+    name = op.name()
+    saved = name.startswith(SAVED_OPS) and "." not in name and not name.endswith("_backward")
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
