@@ -118,10 +118,8 @@ class CommandParser(argparse.ArgumentParser):
     """The parser of all programs: what is wrong with a word is a `ConfigError`."""
 
     def __init__(self, description: str, **more: Any) -> None:
-        style = argparse.RawDescriptionHelpFormatter
-        super().__init__(
-            description=inspect.cleandoc(description), formatter_class=style, allow_abbrev=False, **more
-        )
+        more |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+        super().__init__(description=inspect.cleandoc(description), **more)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; `{self.prog} --help` lists the flags")

@@ -37,7 +37,7 @@ SETTING_BY_FLAG = {"--model": "model.path", "--corpus": "retrieval.corpus"} | {
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A parsed command line: the resolved config, the typed questions, the program's own flags."""
+    """A parsed command line."""
 
     config: Config
     questions: list[str]
@@ -72,11 +72,10 @@ def parse_command_line(
     reads: sections and keys that the program reads, with `-KEY` for those of a section that it does not;
     other settings are refused; empty: all are read. Where `decode` and `out` are read, the shipped reader
     answers if a corpus is given, but neither a model nor --config. Settings without effect are refused
-    (`check_effects`), unless `compare` is read: of several configs one must read them.
-    typed: whether questions may be typed.
+    (`check_effects`), unless `compare` is read. typed: whether questions may be typed.
     options: the program's own flags, by name: default and help text. Where the default is False, the flag
-    has no value. Where it is a whole number, so is the value, and above 0 unless the default is 0. Where it
-    is (), the flag takes several words; those without a comma are settings as elsewhere.
+    has no value; where it is a whole number, so is the value; where it is (), the flag takes several words,
+    of which those without a comma are settings.
     """
     given = vars(_build_parser(description, options, typed, reads).parse_intermixed_args(argv))
     values = {name: given[name] for name in options}

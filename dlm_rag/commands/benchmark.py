@@ -15,9 +15,8 @@ A model can also be openai://HOST:PORT/v1/NAME, behind a server. Each model gets
 of its kind: of [interleaved, static, ircot], a denoiser gets the first two, a model behind a server the
 last two. In a data set, $NAME is an environment variable.
 
-Each cell is a `dlm-rag evaluate` of its own, one after another; with several GPUs, add workers=auto to the
-settings. A cell that fails is reported, and the others continue. Run the same command again for the cells
-that are missing.
+Each cell is a `dlm-rag evaluate` of its own, one after another; workers=auto takes all GPUs. A cell that
+fails is reported, and the others continue. Run the same command again for the cells that are missing.
 """
 
 import json

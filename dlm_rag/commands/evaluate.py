@@ -16,11 +16,10 @@ a second search with the best passage of the first (two_rounds, feedback), none,
 
 --sweep: every combination of the values, under each setting of --compare.
 
-A model behind an OpenAI-compatible server has its own policies: no_retrieval, static, oracle, ircot
-and search_r1.
+A model behind a server has its own policies: no_retrieval, static, oracle, ircot and search_r1.
 
 The folder gets scores.json, scores.md, of a sweep pareto.png, and the answers and traces of every setting.
-Run the same command again to resume. In a checkout, `python evaluate.py` is the same program.
+Run the same command again to resume.
 """
 
 import json
@@ -263,8 +262,8 @@ def write_evaluation_report(
     shown = [] if "swept" in said else tables.build_comparison_tables(brief, summaries, against, rule)
     tables.print_tables(Console(), [*[*first, *shown][: MAX_SCREEN_TABLES - len(spent)], *spent])
     everything = [*first, *tables.build_comparison_tables(groups, summaries, against, rule), *spent]
-    stamp = next(iter(stamps.values()))
-    write_text_atomic(out / "scores.md", tables.render_markdown_report(everything, stamp))
+    report = tables.render_markdown_report(everything, next(iter(stamps.values())))
+    write_text_atomic(out / "scores.md", report)
     if "swept" in said:
         try:
             tables.plot_pareto(out / PICTURE, overall, said["swept"])

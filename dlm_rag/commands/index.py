@@ -43,15 +43,11 @@ def main(argv: list[str]) -> None:
     config, url = words.config.retrieval, words.options["to"]
     if config.corpus is None or config.method == "none":
         raise ConfigError("a corpus is indexed: give --corpus FILE, and another method than none")
-    if url:
-        _build_collection(url, config.corpus, config)
+    if not url:
+        corpus = open_corpus(config.corpus, config.index_dir)
+        load_retriever(config, corpus)
+        print_note(f"{len(corpus):,} passages are indexed in {corpus.folder}")
         return
-    corpus = open_corpus(config.corpus, config.index_dir)
-    load_retriever(config, corpus)
-    print_note(f"{len(corpus):,} passages are indexed in {corpus.folder}")
-
-
-def _build_collection(url: str, path: str, config: RetrievalConfig) -> None:
     from dlm_rag.retrieval.milvus import MilvusCollection, check_method, ingest_corpus
 
     check_url("--to", url, ("milvus",), "MILVUS_TOKEN")
@@ -61,7 +57,7 @@ def _build_collection(url: str, path: str, config: RetrievalConfig) -> None:
     try:
         collection.describe()  # what is not a collection of ours is found before a long read
         show_status("reading the corpus")
-        corpus = open_corpus(path, config.index_dir)
+        corpus = open_corpus(config.corpus, config.index_dir)
         written = ingest_corpus(collection, corpus, config)
     except SearchUnavailableError as error:
         raise RunError(f"{error}; the same command resumes there") from None

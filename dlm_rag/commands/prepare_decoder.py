@@ -1,8 +1,4 @@
-"""What a job needs, checked in the order of its cost: everything but the weights, which are read last.
-
-Settings, questions, service or corpus, checkpoint headers, lengths, index; for a model on this machine, or
-behind a server.
-"""
+"""What a job needs, checked in the order of its cost: everything but the weights, which are read last."""
 
 from __future__ import annotations
 
@@ -122,8 +118,7 @@ class PreparedDecoder:
         named = (self.config.retrieval.corpus, self.config.questions)
         files = self.checkpoint.read_files | {Path(name) for name in named if name}
         digests = {str(path): digest_file(path) for path in sorted(files) if path.is_file()}
-        stamp = stamp_run(self.config, self.answers_depend_on(), found)
-        return stamp | {"files": digests}
+        return stamp_run(self.config, self.answers_depend_on(), found) | {"files": digests}
 
 
 def list_answer_settings(config: Config, *sections: str) -> dict[str, Any]:

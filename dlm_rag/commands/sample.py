@@ -10,7 +10,6 @@
 In a terminal you watch the canvas fill in. Piped, or with --out, the output is JSON lines. Run the same
 command again to resume. workers=auto uses all devices. If a question fails (it is too long, or its search
 fails), its line has an `error`, the others are answered, and the exit status is 1.
-In a checkout, `python sample.py` is the same program.
 """
 
 import re

@@ -1,9 +1,7 @@
 """The configuration: one tree of dataclasses, the only home of every default, and its strict loader.
 
-Settings arrive in this order, later ones winning: the dataclasses, a YAML file, `key=value` words.
-A field's metadata holds its choices or bounds, which constructors check, and the settings that it needs
-(`only_with`), which command lines check; the string below a field is its help text. This room imports no
-other room of the package, but the tables that a setting names.
+Settings arrive in this order, later ones winning: the dataclasses, a YAML file, `key=value` words. It
+imports no other room of the package, but the tables that a setting names.
 """
 
 import dataclasses  # whose `fields` has the name of a module here

@@ -1,12 +1,11 @@
 """Fields of settings: their choices, bounds, help texts, and what they need to have an effect.
 
 pydantic checks a value against its field, when settings are constructed. A setting that names an entry of a
-table (commit rules, query policies, retrievers, rewards, objectives) also accepts `module:function`, one of
-the user's own.
+table (commit rules, retrievers, rewards) also accepts `module:function`, one of the user's own. The entries
+say in `settings` what they read: a setting that only others of them read has no effect.
 
 Each key of `only_with` is another setting, or "attention_blocks", a fact about the checkpoint, which is
-known once that is open. What is unset, and thus the checkpoint's own, is not known before either. The
-entries of a table say in `settings` what they read: a setting that only others of them read has no effect.
+known once that is open. What is unset, and thus the checkpoint's own, is not known before either.
 """
 
 import dataclasses
@@ -71,12 +70,9 @@ def list_choices(item: "dataclasses.Field[Any]") -> tuple[str, ...]:
 
 @pydantic_dataclass(config=_SETTINGS_RULES)
 class CheckedSettings:
-    """Settings that are checked by pydantic, and by what it has no types for.
+    """Settings that are checked by pydantic, and by what it has no types for."""
 
-    given: the names of those that somebody has set; a checkpoint's own values are for the others.
-    """
-
-    given: ClassVar[frozenset[str]] = frozenset()  # of an instance: as `_note_given` says
+    given: ClassVar[frozenset[str]] = frozenset()  # the names of those that somebody has set
 
     @model_validator(mode="wrap")
     @classmethod
@@ -84,9 +80,9 @@ class CheckedSettings:
         made = construct(values)
         if made is not values:  # a section that was constructed before
             named = values if isinstance(values, dict) else values.kwargs or {}
-            items = cls.__dataclass_fields__
-            if named.keys() >= items.keys():  # a copy, as `dataclasses.replace` makes it
-                named = {name for name, item in items.items() if named[name] != item.default}
+            defaults = {item.name: item.default for item in dataclasses.fields(cls)}
+            if named.keys() >= defaults.keys():  # a copy, as `dataclasses.replace` makes it
+                named = {name for name in defaults if named[name] != defaults[name]}
             made.__dict__["given"] = frozenset(named)
         return made
 
@@ -124,10 +120,10 @@ def settings_dataclass(holder: type[Settings]) -> type[Settings]:
 
     @wraps(construct)
     def init(self: Settings, *args: Any, **values: Any) -> None:
-        for name in values:
-            if name not in made.__dataclass_fields__:
-                nearest = suggest_nearest(name, made.__dataclass_fields__)
-                raise ConfigError(f"{made.__name__} has no setting '{name}'{nearest}")
+        names = [item.name for item in dataclasses.fields(made)]
+        if unknown := [name for name in values if name not in names]:
+            nearest = suggest_nearest(unknown[0], names)
+            raise ConfigError(f"{made.__name__} has no setting '{unknown[0]}'{nearest}")
         paths = {name: str(value) for name, value in values.items() if isinstance(value, PurePath)}
         try:
             construct(self, *args, **values | paths)
@@ -239,10 +235,9 @@ def find_idle_settings(
     known: Mapping[str, Any],
     values: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """Reasons, by name, for the settings that are not at their defaults and have no effect.
+    """Reasons, by name, for the settings (or those in `values`) that are no defaults and have no effect.
 
-    known: values of other settings by dotted keys, and facts about the checkpoint. values: those that are
-    asked about, in place of all.
+    known: values of other settings by dotted keys, and facts about the checkpoint.
     """
     found, holder = {}, cast(Any, type(settings))  # a class, which has a hash where its instances have none
     for name, value in (flatten_settings(settings) if values is None else values).items():

@@ -1,18 +1,11 @@
 """The settings, by section: model, retriever, denoising loop, server; training, its data and its plan."""
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from dlm_rag.config.fields import (
-    SET,
-    CheckedSettings,
-    check_url,
-    get_field_metadata,
-    setting,
-    settings_dataclass,
-)
+from dlm_rag.config.fields import SET, CheckedSettings, check_url, setting, settings_dataclass
 from dlm_rag.errors import CheckpointError, ConfigError, suggest_nearest
 from dlm_rag.files.hub import read_checkpoint_json
 
@@ -264,7 +257,6 @@ class DataConfig(CheckedSettings):
 class TrainConfig(CheckedSettings):
     """What is trained, on what, and how."""
 
-    # The run.
     seed: int = setting(0)
     """random seed of weights, worlds and examples"""
     wandb: str = setting("off", choices=("off", "offline", "online"))
@@ -281,7 +273,6 @@ class TrainConfig(CheckedSettings):
     """maximum length in tokens of a passage that stands alone (default: the checkpoint's own, else 96)"""
     lora_rank: int = setting(0, low=0, only_with={"model.path": SET})
     """rank of low-rank adapters on frozen weights (needs peft); 0 trains all weights"""
-    # What it trains on.
     objective: str = setting("sft", table="dlm_rag.training.task:TASKS")
     """training objective: sft (questions, evidence and responses), pretrain (documents; also from an
     autoregressive checkpoint), rl (rewarded rollouts), or a class of your own as module:Class"""
@@ -299,7 +290,6 @@ class TrainConfig(CheckedSettings):
     """pretrain: length of a packed sequence in tokens"""
     batch_tokens: int = setting(16384, low=8, only_with=PRETRAIN)
     """pretrain: number of tokens in a step, over all processes"""
-    # Optimisation.
     optimizer: str = setting("muon", choices=("muon", "adamw"))
     """optimizer: muon (for the matrices of the layers, adamw for the rest) or adamw (for everything)"""
     muon_learning_rate: float = setting(0.02, low=0, only_with={"train.optimizer": ("muon",)})
@@ -323,7 +313,6 @@ class TrainConfig(CheckedSettings):
     """compile around attention with torch.compile"""
     parallel: str = setting("ddp", choices=("ddp", "fsdp"))
     """data parallelism: ddp (full copies) or fsdp (weights, gradients and optimizer state sharded)"""
-    # Training on worlds.
     pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT | WORLDS)
     """weight of the pointer loss, which falls to 4/15 of it with the learning rate; unset: 0.3 for a new
     model, 0 for a checkpoint"""
@@ -335,12 +324,10 @@ class TrainConfig(CheckedSettings):
     """number of passages in a training world"""
     steps_per_world: int = setting(50, low=1, only_with=ANSWERING | WORLDS)
     """number of steps after which the oldest world is replaced"""
-    # Reinforcement learning.
     reward: str = setting("exact_match", table="dlm_rag.training.rewards:REWARDS", only_with=RL)
     """rl: reward of a rollout; or a function of your own as module:function"""
     train_steps_per_rollout: int | None = setting(None, low=1, only_with=RL)
     """rl: number of denoising steps of each rollout, chosen at random, that are trained on; unset: all"""
-    # Checkpoints and evaluation.
     save_steps: int = setting(200, low=1)
     """number of steps between checkpoints"""
     eval_steps: int = setting(500, low=1)
@@ -370,7 +357,8 @@ class PlanConfig(CheckedSettings):
 # Defaults of the settings of the same names: a YAML file, the command line or a keyword wins.
 GENERATION_FILE = "generation_config.json"
 OF_A_RUN = {"seed", "batch_size", "overlap"}  # settings that no model asks for
-DECODE_NAMES = [name for name in DecodeConfig.__dataclass_fields__ if name not in OF_A_RUN]
+DECODE_NAMES = [item.name for item in fields(DecodeConfig) if item.name not in OF_A_RUN]
+CODE_NAMES = [each.name for each in fields(DecodeConfig) if each.metadata["json_schema_extra"]["table"]]
 RETRIEVAL_NAMES = ["top_k", "bm25_query", "query_prompt", "passage_prompt"]
 
 
@@ -389,7 +377,7 @@ def read_generation_settings(folder: Path) -> tuple[dict[str, Any], dict[str, An
                 raise CheckpointError(
                     f"{path}: {section}.{name:.60} is no setting of a checkpoint{nearest}"
                 )
-            if _names_code(holder, name, value):
+            if name in CODE_NAMES and ":" in str(value):
                 raise CheckpointError(
                     f"{path}: {section}.{name} names code, which is never taken from there"
                 )
@@ -404,14 +392,5 @@ def read_generation_settings(folder: Path) -> tuple[dict[str, Any], dict[str, An
 def list_given(settings: DecodeConfig | RetrievalConfig, names: Iterable[str]) -> dict[str, Any]:
     """The values of those of `names` that somebody has set and that a checkpoint can carry."""
     values = {name: getattr(settings, name) for name in names if name in settings.given}
-    return {
-        name: value
-        for name, value in values.items()
-        if value is not None and not _names_code(type(settings), name, value)
-    }
-
-
-def _names_code(holder: type[CheckedSettings], name: str, value: Any) -> bool:
-    """Whether a value is `module:function`, of a setting that takes such."""
-    in_table = get_field_metadata(holder.__dataclass_fields__[name], "table")
-    return bool(in_table) and isinstance(value, str) and ":" in value
+    code = {name for name, value in values.items() if name in CODE_NAMES and ":" in str(value)}
+    return {name: value for name, value in values.items() if value is not None and name not in code}

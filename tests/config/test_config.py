@@ -1,6 +1,7 @@
 """The config tree: strict keys, types and bounds, defaults in one place."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -97,6 +98,7 @@ def test_values_that_change_nothing_build_nothing():
     assert replace_settings(settings, commit_threshold=0.5) is settings
     changed = replace_settings(settings, commit_threshold=0.5, seed=3)
     assert changed == DecodeConfig(commit_threshold=0.5, seed=3) and settings.seed == 0
+    assert replace(settings, seed=3).given == changed.given == {"commit_threshold", "seed"}
     with pytest.raises(ConfigError, match="commit_threshold=7"):
         replace_settings(settings, commit_threshold=7)
 
