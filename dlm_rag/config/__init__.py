@@ -125,10 +125,9 @@ def load_config(
         keys.append(key)
         section, _, leaf = key.rpartition(".")
         inner = tree.get(section, {}) if section else tree
-        if not isinstance(inner, dict):
-            raise ConfigError(_explain_section(section, path))
-        inner = inner | {leaf: None if value in ("null", "None") else value}
-        tree = tree | {section: inner} if section else inner
+        if isinstance(inner, dict):  # else it is refused below
+            inner = inner | {leaf: None if value in ("null", "None") else value}
+            tree = tree | {section: inner} if section else inner
     try:
         config = TypeAdapter(Config).validate_python(tree)
     except ValidationError as error:
@@ -136,7 +135,7 @@ def load_config(
         if fault in ("unexpected_keyword_argument", "invalid_key"):
             sentence = _explain_unknown_key(key, str(path))
         elif fault == "dataclass_type":
-            sentence = _explain_section(key, path)
+            sentence = f"{key} is a section, in {path}: write `{key}: {{KEY: VALUE}}`"
         raise ConfigError(sentence) from None
     if effects:
         check_effects([(config, keys)])
@@ -179,10 +178,6 @@ def dump_config(config: Config) -> str:
     said, defaults = (yaml.safe_dump(each, sort_keys=False, allow_unicode=True) for each in (tree, unset))
     comment = "".join(f"# {line}\n" for line in defaults.splitlines())
     return f"{said}# Unset: a checkpoint's own values, or else these defaults.\n{comment}"
-
-
-def _explain_section(key: str, path: Path | None) -> str:
-    return f"{key} is a section, in {path}: write `{key}: {{KEY: VALUE}}`"
 
 
 def _explain_unknown_key(key: str, origin: str) -> str:
