@@ -21,14 +21,6 @@ from dlm_rag.config.fields import fill_unset, replace_settings
 from dlm_rag.errors import ConfigError
 
 
-def test_overrides_reach_any_field_by_its_dotted_name():
-    config = load_config(
-        None, ["decode.commit_threshold=0.95", "retrieval.method=hybrid", "model.evidence_layout=prefix"]
-    )
-    assert config.decode == DecodeConfig(commit_threshold=0.95)
-    assert (config.retrieval.method, config.model.evidence_layout) == ("hybrid", "prefix")
-
-
 def test_later_sources_win(tmp_path):
     (tmp_path / "a.yaml").write_text("decode: {seed: 1, max_new_tokens: 32}\nretrieval: {top_k: 3}\n")
     config = load_config(str(tmp_path / "a.yaml"), ["decode.seed=2"])
