@@ -330,6 +330,11 @@ def run_server(service: HttpService, sock: socket.socket, ready: Callable[[], ob
         ready()
         await server.serve([sock])
 
-    uvloop.run(serve())
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        uvloop.run(serve())
+    finally:  # uvloop leaves its own, which do nothing any more
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     if service.error is not None:
         raise service.error

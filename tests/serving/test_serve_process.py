@@ -138,7 +138,10 @@ async def status_of(port, head, drip=b""):
 
 
 def served(service, client):
-    """What `client(port)` returns, run beside a server in this process that SIGTERM ends."""
+    """What `client(port)` returns, run beside a server in this process that SIGTERM ends; signals then do
+    what they did before.
+    """
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
     async def run(port):
         try:
@@ -150,6 +153,7 @@ def served(service, client):
         running = []
         port = sock.getsockname()[1]
         http_server.run_server(service, sock, lambda: running.append(asyncio.ensure_future(run(port))))
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
     return running[0].result()
 
 
