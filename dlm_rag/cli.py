@@ -47,6 +47,9 @@ def run_program(main: Callable[[list[str]], None]) -> NoReturn:
             Path.cwd()
         except FileNotFoundError:
             raise ConfigError("the working folder is there no more: change into another") from None
+        threads = os.environ.get("NUMBA_NUM_THREADS", "1")
+        if not re.fullmatch("[1-9][0-9]{0,3}", threads):  # numba's own sentence does not name it
+            raise ConfigError(f"NUMBA_NUM_THREADS={threads} in the environment is not a count: unset it")
         if isinstance(sys.stdout, io.TextIOWrapper):  # ASCII, say: text is shown with escapes
             sys.stdout.reconfigure(errors="backslashreplace")
         try:

@@ -33,12 +33,12 @@ def build_once(folder: Path, build: Callable[[Path], None], resumable: bool = Fa
     lock of a process that died is free, and its half-built folder is removed unless `resumable`. What is
     in `PARTS_FOLDER` is removed at the end.
     """
-    if not _find_damage(folder):
+    if _find_damage(folder) is None:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
-            if not (damage := _find_damage(folder)):
+            if (damage := _find_damage(folder)) is None:
                 return folder
             if folder.is_dir():
                 log.warning("%s is damaged in %s: it is built again", damage, folder)

@@ -71,7 +71,7 @@ def resolve_hub_folder(name: str | Path, what: str) -> Path:
     try:
         if not constants.HF_HUB_OFFLINE:  # a download alone would try again for minutes
             HfApi().model_info(text, timeout=HUB_ANSWER_SECONDS)
-        log.info("fetching '%s' into %s", text, constants.HF_HUB_CACHE)
+            log.info("fetching '%s' into %s", text, constants.HF_HUB_CACHE)
         return Path(snapshot_download(text, allow_patterns=HUB_FILE_PATTERNS))
     except Exception as error:
         offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""

@@ -64,10 +64,12 @@ def get_field(record: Mapping[str, Any], name: str) -> tuple[str, Any]:
 
     Capitals make no difference where no name is there as it is written (`Question,Answer` of Bamboogle).
     """
-    own = {key.lower(): key for key, value in record.items() if value is not None}
-    own |= {key: key for key in own.values()}
-    found = next((own[alias] for alias in FIELD_ALIASES[name] if alias in own), name)
-    return found, record.get(found)
+    there = [key for key, value in record.items() if value is not None]
+    for own in ({key: key for key in there}, {key.lower(): key for key in there}):
+        for alias in FIELD_ALIASES[name]:
+            if alias in own:
+                return own[alias], record[own[alias]]
+    return name, None
 
 
 def get_record_id(record: dict[str, Any], what: str, place: str, error: type[UserError]) -> str:

@@ -110,6 +110,7 @@ CASES = [
             ("DLM_RAG_CACHE='~nobody-here': no such home folder", {"DLM_RAG_CACHE": "~nobody-here"}),
         )
     ),
+    BadInputCase(SAMPLE_COMMAND, "NUMBA_NUM_THREADS", env={"NUMBA_NUM_THREADS": "0"}, alone=True),
     *(
         BadInputCase(f"{SAMPLE_WITHOUT_QUESTION} {words}", says, env=ASCII, exit=code, alone=True)
         for words, says, code in (

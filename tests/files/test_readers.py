@@ -55,7 +55,7 @@ FORMS = {
     "pretty.json": "\ufeff" + json.dumps(ROWS, indent=2, ensure_ascii=False),
     "object.json": json.dumps({"version": 1, "tags": ["a"], "data": ROWS, "more": {}}, indent=1),
     "array.jsonl": json.dumps(ROWS),
-    "r.csv": table(","),
+    "r.csv": "\ufeff" + table(","),
     "r.tsv": table("\t"),
     "r.parquet": parquet,
     "no-suffix": "\n".join(map(json.dumps, ROWS)),
