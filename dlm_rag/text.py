@@ -279,6 +279,11 @@ class AnswerPlace(NamedTuple):
     stop: int
 
 
+def find_answer_span(response: str, form: str = "marked") -> tuple[int, int]:
+    """Character range of the answer in a response, empty at its end when there is none (`find_answer`)."""
+    return find_answer(response, form)[1:]
+
+
 def find_answer(response: str, form: str = "marked") -> AnswerPlace:
     r"""The place of the answer in a response; empty, at its end, when there is none.
 

@@ -19,6 +19,7 @@ from dlm_rag.text import (
     extract_names,
     extract_sentences,
     find_answer,
+    find_answer_span,
     find_named_passages,
     find_sentence_spans,
     find_title_spans,
@@ -185,7 +186,7 @@ class Rollout(NamesRemedy):
     @property
     def written_answer(self) -> str:
         """The answer as written, also if the model abstains; "" if there is none."""
-        return self.response[slice(*find_answer(self.response, self.answer_form)[1:])]
+        return self.response[slice(*find_answer_span(self.response, self.answer_form))]
 
     @property
     def unsupported(self) -> dict[str, str]:

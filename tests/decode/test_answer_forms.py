@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlm_rag.text import find_answer
+from dlm_rag.text import find_answer, find_answer_span
 
 LEE = "Ann Lee was born in Dover."
 # Responses whose answer is Dover.
@@ -71,13 +71,13 @@ OTHERS = [
 
 @pytest.mark.parametrize("response", DOVER)
 def test_the_answer_is_found_in_every_form(response):
-    _, start, stop = find_answer(response)
+    start, stop = find_answer_span(response)
     assert response[start:stop] == "Dover"
 
 
 @pytest.mark.parametrize(("response", "answer"), OTHERS)
 def test_other_answers_and_none(response, answer):
-    _, start, stop = find_answer(response)
+    start, stop = find_answer_span(response)
     assert response[start:stop] == answer
 
 
@@ -85,7 +85,7 @@ def test_other_answers_and_none(response, answer):
     "response", ["Dover", " Dover.\nIt is", "<think>Paris?</think>\n\nDover", "Answer: Dover", "**Dover**"]
 )
 def test_a_whole_response_is_its_first_line(response):
-    _, start, stop = find_answer(response, "whole")
+    start, stop = find_answer_span(response, "whole")
     assert response[start:stop] == "Dover"
 
 
