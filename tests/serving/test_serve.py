@@ -240,6 +240,7 @@ REFUSED = {
     "a blank question": (chat_body(" \n"), "blank"),
     "no JSON": (b"{", "is not JSON"),
     "half a character": (b'{"messages": "\\ud800"}', "half of a character"),
+    "endless nesting": (b"[" * 500_000, "nesting that is too"),
     "code to import": (chat_body("x", commit_rule="antigravity:x"), "is not one of"),
     "too long for the context": (chat_body("word " * 1000), "context"),
 }  # fmt: skip
