@@ -408,25 +408,29 @@ class KVMemory:
     def _allocated(self) -> list[Tensor]:
         """The tensors, which are taken at their first use."""
         if not self._parts:
-            shape, dtype = (2, self.capacity + 1, *self.format.heads), self.format.kept_dtype
-            for device, layers in self._runs:
-                self._parts.append(torch.empty((layers, *shape), device=device, dtype=dtype))
-                if self.format.has_key_bias:
-                    self._positions.append(torch.empty(self.capacity, dtype=torch.int32, device=device))
+            self._parts, self._positions = self._allocate(self.capacity)
         return self._parts
 
+    def _allocate(self, capacity: int) -> tuple[list[Tensor], list[Tensor]]:
+        shape, format, parts = (2, capacity + 1, *self.format.heads), self.format, list[Tensor]()
+        for device, layers in self._runs:
+            parts.append(torch.empty((layers, *shape), device=device, dtype=format.kept_dtype))
+        biased = self._runs if format.has_key_bias else []
+        return parts, [torch.empty(capacity, device=device, dtype=torch.int32) for device, _ in biased]
+
     def _grow(self, capacity: int) -> None:
-        """Takes more room; what is kept stays at its places."""
-        parts, positions, used = self._parts, self._positions, self.capacity
+        """Takes more room; what is kept stays at its places. Where memory lacks, all stays as it was."""
+        used = self.capacity
+        if self._parts:
+            parts, positions = self._allocate(capacity)
+            for old, new in zip((*self._parts, *self._positions), (*parts, *positions), strict=True):
+                axis = 2 if old.dim() > 1 else 0
+                new.narrow(axis, 0, used).copy_(old.narrow(axis, 0, used))
+            self._parts, self._positions = parts, positions
         more, none = np.arange(used, capacity)[::-1], np.zeros(self.taken, np.int64)
         self._free = np.concatenate((more, self._free[: self.free], none))
         self.free += capacity - used
-        self.capacity, self._parts, self._positions = capacity, [], []
-        if parts:
-            for old, new in zip(parts, self._allocated(), strict=True):
-                new[:, :, :used] = old[:, :, :used]
-            for old, new in zip(positions, self._positions, strict=True):
-                new[:used] = old[:used]
+        self.capacity = capacity
 
 
 def concatenate_places(parts: Sequence[Places]) -> Places:

@@ -337,6 +337,7 @@ class Engine(AbstractContextManager["Engine"]):
         except BaseException:
             for row in list({id(row): row for row in (*group, *other)}.values()):
                 self.cancel(row.ticket)  # half a step is no state to go on from
+            self._launched.clear()
             raise
         self._turn += 1
         for row in closed:

@@ -84,7 +84,8 @@ class SampledCommits:
 class Rule:
     """A commit rule.
 
-    - choose: maps candidates to the indices to commit (ascending, not empty), or to `SampledCommits`.
+    - choose: maps candidates to the indices to commit (ascending; none only where `least` is 0), or to
+      `SampledCommits`.
     - statistics: what it needs that is computed on demand: "spread" (entropy and margin), "actions"
       (`draw_actions`).
     - settings: the settings of `decode` that affect it.
@@ -226,25 +227,28 @@ def choose_commits(candidates: Proposals, context: RuleContext) -> tuple[Proposa
     if isinstance(chosen, SampledCommits):
         return chosen.tokens or candidates.subset(chosen.opened), chosen
     if context.settings.commit_rule not in RULES:
-        chosen = check_chosen(context.settings.commit_rule, chosen, len(candidates.positions))
+        chosen = check_chosen(chosen, len(candidates.positions), context)
     most = context.settings.tokens_per_step
     if most is not None and len(chosen) > most:
         chosen = chosen[select_highest(candidates.confidence[chosen], most)]
     return candidates.subset(chosen), None
 
 
-def check_chosen(rule: str, chosen: Any, count: int) -> IndexArray:
+def check_chosen(chosen: Any, count: int, context: RuleContext) -> IndexArray:
     """What a rule of one's own returned for `count` candidates, as ascending indices.
 
-    Raises `ConfigError` for anything but the indices of some candidates, or a mask of them.
+    Raises `ConfigError` for anything but the indices of some candidates, or a mask of them; of none only in
+    a block that may wait.
     """
-    found = np.asarray(chosen)
+    found, least, rule = np.asarray(chosen), min(1, context.least), context.settings.commit_rule
     if found.dtype == bool and found.shape == (count,):
         found = np.flatnonzero(found)
-    whole = found.ndim == 1 and found.size and np.issubdtype(found.dtype, np.integer)
-    if not whole or found.min() < 0 or found.max() >= count:
+    if found.shape == (0,):
+        found = found.astype(np.intp)
+    whole = found.ndim == 1 and found.size >= least and np.issubdtype(found.dtype, np.integer)
+    if not whole or (found < 0).any() or (found >= count).any():
         raise ConfigError(
-            f"decode.commit_rule={rule} returned {chosen!r:.60}, not the indices of at least one of "
+            f"decode.commit_rule={rule} returned {chosen!r:.60}, not the indices of at least {least} of "
             f"{count} candidates"
         )
     return np.unique(found)

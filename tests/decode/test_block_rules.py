@@ -6,6 +6,7 @@ from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.trace_file import read_trace, read_trace_header
 from dlm_rag.engine import engine
 from dlm_rag.engine.engine import Decoder
+from dlm_rag.engine.rules import select_by_threshold
 from dlm_rag.engine.step import build_row_input
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import ExpertsConfig
@@ -129,6 +130,17 @@ def test_a_text_that_may_still_be_edited_is_not_at_its_end(corpus, rounds):
         assert short.response == long.response
         assert what_happened(short) == what_happened(long)[: len(short.steps)]
     assert sum(r.forwards for r in texts[0]) < sum(r.forwards for r in texts[1])
+
+
+def commit_sure(candidates, context):
+    """As `threshold`: none of a block that may wait."""
+    return select_by_threshold(candidates.confidence, context.settings.commit_threshold, context.least)
+
+
+def test_a_rule_of_ones_own_may_leave_a_block_that_may_wait(corpus):
+    way = AT_ONCE | {"max_new_tokens": 13}
+    own = make_decoder(corpus, commit_rule=f"{__name__}:commit_sure", **way).decode(ASKED)
+    assert [*map(what_happened, own)] == [*map(what_happened, make_decoder(corpus, **way).decode(ASKED))]
 
 
 @pytest.mark.parametrize("settings", [EDITS, AT_ONCE, {}], ids=["edits", "blocks at once", "none"])

@@ -48,7 +48,7 @@ def test_what_an_own_rule_returns_is_checked(corpus_file, monkeypatch, chosen):
     monkeypatch.setitem(globals(), "commit_ends", lambda candidates, context: chosen)
     find_rule.cache_clear()
     decoder = make_decoder(corpus_file, max_new_tokens=6, commit_rule=f"{__name__}:commit_ends")
-    with pytest.raises(ConfigError, match="not the indices of at least one"):
+    with pytest.raises(ConfigError, match="not the indices of at least 1 of"):
         decoder.decode([QUESTION])
     find_rule.cache_clear()
 

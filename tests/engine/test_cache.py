@@ -1,6 +1,7 @@
 """Keys and values that stay between steps: the same as computed anew, within their budget, counted."""
 
 import random
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -74,6 +75,16 @@ def test_places_never_meet_and_what_they_hold_stays_as_the_memory_grows():
         assert memory.free == memory.capacity - memory.taken
     assert memory.capacity > 20
     assert all((memory.read(places) == name).all() for name, places in held.items())
+
+
+def test_a_memory_that_cannot_grow_keeps_what_it_holds(monkeypatch):
+    memory, there = KVMemory(KVFormat(tiny_denoiser()), 8), torch.ones(2, 2, 5, 2, 8)
+    memory.write(places := memory.take(5), there, 0)
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(memory, "_allocate", Mock(side_effect=torch.OutOfMemoryError))
+        memory.take(4)
+    assert (memory.capacity, memory.free) == (8, 3) and torch.equal(memory.read(places), there)
+    assert len({*places, *memory.take(4)}) == 9 and torch.equal(memory.read(places), there)
 
 
 @pytest.mark.parametrize("int8", [False, True])
