@@ -9,9 +9,11 @@ import torch
 from dlm_rag.diffusion_gemma.decoding import (
     DiffusionGemma,
     GemmaRunner,
+    UniformNoiseCanvas,
     anneal_temperature,
     uniform_tokens,
 )
+from dlm_rag.engine.rules import Proposals
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.questions import Question
 from dlm_rag.randomness import make_keyed_generator
@@ -181,6 +183,20 @@ def test_a_text_that_changes_runs_from_its_first_change(cut, runs):
     assert slot.keys_values[0][0].flatten().tolist() == list(cut)
     assert len(calls) == 1 + runs and runner.cache_stats.requested_tokens == 3 + len(cut)
     assert runner.cache_stats.encoded_tokens == sum(map(len, calls))
+
+
+@pytest.mark.parametrize(("steps", "settled_at"), [(0, 0), (1, 3), (2, 6), (3, None)])
+def test_a_canvas_is_settled_once_its_most_probable_tokens_have_stayed(steps, settled_at):
+    shape = SimpleNamespace(entropy_bound=0.1, stop_entropy=1.0, convergence_steps=steps)
+    canvas = UniformNoiseCanvas(2, PAD, 0, shape=shape, noise=np.zeros(2, np.int64))
+    canvas.next_noise, settled, zero = canvas.noise, [], np.zeros(2)
+    for second in (3, 4, 5, 5, 6, 6, 6):
+        best = {"token_ids": np.array([1, second]), "confidence": zero, "log_prob": zero}
+        extra = {f"best_{name}": value for name, value in best.items()}
+        found = Proposals(np.arange(2), **best, entropy=zero, margin=zero, extra=extra)
+        canvas.write(found, None, SimpleNamespace(steps_per_block=99), (0, 2))
+        settled.append(canvas.frozen_length == 2)
+    assert settled == [settled_at is not None and n >= settled_at for n in range(7)]
 
 
 def test_the_schedule_and_the_noise():
