@@ -46,7 +46,7 @@ _LETTER = re.compile(rf".[{_MARKS}]*")
 # "Answer" in the languages that evaluations use, and what may stand before it.
 _ANSWER_WORD = (
     r"(?:(?:the|my|so|thus|therefore|final|short|correct|direct|best|complete|overall),?[ \t]{1,3}){0,4}"
-    r"answers?(?:[ \t]{0,2}(?:\#?\d{1,2}\b|\([a-z]{1,12}\)))?"
+    r"answers?(?:[ \t]{1,2}(?:\#?\d{1,2}\b|\([a-z]{1,12}\)))?"
     r"|(?:finale?[ \t])?antwort|endg[uü]ltige[ \t]antwort|r[eé]ponse(?:[ \t]finale)?|antwoord|svar"
     r"|respuesta(?:[ \t]final)?|risposta(?:[ \t]finale)?|resposta(?:[ \t]final)?|vastaus|cevap"
     r"|odpowied[zź]|odpov[eě][dď]"
