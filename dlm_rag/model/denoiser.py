@@ -145,9 +145,9 @@ class Denoiser(TransformerWeights):
         denoiser.load_state_dict(values, strict=False, assign=True)
         denoiser.tie_weights()
         denoiser.set_rope_theta(denoiser.config.rope_theta)  # on this device
-        parameters = [*denoiser.parameters()]
-        for value in parameters:
-            value.loaded_version = _get_version(value)  # type: ignore[attr-defined]
+        parameters = dict(denoiser.named_parameters())
+        for name, parameter in parameters.items():
+            parameter.loaded_as = checkpoint, name, _get_version(parameter)  # type: ignore[attr-defined]
         denoiser._origin = checkpoint, len(parameters)
         return denoiser.eval()
 
@@ -165,9 +165,12 @@ class Denoiser(TransformerWeights):
         """
         if self._origin is None:
             raise ConfigError("these weights are of no checkpoint: load them with Denoiser.from_pretrained")
-        (checkpoint, count), found = self._origin, [*self.parameters()]
-        same = all(getattr(value, "loaded_version", None) == _get_version(value) for value in found)
-        if len(found) != count or not same:
+        (checkpoint, count), found = self._origin, dict(self.named_parameters())
+        same = (
+            getattr(value, "loaded_as", None) == (checkpoint, name, _get_version(value))
+            for name, value in found.items()
+        )
+        if len(found) != count or not all(same):
             raise ConfigError(f"the weights have changed since they were loaded from {checkpoint.folder}")
         return checkpoint.weights_fingerprint
 
@@ -273,7 +276,8 @@ class Denoiser(TransformerWeights):
 
     def count_work(self, rows: PackedRows) -> None:
         """Adds what the layers do for packed rows to `flop_count`."""
-        sight, last = rows.attention_metadata, rows.last_layer_metadata
+        sight = rows.attention_metadata
+        last = sight if self.config.routes_blocks else rows.last_layer_metadata
         self.flop_count += count_encode_flops(
             self.config, rows.lengths, sight.key_lengths, last.query_lengths, self.compute_dtype.itemsize,
             (sight.num_attention_pairs, last.num_attention_pairs),

@@ -22,6 +22,7 @@ from dlm_rag.errors import CheckpointError, RunError, translate_failures
 from dlm_rag.files.build_once import build_once, build_shard, make_folder_name
 from dlm_rag.files.hub import HUB_FILE_PATTERNS, check_checkpoint_files, read_any_json, resolve_hub_folder
 from dlm_rag.files.paths import expand_path, resolve_path_inside
+from dlm_rag.machine import has_bfloat16
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import report_progress
 from dlm_rag.retrieval.base import (
@@ -188,6 +189,8 @@ def load_sentence_transformer(name: str, device: str | None = None) -> SentenceT
                 str(folder), device=device, trust_remote_code=False, local_files_only=True,
                 model_kwargs={"use_safetensors": True},
             )  # fmt: skip
+        if not has_bfloat16(encoder.device) and torch.bfloat16 in {p.dtype for p in encoder.parameters()}:
+            encoder.float()  # which would only be emulated; float16 may be too narrow
         tried = encoder.encode(["Where was the first of them made?"], show_progress_bar=False)
         if not (abs(tried) < float("inf")).all() or not tried.any():
             raise RunError("its vector of a text is zero or not finite: its weights are damaged")

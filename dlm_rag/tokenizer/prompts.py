@@ -76,7 +76,7 @@ class PromptTemplate:
             )
         if template.answer not in ANSWER_FORMS:
             raise CheckpointError(f"answer={template.answer!r:.60} is not one of {', '.join(ANSWER_FORMS)}")
-        if template.for_layout(layout) != template:
+        if EVIDENCE_LAYOUTS[layout].separate_passages and template.numbers_facts:
             raise CheckpointError(
                 f"the prompt numbers its facts, which evidence_layout={layout} cannot do (a passage must "
                 "not depend on its rank): use joint or prefix"

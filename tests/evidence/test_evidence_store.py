@@ -225,6 +225,12 @@ def step(denoiser):
     torch.optim.SGD(denoiser.parameters(), lr=1e-3).step()
 
 
+def take_a_layer(denoiser):
+    other = denoiser._origin[0].folder.with_name("other")
+    tiny_denoiser(1).save_pretrained(other)
+    denoiser.layers[0] = Denoiser.from_pretrained(other).layers[0]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -232,8 +238,10 @@ def step(denoiser):
         lambda denoiser: denoiser.load_state_dict(tiny_denoiser(1).state_dict()),
         lambda denoiser: denoiser.load_state_dict(tiny_denoiser(1).state_dict(), assign=True),
         lambda denoiser: denoiser.bfloat16().float(),
+        take_a_layer,
+        lambda denoiser: setattr(denoiser, "layers", denoiser.layers[::-1]),
     ],
-    ids=["an optimizer step", "copied", "assigned", "rounded"],
+    ids=["an optimizer step", "copied", "assigned", "rounded", "of another checkpoint", "moved"],
 )
 def test_weights_that_changed_are_refused(tmp_path, checkpoint, change):
     denoiser = Denoiser.from_pretrained(checkpoint)

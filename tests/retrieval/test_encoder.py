@@ -4,8 +4,11 @@ import json
 import pickle
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from dlm_rag.errors import CheckpointError
+from dlm_rag.retrieval import dense, load_retriever
 from dlm_rag.retrieval.dense import load_sentence_transformer
 
 OWN = "sentence_transformers.sentence_transformer.modules"
@@ -45,6 +48,36 @@ def put(folder, name, settings):
 
 def test_an_ordinary_folder_loads(folder):
     assert load_sentence_transformer(str(folder), "cpu").encode(["a b"]).shape == (1, 16)
+
+
+@pytest.mark.parametrize("method", ["dense", "hybrid"])
+def test_it_is_searched_by_and_other_weights_or_prompts_have_their_own_index(folder, corpus_file, method):
+    built = folder.parent / "index"
+    settings = {"method": method, "embedding_model": str(folder), "index_dir": str(built)}
+    for more in ({}, {}, {"passage_prompt": "p: "}):
+        assert len(load_retriever(corpus_file, top_k=3, **settings, **more).search("Tacoma")) == 3
+    assert sum(path.is_dir() for path in built.glob("*/dense-*")) == 2
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {name: value + 1e-3 for name, value in weights.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    load_retriever(corpus_file, **settings)
+    assert sum(path.is_dir() for path in built.glob("*/dense-*")) == 3
+
+
+def test_bfloat16_is_widened_where_a_gpu_would_emulate_it(folder, monkeypatch):
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {name: value.bfloat16() for name, value in weights.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    put(folder, "config.json", {"dtype": "bfloat16"})
+    for there, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(dense, "has_bfloat16", lambda device, there=there: there)
+        assert {p.dtype for p in load_sentence_transformer(str(folder), "cpu").parameters()} == {dtype}
 
 
 HARMS = {  # files, with what they say

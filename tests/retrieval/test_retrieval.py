@@ -15,7 +15,7 @@ from dlm_rag.config.fields import import_object
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import read_questions
-from dlm_rag.retrieval import RETRIEVERS
+from dlm_rag.retrieval import HTTP_SEARCH, MILVUS_SEARCH, RETRIEVERS
 from dlm_rag.retrieval.base import (
     HybridRetriever,
     MemoizedBatchFunction,
@@ -241,7 +241,6 @@ def test_a_retriever_of_ones_own_is_named_on_the_command_line(corpus_file, tmp_p
         load_retriever(config, retriever.corpus, method="string:digits")
     with pytest.raises(ConfigError, match=r"method=.*bm52.*nearest: 'bm25'"):
         load_retriever(config, retriever.corpus, method="bm52")
-    assert all(callable(import_object(each.load, "retrieval.method")) for each in RETRIEVERS.values())
 
 
 @pytest.mark.parametrize(
@@ -273,6 +272,6 @@ def test_guesses_enter_from_the_query_threshold_on_and_never_at_one():
     assert resolve_query_threshold("proxy", 1.0) > 1 and resolve_query_threshold("committed", 0.0) > 1
 
 
-def test_every_method_can_be_imported():
-    for name, method in RETRIEVERS.items():
-        assert callable(import_object(method.load, name))
+def test_every_method_and_service_can_be_imported():
+    for path in (*(method.load for method in RETRIEVERS.values()), HTTP_SEARCH, MILVUS_SEARCH):
+        assert callable(import_object(path, "retrieval"))

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from dlm_rag import Decoder, Denoiser, load_retriever
 from dlm_rag.config import DecodeConfig
 from dlm_rag.errors import CheckpointError, QuestionError
+from dlm_rag.model.families import FAMILIES, find_family
 from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.tokenizer.prompts import PromptTemplate
 from tests.support.passages import write_jsonl_file
@@ -176,3 +177,38 @@ def test_what_marks_a_turn_is_no_text_though_nobody_declares_it():
         tokenizer = Tokenizer(inner, 260, PromptTemplate("{question}", "{passage}"), (264,))
         assert (turn in tokenizer.build_prompt("who", []).ids) == marked
         assert (turn in tokenizer.encode("<|turn|>")) != marked
+
+
+QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</tool_call>")
+LLAMA = ("<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>")
+ROLES = ("<|endoftext|>", "<role>", "</role>", "<|role_end|>")
+SPECIAL = {  # of the public tokenizers: the mask, what ends texts, what else has a meaning
+    "dlm_rag": ("<mask>", "<end>"),
+    "llada": ("<|mdm_mask|>", "<|endoftext|>", "<|eot_id|>", "<|start_header_id|>", "[gMASK]"),
+    "Dream": ("<|mask|>", *QWEN, "<|beginoftext|>"),
+    "sdar": ("<|MASK|>", *QWEN, "<|fim_middle|>"),
+    "sdar_moe": ("<|MASK|>", *QWEN),
+    "Fast_dLLM_Qwen": ("|<MASK>|", *QWEN),
+    "diffusion_gemma": ("<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|image|>"),
+    **dict.fromkeys(("qwen2", "qwen3", "a2d-qwen2", "a2d-qwen3"), ("<|mask|>", *QWEN)),
+    **dict.fromkeys(("llama", "a2d-llama"), ("<|mask|>", *LLAMA)),
+    **dict.fromkeys(("llada2_moe", "lladamoe"), ("<|mask|>", *ROLES)),
+    "nemotron_labs_diffusion": ("<SPECIAL_100>", "</s>", "<s>", "[INST]", "[/INST]"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_text_becomes_a_special_token_of_any_family(family):
+    """Byte pairs, as all public ones are, that find whole what was added, in text that spells it too."""
+    names = SPECIAL[family]
+    assert find_family({"model_type": family}).mask_token in (None, names[0])
+    backend = byte_tokenizer().backend_tokenizer
+    backend.add_tokens([AddedToken(name, special=n < 3) for n, name in enumerate(names)])
+    ids = [backend.token_to_id(name) for name in names]
+    inner = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer = Tokenizer(inner, ids[0], PromptTemplate("{question}", "{passage}"), (ids[1],))
+    text = f"who {' '.join(names)} wrote{names[0]}\n{''.join(names)}"
+    assert set(ids) <= set(inner.encode(text)), "else this test shows nothing"
+    prompt = tokenizer.build_prompt(text, [text, names[1]])
+    for found in (tokenizer.encode(text), prompt.ids):
+        assert set(ids).isdisjoint(found) and max(found) < 256

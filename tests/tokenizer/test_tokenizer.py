@@ -69,6 +69,7 @@ def test_template_is_data_of_the_checkpoint_and_is_checked():
         ({"haed": "{question}"}, "joint", "haed"), ({"head": 3}, "joint", "must hold texts"),
         ({"head": "x"}, "joint", "needs {question} once"),
         ({"fact": "[{number}] {passage}"}, "independent", "must not depend on its rank"),
+        ({"fact": "{number}. {passage}"}, "parallel", "must not depend on its rank"),
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=says):
             PromptTemplate.from_checkpoint(raw, layout)
