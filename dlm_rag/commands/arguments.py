@@ -199,10 +199,10 @@ def _reject_mistaken_word(word: str) -> None:
 def _list_keys(reads: Sequence[str]) -> str:
     lines = []
     for key, item in list_setting_fields().items():
+        if not is_read(key, reads):
+            continue
         own = ", module:function" * bool(get_field_metadata(item, "table"))
         choices = f" [{', '.join(found)}{own}]" if (found := list_choices(item)) else ""
         shown = "unset" if item.default is None else repr(item.default)
-        lines += [f"  {key}={shown}\n      {get_field_metadata(item, 'help')}{choices}"] * is_read(
-            key, reads
-        )
+        lines.append(f"  {key}={shown}\n      {get_field_metadata(item, 'help')}{choices}")
     return "\n".join(lines)

@@ -43,6 +43,7 @@ from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.progress import report_progress
 
 BENCHMARK_FOLDER = CONFIG_FOLDER / "benchmarks"
+MAX_CELLS = 10_000  # combinations of a benchmark
 
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -92,6 +93,8 @@ def read_benchmark(name: str) -> Benchmark:
         raise ConfigError(f"{path}: {explain_validation_error(error)[1]}") from None
     if not (found.models and found.datasets and found.policies and found.seeds):
         raise ConfigError(f"{path} compares nothing: name models, datasets and policies")
+    if (count := len(found.datasets) * len(found.models) * len(found.seeds)) > MAX_CELLS:
+        raise ConfigError(f"{path} has {count:,} cells, more than {MAX_CELLS:,}: leave some out")
     return found
 
 

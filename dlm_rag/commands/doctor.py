@@ -84,10 +84,10 @@ def check_torch(_: Config) -> Iterator[Finding]:
 
 def check_machine(config: Config) -> Iterator[Finding]:
     """Looks at the versions, cores, free memory, and the folder of indexes with its disk."""
-    import torch
-
     text = f"{__version__}, commit {get_code_commit()}, Python {sys.version.split()[0]} on {sys.platform}"
     yield Finding("dlm_rag", OK, text)
+    import torch
+
     yield Finding("cores", OK, f"{cpu_count()}, and torch uses {torch.get_num_threads()} threads")
     if memory := read_host_memory():
         text = f"{format_bytes(memory['available'])} of {format_bytes(memory['total'])} are free"

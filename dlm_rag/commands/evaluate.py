@@ -125,10 +125,10 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None])
         questions = drop_incomplete_support(questions, corpus)
     titled = sum(bool(q.supporting_titles) and not q.supporting_ids for q in questions)
     said["recall_by"] = {"id": sum(bool(q.supporting_ids) for q in questions), "title": titled}
-    found = getattr(first, "retriever", None)
-    if isinstance(found, CorpusRetriever) and len(found.corpus) <= MAX_CHECKED_PASSAGES:
-        lacking = describe_missing_support(questions, found.corpus)
-        if lacking:
+    searched = (getattr(job.prepared, "retriever", None) for job in jobs.values())
+    if found := next((each for each in searched if isinstance(each, CorpusRetriever)), None):
+        small = len(found.corpus) <= MAX_CHECKED_PASSAGES
+        if small and (lacking := describe_missing_support(questions, found.corpus)):
             print_note(lacking)
     ready()
     run_answer_jobs(jobs, config.workers)

@@ -18,7 +18,7 @@ from dlm_rag.data.hub_datasets import find_named_corpus
 from dlm_rag.decode.trace_file import TraceHeader, build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.prompt_segments import ContextBudget, check_prompt_room
-from dlm_rag.files.hub import SHIPPED_FOLDER, SHIPPED_PREFIX
+from dlm_rag.files.hub import SHIPPED_FOLDER, WORLD_MODELS
 from dlm_rag.files.paths import digest_file
 from dlm_rag.progress import format_bytes, show_status
 from dlm_rag.questions import Question, number_questions, read_questions, select_questions
@@ -40,7 +40,6 @@ FREE_SETTINGS = {
     "decode.batch_size", "retrieval.corpus", "retrieval.index_dir", "retrieval.url", "retrieval.timeout",
     "remote.concurrency",
 }  # fmt: skip
-WORLD_MODELS = [f"{SHIPPED_PREFIX}{name}" for name in ("model", "whole")]  # trained on the world that ships
 STAMPED_PACKAGES = ("torch", "transformers", "sentence-transformers", "bm25s", "numpy")
 
 
@@ -249,7 +248,9 @@ def open_search_source(
     if config.url is not None:
         show_status(f"asking {config.url}")
         service = once(lambda: load_retriever(config), "service", config)
-        return lambda questions, policy: service
+        return lambda questions, policy: (
+            wrap_oracle(service, questions, policy) if config.oracle else service
+        )
     if config.corpus is None:
         raise ConfigError("no corpus: give --corpus a file of JSON lines, or retrieval.url=URL")
     show_status("reading the corpus")

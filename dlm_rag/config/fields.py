@@ -79,9 +79,10 @@ class CheckedSettings:
     def _note_given(cls, values: Any, construct: Callable[[Any], Any]) -> Any:
         made = construct(values)
         if made is not values:  # a section that was constructed before
-            named = values if isinstance(values, dict) else values.kwargs or {}
+            from_tree = isinstance(values, dict)
+            named = values if from_tree else values.kwargs or {}
             defaults = {item.name: item.default for item in dataclasses.fields(cls)}
-            if named.keys() >= defaults.keys():  # a copy, as `dataclasses.replace` makes it
+            if not from_tree and named.keys() >= defaults.keys():  # a copy of `dataclasses.replace`
                 named = {name for name in defaults if named[name] != defaults[name]}
             made.__dict__["given"] = frozenset(named)
         return made

@@ -32,7 +32,7 @@ from dlm_rag.engine.runner import DecoderStats, MaskedModelRunner, ModelRunner
 from dlm_rag.engine.step import LaunchedStep, Searches, finish_step, launch_step
 from dlm_rag.errors import ConfigError, NamesRemedy, suggest_nearest
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
-from dlm_rag.files.hub import MODEL_NAME, READER, SHIPPED_FOLDER, SHIPPED_PREFIX
+from dlm_rag.files.hub import MODEL_NAME, READER, SHIPPED_FOLDER, WORLD_MODELS
 from dlm_rag.machine import choose_device, choose_dtype
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser, load_denoiser
@@ -46,7 +46,6 @@ from dlm_rag.retrieval.base import Retriever, find_query_policy
 from dlm_rag.tokenizer import Tokenizer
 
 SECTIONS = ("model", "retrieval", "decode", "engine")  # whose settings `load` takes, by their bare names
-WORLD_MODELS = [f"{SHIPPED_PREFIX}{name}" for name in ("model", "whole")]  # trained on the world that ships
 WORLD_CORPUS = SHIPPED_FOLDER / "world" / "corpus.jsonl"
 INSTEAD = {"torch_dtype": "dtype", "k": "top_k", "n_docs": "top_k", "max_length": "max_new_tokens",
            "max_tokens": "max_new_tokens", "documents": "corpus", "texts": "corpus", "retriever": "corpus",

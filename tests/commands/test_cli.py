@@ -22,10 +22,11 @@ from dlm_rag import __version__
 from dlm_rag.__main__ import PROGRAMS, main
 from dlm_rag.commands import evaluate, sample
 from dlm_rag.commands.arguments import READER, parse_command_line
-from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
-from dlm_rag.config import CONFIG_FOLDER, Config, load_config
+from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, open_search_source
+from dlm_rag.config import CONFIG_FOLDER, Config, RetrievalConfig, load_config
 from dlm_rag.decode.trace_file import AnswersFile, read_trace, read_trace_header
 from dlm_rag.engine.engine import Decoder
+from dlm_rag.errors import ConfigError
 from dlm_rag.machine import get_code_commit
 from dlm_rag.page.render import build_page_record, read_trace_runs
 
@@ -379,6 +380,20 @@ def test_evaluate_compares_settings_on_the_same_questions(call, tmp_path):
     assert evidence[:2] == ["dune", "emma"], "support first, then what the question finds"
     code, _, err = call(*words, program=evaluate)
     assert code == 0 and err.count("1 of 1 questions are answered already") == 3
+
+
+def test_missing_support_is_said_whichever_setting_searches(call, tmp_path):
+    path = write_scored(tmp_path, supporting_ids=["emma", "nowhere"])
+    words = ("--questions", path, "--out", tmp_path / "runs", "--compare", "none,static")
+    code, _, err = call(*words, program=evaluate)
+    assert code == 0 and "1 of 2 supporting passages are not in the corpus" in err
+
+
+def test_an_oracle_of_a_file_of_settings_is_refused_for_a_service():
+    config = RetrievalConfig(url="http://127.0.0.1/retrieve", oracle=True)
+    find = open_search_source(config, lambda make, *key: "service")
+    with pytest.raises(ConfigError, match="needs --corpus FILE, not retrieval.url"):
+        find([], "question")
 
 
 def test_a_folder_keeps_the_scores_of_one_choice_of_questions(call, tmp_path):

@@ -1,11 +1,12 @@
 """The config tree: strict keys, types and bounds, defaults in one place."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from dlm_rag.commands.arguments import parse_command_line
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files
@@ -91,6 +92,8 @@ def test_values_that_change_nothing_build_nothing():
     changed = replace_settings(settings, commit_threshold=0.5, seed=3)
     assert changed == DecodeConfig(commit_threshold=0.5, seed=3) and settings.seed == 0
     assert replace(settings, seed=3).given == changed.given == {"commit_threshold", "seed"}
+    tree = {"decode": asdict(DecodeConfig())}
+    assert TypeAdapter(Config).validate_python(tree).decode.given == tree["decode"].keys(), "of a file"
     with pytest.raises(ConfigError, match="commit_threshold=7"):
         replace_settings(settings, commit_threshold=7)
 
