@@ -297,8 +297,8 @@ def make_training_shape(
     own = own.add_settings(list_given(decode, DECODE_NAMES), **retrieval)
     return replace(
         own,
-        evidence_layout=config.model.evidence_layout or raw_config.get("evidence_layout", "independent"),
-        passage_length=train.passage_length or raw_config.get("passage_length", DEFAULT_PASSAGE_LENGTH),
+        evidence_layout=config.model.evidence_layout or raw_config.get("evidence_layout") or "independent",
+        passage_length=train.passage_length or raw_config.get("passage_length") or DEFAULT_PASSAGE_LENGTH,
         canvas_length=decode.max_new_tokens or own.canvas_length,
         block_length=own.block_length if decode.block_length is None else decode.block_length,
         block_size=block,

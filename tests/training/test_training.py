@@ -30,6 +30,7 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.layers import AttentionProbe
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.training import sources
 from dlm_rag.training.batches import (
     ChunkedCrossEntropy,
     ExampleBuilder,
@@ -45,6 +46,7 @@ from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_model import (
     DEFAULT_PROMPT_TEMPLATE,
     iterate_world_texts,
+    make_training_shape,
     open_initial_model,
     train_tokenizer,
 )
@@ -299,6 +301,25 @@ def test_a_fresh_denoiser_has_a_nelbo_of_about_log_v_per_token(tmp_path):
         denoiser.lm_head.weight.mul_(1e-4)
     nats, tokens = validation.nelbo(denoiser, origin.tokenizer, range(4))
     assert nats / tokens == pytest.approx(math.log(400), rel=0.25), "four questions: the times vary"
+
+
+def test_a_null_in_the_config_of_a_checkpoint_is_no_setting():
+    raw = {"evidence_layout": None, "passage_length": None}
+    shape = make_training_shape(load_config(None, []), EXAMPLE_SHAPE, raw)
+    assert (shape.evidence_layout, shape.passage_length) == ("independent", 96)
+
+
+def test_the_masks_of_a_bound_spread_over_the_interval_and_depend_on_the_question_alone(
+    tmp_path, monkeypatch
+):
+    trainer, validation = open_trainer(load_config(None, MICRO_SETTINGS), tmp_path)
+    seen = []
+    monkeypatch.setattr(sources, "sum_losses", lambda _, rows, layout: seen.append(rows) or 0.0)
+    for which in (range(4), [2]):
+        validation.nelbo(trainer.denoiser, trainer.origin.tokenizer, which)
+    assert seen[4] == seen[2] and seen[0] != seen[1]
+    assert [sorted(int(4 / row.weight) for row in rows) for rows in seen] == [[0, 1, 2, 3]] * 5
+    assert len({rows[0].weight for rows in seen}) == 4, "each at times of its own"
 
 
 @pytest.mark.gpu
