@@ -122,7 +122,8 @@ class MaskedModelRunner(ModelRunner):
 
     def reset_cache(self) -> None:
         engine, denoiser = self._engine, self.denoiser
-        vars(self).pop("cache", None)  # what was kept is freed first: the budget is a share of what is free
+        for name in ("cache", "_graphs"):  # freed first: the budget is a share of what is free
+            vars(self).pop(name, None)
         if engine.prefix_cache_gib is None:
             limit = None if engine.memory_gib is None else engine.memory_gib * GIB
             weights = sum(p.nbytes for p in denoiser.parameters())
