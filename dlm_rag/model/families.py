@@ -83,8 +83,8 @@ def find_mask_token_id(folder: Path, usual: str) -> int:
             break  # the second is long
         raw = read_checkpoint_json(path) if path.exists() else {}
         with translate_failures(CheckpointError, f"{path} has a token that is none"):
-            mask = raw.get("mask_token")
-            declared = declared or (mask["content"] if isinstance(mask, dict) else mask)
+            if mask := raw.get("mask_token"):
+                declared = declared or (mask if isinstance(mask, str) else mask["content"])
             ids |= {token["content"]: token["id"] for token in raw.get("added_tokens") or ()}
             by_id = raw.get("added_tokens_decoder") or {}
             ids |= {token["content"]: int(number) for number, token in by_id.items()}

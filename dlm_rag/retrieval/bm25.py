@@ -186,9 +186,14 @@ def _count_words(corpus: Corpus, rows: range) -> dict[str, np.ndarray]:
 
 def _merge_words(folders: Sequence[Path]) -> tuple[np.ndarray, np.ndarray]:
     """The words of all shards, ascending, and where the postings of each begin in the index."""
-    words = np.concatenate([np.load(folder / "words.npy") for folder in folders])
-    words.sort()  # np.unique would hash them, in many times the memory
-    words = words[np.diff(words, prepend=words[:1] + 1) != 0]
+    words = np.empty(0, np.uint64)
+    pending: list[np.ndarray] = []  # so that no more are held than a few times those of the index
+    for n, folder in enumerate(folders):
+        pending.append(np.load(folder / "words.npy"))
+        if n + 1 == len(folders) or sum(map(len, pending)) > len(words):
+            words = np.concatenate([words, *pending])
+            words.sort()  # np.unique would hash them, in many times the memory
+            words, pending = words[np.diff(words, prepend=words[:1] + 1) != 0], []
     if not len(words):  # a corpus of stop words alone; a search wants a word, which no query has
         words = hash_words([""])
     starts = np.zeros(len(words) + 1, np.int64)

@@ -266,9 +266,10 @@ def test_the_mask_is_the_tokenizers_where_the_config_does_not_say_it(tmp_path, f
     write_public(tmp_path, "sdar")
     assert open_checkpoint(tmp_path).config.mask_token_id == MASK
     change(tmp_path, mask_token_id=None)
-    (tmp_path / "tokenizer.json").write_text('{"added_tokens": [1]}')
-    with pytest.raises(CheckpointError, match=r"tokenizer.json has a token that is none"):
-        open_checkpoint(tmp_path)
+    for wrong in ('{"added_tokens": [1]}', '{"mask_token": ["x"]}'):
+        (tmp_path / "tokenizer.json").write_text(wrong)
+        with pytest.raises(CheckpointError, match=r"tokenizer.json has a token that is none"):
+            open_checkpoint(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"'mask_token_id' is missing, .* has not added '<\|MASK\|>'"):
         open_checkpoint(tmp_path)
