@@ -37,6 +37,7 @@ CASES = [
         ("are the same file", "--out a --trace b", {"a": "", "b": lambda path: os.link(path.with_name("a"), path)}),
         ("trace and the run.json of out", "--out a --trace a.run.json"),
         ("a.run.json cannot be written", "--out a", {"a.run.json/x": ""}),
+        ("cannot be locked by a.lock (it is no regular file)", "--out a", {"a.lock": os.mkfifo}),
         ("a.run.json cannot be written", "--out a", {"a": ANSWER, "a.run.json": os.mkfifo}),
         *(
             ("without a readable a.run.json beside it", "--out a", {"a": ANSWER, "a.run.json": stamp})
