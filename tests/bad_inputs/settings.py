@@ -2,13 +2,7 @@
 
 import os
 
-from tests.bad_inputs import (
-    SAMPLE_COMMAND,
-    SAMPLE_WITH_MODEL,
-    SAMPLE_WITHOUT_QUESTION,
-    BadInputCase,
-    table,
-)
+from tests.bad_inputs import SAMPLE_COMMAND, SAMPLE_WITH_MODEL, SAMPLE_WITHOUT_QUESTION, BadInputCase, table
 
 BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)

@@ -5,17 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from dlm_rag.decode.trace_file import (
-    read_trace,
-    read_trace_header,
-)
+from dlm_rag.decode.trace_file import read_trace, read_trace_header
 from dlm_rag.errors import TraceError, UserError
 from dlm_rag.evaluation.metrics import score_rollout
-from dlm_rag.evidence.prompt_segments import (
-    ContextBudget,
-    fit_passages,
-    keep_shorter_texts,
-)
+from dlm_rag.evidence.prompt_segments import ContextBudget, fit_passages, keep_shorter_texts
 from dlm_rag.tokenizer.prompts import PromptTemplate
 from tests.support.tiny_models import byte_tokenizer, tiny_tokenizer
 from tests.support.traces import (

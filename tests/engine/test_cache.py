@@ -12,11 +12,7 @@ from dlm_rag.config import EngineConfig
 from dlm_rag.engine.cache import KVCache, KVFormat, KVMemory
 from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.evidence.encode_segments import encode_canvases
-from dlm_rag.evidence.prompt_segments import (
-    LaidOutPrompt,
-    RowInput,
-    lay_out_prompt,
-)
+from dlm_rag.evidence.prompt_segments import LaidOutPrompt, RowInput, lay_out_prompt
 from dlm_rag.machine import default_pool_bytes, measure_free_bytes
 from dlm_rag.model.attention import _KERNELS
 from dlm_rag.model.denoiser_config import DenoiserConfig, Segment

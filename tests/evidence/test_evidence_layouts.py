@@ -8,12 +8,7 @@ import torch
 
 from dlm_rag.errors import QuestionError
 from dlm_rag.evidence.encode_segments import encode_canvases
-from dlm_rag.evidence.prompt_segments import (
-    ContextBudget,
-    fit_passages,
-    lay_out_prompt,
-    truncate_evidence,
-)
+from dlm_rag.evidence.prompt_segments import ContextBudget, fit_passages, lay_out_prompt, truncate_evidence
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.tokenizer.prompts import PromptTemplate

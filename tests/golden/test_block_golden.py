@@ -19,11 +19,7 @@ from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import NoRetriever
 from dlm_rag.tokenizer import Prompt
-from tests.golden.tiny_checkpoints import (
-    END_TOKEN_IDS,
-    PAD,
-    write_checkpoint,
-)
+from tests.golden.tiny_checkpoints import END_TOKEN_IDS, PAD, write_checkpoint
 
 GOLDEN = Path(__file__).parent
 TRACES = {path.stem: json.loads(path.read_text()) for path in sorted(GOLDEN.glob("*.json"))}

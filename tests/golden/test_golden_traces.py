@@ -6,13 +6,7 @@ from pathlib import Path
 import pytest
 
 from dlm_rag.tokenizer import load_tokenizer
-from tests.golden.tiny_checkpoints import (
-    CONFIGS,
-    MASK,
-    digest_checkpoint,
-    special_tokens,
-    write_checkpoint,
-)
+from tests.golden.tiny_checkpoints import CONFIGS, MASK, digest_checkpoint, special_tokens, write_checkpoint
 
 FILES = sorted(Path(__file__).parent.glob("*.json"))
 TRACES = {path.stem: json.loads(path.read_text()) for path in FILES}

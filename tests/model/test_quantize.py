@@ -9,12 +9,7 @@ from torch import nn
 from dlm_rag import Denoiser
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.checkpoint import open_checkpoint
-from dlm_rag.model.quantize import (
-    METHODS,
-    check_quantize,
-    count_weight_bytes,
-    list_quantized_weights,
-)
+from dlm_rag.model.quantize import METHODS, check_quantize, count_weight_bytes, list_quantized_weights
 from tests.golden.tiny_checkpoints import CONFIGS, write_checkpoint
 from tests.model.test_block_attention import ASKED, make_decoder, what_happened
 from tests.model.test_families import PUBLIC, write_public

@@ -3,11 +3,7 @@
 import pytest
 
 from dlm_rag.errors import CorpusError
-from dlm_rag.retrieval.text_folder import (
-    describe_text_folder,
-    list_document_suffixes,
-    read_text_passages,
-)
+from dlm_rag.retrieval.text_folder import describe_text_folder, list_document_suffixes, read_text_passages
 
 HTML = b"""<html><head><title>Novels</title><script>alert(1)</script></head><body><h1>Emma</h1>
 <p>A novel by <b>Jane</b>

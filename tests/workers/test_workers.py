@@ -12,11 +12,7 @@ import pytest
 import torch
 
 from dlm_rag import machine
-from dlm_rag.commands.answer_job import (
-    make_decoder_factory,
-    open_engines,
-    plan_answer_job,
-)
+from dlm_rag.commands.answer_job import make_decoder_factory, open_engines, plan_answer_job
 from dlm_rag.commands.prepare_decoder import check_weights_fit, prepare_decoder
 from dlm_rag.config import Config
 from dlm_rag.decode.trace_file import read_trace
