@@ -125,7 +125,7 @@ def hold_file_lock(path: Path, what: str) -> Iterator[None]:
     """Holds the lock at `path`; raises `ConfigError` if another process does, or the disk has no locks."""
     lock = FileLock(path, timeout=0)
     try:
-        if path.exists() and not path.is_file():  # a pipe would be locked, and removed at the end
+        if path.is_fifo():  # which would be locked, and removed at the end
             raise OSError("it is no regular file")
         lock.acquire()
     except Timeout:
