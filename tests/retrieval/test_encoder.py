@@ -60,12 +60,8 @@ def test_it_is_searched_by_and_another_prompt_has_its_own_index(folder, corpus_f
 
 
 def test_bfloat16_is_widened_where_a_gpu_would_emulate_it(folder, monkeypatch):
-    weights = load_file(folder / "model.safetensors")
-    save_file(
-        {name: value.bfloat16() for name, value in weights.items()},
-        folder / "model.safetensors",
-        {"format": "pt"},
-    )
+    place = folder / "model.safetensors"
+    save_file({name: value.bfloat16() for name, value in load_file(place).items()}, place, {"format": "pt"})
     put(folder, "config.json", {"dtype": "bfloat16"})
     for there, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(dense, "has_bfloat16", lambda device, there=there: there)
