@@ -382,7 +382,7 @@ def test_evaluate_compares_settings_on_the_same_questions(call, tmp_path):
     assert code == 0 and err.count("1 of 1 questions are answered already") == 3
 
 
-def test_missing_support_is_said_whichever_setting_searches(call, tmp_path):
+def test_evaluate_says_which_support_is_missing(call, tmp_path):
     path = write_scored(tmp_path, supporting_ids=["emma", "nowhere"])
     words = ("--questions", path, "--out", tmp_path / "runs", "--compare", "none,static")
     code, _, err = call(*words, program=evaluate)
