@@ -7,6 +7,7 @@ minimises: cross-entropy at supervised positions, and where two heads should loo
 import math
 import random
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -408,7 +409,8 @@ class MaskedObjective(nn.Module):
         added = [*batch.supervision, batch.places]
         hidden, found = encode_canvases(denoiser, states, batch.read, added, probe)
         targets, weights, copied, places = found
-        with profile_stage("loss"):
+        # A validation, which records no gradients, is a stage of its own.
+        with profile_stage("loss") if torch.is_grad_enabled() else nullcontext():
             normed, head = denoiser.norm(hidden), denoiser.lm_head.weight
             summed, right = ChunkedCrossEntropy.apply(normed, head, targets, weights, self.logit_chunk)
             loss = summed / counts["divisor"]

@@ -48,7 +48,9 @@ def haunted(rollout: Rollout) -> Rollout:
     recorder = ProvisionalRecorder(GHOSTS.__getitem__)
     steps = [rollout.steps[0]]
     for step in rollout.steps[1:]:
-        steps.append(replace(step, guesses=recorder.record_step(GUESSED[step.step])))
+        guessed = GUESSED[step.step]
+        tokens = ([given[n] for given in guessed.values()] for n in (0, 1))
+        steps.append(replace(step, guesses=recorder.record_step([*guessed], *tokens)))
     return replace(rollout, steps=steps)
 
 

@@ -68,7 +68,7 @@ def test_the_whole_look_on_a_cpu(tmp_path):
         assert all(min(row["answers/s"]) > 0 and 0 < row["roofline %"] < 200 for row in rows)
         assert rows[0]["reused %"] == 0 < rows[1]["reused %"]
         assert (tmp_path / f"attribution-{name}" / "report.md").stat().st_size > 500
-    assert [row["setting"] for row in found["full_tiny"]] == ["1 rows", "4 rows"]
+    assert [row["setting"] for row in found["full_tiny"]] == ["1 rows", "4 rows", "4 rows"]
     assert all(row["answers/s"][0] > 0 and 0 < row["roofline %"] < 200 for row in found["full_tiny"])
     switches = [row["switch"] for row in found["training"]]
     assert switches == ["none", "selective", "full"]
