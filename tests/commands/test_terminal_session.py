@@ -14,7 +14,7 @@ from tests.support.paths import ROOT
 
 SHOW_CURSOR, HIDE_CURSOR = b"\x1b[?25h", b"\x1b[?25l"
 MOST_SECONDS = 120
-# Children ignore what a background ignores; a function between fork and exec would meet other threads' locks.
+# Children ignore what a background ignores; code between fork and exec would meet locks of other threads.
 HEARS_INTERRUPTS = """import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.execv(sys.argv[1], sys.argv[1:])"""
