@@ -1,10 +1,10 @@
 """The cache of keys and values: what rows see, each segment computed once, in one memory.
 
 A segment that sees itself alone (a passage, a question) is kept under its tokens for whichever row asks
-next, the least recently used leaving first; with a store, all that was computed goes to its files, too.
-Finished blocks of the chain of lead and canvas, which see what stands before them, are kept for their row
-alone, until something before them changes. What nothing holds runs in the same call as the windows that see
-it.
+next, the least recently used leaving first: to host memory, where `engine.cpu_offload_gib` gives some. With
+a store, all that was computed goes to its files, too. Finished blocks of the chain of lead and canvas,
+which see what stands before them, are kept for their row alone, until something before them changes. What
+nothing holds runs in the same call as the windows that see it.
 
 The memory is one block, in which a token of any segment has a place in every layer. Which tokens a row sees
 is a list of places, so nothing has to lie together, and nothing is moved. Keys and values are kept in the
@@ -16,7 +16,7 @@ added after.
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, takewhile
 from typing import Any, NamedTuple
@@ -63,6 +63,8 @@ class CacheStats:
     encoded_tokens: int = 0  # tokens that the denoiser had to run for
     evicted_segments: int = 0  # segments that had to make room
     device_segments: int = 0  # that were asked for and lay on the device
+    host_segments: int = 0  # that came back from host memory
+    host_bytes: int = 0
     store_segments: int = 0  # that were read from the store
     store_bytes: int = 0
     store_seconds: float = 0.0  # seconds that the engine waited for them
@@ -72,6 +74,44 @@ class CacheStats:
     def reused_share(self) -> float:
         """The share of the wanted tokens that needed no run of their own."""
         return 1 - self.encoded_tokens / self.requested_tokens if self.requested_tokens else 0.0
+
+
+class HostTier:
+    """Segments that left the device, in host memory, under a budget in bytes.
+
+    What was asked for longest ago makes room. A segment that goes back to the device stays here, too: when
+    it leaves again, nothing has to be copied. Pinned blocks count as torch takes them, as powers of two.
+    """
+
+    def __init__(self, format: "KVFormat", budget_bytes: int) -> None:
+        self.budget_bytes, self.used_bytes, self._format = budget_bytes, 0, format
+        self.kept: OrderedDict[Segment, tuple[Tensor, Any]] = OrderedDict()
+
+    def count_bytes(self, segment: Segment) -> int:
+        """The bytes that a segment takes here."""
+        size = len(segment.ids) * self._format.token_bytes
+        return 1 << (size - 1).bit_length() if self._format.devices[0].type == "cuda" else size
+
+    def add(self, segment: Segment, copy: Callable[[], tuple[Tensor, Any]]) -> None:
+        """Keeps a segment if it fits; copy: makes its copy, and the event after which that is whole."""
+        cost = self.count_bytes(segment)
+        if segment in self.kept:
+            self.kept.move_to_end(segment)
+        elif cost <= self.budget_bytes:
+            while self.used_bytes + cost > self.budget_bytes:
+                self.used_bytes -= self.count_bytes(self.kept.popitem(last=False)[0])
+            self.kept[segment] = copy()
+            self.used_bytes += cost
+
+    def get_all(self, segments: Sequence[Segment]) -> dict[Segment, Tensor]:
+        """Those of the segments that are here; the devices wait until they are whole, and the host not."""
+        found = dict[Segment, Tensor]()
+        for segment in filter(self.kept.__contains__, segments):
+            self.kept.move_to_end(segment)
+            found[segment], ready = self.kept[segment]
+            for device in {*self._format.devices} if ready is not None else ():
+                torch.cuda.current_stream(device).wait_event(ready)
+        return found
 
 
 @dataclass(frozen=True)
@@ -97,8 +137,10 @@ class KVCache:
         format: "KVFormat",
         budget_bytes: int,
         store: EvidenceStore | None = None,
+        host_bytes: int = 0,
     ) -> None:
         self.cache_stats, self.store, self._denoiser = CacheStats(), store, denoiser
+        self.host = HostTier(format, host_bytes)
         self.kept: OrderedDict[Segment, Places] = OrderedDict()  # the least recently used first
         self.budget_tokens = budget_bytes // format.token_bytes
         self.memory = KVMemory(format, self.budget_tokens)
@@ -184,27 +226,31 @@ class KVCache:
                 self.kept.move_to_end(segment)
                 self._seen[segment] = self.kept[segment]
         stats.device_segments += len(self._seen)
-        missing = [segment for segment in wanted if segment not in self._seen]
-        for segment, kept in zip(missing, self._read_store(missing), strict=True):
-            places = self._seen[segment] = self._take(len(segment.ids))
-            if kept is None:
-                self._new[segment] = places
-            else:
-                self.memory.write(places, kept, segment.start)
-                self.kept[segment] = places
+        for segment in wanted:
+            if segment not in self._seen:
+                self._new[segment] = self._take(len(segment.ids))
+        self._seen |= self._new
+        for segment, kept in self._find_elsewhere([*self._new]).items():
+            self.memory.write(self._new[segment], kept, segment.start)
+            self.kept[segment] = self._new.pop(segment)
         stats.encoded_tokens += sum(len(segment.ids) for segment in self._new)
         stats.encoded_segments += len(self._new)
 
-    def _read_store(self, segments: list[Segment]) -> list[Tensor | None]:
-        """What the store has of these segments; None where it does not."""
-        if self.store is None or not segments:
-            return [None] * len(segments)
-        begin, stats = time.perf_counter(), self.cache_stats
-        found = self.store.get_all(segments)
+    def _find_elsewhere(self, segments: list[Segment]) -> dict[Segment, Tensor]:
+        """What host memory, or else the store, has of these segments."""
+        stats, found = self.cache_stats, self.host.get_all(segments)
+        stats.host_segments += len(found)
+        stats.host_bytes += sum(kept.nbytes for kept in found.values())
+        lacking = [segment for segment in segments if segment not in found]
+        if self.store is None or not lacking:
+            return found
+        begin = time.perf_counter()
+        pairs = zip(lacking, self.store.get_all(lacking), strict=True)
+        stored = {segment: kept for segment, kept in pairs if kept is not None}
         stats.store_seconds += time.perf_counter() - begin
-        stats.store_segments += sum(kept is not None for kept in found)
-        stats.store_bytes += sum(kept.nbytes for kept in found if kept is not None)
-        return found
+        stats.store_segments += len(stored)
+        stats.store_bytes += sum(kept.nbytes for kept in stored.values())
+        return found | stored
 
     def _take(self, tokens: int) -> Places:
         """Places for so many tokens; what was used longest ago makes room, but nothing that is seen now."""
@@ -213,9 +259,11 @@ class KVCache:
         return self.memory.take(tokens)
 
     def _evict(self) -> None:
-        """Gives up the segment that was used longest ago."""
-        self.memory.give_back(self.kept.popitem(last=False)[1])
+        """Gives up the segment that was used longest ago; host memory keeps it, where there is some."""
+        segment, places = self.kept.popitem(last=False)
+        self.memory.give_back(places)  # what is written there next comes after the copy
         self.cache_stats.evicted_segments += 1
+        self.host.add(segment, lambda: self._copy_to_host(places))
 
     def _copy_to_host(self, places: Places) -> tuple[Tensor, Any]:
         """A copy in host memory, which the denoiser does not wait for, and the event after which it is."""

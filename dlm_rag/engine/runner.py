@@ -63,12 +63,17 @@ class DecoderStats:
         reuse, parts = self.cache_stats, [self.runtime]
         if reuse.requested_tokens:
             parts[0] += f", {reuse.reused_share:.1%} of it reused"
-        if self.store:
+        if self.store or reuse.host_segments:
+            back = f"from host memory ({format_bytes(reuse.host_bytes)})"
             read = f"from files ({format_bytes(reuse.store_bytes)}, {reuse.store_seconds:.1f} s)"
-            counts = {"on the device": reuse.device_segments, read: reuse.store_segments}
+            counts = {
+                "on the device": reuse.device_segments,
+                back: reuse.host_segments,
+                read: reuse.store_segments,
+            }
             found = [f"{count:,} {source}" for source, count in counts.items() if count]
             parts += [f"passages: {', '.join([*found, f'{reuse.encoded_segments:,} encoded'])}", self.store]
-        used = "; ".join(parts)
+        used = "; ".join(filter(None, parts))
         if reuse.evicted_segments:
             used += f", {reuse.evicted_segments:,} passages left the pool (engine.prefix_cache_gib)"
         return used if self.compiled_graphs is None else f"{used}, {self.compiled_graphs} graphs compiled"
@@ -132,7 +137,8 @@ class MaskedModelRunner(ModelRunner):
             budget = int(engine.prefix_cache_gib * GIB)
         format, wants_store = KVFormat(denoiser, engine.cache_dtype), budget and engine.store is not None
         store = open_evidence_store(engine, denoiser, format.token) if wants_store else None
-        self.cache = KVCache(denoiser, format, budget, store)
+        aside = int(engine.cpu_offload_gib * GIB) if budget else 0
+        self.cache = KVCache(denoiser, format, budget, store, aside)
         self._dtype = denoiser.compute_dtype
         check_step_graphs(engine, self.shape, denoiser.backend, denoiser.layer_devices)
         self._graphs = StepGraphs(denoiser, self.cache.memory) if engine.cuda_graphs else None

@@ -52,9 +52,9 @@ def open_to_read(store, model):
 @pytest.fixture
 def asked(monkeypatch, model, corpus_file):
     """The segments of passages that decoding asks for."""
-    segments, read = [], KVCache._read_store
+    segments, read = [], KVCache._find_elsewhere
     monkeypatch.setattr(
-        KVCache, "_read_store", lambda cache, missing: segments.extend(missing) or read(cache, missing)
+        KVCache, "_find_elsewhere", lambda cache, missing: segments.extend(missing) or read(cache, missing)
     )
     tokenizer = Tokenizer.from_pretrained(model, "independent")
     retriever = load_retriever(corpus_file, top_k=3)
