@@ -316,6 +316,8 @@ class TrainConfig(CheckedSettings):
     """compile around attention with torch.compile"""
     parallel: str = setting("ddp", choices=("ddp", "fsdp"))
     """data parallelism: ddp (full copies) or fsdp (weights, gradients and optimizer state sharded)"""
+    context_parallel: int = setting(1, low=1, only_with=PRETRAIN)
+    """pretrain: number of processes that share each sequence, for very long ones"""
     pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT | WORLDS)
     """weight of the pointer loss, which falls to 4/15 of it with the learning rate; unset: 0.3 for a new
     model, 0 for a checkpoint"""

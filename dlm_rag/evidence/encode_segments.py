@@ -9,7 +9,7 @@ from torch import Tensor
 from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.layers import AttentionProbe
-from dlm_rag.model.packed_batch import SharedContext, make_consecutive_ranges, pack_rows
+from dlm_rag.model.packed_batch import CachedContext, SharedContext, make_consecutive_ranges, pack_rows
 
 
 def encode_canvases(
@@ -18,14 +18,16 @@ def encode_canvases(
     read: Sequence[Sequence[int]],
     add: Sequence[NDArray[Any]] = (),
     probe: AttentionProbe | None = None,
+    context: CachedContext | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Hidden states (n, hidden) that predict the canvas positions `read` (from 0, ascending), row by row;
     and the arrays `add` on the device.
 
     Only these go through the last layer. Segments that several rows share are encoded once, and gradients
     flow through; decoding, which keeps keys and values from step to step, has `engine.cache.KVCache`.
+    context: of rows without segments.
     """
-    segments, context = list(dict.fromkeys(s for row in states for s in row.context_segments)), None
+    segments = list(dict.fromkeys(s for row in states for s in row.context_segments))
     segments.sort(key=lambda segment: len(segment.ids))  # rows of equal lengths are attended to together
     if segments:
         at = dict(zip(segments, make_consecutive_ranges([len(s.ids) for s in segments]), strict=True))

@@ -302,7 +302,7 @@ CHANGEABLE_KEYS = frozenset({
     "train.eval_questions", "train.wandb",
     # How the work is done: nothing but rounding changes.
     "train.gradient_accumulation_steps", "train.activation_checkpointing",
-    "train.compile", "train.parallel",
+    "train.compile", "train.parallel", "train.context_parallel",
     "model.device", "model.dtype", "model.attn_implementation",
     "decode.batch_size",
     # Where something is kept, and what training does not read.

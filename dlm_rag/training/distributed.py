@@ -13,7 +13,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.machine import choose_device
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import Segment
+from dlm_rag.model.packed_batch import ContextParallel
 
 TIMEOUT = timedelta(minutes=10)  # that a process waits for another
 # What gloo, NCCL and torch's store say only of a lost process.
@@ -73,11 +74,15 @@ def translate_distributed_errors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """This process among those that torchrun started; alone without it."""
+    """This process among those that torchrun started; alone without it.
+
+    context: those of its neighbours that have the same items, each a stretch of every row.
+    """
 
     rank: int
     world_size: int
     local_rank: int
+    context: ContextParallel | None = None
 
     @classmethod
     def init(cls, timeout: timedelta = TIMEOUT) -> "DistributedContext":
@@ -107,7 +112,15 @@ class DistributedContext:
 
     def local_items(self, items: int) -> range:
         """Which of a batch's items this process computes."""
-        return range(self.rank, items, self.world_size)
+        sharing = 1 if self.context is None else self.context.size
+        return range(self.rank // sharing, items, self.world_size // sharing)
+
+    def with_context_parallel(self, count: int) -> "DistributedContext":
+        """These processes, of which `count` neighbours at a time have the same items; all must call."""
+        if count == 1:
+            return self
+        group, _ = dist.new_subgroups(group_size=count, timeout=TIMEOUT)
+        return replace(self, context=ContextParallel(self.rank % count, count, group))
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """Each value summed over the processes."""
@@ -178,8 +191,12 @@ class DistributedContext:
 
 def check_parallelism(train: TrainConfig, items: int, count: int) -> None:
     """Raises `ConfigError` where `count` processes cannot share steps of so many items."""
-    parts = train.gradient_accumulation_steps
-    if items < count * parts:
+    parts, sharing = train.gradient_accumulation_steps, train.context_parallel
+    if count % sharing:
+        raise ConfigError(
+            f"context_parallel={sharing} must divide the number of processes (plan.devices), {count}"
+        )
+    if items < count // sharing * parts:
         raise ConfigError(
             f"a step of {items} has no work for {count} processes in {parts} part(s) each: lower "
             "gradient_accumulation_steps, or raise passage_sets_per_step (sft), prompts_per_step (rl) or "

@@ -293,6 +293,11 @@ def make_training_shape(
             "this model predicts the first token of a block from the text before it, which only "
             "train.objective=rl trains: train another model"
         )
+    if block and train.context_parallel > 1:
+        raise ConfigError(
+            "context_parallel needs a model whose tokens all see each other: set context_parallel=1, or "
+            "model.block_size=0"
+        )
     retrieval = list_given(config.retrieval, RETRIEVAL_NAMES)
     own = own.add_settings(list_given(decode, DECODE_NAMES), **retrieval)
     return replace(

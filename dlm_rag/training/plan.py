@@ -31,6 +31,7 @@ from dlm_rag.model.denoiser_config import (
     count_encode_flops,
     count_head_flops,
 )
+from dlm_rag.model.packed_batch import ContextParallel
 from dlm_rag.model.quantize import METHODS, count_scratch_bytes, count_weight_bytes
 from dlm_rag.progress import format_bytes, show_status
 from dlm_rag.training.batches import LONG_QUESTION_TOKENS
@@ -155,7 +156,7 @@ class TrainingPlan:
 
     train: TrainConfig
     devices: int
-    microbatch_items: int  # items that a device computes at once
+    microbatch_items: int  # items that a device, or all that share sequences, compute at once
     tokens: float  # prompts and canvases
     flops: float  # forward and backward, nothing computed twice
     memory: StepMemory  # of a part
@@ -186,12 +187,14 @@ def plan_training(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> 
 
     Raises `ConfigError` where so many devices cannot share a step.
     """
-    devices, train = config.plan.devices, config.train
+    devices, train, sharing = config.plan.devices, config.train, config.train.context_parallel
     check_parallelism(train, find_task(train).count_items(train)[0], devices)
     task = make_planned_task(config, shape)
-    items = math.ceil(task.items / (devices * train.gradient_accumulation_steps))
+    if sharing > 1:
+        task.context = ContextParallel(0, sharing, group=None)
+    items = math.ceil(task.items * sharing / (devices * train.gradient_accumulation_steps))
     memory = estimate_step_memory(task, dtype, items)
-    forward, parts = memory.forward, task.items / items
+    forward, parts = memory.forward, task.items * sharing / items
     flops = forward.flops_with_backward(bool(train.lora_rank))
     flops += forward.flops * task.forwards_before
     # Shards are gathered into the layer at work, the next one, and the rest.

@@ -66,7 +66,8 @@ class Trainer:
         check_parallelism(train, task.items, processes.world_size)
         self._checkpoints = Checkpoints(task, processes)
         self.device = processes.local_device(self.config.model.device)
-        self.processes = processes
+        self.processes = processes.with_context_parallel(train.context_parallel)
+        task.context = self.processes.context
         self.dtype = choose_dtype(train.dtype, self.device)
         self.state = TrainState(0, {})
         self._build_denoiser()

@@ -71,7 +71,11 @@ TRAINING_CASES = {
     "rl sharded": [*RL, "train.parallel=fsdp"],
     **{f"rl {kind}, rows on one": [*SHARDED, *words] for kind, words in ROWS_ON_ONE.items()},
     "pretrain": PRETRAIN,
-    "pretrain sharded": [*PRETRAIN, "train.parallel=fsdp"],
+    "pretrain shared": [*PRETRAIN, "train.context_parallel=2"],
+    "pretrain shared, sharded": [
+        *PRETRAIN, "train.context_parallel=2", "train.parallel=fsdp",
+        "train.gradient_accumulation_steps=2", "train.activation_checkpointing=full",
+    ],
     "sft float16, overflows on one": [*SFT, "train.dtype=float16"],
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The same global batch is the same step: alone, in copies, in shards."""
+"""The same global batch is the same step: alone, in copies, in shards, in stretches of a row."""
 
 import json
 import os
@@ -32,7 +32,8 @@ SAME = {  # case on two processes -> case on one
     "adapters sharded": "adapters",
     "rl sharded": "rl",
     **{case: case for case in TRAINING_CASES if "rows on one" in case},
-    "pretrain sharded": "pretrain",
+    "pretrain shared": "pretrain",
+    "pretrain shared, sharded": "pretrain",
 }
 FAILING = "uneven, searches fail on one"
 slow = pytest.mark.slow
@@ -112,19 +113,28 @@ def test_searches_that_fail_on_one_process_hold_up_no_other(together):
 @slow
 @pytest.mark.parametrize("case", [case for case in SAME if case.startswith("pretrain")])
 def test_the_work_of_all_processes_is_that_of_one(alone, together, case):
-    """What MFU is made of."""
+    """What MFU is made of: sequences are shared, their attention is not counted less for it."""
     assert together(case)["flops"] == pytest.approx(alone(SAME[case])["flops"], rel=1e-6)
 
 
-def test_what_cannot_be_shared_is_refused_before_anything_is_read():
-    words = ["train.passage_sets_per_step=7", "train.gradient_accumulation_steps=2"]
-    with pytest.raises(ConfigError, match="a step of 7 has no work for 4 processes in 2 part"):
-        check_run_fits(load_config(None, words), 4, torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("processes", "words", "said"),
+    [
+        (4, ["train.passage_sets_per_step=7", "train.gradient_accumulation_steps=2"],
+         "a step of 7 has no work for 4 processes in 2 part"),
+        (3, TRAINING_CASES["pretrain shared"], "context_parallel=2 must divide the number of processes"),
+        (2, [*TRAINING_CASES["pretrain shared"], "model.block_size=8"],
+         "set context_parallel=1, or model.block_size=0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_shared_is_refused_before_anything_is_read(processes, words, said):
+    with pytest.raises(ConfigError, match=said):
+        check_run_fits(load_config(None, words), processes, torch.device("cpu"))
 
 
 @slow
 @pytest.mark.parametrize(
-    "case", ["sft sharded, accumulated, checkpointed", "pretrain sharded", "adapters sharded"]
+    "case", ["sft sharded, accumulated, checkpointed", "pretrain shared, sharded", "adapters sharded"]
 )
 def test_what_shards_export_is_whole(alone, together, folders, case):
     assert alone(SAME[case]) and together(case)
