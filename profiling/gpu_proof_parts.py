@@ -37,11 +37,7 @@ from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.evidence.prompt_segments import RowInput, lay_out_prompt
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.machine import choose_device, default_pool_bytes, has_bfloat16, measure_free_bytes
-from dlm_rag.model.attention import (
-    ATTENTION_BACKENDS,
-    describe_kernel_version,
-    get_backend_problem,
-)
+from dlm_rag.model.attention import ATTENTION_BACKENDS, describe_kernel_version, get_backend_problem
 from dlm_rag.model.denoiser_config import Segment
 from dlm_rag.model.packed_batch import pack_rows
 from dlm_rag.model.quantize import METHODS, count_weight_bytes, list_quantized_weights, quantize_weight

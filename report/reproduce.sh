@@ -41,7 +41,7 @@ plan() { # plan MACHINE COMMAND...: the command, and its hours there by the plan
 
 print_gpu_part() {
     printf '\n== What needs a GPU, with the hours that the planner estimates\n'
-    plan h200 "$PYTHON" train.py --config gb300_rl.yaml train.trainable=null train.lora_rank=64 plan.machine=h200
+    plan h200 "$PYTHON" train.py --config gb300_rl.yaml train.lora_rank=64 plan.machine=h200
     plan gb300 "$PYTHON" train.py --config gb300.yaml
     plan gb300 "$PYTHON" train.py --config gb300_rl.yaml
     cat << 'END'

@@ -24,13 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_rag.decode.provisional_log import are_deltas_valid
-from dlm_rag.decode.rollout import (
-    Rollout,
-    RolloutStep,
-    Span,
-    describe_abstention,
-    split_citable_spans,
-)
+from dlm_rag.decode.rollout import Rollout, RolloutStep, Span, describe_abstention, split_citable_spans
 from dlm_rag.decode.trace_file import TraceHeader, read_trace, read_trace_header
 from dlm_rag.errors import ConfigError, TraceError
 from dlm_rag.evaluation.metrics import compute_exact_match

@@ -19,12 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dlm_rag.evidence.encode_segments import encode_canvases
-from dlm_rag.evidence.prompt_segments import (
-    ContextBudget,
-    LaidOutRow,
-    lay_out_prompt,
-    truncate_evidence,
-)
+from dlm_rag.evidence.prompt_segments import ContextBudget, LaidOutRow, lay_out_prompt, truncate_evidence
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.layers import AttentionProbe, get_compute_dtype

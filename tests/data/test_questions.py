@@ -47,11 +47,6 @@ def test_a_bad_line_is_named(tmp_path, line, says):
     assert says in str(error.value)
 
 
-def test_blank_lines_and_a_byte_order_mark_do_no_harm(tmp_path):
-    (tmp_path / "q.jsonl").write_bytes(b'\xef\xbb\xbf{"id": "a", "question": "x"}\r\n\n')
-    assert read_questions(tmp_path / "q.jsonl") == [Question("a", "x")]
-
-
 @pytest.mark.parametrize(("name", "says"), [("none.jsonl", "was not found"), ("", "holds no questions")])
 def test_no_file_and_no_questions(tmp_path, name, says):
     (tmp_path / "empty.jsonl").touch()

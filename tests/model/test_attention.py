@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_rag.engine.cache import KVFormat, KVMemory
 from dlm_rag.model import attention
-from dlm_rag.model.attention import choose_backend, compute_attention
+from dlm_rag.model.attention import compute_attention
 from dlm_rag.model.denoiser_config import Segment
 from dlm_rag.model.packed_batch import MemoryRows, pack_rows
 from tests.support.attention import by_the_book, random_rows, sight_of
@@ -148,10 +148,6 @@ def test_every_kernel_reads_places_of_a_memory(gpu_kernel):
         out = compute_attention(q, *seen, rows.attention_metadata, kernel)
         expected = compute_attention(q, k, v, sight_of(queries, keys), "sdpa")
         torch.testing.assert_close(out, expected)
-
-
-def test_auto_takes_sdpa_on_a_cpu():
-    assert choose_backend("auto", CPU, torch.float32) == "sdpa"
 
 
 @pytest.mark.filterwarnings("ignore:.*without torch.compile")
