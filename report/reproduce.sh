@@ -48,7 +48,7 @@ print_gpu_part() {
 python -m pytest -m gpu
     at most 5 minutes
 python profiling/gpu_proof.py --out runs/gpu
-    at most 11 minutes
+    at most 12 minutes
 python evaluate.py --config sardi.yaml --dataset 2wiki --out runs/2wiki --compare interleaved,interleaved+decode.commit_threshold=0.95,static
     the paper's own table, never run here; first dlm-rag data get 2wiki --split sardi
 END

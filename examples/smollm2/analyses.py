@@ -1,13 +1,15 @@
-"""What retrieval inside denoising does to the model of this folder: two analyses of the SARDI paper.
+"""What retrieval inside denoising does to the model of this folder: analyses of the SARDI paper.
 
+    python examples/smollm2/analyses.py paired interleaved static runs/hotpotqa=h.jsonl runs/2wiki=w.jsonl
     python examples/smollm2/analyses.py recall runs/2wiki/interleaved/trace.jsonl questions.jsonl
     python examples/smollm2/analyses.py dependence corpus.jsonl questions.jsonl --limit 60
 
-`recall`: how many of the supporting passages were among the evidence when a share of the response was
-written (19 points more after a quarter, there). `dependence`: mutual information, in nats, of the next two
-masked tokens, which parallel decoding would commit together, with gold passages and with none, along the
-response that is written with gold passages (0.060 and 0.588 there). Each has a 95 % interval from questions
-drawn again 2,000 times.
+`paired`: exact match of two settings of `dlm-rag evaluate`, and the difference question by question, for
+each result with its questions, for all together, and by kind of question. `recall`: how many of the
+supporting passages were among the evidence when a share of the response was written (19 points more after a
+quarter, there). `dependence`: mutual information, in nats, of the next two masked tokens, which parallel
+decoding would commit together, with gold passages and with none, along the response that is written with
+gold passages (0.060 and 0.588 there). Intervals are 95 %; of the last two from questions drawn again.
 """
 
 import argparse
@@ -19,10 +21,11 @@ import torch
 
 from dlm_rag import Denoiser, Tokenizer, read_trace
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
+from dlm_rag.evaluation.metrics import compute_support_recall, estimate_difference, score_rollout
 from dlm_rag.evidence.encode_segments import encode_canvases
 from dlm_rag.evidence.prompt_segments import ContextBudget, LaidOutPrompt, fit_passages, lay_out_prompt
 from dlm_rag.questions import Question, read_questions
-from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.retrieval.corpus import get_row_id, open_corpus
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 CANDIDATES = 8  # tokens that the first of a pair may be
@@ -38,14 +41,41 @@ def format_interval(values: Sequence[float] | np.ndarray, scale: float = 1.0, di
     return f"{found.mean():.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
+def compare_settings(one: str, other: str, results: Sequence[str]) -> None:
+    """Prints exact match of two settings and its paired difference, in percent, with 95 % intervals."""
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for result in results:
+        folder, _, questions = result.partition("=")
+        asked = {question.id: question for question in read_questions(questions)}
+        right = [
+            {
+                r.id: score_rollout(r, asked[r.id]).exact_match
+                for r in read_trace(Path(folder, name, "trace.jsonl"))
+            }
+            for name in (one, other)
+        ]
+        for name in (name for name in right[0] if name in right[1]):
+            for group in (folder, "all", *asked[name].labels):
+                groups.setdefault(group, []).append((right[0][name], right[1][name]))
+    print(f"questions, exact match of {one} and {other}, difference")
+    for group, pairs in groups.items():
+        first, second = (100 * sum(column) / len(pairs) for column in zip(*pairs, strict=True))
+        change = estimate_difference(a - b for a, b in pairs)
+        assert change is not None
+        said = f"{100 * change.mean:+.1f} [{100 * change.low:.1f}, {100 * change.high:.1f}]"
+        print(f"{group} ({len(pairs)})  {first:.1f}  {second:.1f}  {said}")
+
+
 def measure_recall(trace: Path, questions: Path) -> None:
     """Prints the share of supporting passages in the evidence, by share of the response's tokens."""
     asked = {question.id: question for question in read_questions(questions)}
-    found: list[list[float]] = []
+    found: list[list[float | None]] = []
     for rollout in read_trace(trace):
-        wanted = set(asked[rollout.id].supporting_ids)
+        question, known = asked[rollout.id], rollout.passages
         written = np.cumsum([len(step.committed) for step in rollout.steps])
-        recall = [len(wanted.intersection(step.passage_ids)) / len(wanted) for step in rollout.steps]
+        recall = [compute_support_recall(step.passage_ids, known, question) for step in rollout.steps]
+        if None in recall:  # nobody has said what supports this answer
+            continue
         found.append([
             recall[min(int(np.searchsorted(written, share * written[-1])), len(recall) - 1)]
             for share in SHARES
@@ -120,11 +150,13 @@ class PairModel:
 def measure_dependence(corpus: Path, questions: Path, limit: int) -> None:
     """Prints mutual information with and without gold passages, and its difference question by question."""
     model = PairModel(SHIPPED_FOLDER / "smollm2")
-    texts = {passage.id: passage.text for passage in open_corpus(corpus)}
+    pages: dict[str, dict[str, str]] = {}  # a long row is several passages
+    for passage in open_corpus(corpus):
+        pages.setdefault(get_row_id(passage.id), {})[passage.id] = passage.text
     found: dict[str, list[float]] = {GOLD: [], NONE: []}
     asked: list[Question] = read_questions(questions)[:limit]
     for question in asked:
-        gold = {name: texts[name] for name in question.supporting_ids}
+        gold = {name: text for row in question.supporting_ids for name, text in pages[row].items()}
         response: list[int] = []
         for name, passages in ((GOLD, gold), (NONE, {})):
             laid = model.lay_out(question.question, passages)
@@ -142,6 +174,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
+    paired = commands.add_parser("paired")
+    paired.add_argument("one")
+    paired.add_argument("other")
+    paired.add_argument("results", nargs="+", metavar="FOLDER=QUESTIONS")
     recall = commands.add_parser("recall")
     recall.add_argument("trace", type=Path)
     recall.add_argument("questions", type=Path)
@@ -150,7 +186,9 @@ def main() -> None:
     dependence.add_argument("questions", type=Path)
     dependence.add_argument("--limit", type=int, default=60)
     given = parser.parse_args()
-    if given.command == "recall":
+    if given.command == "paired":
+        compare_settings(given.one, given.other, given.results)
+    elif given.command == "recall":
         measure_recall(given.trace, given.questions)
     else:
         measure_dependence(given.corpus, given.questions, given.limit)

@@ -62,7 +62,7 @@ def compose_questions(passages: dict[str, Record]) -> Iterator[Record]:
             continue
         for pattern, phrases in RELATIONS:
             for match in re.finditer(pattern + _NAME, body):
-                person = next(filter(None, (find_page(pages, name) for name in shorten(match[1]))), None)
+                person = next(filter(None, (pages.get(name.lower()) for name in shorten(match[1]))), None)
                 if person and title.lower() != passages[person[0]]["title"].lower():
                     yield from ask_about(key, title, person, passages, phrases)
 
@@ -72,10 +72,6 @@ def shorten(name: str) -> Iterator[str]:
     words = name.split()
     for count in range(len(words), 1, -1):
         yield " ".join(words[:count]).rstrip(".,")
-
-
-def find_page(pages: dict[str, list[str]], name: str) -> list[str] | None:
-    return pages.get(name.lower())
 
 
 def ask_about(

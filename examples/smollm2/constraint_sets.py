@@ -53,7 +53,7 @@ class ConstraintWriter:
             self.rng.shuffle(towns)
         return lists[0], lists[1], both
 
-    def two_chains(self, shared: int) -> tuple[list[str], list[tuple[str, str]], list[str]]:
+    def two_companies(self, shared: int) -> tuple[list[str], list[tuple[str, str]], list[str]]:
         """Returns the names of two companies, their passages (title, text) and the towns of both."""
         one, two, both = self.two_lists(shared)
         trade, other = self.rng.sample(TRADES, 2)
@@ -65,12 +65,12 @@ class ConstraintWriter:
         return names, passages, both
 
     def intersection(self) -> tuple[str, str, list[tuple[str, str]]]:
-        names, passages, both = self.two_chains(1)
+        names, passages, both = self.two_companies(1)
         return f"In which town do both {names[0]} and {names[1]} have a branch?", both[0], passages
 
     def count(self) -> tuple[str, str, list[tuple[str, str]]]:
         shared = self.rng.randrange(1, 5)
-        names, passages, _ = self.two_chains(shared)
+        names, passages, _ = self.two_companies(shared)
         return (
             f"In how many towns do both {names[0]} and {names[1]} have a branch?",
             NUMBERS[shared],

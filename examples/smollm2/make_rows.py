@@ -41,7 +41,8 @@ PASSAGE_COUNTS = (2, 3, 3, 4)
 MAX_ROWS, MAX_ROWS_OF_A_PASSAGE, MAX_ROWS_OF_OTHERS = 8, 4, 3
 MAX_ANSWER_WORDS, MAX_TITLE_WORDS, MAX_QUESTION_WORDS = 8, 8, 40
 SAME_PAGE_SHARE = 0.5  # share of the sets with another passage of the gold one's page
-MISSING_PAGE_SHARE = 0.5  # share of the questions of two pages whose second page is not there yet
+# share of the questions of two pages whose second page is not there yet; the other with `--two-hops`
+MISSING_PAGE_SHARE, MORE_MISSING_PAGE_SHARE = 0.35, 0.5
 UNKNOWN_PER_ANSWER = 0.25
 NO_QUESTION_MARK_SHARE, SMALL_LETTERS_SHARE = 0.15, 0.12
 SEARCH_BATCH, SEARCH_DEPTH = 2000, 8
@@ -91,15 +92,18 @@ def write_questions(folder: Path, out: Path, held_out: bool) -> None:
 class QuestionSets:
     """Passages and answerable questions of all sets, with what BM25 finds for each question."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, two_hops: bool) -> None:
+        """two_hops: adds questions that are composed of two pages, and more of those without the second."""
+        self.missing_share = MORE_MISSING_PAGE_SHARE if two_hops else MISSING_PAGE_SHARE
         self.passages: dict[str, Record] = {}
         questions = []
         for name in (*SET_WEIGHTS, "wiki_passages"):
             for passage in read_lines(folder / name / "corpus.jsonl"):
                 self.passages.setdefault(passage["id"], {**passage, "set": name})
             questions += [{**row, "set": name} for row in read_lines(folder / name / "questions.jsonl")]
-        told = {key: passage for key, passage in self.passages.items() if passage["set"] != ALTERED_SET}
-        questions += compose_questions(told)
+        if two_hops:
+            told = {key: page for key, page in self.passages.items() if page["set"] != ALTERED_SET}
+            questions += compose_questions(told)
         self.questions = [row for row in questions if self._can_be_asked(row)]
         for row in self.questions:
             row["answer"] = self._find_answer(row)
@@ -194,7 +198,7 @@ def make_set(rng: random.Random, sets: QuestionSets, passage: str) -> Record:
     own = list(sets.by_passage[passage])
     rng.shuffle(own)
     first = own[0]
-    missing = len(first["supporting_ids"]) > 1 and rng.random() < MISSING_PAGE_SHARE
+    missing = len(first["supporting_ids"]) > 1 and rng.random() < sets.missing_share
     chosen = choose_passages(rng, sets, first, missing)
     there, rows = set(chosen), []
 
@@ -241,19 +245,20 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--two-hops", action="store_true", help="a tenth of the sets of one page only")
+    parser.add_argument("--two-hops", action="store_true", help="more of two pages, a tenth of the others")
     parser.add_argument("--held-out", action="store_true", help="write to the folder OUT what is held out")
     parser.add_argument("--questions", action="store_true", help="the same of what is not, for a reward")
     given = parser.parse_args()
     if given.held_out or given.questions:
         write_questions(given.folder, given.out, given.held_out)
         return
-    sets, rng = QuestionSets(given.folder), random.Random(given.seed)
+    sets, rng = QuestionSets(given.folder, given.two_hops), random.Random(given.seed)
     plan = []
     for passage, rows in sets.by_passage.items():
-        weight = max(SET_WEIGHTS[row["set"]] for row in rows)
-        if given.two_hops and rows[0]["set"] not in TWO_HOP_SETS:
-            weight *= ONE_HOP_SHARE
+        weight = SET_WEIGHTS[rows[0]["set"]]
+        if given.two_hops:
+            weight = max(SET_WEIGHTS[row["set"]] for row in rows)
+            weight *= 1.0 if rows[0]["set"] in TWO_HOP_SETS else ONE_HOP_SHARE
         plan += [passage] * (int(weight) + (rng.random() < weight % 1))
     rng.shuffle(plan)
     counts: Counter[str] = Counter()
