@@ -272,7 +272,7 @@ def measure_round(decoder: Decoder, asked: Sequence[Question]) -> Round:
     now = seen if runner is None else runner.cache_stats
     requested, encoded = now.requested_tokens, now.encoded_tokens
     reused = CacheStats(requested - seen.requested_tokens, encoded - seen.encoded_tokens).reused_share
-    tally = RunTotals(decoder.tokenizer.end_ids)
+    tally = RunTotals()
     for rollout in rollouts.values():
         tally.add(rollout)
     tally.close("", reading)

@@ -116,11 +116,11 @@ def open_engines(workers: str | None, jobs: Iterable[Prepared]) -> Iterator[Loca
 
 
 @contextmanager
-def count_answers(engines: LocalEngines | WorkerEngines, prepared: Prepared) -> Iterator[RunTotals]:
+def count_answers(engines: LocalEngines | WorkerEngines) -> Iterator[RunTotals]:
     """Totals of what is answered in the block, which add it; its energy and a line on it at the end."""
     from dlm_rag.decode.terminal import RunTotals
 
-    tally = RunTotals(prepared.end_ids)
+    tally = RunTotals()
     try:
         yield tally
     finally:
@@ -193,7 +193,7 @@ class AnswerJob:
             for machine in engines.open(self.prepared):
                 self.file.add_machine(machine)
             bar = nullcontext(advance) if advance else report_progress("answering", len(remaining))
-            with bar as draw, count_answers(engines, self.prepared) as tally:
+            with bar as draw, count_answers(engines) as tally:
                 for rollout in engines.stream(remaining):
                     self.file.append(rollout)
                     tally.add(rollout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import platform
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -57,11 +57,6 @@ class PreparedDecoder:
     weight_bytes: int
     config: Config
     given: tuple[Config, list[Question]]  # what `prepare_decoder` got
-
-    @property
-    def end_ids(self) -> Collection[int]:
-        """Tokens behind which no text is."""
-        return self.tokenizer.end_ids
 
     def load(self, denoiser: AnyDenoiser | None = None) -> Decoder:
         """Reads the weights, where they are not given."""
@@ -341,7 +336,6 @@ class PreparedBaseline:
     context: BaselineContext
     config: Config
     device: Any = None  # it is elsewhere
-    end_ids: frozenset[int] = frozenset()
 
     def load(self, denoiser: Any = None) -> BaselineEngine:
         """The engine; there are no weights to read."""

@@ -116,7 +116,7 @@ def decode_to_screen(
             trace = TraceWriter(Path(config.trace), prepared.trace_header()) if config.trace else None
             if trace:
                 stack.callback(trace.file.close)
-            tally = stack.enter_context(answer_job.count_answers(engines, prepared))
+            tally = stack.enter_context(answer_job.count_answers(engines))
             view = stack.enter_context(LiveView(console, speed)) if console.is_terminal else None
             for rollout in engines.stream(questions, view.step if view else None):
                 tally.add(rollout)

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dlm_rag.decode.rollout import ClosestPassage, Rollout, clip_text, describe_abstention
-from dlm_rag.energy import EnergyReading, format_energy, summarise_energy
+from dlm_rag.energy import EnergyReading
 from dlm_rag.nvtx_ranges import drop_nested_stages
 from dlm_rag.progress import show_status
 from dlm_rag.text import (
@@ -204,11 +204,8 @@ def _title(rollout: Rollout, name: str) -> Text:
 class RunTotals:
     """Running totals of a run: it may answer more questions than fit into memory with their records."""
 
-    def __init__(self, end_ids: Collection[int] = ()) -> None:
-        """end_ids: tokens behind which no text is."""
-        self._end_ids = end_ids
+    def __init__(self) -> None:
         self.answers = self.forwards = self.tokens = self.failed = 0
-        self.text_tokens = 0  # before the end
         self.cut_answers = self.cut_tokens = 0  # tokens of passages that were longer than what is read
         self.seconds: Counter[str] = Counter()
         self._start, self.paused_seconds = perf_counter(), 0.0  # not counted among those of the wall clock
@@ -223,7 +220,6 @@ class RunTotals:
         self.cut_tokens += cut
         self.forwards += rollout.forwards
         self.tokens += rollout.tokens_committed
-        self.text_tokens += rollout.tokens_before_end(self._end_ids)
         self.seconds.update(drop_nested_stages(rollout.seconds))
 
     def close(self, backend: str, reading: EnergyReading) -> None:
@@ -232,7 +228,7 @@ class RunTotals:
         """
         wall_seconds = self.wall_seconds = perf_counter() - self._start - self.paused_seconds
         record = reading.to_record()
-        energy = self.energy = record and record | {"answers": self.answers, "tokens": self.text_tokens}
+        self.energy = record and record | {"answers": self.answers}
         whole = sum(self.seconds.values()) or 1.0
         shares = [(name, value / whole) for name, value in self.seconds.most_common()]
         spent = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
@@ -246,7 +242,7 @@ class RunTotals:
             * bool(self.cut_answers),
             f"time: {spent}" if spent else "",
             backend,
-            format_energy(summarise_energy([energy]), energy["reason"]) if energy else "",
+            reading.describe(answer=self.answers),
         ]
         self.summary = " · ".join(part for part in parts if part)
 

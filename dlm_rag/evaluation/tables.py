@@ -174,15 +174,15 @@ def build_energy_table(energy: Mapping[str, Mapping[str, Any] | None]) -> list[R
     """
     if not any(energy.values()):
         return []
-    keys = ("joules_per_answer", "tokens_per_joule", "watts", "joules", "seconds")
+    keys = ("joules_per_answer", "watts", "joules", "seconds")
     rows = []
     for name, found in energy.items():
         known = found or {"sensor": "not measured"}
         values = [known.get(key) for key in keys]
         cells = ["-" if value is None else format_three_digits(value) for value in values]
         rows.append([name, *cells, str(known["sensor"])])
-    headings = ["setting", "J/answer", "tokens/J", "W", "J", "s", "sensor"]
-    return [ResultTable("Energy, measured (tokens: committed before the end)", headings, rows)]
+    headings = ["setting", "J/answer", "W", "J", "s", "sensor"]
+    return [ResultTable("Energy, measured", headings, rows)]
 
 
 def summarize_findings(

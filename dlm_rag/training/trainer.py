@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from dlm_rag.cli import print_note
 from dlm_rag.config import Config, TrainConfig
-from dlm_rag.energy import EnergyMeter, format_energy, format_three_digits, merge_readings, open_meter
+from dlm_rag.energy import merge_readings, open_meter
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.files.paths import open_atomic_folder, write_text_atomic
 from dlm_rag.machine import (
@@ -281,8 +281,9 @@ def run_training(
         with stop.catch_interrupt():
             meter = open_meter(config.energy, trainer.device, host=processes.local_rank == 0)
             stopped = run_steps(trainer, validation, report, stop)
-        if energy := describe_energy(meter, processes, trainer.state.step - begun):
-            say(energy)
+        energy = merge_readings(processes.all_gather_object(meter.stop()))
+        if said := energy.describe(step=trainer.state.step - begun):
+            say(said)
         if stopped:
             say(f"stopped after step {trainer.state.step}, which is saved: --resume goes on")
             return
@@ -318,19 +319,6 @@ def run_steps(trainer: Trainer, validation: Validation, report: MetricsLogger, s
             trainer.save()
         if stopping:
             return True
-
-
-def describe_energy(meter: EnergyMeter, processes: DistributedContext, steps: int) -> str:
-    """Stops the meters of all processes; returns what the run has used, in words; "" if nobody asked."""
-    reading = merge_readings(processes.all_gather_object(meter.stop()))
-    record = reading.to_record()
-    if record is None:
-        return ""
-    if (joules := reading.joules) is None:
-        return format_energy(None, reading.reason)
-    watts = format_three_digits(joules / reading.seconds)
-    each = format_three_digits(joules / max(1, steps))
-    return f"energy: {format_three_digits(joules)} J · {each} J/step · {watts} W · {record['sensor']}"
 
 
 def write_model_card(
