@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
     words = parse_served(__doc__ or "", argv, reads, options=SERVE_OPTIONS)
     config = fill_in_shipped_files(words.config, [""])
     try:
-        from dlm_rag.serving.app import AnswerService, ServedModel
+        from dlm_rag.serving.app import AnswerService
         from dlm_rag.serving.http_server import AccessControl, is_loopback, read_api_keys, run_server
         from dlm_rag.serving.search_app import SearchService
     except ModuleNotFoundError as error:
@@ -76,12 +76,12 @@ def main(argv: list[str]) -> None:
         prepared = prepare_decoder(config, [])
         words.announce_reader()
         decoder, name = prepared.load(), get_served_model_name(config.model.path or "")
-        model = ServedModel(name, *describe_corpus(config, decoder.retriever))
+        known = describe_corpus(config, decoder.retriever)
         search, own = None, config.retrieval.url is None and config.retrieval.method != "none"
         if own and isinstance(decoder.retriever, CorpusRetriever):
             search = SearchService(decoder.retriever, config.retrieval)
-        service = AnswerService(decoder, model, access, search)
-        service.metrics.meter = open_meter(config.energy, prepared.device)
+        service = AnswerService(decoder, name, access, search, known)
+        service.engine.meter = open_meter(config.energy, prepared.device)
         show_status()
         gc.collect()
         gc.freeze()  # what is loaded stays: to look through it again and again takes time

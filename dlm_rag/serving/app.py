@@ -4,13 +4,13 @@ import asyncio
 import copy
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 from urllib.parse import quote
 
+from prometheus_client import Gauge, generate_latest
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -20,10 +20,10 @@ from dlm_rag.engine.engine import Decoder
 from dlm_rag.page.render import render_live_page
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import count_passages
-from dlm_rag.serving.async_engine import AsyncEngine, EngineRequest, ServerMetrics
+from dlm_rag.serving.async_engine import AsyncEngine, EngineRequest
 from dlm_rag.serving.chat_completions import ChatResponse, Event, ParsedRequest, RequestParser, stream_trace
 from dlm_rag.serving.conversation import reply_to_greeting
-from dlm_rag.serving.http_server import AccessControl, ApiError, read_body, run_unless_disconnected
+from dlm_rag.serving.http_server import AccessControl, ApiError, HttpService, run_unless_disconnected
 from dlm_rag.serving.search_app import SearchService
 
 ANSWER_TIMEOUT_SECONDS = 300.0  # of a question, waiting included
@@ -33,44 +33,35 @@ OPEN_PATHS = ("/", "/health", "/metrics")  # which need no key
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
-@dataclass(frozen=True)
-class ServedModel:
-    """What clients are told of the model: its name, questions that it can answer, what it knows.
-
-    note: stands below each answer; "" for nothing.
-    """
-
-    name: str
-    examples: tuple[str, ...] = ()
-    note: str = ""
-
-    def describe(self) -> dict[str, Any]:
-        """Returns the model in OpenAI's form."""
-        known = {"examples": self.examples, "description": self.note}
-        ids = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "dlm_rag"}
-        return ids | {name: value for name, value in known.items() if value}
-
-
-class AnswerService:
+class AnswerService(HttpService):
     """One decoder over HTTP. `app` is what a server runs; `close` ends the engine."""
 
     def __init__(
-        self, decoder: Decoder, model: ServedModel, access: AccessControl, search: SearchService | None
+        self,
+        decoder: Decoder,
+        name: str,
+        access: AccessControl,
+        search: SearchService | None = None,
+        known: tuple[Sequence[str], str] = ((), ""),
     ) -> None:
-        """search: lets clients search the corpus too."""
-        self.model = model
+        """name: of the model. search: lets clients search the corpus too. known: questions that the model
+        can answer, and what stands below each answer.
+        """
+        super().__init__()
+        examples, self._note = known
+        told = {"examples": examples, "description": self._note}
+        own = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "dlm_rag"}
+        self.name, self._model = name, own | {key: value for key, value in told.items() if value}
         self._decoder, self._parser, self._search = decoder, RequestParser(decoder), search
-        # Requests are read on a thread of their own, so that a large one delays nobody.
-        self._text_thread = ThreadPoolExecutor(1, "text")
         self._tokenizer = copy.deepcopy(decoder.tokenizer)  # which is not for two threads at once
         self.engine = AsyncEngine(decoder)
-        self.connections: Collection[object] = ()
-        self.metrics = ServerMetrics(self.engine, decoder, lambda: len(self.connections))
+        count = Gauge("dlm_rag_connections", "Open connections.", registry=self.engine.registry)
+        count.set_function(lambda: len(self.connections))
         self._passages: dict[str, str] = {}
         self._passage_count = count_passages(decoder.retriever)
-        about = f"{reply_to_greeting('hello', self._passage_count)} {model.note}".strip()
-        page = render_live_page(access.keys is not None, model.examples, about)
-        models = JSONResponse({"object": "list", "data": [model.describe()]})
+        about = f"{reply_to_greeting('hello', self._passage_count)} {self._note}".strip()
+        page = render_live_page(access.keys is not None, examples, about)
+        models = JSONResponse({"object": "list", "data": [self._model]})
         routes = [
             Route("/", HTMLResponse(page, headers={"X-Frame-Options": "DENY"}), methods=["GET"]),
             Route("/health", self._health),
@@ -86,12 +77,10 @@ class AnswerService:
 
     @property
     def error(self) -> BaseException | None:
-        """Why the engine has ended by itself, if it has."""
         return self.engine.error or (self._search.error if self._search else None)
 
     def close(self) -> None:
-        """Ends the engine."""
-        self._text_thread.shutdown(cancel_futures=True)
+        super().close()
         self.engine.close()
         if self._search:
             self._search.close()
@@ -100,18 +89,18 @@ class AnswerService:
         status = "ok" if self.engine.is_healthy else "failing"
         if self.error is not None:
             status = "going down"
-        return JSONResponse({"status": status, "model": self.model.name}, 200 if status == "ok" else 503)
+        return JSONResponse({"status": status, "model": self.name}, 200 if status == "ok" else 503)
 
     async def _metrics(self, request: Request) -> Response:
-        return PlainTextResponse(self.metrics.render(), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(self.engine.registry), media_type="text/plain; version=0.0.4")
 
     async def _one_model(self, request: Request) -> Response:
         self._check_model(request.path_params["name"])
-        return JSONResponse(self.model.describe())
+        return JSONResponse(self._model)
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model.name:
-            raise ApiError(404, f"the model here is '{self.model.name}'", "model", "model_not_found")
+        if name is not None and name != self.name:
+            raise ApiError(404, f"the model here is '{self.name}'", "model", "model_not_found")
 
     async def _passage(self, request: Request) -> Response:
         text = self._passages.get(request.path_params["name"])
@@ -128,20 +117,19 @@ class AnswerService:
         return f"{base}passages/{quote(name)}"
 
     async def _chat(self, request: Request) -> Response:
-        asked = await self._parse(request, self._parser.parse_chat)
-        self._check_model(asked.model)
-        job = self._build_job(asked)
+        asked = await self.read(request, self._parser.parse_chat)
+        self._check_model(asked.body.model)
+        steps = self._follow(self._build_job(asked))
         link = partial(self._publish_passage, str(request.base_url))
-        reply = ChatResponse(asked, self.model.name, self._tokenizer, link, self.model.note)
-        if asked.stream:
-            return await self._stream(request, reply.stream(self._follow(job)))
-        rollout = await run_unless_disconnected(request, self._finish(job))
-        return JSONResponse(reply.build_completion(rollout))
+        reply = ChatResponse(asked, self.name, self._tokenizer, link, self._note)
+        if asked.body.stream:
+            return await self._stream(request, reply.stream(steps))
+        return JSONResponse(await run_unless_disconnected(request, reply.complete(steps)))
 
     async def _answers(self, request: Request) -> Response:
-        asked = await self._parse(request, self._parser.parse_answer)
-        job = self._build_job(asked, record_provisional=True)
-        return await self._stream(request, stream_trace(self._follow(job), self._tokenizer.end_ids))
+        asked = await self.read(request, self._parser.parse_answer)
+        steps = self._follow(self._build_job(asked, record_provisional=True))
+        return await self._stream(request, stream_trace(steps, self._tokenizer.end_ids))
 
     def _build_job(self, asked: ParsedRequest, record_provisional: bool = False) -> EngineRequest:
         """Returns the question for the engine; of a greeting, what is said to it at once.
@@ -158,10 +146,6 @@ class AnswerService:
             )  # fmt: skip
             job.news.set()
         return job
-
-    async def _parse(self, request: Request, parse: Callable[[bytes], ParsedRequest]) -> ParsedRequest:
-        body = await read_body(request)
-        return await asyncio.get_running_loop().run_in_executor(self._text_thread, parse, body)
 
     async def _follow(self, job: EngineRequest) -> AsyncGenerator[tuple[Rollout, RolloutStep]]:
         """Submits a job; yields its steps as they come. Who goes away gives it up; raises `ApiError`."""
@@ -185,11 +169,6 @@ class AnswerService:
                     yield job.get_rollout(), step
         finally:
             self.engine.cancel(job)
-
-    async def _finish(self, job: EngineRequest) -> Rollout:
-        async for _ in self._follow(job):
-            pass
-        return job.get_rollout()
 
     async def _stream(self, request: Request, events: AsyncGenerator[Event]) -> Response:
         """Sends events as they come. A failure before the first one has its own status."""

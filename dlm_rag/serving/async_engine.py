@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -70,11 +70,11 @@ class EngineRequest:
         return self.rollout
 
 
-class AsyncEngine:
-    """Answers the questions of an event loop as one batch.
+class AsyncEngine(Collector):
+    """Answers the questions of an event loop as one batch; its figures are in `registry`, for Prometheus.
 
     `error` is why it has ended, if nobody has closed it: `RunError` where no step succeeds, `UserError`
-    where no answer can be right.
+    where no answer can be right. meter: what its energy is measured by.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -87,7 +87,10 @@ class AsyncEngine:
         self._failures, self._last_failure = 0, 0.0  # answers in a row that have failed; when
         self.error: BaseException | None = None
         self.counts: Counter[str] = Counter()
+        self.meter = EnergyMeter()
+        disable_created_metrics()
         self.registry = CollectorRegistry()
+        self.registry.register(self)
         histogram = partial(Histogram, registry=self.registry, buckets=BUCKET_SECONDS)
         self._answer_seconds = histogram("dlm_rag_answer_seconds", "From a question to its answer.")
         self._first_token_seconds = histogram(
@@ -216,33 +219,14 @@ class AsyncEngine:
             self.counts["failed"] += 1
             job.news.set()
 
-
-@dataclass(eq=False)
-class ServerMetrics(Collector):
-    """The figures of an engine, its evidence pool and its meter, for Prometheus, as they are asked for."""
-
-    engine: AsyncEngine
-    decoder: Decoder
-    count_connections: Callable[[], int]
-    meter: EnergyMeter = field(default_factory=EnergyMeter)
-
-    def __post_init__(self) -> None:
-        disable_created_metrics()
-        self.engine.registry.register(self)
-
-    def render(self) -> bytes:
-        """Returns the figures in Prometheus's text form."""
-        return generate_latest(self.engine.registry)
-
     def collect(self) -> Iterator[Metric]:
-        """Yields each figure but the histograms."""
-        engine, counts, runner = self.engine, self.engine.counts, self.decoder.model_runner
+        """Yields the figures of the engine, its evidence pool and its meter, as they are asked for."""
+        counts, runner = self.counts, self._decoder.model_runner
         reuse, pool = runner.cache_stats, runner.cache
         gauges = [
-            ("waiting", "Questions without a place.", len(engine.waiting)),
-            ("rows", "Questions in the batch.", len(engine.in_flight)),
-            ("places", "Places in the batch.", engine.capacity),
-            ("connections", "Open connections.", self.count_connections()),
+            ("waiting", "Questions without a place.", len(self.waiting)),
+            ("rows", "Questions in the batch.", len(self.in_flight)),
+            ("places", "Places in the batch.", self.capacity),
         ]
         if pool is not None:
             gauges += [

@@ -9,12 +9,12 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Iterable
+from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, BeforeValidator, Field, create_model
+from pydantic import BeforeValidator, Field, create_model
 
 from dlm_rag.config import DecodeConfig
 from dlm_rag.config.fields import find_idle_settings, get_field_metadata, replace_settings
@@ -89,34 +89,21 @@ class Message(RequestBody):
         return "\n".join(part.text for part in self.content or [])
 
 
-class StreamOptions(RequestBody):
-    """What a stream has besides its text."""
-
-    include_usage: bool | None = None
-    include_obfuscation: Any = None
-
-
 class _Chat(RequestBody):
     messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)]
-
-
-class _OpenAIChat(_Chat):
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: dict[Literal["include_usage", "include_obfuscation"], bool | None] | None = None
     max_tokens: Tokens = None
     max_completion_tokens: Tokens = None
     stop: StopTexts = None
     cite: bool | None = None
 
 
-_SETTING_FIELDS: dict[str, Any] = {
-    name: (Union[item.type, None], None)  # noqa: UP007 - mypy takes the type for a text
-    for name, item in _SETTINGS.items()
-}
-_IGNORED_FIELDS: dict[str, Any] = dict.fromkeys((*NEUTRAL_VALUES, *LABEL_FIELDS), (Any, None))
-ChatBody = create_model("ChatBody", __base__=_OpenAIChat, **_IGNORED_FIELDS, **_SETTING_FIELDS)
-AnswerBody = create_model("AnswerBody", __base__=_Chat, **_SETTING_FIELDS)
+_FIELDS: dict[str, Any] = dict.fromkeys((*NEUTRAL_VALUES, *LABEL_FIELDS), (Any, None))
+for _name, _item in _SETTINGS.items():
+    _FIELDS[_name] = Union[_item.type, None], None  # noqa: UP007 - mypy takes the type for a text
+ChatBody = create_model("ChatBody", __base__=_Chat, **_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -125,23 +112,25 @@ class ParsedRequest:
 
     question: as it stands on its own. asked: as it was typed. room: of its prompt. system: the system
     prompt, where the model reads one; unread: the fields of the request that it does not read.
-    include_usage: whether a stream ends with a chunk of usage alone. cite: whether sources stand below the
-    answer. max_tokens: of the response, which is cut there; the canvas stays, for another one has another
-    answer.
     """
 
+    body: _Chat
     question: str
     asked: str
     settings: DecodeConfig
     room: ContextBudget
     system: str = ""
     unread: tuple[str, ...] = ()
-    model: str | None = None
-    stream: bool = False
-    include_usage: bool = False
-    stops: tuple[str, ...] = ()
-    max_tokens: int | None = None
-    cite: bool = True
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage alone."""
+        return bool((self.body.stream_options or {}).get("include_usage"))
+
+    @property
+    def max_tokens(self) -> int:
+        """Of the response, which is cut there; the canvas stays, for another one has another answer."""
+        return min(self.body.max_tokens or sys.maxsize, self.body.max_completion_tokens or sys.maxsize)
 
 
 class RequestParser:
@@ -159,23 +148,16 @@ class RequestParser:
             value = getattr(asked, name)
             if value is not None and value not in values:
                 raise ApiError(400, f"'{name}' cannot be honoured here: leave it out", name)
-        options = asked.stream_options
-        if options is not None and options.model_fields_set and not asked.stream:
+        if asked.stream_options and not asked.stream:
             raise ApiError(400, "'stream_options' has no effect without stream=true", "stream_options")
-        bounds = [most for most in (asked.max_tokens, asked.max_completion_tokens) if most is not None]
-        return replace(
-            self._read(asked),
-            model=asked.model,
-            stream=bool(asked.stream),
-            include_usage=bool(options and options.include_usage),
-            stops=tuple(asked.stop or ()),
-            max_tokens=min(bounds, default=None),
-            cite=asked.cite is not False,
-        )
+        return self._read(asked)
 
     def parse_answer(self, body: bytes) -> ParsedRequest:
         """Reads a request of our own form: messages, and settings."""
-        return self._read(parse_body(AnswerBody, body))
+        asked = parse_body(ChatBody, body)
+        for name in asked.model_fields_set - {"messages", *_SETTINGS}:
+            raise ApiError(400, f"the field '{name}' is not known", name)
+        return self._read(asked)
 
     def _read(self, body: _Chat) -> ParsedRequest:
         """Returns the question with its settings and the room of its prompt."""
@@ -198,9 +180,9 @@ class RequestParser:
             truncate_evidence(self._tokenizer.build_prompt(question, [], system), room)
         except QuestionError as error:
             raise ApiError(400, str(error), None, "context_length_exceeded") from None
-        return ParsedRequest(question, asked, settings, room, system, unread)
+        return ParsedRequest(body, question, asked, settings, room, system, unread)
 
-    def _resolve_settings(self, asked: BaseModel) -> DecodeConfig:
+    def _resolve_settings(self, asked: _Chat) -> DecodeConfig:
         """Returns the settings of a request, on top of the server's."""
         own = self._own
         given = {name: getattr(asked, name) for name in asked.model_fields_set if name in _SETTINGS}
@@ -232,75 +214,46 @@ _MARKUP = re.compile(r"[\\`*_\[\]<>!#|~&]|(?<=[Ww]{3})\.|:(?=//)")
 _LIVE = re.compile(r"\]\(|\]:|<[A-Za-z/!]|://|[Ww]{3}\.")
 
 
-@dataclass(frozen=True)
-class Reply:
-    """The reasoning, the content of a message, OpenAI's annotations of it, the sources with their texts."""
-
-    reasoning: str
-    content: str
-    annotations: list[dict[str, Any]] = field(default_factory=list)
-    sources: list[dict[str, Any]] = field(default_factory=list)
-
-
-def find_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Returns where the first of the stop texts begins; None where there is none."""
-    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
-
-
-def cut_open_reasoning(text: str, answer_form: str) -> str:
-    """Returns what is reasoning for certain of a text that still grows: up to a possible answer mark."""
-    return "" if answer_form == "whole" else text[: find_possible_mark(text)].rstrip()
-
-
-def build_reply(rollout: Rollout, text: str, link: Link, note: str = "", cite: bool = True) -> Reply:
-    """Returns the reply of a finished answer.
+def build_message(
+    rollout: Rollout, text: str, link: Link, note: str = "", cite: bool = True
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns the message of a finished answer in OpenAI's form, and its sources with their texts.
 
     text: of the response up to a stop text. note: stands below the answer; "" for nothing. cite: whether
     sources stand there too.
     """
-    found = {name: rollout.passages[name] for name in rollout.sources}
     sources = [
         {"id": name, "title": fold_title(passage) or name, "text": passage, "url": link(name, passage)}
-        for name, passage in found.items()
+        for name, passage in ((name, rollout.passages[name]) for name in rollout.sources)
     ]
     mark, start, stop = find_answer(text, rollout.answer_form)
-    reasoning = text[:mark].rstrip()
+    message: dict[str, Any] = {"reasoning_content": text[:mark].rstrip(), "annotations": []}
     if reason := rollout.abstain_reason:
         near = (
             f"- {escape_markup(fold_title(each['title']))}: **{escape_markup(each['sentence'])}**"
             for each in rollout.closest
         )
         said = "\n".join((f"{describe_abstention(reason, rollout.closest)}\n", *near)).rstrip()
-        return Reply(reasoning, said, [], sources)
+        return message | {"content": said}, sources
     content = text[start:stop] or text
     if _LIVE.search(content):  # a passage may hold a picture that tells its server who reads it
         content = escape_markup(content)
     if not cite:
-        return Reply(reasoning, content, [], sources)
+        return message | {"content": content}, sources
     # What the answer is cited from; where that is nothing, what the reasoning is.
     units = [unit for unit in rollout.citations if unit["kind"] == "answer" and unit["passages"]]
     cited = {passage["id"] for unit in units or rollout.citations for passage in unit["passages"]}
     marks = (f" [{number}]" for number, each in enumerate(sources, start=1) if each["id"] in cited)
     lines = [f"[{number}] {escape_markup(each['title'])}" for number, each in enumerate(sources, start=1)]
     whole = "\n\n".join(filter(None, (content + "".join(marks), "\n".join(lines), note)))
-    return Reply(reasoning, whole, _annotate(whole, len(content), sources), sources)
-
-
-def _annotate(content: str, start: int, sources: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns OpenAI's url_citation of every source, by its number, at its first mark from `start` on."""
-    annotations = []
-    for number, each in enumerate(sources, start=1):
-        begin = content.index(f"[{number}]", start)
-        place = {"start_index": begin, "end_index": begin + len(f"[{number}]")}
-        found = place | {"title": each["title"], "url": each["url"]}
-        annotations.append({"type": "url_citation", "url_citation": found})
-    return annotations
-
-
-def _build_message(reply: Reply, sent: str = "") -> dict[str, Any]:
-    """Returns what of a message is still to be sent after the beginning of the reasoning."""
-    rest = {"reasoning_content": reply.reasoning[len(sent) :], "annotations": reply.annotations}
-    return {"content": reply.content} | {name: value for name, value in rest.items() if value}
+    for number, each in enumerate(sources, start=1):  # each at its first mark
+        begin, shown = (
+            whole.index(f"[{number}]", len(content)),
+            {"title": each["title"], "url": each["url"]},
+        )
+        place = {"start_index": begin, "end_index": begin + len(f"[{number}]")} | shown
+        message["annotations"].append({"type": "url_citation", "url_citation": place})
+    return message | {"content": whole}, sources
 
 
 def escape_markup(text: str) -> str:
@@ -310,10 +263,7 @@ def escape_markup(text: str) -> str:
 
 @dataclass
 class ChatResponse:
-    """One chat completion, whole or as a stream.
-
-    link, note: as `build_reply` takes them.
-    """
+    """One chat completion, whole or as a stream; link, note: as `build_message` takes them."""
 
     asked: ParsedRequest
     model: str
@@ -324,14 +274,14 @@ class ChatResponse:
     def __post_init__(self) -> None:
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model,
-            "object": "chat.completion.chunk" if self.asked.stream else "chat.completion",
+            "object": "chat.completion.chunk" if self.asked.body.stream else "chat.completion",
         }  # fmt: skip
 
-    def build_completion(self, rollout: Rollout) -> dict[str, Any]:
+    async def complete(self, steps: Steps) -> dict[str, Any]:
         """Returns the answer at once."""
-        reply, reason, end = self._finish(rollout)
-        message = {"role": "assistant", "refusal": None} | _build_message(reply)
-        return self._wrap({"message": message}, reason, **end)
+        *_, (rollout, _) = [step async for step in steps]
+        message, reason, end = self._finish(rollout)
+        return self._wrap({"message": {"role": "assistant", "refusal": None} | message}, reason, **end)
 
     async def stream(self, steps: Steps) -> AsyncGenerator[Event]:
         """Yields a chunk for each step, at the end those that end the stream.
@@ -342,16 +292,16 @@ class ChatResponse:
         async for rollout, step in steps:
             tokens = step.write_tokens(tokens)
             canvas = [tokens[n].token if n in tokens else None for n in range(rollout.canvas_length)]
-            text = cut_open_reasoning(self._find_stable_text(rollout, tokens), rollout.answer_form)
+            text = self._find_stable_reasoning(rollout, tokens)
             delta: dict[str, Any] = {"content": ""} | ({} if step.step else {"role": "assistant"})
             if new := text[len(sent) :]:
                 delta["reasoning_content"], sent = new, text
             shown = {"step": step.step, "canvas": canvas, "query": step.query, "passages": step.passage_ids}
             yield None, self._wrap({"delta": delta}, dlm_rag=shown)
-        reply, reason, end = self._finish(rollout)
+        message, reason, end = self._finish(rollout, sent)
         usage = {"usage": end.pop("usage")}
         last = end if self.asked.include_usage else end | usage
-        yield None, self._wrap({"delta": _build_message(reply, sent)}, reason, **last)
+        yield None, self._wrap({"delta": message}, reason, **last)
         if self.asked.include_usage:
             yield None, self._head | {"choices": []} | usage
         yield None, "[DONE]"
@@ -360,14 +310,14 @@ class ChatResponse:
         choice = {"index": 0, "logprobs": None, "finish_reason": reason} | part
         return self._head | {"choices": [choice]} | more
 
-    def _find_stable_text(self, rollout: Rollout, tokens: dict[int, CommittedToken]) -> str:
-        """Returns the beginning of the final text; tokens: those of the canvas, by position.
+    def _find_stable_reasoning(self, rollout: Rollout, tokens: dict[int, CommittedToken]) -> str:
+        """Returns the beginning of the final reasoning; tokens: those of the canvas, by position.
 
         With edits nothing is certain before the end, of uniform noise nothing in the open block. Held back
-        at the end are blanks, a character that is not whole, and what may begin a stop text.
+        at the end are blanks, a character that is not whole, and what may begin a stop text or an answer.
         """
-        settings, most = rollout.settings, min(rollout.canvas_length, self.asked.max_tokens or sys.maxsize)
-        if settings["edit_threshold"] is not None:
+        settings, most = rollout.settings, min(rollout.canvas_length, self.asked.max_tokens)
+        if settings["edit_threshold"] is not None or rollout.answer_form == "whole":
             return ""
         if find_rule(settings["commit_rule"] or "threshold").redraws:  # finished blocks are certain
             block = settings["block_length"]
@@ -377,39 +327,43 @@ class ChatResponse:
         ends = (
             n
             for n in range(len(text))
-            if any(stop.startswith(text[n:]) or text.startswith(stop, n) for stop in self.asked.stops)
+            if any(
+                stop.startswith(text[n:]) or text.startswith(stop, n) for stop in self.asked.body.stop or ()
+            )
         )
-        return text[: next(ends, len(text))]
+        text = text[: next(ends, len(text))]
+        return text[: find_possible_mark(text)].rstrip()
 
     def _decode(self, ids: Iterable[int]) -> str:
         """Returns the text of tokens up to one that ends it, without half a character."""
         kept = [*takewhile(lambda token: token not in self.tokenizer.end_ids, ids)]
         return self.tokenizer.decode_with_offsets(kept)[0].rstrip("\ufffd").strip()
 
-    def _finish(self, rollout: Rollout) -> tuple[Reply, str, dict[str, Any]]:
-        """Returns the reply, and why it ends, its usage and record."""
+    def _finish(self, rollout: Rollout, sent: str = "") -> tuple[dict[str, Any], str, dict[str, Any]]:
+        """Returns the message after the reasoning that was sent, why it ends, its usage and record."""
         asked, end_ids, tokens = self.asked, self.tokenizer.end_ids, rollout.final_tokens()
-        most, text = asked.max_tokens or sys.maxsize, rollout.response
-        written = rollout.tokens_before_end(end_ids)
+        text, written = rollout.response, rollout.tokens_before_end(end_ids)
         # Said without the model, or up to an end token.
         ended = not rollout.canvas_length or any(token.token_id in end_ids for token in tokens.values())
-        if written > most:
-            written, ended = most, False
-            text = self._decode(token.token_id for _, token in sorted(tokens.items())[:most])
-        if (at := find_stop(text, asked.stops)) is not None:
-            text, ended = text[:at], True
+        if written > asked.max_tokens:
+            written, ended = asked.max_tokens, False
+            text = self._decode(token.token_id for _, token in sorted(tokens.items())[:written])
+        if stops := [text.index(stop) for stop in asked.body.stop or () if stop in text]:
+            text, ended = text[: min(stops)], True
         # The prompt is that of the last pass; what fills the canvas after the end is not counted.
         seen = rollout.steps[-2 if len(rollout.steps) > 1 else -1]
         found = {name: rollout.passages[name] for name in (*seen.passage_ids, *seen.dropped)}
         evidence = fit_passages(self.tokenizer, rollout.question, found, asked.room, asked.system)
         prompt = len(evidence.prompt)
         usage = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
-        reply = build_reply(rollout, text, self.link, self.note, asked.cite)
-        record = rollout.to_dict() | {"sources": reply.sources}
+        message, sources = build_message(rollout, text, self.link, self.note, asked.body.cite is not False)
+        message["reasoning_content"] = message["reasoning_content"][len(sent) :]
+        message = {name: value for name, value in message.items() if value or name == "content"}
+        record = rollout.to_dict() | {"sources": sources}
         del record["id"], record["seconds"]
         if asked.unread:
             record["unread"] = asked.unread
-        return reply, "stop" if ended else "length", {"usage": usage, "dlm_rag": record}
+        return message, "stop" if ended else "length", {"usage": usage, "dlm_rag": record}
 
 
 async def stream_trace(steps: Steps, end_ids: Collection[int]) -> AsyncGenerator[Event]:

@@ -13,11 +13,12 @@ import socket
 import stat
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from ipaddress import ip_address
-from typing import Any, Protocol, TypeVar
+from types import FrameType
+from typing import Any, TypeVar, cast
 from urllib.parse import quote, urlsplit
 
 import uvicorn
@@ -25,7 +26,6 @@ import uvloop
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -50,6 +50,7 @@ ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 EXTRA_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # seconds
 
 Body = TypeVar("Body", bound=BaseModel)
+Parsed = TypeVar("Parsed")
 
 
 class ApiError(Exception):
@@ -101,16 +102,36 @@ class AccessControl:
     local: bool = True
     keys: Mapping[bytes, str] | None = None
 
-    def create_app(self, routes: Sequence[Route], open_paths: Collection[str] = ()) -> Starlette:
-        """Returns the application. open_paths: those that need no key."""
+    def create_app(self, routes: Sequence[Route], open_paths: Collection[str] = ()) -> ASGIApp:
+        """Returns the application, which logs each request once its reply has ended: method, path, status,
+        seconds, whose key. Nothing that was asked or answered is in the log. open_paths: those that need no
+        key.
+        """
         handled = (ApiError, HTTPException, ClientDisconnect, Exception)
-        app = Starlette(
-            routes=routes,
-            middleware=[Middleware(RequestGuard, access=self, open_paths=open_paths)],
-            exception_handlers=dict.fromkeys(handled, _handle_error),
-        )
-        app.router.redirect_slashes = False
-        return app
+        routed = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, _handle_error))
+        routed.router.redirect_slashes = False
+
+        async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+            status, key, path, begun = 500, "-", scope["path"], time.monotonic()
+            app: ASGIApp = routed
+
+            async def watch(message: Message) -> None:
+                nonlocal status
+                status = message.get("status", status)
+                await send(message)
+
+            try:
+                key = self.check_request(Request(scope), path not in open_paths)
+            except ApiError as error:
+                app = _build_refusal(error)
+            try:
+                await app(scope, receive, watch)
+            finally:
+                if path not in UNLOGGED_PATHS:
+                    seconds = time.monotonic() - begun
+                    log.info("%s %s %d %.3f s %s", scope["method"], quote(path), status, seconds, key)
+
+        return guard
 
     def check_request(self, request: Request, keyed: bool) -> str:
         """Returns whose key a request brings, "-" where it needs none; raises `ApiError`.
@@ -135,34 +156,6 @@ class AccessControl:
             reason = "this server needs an API key, as in Authorization: Bearer KEY"
             raise ApiError(401, reason, code="invalid_api_key")
         return found
-
-
-class RequestGuard:
-    """Lets in who may ask, and logs each request once its reply has ended: method, path, status, seconds,
-    whose key. Nothing that was asked or answered is in the log.
-    """
-
-    def __init__(self, app: ASGIApp, access: AccessControl, open_paths: Collection[str]) -> None:
-        self._app, self._access, self._open_paths = app, access, open_paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started, status, key, app = time.monotonic(), 500, "-", self._app
-
-        async def watch(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
-
-        try:
-            key = self._access.check_request(Request(scope), scope["path"] not in self._open_paths)
-        except ApiError as error:
-            app = _build_refusal(error)
-        try:
-            await app(scope, receive, watch)
-        finally:
-            if scope["path"] not in UNLOGGED_PATHS:
-                seconds = time.monotonic() - started
-                log.info("%s %s %d %.3f s %s", scope["method"], quote(scope["path"]), status, seconds, key)
 
 
 def is_loopback(host: str) -> bool:
@@ -261,38 +254,63 @@ def _build_refusal(error: ApiError) -> Response:
     return JSONResponse(error.body(), error.status, headers)
 
 
-class HttpService(Protocol):
-    """An application that is served until a signal comes, or until it fails: `error` says why."""
+class HttpService:
+    """An application that is served until a signal comes, or until it fails: `error` says why.
 
-    app: Starlette
-    connections: Collection[object]  # those that are open; set by the server
+    What a body says is read on a thread of the service, so that a large one delays nobody else.
+    connections: those that are open; set by the server.
+    """
+
+    app: ASGIApp
+
+    def __init__(self) -> None:
+        self.connections: Collection[object] = ()
+        self._failure: BaseException | None = None
+        self._thread = ThreadPoolExecutor(1)
 
     @property
-    def error(self) -> BaseException | None: ...
-    def close(self) -> None: ...
+    def error(self) -> BaseException | None:
+        """Why the service has ended by itself, if it has."""
+        return self._failure
+
+    async def read(
+        self, request: Request, parse: Callable[[bytes], Parsed], most: int = MAX_REQUEST_BYTES
+    ) -> Parsed:
+        """Returns what `parse` returns of the body, on the thread; raises as it and `read_body` do."""
+        body = await read_body(request, most)
+        work = asyncio.get_running_loop().run_in_executor(self._thread, parse, body)
+        return cast(Parsed, await run_unless_disconnected(request, work))
+
+    def close(self) -> None:
+        """Ends the thread, after the work under way."""
+        self._thread.shutdown(cancel_futures=True)
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server of a service, with limits on connections; signals are for who runs it."""
+    """uvicorn's server of a service, with limits on connections; calls `ready` when clients can connect."""
 
-    capture_signals = nullcontext  # type: ignore[assignment]
-
-    def __init__(self, service: HttpService) -> None:
+    def __init__(self, service: HttpService, ready: Callable[[], object] = lambda: None) -> None:
         config = uvicorn.Config(
             service.app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
             server_header=False, h11_max_incomplete_event_size=MAX_REQUEST_HEAD_BYTES, proxy_headers=False,
         )  # fmt: skip
         super().__init__(config)
-        self._service, service.connections = service, self.server_state.connections
+        self._service, self._ready = service, ready
+        service.connections = self.server_state.connections
 
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serves at bound sockets until a signal comes or the service fails."""
-        sweeping = asyncio.create_task(self._sweep_connections())
-        try:
-            await super().serve(sockets)
-        finally:
-            sweeping.cancel()
-            await asyncio.to_thread(self._service.close)
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Ends the server, a second Ctrl-C at once; uvicorn's own raises the signal again after that."""
+        self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._sweeping = asyncio.create_task(self._sweep_connections())
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        await asyncio.to_thread(self._service.close)
 
     async def _sweep_connections(self) -> None:
         """Drops connections that are too many, bring no request or read nothing; looks out for the end."""
@@ -321,20 +339,6 @@ def run_server(service: HttpService, sock: socket.socket, ready: Callable[[], ob
 
     `ready` is called when clients can connect. Raises the error that has ended the service, if any.
     """
-
-    async def serve() -> None:
-        server, loop = HttpServer(service), asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, server.handle_exit, number, None)
-        sock.listen()  # from now on who connects waits to be let in
-        ready()
-        await server.serve([sock])
-
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        uvloop.run(serve())
-    finally:  # uvloop leaves its own, which do nothing any more
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    uvloop.run(HttpServer(service, ready).serve([sock]))
     if service.error is not None:
         raise service.error

@@ -1,11 +1,8 @@
 """A corpus that others search, in the protocol that `retrieval/http.py` describes."""
 
-import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
@@ -19,10 +16,9 @@ from dlm_rag.retrieval.base import CorpusRetriever, Query
 from dlm_rag.serving.http_server import (
     AccessControl,
     ApiError,
+    HttpService,
     RequestBody,
     parse_body,
-    read_body,
-    run_unless_disconnected,
 )
 
 log = logging.getLogger(__name__)
@@ -46,60 +42,45 @@ class SearchBody(RequestBody):
     parts: list[list[str]] | None = None
 
 
-class SearchService:
-    """One retriever over HTTP; `app` is what a server runs, `route` for another one to offer.
+class SearchService(HttpService):
+    """One retriever over HTTP, one search at a time; `route` is for another service to offer.
 
-    One search at a time, on a thread of its own. access: for this machine alone where None. A search that
-    no other can follow, for the corpus has changed, is the `error` that ends the server.
+    access: for this machine alone where None. A search that no other can follow, for the corpus has
+    changed, is the `error` that ends the server.
     """
 
     def __init__(
         self, retriever: CorpusRetriever, config: RetrievalConfig, access: AccessControl | None = None
     ) -> None:
+        super().__init__()
         self._retriever, self._config = retriever, config
         settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
         if config.bm25_query != "whole":
             settings["bm25_query"] = config.bm25_query
         digest = hashlib.sha256(json.dumps([retriever.fingerprint, settings]).encode()).hexdigest()
         self._note = {"fingerprint": digest, "asks": list(retriever.query_fields)}
-        self.error: BaseException | None = None
-        self.connections: Collection[object] = ()
-        self._thread = ThreadPoolExecutor(1, "search")
         self.route = Route(SEARCH_PATH, self._search, methods=["POST"])
         self.app = (access or AccessControl()).create_app([Route("/", self._about), self.route])
 
-    def close(self) -> None:
-        """Ends the thread, after the search under way."""
-        self._thread.shutdown(cancel_futures=True)
-
     async def _about(self, request: Request) -> Response:
-        """What is searched, and how."""
-        about = {
-            "dlm_rag": self._note,
-            "passages": len(self._retriever.corpus),
-            "kind": self._config.method,
-            "topk": self._config.top_k,
-            "most": {"topk": MAX_TOP_K, "queries": MAX_QUERIES, "bytes": MAX_SEARCH_REQUEST_BYTES},
-            "search": f"POST {SEARCH_PATH}",
-        }
-        return JSONResponse(about)
+        limits = {"topk": MAX_TOP_K, "queries": MAX_QUERIES, "bytes": MAX_SEARCH_REQUEST_BYTES}
+        used = {"kind": self._config.method, "topk": self._config.top_k, "most": limits}
+        size = {"passages": len(self._retriever.corpus), "search": f"POST {SEARCH_PATH}"}
+        return JSONResponse({"dlm_rag": self._note} | used | size)
 
     async def _search(self, request: Request) -> Response:
-        body = await read_body(request, MAX_SEARCH_REQUEST_BYTES)
-        if self.error is not None:
-            raise ApiError(503, "the server is going down and searches no more")
-        work = asyncio.get_running_loop().run_in_executor(self._thread, self._reply, body)
-        return await run_unless_disconnected(request, work)
+        return await self.read(request, self._reply, MAX_SEARCH_REQUEST_BYTES)
 
     def _reply(self, body: bytes) -> Response:
-        """Called on the thread, so that what is large delays no other connection."""
+        if self.error is not None:
+            raise ApiError(503, "the server is going down and searches no more")
         try:
             return JSONResponse(self.answer(body))
         except ApiError:
             raise
         except Exception as error:
             if isinstance(error, UserError):
-                self.error = error
+                self._failure = error
             else:
                 log.warning("a search failed", exc_info=error)
             raise ApiError(500, f"the search failed: {summarize_error(error)}") from None

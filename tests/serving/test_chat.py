@@ -10,13 +10,14 @@ from dlm_rag.decode.rollout import Rollout, describe_abstention
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.questions import read_questions
-from dlm_rag.serving.chat_completions import build_reply, cut_open_reasoning
+from dlm_rag.serving.chat_completions import build_message
 from dlm_rag.serving.conversation import (
     find_names,
     make_question_stand_alone,
     reply_to_greeting,
     suggest_questions,
 )
+from dlm_rag.text import find_possible_mark
 from dlm_rag.tokenizer import Tokenizer
 from tests.support.headless_chromium import HeadlessChromium, find_chromium
 from tests.support.paths import ROOT
@@ -93,23 +94,23 @@ def link(name, _):
 
 
 def reply_to(response, note="", abstain="never", cite=True):
-    return build_reply(make_rollout(response, abstain), response, link, note, cite)
+    return build_message(make_rollout(response, abstain), response, link, note, cite)
 
 
 def test_a_reply_is_the_answer_with_its_sources_and_the_reasoning_apart():
-    reply = reply_to("Emma is by Jane. ### Jane Austen", "Of novels alone.")
-    assert reply.reasoning == "Emma is by Jane."
-    assert reply.content == "Jane Austen [2]\n\n[1] Emma\n[2] Jane Austen\n\nOf novels alone."
-    cited = [each["url_citation"] for each in reply.annotations]
-    marks = [reply.content[each["start_index"] : each["end_index"]] for each in cited]
+    reply, sources = reply_to("Emma is by Jane. ### Jane Austen", "Of novels alone.")
+    assert reply["reasoning_content"] == "Emma is by Jane."
+    assert reply["content"] == "Jane Austen [2]\n\n[1] Emma\n[2] Jane Austen\n\nOf novels alone."
+    cited = [each["url_citation"] for each in reply["annotations"]]
+    marks = [reply["content"][each["start_index"] : each["end_index"]] for each in cited]
     assert marks == ["[1]", "[2]"] and cited[1]["start_index"] == len("Jane Austen ")
     assert [(each["title"], each["url"]) for each in cited] == [
         ("Emma", "http://x/a b"),
         ("Jane Austen", "http://x/c"),
     ]
-    assert [each["id"] for each in reply.sources] == ["a b", "c"]
-    bare = reply_to("Emma is by Jane. ### Jane Austen", "Of novels alone.", cite=False)
-    assert (bare.content, bare.annotations) == ("Jane Austen", [])
+    assert [each["id"] for each in sources] == ["a b", "c"]
+    bare, _ = reply_to("Emma is by Jane. ### Jane Austen", "Of novels alone.", cite=False)
+    assert (bare["content"], bare["annotations"]) == ("Jane Austen", [])
 
 
 @pytest.mark.parametrize(
@@ -121,10 +122,10 @@ def test_a_reply_is_the_answer_with_its_sources_and_the_reasoning_apart():
     ],
 )
 def test_reasoning_that_is_streamed_is_never_taken_back(response, reasoning, content):
-    reply = reply_to(response, cite=False)
-    assert (reply.reasoning, reply.content) == (reasoning, content)
-    for stop in range(len(response)):
-        assert reasoning.startswith(cut_open_reasoning(response[:stop], "marked"))
+    reply, _ = reply_to(response, cite=False)
+    assert (reply["reasoning_content"], reply["content"]) == (reasoning, content)
+    for text in (response[:stop] for stop in range(len(response))):
+        assert reasoning.startswith(text[: find_possible_mark(text)].rstrip())
 
 
 def test_a_source_that_only_lent_a_verb_is_not_listed():
@@ -133,11 +134,11 @@ def test_a_source_that_only_lent_a_verb_is_not_listed():
     first = rollout.citations[0]
     rollout.citations[0] = first | {"passages": [*first["passages"], lent]}
     rollout.passages["d"] = "Dune\nA novel written in 1965."
-    reply = build_reply(rollout, rollout.response, link)
-    assert reply.content == "Jane Austen [2]\n\n[1] Emma\n[2] Jane Austen"
+    reply, _ = build_message(rollout, rollout.response, link)
+    assert reply["content"] == "Jane Austen [2]\n\n[1] Emma\n[2] Jane Austen"
     rollout.citations = [{"text": "", "kind": "reasoning", "passages": [lent], "unsupported": []}]
-    reply = build_reply(rollout, rollout.response, link)
-    assert [each["title"] for each in reply.sources] == ["Dune"], "better than none"
+    _, sources = build_message(rollout, rollout.response, link)
+    assert [each["title"] for each in sources] == ["Dune"], "better than none"
 
 
 LIVE = re.compile(r"(?<!\\)[!\]<](?=[\[(A-Za-z/])|(?<!\\)://|www\.")  # markup without a backslash before it
@@ -148,27 +149,27 @@ def test_a_title_forges_no_source_and_holds_no_live_markup(end):
     rollout = make_rollout("Emma is by Jane. ### Jane Austen")
     title = f"Emma{end}[2] Forged ![x](http://evil.example/a) <img src=//evil.example> www.evil.example"
     rollout.passages["a b"] = f"{title}\nBy Austen."
-    reply = build_reply(rollout, rollout.response, link)
-    _, sources = reply.content.split("\n\n")
-    first, second = sources.splitlines()
+    reply, sources = build_message(rollout, rollout.response, link)
+    _, listed = reply["content"].split("\n\n")
+    first, second = listed.splitlines()
     assert first.startswith("[1] Emma") and second == "[2] Jane Austen"
     assert not LIVE.search(first)
-    assert reply.sources[0]["title"].isprintable()
+    assert sources[0]["title"].isprintable()
 
 
 def test_an_answer_that_a_passage_wrote_holds_no_live_link():
-    reply = reply_to("### ![x](http://evil.example/a)", cite=False)
-    assert not LIVE.search(reply.content)
-    assert reply_to("### a_b [c] 3*4", cite=False).content == "a_b [c] 3*4"
+    reply, _ = reply_to("### ![x](http://evil.example/a)", cite=False)
+    assert not LIVE.search(reply["content"])
+    assert reply_to("### a_b [c] 3*4", cite=False)[0]["content"] == "a_b [c] 3*4"
 
 
 def test_who_abstains_says_why_and_cites_nothing():
-    reply = reply_to("Emma is by Jane. ### unknown", "Of novels alone.", "answer")
-    said, *near = reply.content.split("\n\n")
-    assert said == "I could not read an answer in these; closest:", reply.content
+    reply, _ = reply_to("Emma is by Jane. ### unknown", "Of novels alone.", "answer")
+    said, *near = reply["content"].split("\n\n")
+    assert said == "I could not read an answer in these; closest:", reply["content"]
     assert all(line.startswith("- ") and line.endswith("**") for line in "".join(near).splitlines())
-    assert reply.reasoning == "Emma is by Jane." and not reply.annotations
-    assert reply_to("### unknown").content.startswith("unknown")
+    assert reply["reasoning_content"] == "Emma is by Jane." and not reply["annotations"]
+    assert reply_to("### unknown")[0]["content"].startswith("unknown")
 
 
 def test_turns_are_read_and_the_rewritten_question_is_what_is_searched_and_answered(corpus):

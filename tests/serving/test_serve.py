@@ -18,7 +18,6 @@ from dlm_rag.errors import RunError
 from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.serving.async_engine import EngineRequest
-from dlm_rag.serving.chat_completions import find_stop
 from tests.support.block_attention import block_denoiser
 from tests.support.cases import first_is_fast
 from tests.support.gemma_decoding import QueryHashRetriever, make_gemma_decoder
@@ -190,8 +189,9 @@ def test_stop_texts_cut_the_stream_and_the_whole_alike(decoder):
         text = content_of(send_request(service, chat_body()))
         for stops in ([text[5:7]], [text[3:6], text[4:5]], text[1:3], [text[-1] + "never"]):
             whole = send_request(service, chat_body(stop=stops)).json()["choices"][0]
-            at = find_stop(text, [stops] if isinstance(stops, str) else stops)
-            assert whole["message"]["content"] == (text if at is None else text[:at])
+            given = [stops] if isinstance(stops, str) else stops
+            at = min((text.index(stop) for stop in given if stop in text), default=None)
+            assert whole["message"]["content"] == text[:at]
             assert at is None or whole["finish_reason"] == "stop"
             chunks = parse_events(send_request(service, chat_body(stop=stops, stream=True)))[:-1]
             parts = [body["choices"][0]["delta"]["content"] for _, body in chunks]

@@ -17,7 +17,7 @@ from dlm_rag.decode.trace_file import TraceWriter, build_trace_header
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.page.render import build_page_record, read_trace_runs
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.serving.app import AnswerService, ServedModel
+from dlm_rag.serving.app import AnswerService
 from dlm_rag.serving.http_server import AccessControl, read_api_keys
 from dlm_rag.serving.search_app import SearchService
 from tests.support.paths import ROOT
@@ -44,7 +44,7 @@ def serve_decoder(decoder, keys=None, search=None):
     """A service on an event loop of its own thread; `run_in_loop` runs requests there."""
     access = AccessControl(keys=None if keys is None else read_api_keys(str(keys)))
     searched = search and SearchService(decoder.retriever, search)
-    service = AnswerService(decoder, ServedModel("tiny"), access, searched)
+    service = AnswerService(decoder, "tiny", access, searched)
     with loop_thread() as service.loop:
         try:
             yield service
