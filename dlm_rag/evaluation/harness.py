@@ -66,10 +66,7 @@ class HarnessModel(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
         found = self._score([(context, continuation) for _, context, continuation in requests], self._keys)
-        answers = [(each.nats, each.greedy) for each in found]
-        for (texts, _, _), answer in zip(requests, answers, strict=True):
-            self.cache_hook.add_partial("loglikelihood", texts, answer)
-        return answers
+        return [(each.nats, each.greedy) for each in found]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Of texts in nats, in windows of `max_length` tokens, each given the token before it."""
@@ -86,14 +83,12 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Raises `ConfigError`."""
-        raise ConfigError(
-            "tasks that generate ask a server, `dlm-rag serve` (docs/how-to/evaluate.md), not this model"
-        )
+        raise ConfigError("tasks that generate ask a server, `dlm-rag serve`, not this model")
 
     def _score(self, pairs: Sequence[Pair], keys: Sequence[object]) -> list[LogLikelihood]:
         fitted = [(a[max(0, len(a) + len(b) - self.max_length) :], b) for a, b in pairs]
         found = estimate_log_likelihoods(self._denoiser, fitted, self.settings, keys)
         exact = sum(each.exact for each in found)
-        bounds = "bounds, of texts of which it is not told whether they are greedy"
-        print_note(f"{len(found)} log-likelihoods: {exact} exact, {len(found) - exact} {bounds}")
+        bounds = f"{len(found) - exact} bounds, which do not tell whether a text is greedy"
+        print_note(f"{len(found)} log-likelihoods: {exact} exact, {bounds}")
         return found

@@ -46,11 +46,13 @@ class LogLikelihood(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A row for the denoiser, the places of the tokens that it is asked for, and the weight of these."""
+    """A row for the denoiser: of pair `pair`, `targets` are asked for at `positions` of the canvas."""
 
+    pair: int
     laid: LaidOutRow
     positions: Sequence[int]
-    weight: float
+    targets: NDArray[np.int64]
+    weight: float  # of their log-probabilities
 
 
 def estimate_log_likelihoods(
@@ -79,59 +81,57 @@ def estimate_log_likelihoods(
     if (mode := settings.mode or modes[0]) not in modes:
         raise ConfigError(f"mode={mode}: the model was trained for {' and '.join(modes)}")
     keys = [tuple(context) for context, _ in pairs] if keys is None else keys
-    rows = (
-        (number, row)
-        for number, pair in enumerate(track_progress(pairs, "log-likelihoods"))
-        for row in _list_rows(
-            denoiser.config, mode, pair, settings.samples, ("likelihood", settings.seed, keys[number])
-        )
-    )
+    rows = _list_rows(denoiser.config, mode, settings, pairs, keys)
     nats, exact = [0.0] * len(pairs), [True] * len(pairs)
     greedy = [mode == "autoregressive"] * len(pairs)
     while part := list(islice(rows, settings.batch_size)):
-        wanted = [[pairs[number][1][place] for place in row.positions] for number, row in part]
-        found = _predict_targets(denoiser, [row for _, row in part], wanted)
-        for (number, row), (log_probs, right) in zip(part, found, strict=True):
-            nats[number] += row.weight * float(log_probs.sum())
-            exact[number] &= row.weight == 1.0  # the one way to mask a single token
-            greedy[number] &= bool(right.all())
+        for row, (log_probs, right) in zip(part, _predict_targets(denoiser, part), strict=True):
+            nats[row.pair] += row.weight * float(log_probs.sum())
+            exact[row.pair] &= row.weight == 1.0  # the one way to mask a single token
+            greedy[row.pair] &= bool(right.all())
     return [LogLikelihood(*each) for each in zip(nats, exact, greedy, strict=True)]
 
 
 def _list_rows(
-    shape: DenoiserConfig, mode: str, pair: Pair, samples: int, key: tuple[object, ...]
+    shape: DenoiserConfig,
+    mode: str,
+    settings: LikelihoodConfig,
+    pairs: Sequence[Pair],
+    keys: Sequence[object],
 ) -> Iterator[_Row]:
-    """Yields one row of all that states before predict, then those in which parts of a block are masked,
-    block by block; what is after a block is not there."""
-    prompt, ids = Prompt(tuple(pair[0]), (), ()), list(pair[1])
-    left_to_right = mode == "autoregressive"
-    if not ids or ((left_to_right or shape.predicts_next_block) and not prompt.ids):
-        raise QuestionError(
-            "a log-likelihood needs a continuation and a context of at least one token each"
-        )
-    laid = lay_out_prompt(prompt, shape)
-    truncate_evidence(prompt, ContextBudget.from_config(shape, canvas=laid.round_up_canvas(len(ids))))
-    from_before, blocks = [*range(len(ids))] if left_to_right else [], list[range]()
-    begin = len(from_before)
-    while begin < len(ids):
-        first, end = laid.block_bounds(begin)
-        if laid.predicts_next_block and first == begin:
-            from_before.append(begin)
-            begin += 1
-        blocks.append(range(begin, min(end, len(ids))))
-        begin = end
-    if from_before:
-        yield _Row(laid.build_row(ids, len(ids), shifted=True), from_before, 1.0)
-    for number, block in enumerate(filter(None, blocks)):
-        canvas = np.full(laid.round_up_canvas(block.stop), shape.mask_token_id)
-        canvas[: block.stop] = ids[: block.stop]
-        first = max(0, laid.block_bounds(block.start)[0])
-        for mask, weight in zip(*choose_masks(len(block), samples, (*key, number)), strict=True):
-            masked = block.start + np.flatnonzero(mask)
-            shown = canvas.copy()
-            shown[masked] = shape.mask_token_id
-            row = laid.build_row(shown.tolist(), first, shape.shifted)
-            yield _Row(row, masked.tolist(), float(weight))
+    """Yields for each pair one row of all that states before predict, then those in which parts of a block
+    are masked, block by block; what is after a block is not there."""
+    for number, (context, continuation) in enumerate(track_progress(pairs, "log-likelihoods")):
+        ids = np.array(continuation, np.int64)
+        from_before = [*range(len(ids))] if mode == "autoregressive" else []
+        if not len(ids) or ((from_before or shape.predicts_next_block) and not context):
+            raise QuestionError(
+                "a log-likelihood needs a continuation and a context of at least one token each"
+            )
+        prompt = Prompt(tuple(context), (), ())
+        laid = lay_out_prompt(prompt, shape)
+        truncate_evidence(prompt, ContextBudget.from_config(shape, canvas=laid.round_up_canvas(len(ids))))
+        begin, blocks = len(from_before), list[range]()
+        while begin < len(ids):
+            first, end = laid.block_bounds(begin)
+            if laid.predicts_next_block and first == begin:
+                from_before.append(begin)
+                begin += 1
+            blocks.append(range(begin, min(end, len(ids))))
+            begin = end
+        if from_before:
+            row = laid.build_row(ids.tolist(), len(ids), shifted=True)
+            yield _Row(number, row, from_before, ids[from_before], 1.0)
+        for n, block in enumerate(filter(None, blocks)):
+            key = ("likelihood", settings.seed, keys[number], n)
+            canvas = np.full(laid.round_up_canvas(block.stop), shape.mask_token_id)
+            first = max(0, laid.block_bounds(block.start)[0])
+            for mask, weight in zip(*choose_masks(len(block), settings.samples, key), strict=True):
+                masked = block.start + np.flatnonzero(mask)
+                canvas[: block.stop] = ids[: block.stop]
+                canvas[masked] = shape.mask_token_id
+                row = laid.build_row(canvas.tolist(), first, shape.shifted)
+                yield _Row(number, row, masked.tolist(), ids[masked], float(weight))
 
 
 def choose_masks(
@@ -154,24 +154,21 @@ def choose_masks(
     return ranks < counts[:, None], length / counts / samples
 
 
-def _predict_targets(
-    denoiser: Denoiser, rows: Sequence[_Row], wanted: Sequence[Sequence[int]]
-) -> list[FloatArray]:
-    """For each row (2, n), at its positions: the log-probability of what is wanted in nats, and whether it
-    is the most probable token that may be written.
-    """
-    shape, states, parts = denoiser.config, [row.laid for row in rows], []
+def _predict_targets(denoiser: Denoiser, rows: Sequence[_Row]) -> list[FloatArray]:
+    """For each row (2, n): the log-probabilities of its targets in nats, and whether each is the most
+    probable token that may be written."""
+    shape, parts = denoiser.config, list[torch.Tensor]()
     never = [n for n in (shape.mask_token_id, *shape.excluded_token_ids) if n is not None]
+    asked = [np.concatenate([row.targets for row in rows]), np.array(never, np.int64)]
     with torch.inference_mode():
-        asked = [np.concatenate(wanted), np.array(never, np.int64)]
         hidden, (targets, not_text) = encode_canvases(
-            denoiser, states, [row.positions for row in rows], asked
+            denoiser, [row.laid for row in rows], [row.positions for row in rows], asked
         )
-        for start in range(0, len(hidden), LOGITS_CHUNK_POSITIONS):
-            chunk = slice(start, start + LOGITS_CHUNK_POSITIONS)
-            found = denoiser.compute_token_logits(hidden[chunk]).float().log_softmax(-1)
-            own = found.gather(1, targets[chunk, None]).squeeze(1)
-            token = found.index_fill_(1, not_text, -math.inf).argmax(-1)
-            parts.append(torch.stack([own, (token == targets[chunk]).float()]))
+        chunks = (hidden.split(LOGITS_CHUNK_POSITIONS), targets.split(LOGITS_CHUNK_POSITIONS))
+        for states, wanted in zip(*chunks, strict=True):
+            log_probs = denoiser.compute_token_logits(states).float().log_softmax(-1)
+            own = log_probs.gather(1, wanted[:, None]).squeeze(1)
+            token = log_probs.index_fill_(1, not_text, -math.inf).argmax(-1)
+            parts.append(torch.stack([own, (token == wanted).float()]))
         values: FloatArray = to_host(torch.cat(parts, dim=1)).astype(np.float64)
     return np.split(values, np.cumsum([len(row.positions) for row in rows])[:-1], axis=1)
