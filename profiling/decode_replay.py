@@ -24,7 +24,6 @@ from dlm_rag.engine.rules import Proposals
 from dlm_rag.engine.runner import (
     MaskedModelRunner,
     ModelRunner,
-    SamplingMetadata,
     collect_sampling_arrays,
     gather_proposals,
     sample_proposals,
@@ -95,8 +94,8 @@ class ReferenceModelRunner(ModelRunner):
                 at = torch.tensor([row.find_state(n) for n in view.positions.tolist()]).to(every.device)
                 arrays, flags = collect_sampling_arrays([view], self._mask_id, self.shape)
                 excluded_ids, numbers = to_device(arrays, every.device)
-                wanted = SamplingMetadata(excluded_ids, numbers, *flags)
-                found += gather_proposals([view], [sample_proposals(every[at], wanted)])()
+                proposals = sample_proposals(every[at], excluded_ids, numbers, *flags)
+                found += gather_proposals([view], [proposals])()
         return lambda: found
 
     def _contexts(self, states: Sequence[LaidOutRow]) -> SharedContext | None:

@@ -112,8 +112,7 @@ def build_session(source: str, events: Iterable[Event]) -> ProfileSession:
     names, launches = dict[str, int](), dict[tuple[int, int], tuple[int, int]]()
     for kind, at, until, name, thread, correlation in events:
         if kind == "gpu":
-            number = names.setdefault(name or "", len(names))
-            work.append((at, until, number, thread >> 24, correlation))
+            work.append((at, until, names.setdefault(name or "", len(names)), thread >> 24, correlation))
         elif kind == "call":
             if correlation >= 0:
                 launches.setdefault((thread >> 24, correlation), (at, thread))
@@ -155,7 +154,6 @@ def build_session(source: str, events: Iterable[Event]) -> ProfileSession:
     launched = make_columns([launches.get(event[3:], (event[0], -1)) for event in work], 2)
 
     def own_spans(found: Times) -> Spans:
-        """Spans (start, end, name, thread) of this process."""
         kept = found[:, found[3] >> 24 == process]
         return Spans(kept[0], kept[1], kept[2], find_owner(kept[0], kept[3]))
 

@@ -196,34 +196,19 @@ def draw_engine() -> Any:
     work = find_entry("engine", "Query window of attention in blocks")
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 2.0), width_ratios=(1.2, 1))
     bars = [
-        ("masked positions only", find_estimate(saves, "+ masked", "against the reference"), SKY),
-        ("+ evidence pool", find_estimate(saves, "+ evidence pool", "against the reference"), SKY),
-        ("+ batch of 16", find_estimate(saves, "+ batch", "against the reference"), SKY),
-        (
-            "batch of 16, no pool",
-            find_estimate(saves, "batch of 16, no pool", "against the reference"),
-            GREY,
-        ),
-        (
-            "world model, batch and pool",
-            find_estimate(store, "batch of 16, pool", "against the published algorithm"),
-            BLUE,
-        ),
-        (
-            "world model, filled store",
-            find_estimate(store, "the same", "against the published algorithm"),
-            BLUE,
-        ),
+        ("masked positions only", saves, "+ masked", SKY),
+        ("+ evidence pool", saves, "+ evidence pool", SKY),
+        ("+ batch of 16", saves, "+ batch", SKY),
+        ("batch of 16, no pool", saves, "batch of 16, no pool", GREY),
+        ("world model, batch and pool", store, "batch of 16, pool", BLUE),
+        ("world model, filled store", store, "the same", BLUE),
     ]
-    for place, (_, found, color) in enumerate(bars):
+    for place, (_, entry, row, color) in enumerate(bars):
+        against = "the published algorithm" if entry is store else "the reference"
+        found = find_estimate(entry, row, f"against {against}")
         left.barh(place, found.value, color=color, height=0.65)
-        left.errorbar(
-            found.value,
-            place,
-            xerr=[[found.value - found.low], [found.high - found.value]],
-            color="black",
-            elinewidth=0.8,
-        )
+        around = [[found.value - found.low], [found.high - found.value]]
+        left.errorbar(found.value, place, xerr=around, color="black", elinewidth=0.8)
         left.text(found.high + 0.15, place, f"{found.value:.2f}", va="center", fontsize=7)
     left.set_yticks(range(len(bars)), [name for name, *_ in bars])
     left.invert_yaxis()

@@ -201,7 +201,7 @@ def prepare_decoder(
     from dlm_rag.engine.engine import resolve_settings
     from dlm_rag.engine.runner import check_step_graphs
     from dlm_rag.engine.store import check_store
-    from dlm_rag.evidence.prompt_segments import check_finished_blocks, check_kept_evidence
+    from dlm_rag.evidence.prompt_segments import check_kept_evidence
     from dlm_rag.model.attention import choose_backend
     from dlm_rag.model.checkpoint import open_checkpoint
     from dlm_rag.model.quantize import check_quantize
@@ -210,7 +210,8 @@ def prepare_decoder(
     shape, model, engine = checkpoint.config, config.model, config.engine
     if block_size is not None and shape.decode_modes == ("autoregressive",):
         raise ConfigError("model.block_size has no effect on an autoregressive model: leave it out")
-    decode = resolve_settings(config.decode, shape)
+    layout = model.evidence_layout or shape.evidence_layout
+    decode = resolve_settings(config.decode, shape, layout)
     config, devices = replace(config, decode=decode), choose_devices(config)
     dtype = machine.choose_dtype(model.dtype, devices[0])
     if shape.adapter is None:
@@ -224,13 +225,11 @@ def prepare_decoder(
     check_host_tier(engine, devices[0])
     check_store(engine)
     show_status("reading the tokenizer")
-    canvas, layout = decode.max_new_tokens, model.evidence_layout or shape.evidence_layout
-    assert canvas is not None and decode.finished_block_context is not None
-    check_finished_blocks(shape, decode.finished_block_context, layout)
     check_kept_evidence(engine, shape, layout)
     read = layout, config.prompt
     tokenizer = once(lambda: Tokenizer.from_pretrained(checkpoint, *read), "tokenizer", *weights, *read)
-    check_prompt_room(questions, tokenizer, ContextBudget.from_config(shape, layout, canvas))
+    room = ContextBudget.from_config(shape, layout, decode.max_new_tokens)
+    check_prompt_room(questions, tokenizer, room)
     retriever = find(questions, decode.query_policy)
     return PreparedDecoder(
         checkpoint, tokenizer, retriever, devices[0], dtype, attention, layout, need, config, given

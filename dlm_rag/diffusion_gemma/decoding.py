@@ -378,12 +378,8 @@ class GemmaRunner(ModelRunner):
         self.denoiser = denoiser
         self.reset_cache()
 
-    @property
-    def cache_stats(self) -> CacheStats:
-        return self._stats
-
     def reset_cache(self) -> None:
-        self._slots, self._stats = dict[int, PrefixSlot](), CacheStats()
+        self._slots, self.cache_stats = dict[int, PrefixSlot](), CacheStats()
         self._stacked: tuple[list[tuple[int, tuple[int, ...]]], StackedCaches] | None = None
 
     def release(self, row: int) -> None:
@@ -399,14 +395,14 @@ class GemmaRunner(ModelRunner):
     def prefill(self, row: int, ids: tuple[int, ...]) -> PrefixSlot:
         """The slot of a row with the keys and values of `ids`; runs those that are missing."""
         slot = self._slots.setdefault(row, PrefixSlot())
-        self._stats.requested_tokens += len(ids)
+        self.cache_stats.requested_tokens += len(ids)
         if slot.ids == ids:
             return slot
         pairs = zip(slot.ids, ids, strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         kept = [(keys[:, :, :same], values[:, :, :same]) for keys, values in slot.keys_values if same]
         if rest := ids[same:]:  # none where the text has been cut
-            self._stats.encoded_tokens += len(rest)
+            self.cache_stats.encoded_tokens += len(rest)
             kept = self.denoiser.extend_cache(kept, rest)
         slot.ids, slot.keys_values = ids, kept
         return slot

@@ -95,7 +95,7 @@ class Decoder(NamesRemedy):
                 f"with Tokenizer.from_pretrained(path, '{layout}')"
             )
         # The settings, with the checkpoint's own for those that are unset.
-        self.config = resolve_settings(config or DecodeConfig(), denoiser.config)
+        self.config = self.resolve_settings(config or DecodeConfig())
         self.record_provisional = False  # whether steps record what is guessed at masked positions
         self.lock = threading.RLock()  # of what its engines share: one step at a time, whatever the thread
         self.model_runner: ModelRunner
@@ -118,11 +118,7 @@ class Decoder(NamesRemedy):
 
     def resolve_settings(self, settings: DecodeConfig) -> DecodeConfig:
         """`settings` as this decoder takes them; raises `ConfigError` where it cannot."""
-        shape = self.denoiser.config
-        found = resolve_settings(settings, shape)
-        assert found.finished_block_context is not None
-        check_finished_blocks(shape, found.finished_block_context, self.evidence_layout)
-        return found
+        return resolve_settings(settings, self.denoiser.config, self.evidence_layout)
 
     def new_engine(self, **settings: Any) -> "Engine":
         """An engine to be stepped by hand; it shares the cache with this decoder's others.
@@ -209,12 +205,12 @@ def load(model: str | Path | None = None, corpus: Any = None, **settings: Any) -
     checkpoint = open_checkpoint(name, wanted.block_size)
     device = choose_device(wanted.device)
     layout = wanted.evidence_layout or checkpoint.config.evidence_layout
-    if hasattr(corpus, "search") and hasattr(corpus, "key"):
-        retriever = corpus
-    elif corpus is None and retrieval.url is None:
+    if corpus is None and retrieval.url is None:
         if name not in WORLD_MODELS:
             raise ConfigError("load: give corpus= a file, a folder, a list of texts, or a retriever")
-        retriever = load_retriever(replace_settings(retrieval, corpus=str(WORLD_CORPUS)), model=name)
+        corpus = WORLD_CORPUS
+    if hasattr(corpus, "search") and hasattr(corpus, "key"):
+        retriever = corpus
     else:
         retriever = load_retriever(retrieval, corpus, model=name)
     denoiser = load_denoiser(
@@ -257,7 +253,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._clock = StageClock()
         halves = 2 if self.settings.overlap == "pipeline" and self.settings.batch_size > 1 else 1
         self._groups = [list[Row]() for _ in range(halves)]  # each takes its steps together
-        self._launched: dict[int, LaunchedStep | None] = {}  # by the id of the group
+        self._launched: dict[int, LaunchedStep] = {}  # by the id of the group
         self._turn = 0
 
     def __exit__(self, *error: object) -> None:
@@ -360,7 +356,8 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _launch(self, group: list[Row]) -> None:
         rows = [row for row in group if row.is_active and row.evidence is not None]
-        self._launched[id(group)] = launch_step(self.model_runner, rows)
+        if rows:
+            self._launched[id(group)] = launch_step(self.model_runner, rows)
         self._split_seconds(rows)
 
     def _commit(self, group: list[Row], in_background: bool) -> None:
@@ -395,11 +392,14 @@ class Engine(AbstractContextManager["Engine"]):
         self.model_runner.release(row.ticket)
 
 
-def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeConfig:
+def resolve_settings(
+    settings: DecodeConfig, shape: DenoiserConfig, layout: str | None = None
+) -> DecodeConfig:
     """`settings` with the checkpoint's own lengths and rules for what is unset.
 
-    Raises `ConfigError` for settings that the checkpoint cannot be decoded by or does not read, and for a
-    rule or query policy that cannot be imported.
+    layout: of the evidence, by default the checkpoint's own. Raises `ConfigError` for settings that the
+    checkpoint cannot be decoded by or does not read, and for a rule or query policy that cannot be
+    imported.
     """
     if shape.adapter is not None:
         found: DecodeConfig = shape.adapter.resolve_settings(settings, shape)
@@ -436,6 +436,8 @@ def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeCon
         raise ConfigError(
             f"blocks_at_once={settings.blocks_at_once}: a finished block {why} here; set blocks_at_once=1"
         )
+    assert settings.finished_block_context is not None
+    check_finished_blocks(shape, settings.finished_block_context, layout or shape.evidence_layout)
     return settings
 
 

@@ -84,16 +84,12 @@ class ModelRunner:
 
     denoiser: AnyDenoiser
     cache: KVCache | None = None
+    cache_stats: CacheStats  # what was reused since the last `reset_cache`
 
     @property
     def shape(self) -> DenoiserConfig:
         """Lengths of canvas, blocks, context and passages."""
         return self.denoiser.config
-
-    @property
-    def cache_stats(self) -> CacheStats:
-        """What was reused since the last `reset_cache`."""
-        raise NotImplementedError
 
     def reset_cache(self) -> None:
         """Drops all keys and values; to be called when the denoiser's weights have changed."""
@@ -139,13 +135,10 @@ class MaskedModelRunner(ModelRunner):
         store = open_evidence_store(engine, denoiser, format.token) if wants_store else None
         aside = int(engine.cpu_offload_gib * GIB) if budget else 0
         self.cache = KVCache(denoiser, format, budget, store, aside)
+        self.cache_stats = self.cache.cache_stats
         self._dtype = denoiser.compute_dtype
         check_step_graphs(engine, self.shape, denoiser.backend, denoiser.layer_devices)
         self._graphs = StepGraphs(denoiser, self.cache.memory) if engine.cuda_graphs else None
-
-    @property
-    def cache_stats(self) -> CacheStats:
-        return self.cache.cache_stats
 
     def release(self, row: int) -> None:
         self.cache.release(row)
@@ -168,32 +161,15 @@ class MaskedModelRunner(ModelRunner):
             (excluded_ids, numbers), found = rows.extra_tensors, list[dict[str, Tensor]]()
             chunks = (hidden.split(LOGITS_CHUNK_POSITIONS), numbers.split(LOGITS_CHUNK_POSITIONS, dim=1))
             for states, part in zip(*chunks, strict=True):
-                metadata = SamplingMetadata(excluded_ids, part, *flags)
-                found.append(sample_proposals(denoiser.compute_token_logits(states).float(), metadata))
+                logits = denoiser.compute_token_logits(states).float()
+                found.append(sample_proposals(logits, excluded_ids, part, *flags))
             return gather_proposals(inputs, found)
-
-
-@dataclass(frozen=True)
-class SamplingMetadata:
-    """What is wanted of n positions; tensors lie on the device of the logits.
-
-    excluded_ids: (e,) tokens that are never proposed, the mask among them. numbers: (6, n) the temperature
-    of a token, 0 for the most probable one; the quantiles to draw at, the second where a policy is forced;
-    of a policy the temperature, threshold and width. spread, samples, acts: whether some of the positions
-    want entropy and margin, a token at random, what a policy draws.
-    """
-
-    excluded_ids: Tensor
-    numbers: Tensor
-    spread: bool = False
-    samples: bool = False
-    acts: bool = False
 
 
 def collect_sampling_arrays(
     inputs: Sequence[RowInput], mask_id: int, shape: DenoiserConfig
 ) -> tuple[list[NDArray[Any]], tuple[bool, bool, bool]]:
-    """The two arrays of `SamplingMetadata`, of all positions that are asked for, and its flags.
+    """The two arrays that `sample_proposals` takes, of all positions that are asked for, and its flags.
 
     An autoregressive model may have no mask: then it is beyond the vocabulary.
     """
@@ -210,26 +186,31 @@ def collect_sampling_arrays(
     return [never, numbers], (any(shown.needs_entropy for shown in inputs), bool(temperature.any()), acts)
 
 
-def sample_proposals(logits: Tensor, wanted: SamplingMetadata) -> dict[str, Tensor]:
+def sample_proposals(
+    logits: Tensor, excluded_ids: Tensor, numbers: Tensor, spread: bool, samples: bool, acts: bool
+) -> dict[str, Tensor]:
     """The fields (n,) of `Proposals` by name; where a policy draws, what `draw_actions` says, too.
 
-    logits: (n, V) float32. The mask itself is never proposed. Confidence is a token's probability at
-    temperature 1, whatever it was sampled at; the log-probability is finite where that underflows. Entropy
-    and margin cost a pass over the whole distribution, and are 0 where nobody wants them.
+    logits: (n, V) float32. excluded_ids: (e,) tokens that are never proposed, the mask among them. numbers:
+    (6, n) the temperature of a token, 0 for the most probable one; the quantiles to draw at, the second
+    where a policy is forced; of a policy the temperature, threshold and width. spread, samples, acts:
+    whether some positions want entropy and margin (else 0: they cost a pass over the whole distribution), a
+    token at random, what a policy draws. Confidence is a token's probability at temperature 1, whatever it
+    was sampled at; the log-probability is finite where that underflows.
     """
     # The largest weight is 1 and confidences near 1 stay apart, which log-sum-exp would round away.
     highest = logits.amax(-1, keepdim=True)
     weights = (logits - highest).exp_()
     total = weights.sum(-1)
-    temperature, uniform, forced, *soft = wanted.numbers
+    temperature, uniform, forced, *soft = numbers
     entropy, margin = torch.zeros_like(total), torch.zeros_like(total)
-    if wanted.spread:
+    if spread:
         probability = weights / total[:, None]
         first, second = probability.topk(2, dim=-1).values.unbind(-1)
         entropy, margin = torch.special.entr(probability).sum(-1), first - second
-    allowed = logits.index_fill(1, wanted.excluded_ids, -math.inf)
+    allowed = logits.index_fill(1, excluded_ids, -math.inf)
     token = allowed.argmax(-1)
-    if wanted.samples:
+    if samples:
         above = allowed - allowed.amax(-1, keepdim=True)
         exact = above if above.device.type == "mps" else above.double()
         divisor = torch.where(temperature > 0, temperature, 1.0).to(exact.dtype)
@@ -238,8 +219,8 @@ def sample_proposals(logits: Tensor, wanted: SamplingMetadata) -> dict[str, Tens
     log_prob = (allowed.gather(1, token[:, None]) - highest).squeeze(1) - total.log()
     confidence = weights.gather(1, token[:, None]).squeeze(1) / total
     found = dict(zip(STATISTICS, (token, confidence, log_prob, entropy, margin), strict=True))
-    if wanted.acts:
-        found |= draw_actions(logits, wanted.excluded_ids, SoftThreshold(*soft), uniform, forced)
+    if acts:
+        found |= draw_actions(logits, excluded_ids, SoftThreshold(*soft), uniform, forced)
     return found
 
 

@@ -51,10 +51,8 @@ class LaunchedStep(NamedTuple):
     wait: Callable[[], Sequence[Proposals | None]]
 
 
-def launch_step(model_runner: ModelRunner, rows: list[Row]) -> LaunchedStep | None:
-    """Starts to denoise rows, each with evidence; None where there are none."""
-    if not rows:
-        return None
+def launch_step(model_runner: ModelRunner, rows: list[Row]) -> LaunchedStep:
+    """Starts to denoise rows, each with evidence; at least one."""
     inputs = [build_row_input(row) for row in rows]
     return LaunchedStep(rows, inputs, _propose(model_runner, inputs))
 

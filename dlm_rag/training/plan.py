@@ -126,7 +126,7 @@ def plan_decode_step(
 ) -> DecodeStepPlan:
     """Plans a step with passages of full length. Raises `ConfigError` for settings not for this model."""
     quantize, size = config.model.quantize, dtype.itemsize
-    decode = resolve_settings(config.decode, shape)
+    decode = resolve_settings(config.decode, shape, config.model.evidence_layout)
     rows, row = decode.batch_size, find_longest_row(shape, config, decode)
     memory = estimate_decode_bytes(shape, dtype, row, rows) + count_scratch_bytes(shape, quantize)
     memory += count_weight_bytes(shape, size, quantize)

@@ -9,7 +9,7 @@ import torch
 from dlm_rag import Decoder, load_retriever
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.engine.engine import resolve_settings
-from dlm_rag.engine.runner import MaskedModelRunner, SamplingMetadata, gather_proposals, sample_proposals
+from dlm_rag.engine.runner import MaskedModelRunner, gather_proposals, sample_proposals
 from dlm_rag.errors import QuestionError
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import HybridRetriever, Query
@@ -33,7 +33,7 @@ def wanted(count, mask_id, temperature=None, uniform=None, spread=False):
     numbers = torch.zeros(6, count, dtype=torch.float64)
     if temperature is not None:
         numbers[:2] = torch.stack((temperature, uniform))
-    return SamplingMetadata(torch.tensor([mask_id]), numbers, spread, temperature is not None)
+    return torch.tensor([mask_id]), numbers, spread, temperature is not None, False
 
 
 WAYS = {  # of doing the same work
@@ -212,7 +212,7 @@ class Scripted:
         logits = torch.zeros(len(view.canvas), 258)
         for place, character in next(self._turn).items():
             logits[place, ord(character)] = self._strength
-        found = sample_proposals(logits[view.positions], wanted(len(view.positions), 256, spread=True))
+        found = sample_proposals(logits[view.positions], *wanted(len(view.positions), 256, spread=True))
         return gather_proposals(views, [found])
 
     def order_passages(self, before, found):
@@ -241,7 +241,7 @@ def test_proposals_by_hand():
     """Probabilities 0.5, 0.3, 0.2: confidence 0.5, margin 0.2, entropy 1.0297 nats."""
     logits = torch.tensor([[0.3, 0.5, 0.2, 1e-30]]).log()
     asked = wanted(1, 3, spread=True)
-    token, confidence, log_prob, entropy, margin = sample_proposals(logits, asked).values()
+    token, confidence, log_prob, entropy, margin = sample_proposals(logits, *asked).values()
     assert token == 1
     assert confidence == pytest.approx(0.5) and margin == pytest.approx(0.2)
     assert entropy == pytest.approx(-(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2)))
@@ -254,10 +254,10 @@ def test_proposals_of_random_logits():
     """
     logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(0)) * 9
     uniform = torch.rand(50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    greedy = sample_proposals(logits, wanted(50, 19))
+    greedy = sample_proposals(logits, *wanted(50, 19))
     for temperature in (1e-40, 1e9):
         tempered = torch.full((50,), temperature, dtype=torch.float64)
-        found = sample_proposals(logits, wanted(50, 19, tempered, uniform))
+        found = sample_proposals(logits, *wanted(50, 19, tempered, uniform))
         tokens, confidence, log_prob, *_ = found.values()
         expected = logits.double().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
         torch.testing.assert_close(log_prob.double(), expected, rtol=1e-5, atol=1e-6)
@@ -265,7 +265,7 @@ def test_proposals_of_random_logits():
         assert (tokens == greedy["token_ids"]).all() == (temperature < 1)
     sure = torch.tensor([[200.0, 0.0, 0.0]])
     high, last = torch.tensor([1e9], dtype=torch.float64), torch.tensor([1.0 - 1e-9], dtype=torch.float64)
-    token, confidence, log_prob, *_ = sample_proposals(sure, wanted(1, 2, high, last)).values()
+    token, confidence, log_prob, *_ = sample_proposals(sure, *wanted(1, 2, high, last)).values()
     assert (token, confidence) == (1, 0.0) and log_prob == pytest.approx(-200.0)
 
 
@@ -275,7 +275,7 @@ def test_sampled_tokens_follow_the_tempered_distribution():
     uniform = torch.rand(30000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     tempered = torch.full((30000,), 2.0, dtype=torch.float64)
     asked = wanted(30000, 3, tempered, uniform)
-    token, confidence, *_ = (found.numpy() for found in sample_proposals(logits, asked).values())
+    token, confidence, *_ = (found.numpy() for found in sample_proposals(logits, *asked).values())
     roots = torch.tensor([0.64, 0.32, 0.04]).sqrt()
     shares = torch.bincount(torch.from_numpy(token).long(), minlength=3) / 30000
     torch.testing.assert_close(shares, roots / roots.sum(), atol=0.01, rtol=0)

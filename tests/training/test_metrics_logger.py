@@ -1,13 +1,17 @@
-"""What a log of a training run says: a line a minute with the time left, and the last validation."""
+"""What a training run logs: a line a minute with the time left, the last validation, metrics, W&B."""
 
 import json
 import math
+import os
 import re
+import sys
+from types import SimpleNamespace
 
+from dlm_rag.commands.train import prepare_run_folder
 from dlm_rag.config import load_config
 from dlm_rag.training import metrics_logger
-from dlm_rag.training.metrics_logger import MetricsLogger, read_metrics
-from tests.support.training import MICRO_SETTINGS
+from dlm_rag.training.metrics_logger import MetricsLogger, read_metrics, start_wandb
+from tests.support.training import METRICS_LINES, MICRO_SETTINGS
 
 
 def step_metrics(step, **more):
@@ -62,3 +66,32 @@ def test_metrics_of_a_task_of_ones_own_stay_whatever_they_are(tmp_path):
         report.log_validation({"exact_match": 0.75})
         report.log_step(step_metrics(3, **own))
     assert [line.get("exact_match") for line in read_metrics(path)] == [None, None, 0.75, None]
+
+
+def test_metrics_of_steps_that_are_computed_again_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(METRICS_LINES[:2]) + METRICS_LINES[2][:13])
+    MetricsLogger(tmp_path, load_config(None, MICRO_SETTINGS), 1)
+    assert path.read_text() == METRICS_LINES[0]
+    path.write_text(METRICS_LINES[0].rstrip())
+    MetricsLogger(tmp_path, load_config(None, MICRO_SETTINGS), 1)
+    assert path.read_text() == METRICS_LINES[0], "it lacked its line break and nothing else"
+    foreign = ["garbage\n", "\udcff\n", "[1]\n", '{"step": "1"}\n', '{"step": 1}\n', "\n"]
+    path.write_text("".join([METRICS_LINES[0], *foreign, METRICS_LINES[1]]), errors="surrogateescape")
+    assert [line["step"] for line in read_metrics(path)] == [0, 1], "what is no step is skipped"
+
+
+def test_a_resumed_run_asks_wandb_for_the_run_that_it_began(tmp_path, monkeypatch):
+    """And another run for another; what the client is asked for, without it."""
+    asked = []
+    fake = SimpleNamespace(init=lambda **settings: asked.append(settings), Error=RuntimeError)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("WANDB_MODE", "")  # of which W&B itself would make an error
+    config = load_config(None, ["train.wandb=online"])
+    for folder in ("a", "a", "b"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        start_wandb(config, tmp_path / folder)
+    first, again, other = (settings["id"] for settings in asked)
+    assert "WANDB_MODE" not in os.environ
+    assert first == again != other and {settings["resume"] for settings in asked} == {"allow"}
+    prepare_run_folder(tmp_path / "a", resume=False)  # which holds what a run leaves before its first step

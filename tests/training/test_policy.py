@@ -26,7 +26,7 @@ from dlm_rag.engine.policy import (
     step_log_prob,
 )
 from dlm_rag.engine.rules import RuleContext, choose_commits, select_by_threshold
-from dlm_rag.engine.runner import SamplingMetadata, gather_proposals, sample_proposals
+from dlm_rag.engine.runner import gather_proposals, sample_proposals
 from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.model.denoiser_config import DenoiserConfig, Segment
 from dlm_rag.retrieval.base import Query
@@ -161,8 +161,8 @@ def proposals_of(logits, soft, lots):
     n = len(logits)
     numbers = torch.tensor([[value] * n for value in (soft.temperature, soft.threshold, soft.width)])
     quantiles = torch.from_numpy(lots[:2]).float()
-    wanted = SamplingMetadata(MASK, torch.cat((torch.zeros(1, n), quantiles, numbers)), acts=True)
-    found = sample_proposals(logits.float(), wanted)
+    numbers = torch.cat((torch.zeros(1, n), quantiles, numbers))
+    found = sample_proposals(logits.float(), MASK, numbers, False, False, True)
     return gather_proposals([SimpleNamespace(positions=np.arange(n))], [found])()[0]
 
 

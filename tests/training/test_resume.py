@@ -2,8 +2,14 @@
 
 import json
 import os
+import random
+import shlex
 import shutil
+import signal
 import struct
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,22 +18,33 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dlm_rag import Denoiser, Tokenizer
 from dlm_rag.commands import train as train_command
 from dlm_rag.config import list_setting_fields, load_config
 from dlm_rag.errors import CheckpointError, ConfigError
+from dlm_rag.files.journal import hold_file_lock
 from dlm_rag.training.checkpoints import (
     CHANGEABLE_KEYS,
     RECORD_FILE,
     collect_settings,
     find_damaged_files,
     find_latest_checkpoint,
+    scan_checkpoints,
     skip_damaged_checkpoints,
 )
 from dlm_rag.training.initial_model import InitialModel
 from dlm_rag.training.task import TASKS, find_task
 from dlm_rag.training.trainer import Trainer, open_trainer
+from tests.support.paths import ROOT
+from tests.support.processes import count_lines, wait_until
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
-from tests.support.training import METRICS_LINES, MICRO_SETTINGS, SINGLE_PROCESS, make_trainer
+from tests.support.training import (
+    METRICS_LINES,
+    MICRO_SETTINGS,
+    SINGLE_PROCESS,
+    clone_weights,
+    make_trainer,
+)
 from tests.support.training_data import write_own_data
 
 FOUR = [*MICRO_SETTINGS, "train.max_steps=4"]  # with checkpoints of steps 2 and 4
@@ -268,3 +285,156 @@ def test_every_setting_is_held_or_stands_in_the_table():
         chosen = replace(config, train=replace(config.train, objective=objective))
         held |= collect_settings(chosen, find_task(chosen.train)).keys()
     assert known >= CHANGEABLE_KEYS and known == held | CHANGEABLE_KEYS and not held & CHANGEABLE_KEYS
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path):
+    whole = make_trainer(tmp_path / "whole")
+    for _ in range(8):
+        whole.step()
+    first = make_trainer(tmp_path / "stopped")
+    for _ in range(5):
+        first.step()
+        if first.state.step in (2, 4):
+            first.save()
+    second = make_trainer(tmp_path / "stopped")
+    assert second.restore() and second.state.step == 4
+    while second.state.step < 8:
+        second.step()
+    assert second.state == whole.state
+    ours, theirs = clone_weights(second), clone_weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_any_moment_ends_with_the_same_weights(tmp_path):
+    """Real processes: one runs through, one is killed twice while it trains or saves."""
+
+    def start(folder, *more):
+        command = [sys.executable, "train.py", "--out", str(tmp_path / folder), *MICRO_SETTINGS, *more]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+    whole = start("whole")
+    rng, metrics = random.Random(0), tmp_path / "killed" / "metrics.jsonl"
+    for attempt in range(2):
+        process = start("killed", *["--resume"][: bool(attempt)])
+        wait_until(lambda least=2 * attempt: count_lines(metrics) > least, process)
+        time.sleep(rng.random() * 0.1)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    _, said = (done := start("killed", "--resume")).communicate()
+    assert done.returncode == 0 and "going on from step" in said, said
+    _, said = whole.communicate()
+    assert whole.returncode == 0, said
+    ours, theirs = (load_file(tmp_path / run / "model/model.safetensors") for run in ("killed", "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(8)), "each step is in the metrics once"
+    assert "exact_match_4_hops" in lines[-1]
+    model = tmp_path / "whole" / "model"
+    Tokenizer.from_pretrained(model)
+    assert Denoiser.from_pretrained(model).config.evidence_layout == "independent"
+    card = json.loads((model / "training.json").read_text())
+    assert card["config"]["train"]["max_steps"] == 8
+    assert card["machines"][0]["attention"] == "sdpa" and card["machines"][0]["torch"] == torch.__version__
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_sentence_and_leaves_the_last_checkpoint(tmp_path):
+    make_trainer(tmp_path).save()
+    command = [sys.executable, "train.py", "--resume", "--out", str(tmp_path), *MICRO_SETTINGS]
+    limited = f"ulimit -f 200; exec {shlex.join(command)}"  # files of 200 KiB
+    done = subprocess.run(["bash", "-c", limited], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "the checkpoint of step 2 could not be written" in done.stderr and "intact" in done.stderr
+    trainer = make_trainer(tmp_path)
+    assert trainer.restore()
+    assert all(value.isfinite().all() for value in clone_weights(trainer).values())
+
+
+def test_a_folder_is_trained_in_by_one_run_at_a_time(tmp_path):
+    other = pytest.raises(ConfigError, match=f"the run in {tmp_path} is being written by another process")
+    with hold_file_lock(tmp_path / "train.lock", "the run"), other:
+        run(tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew_and_says_so(tmp_path, capsys):
+    """What it has left: its lock, a world half written, perhaps metrics."""
+    (tmp_path / "validation.building").mkdir()
+    (tmp_path / "train.lock").touch()
+    run(tmp_path, "train.max_steps=1", "--resume")
+    assert f"{tmp_path} has no checkpoint: the run begins again" in capsys.readouterr().err
+    assert (tmp_path / "model" / "README.md").exists()
+    assert find_latest_checkpoint(tmp_path)[1].state.step == 1
+    assert not (tmp_path / "train.lock").exists()
+    with pytest.raises(ConfigError, match="holds a run already: add --resume to go on"):
+        run(tmp_path)
+
+
+def cut_shard(checkpoint):
+    shard = next(checkpoint.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+BROKEN = {  # what lies beside two whole checkpoints, by its name: what makes it, what is said
+    "step-00000009": (Path.touch, "state.json cannot be read (Not a directory)"),
+    "step-00000008": (Path.mkdir, "state.json cannot be read (No such file"),
+    "step-last": (Path.mkdir, "its name is not that of a checkpoint"),
+    "step-00000004": (cut_shard, ".safetensors is cut short"),
+    "step-00000011": ('{"format": 3, "settings": {}, "state": []}', "state.json has changed"),
+}
+
+
+def test_what_is_no_whole_checkpoint_is_passed_over_and_left_alone(tmp_path, capsys):
+    trainer = make_trainer(tmp_path)
+    for _ in range(2):
+        trainer.step()
+        trainer.step()
+        trainer.save()
+    folder = tmp_path / "checkpoints"
+    for name, (harm, _) in BROKEN.items():
+        if isinstance(harm, str):
+            (folder / name).mkdir()
+            (folder / name / "state.json").write_text(harm)
+        else:
+            harm(folder / name)
+    passed = {line.split(" is passed over: ")[0]: line for line in scan_checkpoints(tmp_path)[1]}
+    for name, (_, says) in BROKEN.items():
+        assert says in passed.pop(str(folder / name)), name
+    assert not passed
+    again = make_trainer(tmp_path)
+    assert again.restore() and again.state.step == 2
+    again.step()
+    again.save()
+    assert find_latest_checkpoint(tmp_path)[0].name == "step-00000003"
+    assert {path.name for path in folder.iterdir()} == {*BROKEN, "step-00000002", "step-00000003"}
+    again.step()
+    again.save()
+    assert find_latest_checkpoint(tmp_path)[0].name == "step-00000004", "what was broken is written anew"
+
+
+@pytest.mark.slow
+def test_control_c_saves_a_checkpoint_and_a_second_ends_at_once(tmp_path):
+    """A real process; what it says is how to go on, and the run that goes on is the whole one's."""
+
+    def interrupt(folder, *more, times=1):
+        words = [*MICRO_SETTINGS, "train.save_steps=1000", "train.max_steps=100000", *more]
+        process = subprocess.Popen(
+            [sys.executable, "train.py", "--out", str(folder), *words], cwd=ROOT, stderr=subprocess.PIPE,
+            text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )  # fmt: skip
+        wait_until(lambda: count_lines(folder / "metrics.jsonl") > 0, process)
+        for number in range(times):
+            time.sleep(1.2 * number)
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 130 and "stopping after this step" in err and "Traceback" not in err
+        return err
+
+    assert "which is saved: --resume goes on" in interrupt(tmp_path)
+    assert find_latest_checkpoint(tmp_path)[1].state.step > 0
+    # Steps of several seconds, so that the second comes in the one that the first has let go on.
+    err = interrupt(tmp_path / "long", "train.passage_sets_per_step=200", times=2)
+    assert "interrupted" in err and "stopped after step" not in err

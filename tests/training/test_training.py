@@ -1,31 +1,23 @@
-"""Training: examples that follow from (seed, step), the objective by hand, runs that can be killed."""
+"""Training: examples that follow from (seed, step), the objective by hand, steps, validations."""
 
 import json
 import math
-import os
 import random
 import shlex
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 
-from dlm_rag import Denoiser, Tokenizer, commands
-from dlm_rag.commands.train import StopSignal, prepare_run_folder
+from dlm_rag import Denoiser, Tokenizer
+from dlm_rag.commands.train import StopSignal
 from dlm_rag.config import TrainConfig, load_config
 from dlm_rag.data.synthetic_world import make_world, make_world_question
-from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.errors import RunError
 from dlm_rag.evidence.encode_segments import encode_canvases
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
-from dlm_rag.files.journal import hold_file_lock
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.layers import AttentionProbe
 from dlm_rag.questions import Question
@@ -41,7 +33,7 @@ from dlm_rag.training.batches import (
     locate_pointers,
     make_masked_batch,
 )
-from dlm_rag.training.checkpoints import find_latest_checkpoint, scan_checkpoints
+from dlm_rag.training.checkpoints import find_latest_checkpoint
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_model import (
     DEFAULT_PROMPT_TEMPLATE,
@@ -50,7 +42,6 @@ from dlm_rag.training.initial_model import (
     open_initial_model,
     train_tokenizer,
 )
-from dlm_rag.training.metrics_logger import MetricsLogger, read_metrics, start_wandb
 from dlm_rag.training.sources import QuestionValidation, WorldExamples, find_subsequence
 from dlm_rag.training.trainer import (
     compute_decay_factor,
@@ -59,11 +50,8 @@ from dlm_rag.training.trainer import (
     open_trainer,
     run_training,
 )
-from tests.support.paths import ROOT
-from tests.support.processes import count_lines, wait_until
 from tests.support.tiny_models import tiny_denoiser
 from tests.support.training import (
-    METRICS_LINES,
     MICRO_SETTINGS,
     SINGLE_PROCESS,
     build_denoiser,
@@ -335,71 +323,6 @@ def test_nothing_else_in_a_step_waits_for_a_gpu(tmp_path, objective):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_resumed_run_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path):
-    whole = make_trainer(tmp_path / "whole")
-    for _ in range(8):
-        whole.step()
-    first = make_trainer(tmp_path / "stopped")
-    for _ in range(5):
-        first.step()
-        if first.state.step in (2, 4):
-            first.save()
-    second = make_trainer(tmp_path / "stopped")
-    assert second.restore() and second.state.step == 4
-    while second.state.step < 8:
-        second.step()
-    assert second.state == whole.state
-    ours, theirs = clone_weights(second), clone_weights(whole)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-@pytest.mark.slow
-def test_a_run_killed_at_any_moment_ends_with_the_same_weights(tmp_path):
-    """Real processes: one runs through, one is killed twice while it trains or saves."""
-
-    def start(folder, *more):
-        command = [sys.executable, "train.py", "--out", str(tmp_path / folder), *MICRO_SETTINGS, *more]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-
-    whole = start("whole")
-    rng, metrics = random.Random(0), tmp_path / "killed" / "metrics.jsonl"
-    for attempt in range(2):
-        process = start("killed", *["--resume"][: bool(attempt)])
-        wait_until(lambda least=2 * attempt: count_lines(metrics) > least, process)
-        time.sleep(rng.random() * 0.1)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    _, said = (done := start("killed", "--resume")).communicate()
-    assert done.returncode == 0 and "going on from step" in said, said
-    _, said = whole.communicate()
-    assert whole.returncode == 0, said
-    ours, theirs = (load_file(tmp_path / run / "model/model.safetensors") for run in ("killed", "whole"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(8)), "each step is in the metrics once"
-    assert "exact_match_4_hops" in lines[-1]
-    model = tmp_path / "whole" / "model"
-    Tokenizer.from_pretrained(model)
-    assert Denoiser.from_pretrained(model).config.evidence_layout == "independent"
-    card = json.loads((model / "training.json").read_text())
-    assert card["config"]["train"]["max_steps"] == 8
-    assert card["machines"][0]["attention"] == "sdpa" and card["machines"][0]["torch"] == torch.__version__
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_one_sentence_and_leaves_the_last_checkpoint(tmp_path):
-    make_trainer(tmp_path).save()
-    command = [sys.executable, "train.py", "--resume", "--out", str(tmp_path), *MICRO_SETTINGS]
-    limited = f"ulimit -f 200; exec {shlex.join(command)}"  # files of 200 KiB
-    done = subprocess.run(["bash", "-c", limited], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "the checkpoint of step 2 could not be written" in done.stderr and "intact" in done.stderr
-    trainer = make_trainer(tmp_path)
-    assert trainer.restore()
-    assert all(value.isfinite().all() for value in clone_weights(trainer).values())
-
-
 def spoil(trainer, name):
     """One weight has a gradient that is not a number in the next step."""
     return trainer.denoiser.get_parameter(name).register_hook(lambda slope: slope * math.nan)
@@ -485,95 +408,6 @@ def test_bfloat16_trains_validates_saves_resumes_and_exports(tmp_path, objective
     assert Denoiser.from_pretrained(tmp_path / "model").config == trainer.denoiser.config
 
 
-def test_a_folder_is_trained_in_by_one_run_at_a_time(tmp_path):
-    other = pytest.raises(ConfigError, match=f"the run in {tmp_path} is being written by another process")
-    with hold_file_lock(tmp_path / "train.lock", "the run"), other:
-        commands.train.main(["--out", str(tmp_path), *MICRO_SETTINGS])
-    assert not (tmp_path / "metrics.jsonl").exists()
-
-
-@pytest.mark.slow
-def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew_and_says_so(tmp_path, capsys):
-    """What it has left: its lock, a world half written, perhaps metrics."""
-    (tmp_path / "validation.building").mkdir()
-    (tmp_path / "train.lock").touch()
-    words = ["--out", str(tmp_path), *MICRO_SETTINGS, "train.max_steps=1"]
-    commands.train.main([*words, "--resume"])
-    assert f"{tmp_path} has no checkpoint: the run begins again" in capsys.readouterr().err
-    assert (tmp_path / "model" / "README.md").exists()
-    assert find_latest_checkpoint(tmp_path)[1].state.step == 1
-    assert not (tmp_path / "train.lock").exists()
-    with pytest.raises(ConfigError, match="holds a run already: add --resume to go on"):
-        commands.train.main(words)
-
-
-def cut_shard(checkpoint):
-    shard = next(checkpoint.glob("*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1])
-
-
-BROKEN = {  # what lies beside two whole checkpoints, by its name: what makes it, what is said
-    "step-00000009": (Path.touch, "state.json cannot be read (Not a directory)"),
-    "step-00000008": (Path.mkdir, "state.json cannot be read (No such file"),
-    "step-last": (Path.mkdir, "its name is not that of a checkpoint"),
-    "step-00000004": (cut_shard, ".safetensors is cut short"),
-    "step-00000011": ('{"format": 3, "settings": {}, "state": []}', "state.json has changed"),
-}
-
-
-def test_what_is_no_whole_checkpoint_is_passed_over_and_left_alone(tmp_path, capsys):
-    trainer = make_trainer(tmp_path)
-    for _ in range(2):
-        trainer.step()
-        trainer.step()
-        trainer.save()
-    folder = tmp_path / "checkpoints"
-    for name, (harm, _) in BROKEN.items():
-        if isinstance(harm, str):
-            (folder / name).mkdir()
-            (folder / name / "state.json").write_text(harm)
-        else:
-            harm(folder / name)
-    passed = {line.split(" is passed over: ")[0]: line for line in scan_checkpoints(tmp_path)[1]}
-    for name, (_, says) in BROKEN.items():
-        assert says in passed.pop(str(folder / name)), name
-    assert not passed
-    again = make_trainer(tmp_path)
-    assert again.restore() and again.state.step == 2
-    again.step()
-    again.save()
-    assert find_latest_checkpoint(tmp_path)[0].name == "step-00000003"
-    assert {path.name for path in folder.iterdir()} == {*BROKEN, "step-00000002", "step-00000003"}
-    again.step()
-    again.save()
-    assert find_latest_checkpoint(tmp_path)[0].name == "step-00000004", "what was broken is written anew"
-
-
-@pytest.mark.slow
-def test_control_c_saves_a_checkpoint_and_a_second_ends_at_once(tmp_path):
-    """A real process; what it says is how to go on, and the run that goes on is the whole one's."""
-
-    def interrupt(folder, *more, times=1):
-        words = [*MICRO_SETTINGS, "train.save_steps=1000", "train.max_steps=100000", *more]
-        process = subprocess.Popen(
-            [sys.executable, "train.py", "--out", str(folder), *words], cwd=ROOT, stderr=subprocess.PIPE,
-            text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )  # fmt: skip
-        wait_until(lambda: count_lines(folder / "metrics.jsonl") > 0, process)
-        for number in range(times):
-            time.sleep(1.2 * number)
-            process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=300)
-        assert process.returncode == 130 and "stopping after this step" in err and "Traceback" not in err
-        return err
-
-    assert "which is saved: --resume goes on" in interrupt(tmp_path)
-    assert find_latest_checkpoint(tmp_path)[1].state.step > 0
-    # Steps of several seconds, so that the second comes in the one that the first has let go on.
-    err = interrupt(tmp_path / "long", "train.passage_sets_per_step=200", times=2)
-    assert "interrupted" in err and "stopped after step" not in err
-
-
 def test_the_curriculum_moves_on_when_names_are_read(tmp_path):
     task = make_trainer(tmp_path, "retrieval.top_k=7").task
     states, sums = [{"stage": 0}], {"tokens": 1.0, "names_right": 5.0, "pointers": 0.0, "passage_mass": 0.0}
@@ -590,35 +424,6 @@ def test_the_curriculum_moves_on_when_names_are_read(tmp_path):
 def test_the_rate_falls_over_the_last_steps():
     shares = [compute_decay_factor(step, 10, 0.4) for step in range(10)]
     assert shares == pytest.approx([1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
-
-
-def test_metrics_of_steps_that_are_computed_again_are_dropped(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(METRICS_LINES[:2]) + METRICS_LINES[2][:13])
-    MetricsLogger(tmp_path, load_config(None, MICRO_SETTINGS), 1)
-    assert path.read_text() == METRICS_LINES[0]
-    path.write_text(METRICS_LINES[0].rstrip())
-    MetricsLogger(tmp_path, load_config(None, MICRO_SETTINGS), 1)
-    assert path.read_text() == METRICS_LINES[0], "it lacked its line break and nothing else"
-    foreign = ["garbage\n", "\udcff\n", "[1]\n", '{"step": "1"}\n', '{"step": 1}\n', "\n"]
-    path.write_text("".join([METRICS_LINES[0], *foreign, METRICS_LINES[1]]), errors="surrogateescape")
-    assert [line["step"] for line in read_metrics(path)] == [0, 1], "what is no step is skipped"
-
-
-def test_a_resumed_run_asks_wandb_for_the_run_that_it_began(tmp_path, monkeypatch):
-    """And another run for another; what the client is asked for, without it."""
-    asked = []
-    fake = SimpleNamespace(init=lambda **settings: asked.append(settings), Error=RuntimeError)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setenv("WANDB_MODE", "")  # of which W&B itself would make an error
-    config = load_config(None, ["train.wandb=online"])
-    for folder in ("a", "a", "b"):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        start_wandb(config, tmp_path / folder)
-    first, again, other = (settings["id"] for settings in asked)
-    assert "WANDB_MODE" not in os.environ
-    assert first == again != other and {settings["resume"] for settings in asked} == {"allow"}
-    prepare_run_folder(tmp_path / "a", resume=False)  # which holds what a run leaves before its first step
 
 
 def test_the_command_of_a_card_can_be_pasted(monkeypatch):
