@@ -33,6 +33,7 @@ _TYPOGRAPHY |= {0xFF00 + place: chr(0x20 + place) for place in range(1, 95)}  # 
 _TYPOGRAPHY |= {0x2028: "\n", 0x2029: "\n", 0x85: "\n"}
 _TYPOGRAPHY |= dict.fromkeys((0xAD, 0x200B, 0x200C, 0x200D, 0x200E, 0x200F, 0x2060, 0xFEFF), "")
 _TYPOGRAPHY |= dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), "")
+_PLACES_KEPT = {code: said or " " for code, said in _TYPOGRAPHY.items()}
 # bm25s's rule: runs of two or more word characters.
 _ASCII_TERM = re.compile(r"\b\w\w+\b", re.ASCII)
 _POINTS = re.compile(
@@ -46,78 +47,97 @@ _LETTER = re.compile(rf".[{_MARKS}]*")
 # "Answer" in the languages that evaluations use, and what may stand before it.
 _ANSWER_WORD = (
     r"(?:(?:the|my|so|thus|therefore|final|short|correct|direct|best|complete|overall),?[ \t]{1,3}){0,4}"
-    r"answers?(?:[ \t]{1,2}(?:\#?\d{1,2}\b|\([a-z]{1,12}\)))?"
+    r"(?:answers?|(?<=final[ \t])(?:result|output))(?:[ \t]{1,2}(?:\#?\d{1,2}\b|\([a-z]{1,12}\)))?"
     r"|(?:finale?[ \t])?antwort|endg[uü]ltige[ \t]antwort|r[eé]ponse(?:[ \t]finale)?|antwoord|svar"
     r"|respuesta(?:[ \t]final)?|risposta(?:[ \t]finale)?|resposta(?:[ \t]final)?|vastaus|cevap"
     r"|odpowied[zź]|odpov[eě][dď]"
-    r"|v[aá]lasz|r[aă]spuns|jawaban|đáp[ \t]án|trả[ \t]lời|(?:окончательный[ \t])?ответ|відповідь|απάντηση"
-    r"|(?:最终|最終|正确)?(?:答案|回答)[是为為]?|答え?|(?:최종[ \t])?(?:정답|답변|답)"
-    r"|(?:ال)?إجابة|الجواب|תשובה|उत्तर|คำตอบ"
+    r"|v[aá]lasz|r[aă]spuns|jawa(?:ban|pan)|đáp[ \t]án|trả[ \t]lời|(?:окончательный[ \t])?ответ|відповідь"
+    r"|отговор|odgovor|yanıt|απάντηση|(?:最终|最終|正确)?(?:答案|回答)[是为為]?|答え?"
+    r"|(?:최종[ \t])?(?:정답|답변|답)|(?:ال)?(?:إجابة|جواب)(?:[ \t]النهائية)?|پاسخ"
+    r"|ה?תשובה(?:[ \t]הסופית)?|उत्तर|जवाब|উত্তর|คำตอบ(?:สุดท้าย)?"
 )
-_MARKUP = r"[*_`>\[\]【】(「\"' \t]"
+_TAG = r"</?(?:b|i|u|p|em|strong|span|code|br|h[1-6]|summary)(?:[ \t]?/)?>"  # of HTML
+_MARKUP = rf"(?:[*_`>}}\[\]【】(「\"' \t]|\\text[a-z]{{0,2}}\{{|{_TAG})"
 _COLON = r"(?:[:：﹕︰]|[ \t](?:-|–|—|=|=>|->|→)(?=[ \t]))"
 # A line that begins with the word, as a heading, a label ("Answer: Dover"), or alone above the answer.
 _ANSWER_LINE = re.compile(
     rf"[ \t]{{0,8}}(?:[-•+][ \t])?(?P<heading>\#{{1,6}}|={{2,20}}|-{{3,20}})?{_MARKUP}{{0,8}}"
-    rf"(?:(?:{_ANSWER_WORD}){_MARKUP}{{0,8}}(?:{_COLON}[ \t]{{0,8}}(?:[*_]{{1,2}}(?=[ \t\r\n]|\Z))?"
-    rf"|(?:={{2,20}}|-{{3,20}})?[ \t]{{0,8}}(?=[\r\n]|\Z)|(?<=r\])[ \t]{{1,8}})"
+    r"(?:(?:\d{1,2}[.)]|[^\w\s\#\\<{\[(]{1,2})[ \t]*)?"  # its number, a sign
+    rf"(?:(?:{_ANSWER_WORD}){_MARKUP}{{0,8}}(?:{_COLON}[ \t]{{0,8}}(?:[*_`}}]{{1,2}}(?=[ \t\r\n]|\Z))?"
+    r"|(?:\#{1,6}|={2,20}|-{3,20})?[ \t]{0,8}(?=[\r\n]|\Z)|(?:(?<=r\])(?!\()|(?<=案】))[ \t]{0,8})"
     rf"|(?:a|ans\.?){_MARKUP}{{0,4}}[:：](?:\*\*)?)",
     re.IGNORECASE,
 )
 # The same within a line; "Intermediate answer:", as Self-Ask writes it, is no answer yet.
 _ANSWER_LABEL = re.compile(
     rf"(?<![A-Za-z-])(?<!intermediate )(?:{_ANSWER_WORD}){_MARKUP}{{0,4}}[:：﹕︰]"
-    r"(?:[*_]{1,2}(?=[ \t]))?",
+    r"(?:[*_`}]{1,2}(?=[ \t]))?",
     re.IGNORECASE,
 )
 _ANSWER_PHRASE = re.compile(
-    r"\banswer(?:[ \t]to[ \t][^\n.:]{1,200}?)?[ \t*_]{1,4}(?:is|was|(?:would|should|must)[ \t]be)\b"
+    r"\banswer(?:[ \t]to[ \t][^\n.:]{1,200}?)?[ \t*_]{1,4}"
+    r"(?:is|was|(?:would|should|must|seems[ \t]to|appears[ \t]to)[ \t]be)\b"
     r"(?:[ \t]{0,3}[:：]|[ \t]{1,3}(?:thus|therefore|then|indeed|likely|probably|simply)\b,?)?"
-    r"(?=[\s:*_`$\\<\"'“])",
+    r"(?=[\s:*_`$\\<\"'“‘])"
+    r"|\bantwort[ \t](?:ist|lautet)\b|\br[eé]ponse(?:[ \t]finale)?[ \t]est\b|\bantwoord[ \t]is\b"
+    r"|\brespuesta(?:[ \t]\w+)?[ \t]es\b|\brisposta(?:[ \t]\w+)?[ \t]è\b|\bresposta(?:[ \t]\w+)?[ \t]é\b"
+    r"|答案(?:就|应该)?[是为為](?!:)|答えは|(?:정답|답변|답)[은는]|(?:đáp[ \t]án|trả[ \t]lời)[ \t]là\b"
+    r"|\bответ[ \t][—–-](?=[ \t])|إجابة[ \t]هي|תשובה[ \t]היא|คำตอบคือ",
     re.IGNORECASE,
 )
 _NO_ANSWER = re.compile(
     r"[ \t*_]*(?:not|supported|based|found|given|stated|mentioned|derived|in[ \t]the|in[ \t]passage"
-    r"|from[ \t]the|correct|clear|because|as[ \t]follows)\b",
+    r"|from[ \t]the|correct|clear|because|as[ \t]follows|nicht|pas|không|לא|ليس)\b|[ \t]*[不未没無无]",
     re.IGNORECASE,
 )
 _HASHES = re.compile(r"#{3,}")
+_CLOSED_HEADING = re.compile(r"#+\s*[^#\s][^#\n]*#{3,}")
 _STEP = re.compile(r"[ \t*_]*step[ \t]*\d", re.IGNORECASE)
 _SECTION_NAME = re.compile(
     r"[ \t*_]*(?:(?:reasoning|analysis|explanation|rationale|justification|solution|evidence|thoughts?"
     r"|thinking|thought[ \t]process|chain[ \t]of[ \t]thought|background|context|summary|question|sources?"
     r"|references?|notes?|passages?|documents?|citations?|confidence|verification|conclusion|facts?|response"
-    r"|overview"
+    r"|overview|results?"
     r"|step[ \t-]by[ \t-]step\b[^\n]{0,40})[ \t*_:：]*(?:\n|\Z)|[^\n]{1,200}:[ \t*_]*(?:\n|\Z))",
     re.IGNORECASE,
 )
 _QUESTION_LABEL = re.compile(r"[ \t*_>#]{0,8}(?:q|question)[ \t*_]{0,4}[:：]", re.IGNORECASE)
 _REASONING_TAG = re.compile(
-    r"<(/?)(think(?:ing)?|thoughts?|reasoning|reflection|scratchpad|search|information)>", re.IGNORECASE
+    r"(?:<(?:seed:)?|\[(?=/?think\])|◁)(/?)(?:seed:)?"
+    r"(think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflection|scratchpad|search|information)[>\]▷]",
+    re.IGNORECASE,
 )
 _MARK_START = re.compile(
     r"[#\\<*_>]|\b(?:answer|final)|^[ \t]*(?:a(?:ns\.?)?(?::|$)|==|---)", re.IGNORECASE | re.MULTILINE
 )
+_JSON_START = re.compile(r"\s*(?:`{3}\w*\s*)?\{")
 _JSON_VALUE = re.compile(
-    r"""[:：\s]\s*(?:\[\s*)?(?:(?P<quote>["'])((?:(?!(?P=quote))[^\\\n]|\\.)*)(?P=quote)"""
+    r"""[:：\s]\s*(?:\[\s*)?(?:\{\s*["']\w{1,20}["']\s*:\s*)?"""
+    r"""(?:(?P<quote>["'])((?:(?!(?P=quote))[^\\\n]|\\.)*)(?P=quote)"""
     r"""|(-?\d[\d.]*)(?=\s*[,}\]]))"""
 )
-_ANSWER_TAG = re.compile(r"<(/?)(?:final[ _-]?)?answer>", re.IGNORECASE)
-_BOX = re.compile(r"\\(?:boxed|fbox)[ \t]?\{")
+_ANSWER_TAG = re.compile(r"< ?(/?) ?(?:(?:final|short)[ _-]?)?answer(?: [^<>\n]{0,80})?>", re.IGNORECASE)
+_ANSWER_ROW = re.compile(  # of a table
+    r"^\|[ *_]*(?:final )?answer[ *_:]*\|([^|\n]+)\|[ \t]*$(?!\n[ |]*:?--)", re.IGNORECASE | re.MULTILINE
+)
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s?\{")
 _BRACE = re.compile(r"\\[{}]|[{}]")
-_LATEX_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|emph|operatorname)\{")
+_LATEX_TEXT = re.compile(r"\\(?:text[a-z]{0,2}|math[a-z]{2,4}|mbox|emph|underline|operatorname\*?)\{")
 _EMPHASIS = (
     ("***", "***"), ("**", "**"), ("__", "__"), ("*", "*"), ("_", "_"), ("`", "`"), ("$$", "$$"),
-    ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("「", "」"), ("【", "】"), ('"', '"'), ("“", "”"),
-    ("«", "»"),
+    ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("「", "」"), ("【", "】"), ('"', '"'), ("``", "''"),
+    ("'", "'"), ("[", "]"), ("{", "}"), ("<", ">"),
 )  # fmt: skip
 _BLANK_OR_MARKUP = re.compile(  # also the line below a heading, a fence, a tag of HTML
-    r"(?:\s|[:：](?=\s)|[>•](?=[ \t])|[-*+](?=[ \t])|(?:-{3,}+|={3,}+|`{3}\w*+)(?=\s)"
-    r"|<(?:b|i|u|p|em|strong|span|code)>)*"
+    r"(?:\s|:(?=\s)|[>|][-+]?(?=\s)|[-*+•→](?=[ \t])|(?:-{3,}+|={3,}+|`{3}\w*+)(?=\s)"
+    rf"|{_TAG})*"
 )
-_SENTENCE_STOP = re.compile(r"(?<=[^\W\d_]{4}|\d\d\d\d)[.!](?=[ \t]{1,4}[^\W\d_a-z])")
+_SENTENCE_STOP = re.compile(r"(?<=[^\W\d_]{4}|\d\d\d\d)[.!](?=[ \t]{1,4}[^\W\d_a-z])|[。！](?=.)")
+_CITED = r"(?:doc(?:ument)?|passage|source|fact)s?[ :#]{0,2}"
 _ANSWER_TAIL = re.compile(
-    r"(?:[.。．।]|<\|[^|<>\n]{1,40}\|>|</?\w{1,20}>|[ \t]?\[\d{1,3}(?:, ?\d{1,3}){0,9}\])$"
+    r"(?:[.。．।]|<\|[^|<>\n]{1,40}\|>|(?<=.)</?\w{1,20}>|\[/\w{1,20}\]|[ \t]?\#{3,}|です|입니다"
+    rf"|[ \t]?[\[【](?:{_CITED})?\d{{1,3}}(?:, ?\d{{1,3}}){{0,9}}[\]】]|[ \t]?\({_CITED}\d{{1,3}}\))$",
+    re.IGNORECASE,
 )
 MAX_ANSWER_MARKS = 16  # from the last one, until one has an answer
 MAX_TITLE_WORDS = 12  # words of a passage's first line, beyond which it is none
@@ -294,13 +314,15 @@ def find_answer(response: str, form: str = "marked") -> AnswerPlace:
     A line that stands alone behind `<think>` needs no mark. Of an answer the first line counts, without
     emphasis, LaTeX and tags around it, citations behind it and the final period.
     """
-    shown, thought = _blank_reasoning(response)
+    shown, thought = _blank_reasoning(response.translate(_PLACES_KEPT))
     if form == "whole":
         start = len(shown) - len(shown.lstrip())
         label = _ANSWER_LINE.match(shown, start)
         marks = [_Mark(start, label.end() if label else start, len(shown))]
     else:
-        marks = _find_marks(shown) if not shown.rstrip().endswith("###") else []  # nothing is said yet
+        last = shown.rstrip().rpartition("\n")[2]
+        begun = last.endswith("###") and not _CLOSED_HEADING.fullmatch(last)  # and nothing is said yet
+        marks = [] if begun else _find_marks(shown)
         if not marks and thought and "\n" not in shown.strip():
             marks = [_Mark(0, 0, len(shown))]
     for mark in marks[: -MAX_ANSWER_MARKS - 1 : -1]:
@@ -321,6 +343,7 @@ class _Mark(NamedTuple):
     start: int  # of what it marks
     stop: int
     sentence: bool = False  # which ends where the sentence does
+    keyed: bool = False  # by a key of JSON
 
 
 def _blank_reasoning(response: str) -> tuple[str, bool]:
@@ -351,7 +374,7 @@ def _find_marks(text: str) -> list[_Mark]:
     for line in text.splitlines(keepends=True):
         if marks and _QUESTION_LABEL.match(line):  # a base model goes on with a question of its own
             break
-        start, begin = begin, begin + len(line)
+        start, begin, bare = begin, begin + len(line), len(line.rstrip())
         label = _ANSWER_LINE.match(line)
         labels = [label] if label else []
         for found in (*labels, *_ANSWER_LABEL.finditer(line, label.end() if label else 0)):
@@ -359,10 +382,14 @@ def _find_marks(text: str) -> list[_Mark]:
             named = '"' in around or "'" in around
             quoted = _JSON_VALUE.match(line, found.end() - 1) if named else None
             place = quoted.span(quoted.lastindex or 0) if quoted else (found.end(), len(text) - start)
-            marks.append(_Mark(start + found.start(), start + place[0], start + place[1], not quoted))
+            said = _Mark(
+                start + found.start(), start + place[0], start + place[1], not quoted, bool(quoted)
+            )
+            marks.append(said)
         for found in _ANSWER_PHRASE.finditer(line):
             if not _NO_ANSWER.match(line, found.end()):
-                stop = len(text) if found[0][-1] in ":：" else begin
+                ends = found[0][-1] == ":" or found.end() >= bare
+                stop = len(text) if ends else begin
                 marks.append(_Mark(start + found.end(), start + found.end(), stop, True))
         for found in _HASHES.finditer(line, label.end() if label else 0):
             said = _Mark(start + found.start(), start + found.end(), len(text))
@@ -370,7 +397,10 @@ def _find_marks(text: str) -> list[_Mark]:
                 heads = begin < last and not line[: found.start()].strip()
                 (headings if heads else marks).append(said)
     marks += (each for each in (*_find_boxes(text), *_find_answer_tags(text)) if each.begin < begin)
+    marks += (_Mark(row.start(), *row.span(1)) for row in _ANSWER_ROW.finditer(text))
     marks = [each for each in marks if each.start < last]
+    if _JSON_START.match(text) and (keyed := [each for each in marks if each.keyed]):
+        return keyed  # whatever other texts of the object say
     if not marks and len(headings) == 1 and not _SECTION_NAME.match(text, headings[0].start):
         return headings
     return sorted(marks)
@@ -439,6 +469,9 @@ def _measure_wrapping(said: str) -> tuple[int, int]:
         if said.startswith(opening) and said.endswith(closing) and len(said) > len(opening + closing):
             if opening not in said[len(opening) : -len(closing)]:
                 return len(opening), len(closing)
-        elif said.endswith(closing) and said.count(closing) == 1 and opening == closing:
-            return 0, len(closing)  # opened before the label
+        elif opening == closing != "'" and said.count(closing) == 1:
+            if said.endswith(closing):
+                return 0, len(closing)  # opened before the label
+            if said.startswith(opening) and len(opening) > 1:
+                return len(opening), 0
     return 0, 0

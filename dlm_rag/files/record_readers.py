@@ -20,6 +20,7 @@ import tempfile
 import unicodedata
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -34,12 +35,13 @@ SUPPORTED_FORMATS = (
 )
 # The names that a field goes by; the first that is there counts.
 FIELD_ALIASES = {
-    "id": ("id", "_id", "question_id", "questionid"),  # the last two: TriviaQA
+    "id": ("id", "_id", "question_id", "questionid", "wikipedia_id"),  # TriviaQA, KILT
     "question": ("question", "text"),  # BEIR's queries
     "golden_answers": ("golden_answers", "answers", "answer", "possible_answers"),
     "answer_aliases": ("answer_aliases",),
     "supporting_ids": ("supporting_ids", "supporting_docs"),
     "contents": ("contents", "text", "page_content"),  # the last: LangChain
+    "title": ("title", "wikipedia_title"),  # the last: KILT
 }
 ROW_FILE_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")  # the rows of a folder
 PEEK_BYTES = 2**20  # bytes that are looked at to tell forms apart
@@ -134,6 +136,15 @@ def is_json_lines(path: Path, error: type[UserError]) -> bool:
             return _unzip(file) is file and _choose_reader(file, path, error, None) is _read_json_lines
     except OSError as problem:
         raise error(f"'{path}' cannot be read ({problem.strerror})") from None
+
+
+def holds_at_most(path: Path, most: int) -> bool:
+    """Whether a file holds at most so many bytes, once it is no longer gzipped; a broken one says later."""
+    with path.open("rb", buffering=PEEK_BYTES) as file, suppress(OSError, EOFError, zlib.error):
+        opened = _unzip(file)
+        opened.seek(most)
+        return not opened.read(1)
+    return True
 
 
 def _unzip(file: Any) -> Any:

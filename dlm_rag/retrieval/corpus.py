@@ -8,7 +8,6 @@ import reprlib
 import threading
 import weakref
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -35,6 +34,7 @@ from dlm_rag.files.record_readers import (
     FIELD_ALIASES,
     get_field,
     get_record_id,
+    holds_at_most,
     is_json_lines,
     list_context_passages,
     read_records,
@@ -56,8 +56,8 @@ MAX_PARSED_PASSAGES = 4096  # that are kept in memory
 MAX_ROW_CHARS = 4000
 MAX_CUT_CORPUS_BYTES = 256 << 20  # of a larger corpus, whose rows are taken as they are
 _PART_NUMBER = re.compile(r"#(?:[2-9]|[1-9][0-9]{1,5})\Z")  # of a part after the first of a row
-COUNTS_FILE = "counts.json"  # of the rows that were cut or left out
-CONVERTED_CORPUS_VERSION = 4  # raise it when other forms become other JSON lines
+COUNTS_FILE = "counts.json"  # of the rows that were cut or left out, and the files that were
+CONVERTED_CORPUS_VERSION = 5  # raise it when other forms become other JSON lines
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,11 @@ def parse_passage(record: dict[str, Any], place: str) -> Passage:
         contents = ""  # null, or an empty cell of Parquet
     if contents is None:
         raise CorpusError(f"{place}: the passage has no 'contents'{suggest_nearest('contents', record)}")
-    title = record.get("title")
+    own, title = get_field(record, "title")
     if not isinstance(title, str | None):
-        raise CorpusError(f"{place}: 'title' must be a text")
+        raise CorpusError(f"{place}: '{own}' must be a text")
+    if contents and isinstance(contents, list) and all(isinstance(each, str) for each in contents):
+        contents = "".join(f"{each.strip()}\n" for each in contents)  # the paragraphs of KILT
     if not isinstance(contents, str):
         raise CorpusError(f"{place}: '{name}' must be a text that is not empty")
     if not contents.strip():  # of BEIR, some rows are a title alone
@@ -221,7 +223,8 @@ def open_corpus(path: str | Path, index_dir: str | Path | None = None) -> Corpus
     except OSError as error:
         raise CorpusError(f"corpus '{error.filename or path}' cannot be read ({error.strerror})") from None
     if is_folder:
-        print_note(f"{path}: {describe_text_folder(path, len(found))}")
+        unread = read_json_or_empty(lines.parent / COUNTS_FILE).get("unread", {})
+        print_note(f"{path}: {describe_text_folder(path, len(found), unread)}")
     return found
 
 
@@ -241,7 +244,7 @@ def _open_json_lines(
 
 def _write_json_lines(path: Path, target: Path) -> Path:
     """Writes the passages of a file or folder as JSON lines at the first use, and says what is left out."""
-    counts = Counter[str]()
+    counts = dict[str, Any]()
 
     def build(scratch: Path) -> None:
         with (scratch / target.name).open("w", encoding="utf-8") as file:
@@ -259,15 +262,16 @@ def _write_json_lines(path: Path, target: Path) -> Path:
     return target
 
 
-def _read_rows(path: Path, counts: Counter[str]) -> Iterator[Located]:
+def _read_rows(path: Path, counts: dict[str, Any]) -> Iterator[Located]:
     """The rows of a file or folder as passages; counts those that are cut or left out.
 
     Of a long row the first passage has its id, the others `id#2` and so on. Passages that come with
     questions are read once each, with their titles as ids, other texts of a title as `title#2`.
     """
-    counts.clear()
-    records = read_text_passages(path) if path.is_dir() else read_records(path, CorpusError)
-    cuts = path.stat().st_size <= MAX_CUT_CORPUS_BYTES
+    counts.update(cut=0, parts=0, blank=0, unread={})
+    is_folder = path.is_dir()
+    records = read_text_passages(path, counts["unread"]) if is_folder else read_records(path, CorpusError)
+    cuts = is_folder or holds_at_most(path, MAX_CUT_CORPUS_BYTES)
     texts: dict[str, list[bytes]] = {}  # digests of the texts of each title
     for place, row in records:
         given = _list_contexts(row, place)
@@ -286,7 +290,8 @@ def _read_rows(path: Path, counts: Counter[str]) -> Iterator[Located]:
         parts = [passage.contents]
         if cuts and len(passage.contents) > MAX_ROW_CHARS:
             parts = split_passages(passage.contents)
-            counts.update(cut=1, parts=len(parts))
+            counts["cut"] += 1
+            counts["parts"] += len(parts)
         for number, part in enumerate(parts, 1):
             yield place, 0, Passage(_number_id(passage.id, number), passage.title, part)
 

@@ -6,7 +6,9 @@ PDF, HTML, Word and LaTeX files are read as Markdown: `pip install 'dlm_rag[docu
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterator
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,9 @@ _SECTION = re.compile(
 )
 # Between --- (YAML) or +++ (TOML), at the beginning.
 _FRONT_MATTER = re.compile(r"\A\ufeff?(---|\+\+\+)[ \t]*\n(?:[^\n]*\n){0,200}?(?:\1|\.\.\.)[ \t]*(?:\n|\Z)")
-_FRONT_TITLE = re.compile(r"^title[ \t]*[:=][ \t]*([^\n]+)$", re.MULTILINE | re.IGNORECASE)
+_FRONT_TITLE = re.compile(
+    r"^title[ \t]*[:=][ \t]*(?:[>|][-+]?[ \t]*\n[ \t]+)?([^\n]+)$", re.MULTILINE | re.IGNORECASE
+)
 SKIPPED_NAMES = 8  # of a folder, that are named
 MAX_DOCUMENT_BYTES = 256 * 2**20  # of a file, and of what a Word file unpacks to
 _HTML_UNREAD = ("script", "style", "noscript", "template", "nav", "footer")
@@ -44,46 +48,56 @@ _TEX_HEADING = re.compile(r"\\(title|chapter|(?:sub){0,2}section|paragraph)\*?\{
 def list_text_files(folder: Path) -> list[Path]:
     """The files to be read below a folder, by path; what begins with a dot is left out."""
     read = (*TEXT_FILE_SUFFIXES, *list_document_suffixes())
-    return [path for path in _list_files(folder) if path.suffix.lower() in read]
+    return [path for path in _list_files(folder) if path.suffix.lower() in read and path.is_file()]
 
 
 def _list_files(folder: Path) -> list[Path]:
-    found = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    """Files, pipes, and links, of which those to folders are not followed."""
+    found = (path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir())
     return [p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
 
 
-def describe_text_folder(folder: Path, passages: int) -> str:
-    """What was read of a folder, and which of its files were not."""
+def describe_text_folder(folder: Path, passages: int, unread: Mapping[str, str]) -> str:
+    """What was read of a folder, and which of its files were not; unread: of `read_text_passages`."""
     files = list_text_files(folder)
-    read, left_out = len(files), sorted({*_list_files(folder)} - {*files})
+    read, others = len(files) - len(unread), sorted({*_list_files(folder)} - {*files})
     line = f"read {read:,} file{'s' * (read != 1)} into {passages:,} passage{'s' * (passages != 1)}"
-    if not left_out:
+    names = [f"{name} ({reason})" for name, reason in unread.items()]
+    names += [path.relative_to(folder).as_posix() for path in others]
+    if not names:
         return line
-    names = [path.relative_to(folder).as_posix() for path in left_out[:SKIPPED_NAMES]]
-    named = replace_control_chars(", ".join(names)) + ", ..." * (len(left_out) > SKIPPED_NAMES)
-    if any(path.suffix.lower() in _READERS for path in left_out):
+    named = replace_control_chars(", ".join(names[:SKIPPED_NAMES])) + ", ..." * (len(names) > SKIPPED_NAMES)
+    if any(path.suffix.lower() in _READERS for path in others):
         named += " (documents are read with: pip install 'dlm_rag[documents]')"
-    return f"{line}; skipped {len(left_out):,}: {named}"
+    return f"{line}; skipped {len(names):,}: {named}"
 
 
 def fingerprint_text_folder(folder: Path) -> str:
-    """A digest of all texts of a folder and of their names. Raises `OSError`."""
+    """A digest of all texts of a folder and of their names, of what may not be read the name alone."""
     found = hashlib.sha256()
     for path in list_text_files(folder):
-        found.update(f"{path.relative_to(folder)}\n{digest_file(path)}\n".encode(errors="replace"))
+        found.update(f"{path.relative_to(folder)}\n".encode(errors="replace"))
+        with suppress(OSError):
+            found.update(f"{digest_file(path)}\n".encode())
     return found.hexdigest()
 
 
-def read_text_passages(folder: Path) -> Iterator[Record]:
+def read_text_passages(folder: Path, unread: dict[str, str]) -> Iterator[Record]:
     """The passages of a folder's texts, `path#1` and so on, titled by the heading above or the file's name.
 
-    Raises `CorpusError` for a text that is not UTF-8, and for a document that cannot be read.
+    unread: receives the names of the files that give no passage, with the reason. Raises `CorpusError`,
+    that of the first, where no file gives one and one cannot be read.
     """
-    for path in list_text_files(folder):
-        name, count, title = path.relative_to(folder).as_posix(), 0, path.stem
-        if any("\ud800" <= char <= "\udfff" for char in name):  # as Python has bytes that are no UTF-8
-            raise CorpusError(f"{path!a}: the name is not UTF-8: rename the file")
-        text, markdown = read_document(path), path.suffix.lower() not in (".txt", ".pdf")
+    faults = list[CorpusError]()
+    for path in (files := list_text_files(folder)):
+        name = path.relative_to(folder).as_posix().encode(errors="backslashreplace").decode()
+        count, title, markdown = 0, Path(name).stem, path.suffix.lower() not in (".txt", ".pdf")
+        try:
+            text = read_document(path)
+        except CorpusError as error:
+            faults.append(error)
+            unread[name] = str(error).partition(": ")[2]
+            continue
         if markdown and (front := _FRONT_MATTER.match(text)):
             text = text[front.end() :]
             given = _FRONT_TITLE.search(front[0])
@@ -93,6 +107,10 @@ def read_text_passages(folder: Path) -> Iterator[Record]:
                 count += 1
                 record = {"id": f"{name}#{count}", "title": heading or title, "contents": passage}
                 yield str(path), record
+        if not count:
+            unread[name] = "it holds no text"
+    if faults and len(unread) == len(files):
+        raise faults[0]
 
 
 def split_passages(text: str, markdown: bool = False) -> list[str]:
@@ -122,17 +140,19 @@ def list_document_suffixes() -> list[str]:
 def read_document(path: Path) -> str:
     """The text of a file, its headings as Markdown has them.
 
-    Raises `CorpusError` for a text that is not UTF-8, and a document that is damaged, encrypted or larger
-    than `MAX_DOCUMENT_BYTES`.
+    Raises `CorpusError` for a text that is neither UTF-8 nor UTF-16 with its mark, for what is damaged or
+    encrypted, and for more than `MAX_DOCUMENT_BYTES`.
     """
     suffix = path.suffix.lower()
     with translate_failures(CorpusError, f"{path} cannot be read"):
-        if suffix in TEXT_FILE_SUFFIXES:
-            data = path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-            return decode_utf8(data, str(path), CorpusError, "text")
         if path.stat().st_size > MAX_DOCUMENT_BYTES:
             most = f"{MAX_DOCUMENT_BYTES >> 20} MiB"
-            raise CorpusError(f"{path} is larger than {most}: split it, or leave it out")
+            raise CorpusError(f"{path}: it is larger than {most}: split it, or leave it out")
+        if suffix in TEXT_FILE_SUFFIXES:
+            data = path.read_bytes()
+            utf16 = data.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
+            text = data.decode("utf-16") if utf16 else decode_utf8(data, str(path), CorpusError, "text")
+            return re.sub("\r\n?", "\n", text)
         text = _READERS[suffix][1](path)
     lines = (" ".join(line.split()) for line in text.encode(errors="replace").decode().splitlines())
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
@@ -179,7 +199,11 @@ def _read_docx(path: Path) -> str:
 def _read_tex(path: Path) -> str:
     from pylatexenc.latex2text import LatexNodes2Text
 
-    source = path.read_text(encoding="utf-8", errors="replace")
+    data = path.read_bytes()
+    try:
+        source = data.decode()
+    except UnicodeDecodeError:
+        source = data.decode("latin-1")  # of older sources
     title = _TEX_HEADING.search(source)
     body = source.partition(r"\begin{document}")[2] or source
     if title and title[1] == "title":

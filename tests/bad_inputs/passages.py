@@ -70,7 +70,7 @@ CASES = [
             ("the id '1' occurs", ONE_ID_TWICE),
             ("has no 'contents' (nearest: 'content')", '{"id": "b", "content": "x"}'),
             ("holds no passages", '{"id": "b", "contents": " \\n"}'),
-            ("'text' must be a text", '{"id": "b", "text": ["x"]}'),
+            ("'text' must be a text", '{"id": "b", "text": ["x", 1]}'),
             ("corpus.jsonl holds no passages", ""),
         )
     )),
@@ -80,6 +80,7 @@ CASES = [
             ("no 'question' (nearest: 'qestion')", '{"id": "b", "qestion": "x"}'),
             ("comes with an 'image', and only texts are answered", '{"id": "1", "image": "cat.png"}\n'),
             ("must be a list of texts", '{"id": "b", "question": "x", "answers": [[1]]}'),
+            ("the 'question' must be a text that is not blank", '{"id": "b", "question": " "}'),
             *(
                 ("a whole number from 1 to 99", f'{{"id": "b", "question": "x", "hops": {hops}}}')
                 for hops in ("0", "true", "1e400")
@@ -104,7 +105,7 @@ CASES = [
         ("is a pipe or a device", "pipe", {"pipe": os.mkfifo}),
         ("model has no .txt or .md files", "model", {"model/README.md": lambda path: path.unlink(missing_ok=True)}),
         ("d holds no passages", "d", {"d/a.md": "\n# A\n"}),
-        ("d/b.txt: the text is not UTF-8", "d", {"d/a.md": "x", "d/b.txt": b"\xff"}),
+        ("d/b.txt: the text is not UTF-8", "d", {"d/a.md": "\n", "d/b.txt": b"\xff"}),
     ),
     # Standard input.
     *(

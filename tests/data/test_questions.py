@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 
 from dlm_rag.config import Config, DecodeConfig
-from dlm_rag.errors import QuestionError
 from dlm_rag.questions import Question, read_questions, select_questions
 from tests.support.passages import write_jsonl_file
 
@@ -26,32 +25,6 @@ def test_a_folder_stands_for_the_files_of_rows_in_it(tmp_path):
     (tmp_path / "held_out").mkdir()
     write_jsonl_file(tmp_path / "held_out" / "rows-0.jsonl", [{"id": "e", "question": "How?"}])
     assert [question.id for question in read_questions(tmp_path)] == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        (b"{\n", "line 2: the line is not JSON"),
-        (b'{"id": "b", "question": " "}\n', "line 2: the 'question' must be a text that is not blank"),
-        (b'{"id": "b", "qestion": "x"}\n', "line 2: there is no 'question' (nearest: 'qestion')"),
-        (b'{"question": "x"}\n', "line 2: the question has no 'id'"),
-        (b'{"id": "a", "question": "x"}\n', "line 2: the id 'a' occurs a second time"),
-        (b'{"id": "b", "question": "\xff"}\n', "line 2: the line is not UTF-8"),
-        (b'{"id": "b", "question": "x", "golden_answers": [[1]]}\n', "line 2: 'golden_answers' must be"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path, line, says):
-    (tmp_path / "q.jsonl").write_bytes(b'{"id": "a", "question": "x"}\n' + line)
-    with pytest.raises(QuestionError) as error:
-        read_questions(tmp_path / "q.jsonl")
-    assert says in str(error.value)
-
-
-@pytest.mark.parametrize(("name", "says"), [("none.jsonl", "was not found"), ("", "holds no questions")])
-def test_no_file_and_no_questions(tmp_path, name, says):
-    (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(QuestionError, match=says):
-        read_questions(tmp_path / (name or "empty.jsonl"))
 
 
 def test_all_fields_and_the_names_that_other_data_sets_give_them(tmp_path):

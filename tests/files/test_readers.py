@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import os
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -84,7 +85,7 @@ def test_a_document_has_a_bound(tmp_path, monkeypatch):
         list(read_records(path, QuestionError))
 
 
-def test_a_folder_of_texts_is_cut_into_passages(tmp_path):
+def test_a_folder_of_texts_is_cut_into_passages(tmp_path, capsys):
     folder = tmp_path / "notes"
     (folder / "sub").mkdir(parents=True)
     fenced = "```sh\n# no heading\n```\n"
@@ -106,11 +107,15 @@ def test_a_folder_of_texts_is_cut_into_passages(tmp_path):
     long = [p for p in corpus if p.title == "Long"]
     assert "".join("".join(p.contents for p in long).split()) == "Tenwords." * 200
     assert all(300 <= len(p.contents) <= 600 for p in long[:-1]) and len(long) == 8
-    (folder / "b.md").write_text("Anew.")
-    assert [p.contents for p in open_corpus(folder)] == ["Anew.", "# no markdown"]
+    (folder / "b.md").write_bytes("Anew é.".encode("utf-16"))
+    assert [p.contents for p in open_corpus(folder)] == ["Anew é.", "# no markdown"]
     (folder / "b.md").write_bytes(b"\xff")
-    with pytest.raises(CorpusError, match="b.md: the text is not UTF-8"):
-        open_corpus(folder)
+    (folder / "c.md").write_bytes(b"\n# A\n")
+    os.mkfifo(folder / "p.md")
+    for _ in range(2):  # the second time, what was read is remembered
+        assert [p.contents for p in open_corpus(folder)] == ["# no markdown"]
+        said = "b.md (the text is not UTF-8: save the file as UTF-8), c.md (it holds no text), p.md, pict"
+        assert f"read 1 file into 1 passage; skipped 4: {said}" in capsys.readouterr().err
 
 
 def test_an_error_of_a_converted_corpus_names_the_file_that_was_given(tmp_path):

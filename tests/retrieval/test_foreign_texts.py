@@ -1,5 +1,6 @@
 """Texts as people have them: other scripts, typography, documents in a row, notes with front matter."""
 
+import gzip
 import json
 
 import pytest
@@ -102,8 +103,10 @@ def test_documents_in_rows_are_cut_into_passages(tmp_path, caplog):
 
 def test_a_large_file_that_is_smaller_as_json_lines_is_read_as_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr("dlm_rag.retrieval.corpus.MAX_CUT_CORPUS_BYTES", 9000)
-    (tmp_path / "c.json").write_text(json.dumps([{"id": "b", "contents": LONG}]) + " " * 9000)
-    assert [p.contents for p in open_corpus(tmp_path / "c.json", tmp_path)] == [LONG]
+    whole = json.dumps([{"id": "b", "contents": LONG}]).encode() + b" " * 9000
+    for name, data in {"c.json": whole, "c.json.gz": gzip.compress(whole)}.items():
+        (tmp_path / name).write_bytes(data)
+        assert [p.contents for p in open_corpus(tmp_path / name, tmp_path)] == [LONG]
 
 
 def test_a_row_with_a_title_alone_is_its_title_and_a_blank_one_is_left_out(tmp_path, caplog):
@@ -113,8 +116,9 @@ def test_a_row_with_a_title_alone_is_its_title_and_a_blank_one_is_left_out(tmp_p
         "Tea",
     ]
     null = [{"_id": "d1", "title": "Dover", "text": None}, {"_id": "d2", "title": None, "text": "Tea"}]
-    read = open_corpus(write_jsonl_file(tmp_path / "e.jsonl", null), tmp_path)
-    assert [p.contents for p in read] == ["Dover", "Tea"]
+    kilt = {"wikipedia_id": "9", "wikipedia_title": "Emma", "text": ["Emma\n", "A novel."]}
+    read = open_corpus(write_jsonl_file(tmp_path / "e.jsonl", [*null, kilt]), tmp_path)
+    assert [p.text for p in read] == ["Dover", "Tea", "Emma\nA novel.\n"]
     blank = [*rows, {"_id": "d3", "title": "", "text": " "}]
     assert [p.id for p in open_corpus(write_jsonl_file(tmp_path / "c.jsonl", blank), tmp_path)] == [
         "d1",
