@@ -252,6 +252,8 @@ def resolve_shape(config: Config) -> DenoiserConfig:
 
 
 PRICE_PER_KWH = 0.3  # dollars
+DURATIONS = {"d": 86_400.0, "h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3}
+COUNTS = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
 
 
 def print_plan(config: Config) -> None:
@@ -263,28 +265,28 @@ def print_plan(config: Config) -> None:
     show_status()
     console, memory, steps = _make_console(), training.memory, config.train.max_steps
     console.print(
-        f"{config.model.path or 'fresh weights'}: {_format_count(memory.parameters)} parameters, "
-        f"{_format_count(memory.trained)} of them trained, "
+        f"{config.model.path or 'fresh weights'}: {_scale(memory.parameters, COUNTS)} parameters, "
+        f"{_scale(memory.trained, COUNTS)} of them trained, "
         f"{str(dtype).removeprefix('torch.')}, {plan.devices} device(s)\n"
     )
+    needs = {f"on a device: {name}": need for name, need in training.device_bytes.items() if need}
+    rows = {
+        "tokens": _scale(training.tokens, COUNTS),
+        "FLOPs": f"{training.flops:.2e}",
+        "items a part": f"{training.microbatch_items:,}",
+        **{name: format_bytes(need) for name, need in needs.items()},
+        "together": format_bytes(sum(needs.values())),
+        f"tokens of {steps:,} steps": _scale(steps * training.tokens, COUNTS),
+        "their FLOPs": f"{steps * training.flops:.2e}",
+    }
     table = Table("a step", Column(config.train.objective, justify="right"))
-    table.add_row("steps", f"{steps:,}")
-    table.add_row("tokens", _format_count(training.tokens))
-    table.add_row("FLOPs", f"{training.flops:.2e}")
-    table.add_row("items a part", f"{training.microbatch_items:,}")
-    for name, need in training.device_bytes.items():
-        if need:
-            table.add_row(f"on a device: {name}", format_bytes(need))
-    table.add_row("together", format_bytes(sum(training.device_bytes.values())))
+    for row in rows.items():
+        table.add_row(*row)
     console.print(table)
-    console.print(
-        f"\n{_format_count(steps * training.tokens)} tokens, {steps * training.flops:.2e} FLOPs, at "
-        f"{MFU:.0%} of the peak of a machine "
-        "(a small model reaches less); what devices send each other is not counted.\n"
-    )
     console.print(_make_machine_table(machines, training, dtype))
     console.print(
-        "kWh are computed from the power of a device at full load, and cost "
+        f"Times are at {MFU:.0%} of the peak (a small model reaches less), without what devices send each "
+        "other. kWh are computed from the power of a device at full load, and cost "
         f"${PRICE_PER_KWH:g} each; machine and cooling are not in it. Rented, a device costs what it does "
         f"{RENT_SOURCE}.\n"
     )
@@ -305,7 +307,7 @@ def print_decode_plan(config: Config) -> None:
             step = plan_decode_step(config, shape, dtype, machine)
             table.add_row(
                 machine.name, f"{machine.memory / GB:.0f}", format_bytes(step.memory),
-                _format_duration(step.seconds), "compute" if step.compute > step.traffic else "memory",
+                _scale(step.seconds, DURATIONS), "compute" if step.compute > step.traffic else "memory",
                 "yes" if step.memory <= machine.usable_memory else "no",
             )  # fmt: skip
     console = _make_console()
@@ -337,7 +339,7 @@ def _make_machine_table(machines: list[GpuSpec], plan: TrainingPlan, dtype: torc
         hours, rent = plan.devices * seconds / 3600, machine.rent
         energy, peak = hours * machine.watts / 1e3, f"{machine.flops[dtype] / 1e12:,.0f}"
         paid = _format_dollars(energy * PRICE_PER_KWH), _format_dollars(rent and hours * rent)
-        time, kwh = _format_duration(seconds), format_three_digits(energy)
+        time, kwh = _scale(seconds, DURATIONS), format_three_digits(energy)
         table.add_row(machine.name, peak, size, fits, time, kwh, *paid)
     return table
 
@@ -350,15 +352,7 @@ def _scale(number: float, units: dict[str, float]) -> str:
     return f"{number:.3g}"
 
 
-def _format_duration(seconds: float) -> str:
-    return _scale(seconds, {"d": 86_400.0, "h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3})
-
-
 def _format_dollars(amount: float | None) -> str:
     if amount is None:
         return "?"
     return f"${amount:,.2f}" if amount >= 0.1 or not amount else f"${format_three_digits(amount)}"
-
-
-def _format_count(number: float) -> str:
-    return _scale(number, {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3})

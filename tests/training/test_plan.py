@@ -129,13 +129,12 @@ def test_electricity_and_rent_are_apart():
 LLADA = "GSAI-ML/LLaDA-8B-Instruct"
 
 
-@pytest.mark.parametrize(("machine", "size", "fits"), [("v100", 16.0e9, True), ("gb10", 16.0e9, True)])
-def test_8_billion_decode_on_one_card(machine, size, fits):
+def test_8_billion_decode_on_one_card():
     """Weights of 16 GB, and keys, values and a step on top; a step cannot be faster than reading them."""
-    spec, config = GPU_SPECS[machine], load_config(None, [f"model.path={LLADA}", "decode.batch_size=8"])
+    spec, config = GPU_SPECS["v100"], load_config(None, [f"model.path={LLADA}", "decode.batch_size=8"])
     step = plan_decode_step(config, read_known_config(LLADA), choose_planned_dtype("auto", spec), spec)
-    assert size < step.memory and (step.memory < spec.usable_memory) == fits
-    assert step.seconds >= step.traffic > 0.9 * size / spec.bandwidth
+    assert 16e9 < step.memory < spec.usable_memory
+    assert step.seconds >= step.traffic > 0.9 * 16e9 / spec.bandwidth
 
 
 def test_a_plan_of_decoding_reads_no_weights_and_its_settings_nobody_else(capsys):
