@@ -83,14 +83,14 @@ class HostTier:
     it leaves again, nothing has to be copied. Pinned blocks count as torch takes them, as powers of two.
     """
 
-    def __init__(self, format: "KVFormat", budget_bytes: int) -> None:
-        self.budget_bytes, self.used_bytes, self._format = budget_bytes, 0, format
+    def __init__(self, memory: "KVMemory", budget_bytes: int) -> None:
+        self.budget_bytes, self.used_bytes, self._memory = budget_bytes, 0, memory
         self.kept: OrderedDict[Segment, tuple[Tensor, Any]] = OrderedDict()
 
     def count_bytes(self, segment: Segment) -> int:
         """The bytes that a segment takes here."""
-        size = len(segment.ids) * self._format.token_bytes
-        return 1 << (size - 1).bit_length() if self._format.devices[0].type == "cuda" else size
+        size = len(segment.ids) * self._memory.token_bytes
+        return 1 << (size - 1).bit_length() if self._memory.devices[0].type == "cuda" else size
 
     def add(self, segment: Segment, copy: Callable[[], tuple[Tensor, Any]]) -> None:
         """Keeps a segment if it fits; copy: makes its copy, and the event after which that is whole."""
@@ -109,7 +109,7 @@ class HostTier:
         for segment in filter(self.kept.__contains__, segments):
             self.kept.move_to_end(segment)
             found[segment], ready = self.kept[segment]
-            for device in {*self._format.devices} if ready is not None else ():
+            for device in {*self._memory.devices} if ready is not None else ():
                 torch.cuda.current_stream(device).wait_event(ready)
         return found
 
@@ -125,25 +125,17 @@ class _Chain:
 
 
 class KVCache:
-    """The keys and values that rows see, under a budget in bytes on the denoiser's device.
+    """The keys and values that rows see, in a memory for as many tokens as are to be kept.
 
-    A call may take more than the budget; after it, what was used longest ago leaves until the rest fits.
-    Without a budget nothing is kept, and every step computes everything, as a plain implementation does.
+    A call may take more; after it, what was used longest ago leaves until the rest fits. Without room
+    nothing is kept, and every step computes everything, as a plain implementation does.
     """
 
-    def __init__(
-        self,
-        denoiser: Denoiser,
-        format: "KVFormat",
-        budget_bytes: int,
-        store: EvidenceStore | None = None,
-        host_bytes: int = 0,
-    ) -> None:
-        self.cache_stats, self.store, self._denoiser = CacheStats(), store, denoiser
-        self.host = HostTier(format, host_bytes)
+    def __init__(self, memory: "KVMemory", store: EvidenceStore | None = None, host_bytes: int = 0) -> None:
+        self.cache_stats, self.store, self._denoiser = CacheStats(), store, memory.denoiser
+        self.host = HostTier(memory, host_bytes)
         self.kept: OrderedDict[Segment, Places] = OrderedDict()  # the least recently used first
-        self.budget_tokens = budget_bytes // format.token_bytes
-        self.memory = KVMemory(format, self.budget_tokens)
+        self.memory, self.budget_tokens = memory, memory.capacity
         self._chains: dict[int, _Chain] = {}  # by row
         # Of the call under way: segments that it sees, those it computes, chains after it, other places.
         self._seen: dict[Segment, Places] = {}
@@ -154,11 +146,11 @@ class KVCache:
     @property
     def used_bytes(self) -> int:
         """The bytes on the device that hold something."""
-        return self.memory.taken * self.memory.format.token_bytes
+        return self.memory.taken * self.memory.token_bytes
 
     @property
     def budget_bytes(self) -> int:
-        return self.budget_tokens * self.memory.format.token_bytes
+        return self.budget_tokens * self.memory.token_bytes
 
     def release(self, row: int) -> None:
         """A row has gone, and its finished blocks with it."""
@@ -194,7 +186,7 @@ class KVCache:
         """Whether attention reads the memory where it is, with masks: `indexed`, and SDPA on a CPU."""
         kernel, device = self._denoiser.backend, self._denoiser.device.type
         can_read = kernel == "indexed" or (kernel == "sdpa" and device == "cpu")
-        return can_read and not self.memory.format.is_compressed
+        return can_read and not self.memory.is_compressed
 
     def store_computed(self) -> None:
         """Keeps what the call has computed."""
@@ -333,65 +325,30 @@ def _count_reusable_tokens(row: RowInput, held: _Chain) -> int:
     return row.chain.block_start(min(same, *row.states[:1].tolist()) if len(row.states) else same)
 
 
-class KVFormat:
-    """Between keys and values in a denoiser's dtype and what is kept of them.
-
-    cache_dtype: as `engine.cache_dtype`.
-    """
-
-    def __init__(self, denoiser: Denoiser, cache_dtype: str = "auto") -> None:
-        shape = denoiser.config
-        self._denoiser, self.dtype = denoiser, denoiser.compute_dtype
-        self.devices = denoiser.layer_devices
-        self.is_compressed = cache_dtype == "int8"
-        self.kept_dtype = torch.int8 if self.is_compressed else self.dtype
-        self.heads = shape.num_key_value_heads, shape.head_dim + SCALE_BYTES * self.is_compressed
-        # Room for what is kept of a token in all layers, (N, 2, 1, Hk, D or a little more).
-        shape_of_token = len(self.devices), 2, 1, *self.heads
-        self.token = torch.empty(shape_of_token, dtype=self.kept_dtype, device="meta")
-        self.token_bytes = self.token.nbytes
-        self.has_key_bias = self.is_compressed and shape.qkv_bias and not shape.qk_norm  # which scales it
-
-    def pack_layer(self, keys_values: Tensor, layer: int, positions: Tensor) -> Tensor:
-        """What is kept as int8 of the keys and values (2, n, Hk, D) of a layer, at `positions` (n,)."""
-        if self.has_key_bias:
-            k, v = keys_values
-            keys_values = torch.stack((k - self._key_bias(layer, positions), v))
-        return quantize_int8(keys_values)
-
-    def unpack_layer(self, kept: Tensor, layer: int, positions: Tensor | None) -> Tensor:
-        """Keys and values (2, n, Hk, D) of a layer from what is kept; positions: (n,), with a key bias."""
-        if not self.is_compressed:
-            return kept
-        found = dequantize_int8(kept, self.dtype)
-        if positions is not None:
-            found[0] += self._key_bias(layer, positions)
-        return found
-
-    def _key_bias(self, layer: int, positions: Tensor) -> Tensor:
-        """(n, Hk, D)"""
-        attention = self._denoiser.layers[layer].self_attn
-        assert isinstance(attention, Attention) and attention.k_proj.bias is not None
-        bias = attention.k_proj.bias.to(positions.device, self.dtype).view(1, -1, attention.head_dim)
-        rope = self._denoiser.compute_rope(positions.to(self._denoiser.device))
-        rope = tuple(part.to(positions.device) for part in rope)
-        return apply_rope(bias.expand(len(positions), -1, -1), rope)
-
-
 class KVMemory:
     """Places for tokens, in one tensor for each run of layers on one device; taken at its first use.
 
-    capacity: tokens that it has room for; it grows when more are taken.
+    cache_dtype: as `engine.cache_dtype`. budget_bytes: what it has room for; it grows when more is taken.
     """
 
-    def __init__(self, format: KVFormat, capacity: int) -> None:
-        self.format, self.capacity = format, capacity
-        self._runs = [(device, len([*same])) for device, same in groupby(format.devices)]
+    def __init__(self, denoiser: Denoiser, cache_dtype: str = "auto", budget_bytes: int = 0) -> None:
+        shape = denoiser.config
+        self.denoiser, self.dtype = denoiser, denoiser.compute_dtype
+        self.devices = denoiser.layer_devices
+        self.is_compressed = cache_dtype == "int8"
+        self.has_key_bias = self.is_compressed and shape.qkv_bias and not shape.qk_norm  # which scales it
+        # Room for what is kept of a token in all layers, (N, 2, 1, Hk, D or a little more).
+        heads = shape.num_key_value_heads, shape.head_dim + SCALE_BYTES * self.is_compressed
+        kept_dtype = torch.int8 if self.is_compressed else self.dtype
+        self.token = torch.empty((len(self.devices), 2, 1, *heads), dtype=kept_dtype, device="meta")
+        self.token_bytes = self.token.nbytes
+        self._runs = [(device, len([*same])) for device, same in groupby(self.devices)]
         self._part_of = [(part, n) for part, (_, layers) in enumerate(self._runs) for n in range(layers)]
         self._parts: list[Tensor] = []  # each (layers, 2, capacity + 1, Hk, D or a little more)
         self._positions: list[Tensor] = []  # of the tokens, (capacity,), where keys are kept without bias
-        self.free = capacity  # tokens that fit without growing
-        self._free = np.arange(capacity)[::-1].copy()  # places: of these so many, the last are taken first
+        self.capacity = self.free = budget_bytes // self.token_bytes  # tokens in all, and without growing
+        # Places: of these so many as are free, the last are taken first.
+        self._free = np.arange(self.capacity)[::-1].copy()
 
     @property
     def dump(self) -> int:
@@ -421,20 +378,33 @@ class KVMemory:
     def write_layer(self, layer: int, places: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Writes keys and values, each (n, Hk, D), of tokens at `positions` (n,) to their places (n,)."""
         held = self.layer(layer)
-        if not self.format.is_compressed:
+        if not self.is_compressed:
             held[0].index_copy_(0, places, k)
             held[1].index_copy_(0, places, v)
             return
-        held.index_copy_(1, places, self.format.pack_layer(torch.stack((k, v)), layer, positions))
-        if self.format.has_key_bias:
+        if self.has_key_bias:
             self._positions[self._part_of[layer][0]][places] = positions.int()
+            k = k - self._key_bias(layer, positions)
+        held.index_copy_(1, places, quantize_int8(torch.stack((k, v))))
 
     def read_layer(self, layer: int, places: Tensor) -> Tensor:
         """Keys and values (2, n, Hk, D) of the tokens at these places (n,)."""
-        kept, positions = self.layer(layer).index_select(1, places), None
-        if self.format.has_key_bias:
-            positions = self._positions[self._part_of[layer][0]][places]
-        return self.format.unpack_layer(kept, layer, positions)
+        kept = self.layer(layer).index_select(1, places)
+        if not self.is_compressed:
+            return kept
+        found = dequantize_int8(kept, self.dtype)
+        if self.has_key_bias:
+            found[0] += self._key_bias(layer, self._positions[self._part_of[layer][0]][places])
+        return found
+
+    def _key_bias(self, layer: int, positions: Tensor) -> Tensor:
+        """(n, Hk, D)"""
+        attention = self.denoiser.layers[layer].self_attn
+        assert isinstance(attention, Attention) and attention.k_proj.bias is not None
+        bias = attention.k_proj.bias.to(positions.device, self.dtype).view(1, -1, attention.head_dim)
+        rope = self.denoiser.compute_rope(positions.to(self.denoiser.device))
+        rope = tuple(part.to(positions.device) for part in rope)
+        return apply_rope(bias.expand(len(positions), -1, -1), rope)
 
     def write(self, places: Places, kept: Tensor, start: int) -> None:
         """Writes what is kept of tokens at the positions from `start` on, (N, 2, n, ...), in all layers."""
@@ -442,7 +412,7 @@ class KVMemory:
         for number, own in enumerate(kept.split([*map(len, parts)])):
             (at,) = to_device([places], parts[number].device)
             parts[number].index_copy_(2, at, own.to(at.device, non_blocking=True))
-            if self.format.has_key_bias:
+            if self.has_key_bias:
                 positions = torch.arange(start, start + len(places), dtype=torch.int32, device=at.device)
                 self._positions[number][at] = positions
 
@@ -460,10 +430,10 @@ class KVMemory:
         return self._parts
 
     def _allocate(self, capacity: int) -> tuple[list[Tensor], list[Tensor]]:
-        shape, format, parts = (2, capacity + 1, *self.format.heads), self.format, list[Tensor]()
-        for device, layers in self._runs:
-            parts.append(torch.empty((layers, *shape), device=device, dtype=format.kept_dtype))
-        biased = self._runs if format.has_key_bias else []
+        shape = 2, capacity + 1, *self.token.shape[3:]
+        kept = self.token.dtype
+        parts = [torch.empty((n, *shape), device=device, dtype=kept) for device, n in self._runs]
+        biased = self._runs if self.has_key_bias else []
         return parts, [torch.empty(capacity, device=device, dtype=torch.int32) for device, _ in biased]
 
     def _grow(self, capacity: int) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.engine.cache import CacheStats, KVCache, KVFormat, KVMemory
+from dlm_rag.engine.cache import CacheStats, KVCache, KVMemory
 from dlm_rag.engine.policy import SoftThreshold, draw_actions, sample_at_quantile
 from dlm_rag.engine.rules import Proposals
 from dlm_rag.engine.store import open_evidence_store
@@ -131,14 +131,12 @@ class MaskedModelRunner(ModelRunner):
             budget = default_pool_bytes(denoiser.device, limit, weights)
         else:
             budget = int(engine.prefix_cache_gib * GIB)
-        format, wants_store = KVFormat(denoiser, engine.cache_dtype), budget and engine.store is not None
-        store = open_evidence_store(engine, denoiser, format.token) if wants_store else None
-        aside = int(engine.cpu_offload_gib * GIB) if budget else 0
-        self.cache = KVCache(denoiser, format, budget, store, aside)
+        memory, wants_store = KVMemory(denoiser, engine.cache_dtype, budget), budget and engine.store
+        store = open_evidence_store(engine, denoiser, memory.token) if wants_store else None
+        self.cache = KVCache(memory, store, int(engine.cpu_offload_gib * GIB) if budget else 0)
         self.cache_stats = self.cache.cache_stats
-        self._dtype = denoiser.compute_dtype
         check_step_graphs(engine, self.shape, denoiser.backend, denoiser.layer_devices)
-        self._graphs = StepGraphs(denoiser, self.cache.memory) if engine.cuda_graphs else None
+        self._graphs = StepGraphs(denoiser, memory) if engine.cuda_graphs else None
 
     def release(self, row: int) -> None:
         self.cache.release(row)
@@ -146,7 +144,7 @@ class MaskedModelRunner(ModelRunner):
     @torch.inference_mode()
     def propose(self, inputs: Sequence[RowInput]) -> Callable[[], list[Proposals]]:
         denoiser = self.denoiser
-        if denoiser.compute_dtype != self._dtype:
+        if denoiser.compute_dtype != self.cache.memory.dtype:
             self.reset_cache()  # an autocast has begun or ended since
         with profile_stage("encode_evidence"):
             runs, context = self.cache.prepare_rows(inputs)

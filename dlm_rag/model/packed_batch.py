@@ -94,7 +94,7 @@ class MemoryRows:
         """
         places = np.concatenate([*chain.from_iterable(zip(self.seen, self.own, strict=True))])
         found: dict[str, NDArray[Any]] = {"places": np.concatenate(self.own), "seen": places}
-        if self.memory.format.is_compressed:
+        if self.memory.is_compressed:
             own = np.cumsum(keys, dtype=np.int64) - np.array(lengths, dtype=np.int64)
             found["own"] = concatenate_ranges(own, lengths)
         return found

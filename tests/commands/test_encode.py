@@ -8,7 +8,7 @@ import pytest
 
 from dlm_rag.commands.index import encode
 from dlm_rag.config import EngineConfig
-from dlm_rag.engine.cache import KVCache, KVFormat
+from dlm_rag.engine.cache import KVCache, KVMemory
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.engine.store import open_evidence_store
 from dlm_rag.errors import ConfigError
@@ -46,7 +46,7 @@ def fill(call, store, model, corpus_file):
 
 def open_to_read(store, model):
     denoiser = Denoiser.from_pretrained(model)
-    return open_evidence_store(EngineConfig(store=str(store)), denoiser, KVFormat(denoiser).token)
+    return open_evidence_store(EngineConfig(store=str(store)), denoiser, KVMemory(denoiser).token)
 
 
 @pytest.fixture

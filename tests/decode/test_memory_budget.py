@@ -25,7 +25,7 @@ def test_the_pool_is_a_share_of_what_weights_leave_of_the_limit():
         (EngineConfig(memory_gib=0.5, prefix_cache_gib=0.25), 0.25 * GIB),
     ):
         runner = MaskedModelRunner(denoiser, 0, engine)
-        assert runner.cache.budget_tokens == int(expected) // runner.cache.memory.format.token_bytes
+        assert runner.cache.budget_tokens == int(expected) // runner.cache.memory.token_bytes
 
 
 @pytest.mark.parametrize(

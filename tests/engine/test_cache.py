@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.engine.cache import HostTier, KVCache, KVFormat, KVMemory
+from dlm_rag.engine.cache import HostTier, KVCache, KVMemory, dequantize_int8, quantize_int8
 from dlm_rag.engine.runner import DecoderStats, MaskedModelRunner
 from dlm_rag.evidence.encode_segments import encode_canvases
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt, RowInput, lay_out_prompt
@@ -50,9 +50,8 @@ def refresh(cache, *segments):
 
 
 def cache_of(tokens, host_tokens=0, cache_dtype="auto", **shape):
-    format = KVFormat(denoiser := tiny_denoiser(**shape), cache_dtype)
-    size = format.token_bytes
-    return KVCache(denoiser, format, tokens * size, host_bytes=host_tokens * size)
+    size = KVMemory(denoiser := tiny_denoiser(**shape), cache_dtype).token_bytes
+    return KVCache(KVMemory(denoiser, cache_dtype, tokens * size), host_bytes=host_tokens * size)
 
 
 def names(kept):
@@ -61,7 +60,7 @@ def names(kept):
 
 def test_places_never_meet_and_what_they_hold_stays_as_the_memory_grows():
     rng = random.Random(0)
-    memory, held = KVMemory(KVFormat(tiny_denoiser()), 20), {}
+    memory, held = cache_of(20).memory, {}
     for name in range(1, 500):
         tokens = rng.randrange(9)
         held[name] = memory.take(tokens)
@@ -76,7 +75,7 @@ def test_places_never_meet_and_what_they_hold_stays_as_the_memory_grows():
 
 
 def test_a_memory_that_cannot_grow_keeps_what_it_holds(monkeypatch):
-    memory, there = KVMemory(KVFormat(tiny_denoiser()), 8), torch.ones(2, 2, 5, 2, 8)
+    memory, there = cache_of(8).memory, torch.ones(2, 2, 5, 2, 8)
     memory.write(places := memory.take(5), there, 0)
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
         patch.setattr(memory, "_allocate", Mock(side_effect=torch.OutOfMemoryError))
@@ -89,14 +88,14 @@ def test_a_memory_that_cannot_grow_keeps_what_it_holds(monkeypatch):
 @pytest.mark.parametrize("by_row", [False, True])
 def test_a_row_sees_the_places_that_it_names_and_itself(int8, by_row):
     """In its own order, of a memory without other numbers."""
-    format = KVFormat(tiny_denoiser(), "int8" if int8 else "auto")
-    memory, held = KVMemory(format, 100), [Segment((n,) * n, 10 * n) for n in (3, 9, 5)]
+    memory = cache_of(100, cache_dtype="int8" if int8 else "auto").memory
+    held = [Segment((n,) * n, 10 * n) for n in (3, 9, 5)]
     numbers = [torch.randn(2, 2, len(segment.ids), 2, 8) for segment in held]
     memory.layer(0).fill_(0 if int8 else torch.nan)
     places = []
     for segment, values in zip(held, numbers, strict=True):
         places.append(memory.take(len(segment.ids)))
-        kept = torch.stack([format.pack_layer(kv, 0, None) for kv in values]) if int8 else values
+        kept = quantize_int8(values) if int8 else values
         memory.write(places[-1], kept, segment.start)
     seen, lengths = [(0, 2), (), (2, 1)], (2, 3, 1)  # segments of each row; its own tokens
     before = [np.concatenate([*(places[n] for n in row), memory.take(0)]) for row in seen]
@@ -107,7 +106,8 @@ def test_a_row_sees_the_places_that_it_names_and_itself(int8, by_row):
         found = torch.stack(rows.gather_keys_values(*own, layer))
         assert (rows.attention_metadata.key_places is not None) == by_row
         if by_row:
-            found = format.unpack_layer(found[:, rows.attention_metadata.key_places], layer, None)
+            found = found[:, rows.attention_metadata.key_places]
+            found = dequantize_int8(found, torch.float32) if int8 else found
         expected = []
         for row, mine in zip(seen, own.split(lengths, dim=1), strict=True):
             expected += [*(numbers[m][layer] for m in row), mine]
@@ -134,7 +134,7 @@ def test_what_comes_back_from_the_host_has_the_bits_that_left(cache_dtype):
         memory, places = cache.memory, cache._seen[asked]
         if asked in cache._new:
             bits = torch.randint(256, memory.read(places).view(torch.uint8).shape, dtype=torch.uint8)
-            written[name] = bits.view(memory.format.kept_dtype)
+            written[name] = bits.view(memory.token.dtype)
             memory.write(places, written[name], asked.start)
         assert torch.equal(*(kept.view(torch.uint8) for kept in (memory.read(places), written[name])))
         if cache_dtype == "int8":
@@ -221,7 +221,7 @@ STEPS = [
 @pytest.mark.parametrize("budget", [0, 700, 10**9])
 def test_kept_contexts_give_what_fresh_ones_give(layout, shifted, budget):
     denoiser = tiny_denoiser(shifted=shifted)
-    cache = KVCache(denoiser, KVFormat(denoiser), budget, host_bytes=budget // 2)
+    cache = KVCache(KVMemory(denoiser, budget_bytes=budget), host_bytes=budget // 2)
     numbers = (2, 0, 1)
     with torch.inference_mode():
         for evidence in STEPS:
@@ -253,7 +253,7 @@ def test_a_ragged_kernel_finds_the_same_tokens_in_every_batch_and_budget(corpus_
         return what_happened(decoder.decode(ASKED)), decoder.model_runner
 
     expected, runner = decode(4, 0.0)
-    gib = 20 * runner.cache.memory.format.token_bytes / 2**30
+    gib = 20 * runner.cache.memory.token_bytes / 2**30
     with ragged_kernel():
         for size, budget in ((4, 0.0), (4, 1.0), (1, 1.0), (4, gib)):
             found, runner = decode(size, budget)

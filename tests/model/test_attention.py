@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlm_rag.engine.cache import KVFormat, KVMemory
+from dlm_rag.engine.cache import KVMemory
 from dlm_rag.model import attention
 from dlm_rag.model.attention import compute_attention
 from dlm_rag.model.denoiser_config import Segment
@@ -137,7 +137,7 @@ def test_every_kernel_reads_places_of_a_memory(gpu_kernel):
     """The first row sees 3 tokens, which lie in another order, and its own 2; the second its own 3."""
     queries, keys = (2, 3), (5, 3)
     q, k, v = random_rows(queries, keys)
-    memory = KVMemory(KVFormat(tiny_denoiser(num_hidden_layers=1)), 20)
+    memory = KVMemory(tiny_denoiser(num_hidden_layers=1), budget_bytes=10_000)
     memory.layer(0).fill_(torch.nan)
     gap, before, own = memory.take(3), memory.take(3)[::-1].copy(), [memory.take(n) for n in queries]
     memory.write(before, torch.stack((k[:3], v[:3]))[None], 0)

@@ -17,7 +17,7 @@ import torch
 
 from dlm_rag.commands.prepare_decoder import fill_in_shipped_files, prepare_decoder
 from dlm_rag.config import EngineConfig, load_config
-from dlm_rag.engine.cache import KVFormat, KVMemory
+from dlm_rag.engine.cache import KVMemory
 from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.machine import default_pool_bytes, measure_free_bytes
@@ -132,7 +132,8 @@ def test_every_kernel_reads_rows_that_lie_in_a_memory(device, kernel, dtype, row
     q, k, v = (x.to(dtype).float() for x in random_rows(queries, keys, *HEADS))
     expected = compute_attention(q, k, v, sight_of(queries, keys), "sdpa")
     shape = dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), HEADS, strict=True))
-    memory = KVMemory(KVFormat(tiny_denoiser(num_hidden_layers=1, **shape).to(device, dtype)), 9000)
+    denoiser = tiny_denoiser(num_hidden_layers=1, **shape).to(device, dtype)
+    memory = KVMemory(denoiser, budget_bytes=9000 * KVMemory(denoiser).token_bytes)
     memory.layer(0).fill_(torch.nan)
     memory.give_back(np.random.default_rng(0).permutation(memory.take(6000)))
     before, own_keys, own_values = [memory.take(n) for n in seen], [], []
