@@ -76,7 +76,7 @@ class WorkerEngines:
     def read_energy(self) -> EnergyReading:
         """Nothing: the sensors are on the machines of the workers."""
         asked = self._prepared.config.energy != "none"
-        return EnergyReading(0.0, reason="not measured with workers=" * asked)
+        return EnergyReading(0.0, reason="the sensors are on the workers' machines" * asked)
 
     def stream(self, questions: Sequence[Question]) -> Iterator[Rollout]:
         return self._pool.stream(questions, self._make_failed_rollout)

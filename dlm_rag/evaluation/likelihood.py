@@ -15,11 +15,12 @@ this one is exact, and the rest of the block is given it.
 import math
 from collections.abc import Iterator, Sequence
 from itertools import islice, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import cross_entropy
 
 from dlm_rag.config.sections import LikelihoodConfig
 from dlm_rag.engine.runner import LOGITS_CHUNK_POSITIONS
@@ -74,8 +75,8 @@ def estimate_log_likelihoods(
     settings = settings or LikelihoodConfig()
     if not isinstance(denoiser, Denoiser):
         raise ConfigError(
-            "a model of uniform noise is not scored here: its logits go by the token that stands at a "
-            "position, which a bound on the log-likelihood must not see"
+            "a model of uniform noise is not scored here: its logits go by the token at their position, "
+            "which a bound must not see"
         )
     modes = denoiser.config.decode_modes
     if (mode := settings.mode or modes[0]) not in modes:
@@ -93,14 +94,10 @@ def estimate_log_likelihoods(
 
 
 def _list_rows(
-    shape: DenoiserConfig,
-    mode: str,
-    settings: LikelihoodConfig,
-    pairs: Sequence[Pair],
-    keys: Sequence[object],
+    shape: DenoiserConfig, mode: str, settings: LikelihoodConfig, pairs: Sequence[Pair], keys: Sequence[Any]
 ) -> Iterator[_Row]:
-    """Yields for each pair one row of all that states before predict, then those in which parts of a block
-    are masked, block by block; what is after a block is not there."""
+    """Yields for each pair rows in which parts of a block are masked, block by block (what is after a block
+    is not there), then one row of all that states before predict."""
     for number, (context, continuation) in enumerate(track_progress(pairs, "log-likelihoods")):
         ids = np.array(continuation, np.int64)
         from_before = [*range(len(ids))] if mode == "autoregressive" else []
@@ -111,47 +108,45 @@ def _list_rows(
         prompt = Prompt(tuple(context), (), ())
         laid = lay_out_prompt(prompt, shape)
         truncate_evidence(prompt, ContextBudget.from_config(shape, canvas=laid.round_up_canvas(len(ids))))
-        begin, blocks = len(from_before), list[range]()
+        begin, block = len(from_before), 0
         while begin < len(ids):
             first, end = laid.block_bounds(begin)
             if laid.predicts_next_block and first == begin:
                 from_before.append(begin)
                 begin += 1
-            blocks.append(range(begin, min(end, len(ids))))
-            begin = end
+            stop, key = min(end, len(ids)), ("likelihood", settings.seed, keys[number], block)
+            canvas = np.full(laid.round_up_canvas(stop), shape.mask_token_id)
+            for mask, weight in choose_masks(stop - begin, settings.samples, key):
+                masked = begin + np.flatnonzero(mask)
+                canvas[:stop] = ids[:stop]
+                canvas[masked] = shape.mask_token_id
+                row = laid.build_row(canvas.tolist(), max(0, first), shape.shifted)
+                yield _Row(number, row, masked.tolist(), ids[masked], weight)
+            begin, block = end, block + 1
         if from_before:
             row = laid.build_row(ids.tolist(), len(ids), shifted=True)
             yield _Row(number, row, from_before, ids[from_before], 1.0)
-        for n, block in enumerate(filter(None, blocks)):
-            key = ("likelihood", settings.seed, keys[number], n)
-            canvas = np.full(laid.round_up_canvas(block.stop), shape.mask_token_id)
-            first = max(0, laid.block_bounds(block.start)[0])
-            for mask, weight in zip(*choose_masks(len(block), settings.samples, key), strict=True):
-                masked = block.start + np.flatnonzero(mask)
-                canvas[: block.stop] = ids[: block.stop]
-                canvas[masked] = shape.mask_token_id
-                row = laid.build_row(canvas.tolist(), first, shape.shifted)
-                yield _Row(number, row, masked.tolist(), ids[masked], float(weight))
 
 
 def choose_masks(
     length: int, samples: int, key: tuple[object, ...]
-) -> tuple[NDArray[np.bool_], FloatArray]:
-    """Which of `length` positions are masked in each of k rows, (k, length), and the weight (k,) of each.
+) -> Iterator[tuple[NDArray[np.bool_], float]]:
+    """Yields which of `length` positions are masked, (length,), and the weight of each such choice.
 
-    The weighted sum over rows of the log-probabilities of what is masked is the bound, or in the mean over
-    keys where masks are drawn: at least 2 `samples`, in ascending order of how many positions are masked,
-    one in each of as many equal parts of 1 to `length`.
+    The weighted sum over choices of the log-probabilities of what is masked is the bound, or in the mean
+    over keys where masks are drawn: at least 2 `samples`, in ascending order of how many positions are
+    masked, one in each of as many equal parts of 1 to `length`.
     """
     if 2**length - 1 <= samples:
-        masks = np.array(list(product((False, True), repeat=length))[1:])
-        return masks, np.array([1 / (n * math.comb(length, n)) for n in masks.sum(1)])
+        for choice in list(product((False, True), repeat=length))[1:]:
+            yield np.array(choice), 1 / (sum(choice) * math.comb(length, sum(choice)))
+        return
     generator = make_keyed_generator(*key)
-    parts = (np.arange(samples) + float(sample_uniform(generator, 1, 1)[0, 0])) / samples
-    counts = np.minimum((parts * length).astype(np.int64) + 1, length)
+    begin = float(sample_uniform(generator, 1, 1)[0, 0])
     order = sample_uniform(generator, length, samples).T  # by position: a longer text has the same in front
-    ranks = order.argsort(1).argsort(1)
-    return ranks < counts[:, None], length / counts / samples
+    for n, ranks in enumerate(order.argsort(1).argsort(1)):
+        count = min(int((n + begin) / samples * length) + 1, length)
+        yield ranks < count, length / count / samples
 
 
 def _predict_targets(denoiser: Denoiser, rows: Sequence[_Row]) -> list[FloatArray]:
@@ -166,9 +161,9 @@ def _predict_targets(denoiser: Denoiser, rows: Sequence[_Row]) -> list[FloatArra
         )
         chunks = (hidden.split(LOGITS_CHUNK_POSITIONS), targets.split(LOGITS_CHUNK_POSITIONS))
         for states, wanted in zip(*chunks, strict=True):
-            log_probs = denoiser.compute_token_logits(states).float().log_softmax(-1)
-            own = log_probs.gather(1, wanted[:, None]).squeeze(1)
-            token = log_probs.index_fill_(1, not_text, -math.inf).argmax(-1)
+            logits = denoiser.compute_token_logits(states).float()
+            own = -cross_entropy(logits, wanted, reduction="none")
+            token = logits.index_fill_(1, not_text, -math.inf).argmax(-1)
             parts.append(torch.stack([own, (token == wanted).float()]))
         values: FloatArray = to_host(torch.cat(parts, dim=1)).astype(np.float64)
     return np.split(values, np.cumsum([len(row.positions) for row in rows])[:-1], axis=1)
