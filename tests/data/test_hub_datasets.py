@@ -95,7 +95,7 @@ def found_files(folder: Path) -> set[str]:
 def fetched(hub) -> list[str]:
     return [
         path.rpartition("/resolve/")[2][41:]
-        for method, path, _ in hub.asked
+        for method, path in hub.asked
         if method == "GET" and "/resolve/" in path
     ]
 
