@@ -65,13 +65,11 @@ def main(argv: list[str]) -> None:
     words = parse_served(__doc__ or "", argv, reads, options=SERVE_OPTIONS)
     config = fill_in_shipped_files(words.config, [""])
     try:
-        from dlm_rag.serving.app import AnswerService
-        from dlm_rag.serving.http_server import AccessControl, is_loopback, read_api_keys, run_server
-        from dlm_rag.serving.search_app import SearchService
+        from dlm_rag.serving import app, http_server
     except ModuleNotFoundError as error:
         raise ConfigError(f"serve needs {error.name}: pip install 'dlm_rag[serve]'") from None
-    keys, host = config.serving.api_keys_file, words.options["host"]
-    access = AccessControl(is_loopback(host), None if keys is None else read_api_keys(keys))
+    host = words.options["host"]
+    access = http_server.AccessControl(host, config.serving.api_keys_file)
     with bind_socket(host, words.options["port"]) as sock:
         prepared = prepare_decoder(config, [])
         words.announce_reader()
@@ -79,14 +77,14 @@ def main(argv: list[str]) -> None:
         known = describe_corpus(config, decoder.retriever)
         search, own = None, config.retrieval.url is None and config.retrieval.method != "none"
         if own and isinstance(decoder.retriever, CorpusRetriever):
-            search = SearchService(decoder.retriever, config.retrieval)
-        service = AnswerService(decoder, name, access, search, known)
+            search = http_server.SearchService(decoder.retriever, config.retrieval)
+        service = app.AnswerService(decoder, name, access, search, known)
         service.engine.meter = open_meter(config.energy, prepared.device)
         show_status()
         gc.collect()
         gc.freeze()  # what is loaded stays: to look through it again and again takes time
         listening = f"{name} answers at {get_socket_url(sock)}/; Ctrl-C ends it"
-        run_server(service, sock, lambda: print_note(listening))
+        http_server.run_server(service, sock, lambda: print_note(listening))
         print_note(f"ended: {service.engine.counts['answered']} answered")
 
 
@@ -160,8 +158,7 @@ def retrieve_server(argv: list[str]) -> None:
     words = parse_command_line(retrieve_server.__doc__ or "", argv, SEARCH_SETTINGS, options=SERVE_OPTIONS)
     config = words.config.retrieval
     try:
-        from dlm_rag.serving.http_server import AccessControl, is_loopback, run_server
-        from dlm_rag.serving.search_app import SEARCH_PATH, SearchService
+        from dlm_rag.serving import http_server
     except ModuleNotFoundError as error:
         raise ConfigError(f"retrieve-server needs {error.name}: pip install 'dlm_rag[serve]'") from None
     if config.corpus is None or config.url is not None or config.method == "none":
@@ -169,12 +166,12 @@ def retrieve_server(argv: list[str]) -> None:
     with bind_socket(words.options["host"], words.options["port"]) as sock:
         corpus = open_corpus(config.corpus, config.index_dir)
         retriever = load_retriever(config, corpus)
-        access = AccessControl(is_loopback(words.options["host"]))
-        service = SearchService(retriever, config, access)
+        access = http_server.AccessControl(words.options["host"])
+        service = http_server.SearchService(retriever, config, access)
         show_status()
-        url = f"{get_socket_url(sock)}{SEARCH_PATH}"
+        url = f"{get_socket_url(sock)}{http_server.SEARCH_PATH}"
         searched = f"{len(corpus)} passages, by {config.method}, are searched at {url}"
-        run_server(service, sock, lambda: print_note(f"{searched}; Ctrl-C ends it"))
+        http_server.run_server(service, sock, lambda: print_note(f"{searched}; Ctrl-C ends it"))
     print_note("ended")
 
 

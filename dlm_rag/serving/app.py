@@ -1,36 +1,247 @@
-"""The application: what is at which address (docs/reference/http.md), and how an answer is sent."""
+"""The application: what is at which address (docs/reference/http.md), and the queue in front of the engine.
+
+Rows join and leave between steps; who comes first is served first. Steps run on a thread, everything else
+on the event loop.
+"""
 
 import asyncio
 import copy
 import json
+import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import asdict
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 from urllib.parse import quote
 
-from prometheus_client import Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.rollout import Rollout, RolloutStep
-from dlm_rag.engine.engine import Decoder
+from dlm_rag.energy import EnergyMeter
+from dlm_rag.engine.engine import Decoder, StepEvent
+from dlm_rag.engine.row import Ticket
+from dlm_rag.errors import RunError, UserError, is_failure, summarize_error
 from dlm_rag.page.render import render_live_page
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import count_passages
-from dlm_rag.serving.async_engine import AsyncEngine, EngineRequest
 from dlm_rag.serving.chat_completions import ChatResponse, Event, ParsedRequest, RequestParser, stream_trace
 from dlm_rag.serving.conversation import reply_to_greeting
-from dlm_rag.serving.http_server import AccessControl, ApiError, HttpService, run_unless_disconnected
-from dlm_rag.serving.search_app import SearchService
+from dlm_rag.serving.http_server import (
+    AccessControl,
+    ApiError,
+    HttpService,
+    SearchService,
+    run_unless_disconnected,
+)
 
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 1024  # questions without a place; further ones get status 429
+MAX_CONSECUTIVE_FAILURES = 3  # answers in a row that fail until the server is not well, steps until it ends
+UNHEALTHY_SECONDS = 10.0  # after the last failure, so that a balancer sends questions again
+RETRY_SECONDS = 1.0  # between a failed step and the next one
+COUNTED = ("steps", "row_steps", "forwards", "searches", "tokens")
+OUTCOMES = ("answered", "failed", "cancelled", "refused")
+METRIC_HELP = "See docs/reference/http.md."
+BUCKET_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
 ANSWER_TIMEOUT_SECONDS = 300.0  # of a question, waiting included
 MAX_KEPT_PASSAGES = 4096  # cited passages whose texts are kept, the last ones
 OPEN_PATHS = ("/", "/health", "/metrics")  # which need no key
 # A proxy must not wait for the end of a stream; nobody may keep what was said.
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+@dataclass(eq=False)
+class EngineRequest:
+    """A question on its way; `news` is set after every step, and when it is done.
+
+    record_provisional: whether steps record what is guessed. rollout: grows with every step, from the first
+    one on; a step under way may change it. error: why there is none. cancelled: whether nobody wants the
+    answer any more. submitted: when it was asked.
+    """
+
+    question: Question
+    settings: DecodeConfig
+    record_provisional: bool = False
+    rollout: Rollout | None = None
+    error: ApiError | None = None
+    cancelled: bool = False
+    submitted: float = field(default_factory=time.monotonic)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def done(self) -> bool:
+        """Whether there will be no more news."""
+        return self.error is not None or (self.rollout is not None and self.rollout.finished)
+
+
+class AsyncEngine(Collector):
+    """Answers the questions of an event loop as one batch; its figures are in `registry`, for Prometheus.
+
+    `error` is why it has ended, if nobody has closed it: `RunError` where no step succeeds, `UserError`
+    where no answer can be right. meter: what its energy is measured by.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder, self._engine = decoder, decoder.new_engine()
+        self._thread = ThreadPoolExecutor(1, "engine")
+        self.capacity = self._engine.capacity
+        self.waiting: deque[EngineRequest] = deque()  # questions without a place
+        self.in_flight: dict[Ticket, EngineRequest] = {}  # questions in the batch
+        self._driver: asyncio.Task[None] | None = None  # takes steps while anybody waits
+        self._failures, self._last_failure = 0, 0.0  # answers in a row that have failed; when
+        self._failed_steps = 0  # without an answer between
+        self.error: BaseException | None = None
+        self.counts: Counter[str] = Counter()
+        self.meter = EnergyMeter()
+        disable_created_metrics()
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self._answer_seconds, self._first_token_seconds = (
+            Histogram(
+                f"dlm_rag_{name}_seconds", METRIC_HELP, registry=self.registry, buckets=BUCKET_SECONDS
+            )
+            for name in ("answer", "first_token")
+        )
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the last questions were answered, or failed long enough ago to try again."""
+        few = self._failures < MAX_CONSECUTIVE_FAILURES
+        return few or time.monotonic() > self._last_failure + UNHEALTHY_SECONDS
+
+    def submit(self, job: EngineRequest) -> None:
+        """Lets a question wait for its place; raises `ApiError`."""
+        if self.error is not None:
+            raise ApiError(503, "the server is going down and takes no more questions")
+        if len(self.waiting) >= MAX_WAITING:
+            self.counts["refused"] += 1
+            raise ApiError(429, f"{len(self.waiting)} questions are waiting: ask again later")
+        self.waiting.append(job)
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.get_running_loop().create_task(self._run())
+
+    def cancel(self, job: EngineRequest, outcome: str = "cancelled") -> None:
+        """Gives up a question, counted as `outcome`; its row is free before the next step."""
+        if not job.done and not job.cancelled:
+            job.cancelled = True
+            self.counts[outcome] += 1
+            with suppress(ValueError):  # it may have its place already
+                self.waiting.remove(job)
+
+    def close(self) -> None:
+        """Gives up what is in flight, after the step under way."""
+        self._thread.shutdown(cancel_futures=True)
+        self._engine.close()
+
+    async def _run(self) -> None:
+        try:
+            while self._admit():
+                await self._step()
+        except Exception as error:
+            self.error = error
+            self._fail([*self._clear_batch(), *self.waiting], ApiError(503, "the server is going down"))
+            self.waiting.clear()
+
+    def _admit(self) -> bool:
+        """Takes out who has gone and lets in who waits; whether there is a step to take."""
+        for ticket in [ticket for ticket, job in self.in_flight.items() if job.cancelled]:
+            del self.in_flight[ticket]
+            self._engine.cancel(ticket)
+        while self._engine.capacity and self.waiting:
+            job = self.waiting.popleft()
+            try:
+                ticket = self._engine.submit(job.question, job.settings, job.record_provisional)
+                self.in_flight[ticket] = job
+            except UserError as error:
+                self._fail([job], ApiError(400, str(error)))
+        return self._engine.busy
+
+    async def _step(self) -> None:
+        """Raises `RunError` where one step after another has failed, `UserError` for what no step mends."""
+        loop = asyncio.get_running_loop()
+        try:
+            events = await loop.run_in_executor(self._thread, self._engine.step)
+        except BaseException as error:
+            if isinstance(error, UserError) or not is_failure(error):
+                raise
+            log.warning("a step failed", exc_info=error)
+            self._failed_steps += 1
+            self._failures, self._last_failure = MAX_CONSECUTIVE_FAILURES, time.monotonic()
+            self._fail(self._clear_batch(), ApiError(500, "the step of this question failed"))
+            if self._failed_steps >= MAX_CONSECUTIVE_FAILURES:
+                raise RunError(f"every step fails, the last with: {summarize_error(error)}") from None
+            await asyncio.sleep(RETRY_SECONDS)
+        else:
+            self._handle_events(events)
+
+    def _handle_events(self, events: list[StepEvent]) -> None:
+        self.counts["steps"] += 1
+        self.counts["row_steps"] += len(events)
+        for event in events:
+            job, rollout = self.in_flight[event.ticket], event.rollout
+            job.rollout = rollout
+            if rollout.steps and not rollout.error:
+                self.counts["forwards"] += rollout.steps[-1].step > 0
+                self.counts["searches"] += rollout.steps[-1].retrieved
+                if [step for step in rollout.steps if step.committed] == rollout.steps[-1:]:
+                    self._first_token_seconds.observe(time.monotonic() - job.submitted)
+            if event.finished:
+                del self.in_flight[event.ticket]
+                self._failures, self._last_failure = self._failures + 1, time.monotonic()
+                if not rollout.error:
+                    self._failures = self._failed_steps = 0
+                # Not step by step: what is taken back would count each time that it is committed again.
+                self.counts["tokens"] += 0 if rollout.error else rollout.tokens_committed
+                if not job.cancelled:
+                    self.counts["failed" if rollout.error else "answered"] += 1
+                    self._answer_seconds.observe(time.monotonic() - job.submitted)
+            job.news.set()
+
+    def _clear_batch(self) -> list[EngineRequest]:
+        """Frees all places; returns the questions that had them."""
+        jobs, self.in_flight = self.in_flight, {}
+        for ticket in jobs:
+            with suppress(KeyError):  # the engine may have dropped it
+                self._engine.cancel(ticket)
+        return [*jobs.values()]
+
+    def _fail(self, jobs: Iterable[EngineRequest], error: ApiError) -> None:
+        for job in jobs:
+            job.error = error
+            self.counts["failed"] += 1
+            job.news.set()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the figures but the histograms, as they are asked for."""
+        runner = self._decoder.model_runner
+        reuse, pool = runner.cache_stats, runner.cache
+        hits = reuse.requested_tokens - reuse.encoded_tokens
+        gauges = {"waiting": len(self.waiting), "rows": len(self.in_flight), "places": self.capacity}
+        if pool is not None:
+            gauges |= {"pool_bytes": pool.used_bytes, "pool_most_bytes": pool.budget_bytes}
+        counters: dict[str, float] = {name: self.counts[name] for name in COUNTED}
+        counters |= {"pool_wanted_tokens": reuse.requested_tokens, "pool_hit_tokens": hits}
+        counters["processor_seconds"] = time.process_time()
+        if self.meter.counters:
+            counters["joules"] = self.meter.count_joules()
+        for kind, figures in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, value in figures.items():
+                yield kind(f"dlm_rag_{name}", METRIC_HELP, value)
+        answers = CounterMetricFamily("dlm_rag_answers", METRIC_HELP, labels=("outcome",))
+        for name in OUTCOMES:
+            answers.add_metric((name,), self.counts[name])
+        yield answers
 
 
 class AnswerService(HttpService):
@@ -49,13 +260,14 @@ class AnswerService(HttpService):
         """
         super().__init__()
         examples, self._note = known
-        told = {"examples": examples, "description": self._note}
-        own = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "dlm_rag"}
-        self.name, self._model = name, own | {key: value for key, value in told.items() if value}
+        self.name, self._model = name, {
+            "id": name, "object": "model", "created": int(time.time()), "owned_by": "dlm_rag",
+            "examples": examples, "description": self._note,
+        }  # fmt: skip
         self._decoder, self._parser, self._search = decoder, RequestParser(decoder), search
         self._tokenizer = copy.deepcopy(decoder.tokenizer)  # which is not for two threads at once
         self.engine = AsyncEngine(decoder)
-        count = Gauge("dlm_rag_connections", "Open connections.", registry=self.engine.registry)
+        count = Gauge("dlm_rag_connections", METRIC_HELP, registry=self.engine.registry)
         count.set_function(lambda: len(self.connections))
         self._passages: dict[str, str] = {}
         self._passage_count = count_passages(decoder.retriever)
@@ -132,16 +344,12 @@ class AnswerService(HttpService):
         return await self._stream(request, stream_trace(steps, self._tokenizer.end_ids))
 
     def _build_job(self, asked: ParsedRequest, record_provisional: bool = False) -> EngineRequest:
-        """Returns the question for the engine; of a greeting, what is said to it at once.
-
-        By the id and the seed a sampling draws: the same question gives the same text again.
-        """
-        question = Question("q1", asked.question, system=asked.system)
-        job = EngineRequest(question, asked.settings, record_provisional)
+        """Returns the question for the engine; of a greeting, what is said to it at once."""
+        job = EngineRequest(asked.question, asked.settings, record_provisional)
         if said := reply_to_greeting(asked.asked, self._passage_count):
             settings, step = asdict(asked.settings) | {"abstain": "never"}, RolloutStep(0, None, (), False)
             job.rollout = Rollout(
-                "q1", asked.question, self._decoder.evidence_layout, 0, [step], said, settings,
+                "q1", asked.question.question, self._decoder.evidence_layout, 0, [step], said, settings,
                 finished=True, answer_form="whole",
             )  # fmt: skip
             job.news.set()
@@ -164,9 +372,14 @@ class AnswerService(HttpService):
                     raise ApiError(504, reason) from None
                 job.news.clear()
                 done = job.done  # now: it may come while the reader takes the steps before it
-                for step in job.get_rollout().steps[taken:]:
+                if job.error is not None:
+                    raise job.error
+                assert job.rollout is not None
+                if job.rollout.error:  # which may name a file or a host
+                    raise ApiError(500, job.rollout.error.partition(":")[0])
+                for step in job.rollout.steps[taken:]:
                     taken += 1
-                    yield job.get_rollout(), step
+                    yield job.rollout, step
         finally:
             self.engine.cancel(job)
 

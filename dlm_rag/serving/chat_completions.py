@@ -29,25 +29,24 @@ from dlm_rag.page.render import (
     build_step_record,
     find_bridge_entities,
 )
+from dlm_rag.questions import Question
 from dlm_rag.serving.conversation import make_question_stand_alone
 from dlm_rag.serving.http_server import ApiError, RequestBody, parse_body
 from dlm_rag.text import find_answer, find_possible_mark, fold_title
 from dlm_rag.tokenizer import Tokenizer
 
-# OpenAI's fields that ask for nothing with these values, and for what is not there with others.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+# OpenAI's fields that ask for nothing with these values, and for what is not there with others. None: for
+# nothing with any value: labels, and tools, of which "auto" lets a model use none.
+UNUSED_FIELDS: dict[str, tuple[Any, ...] | None] = {
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "top_p": (1,),
     "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "store": (False,),
     "modalities": (["text"],), "service_tier": ("auto", "default"),
+    "user": None, "metadata": None, "safety_identifier": None, "prompt_cache_key": None,
+    "tools": None, "functions": None, "parallel_tool_calls": None,
     "batch_size": (), "overlap": (),  # settings that hold for all rows of the engine
 }  # fmt: skip
-# Fields that change no answer: labels, and tools, of which "auto" lets a model use none.
-LABEL_FIELDS = (
-    "user", "metadata", "safety_identifier", "prompt_cache_key", "tools", "functions",
-    "parallel_tool_calls",
-)  # fmt: skip
-_SETTINGS = {item.name: item for item in fields(DecodeConfig) if item.name not in NEUTRAL_VALUES}
+_SETTINGS = {item.name: item for item in fields(DecodeConfig) if item.name not in UNUSED_FIELDS}
 MAX_MESSAGES, MAX_PARTS = 1024, 64
 # Characters of a question for each token of the context: tokenizing 1 MiB takes seconds.
 MAX_QUESTION_CHARS_PER_TOKEN = 16
@@ -60,15 +59,12 @@ class TextPart(RequestBody):
     text: str
 
 
-def _to_parts(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 Tokens = Annotated[int, Field(ge=1)] | None
 Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=4)]
 StopTexts = Annotated[Stops | None, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)]
+_AsParts = BeforeValidator(lambda said: [{"type": "text", "text": said}] if isinstance(said, str) else said)
 # The length first: the faults of 250,000 parts take seconds to describe.
-Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS), BeforeValidator(_to_parts)]
+Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS), _AsParts]
 
 
 class Message(RequestBody):
@@ -100,7 +96,7 @@ class _Chat(RequestBody):
     cite: bool | None = None
 
 
-_FIELDS: dict[str, Any] = dict.fromkeys((*NEUTRAL_VALUES, *LABEL_FIELDS), (Any, None))
+_FIELDS: dict[str, Any] = dict.fromkeys(UNUSED_FIELDS, (Any, None))
 for _name, _item in _SETTINGS.items():
     _FIELDS[_name] = Union[_item.type, None], None  # noqa: UP007 - mypy takes the type for a text
 ChatBody = create_model("ChatBody", __base__=_Chat, **_FIELDS)
@@ -110,27 +106,16 @@ ChatBody = create_model("ChatBody", __base__=_Chat, **_FIELDS)
 class ParsedRequest:
     """A request, read.
 
-    question: as it stands on its own. asked: as it was typed. room: of its prompt. system: the system
-    prompt, where the model reads one; unread: the fields of the request that it does not read.
+    question: as it stands on its own, with the system prompt, where the model reads one. asked: as it was
+    typed. room: of its prompt. unread: the fields of the request that the model does not read.
     """
 
     body: _Chat
-    question: str
+    question: Question
     asked: str
     settings: DecodeConfig
     room: ContextBudget
-    system: str = ""
-    unread: tuple[str, ...] = ()
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage alone."""
-        return bool((self.body.stream_options or {}).get("include_usage"))
-
-    @property
-    def max_tokens(self) -> int:
-        """Of the response, which is cut there; the canvas stays, for another one has another answer."""
-        return min(self.body.max_tokens or sys.maxsize, self.body.max_completion_tokens or sys.maxsize)
+    unread: tuple[str, ...]
 
 
 class RequestParser:
@@ -144,9 +129,8 @@ class RequestParser:
     def parse_chat(self, body: bytes) -> ParsedRequest:
         """Reads a chat completion in OpenAI's form."""
         asked = parse_body(ChatBody, body)
-        for name, values in NEUTRAL_VALUES.items():
-            value = getattr(asked, name)
-            if value is not None and value not in values:
+        for name, values in UNUSED_FIELDS.items():
+            if values is not None and getattr(asked, name) not in (None, *values):
                 raise ApiError(400, f"'{name}' cannot be honoured here: leave it out", name)
         if asked.stream_options and not asked.stream:
             raise ApiError(400, "'stream_options' has no effect without stream=true", "stream_options")
@@ -169,22 +153,22 @@ class RequestParser:
         asked = turns[-1][1]
         if not asked.strip():
             raise ApiError(400, "the question is blank", "messages")
-        if len(asked) + len(system) > self._max_chars:
-            reason = f"the question has more than the {self._max_chars} characters that are read here"
-            raise ApiError(400, reason, None, "context_length_exceeded")
         unread = ("system",) if system and not self._tokenizer.reads_system_prompts else ()
-        question, system = make_question_stand_alone(turns), "" if unread else system
         settings, shape = self._resolve_settings(body), self._decoder.denoiser.config
         room = ContextBudget.from_config(shape, self._decoder.evidence_layout, settings.max_new_tokens)
         try:
-            truncate_evidence(self._tokenizer.build_prompt(question, [], system), room)
+            if len(asked) + len(system) > self._max_chars:
+                raise QuestionError(f"the question has more than {self._max_chars} characters")
+            # By the id and the seed a sampling draws: the same question gives the same text again.
+            question = Question("q1", make_question_stand_alone(turns), system="" if unread else system)
+            truncate_evidence(self._tokenizer.build_prompt(question.question, [], question.system), room)
         except QuestionError as error:
             raise ApiError(400, str(error), None, "context_length_exceeded") from None
-        return ParsedRequest(body, question, asked, settings, room, system, unread)
+        return ParsedRequest(body, question, asked, settings, room, unread)
 
     def _resolve_settings(self, asked: _Chat) -> DecodeConfig:
         """Returns the settings of a request, on top of the server's."""
-        own = self._own
+        own, limit = self._own, self._own.max_new_tokens or 0
         given = {name: getattr(asked, name) for name in asked.model_fields_set if name in _SETTINGS}
         for name, value in given.items():  # a client must not choose what code the server imports
             table = get_field_metadata(_SETTINGS[name], "table")
@@ -197,12 +181,11 @@ class RequestParser:
             own = replace(own, **{name: DecodeConfig.__dataclass_fields__[name].default for name in idle})
         try:
             settings = self._decoder.resolve_settings(replace_settings(own, **given))
-            length, limit = settings.max_new_tokens or 0, self._own.max_new_tokens or 0
-            if length > limit:
-                reason = f"max_new_tokens={length} is more than the {limit} of this server"
-                raise ApiError(400, reason, "max_new_tokens")
         except UserError as error:
             raise ApiError(400, str(error)) from None
+        if (length := settings.max_new_tokens or 0) > limit:
+            reason = f"max_new_tokens={length} is more than the {limit} of this server"
+            raise ApiError(400, reason, "max_new_tokens")
         return settings
 
 
@@ -247,12 +230,10 @@ def build_message(
     lines = [f"[{number}] {escape_markup(each['title'])}" for number, each in enumerate(sources, start=1)]
     whole = "\n\n".join(filter(None, (content + "".join(marks), "\n".join(lines), note)))
     for number, each in enumerate(sources, start=1):  # each at its first mark
-        begin, shown = (
-            whole.index(f"[{number}]", len(content)),
-            {"title": each["title"], "url": each["url"]},
-        )
-        place = {"start_index": begin, "end_index": begin + len(f"[{number}]")} | shown
-        message["annotations"].append({"type": "url_citation", "url_citation": place})
+        begin = whole.index(f"[{number}]", len(content))
+        place = {"start_index": begin, "end_index": begin + len(f"[{number}]")}
+        cited_as = place | {"title": each["title"], "url": each["url"]}
+        message["annotations"].append({"type": "url_citation", "url_citation": cited_as})
     return message | {"content": whole}, sources
 
 
@@ -272,9 +253,11 @@ class ChatResponse:
     note: str
 
     def __post_init__(self) -> None:
+        body = self.asked.body  # the canvas stays as long as it is, for another one has another answer
+        self._most = min(body.max_tokens or sys.maxsize, body.max_completion_tokens or sys.maxsize)
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model,
-            "object": "chat.completion.chunk" if self.asked.body.stream else "chat.completion",
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
         }  # fmt: skip
 
     async def complete(self, steps: Steps) -> dict[str, Any]:
@@ -299,10 +282,10 @@ class ChatResponse:
             shown = {"step": step.step, "canvas": canvas, "query": step.query, "passages": step.passage_ids}
             yield None, self._wrap({"delta": delta}, dlm_rag=shown)
         message, reason, end = self._finish(rollout, sent)
+        apart = (self.asked.body.stream_options or {}).get("include_usage")  # in a chunk of its own
         usage = {"usage": end.pop("usage")}
-        last = end if self.asked.include_usage else end | usage
-        yield None, self._wrap({"delta": message}, reason, **last)
-        if self.asked.include_usage:
+        yield None, self._wrap({"delta": message}, reason, **(end if apart else end | usage))
+        if apart:
             yield None, self._head | {"choices": []} | usage
         yield None, "[DONE]"
 
@@ -316,7 +299,7 @@ class ChatResponse:
         With edits nothing is certain before the end, of uniform noise nothing in the open block. Held back
         at the end are blanks, a character that is not whole, and what may begin a stop text or an answer.
         """
-        settings, most = rollout.settings, min(rollout.canvas_length, self.asked.max_tokens)
+        settings, most = rollout.settings, min(rollout.canvas_length, self._most)
         if settings["edit_threshold"] is not None or rollout.answer_form == "whole":
             return ""
         if find_rule(settings["commit_rule"] or "threshold").redraws:  # finished blocks are certain
@@ -324,14 +307,10 @@ class ChatResponse:
             most = max(tokens, default=0) // block * block
         held = takewhile(lambda token: token is not None, map(tokens.get, range(most)))
         text = self._decode(token.token_id for token in held if token)
-        ends = (
-            n
-            for n in range(len(text))
-            if any(
-                stop.startswith(text[n:]) or text.startswith(stop, n) for stop in self.asked.body.stop or ()
-            )
-        )
-        text = text[: next(ends, len(text))]
+        stops = self.asked.body.stop or []
+        ends = [text.index(stop) for stop in stops if stop in text]
+        open_end = max(0, len(text) + 1 - max(map(len, stops), default=1))
+        text = text[: min([*ends, open_end])]
         return text[: find_possible_mark(text)].rstrip()
 
     def _decode(self, ids: Iterable[int]) -> str:
@@ -345,16 +324,16 @@ class ChatResponse:
         text, written = rollout.response, rollout.tokens_before_end(end_ids)
         # Said without the model, or up to an end token.
         ended = not rollout.canvas_length or any(token.token_id in end_ids for token in tokens.values())
-        if written > asked.max_tokens:
-            written, ended = asked.max_tokens, False
+        if written > self._most:
+            written, ended = self._most, False
             text = self._decode(token.token_id for _, token in sorted(tokens.items())[:written])
         if stops := [text.index(stop) for stop in asked.body.stop or () if stop in text]:
             text, ended = text[: min(stops)], True
         # The prompt is that of the last pass; what fills the canvas after the end is not counted.
         seen = rollout.steps[-2 if len(rollout.steps) > 1 else -1]
         found = {name: rollout.passages[name] for name in (*seen.passage_ids, *seen.dropped)}
-        evidence = fit_passages(self.tokenizer, rollout.question, found, asked.room, asked.system)
-        prompt = len(evidence.prompt)
+        system = asked.question.system
+        prompt = len(fit_passages(self.tokenizer, rollout.question, found, asked.room, system).prompt)
         usage = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
         message, sources = build_message(rollout, text, self.link, self.note, asked.body.cite is not False)
         message["reasoning_content"] = message["reasoning_content"][len(sent) :]

@@ -1,4 +1,5 @@
-"""What the servers share: connections with limits, who may ask, how much is read, what becomes of errors.
+"""What the servers share: connections with limits, who may ask, how much is read, what becomes of errors;
+and the service that searches a corpus for others, in the protocol that `retrieval/http.py` describes.
 
 A reply holds nothing of this machine: sentences of ours, and of other errors that they happened. On SIGTERM
 and Ctrl-C nobody else is let in, requests that have come are answered, and then the server ends. A second
@@ -6,24 +7,24 @@ Ctrl-C ends it at once.
 """
 
 import asyncio
+import json
 import logging
 import re
 import signal
 import socket
 import stat
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from hashlib import sha256
 from ipaddress import ip_address
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import uvicorn
 import uvloop
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -31,9 +32,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dlm_rag.errors import ConfigError, UserError, suggest_nearest
+from dlm_rag.config import RetrievalConfig
+from dlm_rag.errors import ConfigError, UserError, suggest_nearest, summarize_error
 from dlm_rag.files.checked_json import parse_json
 from dlm_rag.files.paths import resolve_regular_file
+from dlm_rag.retrieval.base import CorpusRetriever, Query
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +48,18 @@ TOO_MANY_CONNECTIONS = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r
 MAX_REQUEST_BYTES = 2**20
 DISCARD_WAIT_SECONDS = 1.0  # for more of a body that is too large
 UNLOGGED_PATHS = ("/health", "/metrics")  # asked for every few seconds
+SEARCH_PATH = "/retrieve"
+MAX_TOP_K = 1000
+MAX_QUERIES = 4096  # of a request
+MAX_SEARCH_REQUEST_BYTES = 2**24  # of a request
+# what a search finds
+RESULT_SETTINGS = ("method", "embedding_model", "query_prompt", "passage_prompt")
 _KEY = re.compile(r"[!-~]{16,512}")
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 EXTRA_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # seconds
 
 Body = TypeVar("Body", bound=BaseModel)
-Parsed = TypeVar("Parsed")
+Result = TypeVar("Result")
 
 
 class ApiError(Exception):
@@ -91,16 +100,16 @@ def read_api_keys(path: str) -> dict[bytes, str]:
     return keys
 
 
-@dataclass(frozen=True)
 class AccessControl:
     """Who may ask.
 
-    local: whether the server listens to this machine alone, and is to be called by no other name. keys:
-    as `read_api_keys` gives them, a request needs one; None: no key is needed.
+    host: where the server listens; one that this machine alone reaches is to be called by no other name.
+    keys_file: as `read_api_keys` reads it, a request needs a key; None: none is needed.
     """
 
-    local: bool = True
-    keys: Mapping[bytes, str] | None = None
+    def __init__(self, host: str = "127.0.0.1", keys_file: str | None = None) -> None:
+        self.local = is_loopback(host)
+        self.keys = None if keys_file is None else read_api_keys(keys_file)
 
     def create_app(self, routes: Sequence[Route], open_paths: Collection[str] = ()) -> ASGIApp:
         """Returns the application, which logs each request once its reply has ended: method, path, status,
@@ -108,12 +117,13 @@ class AccessControl:
         key.
         """
         handled = (ApiError, HTTPException, ClientDisconnect, Exception)
-        routed = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, _handle_error))
+        routed = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, _refuse))
         routed.router.redirect_slashes = False
 
         async def guard(scope: Scope, receive: Receive, send: Send) -> None:
             status, key, path, begun = 500, "-", scope["path"], time.monotonic()
             app: ASGIApp = routed
+            request = Request(scope)
 
             async def watch(message: Message) -> None:
                 nonlocal status
@@ -121,9 +131,9 @@ class AccessControl:
                 await send(message)
 
             try:
-                key = self.check_request(Request(scope), path not in open_paths)
+                key = self.check_request(request, path not in open_paths)
             except ApiError as error:
-                app = _build_refusal(error)
+                app = await _refuse(request, error)
             try:
                 await app(scope, receive, watch)
             finally:
@@ -141,10 +151,10 @@ class AccessControl:
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         try:
             name = urlsplit(f"//{host}").hostname or ""
-            allowed = origin is None or urlsplit(origin).netloc == host
         except ValueError:
-            name, allowed = "", False
-        if not allowed or (self.local and not is_loopback(name)):
+            name = ""
+        own = origin in (None, f"http://{host}", f"https://{host}")
+        if not own or (self.local and not is_loopback(name)):
             raise ApiError(403, "a page of another site may not ask here")
         if {"content-length", "transfer-encoding"} <= {*request.headers}:  # who reads which may differ
             raise ApiError(400, "the length of a body is given twice")
@@ -164,35 +174,6 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-async def read_body(request: Request, most: int = MAX_REQUEST_BYTES) -> bytes:
-    """Returns the body; raises `ApiError` for one that comes too slowly or is too large.
-
-    A body that is too large is read to its end and dropped: a connection closed before that would take the
-    refusal with it. Where nothing more comes for a while the refusal is sent at once.
-    """
-    too_large = ApiError(413, f"the body has more than {most >> 20} MiB")
-    size, body = int(request.headers.get("content-length", "0")), bytearray()  # h11 has checked it
-    if size > most and "expect" in request.headers:  # such a client waits before it sends anything
-        raise too_large
-    now = asyncio.get_running_loop().time
-    end = now() + CLIENT_SECONDS
-    try:
-        async with asyncio.timeout(None) as limit:
-            limit.reschedule(min(end, now() + DISCARD_WAIT_SECONDS) if size > most else end)
-            async for part in request.stream():
-                size = max(size, len(body) + len(part))
-                if size <= most:
-                    body += part
-                else:
-                    limit.reschedule(min(end, now() + DISCARD_WAIT_SECONDS))
-    except TimeoutError:
-        if size <= most:
-            raise ApiError(408, f"the body did not come within {CLIENT_SECONDS:g} seconds") from None
-    if size > most:
-        raise too_large
-    return bytes(body)
 
 
 class RequestBody(BaseModel):
@@ -219,7 +200,7 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
     raise ApiError(400, f"'{place}': {first['msg'][0].lower()}{first['msg'][1:]}", field)
 
 
-async def run_unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
+async def run_unless_disconnected(request: Request, work: Awaitable[Result]) -> Result:
     """What `work` returns; given up, and `ClientDisconnect` raised, when the client goes away."""
 
     async def wait_for_disconnect() -> None:
@@ -238,18 +219,14 @@ async def run_unless_disconnected(request: Request, work: Awaitable[Any]) -> Any
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _handle_error(request: Request, error: Exception) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
+    """The connection is closed, for what else it brings may have no end."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=400)  # which nobody reads
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, error.detail)
     elif not isinstance(error, ApiError):
         error = ApiError(500, "the request failed: the server's log says why")
-    return _build_refusal(error)
-
-
-def _build_refusal(error: ApiError) -> Response:
-    """The connection is closed, for what else it brings may have no end."""
     headers = {"Connection": "close"} | EXTRA_HEADERS.get(error.status, {})
     return JSONResponse(error.body(), error.status, headers)
 
@@ -274,16 +251,111 @@ class HttpService:
         return self._failure
 
     async def read(
-        self, request: Request, parse: Callable[[bytes], Parsed], most: int = MAX_REQUEST_BYTES
-    ) -> Parsed:
-        """Returns what `parse` returns of the body, on the thread; raises as it and `read_body` do."""
-        body = await read_body(request, most)
-        work = asyncio.get_running_loop().run_in_executor(self._thread, parse, body)
-        return cast(Parsed, await run_unless_disconnected(request, work))
+        self, request: Request, parse: Callable[[bytes], Result], most: int = MAX_REQUEST_BYTES
+    ) -> Result:
+        """Returns what `parse` returns of the body; raises as it does, and `ApiError` for a body that comes
+        too slowly or is too large.
+
+        A body that is too large is read to its end and dropped: a connection closed before that would take
+        the refusal with it. Where nothing more comes for a while the refusal is sent at once.
+        """
+        too_large = ApiError(413, f"the body has more than {most >> 20} MiB")
+        size, body = int(request.headers.get("content-length", "0")), bytearray()  # h11 has checked it
+        if size > most and "expect" in request.headers:  # such a client waits before it sends anything
+            raise too_large
+        loop = asyncio.get_running_loop()
+        end, parts = loop.time() + CLIENT_SECONDS, request.stream()
+        try:
+            part = b"begun"
+            while part:  # the last one is empty
+                soon = loop.time() + DISCARD_WAIT_SECONDS if size > most else end
+                async with asyncio.timeout_at(min(end, soon)):
+                    part = await anext(parts)
+                size = max(size, len(body) + len(part))
+                body += part if size <= most else b""
+        except TimeoutError:
+            if size <= most:
+                raise ApiError(408, f"the body did not come within {CLIENT_SECONDS:g} seconds") from None
+        if size > most:
+            raise too_large
+        return await run_unless_disconnected(
+            request, loop.run_in_executor(self._thread, parse, bytes(body))
+        )
 
     def close(self) -> None:
         """Ends the thread, after the work under way."""
         self._thread.shutdown(cancel_futures=True)
+
+
+class SearchBody(RequestBody):
+    """A search in the protocol of Search-R1, and the parts of each query if the client sends them."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    queries: Annotated[list[str], Field(max_length=MAX_QUERIES)]
+    topk: Annotated[int, Field(ge=1, le=MAX_TOP_K)] | None = None
+    return_scores: bool | None = None
+    parts: list[list[str]] | None = None
+
+
+class SearchService(HttpService):
+    """One retriever over HTTP, one search at a time; `route` is for another service to offer.
+
+    access: for this machine alone where None. A search that no other can follow, for the corpus has
+    changed, is the `error` that ends the server.
+    """
+
+    def __init__(
+        self, retriever: CorpusRetriever, config: RetrievalConfig, access: AccessControl | None = None
+    ) -> None:
+        super().__init__()
+        self._retriever, self._config = retriever, config
+        settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
+        if config.bm25_query != "whole":
+            settings["bm25_query"] = config.bm25_query
+        digest = sha256(json.dumps([retriever.fingerprint, settings]).encode()).hexdigest()
+        self._note = {"fingerprint": digest, "asks": list(retriever.query_fields)}
+        self.route = Route(SEARCH_PATH, self._search, methods=["POST"])
+        self.app = (access or AccessControl()).create_app([Route("/", self._about), self.route])
+
+    async def _about(self, request: Request) -> Response:
+        limits = {"topk": MAX_TOP_K, "queries": MAX_QUERIES, "bytes": MAX_SEARCH_REQUEST_BYTES}
+        used = {"kind": self._config.method, "topk": self._config.top_k, "most": limits}
+        size = {"passages": len(self._retriever.corpus), "search": f"POST {SEARCH_PATH}"}
+        return JSONResponse({"dlm_rag": self._note} | used | size)
+
+    async def _search(self, request: Request) -> Response:
+        return await self.read(request, self._reply, MAX_SEARCH_REQUEST_BYTES)
+
+    def _reply(self, body: bytes) -> Response:
+        if self.error is not None:
+            raise ApiError(503, "the server is going down and searches no more")
+        try:
+            return JSONResponse(self.answer(body))
+        except ApiError:
+            raise
+        except Exception as error:
+            if isinstance(error, UserError):
+                self._failure = error
+            else:
+                log.warning("a search failed", exc_info=error)
+            raise ApiError(500, f"the search failed: {summarize_error(error)}") from None
+
+    def answer(self, body: bytes) -> dict[str, Any]:
+        """The answer to a search; raises `ApiError`, and what the retriever raises."""
+        asked = parse_body(SearchBody, body)
+        parts = asked.parts
+        if parts is None:
+            parts = [[text] if text.strip() else [] for text in asked.queries]
+        if len(parts) != len(asked.queries):
+            raise ApiError(400, "'parts' must be a list of texts for each query")
+        queries = [Query(text, tuple(own)) for text, own in zip(asked.queries, parts, strict=True)]
+        results = []
+        for found in self._retriever.search_scored(queries, asked.topk or self._config.top_k):
+            documents = [{"id": p.id, "title": p.title, "contents": p.text} for p, _ in found]
+            scored = [{"document": d, "score": s} for d, (_, s) in zip(documents, found, strict=True)]
+            results.append(scored if asked.return_scores else documents)
+        return {"result": results, "dlm_rag": self._note}
 
 
 class HttpServer(uvicorn.Server):
@@ -318,13 +390,11 @@ class HttpServer(uvicorn.Server):
         while True:
             now = time.monotonic()
             connections: list[Any] = [*self.server_state.connections]
-            stuck = {
-                (each, each.flow.write_paused): stuck.get((each, each.flow.write_paused), now)
-                for each in connections
-                if each.flow.write_paused or each.cycle is None or each.cycle.response_complete
-            }
-            idle = sorted((key for key in stuck if not key[1]), key=stuck.__getitem__, reverse=True)
-            for connection, _ in idle[: max(0, len(connections) - MAX_CONNECTIONS)]:  # the newest
+            idle = {(each, False) for each in connections if not each.cycle or each.cycle.response_complete}
+            deaf = {(each, True) for each in connections if each.flow.write_paused}
+            stuck = {key: stuck.get(key, now) for key in idle | deaf}
+            newest = sorted(idle, key=stuck.__getitem__, reverse=True)
+            for connection, _ in newest[: max(0, len(connections) - MAX_CONNECTIONS)]:
                 connection.transport.write(TOO_MANY_CONNECTIONS)
                 connection.transport.close()
             for (connection, _), since in stuck.items():

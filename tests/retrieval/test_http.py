@@ -17,7 +17,7 @@ from dlm_rag.retrieval import http
 from dlm_rag.retrieval.base import HybridRetriever, Query, SearchUnavailableError
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.http import RetryableFailure, call_with_retries, parse_document
-from dlm_rag.serving.search_app import SearchService
+from dlm_rag.serving.http_server import SearchService
 from tests.support.decoding import rollout_records
 from tests.support.passages import write_jsonl_file
 from tests.support.retrievers import list_passage_ids, make_letter_retriever, make_query

@@ -21,8 +21,7 @@ from dlm_rag.errors import CorpusError
 from dlm_rag.retrieval import http
 from dlm_rag.retrieval.base import SearchUnavailableError
 from dlm_rag.serving import http_server
-from dlm_rag.serving.http_server import ApiError
-from dlm_rag.serving.search_app import SearchService
+from dlm_rag.serving.http_server import ApiError, SearchService
 from tests.support.passages import write_jsonl_file
 from tests.support.paths import ROOT
 from tests.support.retrievers import list_passage_ids, make_letter_retriever, make_query

@@ -9,7 +9,7 @@ import pytest
 
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.serving.search_app import SearchService
+from dlm_rag.serving.http_server import SearchService
 from tests.support.search_server import serve_search
 from tests.support.serving import chat_body, make_client, run_in_loop
 

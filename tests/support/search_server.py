@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from dlm_rag.commands.serve import get_socket_url
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.serving import http_server
-from dlm_rag.serving.search_app import SEARCH_PATH, SearchService
+from dlm_rag.serving.http_server import SEARCH_PATH, SearchService
 
 NO_PASSAGES = SimpleNamespace(query_fields=("text",), fingerprint="none", corpus=())
 

@@ -18,8 +18,7 @@ from dlm_rag.engine.engine import Decoder
 from dlm_rag.page.render import build_page_record, read_trace_runs
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.serving.app import AnswerService
-from dlm_rag.serving.http_server import AccessControl, read_api_keys
-from dlm_rag.serving.search_app import SearchService
+from dlm_rag.serving.http_server import AccessControl, SearchService
 from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 
@@ -42,7 +41,7 @@ def made_decoder(corpus, settings=SETTINGS):
 @contextmanager
 def serve_decoder(decoder, keys=None, search=None):
     """A service on an event loop of its own thread; `run_in_loop` runs requests there."""
-    access = AccessControl(keys=None if keys is None else read_api_keys(str(keys)))
+    access = AccessControl(keys_file=keys and str(keys))
     searched = search and SearchService(decoder.retriever, search)
     service = AnswerService(decoder, "tiny", access, searched)
     with loop_thread() as service.loop:
