@@ -134,6 +134,9 @@ class DecodeConfig(CheckedSettings):
     )
     """how positions are divided over steps_per_block if it does not divide evenly: the first steps take
     more, or each its rounded share of the rest"""
+    copy_words: bool = setting(False)
+    """a word that begins as one of the question or the passages goes on as there; for left_to_right and
+    mode=autoregressive"""
     edit_threshold: float | None = setting(None, low=0, high=1, only_with=IN_BLOCKS)
     """confidence at which another token replaces a committed one within the current block; unset: never"""
     max_edit_steps: int = setting(
@@ -169,6 +172,8 @@ class DecodeConfig(CheckedSettings):
             )
         if self.blocks_at_once > 1 and self.edit_threshold is not None:
             raise ConfigError("edit_threshold edits one block at a time: leave it or blocks_at_once out")
+        if self.copy_words and self.edit_threshold is not None:
+            raise ConfigError("copy_words is for tokens that stay: leave it or edit_threshold out")
         if self.tokens_per_step and self.steps_per_block:
             raise ConfigError("tokens_per_step and steps_per_block say what a step commits: leave one out")
         if self.commit_rule == "sampled" and not 0 < self.commit_threshold < 1:

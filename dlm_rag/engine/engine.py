@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
+from functools import cached_property
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from dlm_rag.config import Config, DecodeConfig, EngineConfig
 from dlm_rag.config.fields import fill_unset, find_idle_settings, flatten_settings, replace_settings
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout
+from dlm_rag.engine.copying import WordTable
 from dlm_rag.engine.row import Row, Ticket, make_canvas
 from dlm_rag.engine.rules import find_rule
 from dlm_rag.engine.runner import DecoderStats, MaskedModelRunner, ModelRunner
@@ -126,6 +128,11 @@ class Decoder(NamesRemedy):
         settings: of `DecodeConfig`, in place of the decoder's own.
         """
         return Engine(self, self.resolve_settings(replace_settings(self.config, **settings)))
+
+    @cached_property
+    def words(self) -> WordTable:
+        """How words go on, for `decode.copy_words`."""
+        return WordTable(self.tokenizer)
 
     @property
     def stats(self) -> DecoderStats:
@@ -292,6 +299,7 @@ class Engine(AbstractContextManager["Engine"]):
             generator=generator,
             rollout=Rollout(question.id, question.question, layout, length, settings=asdict(own)),
             end_ids=self.tokenizer.end_ids,
+            words=self.decoder.words if own.copy_words else None,
             recorder=ProvisionalRecorder(self.tokenizer.token_text) if guesses else None,
         )
         min(self._groups, key=len).append(row)
@@ -411,7 +419,8 @@ def resolve_settings(
         )
     facts = {"attention_blocks": bool(block), "decode.mode": mode}
     settings = _take_own_settings(settings, shape.decode_settings, facts)
-    order, rule = shape.finished_block_context, settings.commit_rule or "threshold"
+    order, way = shape.finished_block_context, "threshold" if mode == "diffusion" else "left_to_right"
+    rule = settings.commit_rule or way
     idle = find_idle_settings("decode", settings, facts | {"decode.commit_rule": rule})
     for name, reason in idle.items():
         if (name, settings.finished_block_context) != ("finished_block_context", order):
@@ -443,7 +452,8 @@ def resolve_settings(
 
 # Settings of a checkpoint that do not go with others: what is left out where somebody has set the first.
 _EXCLUDES = {
-    "edit_threshold": ("blocks_at_once", "block_add_threshold", "semi_complete_threshold"),
+    "edit_threshold": ("blocks_at_once", "block_add_threshold", "semi_complete_threshold", "copy_words"),
+    "copy_words": ("edit_threshold",),
     "blocks_at_once": ("edit_threshold",),
     "tokens_per_step": ("steps_per_block",),
     "steps_per_block": ("tokens_per_step",),

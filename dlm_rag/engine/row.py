@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout, RolloutStep, cite_passages
+from dlm_rag.engine.copying import WordTable
 from dlm_rag.engine.rules import Proposals, find_rule
 from dlm_rag.evidence.prompt_segments import Evidence, LaidOutPrompt
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -179,10 +180,22 @@ class Row:
     search: tuple[Future[list[SearchResult]], int] | None = None
     provisional: Proposals | None = None
     blocks_just_finished: int = 0  # by the last step: their keys and values are computed in this one
+    words: WordTable | None = None  # where words are copied
 
     @property
     def step(self) -> int:
         return len(self.rollout.steps)
+
+    @property
+    def written(self) -> list[int]:
+        """The tokens before the first mask."""
+        found: list[int] = self.canvas.ids[: self.canvas.first_masked].tolist()
+        return found
+
+    @property
+    def read_texts(self) -> list[str]:
+        """The question and what of the passages is in the prompt."""
+        return [self.question.question, *(self.evidence.texts.values() if self.evidence else ())]
 
     @property
     def is_active(self) -> bool:

@@ -192,7 +192,7 @@ RULES = {
     ),
     "left_to_right": Rule(
         lambda p, c: select_left_to_right(p.token_ids, p.confidence, c.settings.commit_threshold, c.least),
-        settings=("commit_threshold", *_SCHEDULED),
+        settings=("commit_threshold", "copy_words", *_SCHEDULED),
     ),
     "top_k": Rule(lambda p, c: select_highest(p.confidence, c.count), settings=_SCHEDULED),
     "entropy": Rule(lambda p, c: select_highest(-p.entropy, c.count), ("spread",), _SCHEDULED),

@@ -160,6 +160,7 @@ class MaskedModelRunner(ModelRunner):
             chunks = (hidden.split(LOGITS_CHUNK_POSITIONS), numbers.split(LOGITS_CHUNK_POSITIONS, dim=1))
             for states, part in zip(*chunks, strict=True):
                 logits = denoiser.compute_token_logits(states).float()
+                bar_tokens(logits, inputs, sum(len(chunk["token_ids"]) for chunk in found))
                 found.append(sample_proposals(logits, excluded_ids, part, *flags))
             return gather_proposals(inputs, found)
 
@@ -182,6 +183,23 @@ def collect_sampling_arrays(
     never = np.array([n for n in (mask_id, *shape.excluded_token_ids) if n < shape.vocab_size], np.int64)
     acts = any(shown.soft_threshold is not None for shown in inputs)
     return [never, numbers], (any(shown.needs_entropy for shown in inputs), bool(temperature.any()), acts)
+
+
+def bar_tokens(logits: Tensor, inputs: Sequence[RowInput], start: int) -> None:
+    """Sets the logits (n, V) of tokens that are `barred` at the first position of a row to minus infinity.
+
+    start: of all positions that are asked for, the number of the first of these.
+    """
+    firsts = np.cumsum([0, *(len(shown.positions) for shown in inputs)])[:-1] - start
+    found = [
+        (at, shown.barred)
+        for at, shown in zip(firsts, inputs, strict=True)
+        if shown.barred is not None and 0 <= at < len(logits)
+    ]
+    if found:
+        rows, barred = to_device([np.array(column) for column in zip(*found, strict=True)], logits.device)
+        known = logits[rows, : barred.shape[1]]  # a model may have more ids than its tokenizer
+        logits[rows, : barred.shape[1]] = known.masked_fill(barred, -math.inf)
 
 
 def sample_proposals(

@@ -122,6 +122,7 @@ def build_row_input(row: Row) -> RowInput:
         quantiles=quantiles,
         soft_threshold=soft,
         needs_entropy="spread" in rule.statistics,
+        barred=None if row.words is None else row.words.find_barred(row.written, row.read_texts),
     )
 
 
@@ -131,6 +132,9 @@ def commit(row: Row, shown: RowInput, proposals: Proposals, text: Callable[[int]
     """
     canvas, (begin, end), (first, last), step = row.canvas, row.current_block, row.shown_span, row.record
     chosen = None if canvas.chooses_itself else _choose(row, proposals)
+    if chosen is not None and row.words is not None:
+        count = row.words.count_allowed(row.written, chosen.token_ids.tolist(), row.read_texts)
+        chosen = chosen.subset(np.arange(count))
     change = canvas.write(proposals, chosen, row.settings, (begin, end))
     # Where only what is next was asked for, the older guesses say more: of what comes after it.
     if row.provisional is None or first < last:

@@ -109,6 +109,7 @@ class RowInput:
     soft_threshold: tuple[float, float, float] | None = None  # of a policy: temperature, threshold, width
     needs_entropy: bool = False  # whether entropy and margin are wanted
     finished_length: int = 0  # positions in front that are whole blocks and change no more
+    barred: NDArray[np.bool_] | None = None  # (V,) tokens that may not stand at the first position
 
     @cached_property
     def chain(self) -> Segment:

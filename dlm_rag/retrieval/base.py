@@ -71,10 +71,17 @@ def as_queries(queries: Iterable[Query | str] | Query) -> list[Query]:
 
 
 def join_query(question: str, added: str) -> Query:
-    """The question, then what is added: white space folded, repeated words dropped, as SARDI does."""
+    """The question, then what is added: white space folded, repeated words dropped, as SARDI does.
+
+    Titles in a row ("Emma; Jane Austen") are parts each; the one that is being written is looked for with
+    the question, for the beginning of a name alone finds others.
+    """
     asked = normalize_whitespace(question)
     text = normalize_whitespace(f"{asked} {' '.join(dict.fromkeys(added.split()))}")
-    parts = [normalize_whitespace(part) for part in (asked, *extract_sentences(added)) if part]
+    clauses = extract_sentences(added.replace("; ", "\n"))
+    if "; " in added and clauses and added.rstrip()[-1] not in ".!?;#":
+        clauses[-1] = f"{asked} {clauses[-1]}"
+    parts = [normalize_whitespace(part) for part in (asked, *clauses) if part]
     return Query(text, tuple(dict.fromkeys(parts)))
 
 
