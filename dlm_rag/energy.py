@@ -1,6 +1,6 @@
 """Joules of a run, by NVML's counters of GPUs and RAPL's of CPU packages; without one, the reason.
 
-meter = open_meter("auto", device)
+meter = open_meter("auto", [device])
 ...
 meter.stop().joules  # None if not measured; `reason` says why
 """
@@ -115,17 +115,17 @@ class EnergyMeter:
             self.count_joules()
 
 
-def open_meter(choice: str, device: torch.device, host: bool = True) -> EnergyMeter:
-    """Opens a meter of a program's GPU, and of the CPUs if `host`, which is true in one process a machine.
+def open_meter(choice: str, devices: Sequence[torch.device], host: bool = True) -> EnergyMeter:
+    """Opens a meter of a program's GPUs, and of the CPUs if `host`, which is true in one process a machine.
 
-    choice: as in `Config.energy`. A GPU without a counter is not measured by its CPU.
+    choice: as in `Config.energy`. GPUs of which one has no counter are not measured by their CPU.
     """
-    if choice == "none" or (device.type == "cpu" and not host):
+    counters, on_gpu = list[EnergyCounter](), any(device.type != "cpu" for device in devices)
+    if choice == "none" or not (on_gpu or host):
         return EnergyMeter()
-    counters, on_gpu = list[EnergyCounter](), device.type != "cpu"
     try:
         if on_gpu:
-            counters.append(_find_gpu_counter(device))
+            counters += [_find_gpu_counter(device) for device in devices]
         # The counter of a GH200 or GB200 has the CPU in it.
         if host and not (on_gpu and re.search(r"\bG[HB]\d", counters[0].sensor)):
             counters += _find_rapl_counters()

@@ -264,7 +264,7 @@ def measure_round(decoder: Decoder, asked: Sequence[Question]) -> Round:
         replace(denoiser.flop_count),
         CacheStats() if runner is None else replace(runner.cache_stats),
     )
-    meter = open_meter("auto", denoiser.device)
+    meter = open_meter("auto", [denoiser.device])
     start = time.perf_counter()
     rollouts = {rollout.id: rollout for rollout in decoder.stream(asked)}
     seconds = time.perf_counter() - start

@@ -57,7 +57,7 @@ class LocalEngines:
         self._decoder = None  # frees the pool: the next one is a share of what is free
         self._decoder, self._model = prepared.load(kept), config.model
         self.stream, self.describe = self._decoder.stream, self._decoder.describe
-        self.read_energy = open_meter(config.energy, prepared.device).stop
+        self.read_energy = open_meter(config.energy, prepared.devices).stop
         return []
 
 

@@ -58,6 +58,11 @@ class PreparedDecoder:
     config: Config
     given: tuple[Config, list[Question]]  # what `prepare_decoder` got
 
+    @property
+    def devices(self) -> list[torch.device]:
+        """All that the layers are on."""
+        return choose_devices(self.config)
+
     def load(self, denoiser: AnyDenoiser | None = None) -> Decoder:
         """Reads the weights, where they are not given."""
         show_status("reading weights")
@@ -334,7 +339,7 @@ class PreparedBaseline:
 
     context: BaselineContext
     config: Config
-    device: Any = None  # it is elsewhere
+    devices: Any = ()  # they are elsewhere
 
     def load(self, denoiser: Any = None) -> BaselineEngine:
         """The engine; there are no weights to read."""

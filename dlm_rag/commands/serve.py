@@ -79,7 +79,7 @@ def main(argv: list[str]) -> None:
         if own and isinstance(decoder.retriever, CorpusRetriever):
             search = http_server.SearchService(decoder.retriever, config.retrieval)
         service = app.AnswerService(decoder, name, access, search, known)
-        service.engine.meter = open_meter(config.energy, prepared.device)
+        service.engine.meter = open_meter(config.energy, prepared.devices)
         show_status()
         gc.collect()
         gc.freeze()  # what is loaded stays: to look through it again and again takes time

@@ -279,7 +279,7 @@ def run_training(
             "estimates the time)"
         )
         with stop.catch_interrupt():
-            meter = open_meter(config.energy, trainer.device, host=processes.local_rank == 0)
+            meter = open_meter(config.energy, [trainer.device], host=processes.local_rank == 0)
             stopped = run_steps(trainer, validation, report, stop)
         energy = merge_readings(processes.all_gather_object(meter.stop()))
         if said := energy.describe(step=trainer.state.step - begun):

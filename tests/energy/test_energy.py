@@ -100,7 +100,7 @@ def test_joules_of_two_packages_are_exact_when_a_counter_wraps(rapl, clock):
     second = rapl("intel-rapl:1", "package-1", 100_000_000, range_uj=65_500_000_000)
     for folder, name in (("0:0", "core"), ("0:1", "dram"), ("2", "psys"), ("-mmio:0", "package-0")):
         rapl(f"intel-rapl:{folder}".replace(":-", "-"), name)
-    meter = open_meter("auto", CPU)
+    meter = open_meter("auto", [CPU])
     assert [c.sensor for c in meter.counters] == [f"RAPL: CPU package-{n}" for n in (0, 1)]
     for energy_uj in (65_400_000_000, 200_000_000, 500_000_000):
         clock.now += 20
@@ -122,9 +122,9 @@ def test_joules_of_two_packages_are_exact_when_a_counter_wraps(rapl, clock):
 def test_a_gpu_is_measured_with_its_cpus(rapl, cuda, name, names):
     cuda(name, fake_nvml())
     rapl("intel-rapl:0")
-    assert [c.sensor for c in open_meter("auto", CUDA).counters] == names
-    meter = open_meter("auto", CUDA, host=False)
-    assert [c.read() for c in meter.counters] == [7000.0], "another process counts the CPUs"
+    assert [c.sensor for c in open_meter("auto", [CUDA]).counters] == names
+    meter = open_meter("auto", [CUDA, CUDA], host=False)
+    assert [c.read() for c in meter.counters] == [7000.0] * 2, "another process counts the CPUs"
 
 
 def test_what_cannot_be_measured_says_why(rapl, cuda, clock):
@@ -138,9 +138,9 @@ def test_what_cannot_be_measured_says_why(rapl, cuda, clock):
         ("NVIDIA M40", fake_nvml(fail), "NVML: Not Supported"),
     ):
         cuda(name, nvml)
-        meter = open_meter("auto", CUDA)
+        meter = open_meter("auto", [CUDA])
         assert not meter.counters and reason in meter.stop().reason
-    assert open_meter("none", None).stop().to_record() is None
+    assert open_meter("none", [CUDA]).stop().to_record() is None
     assert measure(clock, 1.0, 0.0, 5.0).reason == "1.0 s are too short: 2 s at least"
     assert "stands still" in measure(clock, 9.0, 5.0, 5.0).reason
     assert "went backwards" in measure(clock, 9.0, 5.0, 4.0).reason
