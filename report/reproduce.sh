@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Runs again what the report shows, as far as two CPU cores can in under six hours:
+# Runs again what the report shows, as far as two CPU cores can in under four hours:
 #
 #   report/reproduce.sh           all of it, into runs/report (or $OUT)
 #   report/reproduce.sh --quick   every command at a tiny size: does it still run?
 #   report/reproduce.sh --gpu     only prints the commands that need a GPU, with the hours that the planner estimates
 #
-# The number before a command is its time in minutes on 2 cores of an AMD EPYC, recorded or estimated from stored speeds; they add up to 291. A command that
-# fails does not stop the others; the exit status is then 1. What needs public data (recall on HotpotQA and 2Wiki, the readers, dense
-# retrieval) or a program that is gone is not here: its entry in docs/measurements has the command and the commit.
+# The number before a command is its time in minutes on 2 cores of an AMD EPYC, recorded or estimated from stored speeds; with what runs side by
+# side they add up to 233. A command that fails does not stop the others; the exit status is then 1. What needs public data (recall on HotpotQA
+# and 2Wiki, SmolLM2, dense retrieval) or a program that is gone is not here: its entry in docs/measurements has the command and the commit.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 OUT=${OUT:-runs/report}
@@ -64,6 +64,36 @@ ask="decode.batch_size=16 limit=$(pick 400 4)"
 some="decode.batch_size=16 limit=$(pick 200 4)"
 files="--corpus $world/corpus.jsonl --questions $world/questions.jsonl"
 
+# 4. The gradient through retrieval (table 4, figure 4): three seeds of the denoiser, the toy of four gradients; beside 1 and 2,
+# since neither uses both cores
+reward_part() {
+    reward="train.py --config search_rl.yaml"
+    tiny=$(pick "" "train.max_steps=1 train.prompts_per_step=2 train.num_generations=2 train.world_passages=300 train.eval_questions=1")
+    for seed in 0 1 2; do
+        $quick && [ $seed != 0 ] && continue
+        run 26 $PYTHON $reward train.seed=$seed out="$OUT/denoiser$seed" $tiny
+    done
+    for world in 31 32; do
+        $quick && [ $world != 31 ] && continue
+        run 1 $PYTHON -m dlm_rag.data.synthetic_world --seed $world --per-hop "$(pick 250 2)" --out "$OUT/w$world"
+        for hops in 3 4; do
+            grep "\"hops\": $hops" "$OUT/w$world/questions.jsonl" | grep 'path": false.*wording": false' | head -100
+        done > "$OUT/q$world.jsonl"
+        policies=interleaved,interleaved+decode.block_length=0
+        for seed in 0 1 2; do
+            $quick && [ $seed != 0 ] && continue
+            policies+=,interleaved+decode.block_length=0+model.path=$OUT/denoiser$seed/model
+        done
+        run 5 $PYTHON evaluate.py --model dlm_rag/shipped/whole --corpus "$OUT/w$world/corpus.jsonl" --questions "$OUT/q$world.jsonl" \
+            --out "$OUT/policies$world" decode.batch_size=32 --compare "$policies"
+    done
+    $quick || run 10 $PYTHON report/shortcuts.py
+    return $failed
+}
+mkdir -p "$OUT"
+reward_part > "$OUT/reward.txt" 2>&1 &
+reward_job=$!
+
 # 1. Proofs by test (table 1), without the reference data of the golden traces
 $quick || run 9 $PYTHON -m pytest -p no:cacheprovider -q tests/evidence tests/decode/test_exactness.py \
     tests/decode/test_engine.py tests/model/test_block_attention.py tests/model/test_kv_format.py tests/training/test_policy.py
@@ -82,6 +112,9 @@ for seed in 8 9; do
         --questions "$OUT/world$seed/questions.jsonl" --compare interleaved,static,oracle $ask
 done
 
+wait "$reward_job" || failed=1
+cat "$OUT/reward.txt"
+
 # 3. Caching, blocks at once (tables 5 and 6, figures 5 and 6)
 run 15 $PYTHON profiling/bench_decode.py --out "$OUT/decode" --limit "$(pick 300 2)" --rounds "$(pick 3 1)" decode.batch_size=16 \
     --model dlm_rag/shipped/whole $files
@@ -90,29 +123,6 @@ $quick || run 15 $PYTHON profiling/bench_decode.py --out "$OUT/shape" --shape 10
     decode.batch_size=4 engine.prefix_cache_gib=8
 run 2 $PYTHON evaluate.py --out "$OUT/at_once" --sweep "decode.blocks_at_once=$(pick 1,2,3,4,12 1,12)" $files $some
 run 2 $PYTHON evaluate.py --out "$OUT/opened" --sweep "decode.blocks_at_once=$(pick 2,3,4,12 2,12)" decode.block_add_threshold=0 $files $some
-
-# 4. The gradient through retrieval (table 4, figure 4): three seeds of the denoiser, the toy of four gradients
-reward="train.py --config search_rl.yaml"
-tiny=$(pick "" "train.max_steps=1 train.prompts_per_step=2 train.num_generations=2 train.world_passages=300 train.eval_questions=1")
-for seed in 0 1 2; do
-    $quick && [ $seed != 0 ] && continue
-    run 26 $PYTHON $reward train.seed=$seed out="$OUT/denoiser$seed" $tiny
-done
-for world in 31 32; do
-    $quick && [ $world != 31 ] && continue
-    run 1 $PYTHON -m dlm_rag.data.synthetic_world --seed $world --per-hop "$(pick 250 2)" --out "$OUT/w$world"
-    for hops in 3 4; do
-        grep "\"hops\": $hops" "$OUT/w$world/questions.jsonl" | grep 'path": false.*wording": false' | head -100
-    done > "$OUT/q$world.jsonl"
-    policies=interleaved,interleaved+decode.block_length=0
-    for seed in 0 1 2; do
-        $quick && [ $seed != 0 ] && continue
-        policies+=,interleaved+decode.block_length=0+model.path=$OUT/denoiser$seed/model
-    done
-    run 5 $PYTHON evaluate.py --model dlm_rag/shipped/whole --corpus "$OUT/w$world/corpus.jsonl" --questions "$OUT/q$world.jsonl" \
-        --out "$OUT/policies$world" decode.batch_size=32 --compare "$policies"
-done
-$quick || run 10 $PYTHON report/shortcuts.py
 
 # 5. Training from scratch, three seeds, blocks or a whole canvas (table 5); retrieval with the first three (section 3)
 run 1 $PYTHON -m dlm_rag.data.synthetic_world --seed 5 --passages 300 --hops 2 --per-hop "$(pick 200 2)" --out "$OUT/tiny_world"
