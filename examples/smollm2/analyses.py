@@ -3,13 +3,16 @@
     python examples/smollm2/analyses.py paired interleaved static runs/hotpotqa=h.jsonl runs/2wiki=w.jsonl
     python examples/smollm2/analyses.py recall runs/2wiki/interleaved/trace.jsonl questions.jsonl
     python examples/smollm2/analyses.py dependence corpus.jsonl questions.jsonl --limit 60
+    python examples/smollm2/analyses.py words runs/2wiki/static/trace.jsonl
 
 `paired`: exact match of two settings of `dlm-rag evaluate`, and the difference question by question, for
 each result with its questions, for all together, and by kind of question. `recall`: how many of the
 supporting passages were among the evidence when a share of the response was written (19 points more after a
 quarter, there). `dependence`: mutual information, in nats, of the next two masked tokens, which parallel
 decoding would commit together, with gold passages and with none, along the response that is written with
-gold passages (0.060 and 0.588 there). Intervals are 95 %; of the last two from questions drawn again.
+gold passages (0.060 and 0.588 there). `words`: answers and responses with a word that neither the question
+nor a passage has, which are broken names, or known from elsewhere. Intervals are 95 %, of recall and
+dependence from questions drawn again.
 """
 
 import argparse
@@ -26,6 +29,7 @@ from dlm_rag.evidence.encode_segments import encode_canvases
 from dlm_rag.evidence.prompt_segments import ContextBudget, LaidOutPrompt, fit_passages, lay_out_prompt
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval.corpus import get_row_id, open_corpus
+from dlm_rag.text import split_words
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 CANDIDATES = 8  # tokens that the first of a pair may be
@@ -64,6 +68,20 @@ def compare_settings(one: str, other: str, results: Sequence[str]) -> None:
         assert change is not None
         said = f"{100 * change.mean:+.1f} [{100 * change.low:.1f}, {100 * change.high:.1f}]"
         print(f"{group} ({len(pairs)})  {first:.1f}  {second:.1f}  {said}")
+
+
+def count_unknown_words(traces: Sequence[Path]) -> None:
+    """Prints how many answers and responses have a word that no text before them has, with the answers."""
+    for trace in traces:
+        shown, rollouts = list[str](), [r for r in read_trace(trace) if r.answer]
+        responses = 0
+        for rollout in rollouts:
+            known = {*split_words(rollout.question), "yes", "no", "unknown"}
+            known.update(word for text in rollout.passages.values() for word in split_words(text))
+            shown += [rollout.answer] * (not known.issuperset(split_words(rollout.answer)))
+            responses += not known.issuperset(split_words(rollout.response))
+        print(f"{trace}: of {len(rollouts)} answers {len(shown)}, of the responses {responses}")
+        print(*(f"    {answer}" for answer in shown), sep="\n")
 
 
 def measure_recall(trace: Path, questions: Path) -> None:
@@ -181,6 +199,8 @@ def main() -> None:
     recall = commands.add_parser("recall")
     recall.add_argument("trace", type=Path)
     recall.add_argument("questions", type=Path)
+    words = commands.add_parser("words")
+    words.add_argument("traces", type=Path, nargs="+")
     dependence = commands.add_parser("dependence")
     dependence.add_argument("corpus", type=Path)
     dependence.add_argument("questions", type=Path)
@@ -190,6 +210,8 @@ def main() -> None:
         compare_settings(given.one, given.other, given.results)
     elif given.command == "recall":
         measure_recall(given.trace, given.questions)
+    elif given.command == "words":
+        count_unknown_words(given.traces)
     else:
         measure_dependence(given.corpus, given.questions, given.limit)
 

@@ -11,7 +11,8 @@ answer as it stands in its passage: " Dillon Francis ### October 5, 1987". Where
 it is " ### unknown"; where the second page of two is missing, the names so far, and nothing after them.
 
 One question in HELD_OUT_OF is in no row. `--held-out` writes those with a short answer, and the passages of
-their sets, in the folders `natural` (asked without the passage in view) and `squad`.
+their sets, in the folders `natural` (asked without the passage in view) and `squad`; `unanswered` has 200
+of these without the passages that answer them.
 """
 
 import argparse
@@ -50,6 +51,7 @@ HELD_OUT_OF = 50
 HELD_OUT_SETS = {"natural": ("tydiqa_en", "natural_questions", "natural_silver"), "squad": ("squad",)}
 REWARD_SETS = {"two_hops": ("hotpotqa_more", "2wiki_more")}  # with `--questions`, beside those
 MAX_HELD_OUT_ANSWER_WORDS = 5
+UNANSWERED = 200
 
 
 def read_lines(path: Path) -> list[Record]:
@@ -82,11 +84,21 @@ def write_questions(folder: Path, out: Path, held_out: bool) -> None:
         ]
         asked.sort(key=digest_id)
         passages = {row["id"]: row for part in sets for row in read_lines(folder / part / "corpus.jsonl")}
-        (out / name).mkdir(parents=True, exist_ok=True)
-        for path, records in (("questions.jsonl", asked), ("corpus.jsonl", passages.values())):
-            lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-            (out / name / path).write_text("".join(lines), encoding="utf-8")
-        print(f"{name}: {len(asked):,} questions, {len(passages):,} passages")
+        write_set(out / name, asked, list(passages.values()))
+        if held_out and name == "squad":
+            some = asked[:UNANSWERED]
+            known = {key for row in some for key in row["supporting_ids"]}
+            kept = [row for key, row in passages.items() if key not in known]
+            write_set(out / "unanswered", some, kept)
+
+
+def write_set(folder: Path, questions: list[Record], passages: list[Record]) -> None:
+    """Writes `questions.jsonl` and `corpus.jsonl`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, records in (("questions.jsonl", questions), ("corpus.jsonl", passages)):
+        lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        (folder / path).write_text("".join(lines), encoding="utf-8")
+    print(f"{folder.name}: {len(questions):,} questions, {len(passages):,} passages")
 
 
 class QuestionSets:
