@@ -6,7 +6,8 @@
     python examples/smollm2/analyses.py words runs/2wiki/static/trace.jsonl
 
 `paired`: exact match of two settings of `dlm-rag evaluate`, and the difference question by question, for
-each result with its questions, for all together, and by kind of question. `recall`: how many of the
+each result with its questions, for all together, and by kind of question; with FOLDER,OTHER=QUESTIONS the
+second setting is in OTHER. `recall`: how many of the
 supporting passages were among the evidence when a share of the response was written (19 points more after a
 quarter, there). `dependence`: mutual information, in nats, of the next two masked tokens, which parallel
 decoding would commit together, with gold passages and with none, along the response that is written with
@@ -49,15 +50,11 @@ def compare_settings(one: str, other: str, results: Sequence[str]) -> None:
     """Prints exact match of two settings and its paired difference, in percent, with 95 % intervals."""
     groups: dict[str, list[tuple[float, float]]] = {}
     for result in results:
-        folder, _, questions = result.partition("=")
+        folders, _, questions = result.partition("=")
+        folder, _, second = folders.partition(",")
         asked = {question.id: question for question in read_questions(questions)}
-        right = [
-            {
-                r.id: score_rollout(r, asked[r.id]).exact_match
-                for r in read_trace(Path(folder, name, "trace.jsonl"))
-            }
-            for name in (one, other)
-        ]
+        traces = Path(folder, one, "trace.jsonl"), Path(second or folder, other, "trace.jsonl")
+        right = [{r.id: score_rollout(r, asked[r.id]).exact_match for r in read_trace(t)} for t in traces]
         for name in (name for name in right[0] if name in right[1]):
             for group in (folder, "all", *asked[name].labels):
                 groups.setdefault(group, []).append((right[0][name], right[1][name]))
