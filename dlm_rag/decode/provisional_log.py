@@ -8,6 +8,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 NO_CONFIDENCE = "  "  # in the place of a confidence
 _CONFIDENCES = re.compile(r"(?:[0-9]{2}|  )*")
@@ -15,15 +16,12 @@ _CONFIDENCES = re.compile(r"(?:[0-9]{2}|  )*")
 
 @dataclass(frozen=True)
 class ProvisionalToken:
-    """A token that is not committed: its canvas position (from 0) and how sure the denoiser was of it.
+    """A token that is not committed, and how sure the denoiser was of it."""
 
-    confidence: its probability at temperature 1, rounded down to hundredths, 0.99 at most.
-    """
-
-    position: int
+    position: int  # on the canvas, from 0
     token_id: int
     token: str
-    confidence: float
+    confidence: float  # its probability at temperature 1, rounded down to hundredths, 0.99 at most
 
 
 @dataclass(frozen=True)
@@ -51,20 +49,16 @@ class ProvisionalRecorder:
 
     def record_step(self, positions: list[int], ids: list[int], sure: list[float]) -> ProvisionalDelta:
         """The record of a step: what is guessed at the positions that are masked after it, how surely."""
-        tokens, confidence = dict(zip(positions, ids, strict=True)), dict(zip(positions, sure, strict=True))
-        changed = {n: token for n, token in tokens.items() if self._last.get(n) != token}
+        cells = [NO_CONFIDENCE] * (max(positions, default=-1) + 1)
+        for position, confidence in zip(positions, sure, strict=True):
+            cells[position] = f"{min(99, int(100 * confidence)):02}"
+        pairs = zip(positions, ids, strict=True)
+        changed = {position: token for position, token in pairs if self._last.get(position) != token}
         new = [token for token in dict.fromkeys(changed.values()) if token not in self._known]
         self._last |= changed
         self._known.update(new)
-        cells = (
-            f"{min(99, int(100 * confidence[n])):02}" if n in tokens else NO_CONFIDENCE
-            for n in range(max(tokens, default=-1) + 1)
-        )
-        return ProvisionalDelta(
-            "".join(cells),
-            tuple(number for pair in changed.items() for number in pair),
-            tuple((token, self._token_text(token)) for token in new),
-        )
+        texts = tuple((token, self._token_text(token)) for token in new)
+        return ProvisionalDelta("".join(cells), tuple(chain.from_iterable(changed.items())), texts)
 
 
 def replay_provisional(steps: Iterable[ProvisionalDelta | None]) -> Iterator[dict[int, ProvisionalToken]]:

@@ -85,15 +85,11 @@ class CommittedToken:
 
 @dataclass(frozen=True)
 class Action:
-    """A sampled decision of a step, and how likely it was (`engine/policy.py`).
+    """A sampled decision of a step, and how likely it was (`engine/policy.py`)."""
 
-    candidates: canvas positions that might have been committed; those that were are the step's. forced:
-    whether none would have been, so that one had to. log_prob: of commits and stays, in nats.
-    """
-
-    candidates: tuple[int, ...] = ()
-    forced: bool = False
-    log_prob: float = 0.0
+    candidates: tuple[int, ...] = ()  # canvas positions that might have been committed, the step's own too
+    forced: bool = False  # whether none would have been, so that one had to
+    log_prob: float = 0.0  # of commits and stays, in nats
 
 
 @dataclass
@@ -139,13 +135,11 @@ class Rollout(NamesRemedy):
 
     _instead = dict.fromkeys(("text", "output", "generated_text", "content"), "response") | {
         "result": "answer", "prediction": "answer", "source_documents": "passages", "context": "passages",
-        "scores": "steps[n].committed[n].confidence", "confidence": "steps[n].committed[n].confidence",
-        "json": "to_dict()", "model_dump": "to_dict()", "tokens": "final_tokens()", "latency": "seconds",
-        "num_steps": "len(rollout.steps)", "queries": "steps[n].query", "error_message": "error",
-        "documents": "passages", "contexts": "passages", "trace": "steps",
-        "history": "steps", "score": "steps[n].committed[n].confidence", "to_json": "to_dict()",
-        "to_pandas": "pandas.DataFrame(rollout.to_rows())",
-    }  # fmt: skip
+        "documents": "passages", "contexts": "passages", "tokens": "final_tokens()", "latency": "seconds",
+        "json": "to_dict()", "model_dump": "to_dict()", "to_json": "to_dict()", "error_message": "error",
+        "to_pandas": "pandas.DataFrame(rollout.to_rows())", "trace": "steps", "history": "steps",
+        "num_steps": "len(rollout.steps)", "queries": "steps[n].query",
+    } | dict.fromkeys(("scores", "score", "confidence"), "steps[n].committed[n].confidence")  # fmt: skip
 
     id: str
     question: str
@@ -339,9 +333,8 @@ class Rollout(NamesRemedy):
             "tokens": self.tokens_committed,
             "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
         }
-        abstained = {"abstained": True} if self.abstain_reason else {}
-        optional = ("abstain_reason", "closest", "cut", "error", "usage")
-        return record | abstained | {key: value for key in optional if (value := getattr(self, key))}
+        optional = ("abstained", "abstain_reason", "closest", "cut", "error", "usage")
+        return record | {key: value for key in optional if (value := getattr(self, key))}
 
     def to_rows(self) -> list[dict[str, Any]]:
         """A row for each step, for `pandas.DataFrame`: what was written, searched for and read."""

@@ -40,13 +40,10 @@ SMALLEST_SCALE = 2.0**-24  # of a float16 above 0
 
 
 class ForwardSpan(NamedTuple):
-    """A stretch of a row's chain that is to run, from token `begin` of it on; row: which of those shown.
+    """A stretch of a row's chain that is to run."""
 
-    None: a segment that sees itself alone, of whose states none is read.
-    """
-
-    row: int | None
-    begin: int
+    row: int | None  # which of those shown; None: a segment that sees itself alone, read at no state
+    begin: int  # which token of the chain is its first
     segment: Segment
 
     def locate(self, places: NDArray[np.int64]) -> list[int]:
@@ -116,9 +113,9 @@ class HostTier:
 
 @dataclass(frozen=True)
 class _Chain:
-    """The finished blocks of a row; context: what they saw before them, in any order."""
+    """The finished blocks of a row."""
 
-    context: Counter[Segment]
+    context: Counter[Segment]  # what they saw before them, in any order
     first: int  # tokens of the first block
     ids: tuple[int, ...]
     places: Places

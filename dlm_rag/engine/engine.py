@@ -320,10 +320,12 @@ class Engine(AbstractContextManager["Engine"]):
 
     def close(self) -> None:
         """Cancels what is in flight and ends the search thread."""
-        for group in self._groups:
-            for row in list(group):  # nobody takes what their searches find, nor what they raise
-                self.cancel(row.ticket)
+        self._cancel_all()  # nobody takes what their searches find, nor what they raise
         self._searches.close()
+
+    def _cancel_all(self) -> None:
+        for row in [row for group in self._groups for row in group]:
+            self.cancel(row.ticket)
 
     def step(self) -> list[StepEvent]:
         """One step of all rows, or of one half of them in turn with `overlap=pipeline`.
@@ -338,8 +340,7 @@ class Engine(AbstractContextManager["Engine"]):
             with self.decoder.lock, self._clock, profile_step(self._turn, len(group)):
                 closed = self._take_step(group, other)
         except BaseException:
-            for row in list({id(row): row for row in (*group, *other)}.values()):
-                self.cancel(row.ticket)  # half a step is no state to go on from
+            self._cancel_all()  # half a step is no state to go on from
             self._launched.clear()
             raise
         self._turn += 1
@@ -410,8 +411,7 @@ def resolve_settings(
     imported.
     """
     if shape.adapter is not None:
-        found: DecodeConfig = shape.adapter.resolve_settings(settings, shape)
-        return found
+        return shape.adapter.resolve_settings(settings, shape)
     block, modes = shape.block_size, shape.decode_modes
     if (mode := settings.mode or modes[0]) not in modes:
         raise ConfigError(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
-from dlm_rag.decode.rollout import Rollout, RolloutStep, cite_passages
+from dlm_rag.decode.rollout import Rollout, RolloutStep, Span, cite_passages
 from dlm_rag.engine.copying import WordTable
 from dlm_rag.engine.rules import Proposals, find_rule
 from dlm_rag.evidence.prompt_segments import Evidence, LaidOutPrompt
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 Ticket = NewType("Ticket", int)
 SearchResult = list[Passage] | Exception  # of one query
 TokenIds = NDArray[np.int64]
-Span = tuple[int, int]  # positions, from and up to
 
 
 class CanvasChange(NamedTuple):
@@ -40,31 +39,25 @@ class CanvasChange(NamedTuple):
 
 
 class OpenSpan(NamedTuple):
-    """Canvas positions, from and up to, that may be committed; block_end: where their attention block ends.
-
-    must_commit: whether the rule has to commit one of them.
-    """
+    """Canvas positions, from and up to, that may be committed."""
 
     begin: int
     end: int
-    block_end: int
-    must_commit: bool
+    block_end: int  # where their attention block ends
+    must_commit: bool  # whether the rule has to commit one of them
 
 
 @dataclass
 class Canvas:
     """Token ids (n,) with `mask_id` where nothing is committed yet.
 
-    frozen_length: positions in front that change no more; None: a committed token stays.
-    chooses_itself: whether `write` takes its own choice of proposals, and no rule is asked.
-
     Invariant: a committed token changes only by `edit`, after the frozen positions.
     """
 
-    chooses_itself: ClassVar[bool] = False
+    chooses_itself: ClassVar[bool] = False  # whether `write` chooses proposals, and no rule is asked
     length: int
     mask_id: int
-    frozen_length: int | None = None
+    frozen_length: int | None = None  # positions in front that change no more; None: a committed one stays
     edit_steps: int = 0  # since the current block has no mask
     ids: TokenIds = field(init=False)
     masked: NDArray[np.bool_] = field(init=False)
@@ -150,11 +143,10 @@ def make_canvas(
 ) -> Canvas:
     """A fresh canvas, as the settings want it."""
     if shape.adapter is not None:
-        found: Canvas = shape.adapter.make_canvas(settings, shape, tokenizer, generator)
-        return found
-    length, mask_id = settings.max_new_tokens, tokenizer.mask_id
-    assert length is not None
-    return Canvas(length, mask_id, None if settings.edit_threshold is None else 0)
+        return shape.adapter.make_canvas(settings, shape, tokenizer, generator)
+    assert settings.max_new_tokens is not None
+    frozen = None if settings.edit_threshold is None else 0
+    return Canvas(settings.max_new_tokens, tokenizer.mask_id, frozen)
 
 
 @dataclass(eq=False)

@@ -198,9 +198,7 @@ RULES = {
     "entropy": Rule(lambda p, c: select_highest(-p.entropy, c.count), ("spread",), _SCHEDULED),
     "margin": Rule(lambda p, c: select_highest(p.margin, c.count), ("spread",), _SCHEDULED),
     "entropy_bound": Rule(
-        lambda p, c: select_by_entropy_bound(p.entropy, ENTROPY_BOUND, c.least),
-        ("spread",),
-        _SCHEDULED,
+        lambda p, c: select_by_entropy_bound(p.entropy, ENTROPY_BOUND, c.least), ("spread",), _SCHEDULED
     ),
     "sequential": Rule(lambda p, c: np.arange(min(c.count, len(p.positions))), settings=_SCHEDULED),
     "sampled": Rule(sample_commits, ("actions",), ("commit_threshold", "gate_temperature"), samples=True),

@@ -41,15 +41,12 @@ PADDING: dict[str, tuple[str, int | str]] = {
 
 @dataclass(frozen=True)
 class DecoderStats:
-    """What a decoder, or many of them, work with, in words; what they have reused and compiled.
-
-    store: how the evidence store is used, in words; empty without one.
-    """
+    """What a decoder, or many of them, work with, in words; what they have reused and compiled."""
 
     runtime: str
     cache_stats: CacheStats
     compiled_graphs: int | None = None
-    store: str = ""
+    store: str = ""  # how the evidence store is used, in words; empty without one
 
     def __add__(self, other: "DecoderStats") -> "DecoderStats":
         """Both together; `runtime` is the same for decoders of one job."""

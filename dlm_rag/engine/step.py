@@ -24,7 +24,6 @@ from dlm_rag.evidence.prompt_segments import (
     LaidOutPrompt,
     RowInput,
     fit_passages,
-    keep_shorter_texts,
     lay_out_prompt,
 )
 from dlm_rag.nvtx_ranges import profile_stage
@@ -286,7 +285,8 @@ class Searches:
             fitted, laid = self._lay_out(row, texts)
         if fitted.cut["tokens"] > rollout.cut.get("tokens", 0):
             rollout.cut = fitted.cut
-        keep_shorter_texts(rollout.evidence_texts, fitted.texts)
+        kept = rollout.evidence_texts  # of a passage cut twice the shorter text makes for a safe citation
+        kept |= {name: min(kept.get(name, text), text, key=len) for name, text in fitted.texts.items()}
         row.retrieved_passages, row.evidence, row.laid_out_prompt = passages, fitted, laid
 
     def _merge_passages(self, row: Row, found: list[Passage]) -> list[Passage]:

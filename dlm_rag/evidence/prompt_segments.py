@@ -30,25 +30,17 @@ UNBOUNDED_POSITION = 2**62  # after all finished blocks, however many there are
 
 @dataclass(frozen=True)
 class LaidOutPrompt:
-    """A prompt laid out.
+    """A prompt laid out."""
 
-    context_segments: segments that see themselves alone, of which the last `unseen_segments` stand after
-    the finished blocks. canvas_prefix: what runs before the canvas; lead and canvas are one chain, whose
-    blocks are `first_block_length` tokens and then `block_size` each (None: one block).
-    predicts_next_block: whether the last token of a block predicts the first of the next.
-    causal_context: whether all before the current block is causal.
-    complete_last_block: whether the last block must be whole. shifted: as in `DenoiserConfig`.
-    """
-
-    context_segments: tuple[Segment, ...]
-    canvas_prefix: Segment
-    first_block_length: int = 0
-    block_size: int | None = None
-    unseen_segments: int = 0
-    predicts_next_block: bool = False
-    complete_last_block: bool = False
-    causal_context: bool = False
-    shifted: bool = False
+    context_segments: tuple[Segment, ...]  # that see themselves alone
+    canvas_prefix: Segment  # the lead, which runs before the canvas, in one chain with it
+    first_block_length: int = 0  # tokens of the chain's first block
+    block_size: int | None = None  # and of each after it; None: one block
+    unseen_segments: int = 0  # as many of the last segments stand after the finished blocks
+    predicts_next_block: bool = False  # whether the last token of a block predicts the first of the next
+    complete_last_block: bool = False  # whether the last block must be whole
+    causal_context: bool = False  # whether all before the current block is causal
+    shifted: bool = False  # as in `DenoiserConfig`
 
     @property
     def seen_by_blocks(self) -> tuple[Segment, ...]:
@@ -138,17 +130,14 @@ class RowInput:
 
 @dataclass(frozen=True)
 class LaidOutRow:
-    """One moment of a row, as it is trained on: what sees itself alone, and the run that sees all of it.
-
-    canvas_start: where in the run the state stands that predicts the first canvas position; below 0 where
-    finished blocks are part of the context. from_before: the position that the state before it predicts,
-    where each other one is predicted by its own.
-    """
+    """One moment of a row, as it is trained on: what sees itself alone, and the run that sees all of it."""
 
     context_segments: tuple[Segment, ...]
     canvas_segment: Segment
+    # Where in the run the state stands that predicts the first canvas position; below 0 where finished
+    # blocks are part of the context.
     canvas_start: int
-    from_before: int | None = None
+    from_before: int | None = None  # the one position that not its own state predicts but that before it
 
     def find_state(self, position: int) -> int:
         """Where in the run the state stands that predicts a canvas position."""
@@ -358,9 +347,3 @@ def skip_to_relevant(tokenizer: Tokenizer, text: str, question: str, length: int
         return text, 0
     kept = body[spans[best][0] :].lstrip()
     return f"{title}\n{kept}" if title else kept, sum(lengths[:best])
-
-
-def keep_shorter_texts(texts: dict[str, str], more: Mapping[str, str]) -> None:
-    """Takes texts up; of a passage cut twice the shorter stays, which makes for a safe citation."""
-    for name, text in more.items():
-        texts[name] = min(texts.get(name, text), text, key=len)

@@ -8,7 +8,7 @@ import pytest
 from dlm_rag.decode.trace_file import read_trace, read_trace_header
 from dlm_rag.errors import TraceError, UserError
 from dlm_rag.evaluation.metrics import score_rollout
-from dlm_rag.evidence.prompt_segments import ContextBudget, fit_passages, keep_shorter_texts
+from dlm_rag.evidence.prompt_segments import ContextBudget, fit_passages
 from dlm_rag.tokenizer.prompts import PromptTemplate
 from tests.support.tiny_models import byte_tokenizer, tiny_tokenizer
 from tests.support.traces import (
@@ -31,7 +31,7 @@ def restore_evidence_texts(rollout, header, tokenizer):
     """The rollout with what of each passage was in the prompt, as the decoder leaves it."""
     texts = {}
     for prompt in rebuild_evidence(rollout, header, tokenizer):
-        keep_shorter_texts(texts, prompt.texts)
+        texts |= {name: min(texts.get(name, text), text, key=len) for name, text in prompt.texts.items()}
     return replace(rollout, evidence_texts=texts)
 
 
@@ -41,11 +41,7 @@ def tokenizer_folder(tmp_path):
     return tmp_path / "tokenizer"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"retrieval_interval": 2}],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [{}, {"retrieval_interval": 2}], ids=str)
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_prompt_and_training_row_is_made_again(
