@@ -392,8 +392,7 @@ def clip_text(text: str) -> str:
 
 
 def split_citable_spans(response: str, answer_form: str = "marked") -> list[tuple[Span, str]]:
-    """What is cited: each sentence or title before the answer, then the answer where there is one, with its
-    kind."""
+    """What is cited, with its kind: each sentence or title before the answer, then the answer, if any."""
     mark, start, stop = find_answer(response, answer_form)
     split = find_title_spans if answer_form == "titled" else find_sentence_spans
     units = [(span, "reasoning") for span in split(response[:mark])]

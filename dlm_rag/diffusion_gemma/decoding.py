@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -133,14 +133,6 @@ def list_named_shapes(raw: dict[str, Any], place: Path) -> NamedShapes:
     }
 
 
-class StackedCaches(NamedTuple):
-    """What canvases see before them: keys and values, who sees which, and where each canvas stands."""
-
-    cache: Any
-    masks: dict[str, Tensor | None]
-    positions: Tensor  # (rows, canvas)
-
-
 class DiffusionGemma(HostedDenoiser):
     """`DiffusionGemmaForBlockDiffusion`, as `GemmaRunner` calls it."""
 
@@ -183,8 +175,8 @@ class DiffusionGemma(HostedDenoiser):
         )
         return [(layer.keys, layer.values) for layer in cache.layers]
 
-    def stack_caches(self, texts: Sequence[PromptKeysValues], canvas: int) -> StackedCaches:
-        """A batch of texts, as canvases of `canvas` tokens after them see them."""
+    def stack_caches(self, texts: Sequence[PromptKeysValues], canvas: int) -> dict[str, Any]:
+        """What canvases of `canvas` tokens see of the texts before them, as keywords of the model."""
         from transformers import DynamicCache
 
         cache, masks = DynamicCache(), dict[str, Tensor | None]()
@@ -205,15 +197,16 @@ class DiffusionGemma(HostedDenoiser):
                     hidden = (there >= np.array(seen)[:, None]) & (there < longest)
                     (visible,) = to_device([~hidden], self.device)
                     masks[kind] = visible[:, None, None, :].expand(-1, -1, canvas, -1)
-        (positions,) = to_device([np.array(lengths)[:, None] + np.arange(canvas)], self.device)
-        return StackedCaches(cache, masks, positions)
+        (at,) = to_device([np.array(lengths)[:, None] + np.arange(canvas)], self.device)
+        return {"past_key_values": cache, "decoder_attention_mask": masks, "decoder_position_ids": at}
 
     def compute_canvas_logits(
-        self, canvas: Tensor, texts: StackedCaches, before: Sequence[Tensor | None]
+        self, canvas: Tensor, texts: Mapping[str, Any], before: Sequence[Tensor | None]
     ) -> Tensor:
         """Logits (rows, canvas, V) float32 for canvases (rows, canvas) after their texts.
 
-        before: the logits of the step before, each over its temperature; None at the first of a canvas.
+        texts: as of `stack_caches`. before: the logits of the step before, each over its temperature; None
+        at the first of a canvas.
         """
         given = [logits for logits in before if logits is not None]
         conditioning = mask = None
@@ -221,12 +214,10 @@ class DiffusionGemma(HostedDenoiser):
             none = torch.zeros_like(given[0])
             conditioning = torch.stack([none if logits is None else logits for logits in before])
             (mask,) = to_device([np.array([logits is not None for logits in before])], self.device)
-        found: Tensor = self.model(
-            decoder_input_ids=canvas, past_key_values=texts.cache, self_conditioning_logits=conditioning,
-            self_conditioning_mask=mask, decoder_attention_mask=texts.masks,
-            decoder_position_ids=texts.positions,
+        return self.model(
+            decoder_input_ids=canvas, self_conditioning_logits=conditioning, self_conditioning_mask=mask,
+            **texts,
         ).logits  # fmt: skip
-        return found
 
 
 def resolve_settings(settings: DecodeConfig, shape: GemmaConfig) -> DecodeConfig:
@@ -380,7 +371,7 @@ class GemmaRunner(ModelRunner):
 
     def reset_cache(self) -> None:
         self._slots, self.cache_stats = dict[int, PrefixSlot](), CacheStats()
-        self._stacked: tuple[list[tuple[int, tuple[int, ...]]], StackedCaches] | None = None
+        self._stacked: tuple[list[tuple[int, tuple[int, ...]]], dict[str, Any]] | None = None
 
     def release(self, row: int) -> None:
         self._slots.pop(row, None)
@@ -414,9 +405,9 @@ class GemmaRunner(ModelRunner):
             for view in views:
                 finished = view.canvas[: view.finished_length].tolist()
                 slots.append(self.prefill(view.row, (*view.laid_out_prompt.canvas_prefix.ids, *finished)))
-            stacked = self._stack_texts([view.row for view in views], slots)
-        with profile_stage("denoise"):
             open_blocks = np.stack([view.canvas[view.finished_length :] for view in views])
+            stacked = self._stack_texts([view.row for view in views], slots, open_blocks.shape[1])
+        with profile_stage("denoise"):
             quantiles = [view.quantiles.astype(np.float32) for view in views if view.quantiles is not None]
             canvas, *drawn = to_device([open_blocks, *quantiles], self.denoiser.device)
             before = [
@@ -432,14 +423,12 @@ class GemmaRunner(ModelRunner):
                 slot.previous_logits = cooled.to(self.denoiser.dtype)
             return gather_proposals(views, found)
 
-    def _stack_texts(self, numbers: list[int], slots: list[PrefixSlot]) -> StackedCaches:
+    def _stack_texts(self, numbers: list[int], slots: list[PrefixSlot], canvas: int) -> dict[str, Any]:
         """The texts of slots; put together again only where one has changed, or a row has come or gone."""
         key = [(number, slot.ids) for number, slot in zip(numbers, slots, strict=True)]
         if self._stacked is None or self._stacked[0] != key:
             self._stacked = None  # freed first
-            block = self.shape.block_size
-            assert block is not None
-            self._stacked = key, self.denoiser.stack_caches([slot.keys_values for slot in slots], block)
+            self._stacked = key, self.denoiser.stack_caches([slot.keys_values for slot in slots], canvas)
         return self._stacked[1]
 
 

@@ -133,6 +133,7 @@ class KVCache:
         self.host = HostTier(memory, host_bytes)
         self.kept: OrderedDict[Segment, Places] = OrderedDict()  # the least recently used first
         self.memory, self.budget_tokens = memory, memory.capacity
+        self.budget_bytes = memory.capacity * memory.token_bytes
         self._chains: dict[int, _Chain] = {}  # by row
         # Of the call under way: segments that it sees, those it computes, chains after it, other places.
         self._seen: dict[Segment, Places] = {}
@@ -144,10 +145,6 @@ class KVCache:
     def used_bytes(self) -> int:
         """The bytes on the device that hold something."""
         return self.memory.taken * self.memory.token_bytes
-
-    @property
-    def budget_bytes(self) -> int:
-        return self.budget_tokens * self.memory.token_bytes
 
     def release(self, row: int) -> None:
         """A row has gone, and its finished blocks with it."""

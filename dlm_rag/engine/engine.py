@@ -8,9 +8,6 @@
 
 Rows are packed without padding and share nothing but the call, so a question gets the same tokens alone
 and in a batch; what goes wrong in one row ends that row alone. Every row has decode settings of its own.
-
-    for rollout in Decoder(denoiser, retriever, tokenizer).stream(["Who wrote Emma?"]):
-        print(rollout.answer)
 """
 
 import threading

@@ -258,16 +258,12 @@ class Row:
         ids, rollout, steps = self.canvas.ids.tolist(), self.rollout, self.rollout.commit_steps()
         end = next((n for n, token in enumerate(ids) if token in tokenizer.end_ids), len(ids))
         text, spans = tokenizer.decode_with_offsets(ids[:end])
-        blanks = len(text) - len(text.lstrip())
-        rollout.response, rollout.answer_form = text.strip(), tokenizer.template.answer
+        blanks, response, form = len(text) - len(text.lstrip()), text.strip(), tokenizer.template.answer
+        spans = [(start - blanks, stop - blanks) for start, stop in spans]
+        written = [steps[position] for position in range(end)]
+        rollout.response, rollout.answer_form = response, form
         rollout.citations = cite_passages(
-            rollout.response,
-            [(start - blanks, stop - blanks) for start, stop in spans],
-            [steps[position] for position in range(end)],
-            rollout.evidence_at,
-            rollout.evidence_texts,
-            rollout.question,
-            rollout.answer_form,
+            response, spans, written, rollout.evidence_at, rollout.evidence_texts, rollout.question, form
         )
         rollout.finished = True
 

@@ -7,7 +7,7 @@ a function of one's own, `decode.commit_rule=module:function`, takes what those 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -40,9 +40,8 @@ class Proposals:
 
     def subset(self, keep: NDArray[np.bool_] | IndexArray) -> "Proposals":
         """The proposals selected by a mask or by indices."""
-        *names, _ = (item.name for item in fields(self))
-        changes: dict[str, Any] = {name: getattr(self, name)[keep] for name in names}
-        return replace(self, **changes, extra={name: values[keep] for name, values in self.extra.items()})
+        own = {name: values[keep] for name, values in vars(self).items() if name != "extra"}
+        return Proposals(**own, extra={name: values[keep] for name, values in self.extra.items()})
 
 
 @dataclass(frozen=True)

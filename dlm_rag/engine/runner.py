@@ -128,8 +128,8 @@ class MaskedModelRunner(ModelRunner):
             budget = default_pool_bytes(denoiser.device, limit, weights)
         else:
             budget = int(engine.prefix_cache_gib * GIB)
-        memory, wants_store = KVMemory(denoiser, engine.cache_dtype, budget), budget and engine.store
-        store = open_evidence_store(engine, denoiser, memory.token) if wants_store else None
+        memory = KVMemory(denoiser, engine.cache_dtype, budget)
+        store = open_evidence_store(engine, denoiser, memory.token) if budget else None
         self.cache = KVCache(memory, store, int(engine.cpu_offload_gib * GIB) if budget else 0)
         self.cache_stats = self.cache.cache_stats
         check_step_graphs(engine, self.shape, denoiser.backend, denoiser.layer_devices)
@@ -303,9 +303,6 @@ class StepGraphs:
         self._sent: tuple[Any, int, list[int], list[Tensor]] | None = None
         self._address = 0
         self._pool = torch.cuda.graph_pool_handle() if denoiser.device.type == "cuda" else None
-
-    def __len__(self) -> int:
-        return len(self._graphs)
 
     def send(self, arrays: Mapping[str, NDArray[Any]]) -> list[Tensor]:
         """The arrays of `pack_rows` on the device, padded to the sizes of a graph if it is to have one."""

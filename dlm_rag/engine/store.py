@@ -148,10 +148,11 @@ def _checksum(path: Path, kept: Tensor) -> list[int]:
     return [*hasher.digest()]
 
 
-def check_store(engine: EngineConfig) -> None:
-    """Raises `ConfigError` for a store that cannot be written."""
+def check_store(engine: EngineConfig) -> Path | None:
+    """Returns the folder of the store, if there is to be one; raises `ConfigError` where it cannot be
+    written."""
     if engine.store is None:
-        return
+        return None
     folder = make_folder(expand_path(engine.store, ConfigError, "engine.store"), "engine.store=")
     probe = folder / f".part-{os.getpid()}"
     try:
@@ -159,6 +160,7 @@ def check_store(engine: EngineConfig) -> None:
         probe.unlink(missing_ok=True)  # another process may have removed it
     except OSError as error:
         raise ConfigError(f"engine.store={folder} cannot be written: {error.strerror}") from None
+    return folder
 
 
 def describe_context(denoiser: Denoiser, cache_dtype: str) -> str:
@@ -177,12 +179,11 @@ def describe_context(denoiser: Denoiser, cache_dtype: str) -> str:
     return json.dumps(shape | how, sort_keys=True)
 
 
-def open_evidence_store(engine: EngineConfig, denoiser: Denoiser, token: Tensor) -> EvidenceStore:
-    """Returns the store that the settings name; token: as of `EvidenceStore`.
+def open_evidence_store(engine: EngineConfig, denoiser: Denoiser, token: Tensor) -> EvidenceStore | None:
+    """Returns the store that the settings name, if any; token: as of `EvidenceStore`.
 
     Raises `ConfigError` for weights that are not those of their checkpoint.
     """
-    assert engine.store is not None
-    check_store(engine)
-    folder, context = expand_path(engine.store, ConfigError), describe_context(denoiser, engine.cache_dtype)
-    return EvidenceStore(folder, context, token)
+    if (folder := check_store(engine)) is None:
+        return None
+    return EvidenceStore(folder, describe_context(denoiser, engine.cache_dtype), token)

@@ -30,7 +30,7 @@ def test_padded_steps_decode_the_same_tokens_whatever_padding_reads():
     after = graphed.decode(questions, batch_size=2)
     for one, other in zip(before, after, strict=True):
         assert list_commits(one) == list_commits(other)
-    graphs, steps = len(graphed.model_runner._graphs), sum(len(one.steps) for one in after)
+    graphs, steps = len(graphed.model_runner._graphs._graphs), sum(len(one.steps) for one in after)
     assert 0 < graphs < steps, "sizes come again"
 
 
