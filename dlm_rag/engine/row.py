@@ -181,8 +181,7 @@ class Row:
     @property
     def written(self) -> list[int]:
         """The tokens before the first mask."""
-        found: list[int] = self.canvas.ids[: self.canvas.first_masked].tolist()
-        return found
+        return self.canvas.ids[: self.canvas.first_masked].tolist()
 
     @property
     def read_texts(self) -> list[str]:
