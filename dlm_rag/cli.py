@@ -124,6 +124,12 @@ class CommandParser(argparse.ArgumentParser):
         more |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
         super().__init__(description=inspect.cleandoc(description), **more)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        for word in args or ():
+            if re.fullmatch("--[a-z-]+=--", word):  # of which argparse makes an empty list
+                self.error(f"{word} gives no value")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; `{self.prog} --help` lists the flags")
 

@@ -33,7 +33,8 @@ from dlm_rag.text import normalize_text, normalize_whitespace
 log = logging.getLogger(__name__)
 
 IMAGE_FIELDS = ("image", "images", "image_url")
-_NESTED = re.compile(r"\s*(\[.*\]|\{\s*['\"]text['\"].*\})\s*", re.DOTALL)  # a list, SQuAD's object
+# A list, SQuAD's object; the film "[REC]" is neither.
+_NESTED = re.compile(r"\s*(\[\s*(?:[-\d\[\"'{].*)?\]|\{\s*['\"]text['\"].*\})\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)

@@ -31,14 +31,18 @@ _TYPOGRAPHY |= {ord(char): '"' for char in "\u201c\u201d\u201e\u201f\u2033\u00ab
 _TYPOGRAPHY |= dict.fromkeys((160, 5760, *range(8192, 8203), 8239, 8287, 12288), " ")
 _TYPOGRAPHY |= {0xFF00 + place: chr(0x20 + place) for place in range(1, 95)}  # full-width Latin
 _TYPOGRAPHY |= {0x2028: "\n", 0x2029: "\n", 0x85: "\n"}
-_TYPOGRAPHY |= dict.fromkeys((0xAD, 0x200B, 0x200C, 0x200D, 0x200E, 0x200F, 0x2060, 0xFEFF), "")
+_TYPOGRAPHY |= dict.fromkeys((0xAD, 0x61C, *range(0x200B, 0x2010), *range(0x2060, 0x2065), 0xFEFF), "")
+_TYPOGRAPHY |= dict.fromkeys((0x3164, *range(0xFE00, 0xFE10), *range(0xE0000, 0xE0080)), "")
+_TYPOGRAPHY |= {code: unicodedata.normalize("NFKC", chr(code)) for code in range(0xFF65, 0xFFA0)}  # kana
 _TYPOGRAPHY |= dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), "")
 _PLACES_KEPT = {code: said or " " for code, said in _TYPOGRAPHY.items()}
 # bm25s's rule: runs of two or more word characters.
 _ASCII_TERM = re.compile(r"\b\w\w+\b", re.ASCII)
 _POINTS = re.compile(
-    "[\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u05c7\u0610-\u061a\u0640\u064b-\u065f\u0670\u06d6-\u06ed]"
+    "[\u0307\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u05c7\u0610-\u061a\u0640\u064b-\u065f\u0670\u06d6-\u06ed]"
 )
+# Letters of Greek and Arabic that people write with and without their signs.
+_LETTER_FORMS = str.maketrans("ςάέήίϊΐόύϋΰώأإآٱةىیک", "σαεηιιιουυυωاااا" + "هييك")
 # Thai, Lao, Tibetan, Burmese, Khmer, kana, Han, Hangul: a sentence, or a word with its endings, is one run.
 _JOINED = "\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff"
 _JOINED += "\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
@@ -168,7 +172,7 @@ def split_terms(text: str) -> list[str]:
     if text.isascii():
         return _ASCII_TERM.findall(text.lower())
     terms = list[str]()
-    for word in _WORD.findall(_POINTS.sub("", normalize_text(text).lower())):
+    for word in _WORD.findall(_POINTS.sub("", normalize_text(text).lower().translate(_LETTER_FORMS))):
         for run in _JOINED_RUN.split(word):
             if _JOINED_RUN.fullmatch(run):
                 letters = _LETTER.findall(run)  # each with its marks

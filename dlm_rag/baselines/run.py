@@ -362,7 +362,7 @@ class BaselineEngine:
     def __init__(self, context: BaselineContext, settings: dict[str, Any]) -> None:
         """settings: those of every rollout. Raises `ConfigError` for a policy that cannot be imported."""
         name = context.config.remote.policy
-        found = resolve_or_import(POLICIES, name, "remote.policy")
+        found = resolve_or_import(POLICIES, name, "remote.policy", 1)
         self._policy = found if isinstance(found, BaselinePolicy) else BaselinePolicy(found)
         answer = self._policy.answer
         self._answer = import_object(answer, "remote.policy") if isinstance(answer, str) else answer

@@ -10,6 +10,7 @@ known once that is open. What is unset, and thus the checkpoint's own, is not kn
 
 import dataclasses
 import importlib
+import inspect
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -200,9 +201,9 @@ def import_object(path: str, key: str) -> Any:
         raise ConfigError(f"{key}={path} cannot be imported: {reason}") from error
 
 
-def resolve_or_import(table: Mapping[str, Any], value: str, key: str) -> Any:
+def resolve_or_import(table: Mapping[str, Any], value: str, key: str, arguments: int = 0) -> Any:
     """The entry of `table` called `value`, or the user's own at `module:name`, which may be a file of the
-    working folder; else `ConfigError`."""
+    working folder; else `ConfigError`. arguments: that a function must take; 0: any."""
     if value in table:
         return table[value]
     sys.path.insert(0, "")
@@ -212,6 +213,13 @@ def resolve_or_import(table: Mapping[str, Any], value: str, key: str) -> Any:
         sys.path.remove("")
     if not (callable(found) or dataclasses.is_dataclass(found)):
         raise ConfigError(f"{key}={value} is {type(found).__name__}, not a function")
+    if arguments and callable(found):
+        try:
+            inspect.signature(found).bind(*[None] * arguments)
+        except TypeError as error:
+            raise ConfigError(f"{key}={value} does not take {arguments} arguments: {error}") from None
+        except ValueError:  # of what is written in C, some says nothing
+            pass
     return found
 
 

@@ -210,7 +210,7 @@ def find_rule(name: str) -> Rule:
 
     Raises `ConfigError` where there is none.
     """
-    found = resolve_or_import(RULES, name, "decode.commit_rule")
+    found = resolve_or_import(RULES, name, "decode.commit_rule", 2)
     return found if isinstance(found, Rule) else Rule(found, ("spread",))
 
 

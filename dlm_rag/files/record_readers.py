@@ -36,7 +36,7 @@ SUPPORTED_FORMATS = (
 # The names that a field goes by; the first that is there counts.
 FIELD_ALIASES = {
     "id": ("id", "_id", "question_id", "questionid", "wikipedia_id"),  # TriviaQA, KILT
-    "question": ("question", "text"),  # BEIR's queries
+    "question": ("question", "text", "query", "input"),  # BEIR's queries, MS MARCO, KILT
     "golden_answers": ("golden_answers", "answers", "answer", "possible_answers"),
     "answer_aliases": ("answer_aliases",),
     "supporting_ids": ("supporting_ids", "supporting_docs"),
@@ -277,6 +277,11 @@ def flatten_layout(row: dict[str, Any]) -> dict[str, Any]:
             value = metadata.get(name)
         if value is not None:
             found[name] = _decode(value)
+    if isinstance(outputs := row.get("output"), list):  # KILT: an answer, or the pages of one, in each
+        given = [each for each in outputs if isinstance(each, dict)]
+        found.setdefault("golden_answers", [each["answer"] for each in given if each.get("answer")])
+        pages = next((each["provenance"] for each in given if each.get("provenance")), ())
+        found.setdefault("supporting_docs", pages)
     return found
 
 

@@ -56,7 +56,10 @@ def load_retriever(
         given = open_corpus(config.corpus, config.index_dir)
     if config.top_k > len(given):
         log.warning("top_k=%d, but the corpus has %d passages: all are used", config.top_k, len(given))
-    return resolve_or_import(RETRIEVERS, config.method, "retrieval.method")(config, given)
+    found = resolve_or_import(RETRIEVERS, config.method, "retrieval.method", 2)(config, given)
+    if not hasattr(found, "search"):
+        raise ConfigError(f"retrieval.method={config.method} returned {type(found).__name__}, no Retriever")
+    return found
 
 
 def read_retrieval_settings(model: str | Path) -> dict[str, Any]:

@@ -107,13 +107,15 @@ QUERIES = {
 @cache
 def find_query_policy(name: str) -> QueryPolicy:
     """The policy called so in `QUERIES`, or a `QueryPolicy` or its `write` at `module:name`."""
-    found = resolve_or_import(QUERIES, name, "decode.query_policy")
+    found = resolve_or_import(QUERIES, name, "decode.query_policy", 3)
     return found if isinstance(found, QueryPolicy) else QueryPolicy(found, reads_guesses=True)
 
 
 def build_query(policy: str, question: str, response: str = "", top_passage: str = "") -> Query:
     """The query of a step; question, response, top_passage: texts as decoded."""
     query = find_query_policy(policy).write(question, response, top_passage)
+    if not isinstance(query, str | Query):
+        raise ConfigError(f"decode.query_policy={policy} returned {type(query).__name__}, not a text")
     return query if isinstance(query, Query) else join_query(query, "")
 
 

@@ -54,7 +54,7 @@ MAX_WORKERS = 8  # more would take more memory
 _STOP_WORDS = frozenset(STOPWORDS_EN)
 _function: Callable[[Any], Any]  # of a worker
 # A part of the folder's name; another text makes every index be built again.
-INDEX_FORM = "hashed words, pairs of letters"
+INDEX_FORM = "hashed words, pairs of letters, letters in one form"
 
 
 _numba_config: Any = numba.config  # whose settings are made when it is imported

@@ -13,10 +13,11 @@ from typing import Any
 
 from dlm_rag.cli import print_note
 from dlm_rag.config import Config
-from dlm_rag.errors import ConfigError, summarize_error
+from dlm_rag.errors import ConfigError
 from dlm_rag.files.checked_json import parse_json_object
 from dlm_rag.files.paths import open_atomic_file, write_text_atomic
 from dlm_rag.progress import LOG_EVERY_SECONDS, can_draw, format_duration, report_progress
+from dlm_rag.text import normalize_whitespace
 
 Metrics = dict[str, Any]
 
@@ -198,7 +199,8 @@ def start_wandb(config: Config, folder: Path) -> Any:
             id=kept.read_text(encoding="utf-8").strip(), resume="allow", allow_val_change=True,
         )  # fmt: skip
     except (wandb.Error, ValueError) as error:  # no key, no network, a variable that W&B cannot read
+        reason = normalize_whitespace(str(error)).partition(" [type=")[0][:300]  # not the value, a key say
         raise ConfigError(
-            f"train.wandb={mode} does not start ({summarize_error(error)}): run `wandb login`, or set it "
-            "to offline"
+            f"train.wandb={mode} does not start ({reason}): run `wandb login`, set it to offline, or mend "
+            "WANDB_* in the environment"
         ) from None

@@ -1,12 +1,16 @@
 """What a rollout is worth."""
 
+import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlm_rag.config.fields import resolve_or_import
 from dlm_rag.decode.rollout import Rollout
+from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import compute_exact_match, compute_f1, compute_support_recall
 from dlm_rag.questions import Question
 
@@ -28,7 +32,11 @@ def compute_reward_parts(rollout: Rollout, question: Question, reward: str) -> d
     """Every entry of `REWARDS`, and as `reward` the one of that name, of a rollout without an error."""
     found = {name: float(score(rollout, question)) for name, score in REWARDS.items()}
     chosen = resolve_or_import(REWARDS, reward, "train.reward")
-    return found | {"reward": float(chosen(rollout, question))}
+    worth: Any = chosen(rollout, question)
+    with suppress(TypeError, ValueError):
+        if math.isfinite(worth):
+            return found | {"reward": float(worth)}
+    raise ConfigError(f"train.reward={reward} returned {worth!r:.60}, not a finite number")
 
 
 def compute_advantages(rewards: Sequence[float]) -> NDArray[np.float64]:

@@ -272,7 +272,7 @@ class RlTask(Task):
         train = config.train
         if config.model.path is None:
             raise ConfigError("rl begins with a model that answers: set model.path")
-        resolve_or_import(REWARDS, train.reward, "train.reward")
+        resolve_or_import(REWARDS, train.reward, "train.reward", 2)
         if train.min_hops > train.max_hops:
             raise ConfigError(f"min_hops={train.min_hops} is more than max_hops={train.max_hops}")
         values, defaults = flatten_settings(config), flatten_settings(Config())

@@ -38,7 +38,7 @@ def copy_gemma_without_generation_config(folder: Path) -> None:
 
 CASES = [
     *table(EVALUATE,
-        ("evaluation needs a folder", "--out -"),
+        ("evaluation needs a folder", "--out -"), ("--out=-- gives no value", "--out=--"),
         ("does not list its models", "--out run --compare ircot+model.path=openai://127.0.0.1:1/v1/m"),
         *(
             (says, f"--out run --compare {compare}")
@@ -155,7 +155,7 @@ CASES = [
     ),
     # Worlds.
     *table(WORLD,
-        ("arguments are required: --seed", "--out w"),
+        ("arguments are required: --seed", "--out w"), ("--out=-- gives no value", "--seed 1 --out=--"),
         ("corpus.jsonl exists with other content", "--seed 1 --passages 100 --per-hop 1 --out ."),
         ("corpus.jsonl exists with other content", "--seed 1 --passages 100 --per-hop 1 --out w",
          {"w/corpus.jsonl": os.mkfifo}),

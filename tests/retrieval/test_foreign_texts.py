@@ -29,6 +29,10 @@ SCRIPTS = [
     (["القاهرة مدينة", "مُحَمَّدٌ كَتَبَ الكِتَابَ", "دمشق عاصمة"], "من كتب الكتاب محمد"),
     (["दिल्ली राजधानी है", "गंगा सबसे लंबी नदी है", "मुंबई बड़ा शहर है"], "सबसे लंबी नदी कौन सी है"),
     (["서울은 수도이다", "한라산은 가장 높은 산이다", "부산은 항구이다"], "한라산이 높은가"),
+    (["دمشق عاصمة", "القاهرة أكبر مدينة", "بيروت"], "القاهره اكبر"),
+    (["Πάτρα", "Η Αθήνα είναι πόλη", "Σπάρτη"], "ΑΘΗΝΑ"),
+    (["Ankara", "İstanbul'un tarihi", "İzmir"], "istanbul"),
+    (["東京タワー", "スカイツリーの高さ", "富士山"], "ｽｶｲﾂﾘｰ"),
     (["Paris", "Café Zöe".replace("é", "e\u0301"), "Rome"], "café"),
 ]
 
@@ -55,7 +59,7 @@ FORMS = [
     'Who directed "Harbour\u00a0Lights"?',
     'Who directed "Har\u00adbour Lights"?',
     "\ufeff" + PLAIN,
-    "\u200b" + PLAIN,
+    "\u200b\u061c" + PLAIN + "\ufe0f",
     'Who directed\u2028"Harbour Lights"?',
     "".join(chr(ord(char) + 0xFEE0) if char.isalpha() else char for char in PLAIN),  # full-width
 ]

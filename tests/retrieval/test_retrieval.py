@@ -238,8 +238,13 @@ def test_a_retriever_of_ones_own_is_named_on_the_command_line(corpus_file, tmp_p
     for path, reason in wrong.items():
         with pytest.raises(ConfigError, match=f"cannot be imported: .*{reason}"):
             load_retriever(config, retriever.corpus, method=path)
-    with pytest.raises(ConfigError, match="method=string:digits is str, not a function"):
-        load_retriever(config, retriever.corpus, method="string:digits")
+    odd = {"string:digits": "is str, not a function", "os:getcwd": "does not take 2 arguments: too many"}
+    for path, reason in {**odd, "builtins:print": "returned NoneType, no Retriever"}.items():
+        with pytest.raises(ConfigError, match=f"method={path} {reason}"):
+            load_retriever(config, retriever.corpus, method=path)
+    for path, reason in {"os:getcwd": "take 3 arguments", "builtins:print": "returned NoneType"}.items():
+        with pytest.raises(ConfigError, match=f"decode.query_policy={path} .*{reason}"):
+            build_query(path, "Who?")
     with pytest.raises(ConfigError, match=r"method=.*bm52.*nearest: 'bm25'"):
         load_retriever(config, retriever.corpus, method="bm52")
 

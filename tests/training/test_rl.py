@@ -130,12 +130,15 @@ def test_the_reward_by_hand():
 
 
 def test_a_reward_of_ones_own_is_named_on_the_command_line(tmp_path, monkeypatch):
-    """One file, its two lines."""
-    (tmp_path / "brief.py").write_text("def score(rollout, question):\n    return -len(rollout.response)\n")
+    """One file, its two lines each."""
+    own = "def score(rollout, question):\n    return -len(rollout.response)\n"
+    (tmp_path / "brief.py").write_text(f"{own}def nothing(rollout, question): return float('nan')\n")
     monkeypatch.chdir(tmp_path)
     rollout = Rollout("q", "Who?", "joint", 8, [], response="### Jane")
     found = compute_reward_parts(rollout, Question("q", "Who?", ("Jane",)), "brief:score")
     assert found["reward"] == -8
+    with pytest.raises(ConfigError, match="reward=brief:nothing returned nan, not a finite number"):
+        compute_reward_parts(rollout, Question("q", "Who?"), "brief:nothing")
 
 
 def test_advantages_by_hand():
