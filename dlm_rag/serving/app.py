@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from urllib.parse import quote
@@ -36,13 +36,7 @@ from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import count_passages
 from dlm_rag.serving.chat_completions import ChatResponse, Event, ParsedRequest, RequestParser, stream_trace
 from dlm_rag.serving.conversation import reply_to_greeting
-from dlm_rag.serving.http_server import (
-    AccessControl,
-    ApiError,
-    HttpService,
-    SearchService,
-    run_unless_disconnected,
-)
+from dlm_rag.serving.http_server import AccessControl, ApiError, HttpService, SearchService
 
 log = logging.getLogger(__name__)
 
@@ -248,13 +242,9 @@ class AnswerService(HttpService):
     """One decoder over HTTP. `app` is what a server runs; `close` ends the engine."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        name: str,
-        access: AccessControl,
-        search: SearchService | None = None,
+        self, decoder: Decoder, name: str, access: AccessControl, search: SearchService | None = None,
         known: tuple[Sequence[str], str] = ((), ""),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """name: of the model. search: lets clients search the corpus too. known: questions that the model
         can answer, and what stands below each answer.
         """
@@ -298,9 +288,7 @@ class AnswerService(HttpService):
             self._search.close()
 
     async def _health(self, request: Request) -> Response:
-        status = "ok" if self.engine.is_healthy else "failing"
-        if self.error is not None:
-            status = "going down"
+        status = "going down" if self.error else "ok" if self.engine.is_healthy else "failing"
         return JSONResponse({"status": status, "model": self.name}, 200 if status == "ok" else 503)
 
     async def _metrics(self, request: Request) -> Response:
@@ -336,7 +324,7 @@ class AnswerService(HttpService):
         reply = ChatResponse(asked, self.name, self._tokenizer, link, self._note)
         if asked.body.stream:
             return await self._stream(request, reply.stream(steps))
-        return JSONResponse(await run_unless_disconnected(request, reply.complete(steps)))
+        return JSONResponse(await self.run_unless_disconnected(request, reply.complete(steps)))
 
     async def _answers(self, request: Request) -> Response:
         asked = await self.read(request, self._parser.parse_answer)
@@ -347,11 +335,9 @@ class AnswerService(HttpService):
         """Returns the question for the engine; of a greeting, what is said to it at once."""
         job = EngineRequest(asked.question, asked.settings, record_provisional)
         if said := reply_to_greeting(asked.asked, self._passage_count):
-            settings, step = asdict(asked.settings) | {"abstain": "never"}, RolloutStep(0, None, (), False)
-            job.rollout = Rollout(
-                "q1", asked.question.question, self._decoder.evidence_layout, 0, [step], said, settings,
-                finished=True, answer_form="whole",
-            )  # fmt: skip
+            first, text = RolloutStep(0, None, (), False), asked.question.question
+            layout = self._decoder.evidence_layout
+            job.rollout = Rollout("q1", text, layout, 0, [first], said, finished=True, answer_form="whole")
             job.news.set()
         return job
 
@@ -385,7 +371,7 @@ class AnswerService(HttpService):
 
     async def _stream(self, request: Request, events: AsyncGenerator[Event]) -> Response:
         """Sends events as they come. A failure before the first one has its own status."""
-        first = await run_unless_disconnected(request, anext(events))
+        first = await self.run_unless_disconnected(request, anext(events))
 
         async def stream() -> AsyncIterator[str]:
             try:

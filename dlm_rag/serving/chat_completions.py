@@ -242,21 +242,17 @@ def escape_markup(text: str) -> str:
     return _MARKUP.sub(r"\\\g<0>", text)
 
 
-@dataclass
 class ChatResponse:
     """One chat completion, whole or as a stream; link, note: as `build_message` takes them."""
 
-    asked: ParsedRequest
-    model: str
-    tokenizer: Tokenizer
-    link: Link
-    note: str
-
-    def __post_init__(self) -> None:
-        body = self.asked.body  # the canvas stays as long as it is, for another one has another answer
+    def __init__(
+        self, asked: ParsedRequest, model: str, tokenizer: Tokenizer, link: Link, note: str
+    ) -> None:
+        self.asked, self.tokenizer, self.link, self.note, body = asked, tokenizer, link, note, asked.body
+        # The canvas stays as long as it is: another one has another answer.
         self._most = min(body.max_tokens or sys.maxsize, body.max_completion_tokens or sys.maxsize)
         self._head = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model,
+            "id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model,
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
         }  # fmt: skip
 
@@ -300,7 +296,7 @@ class ChatResponse:
         at the end are blanks, a character that is not whole, and what may begin a stop text or an answer.
         """
         settings, most = rollout.settings, min(rollout.canvas_length, self._most)
-        if settings["edit_threshold"] is not None or rollout.answer_form == "whole":
+        if rollout.answer_form == "whole" or settings["edit_threshold"] is not None:
             return ""
         if find_rule(settings["commit_rule"] or "threshold").redraws:  # finished blocks are certain
             block = settings["block_length"]

@@ -45,15 +45,11 @@ CLIENT_SECONDS = 30.0  # for the head of a request, for its body, and to read an
 SWEEP_SECONDS = 0.1  # between two looks at the connections
 MAX_REQUEST_HEAD_BYTES = 2**15
 TOO_MANY_CONNECTIONS = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-MAX_REQUEST_BYTES = 2**20
 DISCARD_WAIT_SECONDS = 1.0  # for more of a body that is too large
 UNLOGGED_PATHS = ("/health", "/metrics")  # asked for every few seconds
 SEARCH_PATH = "/retrieve"
 MAX_TOP_K = 1000
 MAX_QUERIES = 4096  # of a request
-MAX_SEARCH_REQUEST_BYTES = 2**24  # of a request
-# what a search finds
-RESULT_SETTINGS = ("method", "embedding_model", "query_prompt", "passage_prompt")
 _KEY = re.compile(r"[!-~]{16,512}")
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 EXTRA_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # seconds
@@ -91,9 +87,7 @@ def read_api_keys(path: str) -> dict[bytes, str]:
         if not key or key.startswith("#"):
             continue
         if not _KEY.fullmatch(key):
-            raise ConfigError(
-                f"{path}, line {number}: a key has 16 to 512 letters, digits and signs, no blank"
-            )
+            raise ConfigError(f"{path}, line {number}: a key has 16 to 512 letters, digits and signs")
         keys[sha256(key.encode()).digest()] = f"key{number}"
     if not keys:
         raise ConfigError(f"{path} holds no keys: write one a line, or leave serving.api_keys_file out")
@@ -200,25 +194,6 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
     raise ApiError(400, f"'{place}': {first['msg'][0].lower()}{first['msg'][1:]}", field)
 
 
-async def run_unless_disconnected(request: Request, work: Awaitable[Result]) -> Result:
-    """What `work` returns; given up, and `ClientDisconnect` raised, when the client goes away."""
-
-    async def wait_for_disconnect() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            return tasks[0].result()
-        raise ClientDisconnect
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 async def _refuse(request: Request, error: Exception) -> Response:
     """The connection is closed, for what else it brings may have no end."""
     if isinstance(error, ClientDisconnect):
@@ -239,6 +214,7 @@ class HttpService:
     """
 
     app: ASGIApp
+    max_body_bytes = 2**20
 
     def __init__(self) -> None:
         self.connections: Collection[object] = ()
@@ -250,15 +226,14 @@ class HttpService:
         """Why the service has ended by itself, if it has."""
         return self._failure
 
-    async def read(
-        self, request: Request, parse: Callable[[bytes], Result], most: int = MAX_REQUEST_BYTES
-    ) -> Result:
+    async def read(self, request: Request, parse: Callable[[bytes], Result]) -> Result:
         """Returns what `parse` returns of the body; raises as it does, and `ApiError` for a body that comes
         too slowly or is too large.
 
         A body that is too large is read to its end and dropped: a connection closed before that would take
         the refusal with it. Where nothing more comes for a while the refusal is sent at once.
         """
+        most = self.max_body_bytes
         too_large = ApiError(413, f"the body has more than {most >> 20} MiB")
         size, body = int(request.headers.get("content-length", "0")), bytearray()  # h11 has checked it
         if size > most and "expect" in request.headers:  # such a client waits before it sends anything
@@ -278,9 +253,26 @@ class HttpService:
                 raise ApiError(408, f"the body did not come within {CLIENT_SECONDS:g} seconds") from None
         if size > most:
             raise too_large
-        return await run_unless_disconnected(
-            request, loop.run_in_executor(self._thread, parse, bytes(body))
-        )
+        work = loop.run_in_executor(self._thread, parse, bytes(body))
+        return await self.run_unless_disconnected(request, work)
+
+    async def run_unless_disconnected(self, request: Request, work: Awaitable[Result]) -> Result:
+        """What `work` returns; given up, and `ClientDisconnect` raised, when the client goes away."""
+
+        async def wait_for_disconnect() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        tasks = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                return tasks[0].result()
+            raise ClientDisconnect
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def close(self) -> None:
         """Ends the thread, after the work under way."""
@@ -305,12 +297,15 @@ class SearchService(HttpService):
     changed, is the `error` that ends the server.
     """
 
+    max_body_bytes = 2**24
+
     def __init__(
         self, retriever: CorpusRetriever, config: RetrievalConfig, access: AccessControl | None = None
     ) -> None:
         super().__init__()
         self._retriever, self._config = retriever, config
-        settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
+        names = ("method", "embedding_model", "query_prompt", "passage_prompt")
+        settings = {name: getattr(config, name) for name in names}
         if config.bm25_query != "whole":
             settings["bm25_query"] = config.bm25_query
         digest = sha256(json.dumps([retriever.fingerprint, settings]).encode()).hexdigest()
@@ -319,13 +314,13 @@ class SearchService(HttpService):
         self.app = (access or AccessControl()).create_app([Route("/", self._about), self.route])
 
     async def _about(self, request: Request) -> Response:
-        limits = {"topk": MAX_TOP_K, "queries": MAX_QUERIES, "bytes": MAX_SEARCH_REQUEST_BYTES}
+        limits = {"topk": MAX_TOP_K, "queries": MAX_QUERIES, "bytes": self.max_body_bytes}
         used = {"kind": self._config.method, "topk": self._config.top_k, "most": limits}
         size = {"passages": len(self._retriever.corpus), "search": f"POST {SEARCH_PATH}"}
         return JSONResponse({"dlm_rag": self._note} | used | size)
 
     async def _search(self, request: Request) -> Response:
-        return await self.read(request, self._reply, MAX_SEARCH_REQUEST_BYTES)
+        return await self.read(request, self._reply)
 
     def _reply(self, body: bytes) -> Response:
         if self.error is not None:
@@ -344,9 +339,8 @@ class SearchService(HttpService):
     def answer(self, body: bytes) -> dict[str, Any]:
         """The answer to a search; raises `ApiError`, and what the retriever raises."""
         asked = parse_body(SearchBody, body)
-        parts = asked.parts
-        if parts is None:
-            parts = [[text] if text.strip() else [] for text in asked.queries]
+        whole = [[text] if text.strip() else [] for text in asked.queries]
+        parts = whole if asked.parts is None else asked.parts
         if len(parts) != len(asked.queries):
             raise ApiError(400, "'parts' must be a list of texts for each query")
         queries = [Query(text, tuple(own)) for text, own in zip(asked.queries, parts, strict=True)]

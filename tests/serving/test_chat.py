@@ -292,6 +292,19 @@ def test_a_greeting_is_answered_by_what_can_be_asked():
         assert reply_to_greeting(asked, 2000) == ""
 
 
+def test_a_greeting_needs_no_model(corpus):
+    """Whole, as a stream and on the page."""
+    said = "I answer questions about these"
+    with serve_decoder(made_decoder(corpus)) as service:
+        whole = send_request(service, chat_body("Hello!")).json()
+        choice = whole["choices"][0]
+        assert choice["message"]["content"].startswith(said) and choice["finish_reason"] == "stop"
+        assert whole["usage"]["completion_tokens"] == 0 and whole["dlm_rag"]["forwards"] == 0
+        assert said in send_request(service, chat_body("thanks", stream=True)).text
+        assert said in send_request(service, chat_body("hi", abstain="answer"), "/v1/answers").text
+        assert service.engine.counts["answered"] == 0
+
+
 def test_questions_are_suggested_from_titles():
     titles = ["Emma", "notes.md", "Hot Rod (film)", "x", "Who sang it?", "Jane Austen"]
     assert suggest_questions(titles) == ("What is Emma?", "What is Hot Rod?", "Who sang it?")

@@ -29,12 +29,10 @@ def chat_of(*texts):
 BODIES = {
     "blanks": filled(" ") | {"stream": True},
     "blanks and a word": chat_body(" " * (SIZE // 2) + "x"),
-    "line ends": filled("\n"),
     "names": filled("Ann Lee. "),
     "capitals": filled("A"),
     "a name in every turn": chat_of(*["Who saw Ann Lee?" + " Ann" * 80] * 1001),
     "long turns": chat_of("Ann Lee " * 30_000, "Ann " * 60_000),
-    "tasks": chat_body("### Task:\n{ \"title\" :" + "<chat_history>" * 30_000),
     "messages": {"messages": [{}] * 250_000},
     "empty messages": {"messages": [{"role": "user"}] * 50_000},
     "parts": chat_body([{"type": "text", "text": "a"}] * 25_000),

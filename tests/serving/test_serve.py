@@ -221,16 +221,11 @@ def test_the_page_gets_the_records_of_a_trace(make_decoder_of, tmp_path, kind, s
     assert end == side["end"] and record["response"] == rollout.response
     if kind == "uniform":
         assert any(step.remasked for step in rollout.steps) and any(step.edited for step in rollout.steps)
-    for state, guessed in zip(rollout.replay(), rollout.provisional_tokens(), strict=True):
-        assert not {*state} & {*guessed}, "a guess stands where nothing is accepted"
 
 
 REFUSED = {
     "several answers": (chat_body(n=2), "'n' cannot be honoured here: leave it out"),
-    "an answer in JSON": (chat_body(response_format={"type": "json_object"}), "'response_format' cannot"),
-    "an interpolation": (chat_body(commit_rule="${oc.env:HOME}"), "is not one of"),
     "out of bounds": (chat_body(commit_threshold=2), "commit_threshold=2"),
-    "a seed that is too large": (chat_body(seed=2**63), "must be below 2^63"),
     "the server's own": (chat_body(batch_size=2), "'batch_size' cannot be honoured here: leave it out"),
     "a canvas too long": (chat_body(max_new_tokens=17), "more than the 16"),
     "edits without blocks": (chat_body(edit_threshold=0.9), "attention has no blocks"),
@@ -239,8 +234,6 @@ REFUSED = {
     "messages.0.content"),
     "a blank question": (chat_body(" \n"), "blank"),
     "no JSON": (b"{", "is not JSON"),
-    "half a character": (b'{"messages": "\\ud800"}', "half of a character"),
-    "endless nesting": (b"[" * 500_000, "nesting that is too"),
     "code to import": (chat_body("x", commit_rule="antigravity:x"), "is not one of"),
     "too long for the context": (chat_body("word " * 1000), "context"),
 }  # fmt: skip
@@ -248,21 +241,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_honoured_is_refused(shared, what):
-    check_refused(shared, *REFUSED[what])
-
-
-def test_what_cannot_be_honoured_by_a_model_of_noise_is_refused(make_decoder_of):
-    with serve_decoder(make_decoder_of("uniform")) as service:
-        check_refused(service, chat_body(block_length=4), "has no effect on a model that denoises")
-
-
-def check_refused(service, body, words):
-    response = send_request(service, body)
+    body, words = REFUSED[what]
+    response = send_request(shared, body)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and words in error["message"]
     assert error["type"] == "invalid_request_error" and len(error["message"]) < 400
-    assert not service.engine.in_flight and not service.engine.waiting
+    assert not shared.engine.in_flight and not shared.engine.waiting
 
 
 @pytest.mark.parametrize(
@@ -285,19 +270,10 @@ def test_settings_hold_for_one_request(make_decoder_of, kind, own):
     assert first.json()["dlm_rag"]["forwards"] == alone.forwards != plain.forwards
 
 
-@pytest.mark.parametrize(
-    "method, path, status",
-    [
-        ("GET", "/v1/chat/completions", 405),
-        ("GET", "/v1/models/another", 404),
-        ("GET", "/..%2f..%2fetc%2fpasswd", 404),
-        ("GET", "/v1/models/..%2f..%2fetc%2fpasswd", 404),
-        ("GET", "//etc/passwd", 404),
-    ],
-)
-def test_what_is_not_there(shared, method, path, status):
-    response = send_request(shared, None, f"http://127.0.0.1{path}", method)
-    assert response.status_code == status
+@pytest.mark.parametrize("path", ["/..%2f..", "/v1/models/another", "/v1/models/..%2f..", "/"])
+def test_what_is_not_there(shared, path):
+    response = send_request(shared, None, f"http://127.0.0.1{path}/etc/passwd", "GET")
+    assert response.status_code == 404
     assert response.json()["error"]["message"] and "passwd" not in response.text
 
 
@@ -521,16 +497,3 @@ def test_a_fault_of_our_own_and_a_failed_search_tell_nothing_of_the_machine(deco
     for response in failed:
         assert response.status_code == 500 and response.json()["error"]["message"] == "the search failed"
     assert ours.status_code == 500 and "/home" not in ours.text
-
-
-def test_a_greeting_needs_no_model(decoder):
-    """Whole, as a stream and on the page."""
-    said = "I answer questions about these"
-    with serve_decoder(decoder) as service:
-        whole = send_request(service, chat_body("Hello!")).json()
-        choice = whole["choices"][0]
-        assert choice["message"]["content"].startswith(said) and choice["finish_reason"] == "stop"
-        assert whole["usage"]["completion_tokens"] == 0 and whole["dlm_rag"]["forwards"] == 0
-        assert said in send_request(service, chat_body("thanks", stream=True)).text
-        assert said in send_request(service, chat_body("hi", abstain="answer"), "/v1/answers").text
-        assert service.engine.counts["answered"] == 0
