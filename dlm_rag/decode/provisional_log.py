@@ -26,17 +26,13 @@ class ProvisionalToken:
 
 @dataclass(frozen=True)
 class ProvisionalDelta:
-    """What is guessed after a step, as far as it differs; `replay_provisional` puts it together.
+    """What is guessed after a step, as far as it differs; `replay_provisional` puts it together."""
 
-    confidence: two characters for each canvas position, the hundredths of `ProvisionalToken.confidence`,
-    or blanks where nothing is guessed; blanks at the end are left out. changed: in turn a position and the
-    id of its token, where another one is guessed than last time. texts: ids and texts of tokens not
-    guessed before.
-    """
-
+    # Two characters for each canvas position: the hundredths of `ProvisionalToken.confidence`, or blanks
+    # where nothing is guessed; blanks at the end are left out.
     confidence: str = ""
-    changed: tuple[int, ...] = ()
-    texts: tuple[tuple[int, str], ...] = ()
+    changed: tuple[int, ...] = ()  # in turn a position and the id of its token, where that is another now
+    texts: tuple[tuple[int, str], ...] = ()  # ids and texts of tokens not guessed before
 
 
 class ProvisionalRecorder:

@@ -106,11 +106,8 @@ def render_answer(rollout: Rollout, verdict: Text = NO_VERDICT) -> Panel:
         sources.add_column(no_wrap=True, max_width=46, overflow="ellipsis", style="dim")
         sources.add_column()
         for unit in rollout.citations:
-            cited = [
-                f"{p['id']} {_title(rollout, p['id'])} (step {p['step']})"
-                for p in unit["passages"]
-                if p["id"] in told
-            ]
+            named = [p for p in unit["passages"] if p["id"] in told]
+            cited = [f"{p['id']} {_title(rollout, p['id'])} (step {p['step']})" for p in named]
             said = "; ".join(cited) or "no passage holds these words" * bool(unit["unsupported"])
             sources.add_row(mark_words(unit["text"], unit["unsupported"]), escape_text(said))
         parts += [Text("sources", style="dim"), sources]

@@ -137,8 +137,7 @@ class TraceWriter:
 
 def read_trace_header(path: Path) -> TraceHeader:
     """What the questions of a trace file have in common; raises `TraceError` where it has no lines."""
-    entry = next((entry for _, entry in _entries(path, AnswerLine)), None)
-    if isinstance(entry, TraceHeader):
+    for _, entry in _entries(path, AnswerLine):
         return entry
     raise TraceError(f"{path} is no trace: it is empty")
 

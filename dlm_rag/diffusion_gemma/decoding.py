@@ -433,10 +433,10 @@ class GemmaRunner(ModelRunner):
 
 
 def _read_logits(logits: Tensor, cooled: Tensor, uniform: Tensor) -> dict[str, Tensor]:
-    """Of each position the fields of `Proposals`, with the most probable token and its own two besides.
+    """The fields of `Proposals` (n,), with the most probable token and its own two besides.
 
-    logits, cooled: (n, V) float32, the second over the temperature, by which tokens are drawn, at the
-    quantiles `uniform` (n,), and which the entropy is of. Probabilities are those of temperature 1.
+    cooled: the logits (n, V) over the temperature, of which the entropy is, and of which tokens are drawn
+    at the quantiles `uniform` (n,). Probabilities are those of temperature 1.
     """
     drawn, best = sample_at_quantile(cooled, uniform), cooled.argmax(-1)
     entropy = torch.special.entr(cooled.softmax(-1)).sum(-1)

@@ -298,10 +298,11 @@ class KVCache:
     def _extend_chain(self, row: RowInput) -> tuple[Places, int]:
         """Places for all tokens of a chain, and how many in front need not run."""
         chain, done, held = row.chain, row.finished_tokens, self._chains.get(row.row)
-        context = Counter(row.laid_out_prompt.seen_by_blocks)
-        valid = 0
+        context, valid = Counter(row.laid_out_prompt.seen_by_blocks), 0
         if held is not None and held.context == context and held.first == chain.first:
-            valid = _count_reusable_tokens(row, held)
+            pairs = zip(held.ids, chain.ids[:done], strict=False)
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            valid = chain.block_start(min([same, *row.states[:1].tolist()]))  # before what is read
         places = self._take(len(chain.ids) - valid)
         if held is not None:
             del self._chains[row.row]
@@ -310,13 +311,6 @@ class KVCache:
         self._next[row.row] = _Chain(context, chain.first, chain.ids[:done], places[:done])
         self._loose.append(places[done:])
         return places, valid
-
-
-def _count_reusable_tokens(row: RowInput, held: _Chain) -> int:
-    """How many tokens of the chain need not run: whole blocks before the first state that is read."""
-    pairs = zip(held.ids, row.chain.ids[: row.finished_tokens], strict=False)
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return row.chain.block_start(min(same, *row.states[:1].tolist()) if len(row.states) else same)
 
 
 class KVMemory:
@@ -343,11 +337,6 @@ class KVMemory:
         self.capacity = self.free = budget_bytes // self.token_bytes  # tokens in all, and without growing
         # Places: of these so many as are free, the last are taken first.
         self._free = np.arange(self.capacity)[::-1].copy()
-
-    @property
-    def dump(self) -> int:
-        """A place of nobody, where padding is written."""
-        return self.capacity
 
     @property
     def taken(self) -> int:

@@ -64,15 +64,14 @@ class Decoder(NamesRemedy):
     """
 
     _instead = dict.fromkeys(
-        ("generate", "answer", "chat", "run", "predict", "query", "invoke", "pipe"), "ask(question)"
+        ("generate", "answer", "chat", "run", "predict", "query", "invoke", "pipe", "eval"), "ask(question)"
     ) | {
         "cuda": 'dlm_rag.load(model, corpus, device="cuda")', "retrieve": "decoder.retriever.search(text)",
-        "model": "denoiser", "generate_stream": "stream(questions, on_step)", "eval": "ask(question)",
+        "to": 'dlm_rag.load(model, corpus, device="cuda")', "search": "decoder.retriever.search(text)",
         "add_documents": "dlm_rag.load(model, corpus)", "index": "retriever", "corpus": "retriever.corpus",
-        "evaluate": "`dlm-rag evaluate`", "train": "`dlm-rag train`",
-        "to": 'dlm_rag.load(model, corpus, device="cuda")', "batch": "decode(questions)",
-        "batch_decode": "decode(questions)", "search": "decoder.retriever.search(text)",
-        "save_pretrained": "decoder.denoiser.save_pretrained(folder)",
+        "model": "denoiser", "save_pretrained": "decoder.denoiser.save_pretrained(folder)",
+        "generate_stream": "stream(questions, on_step)", "batch": "decode(questions)",
+        "batch_decode": "decode(questions)", "evaluate": "`dlm-rag evaluate`", "train": "`dlm-rag train`",
     }  # fmt: skip
 
     def __init__(

@@ -75,9 +75,8 @@ def gather_action_log_probs(found: ActionDistribution, taken: Tensor) -> Tensor:
     urge; the log-probability of `taken` under pi. taken (n,): a token, -1 where the position stayed.
     """
     n, token = torch.arange(len(taken), device=taken.device), taken.clamp(min=0)
-    return torch.stack(
-        [found.log_commit[n, token], found.log_stay, found.forced_logit, found.log_pi[n, token]]
-    )
+    commit, log_pi = found.log_commit[n, token], found.log_pi[n, token]
+    return torch.stack((commit, found.log_stay, found.forced_logit, log_pi))
 
 
 def step_log_prob(parts: Tensor, step: Tensor, took: Tensor, forced: Tensor) -> Tensor:

@@ -173,13 +173,8 @@ def sample_commits(candidates: Proposals, context: RuleContext) -> SampledCommit
         opened[at] = True
         log_prob += float(found["forced_log_prob"][at] + math.log(urge[at] / ends[-1]))
     kind = "forced" if forced else "drawn"
-    log_prob_of_token = found[f"{kind}_log_confidence"][opened]
-    tokens = replace(
-        candidates.subset(opened),
-        token_ids=found[f"{kind}_token_ids"][opened],
-        confidence=np.exp(log_prob_of_token),
-        log_prob=log_prob_of_token,
-    )
+    ids, sure = (found[f"{kind}_{name}"][opened] for name in ("token_ids", "log_confidence"))
+    tokens = replace(candidates.subset(opened), token_ids=ids, confidence=np.exp(sure), log_prob=sure)
     return SampledCommits(opened, log_prob, forced, tokens)
 
 

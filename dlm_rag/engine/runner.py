@@ -30,7 +30,8 @@ LOGITS_CHUNK_POSITIONS = 1024  # logits that exist at a time: the vocabulary is 
 STATISTICS = ("token_ids", "confidence", "log_prob", "entropy", "margin")
 SIZES_AN_OCTAVE = 4  # of tokens: a tenth is padding on average, a quarter at most
 MAX_TOKENS = 8192  # of a graph; a larger step keeps the device busy as it is
-# What each array of `pack_rows` is as long as, and what fills it up: the dump, or the last end again.
+# What each array of `pack_rows` is as long as, and what fills it up: the last end again, or the dump, the
+# place of nobody behind all others.
 DUMP, LAST = "dump", "last"
 PADDING: dict[str, tuple[str, int | str]] = {
     "ids": ("tokens", 0), "positions": ("tokens", 0), "places": ("tokens", DUMP), "limits": ("tokens", 1),
@@ -349,7 +350,7 @@ class StepGraphs:
     def _pad(self, name: str, array: NDArray[Any], sizes: Mapping[str, int]) -> NDArray[Any]:
         kind, value = PADDING[name]
         if isinstance(value, str):
-            value = self._memory.dump if value == DUMP else array[-1]
+            value = self._memory.capacity if value == DUMP else array[-1]
         return np.concatenate((array, np.full(sizes[kind] - len(array), value, dtype=array.dtype)))
 
     def _capture(self, rows: PackedRows, longest: list[int], tensors: list[Tensor]) -> Graph:

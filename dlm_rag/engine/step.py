@@ -67,8 +67,6 @@ def finish_step(launched: LaunchedStep, tokenizer: Tokenizer) -> None:
                 continue
             if proposals is None:
                 row.fail("out of memory, also alone: set a smaller retrieval.top_k, or free memory")
-            elif not np.array_equal(proposals.positions, shown.positions):
-                row.fail("the model proposed for other positions than it was asked for")
             elif not np.isfinite(proposals.confidence).all():
                 row.fail("the denoiser's output is not a number")
             else:
@@ -111,18 +109,12 @@ def build_row_input(row: Row) -> RowInput:
         quantiles, temperature = draws[:2, positions], 0.0
     elif draws is not None and temperature:
         quantiles = draws[0, positions]
+    barred = None if row.words is None else row.words.find_barred(row.written, row.read_texts)
     return RowInput(
-        row=row.ticket,
-        laid_out_prompt=row.laid_out_prompt,
-        canvas=canvas.model_ids[:end].copy(),
-        positions=positions,
-        finished_length=begin,
-        temperature=temperature,
-        quantiles=quantiles,
-        soft_threshold=soft,
-        needs_entropy="spread" in rule.statistics,
-        barred=None if row.words is None else row.words.find_barred(row.written, row.read_texts),
-    )
+        row.ticket, row.laid_out_prompt, canvas.model_ids[:end].copy(), positions, temperature=temperature,
+        quantiles=quantiles, soft_threshold=soft, needs_entropy="spread" in rule.statistics,
+        finished_length=begin, barred=barred,
+    )  # fmt: skip
 
 
 def commit(row: Row, shown: RowInput, proposals: Proposals, text: Callable[[int], str]) -> None:
@@ -300,13 +292,11 @@ class Searches:
 
     def _lay_out(self, row: Row, texts: Mapping[str, str]) -> tuple[Evidence, LaidOutPrompt]:
         """The prompt with what fits of the evidence next to the canvas; raises `QuestionError`."""
-        shape, settings, asked = self.model_runner.shape, row.settings, row.question
+        shape, asked = self.model_runner.shape, row.question
+        order, mode = row.settings.finished_block_context, row.settings.mode or "diffusion"
         room = ContextBudget.from_config(shape, self.layout, row.canvas.length)
         fitted = fit_passages(self.tokenizer, asked.question, texts, room, asked.system)
-        laid = lay_out_prompt(
-            fitted.prompt, shape, self.layout, settings.finished_block_context, settings.mode or "diffusion"
-        )
-        return fitted, laid
+        return fitted, lay_out_prompt(fitted.prompt, shape, self.layout, order, mode)
 
 
 def _check_passages(found: SearchResult) -> SearchResult:

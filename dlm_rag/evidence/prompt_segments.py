@@ -123,9 +123,8 @@ class RowInput:
     def training_row(self) -> "LaidOutRow":
         """The same up to the end of the current block, as one run after what sees itself alone."""
         laid, finished = self.laid_out_prompt, self.finished_length
-        return laid.build_row(
-            self.canvas[: laid.block_bounds(finished)[1]].tolist(), finished, laid.shifted
-        )
+        canvas = self.canvas[: laid.block_bounds(finished)[1]].tolist()
+        return laid.build_row(canvas, finished, laid.shifted)
 
 
 @dataclass(frozen=True)
@@ -231,10 +230,8 @@ class ContextBudget:
         cls, shape: DenoiserConfig, layout: str | None = None, canvas: int | None = None
     ) -> "ContextBudget":
         """The room in a denoiser's context; by default with its own layout and canvas."""
-        return cls(
-            layout or shape.evidence_layout, shape.max_position_embeddings, canvas or shape.canvas_length,
-            shape.passage_length,
-        )  # fmt: skip
+        context, passage = shape.max_position_embeddings, shape.passage_length
+        return cls(layout or shape.evidence_layout, context, canvas or shape.canvas_length, passage)
 
 
 def truncate_evidence(prompt: Prompt, room: ContextBudget) -> tuple[Prompt, dict[str, int]]:
