@@ -34,7 +34,7 @@ from dlm_rag.errors import RunError, UserError, is_failure, summarize_error
 from dlm_rag.page.render import render_live_page
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import count_passages
-from dlm_rag.serving.chat_completions import ChatResponse, Event, ParsedRequest, RequestParser, stream_trace
+from dlm_rag.serving.chat_completions import ChatParser, ChatRequest, ChatResponse, Event, Steps, play_trace
 from dlm_rag.serving.conversation import reply_to_greeting
 from dlm_rag.serving.http_server import AccessControl, ApiError, HttpService, SearchService
 
@@ -144,14 +144,16 @@ class AsyncEngine(Collector):
                 await self._step()
         except Exception as error:
             self.error = error
-            self._fail([*self._clear_batch(), *self.waiting], ApiError(503, "the server is going down"))
+            self._fail([*self.in_flight.values(), *self.waiting], ApiError(503, "the server is going down"))
+            self.in_flight.clear()
             self.waiting.clear()
 
     def _admit(self) -> bool:
         """Takes out who has gone and lets in who waits; whether there is a step to take."""
-        for ticket in [ticket for ticket, job in self.in_flight.items() if job.cancelled]:
+        for ticket in [ticket for ticket, job in self.in_flight.items() if job.cancelled or job.error]:
             del self.in_flight[ticket]
-            self._engine.cancel(ticket)
+            with suppress(KeyError):  # the engine drops some of those whose step fails
+                self._engine.cancel(ticket)
         while self._engine.capacity and self.waiting:
             job = self.waiting.popleft()
             try:
@@ -172,7 +174,7 @@ class AsyncEngine(Collector):
             log.warning("a step failed", exc_info=error)
             self._failed_steps += 1
             self._failures, self._last_failure = MAX_CONSECUTIVE_FAILURES, time.monotonic()
-            self._fail(self._clear_batch(), ApiError(500, "the step of this question failed"))
+            self._fail(self.in_flight.values(), ApiError(500, "the step of this question failed"))
             if self._failed_steps >= MAX_CONSECUTIVE_FAILURES:
                 raise RunError(f"every step fails, the last with: {summarize_error(error)}") from None
             await asyncio.sleep(RETRY_SECONDS)
@@ -202,18 +204,10 @@ class AsyncEngine(Collector):
                     self._answer_seconds.observe(time.monotonic() - job.submitted)
             job.news.set()
 
-    def _clear_batch(self) -> list[EngineRequest]:
-        """Frees all places; returns the questions that had them."""
-        jobs, self.in_flight = self.in_flight, {}
-        for ticket in jobs:
-            with suppress(KeyError):  # the engine may have dropped it
-                self._engine.cancel(ticket)
-        return [*jobs.values()]
-
     def _fail(self, jobs: Iterable[EngineRequest], error: ApiError) -> None:
         for job in jobs:
-            job.error = error
-            self.counts["failed"] += 1
+            self.counts["failed"] += job.error is None
+            job.error = job.error or error
             job.news.set()
 
     def collect(self) -> Iterator[Metric]:
@@ -254,7 +248,7 @@ class AnswerService(HttpService):
             "id": name, "object": "model", "created": int(time.time()), "owned_by": "dlm_rag",
             "examples": examples, "description": self._note,
         }  # fmt: skip
-        self._decoder, self._parser, self._search = decoder, RequestParser(decoder), search
+        self._decoder, self._parser, self._search = decoder, ChatParser(decoder), search
         self._tokenizer = copy.deepcopy(decoder.tokenizer)  # which is not for two threads at once
         self.engine = AsyncEngine(decoder)
         count = Gauge("dlm_rag_connections", METRIC_HELP, registry=self.engine.registry)
@@ -319,8 +313,7 @@ class AnswerService(HttpService):
     async def _chat(self, request: Request) -> Response:
         asked = await self.read(request, self._parser.parse_chat)
         self._check_model(asked.body.model)
-        steps = self._follow(self._build_job(asked))
-        link = partial(self._publish_passage, str(request.base_url))
+        steps, link = self._follow(asked), partial(self._publish_passage, str(request.base_url))
         reply = ChatResponse(asked, self.name, self._tokenizer, link, self._note)
         if asked.body.stream:
             return await self._stream(request, reply.stream(steps))
@@ -328,24 +321,22 @@ class AnswerService(HttpService):
 
     async def _answers(self, request: Request) -> Response:
         asked = await self.read(request, self._parser.parse_answer)
-        steps = self._follow(self._build_job(asked, record_provisional=True))
-        return await self._stream(request, stream_trace(steps, self._tokenizer.end_ids))
+        steps = self._follow(asked, record_provisional=True)
+        return await self._stream(request, play_trace(steps, self._tokenizer.end_ids))
 
-    def _build_job(self, asked: ParsedRequest, record_provisional: bool = False) -> EngineRequest:
-        """Returns the question for the engine; of a greeting, what is said to it at once."""
-        job = EngineRequest(asked.question, asked.settings, record_provisional)
+    async def _follow(self, asked: ChatRequest, record_provisional: bool = False) -> Steps:
+        """Yields the steps of a question as they come; of a greeting, what is said to it at once.
+
+        Who goes away gives it up; raises `ApiError`.
+        """
         if said := reply_to_greeting(asked.asked, self._passage_count):
-            first, text = RolloutStep(0, None, (), False), asked.question.question
+            step, text = RolloutStep(0, None, (), False), asked.question.question
             layout = self._decoder.evidence_layout
-            job.rollout = Rollout("q1", text, layout, 0, [first], said, finished=True, answer_form="whole")
-            job.news.set()
-        return job
-
-    async def _follow(self, job: EngineRequest) -> AsyncGenerator[tuple[Rollout, RolloutStep]]:
-        """Submits a job; yields its steps as they come. Who goes away gives it up; raises `ApiError`."""
+            yield Rollout("q1", text, layout, 0, [step], said, finished=True, answer_form="whole"), step
+            return
         deadline = asyncio.get_running_loop().time() + ANSWER_TIMEOUT_SECONDS
-        if not job.done:  # a greeting is: it needs no engine
-            self.engine.submit(job)
+        job = EngineRequest(asked.question, asked.settings, record_provisional)
+        self.engine.submit(job)
         done, taken = False, 0
         try:
             while not done:

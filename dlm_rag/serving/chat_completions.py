@@ -9,7 +9,7 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 from typing import Annotated, Any, Literal, Union
@@ -21,7 +21,7 @@ from dlm_rag.config.fields import find_idle_settings, get_field_metadata, replac
 from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep, describe_abstention
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.engine.rules import find_rule
-from dlm_rag.errors import QuestionError, UserError
+from dlm_rag.errors import QuestionError, UserError, suggest_nearest
 from dlm_rag.evidence.prompt_segments import ContextBudget, fit_passages, truncate_evidence
 from dlm_rag.page.render import (
     build_end_record,
@@ -103,7 +103,7 @@ ChatBody = create_model("ChatBody", __base__=_Chat, **_FIELDS)
 
 
 @dataclass(frozen=True)
-class ParsedRequest:
+class ChatRequest:
     """A request, read.
 
     question: as it stands on its own, with the system prompt, where the model reads one. asked: as it was
@@ -118,7 +118,7 @@ class ParsedRequest:
     unread: tuple[str, ...]
 
 
-class RequestParser:
+class ChatParser:
     """Reads requests for one decoder, of whose settings a request changes some; raises `ApiError`."""
 
     def __init__(self, decoder: Decoder) -> None:
@@ -126,7 +126,7 @@ class RequestParser:
         self._tokenizer = copy.deepcopy(decoder.tokenizer)  # for the thread that reads requests
         self._max_chars = MAX_QUESTION_CHARS_PER_TOKEN * decoder.denoiser.config.max_position_embeddings
 
-    def parse_chat(self, body: bytes) -> ParsedRequest:
+    def parse_chat(self, body: bytes) -> ChatRequest:
         """Reads a chat completion in OpenAI's form."""
         asked = parse_body(ChatBody, body)
         for name, values in UNUSED_FIELDS.items():
@@ -136,14 +136,14 @@ class RequestParser:
             raise ApiError(400, "'stream_options' has no effect without stream=true", "stream_options")
         return self._read(asked)
 
-    def parse_answer(self, body: bytes) -> ParsedRequest:
+    def parse_answer(self, body: bytes) -> ChatRequest:
         """Reads a request of our own form: messages, and settings."""
         asked = parse_body(ChatBody, body)
-        for name in asked.model_fields_set - {"messages", *_SETTINGS}:
-            raise ApiError(400, f"the field '{name}' is not known", name)
+        for name in sorted(asked.model_fields_set - {"messages", *_SETTINGS}):
+            raise ApiError(400, f"the field '{name}' is not known{suggest_nearest(name, _SETTINGS)}", name)
         return self._read(asked)
 
-    def _read(self, body: _Chat) -> ParsedRequest:
+    def _read(self, body: _Chat) -> ChatRequest:
         """Returns the question with its settings and the room of its prompt."""
         turns = [(each.role, each.text) for each in body.messages if each.role in ("user", "assistant")]
         rules = (each.text for each in body.messages if each.role in ("system", "developer"))
@@ -164,7 +164,7 @@ class RequestParser:
             truncate_evidence(self._tokenizer.build_prompt(question.question, [], question.system), room)
         except QuestionError as error:
             raise ApiError(400, str(error), None, "context_length_exceeded") from None
-        return ParsedRequest(body, question, asked, settings, room, unread)
+        return ChatRequest(body, question, asked, settings, room, unread)
 
     def _resolve_settings(self, asked: _Chat) -> DecodeConfig:
         """Returns the settings of a request, on top of the server's."""
@@ -190,7 +190,7 @@ class RequestParser:
 
 
 Event = tuple[str | None, dict[str, Any] | str]  # name and data of a server-sent event
-Steps = AsyncIterable[tuple[Rollout, RolloutStep]]  # of one question, as they come
+Steps = AsyncGenerator[tuple[Rollout, RolloutStep]]  # of one question, as they come
 Link = Callable[[str, str], str]  # gives the address of a passage from its id and text
 # What a client that shows Markdown would take for markup, or for a link that it loads or lets click on.
 _MARKUP = re.compile(r"[\\`*_\[\]<>!#|~&]|(?<=[Ww]{3})\.|:(?=//)")
@@ -245,9 +245,7 @@ def escape_markup(text: str) -> str:
 class ChatResponse:
     """One chat completion, whole or as a stream; link, note: as `build_message` takes them."""
 
-    def __init__(
-        self, asked: ParsedRequest, model: str, tokenizer: Tokenizer, link: Link, note: str
-    ) -> None:
+    def __init__(self, asked: ChatRequest, model: str, tokenizer: Tokenizer, link: Link, note: str) -> None:
         self.asked, self.tokenizer, self.link, self.note, body = asked, tokenizer, link, note, asked.body
         # The canvas stays as long as it is: another one has another answer.
         self._most = min(body.max_tokens or sys.maxsize, body.max_completion_tokens or sys.maxsize)
@@ -341,7 +339,7 @@ class ChatResponse:
         return message, "stop" if ended else "length", {"usage": usage, "dlm_rag": record}
 
 
-async def stream_trace(steps: Steps, end_ids: Collection[int]) -> AsyncGenerator[Event]:
+async def play_trace(steps: Steps, end_ids: Collection[int]) -> AsyncGenerator[Event]:
     """Yields the steps of one question as the trace page takes them: `start`, a `step` each, `end`."""
     seen = set[str]()
     async for rollout, step in steps:

@@ -20,7 +20,7 @@ from hashlib import sha256
 from ipaddress import ip_address
 from types import FrameType
 from typing import Annotated, Any, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import uvicorn
 import uvloop
@@ -117,7 +117,6 @@ class AccessControl:
         async def guard(scope: Scope, receive: Receive, send: Send) -> None:
             status, key, path, begun = 500, "-", scope["path"], time.monotonic()
             app: ASGIApp = routed
-            request = Request(scope)
 
             async def watch(message: Message) -> None:
                 nonlocal status
@@ -125,9 +124,9 @@ class AccessControl:
                 await send(message)
 
             try:
-                key = self.check_request(request, path not in open_paths)
+                key = self.check_request(Request(scope), path not in open_paths)
             except ApiError as error:
-                app = await _refuse(request, error)
+                app = await _refuse(Request(scope), error)
             try:
                 await app(scope, receive, watch)
             finally:
@@ -143,10 +142,7 @@ class AccessControl:
         Pages of other sites may not ask: a browser would let them in its reader's name.
         """
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            name = ""
+        name = re.sub(r":\d*$", "", host).strip("[]").casefold()  # without the port
         own = origin in (None, f"http://{host}", f"https://{host}")
         if not own or (self.local and not is_loopback(name)):
             raise ApiError(403, "a page of another site may not ask here")
@@ -186,12 +182,11 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
         first = error.errors(include_url=False, include_input=False)[0]
     if not first["loc"]:
         raise ApiError(400, "the body must be a JSON object")
-    field, last = str(first["loc"][0])[:60], str(first["loc"][-1])[:60]
+    names = [str(name)[:60] for name in first["loc"]]
     if first["type"] == "extra_forbidden":
-        hint = suggest_nearest(last, kind.model_fields)
-        raise ApiError(400, f"the field {last!a} is not known{hint}", last)
-    place = ".".join(map(str, first["loc"]))[:200]
-    raise ApiError(400, f"'{place}': {first['msg'][0].lower()}{first['msg'][1:]}", field)
+        hint = suggest_nearest(names[-1], kind.model_fields)
+        raise ApiError(400, f"the field {names[-1]!a} is not known{hint}", names[-1])
+    raise ApiError(400, f"'{'.'.join(names)}': {first['msg'][0].lower()}{first['msg'][1:]}", names[0])
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

@@ -172,10 +172,9 @@ def test_the_end_of_a_stream_reaches_a_reader_who_was_late(decoder):
     """The question is done before its reader has taken the first step."""
 
     async def read_late(service):
-        job = EngineRequest(Question("late", ASKED), SETTINGS)
-        follow = service._follow(job)
+        follow = service._follow(service._parser.parse_chat(json.dumps(chat_body()).encode()))
         first = await anext(follow)
-        while not job.done:
+        while service.engine.in_flight:
             await asyncio.sleep(0.01)
         return [first, *[step async for step in follow]]
 
@@ -492,7 +491,7 @@ def test_a_fault_of_our_own_and_a_failed_search_tell_nothing_of_the_machine(deco
     with serve_decoder(decoder) as service:
         failed = send_request(service, chat_body()), send_request(service, chat_body(stream=True))
         failed += (send_request(service, chat_body(), "/v1/answers"),)
-        monkeypatch.setattr("dlm_rag.serving.chat_completions.RequestParser.parse_chat", fail)
+        monkeypatch.setattr("dlm_rag.serving.chat_completions.ChatParser.parse_chat", fail)
         ours = send_request(service, chat_body())
     for response in failed:
         assert response.status_code == 500 and response.json()["error"]["message"] == "the search failed"

@@ -135,27 +135,36 @@ async def status_of(port, head, drip=b""):
     return said.rstrip()
 
 
-def served(service, client):
+@pytest.fixture
+def served():
     """What `client(port)` returns, run beside a server in this process that SIGTERM ends; signals then do
-    what they did before.
+    what they did before: nothing, for SIGTERM may come once more than the server waits for.
     """
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    own = {number: signal.signal(number, lambda *_: None) for number in numbers}
 
-    async def run(port):
-        try:
-            return await asyncio.wait_for(client(port), 60)
-        finally:
-            os.kill(os.getpid(), signal.SIGTERM)
+    def serve(service, client):
+        before = [signal.getsignal(number) for number in numbers]
 
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        running = []
-        port = sock.getsockname()[1]
-        http_server.run_server(service, sock, lambda: running.append(asyncio.ensure_future(run(port))))
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
-    return running[0].result()
+        async def run(port):
+            try:
+                return await asyncio.wait_for(client(port), 60)
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            running = []
+            port = sock.getsockname()[1]
+            http_server.run_server(service, sock, lambda: running.append(asyncio.ensure_future(run(port))))
+        assert [signal.getsignal(number) for number in numbers] == before
+        return running[0].result()
+
+    yield serve
+    for number, handler in own.items():
+        signal.signal(number, handler)
 
 
-def test_a_signal_lets_what_was_taken_be_answered(corpus):
+def test_a_signal_lets_what_was_taken_be_answered(corpus, served):
     decoder = made_decoder(corpus)
     decoder.model_runner = Slow(decoder.model_runner)
 
@@ -181,7 +190,7 @@ def test_a_signal_lets_what_was_taken_be_answered(corpus):
         assert served(service, clients) == 200
 
 
-def test_who_is_slow_is_dropped_and_delays_nobody(corpus, monkeypatch):
+def test_who_is_slow_is_dropped_and_delays_nobody(corpus, served, monkeypatch):
     """Silence, a head, a body or unread bytes that never end: each has its bound, and is gone after it."""
     monkeypatch.setattr(http_server, "CLIENT_SECONDS", 0.6)
     post = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
