@@ -170,17 +170,14 @@ class KVCache:
             self._run_new()
             new = []
         found = [(ForwardSpan(None, 0, segment), none, self._new[segment]) for segment in new]
-        for number, row in enumerate(rows):
-            found += self._spans(number, row)
-        runs, seen, own = (list(each) for each in zip(*found, strict=True))
-        return runs, MemoryRows(self.memory, seen, own, self._reads_in_place)
-
-    @property
-    def _reads_in_place(self) -> bool:
-        """Whether attention reads the memory where it is, with masks: `indexed`, and SDPA on a CPU."""
+        # Attention reads the memory where it is, with masks: `indexed`, and SDPA on a CPU.
         kernel, device = self._denoiser.backend, self._denoiser.device.type
-        can_read = kernel == "indexed" or (kernel == "sdpa" and device == "cpu")
-        return can_read and not self.memory.is_compressed
+        in_place = kernel == "indexed" or (kernel == "sdpa" and device == "cpu")
+        in_place = in_place and not self.memory.is_compressed
+        for number, row in enumerate(rows):
+            found += self._spans(number, row, in_place)
+        runs, seen, own = (list(each) for each in zip(*found, strict=True))
+        return runs, MemoryRows(self.memory, seen, own, in_place)
 
     def store_computed(self) -> None:
         """Keeps what the call has computed."""
@@ -278,19 +275,20 @@ class KVCache:
             read = [[0], *[()] * (len(part) - 1)]  # the last layer writes only if some state is read
             self._denoiser.encode(pack_rows(part, self._denoiser.device, read, context))
 
-    def _spans(self, number: int, row: RowInput) -> Iterator[tuple[ForwardSpan, Places, Places]]:
+    def _spans(
+        self, number: int, row: RowInput, in_place: bool
+    ) -> Iterator[tuple[ForwardSpan, Places, Places]]:
         """What of a row has to run, the places of what it sees before itself, and its own."""
         laid, chain = row.laid_out_prompt, row.chain
         places, valid = self._extend_chain(row)
         context = [self._seen[segment] for segment in laid.context_segments]
-        # Without masks each block is a run. One that is kept as int8 is seen like that by the next at once.
-        split = not self._reads_in_place
         done = row.finished_tokens if laid.unseen_segments else valid  # else the window follows at once
         front = len(laid.seen_by_blocks)
         for start, stop, seen in ((valid, done, context[:front]), (done, len(chain.ids), context)):
             if start < stop:
                 run = chain.slice_tokens(start, stop)
-                for piece in run.split_into_blocks() if split else [run]:
+                # Without masks each block is a run, which the next one sees as it is kept (int8).
+                for piece in [run] if in_place else run.split_into_blocks():
                     begin = piece.start - chain.start
                     before, own = concatenate_places([*seen, places[:begin]]), places[begin:]
                     yield ForwardSpan(number, begin, piece), before, own[: len(piece.ids)]

@@ -189,11 +189,8 @@ def bar_tokens(logits: Tensor, inputs: Sequence[RowInput], start: int) -> None:
     start: of all positions that are asked for, the number of the first of these.
     """
     firsts = np.cumsum([0, *(len(shown.positions) for shown in inputs)])[:-1] - start
-    found = [
-        (at, shown.barred)
-        for at, shown in zip(firsts, inputs, strict=True)
-        if shown.barred is not None and 0 <= at < len(logits)
-    ]
+    pairs = zip(firsts, (shown.barred for shown in inputs), strict=True)
+    found = [(at, barred) for at, barred in pairs if barred is not None and 0 <= at < len(logits)]
     if found:
         rows, barred = to_device([np.array(column) for column in zip(*found, strict=True)], logits.device)
         known = logits[rows, : barred.shape[1]]  # a model may have more ids than its tokenizer

@@ -235,8 +235,3 @@ def test_blocks_join_and_wait_as_their_thresholds_say(corpus):
 def test_where_blocks_are_written_one_by_one_several_are_refused(corpus, shape, settings, error):
     with pytest.raises(ConfigError, match=error):
         make_decoder(corpus, shape=shape, blocks_at_once=2, **settings)
-
-
-def test_edits_are_for_attention_in_blocks(corpus):
-    with pytest.raises(ConfigError, match="edit_threshold=0.1 has no effect"):
-        make_decoder(corpus, shape={"block_size": None}, **EDITS)

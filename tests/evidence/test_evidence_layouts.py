@@ -8,12 +8,11 @@ import torch
 
 from dlm_rag.errors import QuestionError
 from dlm_rag.evidence.encode_segments import encode_canvases
-from dlm_rag.evidence.prompt_segments import ContextBudget, fit_passages, lay_out_prompt, truncate_evidence
+from dlm_rag.evidence.prompt_segments import ContextBudget, lay_out_prompt, truncate_evidence
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.tokenizer import Prompt
-from dlm_rag.tokenizer.prompts import PromptTemplate
 from tests.support.attention import run_with_mask
-from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
+from tests.support.tiny_models import tiny_denoiser
 
 PROMPT = Prompt(head=(1, 2, 3), facts=((10, 11), (20, 21, 22)), tail=(4, 5))
 CANVAS = (256, 7, 256)
@@ -89,9 +88,8 @@ def test_passages_keep_their_tokens_in_rank_order_until_the_context_is_full(layo
 
 def test_independent_shortens_each_passage_by_itself():
     prompt = Prompt((1,), ((2,) * 4, (3,) * 9), (5,))
-    fitted, cut = truncate_evidence(
-        prompt, ContextBudget("independent", 20, canvas_length=6, passage_length=5)
-    )
+    room = ContextBudget("independent", 20, canvas_length=6, passage_length=5)
+    fitted, cut = truncate_evidence(prompt, room)
     assert [len(fact) for fact in fitted.facts] == [4, 5]
     assert cut == {"tokens": 4, "passages_shortened": 1, "passages_dropped": 0}
 
@@ -101,12 +99,3 @@ def test_what_fits_is_not_touched_and_a_question_that_does_not_fit_says_by_how_m
     assert prompt == PROMPT and not any(cut.values())
     with pytest.raises(QuestionError, match="2 tokens too long: the context of 10"):
         truncate_evidence(Prompt((1,) * 6, (), ()), ContextBudget("joint", 10, 6, 0))
-
-
-def test_passages_are_cut_by_rank():
-    tokenizer = tiny_tokenizer(PromptTemplate(head="{question}", fact="{passage}"))
-    found = {"first": "aaaa", "second": "bbbb", "third": "cccc"}
-    room = ContextBudget("joint", 9, 2, 0)  # 6 tokens next to a question of 1
-    fitted = fit_passages(tokenizer, "?", found, room)
-    assert [bytes(fact) for fact in fitted.prompt.facts] == [b"aaaa\n", b"b", b""]
-    assert fitted.texts == {"first": "aaaa", "second": "b"} and fitted.dropped == ("third",)
