@@ -87,7 +87,7 @@ class CommittedToken:
 class Action:
     """A sampled decision of a step, and how likely it was (`engine/policy.py`)."""
 
-    candidates: tuple[int, ...] = ()  # canvas positions that might have been committed, the step's own too
+    candidates: tuple[int, ...] = ()  # canvas positions that might have been committed; the step's were
     forced: bool = False  # whether none would have been, so that one had to
     log_prob: float = 0.0  # of commits and stays, in nats
 

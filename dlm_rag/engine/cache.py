@@ -42,7 +42,7 @@ SMALLEST_SCALE = 2.0**-24  # of a float16 above 0
 class ForwardSpan(NamedTuple):
     """A stretch of a row's chain that is to run."""
 
-    row: int | None  # which of those shown; None: a segment that sees itself alone, read at no state
+    row: int | None  # which of those shown; None: a segment by itself, of whose states none is read
     begin: int  # which token of the chain is its first
     segment: Segment
 

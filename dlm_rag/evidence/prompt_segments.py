@@ -136,7 +136,7 @@ class LaidOutRow:
     # Where in the run the state stands that predicts the first canvas position; below 0 where finished
     # blocks are part of the context.
     canvas_start: int
-    from_before: int | None = None  # the one position that not its own state predicts but that before it
+    from_before: int | None = None  # the one position that the state before it predicts, not its own
 
     def find_state(self, position: int) -> int:
         """Where in the run the state stands that predicts a canvas position."""

@@ -66,12 +66,7 @@ def test_rules_by_hand(chosen, expected):
 
 
 def test_steps_of_a_block():
-    assert compute_step_sizes(8, 4, "even") == (2, 2, 2, 2) == compute_step_sizes(8, 4, "rounded")
-    assert compute_step_sizes(8, 3, "even") == (3, 3, 2)
     assert compute_step_sizes(16, 10, "even") == (2,) * 6 + (1,) * 4
-    assert compute_step_sizes(4, 32, "even") == (1,) * 4 == compute_step_sizes(4, 32, "rounded"), (
-        "no step commits nothing"
-    )
     for length in range(1, 40):
         for steps in range(1, 40):
             for schedule in ("even", "rounded"):
@@ -83,11 +78,8 @@ def test_steps_of_a_block():
 def test_a_rounded_schedule_takes_its_share_of_what_is_left():
     """16 in 10 steps: 1.6, 14/9, 1.5, 10/7, 1.5, 1.4, 1.5, 5/3, 1.5, 2; a half goes either way."""
     assert compute_step_sizes(16, 10, "rounded") == (2, 2, 2, 1, 2, 1, 1, 2, 1, 2)
-    assert compute_step_sizes(4, 3, "rounded") == (1, 1, 2) and compute_step_sizes(4, 3, "even") == (
-        2,
-        1,
-        1,
-    )
+    assert compute_step_sizes(4, 3, "rounded") == (1, 1, 2)
+    assert compute_step_sizes(4, 3, "even") == (2, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -67,18 +67,3 @@ def test_monte_carlo_agrees_with_exact_enumeration():
         means = torch.tensor([sum_losses(denoiser, rows[n::60], "joint") / 100 for n in range(60)])
     error = float(means.std()) / math.sqrt(len(means))
     assert float(means.mean()) == pytest.approx(exact, abs=4 * error) and error < 0.03 * exact
-
-
-def test_the_bound_is_a_bound():
-    """A denoiser that gives an autoregressive model's probabilities cannot beat -log p."""
-    ids = torch.tensor([0, 1])
-    joint = torch.tensor([[0.5, 0.2], [0.1, 0.2]])  # p(a, b), the model's p_theta from its conditionals
-
-    def log_probs(x):
-        out = torch.zeros(len(x), 2, 2)
-        for row, (a, b) in enumerate(x.tolist()):
-            out[row, 0] = joint.sum(1) if b == MASK else joint[:, b] / joint[:, b].sum()
-            out[row, 1] = joint.sum(0) if a == MASK else joint[a] / joint[a].sum()
-        return out.log()
-
-    assert exact_nelbo(ids, MASK, log_probs) == pytest.approx(-math.log(0.2), rel=1e-5), "tight: consistent"
