@@ -119,12 +119,21 @@ def add_generation_config(folder: Path, config: DenoiserConfig) -> DenoiserConfi
     return replace(config, **own, canvas_length=-(-found.max_new_tokens // block) * block)
 
 
+def make_class_config(raw: dict[str, Any]) -> Any:
+    """The config of the class; its tower for images is the least one where a checkpoint has none."""
+    from transformers import DiffusionGemmaConfig
+
+    least = dict.fromkeys(("hidden_size", "num_attention_heads", "position_embedding_size"), 8)
+    least |= {"model_type": "gemma4_vision", "num_hidden_layers": 0}
+    return DiffusionGemmaConfig.from_dict({**raw, "vision_config": raw.get("vision_config") or least})
+
+
 def list_named_shapes(raw: dict[str, Any], place: Path) -> NamedShapes:
     """Every tensor that text needs, by its name in the class: its shape, and names of those tied to it."""
-    from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+    from transformers import DiffusionGemmaForBlockDiffusion
 
     with translate_failures(CheckpointError, f"{place}: the model cannot be built"), torch.device("meta"):
-        model = DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig.from_dict(raw))
+        model = DiffusionGemmaForBlockDiffusion(make_class_config(raw))
     tied = model.all_tied_weights_keys
     return {
         name: (tuple(value.shape), tuple(other for other, source in tied.items() if source == name))
@@ -150,7 +159,8 @@ class DiffusionGemma(HostedDenoiser):
         straight = device.type != "cpu" and find_spec("accelerate") is not None
         with translate_failures(CheckpointError, f"{folder} cannot be loaded"):
             model = kind.from_pretrained(
-                folder, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False,
+                folder, config=make_class_config(read_checkpoint_json(folder / "config.json")), dtype=dtype,
+                use_safetensors=True, local_files_only=True, trust_remote_code=False,
                 attn_implementation="sdpa", device_map={"": device} if straight else None,
             )  # fmt: skip
         self.model = model.to(device).eval()

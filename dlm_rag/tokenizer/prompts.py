@@ -181,8 +181,9 @@ def read_chat_template(path: Path) -> str:
     """The template in a `chat_template.json`, as processors have it. Raises `CheckpointError`."""
     found = read_checkpoint_json(path).get("chat_template")
     if isinstance(found, list):  # of several, by name
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get("default")
+        found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+    if isinstance(found, dict):
+        found = found.get("default")
     if not isinstance(found, str):
         raise CheckpointError(f"{path} has no chat_template that is a text")
     return found

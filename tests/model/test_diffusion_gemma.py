@@ -1,5 +1,6 @@
 """DiffusionGemma against its own class: tokens and steps of `generate`, batches, evidence that changes."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from dlm_rag.diffusion_gemma.decoding import (
     GemmaRunner,
     UniformNoiseCanvas,
     anneal_temperature,
+    make_class_config,
     uniform_tokens,
 )
 from dlm_rag.engine.rules import Proposals
@@ -43,6 +45,10 @@ def test_a_checkpoint_opens_without_its_weights_and_loads_as_it_was_written(tmp_
     seen = sum(value.numel() for name, value in theirs.model.decoder.named_parameters())
     scalars = 2 * len(theirs.model.decoder.layers)  # buffers, also of the encoder
     assert checkpoint.count_weight_bytes(2) == 2 * (seen + scalars)
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["vision_config"]  # transformers would build a tower of 167 M parameters
+    built = DiffusionGemmaForBlockDiffusion(make_class_config(raw))
+    assert sum(value.numel() for value in built.parameters()) < 10**5
 
 
 class SameNoise:

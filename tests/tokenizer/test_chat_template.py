@@ -100,7 +100,7 @@ def test_endless_template_is_stopped(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "place", ["chat_template.jinja", "chat_template.json", "a list", "tokenizer_config.json"]
+    "place", ["chat_template.jinja", "chat_template.json", "a list", "names", "tokenizer_config.json"]
 )
 def test_a_template_is_found_in_every_file(tmp_path, place):
     inner = byte_tokenizer()
@@ -110,7 +110,8 @@ def test_a_template_is_found_in_every_file(tmp_path, place):
     if place == "chat_template.jinja":
         (tmp_path / place).write_text(CHATML)
     elif place != "tokenizer_config.json":
-        found = [{"name": "default", "template": CHATML}] if place == "a list" else CHATML
+        others = {"a list": [{"name": "default", "template": CHATML}], "names": {"default": CHATML}}
+        found = others.get(place, CHATML)
         (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": found}))
     assert load_tokenizer(tmp_path).chat_template == CHATML
 
