@@ -123,8 +123,8 @@ def make_class_config(raw: dict[str, Any]) -> Any:
     """The config of the class; its tower for images is the least one where a checkpoint has none."""
     from transformers import DiffusionGemmaConfig
 
-    least = dict.fromkeys(("hidden_size", "num_attention_heads", "position_embedding_size"), 8)
-    least |= {"model_type": "gemma4_vision", "num_hidden_layers": 0}
+    small = dict.fromkeys(("hidden_size", "num_attention_heads", "position_embedding_size"), 8)
+    least = {"model_type": "gemma4_vision", "num_hidden_layers": 0, **small}
     return DiffusionGemmaConfig.from_dict({**raw, "vision_config": raw.get("vision_config") or least})
 
 
