@@ -211,15 +211,15 @@ def find_title_spans(titles: str) -> list[tuple[int, int]]:
 def find_named_passages(titles: str, passages: Mapping[str, str]) -> set[str]:
     """The ids of the passages whose title is one of `titles`, which semicolons keep apart.
 
-    Words are compared, and "Hot Rod" names `Hot Rod (film)`. A first line of more than `MAX_TITLE_WORDS`
-    words is no title: such a passage is named by words that it begins with. A title with a semicolon is
-    named by all of its parts.
+    Words are compared, and "Hot Rod" names `Hot Rod (film)`. A first line that is all of the text, or has
+    more than `MAX_TITLE_WORDS` words, is no title: such a passage is named by words that it begins with. A
+    title with a semicolon is named by all of its parts.
     """
     parts = {fold_words(titles[slice(*span)]) for span in find_title_spans(titles)}
 
     def is_named(text: str) -> bool:
         title = get_title_line(text)
-        if len(title.split()) > MAX_TITLE_WORDS:
+        if len(title.split()) > MAX_TITLE_WORDS or "\n" not in text.strip():
             return any(fold_words(title).startswith(part) for part in parts)
         ways = (title.split(";"), strip_disambiguation(title).split(";"))
         return bool(_WORD.search(title)) and any(parts.issuperset(map(fold_words, way)) for way in ways)

@@ -72,6 +72,7 @@ NAMED = {
     "emma": "Emma (novel)\nEmma is a novel by Jane Austen, first published in 1815.",
     "jane": "Jane Austen\nJane Austen was born in Steventon on 16 December 1775.",
     "half": "Emma; or, a Draft\nThe draft was sold in 1816.",
+    "short": "Night Ferry is a film directed by David Eady.",
     "note": "The centrifuge of the second floor was repaired on Tuesday by Olga and it runs again",
 }
 
@@ -86,6 +87,7 @@ NAMED = {
         ("### 1815", "not_named"),
         ("Emma; or, a Draft ### 1816", ""),
         ("The centrifuge of the second floor ### Olga", ""),  # a passage without a title
+        ("Night Ferry ### David Eady", ""),
         ("Olga ### Tuesday", "not_named"),
         ("Emma ### unknown", "no_passage"),
         ("Emma; Jane Austen", "no_answer"),
