@@ -41,7 +41,7 @@ from dlm_rag.serving.http_server import AccessControl, ApiError, HttpService, Se
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 1024  # questions without a place; further ones get status 429
-MAX_CONSECUTIVE_FAILURES = 3  # answers in a row that fail until the server is not well, steps until it ends
+MAX_FAILURES = 3  # answers in a row that fail until the server is not well, steps until it ends
 UNHEALTHY_SECONDS = 10.0  # after the last failure, so that a balancer sends questions again
 RETRY_SECONDS = 1.0  # between a failed step and the next one
 COUNTED = ("steps", "row_steps", "forwards", "searches", "tokens")
@@ -111,8 +111,7 @@ class AsyncEngine(Collector):
     @property
     def is_healthy(self) -> bool:
         """Whether the last questions were answered, or failed long enough ago to try again."""
-        few = self._failures < MAX_CONSECUTIVE_FAILURES
-        return few or time.monotonic() > self._last_failure + UNHEALTHY_SECONDS
+        return self._failures < MAX_FAILURES or time.monotonic() > self._last_failure + UNHEALTHY_SECONDS
 
     def submit(self, job: EngineRequest) -> None:
         """Lets a question wait for its place; raises `ApiError`."""
@@ -145,8 +144,6 @@ class AsyncEngine(Collector):
         except Exception as error:
             self.error = error
             self._fail([*self.in_flight.values(), *self.waiting], ApiError(503, "the server is going down"))
-            self.in_flight.clear()
-            self.waiting.clear()
 
     def _admit(self) -> bool:
         """Takes out who has gone and lets in who waits; whether there is a step to take."""
@@ -165,17 +162,16 @@ class AsyncEngine(Collector):
 
     async def _step(self) -> None:
         """Raises `RunError` where one step after another has failed, `UserError` for what no step mends."""
-        loop = asyncio.get_running_loop()
         try:
-            events = await loop.run_in_executor(self._thread, self._engine.step)
+            events = await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.step)
         except BaseException as error:
             if isinstance(error, UserError) or not is_failure(error):
                 raise
             log.warning("a step failed", exc_info=error)
             self._failed_steps += 1
-            self._failures, self._last_failure = MAX_CONSECUTIVE_FAILURES, time.monotonic()
+            self._failures, self._last_failure = MAX_FAILURES, time.monotonic()
             self._fail(self.in_flight.values(), ApiError(500, "the step of this question failed"))
-            if self._failed_steps >= MAX_CONSECUTIVE_FAILURES:
+            if self._failed_steps >= MAX_FAILURES:
                 raise RunError(f"every step fails, the last with: {summarize_error(error)}") from None
             await asyncio.sleep(RETRY_SECONDS)
         else:
@@ -297,8 +293,7 @@ class AnswerService(HttpService):
             raise ApiError(404, f"the model here is '{self.name}'", "model", "model_not_found")
 
     async def _passage(self, request: Request) -> Response:
-        text = self._passages.get(request.path_params["name"])
-        if text is None:
+        if (text := self._passages.get(request.path_params["name"])) is None:
             raise ApiError(404, "no answer of late has cited a passage of this id")
         return PlainTextResponse(text)
 

@@ -47,8 +47,8 @@ def reply_to_greeting(text: str, passages: int | None) -> str:
     """
     words = split_words(text[:MAX_TURN_CHARS])
     asked = {*dropwhile((_GREETINGS | _BESIDE_GREETINGS).__contains__, words)}
-    greets = not words or not (asked or _GREETINGS.isdisjoint(words))
-    if not greets and not (asked and asked <= _ABOUT_US and asked & {"you", "up", "ask"}):
+    about_us = asked <= _ABOUT_US and asked & {"you", "up", "ask"}
+    if words and not about_us and (asked or _GREETINGS.isdisjoint(words)):
         return ""
     found = "passages of a search service" if passages is None else f"these {passages:,} passages"
     return f"I answer questions about {'this one passage' if passages == 1 else found}; ask one."

@@ -83,8 +83,7 @@ def read_api_keys(path: str) -> dict[bytes, str]:
         log.warning("%s can be read by every user of this machine: chmod o= %s", path, path)
     keys: dict[bytes, str] = {}
     for number, line in enumerate(found.read_bytes().decode("ascii", "replace").splitlines(), start=1):
-        key = line.strip()
-        if not key or key.startswith("#"):
+        if not (key := line.strip()) or key.startswith("#"):
             continue
         if not _KEY.fullmatch(key):
             raise ConfigError(f"{path}, line {number}: a key has 16 to 512 letters, digits and signs")
@@ -222,11 +221,10 @@ class HttpService:
         return self._failure
 
     async def read(self, request: Request, parse: Callable[[bytes], Result]) -> Result:
-        """Returns what `parse` returns of the body; raises as it does, and `ApiError` for a body that comes
-        too slowly or is too large.
+        """Returns what `parse` returns of the body; raises `ApiError` for one too slow or too large.
 
-        A body that is too large is read to its end and dropped: a connection closed before that would take
-        the refusal with it. Where nothing more comes for a while the refusal is sent at once.
+        The latter is read to its end and dropped: a connection closed before that would take the refusal
+        with it. Where nothing more comes for a while the refusal is sent at once.
         """
         most = self.max_body_bytes
         too_large = ApiError(413, f"the body has more than {most >> 20} MiB")
@@ -351,11 +349,10 @@ class HttpServer(uvicorn.Server):
     """uvicorn's server of a service, with limits on connections; calls `ready` when clients can connect."""
 
     def __init__(self, service: HttpService, ready: Callable[[], object] = lambda: None) -> None:
-        config = uvicorn.Config(
+        super().__init__(uvicorn.Config(
             service.app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
             server_header=False, h11_max_incomplete_event_size=MAX_REQUEST_HEAD_BYTES, proxy_headers=False,
-        )  # fmt: skip
-        super().__init__(config)
+        ))  # fmt: skip
         self._service, self._ready = service, ready
         service.connections = self.server_state.connections
 
