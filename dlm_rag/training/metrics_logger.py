@@ -153,10 +153,16 @@ def read_metrics(path: Path) -> list[Metrics]:
 
 
 def encode_metrics(metrics: Metrics) -> bytes:
-    """The line of a step; null stands for a number that is not finite, which JSON does not have."""
+    """The line of a step; null stands for a number that is not finite, which JSON does not have.
+
+    Numbers of numpy and torch are taken as such; what is no value of JSON is shown as text.
+    """
+    metrics = {
+        key: each.item() if getattr(each, "ndim", None) == 0 else each for key, each in metrics.items()
+    }
     floats = {name: value for name, value in metrics.items() if isinstance(value, float)}
     lost = [name for name, value in floats.items() if not math.isfinite(value)]
-    return f"{json.dumps(metrics | dict.fromkeys(lost))}\n".encode()
+    return f"{json.dumps(metrics | dict.fromkeys(lost), default=str)}\n".encode()
 
 
 def parse_metrics(line: bytes) -> Metrics | None:

@@ -269,7 +269,7 @@ def run_training(
     trainer, validation = open_trainer(config, folder, processes, origin)
     trainer.restore()
     if begun := trainer.state.step:
-        say(f"going on from step {begun}")
+        say(f"going on from step {begun}{': no step is left' * trainer.finished}")
     with MetricsLogger(folder, config, begun, quiet=not processes.is_main) as report:
         count = sum(parameter.numel() for parameter in trainer.denoiser.parameters()) / 1e6
         say(

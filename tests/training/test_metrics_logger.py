@@ -7,6 +7,9 @@ import re
 import sys
 from types import SimpleNamespace
 
+import numpy as np
+import torch
+
 from dlm_rag.commands.train import prepare_run_folder
 from dlm_rag.config import load_config
 from dlm_rag.training import metrics_logger
@@ -51,6 +54,7 @@ def test_metrics_of_a_task_of_ones_own_stay_whatever_they_are(tmp_path):
     """Texts, lists, flags and NaN stay through validations and --resume, and so do lines of others."""
     path, config = tmp_path / "metrics.jsonl", load_config(None, [*MICRO_SETTINGS, "train.max_steps=9"])
     own = {"stage": "warm", "shares": [0.5, 0.5], "warm": True, "best": math.nan, "notes": {"a": ["b"]}}
+    own |= {"tensor": torch.tensor(0.5), "numpy": np.float32(math.inf), "path": tmp_path}
     with MetricsLogger(tmp_path, config, 0) as report:
         for step in range(4):
             report.log_step(step_metrics(step, mfu="unknown", **own))
