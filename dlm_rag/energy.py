@@ -131,7 +131,9 @@ def open_meter(choice: str, devices: Sequence[torch.device], host: bool = True) 
             counters += _find_rapl_counters()
     except Exception as error:  # of any driver; the run goes on
         if not counters:
-            return EnergyMeter(reason=f"{'NVML' if on_gpu else 'RAPL'}: {summarize_error(error)}")
+            denied = isinstance(error, PermissionError)
+            remedy = "; as root: chmod a+r /sys/class/powercap/*/energy_uj" * denied
+            return EnergyMeter(reason=f"{'NVML' if on_gpu else 'RAPL'}: {summarize_error(error)}{remedy}")
     return EnergyMeter(counters)
 
 

@@ -46,7 +46,7 @@ _LETTER_FORMS = str.maketrans("ςάέήίϊΐόύϋΰώأإآٱةىیک", "σα�
 # Thai, Lao, Tibetan, Burmese, Khmer, kana, Han, Hangul: a sentence, or a word with its endings, is one run.
 _JOINED = "\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff"
 _JOINED += "\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
-_JOINED_RUN = re.compile(f"([{_JOINED}]+)")
+JOINED_RUN = re.compile(f"([{_JOINED}]+)")
 _LETTER = re.compile(rf".[{_MARKS}]*")
 # "Answer" in the languages that evaluations use, and what may stand before it.
 _ANSWER_WORD = (
@@ -173,8 +173,8 @@ def split_terms(text: str) -> list[str]:
         return _ASCII_TERM.findall(text.lower())
     terms = list[str]()
     for word in _WORD.findall(_POINTS.sub("", normalize_text(text).lower().translate(_LETTER_FORMS))):
-        for run in _JOINED_RUN.split(word):
-            if _JOINED_RUN.fullmatch(run):
+        for run in JOINED_RUN.split(word):
+            if JOINED_RUN.fullmatch(run):
                 letters = _LETTER.findall(run)  # each with its marks
                 terms += map("".join, pairwise(letters)) if len(letters) > 1 else letters
             elif len(run) > 1:

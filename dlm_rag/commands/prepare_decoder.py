@@ -61,7 +61,7 @@ class PreparedDecoder:
     @property
     def devices(self) -> list[torch.device]:
         """All that the layers are on."""
-        return choose_devices(self.config)
+        return [*dict.fromkeys(choose_devices(self.config))]
 
     def load(self, denoiser: AnyDenoiser | None = None) -> Decoder:
         """Reads the weights, where they are not given."""

@@ -157,8 +157,10 @@ def replace_settings(settings: Settings, **values: Any) -> Settings:
 
 
 def fill_unset(settings: Settings, own: Mapping[str, Any]) -> Settings:
-    """`settings` with a checkpoint's `own` values for those that nobody has set."""
-    return replace_settings(settings, **{n: v for n, v in own.items() if n not in settings.given})
+    """`settings` with a checkpoint's `own` values for those that nobody has set, and they count as such."""
+    found = replace_settings(settings, **{n: v for n, v in own.items() if n not in settings.given})
+    found.__dict__["given"] = settings.given
+    return found
 
 
 def flatten_settings(settings: Any, prefix: str = "") -> dict[str, Any]:

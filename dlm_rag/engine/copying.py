@@ -4,38 +4,47 @@ A name that is written token by token breaks where one of them is read elsewhere
 that no text begins with is left alone: an answer need not be copied.
 """
 
+import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dlm_rag.text import JOINED_RUN
 from dlm_rag.tokenizer import Tokenizer
 
 WORD_END = -1
-MAX_KEPT_TEXTS = 512  # whose words are kept, some 0.1 MB each
+MAX_KEPT_TEXTS = 2048  # whose words are kept, some 30 kB each
+MAX_WORD_TOKENS = 32  # of longer ones, addresses say, every beginning would be kept
 _BLANKS = ("Ġ", "▁", "Ċ", "ĉ")  # white space before a token, as byte pairs and Llama's tokenizer write it
 _OPENING = "\"'([{“‘«„"
 
 
 class WordTable:
-    """How the words of texts go on, in tokens of one tokenizer."""
+    """How the words of texts go on, in tokens of one tokenizer; of scripts with blanks between words."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        pieces = tokenizer.inner.convert_ids_to_tokens(list(range(len(tokenizer.inner))))
-        self._begins = np.array([piece.startswith(_BLANKS) for piece in pieces])
-        self._continues = ~self._begins & [piece[:1].isalnum() for piece in pieces]
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
+        """vocabulary: V, how many ids the denoiser has; the tokenizer may have more or fewer."""
+        self._tokenizer, inner, ids = tokenizer, tokenizer.inner.backend_tokenizer, range(vocabulary)
+        self._begins = np.array([(inner.id_to_token(n) or "").startswith(_BLANKS) for n in ids])
+        texts = inner.decode_batch([[n] for n in ids], skip_special_tokens=False)
+        kinds = [unicodedata.category(text[:1] or " ")[0] for text in texts]
+        self._continues = ~self._begins & np.isin(kinds, [*"LMN"])
+        # Of a character that is no token: a letter where a text goes on with it, else perhaps a sign.
+        self._may_continue = self._continues | [text.startswith("\ufffd") for text in texts]
         self._read = lru_cache(MAX_KEPT_TEXTS)(self._read_words)
 
-    def _read_words(self, text: str) -> dict[tuple[int, ...], set[int]]:
+    def _read_words(self, text: str) -> dict[tuple[int, ...], tuple[int, ...]]:
         """Returns the tokens that come after each beginning of a word; `WORD_END` where it is whole."""
-        found: dict[tuple[int, ...], set[int]] = {}
-        words = set(text.split())
+        found: dict[tuple[int, ...], tuple[int, ...]] = {}
+        words = {word for word in text.split() if not JOINED_RUN.search(word)}
         for word in words.union(word.lstrip(_OPENING) for word in words) - {""}:
-            ids = self._tokenizer.encode_uncached(f" {word}")
-            for n in range(1, len(ids) + 1):
-                found.setdefault(ids[:n], set()).add(ids[n] if n < len(ids) else WORD_END)
+            ids = self._tokenizer.encode_uncached(f"a {word}")  # some put a blank before each text
+            ids = ids[max((n for n, token in enumerate(ids) if self._begins[token]), default=len(ids)) :]
+            for n in range(1, len(ids) + 1 if len(ids) <= MAX_WORD_TOKENS else 0):
+                after = ids[n] if n < len(ids) else WORD_END
+                found[ids[:n]] = tuple({*found.get(ids[:n], ()), after})
         return found
 
     def find_barred(self, written: Sequence[int], texts: Collection[str]) -> NDArray[np.bool_] | None:
@@ -49,7 +58,7 @@ class WordTable:
             return None
         word = tuple(written[start:])
         follow = set[int]().union(*(self._read(text).get(word, ()) for text in texts))
-        going_on = [token for token in follow if token != WORD_END and self._continues[token]]
+        going_on = [token for token in follow if token != WORD_END and self._may_continue[token]]
         if not follow:
             return None
         barred = np.ones_like(self._continues) if len(going_on) == len(follow) else self._continues.copy()

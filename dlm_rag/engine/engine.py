@@ -114,21 +114,26 @@ class Decoder(NamesRemedy):
         used = f"{dtype} on {self.denoiser.device}, {self.evidence_layout} evidence"
         return f"Decoder({used}, {self.retriever!r})"
 
-    def resolve_settings(self, settings: DecodeConfig) -> DecodeConfig:
-        """`settings` as this decoder takes them; raises `ConfigError` where it cannot."""
-        return resolve_settings(settings, self.denoiser.config, self.evidence_layout)
+    def resolve_settings(self, settings: DecodeConfig, **changes: Any) -> DecodeConfig:
+        """`settings` with these changes, as this decoder takes them; raises `ConfigError` where it cannot.
+
+        What the checkpoint alone has set gives way to what somebody sets.
+        """
+        shape, known = self.denoiser.config, DecodeConfig.__dataclass_fields__
+        bare = fill_unset(settings, {name: known[name].default for name in shape.decode_settings})
+        return resolve_settings(replace_settings(bare, **changes), shape, self.evidence_layout)
 
     def new_engine(self, **settings: Any) -> "Engine":
         """An engine to be stepped by hand; it shares the cache with this decoder's others.
 
         settings: of `DecodeConfig`, in place of the decoder's own.
         """
-        return Engine(self, self.resolve_settings(replace_settings(self.config, **settings)))
+        return Engine(self, self.resolve_settings(self.config, **settings))
 
     @cached_property
     def words(self) -> WordTable:
         """How words go on, for `decode.copy_words`."""
-        return WordTable(self.tokenizer)
+        return WordTable(self.tokenizer, self.denoiser.config.vocab_size)
 
     @property
     def stats(self) -> DecoderStats:
@@ -282,8 +287,7 @@ class Engine(AbstractContextManager["Engine"]):
             raise RuntimeError("the engine has no free place: submit when its capacity is above 0")
         own, shape = self.settings, self.model_runner.shape
         if settings is not None:
-            mine = replace_settings(settings, batch_size=own.batch_size, overlap=own.overlap)
-            own = self.decoder.resolve_settings(mine)
+            own = self.decoder.resolve_settings(settings, batch_size=own.batch_size, overlap=own.overlap)
         length, layout = own.max_new_tokens, self.decoder.evidence_layout
         assert length is not None
         generator = make_keyed_generator(own.seed, question.id)
@@ -409,13 +413,13 @@ def resolve_settings(
     if shape.adapter is not None:
         return shape.adapter.resolve_settings(settings, shape)
     block, modes = shape.block_size, shape.decode_modes
-    if (mode := settings.mode or modes[0]) not in modes:
+    if (mode := settings.mode or shape.decode_settings.get("mode") or modes[0]) not in modes:
         raise ConfigError(
             f"decode.mode={mode}: this model was trained for {' and '.join(modes)} alone, leave it out"
         )
     facts = {"attention_blocks": bool(block), "decode.mode": mode}
-    settings = _take_own_settings(settings, shape.decode_settings, facts)
     order, way = shape.finished_block_context, "threshold" if mode == "diffusion" else "left_to_right"
+    settings = _take_own_settings(settings, shape.decode_settings, {"decode.commit_rule": way} | facts)
     rule = settings.commit_rule or way
     idle = find_idle_settings("decode", settings, facts | {"decode.commit_rule": rule})
     for name, reason in idle.items():
@@ -459,8 +463,8 @@ _EXCLUDES = {
 def _take_own_settings(
     settings: DecodeConfig, own: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> DecodeConfig:
-    """`settings` with a checkpoint's `own` for those that nobody has set, but for what, by the facts about
-    it, then has no effect."""
+    """`settings` with a checkpoint's `own` for those that nobody has set, but for what then has no effect,
+    by the facts about it and what holds where nothing is set."""
     given = [name for name in settings.given if getattr(settings, name) is not None]
     ruled_out = {other for name in given for other in _EXCLUDES.get(name, ())}
     own = {name: value for name, value in own.items() if name not in settings.given | ruled_out}
@@ -468,7 +472,7 @@ def _take_own_settings(
         found = fill_unset(settings, own)
         known = {k: v for k, v in flatten_settings(found, "decode.").items() if v is not None}
         values = {name: getattr(found, name) for name in own}
-        idle = find_idle_settings("decode", found, {**known, **facts}, values)
+        idle = find_idle_settings("decode", found, {**facts, **known}, values)
         if not idle:
             return found
         own = {name: value for name, value in own.items() if name not in idle}

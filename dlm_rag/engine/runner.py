@@ -193,8 +193,7 @@ def bar_tokens(logits: Tensor, inputs: Sequence[RowInput], start: int) -> None:
     found = [(at, barred) for at, barred in pairs if barred is not None and 0 <= at < len(logits)]
     if found:
         rows, barred = to_device([np.array(column) for column in zip(*found, strict=True)], logits.device)
-        known = logits[rows, : barred.shape[1]]  # a model may have more ids than its tokenizer
-        logits[rows, : barred.shape[1]] = known.masked_fill(barred, -math.inf)
+        logits[rows] = logits[rows].masked_fill(barred, -math.inf)
 
 
 def sample_proposals(

@@ -124,8 +124,10 @@ def commit(row: Row, shown: RowInput, proposals: Proposals, text: Callable[[int]
     canvas, (begin, end), (first, last), step = row.canvas, row.current_block, row.shown_span, row.record
     chosen = None if canvas.chooses_itself else _choose(row, proposals)
     if chosen is not None and row.words is not None:
-        count = row.words.count_allowed(row.written, chosen.token_ids.tolist(), row.read_texts)
-        chosen = chosen.subset(np.arange(count))
+        in_row = chosen.positions == canvas.first_masked + np.arange(len(chosen.positions))
+        if in_row.all():  # a rule of one's own may leave gaps
+            count = row.words.count_allowed(row.written, chosen.token_ids.tolist(), row.read_texts)
+            chosen = chosen.subset(np.arange(count))
     change = canvas.write(proposals, chosen, row.settings, (begin, end))
     # Where only what is next was asked for, the older guesses say more: of what comes after it.
     if row.provisional is None or first < last:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import BeforeValidator, Field, create_model
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.config.fields import find_idle_settings, get_field_metadata, replace_settings
+from dlm_rag.config.fields import find_idle_settings, get_field_metadata
 from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep, describe_abstention
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.engine.rules import find_rule
@@ -180,7 +180,7 @@ class ChatParser:
             idle = find_idle_settings("decode", own, {"decode.mode": mode})
             own = replace(own, **{name: DecodeConfig.__dataclass_fields__[name].default for name in idle})
         try:
-            settings = self._decoder.resolve_settings(replace_settings(own, **given))
+            settings = self._decoder.resolve_settings(own, **given)
         except UserError as error:
             raise ApiError(400, str(error)) from None
         if (length := settings.max_new_tokens or 0) > limit:

@@ -1,12 +1,21 @@
 """`copy_words`: a word that begins as one of the question or the passages goes on as there."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models, normalizers
+from transformers import PreTrainedTokenizerFast
 
+from dlm_rag.config import DecodeConfig
 from dlm_rag.engine.copying import WordTable
+from dlm_rag.engine.engine import resolve_settings
 from dlm_rag.errors import ConfigError
+from dlm_rag.questions import Question
+from dlm_rag.tokenizer import Tokenizer
 from tests.support.decoding import QUESTIONS, make_decoder, tokens_of
-from tests.support.tiny_models import tiny_tokenizer
+from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 
 LEFT_TO_RIGHT = {
     "commit_rule": "left_to_right", "max_new_tokens": 40, "commit_threshold": 0.05, "temperature": 1.0
@@ -57,13 +66,13 @@ def test_words_of_the_evidence_are_not_broken_alone_and_in_a_batch(corpus_file):
     ("written", "allowed"),
     [
         (" Be", "h"), (" Wain", "w"), ("so Mc", None), (" Ann", ". )"), (" J.", " ."), (" 27", " "),
-        (" x", None), ("Be", None), (" O'", "B"),
+        (" x", None), ("Be", None), (" O'", "B"), (" 東", None), (f" {'q' * 30}", None),
     ],
 )  # fmt: skip
 def test_what_may_follow_the_beginning_of_a_word(written, allowed):
     """By hand, in letters: what is asked for may follow, and no other letter."""
-    text = "Billy, Behave: by (Wainwright) with Ann. Ann J. O'Brien, 27 June"
-    barred = WordTable(tiny_tokenizer()).find_barred([*written.encode()], [text])
+    text = "Billy, Behave: by (Wainwright) with Ann. Ann J. O'Brien, 27 June 東京 " + "q" * 40
+    barred = WordTable(tiny_tokenizer(), 300).find_barred([*written.encode()], [text])
     if allowed is None:
         assert barred is None
         return
@@ -78,3 +87,33 @@ def test_it_is_for_tokens_that_are_written_in_order_and_stay(corpus_file):
     for other in ({"commit_rule": "threshold"}, {"edit_threshold": 0.5}):
         with pytest.raises(ConfigError, match="copy_words"):
             make_decoder(corpus_file, copy_words=True, **(LEFT_TO_RIGHT | other))
+
+
+def test_that_of_a_checkpoint_gives_way_to_what_a_request_sets(corpus_file):
+    decoder = make_decoder(corpus_file)
+    own = {"commit_rule": "left_to_right", "copy_words": True}
+    decoder.denoiser.config = replace(decoder.denoiser.config, decode_settings=own)
+    decoder.config = decoder.resolve_settings(DecodeConfig(max_new_tokens=12))
+    assert decoder.config.copy_words and not decoder.config.given & own.keys()
+    with decoder.new_engine(commit_rule="threshold") as engine:
+        assert (engine.settings.commit_rule, engine.settings.copy_words) == ("threshold", False)
+        engine.submit(Question("1", "Dune?"), decoder.config)
+        engine.submit(Question("2", "Dune?"), engine.settings)
+        assert [row.words is None for group in engine._groups for row in group] == [False, True]
+    with pytest.raises(ConfigError, match="copy_words"):
+        decoder.resolve_settings(decoder.config, commit_rule="threshold", copy_words=True)
+    causal = tiny_denoiser(block_size=4, block_grid="canvas", causal_context=True).config
+    causal = replace(causal, decode_settings={"mode": "autoregressive", "copy_words": True})
+    for mode in (None, "autoregressive", "diffusion"):
+        found = resolve_settings(DecodeConfig(mode=mode), causal)
+        assert (found.mode, found.copy_words) == (mode or "autoregressive", mode != "diffusion")
+
+
+def test_blanks_as_llama_writes_them_and_a_vocabulary_of_another_size():
+    vocab = {piece: n for n, piece in enumerate(["<unk>", "<mask>", "▁", *"aBehw", "▁B", "▁Be", "<0xC3>"])}
+    inner = tokenizers.Tokenizer(models.BPE(vocab, [("▁", "B"), ("▁B", "e")], unk_token="<unk>"))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, mask_token="<mask>"), 1)
+    for size in (len(vocab) - 1, len(vocab) + 9):
+        barred = WordTable(tokenizer, size).find_barred(tokenizer.encode("a Be"), ["Behw"])
+        assert len(barred) == size and np.flatnonzero(~barred).tolist() == [vocab["h"]]

@@ -142,7 +142,7 @@ ELSEWHERE = {
     "ask, several": (lambda d, r: d.ask([[ASKED]]), "decode()"),
     "ask, nothing": (lambda d, r: d.ask(None), "question 1 is NoneType"),
     "ask, bytes": (lambda d, r: d.ask(b"who?"), "question 1 is"),
-    "ask, a dict of another kind": (lambda d, r: d.ask({"query": ASKED}), "no 'question'"),
+    "ask, a dict of another kind": (lambda d, r: d.ask({"topic": ASKED}), "no 'question'"),
     "search, nothing": (lambda d, r: d.retriever.search(None), "NoneType"),
     "a corpus that is a number": (lambda d, r: load_retriever(corpus=3), "list of texts"),
     "a corpus of bytes": (lambda d, r: load_retriever(corpus=b"Emma"), "list of texts"),
