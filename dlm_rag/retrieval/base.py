@@ -70,23 +70,24 @@ def as_queries(queries: Iterable[Query | str] | Query) -> list[Query]:
     return found
 
 
-def join_query(question: str, added: str) -> Query:
+def join_query(question: str, added: str, lists_titles: bool = False) -> Query:
     """The question, then what is added: white space folded, repeated words dropped, as SARDI does.
 
-    Titles in a row ("Emma; Jane Austen") are parts each; the one that is being written is looked for with
-    the question, for the beginning of a name alone finds others.
+    lists_titles: whether titles in a row ("Emma; Jane Austen") are parts each; the one under way is looked
+    for with the question, for the beginning of a name alone finds others.
     """
     asked = normalize_whitespace(question)
     text = normalize_whitespace(f"{asked} {' '.join(dict.fromkeys(added.split()))}")
-    clauses = extract_sentences(added.replace("; ", "\n"))
-    if "; " in added and clauses and added.rstrip()[-1] not in ".!?;#":
+    in_row = lists_titles and "; " in added
+    clauses = extract_sentences(added.replace("; ", "\n") if in_row else added)
+    if in_row and clauses and added.rstrip()[-1] not in ".!?;#":
         clauses[-1] = f"{asked} {clauses[-1]}"
     parts = [normalize_whitespace(part) for part in (asked, *clauses) if part]
     return Query(text, tuple(dict.fromkeys(parts)))
 
 
 def ask_with_response(question: str, response: str, top_passage: str) -> Query:
-    return join_query(question, response)
+    return join_query(question, response, lists_titles=True)
 
 
 def ask_with_passage(question: str, response: str, top_passage: str) -> Query:

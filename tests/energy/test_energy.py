@@ -127,7 +127,7 @@ def test_a_gpu_is_measured_with_its_cpus(rapl, cuda, name, names):
     assert [c.read() for c in meter.counters] == [7000.0] * 2, "another process counts the CPUs"
 
 
-def test_what_cannot_be_measured_says_why(rapl, cuda, clock):
+def test_what_cannot_be_measured_says_why(rapl, cuda, clock, monkeypatch):
     def fail(handle):
         raise RuntimeError("Not Supported")
 
@@ -140,6 +140,9 @@ def test_what_cannot_be_measured_says_why(rapl, cuda, clock):
         cuda(name, nvml)
         meter = open_meter("auto", [CUDA])
         assert not meter.counters and reason in meter.stop().reason
+    denied = SimpleNamespace(glob=lambda pattern: (_ for _ in ()).throw(PermissionError(13, "denied")))
+    monkeypatch.setattr(meters, "POWERCAP", denied)
+    assert open_meter("auto", [CPU]).stop().reason.endswith("chmod a+r /sys/class/powercap/*/energy_uj")
     assert open_meter("none", [CUDA]).stop().to_record() is None
     assert measure(clock, 1.0, 0.0, 5.0).reason == "1.0 s are too short: 2 s at least"
     assert "stands still" in measure(clock, 9.0, 5.0, 5.0).reason

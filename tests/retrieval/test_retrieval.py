@@ -23,7 +23,6 @@ from dlm_rag.retrieval.base import (
     build_query,
     fuse_rankings,
     interleave_rankings,
-    join_query,
     resolve_query_threshold,
 )
 from dlm_rag.retrieval.corpus import open_corpus
@@ -271,8 +270,9 @@ def test_the_question_keeps_its_repeated_words_the_rest_does_not():
 def test_parts_are_the_question_and_each_sentence_once():
     query = build_query("proxy", "Who?", "A wrote B. B was C. A wrote B. ### C")
     assert query.parts == ("Who?", "A wrote B.", "B was C.", "C")
-    assert join_query("Who?", "A wrote; B Ca").parts == ("Who?", "A wrote", "Who? B Ca")
-    assert join_query("Who?", "A wrote; B Ca ###").parts == ("Who?", "A wrote", "B Ca")
+    assert build_query("feedback", "Who?", "", "A wrote; B Ca").parts == ("Who?", "A wrote; B Ca")
+    assert build_query("proxy", "Who?", "A wrote; B Ca").parts == ("Who?", "A wrote", "Who? B Ca")
+    assert build_query("proxy", "Who?", "A wrote; B Ca ###").parts == ("Who?", "A wrote", "B Ca")
 
 
 def test_guesses_enter_from_the_query_threshold_on_and_never_at_one():
