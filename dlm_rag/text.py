@@ -95,7 +95,6 @@ _NO_ANSWER = re.compile(
     re.IGNORECASE,
 )
 _HASHES = re.compile(r"#{3,}")
-_CLOSED_HEADING = re.compile(r"#+\s*[^#\s][^#\n]*#{3,}")
 _STEP = re.compile(r"[ \t*_]*step[ \t]*\d", re.IGNORECASE)
 _SECTION_NAME = re.compile(
     r"[ \t*_]*(?:(?:reasoning|analysis|explanation|rationale|justification|solution|evidence|thoughts?"
@@ -114,7 +113,6 @@ _REASONING_TAG = re.compile(
 _MARK_START = re.compile(
     r"[#\\<*_>]|\b(?:answer|final)|^[ \t]*(?:a(?:ns\.?)?(?::|$)|==|---)", re.IGNORECASE | re.MULTILINE
 )
-_JSON_START = re.compile(r"\s*(?:`{3}\w*\s*)?\{")
 _JSON_VALUE = re.compile(
     r"""[:：\s]\s*(?:\[\s*)?(?:\{\s*["']\w{1,20}["']\s*:\s*)?"""
     r"""(?:(?P<quote>["'])((?:(?!(?P=quote))[^\\\n]|\\.)*)(?P=quote)"""
@@ -139,7 +137,7 @@ _BLANK_OR_MARKUP = re.compile(  # also the line below a heading, a fence, a tag 
 _SENTENCE_STOP = re.compile(r"(?<=[^\W\d_]{4}|\d\d\d\d)[.!](?=[ \t]{1,4}[^\W\d_a-z])|[。！](?=.)")
 _CITED = r"(?:doc(?:ument)?|passage|source|fact)s?[ :#]{0,2}"
 _ANSWER_TAIL = re.compile(
-    r"(?:[.。．।]|<\|[^|<>\n]{1,40}\|>|(?<=.)</?\w{1,20}>|\[/\w{1,20}\]|[ \t]?\#{3,}|です|입니다"
+    r"(?:[.。．।]|<\|[^|<>\n]{1,40}\|>|(?<=.)</?\w{1,20}>|\[/\w{1,20}\]|[ \t]?\#{3,9}|です|입니다"
     rf"|[ \t]?[\[【](?:{_CITED})?\d{{1,3}}(?:, ?\d{{1,3}}){{0,9}}[\]】]|[ \t]?\({_CITED}\d{{1,3}}\))$",
     re.IGNORECASE,
 )
@@ -325,7 +323,8 @@ def find_answer(response: str, form: str = "marked") -> AnswerPlace:
         marks = [_Mark(start, label.end() if label else start, len(shown))]
     else:
         last = shown.rstrip().rpartition("\n")[2]
-        begun = last.endswith("###") and not _CLOSED_HEADING.fullmatch(last)  # and nothing is said yet
+        closed = last.startswith("#") and last.strip("# \t")  # a heading, as Markdown may have it
+        begun = last.endswith("###") and not closed  # and nothing is said yet
         marks = [] if begun else _find_marks(shown)
         if not marks and thought and "\n" not in shown.strip():
             marks = [_Mark(0, 0, len(shown))]
@@ -403,7 +402,8 @@ def _find_marks(text: str) -> list[_Mark]:
     marks += (each for each in (*_find_boxes(text), *_find_answer_tags(text)) if each.begin < begin)
     marks += (_Mark(row.start(), *row.span(1)) for row in _ANSWER_ROW.finditer(text))
     marks = [each for each in marks if each.start < last]
-    if _JSON_START.match(text) and (keyed := [each for each in marks if each.keyed]):
+    in_json = text.lstrip("`json \t\r\n").startswith("{")
+    if in_json and (keyed := [each for each in marks if each.keyed]):
         return keyed  # whatever other texts of the object say
     if not marks and len(headings) == 1 and not _SECTION_NAME.match(text, headings[0].start):
         return headings
