@@ -24,6 +24,7 @@ from dlm_rag.engine.rules import Proposals
 from dlm_rag.engine.runner import (
     MaskedModelRunner,
     ModelRunner,
+    bar_tokens,
     collect_sampling_arrays,
     gather_proposals,
     sample_proposals,
@@ -93,8 +94,11 @@ class ReferenceModelRunner(ModelRunner):
             for view, row, every in zip(views, states, whole.split(packed.lengths), strict=True):
                 at = torch.tensor([row.find_state(n) for n in view.positions.tolist()]).to(every.device)
                 arrays, flags = collect_sampling_arrays([view], self._mask_id, self.shape)
-                excluded_ids, numbers = to_device(arrays, every.device)
-                proposals = sample_proposals(every[at], excluded_ids, numbers, *flags)
+                excluded_ids, numbers, *bars = to_device(arrays, every.device)
+                logits = every[at]
+                if bars:
+                    bar_tokens(logits, 0, arrays[2], bars)
+                proposals = sample_proposals(logits, excluded_ids, numbers, *flags)
                 found += gather_proposals([view], [proposals])()
         return lambda: found
 

@@ -154,11 +154,12 @@ class MaskedModelRunner(ModelRunner):
             rows = pack_rows(segments, denoiser.device, read, context, wanted, send)
             hidden = denoiser.encode(rows)[0] if self._graphs is None else self._graphs.encode(rows)
             self.cache.store_computed()
-            (excluded_ids, numbers), found = rows.extra_tensors, list[dict[str, Tensor]]()
+            (excluded_ids, numbers, *bars), found = rows.extra_tensors, list[dict[str, Tensor]]()
             chunks = (hidden.split(LOGITS_CHUNK_POSITIONS), numbers.split(LOGITS_CHUNK_POSITIONS, dim=1))
             for states, part in zip(*chunks, strict=True):
                 logits = denoiser.compute_token_logits(states).float()
-                bar_tokens(logits, inputs, sum(len(chunk["token_ids"]) for chunk in found))
+                if bars:
+                    bar_tokens(logits, len(found) * LOGITS_CHUNK_POSITIONS, wanted[2], bars)
                 found.append(sample_proposals(logits, excluded_ids, part, *flags))
             return gather_proposals(inputs, found)
 
@@ -168,7 +169,8 @@ def collect_sampling_arrays(
 ) -> tuple[list[NDArray[Any]], tuple[bool, bool, bool]]:
     """The two arrays that `sample_proposals` takes, of all positions that are asked for, and its flags.
 
-    An autoregressive model may have no mask: then it is beyond the vocabulary.
+    Where tokens are barred, two more: the numbers of these positions (b,), and the tokens (b, V). An
+    autoregressive model may have no mask: then it is beyond the vocabulary.
     """
     counts = [len(shown.positions) for shown in inputs]
     drawn = [
@@ -180,20 +182,21 @@ def collect_sampling_arrays(
     numbers = np.concatenate((temperature[None], np.concatenate(drawn, axis=1), soft.T)).astype(np.float32)
     never = np.array([n for n in (mask_id, *shape.excluded_token_ids) if n < shape.vocab_size], np.int64)
     acts = any(shown.soft_threshold is not None for shown in inputs)
-    return [never, numbers], (any(shown.needs_entropy for shown in inputs), bool(temperature.any()), acts)
+    firsts = zip(np.cumsum(counts) - counts, (shown.barred for shown in inputs), strict=True)
+    bars = zip(*((at, barred) for at, barred in firsts if barred is not None), strict=True)
+    flags = any(shown.needs_entropy for shown in inputs), bool(temperature.any()), acts
+    return [never, numbers, *map(np.array, bars)], flags
 
 
-def bar_tokens(logits: Tensor, inputs: Sequence[RowInput], start: int) -> None:
-    """Sets the logits (n, V) of tokens that are `barred` at the first position of a row to minus infinity.
+def bar_tokens(logits: Tensor, start: int, places: NDArray[np.int64], bars: Sequence[Tensor]) -> None:
+    """Sets the logits (n, V) of tokens that are barred to minus infinity.
 
-    start: of all positions that are asked for, the number of the first of these.
+    start: of all positions that are asked for, the number of the first of these. places, bars: the two
+    arrays of `collect_sampling_arrays`, the first on the host too.
     """
-    firsts = np.cumsum([0, *(len(shown.positions) for shown in inputs)])[:-1] - start
-    pairs = zip(firsts, (shown.barred for shown in inputs), strict=True)
-    found = [(at, barred) for at, barred in pairs if barred is not None and 0 <= at < len(logits)]
-    if found:
-        rows, barred = to_device([np.array(column) for column in zip(*found, strict=True)], logits.device)
-        logits[rows] = logits[rows].masked_fill(barred, -math.inf)
+    here = slice(*np.searchsorted(places, (start, start + len(logits))))
+    rows, barred = bars[0][here] - start, bars[1][here]
+    logits[rows] = logits[rows].masked_fill(barred, -math.inf)
 
 
 def sample_proposals(

@@ -122,6 +122,7 @@ ASKED = {
     "drawn": {"drawn": 0.7},
     "spread": {"needs_entropy": True},
     "by lot": {"soft": (1.0, 0.9, 1.0)},
+    "copied words": {"barred": np.arange(258) > 97},
 }
 POOLS = {"no pool": (0.0, False), "pool, shifted": (1.0, True)}
 
@@ -203,11 +204,8 @@ def test_the_kernel_and_the_dtype_follow_the_generation(there, layout, heads, po
 def test_64_rows_of_llada_8b_share_200_passages():
     """Each sees 7 of them; each with its own, keys and values would take 36 GiB."""
     public = KNOWN_CHECKPOINTS["GSAI-ML/LLaDA-8B-Instruct"]
-    shape = replace(
-        find_family(public).read_config(public),
-        passage_length=100,
-        evidence_layout="independent",
-    )
+    shape = find_family(public).read_config(public)
+    shape = replace(shape, passage_length=100, evidence_layout="independent")
     most_gib = 8
     engine = EngineConfig(cache_dtype="int8", prefix_cache_gib=most_gib)
     rng = np.random.default_rng(0)
