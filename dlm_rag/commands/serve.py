@@ -13,6 +13,7 @@ SIGTERM or Ctrl-C stops it once the accepted questions are answered; a second Ct
 """
 
 import gc
+import re
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,7 @@ from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import CorpusRetriever, Retriever, count_passages
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.serving import conversation
-from dlm_rag.text import get_title_line
+from dlm_rag.text import get_title_line, strip_disambiguation
 
 SERVE_OPTIONS: dict[str, tuple[str | int, str]] = {
     "port": (8000, "where it listens"),
@@ -51,6 +52,7 @@ SERVED_BY = (
     "retrieval.method=",
 )  # fmt: skip
 MAX_TITLES_READ = 50
+MAX_SUGGESTIONS, MAX_SUGGESTED_CHARS = 3, 60
 EXAMPLES = SHIPPED_FOLDER / "examples"
 WORLD = SHIPPED_FOLDER / "world"
 WORLD_NOTE = (
@@ -107,9 +109,18 @@ def describe_corpus(config: Config, retriever: Retriever) -> tuple[tuple[str, ..
     if not (count := count_passages(retriever)):
         return (), ""
     rows = retriever.corpus[:: max(1, count // MAX_TITLES_READ)]  # type: ignore[attr-defined]
-    return conversation.suggest_questions(
-        [get_title_line(row.text) for row in rows if "\n" in row.text.strip()]
-    ), ""
+    return suggest_questions([get_title_line(row.text) for row in rows if "\n" in row.text.strip()]), ""
+
+
+def suggest_questions(titles: Sequence[str]) -> tuple[str, ...]:
+    """Returns a few questions about what these titles name; none where they are no names."""
+    found = dict[str, None]()
+    for title in titles:
+        shown = strip_disambiguation(title)
+        named = 2 < len(shown) <= MAX_SUGGESTED_CHARS and shown[0].isupper()
+        if named and not re.search(r"[.:;!\\/<>|{}\[\]#]", shown):
+            found[shown if shown.endswith("?") else f"What is {shown}?"] = None
+    return tuple(found)[:MAX_SUGGESTIONS]
 
 
 def get_served_model_name(path: str) -> str:

@@ -44,6 +44,7 @@ MAX_WAITING = 1024  # questions without a place; further ones get status 429
 MAX_FAILURES = 3  # answers in a row that fail until the server is not well, steps until it ends
 UNHEALTHY_SECONDS = 10.0  # after the last failure, so that a balancer sends questions again
 RETRY_SECONDS = 1.0  # between a failed step and the next one
+PROBE_QUESTION = Question("probe", "Who wrote Emma?")  # of the server's own, before it ends
 COUNTED = ("steps", "row_steps", "forwards", "searches", "tokens")
 OUTCOMES = ("answered", "failed", "cancelled", "refused")
 METRIC_HELP = "See docs/reference/http.md."
@@ -60,8 +61,7 @@ class EngineRequest:
     """A question on its way; `news` is set after every step, and when it is done.
 
     record_provisional: whether steps record what is guessed. rollout: grows with every step, from the first
-    one on; a step under way may change it. error: why there is none. cancelled: whether nobody wants the
-    answer any more. submitted: when it was asked.
+    one on; a step under way may change it. error: why there is none. submitted: when it was asked.
     """
 
     question: Question
@@ -69,7 +69,6 @@ class EngineRequest:
     record_provisional: bool = False
     rollout: Rollout | None = None
     error: ApiError | None = None
-    cancelled: bool = False
     submitted: float = field(default_factory=time.monotonic)
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -94,7 +93,7 @@ class AsyncEngine(Collector):
         self.in_flight: dict[Ticket, EngineRequest] = {}  # questions in the batch
         self._driver: asyncio.Task[None] | None = None  # takes steps while anybody waits
         self._failures, self._last_failure = 0, 0.0  # answers in a row that have failed; when
-        self._failed_steps = 0  # without an answer between
+        self._failed_steps, self._closed = 0, False  # the former without an answer between
         self.error: BaseException | None = None
         self.counts: Counter[str] = Counter()
         self.meter = EnergyMeter()
@@ -126,20 +125,21 @@ class AsyncEngine(Collector):
 
     def cancel(self, job: EngineRequest, outcome: str = "cancelled") -> None:
         """Gives up a question, counted as `outcome`; its row is free before the next step."""
-        if not job.done and not job.cancelled:
-            job.cancelled = True
+        if not job.done:
+            job.error = ApiError(503, "nobody waits for the answer")
             self.counts[outcome] += 1
             with suppress(ValueError):  # it may have its place already
                 self.waiting.remove(job)
 
     def close(self) -> None:
         """Gives up what is in flight, after the step under way."""
+        self._closed = True
         self._thread.shutdown(cancel_futures=True)
         self._engine.close()
 
     async def _run(self) -> None:
         try:
-            while self._admit():
+            while not self._closed and self._admit():
                 await self._step()
         except Exception as error:
             self.error = error
@@ -147,7 +147,7 @@ class AsyncEngine(Collector):
 
     def _admit(self) -> bool:
         """Takes out who has gone and lets in who waits; whether there is a step to take."""
-        for ticket in [ticket for ticket, job in self.in_flight.items() if job.cancelled or job.error]:
+        for ticket in [ticket for ticket, job in self.in_flight.items() if job.error]:
             del self.in_flight[ticket]
             with suppress(KeyError):  # the engine drops some of those whose step fails
                 self._engine.cancel(ticket)
@@ -162,8 +162,12 @@ class AsyncEngine(Collector):
 
     async def _step(self) -> None:
         """Raises `RunError` where one step after another has failed, `UserError` for what no step mends."""
+        run = partial(asyncio.get_running_loop().run_in_executor, self._thread)
         try:
-            events = await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.step)
+            if self._failed_steps == MAX_FAILURES - 1:  # or does one client ask again what always fails?
+                await run(self._decoder.ask, PROBE_QUESTION)
+                self._failed_steps = 0
+            events = await run(self._engine.step)
         except BaseException as error:
             if isinstance(error, UserError) or not is_failure(error):
                 raise
@@ -195,7 +199,7 @@ class AsyncEngine(Collector):
                     self._failures = self._failed_steps = 0
                 # Not step by step: what is taken back would count each time that it is committed again.
                 self.counts["tokens"] += 0 if rollout.error else rollout.tokens_committed
-                if not job.cancelled:
+                if job.error is None:
                     self.counts["failed" if rollout.error else "answered"] += 1
                     self._answer_seconds.observe(time.monotonic() - job.submitted)
             job.news.set()

@@ -23,12 +23,7 @@ from dlm_rag.engine.engine import Decoder
 from dlm_rag.engine.rules import find_rule
 from dlm_rag.errors import QuestionError, UserError, suggest_nearest
 from dlm_rag.evidence.prompt_segments import ContextBudget, fit_passages, truncate_evidence
-from dlm_rag.page.render import (
-    build_end_record,
-    build_start_record,
-    build_step_record,
-    find_bridge_entities,
-)
+from dlm_rag.page import render
 from dlm_rag.questions import Question
 from dlm_rag.serving.conversation import make_question_stand_alone
 from dlm_rag.serving.http_server import ApiError, RequestBody, parse_body
@@ -89,7 +84,7 @@ class _Chat(RequestBody):
     messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)]
     model: str | None = None
     stream: bool | None = None
-    stream_options: dict[Literal["include_usage", "include_obfuscation"], bool | None] | None = None
+    stream_options: dict[str, bool | None] | None = None
     max_tokens: Tokens = None
     max_completion_tokens: Tokens = None
     stop: StopTexts = None
@@ -132,6 +127,8 @@ class ChatParser:
         for name, values in UNUSED_FIELDS.items():
             if values is not None and getattr(asked, name) not in (None, *values):
                 raise ApiError(400, f"'{name}' cannot be honoured here: leave it out", name)
+        for name in {*(asked.stream_options or ())} - {"include_usage", "include_obfuscation"}:
+            raise ApiError(400, f"'stream_options' has no field {name[:60]!a}", "stream_options")
         if asked.stream_options and not asked.stream:
             raise ApiError(400, "'stream_options' has no effect without stream=true", "stream_options")
         return self._read(asked)
@@ -344,8 +341,8 @@ async def play_trace(steps: Steps, end_ids: Collection[int]) -> AsyncGenerator[E
     seen = set[str]()
     async for rollout, step in steps:
         if step.step == 0:
-            start = build_start_record(rollout, ghosts=True)
+            start = render.build_start_record(rollout, ghosts=True)
             yield "start", {"id": rollout.id, "question": rollout.question} | start
-        yield "step", {"step": step.step} | build_step_record(rollout, step, seen, end_ids)
-    end = build_end_record(rollout, find_bridge_entities([rollout])[0])
+        yield "step", {"step": step.step} | render.build_step_record(rollout, step, seen, end_ids)
+    end = render.build_end_record(rollout, render.find_bridge_entities([rollout])[0])
     yield "end", end | {"record": rollout.to_dict()}

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from itertools import dropwhile
 
-from dlm_rag.text import FUNCTION_WORDS, split_words, strip_disambiguation
+from dlm_rag.text import FUNCTION_WORDS, split_words
 
 Turn = tuple[str, str]  # role and text
 MAX_TURNS_READ = 8  # before the last question
@@ -37,7 +37,6 @@ _BESIDE_GREETINGS = frozenset(
     "and my friend bot today to meet see later well done me please just i am m s dear sir madam".split()
 )
 _ABOUT_US = frozenset("who what how can are do doing you know i ask help me up s is there today".split())
-MAX_SUGGESTIONS, MAX_SUGGESTED_CHARS = 3, 60
 
 
 def reply_to_greeting(text: str, passages: int | None) -> str:
@@ -52,17 +51,6 @@ def reply_to_greeting(text: str, passages: int | None) -> str:
         return ""
     found = "passages of a search service" if passages is None else f"these {passages:,} passages"
     return f"I answer questions about {'this one passage' if passages == 1 else found}; ask one."
-
-
-def suggest_questions(titles: Sequence[str]) -> tuple[str, ...]:
-    """Returns a few questions about what these titles name; none where they are no names."""
-    found = dict[str, None]()
-    for title in titles:
-        shown = strip_disambiguation(title)
-        named = 2 < len(shown) <= MAX_SUGGESTED_CHARS and shown[0].isupper()
-        if named and not re.search(r"[.:;!\\/<>|{}\[\]#]", shown):
-            found[shown if shown.endswith("?") else f"What is {shown}?"] = None
-    return tuple(found)[:MAX_SUGGESTIONS]
 
 
 def find_names(text: str) -> list[str]:

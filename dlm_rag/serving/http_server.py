@@ -16,6 +16,7 @@ import stat
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from hashlib import sha256
 from ipaddress import ip_address
 from types import FrameType
@@ -350,11 +351,16 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, service: HttpService, ready: Callable[[], object] = lambda: None) -> None:
         super().__init__(uvicorn.Config(
-            service.app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
-            server_header=False, h11_max_incomplete_event_size=MAX_REQUEST_HEAD_BYTES, proxy_headers=False,
+            self._answer, interface="asgi3", http="h11", ws="none", lifespan="off", log_config=None,
+            access_log=False, server_header=False, proxy_headers=False,
+            h11_max_incomplete_event_size=MAX_REQUEST_HEAD_BYTES,
         ))  # fmt: skip
         self._service, self._ready = service, ready
         service.connections = self.server_state.connections
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(asyncio.CancelledError):  # cut off by a second Ctrl-C, which is no fault to be traced
+            await self._service.app(scope, receive, send)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Ends the server, a second Ctrl-C at once; uvicorn's own raises the signal again after that."""

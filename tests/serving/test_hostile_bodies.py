@@ -39,6 +39,7 @@ BODIES = {
     "wrong parts": chat_body([{}] * 250_000),
     "unknown fields": chat_body() | {f"field{n}": 1 for n in range(60_000)},
     "unknown fields of a message": {"messages": [{f"field{n}": 1 for n in range(60_000)}]},
+    "options of a stream": chat_body() | {"stream_options": {f"{n}": 5 for n in range(80_000)}},
     "a long field": chat_body() | {"x" * (SIZE // 2): 1},
     "a field twice": '{"messages": 1, ' + ", ".join(f'"f{n}": 1' for n in range(80_000)) + ', "f79999": 1}',
     "stop texts": chat_body(stop=["a" * 256] * 3000),

@@ -231,6 +231,7 @@ REFUSED = {
     "a result of a tool": ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role"),
     "an image": (chat_body([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]),
     "messages.0.content"),
+    "an option of streams": (chat_body(stream=True, stream_options={"usage": True}), "no field 'usage'"),
     "a blank question": (chat_body(" \n"), "blank"),
     "no JSON": (b"{", "is not JSON"),
     "code to import": (chat_body("x", commit_rule="antigravity:x"), "is not one of"),
@@ -376,15 +377,15 @@ def test_time_is_bounded(slow, monkeypatch):
 class Broken:
     """A proposer whose confidences of one question are not numbers, or that fails."""
 
-    def __init__(self, inner, error=None):
-        self._inner, self.error = inner, error
+    def __init__(self, inner, error=None, always=True):
+        self._inner, self.error, self.always = inner, error, always
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
     def propose(self, views):
         short = [len(view.canvas) == 7 for view in views]
-        if self.error is not None:
+        if self.error is not None and (self.always or any(short)):
             raise self.error
         wait = self._inner.propose(views)
         return lambda: [
@@ -454,6 +455,15 @@ def test_a_server_whose_steps_all_fail_says_so_and_ends(decoder, brief):
         assert send_request(service, chat_body()).status_code == 503
         assert health(service) == (503, "going down")
         assert isinstance(service.error, RunError) and "lost: /home" in str(service.error)
+
+
+def test_a_question_that_always_fails_ends_the_server_for_nobody(decoder, brief):
+    """Clients ask again by themselves where the status is 500."""
+    decoder.model_runner = Broken(decoder.model_runner, RuntimeError("odd"), always=False)
+    with serve_decoder(decoder) as service:
+        for _ in range(5):
+            assert send_request(service, chat_body(max_new_tokens=7)).status_code == 500
+        assert send_request(service, chat_body()).status_code == 200 and service.error is None
 
 
 @pytest.mark.parametrize("part", ["proposer", "retriever"])

@@ -35,6 +35,7 @@ def folder(tmp_path, corpus_file):
 
 
 TINY = ("--model", "model", "--corpus", "corpus.jsonl", "retrieval.top_k=2", "energy=none")
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 ROWS = ("decode.max_new_tokens=16", "decode.batch_size=4", "decode.commit_threshold=0.1")
 
 
@@ -190,17 +191,38 @@ def test_a_signal_lets_what_was_taken_be_answered(corpus, served):
         assert served(service, clients) == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_second_interrupt_cuts_off_without_a_traceback(corpus, served, caplog, stream):
+    decoder = made_decoder(corpus)
+    decoder.model_runner = Slow(decoder.model_runner)
+
+    async def client(port):
+        body = json.dumps(chat_body(stream=stream, commit_threshold=1.0)).encode()
+        head = POST + b"Content-Length: %d\r\n\r\n" % len(body)
+        asked = asyncio.ensure_future(status_of(port, head + body))
+        while not service.engine.in_flight:
+            await asyncio.sleep(0.01)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(0.2)
+        decoder.model_runner.let.release()  # the step that is under way
+        return asked
+
+    with serve_decoder(decoder) as service, caplog.at_level("WARNING"):
+        served(service, client)
+    assert not any(record.exc_info for record in caplog.records), caplog.text
+
+
 def test_who_is_slow_is_dropped_and_delays_nobody(corpus, served, monkeypatch):
     """Silence, a head, a body or unread bytes that never end: each has its bound, and is gone after it."""
     monkeypatch.setattr(http_server, "CLIENT_SECONDS", 0.6)
-    post = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 
     async def clients(port):
         slow = [
             status_of(port, b""),
             status_of(port, b"GET / HTTP/1.1\r\nX: ", b"a"),
-            status_of(port, post + b"Content-Length: 99\r\n\r\n", b" "),
-            status_of(port, post + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+            status_of(port, POST + b"Content-Length: 99\r\n\r\n", b" "),
+            status_of(port, POST + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
             status_of(port, b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n", b"a"),
         ]
         slow = [asyncio.ensure_future(one) for one in slow]

@@ -23,8 +23,6 @@ from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 
 SETTINGS = DecodeConfig(max_new_tokens=16, batch_size=4, commit_threshold=0.1)
-
-
 # Of a model that denoises from noise: warm enough that most is taken back once, and of some answers a block
 # ends the text.
 GEMMA_SETTINGS = {"max_new_tokens": 36, "batch_size": 4}
