@@ -26,6 +26,7 @@ PASSAGE_LENGTH_CHARS = (300, 600)
 # From its beginning alone: tried at every character, it would take the square of the length of a line.
 _LONG_RUN = re.compile(rf"(?<![^\n.!?])[^\n.!?]{{{PASSAGE_LENGTH_CHARS[1] + 1},}}")
 _PIECE = re.compile(rf".{{1,{PASSAGE_LENGTH_CHARS[1]}}}(?:\s|$)|.{{{PASSAGE_LENGTH_CHARS[1]}}}")
+_PART = re.compile(r".{1,200000}(?:\n\n|\Z)|.{1,200000}", re.DOTALL)
 # A heading of Markdown and what is below it, to the next; a fence of code hides what looks like one.
 _SECTION = re.compile(
     r"^(#{1,6})[ \t]+(?P<title>[^\n]+)$|^(```|~~~).*?(^\3|\Z)"
@@ -39,9 +40,10 @@ _FRONT_TITLE = re.compile(
 )
 SKIPPED_NAMES = 8  # of a folder, that are named
 MAX_DOCUMENT_BYTES = 256 * 2**20  # of a file, and of what a Word file unpacks to
-_HTML_UNREAD = ("script", "style", "noscript", "template", "nav", "footer")
+_HTML_UNREAD = ("script", "style", "noscript", "template", "nav", "footer", "title")
 _HTML_BLOCKS = ("p", "div", "section", "article", "ul", "ol", "table", "blockquote", "pre")
-_HTML_LINES = ("li", "tr", "br", "dt", "dd")
+_HTML_ENDS = dict.fromkeys(_HTML_BLOCKS, "\n\n") | dict.fromkeys(("li", "tr", "br", "dt", "dd"), "\n")
+_HTML_ENDS |= {"td": " ", "th": " "}
 _TEX_HEADING = re.compile(r"\\(title|chapter|(?:sub){0,2}section|paragraph)\*?\{([^{}\n]{1,300})\}")
 
 
@@ -117,9 +119,11 @@ def split_passages(text: str, markdown: bool = False) -> list[str]:
     """A text in passages of at most `PASSAGE_LENGTH_CHARS`."""
     from semantic_text_splitter import MarkdownSplitter, TextSplitter
 
-    # What goes on for longer than a passage, in lines: the splitter takes the square of its length.
+    # What goes on for longer than a passage, in lines, and a long text in parts: the splitter takes the
+    # square of their lengths.
     wrapped = _LONG_RUN.sub(lambda run: _PIECE.sub(r"\g<0>\n", run[0]), text)
-    return (MarkdownSplitter if markdown else TextSplitter)(PASSAGE_LENGTH_CHARS).chunks(wrapped)
+    splitter = (MarkdownSplitter if markdown else TextSplitter)(PASSAGE_LENGTH_CHARS)
+    return [passage for part in _PART.findall(wrapped) for passage in splitter.chunks(part)]
 
 
 def _split_sections(text: str) -> Iterator[tuple[str, str]]:
@@ -166,26 +170,33 @@ def _read_pdf(path: Path) -> str:
 
 
 def _read_html(path: Path) -> str:
-    from bs4 import BeautifulSoup
+    from bs4 import BeautifulSoup, Tag
+    from bs4.element import PreformattedString
 
     page: Any = BeautifulSoup(path.read_bytes(), "html.parser")
-    title = page.title.get_text() if page.title else ""
-    for tag in page([*_HTML_UNREAD, "title"]):
-        tag.decompose()
-    for text in page.find_all(string=True):
-        text.replace_with(re.sub(r"\s+", " ", text))
-    for tag in page(re.compile("^h[1-6]$")):
-        tag.replace_with(f"\n\n# {' '.join(tag.get_text().split())}\n\n")
-    for tag in page([*_HTML_BLOCKS, *_HTML_LINES]):
-        tag.insert_after("\n\n" if tag.name in _HTML_BLOCKS else "\n")
-    return f"# {' '.join(title.split())}\n\n" * bool(title.strip()) + page.get_text()
+    title = " ".join(page.title.get_text().split()) if page.title else ""
+    found, opened = [f"# {title}\n\n" * bool(title)], [(page, iter(page.children))]
+    while opened:  # changes of the tree would take the square of its size
+        tag, children = opened[-1]
+        node = next(children, None)
+        if node is None:
+            found.append(_HTML_ENDS.get(tag.name, ""))
+            opened.pop()
+        elif not isinstance(node, Tag | PreformattedString):  # the latter: a comment, say
+            found.append(re.sub(r"\s+", " ", node))
+        elif re.fullmatch("h[1-6]", node.name or "") and (heading := " ".join(node.get_text().split())):
+            found.append(f"\n\n# {heading}\n\n")
+        elif isinstance(node, Tag) and node.name not in _HTML_UNREAD:
+            found.append("\n\n" * (node.name in _HTML_BLOCKS))
+            opened.append((node, iter(node.children)))
+    return "".join(found)
 
 
 def _read_docx(path: Path) -> str:
     from docx import Document
 
     if sum(part.file_size for part in ZipFile(path).infolist()) > MAX_DOCUMENT_BYTES:
-        raise CorpusError(f"{path} unpacks to more than {MAX_DOCUMENT_BYTES >> 20} MiB: leave it out")
+        raise CorpusError(f"{path}: it unpacks to more than {MAX_DOCUMENT_BYTES >> 20} MiB: leave it out")
     found = []
     for item in Document(str(path)).iter_inner_content():
         if hasattr(item, "rows"):  # a table
