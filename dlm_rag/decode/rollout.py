@@ -23,10 +23,13 @@ from dlm_rag.text import (
     find_named_passages,
     find_sentence_spans,
     find_title_spans,
+    fold_words,
+    get_title_line,
     normalize_whitespace,
     overlapping_spans,
     replace_control_chars,
     split_words,
+    strip_disambiguation,
 )
 
 Span = tuple[int, int]
@@ -217,11 +220,22 @@ class Rollout(NamesRemedy):
         return "not_named" if titled and not self._named_have_answer(answer) else ""
 
     def _named_have_answer(self, answer: str) -> bool:
-        """Whether a passage is named, and every content word of the answer is in one of those named."""
+        """Whether a passage is named, and every content word of the answer is in one of those named.
+
+        Where it is the title of one of several, and not in the question, another one has to mention it, or be
+        mentioned by its passage: "Night Ferry; Edwin Marlowe ### Edwin Marlowe" may be the wrong director.
+        """
         mark = find_answer(self.response, self.answer_form).mark
-        named = find_named_passages(self.response[:mark], self.passages)
-        known = _OWN_WORDS.union(*(split_words(self.passages[name]) for name in named))
-        return bool(named) and all(word in known for word, _ in content_words(answer, 0, len(answer)))
+        named = [self.passages[name] for name in find_named_passages(self.response[:mark], self.passages)]
+        known = _OWN_WORDS.union(*map(split_words, named))
+        if not named or any(word not in known for word, _ in content_words(answer, 0, len(answer))):
+            return False
+        said = fold_words(answer)
+        titles = {text: fold_words(strip_disambiguation(get_title_line(text))) for text in named}
+        own = [text for text in named if titles[text] == said]
+        others = [text for text in named if titles[text] != said]
+        linked = (said in fold_words(b) or titles[b] in fold_words(a) for a in own for b in others)
+        return not own or not others or said in fold_words(self.question) or any(linked)
 
     @property
     def abstained(self) -> bool:

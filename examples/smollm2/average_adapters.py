@@ -10,6 +10,7 @@ import argparse
 import shutil
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -24,7 +25,7 @@ def main() -> None:
     given = parser.parse_args()
     found = [load_file(folder / ADAPTER_FILE) for folder in given.adapters]
     mean = {
-        name: (sum(each[name].float() for each in found) / len(found)).to(value.dtype).contiguous()
+        name: torch.stack([each[name].float() for each in found]).mean(0).to(value.dtype)
         for name, value in found[0].items()
     }
     given.out.mkdir(parents=True, exist_ok=True)

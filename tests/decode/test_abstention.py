@@ -72,6 +72,7 @@ NAMED = {
     "emma": "Emma (novel)\nEmma is a novel by Jane Austen, first published in 1815.",
     "jane": "Jane Austen\nJane Austen was born in Steventon on 16 December 1775.",
     "half": "Emma; or, a Draft\nThe draft was sold in 1816.",
+    "boat": "The Boat\nThe Boat is a play by Olga Ives.",
     "short": "Night Ferry is a film directed by David Eady.",
     "note": "The centrifuge of the second floor was repaired on Tuesday by Olga and it runs again",
 }
@@ -86,6 +87,9 @@ NAMED = {
         ("Who wrote Emma? ### 1815", "not_named"),
         ("### 1815", "not_named"),
         ("Emma; or, a Draft ### 1816", ""),
+        ("Emma; Jane Austen ### Jane Austen", ""),  # the first page names her
+        ("Jane Austen; Emma ### Emma", ""),  # it names the first page
+        ("The Boat; Jane Austen ### Jane Austen", "not_named"),
         ("The centrifuge of the second floor ### Olga", ""),  # a passage without a title
         ("Night Ferry ### David Eady", ""),
         ("Olga ### Tuesday", "not_named"),
