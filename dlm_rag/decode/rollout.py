@@ -222,8 +222,8 @@ class Rollout(NamesRemedy):
     def _named_have_answer(self, answer: str) -> bool:
         """Whether a passage is named, and every content word of the answer is in one of those named.
 
-        Where it is the title of one of several, and not in the question, another one has to mention it, or be
-        mentioned by its passage: "Night Ferry; Edwin Marlowe ### Edwin Marlowe" may be the wrong director.
+        Where it is the title of one of several, and not in the question, another one has to mention it, or
+        its own another: "Night Ferry; Edwin Marlowe ### Edwin Marlowe" may be the wrong director.
         """
         mark = find_answer(self.response, self.answer_form).mark
         named = [self.passages[name] for name in find_named_passages(self.response[:mark], self.passages)]
