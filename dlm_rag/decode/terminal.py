@@ -105,7 +105,7 @@ def render_answer(rollout: Rollout, verdict: Text = NO_VERDICT) -> Panel:
         sources = Table(box=None, show_header=False, padding=(0, 1))
         sources.add_column(no_wrap=True, max_width=46, overflow="ellipsis", style="dim")
         sources.add_column()
-        for unit in rollout.citations:
+        for unit in {(unit["kind"], unit["text"]): unit for unit in rollout.citations}.values():
             named = [p for p in unit["passages"] if p["id"] in told]
             cited = [f"{p['id']} {_title(rollout, p['id'])} (step {p['step']})" for p in named]
             said = "; ".join(cited) or "no passage holds these words" * bool(unit["unsupported"])
