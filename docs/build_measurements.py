@@ -25,7 +25,7 @@ from dlm_rag.evaluation.tables import build_result_table, read_result
 FOLDER = Path(__file__).parent / "measurements"
 PAGES = {
     "world": ("The invented world", "The shipped model on questions about its invented world."),
-    "reader": ("Real text", "SmolLM2-135M with our adapter on natural questions, SQuAD and HotpotQA."),
+    "reader": ("Real text", "SmolLM2-135M with our adapter."),
     "retrieval": ("Retrieval", "What BM25, dense and hybrid search find, and what they cost."),
     "engine": ("The engine", "What each mechanism of the decode engine saves."),
     "training": ("Training", "Speed, memory and recovery; synthesized rows."),
