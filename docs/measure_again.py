@@ -6,7 +6,8 @@
 
 inputs.json has, by command, a digest of every file of this repository that the result depends on (weights,
 configs, tokenizer, corpus, questions) and the settings that it ran with. An entry of results/*.yaml with
-the key `table` is made of the result of its command; `table` says how.
+the key `table` is made of the result of its command; `table` says how. A command without settings needs
+data that is not here: it is checked, and run by hand.
 """
 
 import json
@@ -28,6 +29,8 @@ from dlm_rag.files.paths import digest_file
 
 ROOT = Path(__file__).parents[1]
 INPUTS = ROOT / "docs/measurements/inputs.json"
+AGAIN = "run python docs/measure_again.py, and commit what it writes"
+BY_HAND = "run it, write its figures to results/*.yaml and its digests to inputs.json"
 README_COMMAND = "python evaluate.py --out runs/shipped --compare all decode.batch_size=16"
 README_COLUMNS = ("questions", "interleaved", "static", "two_rounds", "oracle")
 README_ROWS = re.compile(r"(\| hops \(questions\) \|[^\n]*\n\|[-|]*\|\n)(?:\|[^\n]*\n)+")
@@ -52,7 +55,7 @@ def list_changes(command: str, then: dict[str, Any], root: Path = ROOT) -> list[
         news = [path for path in sorted((root / folder).glob("*.json")) if is_read(path)]
         names = [f"{folder}/{path.name}" for path in news]
         changes += [f"{name} is new" for name in names if name not in then["files"]]
-    if not changes:  # settings are looked up with the files as they are
+    if not changes and then["settings"]:  # these are looked up with the files as they are
         for name, settings in resolve_settings(command).items():
             old = then["settings"].get(name, {})
             for key in sorted(old.keys() & settings):
@@ -91,7 +94,7 @@ def check_inputs(inputs: dict[str, Any] | None = None) -> None:
             more = f" (and {len(changes) - 1} more)" * (len(changes) > 1)
             raise ConfigError(
                 f"a stored result is out of date: {changes[0]}{more} since `{command}` was measured on "
-                f"{then['date']}: run python docs/measure_again.py, and commit what it writes"
+                f"{then['date']}: {AGAIN if then['settings'] else BY_HAND}"
             )
 
 
@@ -228,7 +231,9 @@ def main(argv: list[str]) -> None:
     if unknown := sorted(results.keys() - inputs):
         raise ConfigError(f"{INPUTS.name} has no command {unknown[0]!r}")
     if not results:
-        wanted = [command for command, then in inputs.items() if given.all or list_changes(command, then)]
+        here = {command: then for command, then in inputs.items() if then["settings"]}
+        check_inputs({command: then for command, then in inputs.items() if command not in here})
+        wanted = [command for command, then in here.items() if given.all or list_changes(command, then)]
         results = {command: measure(command) for command in wanted}
     for command, result in results.items():
         inputs[command] = record_inputs(result)
