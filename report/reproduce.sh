@@ -91,8 +91,11 @@ reward_part() {
     return $failed
 }
 mkdir -p "$OUT"
+set -m # a process group of its own, which ends with this script
 reward_part > "$OUT/reward.txt" 2>&1 &
 reward_job=$!
+set +m
+trap 'kill -- "-$reward_job" 2> /dev/null' EXIT
 
 # 1. Proofs by test (table 1), without the reference data of the golden traces
 $quick || run 9 $PYTHON -m pytest -p no:cacheprovider -q tests/evidence tests/decode/test_exactness.py \
