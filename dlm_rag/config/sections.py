@@ -135,8 +135,8 @@ class DecodeConfig(CheckedSettings):
     """how positions are divided over steps_per_block if it does not divide evenly: the first steps take
     more, or each its rounded share of the rest"""
     copy_words: bool = setting(False)
-    """a word that begins as one of the question or the passages goes on as there; for left_to_right and
-    mode=autoregressive"""
+    """a word that begins as one of the question or the passages goes on as there, at once where it can in
+    one way alone; for left_to_right and, a token a step, mode=autoregressive"""
     edit_threshold: float | None = setting(None, low=0, high=1, only_with=IN_BLOCKS)
     """confidence at which another token replaces a committed one within the current block; unset: never"""
     max_edit_steps: int = setting(
@@ -162,6 +162,9 @@ class DecodeConfig(CheckedSettings):
     the question has; response: also if a name or number before it is in neither; both: also if the model
     names passages before the answer that do not have it; unset: the checkpoint's own (never for public
     ones)"""
+    answer_threshold: float = setting(0.0, low=0, high=1)
+    """probability of the answer's tokens together below which no answer is given, where the model may
+    abstain"""
     early_stopping: bool = setting(True)
     """stop once an end token and everything before it is committed"""
 

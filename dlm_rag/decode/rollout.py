@@ -40,6 +40,7 @@ ABSTAIN_REASONS = {
     "no_answer": "what was written has no answer",
     "unsupported_words": "what was written has words that no passage has",
     "not_named": "the passages that were named before the answer do not have it",
+    "unsure": "what was read is too unsure",
 }
 # What a model that was trained to abstain writes for an answer: none is in the passages; none can be.
 _REASON_BY_WORD = {"unknown": "no_passage", "unclear": "unknown_form"}
@@ -142,7 +143,7 @@ class Rollout(NamesRemedy):
         "json": "to_dict()", "model_dump": "to_dict()", "to_json": "to_dict()", "error_message": "error",
         "to_pandas": "pandas.DataFrame(rollout.to_rows())", "trace": "steps", "history": "steps",
         "num_steps": "len(rollout.steps)", "queries": "steps[n].query",
-    } | dict.fromkeys(("scores", "score", "confidence"), "steps[n].committed[n].confidence")  # fmt: skip
+    } | dict.fromkeys(("scores", "score", "probability"), "confidence")  # fmt: skip
 
     id: str
     question: str
@@ -160,6 +161,8 @@ class Rollout(NamesRemedy):
     finished: bool = False
     error: str = ""  # why there is no answer
     answer_form: str = "marked"  # where the answer stands in the response
+    # Product of the probabilities of the answer's tokens and of its end; None: no answer, or no tokens.
+    confidence: float | None = None
     # Of a model behind a server, whose tokens are not in the steps: requests, prompt_tokens,
     # completion_tokens, and how many replies were cut at their most tokens.
     usage: dict[str, int] = field(default_factory=dict)
@@ -217,7 +220,10 @@ class Rollout(NamesRemedy):
         kinds = {*self.unsupported.values()}
         if "answer" in kinds or (kinds and mode != "answer"):
             return "unsupported_words"
-        return "not_named" if titled and not self._named_have_answer(answer) else ""
+        if titled and not self._named_have_answer(answer):
+            return "not_named"
+        sure = self.confidence is None or self.confidence >= self.settings.get("answer_threshold", 0.0)
+        return "" if sure else "unsure"
 
     def _named_have_answer(self, answer: str) -> bool:
         """Whether a passage is named, and every content word of the answer is in one of those named.
@@ -348,6 +354,8 @@ class Rollout(NamesRemedy):
             "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
         }
         optional = ("abstained", "abstain_reason", "closest", "cut", "error", "usage")
+        if self.confidence is not None:
+            record["confidence"] = round(self.confidence, 4)
         return record | {key: value for key in optional if (value := getattr(self, key))}
 
     def to_rows(self) -> list[dict[str, Any]]:

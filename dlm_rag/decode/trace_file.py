@@ -212,7 +212,8 @@ def _question_record(rollout: Rollout, common: Mapping[str, Any]) -> dict[str, A
         for step in rollout.steps
     ]
     own = {k: v for k, v in rollout.settings.items() if k not in common or common[k] != v}
-    optional = {"settings": own} | {k: getattr(rollout, k) for k in ("citations", "cut", "error", "usage")}
+    more = ("citations", "cut", "error", "usage", "confidence")
+    optional = {"settings": own} | {k: getattr(rollout, k) for k in more}
     if rollout.answer_form != "marked":
         optional["answer_form"] = rollout.answer_form
     return record | {key: value for key, value in optional.items() if value}

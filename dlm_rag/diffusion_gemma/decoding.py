@@ -53,7 +53,7 @@ REDRAW = Rule(lambda proposals, context: np.arange(len(proposals.positions)), re
 REDRAW_PATH = f"{__name__}:REDRAW"
 READ_SETTINGS = {  # of `decode`; the others have no effect
     "max_new_tokens", "steps_per_block", "query_policy", "query_threshold", "retrieval_interval", "seed",
-    "batch_size", "overlap", "abstain", "early_stopping",
+    "batch_size", "overlap", "abstain", "answer_threshold", "early_stopping",
 }  # fmt: skip
 
 

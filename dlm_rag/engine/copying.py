@@ -5,7 +5,7 @@ that no text begins with is left alone: an answer need not be copied.
 """
 
 import unicodedata
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -47,17 +47,21 @@ class WordTable:
                 found[ids[:n]] = tuple({*found.get(ids[:n], ()), after})
         return found
 
+    def _find_word(self, written: Sequence[int]) -> tuple[int, ...]:
+        """Returns the tokens of the word that was begun last; none where no token begins one."""
+        start = next((n for n in range(len(written) - 1, -1, -1) if self._begins[written[n]]), len(written))
+        return tuple(written[start:])
+
+    def _follow(self, word: tuple[int, ...], texts: Collection[str]) -> set[int]:
+        return set[int]().union(*(self._read(text).get(word, ()) for text in texts))
+
     def find_barred(self, written: Sequence[int], texts: Collection[str]) -> NDArray[np.bool_] | None:
         """Returns (V,) which tokens may not follow the written ones; None where all may.
 
         Where the word so far begins words of the texts, it goes on as one of these; it ends, by a blank or
         a sign, where one of these does.
         """
-        start = next((n for n in range(len(written) - 1, -1, -1) if self._begins[written[n]]), None)
-        if start is None:
-            return None
-        word = tuple(written[start:])
-        follow = set[int]().union(*(self._read(text).get(word, ()) for text in texts))
+        follow = self._follow(self._find_word(written), texts)
         going_on = [token for token in follow if token != WORD_END and self._may_continue[token]]
         if not follow:
             return None
@@ -65,13 +69,13 @@ class WordTable:
         barred[going_on] = False
         return barred
 
-    def count_allowed(self, written: Sequence[int], chosen: Iterable[int], texts: Collection[str]) -> int:
-        """Returns how many of the tokens chosen to follow go on with words as texts do; the first does."""
-        ids, count = [*written], 0
-        for token in chosen:
-            barred = self.find_barred(ids, texts) if count else None
-            if barred is not None and barred[token]:
-                break
-            ids.append(token)
-            count += 1
-        return count
+    def find_certain(self, written: Sequence[int], texts: Collection[str]) -> int | None:
+        """Returns the token that alone may follow the written ones; None where others may."""
+        follow = self._follow(self._find_word(written), texts)
+        token = next(iter(follow)) if len(follow) == 1 else WORD_END
+        return token if token != WORD_END and self._may_continue[token] else None
+
+    def bars(self, written: Sequence[int], token: int, texts: Collection[str]) -> bool:
+        """Says whether the token may not follow the written ones."""
+        barred = self.find_barred(written, texts)
+        return barred is not None and bool(barred[token])

@@ -1,6 +1,7 @@
 """A question in the batch: its canvas, how a step writes into it, its evidence and its search."""
 
 import logging
+import math
 from collections.abc import Collection, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from dlm_rag.questions import Question
 from dlm_rag.randomness import sample_uniform
 from dlm_rag.retrieval.base import resolve_query_threshold
 from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.text import find_answer_span
 from dlm_rag.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -261,6 +263,12 @@ class Row:
         spans = [(start - blanks, stop - blanks) for start, stop in spans]
         written = [steps[position] for position in range(end)]
         rollout.response, rollout.answer_form = response, form
+        begin, stop = find_answer_span(response, form)
+        told = [n for n, (a, b) in enumerate(spans) if a < stop and b > begin]
+        if told:  # with the end token, if it is the next
+            tokens = rollout.final_tokens()
+            told += [end] if told[-1] + 1 == end in tokens else []
+            rollout.confidence = math.exp(sum(tokens[position].log_prob or 0.0 for position in told))
         rollout.citations = cite_passages(
             response, spans, written, rollout.evidence_at, rollout.evidence_texts, rollout.question, form
         )

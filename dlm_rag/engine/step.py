@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from dlm_rag.decode.rollout import Action, CommittedToken
+from dlm_rag.engine.copying import WordTable
 from dlm_rag.engine.row import OpenSpan, Row, SearchResult
 from dlm_rag.engine.rules import Proposals, RuleContext, choose_commits, compute_step_sizes, find_rule
 from dlm_rag.engine.runner import ModelRunner
@@ -124,10 +125,7 @@ def commit(row: Row, shown: RowInput, proposals: Proposals, text: Callable[[int]
     canvas, (begin, end), (first, last), step = row.canvas, row.current_block, row.shown_span, row.record
     chosen = None if canvas.chooses_itself else _choose(row, proposals)
     if chosen is not None and row.words is not None:
-        in_row = chosen.positions == canvas.first_masked + np.arange(len(chosen.positions))
-        if in_row.all():  # a rule of one's own may leave gaps
-            count = row.words.count_allowed(row.written, chosen.token_ids.tolist(), row.read_texts)
-            chosen = chosen.subset(np.arange(count))
+        chosen = _copy_words(row, row.words, proposals, chosen)
     change = canvas.write(proposals, chosen, row.settings, (begin, end))
     # Where only what is next was asked for, the older guesses say more: of what comes after it.
     if row.provisional is None or first < last:
@@ -156,6 +154,32 @@ def _choose(row: Row, proposals: Proposals) -> Proposals | None:
         return chosen[0] if chosen else None
     written = np.concatenate([each.positions for each in chosen])
     return proposals.subset(np.isin(at, written))
+
+
+def _copy_words(row: Row, words: WordTable, proposals: Proposals, chosen: Proposals) -> Proposals:
+    """The chosen proposals up to one that breaks a word of the texts. A word that can go on in one way
+    alone goes on so at once, and the rule is asked again about what comes after it.
+    """
+    first, ids, texts, settings = row.canvas.first_masked, row.written, row.read_texts, row.settings
+    if (chosen.positions != first + np.arange(len(chosen.positions))).any():
+        return chosen  # a rule of one's own may leave gaps
+    left = proposals.subset(proposals.positions < max(row.open_spans[0].end, chosen.positions[-1] + 1))
+    left = left.subset(left.positions == first + np.arange(len(left.positions)))
+    tokens, confidence, log_prob = left.token_ids.copy(), left.confidence.copy(), left.log_prob.copy()
+    agreed, goes_on = len(chosen.positions), not (settings.tokens_per_step or settings.steps_per_block)
+    for n in range(len(tokens)):
+        certain = words.find_certain(ids, texts) if goes_on else None
+        if certain is not None:
+            tokens[n], confidence[n], log_prob[n] = certain, 1.0, 0.0
+        elif n > agreed:
+            rest = left.subset(np.arange(n, len(tokens)))
+            agreed = n + len(choose_commits(rest, RuleContext(settings, 0, row.draws))[0].positions)
+        if certain is None and (n >= agreed or (n and words.bars(ids, int(tokens[n]), texts))):
+            left = left.subset(np.arange(n))
+            break
+        ids.append(int(tokens[n]))
+    n = len(left.positions)
+    return replace(left, token_ids=tokens[:n], confidence=confidence[:n], log_prob=log_prob[:n])
 
 
 def _choose_in_span(row: Row, candidates: Proposals, span: OpenSpan) -> Proposals:

@@ -45,6 +45,7 @@ SAME_PAGE_SHARE = 0.5  # share of the sets with another passage of the gold one'
 # share of the questions of two pages whose second page is not there yet; the other with `--two-hops`
 MISSING_PAGE_SHARE, MORE_MISSING_PAGE_SHARE = 0.35, 0.5
 UNKNOWN_PER_ANSWER = 0.25
+REMOVED_SHARE = 0.25  # share of the sets of one page with what BM25 finds for a question but its passage
 NO_QUESTION_MARK_SHARE, SMALL_LETTERS_SHARE = 0.15, 0.12
 SEARCH_BATCH, SEARCH_DEPTH = 2000, 8
 HELD_OUT_OF = 50
@@ -173,13 +174,23 @@ class QuestionSets:
         named = [self.title(key).lower() in row["question"].lower() for key in pages]
         return pages[::-1] if (holds[0] and not holds[1]) or (named[1] and not named[0]) else pages
 
+    def tells(self, chosen: list[str], row: Record) -> bool:
+        """Says whether the passages contain the answer, as one of "yes" or "no" is never contained."""
+        text = " ".join(self.passages[key]["contents"] for key in chosen).lower()
+        return row["answer_kind"] != "yesno" and row["answer"].lower() in text
+
     def write_response(self, row: Record) -> str:
         names = dict.fromkeys(map(self.title, self.order_pages(row)))
         return f" {'; '.join(names)} ### {row['answer']}"
 
 
-def choose_passages(rng: random.Random, sets: QuestionSets, row: Record, missing: bool) -> list[str]:
-    """Returns the gold passages of a question (the first alone if `missing`) among others, in any order."""
+def choose_passages(
+    rng: random.Random, sets: QuestionSets, row: Record, missing: bool, removed: bool
+) -> list[str]:
+    """Returns the gold passages of a question among others, in any order; of two the first if `missing`.
+
+    removed: none of them.
+    """
     gold = list(row["supporting_ids"])[:4]
     others = [key for key in row["found"] if key not in gold]
     if row["set"] == ALTERED_SET:  # the true passage would say something else
@@ -189,7 +200,7 @@ def choose_passages(rng: random.Random, sets: QuestionSets, row: Record, missing
     same = [key for key in page if key not in gold and sets.passages[key]["set"] != ALTERED_SET]
     if row["set"] != ALTERED_SET and same and rng.random() < SAME_PAGE_SHARE:
         others.insert(0, rng.choice(same))
-    chosen = [sets.order_pages(row)[0]] if missing else gold
+    chosen = [sets.order_pages(row)[0]] if missing else [] if removed else gold
     count = max(rng.choice(PASSAGE_COUNTS), len(chosen) + (rng.random() < 0.7))
     for key in dict.fromkeys(others):
         if len(chosen) < count and key not in gold:
@@ -210,8 +221,10 @@ def make_set(rng: random.Random, sets: QuestionSets, passage: str) -> Record:
     own = list(sets.by_passage[passage])
     rng.shuffle(own)
     first = own[0]
-    missing = len(first["supporting_ids"]) > 1 and rng.random() < sets.missing_share
-    chosen = choose_passages(rng, sets, first, missing)
+    drawn, two_pages = rng.random(), len(first["supporting_ids"]) > 1
+    missing = two_pages and drawn < sets.missing_share
+    removed = not two_pages and first["set"] != ALTERED_SET and drawn < REMOVED_SHARE
+    chosen = choose_passages(rng, sets, first, missing, removed)
     there, rows = set(chosen), []
 
     def ask(row: Record, response: str, **more: Any) -> None:
@@ -222,9 +235,12 @@ def make_set(rng: random.Random, sets: QuestionSets, passage: str) -> Record:
     if missing:
         names = [sets.title(key) for key in sets.order_pages(first)][:2]
         ask(first, f" {'; '.join(names)}", open=True)
+    if removed and not sets.tells(chosen, first):
+        ask(first, " ### unknown")
     others = [row for key in chosen if key != passage for row in sets.by_passage.get(key, ())]
     rng.shuffle(others)
-    for more in [*own[: 0 if missing else MAX_ROWS_OF_A_PASSAGE], *others[:MAX_ROWS_OF_OTHERS]]:
+    own = [] if missing or removed else own[:MAX_ROWS_OF_A_PASSAGE]
+    for more in [*own, *others[:MAX_ROWS_OF_OTHERS]]:
         if there.issuperset(more["supporting_ids"]):
             ask(more, sets.write_response(more))
     if rng.random() < UNKNOWN_PER_ANSWER * len(rows):
@@ -246,8 +262,7 @@ def find_unanswered(
     if not near:
         near = [row for row in rng.sample(sets.questions, 60) if row["set"] != ALTERED_SET]
     rng.shuffle(near)
-    text = " ".join(sets.passages[key]["contents"] for key in chosen).lower()
-    return next((r for r in near if r["answer_kind"] == "yesno" or r["answer"].lower() not in text), None)
+    return next((r for r in near if not sets.tells(chosen, r)), None)
 
 
 def main() -> None:

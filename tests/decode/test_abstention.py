@@ -1,11 +1,14 @@
 """When no answer is given, in the record, the scores, the terminal, on the page and from the server."""
 
+import math
+
 import pytest
 
 from dlm_rag.commands.arguments import ANSWER_SETTINGS, parse_command_line
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.rollout import (
     ABSTAIN_REASONS,
+    CommittedToken,
     Rollout,
     RolloutStep,
     cite_passages,
@@ -14,6 +17,7 @@ from dlm_rag.decode.rollout import (
 )
 from dlm_rag.decode.terminal import render_answer
 from dlm_rag.engine.engine import resolve_settings
+from dlm_rag.engine.row import Canvas, Row
 from dlm_rag.evaluation.compare import summarize_scores
 from dlm_rag.evaluation.metrics import score_rollout
 from dlm_rag.evaluation.tables import build_comparison_tables
@@ -21,6 +25,7 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.page.render import build_end_record
 from dlm_rag.questions import Question
 from tests.support.rollouts import render_to_text
+from tests.support.tiny_models import tiny_tokenizer
 
 QUESTION = "To whom was Neaflaind Klopo married?"
 SENTENCE = "It was Pristelk Nothea whom the 43rd mayor married."
@@ -102,6 +107,30 @@ def test_a_model_that_names_its_passages_gives_answers_that_these_have(response,
     assert rollout.abstain_reason == reason and bool(rollout.answer) == (not reason)
     rollout.settings = {"abstain": "never"}
     assert rollout.abstain_reason == "" and bool(rollout.answer) == (reason != "no_answer")
+
+
+def finish_written(text, **settings):
+    """The rollout of bytes and an end token, written two a step with probability 0.9 each."""
+    tokenizer, ids = tiny_tokenizer(), [*text.encode(), 257]
+    canvas, rollout = Canvas(len(ids), 256), Rollout("q", QUESTION, "joint", len(ids))
+    canvas.ids[:], canvas.masked[:] = ids, False
+    tokens = [CommittedToken(n, token, "", 0.9, math.log(0.9)) for n, token in enumerate(ids)]
+    parts = [tuple(tokens[n : n + 2]) for n in range(0, len(ids), 2)]
+    rollout.steps = [RolloutStep(n, QUESTION, (), False, part) for n, part in enumerate([(), *parts])]
+    rollout.settings = {"abstain": "never"} | settings
+    Row(0, Question("q", QUESTION), DecodeConfig(), canvas, None, rollout).finish(tokenizer)
+    return rollout
+
+
+def test_an_answer_below_the_threshold_is_not_given():
+    """Its probability is that of the tokens of the answer and of the end right after them."""
+    yes = finish_written(" Neaflaind Klopo ### Yes", abstain="answer", answer_threshold=0.65)
+    assert (yes.answer, yes.confidence) == ("Yes", pytest.approx(0.9**4)) and yes.to_dict()["confidence"]
+    yes.settings["answer_threshold"] = 0.66
+    assert (yes.answer, yes.abstain_reason, yes.written_answer) == ("", "unsure", "Yes")
+    assert finish_written("### Yes", answer_threshold=0.66).answer == "Yes"
+    assert finish_written("### Yes, so.").confidence == pytest.approx(0.9 ** len("Yes, so"))
+    assert finish_written("nothing is marked").confidence is None
 
 
 def test_an_unset_mode_is_the_checkpoints_own_and_that_of_a_public_one_is_never():

@@ -1,10 +1,12 @@
 """`copy_words`: a word that begins as one of the question or the passages goes on as there."""
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
 import tokenizers
+import torch
 from tokenizers import models, normalizers
 from transformers import PreTrainedTokenizerFast
 
@@ -63,6 +65,39 @@ def test_words_of_the_evidence_are_not_broken_alone_and_in_a_batch(corpus_file, 
     assert any(len(step) > 1 for rollout in found[1] for step in rollout)
 
 
+def write_blanks_and_letters(decoder):
+    """Makes the model write a blank or a letter by what it says there more than elsewhere."""
+    plain = decoder.denoiser.compute_token_logits
+
+    def read_out(hidden):
+        said = plain(hidden)
+        logits, rest = torch.full_like(said, -50.0), said - said.mean(0)
+        logits[:, 97:123] = rest[:, 97:123]
+        logits[:, 32] = 9 * rest[:, 0].sign()
+        return logits
+
+    decoder.denoiser.compute_token_logits = read_out
+    return decoder
+
+
+def test_what_is_certain_is_written_at_once_and_changes_no_token(corpus_file):
+    """Against the same decoder with a token a step: each choice is made after the same tokens."""
+    sure, found = LEFT_TO_RIGHT | {"commit_threshold": 1.0, "temperature": 0.0}, []
+    for limit in (1, None):
+        decoder = make_decoder(corpus_file, copy_words=True, tokens_per_step=limit, **sure)
+        decoder = write_blanks_and_letters(decoder)
+        found.append(decoder.decode(QUESTIONS, batch_size=1, retrieval_interval=100))
+    words = WordTable(decoder.tokenizer, 300)
+    for slow, fast in zip(*found, strict=True):
+        assert fast.forwards < slow.forwards
+        assert [*chain(*tokens_of(fast))] == [*chain(*tokens_of(slow))]
+        texts = [fast.question, *(fast.passages[name] for name in fast.steps[0].passage_ids)]
+        written = []
+        for step in tokens_of(fast)[:-1]:
+            written += [token for _, token in step]
+            assert words.find_certain(written, texts) is None
+
+
 @pytest.mark.parametrize(
     ("written", "allowed"),
     [
@@ -73,7 +108,10 @@ def test_words_of_the_evidence_are_not_broken_alone_and_in_a_batch(corpus_file, 
 def test_what_may_follow_the_beginning_of_a_word(written, allowed):
     """By hand, in letters: what is asked for may follow, and no other letter."""
     text = "Billy, Behave: by (Wainwright) with Ann. Ann J. O'Brien, 27 June 東京 " + "q" * 40
-    barred = WordTable(tiny_tokenizer(), 300).find_barred([*written.encode()], [text])
+    words = WordTable(tiny_tokenizer(), 300)
+    barred = words.find_barred([*written.encode()], [text])
+    alone = ord(allowed) if allowed in ("h", "w", "B") else None
+    assert words.find_certain([*written.encode()], [text]) == alone
     if allowed is None:
         assert barred is None
         return
