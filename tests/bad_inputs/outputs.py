@@ -69,12 +69,8 @@ CASES = [
                 ("citations.0.passages.0.words:", '"steps"', f'"citations": [{CITATION}], "steps"'),
             )
         ),
-        *(
-            ("the line of question 'q1' is not from a decode", {"t.jsonl": DECODED.replace(old, new)})
-            for old, new in (
-                ('"canvas_length": 2', '"canvas_length": 1000000000'),
-            )
-        ),
+        ("the line of question 'q1' is not from a decode",
+         {"t.jsonl": DECODED.replace('"canvas_length": 2', '"canvas_length": 1000000000')}),
     ),
     *table("page",
         (("the following arguments are required: TRACE", "--help"), "--html page.html"),

@@ -14,7 +14,6 @@ CASES = [
     BadInputCase(SAMPLE_COMMAND, "torchrun has started 2 processes", env={"WORLD_SIZE": "2"}),
     # Keys and values; tests/config/ has more of what needs no program.
     *table(SAMPLE_COMMAND,
-        ("nearest: 'decode.commit_threshold'", "decode.comit_threshold=0.9"),
         ("'decode. [31m=3' is not a question", "'decode.\x1b[31m=3'"),
         ("below 2^63", "decode.seed=99999999999999999999"),
         (("prompt=flash_rag is neither a file", "nearest: 'flashrag'"), "prompt=flash_rag"),

@@ -187,24 +187,14 @@ CASES = {
      [Question(f"b{n}", q, (a,)) for n, (q, a) in enumerate(BAMBOOGLE)]),
     "flashrag hotpotqa": ("dev.jsonl", as_lines([flashrag_form(HOTPOT)]), [FLASHRAG_HOTPOT]),
     "flashrag 2wiki": ("dev.jsonl", as_lines([flashrag_form(TWOWIKI, "content")]), [FLASHRAG_2WIKI]),
-    "flashrag musique": (
-        "dev.jsonl",
-        as_lines([flashrag(3, "Where?", ["Orra", "the Orra"], question_decomposition=STEPS)]),
-        [
-            Question(
-                "dev_3", "Where?", ("Orra", "the Orra"), hops=3, supporting_titles=("Vesk", "Orra", "Tulm")
-            )
-        ],
-    ),
-    "popqa original": (
-        "popQA.tsv",
-        as_table(
-            ["id", "subj", "prop", "question", "possible_answers"],
-            [["4222362", "Parn", "author", "Who wrote Parn?", '["Tulm", "A. Tulm"]']],
-            "\t",
-        ),
-        [Question("4222362", "Who wrote Parn?", ("Tulm", "A. Tulm"))],
-    ),
+    "flashrag musique": ("dev.jsonl",
+     as_lines([flashrag(3, "Where?", ["Orra", "the Orra"], question_decomposition=STEPS)]),
+     [Question("dev_3", "Where?", ("Orra", "the Orra"), hops=3,
+               supporting_titles=("Vesk", "Orra", "Tulm"))]),
+    "popqa original": ("popQA.tsv",
+     as_table(["id", "subj", "prop", "question", "possible_answers"],
+              [["4222362", "Parn", "author", "Who wrote Parn?", '["Tulm", "A. Tulm"]']], "\t"),
+     [Question("4222362", "Who wrote Parn?", ("Tulm", "A. Tulm"))]),
     "triviaqa original": ("verified-wikipedia-dev.json",
      json.dumps({"Data": [TRIVIA], "Domain": "Web", "Version": 1.0}).encode(),
      [TRIVIA_READ]),
@@ -250,38 +240,23 @@ MORE = changed(MUSIQUE, id="3hop1__1_2_3", paragraphs=[
 ])  # fmt: skip
 
 
+RIVER, NOVEL = (
+    ("Vesk", "Vesk is a river. It ends in Orra."),
+    ("Parn (novel)", "Parn is a novel. It has a sea."),
+)
+AUTHOR, LAKE = ("Tulm", "Tulm wrote Parn."), ("Orra", "Orra is a lake.")
+PARTS = [
+    ("Vesk", "Vesk is a river of Tulm."), ("Parn", "Parn is a novel."), ("Orra", "Vesk ends in Orra."),
+    ("Vesk#2", "Vesk is also a town."),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        (
-            "h.json",
-            as_json([HOTPOT, changed(TWOWIKI, question="?")]),
-            [
-                ("Vesk", "Vesk is a river. It ends in Orra."),
-                ("Tulm", "Tulm wrote Parn."),
-                ("Orra", "Orra is a lake."),
-                ("Parn (novel)", "Parn is a novel. It has a sea."),
-            ],
-        ),
-        (
-            "f.jsonl",
-            as_lines([flashrag_form(TWOWIKI, "content")]),
-            [
-                ("Tulm", "Tulm wrote Parn."),
-                ("Parn (novel)", "Parn is a novel. It has a sea."),
-                ("Vesk", "Vesk is a river. It ends in Orra."),
-            ],
-        ),
-        (
-            "m.jsonl",
-            as_lines([MUSIQUE, MORE]),
-            [
-                ("Vesk", "Vesk is a river of Tulm."),
-                ("Parn", "Parn is a novel."),
-                ("Orra", "Vesk ends in Orra."),
-                ("Vesk#2", "Vesk is also a town."),
-            ],
-        ),
+        ("h.json", as_json([HOTPOT, changed(TWOWIKI, question="?")]), [RIVER, AUTHOR, LAKE, NOVEL]),
+        ("f.jsonl", as_lines([flashrag_form(TWOWIKI, "content")]), [AUTHOR, NOVEL, RIVER]),
+        ("m.jsonl", as_lines([MUSIQUE, MORE]), PARTS),
     ],
 )
 def test_the_passages_that_come_with_questions_are_a_corpus(tmp_path, name, content, expected):

@@ -31,17 +31,12 @@ def test_all_fields_and_the_names_that_other_data_sets_give_them(tmp_path):
     rows = [
         {"id": 1, "question": "Who?", "golden_answers": ["A", "B"], "supporting_ids": ["x"], "hops": 2},
         {"_id": "a", "text": "Who?", "metadata": {}},  # BEIR
-        {"id": "b", "question": "Who?", "golden_answers": ["x"], "metadata": {}},  # FlashRAG
-        {"_id": "c", "question": "Who?", "answer": True, "supporting_facts": [["Emma", 0]],
-         "context": [["Emma", ["A novel."]]], "level": "hard", "type": "bridge"},  # HotpotQA
         {"id": "d", "question": "Who?", "answers": {"text": ["x", "y"], "answer_start": [1, 2]}},  # SQuAD
         {"id": "e", "question": "Who?", "answer": ["x"], "hops": 2.0},  # NQ; pandas
     ]  # fmt: skip
     assert read_questions(write_jsonl_file(tmp_path / "q.jsonl", rows)) == [
         Question("1", "Who?", ("A", "B"), ("x",), 2),
         Question("a", "Who?"),
-        Question("b", "Who?", ("x",)),
-        Question("c", "Who?", ("yes",), (), 2, labels=("bridge",), supporting_titles=("Emma",)),
         Question("d", "Who?", ("x", "y")),
         Question("e", "Who?", ("x",), hops=2),
     ]

@@ -25,7 +25,6 @@ from tests.fake_cuda.checked_kernels import checked_kernels
 from tests.fake_cuda.decode import STEP_TRAFFIC
 from tests.fake_cuda.device import fake_cuda
 from tests.fake_cuda.training import WAITS_BY_SETUP, record_step_traffic
-from tests.support.painters import PAINTERS, TOWNS, painter_sentence
 from tests.support.passages import write_jsonl_file
 from tests.support.setup_matrix import force_mixed_rewards, make_setup_trainer, write_setup_checkpoints
 from tests.support.tiny_models import write_autoregressive_checkpoint
@@ -33,6 +32,8 @@ from tests.support.training_data import write_own_data
 
 IN, OUT, WAIT = STEP_TRAFFIC
 MANY = 128
+PAINTERS = "Ada Brown,Bo Carver,Cleo Dunn,Dov Ellis,Ema Frost,Fay Grant,Gus Hale,Ivy Jones".split(",")
+TOWNS = ["Marwick", "Norvale", "Oakham", "Penrose"]
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +42,10 @@ def folder(tmp_path_factory):
     folder = write_setup_checkpoints(tmp_path_factory.mktemp("checkpoints"))
     write_autoregressive_checkpoint(folder / "qwen", Qwen2Config, Qwen2ForCausalLM)
     write_own_data(folder)
+    lives = "{} is painter number {} and lives in {}."
     people = [
-        {"id": f"p{n}", "title": name, "contents": painter_sentence(n)} for n, name in enumerate(PAINTERS)
+        {"id": f"p{n}", "title": name, "contents": lives.format(name, n, TOWNS[n % 4])}
+        for n, name in enumerate(PAINTERS)
     ]
     lands = [f"{town} is a town in the land of king {n}." for n, town in enumerate(TOWNS)]
     towns = [{"id": t, "title": t, "contents": land} for t, land in zip(TOWNS, lands, strict=True)]

@@ -21,7 +21,7 @@ ROWS = [
         "_id": "a",
         "question": "Who?",
         "answers": {"text": ["x", "y"]},
-        "contents": 'He said "no",\n\tthen left.',
+        "contents": 'Said "no",\n\tand left.',
     },
     {"_id": "b", "question": "Wo?", "answers": {"text": ["ß"]}, "contents": "Zoë\u2028"},
 ]
@@ -134,7 +134,7 @@ def test_rows_of_a_table_without_ids_are_numbered(tmp_path):
 
 @pytest.mark.parametrize("kind", [dict, list])
 def test_what_is_not_text_is_no_id(kind, tmp_path):
-    for value in (kind(), False, True, "", " ", 1.0, None):
+    for value in (kind(), False, True, "", "\n", 1.0, float("nan"), None):
         (tmp_path / "x.jsonl").write_text(json.dumps({"id": value, "question": "?", "contents": "c"}))
         for read in (read_questions, open_corpus):
             with pytest.raises(

@@ -128,6 +128,7 @@ def test_train_finds_the_configs_and_programs_their_flags(installed, tmp_path):
         ([*program, "train", "--config", "tiny.yaml", "--print-config"], 0, "hops: 2"),
         ([*program, "train", "--config", "tinny.yaml", "--plan"], 2, "nearest: 'tiny.yaml'"),
         ([*python, "-c", code], 0, str(installed.parent)),  # not of the source tree
+        ([*program, "profile", "--help"], 0, "--with"),
     ):
         done = run(*words, cwd=tmp_path)
         assert done.returncode == status and said in done.stdout + done.stderr, done.stderr
@@ -137,8 +138,3 @@ def test_train_finds_the_configs_and_programs_their_flags(installed, tmp_path):
 def test_an_extra_is_named_from_any_folder(installed, tmp_path):
     """Messages say `pip install 'dlm_rag[NAME]'`: the name is on no index, but the package is here."""
     must(*PIP, "--python", installed / "python", "install", *LOCAL, "dlm_rag[serve,energy]", cwd=tmp_path)
-
-
-def test_the_profiler_is_in_the_wheel(installed, tmp_path):
-    done = run(installed / "dlm-rag", "profile", "--help", cwd=tmp_path)
-    assert done.returncode == 0 and "--with" in done.stdout

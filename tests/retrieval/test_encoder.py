@@ -171,8 +171,6 @@ def tensors(change):
     """A function that changes the weights of a folder, by name."""
 
     def harm(folder):
-        from safetensors.torch import load_file, save_file
-
         found = load_file(folder / "model.safetensors")
         change(found)
         save_file(found, folder / "model.safetensors", metadata={"format": "pt"})

@@ -17,7 +17,7 @@ from tests.support.passages import write_jsonl_file
 
 SCRIPTS = [
     (
-        ["北京是中华人民共和国的首都。", "长江是亚洲最长的河流，发源于青藏高原。", "黄河注入渤海。"],
+        ["北京是首都。", "长江是亚洲最长的河流，发源于青藏高原。", "黄河注入渤海。"],
         "亚洲最长的河流是什么？",
     ),
     (
@@ -88,19 +88,14 @@ LONG = (
 
 
 def test_documents_in_rows_are_cut_into_passages(tmp_path, caplog):
-    rows = [
-        {"id": "a", "title": "Short", "contents": "A film."},
-        {"id": "b", "title": "Lamp", "contents": LONG},
-    ]
+    rows = [{"id": "a", "title": "Short", "text": "A film."}, {"id": "b", "title": "Lamp", "text": LONG}]
     for _ in range(2):  # said again when it is kept from before
         caplog.clear()
         corpus = open_corpus(write_jsonl_file(tmp_path / "c.jsonl", rows), tmp_path / "index")
         assert "1 rows are longer than 4,000 characters" in caplog.text and "passages" in caplog.text
     passages = list(corpus)
-    assert [p.id for p in passages[:3]] == ["a", "b", "b#2"] and {p.title for p in passages} == {
-        "Short",
-        "Lamp",
-    }
+    assert [p.id for p in passages[:3]] == ["a", "b", "b#2"]
+    assert {p.title for p in passages} == {"Short", "Lamp"}
     assert max(len(p.contents) for p in passages) <= PASSAGE_LENGTH_CHARS[1]
     assert "Ada Quill" in passages[-1].contents
 
@@ -115,19 +110,15 @@ def test_a_large_file_that_is_smaller_as_json_lines_is_read_as_it_is(tmp_path, m
 
 def test_a_row_with_a_title_alone_is_its_title_and_a_blank_one_is_left_out(tmp_path, caplog):
     rows = [{"_id": "d1", "title": "Dover", "text": "A town."}, {"_id": "d2", "title": "Tea", "text": ""}]
-    assert [p.contents for p in open_corpus(write_jsonl_file(tmp_path / "b.jsonl", rows), tmp_path)] == [
-        "A town.",
-        "Tea",
-    ]
+    read = open_corpus(write_jsonl_file(tmp_path / "b.jsonl", rows), tmp_path)
+    assert [p.contents for p in read] == ["A town.", "Tea"]
     null = [{"_id": "d1", "title": "Dover", "text": None}, {"_id": "d2", "title": None, "text": "Tea"}]
     kilt = {"wikipedia_id": "9", "wikipedia_title": "Emma", "text": ["Emma\n", "A novel."]}
     read = open_corpus(write_jsonl_file(tmp_path / "e.jsonl", [*null, kilt]), tmp_path)
     assert [p.text for p in read] == ["Dover", "Tea", "Emma\nA novel.\n"]
     blank = [*rows, {"_id": "d3", "title": "", "text": " "}]
-    assert [p.id for p in open_corpus(write_jsonl_file(tmp_path / "c.jsonl", blank), tmp_path)] == [
-        "d1",
-        "d2",
-    ]
+    read = open_corpus(write_jsonl_file(tmp_path / "c.jsonl", blank), tmp_path)
+    assert [p.id for p in read] == ["d1", "d2"]
     assert "1 rows without a text are left out" in caplog.text
     with pytest.raises(CorpusError, match="no passages"):
         open_corpus(write_jsonl_file(tmp_path / "d.jsonl", blank[2:]), tmp_path)
@@ -143,19 +134,15 @@ def test_front_matter_and_underlined_headings_give_titles(tmp_path):
 
 
 def test_supports_that_the_corpus_lacks_are_counted(tmp_path):
-    rows = [
-        {"id": "1", "title": "Dover", "contents": "A town."},
-        {"id": "2", "title": "Tea", "contents": "Leaves."},
-    ]
+    rows = [{"id": 1, "title": "Dover", "text": "A town."}, {"id": 2, "title": "Tea", "text": "Leaves."}]
     corpus = open_corpus(write_jsonl_file(tmp_path / "c.jsonl", rows), tmp_path)
     there = Question("a", "x", supporting_ids=("1",)), Question("b", "x", supporting_titles=("Tea",))
     assert describe_missing_support(there, corpus) == ""
     lacking = (
-        *there,
         Question("c", "x", supporting_ids=("doc-3", "2")),
         Question("d", "x", supporting_titles=("Kent",)),
     )
-    said = describe_missing_support(lacking, corpus)
+    said = describe_missing_support((*there, *lacking), corpus)
     assert "2 of 5 supporting passages are not in the corpus" in said and "2 of 4 questions" in said
     assert "'doc-3'" in said and "JSON" not in said
     assert "JSON" in describe_missing_support([Question("e", "x", supporting_ids=("1,2",))], corpus)

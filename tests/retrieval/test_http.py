@@ -76,19 +76,13 @@ def running():
             thread.join()
 
 
-def found_at(url, **settings):
-    return list_passage_ids(
-        load_retriever(url=url, **settings).search([make_query("Who?"), make_query("Where?")])
-    )
-
-
 def test_a_token_goes_to_the_service_and_nowhere_else(monkeypatch, caplog):
     """Not into errors, even where the service repeats it, nor into logs, nor to where it is sent on."""
     caplog.set_level(logging.DEBUG)
     with running() as service, running() as elsewhere:
         service.token, url = SECRET, f"http://127.0.0.1:{service.port}/retrieve"
         with pytest.raises(ConfigError, match="HTTP status 401 .*DLM_RAG_RETRIEVAL_TOKEN .* not set"):
-            found_at(url)
+            load_retriever(url=url)
         monkeypatch.setenv(http.RETRIEVAL_TOKEN_VARIABLE, f"{SECRET}\n")
         retriever = load_retriever(url=url)
         assert list_passage_ids(retriever.search([make_query("Who?")])) == [["a"]]
@@ -221,11 +215,6 @@ def service(monkeypatch):
 
 def call(service):
     return call_with_retries("http://x", 15.0, service.ask)
-
-
-def test_every_attempt_has_a_third_of_the_time(service):
-    service.replies = [RetryableFailure("reset"), "found"]
-    assert call(service) == "found" and service.given == [5.0, 5.0]
 
 
 def test_a_service_that_is_back_before_the_deadline_answers(service):

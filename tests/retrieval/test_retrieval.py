@@ -11,11 +11,9 @@ import torch
 
 from dlm_rag import load_retriever
 from dlm_rag.config import load_config
-from dlm_rag.config.fields import import_object
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import read_questions
-from dlm_rag.retrieval import HTTP_SEARCH, MILVUS_SEARCH, RETRIEVERS
 from dlm_rag.retrieval.base import (
     HybridRetriever,
     MemoizedBatchFunction,
@@ -278,8 +276,3 @@ def test_parts_are_the_question_and_each_sentence_once():
 def test_guesses_enter_from_the_query_threshold_on_and_never_at_one():
     assert resolve_query_threshold("proxy", 0.0) == 0.0 and resolve_query_threshold("proxy", 0.4) == 0.4
     assert resolve_query_threshold("proxy", 1.0) > 1 and resolve_query_threshold("committed", 0.0) > 1
-
-
-def test_every_method_and_service_can_be_imported():
-    for path in (*(method.load for method in RETRIEVERS.values()), HTTP_SEARCH, MILVUS_SEARCH):
-        assert callable(import_object(path, "retrieval"))

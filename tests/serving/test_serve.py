@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import takewhile
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 
 from dlm_rag.config import DecodeConfig, RetrievalConfig
@@ -27,6 +26,7 @@ from tests.support.serving import (
     GEMMA_SETTINGS,
     QUESTIONS,
     SETTINGS,
+    Broken,
     Slow,
     chat_body,
     decode_with_page,
@@ -372,26 +372,6 @@ def test_time_is_bounded(slow, monkeypatch):
         assert service.engine.counts["failed"] == 1 and not service.engine.counts["cancelled"]
         slow.model_runner.free.set()
         wait_until(lambda: not service.engine.in_flight)
-
-
-class Broken:
-    """A proposer whose confidences of one question are not numbers, or that fails."""
-
-    def __init__(self, inner, error=None, always=True):
-        self._inner, self.error, self.always = inner, error, always
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
-
-    def propose(self, views):
-        short = [len(view.canvas) == 7 for view in views]
-        if self.error is not None and (self.always or any(short)):
-            raise self.error
-        wait = self._inner.propose(views)
-        return lambda: [
-            replace(p, confidence=np.full_like(p.confidence, np.nan)) if bad else p
-            for bad, p in zip(short, wait(), strict=True)
-        ]
 
 
 @pytest.mark.parametrize("kind", ["masked", "causal"])

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 import httpx
+import numpy as np
 
 from dlm_rag.config import DecodeConfig, EngineConfig, RetrievalConfig
 from dlm_rag.decode.trace_file import TraceWriter, build_trace_header
@@ -175,3 +177,23 @@ class Slow:
         while not self.free.is_set() and not self.let.acquire(timeout=0.05):
             pass
         return self._inner.propose(views)
+
+
+class Broken:
+    """A proposer whose confidences of one question are not numbers, or that fails."""
+
+    def __init__(self, inner, error=None, always=True):
+        self._inner, self.error, self.always = inner, error, always
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def propose(self, views):
+        short = [len(view.canvas) == 7 for view in views]
+        if self.error is not None and (self.always or any(short)):
+            raise self.error
+        wait = self._inner.propose(views)
+        return lambda: [
+            replace(p, confidence=np.full_like(p.confidence, np.nan)) if bad else p
+            for bad, p in zip(short, wait(), strict=True)
+        ]

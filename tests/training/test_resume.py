@@ -77,13 +77,6 @@ def shard_of(checkpoint: Path) -> Path:
     return found
 
 
-def put(path: Path, make) -> None:
-    """Gives the numbers of a shard other bytes, made of the old ones; its size stays."""
-    data = path.read_bytes()
-    begin = 8 + struct.unpack("<Q", data[:8])[0]
-    path.write_bytes(data[:begin] + make(data[begin:]))
-
-
 def in_record(change):
     """Writes state.json anew with one thing changed."""
 
@@ -96,7 +89,14 @@ def in_record(change):
 
 
 def in_shard(make):
-    return lambda checkpoint: put(shard_of(checkpoint), make)
+    """Gives the numbers of a shard other bytes, made of the old ones; its size stays."""
+
+    def harm(checkpoint: Path) -> None:
+        data = (path := shard_of(checkpoint)).read_bytes()
+        begin = 8 + struct.unpack("<Q", data[:8])[0]
+        path.write_bytes(data[:begin] + make(data[begin:]))
+
+    return harm
 
 
 PICKLE = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n"
@@ -143,21 +143,6 @@ def test_every_file_is_read_where_a_process_does_not_see_all(folder, tmp_path):
         )
         found += find_damaged_files(path, replace(record, digests=dict.fromkeys(listed[0], "")), processes)
     assert sorted(line.split()[0] for line in found) == sorted(listed[0])
-
-
-@pytest.mark.slow
-def test_a_flipped_bit_changes_no_weight_of_the_end(folder, finished, capsys):
-    """The run goes on from the older checkpoint, and ends as the one that nothing has touched."""
-    run(finished, "--resume")
-    HARMS["zeros"][0](folder / "checkpoints" / "step-00000004")
-    capsys.readouterr()
-    run(folder, "--resume")
-    said = capsys.readouterr().err
-    assert "step-00000004" in said and "going on from step 2" in said and "learning rate" not in said
-    ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (folder, finished))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    run(folder, "--resume")
-    assert "going on from step 4" in capsys.readouterr().err
 
 
 def test_where_no_checkpoint_is_whole_nothing_begins_anew(folder, capsys):
@@ -247,15 +232,11 @@ def spoil(path: Path) -> None:
     os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
-def other_theta(path: Path) -> None:
-    path.write_text(path.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 20000.0'))
-
-
 @pytest.mark.parametrize(
     ("name", "file", "harm", "says"),
     [
         ("rl", "model/model.safetensors", spoil, "model.path"),
-        ("rl", "model/config.json", other_theta, "model.path"),
+        ("rl", "model/config.json", lambda path: replace_in(path, ": 10000.0", ": 20000.0"), "model.path"),
         ("sft", "questions.jsonl", lambda path: replace_in(path, "town 7", "town 8"), "data.questions"),
         ("sft", "corpus.jsonl", lambda path: replace_in(path, "land 3", "land 4"), "data.corpus"),
         ("documents", "web.jsonl", lambda path: replace_in(path, "land 3", "land 4"), "data.documents"),
@@ -374,8 +355,7 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew_and_says
 
 
 def cut_shard(checkpoint):
-    shard = next(checkpoint.glob("*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1])
+    os.truncate(path := shard_of(checkpoint), path.stat().st_size - 1)
 
 
 BROKEN = {  # what lies beside two whole checkpoints, by its name: what makes it, what is said
