@@ -72,7 +72,7 @@ class RetrievalConfig(CheckedSettings):
     """prefix of every dense passage ('passage: ' for E5)"""
     bm25_query: str = setting("whole", choices=("whole", "sentences"), only_with=NO_URL)
     """how BM25, also in hybrid, searches a query: whole, or as dense search does, by the question and each
-    sentence in turn"""
+    sentence or title in turn, for a title first the passage that has it"""
     url: str | None = setting(None)
     """search a service instead of a corpus: http(s)://HOST:PORT/retrieve or
     milvus://HOST:PORT/COLLECTION"""

@@ -142,14 +142,14 @@ def read_trace_header(path: Path) -> TraceHeader:
     raise TraceError(f"{path} is no trace: it is empty")
 
 
-def read_trace(path: Path) -> Iterator[Rollout]:
+def read_trace(path: str | Path) -> Iterator[Rollout]:
     """The rollouts of a trace file, one by one; only passage texts stay in memory.
 
     `evidence_texts` are missing. A last line that was cut short is skipped.
     Raises `TraceError` naming file and line.
     """
     settings, texts = dict[str, Any](), dict[str, str]()
-    for place, entry in _entries(path, Rollout):
+    for place, entry in _entries(Path(path), Rollout):
         if isinstance(entry, TraceHeader):
             settings = entry.settings
         elif isinstance(entry, PassageText):

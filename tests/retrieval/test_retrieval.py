@@ -202,6 +202,18 @@ def test_words_of_parts_takes_turns_of_a_search_for_each_part(corpus_file):
     assert whole.rank([query], 3) != by_parts.rank([query], 3)
 
 
+def test_the_passage_of_a_title_comes_before_those_that_name_it_more_often(tmp_path):
+    texts = [
+        "Persona (film)\nIngmar Bergman wrote it.",
+        "Ingmar Bergman (Director)\nA Swede of many works.",
+    ]
+    rows = [{"id": str(n), "contents": text} for n, text in enumerate([*texts, "Sweden\nA land."])]
+    corpus = write_jsonl_file(tmp_path / "films.jsonl", rows)
+    for kind, best in (("whole", ["0", "1"]), ("sentences", ["1", "0"])):
+        retriever = load_retriever(corpus, top_k=2, bm25_query=kind)
+        assert list_passage_ids(retriever.search(["Ingmar  bergman"])) == [best]
+
+
 OWN_RETRIEVER = """
 from dlm_rag.retrieval.base import CorpusRetriever
 
