@@ -165,10 +165,14 @@ def normalize_text(text: str) -> str:
 def split_terms(text: str) -> list[str]:
     """The words of a text in lower case, and pairs of letters where a script has no blanks between words.
 
-    Points of Hebrew and vowels of Arabic are left out; a lone letter of a script with blanks as well.
+    Points of Hebrew and vowels of Arabic are left out; a lone letter of a script with blanks as well. Of a
+    word with half-spaces the parts stand at the end, too.
     """
     if text.isascii():
         return _ASCII_TERM.findall(text.lower())
+    if "\u200c" in text:  # Persian's half-space, in whose place people write a blank or nothing
+        parts = (part for word in text.split() if len(found := word.split("\u200c")) > 1 for part in found)
+        text = " ".join((text, *parts))
     terms = list[str]()
     for word in _WORD.findall(_POINTS.sub("", normalize_text(text).lower().translate(_LETTER_FORMS))):
         for run in JOINED_RUN.split(word):

@@ -63,7 +63,8 @@ def decode_utf8(data: bytes, place: str, error: type[UserError], what: str = "li
     try:
         return data.removeprefix(BOM_UTF8).decode()  # the codec utf-8-sig takes twice as long
     except UnicodeDecodeError:
-        remedy = ": save the file as UTF-8" if what in ("line", "text", "file") else ""
+        remedy = ": save the file as UTF-8 (`iconv -f cp1252 -t utf-8`, where it is of Windows)"
+        remedy = remedy if what in ("line", "text", "file") else ""
         raise error(f"{place}: the {what} is not UTF-8{remedy}") from None
 
 

@@ -129,7 +129,7 @@ def read_regular_file(path: Path, most: int) -> bytes:
 
     A pipe without a writer is not waited for.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:  # noqa: PTH123
+    with open(path, "rb", 0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file")
         if os.fstat(file.fileno()).st_size > most or len(data := file.read(most + 1) or b"") > most:

@@ -14,6 +14,7 @@ import gzip
 import html
 import io
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -47,6 +48,8 @@ ROW_FILE_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")  # the row
 PEEK_BYTES = 2**20  # bytes that are looked at to tell forms apart
 UNSUPPORTED_MAGIC = (b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # zip, bzip2, xz, zstd
 MAX_JSON_BYTES = 2**31  # bytes of a document, which is in memory as a whole
+# A gzipped file unpacks to at most so many bytes, or so many times its size: texts have 3 to 20 times.
+MAX_UNPACKED_BYTES, MAX_UNPACKED_FACTOR = 2**30, 100
 # Of HotpotQA (Yang et al. 2018) and 2WikiMultihopQA (Ho et al. 2020): passages that the type needs.
 HOPS_BY_TYPE = {"bridge": 2, "comparison": 2, "compositional": 2, "inference": 2, "bridge_comparison": 4}
 LAYOUT_FIELDS = (
@@ -122,7 +125,7 @@ def read_record_stream(
     file: IO[bytes], path: Path, error: type[UserError], plain: str | None = None
 ) -> Iterator[Record]:
     """`read_records` of an open file that may be a pipe."""
-    opened = _unzip(file)
+    opened = _unzip(file, path, error)
     try:
         yield from _choose_reader(opened, path, error, plain)(opened, str(path), error)
     except (EOFError, gzip.BadGzipFile, zlib.error):
@@ -133,7 +136,8 @@ def is_json_lines(path: Path, error: type[UserError]) -> bool:
     """Whether a file is JSON lines as they are: not gzipped, no other form."""
     try:
         with path.open("rb", buffering=PEEK_BYTES) as file:
-            return _unzip(file) is file and _choose_reader(file, path, error, None) is _read_json_lines
+            plain = _unzip(file, path, error) is file
+            return plain and _choose_reader(file, path, error, None) is _read_json_lines
     except OSError as problem:
         raise error(f"'{path}' cannot be read ({problem.strerror})") from None
 
@@ -141,16 +145,35 @@ def is_json_lines(path: Path, error: type[UserError]) -> bool:
 def holds_at_most(path: Path, most: int) -> bool:
     """Whether a file holds at most so many bytes, once it is no longer gzipped; a broken one says later."""
     with path.open("rb", buffering=PEEK_BYTES) as file, suppress(OSError, EOFError, zlib.error):
-        opened = _unzip(file)
+        opened = _unzip(file, path, UserError)
         opened.seek(most)
         return not opened.read(1)
     return True
 
 
-def _unzip(file: Any) -> Any:
+def _unzip(file: Any, path: Path, error: type[UserError]) -> Any:
     if file.peek(2)[:2] != b"\x1f\x8b":
         return file
-    return io.BufferedReader(gzip.GzipFile(fileobj=file), PEEK_BYTES)
+    return io.BufferedReader(_BoundedGzipFile(file, path, error), PEEK_BYTES)
+
+
+class _BoundedGzipFile(gzip.GzipFile):
+    """Raises `error` where a file unpacks to far more than texts do: it would fill the disk."""
+
+    def __init__(self, file: IO[bytes], path: Path, error: type[UserError]) -> None:
+        super().__init__(fileobj=file)
+        self._left = max(MAX_UNPACKED_BYTES, MAX_UNPACKED_FACTOR * os.fstat(file.fileno()).st_size)
+        self._refusal = error(
+            f"{path} unpacks to more than {MAX_UNPACKED_BYTES >> 30} GiB and {MAX_UNPACKED_FACTOR} times "
+            "its size: if it is right, unpack it first"
+        )
+
+    def readinto(self, buffer: Any) -> int:
+        size = super().readinto(buffer)
+        self._left -= size
+        if self._left < 0:
+            raise self._refusal
+        return size
 
 
 def _get_suffix(path: Path) -> str:

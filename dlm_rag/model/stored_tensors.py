@@ -137,19 +137,17 @@ def match_tensors(
 ) -> tuple[DenoiserConfig, TensorSources]:
     """Where every tensor of the denoiser is, after checking names, shapes and types.
 
-    The config loses its tie where the files hold another head, which is read as in transformers. block:
-    what shares a scale where some weights are quantised.
+    The config loses its tie where the files hold another head, which is read as in transformers; a head
+    alone is the embedding. block: what shares a scale where some weights are quantised.
     """
-    found = _read_headers(folder)
+    found, other_names = _read_headers(folder), dict[str, str]()
     embedding, head = (family.rename_tensor(ours) for ours in ("embed_tokens.weight", "lm_head.weight"))
     if config.tie_word_embeddings and head in found:  # some folders store the tied head a second time
-        held = (
-            safe_open(found[name].path, "pt").get_tensor(name)
-            for name in (head, embedding)
-            if name in found
-        )
-        first, *others = held
-        if all(value.dtype == first.dtype and torch.equal(value, first) for value in others):
+        names = [name for name in (head, embedding) if name in found]
+        held = [safe_open(found[name].path, "pt").get_tensor(name) for name in names]
+        if len(held) == 1:  # as the save_model of safetensors leaves it
+            other_names = {"embed_tokens.weight": "lm_head.weight"}
+        elif held[0].dtype == held[1].dtype and torch.equal(*held):
             del found[head]
         else:
             log.warning("%s ties its embeddings, but holds another %s, which is used", folder, head)
@@ -162,7 +160,10 @@ def match_tensors(
             )
     with translate_failures(CheckpointError, str(folder / "config.json")):  # sizes that overflow
         wanted = list_tensor_shapes(config)
-    sources = {ours: family.list_sources(ours, shape, config) for ours, shape in wanted.items()}
+    sources = {
+        ours: family.list_sources(other_names.get(ours, ours), shape, config)
+        for ours, shape in wanted.items()
+    }
     asked = {part.name: part.shape for parts in sources.values() for part in parts}
     taken = {name: _take_tensor(folder, found, (name,), shape, block) for name, shape in asked.items()}
     # Old Llama folders store the rotary frequencies, which follow from the config.

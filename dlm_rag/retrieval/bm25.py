@@ -56,7 +56,7 @@ TITLE_DEPTH = 50  # results among which one is looked for by its title
 _STOP_WORDS = frozenset(STOPWORDS_EN)
 _function: Callable[[Any], Any]  # of a worker
 # A part of the folder's name; another text makes every index be built again.
-INDEX_FORM = "hashed words, pairs of letters, letters in one form"
+INDEX_FORM = "hashed words, pairs of letters, letters in one form, half-spaces"
 
 
 _numba_config: Any = numba.config  # whose settings are made when it is imported

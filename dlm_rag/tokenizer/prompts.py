@@ -181,11 +181,13 @@ def read_chat_template(path: Path) -> str:
     """The template in a `chat_template.json`, as processors have it. Raises `CheckpointError`."""
     found = read_checkpoint_json(path).get("chat_template")
     if isinstance(found, list):  # of several, by name
-        found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        found = {str(each.get("name")): each.get("template") for each in found if isinstance(each, dict)}
+    held = ""
     if isinstance(found, dict):
+        held = f", and none called 'default' (it holds {', '.join(map(repr, found)) or 'none'})"[:300]
         found = found.get("default")
     if not isinstance(found, str):
-        raise CheckpointError(f"{path} has no chat_template that is a text")
+        raise CheckpointError(f"{path} has no chat_template that is a text{held}")
     return found
 
 

@@ -83,6 +83,11 @@ def test_a_document_has_a_bound(tmp_path, monkeypatch):
     monkeypatch.setattr(record_readers, "MAX_JSON_BYTES", path.stat().st_size - 1)
     with pytest.raises(QuestionError, match="make it JSON lines"):
         list(read_records(path, QuestionError))
+    monkeypatch.setattr(record_readers, "MAX_UNPACKED_BYTES", 0)
+    for name in ("b.jsonl.gz", "b.json.gz", "b.tsv.gz", "b.parquet.gz"):
+        (tmp_path / name).write_bytes(gzip.compress(bytes(10**6)))
+        with pytest.raises(CorpusError, match=f"{name} unpacks to more than 0 GiB and 100 times its size"):
+            open_corpus(tmp_path / name)
 
 
 def test_a_folder_of_texts_is_cut_into_passages(tmp_path, capsys):
@@ -114,8 +119,9 @@ def test_a_folder_of_texts_is_cut_into_passages(tmp_path, capsys):
     os.mkfifo(folder / "p.md")
     for _ in range(2):  # the second time, what was read is remembered
         assert [p.contents for p in open_corpus(folder)] == ["# no markdown"]
-        said = "b.md (the text is not UTF-8: save the file as UTF-8), c.md (it holds no text), p.md, pict"
-        assert f"read 1 file into 1 passage; skipped 4: {said}" in capsys.readouterr().err
+        said = "b.md (the text is not UTF-8: save the file as UTF-8 (`iconv -f cp1252 "
+        assert f"read 1 file into 1 passage; skipped 4: {said}" in (err := capsys.readouterr().err)
+        assert "), c.md (it holds no text), p.md, pict" in err
 
 
 def test_an_error_of_a_converted_corpus_names_the_file_that_was_given(tmp_path):

@@ -187,11 +187,7 @@ def test_a_head_in_the_file_that_is_not_the_embedding_is_used(tmp_path, caplog, 
     denoiser = tiny_denoiser(tie_word_embeddings=True)
     denoiser.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    head = (
-        torch.randn_like(tensors["embed_tokens.weight"])
-        if other
-        else tensors["embed_tokens.weight"].clone()
-    )
+    head = tensors["embed_tokens.weight"] + other
     save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
     again = Denoiser.from_pretrained(tmp_path)
     assert torch.equal(again.lm_head.weight, head)
@@ -199,3 +195,8 @@ def test_a_head_in_the_file_that_is_not_the_embedding_is_used(tmp_path, caplog, 
     assert ("holds another lm_head.weight" in caplog.text) == other
     again.save_pretrained(tmp_path / "saved")
     assert torch.equal(Denoiser.from_pretrained(tmp_path / "saved").lm_head.weight, head)
+    tensors["lm_head.weight"] = tensors.pop("embed_tokens.weight")  # alone
+    save_file(tensors, tmp_path / "model.safetensors")
+    again = Denoiser.from_pretrained(tmp_path)
+    assert again.lm_head.weight is again.embed_tokens.weight
+    assert torch.equal(again.lm_head.weight, tensors["lm_head.weight"])

@@ -243,6 +243,7 @@ REFUSED = {
 def test_what_cannot_be_honoured_is_refused(shared, what):
     body, words = REFUSED[what]
     response = send_request(shared, body)
+    assert send_request(shared, body, **{"Content-Encoding": "GZIP"}).status_code == 415
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and words in error["message"]

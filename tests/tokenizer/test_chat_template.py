@@ -118,6 +118,8 @@ def test_a_template_is_found_in_every_file(tmp_path, place):
 
 def test_a_template_that_is_no_text_is_refused(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "chat_template.json").write_text('{"chat_template": 3}')
-    with pytest.raises(CheckpointError, match="no chat_template that is a text"):
-        load_tokenizer(tmp_path)
+    named, several = {"rag": CHATML}, [{"name": "rag", "template": CHATML}, {"name": []}, 7]
+    for found, says in ((3, "$"), (named, ".*holds 'rag'"), (several, ".*'rag', '\\[\\]'"), ([], ".*none")):
+        (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": found}))
+        with pytest.raises(CheckpointError, match=f"json has no chat_template that is a text{says}"):
+            load_tokenizer(tmp_path)
