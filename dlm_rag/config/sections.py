@@ -135,8 +135,8 @@ class DecodeConfig(CheckedSettings):
     """how positions are divided over steps_per_block if it does not divide evenly: the first steps take
     more, or each its rounded share of the rest"""
     copy_words: bool = setting(False)
-    """a word that begins as one of the question or the passages goes on as there, at once where it can in
-    one way alone; for left_to_right and, a token a step, mode=autoregressive"""
+    """write only words of the question and the passages, or yes, no, unknown and unclear; what can go on in
+    one way alone does so at once; for left_to_right and, a token a step, mode=autoregressive"""
     edit_threshold: float | None = setting(None, low=0, high=1, only_with=IN_BLOCKS)
     """confidence at which another token replaces a committed one within the current block; unset: never"""
     max_edit_steps: int = setting(

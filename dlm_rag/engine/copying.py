@@ -1,7 +1,6 @@
-"""Words of question and passages, as tokens: a word of the response goes on as there (`copy_words`).
+"""Words of question and passages, as tokens: those of the response are the same (`copy_words`).
 
-A name that is written token by token breaks where one of them is read elsewhere ("Desardardsins"). A word
-that no text begins with is left alone: an answer need not be copied.
+A name that is written token by token breaks where one of them is read elsewhere ("Desardardsins").
 """
 
 import unicodedata
@@ -15,6 +14,7 @@ from dlm_rag.text import JOINED_RUN
 from dlm_rag.tokenizer import Tokenizer
 
 WORD_END = -1
+OWN_WORDS = "yes no unknown unclear"  # of answers, that no text need have
 MAX_KEPT_TEXTS = 2048  # whose words are kept, some 30 kB each
 MAX_WORD_TOKENS = 32  # of longer ones, addresses say, every beginning would be kept
 _BLANKS = ("Ġ", "▁", "Ċ", "ĉ")  # white space before a token, as byte pairs and Llama's tokenizer write it
@@ -33,7 +33,12 @@ class WordTable:
         self._continues = ~self._begins & np.isin(kinds, [*"LMN"])
         # Of a character that is no token: a letter where a text goes on with it, else perhaps a sign.
         self._may_continue = self._continues | [text.startswith("\ufffd") for text in texts]
+        # Of blanks alone a word, for these stand before a number; of scripts without blanks none.
+        opens = [(text.lstrip() or text.lstrip(" ") or "1")[0] for text in texts]
+        opens = ["-" if JOINED_RUN.match(sign) else unicodedata.category(sign)[0] for sign in opens]
+        self._begins_word = self._begins & np.isin(opens, [*"LMN"])
         self._read = lru_cache(MAX_KEPT_TEXTS)(self._read_words)
+        self._read_firsts = lru_cache(MAX_KEPT_TEXTS)(self._list_firsts)
 
     def _read_words(self, text: str) -> dict[tuple[int, ...], tuple[int, ...]]:
         """Returns the tokens that come after each beginning of a word; `WORD_END` where it is whole."""
@@ -47,25 +52,33 @@ class WordTable:
                 found[ids[:n]] = tuple({*found.get(ids[:n], ()), after})
         return found
 
+    def _list_firsts(self, text: str) -> list[int]:
+        return [word[0] for word in self._read(text) if len(word) == 1]
+
     def _find_word(self, written: Sequence[int]) -> tuple[int, ...]:
         """Returns the tokens of the word that was begun last; none where no token begins one."""
         start = next((n for n in range(len(written) - 1, -1, -1) if self._begins[written[n]]), len(written))
         return tuple(written[start:])
 
     def _follow(self, word: tuple[int, ...], texts: Collection[str]) -> set[int]:
-        return set[int]().union(*(self._read(text).get(word, ()) for text in texts))
+        return set[int]().union(*(self._read(text).get(word, ()) for text in (*texts, OWN_WORDS)))
 
-    def find_barred(self, written: Sequence[int], texts: Collection[str]) -> NDArray[np.bool_] | None:
-        """Returns (V,) which tokens may not follow the written ones; None where all may.
+    def find_barred(self, written: Sequence[int], texts: Collection[str]) -> NDArray[np.bool_]:
+        """Returns (V,) which tokens may not follow the written ones.
 
-        Where the word so far begins words of the texts, it goes on as one of these; it ends, by a blank or
-        a sign, where one of these does.
+        A word begins as one of the texts or of `OWN_WORDS`. Where the word so far begins words of these,
+        it goes on as one of them; it ends, by a blank or a sign, where one of them does.
         """
         follow = self._follow(self._find_word(written), texts)
         going_on = [token for token in follow if token != WORD_END and self._may_continue[token]]
-        if not follow:
-            return None
-        barred = np.ones_like(self._continues) if len(going_on) == len(follow) else self._continues.copy()
+        if follow and len(going_on) == len(follow):
+            barred = np.ones_like(self._continues)
+        else:
+            barred = self._begins_word.copy()
+            for text in (*texts, OWN_WORDS):
+                barred[self._read_firsts(text)] = False
+            if follow:
+                barred |= self._continues
         barred[going_on] = False
         return barred
 
@@ -77,5 +90,4 @@ class WordTable:
 
     def bars(self, written: Sequence[int], token: int, texts: Collection[str]) -> bool:
         """Says whether the token may not follow the written ones."""
-        barred = self.find_barred(written, texts)
-        return barred is not None and bool(barred[token])
+        return bool(self.find_barred(written, texts)[token])
