@@ -165,8 +165,7 @@ def normalize_text(text: str) -> str:
 def split_terms(text: str) -> list[str]:
     """The words of a text in lower case, and pairs of letters where a script has no blanks between words.
 
-    Points of Hebrew and vowels of Arabic are left out; a lone letter of a script with blanks as well. Of a
-    word with half-spaces the parts stand at the end, too.
+    Points of Hebrew and vowels of Arabic are left out; a lone letter of a script with blanks as well.
     """
     if text.isascii():
         return _ASCII_TERM.findall(text.lower())

@@ -18,6 +18,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,9 @@ def bind_socket(host: str, port: int) -> socket.socket:
         if sock is not None:
             sock.close()
         reason = getattr(error, "strerror", None) or summarize_error(error)
-        raise ConfigError(f"{host}:{port} cannot be listened at ({reason}): name another --port") from None
+        raise ConfigError(
+            f"{host}:{port} cannot be listened at ({reason}): name another --host or --port"
+        ) from None
     return sock
 
 
@@ -241,6 +244,10 @@ def chat(argv: list[str]) -> None:
 
 def _read_lines(console: Console) -> Iterator[str]:
     """Yields what is typed, without blank lines; with a prompt in a terminal."""
+    if sys.stdin is None:
+        raise ConfigError("standard input, which questions come from, is closed")
+    if isinstance(sys.stdin, TextIOWrapper):  # bytes that are no text are an error of their question
+        sys.stdin.reconfigure(errors="surrogateescape")
     if sys.stdin.isatty():
         import readline  # noqa: F401 - gives `input` the arrow keys and what was typed before
     while True:

@@ -1,7 +1,7 @@
 """JSON from files that others may have written, checked: errors name the file, the line and the key."""
 
 import json
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -63,9 +63,10 @@ def decode_utf8(data: bytes, place: str, error: type[UserError], what: str = "li
     try:
         return data.removeprefix(BOM_UTF8).decode()  # the codec utf-8-sig takes twice as long
     except UnicodeDecodeError:
-        remedy = ": save the file as UTF-8 (`iconv -f cp1252 -t utf-8`, where it is of Windows)"
-        remedy = remedy if what in ("line", "text", "file") else ""
-        raise error(f"{place}: the {what} is not UTF-8{remedy}") from None
+        coding = "utf-16" if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "cp1252"
+        said = f"{place}: the {what} is not UTF-8"
+        remedy = f": save the file as UTF-8 (`iconv -f {coding} -t utf-8`, for example)"
+        raise error(said + remedy * (what in ("line", "text", "file"))) from None
 
 
 def parse_json_object(line: bytes, place: str, error: type[UserError]) -> dict[str, Any]:

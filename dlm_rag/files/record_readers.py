@@ -163,10 +163,8 @@ class _BoundedGzipFile(gzip.GzipFile):
     def __init__(self, file: IO[bytes], path: Path, error: type[UserError]) -> None:
         super().__init__(fileobj=file)
         self._left = max(MAX_UNPACKED_BYTES, MAX_UNPACKED_FACTOR * os.fstat(file.fileno()).st_size)
-        self._refusal = error(
-            f"{path} unpacks to more than {MAX_UNPACKED_BYTES >> 30} GiB and {MAX_UNPACKED_FACTOR} times "
-            "its size: if it is right, unpack it first"
-        )
+        most = f"{MAX_UNPACKED_BYTES >> 30} GiB and {MAX_UNPACKED_FACTOR} times its size"
+        self._refusal = error(f"{path} unpacks to more than {most}: if that is right, unpack it first")
 
     def readinto(self, buffer: Any) -> int:
         size = super().readinto(buffer)
@@ -224,6 +222,8 @@ def _read_table(file: IO[bytes], path: str, error: type[UserError], delimiter: s
             if cells and not header:
                 header = cells
                 _check_columns([name for name in header if name], place, error)
+                if len(header) == 1 and re.search("[;\t,]", header[0].replace(delimiter, "")):
+                    raise error(f"{place}: the header has no comma (CSV) or tab (TSV) between its columns")
             elif cells:
                 if len(cells) != len(header):
                     raise error(f"{place}: the row has more or fewer cells than the header")

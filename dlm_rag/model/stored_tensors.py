@@ -160,10 +160,7 @@ def match_tensors(
             )
     with translate_failures(CheckpointError, str(folder / "config.json")):  # sizes that overflow
         wanted = list_tensor_shapes(config)
-    sources = {
-        ours: family.list_sources(other_names.get(ours, ours), shape, config)
-        for ours, shape in wanted.items()
-    }
+    sources = {n: family.list_sources(other_names.get(n, n), shape, config) for n, shape in wanted.items()}
     asked = {part.name: part.shape for parts in sources.values() for part in parts}
     taken = {name: _take_tensor(folder, found, (name,), shape, block) for name, shape in asked.items()}
     # Old Llama folders store the rotary frequencies, which follow from the config.

@@ -187,11 +187,9 @@ class MilvusCollection:
 
     def _count_rows(self, rows: int = 2**32) -> int:
         """How many of the first `rows` passages are there."""
-        count = "count(*)"
-        found = self._call(
-            "query", filter=f"row < {rows}", output_fields=[count], consistency_level="Strong"
-        )
-        return int(found[0][count])
+        key = "count(*)"
+        found = self._call("query", filter=f"row < {rows}", output_fields=[key], consistency_level="Strong")
+        return int(found[0][key])
 
     def upsert_passages(
         self, start: int, passages: Sequence[Passage], vectors: Sequence[Sequence[float]]

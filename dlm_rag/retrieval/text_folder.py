@@ -173,6 +173,7 @@ def _read_html(path: Path) -> str:
     from bs4 import BeautifulSoup, Tag
     from bs4.element import PreformattedString
 
+    logging.getLogger("bs4.dammit").setLevel(logging.ERROR)
     page: Any = BeautifulSoup(path.read_bytes(), "html.parser")
     title = " ".join(page.title.get_text().split()) if page.title else ""
     found, opened = [f"# {title}\n\n" * bool(title)], [(page, iter(page.children))]

@@ -247,10 +247,8 @@ class HttpService:
                 raise ApiError(408, f"the body did not come within {CLIENT_SECONDS:g} seconds") from None
         if size > most:
             raise too_large
-        if (coding := request.headers.get("content-encoding", "identity")).casefold() != "identity":
-            raise ApiError(
-                415, f"a body with Content-Encoding {coding[:40]!a} is not read: send it uncompressed"
-            )
+        if (coding := request.headers.get("content-encoding", "")).casefold() not in ("", "identity"):
+            raise ApiError(415, f"Content-Encoding {coding[:40]!a} is not read: send the body uncompressed")
         work = loop.run_in_executor(self._thread, parse, bytes(body))
         return await self.run_unless_disconnected(request, work)
 

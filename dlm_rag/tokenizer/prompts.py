@@ -182,13 +182,12 @@ def read_chat_template(path: Path) -> str:
     found = read_checkpoint_json(path).get("chat_template")
     if isinstance(found, list):  # of several, by name
         found = {str(each.get("name")): each.get("template") for each in found if isinstance(each, dict)}
-    held = ""
-    if isinstance(found, dict):
-        held = f", and none called 'default' (it holds {', '.join(map(repr, found)) or 'none'})"[:300]
-        found = found.get("default")
-    if not isinstance(found, str):
-        raise CheckpointError(f"{path} has no chat_template that is a text{held}")
-    return found
+    named = found if isinstance(found, dict) else {"default": found}
+    if not isinstance(template := named.get("default"), str):
+        held = [*named] if named is found else found
+        said = "chat_template must be a text, or texts by names with one called 'default', not"
+        raise CheckpointError(f"{path}: {said} {held!r:.200}")
+    return template
 
 
 @contextmanager

@@ -40,6 +40,12 @@ FILES = (  # what both readers say of a file in another form
     ("a.json: the file is not UTF-8", "a.json", b"[\xff]"),
     ("item 2: the id 'a' occurs a second time", "a.json", f"[{GOOD},\n{GOOD}]"),
     ("a.csv, line 3: the row has more or fewer cells than the header", "a.csv", "id,text\n1,x\n2,y,z\n"),
+    ("line 1: the header has no comma", "a.csv", "id;text\n1;x\n"),
+    (
+        "line 1: the line is not UTF-8: save the file as UTF-8 (`iconv -f utf-16 ",
+        "a.tsv",
+        "id".encode("utf-16"),
+    ),
     ("is a broken gzip file", "a.jsonl.gz", gzip.compress(GOOD.encode())[:-9]),
 )
 ONE_ID_TWICE = '{"id": 1, "text": "x"}\n{"id": "1", "text": "x"}'

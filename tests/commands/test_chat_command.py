@@ -14,15 +14,16 @@ def say(call, monkeypatch):
     """What the chat prints when these lines are typed: exit code, output, errors."""
 
     def run(*lines, **more):
-        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        typed = "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed), "utf-8"))
         return call(program=chat, **more)
 
     return run
 
 
 def test_questions_are_answered_one_after_another_until_quit(say):
-    code, out, err = say("", "Who wrote Emma?", "/sources", "/why", "/quit", "Who wrote Emma?")
-    assert (code, err.count("error")) == (0, 0)
+    code, out, err = say("", "Wh\udcff?", "Who wrote Emma?", "/sources", "/why", "/quit", "Who wrote Emma?")
+    assert code == 0 and err.count("error") == err.count("error: question 1: the text is not UTF-8") == 1
     assert "step  wrote" in out and out.count("Who wrote Emma?") == 1, "asked first, in /why alone"
 
 
