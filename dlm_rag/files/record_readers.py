@@ -46,7 +46,7 @@ FIELD_ALIASES = {
 }
 ROW_FILE_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")  # the rows of a folder
 PEEK_BYTES = 2**20  # bytes that are looked at to tell forms apart
-UNSUPPORTED_MAGIC = (b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # zip, bzip2, xz, zstd
+UNSUPPORTED_MAGIC = (b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x1f\x8b")  # zip to gzip
 MAX_JSON_BYTES = 2**31  # bytes of a document, which is in memory as a whole
 # A gzipped file unpacks to at most so many bytes, or so many times its size: texts have 3 to 20 times.
 MAX_UNPACKED_BYTES, MAX_UNPACKED_FACTOR = 2**30, 100
@@ -220,7 +220,7 @@ def _read_table(file: IO[bytes], path: str, error: type[UserError], delimiter: s
         for cells in reader:
             place, before = f"{path}, line {before + 1}", reader.line_num
             if cells and not header:
-                header = cells
+                header = [name.strip() for name in cells]
                 _check_columns([name for name in header if name], place, error)
                 if len(header) == 1 and re.search("[;\t,]", header[0].replace(delimiter, "")):
                     raise error(f"{place}: the header has no comma (CSV) or tab (TSV) between its columns")

@@ -150,12 +150,13 @@ def read_document(path: Path) -> str:
     suffix = path.suffix.lower()
     with translate_failures(CorpusError, f"{path} cannot be read"):
         if path.stat().st_size > MAX_DOCUMENT_BYTES:
-            most = f"{MAX_DOCUMENT_BYTES >> 20} MiB"
-            raise CorpusError(f"{path}: it is larger than {most}: split it, or leave it out")
+            raise CorpusError(f"{path}: it is larger than {MAX_DOCUMENT_BYTES >> 20} MiB: split it")
         if suffix in TEXT_FILE_SUFFIXES:
             data = path.read_bytes()
             utf16 = data.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
             text = data.decode("utf-16") if utf16 else decode_utf8(data, str(path), CorpusError, "text")
+            if "\0" in text:  # UTF-16 without its mark, or no text at all
+                raise CorpusError(f"{path}: it holds NUL characters: save the file as UTF-8")
             return re.sub("\r\n?", "\n", text)
         text = _READERS[suffix][1](path)
     lines = (" ".join(line.split()) for line in text.encode(errors="replace").decode().splitlines())

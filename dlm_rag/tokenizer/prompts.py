@@ -185,8 +185,9 @@ def read_chat_template(path: Path) -> str:
     named = found if isinstance(found, dict) else {"default": found}
     if not isinstance(template := named.get("default"), str):
         held = [*named] if named is found else found
-        said = "chat_template must be a text, or texts by names with one called 'default', not"
-        raise CheckpointError(f"{path}: {said} {held!r:.200}")
+        raise CheckpointError(
+            f"{path}: chat_template must be a text, or have a 'default', not {held!r:.99}"
+        )
     return template
 
 

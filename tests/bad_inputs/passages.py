@@ -46,6 +46,7 @@ FILES = (  # what both readers say of a file in another form
         "a.tsv",
         "id".encode("utf-16"),
     ),
+    ("is not in a format that is read", "b.jsonl.gz", gzip.compress(gzip.compress(b"x"))),
     ("is a broken gzip file", "a.jsonl.gz", gzip.compress(GOOD.encode())[:-9]),
 )
 ONE_ID_TWICE = '{"id": 1, "text": "x"}\n{"id": "1", "text": "x"}'

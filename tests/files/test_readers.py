@@ -116,12 +116,15 @@ def test_a_folder_of_texts_is_cut_into_passages(tmp_path, capsys):
     assert [p.contents for p in open_corpus(folder)] == ["Anew é.", "# no markdown"]
     (folder / "b.md").write_bytes(b"\xff")
     (folder / "c.md").write_bytes(b"\n# A\n")
+    (folder / "d.md").write_bytes("Emma".encode("utf-16-le"))
     os.mkfifo(folder / "p.md")
     for _ in range(2):  # the second time, what was read is remembered
         assert [p.contents for p in open_corpus(folder)] == ["# no markdown"]
         said = "b.md (the text is not UTF-8: save the file as UTF-8 (`iconv -f cp1252 "
-        assert f"read 1 file into 1 passage; skipped 4: {said}" in (err := capsys.readouterr().err)
-        assert "), c.md (it holds no text), p.md, pict" in err
+        assert f"read 1 file into 1 passage; skipped 5: {said}" in (err := capsys.readouterr().err)
+        assert (
+            "), c.md (it holds no text), d.md (it holds NUL characters: save" in err and "p.md, pict" in err
+        )
 
 
 def test_an_error_of_a_converted_corpus_names_the_file_that_was_given(tmp_path):
@@ -134,7 +137,7 @@ def test_an_error_of_a_converted_corpus_names_the_file_that_was_given(tmp_path):
 
 def test_rows_of_a_table_without_ids_are_numbered(tmp_path):
     path = tmp_path / "q.csv"
-    path.write_text(",question\n0,Who?\n\n7,Where?\n")  # as pandas writes them
+    path.write_text(", question\n0,Who?\n\n7,Where?\n")  # as pandas writes them, and a blank
     assert read_questions(path) == [Question("1", "Who?"), Question("2", "Where?")]
 
 
