@@ -185,9 +185,7 @@ def read_chat_template(path: Path) -> str:
     named = found if isinstance(found, dict) else {"default": found}
     if not isinstance(template := named.get("default"), str):
         held = [*named] if named is found else found
-        raise CheckpointError(
-            f"{path}: chat_template must be a text, or have a 'default', not {held!r:.99}"
-        )
+        raise CheckpointError(f"{path}: chat_template is no text, and has no 'default': {held!r:.99}")
     return template
 
 
