@@ -125,7 +125,7 @@ class DecodeConfig(CheckedSettings):
     """softness of that threshold for sampled, in logits"""
     tokens_per_step: int | None = setting(None, low=1, only_with=DIFFUSION)
     """number of positions committed per step: exactly for top_k, entropy, margin and sequential (unset: 1),
-    at most for threshold and entropy_bound (unset: no limit)"""
+    at most for threshold, left_to_right and entropy_bound (unset: no limit)"""
     steps_per_block: int | None = setting(None, low=1, high=2**20, only_with=DIFFUSION)
     """number of steps per block (or canvas, without blocks): sets what a step commits for top_k, entropy,
     margin and sequential, and the least for threshold and entropy_bound (unset: 1)"""
@@ -135,8 +135,9 @@ class DecodeConfig(CheckedSettings):
     """how positions are divided over steps_per_block if it does not divide evenly: the first steps take
     more, or each its rounded share of the rest"""
     copy_words: bool = setting(False)
-    """write only words of the question and the passages, or yes, no, unknown and unclear; what can go on in
-    one way alone does so at once; for left_to_right and, a token a step, mode=autoregressive"""
+    """write only words of the question and the passages, or yes, no, unknown and unclear, but for what no
+    blank precedes, as after a hyphen; what can go on in one way alone does so at once; for left_to_right
+    and, a token a step, mode=autoregressive"""
     edit_threshold: float | None = setting(None, low=0, high=1, only_with=IN_BLOCKS)
     """confidence at which another token replaces a committed one within the current block; unset: never"""
     max_edit_steps: int = setting(

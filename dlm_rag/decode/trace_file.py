@@ -160,6 +160,11 @@ def read_trace(path: str | Path) -> Iterator[Rollout]:
             if lacking is not None:
                 raise TraceError(f"{place}: the text of passage '{lacking}' is not in the file")
             passages, own = {name: texts[name] for name in names}, settings | entry.settings
+            if not isinstance(own.get("answer_threshold", 0.0), int | float):
+                raise TraceError(
+                    f"{place}: this is no line of a trace: answer_threshold="
+                    f"{own['answer_threshold']!r:.60} is no number"
+                )
             yield replace(entry, settings=own, passages=passages, evidence_texts={}, finished=True)
 
 
@@ -216,7 +221,7 @@ def _question_record(rollout: Rollout, common: Mapping[str, Any]) -> dict[str, A
     optional = {"settings": own} | {k: getattr(rollout, k) for k in more}
     if rollout.answer_form != "marked":
         optional["answer_form"] = rollout.answer_form
-    return record | {key: value for key, value in optional.items() if value}
+    return record | {key: value for key, value in optional.items() if value or value == 0}
 
 
 def _passage_ids(steps: Iterable[RolloutStep]) -> list[str]:

@@ -3,6 +3,7 @@
 A name that is written token by token breaks where one of them is read elsewhere ("Desardardsins").
 """
 
+import re
 import unicodedata
 from collections.abc import Collection, Sequence
 from functools import lru_cache
@@ -15,17 +16,20 @@ from dlm_rag.tokenizer import Tokenizer
 
 WORD_END = -1
 OWN_WORDS = "yes no unknown unclear"  # of answers, that no text need have
-MAX_KEPT_TEXTS = 2048  # whose words are kept, some 30 kB each
+MAX_KEPT_TEXTS = 2048  # whose words are kept, some 60 kB each of 200 words
+MAX_KEPT_WORDS = 65536  # as tokens, some 10 MB
 MAX_WORD_TOKENS = 32  # of longer ones, addresses say, every beginning would be kept
 _BLANKS = ("Ġ", "▁", "Ċ", "ĉ")  # white space before a token, as byte pairs and Llama's tokenizer write it
+_JOINED_PART = re.compile(rf"{JOINED_RUN.pattern}[^\w\s]*")
 _OPENING = "\"'([{“‘«„"
 
 
 class WordTable:
     """How the words of texts go on, in tokens of one tokenizer; of scripts with blanks between words."""
 
-    def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
-        """vocabulary: V, how many ids the denoiser has; the tokenizer may have more or fewer."""
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, rows: int = 1) -> None:
+        """vocabulary: V, how many ids the denoiser has; the tokenizer may have more or fewer. rows: that
+        are decoded together, and read up to 16 texts each."""
         self._tokenizer, inner, ids = tokenizer, tokenizer.inner.backend_tokenizer, range(vocabulary)
         self._begins = np.array([(inner.id_to_token(n) or "").startswith(_BLANKS) for n in ids])
         texts = inner.decode_batch([[n] for n in ids], skip_special_tokens=False)
@@ -37,20 +41,27 @@ class WordTable:
         opens = [(text.lstrip() or text.lstrip(" ") or "1")[0] for text in texts]
         opens = ["-" if JOINED_RUN.match(sign) else unicodedata.category(sign)[0] for sign in opens]
         self._begins_word = self._begins & np.isin(opens, [*"LMN"])
-        self._read = lru_cache(MAX_KEPT_TEXTS)(self._read_words)
-        self._read_firsts = lru_cache(MAX_KEPT_TEXTS)(self._list_firsts)
+        self._encode = lru_cache(MAX_KEPT_WORDS)(self._encode_word)
+        self._read = lru_cache(max(MAX_KEPT_TEXTS, 16 * rows))(self._read_words)
+        self._read_firsts = lru_cache(max(MAX_KEPT_TEXTS, 16 * rows))(self._list_firsts)
 
     def _read_words(self, text: str) -> dict[tuple[int, ...], tuple[int, ...]]:
         """Returns the tokens that come after each beginning of a word; `WORD_END` where it is whole."""
         found: dict[tuple[int, ...], tuple[int, ...]] = {}
-        words = {word for word in text.split() if not JOINED_RUN.search(word)}
+        # Of a word with scripts without blanks the rest: a name, a year.
+        parts = ((word, part) for word in text.split() for part in _JOINED_PART.sub(" ", word).split())
+        words = {part for word, part in parts if part == word or any(map(str.isalnum, part))}
         for word in words.union(word.lstrip(_OPENING) for word in words) - {""}:
-            ids = self._tokenizer.encode_uncached(f"a {word}")  # some put a blank before each text
-            ids = ids[max((n for n, token in enumerate(ids) if self._begins[token]), default=len(ids)) :]
+            ids = self._encode(word)
             for n in range(1, len(ids) + 1 if len(ids) <= MAX_WORD_TOKENS else 0):
                 after = ids[n] if n < len(ids) else WORD_END
                 found[ids[:n]] = tuple({*found.get(ids[:n], ()), after})
         return found
+
+    def _encode_word(self, word: str) -> tuple[int, ...]:
+        """Returns its tokens from the last one on that a blank begins."""
+        ids = self._tokenizer.encode_uncached(f"a {word}")  # some put a blank before each text
+        return ids[max((n for n, token in enumerate(ids) if self._begins[token]), default=len(ids)) :]
 
     def _list_firsts(self, text: str) -> list[int]:
         return [word[0] for word in self._read(text) if len(word) == 1]
@@ -67,7 +78,8 @@ class WordTable:
         """Returns (V,) which tokens may not follow the written ones.
 
         A word begins as one of the texts or of `OWN_WORDS`. Where the word so far begins words of these,
-        it goes on as one of them; it ends, by a blank or a sign, where one of them does.
+        it goes on as one of them; it ends, by a blank or a sign, where one of them does. What no blank
+        precedes is left alone: the first word where none begins the response, one after a hyphen.
         """
         follow = self._follow(self._find_word(written), texts)
         going_on = [token for token in follow if token != WORD_END and self._may_continue[token]]

@@ -133,7 +133,7 @@ class Decoder(NamesRemedy):
     @cached_property
     def words(self) -> WordTable:
         """How words go on, for `decode.copy_words`."""
-        return WordTable(self.tokenizer, self.denoiser.config.vocab_size)
+        return WordTable(self.tokenizer, self.denoiser.config.vocab_size, self.config.batch_size)
 
     @property
     def stats(self) -> DecoderStats:

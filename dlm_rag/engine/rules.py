@@ -212,7 +212,8 @@ def find_rule(name: str) -> Rule:
 def choose_commits(candidates: Proposals, context: RuleContext) -> tuple[Proposals, SampledCommits | None]:
     """What the rule of the settings commits of at least one candidate, and how, where it was drawn.
 
-    A deterministic rule commits at most `tokens_per_step` (None: no limit), the most confident it chose.
+    A deterministic rule commits at most `tokens_per_step` (None: no limit) of those it chose: the most
+    confident, from left to right the first.
     """
     assert context.settings.commit_rule is not None
     chosen = find_rule(context.settings.commit_rule).choose(candidates, context)
@@ -222,7 +223,8 @@ def choose_commits(candidates: Proposals, context: RuleContext) -> tuple[Proposa
         chosen = check_chosen(chosen, len(candidates.positions), context)
     most = context.settings.tokens_per_step
     if most is not None and len(chosen) > most:
-        chosen = chosen[select_highest(candidates.confidence[chosen], most)]
+        in_order = context.settings.commit_rule == "left_to_right"
+        chosen = chosen[:most] if in_order else chosen[select_highest(candidates.confidence[chosen], most)]
     return candidates.subset(chosen), None
 
 

@@ -163,10 +163,11 @@ def _copy_words(row: Row, words: WordTable, proposals: Proposals, chosen: Propos
     first, ids, texts, settings = row.canvas.first_masked, row.written, row.read_texts, row.settings
     if (chosen.positions != first + np.arange(len(chosen.positions))).any():
         return chosen  # a rule of one's own may leave gaps
-    left = proposals.subset(proposals.positions < max(row.open_spans[0].end, chosen.positions[-1] + 1))
-    left = left.subset(left.positions == first + np.arange(len(left.positions)))
+    goes_on = settings.commit_rule == "left_to_right"  # which alone can be asked again
+    goes_on = goes_on and not (settings.tokens_per_step or settings.steps_per_block)
+    left = proposals.subset(proposals.positions < row.open_spans[0].end) if goes_on else chosen
     tokens, confidence, log_prob = left.token_ids.copy(), left.confidence.copy(), left.log_prob.copy()
-    agreed, goes_on = len(chosen.positions), not (settings.tokens_per_step or settings.steps_per_block)
+    agreed = len(chosen.positions)
     for n in range(len(tokens)):
         certain = words.find_certain(ids, texts) if goes_on else None
         if certain is not None:

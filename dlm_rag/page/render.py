@@ -37,10 +37,7 @@ PAGE_MARKER = b"<!doctype html><!-- a page of dlm_rag -->"  # as page.html begin
 EDITED_FLAG, END_FLAG = 1, 2  # of a written token: it took the place of another; it ends the text
 MAX_CANVAS_TOKENS = 1 << 17  # positions, each an element of the page; no public model sees as far
 # The settings of a trace that a page reads, with their types; others are shown as they are.
-READ_SETTINGS = {
-    "query_policy": str, "query_threshold": int | float, "abstain": str | None,
-    "answer_threshold": int | float,
-}  # fmt: skip
+READ_SETTINGS = {"query_policy": str, "query_threshold": int | float, "abstain": str | None}
 MAX_GAP_CHARS = 8  # characters between two tokens of a text: blanks, a character that is several tokens
 
 

@@ -66,6 +66,7 @@ CASES = [
             for key, old, new in (
                 ("steps.0.committed.0.token:", '"x", "conf', '1, "conf'),
                 ("Infinity", '"confidence": 0.5', '"confidence": 1e999'),
+                ("threshold='x' is no number", '"steps"', '"settings": {"answer_threshold": "x"}, "steps"'),
                 ("citations.0.passages.0.words:", '"steps"', f'"citations": [{CITATION}], "steps"'),
             )
         ),

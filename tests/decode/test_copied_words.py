@@ -48,15 +48,26 @@ def find_broken(response, texts):
 def test_words_of_the_evidence_are_not_broken_alone_and_in_a_batch(corpus_file, monkeypatch):
     found, broken = [], []
     monkeypatch.setattr("dlm_rag.engine.runner.LOGITS_CHUNK_POSITIONS", 30)  # of 40 a row
-    for copies, size in ((False, 1), (True, 1), (True, 3)):
-        decoder = write_of_letters(make_decoder(corpus_file, copy_words=copies, **LEFT_TO_RIGHT))
+    for copies, size, most in ((False, 1, None), (True, 1, None), (True, 3, None), (True, 3, 2)):
+        settings = LEFT_TO_RIGHT | {"copy_words": copies, "tokens_per_step": most}
+        decoder = write_of_letters(make_decoder(corpus_file, **settings))
         rollouts = decoder.decode(QUESTIONS, batch_size=size, retrieval_interval=100)
         texts = [[r.question, *(r.passages[name] for name in r.steps[0].passage_ids)] for r in rollouts]
         found.append([tokens_of(rollout) for rollout in rollouts])
         broken.append([find_broken(r.response, own) for r, own in zip(rollouts, texts, strict=True)])
-    assert any(broken[0]) and broken[1] == [[]] * len(QUESTIONS)
+    assert any(broken[0]) and broken[1] == broken[3] == [[]] * len(QUESTIONS)
     assert found[1] == found[2] != found[0]
     assert any(len(step) > 1 for rollout in found[1] for step in rollout)
+
+
+def take_two(proposals, context):
+    return [*range(len(proposals.positions))][:2]
+
+
+def test_a_rule_of_ones_own_commits_no_more_than_it_chose(corpus_file):
+    own = LEFT_TO_RIGHT | {"commit_rule": f"{__name__}:take_two", "copy_words": True}
+    rollout = write_of_letters(make_decoder(corpus_file, **own)).ask(QUESTIONS[0])
+    assert {len(step) for step in tokens_of(rollout)[1:]} == {1, 2}
 
 
 def write_blanks_and_letters(decoder):
@@ -97,15 +108,15 @@ def test_what_is_certain_is_written_at_once_and_changes_no_token(corpus_file):
     [
         (" Be", "h"), (" Wain", "w"), ("so Mc", None), (" Ann", ". )"), (" J.", " ."), (" 27", " "),
         (" x", None), ("Be", None), (" O'", "B"), (" 東", None), (f" {'q' * 30}", None),
-        (" ", " BAWwbJO2ynu"),
+        (" ", " BAWwbJO27ynu"), (" 7", "x"),
     ],
 )  # fmt: skip
 def test_what_may_follow_the_beginning_of_a_word(written, allowed):
     """By hand, in letters: what is asked for may follow, and no other letter."""
-    text = "Billy, Behave: by (Wainwright) with Ann. Ann J. O'Brien, 27 June 東京 " + "q" * 40
+    text = "Billy, Behave: by (Wainwright) with Ann. Ann J. O'Brien, 27 June 東京7x都 " + "q" * 40
     words = WordTable(tiny_tokenizer(), 300)
     barred = words.find_barred([*written.encode()], [text])
-    alone = ord(allowed) if allowed in ("h", "w", "B") else None
+    alone = ord(allowed) if allowed in ("h", "w", "B", "x") else None
     assert words.find_certain([*written.encode()], [text]) == alone
     if allowed is None:
         assert not barred[48:123].any()
@@ -117,7 +128,6 @@ def test_what_may_follow_the_beginning_of_a_word(written, allowed):
 
 
 def test_it_is_for_tokens_that_are_written_in_order_and_stay(corpus_file):
-    make_decoder(corpus_file, copy_words=True, **LEFT_TO_RIGHT)
     for other in ({"commit_rule": "threshold"}, {"edit_threshold": 0.5}):
         with pytest.raises(ConfigError, match="copy_words"):
             make_decoder(corpus_file, copy_words=True, **(LEFT_TO_RIGHT | other))

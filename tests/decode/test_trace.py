@@ -105,7 +105,7 @@ def test_rows_differ_in_settings_texts_and_errors(tmp_path):
     """A search engine may say something else under the same id an hour later."""
     first = make_rollout_with()
     own = make_rollout_with(id="q2", settings=first.settings | {"temperature": 0.7, "seed": 5})
-    later = make_rollout_with(id="q3", passages=first.passages | {"b": "news of b"})
+    later = make_rollout_with(id="q3", confidence=0.0, passages=first.passages | {"b": "news of b"})
     failed = make_rollout_with(id="q4", error="the search failed", response="", steps=[], passages={})
     path = write_rollouts(tmp_path / "t.jsonl", HEADER, [first, own, later, failed])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
