@@ -6,7 +6,6 @@ Files of trajectories are in `trace_file.py`.
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from itertools import takewhile
 from typing import Any
 
@@ -312,7 +311,12 @@ class Rollout(NamesRemedy):
 
     def final_tokens(self) -> dict[int, CommittedToken]:
         """The committed tokens by position after the last step."""
-        return reduce(lambda canvas, step: step.write_tokens(canvas), self.steps, {})
+        canvas: dict[int, CommittedToken] = {}
+        for step in self.steps:  # in place: a copy a step takes a second for 4,096 tokens
+            for position in step.remasked:
+                canvas.pop(position, None)
+            canvas.update((token.position, token) for token in step.written_tokens)
+        return canvas
 
     def provisional_tokens(self) -> Iterator[dict[int, ProvisionalToken]]:
         """The guesses after each step by position; empty if they were not recorded."""
