@@ -5,6 +5,7 @@ of one's own, `decode.query_policy=module:function`, takes what those of the tab
 text.
 """
 
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -29,6 +30,8 @@ V = TypeVar("V")
 # Digits after the point in which equal similarities agree, in whatever order an engine adds them up.
 TIE_DECIMALS = 6
 MAX_CACHED_RESULTS = 65536  # vectors and rankings of query parts: a sentence recurs from step to step
+MAX_TITLE_WORDS = 12  # what is longer is prose
+_ROW_END = re.compile("; |###|\n")  # of a title
 FUSION_DEPTH = 50  # results of each retriever that hybrid search fuses
 
 
@@ -79,11 +82,19 @@ def join_query(question: str, added: str, lists_titles: bool = False) -> Query:
     asked = normalize_whitespace(question)
     text = normalize_whitespace(f"{asked} {' '.join(dict.fromkeys(added.split()))}")
     in_row = lists_titles and "; " in added
-    clauses = extract_sentences(added.replace("; ", "\n") if in_row else added)
-    if in_row and clauses and added.rstrip()[-1] not in ".!?;#":
+    clauses = _split_row(added) if in_row else extract_sentences(added)
+    if in_row and clauses and added.rstrip()[-1] not in ";#":
         clauses[-1] = f"{asked} {clauses[-1]}"
     parts = [normalize_whitespace(part) for part in (asked, *clauses) if part]
     return Query(text, tuple(dict.fromkeys(parts)))
+
+
+def _split_row(added: str) -> list[str]:
+    """Titles in a row, with all their stops ("J. R. R. Tolkien"); what is longer than one, by sentences."""
+    parts = [part.strip() for part in _ROW_END.split(added) if part.strip()]
+    long = (len(part.split()) > MAX_TITLE_WORDS for part in parts)
+    split = (extract_sentences(part) if cut else [part] for part, cut in zip(parts, long, strict=True))
+    return [clause for clauses in split for clause in clauses]
 
 
 def ask_with_response(question: str, response: str, top_passage: str) -> Query:
