@@ -283,6 +283,9 @@ def test_parts_are_the_question_and_each_sentence_once():
     assert build_query("feedback", "Who?", "", "A wrote; B Ca").parts == ("Who?", "A wrote; B Ca")
     assert build_query("proxy", "Who?", "A wrote; B Ca").parts == ("Who?", "A wrote", "Who? B Ca")
     assert build_query("proxy", "Who?", "A wrote; B Ca ###").parts == ("Who?", "A wrote", "B Ca")
+    assert build_query("proxy", "Who?", "E. E. Ca; Dr. No ###").parts == ("Who?", "E. E. Ca", "Dr. No")
+    prose = "A wrote; that it was so in all of the towns that B has ever seen. Then C said"
+    assert build_query("proxy", "Who?", prose).parts[2:] == (prose[9:-12], "Who? Then C said")
 
 
 def test_guesses_enter_from_the_query_threshold_on_and_never_at_one():
