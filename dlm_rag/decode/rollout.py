@@ -446,7 +446,7 @@ def cite_passages(
     its words. Words held by none are listed.
 
     In the form `titled`, only passages that are named are cited: for a title those that have it, for the
-    answer all of them.
+    answer all of them. For a title whose passage was found after it was written, what was in context is.
     """
     passage_words = {name: frozenset(split_words(text)) for name, text in texts.items()}
     asked = frozenset(split_words(question))
@@ -464,7 +464,10 @@ def cite_passages(
         if answer_form == "titled":
             titles = [span for span, what in spans if what == "reasoning"] if kind == "answer" else [unit]
             citable = find_named_passages(";".join(response[slice(*span)] for span in titles), texts)
-        words = [find_holders(word, span, citable) for word, span in content_words(response, *unit)]
+        found = content_words(response, *unit)
+        words = [find_holders(word, span, citable) for word, span in found]
+        if kind == "reasoning" and citable and not any(names for _, _, names in words):
+            words = [find_holders(word, span, texts) for word, span in found]
         unheld = dict.fromkeys(word for word, _, names in words if not names)
         cited, text = _choose_passages(words, asked), response[slice(*unit)].strip()
         units.append({"text": text, "kind": kind, "passages": cited, "unsupported": list(unheld)})

@@ -84,6 +84,7 @@ def test_a_model_that_names_its_passages_is_cited_from_these_alone():
         ("Jane Austen", "reasoning", ["jane"]),
         ("Steventon", "answer", ["jane"]),  # though another passage ranks before it
     ]
+    assert cite_titled("Jane Austen", ["emma"]) == [("Jane Austen", "reasoning", ["emma"])]
     assert cite_titled("1775 ### Steventon")[-1] == ("Steventon", "answer", ["year"])
     assert cite_titled("Emma ### Steventon")[-1] == ("Steventon", "answer", [])
     assert cite_titled("Jane ### Steventon") == [("Jane", "reasoning", []), ("Steventon", "answer", [])]
