@@ -164,8 +164,8 @@ class DecodeConfig(CheckedSettings):
     names passages before the answer that do not have it; unset: the checkpoint's own (never for public
     ones)"""
     answer_threshold: float = setting(0.0, low=0, high=1)
-    """probability of the answer's tokens together below which no answer is given, where the model may
-    abstain"""
+    """confidence of an answer, the geometric mean of the probabilities of its tokens, below which it is not
+    given, where the model may abstain"""
     early_stopping: bool = setting(True)
     """stop once an end token and everything before it is committed"""
 

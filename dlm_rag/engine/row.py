@@ -268,7 +268,8 @@ class Row:
         if told:  # with the end token, if it is the next
             tokens = rollout.final_tokens()
             told += [end] if told[-1] + 1 == end in tokens else []
-            rollout.confidence = math.exp(sum(tokens[position].log_prob or 0.0 for position in told))
+            total = sum(tokens[position].log_prob or 0.0 for position in told)
+            rollout.confidence = math.exp(total / len(told))
         rollout.citations = cite_passages(
             response, spans, written, rollout.evidence_at, rollout.evidence_texts, rollout.question, form
         )

@@ -110,11 +110,11 @@ def test_a_model_that_names_its_passages_gives_answers_that_these_have(response,
 
 
 def finish_written(text, **settings):
-    """The rollout of bytes and an end token, written two a step with probability 0.9 each."""
+    """The rollout of bytes and an end token, written two a step, the n-th with probability exp(-n / 10)."""
     tokenizer, ids = tiny_tokenizer(), [*text.encode(), 257]
     canvas, rollout = Canvas(len(ids), 256), Rollout("q", QUESTION, "joint", len(ids))
     canvas.ids[:], canvas.masked[:] = ids, False
-    tokens = [CommittedToken(n, token, "", 0.9, math.log(0.9)) for n, token in enumerate(ids)]
+    tokens = [CommittedToken(n, token, "", math.exp(-n / 10), -n / 10) for n, token in enumerate(ids)]
     parts = [tuple(tokens[n : n + 2]) for n in range(0, len(ids), 2)]
     rollout.steps = [RolloutStep(n, QUESTION, (), False, part) for n, part in enumerate([(), *parts])]
     rollout.settings = {"abstain": "never"} | settings
@@ -123,13 +123,14 @@ def finish_written(text, **settings):
 
 
 def test_an_answer_below_the_threshold_is_not_given():
-    """Its probability is that of the tokens of the answer and of the end right after them."""
-    yes = finish_written(" Neaflaind Klopo ### Yes", abstain="answer", answer_threshold=0.65)
-    assert (yes.answer, yes.confidence) == ("Yes", pytest.approx(0.9**4)) and yes.to_dict()["confidence"]
-    yes.settings["answer_threshold"] = 0.66
+    """Its confidence is the mean of its tokens and of the end right after them, whatever its length."""
+    yes = finish_written(" Neaflaind Klopo ### Yes", abstain="answer", answer_threshold=0.105)
+    mean = math.exp(-(21 + 22 + 23 + 24) / 40)  # 0.1054
+    assert (yes.answer, yes.confidence) == ("Yes", pytest.approx(mean)) and yes.to_dict()["confidence"]
+    yes.settings["answer_threshold"] = 0.106
     assert (yes.answer, yes.abstain_reason, yes.written_answer) == ("", "unsure", "Yes")
-    assert finish_written("### Yes", answer_threshold=0.66).answer == "Yes"
-    assert finish_written("### Yes, so.").confidence == pytest.approx(0.9 ** len("Yes, so"))
+    assert finish_written("### Yes", answer_threshold=1.0).answer == "Yes"
+    assert finish_written("### Yes, so.").confidence == pytest.approx(math.exp(-(4 + 10) / 20))
     assert finish_written("nothing is marked").confidence is None
 
 
