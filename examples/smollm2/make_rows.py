@@ -175,7 +175,7 @@ class QuestionSets:
         return pages[::-1] if (holds[0] and not holds[1]) or (named[1] and not named[0]) else pages
 
     def tells(self, chosen: list[str], row: Record) -> bool:
-        """Says whether the passages contain the answer, as one of "yes" or "no" is never contained."""
+        """Says whether the passages contain the answer; "yes" and "no" count as never contained."""
         text = " ".join(self.passages[key]["contents"] for key in chosen).lower()
         return row["answer_kind"] != "yesno" and row["answer"].lower() in text
 
@@ -244,7 +244,8 @@ def make_set(rng: random.Random, sets: QuestionSets, passage: str) -> Record:
         if there.issuperset(more["supporting_ids"]):
             ask(more, sets.write_response(more))
     if rng.random() < UNKNOWN_PER_ANSWER * len(rows):
-        unanswered = find_unanswered(rng, sets, passage, chosen)
+        asked = {row["id"] for row in rows}
+        unanswered = find_unanswered(rng, sets, passage, chosen, asked)
         if unanswered is not None:
             ask(unanswered, " ### unknown")
     return {
@@ -254,15 +255,15 @@ def make_set(rng: random.Random, sets: QuestionSets, passage: str) -> Record:
 
 
 def find_unanswered(
-    rng: random.Random, sets: QuestionSets, passage: str, chosen: list[str]
+    rng: random.Random, sets: QuestionSets, passage: str, chosen: list[str], asked: set[str]
 ) -> Record | None:
-    """Returns a question whose passage is not there, of the same page where there is one."""
+    """Returns a question, none of those asked, whose passage is not there; of the same page, if any is."""
     page = sets.by_title[sets.passages[passage]["title"]]
     near = [row for key in page if key not in chosen for row in sets.by_passage.get(key, ())]
     if not near:
         near = [row for row in rng.sample(sets.questions, 60) if row["set"] != ALTERED_SET]
     rng.shuffle(near)
-    return next((r for r in near if not sets.tells(chosen, r)), None)
+    return next((r for r in near if r["id"] not in asked and not sets.tells(chosen, r)), None)
 
 
 def main() -> None:
