@@ -18,7 +18,7 @@ def strip_times_and_confidences(rollout):
         replace(s, seconds={}, guesses=None, committed=plain(s.committed), edited=plain(s.edited))
         for s in rollout.steps
     ]
-    return replace(rollout, steps=steps, citations=[], evidence_texts={})
+    return replace(rollout, steps=steps, citations=[], evidence_texts={}, confidence=None)
 
 
 def make_committed_token(position, token_id, text, confidence):
