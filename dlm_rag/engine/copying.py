@@ -15,6 +15,8 @@ from dlm_rag.text import JOINED_RUN
 from dlm_rag.tokenizer import Tokenizer
 
 WORD_END = -1
+ANSWER_MARK = "###"
+COPIED_CONFIDENCE = 0.5  # from which a token that a text has there is committed
 OWN_WORDS = "yes no unknown unclear"  # of answers, that no text need have
 MAX_KEPT_TEXTS = 2048  # whose words are kept, some 60 kB each of 200 words
 MAX_KEPT_WORDS = 65536  # as tokens, some 10 MB
@@ -31,6 +33,7 @@ class WordTable:
         """vocabulary: V, how many ids the denoiser has; the tokenizer may have more or fewer. rows: that
         are decoded together, and read up to 16 texts each."""
         self._tokenizer, inner, ids = tokenizer, tokenizer.inner.backend_tokenizer, range(vocabulary)
+        self._decode = inner.decode
         self._begins = np.array([(inner.id_to_token(n) or "").startswith(_BLANKS) for n in ids])
         texts = inner.decode_batch([[n] for n in ids], skip_special_tokens=False)
         kinds = [unicodedata.category(text[:1] or " ")[0] for text in texts]
@@ -41,7 +44,9 @@ class WordTable:
         opens = [(text.lstrip() or text.lstrip(" ") or "1")[0] for text in texts]
         opens = ["-" if JOINED_RUN.match(sign) else unicodedata.category(sign)[0] for sign in opens]
         self._begins_word = self._begins & np.isin(opens, [*"LMN"])
+        self._ends_name = np.array([";" in text or "#" in text for text in texts])
         self._encode = lru_cache(MAX_KEPT_WORDS)(self._encode_word)
+        self._encode_title = lru_cache(MAX_KEPT_TEXTS)(self._encode_after_a_blank)
         self._read = lru_cache(max(MAX_KEPT_TEXTS, 16 * rows))(self._read_words)
         self._read_firsts = lru_cache(max(MAX_KEPT_TEXTS, 16 * rows))(self._list_firsts)
 
@@ -57,6 +62,9 @@ class WordTable:
                 after = ids[n] if n < len(ids) else WORD_END
                 found[ids[:n]] = tuple({*found.get(ids[:n], ()), after})
         return found
+
+    def _encode_after_a_blank(self, text: str) -> tuple[int, ...]:
+        return self._tokenizer.encode_uncached(f"x {text}")[len(self._tokenizer.encode_uncached("x")) :]
 
     def _encode_word(self, word: str) -> tuple[int, ...]:
         """Returns its tokens from the last one on that a blank begins."""
@@ -83,7 +91,10 @@ class WordTable:
         """
         follow = self._follow(self._find_word(written), texts)
         going_on = [token for token in follow if token != WORD_END and self._may_continue[token]]
-        if follow and len(going_on) == len(follow):
+        title = self._find_title_token(written, texts)
+        if title is not None:
+            going_on = [title]
+        if title is not None or (follow and len(going_on) == len(follow)):
             barred = np.ones_like(self._continues)
         else:
             barred = self._begins_word.copy()
@@ -98,7 +109,40 @@ class WordTable:
         """Returns the token that alone may follow the written ones; None where others may."""
         follow = self._follow(self._find_word(written), texts)
         token = next(iter(follow)) if len(follow) == 1 else WORD_END
-        return token if token != WORD_END and self._may_continue[token] else None
+        in_word = token != WORD_END and self._may_continue[token]
+        return token if in_word else self._find_title_token(written, texts)
+
+    def _split_begun(self, written: Sequence[int]) -> tuple[list[int], str]:
+        """Returns the tokens of the title or answer that was begun, and its text; of other forms none."""
+        begun = max((n + 1 for n, token in enumerate(written) if self._ends_name[token]), default=0)
+        ids = [*written[begun:]] if self._tokenizer.template.answer == "titled" else []
+        return ids, self._decode(ids).lstrip()
+
+    def _count(self, name: str, texts: Collection[str]) -> int:
+        """Returns how often the texts have it where a word begins."""
+        pattern = re.compile(rf"(?<!\w){re.escape(name)}")
+        return sum(len(pattern.findall(text)) for text in texts)
+
+    def _find_title_token(self, written: Sequence[int], texts: Collection[str]) -> int | None:
+        """Returns how the title that was begun goes on, if nothing else in the texts begins so."""
+        begun, name = self._split_begun(written)
+        titles = {text.partition("\n")[0] for text in texts if text.startswith(name) and "\n" in text}
+        if not name or not titles or ANSWER_MARK in self._decode([*written]):
+            return None
+        ids = [self._encode_title(title) for title in titles]
+        after = {one[len(begun)] if [*one[: len(begun)]] == begun != [*one] else WORD_END for one in ids}
+        token = after.pop()
+        if after or token == WORD_END:
+            return None
+        longer = self._decode([*begun, token]).lstrip()
+        return token if self._count(name, texts) == self._count(longer, texts) else None
+
+    def is_copied(self, written: Sequence[int], token: int, texts: Collection[str]) -> bool:
+        """Says whether the title or answer that was begun goes on with the token somewhere in the texts."""
+        begun, name = self._split_begun(written)
+        longer = self._decode([*begun, token]).lstrip()
+        goes_on = bool(name) and len(longer) > len(name) and "\n" not in longer
+        return goes_on and self._count(longer, texts) > 0
 
     def bars(self, written: Sequence[int], token: int, texts: Collection[str]) -> bool:
         """Says whether the token may not follow the written ones."""

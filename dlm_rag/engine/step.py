@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dlm_rag.decode.rollout import Action, CommittedToken
-from dlm_rag.engine.copying import WordTable
+from dlm_rag.engine.copying import COPIED_CONFIDENCE, WordTable
 from dlm_rag.engine.row import OpenSpan, Row, SearchResult
 from dlm_rag.engine.rules import Proposals, RuleContext, choose_commits, compute_step_sizes, find_rule
 from dlm_rag.engine.runner import ModelRunner
@@ -157,29 +157,30 @@ def _choose(row: Row, proposals: Proposals) -> Proposals | None:
 
 
 def _copy_words(row: Row, words: WordTable, proposals: Proposals, chosen: Proposals) -> Proposals:
-    """The chosen proposals up to one that breaks a word of the texts. A word that can go on in one way
-    alone goes on so at once, and the rule is asked again about what comes after it.
+    """The chosen proposals up to one that breaks a word of the texts. What can go on in one way alone goes
+    on so at once, and so do tokens that a text has there, from a probability of one half on.
     """
     first, ids, texts, settings = row.canvas.first_masked, row.written, row.read_texts, row.settings
     if (chosen.positions != first + np.arange(len(chosen.positions))).any():
         return chosen  # a rule of one's own may leave gaps
-    goes_on = settings.commit_rule == "left_to_right"  # which alone can be asked again
+    goes_on = settings.commit_rule == "left_to_right"  # which alone has the tokens in order
     goes_on = goes_on and not (settings.tokens_per_step or settings.steps_per_block)
     left = proposals.subset(proposals.positions < row.open_spans[0].end) if goes_on else chosen
     tokens, confidence, log_prob = left.token_ids.copy(), left.confidence.copy(), left.log_prob.copy()
-    agreed = len(chosen.positions)
     for n in range(len(tokens)):
+        token = int(tokens[n])
         certain = words.find_certain(ids, texts) if goes_on else None
         if certain is not None:
-            tokens[n], confidence[n], log_prob[n] = certain, 1.0, 0.0
-        elif n > agreed:
-            rest = left.subset(np.arange(n, len(tokens)))
-            agreed = n + len(choose_commits(rest, RuleContext(settings, 0, row.draws))[0].positions)
-        if certain is None and (n >= agreed or (n and words.bars(ids, int(tokens[n]), texts))):
-            left = left.subset(np.arange(n))
+            token, tokens[n], confidence[n], log_prob[n] = certain, certain, 1.0, 0.0
+        elif n and words.bars(ids, token, texts):
             break
-        ids.append(int(tokens[n]))
-    n = len(left.positions)
+        elif n >= len(chosen.positions):
+            copied = goes_on and confidence[n] >= COPIED_CONFIDENCE and token != ids[-1]
+            if not (copied and words.is_copied(ids, token, texts)):
+                break
+        ids.append(token)
+    n = len(ids) - len(row.written)
+    left = left.subset(np.arange(n))
     return replace(left, token_ids=tokens[:n], confidence=confidence[:n], log_prob=log_prob[:n])
 
 

@@ -46,7 +46,7 @@ SAME_PAGE_SHARE = 0.5  # share of the sets with another passage of the gold one'
 MISSING_PAGE_SHARE, MORE_MISSING_PAGE_SHARE = 0.35, 0.5
 UNKNOWN_PER_ANSWER = 0.25
 REMOVED_SHARE = 0.25  # share of the sets of one page with what BM25 finds for a question but its passage
-NO_QUESTION_MARK_SHARE, SMALL_LETTERS_SHARE = 0.15, 0.12
+NO_QUESTION_MARK_SHARE, SMALL_LETTERS_SHARE, QUOTED_SHARE = 0.15, 0.12, 0.3
 SEARCH_BATCH, SEARCH_DEPTH = 2000, 8
 HELD_OUT_OF = 50
 HELD_OUT_SETS = {"natural": ("tydiqa_en", "natural_questions", "natural_silver"), "squad": ("squad",)}
@@ -209,8 +209,13 @@ def choose_passages(
     return chosen
 
 
-def vary_wording(rng: random.Random, question: str) -> str:
-    """Returns the question as people also type it: without its mark, or in small letters."""
+def vary_wording(rng: random.Random, question: str, titles: list[str]) -> str:
+    """Returns the question as people also type it: a title quoted, no question mark, small letters."""
+    named = next(
+        (title for title in titles if re.search(rf"(?<!\w){re.escape(title)}(?!\w)", question)), ""
+    )
+    if named and f'"{named}"' not in question and rng.random() < QUOTED_SHARE:
+        question = question.replace(named, rng.choice(('"{}"', "\u201c{}\u201d")).format(named))
     if rng.random() < NO_QUESTION_MARK_SHARE:
         question = question.rstrip("?").rstrip()
     return question.lower() if rng.random() < SMALL_LETTERS_SHARE else question
@@ -228,9 +233,9 @@ def make_set(rng: random.Random, sets: QuestionSets, passage: str) -> Record:
     there, rows = set(chosen), []
 
     def ask(row: Record, response: str, **more: Any) -> None:
-        rows.append(
-            {"id": row["id"], "question": vary_wording(rng, row["question"]), "response": response, **more}
-        )
+        titles = [sets.passages[key]["title"].partition(" (")[0] for key in row["supporting_ids"]]
+        question = vary_wording(rng, row["question"], titles)
+        rows.append({"id": row["id"], "question": question, "response": response, **more})
 
     if missing:
         names = [sets.title(key) for key in sets.order_pages(first)][:2]

@@ -127,6 +127,35 @@ def test_what_may_follow_the_beginning_of_a_word(written, allowed):
     assert barred[32] == (" " not in allowed)
 
 
+def titled_tokenizer():
+    tokenizer = tiny_tokenizer()
+    tokenizer.template = replace(tokenizer.template, answer="titled")
+    return tokenizer
+
+
+TITLED = ["Who made Anna Lee?", "Anna Lee (film)\nAnna Lee is by Bo Hart.", "Bo Hart\nBo Hart left Anna."]
+
+
+@pytest.mark.parametrize(
+    ("written", "certain", "copied"),
+    [
+        (" Bo", " ", " "), (" Bo ", "H", "H"), (" Anna", None, " ."), (" Anna Lee", None, " ?"),
+        (" Anna Lee (", "f", "f"), (" Anna Lee; Bo", " ", " "), (" Bo Hart", None, " ."),
+        (" Bo ### Bo", None, " "), (" Cy", None, ""),
+    ],
+)  # fmt: skip
+def test_a_title_goes_on_where_the_texts_leave_one_way(written, certain, copied):
+    """By hand. Behind the mark stands the answer, which may end anywhere."""
+    words, ids = WordTable(titled_tokenizer(), 300), [*written.encode()]
+    found = words._find_title_token(ids, TITLED)
+    assert found == (None if certain is None else ord(certain))
+    assert {chr(n) for n in range(128) if words.is_copied(ids, n, TITLED)} == {*copied}
+    if certain is not None:
+        assert np.flatnonzero(~words.find_barred(ids, TITLED)).tolist() == [found]
+    plain = WordTable(tiny_tokenizer(), 300)
+    assert plain._find_title_token(ids, TITLED) is None and not plain.is_copied(ids, 32, TITLED)
+
+
 def test_it_is_for_tokens_that_are_written_in_order_and_stay(corpus_file):
     for other in ({"commit_rule": "threshold"}, {"edit_threshold": 0.5}):
         with pytest.raises(ConfigError, match="copy_words"):
