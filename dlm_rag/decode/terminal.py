@@ -114,7 +114,7 @@ def render_answer(rollout: Rollout, verdict: Text = NO_VERDICT) -> Panel:
     if any(unit["unsupported"] for unit in rollout.citations):
         parts.append(Text.assemble(("underlined", UNSUPPORTED_STYLE), ": no passage in context held it"))
     if cut := rollout.cut:
-        lost = f"{cut['passages_shortened']} passages shortened, {cut['passages_dropped']} dropped"
+        lost = f"passages shortened: {cut['passages_shortened']}, dropped: {cut['passages_dropped']}"
         parts.append(Text(f"cut to fit the context: {cut['tokens']} tokens of evidence, {lost}", "yellow"))
     counts = f"{rollout.forwards} forwards · {rollout.tokens_committed} tokens"
     return _panel(rollout, parts, f"{counts} · {rollout.retrievals} retrievals", "green")

@@ -107,7 +107,7 @@ class EvidenceStore:
                 raise SafetensorError(f"it holds {kept.dtype} {[*kept.shape]}")
             if found["blake3"].tolist() != _checksum(path, kept):
                 raise SafetensorError("its checksum differs")
-        except (FileNotFoundError, PermissionError):
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
             return None
         except (OSError, SafetensorError, LookupError, ValueError, TypeError) as problem:
             log.warning("%s is damaged (%s); it is computed again", path, problem)
@@ -134,6 +134,8 @@ class EvidenceStore:
             size = scratch.write_bytes(save({"keys_values": kept, "blake3": checksum}))
             scratch.replace(path)
             self.written_bytes += size
+        except (FileExistsError, NotADirectoryError):
+            log.warning("%s is no folder: the entries of its name are not kept", path.parent)
         except OSError as error:
             log.warning("the evidence store %s takes no more entries: %s", self.folder, error)
             self.is_full = True

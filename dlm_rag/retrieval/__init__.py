@@ -55,7 +55,7 @@ def load_retriever(
             raise ConfigError("no corpus: give --corpus FILE, or retrieval.url=URL")
         given = open_corpus(config.corpus, config.index_dir)
     if config.top_k > len(given):
-        log.warning("top_k=%d, but the corpus has %d passages: all are used", config.top_k, len(given))
+        log.warning("top_k=%d, passages in the corpus: %d; all are used", config.top_k, len(given))
     found = resolve_or_import(RETRIEVERS, config.method, "retrieval.method", 2)(config, given)
     if not hasattr(found, "search"):
         raise ConfigError(f"retrieval.method={config.method} returned {type(found).__name__}, no Retriever")

@@ -149,6 +149,13 @@ def test_what_is_no_entry_is_not_read(tmp_path, make):
         assert count_right(tmp_path, [1]) == 1
 
 
+def test_a_file_in_the_place_of_a_folder_costs_its_entries_alone(tmp_path):
+    entry_path(tmp_path, 0).parent.write_text("a note")
+    store = fill(tmp_path, range(6))
+    own = sum(entry_path(tmp_path, n).parent == entry_path(tmp_path, 0).parent for n in range(6))
+    assert not store.is_full and count_right(tmp_path, range(6)) == 6 - own
+
+
 def test_a_store_leaves_room_on_its_disk(tmp_path, monkeypatch, caplog):
     store = fill(tmp_path, [0])
     monkeypatch.setattr(evidence_store, "MIN_FREE_BYTES", 2**62)
