@@ -213,13 +213,16 @@ def find_named_passages(titles: str, passages: Mapping[str, str]) -> set[str]:
     """The ids of the passages whose title is one of `titles`, which semicolons keep apart.
 
     Words are compared, and "Hot Rod" names `Hot Rod (film)`. A first line that is all of the text, or has
-    more than `MAX_TITLE_WORDS` words, is no title: such a passage is named by words that it begins with. A
-    title with a semicolon is named by all of its parts.
+    more than `MAX_TITLE_WORDS` words, is no title: such a passage is named by words that it begins with, any
+    by two or more that come after its title. A title with a semicolon is named by all of its parts.
     """
     parts = {fold_words(titles[slice(*span)]) for span in find_title_spans(titles)}
 
     def is_named(text: str) -> bool:
         title = get_title_line(text)
+        body = fold_words(text.strip().partition("\n")[2][: 2 * len(titles)])
+        if any(len(part.split()) > 1 and body.startswith(part) for part in parts):
+            return True
         if len(title.split()) > MAX_TITLE_WORDS or "\n" not in text.strip():
             return any(fold_words(title).startswith(part) for part in parts)
         ways = (title.split(";"), strip_disambiguation(title).split(";"))

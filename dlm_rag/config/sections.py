@@ -164,7 +164,9 @@ class DecodeConfig(CheckedSettings):
     the question has; response: also if a name or number before it is in neither; both: also if the model
     names passages before the answer that do not have it; unset: the checkpoint's own (never for public
     ones)"""
-    answer_threshold: float = setting(0.0, low=0, high=1)
+    answer_threshold: float = setting(
+        0.0, low=0, high=1, only_with={"decode.abstain": ("answer", "response")}
+    )
     """confidence of an answer, the geometric mean of the probabilities of its tokens, below which it is not
     given, where the model may abstain"""
     early_stopping: bool = setting(True)

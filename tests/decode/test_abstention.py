@@ -97,6 +97,7 @@ NAMED = {
         ("The Boat; Jane Austen ### Jane Austen", "not_named"),
         ("The centrifuge of the second floor ### Olga", ""),  # a passage without a title
         ("Night Ferry ### David Eady", ""),
+        ("The draft was sold ### 1816", ""),  # behind a title that says little
         ("Olga ### Tuesday", "not_named"),
         ("Emma ### unknown", "no_passage"),
         ("Emma; Jane Austen", "no_answer"),
