@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from dlm_rag.text import JOINED_RUN
+from dlm_rag.text import JOINED_RUN, MAX_TITLE_WORDS
 from dlm_rag.tokenizer import Tokenizer
 
 WORD_END = -1
@@ -91,10 +91,10 @@ class WordTable:
         """
         follow = self._follow(self._find_word(written), texts)
         going_on = [token for token in follow if token != WORD_END and self._may_continue[token]]
-        title = self._find_title_token(written, texts)
-        if title is not None:
-            going_on = [title]
-        if title is not None or (follow and len(going_on) == len(follow)):
+        certain = self.find_certain(written, texts)
+        if certain is not None:
+            going_on = [certain]
+        if certain is not None or (follow and len(going_on) == len(follow)):
             barred = np.ones_like(self._continues)
         else:
             barred = self._begins_word.copy()
@@ -107,10 +107,12 @@ class WordTable:
 
     def find_certain(self, written: Sequence[int], texts: Collection[str]) -> int | None:
         """Returns the token that alone may follow the written ones; None where others may."""
+        title = self._find_title_token(written, texts)
+        if title is not None:
+            return title
         follow = self._follow(self._find_word(written), texts)
         token = next(iter(follow)) if len(follow) == 1 else WORD_END
-        in_word = token != WORD_END and self._may_continue[token]
-        return token if in_word else self._find_title_token(written, texts)
+        return token if token != WORD_END and self._may_continue[token] else None
 
     def _split_begun(self, written: Sequence[int]) -> tuple[list[int], str]:
         """Returns the tokens of the title or answer that was begun, and its text; of other forms none."""
@@ -120,13 +122,14 @@ class WordTable:
 
     def _count(self, name: str, texts: Collection[str]) -> int:
         """Returns how often the texts have it where a word begins."""
-        pattern = re.compile(rf"(?<!\w){re.escape(name)}")
+        pattern = re.compile(rf"(?<!\w)(?={re.escape(name)})")  # also where two overlap
         return sum(len(pattern.findall(text)) for text in texts)
 
     def _find_title_token(self, written: Sequence[int], texts: Collection[str]) -> int | None:
         """Returns how the title that was begun goes on, if nothing else in the texts begins so."""
         begun, name = self._split_begun(written)
-        titles = {text.partition("\n")[0] for text in texts if text.startswith(name) and "\n" in text}
+        firsts = {text.partition("\n")[0] for text in texts if text.startswith(name) and "\n" in text}
+        titles = {first for first in firsts if len(first.split()) <= MAX_TITLE_WORDS}
         if not name or not titles or ANSWER_MARK in self._decode([*written]):
             return None
         ids = [self._encode_title(title) for title in titles]

@@ -175,7 +175,7 @@ def _copy_words(row: Row, words: WordTable, proposals: Proposals, chosen: Propos
         elif n and words.bars(ids, token, texts):
             break
         elif n >= len(chosen.positions):
-            copied = goes_on and confidence[n] >= COPIED_CONFIDENCE and token != ids[-1]
+            copied = confidence[n] >= COPIED_CONFIDENCE and token != ids[-1]
             if not (copied and words.is_copied(ids, token, texts)):
                 break
         ids.append(token)

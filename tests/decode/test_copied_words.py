@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from tokenizers import models, normalizers
+from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from dlm_rag.config import DecodeConfig
@@ -134,6 +134,7 @@ def titled_tokenizer():
 
 
 TITLED = ["Who made Anna Lee?", "Anna Lee (film)\nAnna Lee is by Bo Hart.", "Bo Hart\nBo Hart left Anna."]
+TITLED += [f"Dune{' is' * 12}\nIt is so.", "Yo Yo Ma\nYo Yo Yo!"]  # a title of 13 words is none
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ TITLED = ["Who made Anna Lee?", "Anna Lee (film)\nAnna Lee is by Bo Hart.", "Bo 
     [
         (" Bo", " ", " "), (" Bo ", "H", "H"), (" Anna", None, " ."), (" Anna Lee", None, " ?"),
         (" Anna Lee (", "f", "f"), (" Anna Lee; Bo", " ", " "), (" Bo Hart", None, " ."),
-        (" Bo ### Bo", None, " "), (" Cy", None, ""),
+        (" Bo ### Bo", None, " "), (" Cy", None, ""), (" Dune", None, " "), (" Yo Yo", None, " !"),
     ],
 )  # fmt: skip
 def test_a_title_goes_on_where_the_texts_leave_one_way(written, certain, copied):
@@ -183,10 +184,16 @@ def test_that_of_a_checkpoint_gives_way_to_what_a_request_sets(corpus_file):
 
 
 def test_blanks_as_llama_writes_them_and_a_vocabulary_of_another_size():
-    vocab = {piece: n for n, piece in enumerate(["<unk>", "<mask>", "▁", *"aBehw", "▁B", "▁Be", "<0xC3>"])}
-    inner = tokenizers.Tokenizer(models.BPE(vocab, [("▁", "B"), ("▁B", "e")], unk_token="<unk>"))
+    pieces = ["<unk>", "<mask>", "▁", *"aBehwynu", "▁B", "▁y", "▁n", "▁u", "▁Be", "<0xC3>"]
+    vocab = {piece: n for n, piece in enumerate(pieces)}
+    merges = [*(("▁", letter) for letter in "Bynu"), ("▁B", "e")]
+    inner = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>"))
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Replace("▁", " ")
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, mask_token="<mask>"), 1)
     for size in (len(vocab) - 1, len(vocab) + 9):
         barred = WordTable(tokenizer, size).find_barred(tokenizer.encode("a Be"), ["Behw"])
         assert len(barred) == size and np.flatnonzero(~barred).tolist() == [vocab["h"]]
+    tokenizer.template = replace(tokenizer.template, answer="titled")
+    words, written = WordTable(tokenizer, len(vocab)), [vocab["▁Be"], vocab["▁"]]
+    assert words.find_certain(written, ["Be  Be\nh"]) == vocab["▁Be"]  # not "h", as behind other blanks
