@@ -213,22 +213,30 @@ def find_named_passages(titles: str, passages: Mapping[str, str]) -> set[str]:
     """The ids of the passages whose title is one of `titles`, which semicolons keep apart.
 
     Words are compared, and "Hot Rod" names `Hot Rod (film)`. A first line that is all of the text, or has
-    more than `MAX_TITLE_WORDS` words, is no title: such a passage is named by words that it begins with, any
-    by two or more that come after its title. A title with a semicolon is named by all of its parts.
+    more than `MAX_TITLE_WORDS` words, is no title: such a passage is named by words that it begins with.
+    Any is named by two or more right after its title, unless these name another so; one whose title has a
+    semicolon by all parts of it.
     """
     parts = {fold_words(titles[slice(*span)]) for span in find_title_spans(titles)}
 
-    def is_named(text: str) -> bool:
+    def find_parts(text: str) -> set[str]:
+        """Returns the parts that name it by its title, or by words that it begins with."""
         title = get_title_line(text)
-        body = fold_words(text.strip().partition("\n")[2][: 2 * len(titles)])
-        if any(len(part.split()) > 1 and body.startswith(part) for part in parts):
-            return True
         if len(title.split()) > MAX_TITLE_WORDS or "\n" not in text.strip():
-            return any(fold_words(title).startswith(part) for part in parts)
+            folded = fold_words(title)
+            return {part for part in parts if folded.startswith(part)}
         ways = (title.split(";"), strip_disambiguation(title).split(";"))
-        return bool(_WORD.search(title)) and any(parts.issuperset(map(fold_words, way)) for way in ways)
+        found = [{*map(fold_words, way)} for way in ways] if _WORD.search(title) else []
+        return set[str]().union(*(way for way in found if way <= parts))
 
-    return {name for name, text in passages.items() if is_named(text)}
+    found = {name: find_parts(text) for name, text in passages.items()}
+    others = {part for part in parts.difference(*found.values()) if len(part.split()) > 1}
+
+    def goes_on(text: str) -> bool:
+        body = fold_words(text.strip().partition("\n")[2][: 2 * len(titles)])
+        return any(body.startswith(part) for part in others)
+
+    return {name for name, text in passages.items() if found[name] or goes_on(text)}
 
 
 def replace_control_chars(text: str) -> str:

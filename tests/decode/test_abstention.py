@@ -76,7 +76,7 @@ def test_who_knows_no_answer_gives_none_and_says_why(response, reasons, unsuppor
 NAMED = {
     "emma": "Emma (novel)\nEmma is a novel by Jane Austen, first published in 1815.",
     "jane": "Jane Austen\nJane Austen was born in Steventon on 16 December 1775.",
-    "half": "Emma; or, a Draft\nThe draft was sold in 1816.",
+    "half": "Emma; or, a Draft\nThe Boat has the draft of 1816.",
     "boat": "The Boat\nThe Boat is a play by Olga Ives.",
     "short": "Night Ferry is a film directed by David Eady.",
     "note": "The centrifuge of the second floor was repaired on Tuesday by Olga and it runs again",
@@ -97,7 +97,8 @@ NAMED = {
         ("The Boat; Jane Austen ### Jane Austen", "not_named"),
         ("The centrifuge of the second floor ### Olga", ""),  # a passage without a title
         ("Night Ferry ### David Eady", ""),
-        ("The draft was sold ### 1816", ""),  # behind a title that says little
+        ("The Boat has the draft ### 1816", ""),  # behind a title that says little
+        ("The Boat ### 1816", "not_named"),  # a title names what has it alone
         ("Olga ### Tuesday", "not_named"),
         ("Emma ### unknown", "no_passage"),
         ("Emma; Jane Austen", "no_answer"),
