@@ -211,11 +211,11 @@ def choose_passages(
 
 def vary_wording(rng: random.Random, question: str, titles: list[str]) -> str:
     """Returns the question as people also type it: a title quoted, no question mark, small letters."""
-    named = next(
-        (title for title in titles if re.search(rf"(?<!\w){re.escape(title)}(?!\w)", question)), ""
-    )
-    if named and f'"{named}"' not in question and rng.random() < QUOTED_SHARE:
-        question = question.replace(named, rng.choice(('"{}"', "\u201c{}\u201d")).format(named))
+    patterns = [rf'(?<![\w"\u201c]){re.escape(title)}(?![\w"\u201d])' for title in titles if title]
+    named = next((found for each in patterns if (found := re.search(each, question))), None)
+    if named and rng.random() < QUOTED_SHARE:
+        quoted = rng.choice(('"{}"', "\u201c{}\u201d")).format(named[0])
+        question = named.re.sub(lambda _: quoted, question)
     if rng.random() < NO_QUESTION_MARK_SHARE:
         question = question.rstrip("?").rstrip()
     return question.lower() if rng.random() < SMALL_LETTERS_SHARE else question
