@@ -20,7 +20,7 @@ COPIED_CONFIDENCE = 0.5  # from which a token that a text has there is committed
 OWN_WORDS = "yes no unknown unclear"  # of answers, that no text need have
 MAX_KEPT_TEXTS = 2048  # whose words are kept, some 60 kB each of 200 words
 MAX_KEPT_WORDS = 65536  # as tokens, some 10 MB
-MAX_WORD_TOKENS = 32  # of longer ones, addresses say, every beginning would be kept
+MAX_WORD_TOKENS = 32  # every beginning of a longer one would be kept, and a longer title fill a canvas
 _BLANKS = ("Ġ", "▁", "Ċ", "ĉ")  # white space before a token, as byte pairs and Llama's tokenizer write it
 _JOINED_PART = re.compile(rf"{JOINED_RUN.pattern}[^\w\s]*")
 _OPENING = "\"'([{“‘«„"
@@ -132,8 +132,9 @@ class WordTable:
         titles = {first for first in firsts if len(first.split()) <= MAX_TITLE_WORDS}
         if not name or not titles or ANSWER_MARK in self._decode([*written]):
             return None
-        ids = [self._encode_title(title) for title in titles]
-        after = {one[len(begun)] if [*one[: len(begun)]] == begun != [*one] else WORD_END for one in ids}
+        ids, n = [self._encode_title(title) for title in titles], len(begun)
+        goes_on = (n < len(one) <= MAX_WORD_TOKENS and [*one[:n]] == begun for one in ids)
+        after = {one[n] if on else WORD_END for one, on in zip(ids, goes_on, strict=True)}
         token = after.pop()
         if after or token == WORD_END:
             return None

@@ -134,7 +134,7 @@ def titled_tokenizer():
 
 
 TITLED = ["Who made Anna Lee?", "Anna Lee (film)\nAnna Lee is by Bo Hart.", "Bo Hart\nBo Hart left Anna."]
-TITLED += [f"Dune{' is' * 12}\nIt is so.", "Yo Yo Ma\nYo Yo Yo!"]  # a title of 13 words is none
+TITLED += [f"Dune{' is' * 12}\nIt is so.", "Yo Yo Ma\nYo Yo Yo!", f"{'z' * 32}\nUp."]  # two too long
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,7 @@ TITLED += [f"Dune{' is' * 12}\nIt is so.", "Yo Yo Ma\nYo Yo Yo!"]  # a title of 
         (" Bo", " ", " "), (" Bo ", "H", "H"), (" Anna", None, " ."), (" Anna Lee", None, " ?"),
         (" Anna Lee (", "f", "f"), (" Anna Lee; Bo", " ", " "), (" Bo Hart", None, " ."),
         (" Bo ### Bo", None, " "), (" Cy", None, ""), (" Dune", None, " "), (" Yo Yo", None, " !"),
+        (" zz", None, "z"),
     ],
 )  # fmt: skip
 def test_a_title_goes_on_where_the_texts_leave_one_way(written, certain, copied):
