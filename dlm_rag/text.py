@@ -214,8 +214,8 @@ def find_named_passages(titles: str, passages: Mapping[str, str]) -> set[str]:
 
     Words are compared, and "Hot Rod" names `Hot Rod (film)`. A first line that is all of the text, or has
     more than `MAX_TITLE_WORDS` words, is no title: such a passage is named by words that it begins with.
-    Any is named by two or more right after its title, unless these name another so; one whose title has a
-    semicolon by all parts of it.
+    Any is named by words right after its title, unless these name another so or one of them alone is in
+    the title; one whose title has a semicolon by all parts of it.
     """
     parts = {fold_words(titles[slice(*span)]) for span in find_title_spans(titles)}
 
@@ -230,11 +230,12 @@ def find_named_passages(titles: str, passages: Mapping[str, str]) -> set[str]:
         return set[str]().union(*(way for way in found if way <= parts))
 
     found = {name: find_parts(text) for name, text in passages.items()}
-    others = {part for part in parts.difference(*found.values()) if len(part.split()) > 1}
+    others = {part for part in parts.difference(*found.values()) if part.strip() not in FUNCTION_WORDS}
 
     def goes_on(text: str) -> bool:
-        body = fold_words(text.strip().partition("\n")[2][: 2 * len(titles)])
-        return any(body.startswith(part) for part in others)
+        title, _, body = text.strip().partition("\n")
+        title, body = fold_words(title), fold_words(body[: 2 * len(titles)])
+        return any(body.startswith(part) and (" " in part.strip() or part not in title) for part in others)
 
     return {name for name, text in passages.items() if found[name] or goes_on(text)}
 

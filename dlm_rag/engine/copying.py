@@ -44,7 +44,10 @@ class WordTable:
         opens = [(text.lstrip() or text.lstrip(" ") or "1")[0] for text in texts]
         opens = ["-" if JOINED_RUN.match(sign) else unicodedata.category(sign)[0] for sign in opens]
         self._begins_word = self._begins & np.isin(opens, [*"LMN"])
-        self._ends_name = np.array([";" in text or "#" in text for text in texts])
+        self._marks = np.array(["#" in text for text in texts])
+        self._ends_name = self._marks | [";" in text for text in texts]
+        self._ends = [n for n in tokenizer.end_ids if n < vocabulary]
+        self._names_titles = tokenizer.template.answer == "titled"
         self._encode = lru_cache(MAX_KEPT_WORDS)(self._encode_word)
         self._encode_title = lru_cache(MAX_KEPT_TEXTS)(self._encode_after_a_blank)
         self._read = lru_cache(max(MAX_KEPT_TEXTS, 16 * rows))(self._read_words)
@@ -82,12 +85,13 @@ class WordTable:
     def _follow(self, word: tuple[int, ...], texts: Collection[str]) -> set[int]:
         return set[int]().union(*(self._read(text).get(word, ()) for text in (*texts, OWN_WORDS)))
 
-    def find_barred(self, written: Sequence[int], texts: Collection[str]) -> NDArray[np.bool_]:
+    def find_barred(self, written: Sequence[int], texts: Sequence[str]) -> NDArray[np.bool_]:
         """Returns (V,) which tokens may not follow the written ones.
 
         A word begins as one of the texts or of `OWN_WORDS`. Where the word so far begins words of these,
         it goes on as one of them; it ends, by a blank or a sign, where one of them does. What no blank
-        precedes is left alone: the first word where none begins the response, one after a hyphen.
+        precedes is left alone: the first word where none begins the response, one after a hyphen. In the
+        first title of a response follows what does in a title or the question; none ends before "###".
         """
         follow = self._follow(self._find_word(written), texts)
         going_on = [token for token in follow if token != WORD_END and self._may_continue[token]]
@@ -103,7 +107,35 @@ class WordTable:
             if follow:
                 barred |= self._continues
         barred[going_on] = False
+        if self._names_titles and not self._marks[[*written]].any():
+            barred[self._ends] = True
+            if certain is None and written and not self._ends_name[[*written]].any():
+                barred |= self._bar_all_but_names(written, texts)
         return barred
+
+    def _bar_all_but_names(self, written: Sequence[int], texts: Sequence[str]) -> NDArray[np.bool_]:
+        """Returns (V,) what may not follow in the first title: it is one of a passage, or words of the
+        question in a row; texts: the question and the passages."""
+        begun, n, barred = (*written,), len(written), ~self._ends_name
+        for title in self._encode_titles(texts):
+            if title[:n] == begun != title:
+                barred[title[n]] = False
+        asked = self._encode_title(texts[0])
+        barred[[asked[k + n] for k in range(len(asked) - n) if asked[k : k + n] == begun]] = False
+        return barred
+
+    def _encode_titles(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        return [self._encode_title(text.partition("\n")[0]) for text in texts[1:]]
+
+    def begin_title(self, token: int, texts: Sequence[str]) -> int:
+        """Returns the token that a response begins with: of one that begins neither a title nor a word of
+        the question, the first of the title of the first passage that has it."""
+        titles = self._encode_titles(texts) if self._names_titles and not self._marks[token] else []
+        if any(title[:1] == (token,) for title in titles) or token in self._encode_title(texts[0]):
+            return token
+        found = re.compile(rf"(?<!\w){re.escape(self._decode([token]).strip())}")
+        named = (t[0] for t, text in zip(titles, texts[1:], strict=False) if t and found.search(text))
+        return next(named, token)
 
     def find_certain(self, written: Sequence[int], texts: Collection[str]) -> int | None:
         """Returns the token that alone may follow the written ones; None where others may."""
@@ -117,7 +149,7 @@ class WordTable:
     def _split_begun(self, written: Sequence[int]) -> tuple[list[int], str]:
         """Returns the tokens of the title or answer that was begun, and its text; of other forms none."""
         begun = max((n + 1 for n, token in enumerate(written) if self._ends_name[token]), default=0)
-        ids = [*written[begun:]] if self._tokenizer.template.answer == "titled" else []
+        ids = [*written[begun:]] if self._names_titles else []
         return ids, self._decode(ids).lstrip()
 
     def _count(self, name: str, texts: Collection[str]) -> int:
@@ -148,6 +180,6 @@ class WordTable:
         goes_on = bool(name) and len(longer) > len(name) and "\n" not in longer
         return goes_on and self._count(longer, texts) > 0
 
-    def bars(self, written: Sequence[int], token: int, texts: Collection[str]) -> bool:
+    def bars(self, written: Sequence[int], token: int, texts: Sequence[str]) -> bool:
         """Says whether the token may not follow the written ones."""
         return bool(self.find_barred(written, texts)[token])

@@ -174,6 +174,8 @@ def _copy_words(row: Row, words: WordTable, proposals: Proposals, chosen: Propos
             token, tokens[n], confidence[n], log_prob[n] = certain, certain, 1.0, 0.0
         elif n and words.bars(ids, token, texts):
             break
+        elif not ids:
+            token = tokens[0] = words.begin_title(token, texts)
         elif n >= len(chosen.positions):
             copied = confidence[n] >= COPIED_CONFIDENCE and token != ids[-1]
             if not (copied and words.is_copied(ids, token, texts)):
