@@ -27,7 +27,6 @@ from dlm_rag.config import CONFIG_FOLDER, Config, RetrievalConfig, load_config
 from dlm_rag.decode.trace_file import AnswersFile, read_trace, read_trace_header
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.errors import ConfigError
-from dlm_rag.machine import get_code_commit
 from dlm_rag.page.render import build_page_record, read_trace_runs
 
 QUESTIONS = [{"id": f"n{n}", "question": f"Who wrote book number {n}?"} for n in range(6)]
@@ -308,11 +307,6 @@ def test_typed_questions_are_asked_beside_those_chosen_and_may_hold_an_equals_si
     *chosen, typed = sorted(records(out), key=lambda record: record["id"])
     assert code == 0 and {record["id"] for record in chosen} < {question["id"] for question in QUESTIONS}
     assert len(chosen) == 2 and typed["id"] == "q1" and typed["question"].startswith("E=mc^2")
-
-
-def test_without_git_the_stamp_has_no_commit(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert get_code_commit() is None
 
 
 @pytest.mark.slow

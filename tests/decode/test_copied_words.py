@@ -154,8 +154,19 @@ def test_a_title_goes_on_where_the_texts_leave_one_way(written, certain, copied)
     assert {chr(n) for n in range(128) if words.is_copied(ids, n, TITLED)} == {*copied}
     if certain is not None:
         assert np.flatnonzero(~words.find_barred(ids, TITLED)).tolist() == [found]
-    plain = WordTable(tiny_tokenizer(), 300)
-    assert plain._find_title_token(ids, TITLED) is None and not plain.is_copied(ids, 32, TITLED)
+
+
+def test_a_response_begins_with_a_title_and_does_not_end_before_its_answer():
+    """By hand: a title, or words of the question; what a passage alone has stands for its title."""
+    words = WordTable(titled_tokenizer(), 300)
+
+    def allowed(written):
+        return {chr(n) for n in np.flatnonzero(~words.find_barred([*written.encode()], TITLED))}
+
+    assert allowed(" Anna Lee") == {*" ?;#"} and allowed(" Bo Hart") == {*";#"} == allowed(" left")
+    for written, early in (("", True), (" Bo; Bo", True), (" Bo #", False)):
+        assert words.find_barred([*written.encode()], TITLED)[257] == early
+    assert [words.begin_title(ord(sign), TITLED) for sign in " l#q"] == [*map(ord, "  #q")]
 
 
 def test_it_is_for_tokens_that_are_written_in_order_and_stay(corpus_file):
