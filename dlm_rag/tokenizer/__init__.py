@@ -172,9 +172,8 @@ class Tokenizer:
         last too, so that the ids of a passage do not depend on its rank. Raises `QuestionError`.
         """
         template = self.template
-        texts = [text.replace("{question}", question) for text in (template.head, template.foot)]
-        texts[0] = f"{system}\n\n{texts[0]}" if system else texts[0]
-        head, foot = map(self.encode, texts)
+        asked, foot_text = template.write_question(question)
+        head, foot = map(self.encode, (f"{system}\n\n{asked}" if system else asked, foot_text))
         if not head and not foot:
             raise QuestionError("the tokenizer makes no tokens of the question")
         if not self._has_warned and self.spells_letters(question):

@@ -25,6 +25,7 @@ from dlm_rag.text import ANSWER_FORMS
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_QUOTES = re.compile(r'["“”„«»]')
 _PLACES = re.compile(r"\{(?:number|passage|title|text)\}")
 
 
@@ -103,8 +104,14 @@ class PromptTemplate:
             facts[-1] = facts[-1].removesuffix("\n")
         return facts
 
+    def write_question(self, question: str) -> tuple[str, str]:
+        """Head and foot. Models that name titles read no quotation marks: SmolLM2 takes what is quoted for
+        unknown."""
+        asked = _QUOTES.sub("", question) if self.answer == "titled" else question
+        return self.head.replace("{question}", asked), self.foot.replace("{question}", asked)
+
     def write_message(self, question: str, passages: Sequence[str]) -> str:
-        head, foot = (text.replace("{question}", question) for text in (self.head, self.foot))
+        head, foot = self.write_question(question)
         return head + "".join(self.write_facts(passages)) + foot
 
 
