@@ -66,7 +66,7 @@ def test_responses_are_titles_and_an_answer(sampled):
 
 def test_the_prompt_is_the_one_it_was_trained_with(fetched):
     tokenizer = Tokenizer.from_pretrained(str(READER))
-    prompt = tokenizer.build_prompt("Who wrote Emma?", ["Emma\nEmma is a novel."])
+    prompt = tokenizer.build_prompt('Who wrote "Emma"?', ["Emma\nEmma is a novel."])
     (fact,) = prompt.facts
     asked = tokenizer.decode_with_offsets([*prompt.head, *prompt.tail])[0]
     assert tokenizer.decode_with_offsets([*fact])[0].rstrip("\n") == "Emma\nEmma is a novel."
