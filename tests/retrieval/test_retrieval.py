@@ -40,7 +40,7 @@ def test_a_query_that_finds_nothing_is_an_empty_list_beside_full_ones(corpus_fil
 
 def test_top_k_beyond_the_corpus_takes_all_of_it_with_a_warning(corpus_file, caplog):
     retriever = load_retriever(corpus_file, top_k=50)
-    assert "top_k=50, but the corpus has 5 passages" in caplog.text
+    assert "top_k=50, passages in the corpus: 5; all are used" in caplog.text
     found = list_passage_ids(retriever.search([make_query("Tacoma")]))[0]
     assert found[0] == "herbert" and len(found) == 5
 
