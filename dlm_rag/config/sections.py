@@ -168,8 +168,8 @@ class DecodeConfig(CheckedSettings):
     answer_threshold: float = setting(
         0.0, low=0, high=1, only_with={"decode.abstain": ("answer", "response")}
     )
-    """confidence of an answer, the geometric mean of the probabilities of its tokens, below which it is not
-    given, where the model may abstain"""
+    """confidence of an answer, the geometric mean of the probabilities of its tokens (but of those that
+    copy_words takes below commit_threshold), below which it is not given, where the model may abstain"""
     early_stopping: bool = setting(True)
     """stop once an end token and everything before it is committed"""
 

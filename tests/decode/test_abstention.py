@@ -111,7 +111,7 @@ def test_a_model_that_names_its_passages_gives_answers_that_these_have(response,
     assert rollout.abstain_reason == "" and bool(rollout.answer) == (reason != "no_answer")
 
 
-def finish_written(text, **settings):
+def finish_written(text, words=None, **settings):
     """The rollout of bytes and an end token, written two a step, the n-th with probability exp(-n / 10)."""
     tokenizer, ids = tiny_tokenizer(), [*text.encode(), 257]
     canvas, rollout = Canvas(len(ids), 256), Rollout("q", QUESTION, "joint", len(ids))
@@ -120,7 +120,7 @@ def finish_written(text, **settings):
     parts = [tuple(tokens[n : n + 2]) for n in range(0, len(ids), 2)]
     rollout.steps = [RolloutStep(n, QUESTION, (), False, part) for n, part in enumerate([(), *parts])]
     rollout.settings = {"abstain": "never"} | settings
-    Row(0, Question("q", QUESTION), DecodeConfig(), canvas, None, rollout).finish(tokenizer)
+    Row(0, Question("q", QUESTION), DecodeConfig(), canvas, None, rollout, words=words).finish(tokenizer)
     return rollout
 
 
@@ -134,6 +134,9 @@ def test_an_answer_below_the_threshold_is_not_given():
     assert finish_written("### Yes", answer_threshold=1.0).answer == "Yes"
     assert finish_written("### Yes, so.").confidence == pytest.approx(math.exp(-(4 + 10) / 20))
     assert finish_written("nothing is marked").confidence is None
+    assert finish_written("### Yes", words=1).confidence == pytest.approx(math.exp(-(4 + 6) / 20)), (
+        "not 5, 7"
+    )
 
 
 def test_an_unset_mode_is_the_checkpoints_own_and_that_of_a_public_one_is_never():

@@ -147,7 +147,6 @@ TITLED += [f"Dune{' is' * 12}\nIt is so.", "Yo Yo Ma\nYo Yo Yo!", f"{'z' * 32}\n
     ],
 )  # fmt: skip
 def test_a_title_goes_on_where_the_texts_leave_one_way(written, certain, copied):
-    """By hand. Behind the mark stands the answer, which may end anywhere."""
     words, ids = WordTable(titled_tokenizer(), 300), [*written.encode()]
     found = words._find_title_token(ids, TITLED)
     assert found == (None if certain is None else ord(certain))
