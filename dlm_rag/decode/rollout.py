@@ -160,7 +160,8 @@ class Rollout(NamesRemedy):
     finished: bool = False
     error: str = ""  # why there is no answer
     answer_form: str = "marked"  # where the answer stands in the response
-    # Geometric mean of the probabilities of the answer's tokens and its end; None: no answer or no tokens.
+    # Geometric mean of the probabilities of the answer's tokens and its end (not of those that a text alone
+    # confirmed, `decode.copy_words`); None: no answer or no tokens.
     confidence: float | None = None
     # Of a model behind a server, whose tokens are not in the steps: requests, prompt_tokens,
     # completion_tokens, and how many replies were cut at their most tokens.

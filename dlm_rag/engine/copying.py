@@ -131,9 +131,10 @@ class WordTable:
         """Returns the token that a response begins with: of one that begins neither a title nor a word of
         the question, the first of the title of the first passage that has it."""
         titles = self._encode_titles(texts) if self._names_titles and not self._marks[token] else []
-        if any(title[:1] == (token,) for title in titles) or token in self._encode_title(texts[0]):
+        word = self._decode([token]).strip()  # none of a blank, which every text has
+        if not word or (token,) in {title[:1] for title in titles} or token in self._encode_title(texts[0]):
             return token
-        found = re.compile(rf"(?<!\w){re.escape(self._decode([token]).strip())}")
+        found = re.compile(rf"(?<!\w){re.escape(word)}")
         named = (t[0] for t, text in zip(titles, texts[1:], strict=False) if t and found.search(text))
         return next(named, token)
 
