@@ -36,7 +36,7 @@ class RunError(RuntimeError):
 
 def suggest_nearest(word: str, candidates: Iterable[str]) -> str:
     """` (nearest: 'x')` for the candidate most like `word`, or an empty string when none is."""
-    known = {each.casefold(): each for each in candidates if each != word}
+    known = {str(each).casefold(): each for each in candidates if each != word}
     close = difflib.get_close_matches(word.casefold(), known, n=1, cutoff=0.5)
     return f" (nearest: '{known[close[0]]}')" if close else ""
 

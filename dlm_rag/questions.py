@@ -23,12 +23,14 @@ from dlm_rag.files.record_readers import (
     flatten_layout,
     get_field,
     get_record_id,
+    is_missing,
     list_row_files,
     list_supporting_titles,
     read_record_stream,
     read_records,
+    write_number,
 )
-from dlm_rag.text import normalize_text, normalize_whitespace
+from dlm_rag.text import normalize_text, normalize_whitespace, replace_control_chars
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,16 @@ class Question:
     system: str = ""  # a system prompt, which stands in the prompt and in no query
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "question", normalize_whitespace(normalize_text(self.question)))
+        if not isinstance(self.question, str):
+            raise QuestionError(f"the question is {type(self.question).__name__}: give a text")
+        object.__setattr__(self, "question", _tidy(self.question))
+        for name in ("golden_answers", "supporting_ids", "labels", "supporting_titles"):
+            value = getattr(self, name)  # of one's own code: a text, a list
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+
+
+def _tidy(text: str) -> str:
+    return normalize_whitespace(replace_control_chars(normalize_text(text)))
 
 
 Askable = str | Question | Mapping[str, Any]
@@ -72,7 +83,7 @@ def read_questions(path: str | Path) -> list[Question]:
     unanswerable = 0
     for place, row in read_question_records(path):
         row = flatten_layout(row)
-        if row.get("answerable") is False:
+        if str(row.get("answerable")).strip().lower() in ("false", "0") or row.get("is_impossible") is True:
             unanswerable += 1
             continue
         question = _parse_question(row, place)
@@ -137,7 +148,7 @@ def number_questions(questions: Askable | Iterable[Askable]) -> Iterator[Questio
                 "Question; to decode(), several"
             )
         text = each if isinstance(each, str) else each.question
-        if not text.strip():
+        if not _tidy(text):
             raise QuestionError(f"question {number} is blank")
         try:
             text = text.encode(errors="surrogateescape").decode()
@@ -174,7 +185,7 @@ def _parse_question(row: dict[str, Any], place: str) -> Question:
         raise QuestionError(f"{place}: the question comes with an '{image}', and only texts are answered")
     if text is None:
         raise QuestionError(f"{place}: there is no 'question'{suggest_nearest('question', row)}")
-    if not isinstance(text, str) or not text.strip():
+    if not isinstance(text, str) or not _tidy(text):
         raise QuestionError(f"{place}: the '{name}' must be a text that is not blank")
     response, hops = row.get("response"), row.get("hops")
     if response is not None and (not isinstance(response, str) or not response.strip()):
@@ -184,7 +195,7 @@ def _parse_question(row: dict[str, Any], place: str) -> Question:
     own, kind = get_record_id(row, "question", place, QuestionError), row.get("type")
     answers, others = (_parse_texts(row, name, place) for name in ("golden_answers", "answer_aliases"))
     own_names = ("answerable", *FIELD_ALIASES["golden_answers"])  # yes is an answer, no label
-    labels = [name for name, value in row.items() if value is True and name.lower() not in own_names]
+    labels = [name for name, value in row.items() if value is True and str(name).lower() not in own_names]
     labels += [kind] if isinstance(kind, str) and TYPE_LABEL.fullmatch(kind) else []
     return Question(
         id=own,
@@ -220,6 +231,8 @@ def _parse_texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]
         return ()
     texts = value if isinstance(value, list) else [value]
     if field == "supporting_ids" and all(isinstance(item, dict) for item in texts):
+        if texts and not isinstance(value, list) and texts[0].get("id") is None:
+            raise QuestionError(f"{place}: '{key}' must be a list of ids")
         texts = [item.get("id") for item in texts]
         texts = [] if None in texts else texts
     if field in ("golden_answers", "answer_aliases"):
@@ -230,4 +243,4 @@ def _parse_texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]
         texts = spelled
     if not all(isinstance(item, str | int | float) and not isinstance(item, bool) for item in texts):
         raise QuestionError(f"{place}: '{key}' must be a list of texts")
-    return tuple(str(text) for text in texts if str(text).strip())
+    return tuple(write_number(text) for text in texts if not is_missing(text) and str(text).strip())

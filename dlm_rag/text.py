@@ -3,7 +3,6 @@
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 # Words that carry grammar rather than facts: they neither need evidence nor count as evidence.
@@ -20,38 +19,38 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # It begins where blanks begin, never within them: a run of blanks is looked at once.
 _SENTENCE_END = re.compile(r"(?<!\s)(?:(?<=[.!?])\s+(?:#{3,}\s*)*+|\s*+(?:#{3,}\s*)++|(?>\s*\n)\s*+)")
 _BRACKET = re.compile(r" ?\([^()]*\)$")
-_MARKS = "".join(  # combining marks of every script of the basic plane: no letters to Python's `\\w`
+MARKS = "".join(  # combining marks of every script of the basic plane: no letters to Python's `\\w`
     chr(code)
     for code in (*range(0x300, 0x1D00), *range(0x1DC0, 0x1E00), 0x3099, 0x309A, *range(0xA600, 0xAC00))
     if unicodedata.category(chr(code)).startswith("M")
 )  # fmt: skip
-_WORD = re.compile(rf"[\w{_MARKS}]+")
+WORD = re.compile(rf"[\w{MARKS}]+")
 _TYPOGRAPHY = {ord(char): "'" for char in "\u2018\u2019\u201a\u201b\u2032\u02bc\u00b4"}
-_TYPOGRAPHY |= {ord(char): '"' for char in "\u201c\u201d\u201e\u201f\u2033\u00ab\u00bb"}
+_TYPOGRAPHY |= {ord(char): '"' for char in "\u201c\u201d\u201e\u201f\u2033\xab\xbb\u275d\u275e\u301d\u301e"}
+_TYPOGRAPHY |= {ord(char): "'" for char in "\u2039\u203a\u275b\u275c"} | {0x2010: "-", 0x2011: "-"}
 _TYPOGRAPHY |= dict.fromkeys((160, 5760, *range(8192, 8203), 8239, 8287, 12288), " ")
 _TYPOGRAPHY |= {0xFF00 + place: chr(0x20 + place) for place in range(1, 95)}  # full-width Latin
 _TYPOGRAPHY |= {0x2028: "\n", 0x2029: "\n", 0x85: "\n"}
 _TYPOGRAPHY |= dict.fromkeys((0xAD, 0x61C, *range(0x200B, 0x2010), *range(0x2060, 0x2065), 0xFEFF), "")
-_TYPOGRAPHY |= dict.fromkeys((0x3164, *range(0xFE00, 0xFE10), *range(0xE0000, 0xE0080)), "")
-_TYPOGRAPHY |= {code: unicodedata.normalize("NFKC", chr(code)) for code in range(0xFF65, 0xFFA0)}  # kana
+_TYPOGRAPHY |= dict.fromkeys((0x3164, *range(0xFE00, 0xFE10), *range(0xE0000, 0xE01F0)), "")
+_TYPOGRAPHY |= dict.fromkeys((0x34F, 0x115F, 0x1160, *range(0x180B, 0x180F), 0xFFA0, 0xFFFC), "")
+# Letters of print and of compatibility: joined (fi, Arabic), of mathematics, Roman numerals, kana.
+for first, last in (
+    (0x2160, 0x2180), (0x2E80, 0x2FD6), (0x3300, 0x3400), (0xFB00, 0xFB07), (0xFB50, 0xFDFE),
+    (0xFE70, 0xFEFD), (0xFF65, 0xFFA0), (0x1D400, 0x1D800),
+):  # fmt: skip
+    _TYPOGRAPHY |= {code: unicodedata.normalize("NFKC", chr(code)) for code in range(first, last)}
 _TYPOGRAPHY |= dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), "")
-_PLACES_KEPT = {code: said or " " for code, said in _TYPOGRAPHY.items()}
-# bm25s's rule: runs of two or more word characters.
-_ASCII_TERM = re.compile(r"\b\w\w+\b", re.ASCII)
-_POINTS = re.compile(
-    "[\u0307\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u05c7\u0610-\u061a\u0640\u064b-\u065f\u0670\u06d6-\u06ed]"
-)
-# Letters of Greek and Arabic that people write with and without their signs.
-_LETTER_FORMS = str.maketrans("ςάέήίϊΐόύϋΰώأإآٱةىیک", "σαεηιιιουυυωاااا" + "هييك")
+_PLACES_KEPT = {code: said or " " for code, said in _TYPOGRAPHY.items() if len(said) < 2}
 # Thai, Lao, Tibetan, Burmese, Khmer, kana, Han, Hangul: a sentence, or a word with its endings, is one run.
 _JOINED = "\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff"
 _JOINED += "\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
 JOINED_RUN = re.compile(f"([{_JOINED}]+)")
-_LETTER = re.compile(rf".[{_MARKS}]*")
 # "Answer" in the languages that evaluations use, and what may stand before it.
 _ANSWER_WORD = (
     r"(?:(?:the|my|so|thus|therefore|final|short|correct|direct|best|complete|overall),?[ \t]{1,3}){0,4}"
     r"(?:answers?|(?<=final[ \t])(?:result|output))(?:[ \t]{1,2}(?:\#?\d{1,2}\b|\([a-z]{1,12}\)))?"
+    r"|(?:final|short)[_-]?answer"
     r"|(?:finale?[ \t])?antwort|endg[uü]ltige[ \t]antwort|r[eé]ponse(?:[ \t]finale)?|antwoord|svar"
     r"|respuesta(?:[ \t]final)?|risposta(?:[ \t]finale)?|resposta(?:[ \t]final)?|vastaus|cevap"
     r"|odpowied[zź]|odpov[eě][dď]"
@@ -69,17 +68,17 @@ _ANSWER_LINE = re.compile(
     r"(?:(?:\d{1,2}[.)]|[^\w\s\#\\<{\[(]{1,2})[ \t]*)?"  # its number, a sign
     rf"(?:(?:{_ANSWER_WORD}){_MARKUP}{{0,8}}(?:{_COLON}[ \t]{{0,8}}(?:[*_`}}]{{1,2}}(?=[ \t\r\n]|\Z))?"
     r"|(?:\#{1,6}|={2,20}|-{3,20})?[ \t]{0,8}(?=[\r\n]|\Z)|(?:(?<=r\])(?!\()|(?<=案】))[ \t]{0,8})"
-    rf"|(?:a|ans\.?){_MARKUP}{{0,4}}[:：](?:\*\*)?)",
+    rf"|(?:a|ans\.?|final){_MARKUP}{{0,4}}[:：](?:\*\*)?)",
     re.IGNORECASE,
 )
 # The same within a line; "Intermediate answer:", as Self-Ask writes it, is no answer yet.
 _ANSWER_LABEL = re.compile(
-    rf"(?<![A-Za-z-])(?<!intermediate )(?:{_ANSWER_WORD}){_MARKUP}{{0,4}}[:：﹕︰]"
+    rf"(?<![A-Za-z-])(?<!intermediate )(?<!long )(?<!detailed )(?:{_ANSWER_WORD}){_MARKUP}{{0,4}}[:：﹕︰]"
     r"(?:[*_`}]{1,2}(?=[ \t]))?",
     re.IGNORECASE,
 )
 _ANSWER_PHRASE = re.compile(
-    r"\banswer(?:[ \t]to[ \t][^\n.:]{1,200}?)?[ \t*_]{1,4}"
+    r"\banswer(?:[ \t]to[ \t][^\n.:]{1,200}?|,[ \t]\w{1,12},)?[ \t*_]{1,4}"
     r"(?:is|was|(?:would|should|must|seems[ \t]to|appears[ \t]to)[ \t]be)\b"
     r"(?:[ \t]{0,3}[:：]|[ \t]{1,3}(?:thus|therefore|then|indeed|likely|probably|simply)\b,?)?"
     r"(?=[\s:*_`$\\<\"'“‘])"
@@ -116,9 +115,11 @@ _MARK_START = re.compile(
 _JSON_VALUE = re.compile(
     r"""[:：\s]\s*(?:\[\s*)?(?:\{\s*["']\w{1,20}["']\s*:\s*)?"""
     r"""(?:(?P<quote>["'])((?:(?!(?P=quote))[^\\\n]|\\.)*)(?P=quote)"""
-    r"""|(-?\d[\d.]*)(?=\s*[,}\]]))"""
+    r"""|(-?\d[\d.]*|true|false)(?=\s*[,}\]]))"""
 )
-_ANSWER_TAG = re.compile(r"< ?(/?) ?(?:(?:final|short)[ _-]?)?answer(?: [^<>\n]{0,80})?>", re.IGNORECASE)
+_ANSWER_TAG = re.compile(
+    r"< ?(/?) ?(?:(?:(?:final|short)[ _-]?)?answer|result|solution)(?: [^<>\n]{0,80})?>", re.IGNORECASE
+)
 _ANSWER_ROW = re.compile(  # of a table
     r"^\|[ *_]*(?:final )?answer[ *_:]*\|([^|\n]+)\|[ \t]*$(?!\n[ |]*:?--)", re.IGNORECASE | re.MULTILINE
 )
@@ -127,8 +128,8 @@ _BRACE = re.compile(r"\\[{}]|[{}]")
 _LATEX_TEXT = re.compile(r"\\(?:text[a-z]{0,2}|math[a-z]{2,4}|mbox|emph|underline|operatorname\*?)\{")
 _EMPHASIS = (
     ("***", "***"), ("**", "**"), ("__", "__"), ("*", "*"), ("_", "_"), ("`", "`"), ("$$", "$$"),
-    ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("「", "」"), ("【", "】"), ('"', '"'), ("``", "''"),
-    ("'", "'"), ("[", "]"), ("{", "}"), ("<", ">"),
+    ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("「", "」"), ("『", "』"), ("【", "】"), ("==", "=="),
+    ('"', '"'), ("``", "''"), ("'", "'"), ("[[", "]]"), ("[", "]"), ("(", ")"), ("{", "}"), ("<", ">"),
 )  # fmt: skip
 _BLANK_OR_MARKUP = re.compile(  # also the line below a heading, a fence, a tag of HTML
     r"(?:\s|:(?=\s)|[>|][-+]?(?=\s)|[-*+•→](?=[ \t])|(?:-{3,}+|={3,}+|`{3}\w*+)(?=\s)"
@@ -138,7 +139,8 @@ _SENTENCE_STOP = re.compile(r"(?<=[^\W\d_]{4}|\d\d\d\d)[.!](?=[ \t]{1,4}[^\W\d_a
 _CITED = r"(?:doc(?:ument)?|passage|source|fact)s?[ :#]{0,2}"
 _ANSWER_TAIL = re.compile(
     r"(?:[.。．।]|<\|[^|<>\n]{1,40}\|>|(?<=.)</?\w{1,20}>|\[/\w{1,20}\]|[ \t]?\#{3,9}|です|입니다"
-    rf"|[ \t]?[\[【](?:{_CITED})?\d{{1,3}}(?:, ?\d{{1,3}}){{0,9}}[\]】]|[ \t]?\({_CITED}\d{{1,3}}\))$",
+    rf"|[ \t]?[\[【](?:{_CITED})?\d{{1,3}}(?:, ?\d{{1,3}}){{0,9}}(?:†[^\]】\n]{{1,40}})?[\]】]"
+    rf"|[ \t]?\({_CITED}\d{{1,3}}\))$",
     re.IGNORECASE,
 )
 MAX_ANSWER_MARKS = 16  # from the last one, until one has an answer
@@ -162,27 +164,6 @@ def normalize_text(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def split_terms(text: str) -> list[str]:
-    """The words of a text in lower case, and pairs of letters where a script has no blanks between words.
-
-    Points of Hebrew and vowels of Arabic are left out; a lone letter of a script with blanks as well.
-    """
-    if text.isascii():
-        return _ASCII_TERM.findall(text.lower())
-    if "\u200c" in text:  # Persian's half-space, in whose place people write a blank or nothing
-        parts = (part for word in text.split() if len(found := word.split("\u200c")) > 1 for part in found)
-        text = " ".join((text, *parts))
-    terms = list[str]()
-    for word in _WORD.findall(_POINTS.sub("", normalize_text(text).lower().translate(_LETTER_FORMS))):
-        for run in JOINED_RUN.split(word):
-            if JOINED_RUN.fullmatch(run):
-                letters = _LETTER.findall(run)  # each with its marks
-                terms += map("".join, pairwise(letters)) if len(letters) > 1 else letters
-            elif len(run) > 1:
-                terms.append(run)
-    return terms
-
-
 def get_title_line(text: str) -> str:
     """The first line of a passage, which is its title where it has one."""
     return text.strip().partition("\n")[0].strip('"')
@@ -203,7 +184,7 @@ def find_title_spans(titles: str) -> list[tuple[int, int]]:
     out."""
     spans, start = [], 0
     for title in titles.split(";"):
-        if _WORD.search(title):
+        if WORD.search(title):
             spans.append((start, start + len(title)))
         start += len(title) + 1
     return spans
@@ -226,7 +207,7 @@ def find_named_passages(titles: str, passages: Mapping[str, str]) -> set[str]:
             folded = fold_words(title)
             return {part for part in parts if folded.startswith(part)}
         ways = (title.split(";"), strip_disambiguation(title).split(";"))
-        found = [{*map(fold_words, way)} for way in ways] if _WORD.search(title) else []
+        found = [{*map(fold_words, way)} for way in ways] if WORD.search(title) else []
         return set[str]().union(*(way for way in found if way <= parts))
 
     found = {name: find_parts(text) for name, text in passages.items()}
@@ -252,7 +233,7 @@ def find_word_spans(text: str) -> list[tuple[str, tuple[int, int]]]:
     """
     return [
         (unicodedata.normalize("NFKC", match.group()).casefold(), match.span())
-        for match in _WORD.finditer(text)
+        for match in WORD.finditer(text)
     ]
 
 
@@ -297,7 +278,7 @@ def find_sentence_spans(text: str) -> list[tuple[int, int]]:
     spans, start = [], 0
     for end in [*_SENTENCE_END.finditer(text), None]:
         stop = end.start() if end else len(text)
-        if _WORD.search(text, start, stop):
+        if WORD.search(text, start, stop):
             spans.append((start, stop))
         start = end.end() if end else stop
     return spans
@@ -481,6 +462,8 @@ def _measure_wrapping(said: str) -> tuple[int, int]:
         return before, len(said) - len(bare) - before
     if tail := _ANSWER_TAIL.search(said):
         return 0, len(said) - tail.start()
+    if said and said[-1] in ")]" and {")": "(", "]": "["}[said[-1]] not in said:  # opened before the label
+        return 0, 1
     latex = _LATEX_TEXT.match(said)
     if latex and _find_closing_brace(said, latex.end()) == len(said) - 1:
         return latex.end(), 1

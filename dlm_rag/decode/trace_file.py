@@ -308,8 +308,8 @@ class AnswersFile:
 
         stamp: "answers_depend_on", "machines" (a list of one, see `machine.describe_machine`) and whatever
         else is to be known of the run that begins the files. A run that goes on with them adds its machine,
-        and warns when it is another one. Lines of questions that failed, and a trace without its answer,
-        are taken out: they are asked again. Raises as the constructor does.
+        and warns when it is another one, or its code another version. Lines of questions that failed, and a
+        trace without its answer, are taken out: they are asked again. Raises as the constructor does.
         """
         try:
             for name, path in {"out": self._out, "trace": self._trace}.items():
@@ -329,6 +329,10 @@ class AnswersFile:
                 (machine,) = stamp["machines"]
                 if self._stamp is None:
                     self._write_stamp(stamp)
+                elif (then := _describe_code(self._stamp)) != (now := _describe_code(stamp)):
+                    log.warning(
+                        "out=%s was begun by %s, this is %s: answers may differ", self._out, then, now
+                    )
             self.add_machine(machine)
         except BaseException:
             self.close()
@@ -396,6 +400,13 @@ class AnswersFile:
 
     def close(self) -> None:
         self._opened.close()
+
+
+def _describe_code(stamp: Mapping[str, Any]) -> str:
+    """The version of dlm_rag in a stamp, and its commit where one is known."""
+    versions, commit = stamp.get("versions"), stamp.get("commit")
+    version = versions.get("dlm_rag") if isinstance(versions, dict) else None
+    return f"dlm_rag {version or 'of unknown version'}" + f" (commit {commit})" * bool(commit)
 
 
 def write_json_line(stream: TextIO, record: dict[str, Any]) -> None:

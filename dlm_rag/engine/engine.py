@@ -21,7 +21,13 @@ from typing import Any, NamedTuple
 
 from dlm_rag.cli import print_note
 from dlm_rag.config import Config, DecodeConfig, EngineConfig
-from dlm_rag.config.fields import fill_unset, find_idle_settings, flatten_settings, replace_settings
+from dlm_rag.config.fields import (
+    check_effects,
+    fill_unset,
+    find_idle_settings,
+    flatten_settings,
+    replace_settings,
+)
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.engine.copying import WordTable
@@ -121,7 +127,13 @@ class Decoder(NamesRemedy):
         """
         shape, known = self.denoiser.config, DecodeConfig.__dataclass_fields__
         bare = fill_unset(settings, {name: known[name].default for name in shape.decode_settings})
-        return resolve_settings(replace_settings(bare, **changes), shape, self.evidence_layout)
+        found = resolve_settings(replace_settings(bare, **changes), shape, self.evidence_layout)
+        values = {name: getattr(found, name) for name in changes}
+        for name, reason in find_idle_settings(
+            "decode", found, flatten_settings(found, "decode."), values
+        ).items():
+            raise ConfigError(f"decode.{name}={reason}: leave it out")
+        return found
 
     def new_engine(self, **settings: Any) -> "Engine":
         """An engine to be stepped by hand; it shares the cache with this decoder's others.
@@ -198,7 +210,8 @@ def load(model: str | Path | None = None, corpus: Any = None, **settings: Any) -
     dtype="bfloat16"`. Raises `UserError`.
     """
     default = WORLD_MODELS[0] if corpus is None and "url" not in settings else READER
-    name, sections = str(model or default), {section: getattr(Config(), section) for section in SECTIONS}
+    name = default if model is None else str(model)
+    sections = {section: getattr(Config(), section) for section in SECTIONS}
     names = {item.name: name for name in SECTIONS for item in fields(sections[name])}
     for key, value in settings.items():
         if key not in names:
@@ -207,6 +220,8 @@ def load(model: str | Path | None = None, corpus: Any = None, **settings: Any) -
         if key in ("device", "dtype"):  # also as objects of torch
             value = str(value).removeprefix("torch.")
         sections[names[key]] = replace_settings(sections[names[key]], **{key: value})
+    config = Config(**sections | {"model": replace_settings(sections["model"], path=name)})
+    check_effects([(config, [f"{names[key]}.{key}" for key in settings])])
     if name == MODEL_NAME:
         print_note(f"{name} is the model as published; what is trained to answer from passages is {READER}")
     wanted, retrieval = sections["model"], sections["retrieval"]
@@ -219,6 +234,8 @@ def load(model: str | Path | None = None, corpus: Any = None, **settings: Any) -
         corpus = WORLD_CORPUS
     if hasattr(corpus, "search") and hasattr(corpus, "key"):
         retriever = corpus
+        if own := [key for key in settings if names[key] == "retrieval"]:
+            raise ConfigError(f"load: {own[0]} has no effect on a retriever that is made: leave it out")
     else:
         retriever = load_retriever(retrieval, corpus, model=name)
     denoiser = load_denoiser(
@@ -417,7 +434,9 @@ def resolve_settings(
         raise ConfigError(
             f"decode.mode={mode}: this model was trained for {' and '.join(modes)} alone, leave it out"
         )
-    facts = {"attention_blocks": bool(block), "decode.mode": mode}
+    facts: dict[str, Any] = {"attention_blocks": bool(block), "decode.mode": mode}
+    if settings.abstain is None:
+        facts["decode.abstain"] = shape.abstain
     order, way = shape.finished_block_context, "threshold" if mode == "diffusion" else "left_to_right"
     settings = _take_own_settings(settings, shape.decode_settings, {"decode.commit_rule": way} | facts)
     rule = settings.commit_rule or way

@@ -59,6 +59,8 @@ LAYOUT_FIELDS = (
 _MUSIQUE_ID = re.compile(r"([2-4])hop\d?__")
 TYPE_LABEL = re.compile(r"[A-Za-z][\w-]{0,39}")
 _QUOTED_TITLE = re.compile(r'"([^\n]+)"\n')  # of FlashRAG's passages
+_CARRIAGE_RETURN = re.compile(r"(?<=\r)(?!\n)")  # alone: a line end of old tables
+_JSON_START = re.compile(rb"\[\s*[\[{\"\]]|\{\s*[\"}]")  # the film "[REC]" begins a text
 _SENTENCE_FIELDS = ("sentences", "content", "paragraph_text", "text")
 Record = tuple[str, dict[str, Any]]  # its place, its fields
 RecordReader = Callable[[IO[bytes], str, type[UserError]], Iterator[Record]]
@@ -69,12 +71,22 @@ def get_field(record: Mapping[str, Any], name: str) -> tuple[str, Any]:
 
     Capitals make no difference where no name is there as it is written (`Question,Answer` of Bamboogle).
     """
-    there = [key for key, value in record.items() if value is not None]
-    for own in ({key: key for key in there}, {key.lower(): key for key in there}):
+    there = [key for key, value in record.items() if not is_missing(value)]
+    for own in ({key: key for key in there}, {str(key).lower(): key for key in there}):
         for alias in FIELD_ALIASES[name]:
             if alias in own:
                 return own[alias], record[own[alias]]
     return name, None
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a value is None, NaN or pandas' NA, as a table has in an empty cell."""
+    return value is None or type(value).__name__ == "NAType" or (type(value) is float and value != value)
+
+
+def write_number(value: Any) -> str:
+    """A text, or a number as people write it: a column with gaps makes 1931 of it 1931.0."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def get_record_id(record: dict[str, Any], what: str, place: str, error: type[UserError]) -> str:
@@ -187,6 +199,8 @@ def _choose_reader(file: Any, path: Path, error: type[UserError], plain: str | N
     if readable and suffix in (".csv", ".tsv"):
         return partial(_read_table, delimiter="," if suffix == ".csv" else "\t")
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if readable and plain is not None and suffix in ("", ".txt") and not _JSON_START.match(text):
+        return partial(_read_plain_lines, field=plain)
     if readable and text[:1] == b"[":
         return _read_json_items
     if readable and suffix == ".json" and text:
@@ -195,8 +209,6 @@ def _choose_reader(file: Any, path: Path, error: type[UserError], plain: str | N
         return _read_json_lines if in_lines else _read_json_items
     if readable and (suffix in (".jsonl", ".ndjson") or not text or text[:1] == b"{"):
         return _read_json_lines
-    if readable and plain is not None and suffix in ("", ".txt"):
-        return partial(_read_plain_lines, field=plain)
     raise error(f"{path} is not in a format that is read: {SUPPORTED_FORMATS}")
 
 
@@ -206,15 +218,19 @@ def _read_json_lines(file: IO[bytes], path: str, error: type[UserError]) -> Iter
 
 
 def _read_plain_lines(file: IO[bytes], path: str, error: type[UserError], field: str) -> Iterator[Record]:
-    for count, (place, _, line) in enumerate(iter_lines(file, path, error), start=1):
-        yield place, {"id": f"q{count}", field: decode_utf8(line, place, error).strip()}
+    count = 0
+    for place, _, line in iter_lines(file, path, error):
+        for text in filter(str.strip, decode_utf8(line, place, error).splitlines()):
+            count += 1
+            yield place, {"id": f"q{count}", field: text.strip()}
 
 
 def _read_table(file: IO[bytes], path: str, error: type[UserError], delimiter: str) -> Iterator[Record]:
-    """The rows below a header, blank lines left out; an empty cell is a field that is not there."""
+    """The rows below a header, blank lines left out; an empty cell is None."""
     csv.field_size_limit(2**31 - 1)  # `iter_lines` has the limit
     lines = iter_lines(file, path, error, blank=True)
-    text = (decode_utf8(line, place, error) for place, _, line in lines)
+    decoded = (decode_utf8(line, place, error) for place, _, line in lines)
+    text = (part for line in decoded for part in _CARRIAGE_RETURN.split(line) if part)
     reader, header, number, before = csv.reader(text, delimiter=delimiter, strict=True), list[str](), 0, 0
     try:
         for cells in reader:
@@ -228,7 +244,7 @@ def _read_table(file: IO[bytes], path: str, error: type[UserError], delimiter: s
                 if len(cells) != len(header):
                     raise error(f"{place}: the row has more or fewer cells than the header")
                 number += 1
-                row = {name: cell for name, cell in zip(header, cells, strict=True) if name and cell}
+                row = {name: cell or None for name, cell in zip(header, cells, strict=True) if name}
                 yield place, _with_row_id(row, header, number)
     except csv.Error as problem:
         raise error(

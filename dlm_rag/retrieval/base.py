@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, zip_longest
-from typing import Generic, Protocol, TypeVar, overload
+from typing import Any, Generic, Protocol, TypeVar, overload
 
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.config.fields import resolve_or_import
@@ -66,7 +66,9 @@ class QueryPolicy:
 
 def as_queries(queries: Iterable[Query | str] | Query) -> list[Query]:
     """Queries, made of those that are plain texts."""
-    given = queries if isinstance(queries, Iterable) else [queries]
+    given: Any = queries
+    if isinstance(queries, Mapping | bytes) or not isinstance(queries, Iterable):
+        given = [queries]
     found = [join_query(each, "") if isinstance(each, str) else each for each in given]
     if wrong := [each for each in found if not isinstance(each, Query)]:
         raise QuestionError(f"a query is {type(wrong[0]).__name__}: give a text, or a list of texts")

@@ -12,8 +12,10 @@ word, has a probability of 3 in a million.
 import ctypes
 import logging
 import os
+import re
 import signal
 import sys
+import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -40,7 +42,14 @@ from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import report_progress
 from dlm_rag.retrieval.base import CorpusRetriever, MultiQueryRetriever, Query, Ranking
 from dlm_rag.retrieval.corpus import Corpus
-from dlm_rag.text import get_title_line, split_terms, strip_disambiguation
+from dlm_rag.text import (
+    JOINED_RUN,
+    MARKS,
+    WORD,
+    get_title_line,
+    normalize_text,
+    strip_disambiguation,
+)
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +61,22 @@ BUCKET_POSTINGS = 1 << 24  # that are written at once, 8 bytes each, besides tho
 MAX_WORKERS = 8  # more would take more memory
 TITLE_DEPTH = 50  # results among which one is looked for by its title
 
+# bm25s's rule: runs of two or more word characters.
+_ASCII_TERM = re.compile(r"\b\w\w+\b", re.ASCII)
+_POINTS = re.compile(
+    "[\u0307\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u05c7\u0610-\u061a\u0640\u064b-\u065f\u0670\u06d6-\u06ed]"
+)
+# Letters of Greek and Arabic that people write with and without their signs.
+_LETTER_FORMS: dict[int, Any] = str.maketrans("ςάέήίϊΐόύϋΰώёأإآٱةىیکہھؤئ", "σαεηιιιουυυωеاااا" + "هييكههوي")
+# The digits of Arabic, Persian, Hindi and others.
+_DIGITS = ((chr(code), unicodedata.decimal(chr(code), None)) for code in range(0x660, 0x1A9A))
+_LETTER_FORMS |= {ord(char): str(digit) for char, digit in _DIGITS if digit is not None}
+_LETTER = re.compile(rf".[{MARKS}]*")
 # Left out, as bm25s does.
 _STOP_WORDS = frozenset(STOPWORDS_EN)
 _function: Callable[[Any], Any]  # of a worker
 # A part of the folder's name; another text makes every index be built again.
-INDEX_FORM = "hashed words, pairs of letters, letters in one form, half-spaces"
+INDEX_FORM = "hashed words, pairs of letters, letters and digits in one form, half-spaces"
 
 
 _numba_config: Any = numba.config  # whose settings are made when it is imported
@@ -146,6 +166,27 @@ class TitledFirstRetriever(CorpusRetriever):
 
 def _fold_title(title: str) -> str:
     return normalize_title(strip_disambiguation(title)).casefold()
+
+
+def split_terms(text: str) -> list[str]:
+    """The words of a text in lower case, and pairs of letters where a script has no blanks between words.
+
+    Points of Hebrew and vowels of Arabic are left out; a lone letter of a script with blanks as well.
+    """
+    if text.isascii():
+        return _ASCII_TERM.findall(text.lower())
+    if "\u200c" in text:  # Persian's half-space, in whose place people write a blank or nothing
+        parts = (part for word in text.split() if len(found := word.split("\u200c")) > 1 for part in found)
+        text = " ".join((text, *parts))
+    terms = list[str]()
+    for word in WORD.findall(_POINTS.sub("", normalize_text(text).lower().translate(_LETTER_FORMS))):
+        for run in JOINED_RUN.split(word):
+            if JOINED_RUN.fullmatch(run):
+                letters = _LETTER.findall(run)  # each with its marks
+                terms += map("".join, pairwise(letters)) if len(letters) > 1 else letters
+            elif len(run) > 1:
+                terms.append(run)
+    return terms
 
 
 def extract_terms(text: str) -> list[str]:

@@ -36,8 +36,10 @@ from dlm_rag.files.record_readers import (
     get_record_id,
     holds_at_most,
     is_json_lines,
+    is_missing,
     list_context_passages,
     read_records,
+    write_number,
 )
 from dlm_rag.progress import report_progress
 from dlm_rag.retrieval.text_folder import (
@@ -57,7 +59,7 @@ MAX_ROW_CHARS = 4000
 MAX_CUT_CORPUS_BYTES = 256 << 20  # of a larger corpus, whose rows are taken as they are
 _PART_NUMBER = re.compile(r"#(?:[2-9]|[1-9][0-9]{1,5})\Z")  # of a part after the first of a row
 COUNTS_FILE = "counts.json"  # of the rows that were cut or left out, and the files that were
-CONVERTED_CORPUS_VERSION = 7  # raise it when other forms become other JSON lines
+CONVERTED_CORPUS_VERSION = 8  # raise it when other forms become other JSON lines
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,14 @@ def parse_passage(record: dict[str, Any], place: str) -> Passage:
     name, contents = get_field(record, "contents")
     if contents is None and get_field(record, "question")[1] is not None:
         raise CorpusError(f"{place}: no passages come with this question: name another corpus")
-    if contents is None and any(alias in record for alias in FIELD_ALIASES["contents"]):
+    if contents is None and {*FIELD_ALIASES["contents"]} & {str(key).lower() for key in record}:
         contents = ""  # null, or an empty cell of Parquet
     if contents is None:
         raise CorpusError(f"{place}: the passage has no 'contents'{suggest_nearest('contents', record)}")
     own, title = get_field(record, "title")
+    title, contents = (
+        write_number(each) if type(each) in (int, float) else each for each in (title, contents)
+    )
     if not isinstance(title, str | None):
         raise CorpusError(f"{place}: '{own}' must be a text")
     if contents and isinstance(contents, list) and all(isinstance(each, str) for each in contents):
@@ -312,8 +317,8 @@ def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Pat
     Documents of LangChain are such records too. Rows without an id are numbered from 1. Raises
     `CorpusError` that names the row.
     """
-    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a table of pandas
-        rows = rows.to_dict("records")
+    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a table of polars, of pandas
+        rows = rows.to_dicts() if hasattr(rows, "to_dicts") else rows.to_dict("records")
     if isinstance(rows, Mapping):  # one passage, or texts by their ids
         one = get_field(rows, "contents")[1] is not None
         rows = [rows] if one else [{"id": name, "contents": text} for name, text in rows.items()]
@@ -330,12 +335,15 @@ def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Pat
         if not isinstance(row, Mapping):
             kind = type(row).__name__
             raise CorpusError(f"passage {number} is {kind}: give a text, or a dict with 'text'")
-        named = {"id": str(number), **{key: value for key, value in row.items() if value is not None}}
+        named = {"id": str(number), **{key: value for key, value in row.items() if not is_missing(value)}}
         passage = parse_passage(named, f"passage {number}")
         lines.append(json.dumps(asdict(passage), ensure_ascii=False) + "\n")
     if not lines:
         raise CorpusError("the corpus holds no passages")
-    text = "".join(lines).encode(errors="surrogatepass")
+    try:
+        text = "".join(lines).encode()
+    except UnicodeEncodeError:
+        raise CorpusError("a text of the corpus holds half of a character (a lone surrogate)") from None
 
     def build(scratch: Path) -> None:
         (scratch / "texts.jsonl").write_bytes(text)

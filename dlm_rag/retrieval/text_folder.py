@@ -29,14 +29,27 @@ _PIECE = re.compile(rf".{{1,{PASSAGE_LENGTH_CHARS[1]}}}(?:\s|$)|.{{{PASSAGE_LENG
 _PART = re.compile(r".{1,200000}(?:\n\n|\Z)|.{1,200000}", re.DOTALL)
 # A heading of Markdown and what is below it, to the next; a fence of code hides what looks like one.
 _SECTION = re.compile(
-    r"^(#{1,6})[ \t]+(?P<title>[^\n]+)$|^(```|~~~).*?(^\3|\Z)"
-    r"|(?:(?<=\n\n)|\A)(?P<underlined>[^\n#>|\-*+][^\n]{0,200})\n(?:={2,}|-{2,})[ \t]*$",
+    r"^ {0,3}#{1,6}[ \t]+(?P<title>[^\n]+)$|^ {0,3}(?P<fence>`{3,}|~{3,}).*?(?:^ {0,3}(?P=fence)|\Z)"
+    r"|^<(?P<tag>h[1-6])\b[^<>\n]{0,200}>(?P<tagged>[^\n]{1,300}?)</(?P=tag)>[ \t]*$"
+    r"|(?:(?<=\n\n)|\A)(?P<underlined> {0,3}[^\s#>|\-*+][^\n]{0,200})\n {0,3}(?:=+|-{2,})[ \t]*$",
     re.MULTILINE | re.DOTALL,
 )
-# Between --- (YAML) or +++ (TOML), at the beginning.
-_FRONT_MATTER = re.compile(r"\A\ufeff?(---|\+\+\+)[ \t]*\n(?:[^\n]*\n){0,200}?(?:\1|\.\.\.)[ \t]*(?:\n|\Z)")
+# Around the words of a heading: {#attributes}, the address of a link, emphasis, code, tags.
+_HEADING_MARKUP = re.compile(
+    r"[ \t]\{[^{}\n]{1,100}\}(?=[ \t#]*\Z)|!?\[(?P<linked>[^\[\]\n]{1,200})\]\([^()\n]{0,300}\)"
+    r"|(?<!\w)(?P<mark>\*{1,3}|_{1,3}|`{1,2})(?=\S)(?P<marked>[^\n*_`]{1,200})(?<=\S)(?P=mark)(?!\w)"
+    r"|</?(?:a|b|i|em|strong|code|span|img|sup|sub)\b[^<>\n]{0,100}>"
+)
+# Between --- (YAML) or +++ (TOML), at the beginning, with a key; in braces (JSON).
+_FRONT_MATTER = re.compile(
+    r"\A\s{0,20}(?=[^\n]*\n(?:[ \t]*(?:#[^\n]*)?\n){0,20}[ \t]*[\w\"'-]{1,60}[ \t]*[:=])"
+    r"(?:(---|\+\+\+)[ \t]*\n(?:[^\n]*\n){0,2000}?(?:\1|\.\.\.)|\{\n(?:[^\n]*\n){0,2000}?\})[ \t]*(?:\n|\Z)"
+)
 _FRONT_TITLE = re.compile(
-    r"^title[ \t]*[:=][ \t]*(?:[>|][-+]?[ \t]*\n[ \t]+)?([^\n]+)$", re.MULTILINE | re.IGNORECASE
+    r"^[ \t]*\"?title\"?[ \t]*[:=][ \t]*(?:[>|][-+]?[ \t]*\n[ \t]+)?"
+    r"(?:\"(?P<double>[^\"\n]*)\"|'(?P<single>(?:[^'\n]|'')*)'|(?P<bare>[^\n]+?))"
+    r"(?:[ \t]+#[^\n]*)?,?[ \t]*$",
+    re.MULTILINE | re.IGNORECASE,
 )
 SKIPPED_NAMES = 8  # of a folder, that are named
 MAX_DOCUMENT_BYTES = 256 * 2**20  # of a file, and of what a Word file unpacks to
@@ -103,7 +116,7 @@ def read_text_passages(folder: Path, unread: dict[str, str]) -> Iterator[Record]
         if markdown and (front := _FRONT_MATTER.match(text)):
             text = text[front.end() :]
             given = _FRONT_TITLE.search(front[0])
-            title = (given[1].strip().strip("\"'") if given else "") or title
+            title = (given[given.lastgroup or 0].replace("''", "'").strip() if given else "") or title
         for heading, body in _split_sections(text) if markdown else [("", text)]:
             for passage in split_passages(body, markdown):
                 count += 1
@@ -130,9 +143,14 @@ def _split_sections(text: str) -> Iterator[tuple[str, str]]:
     """The headings of Markdown with what stands below each; what is above the first has none."""
     title, start = "", 0
     for found in _SECTION.finditer(text):
-        if heading := found["title"] or found["underlined"]:
+        if heading := found["title"] or found["underlined"] or found["tagged"]:
             yield title, text[start : found.start()]
-            title, start = heading.rstrip(" \t#") or heading[0], found.end()
+            bare = (
+                _HEADING_MARKUP.sub(lambda m: m["linked"] or m["marked"] or "", heading)
+                .strip()
+                .rstrip(" \t#")
+            )
+            title, start = bare or heading.strip(), found.end()
     yield title, text[start:]
 
 

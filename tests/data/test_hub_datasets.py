@@ -231,10 +231,7 @@ def test_a_data_set_by_name_is_scored_by_titles(laid_out, model, capsys):  # noq
     [
         ("--dataset musique --corpus wiki18", "`dlm-rag data get musique` brings it"),
         ("--dataset nq --questions q.jsonl --corpus wiki18", "leave --questions out"),
-        (
-            "--dataset bamboogle --corpus wiki18 --compare static,oracle",
-            "'test_0' has no supporting_ids",
-        ),
+        ("--dataset bamboogle --corpus wiki18 --compare static,oracle", "'test_0' has no supporting_ids"),
         ("--corpus context", "--questions FILE"),
     ],
 )

@@ -1,11 +1,13 @@
 """Files of questions, and which of them are chosen."""
 
+import math
 from collections import Counter
 from itertools import pairwise
 
 import pytest
 
 from dlm_rag.config import Config, DecodeConfig
+from dlm_rag.errors import QuestionError
 from dlm_rag.questions import Question, read_questions, select_questions
 from tests.support.passages import write_jsonl_file
 
@@ -32,14 +34,22 @@ def test_all_fields_and_the_names_that_other_data_sets_give_them(tmp_path):
         {"id": 1, "question": "Who?", "golden_answers": ["A", "B"], "supporting_ids": ["x"], "hops": 2},
         {"_id": "a", "text": "Who?", "metadata": {}},  # BEIR
         {"id": "d", "question": "Who?", "answers": {"text": ["x", "y"], "answer_start": [1, 2]}},  # SQuAD
-        {"id": "e", "question": "Who?", "answer": ["x"], "hops": 2.0},  # NQ; pandas
+        {"id": "e", "question": "Who?", "answer": [1931.0, math.nan], "hops": 2.0},  # pandas
+        {"id": "f", "question": "Who?", "answer": math.nan, "answerable": True},
+        {"id": "g", "text": "?", "answerable": "False"}, {"id": "h", "text": "?", "is_impossible": True},
     ]  # fmt: skip
     assert read_questions(write_jsonl_file(tmp_path / "q.jsonl", rows)) == [
         Question("1", "Who?", ("A", "B"), ("x",), 2),
         Question("a", "Who?"),
         Question("d", "Who?", ("x", "y")),
-        Question("e", "Who?", ("x",), hops=2),
+        Question("e", "Who?", ("1931",), hops=2),
+        Question("f", "Who?", labels=()),
     ]
+    (tmp_path / "q.txt").write_text("[REC] was by whom?\r{x} was?\u2028Who?\n")
+    asked = [question.question for question in read_questions(tmp_path / "q.txt")]
+    assert asked == ["[REC] was by whom?", "{x} was?", "Who?"]
+    with pytest.raises(QuestionError, match="'supporting_ids' must be a list of ids"):
+        read_questions(write_jsonl_file(tmp_path / "r", [{**rows[1], "supporting_ids": {"d1": 1}}]))
 
 
 def test_a_limit_draws_evenly_over_hops_and_a_larger_one_the_same_and_more():

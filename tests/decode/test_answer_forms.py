@@ -57,7 +57,10 @@ DOVER = [
     "<b>Answer:</b> Dover", "Answer:<br>Dover", "\\textbf{Answer:} Dover", "answer: |\n  Dover",
     '{"answer": {"text": "Dover", "score": 1}}',
     '{"answer": "Dover", "reasoning": "The answer is Paris"}', "Answer: Dover\u200b",
-    "Answer: Dover\u2028and",
+    "Answer: Dover\u2028and", '{"reasoning": "x", "finalAnswer": "Dover"}', "<result>Dover</result>",
+    "The answer, then, is Dover.", "Final: Dover", "Short answer: Dover\nLong answer: It is Paris.",
+    "Answer: (Dover)", "(Answer: Dover)", "[Answer: Dover]", "Answer: [[Dover]]", "Answer: ==Dover==",
+    "答案：『Dover』", "Answer: Dover【4†source】", "Ａｎｓｗｅｒ：Dover",
 ]  # fmt: skip
 OTHERS = [
     ("So \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
@@ -67,6 +70,9 @@ OTHERS = [
     ("Answer: 4 March 1894", "4 March 1894"),
     ("答案：多佛。", "多佛"),
     ("### snake_case", "snake_case"),
+    ('{"answer": true}', "true"),
+    ("### (I Can't Get No) Satisfaction", "(I Can't Get No) Satisfaction"),
+    ("### Emma (film)", "Emma (film)"),
     ('{"answer": 1931, "passage": 2}', "1931"),
     ('{"answer": -3.5}', "-3.5"),
     ('"Answer": 1931 people', "1931 people"),

@@ -264,7 +264,7 @@ def machines(files):
     return json.loads(files[0].with_name("a.jsonl.run.json").read_text())["machines"]
 
 
-def test_a_run_that_goes_on_elsewhere_says_so_and_is_stamped(files, caplog):
+def test_a_run_that_goes_on_elsewhere_says_so_and_is_stamped(files, caplog, monkeypatch):
     run(files, [answer("q0")])
     assert machines(files) == [CPU]
     run(files, [failed("q1")])
@@ -276,5 +276,10 @@ def test_a_run_that_goes_on_elsewhere_says_so_and_is_stamped(files, caplog):
         "cuda=None, this run has device=cuda, name=a device, attention=flash, threads=None, cuda=12.9: "
         "rounding may differ, and with it an answer"
     )
-    run(files, [answer("q2")])
+    run(files, [failed("q2")])
     assert machines(files) == [CPU, GPU] and len(caplog.records) == 1, "both are known"
+    stamp = make_stamp() | {"commit": "1a"}
+    monkeypatch.setattr("tests.decode.test_answers_file.make_stamp", lambda: stamp)
+    run(files, [answer("q2")])
+    said = "was begun by dlm_rag of unknown version, this is dlm_rag of unknown version (commit 1a)"
+    assert caplog.messages[1:] == [f"out={files[0]} {said}: answers may differ"]

@@ -1,5 +1,6 @@
 """What somebody who knows Hugging Face types first, by guess: it works, or says the right name."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,8 @@ GUESSES = {
     "load_retriever, texts": lambda home, d, r: load_retriever(TEXTS, top_k=1).search("honey"),
     "load_retriever, a folder": lambda home, d, r: load_retriever(str(home / "notes")).search("Emma"),
     "load_retriever, a table": lambda home, d, r: len(load_retriever(Table()).corpus) == 3,
+    "Question, one answer": lambda home, d, r: Question("1", "x", "Jane") == Question("1", "x", ["Jane"]),
+    "keys that are numbers": lambda home, d, r: load_retriever([{"text": "x", 1: 2, "title": math.nan}]),
     "abstained": lambda home, d, r: r.abstained is False and r.closest == [],
     "to_dict": lambda home, d, r: r.to_dict()["question"] == ASKED,
     "to_rows": lambda home, d, r: [row["step"] for row in r.to_rows()] == [*range(len(r.steps))],
@@ -151,6 +154,15 @@ ELSEWHERE = {
     "train at the top": (lambda d, r: dlm_rag.train, "dlm-rag train"),
     "load_in_8bit": (lambda d, r: dlm_rag.load("x", TEXTS, load_in_8bit=True), "'quantize'"),
     "an empty corpus": (lambda d, r: load_retriever([]), "no passages"),
+    "half of a character": (lambda d, r: load_retriever(["\ud800"]), "half of a character"),
+    "search, a dict": (lambda d, r: d.retriever.search({"query": ASKED}), "a query is dict"),
+    "an empty model": (lambda d, r: dlm_rag.load("", TEXTS), "empty"),
+    "no text": (lambda d, r: Question("q", None), "NoneType"),
+    "no effect": (lambda d, r: dlm_rag.load("x", TEXTS, abstain="never", answer_threshold=0.9), "abstain"),
+    "none here": (lambda d, r: d.ask(ASKED, answer_threshold=0.9), "decode.abstain=never"),
+    "schedule": (lambda d, r: d.ask(ASKED, schedule="rounded"), "steps_per_block"),
+    "model": (lambda d, r: dlm_rag.load("x", TEXTS, embedding_model="y"), "retrieval.method"),
+    "top_k": (lambda d, r: dlm_rag.load("dlm_rag/shipped/model", d.retriever, top_k=1), "no effect"),
 }
 
 

@@ -269,8 +269,7 @@ def test_the_shipped_model_is_read_onto_the_device_and_answers(monkeypatch):
     monkeypatch.setattr("dlm_rag.model.checkpoint._check_values", lambda *_: None)
     with fake_cuda((7, 0)) as seen:
         config = fill_in_shipped_files(
-            load_config(None, ["model.device=cuda", "decode.max_new_tokens=4"]),
-            [],
+            load_config(None, ["model.device=cuda", "decode.max_new_tokens=4"]), []
         )
         asked = read_questions(config.questions)[:2]
         decoder = prepare_decoder(config, asked).load()

@@ -233,10 +233,7 @@ def _patched(capability: tuple[int, int], count: int, stream: "_Stream") -> Iter
         stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _swap))
         # The threads with which transformers reads weights do not see this mode.
         stack.enter_context(mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))
-        for function in (
-            attention.get_backend_problem,
-            attention._first_working,
-        ):
+        for function in (attention.get_backend_problem, attention._first_working):
             function.cache_clear()
             stack.callback(function.cache_clear)
         yield

@@ -17,12 +17,7 @@ from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval.corpus import Passage, open_corpus
 
 ROWS = [
-    {
-        "_id": "a",
-        "question": "Who?",
-        "answers": {"text": ["x", "y"]},
-        "contents": 'Said "no",\n\tand left.',
-    },
+    {"_id": "a", "question": "Who?", "answers": {"text": ["x", "y"]}, "contents": 'Said "no",\n\tleft.'},
     {"_id": "b", "question": "Wo?", "answers": {"text": ["ß"]}, "contents": "Zoë\u2028"},
 ]
 QUESTIONS = [Question("a", "Who?", ("x", "y")), Question("b", "Wo?", ("ß",))]
@@ -94,21 +89,15 @@ def test_a_folder_of_texts_is_cut_into_passages(tmp_path, capsys):
     folder = tmp_path / "notes"
     (folder / "sub").mkdir(parents=True)
     fenced = "```sh\n# no heading\n```\n"
-    (folder / "b.md").write_text(
-        f"Above.\n\n# First ##\n\n{fenced}Text.\n\n## Long\n" + "Ten words. " * 200
-    )
+    headed = f"Above.\n\n# First ##\n\n{fenced}Text.\n\n## Long\n"
+    (folder / "b.md").write_text(headed + "Ten words. " * 200)
     (folder / "sub" / "a.TXT").write_text("# no markdown")
     (folder / ".hidden.md").write_text("no")
     (folder / "picture.png").write_bytes(b"\x89PNG")
     corpus = open_corpus(folder)
-    assert [(p.id, p.title) for p in corpus[:3]] == [
-        ("b.md#1", "b"),
-        ("b.md#2", "First"),
-        ("b.md#3", "Long"),
-    ]
-    assert corpus[1].contents == f"{fenced}Text." and corpus[-1] == Passage(
-        "sub/a.TXT#1", "a", "# no markdown"
-    )
+    titles = {"b.md#1": "b", "b.md#2": "First", "b.md#3": "Long"}
+    assert {p.id: p.title for p in corpus[:3]} == titles and corpus[1].contents == f"{fenced}Text."
+    assert corpus[-1] == Passage("sub/a.TXT#1", "a", "# no markdown")
     long = [p for p in corpus if p.title == "Long"]
     assert "".join("".join(p.contents for p in long).split()) == "Tenwords." * 200
     assert all(300 <= len(p.contents) <= 600 for p in long[:-1]) and len(long) == 8
@@ -122,9 +111,8 @@ def test_a_folder_of_texts_is_cut_into_passages(tmp_path, capsys):
         assert [p.contents for p in open_corpus(folder)] == ["# no markdown"]
         said = "b.md (the text is not UTF-8: save the file as UTF-8 (`iconv -f cp1252 "
         assert f"read 1 file into 1 passage; skipped 5: {said}" in (err := capsys.readouterr().err)
-        assert (
-            "), c.md (it holds no text), d.md (it holds NUL characters: save" in err and "p.md, pict" in err
-        )
+        assert "), c.md (it holds no text), d.md (it holds NUL characters: save" in err
+        assert "p.md, pict" in err
 
 
 def test_an_error_of_a_converted_corpus_names_the_file_that_was_given(tmp_path):
@@ -146,9 +134,7 @@ def test_what_is_not_text_is_no_id(kind, tmp_path):
     for value in (kind(), False, True, "", "\n", 1.0, float("nan"), None):
         (tmp_path / "x.jsonl").write_text(json.dumps({"id": value, "question": "?", "contents": "c"}))
         for read in (read_questions, open_corpus):
-            with pytest.raises(
-                UserError, match="line 1: the (question|passage) has no 'id'|must be a text"
-            ):
+            with pytest.raises(UserError, match="line 1: the .* has no 'id'|line 1: .* must be a text"):
                 read(tmp_path / "x.jsonl")
 
 
@@ -195,7 +181,7 @@ def test_good_files_mutated(name, at, put, cut, tmp_path):
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20).filter(str.strip)
 WRITTEN = st.lists(
     st.fixed_dictionaries(
-        {"id": TEXTS, "question": TEXTS},
+        {"id": TEXTS, "question": TEXTS.map("Who {}?".format)},
         optional={"golden_answers": st.lists(TEXTS, max_size=3), "hops": st.integers(1, 99)},
     ),
     min_size=1,

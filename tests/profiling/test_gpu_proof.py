@@ -78,9 +78,5 @@ def test_the_whole_look_on_a_cpu(tmp_path):
     exact = [row["same tokens as alone"] for (dtype, _), row in ways.items() if dtype == "float32"]
     assert exact == ["3 of 3"] * 5
     assert ways["float32", "alone, again"]["confidences differ by, at most"] == 0
-    for said in (
-        "## Where the time goes: training",
-        "| denoise |",
-        "| backward |",
-    ):
+    for said in ("## Where the time goes: training", "| denoise |", "| backward |"):
         assert said in page

@@ -25,10 +25,7 @@ def test_the_shipped_world_is_what_its_seed_makes(tmp_path):
         assert (tmp_path / name).read_bytes() == (WORLD / name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("folder", "config"),
-    [(MODEL, "world_blocks.yaml"), (WHOLE, "world.yaml")],
-)
+@pytest.mark.parametrize(("folder", "config"), [(MODEL, "world_blocks.yaml"), (WHOLE, "world.yaml")])
 def test_the_shipped_models_are_small_and_say_where_they_come_from(folder, config):
     assert sum(path.stat().st_size for path in SHIPPED_FOLDER.glob("*/*.safetensors")) < 40e6
     with safe_open(folder / "model.safetensors", framework="pt") as file:

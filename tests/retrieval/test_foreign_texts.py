@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 
 import pytest
 
@@ -10,25 +11,21 @@ from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import Question, number_questions, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import Query, describe_missing_support, wrap_oracle
+from dlm_rag.retrieval.bm25 import split_terms
 from dlm_rag.retrieval.corpus import get_row_id, open_corpus
 from dlm_rag.retrieval.text_folder import PASSAGE_LENGTH_CHARS
-from dlm_rag.text import split_terms
 from tests.support.passages import write_jsonl_file
 
 SCRIPTS = [
-    (
-        ["北京是首都。", "长江是亚洲最长的河流，发源于青藏高原。", "黄河注入渤海。"],
-        "亚洲最长的河流是什么？",
-    ),
-    (
-        ["東京は日本の首都です。", "富士山は日本で一番高い山です。", "琵琶湖は湖です。"],
-        "一番高い山は何ですか",
-    ),
+    (["北京是首都。", "长江是亚洲最长的河流。", "黄河注入渤海。"], "亚洲最长的河流是什么？"),
+    (["東京は首都です。", "富士山は一番高い山です。", "琵琶湖は湖です。"], "一番高い山は何ですか"),
     (["กรุงเทพเป็นเมืองหลวง", "แม่น้ำเจ้าพระยาไหลผ่านกรุงเก่า", "ภูเขาทองอยู่ในวัด"], "แม่น้ำเจ้าพระยาอยู่ที่ไหน"),
     (["תל אביב היא עיר", "יְרוּשָׁלַיִם הִיא עִיר הַבִּירָה", "חיפה היא נמל"], "ירושלים הבירה"),
     (["القاهرة مدينة", "مُحَمَّدٌ كَتَبَ الكِتَابَ", "دمشق عاصمة"], "من كتب الكتاب محمد"),
     (["दिल्ली राजधानी है", "गंगा सबसे लंबी नदी है", "मुंबई बड़ा शहर है"], "सबसे लंबी नदी कौन सी है"),
     *((["می‌روند", "می‌خواهم", "می دانم"], asked) for asked in ("می‌خواهم", "میخواهم", "خواهم می")),
+    (["سنة ١٩٣٠", "سنة ١٩٣١", "سنة ١٩٣٢"], "1931 ﻛﺘﺎﺏ"),
+    (["a ﬁne day", "an oﬃce ﬁlm", "Ⅻ"], "office film"),
     (["서울은 수도이다", "한라산은 가장 높은 산이다", "부산은 항구이다"], "한라산이 높은가"),
     (["دمشق عاصمة", "القاهرة أكبر مدينة", "بيروت"], "القاهره اكبر"),
     (["Πάτρα", "Η Αθήνα είναι πόλη", "Σπάρτη"], "ΑΘΗΝΑ"),
@@ -55,15 +52,11 @@ def test_terms_of_english_are_those_of_bm25s():
 
 PLAIN = 'Who directed "Harbour Lights"?'
 FORMS = [
-    PLAIN + "\n",
-    "Who directed “Harbour Lights”?",
-    'Who directed "Harbour\u00a0Lights"?',
-    'Who directed "Har\u00adbour Lights"?',
-    "\ufeff" + PLAIN,
-    "\u200b\u061c" + PLAIN + "\ufe0f",
-    'Who directed\u2028"Harbour Lights"?',
+    PLAIN + "\n", "Who directed “Harbour Lights”?", 'Who directed "Harbour\u00a0Lights"?', "\ufeff" + PLAIN,
+    'Who directed "Har\u00adbour Lights"?', "\u200b\u061c" + PLAIN + "\ufe0f", f"\x02{PLAIN}\x7f",
+    'Who directed\u2028"Harbour Lights"?', PLAIN.replace("Har", "\U0001d407\U0001d41a\U0001d42b\u034f"),
     "".join(chr(ord(char) + 0xFEE0) if char.isalpha() else char for char in PLAIN),  # full-width
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -113,10 +106,14 @@ def test_a_row_with_a_title_alone_is_its_title_and_a_blank_one_is_left_out(tmp_p
     rows = [{"_id": "d1", "title": "Dover", "text": "A town."}, {"_id": "d2", "title": "Tea", "text": ""}]
     read = open_corpus(write_jsonl_file(tmp_path / "b.jsonl", rows), tmp_path)
     assert [p.contents for p in read] == ["A town.", "Tea"]
-    null = [{"_id": "d1", "title": "Dover", "text": None}, {"_id": "d2", "title": None, "text": "Tea"}]
+    null = [{"_id": "d1", "title": "Dover", "text": None}, {"_id": "d2", "title": math.nan, "text": "Tea"}]
     kilt = {"wikipedia_id": "9", "wikipedia_title": "Emma", "text": ["Emma\n", "A novel."]}
     read = open_corpus(write_jsonl_file(tmp_path / "e.jsonl", [*null, kilt]), tmp_path)
     assert [p.text for p in read] == ["Dover", "Tea", "Emma\nA novel.\n"]
+    (tmp_path / "f.csv").write_bytes(b"id,title,Text\r1,Dover,A town.\r2,Tea,\r")  # an old line end
+    assert [p.contents for p in open_corpus(tmp_path / "f.csv", tmp_path)] == ["A town.", "Tea"]
+    (numbers,) = open_corpus(write_jsonl_file(tmp_path / "g.jsonl", [{"id": 1, "title": 1984, "text": 5}]))
+    assert numbers.text == "1984\n5"
     blank = [*rows, {"_id": "d3", "title": "", "text": " "}]
     read = open_corpus(write_jsonl_file(tmp_path / "c.jsonl", blank), tmp_path)
     assert [p.id for p in read] == ["d1", "d2"]
@@ -125,13 +122,30 @@ def test_a_row_with_a_title_alone_is_its_title_and_a_blank_one_is_left_out(tmp_p
         open_corpus(write_jsonl_file(tmp_path / "d.jsonl", blank[2:]), tmp_path)
 
 
-def test_front_matter_and_underlined_headings_give_titles(tmp_path):
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    (notes / "a.md").write_text("---\ntitle: 'Harbour Lights'\ntags: [film]\n---\n\nA 1931 film.\n")
-    (notes / "b.md").write_text("Night Ferry\n===========\n\nA comedy.\n\nCast\n----\n\nPaul.\n")
-    found = [(p.title, p.contents) for p in open_corpus(notes, tmp_path / "index")]
-    assert found == [("Harbour Lights", "A 1931 film."), ("Night Ferry", "A comedy."), ("Cast", "Paul.")]
+@pytest.mark.parametrize(
+    "text",
+    [
+        "---\ntitle: 'Ann''s Lights'\ntags: [film]\n---\n\nA film.\n", "Ann's Lights\n======\nA film.",
+        '+++\ntitle = "Ann\'s Lights"\n+++\nA film.', "\n---\ntitle: Ann's Lights # x\n---\nA film.",
+        '{\n  "title": "Ann\'s Lights",\n  "tags": []\n}\nA film.',
+        "---\n" + "key: value\n" * 250 + "title: Ann's Lights\n---\nA film.", "Ann's Lights\n=\nA film.",
+        " Ann's Lights\n ----\n\nA film.", "  ## Ann's Lights ##\nA film.", "# Ann's Lights {#id}\nA film.",
+        "# [Ann's](http://x) **Lights**\nA film.", "<h1 id=a>Ann's <b>Lights</b></h1>\n\nA film.",
+    ],
+)  # fmt: skip
+def test_front_matter_and_headings_give_titles(text, tmp_path):
+    for ends in ("\n", "\r\n", "\r"):
+        (notes := tmp_path / repr(ends)).mkdir()
+        (notes / "a.md").write_bytes(text.replace("\n", ends).encode())
+        (only,) = open_corpus(notes, tmp_path)
+        assert (only.title, only.contents) == ("Ann's Lights", "A film.")
+
+
+def test_what_only_looks_like_front_matter_or_a_heading_is_text(tmp_path):
+    (notes := tmp_path / "notes").mkdir()
+    (notes / "a.md").write_text("---\nA rule.\n---\nMore.\n\n````\n```\n# no\n````\n")
+    (only,) = open_corpus(notes, tmp_path)
+    assert only.title == "a" and all(word in only.contents for word in ("A rule.", "More.", "# no"))
 
 
 def test_supports_that_the_corpus_lacks_are_counted(tmp_path):

@@ -236,9 +236,8 @@ def test_a_retriever_of_ones_own_is_named_on_the_command_line(corpus_file, tmp_p
     config = load_config(None, words).retrieval
     retriever = load_retriever(config, open_corpus(corpus_file))
     lengths = {passage.id: len(passage.text) for passage in retriever.corpus}
-    assert list_passage_ids(retriever.search([make_query("x")])) == [
-        sorted(lengths, key=lengths.get)[:-3:-1]
-    ]
+    longest = sorted(lengths, key=lengths.get)[:-3:-1]
+    assert list_passage_ids(retriever.search([make_query("x")])) == [longest]
     with pytest.raises(ConfigError, match=r"retrieval\.method=longest_first:other cannot be imported"):
         load_retriever(config, retriever.corpus, method="longest_first:other")
     (tmp_path / "ends.py").write_text("raise SystemExit(0)")
@@ -261,16 +260,13 @@ def test_a_retriever_of_ones_own_is_named_on_the_command_line(corpus_file, tmp_p
 @pytest.mark.parametrize(
     ("policy", "text"),
     [
-        ("proxy", "Who wrote it? Emma was written by Jane."),
-        ("committed", "Who wrote it? Emma was written by Jane."),
-        ("question", "Who wrote it?"),
-        ("feedback", "Who wrote it? Emma A novel."),
-        ("two_rounds", "Who wrote it? Emma A novel."),
+        ("proxy", " Emma was written by Jane."), ("committed", " Emma was written by Jane."),
+        ("question", ""), ("feedback", " Emma A novel."), ("two_rounds", " Emma A novel."),
     ],
-)
+)  # fmt: skip
 def test_what_each_policy_asks(policy, text):
-    response = " Emma  was was written\nby Jane. "
-    assert build_query(policy, " Who wrote  it?", response, "Emma\nA novel.").text == text
+    query = build_query(policy, " Who wrote  it?", " Emma  was was written\nby Jane. ", "Emma\nA novel.")
+    assert query.text == f"Who wrote it?{text}"
 
 
 def test_the_question_keeps_its_repeated_words_the_rest_does_not():

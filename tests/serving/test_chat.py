@@ -12,11 +12,7 @@ from dlm_rag.engine.engine import Decoder
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.questions import read_questions
 from dlm_rag.serving.chat_completions import build_message
-from dlm_rag.serving.conversation import (
-    find_names,
-    make_question_stand_alone,
-    reply_to_greeting,
-)
+from dlm_rag.serving.conversation import find_names, make_question_stand_alone, reply_to_greeting
 from dlm_rag.text import find_possible_mark
 from dlm_rag.tokenizer import Tokenizer
 from tests.support.headless_chromium import HeadlessChromium, find_chromium

@@ -63,11 +63,7 @@ TRAINING_SETUPS = {
     "pretrain": [*PRETRAIN, "train.activation_checkpointing=selective"],
     "pretrain, full": [*PRETRAIN, "train.activation_checkpointing=full"],
     "rl": RL,
-    "rl in parts": [
-        *RL,
-        "train.gradient_accumulation_steps=2",
-        "train.activation_checkpointing=full",
-    ],
+    "rl in parts": [*RL, "train.gradient_accumulation_steps=2", "train.activation_checkpointing=full"],
 }
 
 
