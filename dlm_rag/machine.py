@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import re
@@ -133,6 +134,16 @@ def get_peak_memory_bytes() -> int:
     """Bytes of memory that this process has held at most."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak  # macOS counts bytes, Linux KiB
+
+
+def use_one_thread_after_fork() -> None:
+    """In a process that was forked: torch would wait for ever for the threads that its parent has."""
+    import torch
+
+    if torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+        said = "forked after a decoder was loaded: one thread decodes; load it in each worker"
+        logging.getLogger(__name__).warning(said)
 
 
 def get_code_commit() -> str | None:

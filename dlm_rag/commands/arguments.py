@@ -92,6 +92,9 @@ def parse_command_line(
         _reject_mistaken_word(word)
     settings, effects = [*filter(is_setting, given["words"]), *given["set"]], "compare" not in reads
     check_read(settings, reads)
+    keys = [word.partition("=")[0] for word in given["set"]]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ConfigError(f"{twice[0]} is given twice by flags, and one counts: leave the others out")
     file, config = given["config"], load_config(given["config"], settings, effects=effects)
     answers = is_read("decode", reads) and not is_read("train", reads)
     if file is not None and answers and config.train != Config().train:

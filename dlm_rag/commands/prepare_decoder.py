@@ -163,11 +163,9 @@ def gather_questions(config: Config, typed: list[str], scored: bool = False) -> 
         raise QuestionError(f"a typed question has an id of {config.questions}: put it into that file")
     if not questions:
         raise ConfigError('no question: type one, as in "Who wrote Emma?", or give --questions')
-    if scored and (without := next((each for each in questions if not each.golden_answers), None)):
-        raise ConfigError(
-            f"{config.questions}: question '{without.id}' has no golden_answers: which answer is right is "
-            "not known"
-        )
+    if scored and (without := [each.id for each in questions if not each.golden_answers]):
+        count = f"{len(without):,} of {len(questions):,} questions have no golden_answers ('{without[0]}')"
+        raise ConfigError(f"{config.questions}: {count}: which answer is right is not known")
     return questions
 
 

@@ -10,6 +10,7 @@ Rows are packed without padding and share nothing but the call, so a question ge
 and in a batch; what goes wrong in one row ends that row alone. Every row has decode settings of its own.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -38,7 +39,7 @@ from dlm_rag.engine.step import LaunchedStep, Searches, finish_step, launch_step
 from dlm_rag.errors import ConfigError, NamesRemedy, suggest_nearest
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.files.hub import MODEL_NAME, READER, SHIPPED_FOLDER, WORLD_MODELS
-from dlm_rag.machine import choose_device, choose_dtype
+from dlm_rag.machine import choose_device, choose_dtype, use_one_thread_after_fork
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser, load_denoiser
 from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS, DenoiserConfig
@@ -102,6 +103,7 @@ class Decoder(NamesRemedy):
         self.config = self.resolve_settings(config or DecodeConfig())
         self.record_provisional = False  # whether steps record what is guessed at masked positions
         self.lock = threading.RLock()  # of what its engines share: one step at a time, whatever the thread
+        self._process = os.getpid()
         self.model_runner: ModelRunner
         if isinstance(denoiser, Denoiser):
             self.model_runner = MaskedModelRunner(denoiser, tokenizer.mask_id, engine or EngineConfig())
@@ -128,10 +130,8 @@ class Decoder(NamesRemedy):
         shape, known = self.denoiser.config, DecodeConfig.__dataclass_fields__
         bare = fill_unset(settings, {name: known[name].default for name in shape.decode_settings})
         found = resolve_settings(replace_settings(bare, **changes), shape, self.evidence_layout)
-        values = {name: getattr(found, name) for name in changes}
-        for name, reason in find_idle_settings(
-            "decode", found, flatten_settings(found, "decode."), values
-        ).items():
+        known, values = flatten_settings(found, "decode."), {name: getattr(found, name) for name in changes}
+        for name, reason in find_idle_settings("decode", found, known, values).items():
             raise ConfigError(f"decode.{name}={reason}: leave it out")
         return found
 
@@ -140,6 +140,9 @@ class Decoder(NamesRemedy):
 
         settings: of `DecodeConfig`, in place of the decoder's own.
         """
+        if self._process != os.getpid():
+            self._process, self.lock = os.getpid(), threading.RLock()
+            use_one_thread_after_fork()
         return Engine(self, self.resolve_settings(self.config, **settings))
 
     @cached_property
@@ -210,7 +213,7 @@ def load(model: str | Path | None = None, corpus: Any = None, **settings: Any) -
     dtype="bfloat16"`. Raises `UserError`.
     """
     default = WORLD_MODELS[0] if corpus is None and "url" not in settings else READER
-    name = default if model is None else str(model)
+    name = str(default if model is None else model)
     sections = {section: getattr(Config(), section) for section in SECTIONS}
     names = {item.name: name for name in SECTIONS for item in fields(sections[name])}
     for key, value in settings.items():

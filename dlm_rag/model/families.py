@@ -22,7 +22,7 @@ def read_transformers_config(raw: dict[str, Any], **differences: Any) -> Denoise
     """Fields that most families share; autoregressive ancestry shifts the output."""
     require_supported_values(raw, hidden_act="silu", use_sliding_window=False, mlp_bias=False)
     heads, width = (require_positive_int(raw, key) for key in ("num_attention_heads", "hidden_size"))
-    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # as transformers has it
     rope = raw.get(key) or {}
     if not isinstance(rope, dict):
         raise CheckpointError(f"{key}={rope!r:.60} must be an object or null")

@@ -158,6 +158,8 @@ class ChatParser:
                 raise QuestionError(f"the question has more than {self._max_chars} characters")
             # By the id and the seed a sampling draws: the same question gives the same text again.
             question = Question("q1", make_question_stand_alone(turns), system="" if unread else system)
+            if not question.question:
+                raise ApiError(400, "the question is blank", "messages")  # of characters that nobody sees
             truncate_evidence(self._tokenizer.build_prompt(question.question, [], question.system), room)
         except QuestionError as error:
             raise ApiError(400, str(error), None, "context_length_exceeded") from None

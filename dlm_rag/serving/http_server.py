@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
 
+import h11
 import uvicorn
 import uvloop
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -361,7 +362,8 @@ class HttpServer(uvicorn.Server):
         service.connections = self.server_state.connections
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(asyncio.CancelledError):  # cut off by a second Ctrl-C, which is no fault to be traced
+        # Cut off by a second Ctrl-C, or by what is no HTTP behind a head that was: no faults to be traced.
+        with suppress(asyncio.CancelledError, h11.LocalProtocolError):
             await self._service.app(scope, receive, send)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

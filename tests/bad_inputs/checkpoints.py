@@ -239,10 +239,7 @@ CASES = [
         ("run `hf download some/body`", "some/body"),
         ("no config.json: did you mean model?", "."),
         ("is a file: name the folder that it is in", CONFIG),
-        *(
-            ("neither a folder nor a hub id", f"'{name}'")
-            for name in ("../../x", "$(touch was-run)/y", "a/..")
-        ),
+        *(("neither a folder nor a hub id", f"'{name}'") for name in ("../../x", "$(touch was-run)/y", "a/..")),
     ),
     *table(f"{DENSE}dense",
         (("embedding_model 'dense'", "evil.Evil"), {

@@ -121,12 +121,12 @@ CASES = [
     ),
     # To be scored.
     *table(SCORED,
-        (("q.jsonl: question", "has no golden_answers"), {"q.jsonl": GOOD}),
+        ("q.jsonl: 1 of 1 questions have no golden_answers", {"q.jsonl": GOOD}),
         *(
             (says, {"q.jsonl": json.dumps({"id": "1", "question": "x", "hops": 1} | more)})
             for says, more in (
                 ("the label 'all' is the name of another group", {"answer": "y", "all": True}),
-                ("question '1' has no golden_answers", {"answer": '{"text": []}'}),
+                ("have no golden_answers ('1')", {"answer": '{"text": []}'}),
                 ("line 1: 'answer' is not JSON", {"answer": "{'text': ['x']}"}),
             )
         ),

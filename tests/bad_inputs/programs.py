@@ -117,7 +117,7 @@ CASES = [
     # Synthesis.
     *table(DECODED_ROWS,
         ("synthesis needs --out FOLDER",),
-        ("'n0' has no golden_answers: which answer is right is not known", "--out rows",
+        ("have no golden_answers ('n0'): which answer is right is not known", "--out rows",
          {"questions.jsonl": '{"id": "n0", "question": "Who?"}'}),
         ("mine holds 'thesis.tex', which is of no rows", "--out mine", {"mine/thesis.tex": "x"}),
         ("out=corpus.jsonl cannot be a folder", "--out corpus.jsonl"),

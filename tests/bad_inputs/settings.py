@@ -31,10 +31,7 @@ CASES = [
             (f"device={name} is not available here", f"model.device={name}")
             for name in ("meta", "toaster", "cuda:99")
         ),
-        *(
-            ("must be from 1 to 999, auto", f"--out a workers='{text}'")
-            for text in ("0", "ray://:1")
-        ),
+        *(("must be from 1 to 999, auto", f"--out a workers='{text}'") for text in ("0", "ray://:1")),
     ),
     # A space where an equals sign belongs, a file without its flag, one dash of two.
     *table(SAMPLE_COMMAND, *(
@@ -51,6 +48,7 @@ CASES = [
         ("is not UTF-8", "out=\udcff"),
         ("unrecognized arguments: --top-k 3; `dlm-rag sample --help`", "--top-k 3"),
         ("argument --out: expected one argument", "--out"),
+        ("retrieval.corpus is given twice by flags", "--corpus corpus.jsonl"),
     ),
     *table(SAMPLE_WITHOUT_QUESTION,
         ("no question: type one",),

@@ -63,32 +63,17 @@ DOVER = [
     "答案：『Dover』", "Answer: Dover【4†source】", "Ａｎｓｗｅｒ：Dover",
 ]  # fmt: skip
 OTHERS = [
-    ("So \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
-    ("Film #3 is by Ann Lee. ### Ann Lee", "Ann Lee"),
-    ("### J. K. Rowling.", "J. K. Rowling"),
-    ("The answer is J. K. Rowling.", "J. K. Rowling"),
-    ("Answer: 4 March 1894", "4 March 1894"),
-    ("答案：多佛。", "多佛"),
-    ("### snake_case", "snake_case"),
-    ('{"answer": true}', "true"),
-    ("### (I Can't Get No) Satisfaction", "(I Can't Get No) Satisfaction"),
-    ("### Emma (film)", "Emma (film)"),
-    ('{"answer": 1931, "passage": 2}', "1931"),
-    ('{"answer": -3.5}', "-3.5"),
-    ('"Answer": 1931 people', "1931 people"),
-    ("答案不是多佛。", ""),
-    ("See [Answer](http://x.org) for it.", ""),
-    ("### *NSYNC", "*NSYNC"),
-    ("nothing", ""),
-    ("### ", ""),
-    ("### Step 2: her birthplace", ""),
-    (f"### Reasoning\n{LEE}", ""),
-    (f"### First\n{LEE}\n### Second\n{LEE}", ""),
-    ("<think>The answer is Paris", ""),
-    ("The answer is not in the passages.", ""),
-    ("A film. An answerer: none", ""),
-    ("Answer:", ""),
-]
+    ("So \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"), ("Film #3 is by Ann Lee. ### Ann Lee", "Ann Lee"),
+    ("### J. K. Rowling.", "J. K. Rowling"), ("The answer is J. K. Rowling.", "J. K. Rowling"),
+    ("Answer: 4 March 1894", "4 March 1894"), ("答案：多佛。", "多佛"), ("### snake_case", "snake_case"),
+    ('{"answer": true}', "true"), ("### (I Can't Get No) Satisfaction", "(I Can't Get No) Satisfaction"),
+    ("### Emma (film)", "Emma (film)"), ('{"answer": 1931, "passage": 2}', "1931"),
+    ('{"answer": -3.5}', "-3.5"), ('"Answer": 1931 people', "1931 people"), ("答案不是多佛。", ""),
+    ("See [Answer](http://x.org) for it.", ""), ("### *NSYNC", "*NSYNC"), ("nothing", ""), ("### ", ""),
+    ("### Step 2: her birthplace", ""), (f"### Reasoning\n{LEE}", ""),
+    (f"### First\n{LEE}\n### Second\n{LEE}", ""), ("<think>The answer is Paris", ""),
+    ("The answer is not in the passages.", ""), ("A film. An answerer: none", ""), ("Answer:", ""),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("response", DOVER)

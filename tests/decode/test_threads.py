@@ -1,6 +1,9 @@
 """One decoder in several threads: each question gets the answer that it gets alone."""
 
+import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
+
+import torch
 
 from dlm_rag.config import DecodeConfig
 from dlm_rag.engine.engine import Decoder
@@ -17,3 +20,14 @@ def test_threads_share_a_decoder(corpus):
         together = list(pool.map(lambda question: decoder.decode([question])[0], questions * 3))
     assert [r.response for r in together] == [alone[r.question] for r in together]
     assert not any(r.error for r in together)
+    threads, fork = torch.get_num_threads(), multiprocessing.get_context("fork")
+    torch.set_num_threads(2)
+    try:
+        decoder.ask(questions[0])
+        child = fork.Process(target=decoder.ask, args=(questions[0],))
+        child.start()
+        child.join(60)
+        child.kill()
+        assert child.exitcode == 0, "a fork has not the threads of its parent"
+    finally:
+        torch.set_num_threads(threads)

@@ -1,5 +1,6 @@
 """The transformer against the public models, and its two ways of running against each other."""
 
+import json
 import shutil
 
 import pytest
@@ -15,11 +16,13 @@ SCALED = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 REFERENCES = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 12}),
     "llama": ("Llama", {}),
     "llama with scaled rotary positions": ("Llama", {"rope_parameters": SCALED}),
+    "qwen3 with positions as its README scales them": ("Qwen3", {"head_dim": 12}),
     "qwen2 with a tied head": ("Qwen2", {"tie_word_embeddings": True}),
 }
 
@@ -58,6 +61,10 @@ def test_autoregressive_families_equal_transformers_under_a_causal_mask(tmp_path
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1, "this test also covers shards"
+    if "README" in name:
+        stored = json.loads((tmp_path / "config.json").read_text()) | {"rope_scaling": YARN}
+        (tmp_path / "config.json").write_text(json.dumps(stored))
+        model = type(model).from_pretrained(tmp_path)
     ids = torch.randint(0, 100, (2, 40))
     with torch.no_grad():
         expected = model(ids).logits

@@ -233,6 +233,7 @@ REFUSED = {
     "messages.0.content"),
     "an option of streams": (chat_body(stream=True, stream_options={"usage": True}), "no field 'usage'"),
     "a blank question": (chat_body(" \n"), "blank"),
+    "a hidden question": (chat_body("\u200b\x02"), "blank"),
     "no JSON": (b"{", "is not JSON"),
     "code to import": (chat_body("x", commit_rule="antigravity:x"), "is not one of"),
     "too long for the context": (chat_body("word " * 1000), "context"),

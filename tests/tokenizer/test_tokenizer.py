@@ -40,10 +40,8 @@ def test_a_folder_with_vocab_and_merges_reads_like_one_with_tokenizer_json(golde
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
     settings = json.loads((source / "tokenizer_config.json").read_text())
-    settings |= {
-        "tokenizer_class": "DreamTokenizer",
-        "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
-    }
+    code = {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]}
+    settings |= {"tokenizer_class": "DreamTokenizer", "auto_map": code}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     for name in ("config.json", "model.safetensors", "generation_config.json", "special_tokens_map.json"):
         (tmp_path / name).write_bytes((source / name).read_bytes())
