@@ -211,12 +211,8 @@ def _parse_question(row: dict[str, Any], place: str) -> Question:
 
 
 def _parse_texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]:
-    """A text or a list of texts, the blank ones left out; also SQuAD's object with the list `text`, and
-    TriviaQA's with `value` and `aliases`.
-
-    Lists and that object may be JSON in a text, as in a cell of a table. Of supporting passages that are
-    objects the ids are taken; if one has no id, none is known.
-    """
+    """A text or a list of texts, also of SQuAD's and TriviaQA's objects and of JSON in a table's cell; of
+    supporting passages that are objects the ids, none if one has no id."""
     key, value = get_field(row, field)
     if isinstance(value, str) and _NESTED.fullmatch(value):
         try:

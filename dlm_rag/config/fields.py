@@ -11,6 +11,7 @@ known once that is open. What is unset, and thus the checkpoint's own, is not kn
 import dataclasses
 import importlib
 import inspect
+import logging
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -32,6 +33,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
 
+log = logging.getLogger(__name__)
 SET = object()  # in `only_with`: any value but null, 0, false and the empty one
 Need = dict[str, Any]  # the values of other settings, by dotted key: `SET` or a tuple of values
 _SETTINGS_RULES = ConfigDict(
@@ -259,6 +261,19 @@ def find_idle_settings(
                 found[name] = f"{_show(value)} has no effect {missing}"
                 break
     return found
+
+
+def check_section(section: str, settings: CheckedSettings, names: Iterable[str]) -> None:
+    """Raises `ConfigError` for one of these settings that has no effect beside the others of its section.
+
+    Of others that somebody has given it is said.
+    """
+    refused, known = {*names}, flatten_settings(settings, f"{section}.")
+    for name, reason in find_idle_settings(section, settings, known).items():
+        if name in refused:
+            raise ConfigError(f"{section}.{name}={reason}: leave it out")
+        if name in settings.given and not refused:
+            log.warning("%s.%s=%s", section, name, reason)
 
 
 @cache

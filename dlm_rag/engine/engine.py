@@ -24,6 +24,7 @@ from dlm_rag.cli import print_note
 from dlm_rag.config import Config, DecodeConfig, EngineConfig
 from dlm_rag.config.fields import (
     check_effects,
+    check_section,
     fill_unset,
     find_idle_settings,
     flatten_settings,
@@ -55,9 +56,9 @@ SECTIONS = ("model", "retrieval", "decode", "engine")  # whose settings `load` t
 WORLD_CORPUS = SHIPPED_FOLDER / "world" / "corpus.jsonl"
 INSTEAD = {"torch_dtype": "dtype", "k": "top_k", "n_docs": "top_k", "max_length": "max_new_tokens",
            "max_tokens": "max_new_tokens", "documents": "corpus", "texts": "corpus", "retriever": "corpus",
-           "threshold": "commit_threshold", "do_sample": "temperature", "steps": "steps_per_block",
-           "num_steps": "steps_per_block", "load_in_8bit": "quantize", "load_in_4bit": "quantize",
-           "tokenizer": "model"}  # fmt: skip
+           "threshold": "commit_threshold", "do_sample": "temperature", "tokenizer": "model",
+           **dict.fromkeys(("steps", "num_steps"), "steps_per_block"),
+           **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "quantize")}  # fmt: skip
 
 _tickets = count(1)  # of all engines of the process: a retriever may serve several
 
@@ -99,8 +100,8 @@ class Decoder(NamesRemedy):
                 f"evidence_layout={layout} needs a prompt whose facts have no number: make the tokenizer "
                 f"with Tokenizer.from_pretrained(path, '{layout}')"
             )
-        # The settings, with the checkpoint's own for those that are unset.
-        self.config = self.resolve_settings(config or DecodeConfig())
+        self.config = self.resolve_settings(config or DecodeConfig())  # with the checkpoint's own
+        check_section("decode", self.config, ())
         self.record_provisional = False  # whether steps record what is guessed at masked positions
         self.lock = threading.RLock()  # of what its engines share: one step at a time, whatever the thread
         self._process = os.getpid()
@@ -130,9 +131,8 @@ class Decoder(NamesRemedy):
         shape, known = self.denoiser.config, DecodeConfig.__dataclass_fields__
         bare = fill_unset(settings, {name: known[name].default for name in shape.decode_settings})
         found = resolve_settings(replace_settings(bare, **changes), shape, self.evidence_layout)
-        known, values = flatten_settings(found, "decode."), {name: getattr(found, name) for name in changes}
-        for name, reason in find_idle_settings("decode", found, known, values).items():
-            raise ConfigError(f"decode.{name}={reason}: leave it out")
+        if changes:
+            check_section("decode", found, changes)
         return found
 
     def new_engine(self, **settings: Any) -> "Engine":

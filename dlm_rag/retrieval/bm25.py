@@ -42,14 +42,7 @@ from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import report_progress
 from dlm_rag.retrieval.base import CorpusRetriever, MultiQueryRetriever, Query, Ranking
 from dlm_rag.retrieval.corpus import Corpus
-from dlm_rag.text import (
-    JOINED_RUN,
-    MARKS,
-    WORD,
-    get_title_line,
-    normalize_text,
-    strip_disambiguation,
-)
+from dlm_rag.text import JOINED_RUN, MARKS, WORD, get_title_line, normalize_text, strip_disambiguation
 
 log = logging.getLogger(__name__)
 

@@ -59,7 +59,7 @@ MAX_ROW_CHARS = 4000
 MAX_CUT_CORPUS_BYTES = 256 << 20  # of a larger corpus, whose rows are taken as they are
 _PART_NUMBER = re.compile(r"#(?:[2-9]|[1-9][0-9]{1,5})\Z")  # of a part after the first of a row
 COUNTS_FILE = "counts.json"  # of the rows that were cut or left out, and the files that were
-CONVERTED_CORPUS_VERSION = 8  # raise it when other forms become other JSON lines
+CONVERTED_CORPUS_VERSION = 9  # raise it when other forms become other JSON lines
 
 
 @dataclass(frozen=True)
@@ -268,11 +268,8 @@ def _write_json_lines(path: Path, target: Path) -> Path:
 
 
 def _read_rows(path: Path, counts: dict[str, Any]) -> Iterator[Located]:
-    """The rows of a file or folder as passages; counts those that are cut or left out.
-
-    Of a long row the first passage has its id, the others `id#2` and so on. Passages that come with
-    questions are read once each, with their titles as ids, other texts of a title as `title#2`.
-    """
+    """The rows of a file or folder as passages, of a long one `id`, `id#2` and so on; counts those that are
+    cut or left out. Passages that come with questions are read once each, with their titles as ids."""
     counts.update(cut=0, parts=0, blank=0, unread={})
     is_folder = path.is_dir()
     records = read_text_passages(path, counts["unread"]) if is_folder else read_records(path, CorpusError)
@@ -353,11 +350,8 @@ def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Pat
 
 
 def _scan_offsets(path: Path, cuts: bool) -> np.ndarray:
-    """Where each passage begins, and the end of the file, after checking every line.
-
-    Blank lines belong to the passage before them, as white space that JSON ignores. Raises `OtherRowError`
-    for a row that `_read_rows` makes something else of.
-    """
+    """Where each passage begins, with the blank lines after it, and the end of the file; raises
+    `OtherRowError` for a row that `_read_rows` makes something else of."""
     size, at = path.stat().st_size, 0
     offsets = array("q")
 

@@ -223,10 +223,7 @@ def _check_encoder_files(folder: Path) -> None:
 
 @contextmanager
 def _require_all_weights() -> Iterator[None]:
-    """Raises `RunError` where transformers reports tensors that it initialised, which it only logs.
-
-    A missing pooler is unused; it is initialised with a fixed seed so that fingerprints are stable.
-    """
+    """Raises `RunError` for tensors that transformers only says it initialised; a pooler is unused."""
     missing: list[str] = []
 
     def keep(record: logging.LogRecord) -> bool:  # the report has a table of rows "name | MISSING"

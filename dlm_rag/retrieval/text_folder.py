@@ -57,7 +57,10 @@ _HTML_UNREAD = ("script", "style", "noscript", "template", "nav", "footer", "tit
 _HTML_BLOCKS = ("p", "div", "section", "article", "ul", "ol", "table", "blockquote", "pre")
 _HTML_ENDS = dict.fromkeys(_HTML_BLOCKS, "\n\n") | dict.fromkeys(("li", "tr", "br", "dt", "dd"), "\n")
 _HTML_ENDS |= {"td": " ", "th": " "}
-_TEX_HEADING = re.compile(r"\\(title|chapter|(?:sub){0,2}section|paragraph)\*?\{([^{}\n]{1,300})\}")
+_TEX_HEADING = re.compile(
+    r"\\(title|chapter|(?:sub){0,2}section|paragraph)\*?(?:\[[^\[\]\n]{0,300}\])?"
+    r"\{((?:[^{}\n]|\{[^{}\n]{0,100}\}){1,300})\}"
+)
 
 
 def list_text_files(folder: Path) -> list[Path]:
@@ -207,7 +210,9 @@ def _read_html(path: Path) -> str:
         elif re.fullmatch("h[1-6]", node.name or "") and (heading := " ".join(node.get_text().split())):
             found.append(f"\n\n# {heading}\n\n")
         elif isinstance(node, Tag) and node.name not in _HTML_UNREAD:
-            found.append("\n\n" * (node.name in _HTML_BLOCKS))
+            starts = _HTML_ENDS.get(node.name, "")  # what is before it may have no end of its own
+            if not "".join(found[-2:]).rstrip(" ").endswith(starts):
+                found.append(starts)
             opened.append((node, iter(node.children)))
     return "".join(found)
 
@@ -249,6 +254,7 @@ _READERS: dict[str, tuple[str, Callable[[Path], str]]] = {  # by suffix: the pac
     ".pdf": ("pypdf", _read_pdf),
     ".html": ("bs4", _read_html),
     ".htm": ("bs4", _read_html),
+    ".xhtml": ("bs4", _read_html),
     ".docx": ("docx", _read_docx),
     ".tex": ("pylatexenc", _read_tex),
 }

@@ -324,10 +324,7 @@ class AnswerService(HttpService):
         return await self._stream(request, play_trace(steps, self._tokenizer.end_ids))
 
     async def _follow(self, asked: ChatRequest, record_provisional: bool = False) -> Steps:
-        """Yields the steps of a question as they come; of a greeting, what is said to it at once.
-
-        Who goes away gives it up; raises `ApiError`.
-        """
+        """Yields the steps of a question, which ends when its client goes; of a greeting, what is said."""
         if said := reply_to_greeting(asked.asked, self._passage_count):
             step, text = RolloutStep(0, None, (), False), asked.question.question
             layout = self._decoder.evidence_layout

@@ -30,7 +30,10 @@ _NAME_PART = re.compile(r"[^\W\d_]\.(?!\w)|[\w\u0300-\u036f]+(?:(?:[-–./&]|['�
 _GREETINGS = frozenset(
     "hello hi hey hiya howdy greetings welcome morning evening afternoon thanks thank thx cheers bye "
     "goodbye ok okay great cool nice perfect wow test help hallo hola bonjour salut ciao merci danke "
-    "gracias servus moin namaste olá obrigado grazie".split()
+    "gracias servus moin namaste olá obrigado grazie guten tag morgen abend buenos días buenas buongiorno "
+    "bom dia hej hei tack takk ahoj cześć dziękuję merhaba selam teşekkürler xin chào cảm ơn привет "
+    "здравствуйте спасибо γεια ευχαριστώ مرحبا السلام عليكم شكرا سلام שלום תודה नमस्ते धन्यवाद สวัสดี สวัสดีครับ "
+    "สวัสดีค่ะ ขอบคุณ 你好 您好 谢谢 こんにちは おはよう ありがとう 안녕 안녕하세요 감사합니다".split()
 )
 _BESIDE_GREETINGS = frozenset(
     "there you very much so a lot again everyone all good day for the your that was it is of help answer "

@@ -172,10 +172,7 @@ class Trainer:
         return first, dict(zip(found[0], rest, strict=True))
 
     def _update(self, norm: float) -> None:
-        """Steps the optimizers, whose gradients had that norm: what `GradScaler` would ask the device for.
-
-        Gradients that float16 cannot hold change no weight but the scale of the next losses.
-        """
+        """Steps the optimizers; gradients that float16 cannot hold change the scale of losses alone."""
         if not self._scaler.is_enabled():
             self._check_finite(norm, "gradient")
         for optimizer in self.optimizers:

@@ -282,7 +282,7 @@ def test_a_chat_keeps_its_turns_answer_first_then_sources_then_the_trace(tmp_pat
 
 
 def test_a_greeting_is_answered_by_what_can_be_asked():
-    for said in ("hello", "Hi there!", "OK, and who are you?", "\N{WAVING HAND SIGN}"):
+    for said in ("hello", "Hi there!", "OK, and who are you?", "\N{WAVING HAND SIGN}", "你好！"):
         assert reply_to_greeting(said, 2000) == "I answer questions about these 2,000 passages; ask one."
     for asked in ("Who wrote Emma?", "hello kitty", "thanks, and who wrote it?", "東京"):
         assert reply_to_greeting(asked, 2000) == ""
