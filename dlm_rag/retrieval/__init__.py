@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_rag.config import RetrievalConfig
-from dlm_rag.config.fields import fill_unset, import_object, replace_settings, resolve_or_import
+from dlm_rag.config.fields import (
+    check_section,
+    fill_unset,
+    import_object,
+    replace_settings,
+    resolve_or_import,
+)
 from dlm_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,6 +51,7 @@ def load_retriever(
         path = given if isinstance(given, str | Path) else store_texts(given, settings.get("index_dir"))
         config, given = replace_settings(config, corpus=str(path)), None
     config = replace_settings(config, **settings)
+    check_section("retrieval", config, settings)
     if model is not None:
         config = fill_unset(config, read_retrieval_settings(model))
     if config.url is not None:

@@ -210,7 +210,7 @@ class CorpusRetriever(TextRetriever):
 
     @abstractmethod
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
-        """For each query the best rows of the corpus, at most `depth`, best first; ties in corpus order."""
+        """For each query at most `depth` rows, best first; equal ones always in the same order."""
 
     def rank_scored(self, queries: Sequence[Query], depth: int) -> list[dict[int, float]]:
         """The rows of `rank` in the same order with scores; 1 / rank if there are no others."""

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import re
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
@@ -80,6 +81,9 @@ def describe_text_folder(folder: Path, passages: int, unread: Mapping[str, str])
     files = list_text_files(folder)
     read, others = len(files) - len(unread), sorted({*_list_files(folder)} - {*files})
     line = f"read {read:,} file{'s' * (read != 1)} into {passages:,} passage{'s' * (passages != 1)}"
+    kinds = Counter(path.suffix.lower() for path in files if str(path.relative_to(folder)) not in unread)
+    if documents := [f"{kinds[kind]:,} {kind}" for kind in _READERS if kinds[kind]]:
+        line += f" ({', '.join(documents)})"
     names = [f"{name} ({reason})" for name, reason in unread.items()]
     names += [path.relative_to(folder).as_posix() for path in others]
     if not names:

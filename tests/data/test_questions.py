@@ -42,12 +42,11 @@ def test_all_fields_and_the_names_that_other_data_sets_give_them(tmp_path):
         Question("1", "Who?", ("A", "B"), ("x",), 2),
         Question("a", "Who?"),
         Question("d", "Who?", ("x", "y")),
-        Question("e", "Who?", ("1931",), hops=2),
-        Question("f", "Who?", labels=()),
-    ]
+        Question("e", "Who?", ("1931",), hops=2), Question("f", "Who?"),
+    ]  # fmt: skip
     (tmp_path / "q.txt").write_text("[REC] was by whom?\r{x} was?\u2028Who?\n")
-    asked = [question.question for question in read_questions(tmp_path / "q.txt")]
-    assert asked == ["[REC] was by whom?", "{x} was?", "Who?"]
+    texts = ["[REC] was by whom?", "{x} was?", "Who?"]
+    assert [each.question for each in read_questions(tmp_path / "q.txt")] == texts
     with pytest.raises(QuestionError, match="'supporting_ids' must be a list of ids"):
         read_questions(write_jsonl_file(tmp_path / "r", [{**rows[1], "supporting_ids": {"d1": 1}}]))
 

@@ -162,6 +162,7 @@ ELSEWHERE = {
     "none here": (lambda d, r: d.ask(ASKED, answer_threshold=0.9), "decode.abstain=never"),
     "schedule": (lambda d, r: d.ask(ASKED, schedule="rounded"), "steps_per_block"),
     "model": (lambda d, r: dlm_rag.load("x", TEXTS, embedding_model="y"), "retrieval.method"),
+    "timeout": (lambda d, r: load_retriever(TEXTS, timeout=3), "retrieval.url"),
     "top_k": (lambda d, r: dlm_rag.load("dlm_rag/shipped/model", d.retriever, top_k=1), "no effect"),
 }
 
