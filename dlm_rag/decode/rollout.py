@@ -22,6 +22,7 @@ from dlm_rag.text import (
     find_named_passages,
     find_sentence_spans,
     find_title_spans,
+    fold_title,
     fold_words,
     get_title_line,
     normalize_whitespace,
@@ -398,7 +399,7 @@ def find_closest(question: str, passages: Mapping[str, str], most: int = 2) -> l
         best = max(scores)
         if best[0]:
             sentence = clip_text(sentences[scores.index(best)])
-            found = ClosestPassage(id=name, title=title or name, sentence=sentence)
+            found = ClosestPassage(id=name, title=fold_title(title or name), sentence=sentence)
             ranked.append((best[0], len(titled.union(*held)), found))
     ranked.sort(key=lambda each: each[:2], reverse=True)  # stable: of equals the first found stays first
     return [found for _, _, found in ranked[:most]]

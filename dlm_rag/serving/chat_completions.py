@@ -205,8 +205,8 @@ def build_message(
     sources stand there too.
     """
     sources = [
-        {"id": name, "title": fold_title(passage) or name, "text": passage, "url": link(name, passage)}
-        for name, passage in ((name, rollout.passages[name]) for name in rollout.sources)
+        {"id": name, "title": fold_title(text) or fold_title(name), "text": text, "url": link(name, text)}
+        for name, text in ((name, rollout.passages[name]) for name in rollout.sources)
     ]
     mark, start, stop = find_answer(text, rollout.answer_form)
     message: dict[str, Any] = {"reasoning_content": text[:mark].rstrip(), "annotations": []}
