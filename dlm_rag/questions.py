@@ -26,6 +26,7 @@ from dlm_rag.files.record_readers import (
     is_missing,
     list_row_files,
     list_supporting_titles,
+    list_table_rows,
     read_record_stream,
     read_records,
     write_number,
@@ -134,7 +135,8 @@ def number_questions(questions: Askable | Iterable[Askable]) -> Iterator[Questio
     A dict is a row of a file of questions. Where the locale is ASCII, Python has kept what else was typed
     as single bytes. Raises `QuestionError` for a blank question, half of a character, and other types.
     """
-    given = [questions] if isinstance(questions, str | bytes | Question | Mapping) else questions
+    given = list_table_rows(questions)
+    given = [questions] if isinstance(questions, str | bytes | Question | Mapping) else given
     if not isinstance(given, Iterable):
         given = [given]
     for number, each in enumerate(given, start=1):

@@ -346,10 +346,8 @@ class _Mark(NamedTuple):
 
 
 def _blank_reasoning(response: str) -> tuple[str, bool]:
-    """The response with blanks in place of what is thought and searched, and whether something was.
-
-    Reasoning may have begun in the prompt; what is never closed goes on to the end, or to an `<answer>`.
-    """
+    """The response with blanks in place of what is thought and searched, and whether something was; what is
+    never closed goes on to the end, or to an `<answer>`."""
     spans, opened = list[tuple[int, int]](), -1
     for tag in _REASONING_TAG.finditer(response):
         if not tag[1]:

@@ -79,6 +79,14 @@ def get_field(record: Mapping[str, Any], name: str) -> tuple[str, Any]:
     return name, None
 
 
+def list_table_rows(table: Any) -> Any:
+    """The rows of a table of pandas, polars or Arrow; anything else as it is."""
+    for name, words in (("to_dicts", ()), ("to_pylist", ()), ("to_dict", ("records",))):
+        if hasattr(table, "columns") and hasattr(table, name):
+            return getattr(table, name)(*words)
+    return table
+
+
 def is_missing(value: Any) -> bool:
     """Whether a value is None, NaN or pandas' NA, as a table has in an empty cell."""
     return value is None or type(value).__name__ == "NAType" or (type(value) is float and value != value)

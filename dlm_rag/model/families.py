@@ -207,11 +207,8 @@ _LLADA2_EDIT_TOKENS = ("delete_token_id", "split_token_id")
 
 
 def _llada2(raw: dict[str, Any]) -> DenoiserConfig:
-    """LLaDA2.0 to 2.2: blocks of 32 counted from the first token of the prompt.
-
-    2.2 has tokens that delete and insert, which are excluded here, and an `expert_capacity`: its public
-    class passes over groups of experts.
-    """
+    """LLaDA2.0 to 2.2: blocks of 32 counted from the first token of the prompt. The public class of 2.2
+    passes over groups of experts; its tokens that delete and insert are excluded here."""
     if capacity := raw.get("expert_capacity") or 0:
         raw = raw | {"n_group": 1, "topk_group": 1}
     require_supported_values(

@@ -36,8 +36,8 @@ from dlm_rag.files.record_readers import (
     get_record_id,
     holds_at_most,
     is_json_lines,
-    is_missing,
     list_context_passages,
+    list_table_rows,
     read_records,
     write_number,
 )
@@ -311,32 +311,40 @@ def _list_contexts(row: dict[str, Any], place: str) -> list[tuple[str, str]] | N
 def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Path:
     """The file of JSON lines, among the indexes, with passages that are at hand as texts or records.
 
-    Documents of LangChain are such records too. Rows without an id are numbered from 1. Raises
-    `CorpusError` that names the row.
+    Documents of LangChain are such records too. Rows without an id are numbered from 1, those without a
+    text left out, and it is said. Raises `CorpusError` that names the row.
     """
-    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a table of polars, of pandas
-        rows = rows.to_dicts() if hasattr(rows, "to_dicts") else rows.to_dict("records")
+    rows = list_table_rows(rows)
     if isinstance(rows, Mapping):  # one passage, or texts by their ids
         one = get_field(rows, "contents")[1] is not None
         rows = [rows] if one else [{"id": name, "contents": text} for name, text in rows.items()]
     if not isinstance(rows, Iterable) or isinstance(rows, bytes):
         raise CorpusError(f"the corpus is {type(rows).__name__}: give a file, a folder or a list of texts")
-    lines = []
+    lines, blank = [], 0
     for number, row in enumerate(rows, start=1):
         if isinstance(row, Passage):
             row = asdict(row)
-        elif isinstance(row, str):
+        elif number == 1 and isinstance(row, str | Path) and _names_file(row):
+            raise CorpusError(f"the corpus is a list of files ('{row}'): give one, or their folder")
+        if isinstance(row, str):
             row = {"contents": row}
         elif hasattr(row, "page_content"):
-            row = {"contents": row.page_content, "title": str(row.metadata.get("title") or "")}
+            title = str((row.metadata or {}).get("title") or "")
+            row = {"contents": row.page_content, "title": title, "id": getattr(row, "id", None)}
         if not isinstance(row, Mapping):
             kind = type(row).__name__
             raise CorpusError(f"passage {number} is {kind}: give a text, or a dict with 'text'")
-        named = {"id": str(number), **{key: value for key, value in row.items() if not is_missing(value)}}
-        passage = parse_passage(named, f"passage {number}")
+        own = {} if get_field(row, "id")[1] is not None else {"id": str(number)}
+        try:
+            passage = parse_passage({**row, **own}, f"passage {number}")
+        except OtherRowError:
+            blank += 1
+            continue
         lines.append(json.dumps(asdict(passage), ensure_ascii=False) + "\n")
     if not lines:
         raise CorpusError("the corpus holds no passages")
+    if blank:
+        log.warning("%d rows of the corpus without a text are left out", blank)
     try:
         text = "".join(lines).encode()
     except UnicodeEncodeError:
@@ -347,6 +355,12 @@ def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Pat
 
     folder = _get_index_root(index_dir) / make_folder_name("texts", blake3(text).hexdigest())
     return build_once(folder, build) / "texts.jsonl"
+
+
+def _names_file(text: str | Path) -> bool:
+    with suppress(OSError, ValueError):  # what cannot be a path
+        return Path(text).is_file()
+    return False
 
 
 def _scan_offsets(path: Path, cuts: bool) -> np.ndarray:
@@ -375,10 +389,7 @@ def _scan_offsets(path: Path, cuts: bool) -> np.ndarray:
 
 
 def _check_ids(read: Callable[[], Iterator[Located]], path: Path) -> Iterator[Located]:
-    """What `read` gives. At its end raises `CorpusError` for nothing, or an id that occurs a second time.
-
-    Held are 8 bytes of each id; where two agree in these, `read` is called again.
-    """
+    """What `read` gives; at its end raises `CorpusError` for nothing, or an id that occurs twice."""
     digests = array("Q")
     for place, start, passage in read():
         digests.append(int.from_bytes(blake3(passage.id.encode()).digest(8)))

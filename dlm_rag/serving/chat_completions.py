@@ -287,11 +287,7 @@ class ChatResponse:
         return self._head | {"choices": [choice]} | more
 
     def _find_stable_reasoning(self, rollout: Rollout, tokens: dict[int, CommittedToken]) -> str:
-        """Returns the beginning of the final reasoning; tokens: those of the canvas, by position.
-
-        With edits nothing is certain before the end, of uniform noise nothing in the open block. Held back
-        at the end are blanks, a character that is not whole, and what may begin a stop text or an answer.
-        """
+        """Returns the beginning of the final reasoning, up to what may begin a stop text or an answer."""
         settings, most = rollout.settings, min(rollout.canvas_length, self._most)
         if rollout.answer_form == "whole" or settings["edit_threshold"] is not None:
             return ""

@@ -101,11 +101,8 @@ def make_question_stand_alone(turns: Sequence[Turn]) -> str:
 
 
 def _find_antecedent(before: Sequence[Turn], pronoun: str) -> str:
-    """Returns the name that a pronoun stands for in the latest exchange that has one, else "".
-
-    The answer, where it is a name and its question asked for one of that kind; else the first name of the
-    question.
-    """
+    """Returns the name that a pronoun stands for in the latest exchange that has one, else "": the answer,
+    where its question asked for one of that kind, or the first name of the question."""
     answer = ""
     for role, text in reversed(before):
         if role == "assistant":

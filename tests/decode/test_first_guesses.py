@@ -12,6 +12,7 @@ from dlm_rag.errors import UserError
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 
 TEXTS = ["Emma is a novel by Jane Austen.", "Bees make honey.", "Kellerup is a town on a fjord."]
+BEIR = [{"_id": "d1", "text": "x"}, {"text": None}]
 DICTS = [{"text": text, "title": f"t{n}"} for n, text in enumerate(TEXTS)]
 ASKED = "Who wrote Emma?"
 
@@ -59,18 +60,14 @@ def load(home, **settings):
 GUESSES = {
     "load, a list of texts": lambda home, d, r: load(home, corpus=TEXTS).ask(ASKED).steps,
     "load, a list of dicts": lambda home, d, r: load(home, corpus=DICTS).ask(ASKED).steps,
-    "load, a file as text": lambda home, d, r: (
-        load(home, corpus=str(home / "corpus.jsonl")).ask(ASKED).steps
-    ),
+    "load, a file": lambda home, d, r: load(home, corpus=str(home / "corpus.jsonl")).ask(ASKED).steps,
     "load, documents of LangChain": lambda home, d, r: (
         load(home, corpus=[Document(text) for text in TEXTS]).retriever.corpus[1].title == "notes"
     ),
     "load, texts by their ids": lambda home, d, r: (
         [p.id for p in load(home, corpus={"a": TEXTS[0], "b": TEXTS[1]}).retriever.corpus] == ["a", "b"]
     ),
-    "load, one dict": lambda home, d, r: (
-        load(home, corpus=DICTS[0]).retriever.corpus[0].contents == TEXTS[0]
-    ),
+    "load, one dict": lambda home, d, r: load(home, corpus=DICTS[0]).retriever.corpus[0].title == "t0",
     "load, dicts with page_content": lambda home, d, r: load(home, corpus=[{"page_content": TEXTS[0]}]),
     "load, a folder": lambda home, d, r: load(home, corpus=home / "notes").ask(ASKED).steps,
     "load, a retriever": lambda home, d, r: load(home, corpus=d.retriever).retriever is d.retriever,
@@ -113,6 +110,8 @@ GUESSES = {
     "load_retriever, a folder": lambda home, d, r: load_retriever(str(home / "notes")).search("Emma"),
     "load_retriever, a table": lambda home, d, r: len(load_retriever(Table()).corpus) == 3,
     "Question, one answer": lambda home, d, r: Question("1", "x", "Jane") == Question("1", "x", ["Jane"]),
+    "ask, a table": lambda home, d, r: d.decode(Table())[1].question == "Bees make honey.",
+    "load_retriever, BEIR": lambda home, d, r: [p.id for p in load_retriever(BEIR).corpus] == ["d1"],
     "keys that are numbers": lambda home, d, r: load_retriever([{"text": "x", 1: 2, "title": math.nan}]),
     "abstained": lambda home, d, r: r.abstained is False and r.closest == [],
     "to_dict": lambda home, d, r: r.to_dict()["question"] == ASKED,
@@ -154,6 +153,7 @@ ELSEWHERE = {
     "train at the top": (lambda d, r: dlm_rag.train, "dlm-rag train"),
     "load_in_8bit": (lambda d, r: dlm_rag.load("x", TEXTS, load_in_8bit=True), "'quantize'"),
     "an empty corpus": (lambda d, r: load_retriever([]), "no passages"),
+    "a list of files": (lambda d, r: load_retriever([__file__]), "a list of files"),
     "half of a character": (lambda d, r: load_retriever(["\ud800"]), "half of a character"),
     "search, a dict": (lambda d, r: d.retriever.search({"query": ASKED}), "a query is dict"),
     "an empty model": (lambda d, r: dlm_rag.load("", TEXTS), "empty"),
