@@ -57,10 +57,8 @@ def compute_f1(prediction: str, golden_answers: Iterable[str], rule: str = "squa
 
 
 def _normalize(prediction: str, answer: str) -> tuple[str, str]:
-    """Both by SQuAD's rule (Rajpurkar et al. 2016): lower case, no punctuation, no articles, blanks folded.
-
-    With their articles where nothing else is left of either: "The The" would equal every text of articles.
-    """
+    """Both by SQuAD's rule (Rajpurkar et al. 2016): lower case, no punctuation, blanks folded, no articles
+    but where nothing else is left of either: "The The" would equal every text of articles."""
     kept = [text.lower().translate(_NO_PUNCTUATION) for text in (prediction, answer)]
     bare = [_ARTICLE.sub(" ", text) for text in kept]
     ours, theirs = bare if any(map(str.strip, bare)) else kept

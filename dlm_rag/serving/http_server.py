@@ -26,7 +26,7 @@ from urllib.parse import quote
 import h11
 import uvicorn
 import uvloop
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -276,13 +276,16 @@ class HttpService:
         self._thread.shutdown(cancel_futures=True)
 
 
+TOP_K_NAMES = AliasChoices("topk", "top_k", "k")  # the first is Search-R1's
+
+
 class SearchBody(RequestBody):
     """A search in the protocol of Search-R1, and the parts of each query if the client sends them."""
 
     model_config = ConfigDict(extra="ignore")
 
     queries: Annotated[list[str], Field(max_length=MAX_QUERIES)]
-    topk: Annotated[int, Field(ge=1, le=MAX_TOP_K)] | None = None
+    topk: Annotated[int, Field(ge=1, le=MAX_TOP_K)] | None = Field(None, validation_alias=TOP_K_NAMES)
     return_scores: bool | None = None
     parts: list[list[str]] | None = None
 

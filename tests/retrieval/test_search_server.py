@@ -71,7 +71,7 @@ def test_what_is_searched_is_said_and_whatever_else_is_asked_for_is_refused(url,
 
 
 def test_scores_are_those_of_the_index_and_depth_is_that_of_the_request(url, local, corpus):
-    asked = {"queries": ["Jane Austen novel", "zzz"], "topk": 2, "return_scores": True}
+    asked = {"queries": ["Jane Austen novel", "zzz"], "top_k": 2, "return_scores": True}
     found, nothing = post(url, asked)[1]["result"]
     expected, _ = local.rank_scored([make_query(text) for text in asked["queries"]], 2)
     assert [item["score"] for item in found] == list(expected.values()) and nothing == []
