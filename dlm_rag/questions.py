@@ -113,11 +113,9 @@ def read_question_records(path: str | Path) -> Iterator[Record]:
         with found.open("rb") as file:
             yield from read_record_stream(file, found, QuestionError, plain="question")
         return
-    if found.is_dir():
-        files = list_row_files(found, QuestionError)
-    else:
-        files = [resolve_regular_file(path, "questions file", QuestionError)]
-    for each in files:
+    if not found.is_dir():
+        found = resolve_regular_file(path, "questions file", QuestionError)
+    for each in list_row_files(found, QuestionError) if found.is_dir() else [found]:
         yield from read_records(each, QuestionError, plain="question")
 
 

@@ -180,8 +180,7 @@ def strip_disambiguation(title: str) -> str:
 
 
 def find_title_spans(titles: str) -> list[tuple[int, int]]:
-    """Character ranges of the titles that a semicolon keeps apart; those without a letter or digit are left
-    out."""
+    """Character ranges of the titles, kept apart by semicolons, that have a letter or digit."""
     spans, start = [], 0
     for title in titles.split(";"):
         if WORD.search(title):
@@ -271,10 +270,7 @@ def extract_names(text: str) -> set[str]:
 
 
 def find_sentence_spans(text: str) -> list[tuple[int, int]]:
-    """Character ranges of the sentences: split after . ! ? before white space, at line ends, at ###.
-
-    Ranges without a letter or digit are left out.
-    """
+    """Ranges of sentences: split after . ! ? before white space, at line ends, at ###; each has a word."""
     spans, start = [], 0
     for end in [*_SENTENCE_END.finditer(text), None]:
         stop = end.start() if end else len(text)

@@ -221,10 +221,7 @@ class BaselineRun:
     def chat(
         self, message: str, written: str = "", *, stop: Sequence[str] = (), max_tokens: int | None = None
     ) -> Completion:
-        """The reply to a user's message, in the model's chat template.
-
-        written: what the reply begins with, which it continues.
-        """
+        """The reply to a user's message in the model's chat template; written: what it continues."""
         body: dict[str, Any] = {"messages": [{"role": "user", "content": message}]}
         if written:  # vLLM and SGLang have these two; llama.cpp continues without being asked
             body["messages"].append({"role": "assistant", "content": written})

@@ -71,11 +71,8 @@ def main(argv: list[str]) -> None:
     with ExitStack() as stack:
         stack.callback(processes.destroy)
         stack.enter_context(translate_distributed_errors())
-
-        def lock_folder() -> None:
-            stack.enter_context(hold_file_lock(folder / "train.lock", f"the run in {folder}"))
-
-        processes.check_on_main(lock_folder)
+        lock = hold_file_lock(folder / "train.lock", f"the run in {folder}")
+        processes.check_on_main(lambda: stack.enter_context(lock))
         processes.check_shared_folder(folder)
         passed_over = skip_damaged_checkpoints(folder, processes)
         for line in passed_over if processes.is_main else ():

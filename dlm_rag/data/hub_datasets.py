@@ -69,10 +69,7 @@ def get_local_path(file: HubFile, rule: str, folder: str | Path) -> Path:
 
 
 def find_dataset(name: str, rule: str) -> Path:
-    """Returns the questions of a data set, or the passages of a corpus, in `data` below the working folder.
-
-    Raises `ConfigError` where they are not there.
-    """
+    """Returns the file of a data set or corpus in `data`; raises `ConfigError` where it is not there."""
     path = get_local_path(list_dataset_files(name, rule)[0], rule, DATA_FOLDER)
     if not path.exists():
         command = f"dlm-rag data get {name}{f' --split {rule}' * (rule != 'search_r1')}"

@@ -220,10 +220,7 @@ def _sample_path(rng: random.Random, subject: Entity, hops: int) -> tuple[list[E
 
 
 def make_world_questions(world: World, seed: int, per_hop: int = 100, hops: int = 4) -> list[WorldQuestion]:
-    """`per_hop` different questions for each of 1 to `hops` hops.
-
-    Raises `ConfigError` when the world has not that many.
-    """
+    """`per_hop` different questions for each number of hops; raises `ConfigError` for too small a world."""
     rng = random.Random(f"questions/{seed}")
     found: dict[str, WorldQuestion] = {}
     with report_progress("inventing questions", hops * per_hop) as advance:
@@ -251,10 +248,7 @@ def build_passage_record(world: World, entity: Entity) -> dict[str, str]:
 def write_world(
     folder: Path, seed: int, split: str, passages: int, per_hop: int, hops: int = 4
 ) -> list[WorldQuestion]:
-    """Writes `corpus.jsonl` and `questions.jsonl` into `folder`; returns the questions.
-
-    Raises `ConfigError` if one of them exists with other content, which stays.
-    """
+    """Writes corpus.jsonl and questions.jsonl; raises `ConfigError` where others are; returns questions."""
     world = make_world(seed, split, passages)
     questions = make_world_questions(world, seed, per_hop, hops)
     rows = [

@@ -93,10 +93,7 @@ def render_progress(rollout: Rollout) -> Panel:
 
 
 def render_answer(rollout: Rollout, verdict: Text = NO_VERDICT) -> Panel:
-    """A finished question: what was written and when, the answer, and where each sentence is from.
-
-    verdict: what stands behind the answer, a tick, say.
-    """
+    """A finished question: what was written when, the answer and a verdict (a tick, say), the sources."""
     answer = _render_answer_text(rollout).append_text(verdict)
     parts: list[RenderableType] = [render_canvas(rollout), Text(), Text("answer  ").append(answer)]
     parts += map(_render_closest, rollout.closest)
@@ -169,17 +166,13 @@ def render_steps(rollout: Rollout) -> Table:
         titles = [fold_title(rollout.passages[name]) or name for name in new]
         tokens = sorted(step.written_tokens, key=lambda token: token.position)
         runs = groupby(enumerate(tokens), lambda pair: pair[1].position - pair[0])
-        written = " … ".join(_drop_repeats(token.token for _, token in run) for _, run in runs)
+        once = (groupby(token.token for _, token in run) for _, run in runs)  # end tokens come in a row
+        written = " … ".join("".join(token for token, _ in each).strip() for each in once)
         asked = step.query or ""
         if step.step:
             asked = asked.removeprefix(rollout.question).strip() if step.retrieved else "(not again)"
         table.add_row(*map(escape_text, (str(step.step), written, asked, "; ".join(titles))))
     return table
-
-
-def _drop_repeats(tokens: Iterable[str]) -> str:
-    """The text of tokens, those that stand several times in a row, as end tokens do, once."""
-    return "".join(token for token, _ in groupby(tokens)).strip()
 
 
 def _render_closest(found: ClosestPassage) -> Text:

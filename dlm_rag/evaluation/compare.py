@@ -108,10 +108,7 @@ def parse_sweep(words: Sequence[str]) -> dict[str, list[str]]:
 def expand_sweep(
     settings: Mapping[str, Sequence[str]], swept: Mapping[str, Sequence[str]]
 ) -> dict[str, list[str]]:
-    """Every setting with every combination of the values, in order; the last key changes fastest.
-
-    Raises `ConfigError` where a setting says already what is swept.
-    """
+    """Every setting with each combination, the last key fastest; `ConfigError` if one sets a swept key."""
     found = {}
     for name, words in settings.items():
         if both := sorted({*swept} & {word.partition("=")[0] for word in words}):

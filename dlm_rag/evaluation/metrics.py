@@ -31,10 +31,7 @@ def compute_exact_match(prediction: str, golden_answers: Iterable[str]) -> float
 
 
 def compute_cover_match(prediction: str, golden_answers: Iterable[str]) -> float:
-    """1.0 if a golden answer is part of the prediction as `_normalize` has them: cover-EM.
-
-    A part of a word counts, as it does in FlashRAG's `acc`.
-    """
+    """Cover-EM: 1.0 if a golden answer is in the prediction, be it part of a word (FlashRAG's `acc`)."""
     pairs = (_normalize(prediction, answer) for answer in golden_answers)
     return float(any(theirs and theirs in ours for ours, theirs in pairs))
 
@@ -73,10 +70,7 @@ def choose_f1_rule(questions: str) -> str:
 
 
 def compute_evidence_recall(evidence: Iterable[str], supporting_ids: Sequence[str]) -> float | None:
-    """Share of the supporting passages that are in the evidence; None when none is known.
-
-    Of a row that was cut into passages, any passage counts.
-    """
+    """Share of the supporting passages (of cut rows by any part) in the evidence; None if none is known."""
     needed, found = set(supporting_ids), set(evidence)
     found |= {get_row_id(name) for name in found}
     return len(needed & found) / len(needed) if needed else None

@@ -54,10 +54,7 @@ class LaidOutPrompt:
         return Segment(ids, lead.start, self.first_block_length, self.block_size, causal)
 
     def block_bounds(self, position: int) -> tuple[int, int]:
-        """The canvas positions, from and up to, of the block that a canvas position is in.
-
-        The first one is below 0 where a block begins in the prompt.
-        """
+        """Start and end on the canvas of a position's block; the former is below 0 if in the prompt."""
         lead = len(self.canvas_prefix.ids)
         if self.block_size is None:
             return 0, UNBOUNDED_POSITION

@@ -4,6 +4,7 @@ import json
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -78,15 +79,10 @@ def parse_json_object(line: bytes, place: str, error: type[UserError]) -> dict[s
 
 
 def read_json_or_empty(path: Path) -> dict[str, Any]:
-    """The object in a JSON file that this program has written; empty if it cannot be read.
-
-    Only a regular file is opened: a pipe would wait for ever, a device might not end.
-    """
-    try:
-        if path.is_file() and path.stat().st_size <= MAX_SIDECAR_BYTES:
+    """The object in a JSON file that this program has written; empty if it cannot be read."""
+    with suppress(OSError, UserError):
+        if path.is_file() and path.stat().st_size <= MAX_SIDECAR_BYTES:  # no pipe, which would wait
             return parse_json_object(path.read_bytes(), str(path), UserError)
-    except (OSError, UserError):
-        pass
     return {}
 
 

@@ -84,10 +84,8 @@ def resolve_hub_folder(name: str | Path, what: str) -> Path:
 
 
 def check_checkpoint_files(folder: Path, patterns: Iterable[str]) -> None:
-    """Raises `CheckpointError` for anything but a regular file, and one that is too large to be read whole.
-
-    Opening a pipe waits for ever. Links are followed: the hub's cache consists of them.
-    """
+    """Raises `CheckpointError` for what is no regular file, or a file too large to be read whole."""
+    # Opening a pipe waits for ever. Links are followed: the hub's cache consists of them.
     for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
         if path.is_symlink() and not path.exists():
             raise CheckpointError(f"{path} is a link that leads to nothing: fetch or copy the file again")

@@ -79,10 +79,7 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 @contextmanager
 def open_atomic_folder(path: Path) -> Iterator[Path]:
-    """A scratch folder that is renamed to `path` when all is written.
-
-    If `path` exists its files are replaced one by one; others in it stay.
-    """
+    """A scratch folder that becomes `path` when all is written; in one that exists, files are replaced."""
     scratch = path.with_name(f"{path.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -105,10 +102,7 @@ def make_folder(path: Path, key: str = "") -> Path:
 
 
 def expand_path(path: str | Path, error: type[UserError], key: str = "") -> Path:
-    """The path with `~` as the home folder; raises `error` if it cannot be one.
-
-    key: what names the path, for the error.
-    """
+    """The path with `~` as the home folder; raises `error`, where `key` names it, if it cannot be one."""
     name = f"{key}{'=' * bool(key)}'{str(path)[:60]}'"
     if path == "":  # pathlib would read the working folder
         raise error("the name of a file is empty: is a variable of the shell unset?")
@@ -125,13 +119,10 @@ def expand_path(path: str | Path, error: type[UserError], key: str = "") -> Path
 
 
 def read_regular_file(path: Path, most: int) -> bytes:
-    """Returns what a regular file holds; raises `OSError` for anything else, or for more than `most` bytes.
-
-    A pipe without a writer is not waited for.
-    """
+    """What a regular file holds; raises `OSError` for anything else, or for more than `most` bytes."""
     with open(path, "rb", 0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file")
+            raise OSError(errno.EINVAL, "it is not a regular file")  # a pipe is not waited for
         if os.fstat(file.fileno()).st_size > most or len(data := file.read(most + 1) or b"") > most:
             raise OSError(errno.EFBIG, f"it is larger than {most:,} bytes")
         return data
@@ -178,10 +169,7 @@ def digest_open_file(file: FileIO, path: Path) -> str:
 
 
 def compute_file_digest(file: FileIO, path: Path, draws: bool = True) -> str:
-    """The same of what the disk gives now: one that loses a bit changes no time of the file.
-
-    draws: a progress bar.
-    """
+    """The same of what the disk gives now: a lost bit changes no time of a file; draws: a bar."""
     size = os.fstat(file.fileno()).st_size
     digest = create_hasher(size)
     block = memoryview(bytearray(min(READ_BLOCK_BYTES, size + 1)))
@@ -196,10 +184,8 @@ def compute_file_digest(file: FileIO, path: Path, draws: bool = True) -> str:
 
 
 def create_hasher(size: int) -> blake3:
-    """BLAKE3 of so many bytes to come, on threads if they are many.
-
-    A fork has not its parent's threads, and would wait for them: small files use none, nor do workers.
-    """
+    """BLAKE3 of so many bytes to come, on threads if they are many."""
+    # A fork has not its parent's threads, and would wait for them: small files use none, nor do workers.
     uses_threads = size >= MIN_CACHED_FILE_BYTES and parent_process() is None
     return blake3(max_threads=blake3.AUTO if uses_threads else 1)
 

@@ -127,11 +127,8 @@ def read_records(path: Path, error: type[UserError], plain: str | None = None) -
 
 
 def list_row_files(folder: Path, error: type[UserError]) -> list[Path]:
-    """The files in a folder, by name, whose suffix says that they hold rows.
-
-    JSON documents and subfolders (notes, other splits) are left out. Raises
-    `error` for a folder that has no such file.
-    """
+    """The files of a folder, by name, whose suffix says that they hold rows; raises `error` for none."""
+    # JSON documents and subfolders (notes, other splits) are left out.
     paths = sorted(path for path in folder.glob("[!.]*") if path.is_file())
     files = [path for path in paths if _get_suffix(path) in ROW_FILE_SUFFIXES]
     if not files:
@@ -352,10 +349,7 @@ def list_supporting_titles(row: dict[str, Any], place: str, error: type[UserErro
 
 
 def count_hops(row: dict[str, Any], name: str) -> int | None:
-    """Hops as MuSiQue's ids and decompositions say them, else by type, else by evidences; None if unknown.
-
-    name: the id of the question.
-    """
+    """Hops by MuSiQue's ids (`name`) and decompositions, else by type, then evidences; None if unknown."""
     if found := _MUSIQUE_ID.match(name):
         return int(found[1])
     kind = row.get("type")

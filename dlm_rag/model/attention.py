@@ -94,12 +94,9 @@ def _read_rows(k: Tensor, v: Tensor, sight: AttentionMetadata) -> Iterator[tuple
 def attend_masked(
     q: Tensor, k: Tensor, v: Tensor, limits: Tensor, masks: dict[Any, Any], name: Any
 ) -> Tensor:
-    """Attention of q (rows, H, n, D), each to the first `limits` (rows, n) of its k, v (rows, Hk, m, D).
-
-    The mask is kept in `masks` by its name.
-    """
+    """Attention of q (rows, H, n, D), each to the first `limits` (rows, n) of its k, v (rows, Hk, m, D)."""
     flex = q.is_cuda and q.shape[-1] >= FLEX_MIN_HEAD_DIM
-    if name not in masks:
+    if name not in masks:  # kept by name, for the other layers
         masks[name] = (build_flex_mask if flex else build_dense_mask)(limits, q, k)
     if flex:
         return attend_flex(q, k, v, masks[name])

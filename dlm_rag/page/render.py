@@ -51,10 +51,7 @@ class TraceRun:
 
 
 def read_trace_runs(paths: Sequence[Path]) -> list[TraceRun]:
-    """The traces of these files, each named as short as tells them apart: by its name, folder, or path.
-
-    Raises `TraceError` for anything else, or no question.
-    """
+    """The traces, each named as short as tells it apart; raises `TraceError` for others, or no question."""
     names = [str(path) for path in paths]
     for short in ([path.resolve().parent.name for path in paths], [path.stem for path in paths]):
         names = short if len({*short}) == len(paths) else names
@@ -290,10 +287,7 @@ def find_bridge_entities(rollouts: Sequence[Rollout]) -> list[list[dict[str, Any
 
 
 def render_page(runs: Sequence[TraceRun], known: Iterable[Question] = ()) -> str:
-    """The page of one run, or of two side by side: one file, with its own style, script and data.
-
-    As `build_page_record` in all else.
-    """
+    """The page of one run or of two, as `build_page_record`: one file, with its style, script and data."""
     title = "An answer being written, with a search at every step"
     return _render(title, build_page_record(runs, known), ("page.js",))
 

@@ -260,10 +260,7 @@ class ChatResponse:
         return self._wrap({"message": {"role": "assistant", "refusal": None} | message}, reason, **end)
 
     async def stream(self, steps: Steps) -> AsyncGenerator[Event]:
-        """Yields a chunk for each step, at the end those that end the stream.
-
-        The contents of all chunks together are the message's.
-        """
+        """Yields a chunk for each step, then those that end it; their contents are the message's."""
         sent, tokens = "", dict[int, CommittedToken]()
         async for rollout, step in steps:
             tokens = step.write_tokens(tokens)

@@ -43,10 +43,7 @@ _ABOUT_US = frozenset("who what how can are do doing you know i ask help me up s
 
 
 def reply_to_greeting(text: str, passages: int | None) -> str:
-    """Returns what a greeting, thanks or "who are you?" is answered by; "" for a question.
-
-    passages: how many are searched; None where nobody knows.
-    """
+    """Returns the reply to a greeting, thanks or "who are you?", else ""; passages: how many, if known."""
     words = split_words(text[:MAX_TURN_CHARS])
     asked = {*dropwhile((_GREETINGS | _BESIDE_GREETINGS).__contains__, words)}
     about_us = asked <= _ABOUT_US and asked & {"you", "up", "ask"}

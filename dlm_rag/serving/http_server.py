@@ -404,10 +404,7 @@ class HttpServer(uvicorn.Server):
 
 
 def run_server(service: HttpService, sock: socket.socket, ready: Callable[[], object]) -> None:
-    """Serves at a bound socket until a signal has come and accepted questions are answered.
-
-    `ready` is called when clients can connect. Raises the error that has ended the service, if any.
-    """
+    """Serves until a signal; `ready` is called when clients can connect; raises what ended the service."""
     uvloop.run(HttpServer(service, ready).serve([sock]))
     if service.error is not None:
         raise service.error

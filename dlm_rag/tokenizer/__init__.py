@@ -183,10 +183,7 @@ class Tokenizer:
         return Prompt(self._prefix + head, tuple(map(self.encode, facts)), foot + self._suffix)
 
     def spells_letters(self, text: str) -> bool:
-        """Whether most letters of a text are not Latin and take a token or more each.
-
-        A model whose tokenizer spells a script has hardly read it.
-        """
+        """Whether most letters are not Latin and take a token or more each: a script it hardly knows."""
         letters = [char for char in text if char.isalpha()]
         foreign = [char for char in letters if ord(char) > LAST_LATIN_LETTER]
         return 2 * len(foreign) > len(letters) and len(self.encode("".join(foreign))) >= len(foreign)

@@ -105,8 +105,7 @@ class PromptTemplate:
         return facts
 
     def write_question(self, question: str) -> tuple[str, str]:
-        """Head and foot. Models that name titles read no quotation marks: SmolLM2 takes what is quoted for
-        unknown."""
+        """Head and foot, without quotation marks where titles are named: quotes are unknown to SmolLM2."""
         asked = _QUOTES.sub("", question) if self.answer == "titled" else question
         return self.head.replace("{question}", asked), self.foot.replace("{question}", asked)
 

@@ -71,10 +71,7 @@ class CheckpointRecord:
 
 
 def scan_checkpoints(folder: Path) -> tuple[dict[Path, CheckpointRecord], list[str]]:
-    """The whole checkpoints of the run in `folder`, the oldest first; and why other paths are skipped.
-
-    Raises `CheckpointError` for one of another format.
-    """
+    """Whole checkpoints, oldest first, and why others are skipped; `CheckpointError` for other formats."""
     complete, skipped = {}, []
     for path in sorted((folder / "checkpoints").glob("step-*")):
         if path.suffix == ".part":  # a kill has left it, or it is being written
@@ -185,9 +182,7 @@ class Checkpoints:
     """The checkpoints of a run, named by step."""
 
     def __init__(self, task: Task, processes: DistributedContext) -> None:
-        """Raises `ConfigError` if the run in the folder began with other settings or other contents of the
-        files that they name.
-        """
+        """Raises `ConfigError` if the run here began with other settings or other contents of files."""
         config, self.folder, self.processes = task.run.config, task.run.folder, processes
         self._settings = collect_settings(config, type(task))
         self._fingerprints = fingerprint_files(config, task.run.origin) if processes.is_main else {}

@@ -74,15 +74,12 @@ def translate_distributed_errors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """This process among those that torchrun started; alone without it.
-
-    context: those of its neighbours that have the same items, each a stretch of every row.
-    """
+    """This process among those that torchrun started; alone without it."""
 
     rank: int
     world_size: int
     local_rank: int
-    context: ContextParallel | None = None
+    context: ContextParallel | None = None  # neighbours with the same items, each a stretch of every row
 
     @classmethod
     def init(cls, timeout: timedelta = TIMEOUT) -> "DistributedContext":
@@ -249,10 +246,8 @@ def get_full_tensor(value: Any) -> Tensor:
 
 
 def skip_gradient_sync(root: nn.Module) -> AbstractContextManager[Any]:
-    """While it is open, backward sums no gradients of whole copies: for all parts but the last.
-
-    Shards sum theirs in every part: kept until the last, they would be as large as all weights.
-    """
+    """While it is open, backward sums no gradients of whole copies: for all parts but the last."""
+    # Shards sum theirs in every part: kept until the last, they would be as large as all weights.
     return root.no_sync() if isinstance(root, nn.parallel.DistributedDataParallel) else nullcontext()
 
 

@@ -144,9 +144,8 @@ class InitialModel:
                 whole = torch.zeros(value.shape)
                 if ".lora_A." in name:
                     bound = whole.shape[1] ** -0.5
-                    whole.uniform_(
-                        -bound, bound, generator=make_keyed_generator("adapter", self.seed, name)
-                    )
+                    generator = make_keyed_generator("adapter", self.seed, name)
+                    whole.uniform_(-bound, bound, generator=generator)
                 get_local(value).copy_(whole[_local_rows(value)])
             elif self.checkpoint is not None:
                 _read_local_rows(value, self.checkpoint, name.replace(".base_layer", ""))

@@ -185,10 +185,7 @@ def select_validation_metrics(metrics: Metrics) -> Metrics:
 
 
 def start_wandb(config: Config, folder: Path) -> Any:
-    """A W&B run, whose id is kept in `folder` for --resume, or None without; `offline` needs no account.
-
-    Raises `ConfigError` where W&B takes no run.
-    """
+    """A W&B run, whose id is kept in `folder` for --resume, or None; a `ConfigError` if none starts."""
     mode: Any = config.train.wandb
     if mode == "off":
         return None

@@ -156,9 +156,7 @@ class Trainer:
         return sums
 
     def _clip_gradients(self, found: list[dict[str, Tensor]]) -> tuple[float, dict[str, float]]:
-        """Clips the gradients to a norm of 1; returns their norm from before and the sums of this process's
-        parts. The one wait for the device in a step.
-        """
+        """Clips gradients to norm 1; returns their norm before, and own sums: the one wait of a step."""
         trained = [p for p in self.denoiser.parameters() if p.requires_grad]
         gradients = [p.grad for p in trained if p.grad is not None]
         norm = get_full_tensor(torch.nn.utils.get_total_norm(gradients))
@@ -367,10 +365,8 @@ def _render_readme(record: dict[str, Any]) -> str:
 
 
 def make_autocast(device: str, dtype: torch.dtype) -> torch.autocast:
-    """The context in which the denoiser is trained: autocast below float32.
-
-    It keeps no copies of weights: activation checkpointing would find them when it computes again.
-    """
+    """The context in which the denoiser is trained: autocast below float32."""
+    # No copies of weights are kept: activation checkpointing would find them when it computes again.
     return torch.autocast(device, dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
 
@@ -410,9 +406,7 @@ def make_optimizers(denoiser: Denoiser, train: TrainConfig) -> list[torch.optim.
 
 
 class MuonInFloat32(torch.optim.Muon):
-    """torch's Muon, which orthogonalises in bfloat16, in float32: for GPUs that only emulate bfloat16, and
-    CPUs, where it takes ten times as long.
-    """
+    """torch's Muon in float32: for GPUs that emulate bfloat16, and CPUs, where it is ten times as slow."""
 
     def step(self, closure: Any = None) -> Any:
         with _WithoutBFloat16():
