@@ -268,12 +268,9 @@ def list_tensor_shapes(config: DenoiserConfig) -> dict[str, tuple[int, ...]]:
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
-    """Rotary positions (Su et al. 2021) on x (T, H, D), the halves of D paired, in float32.
-
-    Of a head wider than `rope`, the first numbers are turned.
-    """
+    """Rotary positions (Su et al. 2021) on x (T, H, D), the halves of D paired, in float32."""
     cos, sin, *_ = rope
-    if (turned := cos.shape[-1]) < x.shape[-1]:
+    if (turned := cos.shape[-1]) < x.shape[-1]:  # of a wider head the first numbers are
         return torch.cat((apply_rope(x[..., :turned], rope), x[..., turned:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return (x * cos).add_(torch.cat((second, first), dim=-1) * sin).to(x.dtype)

@@ -322,14 +322,11 @@ def _ends(lengths: Sequence[int]) -> NDArray[np.int32]:
 
 
 def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """The arrays on the device, views of one buffer that travels in one copy; nothing waits.
-
-    On a CPU they share the memory of the arrays.
-    """
+    """The arrays on the device, views of one buffer that travels in one copy; nothing waits."""
     arrays = [np.asarray(array, order="C") for array in arrays]
     tensors = [torch.from_numpy(array) for array in arrays]
     if device.type == "cpu" or not tensors:
-        return tensors
+        return tensors  # which share the memory of the arrays
     sizes = [-(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for array in arrays]
     starts = list(accumulate(sizes, initial=0))
     packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")

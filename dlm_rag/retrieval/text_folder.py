@@ -152,12 +152,8 @@ def _split_sections(text: str) -> Iterator[tuple[str, str]]:
     for found in _SECTION.finditer(text):
         if heading := found["title"] or found["underlined"] or found["tagged"]:
             yield title, text[start : found.start()]
-            bare = (
-                _HEADING_MARKUP.sub(lambda m: m["linked"] or m["marked"] or "", heading)
-                .strip()
-                .rstrip(" \t#")
-            )
-            title, start = bare or heading.strip(), found.end()
+            bare = _HEADING_MARKUP.sub(lambda m: m["linked"] or m["marked"] or "", heading)
+            title, start = bare.strip().rstrip(" \t#") or heading.strip(), found.end()
     yield title, text[start:]
 
 

@@ -54,10 +54,7 @@ def reply_to_greeting(text: str, passages: int | None) -> str:
 
 
 def find_names(text: str) -> list[str]:
-    """Returns the runs of words with a capital, in order, each once.
-
-    Function words before them are left out, and a first word alone, which has a capital anyway.
-    """
+    """Returns the runs of words with a capital, in order, each once, without function words in front."""
     runs: list[list[str]] = [[]]
     for word in _NAME_PART.findall(text):
         begins = word[0].isupper() and (runs[-1] or word.casefold() not in FUNCTION_WORDS)
@@ -66,7 +63,7 @@ def find_names(text: str) -> list[str]:
         else:
             runs.append([])
     if runs[0] == text.split()[:1] != text.split():
-        del runs[0]
+        del runs[0]  # a first word alone, which has a capital anyway
     return list(dict.fromkeys(" ".join(run) for run in runs if run))
 
 

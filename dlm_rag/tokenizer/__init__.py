@@ -196,14 +196,11 @@ class Tokenizer:
         return text
 
     def decode_with_offsets(self, ids: list[int]) -> tuple[str, list[tuple[int, int]]]:
-        """Text of ids, special tokens left out, not stripped; and the character range of each id.
-
-        A character made of several tokens belongs to the last of them.
-        """
+        """Text of ids, special tokens left out, not stripped; and the character range of each id."""
         pieces = ["" if token in self.special_ids else self.token_text(token) for token in ids]
         text = self._decode([token for token in ids if token not in self.special_ids])
         ends = list(accumulate(map(len, pieces)))
-        if "".join(pieces) != text:
+        if "".join(pieces) != text:  # a character of several tokens belongs to the last of them
             prefixes = [[t for t in ids[: n + 1] if t not in self.special_ids] for n in range(len(ids))]
             ends = [len(self._decode(prefix).rstrip("\ufffd")) for prefix in prefixes]
         return text, list(pairwise([0, *ends]))

@@ -81,12 +81,10 @@ class PackedDocuments:
     def __init__(
         self, files: Sequence[TokenFile], tokenizer: Tokenizer, train: TrainConfig, shifted: bool
     ) -> None:
-        """Raises `ConfigError` for files without a whole sequence.
-
-        shifted: the denoiser predicts a token from the row before it, so that every row needs one.
-        """
+        """Raises `ConfigError` for files without a whole sequence."""
         self._files, self._train, length = files, train, train.sequence_length
         self._per_step = train.batch_tokens // length
+        # Where the denoiser predicts a token from the one before it, every row needs one in front.
         self._prompt = Prompt((min(tokenizer.end_ids),) if shifted else (), (), ())
         counts = [file.count_sequences(length) for file in files]
         self._kept = [count - min(HELD_OUT_SEQUENCES, count // 20) for count in counts]
