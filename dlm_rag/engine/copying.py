@@ -17,6 +17,8 @@ from dlm_rag.tokenizer import Tokenizer
 WORD_END = -1
 ANSWER_MARK = "###"
 COPIED_CONFIDENCE = 0.5  # from which a token that a text has there is committed
+MARK_CONFIDENCE = 0.3  # from which the sign after a title is
+NEVER = 2.0  # a confidence that no guess has
 OWN_WORDS = "yes no unknown unclear"  # of answers, that no text need have
 MAX_KEPT_TEXTS = 2048  # whose words are kept, some 60 kB each of 200 words
 MAX_KEPT_WORDS = 65536  # as tokens, some 10 MB
@@ -174,12 +176,28 @@ class WordTable:
         longer = self._decode([*begun, token]).lstrip()
         return token if self._count(name, texts) == self._count(longer, texts) else None
 
-    def is_copied(self, written: Sequence[int], token: int, texts: Collection[str]) -> bool:
-        """Says whether the title or answer that was begun goes on with the token somewhere in the texts."""
+    def find_least_confidence(self, written: Sequence[int], token: int, texts: Collection[str]) -> float:
+        """Returns from which probability on a guess is right often enough to follow the written tokens;
+        above 1 where the texts say nothing of it.
+
+        How the title or answer that was begun goes on somewhere in the texts: `COPIED_CONFIDENCE`; 0 where
+        it goes on so wherever it stands in them, or does in a title that the response has. After a whole
+        title: 0 for the end of an answer, `MARK_CONFIDENCE` for the sign between titles or before an answer.
+        """
         begun, name = self._split_begun(written)
+        marks = [n for n, id_ in enumerate(written) if self._marks[id_]]
+        if token in self._ends or self._ends_name[token]:
+            whole = any(name == text.partition("\n")[0] for text in texts)
+            least = 0.0 if token in self._ends else MARK_CONFIDENCE
+            return least if whole and (token in self._ends) == bool(marks) else NEVER
         longer = self._decode([*begun, token]).lstrip()
-        goes_on = bool(name) and len(longer) > len(name) and "\n" not in longer
-        return goes_on and self._count(longer, texts) > 0
+        count = 0
+        if name and len(longer) > len(name) and "\n" not in longer:
+            count = self._count(longer, texts)
+        if not count:
+            return NEVER
+        named = bool(marks) and self._count(longer, [self._decode([*written[: marks[0]]])])
+        return 0.0 if named or count == self._count(name, texts) else COPIED_CONFIDENCE
 
     def bars(self, written: Sequence[int], token: int, texts: Sequence[str]) -> bool:
         """Says whether the token may not follow the written ones."""

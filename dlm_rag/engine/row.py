@@ -229,10 +229,13 @@ class Row:
         """The positions, from and up to, that the model sees: the blocks of open spans, and whole blocks of
         lookahead where the query takes provisional tokens.
 
-        None of them where the next token is the first of a block and the block before it predicts it.
+        None of them where the next token is the first of a block and the block before it predicts it, but
+        for the rule left_to_right where each token is predicted by the one before.
         """
         settings, length, (begin, end) = self.settings, self.canvas.length, self.current_block
-        if self.laid_out_prompt.predicts_next_block and self.canvas.first_masked == begin:
+        laid = self.laid_out_prompt
+        in_order = laid.shifted and settings.commit_rule == "left_to_right"
+        if laid.predicts_next_block and self.canvas.first_masked == begin and not in_order:
             return begin, begin
         ahead = resolve_query_threshold(settings.query_policy, settings.query_threshold) <= 1
         if settings.query_window and end < length and ahead:

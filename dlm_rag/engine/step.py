@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dlm_rag.decode.rollout import Action, CommittedToken
-from dlm_rag.engine.copying import COPIED_CONFIDENCE, WordTable
+from dlm_rag.engine.copying import WordTable
 from dlm_rag.engine.row import OpenSpan, Row, SearchResult
 from dlm_rag.engine.rules import Proposals, RuleContext, choose_commits, compute_step_sizes, find_rule
 from dlm_rag.engine.runner import ModelRunner
@@ -177,8 +177,7 @@ def _copy_words(row: Row, words: WordTable, proposals: Proposals, chosen: Propos
         elif not ids:
             token = tokens[0] = words.begin_title(token, texts)
         elif n >= len(chosen.positions):
-            copied = confidence[n] >= COPIED_CONFIDENCE and token != ids[-1]
-            if not (copied and words.is_copied(ids, token, texts)):
+            if token == ids[-1] or confidence[n] < words.find_least_confidence(ids, token, texts):
                 break
         ids.append(token)
     n = len(ids) - len(row.written)
