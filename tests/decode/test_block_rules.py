@@ -39,7 +39,7 @@ def make_decoder(corpus, layout="joint", prefix_cache_gib=1.0, shape=None, **set
     """Attention in blocks of 4, other evidence at every search."""
     template = PromptTemplate(head="{question}\n", fact=PromptTemplate.from_checkpoint(None, layout).fact)
     shape = {"passage_length": 96, "block_grid": "prompt"} | (shape or {})
-    threshold = {} if settings.get("commit_rule") == "top_k" else {"commit_threshold": 0.4}
+    threshold = {} if settings.get("commit_rule") in ("top_k", "sequential") else {"commit_threshold": 0.4}
     config = DecodeConfig(**({"max_new_tokens": LENGTH} | threshold | settings))
     engine = EngineConfig(prefix_cache_gib=prefix_cache_gib)
     return Decoder(
@@ -97,6 +97,18 @@ def test_the_same_tokens_alone_and_in_a_batch_with_and_without_a_pool(corpus, la
     assert not written & {*shape.get("excluded_token_ids", ())}
     if "blocks_at_once" in settings:
         assert any(written_ahead(rollout) for rollout in found[0])
+
+
+@pytest.mark.parametrize("shape", [SHIFTED, SHIFTED | {"block_grid": "canvas", "causal_context": True}], ids=str)
+def test_a_block_that_is_shown_with_its_first_token_masked_has_the_same_one(corpus, shape):
+    """A rule that names no order sees it only once that token is known."""
+    found = []
+    for rule in ({"commit_rule": "sequential"}, {"commit_rule": "left_to_right"}):
+        decoder = make_decoder(corpus, shape=shape, query_policy="question", early_stopping=False, **rule)
+        found.append([what_happened(r) for r in decoder.decode(ASKED, tokens_per_step=1)])
+    assert found[0] == found[1]
+    quick = decoder.decode(ASKED, tokens_per_step=None, commit_threshold=0)
+    assert any(len(rollout.steps[1].committed) > 1 for rollout in quick)
 
 
 @pytest.mark.parametrize(("threshold", "rounds_needed"), [(0.1, {3}), (0.6, {2, 3})])

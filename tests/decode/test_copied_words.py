@@ -138,19 +138,25 @@ TITLED += [f"Dune{' is' * 12}\nIt is so.", "Yo Yo Ma\nYo Yo Yo!", f"{'z' * 32}\n
 
 
 @pytest.mark.parametrize(
-    ("written", "certain", "copied"),
+    ("written", "certain", "sure", "half", "marks"),
     [
-        (" Bo", " ", " "), (" Bo ", "H", "H"), (" Anna", None, " ."), (" Anna Lee", None, " ?"),
-        (" Anna Lee (", "f", "f"), (" Anna Lee; Bo", " ", " "), (" Bo Hart", None, " ."),
-        (" Bo ### Bo", None, " "), (" Cy", None, ""), (" Dune", None, " "), (" Yo Yo", None, " !"),
-        (" zz", None, "z"),
+        (" Bo", " ", " ", "", ""), (" Bo ", "H", "H", "", ""), (" Anna", None, "", " .", ""),
+        (" Anna Lee", None, "", " ?", ""), (" Anna Lee (", "f", "f", "", ""),
+        (" Anna Lee; Bo", " ", " ", "", ""), (" Bo Hart", None, "", " .", ";#"), (" Cy", None, "", "", ""),
+        (" Dune", None, " ", "", ""), (" Yo Yo", None, "", " !", ""), (" zz", None, "z", "", ""),
+        (" Bo ### Bo", None, " ", "", ""), (" Anna Lee ### Anna", None, " ", ".", ""),
+        (" Dune ### Anna", None, "", " .", ""), (" Anna Lee (film)", None, "", "", ";#"),
+        (" Dune ### Bo Hart", None, "\u0101", " .", ""), (" Dune ### Anna Lee", None, "", " ?", ""),
     ],
 )  # fmt: skip
-def test_a_title_goes_on_where_the_texts_leave_one_way(written, certain, copied):
+def test_a_title_goes_on_where_the_texts_leave_one_way(written, certain, sure, half, marks):
+    """By hand, in letters; "\u0101" is the end."""
     words, ids = WordTable(titled_tokenizer(), 300), [*written.encode()]
     found = words._find_title_token(ids, TITLED)
     assert found == (None if certain is None else ord(certain))
-    assert {chr(n) for n in range(128) if words.is_copied(ids, n, TITLED)} == {*copied}
+    least = [words.find_least_confidence(ids, n, TITLED) for n in (*range(128), 257)]
+    for bound, signs in ((0.0, sure), (0.5, half), (0.3, marks)):
+        assert {chr(n) for n, one in zip((*range(128), 257), least, strict=True) if one == bound} == {*signs}
     if certain is not None:
         assert np.flatnonzero(~words.find_barred(ids, TITLED)).tolist() == [found]
 
