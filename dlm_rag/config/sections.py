@@ -325,6 +325,10 @@ class TrainConfig(CheckedSettings):
     activation_checkpointing: str = setting("none", choices=("none", "selective", "full"))
     """recompute activations in the backward pass: full (all of a layer) or selective (all but attention
     and, unless compiled, matrix products)"""
+    activation_checkpointing_interval: int = setting(
+        1, low=1, only_with={"train.activation_checkpointing": ("selective", "full")}
+    )
+    """of how many layers one is recomputed: 2 is every other one"""
     compile: bool = setting(False)
     """compile around attention with torch.compile"""
     parallel: str = setting("ddp", choices=("ddp", "fsdp"))

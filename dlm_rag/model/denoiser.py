@@ -67,6 +67,7 @@ class Denoiser(TransformerWeights):
         self.config = config
         self.attention, self.quantize = "auto", "none"  # as the settings of `model`
         self.activation_checkpointing = "none"  # while gradients are recorded: none, selective, full
+        self.activation_checkpointing_interval = 1  # of the layers that it is for
         self._compiled_before: int | None = None
         self.flop_count = FlopCount()  # of all calls since
         self._origin: tuple[Checkpoint, int] | None = None  # what was loaded, and how many parameters
@@ -260,7 +261,8 @@ class Denoiser(TransformerWeights):
                 if (home := devices[layer]) != x.device:
                     x, rope, call = move_to_device((x, rope, call), home)
                 with profile_layer(layer):
-                    x, k, v = self._run_layer(block, x, rope, call, layer, layer == top)
+                    run = partial(self._run_again, block) if self._recomputes(layer) else block
+                    x, k, v = run(x, rope, call, layer, layer == top)
                 if keep:
                     kept.append((k, v))
         x = x.to(self.device)
@@ -295,10 +297,13 @@ class Denoiser(TransformerWeights):
         scale = 1 + scaling[QUERY_SCALE_KEY] * steps.log1p()
         return cos, sin, cos * scale, sin * scale
 
-    def _run_layer(self, block: nn.Module, *inputs: Any) -> Any:
-        """One layer; with `activation_checkpointing`, backward computes its activations again."""
-        if self.activation_checkpointing == "none" or not torch.is_grad_enabled():
-            return block(*inputs)
+    def _recomputes(self, layer: int) -> bool:
+        """Whether backward computes the activations of a layer again."""
+        wanted = self.activation_checkpointing != "none" and torch.is_grad_enabled()
+        return wanted and layer % self.activation_checkpointing_interval == 0
+
+    def _run_again(self, block: nn.Module, *inputs: Any) -> Any:
+        """One layer, whose activations backward computes again."""
         from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
         saved = partial(create_selective_checkpoint_contexts, _choose_saved)

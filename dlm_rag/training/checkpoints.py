@@ -297,6 +297,7 @@ CHANGEABLE_KEYS = frozenset({
     "train.eval_questions", "train.wandb",
     # How the work is done: nothing but rounding changes.
     "train.gradient_accumulation_steps", "train.activation_checkpointing",
+    "train.activation_checkpointing_interval",
     "train.compile", "train.parallel", "train.context_parallel",
     "model.device", "model.dtype", "model.attn_implementation",
     "decode.batch_size",

@@ -101,6 +101,7 @@ def estimate_step_memory(task: Task, dtype: torch.dtype, items: int) -> StepMemo
     """Returns what a part of `items` items needs, with the arithmetic in `dtype`; nothing is allocated."""
     train, denoiser = task.train, task.run.origin.build_on_meta(dtype)
     denoiser.activation_checkpointing = train.activation_checkpointing
+    denoiser.activation_checkpointing_interval = train.activation_checkpointing_interval
     root: Any = task.objective(denoiser)
     named = list(denoiser.named_parameters())
     trained = [p for _, p in named if p.requires_grad]

@@ -91,6 +91,7 @@ class Trainer:
             self.root = wrap_in_ddp(self.root)
         self.denoiser.attention = self.config.model.attn_implementation
         self.denoiser.activation_checkpointing = train.activation_checkpointing
+        self.denoiser.activation_checkpointing_interval = train.activation_checkpointing_interval
         if train.compile:
             self.denoiser.compile_layers()
 

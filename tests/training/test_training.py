@@ -252,16 +252,16 @@ def test_a_part_that_hides_nothing_still_has_gradients_for_all(examples):
 
 
 @pytest.mark.parametrize(
-    ("kind", "compiled"),
-    [("selective", False), ("full", False), pytest.param("selective", True, marks=pytest.mark.slow)],
+    ("kind", "interval", "compiled"),
+    [("selective", 1, False), ("full", 2, False), pytest.param("selective", 1, True, marks=pytest.mark.slow)],
 )
-def test_checkpointing_changes_no_gradient(examples, kind, compiled):
+def test_checkpointing_changes_no_gradient(examples, kind, interval, compiled):
     denoiser = micro_denoiser()
     counts = count(examples)
     loss_of(denoiser, examples, counts, LossWeights(0.15, 0.3))[0].backward()
     expected = [p.grad.clone() for p in denoiser.parameters()]
     denoiser.zero_grad()
-    denoiser.activation_checkpointing = kind
+    denoiser.activation_checkpointing, denoiser.activation_checkpointing_interval = kind, interval
     if compiled:
         denoiser.compile_layers()
     loss_of(denoiser, examples, counts, LossWeights(0.15, 0.3))[0].backward()
