@@ -138,8 +138,8 @@ class DecodeConfig(CheckedSettings):
     """write only words of the question and the passages, or yes, no, unknown and unclear, but for what no
     blank precedes, as after a hyphen; what can go on in one way alone does so at once. Models that name
     titles before an answer begin with one of a passage or with words of the question, and commit a token
-    that a text has next from a confidence of 0.5 on (any, where all texts go on with it), and the sign after
-    a title from 0.3 on. For left_to_right and, a token a step, mode=autoregressive"""
+    that a text has next from a confidence of 0.5 on (any, where all texts go on with it), and the sign
+    after a title from 0.3 on. For left_to_right and, a token a step, mode=autoregressive"""
     edit_threshold: float | None = setting(None, low=0, high=1, only_with=IN_BLOCKS)
     """confidence at which another token replaces a committed one within the current block; unset: never"""
     max_edit_steps: int = setting(

@@ -182,7 +182,7 @@ class WordTable:
 
         How the title or answer that was begun goes on somewhere in the texts: `COPIED_CONFIDENCE`; 0 where
         it goes on so wherever it stands in them, or does in a title that the response has. After a whole
-        title: 0 for the end of an answer, `MARK_CONFIDENCE` for the sign between titles or before an answer.
+        title 0 for the end of an answer, `MARK_CONFIDENCE` for the sign between titles or before one.
         """
         begun, name = self._split_begun(written)
         marks = [n for n, id_ in enumerate(written) if self._marks[id_]]

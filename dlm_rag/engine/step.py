@@ -176,9 +176,10 @@ def _copy_words(row: Row, words: WordTable, proposals: Proposals, chosen: Propos
             break
         elif not ids:
             token = tokens[0] = words.begin_title(token, texts)
-        elif n >= len(chosen.positions):
-            if token == ids[-1] or confidence[n] < words.find_least_confidence(ids, token, texts):
-                break
+        elif n >= len(chosen.positions) and (
+            token == ids[-1] or confidence[n] < words.find_least_confidence(ids, token, texts)
+        ):
+            break
         ids.append(token)
     n = len(ids) - len(row.written)
     left = left.subset(np.arange(n))

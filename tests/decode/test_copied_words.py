@@ -154,9 +154,9 @@ def test_a_title_goes_on_where_the_texts_leave_one_way(written, certain, sure, h
     words, ids = WordTable(titled_tokenizer(), 300), [*written.encode()]
     found = words._find_title_token(ids, TITLED)
     assert found == (None if certain is None else ord(certain))
-    least = [words.find_least_confidence(ids, n, TITLED) for n in (*range(128), 257)]
+    least = {chr(n): words.find_least_confidence(ids, n, TITLED) for n in (*range(128), 257)}
     for bound, signs in ((0.0, sure), (0.5, half), (0.3, marks)):
-        assert {chr(n) for n, one in zip((*range(128), 257), least, strict=True) if one == bound} == {*signs}
+        assert {sign for sign, one in least.items() if one == bound} == {*signs}
     if certain is not None:
         assert np.flatnonzero(~words.find_barred(ids, TITLED)).tolist() == [found]
 
