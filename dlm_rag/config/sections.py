@@ -73,6 +73,9 @@ class RetrievalConfig(CheckedSettings):
     bm25_query: str = setting("whole", choices=("whole", "sentences"), only_with=NO_URL)
     """how BM25, also in hybrid, searches a query: whole, or as dense search does, by the question and each
     sentence or title in turn, for a title first the passage that has it"""
+    min_score_ratio: float = setting(0.0, low=0, high=1, only_with={"retrieval.method": ("bm25",)})
+    """leave out what scores less than this share of the best passage for the question, unless the question
+    has its title; then each further sentence or title of the query adds one passage"""
     url: str | None = setting(None)
     """search a service instead of a corpus: http(s)://HOST:PORT/retrieve or
     milvus://HOST:PORT/COLLECTION"""
@@ -381,7 +384,7 @@ GENERATION_FILE = "generation_config.json"
 OF_A_RUN = {"seed", "batch_size", "overlap"}  # settings that no model asks for
 DECODE_NAMES = [item.name for item in fields(DecodeConfig) if item.name not in OF_A_RUN]
 CODE_NAMES = [each.name for each in fields(DecodeConfig) if each.metadata["json_schema_extra"]["table"]]
-RETRIEVAL_NAMES = ["top_k", "bm25_query", "query_prompt", "passage_prompt"]
+RETRIEVAL_NAMES = ["top_k", "bm25_query", "min_score_ratio", "query_prompt", "passage_prompt"]
 
 
 def read_generation_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

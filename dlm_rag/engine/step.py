@@ -316,7 +316,7 @@ class Searches:
         if not row.step:
             row.first_passages = found
         elif find_query_policy(row.settings.query_policy).merges_rounds:
-            most = max(len(row.first_passages), len(found))
+            most = max(len(row.first_passages), len(found), getattr(self.retriever, "top_k", 0))
             found = interleave_rankings((row.first_passages, found), most)
         return self.model_runner.order_passages(row.retrieved_passages or [], found)
 

@@ -88,11 +88,12 @@ class RetrieverLoader:
         return import_object(self.load, "retrieval.method")(config, corpus)
 
 
+_BM25 = ("top_k", "bm25_query", "min_score_ratio")
 _DENSE = ("top_k", "embedding_model", "query_prompt", "passage_prompt")
 
 # By `retrieval.method`, which may also be `module:function` with the arguments of a `RetrieverLoader`.
 RETRIEVERS = {
-    "bm25": RetrieverLoader("dlm_rag.retrieval.bm25:open_bm25_retriever", ("top_k", "bm25_query")),
+    "bm25": RetrieverLoader("dlm_rag.retrieval.bm25:open_bm25_retriever", _BM25),
     "dense": RetrieverLoader("dlm_rag.retrieval.dense:open_dense_retriever", _DENSE),
     "hybrid": RetrieverLoader("dlm_rag.retrieval.dense:open_hybrid_retriever", ("bm25_query", *_DENSE)),
     "none": RetrieverLoader("dlm_rag.retrieval.base:open_no_retriever"),

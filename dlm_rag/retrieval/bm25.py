@@ -40,9 +40,23 @@ from dlm_rag.files.build_once import Shard, build_once, build_shard, make_folder
 from dlm_rag.files.record_readers import normalize_title
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import report_progress
-from dlm_rag.retrieval.base import CorpusRetriever, MultiQueryRetriever, Query, Ranking
+from dlm_rag.retrieval.base import (
+    CorpusRetriever,
+    MemoizedBatchFunction,
+    MultiQueryRetriever,
+    Query,
+    Ranking,
+)
 from dlm_rag.retrieval.corpus import Corpus
-from dlm_rag.text import JOINED_RUN, MARKS, WORD, get_title_line, normalize_text, strip_disambiguation
+from dlm_rag.text import (
+    JOINED_RUN,
+    MARKS,
+    WORD,
+    fold_words,
+    get_title_line,
+    normalize_text,
+    strip_disambiguation,
+)
 
 log = logging.getLogger(__name__)
 
@@ -130,10 +144,55 @@ class BM25Retriever(CorpusRetriever):
 
 
 def open_bm25_retriever(config: RetrievalConfig, corpus: Corpus) -> CorpusRetriever:
-    """BM25 by whole queries, or by `Query.parts` in turn."""
-    retriever = BM25Retriever(corpus, config.top_k)
-    whole = config.bm25_query == "whole"
-    return retriever if whole else MultiQueryRetriever(TitledFirstRetriever(retriever))
+    """BM25 by whole queries, or by `Query.parts` in turn; all that is found, or a clear choice."""
+    whole = BM25Retriever(corpus, config.top_k)
+    by_parts = None if config.bm25_query == "whole" else MultiQueryRetriever(TitledFirstRetriever(whole))
+    if config.min_score_ratio:
+        return ClearChoiceRetriever(whole, by_parts, config.min_score_ratio)
+    return by_parts or whole
+
+
+class ClearChoiceRetriever(CorpusRetriever):
+    """Fewer than `top_k` passages where some are clearly better: the others distract a reader.
+
+    Of what the question finds (or the whole query, without `by_parts`), those with at least `ratio` of the
+    best score, and those with a title that the question has. Of each further part, the best. A title that a
+    better passage has counts for none of this.
+    """
+
+    def __init__(self, whole: BM25Retriever, by_parts: CorpusRetriever | None, ratio: float) -> None:
+        super().__init__(whole.corpus, whole.top_k)
+        self._whole = whole
+        self.query_fields = (whole if by_parts is None else by_parts).query_fields
+        self._by_parts, self._ratio = by_parts, ratio
+        self._scores = MemoizedBatchFunction(self._score)
+
+    def _score(self, asked: Sequence[tuple[str, int]]) -> list[dict[int, float]]:
+        return self._whole.rank_scored([Query(text, (text,)) for text, _ in asked], asked[0][1])
+
+    def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
+        parts = [query.parts if self._by_parts is not None else (query.text,) for query in queries]
+        asked = [own[0] if own else "" for own in parts]
+        others = [Query(part, (part,)) for own in parts for part in own[1:]]
+        found = iter(self._by_parts.rank(others, 1) if self._by_parts is not None else ())
+        scored = self._scores((text, depth) for text in asked)
+        return [
+            self._choose(text, scores, [next(found) for _ in own[1:]])[:depth]
+            for text, scores, own in zip(asked, scored, parts, strict=True)
+        ]
+
+    def _choose(self, question: str, scores: dict[int, float], others: list[Ranking]) -> Ranking:
+        added = [row for best in others for row in best]
+        rows = [*dict.fromkeys((*scores, *added))]
+        firsts = (get_title_line(passage.text) for passage in self.corpus.read_passages(rows))
+        titles = dict(zip(rows, map(_fold_title, firsts), strict=True))
+        least, asked = self._ratio * max(scores.values(), default=0.0), fold_words(question)
+        chosen = [row for row, score in scores.items() if score >= least]
+        for row in rows:
+            named = row in added or fold_words(titles[row]) in asked
+            if named and titles[row] not in {titles[other] for other in chosen}:
+                chosen.append(row)
+        return chosen
 
 
 class TitledFirstRetriever(CorpusRetriever):

@@ -214,6 +214,28 @@ def test_the_passage_of_a_title_comes_before_those_that_name_it_more_often(tmp_p
         assert list_passage_ids(retriever.search(["Ingmar  bergman"])) == [best]
 
 
+def test_of_a_clear_choice_alone_is_read(tmp_path):
+    """By hand: what is near enough, or has a title of the question; of each title one passage more."""
+    texts = {
+        "rock": "Rock\nGranite is a rock of quartz and feldspar.",
+        "hill": "Hill\nA hill of granite and quartz.",
+        "quartz": "Quartz (mineral)\nIt is hard.",
+        "other": "Rock\nGranite is old.",
+    }
+    rows = [{"id": name, "contents": text} for name, text in texts.items()]
+    rows += [{"id": f"{n}", "contents": f"{n}"} for n in range(9)]
+    corpus = write_jsonl_file(tmp_path / "stones.jsonl", rows)
+    parts = ("feldspar granite rock quartz", "Hill", "Rock")
+    query = Query(" ".join(parts), parts)
+    for ratio, kind, found in (
+        (0.9, "sentences", ["rock", "hill", "quartz"]), (0.9, "whole", ["rock", "hill", "quartz"]),
+        (0.01, "sentences", ["rock", "other", "hill", "quartz"]),
+    ):  # fmt: skip
+        retriever = load_retriever(corpus, top_k=4, bm25_query=kind, min_score_ratio=ratio)
+        assert list_passage_ids(retriever.search([query])) == [found], (ratio, kind)
+        assert retriever.search(["zzz"]) == [[]]
+
+
 OWN_RETRIEVER = """
 from dlm_rag.retrieval.base import CorpusRetriever
 
