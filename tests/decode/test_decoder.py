@@ -328,7 +328,7 @@ def test_the_mask_is_never_written(corpus_file):
     plain = decoder.denoiser.compute_token_logits
     mask = torch.nn.functional.one_hot(torch.tensor(256), 258) * 50.0
     decoder.denoiser.compute_token_logits = lambda hidden: plain(hidden) + mask
-    for settings in ({}, {"temperature": 1.0}):
+    for settings in ({}, {"temperature": 1.0}, {"temperature": 1.0, "commit_rule": "sampled"}):
         decoder.config = DecodeConfig(max_new_tokens=6, early_stopping=False, **settings)
         tokens = [c.token_id for s in decoder.decode(["Dune?"])[0].steps for c in s.committed]
         assert len(tokens) == 6 and 256 not in tokens

@@ -21,7 +21,6 @@ from dlm_rag.engine.policy import (
     ActionDistribution,
     SoftThreshold,
     compute_action_distribution,
-    draw_actions,
     gather_action_log_probs,
     step_log_prob,
 )
@@ -322,11 +321,3 @@ def test_logits_of_a_large_vocabulary_stay_within_their_budget(dtype, monkeypatc
     assert MAX_LOGIT_BYTES / 2 < alive.logits_at_peak < MAX_LOGIT_BYTES
     assert alive.peak_bytes < 1.1 * MAX_LOGIT_BYTES, "but for the weights, of which the head has 16 MB"
     assert len(looks) == -(-2048 // (MAX_LOGIT_BYTES // (80 * LLADA.vocab_size))), "once for each chunk"
-
-
-def test_draws_never_are_the_mask():
-    logits = torch.tensor([[0.0, 0, 0, 30.0]] * 50)
-    uniform = torch.linspace(0, 1, 50)
-    found = draw_actions(logits, MASK, SOFT, uniform, uniform)
-    tokens = torch.cat([found["drawn_token_ids"], found["forced_token_ids"]])
-    assert {*tokens.tolist()} <= {0, 1, 2}
