@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dlm_rag.decode.rollout import Action, CommittedToken
-from dlm_rag.engine.copying import WordTable
+from dlm_rag.engine.copying import ANSWER_MARK, WordTable
 from dlm_rag.engine.row import OpenSpan, Row, SearchResult
 from dlm_rag.engine.rules import Proposals, RuleContext, choose_commits, compute_step_sizes, find_rule
 from dlm_rag.engine.runner import ModelRunner
@@ -252,6 +252,9 @@ class Searches:
         if row.provisional is not None:
             least = resolve_query_threshold(settings.query_policy, settings.query_threshold)
             response = self.tokenizer.query_text(row.canvas.fill_provisional(row.provisional, least))
+            if self.tokenizer.template.answer == "titled":  # words of an answer find pages that change it
+                titles, mark, _ = response.partition(ANSWER_MARK)
+                response = titles + mark
         best = row.first_passages[0].text if row.first_passages else ""
         return build_query(settings.query_policy, row.question.question, response, best)
 
