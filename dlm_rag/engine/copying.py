@@ -92,8 +92,9 @@ class WordTable:
 
         A word begins as one of the texts or of `OWN_WORDS`. Where the word so far begins words of these,
         it goes on as one of them; it ends, by a blank or a sign, where one of them does. What no blank
-        precedes is left alone: the first word where none begins the response, one after a hyphen. In the
-        first title of a response follows what does in a title or the question; none ends before "###".
+        precedes is left alone: the first word where none begins the response, one after a hyphen. One
+        precedes each title and answer. In the first title of a response follows what does in a title or the
+        question; none ends before "###".
         """
         follow = self._follow(self._find_word(written), texts)
         going_on = [token for token in follow if token != WORD_END and self._may_continue[token]]
@@ -109,6 +110,8 @@ class WordTable:
             if follow:
                 barred |= self._continues
         barred[going_on] = False
+        if self._names_titles and written and self._ends_name[written[-1]]:
+            barred |= ~(self._begins | self._marks | np.isin(np.arange(len(barred)), self._ends))
         if self._names_titles and not self._marks[[*written]].any():
             barred[self._ends] = True
             if certain is None and written and not self._ends_name[[*written]].any():
