@@ -172,7 +172,8 @@ class DecodeConfig(CheckedSettings):
         0.0, low=0, high=1, only_with={"decode.abstain": ("answer", "response")}
     )
     """confidence of an answer, the geometric mean of the probabilities of its tokens (but of those that
-    copy_words takes below commit_threshold), below which it is not given, where the model may abstain"""
+    copy_words takes below commit_threshold), below which it is not given, where the model may abstain; of
+    models that name passages times the 0.7th power of the share of the question's words that these have"""
     early_stopping: bool = setting(True)
     """stop once an end token and everything before it is committed"""
 

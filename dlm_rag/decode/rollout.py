@@ -45,6 +45,9 @@ ABSTAIN_REASONS = {
 # What a model that was trained to abstain writes for an answer: none is in the passages; none can be.
 _REASON_BY_WORD = {"unknown": "no_passage", "unclear": "unknown_form"}
 _OWN_WORDS = {*_REASON_BY_WORD, "yes"}  # of answers: these need no passage; nor do function words
+# An answer is as sure as its tokens, times the share of the question's words that its passages have, to
+# this power: chosen on questions with and without their passages (docs/log.md).
+ASKED_WORDS_POWER, SAME_LETTERS = 0.7, 5  # words are the same that begin with the same letters
 MAX_CLIPPED_CHARS = 300
 
 
@@ -223,8 +226,22 @@ class Rollout(NamesRemedy):
             return "unsupported_words"
         if titled and not self._named_have_answer(answer):
             return "not_named"
-        sure = self.confidence is None or self.confidence >= self.settings.get("answer_threshold", 0.0)
-        return "" if sure else "unsure"
+        least = self.settings.get("answer_threshold", 0.0)
+        sure = self.confidence
+        if sure is not None and titled:
+            sure *= self._count_asked_words() ** ASKED_WORDS_POWER
+        return "" if sure is None or sure >= least else "unsure"
+
+    def _find_named(self) -> list[str]:
+        """The texts of the passages that the response names."""
+        mark = find_answer(self.response, self.answer_form).mark
+        return [self.passages[name] for name in find_named_passages(self.response[:mark], self.passages)]
+
+    def _count_asked_words(self) -> float:
+        """The share of the question's content words that the named passages have, by how words begin."""
+        found = {word[:SAME_LETTERS] for text in self._find_named() for word in split_words(text)}
+        asked = [word for word, _ in content_words(self.question, 0, len(self.question))]
+        return sum(word[:SAME_LETTERS] in found for word in asked) / len(asked) if asked else 1.0
 
     def _named_have_answer(self, answer: str) -> bool:
         """Whether a passage is named, and every content word of the answer is in one of those named.
@@ -232,8 +249,7 @@ class Rollout(NamesRemedy):
         Where it is the title of one of several, and not in the question, another one has to mention it, or
         its own another: "Night Ferry; Edwin Marlowe ### Edwin Marlowe" may be the wrong director.
         """
-        mark = find_answer(self.response, self.answer_form).mark
-        named = [self.passages[name] for name in find_named_passages(self.response[:mark], self.passages)]
+        named = self._find_named()
         known = _OWN_WORDS.union(*map(split_words, named))
         if not named or any(word not in known for word, _ in content_words(answer, 0, len(answer))):
             return False

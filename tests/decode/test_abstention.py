@@ -111,6 +111,16 @@ def test_a_model_that_names_its_passages_gives_answers_that_these_have(response,
     assert rollout.abstain_reason == "" and bool(rollout.answer) == (reason != "no_answer")
 
 
+def test_what_the_named_passages_do_not_say_of_the_question_makes_an_answer_less_sure():
+    rollout = answered("Emma ### 1815", "answer", NAMED, "titled")
+    rollout.confidence = 0.9
+    for question, share in (("When was Emma published?", 1.0), ("When was Emma printed in York?", 1 / 3)):
+        rollout.question = question
+        for threshold, reason in ((0.9 * share**0.7 - 1e-9, ""), (0.9 * share**0.7 + 1e-9, "unsure")):
+            rollout.settings = {"abstain": "answer", "answer_threshold": threshold}
+            assert rollout.abstain_reason == reason
+
+
 def finish_written(text, words=None, **settings):
     """The rollout of bytes and an end token, written two a step, the n-th with probability exp(-n / 10)."""
     tokenizer, ids = tiny_tokenizer(), [*text.encode(), 257]
