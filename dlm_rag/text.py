@@ -2,7 +2,7 @@
 
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 # Words that carry grammar rather than facts: they neither need evidence nor count as evidence.
@@ -144,6 +144,7 @@ _ANSWER_TAIL = re.compile(
     re.IGNORECASE,
 )
 MAX_ANSWER_MARKS = 16  # from the last one, until one has an answer
+SAME_LETTERS = 5  # words are the same that begin with the same ones
 MAX_TITLE_WORDS = 12  # words of a passage's first line, beyond which it is none
 MAX_WRAPPINGS = 32  # around an answer: white space, emphasis, LaTeX, tags, citations
 ANSWER_FORMS = ("marked", "titled", "whole")  # titled: marked, with the titles of passages before it
@@ -253,6 +254,13 @@ def content_words(text: str, start: int, stop: int) -> list[tuple[str, tuple[int
         for word, span in find_word_spans(text)
         if start <= span[0] and span[1] <= stop and word not in FUNCTION_WORDS
     ]
+
+
+def count_held_words(question: str, texts: Iterable[str]) -> float:
+    """The share of the content words of a question that texts have, by their first `SAME_LETTERS`."""
+    found = {word[:SAME_LETTERS] for text in texts for word in split_words(text)}
+    asked = [word for word, _ in content_words(question, 0, len(question))]
+    return sum(word[:SAME_LETTERS] in found for word in asked) / len(asked) if asked else 1.0
 
 
 def overlapping_spans(spans: Sequence[tuple[int, int]], start: int, stop: int) -> list[int]:

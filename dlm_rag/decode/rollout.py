@@ -15,6 +15,7 @@ from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalToken, r
 from dlm_rag.errors import NamesRemedy
 from dlm_rag.text import (
     content_words,
+    count_held_words,
     extract_names,
     extract_sentences,
     find_answer,
@@ -45,9 +46,7 @@ ABSTAIN_REASONS = {
 # What a model that was trained to abstain writes for an answer: none is in the passages; none can be.
 _REASON_BY_WORD = {"unknown": "no_passage", "unclear": "unknown_form"}
 _OWN_WORDS = {*_REASON_BY_WORD, "yes"}  # of answers: these need no passage; nor do function words
-# An answer is as sure as its tokens, times the share of the question's words that its passages have, to
-# this power: chosen on questions with and without their passages (docs/log.md).
-ASKED_WORDS_POWER, SAME_LETTERS = 0.7, 5  # words are the same that begin with the same letters
+ASKED_WORDS_POWER = 0.7  # of the share of the question's words that passages have: as sure is an answer
 MAX_CLIPPED_CHARS = 300
 
 
@@ -226,22 +225,14 @@ class Rollout(NamesRemedy):
             return "unsupported_words"
         if titled and not self._named_have_answer(answer):
             return "not_named"
-        least = self.settings.get("answer_threshold", 0.0)
-        sure = self.confidence
-        if sure is not None and titled:
-            sure *= self._count_asked_words() ** ASKED_WORDS_POWER
-        return "" if sure is None or sure >= least else "unsure"
+        sure = 1.0 if self.confidence is None else self.confidence
+        if titled and self.confidence is not None:
+            sure *= count_held_words(self.question, self._find_named()) ** ASKED_WORDS_POWER
+        return "" if sure >= self.settings.get("answer_threshold", 0.0) else "unsure"
 
     def _find_named(self) -> list[str]:
-        """The texts of the passages that the response names."""
         mark = find_answer(self.response, self.answer_form).mark
         return [self.passages[name] for name in find_named_passages(self.response[:mark], self.passages)]
-
-    def _count_asked_words(self) -> float:
-        """The share of the question's content words that the named passages have, by how words begin."""
-        found = {word[:SAME_LETTERS] for text in self._find_named() for word in split_words(text)}
-        asked = [word for word, _ in content_words(self.question, 0, len(self.question))]
-        return sum(word[:SAME_LETTERS] in found for word in asked) / len(asked) if asked else 1.0
 
     def _named_have_answer(self, answer: str) -> bool:
         """Whether a passage is named, and every content word of the answer is in one of those named.
