@@ -11,6 +11,7 @@ it again.
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ PAGES = {
     "reader": ("Real text", "SmolLM2-135M with our adapter."),
     "retrieval": ("Retrieval", "What BM25, dense and hybrid search find, and what they cost."),
     "engine": ("The engine", "What each mechanism of the decode engine saves."),
-    "training": ("Training", "Speed, memory and recovery; synthesized rows."),
-    "reinforcement": ("Reinforcement learning", "The denoiser trained by reward."),
+    "training": ("Training", "Seeds, recovery, plans and synthesized rows."),
+    "reinforcement": ("Reinforcement learning", "The denoiser trained with a reward."),
     "precision": ("Precision", "Answers, tokens and time in low precision."),
-    "gpu": ("GPUs", "What has run on a GPU: one NVIDIA H200 at a time."),
+    "gpu": ("GPUs", "What has run on a GPU, one NVIDIA H200 at a time."),
     "devices": ("Servers and workers", "The HTTP server, Ray workers, and links between machines."),
 }
 NEEDED = ("title", "what", "command", "machine", "date")
@@ -40,9 +41,9 @@ ORDER = (*NEEDED, "commit", "seed", "hidden", "table", "columns", "rows", "notes
 INDEX_HEAD = """\
 # Measurements
 
-Each figure is stored in `results/` with its command, machine, date, commit and seed. A program that is gone
-is at that commit. `results/` has more tables, which the report shows. Brackets hold 95 % intervals over
-questions, or ranges over rounds for speed.
+Each figure is stored in `results/` with its command, machine, date, commit and seed; a program that was
+removed is at that commit. More tables, which the report shows, are in `results/`. Brackets are 95 %
+intervals over questions or, for speed, ranges over rounds.
 """
 
 Entry = dict[str, Any]
@@ -104,14 +105,15 @@ def render_row(cells: list[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def render_entry(entry: Entry) -> str:
-    """An entry in Markdown: what, table, notes, machine and date."""
+def render_entry(entry: Entry, usual_machine: str) -> str:
+    """An entry in Markdown: what, table, notes, date, and the machine if it is not the usual one."""
     parts = [f"## {entry['title']}", entry["what"].strip()]
     if entry.get("rows"):
         rule = ["---"] * len(entry["columns"])
         parts.append("\n".join(map(render_row, [entry["columns"], rule, *entry["rows"]])))
     parts += [entry["notes"].strip()] if "notes" in entry else []
-    parts.append(f"*{entry['machine']}; {entry['date']}*")
+    machine = "" if entry["machine"] == usual_machine else f"{entry['machine']}; "
+    parts.append(f"*{machine}{entry['date']}*")
     return "\n\n".join(parts) + "\n"
 
 
@@ -121,11 +123,13 @@ def render_pages(folder: Path = FOLDER) -> dict[str, str]:
     pages, index = {}, [made.format("*"), INDEX_HEAD]
     for page, (title, about) in PAGES.items():
         entries = read_entries(page, folder)
-        shown = [render_entry(entry) for entry in entries if not entry.get("hidden")]
+        shown = [entry for entry in entries if not entry.get("hidden")]
         store = f"[results/{page}.yaml](results/{page}.yaml)"
         if shown:
-            head = [made.format(page), f"# {title}\n", f"{about} Commands: {store}.\n"]
-            pages[f"{page}.md"] = "\n".join([*head, *shown])
+            machine = Counter(entry["machine"] for entry in shown).most_common(1)[0][0]
+            about_runs = f"{about} Commands: {store}. Machine, unless noted: {machine}.\n"
+            rendered = [render_entry(entry, machine) for entry in shown]
+            pages[f"{page}.md"] = "\n".join([made.format(page), f"# {title}\n", about_runs, *rendered])
         where = f"[{title}]({page}.md): {about}" if shown else f"{title}: {about} In {store}."
         index.append(f"- {where}")
     return {"index.md": "\n".join(index) + "\n", **pages}
