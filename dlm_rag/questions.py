@@ -84,7 +84,8 @@ def read_questions(path: str | Path) -> list[Question]:
     unanswerable = 0
     for place, row in read_question_records(path):
         row = flatten_layout(row)
-        if str(row.get("answerable")).strip().lower() in ("false", "0") or row.get("is_impossible") is True:
+        answerable, impossible = (str(row.get(key)).lower() for key in ("answerable", "is_impossible"))
+        if answerable.strip() in ("false", "0") or impossible.strip() in ("true", "1"):
             unanswerable += 1
             continue
         question = _parse_question(row, place)
@@ -214,6 +215,7 @@ def _parse_texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]
     """A text or a list of texts, also of SQuAD's and TriviaQA's objects and of JSON in a table's cell; of
     supporting passages that are objects the ids, none if one has no id."""
     key, value = get_field(row, field)
+    value = value.tolist() if hasattr(value, "tolist") else [*value] if isinstance(value, tuple) else value
     if isinstance(value, str) and _NESTED.fullmatch(value):
         try:
             value = json.loads(value)

@@ -47,8 +47,10 @@ _JOINED = "\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u30
 _JOINED += "\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
 JOINED_RUN = re.compile(f"([{_JOINED}]+)")
 # "Answer" in the languages that evaluations use, and what may stand before it.
-_ANSWER_WORD = (
+_BEFORE_ANSWER = (
     r"(?:(?:the|my|so|thus|therefore|final|short|correct|direct|best|complete|overall),?[ \t]{1,3}){0,4}"
+)
+_ANSWER_WORD = _BEFORE_ANSWER + (
     r"(?:answers?|(?<=final[ \t])(?:result|output))(?:[ \t]{1,2}(?:\#?\d{1,2}\b|\([a-z]{1,12}\)))?"
     r"|(?:final|short)[_-]?answer"
     r"|(?:finale?[ \t])?antwort|endg[uü]ltige[ \t]antwort|r[eé]ponse(?:[ \t]finale)?|antwoord|svar"
@@ -109,8 +111,10 @@ _REASONING_TAG = re.compile(
     r"(think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflection|scratchpad|search|information)[>\]▷]",
     re.IGNORECASE,
 )
-_MARK_START = re.compile(
-    r"[#\\<*_>]|\b(?:answer|final)|^[ \t]*(?:a(?:ns\.?)?(?::|$)|==|---)", re.IGNORECASE | re.MULTILINE
+_MARK_START = re.compile(  # also what may be the beginning of one, at the end
+    r"[#\\<*_>]|\b(?:answer|final)|^[ \t]*(?:a(?:ns\.?)?(?::|$)|==|---)"
+    rf"|(?<![A-Za-z-])(?:{_ANSWER_WORD})|(?<!\S){_BEFORE_ANSWER}(?:\S+[ \t]{{1,3}})?\S*\Z",
+    re.IGNORECASE | re.MULTILINE,
 )
 _JSON_VALUE = re.compile(
     r"""[:：\s]\s*(?:\[\s*)?(?:\{\s*["']\w{1,20}["']\s*:\s*)?"""

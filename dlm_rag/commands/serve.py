@@ -80,7 +80,7 @@ def main(argv: list[str]) -> None:
         known = describe_corpus(config, decoder.retriever)
         search, own = None, config.retrieval.url is None and config.retrieval.method != "none"
         if own and isinstance(decoder.retriever, CorpusRetriever):
-            search = http_server.SearchService(decoder.retriever, config.retrieval)
+            search = http_server.SearchService(decoder.retriever, prepared.config.retrieval)
         service = app.AnswerService(decoder, name, access, search, known)
         service.engine.meter = open_meter(config.energy, prepared.devices)
         show_status()

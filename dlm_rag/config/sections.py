@@ -73,9 +73,10 @@ class RetrievalConfig(CheckedSettings):
     bm25_query: str = setting("whole", choices=("whole", "sentences"), only_with=NO_URL)
     """how BM25, also in hybrid, searches a query: whole, or as dense search does, by the question and each
     sentence or title in turn, for a title first the passage that has it"""
-    min_score_ratio: float = setting(0.0, low=0, high=1, only_with={"retrieval.method": ("bm25",)})
+    min_score_ratio: float = setting(0.0, low=0, high=1, only_with=NO_URL)
     """leave out what scores less than this share of the best passage for the question, unless the question
-    has its title; then each further sentence or title of the query adds one passage"""
+    has its title; with bm25_query=sentences each further sentence or title of the query adds one passage.
+    A corpus of at most top_k passages is read whole"""
     url: str | None = setting(None)
     """search a service instead of a corpus: http(s)://HOST:PORT/retrieve or
     milvus://HOST:PORT/COLLECTION"""
@@ -141,8 +142,8 @@ class DecodeConfig(CheckedSettings):
     """write only words of the question and the passages, or yes, no, unknown and unclear, but for what no
     blank precedes, as after a hyphen; what can go on in one way alone does so at once. Models that name
     titles before an answer begin with one of a passage or with words of the question, and commit a token
-    that a text has next from a confidence of 0.5 on (any, where all texts go on with it), and the sign
-    after a title from 0.3 on. For left_to_right and, a token a step, mode=autoregressive"""
+    that a text has next from a confidence of 0.5 on (any, where all texts go on with it), the sign after a
+    title from 0.3 on, the end after one at any. For left_to_right, and a token a step autoregressive"""
     edit_threshold: float | None = setting(None, low=0, high=1, only_with=IN_BLOCKS)
     """confidence at which another token replaces a committed one within the current block; unset: never"""
     max_edit_steps: int = setting(

@@ -156,7 +156,7 @@ def render_sources(rollout: Rollout) -> RenderableType:
 
 def render_steps(rollout: Rollout) -> Table:
     """What every step wrote, searched for and read: new passages by their titles."""
-    table, seen = Table(box=None, padding=(0, 1), header_style="dim"), set[str]()
+    table, seen, said = Table(box=None, padding=(0, 1), header_style="dim"), set[str](), rollout.response
     heads = {"step": "dim", "wrote": "bold", "searched for, after the question": "italic", "read anew": ""}
     for head, style in heads.items():
         table.add_column(head, style=style, overflow="fold")
@@ -166,8 +166,9 @@ def render_steps(rollout: Rollout) -> Table:
         titles = [fold_title(rollout.passages[name]) or name for name in new]
         tokens = sorted(step.written_tokens, key=lambda token: token.position)
         runs = groupby(enumerate(tokens), lambda pair: pair[1].position - pair[0])
-        once = (groupby(token.token for _, token in run) for _, run in runs)  # end tokens come in a row
-        written = " … ".join("".join(token for token, _ in each).strip() for each in once)
+        # End tokens, which come in a row, once: the response does not have them.
+        once = (groupby(run, lambda p: p[0] if p[1].token in said else p[1].token) for _, run in runs)
+        written = " … ".join("".join(next(same)[1].token for _, same in each).strip() for each in once)
         asked = step.query or ""
         if step.step:
             asked = asked.removeprefix(rollout.question).strip() if step.retrieved else "(not again)"

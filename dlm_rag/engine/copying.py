@@ -110,12 +110,16 @@ class WordTable:
             if follow:
                 barred |= self._continues
         barred[going_on] = False
+        others = list[NDArray[np.bool_]]()
         if self._names_titles and written and self._ends_name[written[-1]]:
-            barred |= ~(self._begins | self._marks | np.isin(np.arange(len(barred)), self._ends))
-        if self._names_titles and not self._marks[[*written]].any():
+            others.append(~(self._begins | self._marks | np.isin(np.arange(len(barred)), self._ends)))
+        if self._names_titles and ANSWER_MARK not in self._decode([*written]):
             barred[self._ends] = True
             if certain is None and written and not self._ends_name[[*written]].any():
-                barred |= self._bar_all_but_names(written, texts)
+                others.append(self._bar_all_but_names(written, texts))
+        for other in others:
+            if not (barred | other).all():  # as within "A;B", or in a title too long to be kept
+                barred |= other
         return barred
 
     def _bar_all_but_names(self, written: Sequence[int], texts: Sequence[str]) -> NDArray[np.bool_]:
@@ -188,18 +192,18 @@ class WordTable:
         title 0 for the end of an answer, `MARK_CONFIDENCE` for the sign between titles or before one.
         """
         begun, name = self._split_begun(written)
-        marks = [n for n, id_ in enumerate(written) if self._marks[id_]]
+        titles, mark, _ = self._decode([*written]).partition(ANSWER_MARK)
         if token in self._ends or self._ends_name[token]:
             whole = any(name == text.partition("\n")[0] for text in texts)
             least = 0.0 if token in self._ends else MARK_CONFIDENCE
-            return least if whole and (token in self._ends) == bool(marks) else NEVER
+            return least if whole and (token in self._ends) == bool(mark) else NEVER
         longer = self._decode([*begun, token]).lstrip()
         count = 0
         if name and len(longer) > len(name) and "\n" not in longer:
             count = self._count(longer, texts)
         if not count:
             return NEVER
-        named = bool(marks) and self._count(longer, [self._decode([*written[: marks[0]]])])
+        named = bool(mark) and self._count(longer, [titles])
         return 0.0 if named or count == self._count(name, texts) else COPIED_CONFIDENCE
 
     def bars(self, written: Sequence[int], token: int, texts: Sequence[str]) -> bool:

@@ -267,7 +267,7 @@ class Row:
         written = [steps[position] for position in range(end)]
         rollout.response, rollout.answer_form = response, form
         begin, stop = find_answer_span(response, form)
-        told = [n for n, (a, b) in enumerate(spans) if a < stop and b > begin]
+        told = [n for n, (a, b) in enumerate(spans) if begin < stop and a < stop and b > begin]
         if told:  # with the end token, if it is the next
             tokens = rollout.final_tokens()
             told += [end] if told[-1] + 1 == end in tokens else []

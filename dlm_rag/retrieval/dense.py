@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dlm_rag.config import RetrievalConfig
+from dlm_rag.config.fields import replace_settings
 from dlm_rag.errors import CheckpointError, RunError, translate_failures
 from dlm_rag.files.build_once import build_once, build_shard, make_folder_name
 from dlm_rag.files.hub import HUB_FILE_PATTERNS, check_checkpoint_files, read_any_json, resolve_hub_folder
@@ -118,7 +119,8 @@ def open_hybrid_retriever(config: RetrievalConfig, corpus: Corpus) -> HybridRetr
     """BM25 and dense search, fused."""
     from dlm_rag.retrieval.bm25 import open_bm25_retriever
 
-    parts = [open_bm25_retriever(config, corpus), open_dense_retriever(config, corpus)]
+    ranked = replace_settings(config, min_score_ratio=0.0)  # all of it, whatever a checkpoint wants
+    parts = [open_bm25_retriever(ranked, corpus), open_dense_retriever(config, corpus)]
     return HybridRetriever(parts, config.top_k)
 
 

@@ -47,7 +47,7 @@ _FRONT_MATTER = re.compile(
     r"(?:(---|\+\+\+)[ \t]*\n(?:[^\n]*\n){0,2000}?(?:\1|\.\.\.)|\{\n(?:[^\n]*\n){0,2000}?\})[ \t]*(?:\n|\Z)"
 )
 _FRONT_TITLE = re.compile(
-    r"^[ \t]*\"?title\"?[ \t]*[:=][ \t]*(?:[>|][-+]?[ \t]*\n[ \t]+)?"
+    r"^(?:[ \t]*\"title\"|title)[ \t]*[:=][ \t]*(?:[>|][-+]?[ \t]*\n[ \t]+)?"
     r"(?:\"(?P<double>[^\"\n]*)\"|'(?P<single>(?:[^'\n]|'')*)'|(?P<bare>[^\n]+?))"
     r"(?:[ \t]+#[^\n]*)?,?[ \t]*$",
     re.MULTILINE | re.IGNORECASE,
@@ -210,7 +210,8 @@ def _read_html(path: Path) -> str:
         elif re.fullmatch("h[1-6]", node.name or "") and (heading := " ".join(node.get_text().split())):
             found.append(f"\n\n# {heading}\n\n")
         elif isinstance(node, Tag) and node.name not in _HTML_UNREAD:
-            starts = _HTML_ENDS.get(node.name, "")  # what is before it may have no end of its own
+            # What is before it may have no end of its own; of a break the end is enough.
+            starts = _HTML_ENDS.get(node.name, "") if node.name != "br" else ""
             if not "".join(found[-2:]).rstrip(" ").endswith(starts):
                 found.append(starts)
             opened.append((node, iter(node.children)))

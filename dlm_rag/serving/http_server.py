@@ -306,8 +306,8 @@ class SearchService(HttpService):
         self._retriever, self._config = retriever, config
         names = ("method", "embedding_model", "query_prompt", "passage_prompt")
         settings = {name: getattr(config, name) for name in names}
-        if config.bm25_query != "whole":
-            settings["bm25_query"] = config.bm25_query
+        more = {"bm25_query": "whole", "min_score_ratio": 0.0}
+        settings |= {name: getattr(config, name) for name in more if getattr(config, name) != more[name]}
         digest = sha256(json.dumps([retriever.fingerprint, settings]).encode()).hexdigest()
         self._note = {"fingerprint": digest, "asks": list(retriever.query_fields)}
         self.route = Route(SEARCH_PATH, self._search, methods=["POST"])

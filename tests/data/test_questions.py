@@ -4,11 +4,12 @@ import math
 from collections import Counter
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from dlm_rag.config import Config, DecodeConfig
 from dlm_rag.errors import QuestionError
-from dlm_rag.questions import Question, read_questions, select_questions
+from dlm_rag.questions import Question, as_questions, read_questions, select_questions
 from tests.support.passages import write_jsonl_file
 
 
@@ -36,7 +37,7 @@ def test_all_fields_and_the_names_that_other_data_sets_give_them(tmp_path):
         {"id": "d", "question": "Who?", "answers": {"text": ["x", "y"], "answer_start": [1, 2]}},  # SQuAD
         {"id": "e", "question": "Who?", "answer": [1931.0, math.nan], "hops": 2.0},  # pandas
         {"id": "f", "question": "Who?", "answer": math.nan, "answerable": True},
-        {"id": "g", "text": "?", "answerable": "False"}, {"id": "h", "text": "?", "is_impossible": True},
+        {"id": "g", "text": "?", "answerable": "False"}, {"id": "h", "text": "?", "is_impossible": "True"},
     ]  # fmt: skip
     assert read_questions(write_jsonl_file(tmp_path / "q.jsonl", rows)) == [
         Question("1", "Who?", ("A", "B"), ("x",), 2),
@@ -44,6 +45,8 @@ def test_all_fields_and_the_names_that_other_data_sets_give_them(tmp_path):
         Question("d", "Who?", ("x", "y")),
         Question("e", "Who?", ("1931",), hops=2), Question("f", "Who?"),
     ]  # fmt: skip
+    for given in ("x", "y"), np.array(["x", "y"]):  # of one's own code, of a table of pandas
+        assert as_questions({"question": "Who?", "answers": given})[0].golden_answers == ("x", "y")
     (tmp_path / "q.txt").write_text("[REC] was by whom?\r{x} was?\u2028Who?\n")
     texts = ["[REC] was by whom?", "{x} was?", "Who?"]
     assert [each.question for each in read_questions(tmp_path / "q.txt")] == texts

@@ -134,7 +134,7 @@ def finish_written(text, words=None, **settings):
     return rollout
 
 
-def test_an_answer_below_the_threshold_is_not_given():
+def test_an_answer_below_the_threshold_is_not_given(monkeypatch):
     """Its confidence is the mean of its tokens and of the end right after them, whatever its length."""
     yes = finish_written(" Neaflaind Klopo ### Yes", abstain="answer", answer_threshold=0.105)
     mean = math.exp(-(21 + 22 + 23 + 24) / 40)  # 0.1054
@@ -145,6 +145,9 @@ def test_an_answer_below_the_threshold_is_not_given():
     assert finish_written("### Yes, so.").confidence == pytest.approx(math.exp(-(4 + 10) / 20))
     assert finish_written("nothing is marked").confidence is None
     assert finish_written("### Yes", words=1).confidence == pytest.approx(math.exp(-(4 + 6) / 20))
+    spans = [(0, 1), (1, 2), (2, 4), (4, 4)]  # a token that ends behind the response
+    monkeypatch.setattr("dlm_rag.tokenizer.Tokenizer.decode_with_offsets", lambda *_: ("So.\n", spans))
+    assert finish_written("So.\n").confidence is None
 
 
 def test_an_unset_mode_is_the_checkpoints_own_and_that_of_a_public_one_is_never():

@@ -74,13 +74,10 @@ def test_guesses_enter_by_confidence_and_leave_the_canvas_alone():
 @pytest.mark.parametrize(
     ("tokens", "certain"),
     [
-        ({0: 1, 1: END}, True),
-        ({1: END}, False),
-        ({0: 1, 2: END}, False),
-        ({0: 1, 1: 2}, False),
+        ({0: 1, 1: END}, True), ({1: END}, False), ({0: 1, 2: END}, False), ({0: 1, 1: 2}, False),
         ({0: 1, 1: 2, 2: 3, 3: 4}, True),
     ],
-)
+)  # fmt: skip
 def test_the_text_is_certain_once_nothing_before_an_end_token_is_masked(tokens, certain):
     canvas = Canvas(4, MASK)
     put(canvas, tokens)

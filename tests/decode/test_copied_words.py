@@ -165,11 +165,12 @@ def test_a_response_begins_with_a_title_and_does_not_end_before_its_answer():
     """By hand: a title, or words of the question; what a passage alone has stands for its title."""
     words = WordTable(titled_tokenizer(), 300)
 
-    def allowed(written):
-        return {chr(n) for n in np.flatnonzero(~words.find_barred([*written.encode()], TITLED))}
+    def allowed(written, *more):
+        return {chr(n) for n in np.flatnonzero(~words.find_barred([*written.encode()], [*TITLED, *more]))}
 
     assert allowed(" Anna Lee") == {*" ?;#"} and allowed(" Bo Hart") == {*";#"} == allowed(" left")
-    for written, early in (("", True), (" Bo; Bo", True), (" Bo #", False)):
+    assert allowed(" Bo ### x;", "x;yz") == {"y"} and allowed(" z", "Q\nza zb") == {*"ab"}  # else nothing
+    for written, early in (("", True), (" Bo; Bo", True), (" C# Bo", True), (" Bo ###", False)):
         assert words.find_barred([*written.encode()], TITLED)[257] == early
     assert [words.begin_title(ord(sign), TITLED) for sign in " l#q"] == [*map(ord, "  #q")]
 

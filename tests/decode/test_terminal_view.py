@@ -4,10 +4,10 @@ import io
 
 from rich.console import Console
 
-from dlm_rag.decode.terminal import LiveView, render_answer, render_progress, render_verdict
+from dlm_rag.decode.terminal import LiveView, render_answer, render_progress, render_steps, render_verdict
 from dlm_rag.questions import as_questions
 from tests.support.decoding import QUESTIONS, make_decoder
-from tests.support.rollouts import make_two_step_rollout, render_to_text
+from tests.support.rollouts import make_committed_token, make_two_step_rollout, render_to_text
 
 
 def test_progress_shows_canvas_query_and_the_passages_that_came_and_went():
@@ -18,6 +18,10 @@ def test_progress_shows_canvas_query_and_the_passages_that_came_and_went():
     marks = [line.strip("│ ").split() for line in text.splitlines() if line.strip("│ ")[:1] in ("+", "-")]
     assert marks == [["+", "c"], ["-", "a"]]
     assert "step 1 · 2 of 3 tokens · searched" in text
+    rollout.response, rollout.passages = "1990", dict.fromkeys("abc", "x")
+    written = enumerate(["1", "9", "9", "0", "<end>", "<end>"])
+    rollout.steps[1].committed = tuple(make_committed_token(n, 0, token, 0.9) for n, token in written)
+    assert " 1990<end> " in render_to_text(render_steps(rollout))
 
 
 def test_live_view_survives_a_whole_run_and_prints_every_answer(corpus_file):

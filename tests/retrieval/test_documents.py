@@ -6,7 +6,7 @@ from dlm_rag.retrieval.text_folder import describe_text_folder, list_document_su
 
 HTML = b"""<html><head><title>Novels</title><script>alert(1)</script></head><body><h1>Emma</h1>
 <p>A novel by <b>Jane</b>
-Austen.</p><!-- no --><h2>Dune</h2><div>By<p>Frank Herbert.<table><tr><td>Of<td>1965<ul><li>a<li>b"""
+Austen.</p><!-- no --><h2>Dune</h2><div>By<p>Frank<br>Herbert.<table><tr><td>Of<td>1965<ul><li>a<li>b"""
 TEX = r"""\documentclass{article}\title{Novels}\begin{document}\maketitle
 \section{Emma}% a comment
 A novel by \textbf{Jane Austen}.
@@ -53,7 +53,7 @@ def test_documents_are_read_with_their_headings(tmp_path):
     word.add_heading("Emma", 1)
     word.add_paragraph("A novel by Jane Austen.")
     word.save(str(tmp_path / "d.docx"))
-    emma, dune = ("Emma", "A novel by Jane Austen."), ("Dune", "By\n\nFrank Herbert.\n\nOf 1965\n\na\nb")
+    emma, dune = ("Emma", "A novel by Jane Austen."), ("Dune", "By\n\nFrank\nHerbert.\n\nOf 1965\n\na\nb")
     assert read(tmp_path) == [
         emma, dune, emma, ("Dune", "By Frank Hérbert."), ("c", "Emma is a novel by Jane Austen."), emma,
     ]  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dlm_rag import load_retriever
-from dlm_rag.config import load_config
+from dlm_rag.config import RetrievalConfig, load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import read_questions
@@ -120,11 +120,8 @@ def test_the_best_of_a_hybrid_are_the_first_of_more(tmp_path, fusion_depth):
     lines = [{"id": n, "contents": " ".join(words[: 1 + n % 6])} for n in range(60)]
     sparse = load_retriever(write_jsonl_file(tmp_path / "c.jsonl", lines), top_k=7)
     hybrid = HybridRetriever([sparse, make_letter_retriever(sparse.corpus, 7)], 7, fusion_depth)
-    queries = [
-        make_query("a novel"),
-        make_query("first published", "first", "published"),
-        make_query("zebra"),
-    ]
+    texts = (("a novel",), ("first published", "first", "published"), ("zebra",))
+    queries = [make_query(*each) for each in texts]
     whole = hybrid.rank(queries, 60)
     assert all(sorted(ranking) == list(range(60)) for ranking in whole)
     for depth in (1, 3, 7, 30):
@@ -214,7 +211,7 @@ def test_the_passage_of_a_title_comes_before_those_that_name_it_more_often(tmp_p
         assert list_passage_ids(retriever.search(["Ingmar  bergman"])) == [best]
 
 
-def test_of_a_clear_choice_alone_is_read(tmp_path):
+def test_of_a_clear_choice_alone_is_read(tmp_path, monkeypatch):
     """By hand: what is near enough, or has a title of the question; of each title one passage more."""
     texts = {
         "rock": "Rock\nGranite is a rock of quartz and feldspar.",
@@ -234,6 +231,11 @@ def test_of_a_clear_choice_alone_is_read(tmp_path):
         retriever = load_retriever(corpus, top_k=4, bm25_query=kind, min_score_ratio=ratio)
         assert list_passage_ids(retriever.search([query])) == [found], (ratio, kind)
         assert retriever.search(["zzz"]) == [[]]
+    letters = "dlm_rag.retrieval.dense.open_dense_retriever"  # of both together nothing is left out
+    monkeypatch.setattr(letters, lambda config, corpus: make_letter_retriever(corpus, 4))
+    configs = (RetrievalConfig(method="hybrid", top_k=4, min_score_ratio=ratio) for ratio in (0.0, 0.9))
+    whole, clear = (load_retriever(config, corpus).search([query]) for config in configs)
+    assert whole == clear
 
 
 OWN_RETRIEVER = """

@@ -221,9 +221,10 @@ def test_answers_of_another_service_are_not_mixed(answer, local, url, other, cor
     assert answer(f"retrieval.url={url}")[0] == 0
     with serve_search(SearchService(local, RetrievalConfig())) as same:
         assert answer(f"retrieval.url={same}")[0] == 0, "at another port, the same"
-    with serve_search(SearchService(other, RetrievalConfig())) as elsewhere:
-        code, err, _ = answer(f"retrieval.url={elsewhere}")
-    assert code == 2 and "holds answers with corpus=" in err
+    for searched, config in (other, RetrievalConfig()), (local, RetrievalConfig(min_score_ratio=0.9)):
+        with serve_search(SearchService(searched, config)) as elsewhere:
+            code, err, _ = answer(f"retrieval.url={elsewhere}")
+        assert code == 2 and "holds answers with corpus=" in err
     code, err, _ = answer("--corpus", str(corpus_file))
     assert code == 2 and "holds answers with corpus=" in err
 

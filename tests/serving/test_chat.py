@@ -100,10 +100,8 @@ def test_a_reply_is_the_answer_with_its_sources_and_the_reasoning_apart():
     cited = [each["url_citation"] for each in reply["annotations"]]
     marks = [reply["content"][each["start_index"] : each["end_index"]] for each in cited]
     assert marks == ["[1]", "[2]"] and cited[1]["start_index"] == len("Jane Austen ")
-    assert [(each["title"], each["url"]) for each in cited] == [
-        ("Emma", "http://x/a b"),
-        ("Jane Austen", "http://x/c"),
-    ]
+    named = [(each["title"], each["url"]) for each in cited]
+    assert named == [("Emma", "http://x/a b"), ("Jane Austen", "http://x/c")]
     assert [each["id"] for each in sources] == ["a b", "c"]
     bare, _ = reply_to("Emma is by Jane. ### Jane Austen", "Of novels alone.", cite=False)
     assert (bare["content"], bare["annotations"]) == ("Jane Austen", [])
@@ -112,11 +110,11 @@ def test_a_reply_is_the_answer_with_its_sources_and_the_reasoning_apart():
 @pytest.mark.parametrize(
     ("response", "reasoning", "content"),
     [
-        (r"By Jane. \boxed{Jane}", "By Jane.", "Jane"),
-        ("By Jane. <answer>Jane</answer>", "By Jane.", "Jane"),
-        ("One. ### a ### b", "One. ### a", "b"),
+        (r"By Jane. \boxed{Jane}", "By Jane.", "Jane"), ("By Jane. <answer>a</answer>", "By Jane.", "a"),
+        ("One. ### a ### b", "One. ### a", "b"), ("One.\nFinal: a", "One.", "a"),
+        ("One. So the short answer: a", "One.", "a"), ("One. Endgültige Antwort: a", "One.", "a"),
     ],
-)
+)  # fmt: skip
 def test_reasoning_that_is_streamed_is_never_taken_back(response, reasoning, content):
     reply, _ = reply_to(response, cite=False)
     assert (reply["reasoning_content"], reply["content"]) == (reasoning, content)

@@ -31,10 +31,12 @@ from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 def folder(tmp_path, corpus_file):
     tiny_denoiser().save_pretrained(tmp_path / "model", eos_token_id=257)
     byte_tokenizer().save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"retrieval": {"top_k": 2}}))
     return tmp_path
 
 
-TINY = ("--model", "model", "--corpus", "corpus.jsonl", "retrieval.top_k=2", "energy=none")
+TINY = ("--model", "model", "--corpus", "corpus.jsonl", "energy=none")
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 ROWS = ("decode.max_new_tokens=16", "decode.batch_size=4", "decode.commit_threshold=0.1")
 
@@ -75,6 +77,8 @@ def test_real_clients_at_a_real_server(folder, corpus, monkeypatch):
         assert json.loads(said)["choices"][0]["message"]["content"] == rollout.response
         hostile(port)
         assert httpx.get(f"{url}/health").status_code == 200
+        found = httpx.post(f"{url}/retrieve", json={"queries": ["Jane Austen"]}).json()["result"][0]
+        assert len(found) == 2, "as many as the model reads"
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
     with start_server_process(folder, port, *TINY, *ROWS) as process:

@@ -27,6 +27,7 @@ def make_committed_token(position, token_id, text, confidence):
 
 def make_two_step_rollout():
     """Two forwards; position 1 is committed, masked again, and committed to another token."""
+    first = make_committed_token(0, 5, "x", 0.9), make_committed_token(1, 6, "y", 0.8)
     return Rollout(
         id="q1",
         question="Who?",
@@ -34,13 +35,7 @@ def make_two_step_rollout():
         canvas_length=3,
         steps=[
             RolloutStep(0, "Who?", ("a", "b"), True, seconds={"retrieve": 0.5}),
-            RolloutStep(
-                1,
-                "Who? x",
-                ("b", "c"),
-                True,
-                (make_committed_token(0, 5, "x", 0.9), make_committed_token(1, 6, "y", 0.8)),
-            ),
+            RolloutStep(1, "Who? x", ("b", "c"), True, first),
             RolloutStep(
                 2, "Who? x", ("b", "c"), False, (make_committed_token(1, 7, "z", 0.7),), remasked=(1,)
             ),
