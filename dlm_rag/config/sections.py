@@ -123,8 +123,8 @@ class DecodeConfig(CheckedSettings):
     """rule that decides which masked positions a step commits; unset: the checkpoint's own, else
     threshold"""
     commit_threshold: float = setting(0.9, low=0, high=1)
-    """confidence at which a position is committed (tau_c) by threshold, and with probability 1/2 by
-    sampled"""
+    """confidence at which a position is committed (tau_c) by threshold and left_to_right, and with
+    probability 1/2 by sampled"""
     gate_temperature: float = setting(0.5, low=1e-3, high=100)
     """softness of that threshold for sampled, in logits"""
     tokens_per_step: int | None = setting(None, low=1, only_with=DIFFUSION)
@@ -132,7 +132,7 @@ class DecodeConfig(CheckedSettings):
     at most for threshold, left_to_right and entropy_bound (unset: no limit)"""
     steps_per_block: int | None = setting(None, low=1, high=2**20, only_with=DIFFUSION)
     """number of steps per block (or canvas, without blocks): sets what a step commits for top_k, entropy,
-    margin and sequential, and the least for threshold and entropy_bound (unset: 1)"""
+    margin and sequential, and the least for threshold, left_to_right and entropy_bound (unset: 1)"""
     schedule: str = setting(
         "even", choices=("even", "rounded"), only_with=DIFFUSION | {"decode.steps_per_block": SET}
     )
