@@ -165,5 +165,4 @@ def _torch_range(message: str) -> AbstractContextManager[object]:
     torch = sys.modules.get("torch")
     if torch is None or not torch.autograd.profiler._is_profiler_enabled:
         return nullcontext()
-    found: AbstractContextManager[object] = torch.profiler.record_function(message)
-    return found
+    return torch.profiler.record_function(message)

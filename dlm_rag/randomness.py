@@ -24,8 +24,7 @@ def make_keyed_generator(*key: object) -> torch.Generator:
 
 def sample_uniform(generator: torch.Generator, count: int, length: int) -> NDArray[np.float64]:
     """Numbers (count, length) in [0, 1)."""
-    found: NDArray[np.float64] = torch.rand(count, length, generator=generator, dtype=torch.float64).numpy()
-    return found
+    return torch.rand(count, length, generator=generator, dtype=torch.float64).numpy()
 
 
 def pick_shuffled(items: Sequence[T], number: int, *key: object) -> T:

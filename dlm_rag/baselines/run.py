@@ -29,14 +29,9 @@ from dlm_rag.decode.rollout import Rollout, RolloutStep
 from dlm_rag.errors import ConfigError, RunError, UserError, suggest_nearest, summarize_error
 from dlm_rag.files.checked_json import parse_json
 from dlm_rag.questions import Question
+from dlm_rag.retrieval import http
 from dlm_rag.retrieval.base import CorpusRetriever, Retriever, SearchUnavailableError, join_query
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.retrieval.http import (
-    HttpClient,
-    RetryableFailure,
-    UnusableAnswerError,
-    iterate_backoff_seconds,
-)
 from dlm_rag.text import replace_control_chars
 from dlm_rag.tokenizer.prompts import PromptTemplate
 
@@ -70,7 +65,7 @@ _REASONING = re.compile(r"thus\b|so\b|that is,|therefore|hence", re.IGNORECASE)
 _ACTION_TAG = re.compile(r"<(search|answer)>")
 
 
-class ChatError(UnusableAnswerError):
+class ChatError(http.UnusableAnswerError):
     """A request came to nothing: refused with an HTTP status, or (status None) every attempt failed."""
 
 
@@ -99,14 +94,14 @@ class ChatClient:
             )
         self.url, self.model = f"http{found[1]}://{found[2]}", found[3]
         self._setting = f"{setting}={address}"
-        self._client = HttpClient(self.url, key_variable, use_proxy=True)
+        self._client = http.HttpClient(self.url, key_variable, use_proxy=True)
 
     def check_model(self) -> None:
         """Raises `ConfigError` if the server does not answer, or does not have the model."""
         try:
             names = [str(model["id"]) for model in self._send("/models")["data"]]
-        except (ChatError, RetryableFailure, LookupError, TypeError) as error:
-            said = f" ({error})" if isinstance(error, ChatError | RetryableFailure) else ""
+        except (ChatError, http.RetryableFailure, LookupError, TypeError) as error:
+            said = f" ({error})" if isinstance(error, ChatError | http.RetryableFailure) else ""
             raise ConfigError(
                 f"{self._setting} does not list its models{said}: give the URL of an OpenAI-style server, "
                 "with its /v1"
@@ -119,11 +114,11 @@ class ChatClient:
     def ask(self, body: dict[str, Any]) -> Completion:
         """The reply to messages, or what continues a prompt. Raises `ChatError`."""
         failure = ""
-        pauses = iterate_backoff_seconds(INITIAL_RETRY_SECONDS, MAX_RETRY_SECONDS)
+        pauses = http.iterate_backoff_seconds(INITIAL_RETRY_SECONDS, MAX_RETRY_SECONDS)
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return replace(self._complete(body), requests=attempt)
-            except RetryableFailure as error:
+            except http.RetryableFailure as error:
                 failure = str(error)
             if attempt < ATTEMPTS:
                 time.sleep(next(pauses))
@@ -138,7 +133,7 @@ class ChatClient:
         except (LookupError, TypeError):
             text = None
         if not isinstance(text, str):
-            raise RetryableFailure("an answer of another form (a reply without text)")
+            raise http.RetryableFailure("an answer of another form (a reply without text)")
         usage = answer.get("usage")
         counts = [usage.get(name) if isinstance(usage, dict) else None for name in USAGE_COUNTS]
         known = [count if type(count) is int and 0 <= count < 2**53 else None for count in counts]
@@ -151,8 +146,8 @@ class ChatClient:
             answer = self._client.send(self.url + path, asked, REQUEST_SECONDS, RETRYABLE_STATUSES)
             return parse_json(answer, "an answer of another form", UserError, "answer")
         except UserError as error:
-            raise RetryableFailure(str(error)) from None
-        except UnusableAnswerError as error:
+            raise http.RetryableFailure(str(error)) from None
+        except http.UnusableAnswerError as error:
             said = str(error) if error.status else f"{self.url}: {error}"
             raise ChatError(said, error.status) from None
 
@@ -181,9 +176,7 @@ class BaselineRun:
         self.answer_form = context.template.answer  # of a reply to the prompt that `prompt` names
         self.evidence: list[Passage] = []
         self.rollout = Rollout(question.id, question.question, "joint", 0)
-        self.rollout.usage = dict.fromkeys(
-            ("requests", "prompt_tokens", "completion_tokens", "cut_replies"), 0
-        )
+        self.rollout.usage = dict.fromkeys(("requests", *USAGE_COUNTS, "cut_replies"), 0)
 
     def search(self, text: str, keep: int = 0) -> list[Passage]:
         """What a text finds, best first; it replaces the evidence.

@@ -115,9 +115,7 @@ def list_cells(benchmark: Benchmark, out: Path) -> Iterator[Cell]:
             named = ["--model", *named]
         served = any(is_model_url(word.removeprefix("model.path=")) for word in named)
         own = [word for word in common if "=" not in word or is_for_kind(word, served)]
-        policies = [
-            p for p in benchmark.policies if all(is_for_kind(part, served) for part in p.split("+"))
-        ]
+        policies = [p for p in benchmark.policies if all(is_for_kind(w, served) for w in p.split("+"))]
         if not policies:
             raise ConfigError(f"no policy of the benchmark is for the model '{model}'")
         last = [f"decode.seed={seed}", "--compare", ",".join(policies), "--out", str(folder)]

@@ -24,7 +24,7 @@ Run the same command again to resume.
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -126,13 +126,17 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None])
     titled = sum(bool(q.supporting_titles) and not q.supporting_ids for q in questions)
     said["recall_by"] = {"id": sum(bool(q.supporting_ids) for q in questions), "title": titled}
     searched = (getattr(job.prepared, "retriever", None) for job in jobs.values())
-    if found := next((each for each in searched if isinstance(each, CorpusRetriever)), None):
-        small = len(found.corpus) <= MAX_CHECKED_PASSAGES
-        if small and (lacking := describe_missing_support(questions, found.corpus)):
+    if local := next((each for each in searched if isinstance(each, CorpusRetriever)), None):
+        small = len(local.corpus) <= MAX_CHECKED_PASSAGES
+        if small and (lacking := describe_missing_support(questions, local.corpus)):
             print_note(lacking)
     ready()
     run_answer_jobs(jobs, config.workers)
-    scores = {name: score_folder(folder, questions, f1_rule) for name, folder in folders.items()}
+    by_id, scores = {question.id: question for question in questions}, dict[str, list[Score]]()
+    for name, folder in folders.items():
+        rollouts = (rollout for rollout in read_trace(folder / "trace.jsonl") if rollout.id in by_id)
+        found = {rollout.id: score_rollout(rollout, by_id[rollout.id], f1_rule) for rollout in rollouts}
+        scores[name] = [found[question.id] for question in questions]
     write_evaluation_report(out, groups, scores, folders, said)
 
 
@@ -273,11 +277,3 @@ def write_evaluation_report(
     print(f"all tables are in scores.md, with{picture} all answers: {replace_control_chars(str(out))}")
     for line in tables.summarize_findings(overall, {name: each["all"] for name, each in against.items()}):
         print(replace_control_chars(line))
-
-
-def score_folder(folder: Path, questions: Sequence[Question], f1_rule: str) -> list[Score]:
-    """The score of each question, from the folder's traces."""
-    asked = {question.id: question for question in questions}
-    rollouts = (rollout for rollout in read_trace(folder / "trace.jsonl") if rollout.id in asked)
-    scores = {rollout.id: score_rollout(rollout, asked[rollout.id], f1_rule) for rollout in rollouts}
-    return [scores[question.id] for question in questions]

@@ -133,9 +133,7 @@ def decode_to_screen(
                     show_status()
                     write_json_line(sys.stdout, rollout.to_dict())
     except KeyboardInterrupt:
-        print_note(
-            f"{tally.answers} of {len(questions)} answered; with --out FILE a run that was stopped goes on"
-        )
+        print_note(f"{tally.answers} of {len(questions)} answered; with --out FILE a stopped run goes on")
         raise
     finally:
         if config.html and shown:

@@ -96,14 +96,12 @@ def read_file_state(file: HubFile) -> tuple[str, int]:
         return str(found.commit_hash), int(found.size or 0)
 
 
-def fetch_file(file: HubFile, revision: str, folder: Path) -> None:
+def fetch_file(file: HubFile, commit: str, folder: Path) -> None:
     """Fetches a file into a folder, with a bar. Raises `ConfigError`."""
     from huggingface_hub import hf_hub_download
 
     with explain_hub_errors(file):
-        hf_hub_download(
-            file.repository, file.path, repo_type="dataset", revision=revision, local_dir=folder
-        )
+        hf_hub_download(file.repository, file.path, repo_type="dataset", revision=commit, local_dir=folder)
 
 
 def check_plain_files(folder: Path, target: Path) -> None:

@@ -23,16 +23,8 @@ from typing import Any, TextIO
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.rollout import Rollout, RolloutStep
 from dlm_rag.errors import ConfigError, TraceError
+from dlm_rag.files import journal
 from dlm_rag.files.checked_json import read_json_or_empty, validate_json_value
-from dlm_rag.files.journal import (
-    Journal,
-    check_same_settings,
-    drop_lines,
-    explain_write_errors,
-    hold_file_lock,
-    read_json_lines,
-    repair_last_line,
-)
 from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.questions import Question
@@ -118,7 +110,7 @@ class TraceWriter:
 
     def __init__(self, path: Path, header: TraceHeader, held: TraceContents | None = None) -> None:
         held = held or scan_trace(path)
-        self.file, self._written = Journal(path), dict(held.passages)
+        self.file, self._written = journal.Journal(path), dict(held.passages)
         self._common = (held.header or header).settings
         self._first = [] if held.header else [{"trace": TRACE_VERSION, **asdict(header)}]
 
@@ -185,7 +177,7 @@ def _entries(path: Path, kind: type[AnswerLine | Rollout]) -> Iterator[tuple[str
     """The lines of a trace file, told apart, with their places; those of questions as `kind`."""
     if not path.is_file():
         raise TraceError(f"trace '{path}' was not found")
-    for number, (place, record) in enumerate(read_json_lines(path, TraceError)):
+    for number, (place, record) in enumerate(journal.read_json_lines(path, TraceError)):
         if not number and record.get("trace", TRACE_VERSION) != TRACE_VERSION:
             raise TraceError(
                 f"{path} is a trace of version {record['trace']!r}, known is {TRACE_VERSION}: read it with "
@@ -238,7 +230,7 @@ class AnswersFile:
     """
 
     def __init__(self, out: Path, trace: Path | None = None) -> None:
-        self._out, self._trace, self._file = out, trace, Journal(out)
+        self._out, self._trace, self._file = out, trace, journal.Journal(out)
         self._writer: TraceWriter | None = None
         self._opened = ExitStack()
         self._stamp_path = out.with_name(f"{out.name}.run.json")
@@ -250,7 +242,7 @@ class AnswersFile:
         self._answered: dict[str, str] = {}
         self._failed: set[str] = set()
         answers: dict[str, int] = {}
-        for place, record in read_json_lines(self._out, ConfigError):
+        for place, record in journal.read_json_lines(self._out, ConfigError):
             none = f"{place} is no line of this program's: choose another file"
             line = validate_json_value(AnswerLine, record, none, ConfigError)
             answers[line.id] = line.answer_hash
@@ -301,7 +293,7 @@ class AnswersFile:
     def check_same_settings(self, depends_on: Mapping[str, Any]) -> None:
         """Raises `ConfigError` naming what this run does otherwise than the one that began the file."""
         then = self._stamp["answers_depend_on"] if self._stamp else depends_on
-        check_same_settings(then, depends_on, f"out={self._out} holds answers")
+        journal.check_same_settings(then, depends_on, f"out={self._out} holds answers")
 
     def open_run(self, stamp: dict[str, Any], header: TraceHeader | None = None) -> None:
         """Takes the files for this process; header: of the trace, where there is one.
@@ -314,18 +306,19 @@ class AnswersFile:
         try:
             for name, path in {"out": self._out, "trace": self._trace}.items():
                 if path is not None:  # each may be another run's, too
-                    self._opened.enter_context(hold_file_lock(Path(f"{path}.lock"), f"{name}={path}"))
+                    lock = journal.hold_file_lock(Path(f"{path}.lock"), f"{name}={path}")
+                    self._opened.enter_context(lock)
             self._read()
             self.check_same_settings(stamp["answers_depend_on"])
             if self._trace is not None:
                 assert header is not None, "a trace begins with a header"
                 held = self._traced if self._answered else TraceContents()
                 self._writer = TraceWriter(self._trace, header, held)
-            with explain_write_errors(self._out):
+            with journal.explain_write_errors(self._out):
                 self._remove_unfinished()
-                for journal in [self._file] if self._writer is None else [self._file, self._writer.file]:
-                    self._opened.callback(journal.close)
-                    journal.open_existing()
+                for file in [self._file] if self._writer is None else [self._file, self._writer.file]:
+                    self._opened.callback(file.close)
+                    file.open_existing()
                 (machine,) = stamp["machines"]
                 if self._stamp is None:
                     self._write_stamp(stamp)
@@ -346,9 +339,9 @@ class AnswersFile:
         asked_again = unanswered | self._failed
         for path in (self._trace, self._out):
             if path is not None and path.is_file():
-                repair_last_line(path)
+                journal.repair_last_line(path)
                 if asked_again:
-                    drop_lines(path, asked_again)
+                    journal.drop_lines(path, asked_again)
         if self._trace is not None and not self._answered:
             self._trace.unlink(missing_ok=True)  # its header may be of other settings
 
@@ -365,7 +358,7 @@ class AnswersFile:
                 "out=%s holds answers made with %s, this run has %s: rounding may differ, and with it "
                 "an answer", self._out, had, has
             )  # fmt: skip
-        with explain_write_errors(self._out):
+        with journal.explain_write_errors(self._out):
             self._write_stamp(self._stamp | {"machines": [*machines, machine]})
 
     def _write_stamp(self, stamp: dict[str, Any]) -> None:
@@ -391,7 +384,7 @@ class AnswersFile:
 
         Raises `RunError` where the disk is full, or a file is another's by now; what is there stays.
         """
-        with explain_write_errors(self._out):
+        with journal.explain_write_errors(self._out):
             if self._stamp is not None and not self._stamp_path.exists():  # taken away meanwhile
                 self._write_stamp(self._stamp)
             if self._writer is not None:

@@ -443,11 +443,7 @@ class GemmaRunner(ModelRunner):
 
 
 def _read_logits(logits: Tensor, cooled: Tensor, uniform: Tensor) -> dict[str, Tensor]:
-    """The fields of `Proposals` (n,), with the most probable token and its own two besides.
-
-    cooled: the logits (n, V) over the temperature, of which the entropy is, and of which tokens are drawn
-    at the quantiles `uniform` (n,). Probabilities are those of temperature 1.
-    """
+    """The fields of `Proposals` (n,): `cooled` logits are drawn from, `logits` give the probabilities."""
     drawn, best = sample_at_quantile(cooled, uniform), cooled.argmax(-1)
     entropy = torch.special.entr(cooled.softmax(-1)).sum(-1)
     log_prob = logits.log_softmax(-1)

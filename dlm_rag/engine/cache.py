@@ -399,10 +399,8 @@ class KVMemory:
 
     def read(self, places: Places) -> Tensor:
         """A copy of what is kept at these places, (N, 2, n, ...), on the first device."""
-        first, *rest = (
-            part.index_select(2, *to_device([places], part.device)) for part in self._allocated()
-        )
-        return torch.cat([first, *(part.to(first.device) for part in rest)]) if rest else first
+        first, *rest = (x.index_select(2, *to_device([places], x.device)) for x in self._allocated())
+        return torch.cat([first, *(x.to(first.device) for x in rest)]) if rest else first
 
     def _allocated(self) -> list[Tensor]:
         """The tensors, which are taken at their first use."""

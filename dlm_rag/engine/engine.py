@@ -485,8 +485,7 @@ _EXCLUDES = {
 def _take_own_settings(
     settings: DecodeConfig, own: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> DecodeConfig:
-    """`settings` with a checkpoint's `own` for those that nobody has set, but for what then has no effect,
-    by the facts about it and what holds where nothing is set."""
+    """`settings` with a checkpoint's `own` for what nobody has set; by the facts, none without effect."""
     given = [name for name in settings.given if getattr(settings, name) is not None]
     ruled_out = {other for name in given for other in _EXCLUDES.get(name, ())}
     own = {name: value for name, value in own.items() if name not in settings.given | ruled_out}

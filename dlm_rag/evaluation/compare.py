@@ -1,10 +1,9 @@
 """Several settings on the same questions: means with intervals, and paired differences.
 
 A setting is a name from `SETTING_PRESETS` (of a model behind a server from `SERVED_PRESETS`) or
-`KEY=VALUE`, joined by `+`: `static`, `oracle`,
-`interleaved+method=dense`, `commit_rule=top_k+tokens_per_step=2`. The section of a key may be left out
-where no other section has such a key. A sweep makes such names: every combination of the values of some
-keys, under each setting there is.
+`KEY=VALUE`, joined by `+`: `static`, `interleaved+method=dense`, `commit_rule=top_k+tokens_per_step=2`. The
+section of a key may be left out where no other section has such a key. A sweep makes such names: every
+combination of the values of some keys, under each setting there is.
 """
 
 import re

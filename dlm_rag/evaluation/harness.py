@@ -61,8 +61,7 @@ class HarnessModel(TemplateLM):
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """In nats, and whether it is greedy. The choices of a question have the same masks."""
         self._keys = [f"{request.task_name}/{request.doc_id}" for request in requests]
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-        return found
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
         found = self._score([(context, continuation) for _, context, continuation in requests], self._keys)

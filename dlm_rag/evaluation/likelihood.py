@@ -96,15 +96,12 @@ def estimate_log_likelihoods(
 def _list_rows(
     shape: DenoiserConfig, mode: str, settings: LikelihoodConfig, pairs: Sequence[Pair], keys: Sequence[Any]
 ) -> Iterator[_Row]:
-    """Yields for each pair rows in which parts of a block are masked, block by block (what is after a block
-    is not there), then one row of all that states before predict."""
+    """Yields for each pair rows with parts of a block masked, each block's; then one of all predicted."""
     for number, (context, continuation) in enumerate(track_progress(pairs, "log-likelihoods")):
         ids = np.array(continuation, np.int64)
         from_before = [*range(len(ids))] if mode == "autoregressive" else []
         if not len(ids) or ((from_before or shape.predicts_next_block) and not context):
-            raise QuestionError(
-                "a log-likelihood needs a continuation and a context of at least one token each"
-            )
+            raise QuestionError("a log-likelihood needs a context and a continuation of at least one token")
         prompt = Prompt(tuple(context), (), ())
         laid = lay_out_prompt(prompt, shape)
         truncate_evidence(prompt, ContextBudget.from_config(shape, canvas=laid.round_up_canvas(len(ids))))
@@ -150,8 +147,7 @@ def choose_masks(
 
 
 def _predict_targets(denoiser: Denoiser, rows: Sequence[_Row]) -> list[FloatArray]:
-    """For each row (2, n): the log-probabilities of its targets in nats, and whether each is the most
-    probable token that may be written."""
+    """For each row (2, n): log-probabilities of its targets in nats, and whether each is most likely."""
     shape, parts = denoiser.config, list[torch.Tensor]()
     never = [n for n in (shape.mask_token_id, *shape.excluded_token_ids) if n is not None]
     asked = [np.concatenate([row.targets for row in rows]), np.array(never, np.int64)]

@@ -21,9 +21,7 @@ from dlm_rag.files.paths import open_atomic_file, write_text_atomic
 from dlm_rag.text import replace_control_chars
 
 COST_METRICS = ("forwards", "searches")
-OVERVIEW = (
-    "exact match %", "above the first", "F1 %", "evidence recall %", *COST_METRICS, "answers/s",
-)  # fmt: skip
+OVERVIEW = ("exact match %", "above the first", "F1 %", "evidence recall %", *COST_METRICS, "answers/s")
 USAGE_METRICS = {"requests": "requests", "prompt_tokens": "prompt tokens", "tokens": "tokens of replies",
                  "cut_replies": "replies that were cut"}  # fmt: skip
 ABSTENTION_METRICS = {"abstained": "abstains %", "answered_match": "exact match % of answers given",
@@ -205,12 +203,11 @@ def summarize_findings(
     elif (cost := metrics["forwards"]) is not None:
         said += f" at {cost.mean:.1f} forwards"
     found = [said if gold is None else f"{said}; gold passages {100 * gold.mean:.1f}"]
+    wrong = "this model cannot read these questions"
     if gold is not None and not gold.mean:
-        found.append(
-            "this model cannot read these questions: with the gold passages it answers none of them"
-        )
+        found.append(f"{wrong}: with the gold passages it answers none of them")
     elif abstained is not None and abstained.mean > MOSTLY:
-        found.append(f"this model cannot read these questions: it abstains on {abstained.mean:.0%} of them")
+        found.append(f"{wrong}: it abstains on {abstained.mean:.0%} of them")
     return found
 
 

@@ -175,8 +175,7 @@ def lay_out_prompt(
     from_prompt = shape.block_grid == "prompt"
     return LaidOutPrompt(
         context, lead, (0 if from_prompt else len(lead.ids) % block) or block, block, unseen,
-        shape.predicts_next_block, from_prompt or shape.causal_context,
-        shape.causal_context, shape.shifted,
+        shape.predicts_next_block, from_prompt or shape.causal_context, shape.causal_context, shape.shifted,
     )  # fmt: skip
 
 

@@ -295,9 +295,7 @@ def _read_json_items(file: IO[bytes], path: str, error: type[UserError]) -> Iter
     """The items of an array, or of the one list of objects in an object."""
     document = file.read(MAX_JSON_BYTES + 1)
     if len(document) > MAX_JSON_BYTES:
-        raise error(
-            f"{path} is JSON of more than {MAX_JSON_BYTES >> 30} GiB: make it JSON lines, which stream"
-        )
+        raise error(f"{path} is JSON of more than {MAX_JSON_BYTES >> 30} GiB: make it JSON lines")
     found = parse_json(document, path, error, "file")
     if isinstance(found, dict):
         lists = [value for value in found.values() if isinstance(value, list)]

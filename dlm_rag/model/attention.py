@@ -125,8 +125,7 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
     """FlexAttention, compiled on a GPU; without its decoding kernel, which splits keys by the batch."""
     options = {"FORCE_USE_FLEX_ATTENTION": True} if q.is_cuda else None
     attend = _import_flex(q.is_cuda)[1]
-    found: Tensor = attend(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
-    return found
+    return attend(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
 
 
 @cache
@@ -142,12 +141,11 @@ def _import_flex(compiled: bool) -> tuple[Any, ...]:
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
-    """A row is not split, which would depend on the others, where that can be said: torch 2.12 refuses
-    `num_splits`, even 1, of FlashAttention 2 (pytorch #179760).
-    """
+    """A row is not split, which would depend on the others, where that can be said."""
     from torch.nn.attention.varlen import varlen_attn
 
     made, options = tuple(map(int, torch.__version__.split(".")[:2])), dict[str, Any]()
+    # torch 2.12 refuses `num_splits`, even 1, of FlashAttention 2 (pytorch #179760).
     if made >= (2, 13) or torch.nn.attention.current_flash_attention_impl():
         options["num_splits"] = 1
     if made >= (2, 12):  # before, it goes without saying
@@ -164,13 +162,10 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
 def _call_ragged(
     kernel: Any, q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, **options: Any
 ) -> Tensor:
-    """At least 2 queries: for single ones FlashAttention 2 has a path for grouped heads that fails where a
-    row has no query, and that may split keys by how many rows there are.
-    """
+    """At least 2 queries: FlashAttention 2's path for single ones fails, or splits keys by the rows."""
     (queries, keys), window = sight.longest, (-1, 0 if sight.causal else -1)
     rows = sight.query_ends, sight.key_ends, max(2, queries), keys
-    found: Tensor = kernel(q, k, v, *rows, window_size=window, **options)
-    return found
+    return kernel(q, k, v, *rows, window_size=window, **options)
 
 
 def _indexed(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:

@@ -309,15 +309,10 @@ def _update_raw_config(raw: dict[str, Any], config: DenoiserConfig) -> dict[str,
     found = {**raw, **{key: getattr(config, name) for key, name in DLM_RAG_FIELDS.items()}}
     found[BLOCK_SIZE_KEY] = config.block_size or 0  # whatever the family says
     found["mask_token_id"] = config.mask_token_id
-    for key in ("tie_word_embeddings", "weight_tying"):
-        if key in raw:
-            found[key] = config.tie_word_embeddings
-    for key in ("max_position_embeddings", "max_sequence_length"):
-        if key in raw:
-            found[key] = config.max_position_embeddings
-    for key in ("vocab_size", "embedding_size"):
-        if key in raw:
-            found[key] = max(raw[key], config.vocab_size)
+    now: dict[str, Any] = dict.fromkeys(("tie_word_embeddings", "weight_tying"), config.tie_word_embeddings)
+    now |= dict.fromkeys(("max_position_embeddings", "max_sequence_length"), config.max_position_embeddings)
+    now |= {key: max(raw.get(key, 0), config.vocab_size) for key in ("vocab_size", "embedding_size")}
+    found |= {key: value for key, value in now.items() if key in raw}
     if isinstance(raw.get("rope_parameters"), dict):
         found["rope_parameters"] = {**raw["rope_parameters"], "rope_theta": config.rope_theta}
     else:

@@ -257,11 +257,13 @@ class Denoiser(TransformerWeights):
             if is_autocast(x):  # sums stay float32, of full copies as of shards that are cast and gathered
                 x = x.float()
             kept, top, devices = [], len(self.layers) - 1, self.layer_devices
+            again = self.activation_checkpointing != "none" and torch.is_grad_enabled()
+            every = self.activation_checkpointing_interval
             for layer, block in enumerate(self.layers):
                 if (home := devices[layer]) != x.device:
                     x, rope, call = move_to_device((x, rope, call), home)
                 with profile_layer(layer):
-                    run = partial(self._run_again, block) if self._recomputes(layer) else block
+                    run = partial(self._run_again, block) if again and layer % every == 0 else block
                     x, k, v = run(x, rope, call, layer, layer == top)
                 if keep:
                     kept.append((k, v))
@@ -296,11 +298,6 @@ class Denoiser(TransformerWeights):
         steps = (places / scaling["original_max_position_embeddings"]).floor()
         scale = 1 + scaling[QUERY_SCALE_KEY] * steps.log1p()
         return cos, sin, cos * scale, sin * scale
-
-    def _recomputes(self, layer: int) -> bool:
-        """Whether backward computes the activations of a layer again."""
-        wanted = self.activation_checkpointing != "none" and torch.is_grad_enabled()
-        return wanted and layer % self.activation_checkpointing_interval == 0
 
     def _run_again(self, block: nn.Module, *inputs: Any) -> Any:
         """One layer, whose activations backward computes again."""

@@ -172,9 +172,7 @@ class ExpertsConfig:
         best, choice = self.topk_group, count // groups * self.topk_group
         most = self.expert_capacity
         _require(count % groups == 0, f"n_group={groups} must divide num_experts={count}")
-        _require(
-            groups == 1 or count >= 2 * groups, f"n_group={groups} leaves groups of less than 2 experts"
-        )
+        _require(groups == 1 or count >= 2 * groups, f"n_group={groups} leaves groups of a single expert")
         _require(best <= groups, f"topk_group={best} is more than n_group={groups}")
         _require(chosen <= choice, f"num_experts_per_tok={chosen} is more than the {choice} to choose from")
         if most:
@@ -257,9 +255,7 @@ class DenoiserConfig:
 
     def add_settings(self, decode: Mapping[str, Any], **retrieval: Any) -> "DenoiserConfig":
         """The config with more settings of `decode` and `retrieval` as its own."""
-        shape = {
-            field: decode[name] for name, field in SHAPE_FIELDS.items() if decode.get(name) is not None
-        }
+        shape = {own: decode[name] for name, own in SHAPE_FIELDS.items() if decode.get(name) is not None}
         rest = {name: value for name, value in decode.items() if name not in SHAPE_FIELDS}
         return replace(
             self, **shape, decode_settings=self.decode_settings | rest,

@@ -132,9 +132,7 @@ def _fast_dllm(raw: dict[str, Any]) -> DenoiserConfig:
 
 
 def _nemotron(raw: dict[str, Any]) -> DenoiserConfig:
-    """Ministral 3 with one head that fills blocks in place and predicts the next token after the text
-    before them, which is seen causally. The LoRA beside it is for self-speculation, and is not read.
-    """
+    """Ministral 3: one head fills blocks and predicts the token after causal text; its LoRA is not read."""
     require_supported_values(raw, attention_bias=False, sliding_window=None, vision_config=None)
     if raw.get("dlm_paradigm") == "autoregressive":
         raise CheckpointError("dlm_paradigm='autoregressive': this one was not trained to fill in masks")
@@ -207,9 +205,8 @@ _LLADA2_EDIT_TOKENS = ("delete_token_id", "split_token_id")
 
 
 def _llada2(raw: dict[str, Any]) -> DenoiserConfig:
-    """LLaDA2.0 to 2.2: blocks of 32 counted from the first token of the prompt. The public class of 2.2
-    passes over groups of experts; its tokens that delete and insert are excluded here."""
-    if capacity := raw.get("expert_capacity") or 0:
+    """LLaDA2.0 to 2.2, in blocks; the tokens of 2.2 that delete and insert are excluded here."""
+    if capacity := raw.get("expert_capacity") or 0:  # the public class of 2.2 passes over groups
         raw = raw | {"n_group": 1, "topk_group": 1}
     require_supported_values(
         raw, use_bias=False, norm_head=False, norm_topk_prob=True, score_function="sigmoid",

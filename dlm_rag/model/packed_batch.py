@@ -157,8 +157,7 @@ class ContextParallel:
 
         renamed = hasattr(collectives, "all_gather_single_autograd")  # in newer versions of torch
         name = "all_gather_single_autograd" if renamed else "all_gather_tensor_autograd"
-        gathered: Tensor = getattr(collectives, name)(own, 0, self.group)
-        return gathered
+        return getattr(collectives, name)(own, 0, self.group)
 
 
 CachedContext = SharedContext | MemoryRows | ContextParallel

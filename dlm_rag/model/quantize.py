@@ -95,9 +95,7 @@ def check_quantize(method: str, config: DenoiserConfig, dtype: torch.dtype) -> N
         nearest = suggest_nearest(str(method), METHODS)
         raise ConfigError(f"quantize={method} is not one of none, {', '.join(METHODS)}{nearest}")
     if find_spec("torchao") is None:
-        raise ConfigError(
-            f"model.quantize={method} needs torchao: pip install 'dlm_rag[quantize]', or leave it out"
-        )
+        raise ConfigError(f"model.quantize={method} needs torchao: pip install 'dlm_rag[quantize]'")
     if method == "nvfp4" and dtype == torch.float16:
         raise ConfigError("model.quantize=nvfp4 has no float16: set int8, or model.dtype=bfloat16")
     multiple = METHODS[method].multiple

@@ -108,11 +108,9 @@ class Family:
             pieces = halves if last == "gate_up_proj" else {"down_proj": ()}
             shape = shape[1] // len(pieces), shape[2]
             return [
-                TensorSource(
-                    self.rename_tensor(f"{path}.{n}.{name}.weight"), shape, target_index=(n, *rows)
-                )
+                TensorSource(self.rename_tensor(f"{path}.{n}.{own}.weight"), shape, target_index=(n, *rows))
                 for n in range(config.experts.num_experts)
-                for name, rows in pieces.items()
+                for own, rows in pieces.items()
             ]
         rows: tuple[slice, ...] = ()
         if self.fused_qkv and path.endswith(("q_proj", "k_proj", "v_proj")):
@@ -206,9 +204,7 @@ def _take_tensor(
                 f"{list(shape)} of {name} and the quantization_config"
             )
     if dtype not in known:
-        raise CheckpointError(
-            f"{place} has the type {dtype}, only {', '.join(known)} are supported here: {REMEDY}"
-        )
+        raise CheckpointError(f"{place} has the type {dtype}, only {', '.join(known)} are read: {REMEDY}")
     return path, scales
 
 

@@ -269,21 +269,16 @@ def find_bridge_entities(rollouts: Sequence[Rollout]) -> list[list[dict[str, Any
             new = not {*split_words(entity)} <= {*split_words(rollout.question)}
             if name not in first and new and first_query(rollout, entity) is not None:
                 entities[name] = entity
-    return [
-        sorted(
-            (
-                {
-                    "passage": name,
-                    "entity": entity,
-                    "asked": first_query(rollout, entity),
-                    "found": next((s.step for s in rollout.steps if name in s.passage_ids), None),
-                }
-                for name, entity in entities.items()
-            ),
-            key=lambda bridge: math.inf if bridge["asked"] is None else bridge["asked"],
-        )
-        for rollout in rollouts
-    ]
+    bridges = []
+    for rollout in rollouts:
+        reached: list[dict[str, Any]] = [
+            {"passage": name, "entity": entity, "asked": first_query(rollout, entity),
+             "found": next((s.step for s in rollout.steps if name in s.passage_ids), None)}
+            for name, entity in entities.items()
+        ]  # fmt: skip
+        reached.sort(key=lambda bridge: math.inf if bridge["asked"] is None else bridge["asked"])
+        bridges.append(reached)
+    return bridges
 
 
 def render_page(runs: Sequence[TraceRun], known: Iterable[Question] = ()) -> str:

@@ -107,9 +107,7 @@ def parse_passage(record: dict[str, Any], place: str) -> Passage:
     if contents is None:
         raise CorpusError(f"{place}: the passage has no 'contents'{suggest_nearest('contents', record)}")
     own, title = get_field(record, "title")
-    title, contents = (
-        write_number(each) if type(each) in (int, float) else each for each in (title, contents)
-    )
+    title, contents = (write_number(x) if type(x) in (int, float) else x for x in (title, contents))
     if not isinstance(title, str | None):
         raise CorpusError(f"{place}: '{own}' must be a text")
     if contents and isinstance(contents, list) and all(isinstance(each, str) for each in contents):
@@ -364,8 +362,7 @@ def _names_file(text: str | Path) -> bool:
 
 
 def _scan_offsets(path: Path, cuts: bool) -> np.ndarray:
-    """Where each passage begins, with the blank lines after it, and the end of the file; raises
-    `OtherRowError` for a row that `_read_rows` makes something else of."""
+    """Where each passage begins, and the end; `OtherRowError` for what `_read_rows` makes others of."""
     size, at = path.stat().st_size, 0
     offsets = array("q")
 

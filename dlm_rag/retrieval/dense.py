@@ -72,11 +72,8 @@ class DenseRetriever(CorpusRetriever):
 
     @torch.inference_mode()
     def _find_nearest(self, vectors: Tensor, depth: int) -> list[Ranking]:
-        """Rows of the `depth` most similar passages per vector (n, width), equal ones in corpus order.
-
-        In a matrix product the last bits of equal passages differ with their place in it. It chooses those
-        that may be among the best, block by block; their order is that of similarities in float64.
-        """
+        """Rows of the `depth` most similar passages per vector (n, width), equal ones in corpus order."""
+        # A matrix product, whose last bits differ with the place, chooses; similarities in float64 order.
         depth, width = min(depth, len(self.corpus)), vectors.shape[1]
         block = max(depth, SEARCH_BLOCK_BYTES // (4 * width))
         # Each of two float32 sums of unit vectors may be off by width * 2^-24 (Higham 2002, section 3.1).

@@ -100,12 +100,9 @@ class AsyncEngine(Collector):
         disable_created_metrics()
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self._answer_seconds, self._first_token_seconds = (
-            Histogram(
-                f"dlm_rag_{name}_seconds", METRIC_HELP, registry=self.registry, buckets=BUCKET_SECONDS
-            )
-            for name in ("answer", "first_token")
-        )
+        make = partial(Histogram, documentation=METRIC_HELP, registry=self.registry, buckets=BUCKET_SECONDS)
+        self._answer_seconds = make("dlm_rag_answer_seconds")
+        self._first_token_seconds = make("dlm_rag_first_token_seconds")
 
     @property
     def is_healthy(self) -> bool:

@@ -305,8 +305,7 @@ CHANGEABLE_KEYS = frozenset({
     "retrieval.index_dir", "retrieval.corpus", "retrieval.url", "retrieval.timeout",
 })  # fmt: skip
 FINGERPRINTED_KEYS = (
-    "model.path", "data.questions", "data.corpus", "data.documents",
-    "retrieval.embedding_model"
+    "model.path", "data.questions", "data.corpus", "data.documents", "retrieval.embedding_model",
 )  # fmt: skip
 # A denoiser is trained for them.
 DECODE_SHAPE_KEYS = ("decode.max_new_tokens", "decode.block_length", "decode.finished_block_context")

@@ -206,8 +206,7 @@ def wrap_in_ddp(objective: nn.Module) -> nn.Module:
     copies: Any = nn.parallel.DistributedDataParallel
     renamed = "forward_sync_buffers" in inspect.signature(copies).parameters  # in newer versions of torch
     quiet = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
-    wrapped: nn.Module = copies(objective, gradient_as_bucket_view=True, **quiet)
-    return wrapped
+    return copies(objective, gradient_as_bucket_view=True, **quiet)
 
 
 def apply_fsdp(
@@ -241,8 +240,7 @@ def get_local(value: Tensor) -> Tensor:
 
 def get_full_tensor(value: Any) -> Tensor:
     """A whole tensor; all processes that have shards of it must call."""
-    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return whole
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def skip_gradient_sync(root: nn.Module) -> AbstractContextManager[Any]:

@@ -90,9 +90,7 @@ class PackedDocuments:
         self._kept = [count - min(HELD_OUT_SEQUENCES, count // 20) for count in counts]
         self._ends = np.cumsum(self._kept)  # of the files, in sequences to train on
         if not self._ends[-1]:
-            raise ConfigError(
-                f"the documents have fewer tokens than one sequence of sequence_length={length}"
-            )
+            raise ConfigError(f"the files have fewer tokens than one sequence of sequence_length={length}")
 
     def examples(self, step: int, items: Iterable[int]) -> list[Example]:
         """The rows of some of the sequences of a step."""
@@ -120,10 +118,7 @@ class PackedDocuments:
         length, rng = self._train.sequence_length, np.random.default_rng(0)
         times = ((n + 0.5) * GOLDEN_RATIO_STEP % 1 for n in itertools.count())
         return [
-            [
-                mask_at_time(self._prompt, ids, next(times), rng)
-                for ids in file.sequence_rows(number, length)
-            ]
+            [mask_at_time(self._prompt, ids, next(times), rng) for ids in file.sequence_rows(n, length)]
             for file, kept in zip(self._files, self._kept, strict=True)
-            for number in range(kept, file.count_sequences(length))
+            for n in range(kept, file.count_sequences(length))
         ]

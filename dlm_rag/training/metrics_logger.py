@@ -157,9 +157,7 @@ def encode_metrics(metrics: Metrics) -> bytes:
 
     Numbers of numpy and torch are taken as such; what is no value of JSON is shown as text.
     """
-    metrics = {
-        key: each.item() if getattr(each, "ndim", None) == 0 else each for key, each in metrics.items()
-    }
+    metrics = {k: v.item() if getattr(v, "ndim", None) == 0 else v for k, v in metrics.items()}
     floats = {name: value for name, value in metrics.items() if isinstance(value, float)}
     lost = [name for name, value in floats.items() if not math.isfinite(value)]
     return f"{json.dumps(metrics | dict.fromkeys(lost), default=str)}\n".encode()

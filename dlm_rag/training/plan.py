@@ -34,6 +34,7 @@ from dlm_rag.model.denoiser_config import (
 from dlm_rag.model.packed_batch import ContextParallel
 from dlm_rag.model.quantize import METHODS, count_scratch_bytes, count_weight_bytes
 from dlm_rag.progress import format_bytes, show_status
+from dlm_rag.training import specs
 from dlm_rag.training.batches import LONG_QUESTION_TOKENS
 from dlm_rag.training.distributed import check_parallelism
 from dlm_rag.training.initial_model import (
@@ -41,14 +42,6 @@ from dlm_rag.training.initial_model import (
     build_meta_denoiser,
     make_training_shape,
     open_initial_model,
-)
-from dlm_rag.training.specs import (
-    GPU_SPECS,
-    MFU,
-    RENT_SOURCE,
-    GpuSpec,
-    choose_planned_dtype,
-    read_known_config,
 )
 from dlm_rag.training.step_memory import StepMemory, count_optimizer_bytes, estimate_step_memory
 from dlm_rag.training.task import Run, Task, find_task
@@ -122,7 +115,7 @@ class DecodeStepPlan:
 
 
 def plan_decode_step(
-    config: Config, shape: DenoiserConfig, dtype: torch.dtype, machine: GpuSpec
+    config: Config, shape: DenoiserConfig, dtype: torch.dtype, machine: specs.GpuSpec
 ) -> DecodeStepPlan:
     """Plans a step with passages of full length. Raises `ConfigError` for settings not for this model."""
     quantize, size = config.model.quantize, dtype.itemsize
@@ -137,7 +130,7 @@ def plan_decode_step(
     packed = 1.0 if quantize == "none" else METHODS[quantize].bytes_per_weight / size
     return DecodeStepPlan(
         memory + GIB * (config.engine.prefix_cache_gib or 0.0),
-        (work.flops + head.flops) / (machine.flops[dtype] * MFU),
+        (work.flops + head.flops) / (machine.flops[dtype] * specs.MFU),
         (keys + packed * (work.bytes_moved - keys) + head.bytes_moved) / machine.bandwidth,
     )
 
@@ -177,9 +170,9 @@ class TrainingPlan:
             ROLLOUT_EXTRA_KEY: max(0.0, self.decode_bytes - memory.gradients / shards - memory.activations),
         }
 
-    def step_seconds(self, machine: GpuSpec, dtype: torch.dtype) -> float:
+    def step_seconds(self, machine: specs.GpuSpec, dtype: torch.dtype) -> float:
         """The seconds of a step whose arithmetic runs at `MFU` of the peak."""
-        return self.flops / (self.devices * machine.flops[dtype] * MFU)
+        return self.flops / (self.devices * machine.flops[dtype] * specs.MFU)
 
 
 def plan_training(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> TrainingPlan:
@@ -244,7 +237,7 @@ def check_run_fits(config: Config, count: int, device: torch.device) -> None:
 
 def resolve_shape(config: Config) -> DenoiserConfig:
     """The architecture that a run would train; of well-known checkpoints without network or folder."""
-    known = read_known_config(config.model.path)
+    known = specs.read_known_config(config.model.path)
     return open_initial_model(config).config if known is None else make_training_shape(config, known)
 
 
@@ -256,7 +249,7 @@ COUNTS = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
 def print_plan(config: Config) -> None:
     """Prints what a training takes."""
     shape, plan, machines = resolve_shape(config), config.plan, list_planned_machines(config.plan)
-    dtype = choose_planned_dtype(config.train.dtype, machines[0] if plan.machine else None)
+    dtype = specs.choose_planned_dtype(config.train.dtype, machines[0] if plan.machine else None)
     show_status("planning a step: its rows are counted, and its memory")
     training = plan_training(config, shape, dtype)
     show_status()
@@ -282,10 +275,10 @@ def print_plan(config: Config) -> None:
     console.print(table)
     console.print(_make_machine_table(machines, training, dtype))
     console.print(
-        f"Times are at {MFU:.0%} of the peak (a small model reaches less), without what devices send each "
-        "other. kWh are computed from the power of a device at full load, and cost "
+        f"Times are at {specs.MFU:.0%} of the peak (a small model reaches less), without what devices send "
+        "each other. kWh are computed from the power of a device at full load, and cost "
         f"${PRICE_PER_KWH:g} each; machine and cooling are not in it. Rented, a device costs what it does "
-        f"{RENT_SOURCE}.\n"
+        f"{specs.RENT_SOURCE}.\n"
     )
     for machine in machines:
         console.print(f"[dim]{machine.name}: {machine.source}[/dim]", highlight=False)
@@ -294,12 +287,12 @@ def print_plan(config: Config) -> None:
 def print_decode_plan(config: Config) -> None:
     """Prints what a step of decoding takes on one device of each machine."""
     assert config.model.path is not None, "see fill_in_shipped_files"
-    shape = read_known_config(config.model.path)
+    shape = specs.read_known_config(config.model.path)
     shape = shape or open_checkpoint(config.model.path, config.model.block_size).config
     columns = [Column(name, justify="right") for name in ("GB", "on a device", "a step")]
     table = Table("machine", *columns, "bound by", "fits")
     for machine in list_planned_machines(config.plan):
-        dtype = choose_planned_dtype(config.model.dtype, machine)
+        dtype = specs.choose_planned_dtype(config.model.dtype, machine)
         if dtype in machine.flops:
             step = plan_decode_step(config, shape, dtype, machine)
             table.add_row(
@@ -317,12 +310,12 @@ def _make_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 100, highlight=False)
 
 
-def list_planned_machines(plan: PlanConfig) -> list[GpuSpec]:
+def list_planned_machines(plan: PlanConfig) -> list[specs.GpuSpec]:
     """Lists the machines that are planned for."""
-    return [GPU_SPECS[plan.machine]] if plan.machine else list(GPU_SPECS.values())
+    return [specs.GPU_SPECS[plan.machine]] if plan.machine else list(specs.GPU_SPECS.values())
 
 
-def _make_machine_table(machines: list[GpuSpec], plan: TrainingPlan, dtype: torch.dtype) -> Table:
+def _make_machine_table(machines: list[specs.GpuSpec], plan: TrainingPlan, dtype: torch.dtype) -> Table:
     headings = ("TFLOP/s", "GB", "fits", "time", "kWh", "electricity", "rent")
     columns = [Column(heading, justify="right") for heading in headings]
     table = Table("machine", *columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)

@@ -22,14 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
 from dlm_rag.config.fields import flatten_settings, replace_settings, resolve_or_import
 from dlm_rag.decode.rollout import Rollout
+from dlm_rag.engine import policy
 from dlm_rag.engine.engine import Decoder, resolve_settings
-from dlm_rag.engine.policy import (
-    ActionDistribution,
-    SoftThreshold,
-    compute_action_distribution,
-    gather_action_log_probs,
-    step_log_prob,
-)
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.encode_segments import encode_canvases
 from dlm_rag.evidence.prompt_segments import LaidOutRow, lay_out_prompt
@@ -40,14 +34,9 @@ from dlm_rag.questions import Question
 from dlm_rag.randomness import pick_shuffled
 from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.tokenizer import Prompt
+from dlm_rag.training import sources
 from dlm_rag.training.batches import Sums, lay_out_examples, sample_prompt_rows
 from dlm_rag.training.rewards import REWARDS, compute_advantages, compute_reward_parts
-from dlm_rag.training.sources import (
-    IndexedWorld,
-    draw_world_question,
-    open_questions,
-    open_world_validation,
-)
 from dlm_rag.training.task import Run, Task, TaskState, Validation
 
 # Some questions of a step, by their numbers in it, and what answers their searches.
@@ -92,14 +81,14 @@ def make_world_source(train: TrainConfig, top_k: int) -> QuestionSource:
     """Questions of invented worlds, a new one every `train.steps_per_world` steps."""
 
     @lru_cache(1)
-    def open_world(number: int) -> IndexedWorld:
-        return IndexedWorld(train.seed * 1_000_003 + 500_000 + number, train.world_passages, top_k)
+    def open_world(number: int) -> sources.IndexedWorld:
+        return sources.IndexedWorld(train.seed * 1_000_003 + 500_000 + number, train.world_passages, top_k)
 
     def draw(step: int, items: Sequence[int]) -> tuple[list[Question], CorpusRetriever]:
         indexed, questions = open_world(step // train.steps_per_world), list[Question]()
         for item in items:
             rng, name = random.Random(f"rl/{train.seed}/{step}/{item}"), f"{step}.{item}"
-            found = draw_world_question(rng, indexed, rng.randint(train.min_hops, train.max_hops))
+            found = sources.draw_world_question(rng, indexed, rng.randint(train.min_hops, train.max_hops))
             support = tuple(subject.id for subject in found.subjects)
             questions.append(Question(name, found.question, (found.answer,), support, found.hops))
         return questions, indexed.retriever
@@ -191,7 +180,7 @@ class PolicyObjective(nn.Module):
         super().__init__()
         self.denoiser = denoiser
         self.excluded_ids = np.array([mask_id, *denoiser.config.excluded_token_ids])
-        self.soft = SoftThreshold(
+        self.soft = policy.SoftThreshold(
             settings.temperature, settings.commit_threshold, settings.gate_temperature
         )
         fitting = MAX_LOGIT_BYTES // (4 * LOGIT_COPIES * denoiser.config.vocab_size)
@@ -218,7 +207,7 @@ class PolicyObjective(nn.Module):
                 found.append(checkpoint(self._gather, at, excluded_ids, seen, use_reentrant=False))
                 with torch.no_grad():
                     entropy += self._find_actions(seen, excluded_ids).entropy().sum()
-            log_prob = step_log_prob(torch.cat(found, 1), step, taken >= 0, forced)
+            log_prob = policy.step_log_prob(torch.cat(found, 1), step, taken >= 0, forced)
             gained = (weights * log_prob).sum()
             loss = -gained / counts["divisor"]
         with torch.no_grad():
@@ -232,13 +221,13 @@ class PolicyObjective(nn.Module):
 
     def _gather(self, taken: Tensor, excluded_ids: Tensor, hidden: Tensor) -> Tensor:
         """The log-probabilities (4, n) of `gather_action_log_probs`."""
-        return gather_action_log_probs(self._find_actions(hidden, excluded_ids), taken)
+        return policy.gather_action_log_probs(self._find_actions(hidden, excluded_ids), taken)
 
-    def _find_actions(self, hidden: Tensor, excluded_ids: Tensor) -> ActionDistribution:
+    def _find_actions(self, hidden: Tensor, excluded_ids: Tensor) -> policy.ActionDistribution:
         """The outcomes at hidden states (n, hidden) in float32; the trainer counts the work of the head."""
         head, norm = self.denoiser.lm_head, self.denoiser.norm
         # No name for the logits: it would keep them while all else is computed.
-        return compute_action_distribution(head(norm(hidden)).float(), excluded_ids, self.soft)
+        return policy.compute_action_distribution(head(norm(hidden)).float(), excluded_ids, self.soft)
 
 
 ROLLOUT_PASSAGE_FACTOR = 2  # times top_k: passages that all rollouts of a question see; 1.6 to 2.7 measured
@@ -302,8 +291,8 @@ class RlTask(Task):
         run, train = self.run, self.train
         if self.run.config.data.corpus is None:
             self._source = make_world_source(train, self.run.config.retrieval.top_k)
-            return open_world_validation(run)
-        questions, retriever, validation = open_questions(run)
+            return sources.open_world_validation(run)
+        questions, retriever, validation = sources.open_questions(run)
         for question in (*questions, *validation.questions):
             if not question.golden_answers:
                 raise QuestionError(f"question '{question.id}' has no 'golden_answers' to reward")
@@ -312,17 +301,15 @@ class RlTask(Task):
 
     def sample_batch(self, count: int) -> RolloutBuffer:
         shape, rollouts = self.run.origin.config, self.train.num_generations
-        examples = sample_prompt_rows(
-            shape, self.run.config.retrieval.top_k, count, self._steps * rollouts,
-            ROLLOUT_PASSAGE_FACTOR,
-        )  # fmt: skip
+        top_k, rows = self.run.config.retrieval.top_k, self._steps * rollouts
+        examples = sample_prompt_rows(shape, top_k, count, rows, ROLLOUT_PASSAGE_FACTOR)
         states = lay_out_examples(examples, shape, shape.evidence_layout)
         read = [example.supervised_positions for example in examples]
-        rows = [
+        learned = [
             PolicyRow(state, places, (-1,) * len(places), False, 1.0, 0.0)
             for places, state in zip(read, states, strict=True)
         ]
-        return RolloutBuffer({"rollouts": float(count * rollouts), "failed": 0.0}, rows)
+        return RolloutBuffer({"rollouts": float(count * rollouts), "failed": 0.0}, learned)
 
     def objective(self, denoiser: Denoiser) -> nn.Module:
         self._denoiser = denoiser

@@ -140,18 +140,14 @@ class WorldExamples:
         rows = {passage.id: row for row, passage in enumerate(evidence)}
         pointers: list[Pointer] = []
         for hop, positions in mentions:
-            row = rows.get(question.subjects[hop].id)
-            at = None if row is None else find_subsequence(prompt.facts[row], [ids[p] for p in positions])
-            if row is not None and at is not None:
+            if (row := rows.get(question.subjects[hop].id)) is None:
+                continue
+            fact, part = prompt.facts[row], tuple(ids[p] for p in positions)
+            starts = (n for n in range(len(fact)) if fact[n : n + len(part)] == part)
+            if (at := next(starts, None)) is not None:
                 pointers += [Pointer(p, row, at + n) for n, p in enumerate(positions)]
         known = [position for hop, where in mentions[:-1] if hop < written for position in where]
         return self._builder.build_example(rng, prompt, ids, max(known, default=-1) + 1, pointers)
-
-
-def find_subsequence(tokens: tuple[int, ...], part: list[int]) -> int | None:
-    """Where `part` begins in `tokens` for the first time, or None."""
-    last = len(tokens) - len(part)
-    return next((n for n in range(last + 1) if list(tokens[n : n + len(part)]) == part), None)
 
 
 class QuestionExamples:
@@ -330,9 +326,7 @@ def open_documents(run: Run) -> PackedDocuments:
     config, shape, tokenizer = run.config, run.origin.config, run.origin.tokenizer
     length, longest = config.train.sequence_length, shape.max_position_embeddings
     if length + shape.shifted > longest:
-        raise ConfigError(
-            f"sequence_length={length} is beyond the model's {longest} positions: set a smaller one"
-        )
+        raise ConfigError(f"sequence_length={length} is beyond the model's {longest} positions: lower it")
     if config.data.documents is None:
         paths = [write_world_documents(config, run.folder)]
     else:

@@ -23,19 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from dlm_rag import machine
 from dlm_rag.cli import print_note
 from dlm_rag.config import Config, TrainConfig
 from dlm_rag.energy import merge_readings, open_meter
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.files.paths import open_atomic_folder, write_text_atomic
-from dlm_rag.machine import (
-    choose_dtype,
-    describe_machine,
-    get_code_commit,
-    get_machine_name,
-    get_peak_memory_bytes,
-    has_bfloat16,
-)
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import count_head_flops
 from dlm_rag.model.packed_batch import to_host
@@ -68,13 +61,13 @@ class Trainer:
         self.device = processes.local_device(self.config.model.device)
         self.processes = processes.with_context_parallel(train.context_parallel)
         task.context = self.processes.context
-        self.dtype = choose_dtype(train.dtype, self.device)
+        self.dtype = machine.choose_dtype(train.dtype, self.device)
         self.state = TrainState(0, {})
         self._build_denoiser()
         self.stage_seconds: dict[str, float] = {}  # of the last step
         self.flops = 0.0  # of the last step on this process, forward and backward, nothing counted twice
-        machine = find_gpu_spec(self.device)
-        self._peak = None if machine is None else machine.flops.get(self.dtype)
+        spec = find_gpu_spec(self.device)
+        self._peak = None if spec is None else spec.flops.get(self.dtype)
         self.optimizers = make_optimizers(self.denoiser, train)
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
 
@@ -199,7 +192,7 @@ class Trainer:
     def speed_metrics(self, metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
         """What a step of so many seconds says of speed and memory; on a known machine also MFU."""
         cuda = self.device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(self.device) if cuda else get_peak_memory_bytes()
+        peak = torch.cuda.max_memory_allocated(self.device) if cuda else machine.get_peak_memory_bytes()
         return {
             "seconds": seconds,
             "stage_seconds": self.stage_seconds,
@@ -260,7 +253,7 @@ def run_training(
     config: Config, origin: InitialModel, folder: Path, processes: DistributedContext, stop: Any
 ) -> None:
     """Trains from the newest checkpoint in `folder` on, and writes the model; stop: a `StopSignal`."""
-    commit = get_code_commit()  # of the code that runs: at the end the checkout may be another
+    commit = machine.get_code_commit()  # of the code that runs: at the end the checkout may be another
     say = print_note if processes.is_main else lambda text: None
     trainer, validation = open_trainer(config, folder, processes, origin)
     trainer.restore()
@@ -326,8 +319,8 @@ def write_model_card(
         "command": make_train_command(),
         "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": get_machine_name(denoiser.device),
-        "machines": [describe_machine(denoiser.device, denoiser.backend)],  # as in the stamp of answers
+        "machine": machine.get_machine_name(denoiser.device),
+        "machines": [machine.describe_machine(denoiser.device, denoiser.backend)],  # as in stamps
         "seed": config.train.seed,
         "hours": round(sum(line["seconds"] for line in metrics) / 3600, 2),
         "steps": len(metrics),
@@ -396,7 +389,7 @@ def make_optimizers(denoiser: Denoiser, train: TrainConfig) -> list[torch.optim.
     found: list[torch.optim.Optimizer] = []
     if matrices:
         device = matrices[0].device
-        muon = torch.optim.Muon if device.type != "cpu" and has_bfloat16(device) else MuonInFloat32
+        muon = torch.optim.Muon if device.type != "cpu" and machine.has_bfloat16(device) else MuonInFloat32
         found.append(muon(matrices, lr=train.muon_learning_rate, weight_decay=0.0))
     if groups := [group for group in groups if group["params"]]:  # adapters are matrices of the layers only
         fused = not any(value.is_meta for value in (*rest, *gains))
