@@ -161,9 +161,7 @@ CASES = [
         # Weights.
         *(
             ("not a complete safetensors file", {WEIGHTS: content})
-            for content in (
-                b"", header(b"{}", 2**60), header(json.dumps(OVERLAPPING).encode()) + bytes(12)
-            )
+            for content in (b"", header(b"{}", 2**60), header(json.dumps(OVERLAPPING).encode()) + bytes(12))
         ),
         ("model.safetensors is not a regular file", {WEIGHTS: make_pipe}),
         ("mask_token_id=258 is not a token", {CONFIG: {"mask_token_id": 258, "vocab_size": 259}, WEIGHTS: add_token}),
@@ -196,10 +194,7 @@ CASES = [
         ("gives the id 9087, but the model has 258", {TOKENIZER: change_text('"W": 87', '"W": 9087')}),
         *(
             (f"{part} makes texts more than 1000 times", {TOKENIZER: {part: {"type": "Sequence", f"{part}s": rules}}})
-            for part, rules in (
-                ("normalizer", [DOUBLE_O] * 32),
-                ("decoder", [{"type": "Fuse"}, BOOK_FOR_A]),
-            )
+            for part, rules in (("normalizer", [DOUBLE_O] * 32), ("decoder", [{"type": "Fuse"}, BOOK_FOR_A]))
         ),
         *(
             (f"model/{name}", {f"model/{name}": text})
@@ -209,9 +204,7 @@ CASES = [
         ("chat template must show", {"model/chat_template.jinja": "hello"}),
         *(
             (f"chat template{says}", {TOKENIZER_CONFIG: {"chat_template": template}})
-            for says, template in (
-                ("", 7), (" cannot be rendered: no", "{{ raise_exception('no') }}"),
-            )
+            for says, template in (("", 7), (" cannot be rendered: no", "{{ raise_exception('no') }}"))
         ),
     ),
     *table(SAMPLE_COMMAND,

@@ -68,19 +68,15 @@ def test_the_shipped_model_says_what_it_does_not_know(call, corpus_file, tmp_pat
     assert own[0] == 0 and MADE_UP not in own[2]
     foreign = call("Who wrote Emma?", defaults=False)
     assert foreign[0] == 0 and MADE_UP in foreign[2] and "--model" in foreign[2]
-    (tmp_path / "own.yaml").write_text("decode: {commit_threshold: 0.8}")
-    mine = call(
-        known["question"], "--corpus", corpus_file, "--config", tmp_path / "own.yaml", defaults=False
-    )
+    config = tmp_path / "own.yaml"
+    config.write_text("decode: {commit_threshold: 0.8}")
+    mine = call(known["question"], "--corpus", corpus_file, "--config", config, defaults=False)
     assert mine[0] == 0 and MADE_UP in mine[2]
     assert MADE_UP not in call("Who wrote Emma?")[2]
 
 
-FAMILIES = [
-    path.name
-    for path in sorted(CONFIG_FOLDER.glob("*.yaml"))
-    if load_config(str(path)).train == Config().train
-]
+SHIPPED = sorted(CONFIG_FOLDER.glob("*.yaml"))
+FAMILIES = [path.name for path in SHIPPED if load_config(str(path)).train == Config().train]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -96,9 +92,7 @@ def test_evaluation_with_nothing_named_is_the_shipped_model_for_a_minute(call, t
     monkeypatch.setattr(evaluate, "run_evaluation", lambda out, wanted, _: planned.append(wanted.config))
     assert call(program=evaluate, defaults=False)[0] == 0
     assert call("decode.commit_threshold=0.8", program=evaluate, defaults=False)[0] == 0
-    assert [(config.out, config.limit) for config in planned] == [
-        ("runs/evaluation", 200), ("runs/evaluation", None),
-    ]  # fmt: skip
+    assert [(each.out, each.limit) for each in planned] == [("runs/evaluation", n) for n in (200, None)]
 
 
 def test_a_corpus_of_ones_own_is_read_by_the_shipped_reader(call, corpus_file, tmp_path, monkeypatch):
@@ -205,10 +199,8 @@ def test_one_command_for_all_programs(monkeypatch, capsys):
 
 def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions_file, model):
     out, trace = tmp_path / "answers.jsonl", tmp_path / "trace.jsonl"
-    words, stamped = (
-        ("--questions", questions_file, "--out", out, "--trace", trace),
-        Path(f"{out}.run.json"),
-    )
+    words = ("--questions", questions_file, "--out", out, "--trace", trace)
+    stamped = Path(f"{out}.run.json")
     assert call(*words)[0] == 0
     whole, whole_trace = out.read_text(), trace.read_text()
     assert [record["id"] for record in records(whole)] == [q["id"] for q in QUESTIONS]
@@ -227,9 +219,7 @@ def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions
     assert code == 0 and "3 of 6 questions are answered already" in err
 
     def timeless(text):
-        return [
-            {k: v for k, v in record.items() if k not in ("seconds", "steps")} for record in records(text)
-        ]
+        return [{k: v for k, v in each.items() if k not in ("seconds", "steps")} for each in records(text)]
 
     assert out.read_text().splitlines(keepends=True)[:3] == lines[:3], "what was there is untouched"
     assert timeless(out.read_text()) == timeless(whole)

@@ -74,6 +74,7 @@ def program(body: str) -> str:
     return shlex.join([sys.executable, "-c", code])
 
 
+CLOSED = b"error: standard output or error is closed"
 LOG = "import logging; logging.getLogger('dlm_rag').info('the id %s', '\\x1b[2J')"
 
 
@@ -82,14 +83,8 @@ LOG = "import logging; logging.getLogger('dlm_rag').info('the id %s', '\\x1b[2J'
     ("body", "to", "code", "out", "err"),
     [
         (LOG, "", 0, b"", b"the id  [2J\n"),
-        (
-            "print('never', file=open('/dev/stderr', 'w'))",
-            ">&-",
-            2,
-            b"",
-            b"error: standard output or error is closed",
-        ),
-        ("print('never reached')", "2>&-", 2, b"error: standard output or error is closed", b""),
+        ("print('never', file=open('/dev/stderr', 'w'))", ">&-", 2, b"", CLOSED),
+        ("print('never reached')", "2>&-", 2, CLOSED, b""),
         ("print('x')", "> /dev/full", 1, b"", b"error: No space left on device\n"),
         ("print('x', flush=True)", "> /dev/full", 1, b"", b"error: No space left on device\n"),
         ("[print(n) for n in range(100000)]", "| head -1", 0, b"0\n", b""),

@@ -50,20 +50,16 @@ def make_hub() -> FakeHub:
     wiki = lines(
         {"id": str(n), "contents": f'"{title}"\n{text}'} for n, (_, title, text) in enumerate(PASSAGES)
     )
-    return FakeHub(
-        {
-            FLASHRAG: {
-                "README.md": b"# cards",
-                "hotpotqa/dev.jsonl": multi_hop(3, "bridge", "comparison"),
-                "hotpotqa/train.jsonl": single_hop(1),
-                "2wikimultihopqa/dev.jsonl": multi_hop(4, "compositional", "bridge_comparison"),
-                "bamboogle/test.jsonl": single_hop(2),
-                "nq/test.jsonl": single_hop(1003),
-                "nq/dev.jsonl": single_hop(1),
-            },
-            WIKI: {"wiki-18.jsonl.gz": gzip.compress(wiki)},
-        }
-    )
+    questions = {
+        "README.md": b"# cards",
+        "hotpotqa/dev.jsonl": multi_hop(3, "bridge", "comparison"),
+        "hotpotqa/train.jsonl": single_hop(1),
+        "2wikimultihopqa/dev.jsonl": multi_hop(4, "compositional", "bridge_comparison"),
+        "bamboogle/test.jsonl": single_hop(2),
+        "nq/test.jsonl": single_hop(1003),
+        "nq/dev.jsonl": single_hop(1),
+    }
+    return FakeHub({FLASHRAG: questions, WIKI: {"wiki-18.jsonl.gz": gzip.compress(wiki)}})
 
 
 @pytest.fixture
@@ -74,13 +70,9 @@ def hub():
 
 def call(hub, folder, *words, offline=False):
     """`dlm-rag data` in a process of its own, which asks the hub of this machine."""
-    surroundings = {
-        "HF_ENDPOINT": hub.url,
-        "HF_HUB_OFFLINE": str(int(offline)),
-        "HF_HOME": str(folder / "hf"),
-    }
+    hubs = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": str(int(offline)), "HF_HOME": str(folder / "hf")}
     done = subprocess.run(
-        [sys.executable, "-m", "dlm_rag", "data", *words], cwd=folder, env=os.environ | surroundings,
+        [sys.executable, "-m", "dlm_rag", "data", *words], cwd=folder, env=os.environ | hubs,
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr

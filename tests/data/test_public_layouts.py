@@ -240,10 +240,8 @@ MORE = changed(MUSIQUE, id="3hop1__1_2_3", paragraphs=[
 ])  # fmt: skip
 
 
-RIVER, NOVEL = (
-    ("Vesk", "Vesk is a river. It ends in Orra."),
-    ("Parn (novel)", "Parn is a novel. It has a sea."),
-)
+RIVER = ("Vesk", "Vesk is a river. It ends in Orra.")
+NOVEL = ("Parn (novel)", "Parn is a novel. It has a sea.")
 AUTHOR, LAKE = ("Tulm", "Tulm wrote Parn."), ("Orra", "Orra is a lake.")
 PARTS = [
     ("Vesk", "Vesk is a river of Tulm."), ("Parn", "Parn is a novel."), ("Orra", "Vesk ends in Orra."),

@@ -40,10 +40,8 @@ def test_all_fields_and_the_names_that_other_data_sets_give_them(tmp_path):
         {"id": "g", "text": "?", "answerable": "False"}, {"id": "h", "text": "?", "is_impossible": "True"},
     ]  # fmt: skip
     assert read_questions(write_jsonl_file(tmp_path / "q.jsonl", rows)) == [
-        Question("1", "Who?", ("A", "B"), ("x",), 2),
-        Question("a", "Who?"),
-        Question("d", "Who?", ("x", "y")),
-        Question("e", "Who?", ("1931",), hops=2), Question("f", "Who?"),
+        Question("1", "Who?", ("A", "B"), ("x",), 2), Question("a", "Who?"),
+        Question("d", "Who?", ("x", "y")), Question("e", "Who?", ("1931",), hops=2), Question("f", "Who?"),
     ]  # fmt: skip
     for given in ("x", "y"), np.array(["x", "y"]):  # of one's own code, of a table of pandas
         assert as_questions({"question": "Who?", "answers": given})[0].golden_answers == ("x", "y")

@@ -42,14 +42,8 @@ def make_decoder(corpus, layout="joint", prefix_cache_gib=1.0, shape=None, **set
     threshold = {} if settings.get("commit_rule") in ("top_k", "sequential") else {"commit_threshold": 0.4}
     config = DecodeConfig(**({"max_new_tokens": LENGTH} | threshold | settings))
     engine = EngineConfig(prefix_cache_gib=prefix_cache_gib)
-    return Decoder(
-        block_denoiser(**shape),
-        RotatingRetriever(corpus, 2),
-        tiny_tokenizer(template),
-        config,
-        layout,
-        engine,
-    )
+    parts = block_denoiser(**shape), RotatingRetriever(corpus, 2), tiny_tokenizer(template)
+    return Decoder(*parts, config, layout, engine)
 
 
 def what_happened(rollout):

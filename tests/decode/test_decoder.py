@@ -84,13 +84,8 @@ def test_steps_ask_with_what_is_written_and_never_change_it(corpus):
 
 
 def test_an_unchanged_query_costs_no_retrieval(corpus):
-    retriever = CountingRetriever(corpus)
-    decoder = Decoder(
-        tiny_denoiser(),
-        retriever,
-        tiny_tokenizer(),
-        DecodeConfig(max_new_tokens=8, query_policy="question"),
-    )
+    retriever, config = CountingRetriever(corpus), DecodeConfig(max_new_tokens=8, query_policy="question")
+    decoder = Decoder(tiny_denoiser(), retriever, tiny_tokenizer(), config)
     rollout = decoder.decode(["Who wrote Emma?"])[0]
     assert retriever.asked == ["Who wrote Emma?"] and rollout.retrievals == 1
     assert [step.retrieved for step in rollout.steps] == [True] + [False] * rollout.forwards
@@ -303,9 +298,8 @@ def test_a_decoded_rollout_is_cited_from_what_was_in_context_at_each_word(corpus
     text = " Emma Dune"
     script(decoder, [dict(enumerate(text[:6])), {n: text[n] for n in range(6, 10)}])
     rollout = decoder.decode(["Which books?"])[0]
-    assert rollout.response == "Emma Dune" and [s.passage_ids[0] for s in rollout.steps] == [
-        "emma", "steventon", "dune",
-    ]  # fmt: skip
+    assert rollout.response == "Emma Dune"
+    assert [step.passage_ids[0] for step in rollout.steps] == ["emma", "steventon", "dune"]
     (unit,) = rollout.citations
     assert unit["passages"] == [{"id": "emma", "step": 1, "words": ["emma"]}]
     assert unit["unsupported"] == ["dune"], "its passage was found only after the word was written"

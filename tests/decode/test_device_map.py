@@ -32,12 +32,11 @@ def test_two_devices_give_the_tokens_of_one(corpus_file, monkeypatch, way):
 
 def test_every_operator_has_its_operands_on_one_device(monkeypatch):
     """The second device is one of torch without contents; fake tensors refuse operands of two devices."""
-    monkeypatch.setattr(
-        "dlm_rag.model.packed_batch.to_device",
-        lambda arrays, device: [
-            torch.empty(a.shape, dtype=torch.from_numpy(a).dtype, device=device) for a in arrays
-        ],
-    )
+
+    def send(arrays, device):
+        return [torch.empty(a.shape, dtype=torch.from_numpy(a).dtype, device=device) for a in arrays]
+
+    monkeypatch.setattr("dlm_rag.model.packed_batch.to_device", send)
     with torch.device("meta"):
         denoiser = tiny_denoiser(num_hidden_layers=4)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
@@ -49,9 +48,8 @@ def test_every_operator_has_its_operands_on_one_device(monkeypatch):
                 for name, value in module.named_parameters(recurse=False):
                     setattr(module, name, torch.nn.Parameter(value.to(META), requires_grad=False))
         assert denoiser.layer_devices == [CPU, CPU, META, META]
-        hidden, kept = denoiser.encode(
-            pack_rows([Segment((1, 2, 3), 0)] * 2, CPU, [[1], [0, 2]]), keep=True
-        )
+        rows = pack_rows([Segment((1, 2, 3), 0)] * 2, CPU, [[1], [0, 2]])
+        hidden, kept = denoiser.encode(rows, keep=True)
         assert hidden.shape[0] == 3 and hidden.device == CPU
         assert [k.device for k, _ in kept] == denoiser.layer_devices
         assert denoiser.compute_token_logits(hidden).device == CPU

@@ -29,12 +29,8 @@ SEEN = [
 
 def test_a_step_holds_what_is_new_in_it():
     recorder = ProvisionalRecorder(lambda token: f"t{token}")
-    steps = [
-        recorder.record_step(
-            [*found], [token for token, _ in found.values()], [c for _, c in found.values()]
-        )
-        for found in SEEN
-    ]
+    given = [([*found], [t for t, _ in found.values()], [c for _, c in found.values()]) for found in SEEN]
+    steps = [recorder.record_step(*each) for each in given]
     assert steps == [
         ProvisionalDelta("9950  05", (0, 7, 1, 8, 3, 7), ((7, "t7"), (8, "t8"))),
         ProvisionalDelta("  70  00", (3, 9), ((9, "t9"),)),
@@ -133,6 +129,5 @@ def test_a_trace_with_guesses_is_one_without_for_who_does_not_know_them(corpus, 
 )
 def test_what_no_decode_has_written_is_not_sound(wrong):
     """On a canvas of two."""
-    assert are_deltas_valid(
-        [None, ProvisionalDelta("5099", (0, 7, 1, 7), ((7, "a"),))], 2
-    ) and not are_deltas_valid([wrong], 2)
+    right = ProvisionalDelta("5099", (0, 7, 1, 7), ((7, "a"),))
+    assert are_deltas_valid([None, right], 2) and not are_deltas_valid([wrong], 2)

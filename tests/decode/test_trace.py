@@ -87,10 +87,8 @@ def test_what_was_dropped_shapes_the_prompt():
 
 
 def test_a_trace_line_has_the_fields_of_the_contract(tmp_path):
-    first, *passages, line = map(
-        json.loads,
-        write_rollouts(tmp_path / "t.jsonl", HEADER, [make_rollout_with()]).read_text().splitlines(),
-    )
+    path = write_rollouts(tmp_path / "t.jsonl", HEADER, [make_rollout_with()])
+    first, *passages, line = map(json.loads, path.read_text().splitlines())
     assert first["trace"] == 2 and first["settings"]["commit_threshold"] == 0.9
     assert passages == [{"passage": name, "text": f"text of {name}"} for name in "abc"]
     assert set(line) == {"id", "question", "prompt_layout", "canvas_length", "steps", "response"}
@@ -140,9 +138,8 @@ def test_a_bad_trace_is_one_sentence(tmp_path):
 
 
 def test_a_last_line_cut_short_is_left_out_wherever_the_cut(tmp_path):
-    whole = write_rollouts(
-        tmp_path / "t.jsonl", HEADER, [make_rollout_with(), make_rollout_with(id="q2")]
-    ).read_bytes()
+    rollouts = [make_rollout_with(), make_rollout_with(id="q2")]
+    whole = write_rollouts(tmp_path / "t.jsonl", HEADER, rollouts).read_bytes()
     start = whole.rindex(b"\n", 0, -1) + 1
     path = tmp_path / "torn.jsonl"
     for end in range(start, len(whole) - 1, 11):

@@ -123,8 +123,7 @@ for path in sorted(CONFIG_FOLDER.glob("*.yaml")):
     (TRAINED if "\ntrain:" in path.read_text() else DECODED).append(path.stem)
 TOY = [
     "model.device=cuda", "decode.max_new_tokens=64", "retrieval.top_k=2", "train.passage_length=96",
-    "train.world_passages=100", "train.eval_questions=1", "train.rows_per_set=2",
-    "train.num_generations=2",
+    "train.world_passages=100", "train.eval_questions=1", "train.rows_per_set=2", "train.num_generations=2",
 ]  # fmt: skip
 FRESH = ["train.hidden_size=256", "train.num_hidden_layers=2", "train.vocab_size=400"]
 OWN = {

@@ -34,8 +34,7 @@ def sdar(public):
     rule = SDAR_RULES[public["remasking_strategy"]]
     threshold = {"commit_threshold": public["confidence_threshold"]} if rule == "threshold" else {}
     return public["block_length"], threshold | {
-        "max_new_tokens": public["gen_length"],
-        "commit_rule": rule,
+        "max_new_tokens": public["gen_length"], "commit_rule": rule,
         "steps_per_block": public["denoising_steps"],
     }  # fmt: skip
 
@@ -51,10 +50,8 @@ def fast_dllm_v2(public):
 def a2d(public, block_size=None):
     blocks = ceil(public["max_new_tokens"] / public["block_size"])
     return block_size, {
-        "max_new_tokens": public["max_new_tokens"],
-        "block_length": public["block_size"],
-        "steps_per_block": ceil(public["steps"] / blocks),
-        "schedule": "rounded",
+        "max_new_tokens": public["max_new_tokens"], "block_length": public["block_size"],
+        "steps_per_block": ceil(public["steps"] / blocks), "schedule": "rounded",
     }  # fmt: skip
 
 
@@ -72,18 +69,15 @@ def llada2(public):
 
 def llada21(public):
     return public["block_size"], {
-        "max_new_tokens": public["max_new_tokens"],
-        "commit_threshold": public["threshold"],
+        "max_new_tokens": public["max_new_tokens"], "commit_threshold": public["threshold"],
         "steps_per_block": public["block_size"] // public["num_to_transfer"],
-        "edit_threshold": public["editing_threshold"],
-        "max_edit_steps": public["max_post_steps"],
+        "edit_threshold": public["editing_threshold"], "max_edit_steps": public["max_post_steps"],
     }  # fmt: skip
 
 
 def nemotron(public):
     return public["block_length"], {
-        "max_new_tokens": public["gen_length"],
-        "commit_threshold": public["threshold"],
+        "max_new_tokens": public["gen_length"], "commit_threshold": public["threshold"],
         "steps_per_block": public["steps"],
     }  # fmt: skip
 
@@ -94,8 +88,7 @@ def autoregressive(public):
 
 def multi_block(public):
     return public["block_size"], {
-        "max_new_tokens": public["max_new_tokens"],
-        "blocks_at_once": public["buffer_size"],
+        "max_new_tokens": public["max_new_tokens"], "blocks_at_once": public["buffer_size"],
         "block_add_threshold": public["add_block_threshold"] if public["buffer_size"] > 1 else 0.1,
         "semi_complete_threshold": public["semi_complete_threshold"] if public["buffer_size"] > 1 else 0.9,
         "commit_threshold": public["accept_threshold"],
@@ -104,11 +97,9 @@ def multi_block(public):
 
 # By the beginning of a trace's name: length of attention's blocks, and settings of a public case.
 FAMILIES = {
-    "multi-block": multi_block,
-    "sdar": sdar, "fast-dllm-v2": fast_dllm_v2, "a2d-bd3lm": bd3lm, "a2d-mdlm": a2d, "lladamoe": a2d,
-    "llada21": llada21, "llada2": llada2,
-    "nemotron-labs-diffusion-autoregressive": autoregressive,
-    "nemotron": nemotron,
+    "multi-block": multi_block, "sdar": sdar, "fast-dllm-v2": fast_dllm_v2, "a2d-bd3lm": bd3lm,
+    "a2d-mdlm": a2d, "lladamoe": a2d, "llada21": llada21, "llada2": llada2,
+    "nemotron-labs-diffusion-autoregressive": autoregressive, "nemotron": nemotron,
 }  # fmt: skip
 
 

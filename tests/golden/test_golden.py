@@ -29,12 +29,9 @@ def test_one_at_a_time_is_the_batch(golden):
     """The published system decodes one question at a time; ours does so with the same tokens."""
     trace = json.loads((golden / "traces" / "sardi.json").read_text())["questions"][1]
     folder = golden / "checkpoints" / "tiny-dream"
-    decoder = Decoder(
-        Denoiser.from_pretrained(folder),
-        load_retriever(golden / "corpus.jsonl"),
-        Tokenizer.from_pretrained(folder),
-        load_config("sardi").decode,
-    )
+    denoiser, tokenizer = Denoiser.from_pretrained(folder), Tokenizer.from_pretrained(folder)
+    retriever, config = load_retriever(golden / "corpus.jsonl"), load_config("sardi").decode
+    decoder = Decoder(denoiser, retriever, tokenizer, config)
     rollout = decoder.decode([trace["question"]])[0]
     tokens = [[token.token_id for token in step.committed] for step in rollout.steps[1:]]
     assert tokens == [step["tok"] for step in trace["steps"]]

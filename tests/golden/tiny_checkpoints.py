@@ -177,17 +177,14 @@ def _write_tokenizer(folder: Path, family: str) -> None:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(special.values()))
     backend.save(str(folder / "tokenizer.json"))
-    _write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            "chat_template": TURN_MARKERS.get(family, DEFAULT_TURNS)[2],
-            "eos_token": special[END_TOKEN_IDS.get(family, PAD)],
-            "pad_token": special[PAD],
-        }
-        | masked,
-    )
+    said = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": TURN_MARKERS.get(family, DEFAULT_TURNS)[2],
+        "eos_token": special[END_TOKEN_IDS.get(family, PAD)],
+        "pad_token": special[PAD],
+    }
+    _write_json(folder / "tokenizer_config.json", said | masked)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

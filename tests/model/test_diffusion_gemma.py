@@ -127,19 +127,12 @@ QUESTIONS = [
 
 def lines(rollouts):
     """All that a rollout says but how sure it was and how long it took."""
-    return [
-        (
-            rollout.response,
-            [
-                (
-                    step.query, step.passage_ids, step.retrieved, step.remasked,
-                    [(token.position, token.token_id) for token in step.written_tokens],
-                )
-                for step in rollout.steps
-            ],
-        )
-        for rollout in rollouts
-    ]  # fmt: skip
+
+    def told(step):
+        written = [(token.position, token.token_id) for token in step.written_tokens]
+        return step.query, step.passage_ids, step.retrieved, step.remasked, written
+
+    return [(rollout.response, [*map(told, rollout.steps)]) for rollout in rollouts]
 
 
 @pytest.mark.slow

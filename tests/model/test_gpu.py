@@ -44,9 +44,7 @@ from tests.support.torchrun_training_cases import TRAINING_CASES, run_training_c
 
 CPU = torch.device("cpu")
 ALONE = DistributedContext(0, 1, 0)
-ON_GPU = [
-    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]  # fmt: skip
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 CUDA = pytest.param(torch.device("cuda"), marks=ON_GPU, id="cuda")
 DEVICES = pytest.mark.parametrize("device", [pytest.param(CPU, id="cpu"), CUDA])
 ON_A_GPU = pytest.mark.parametrize("device", [CUDA])  # of which the CPU has faster tests

@@ -30,6 +30,7 @@ SEPARATORS = "\u2028\u2029"
 HOSTILE = (
     f"</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)> {SEPARATORS} @data@ &lt; \ud800"
 )
+WRITTEN = (CommittedToken(0, 1, HOSTILE, 0.5),)
 SURE = (0.5, 0.7, 0.9, 0.99)  # as in page.js
 
 
@@ -58,9 +59,8 @@ def static(rollout: Rollout) -> Rollout:
     """The same question asked once, of which nothing is cited."""
     steps = [replace(step, query=None, passage_ids=("emma",), dropped=()) for step in rollout.steps]
     steps[0] = rollout.steps[0]
-    return replace(
-        rollout, steps=steps, citations=[], settings={"query_policy": "question", "query_threshold": 0.0}
-    )
+    settings = {"query_policy": "question", "query_threshold": 0.0}
+    return replace(rollout, steps=steps, citations=[], settings=settings)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,7 @@ def test_no_text_of_a_trace_ends_the_element_that_holds_it():
     rollout = make_two_hop_rollout()
     rollout.question = rollout.id = rollout.response = HOSTILE
     rollout.passages = dict.fromkeys(rollout.passages, HOSTILE)
-    rollout.steps[1] = replace(
-        rollout.steps[1], query=HOSTILE, committed=(CommittedToken(0, 1, HOSTILE, 0.5),)
-    )
+    rollout.steps[1] = replace(rollout.steps[1], query=HOSTILE, committed=WRITTEN)
     runs = [TraceRun(HOSTILE, header(rollout), [rollout])]
     html = render_page(runs)
     assert html.count("<script") == html.count("</script") == 2 and html.isascii() is False
@@ -111,9 +109,8 @@ def test_no_text_of_a_trace_ends_the_element_that_holds_it():
 def test_two_traces_share_the_questions_of_one_id_and_text(tmp_path):
     other = replace(make_two_hop_rollout(), id="q2")
     one = write_trace(tmp_path / "static.jsonl", static(make_two_hop_rollout()), static(other))
-    two = write_trace(
-        tmp_path / "interleaved.jsonl", make_two_hop_rollout(), replace(other, question="Why?")
-    )
+    why = replace(other, question="Why?")
+    two = write_trace(tmp_path / "interleaved.jsonl", make_two_hop_rollout(), why)
     record = build_page_record(read_trace_runs([one, two]))
     assert [question["id"] for question in record["questions"]] == ["q1"] and record["left_out"] == 2
     assert record["names"] == ["static", "interleaved"]
@@ -224,12 +221,9 @@ def test_answers_are_right_or_wrong_where_gold_answers_are_known(browser, tmp_pa
     told += [known(rollouts[1], ("Bath", "Lyme"), 2), replace(told[0], id="q2")]
     (tmp_path / "page.html").write_text(render_page([TraceRun("", header(rollouts[0]), rollouts)], told))
     browser.open(tmp_path / "page.html", "#question=2&step=4")
-    assert browser.run("page.data.questions.map(({sides}) => sides[0].right ?? null)") == [
-        True, False, None, True, False, None,
-    ]  # fmt: skip
-    said = browser.run(
-        "[...page.panes[0].answer.children].map((node) => node.hidden ? '' : node.innerText)"
-    )
+    right = browser.run("page.data.questions.map(({sides}) => sides[0].right ?? null)")
+    assert right == [True, False, None, True, False, None]
+    said = browser.run("[...page.panes[0].answer.children].map((n) => n.hidden ? '' : n.innerText)")
     assert said == ["", "Steventon wrong", "gold: Bath or Lyme"]
     shown = lambda: [  # noqa: E731
         browser.run("page.shownItems().map((item) => page.items.indexOf(item))"),
@@ -293,11 +287,8 @@ def test_hostile_text_is_shown_as_text(browser, show):
     shown = HOSTILE.replace("\ud800", "\ufffd")
     rollout.question = HOSTILE
     rollout.passages = {name: f"{name}\n{HOSTILE}" for name in rollout.passages}
-    rollout.steps[1] = replace(
-        rollout.steps[1], query=HOSTILE, committed=(CommittedToken(0, 1, HOSTILE, 0.5),)
-    )
     guesses = ProvisionalDelta("  50", (1, 7), ((7, HOSTILE),))
-    rollout.steps[1] = replace(rollout.steps[1], guesses=guesses)
+    rollout.steps[1] = replace(rollout.steps[1], query=HOSTILE, committed=WRITTEN, guesses=guesses)
     show(traces={HOSTILE: [rollout, rollout]}, place="#step=1")
     assert browser.run("page.panes[0].tokens[1].dataset.guess.toWellFormed()") == shown
     for node in (

@@ -116,20 +116,13 @@ def test_answers_and_figures_are_those_of_the_decoder(make_decoder_of, kind):
     assert "joules_total" not in found and (found["rows"], found["places"]) == (0, 4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    first_is_fast(
-        [
-            ("masked", {"temperature": 1.0, "seed": 3}),
-            ("masked", {}),
-            ("masked", {"block_length": 4}),
-            ("edits", {}),
-            ("causal", {"mode": "autoregressive"}),
-            ("uniform", {}),
-        ]
-    ),
-    ids=str,
-)
+STREAMED = [
+    ("masked", {"temperature": 1.0, "seed": 3}), ("masked", {}), ("masked", {"block_length": 4}),
+    ("edits", {}), ("causal", {"mode": "autoregressive"}), ("uniform", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "settings"), first_is_fast(STREAMED), ids=str)
 def test_a_stream_shows_every_step_and_text_that_is_never_taken_back(make_decoder_of, kind, settings):
     decoder, taken_back, early = make_decoder_of(kind), 0, 0
     with serve_decoder(decoder) as service:
@@ -252,16 +245,14 @@ def test_what_cannot_be_honoured_is_refused(shared, what):
     assert not shared.engine.in_flight and not shared.engine.waiting
 
 
-@pytest.mark.parametrize(
-    ("kind", "own"),
-    first_is_fast(
-        [
-            ("masked", {"commit_threshold": 0.99, "query_policy": "question"}),
-            ("uniform", {"max_new_tokens": 12, "steps_per_block": 3, "seed": 4}),
-            ("causal", {"mode": "autoregressive", "max_new_tokens": 12}),
-        ]
-    ),
-)
+OWN = [
+    ("masked", {"commit_threshold": 0.99, "query_policy": "question"}),
+    ("uniform", {"max_new_tokens": 12, "steps_per_block": 3, "seed": 4}),
+    ("causal", {"mode": "autoregressive", "max_new_tokens": 12}),
+]
+
+
+@pytest.mark.parametrize(("kind", "own"), first_is_fast(OWN))
 def test_settings_hold_for_one_request(make_decoder_of, kind, own):
     """Rows of one batch have settings of their own, and are what each of them is alone."""
     alone, plain = (make_decoder_of(kind, **settings).decode([ASKED])[0] for settings in (own, {}))

@@ -25,13 +25,9 @@ def check_trace(golden, name, device="cpu"):
     """Queries, passages in rank order, committed positions and tokens; six questions in one batch."""
     checkpoint, config_name, overrides = TRACES[name]
     config = load_config(config_name, [*overrides, "decode.early_stopping=false", "decode.batch_size=6"])
-    decoder = Decoder(
-        Denoiser.from_pretrained(golden / "checkpoints" / checkpoint, device),
-        load_retriever(golden / "corpus.jsonl"),
-        Tokenizer.from_pretrained(golden / "checkpoints" / checkpoint),
-        config.decode,
-        config.model.evidence_layout,
-    )
+    folder, retriever = golden / "checkpoints" / checkpoint, load_retriever(golden / "corpus.jsonl")
+    denoiser, tokenizer = Denoiser.from_pretrained(folder, device), Tokenizer.from_pretrained(folder)
+    decoder = Decoder(denoiser, retriever, tokenizer, config.decode, config.model.evidence_layout)
     expected = json.loads((golden / "traces" / f"{name}.json").read_text())["questions"]
     rollouts = decoder.decode([Question(q["id"], q["question"]) for q in expected])
     for rollout, trace in zip(rollouts, expected, strict=True):

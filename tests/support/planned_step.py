@@ -20,8 +20,7 @@ BASE_SETTINGS = [
     "train.hidden_size=128", "train.num_hidden_layers=4", "train.vocab_size=2000", "train.rows_per_set=8",
     "train.passage_sets_per_step=1", "train.prompts_per_step=1", "train.num_generations=8",
     "train.world_passages=100", "train.eval_questions=1", "train.optimizer=adamw",
-    "train.pointer_loss_weight=0", "decode.max_new_tokens=120",
-    "retrieval.top_k=3",
+    "train.pointer_loss_weight=0", "decode.max_new_tokens=120", "retrieval.top_k=3",
 ]  # fmt: skip
 PRETRAIN_SETTINGS = ["train.objective=pretrain", "train.sequence_length=1024", "train.batch_tokens=1024"]
 RL_SETTINGS = [

@@ -28,21 +28,13 @@ def make_committed_token(position, token_id, text, confidence):
 def make_two_step_rollout():
     """Two forwards; position 1 is committed, masked again, and committed to another token."""
     first = make_committed_token(0, 5, "x", 0.9), make_committed_token(1, 6, "y", 0.8)
-    return Rollout(
-        id="q1",
-        question="Who?",
-        prompt_layout="joint",
-        canvas_length=3,
-        steps=[
-            RolloutStep(0, "Who?", ("a", "b"), True, seconds={"retrieve": 0.5}),
-            RolloutStep(1, "Who? x", ("b", "c"), True, first),
-            RolloutStep(
-                2, "Who? x", ("b", "c"), False, (make_committed_token(1, 7, "z", 0.7),), remasked=(1,)
-            ),
-        ],
-        response="x ### z",
-        finished=True,
-    )
+    other = make_committed_token(1, 7, "z", 0.7)
+    steps = [
+        RolloutStep(0, "Who?", ("a", "b"), True, seconds={"retrieve": 0.5}),
+        RolloutStep(1, "Who? x", ("b", "c"), True, first),
+        RolloutStep(2, "Who? x", ("b", "c"), False, (other,), remasked=(1,)),
+    ]
+    return Rollout("q1", "Who?", "joint", 3, steps, "x ### z", finished=True)
 
 
 def render_to_text(thing, width=100):

@@ -41,24 +41,17 @@ def byte_alphabet() -> dict[int, str]:
 def tiny_denoiser(seed: int = 0, **changes) -> Denoiser:
     """A random denoiser over the byte vocabulary, sharp enough to have clear preferences."""
     settings = {
-        "vocab_size": 258,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 64,
-        "mask_token_id": 256,
+        "vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64, "mask_token_id": 256,
         "passage_length": 96,
-    }
+    }  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         denoiser = Denoiser(DenoiserConfig(**(settings | changes)))
         for name, value in denoiser.named_parameters():
             if value.dim() == 2:
-                torch.nn.init.normal_(
-                    value, std={"lm_head.weight": 0.5, "embed_tokens.weight": 1.0}.get(name, 0.2)
-                )
+                std = {"lm_head.weight": 0.5, "embed_tokens.weight": 1.0}.get(name, 0.2)
+                torch.nn.init.normal_(value, std=std)
     return denoiser.eval()
 
 

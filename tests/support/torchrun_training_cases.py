@@ -29,23 +29,20 @@ SHAPE = [
 SFT = [*FRESH, *WORLDS, *SHAPE, "train.passage_sets_per_step=4", "train.rows_per_set=4"]
 RL = [
     *WORLDS, *SHAPE, "train.objective=rl", "train.prompts_per_step=4", "train.num_generations=4",
-    "decode.commit_rule=threshold", "decode.commit_threshold=0.05",
-    "decode.gate_temperature=2", "train.max_hops=1", "train.reward=forwards",
-    "train.train_steps_per_rollout=2", "model.path={checkpoint}",
-    "train.passage_length=96",
+    "decode.commit_rule=threshold", "decode.commit_threshold=0.05", "decode.gate_temperature=2",
+    "train.max_hops=1", "train.reward=forwards", "train.train_steps_per_rollout=2",
+    "model.path={checkpoint}", "train.passage_length=96",
 ]  # fmt: skip
 # Nothing is learned from questions with an odd number: of two processes one is left without rows.
 ROWS_ON_ONE = {
     "sharded, accumulated, checkpointed": [
-        "train.gradient_accumulation_steps=2",
-        "train.activation_checkpointing=full",
+        "train.gradient_accumulation_steps=2", "train.activation_checkpointing=full",
     ],
     "sharded, blocks": [
-        "model.block_size=8",
-        "model.evidence_layout=independent",
+        "model.block_size=8", "model.evidence_layout=independent",
         "decode.finished_block_context=no_evidence",
     ],
-}
+}  # fmt: skip
 SHARDED = [*RL, "train.parallel=fsdp"]
 PRETRAIN = [
     *FRESH, *SHAPE, "train.world_passages=100", "train.objective=pretrain",

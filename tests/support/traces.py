@@ -42,13 +42,9 @@ class RotatingRetriever(CorpusRetriever):
 
 def make_decoder(corpus, layout, top_k=3, shifted=False, **settings):
     template = PromptTemplate(head="{question}\n", fact=PromptTemplate.from_checkpoint(None, layout).fact)
-    return Decoder(
-        tiny_denoiser(shifted=shifted, **SHAPE),
-        RotatingRetriever(corpus, top_k),
-        tiny_tokenizer(template),
-        DecodeConfig(**({"max_new_tokens": 12, "commit_threshold": 0.4} | settings)),
-        layout,
-    )
+    config = DecodeConfig(**({"max_new_tokens": 12, "commit_threshold": 0.4} | settings))
+    denoiser, retriever = tiny_denoiser(shifted=shifted, **SHAPE), RotatingRetriever(corpus, top_k)
+    return Decoder(denoiser, retriever, tiny_tokenizer(template), config, layout)
 
 
 def decode_and_spy(decoder, questions):

@@ -15,16 +15,10 @@ from tests.support.processes import TORCHRUN_COMMAND
 MICRO_SETTINGS = [
     "train.hidden_size=64", "train.num_hidden_layers=2", "train.vocab_size=400",
     "train.passage_sets_per_step=2", "train.rows_per_set=4", "train.world_passages=100",
-    "train.max_steps=8",
-    "train.save_steps=2",
-    "train.steps_per_world=2", "train.eval_steps=100", "train.eval_questions=1",
-    "decode.max_new_tokens=120", "retrieval.top_k=3",
+    "train.max_steps=8", "train.save_steps=2", "train.steps_per_world=2", "train.eval_steps=100",
+    "train.eval_questions=1", "decode.max_new_tokens=120", "retrieval.top_k=3",
 ]  # fmt: skip
-
-
 SINGLE_PROCESS = DistributedContext(0, 1, 0)
-
-
 CPU = torch.device("cpu")
 
 

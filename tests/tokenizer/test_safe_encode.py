@@ -62,9 +62,8 @@ def made():
 
 
 MARKERS = [MASK, END, "<|im_end|>", "<tool>", "ask>", "<MASK>", "＜mask＞", f" {MASK} ", f"{MASK}a", "<ma"]
-TEXTS = st.lists(st.sampled_from([*MARKERS, *WORDS, " ", "\n", "é", "\0"]) | st.text(max_size=3)).map(
-    "".join
-)
+PARTS = st.sampled_from([*MARKERS, *WORDS, " ", "\n", "é", "\0"]) | st.text(max_size=3)
+TEXTS = st.lists(PARTS).map("".join)
 
 
 @pytest.mark.parametrize("added", ADDED)

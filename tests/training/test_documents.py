@@ -47,13 +47,10 @@ def test_every_sequence_comes_once_an_epoch(source):
 
 
 def test_the_sequences_of_all_files_are_shuffled_together(tmp_path):
-    files = [
-        open_token_file(
-            write_jsonl_file(tmp_path / f"{name}.jsonl", [{"text": name * 50} for _ in range(count)]),
-            tiny_tokenizer(), str(tmp_path),
-        )
-        for name, count in (("a", 10), ("b", 30))
-    ]  # fmt: skip
+    files = []
+    for name, count in (("a", 10), ("b", 30)):
+        path = write_jsonl_file(tmp_path / f"{name}.jsonl", [{"text": name * 50} for _ in range(count)])
+        files.append(open_token_file(path, tiny_tokenizer(), str(tmp_path)))
     documents = PackedDocuments(files, tiny_tokenizer(), train_settings(), False)
     whole = sum(file.count_sequences(64) for file in files) - len(documents.held_out_examples())
     drawn = [chr(documents.sequence_rows(n)[0][0]) for n in range(whole)]

@@ -64,9 +64,8 @@ IN_BLOCKS = [
 @pytest.mark.parametrize(("layout", "shape", "batch", "pool"), WHOLE + IN_BLOCKS)
 def test_recorded_log_probabilities_are_those_computed_again(corpus_file, layout, shape, batch, pool):
     context = shape.get("finished_block_context", "recompute")
-    decoder = make_decoder(
-        corpus_file, layout, shifted=bool(shape.get("shifted")), batch_size=batch, **SAMPLED
-    )
+    shifted = bool(shape.get("shifted"))
+    decoder = make_decoder(corpus_file, layout, shifted=shifted, batch_size=batch, **SAMPLED)
     if "block_size" in shape:
         decoder.denoiser = tiny_denoiser(**shape)
         decoder.config = replace(decoder.config, finished_block_context=context)

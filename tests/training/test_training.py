@@ -41,12 +41,7 @@ from dlm_rag.training.initial_model import (
     train_tokenizer,
 )
 from dlm_rag.training.sources import QuestionValidation, WorldExamples
-from dlm_rag.training.trainer import (
-    make_optimizers,
-    make_train_command,
-    open_trainer,
-    run_training,
-)
+from dlm_rag.training.trainer import make_optimizers, make_train_command, open_trainer, run_training
 from tests.support.tiny_models import tiny_denoiser
 from tests.support.training import (
     MICRO_SETTINGS,
