@@ -53,7 +53,7 @@ class ProvisionalRecorder:
         new = [token for token in dict.fromkeys(changed.values()) if token not in self._known]
         self._last |= changed
         self._known.update(new)
-        texts = tuple((token, self._token_text(token)) for token in new)
+        texts = tuple((token, self._token_text(token).strip("\ufffd")) for token in new)
         return ProvisionalDelta("".join(cells), tuple(chain.from_iterable(changed.items())), texts)
 
 

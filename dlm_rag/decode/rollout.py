@@ -79,6 +79,7 @@ class Citation(TypedDict):
 class CommittedToken:
     """A committed token: its position on the canvas from 0, and its probability at temperature 1.
 
+    token: its text; a character of several tokens is in that of the one that is written last.
     log_prob: the logarithm of that, finite even if it underflows; None where a server gives none.
     """
 

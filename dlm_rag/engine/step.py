@@ -4,7 +4,7 @@ Searches are made for many rows at once, in the background where a half of them 
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +15,7 @@ import torch
 
 from dlm_rag.decode.rollout import Action, CommittedToken
 from dlm_rag.engine.copying import ANSWER_MARK, WordTable
-from dlm_rag.engine.row import OpenSpan, Row, SearchResult
+from dlm_rag.engine.row import Canvas, OpenSpan, Row, SearchResult
 from dlm_rag.engine.rules import Proposals, RuleContext, choose_commits, compute_step_sizes, find_rule
 from dlm_rag.engine.runner import ModelRunner
 from dlm_rag.errors import QuestionError, UserError
@@ -41,6 +41,8 @@ from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+NO_CHARACTER = "\ufffd"  # stands in texts for bytes that are no whole character
 
 
 class LaunchedStep(NamedTuple):
@@ -71,7 +73,7 @@ def finish_step(launched: LaunchedStep, tokenizer: Tokenizer) -> None:
             elif not np.isfinite(proposals.confidence).all():
                 row.fail("the denoiser's output is not a number")
             else:
-                commit(row, shown, proposals, tokenizer.token_text)
+                commit(row, shown, proposals, tokenizer)
 
 
 def _propose(model_runner: ModelRunner, inputs: list[RowInput]) -> Callable[[], Sequence[Proposals | None]]:
@@ -118,7 +120,7 @@ def build_row_input(row: Row) -> RowInput:
     )  # fmt: skip
 
 
-def commit(row: Row, shown: RowInput, proposals: Proposals, text: Callable[[int], str]) -> None:
+def commit(row: Row, shown: RowInput, proposals: Proposals, tokenizer: Tokenizer) -> None:
     """Writes on the canvas what the row's rule takes of the proposals, and what they edit; notes this in
     the record of the step, with what is guessed of the rest.
     """
@@ -133,7 +135,8 @@ def commit(row: Row, shown: RowInput, proposals: Proposals, text: Callable[[int]
     else:
         row.provisional = row.provisional.subset(canvas.masked[row.provisional.positions])
     row.blocks_just_finished = (row.current_block[0] - begin) // (end - begin)
-    step.committed, step.edited = _name_tokens(change.committed, text), _name_tokens(change.edited, text)
+    step.committed = name_tokens(change.committed, canvas, tokenizer)
+    step.edited = name_tokens(change.edited, canvas, tokenizer)
     step.remasked = change.remasked
     if step.action is not None:
         row.rollout.states[row.step] = shown
@@ -201,13 +204,34 @@ def _choose_in_span(row: Row, candidates: Proposals, span: OpenSpan) -> Proposal
     return chosen
 
 
-def _name_tokens(written: Proposals | None, text: Callable[[int], str]) -> tuple[CommittedToken, ...]:
-    """Proposals as a step records them."""
+def name_tokens(
+    written: Proposals | None, canvas: Canvas, tokenizer: Tokenizer
+) -> tuple[CommittedToken, ...]:
+    """Proposals as a step records them, which the canvas holds."""
     if written is None:
         return ()
     arrays = (written.positions, written.token_ids, written.confidence, written.log_prob)
-    rows = zip(*(array.tolist() for array in arrays), strict=True)
-    return tuple(CommittedToken(position, token, text(token), *sure) for position, token, *sure in rows)
+    rows = [*zip(*(array.tolist() for array in arrays), strict=True)]
+    texts = {position: tokenizer.token_text(token) for position, token, *_ in rows}
+    for position in [p for p, text in texts.items() if NO_CHARACTER in text]:
+        texts[position] = _spell_part(canvas, position, texts.keys(), tokenizer)
+    return tuple(CommittedToken(position, token, texts[position], *sure) for position, token, *sure in rows)
+
+
+def _spell_part(canvas: Canvas, position: int, new: Collection[int], tokenizer: Tokenizer) -> str:
+    """Text of a token with a part of a character, which belongs to the part that is written last; new: the
+    positions that the step wrote, from left to right."""
+
+    def is_part(n: int) -> bool:
+        held = 0 <= n < canvas.length and not canvas.masked[n]
+        return held and NO_CHARACTER in tokenizer.token_text(int(canvas.ids[n]))
+
+    begin = next(n for n in range(position, -1, -1) if not is_part(n - 1))
+    end = next(n for n in range(position + 1, canvas.length + 1) if not is_part(n) or n in new)
+    parts = canvas.ids[begin:position], canvas.ids[begin:end], canvas.ids[position + 1 : end]
+    texts = (tokenizer.decode_with_offsets(part.tolist())[0] for part in parts)
+    before, whole, after = (text.strip(NO_CHARACTER) for text in texts)
+    return whole[len(before) : len(whole) - len(after)]
 
 
 class Searches:

@@ -1,10 +1,13 @@
 """The canvas: what may be committed, what never changes, when the text is certain."""
 
+import random
+
 import numpy as np
 import pytest
 
 from dlm_rag.engine.row import Canvas, find_commit_span
 from dlm_rag.engine.rules import Proposals
+from dlm_rag.engine.step import name_tokens
 
 MASK, END = 256, 257
 
@@ -13,7 +16,32 @@ def put(canvas, tokens):
     positions = np.array(sorted(tokens))
     ids = np.array([tokens[p] for p in sorted(tokens)])
     ones = np.ones(len(ids))
-    canvas.commit(Proposals(positions, ids, *[ones] * 4))
+    proposals = Proposals(positions, ids, *[ones] * 4)
+    canvas.commit(proposals)
+    return proposals
+
+
+class ByteTokenizer:
+    """A token for each byte, so that most characters are several."""
+
+    def token_text(self, token):
+        return self.decode_with_offsets([token])[0]
+
+    def decode_with_offsets(self, ids):
+        return bytes(ids).decode(errors="replace"), []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_texts_of_tokens_make_the_response_in_whatever_order_they_are_written(seed):
+    rng, held, text = random.Random(seed), {}, "Petroșani, 東京 🙂 Łódź!"
+    tokens = text.encode()
+    canvas, order = Canvas(len(tokens), MASK), [*range(len(tokens))]
+    rng.shuffle(order)
+    while order:
+        now, order = order[: (n := rng.randint(1, 9))], order[n:]
+        proposals = put(canvas, {p: tokens[p] for p in now})
+        held |= {token.position: token.token for token in name_tokens(proposals, canvas, ByteTokenizer())}
+    assert "".join(held[p] for p in sorted(held)) == text
 
 
 def candidates(canvas, block_length, begin=0, end=6):
