@@ -47,6 +47,7 @@ setup(
         "gguf>=0.17,<1",  # reads SmolLM2 out of its package
         "blake3>=1,<2",
         "bm25s>=0.3.16,<0.4",
+        "snowballstemmer>=3,<4",
         "numba>=0.61,<1",
         "numpy>=2,<3",
         "scipy>=1.15,<2",

@@ -148,7 +148,7 @@ _ANSWER_TAIL = re.compile(
     re.IGNORECASE,
 )
 MAX_ANSWER_MARKS = 16  # from the last one, until one has an answer
-SAME_LETTERS = 5  # words are the same that begin with the same ones
+SAME_LETTERS = 5  # words are the same that begin with the same ones, short ones with one less
 MAX_TITLE_WORDS = 12  # words of a passage's first line, beyond which it is none
 MAX_WRAPPINGS = 32  # around an answer: white space, emphasis, LaTeX, tags, citations
 ANSWER_FORMS = ("marked", "titled", "whole")  # titled: marked, with the titles of passages before it
@@ -262,9 +262,11 @@ def content_words(text: str, start: int, stop: int) -> list[tuple[str, tuple[int
 
 def count_held_words(question: str, texts: Iterable[str]) -> float:
     """The share of the content words of a question that texts have, by their first `SAME_LETTERS`."""
-    found = {word[:SAME_LETTERS] for text in texts for word in split_words(text)}
+    words = {word for text in texts for word in split_words(text)}
+    found = {word[:n] for word in words for n in (SAME_LETTERS - 1, SAME_LETTERS)}
     asked = [word for word, _ in content_words(question, 0, len(question))]
-    return sum(word[:SAME_LETTERS] in found for word in asked) / len(asked) if asked else 1.0
+    begun = (word[: SAME_LETTERS - (len(word) <= SAME_LETTERS)] for word in asked)
+    return sum(one in found for one in begun) / len(asked) if asked else 1.0
 
 
 def overlapping_spans(spans: Sequence[tuple[int, int]], start: int, stop: int) -> list[int]:

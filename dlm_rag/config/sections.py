@@ -73,6 +73,10 @@ class RetrievalConfig(CheckedSettings):
     bm25_query: str = setting("whole", choices=("whole", "sentences"), only_with=NO_URL)
     """how BM25, also in hybrid, searches a query: whole, or as dense search does, by the question and each
     sentence or title in turn, for a title first the passage that has it"""
+    bm25_stemmer: str = setting("none", choices=("none", "english"), only_with=NO_SERVICE)
+    """words that BM25, also in hybrid, takes for the same: of one spelling, or of one English stem"""
+    bm25_title_weight: int = setting(1, low=1, high=16, only_with=NO_SERVICE)
+    """how many times BM25, also in hybrid, counts the words of a passage's title, its first line"""
     min_score_ratio: float = setting(0.0, low=0, high=1, only_with=NO_URL)
     """leave out what scores less than this share of the best passage for the question, unless the question
     has its title; with bm25_query=sentences each further sentence or title of the query adds one passage.
@@ -386,7 +390,8 @@ GENERATION_FILE = "generation_config.json"
 OF_A_RUN = {"seed", "batch_size", "overlap"}  # settings that no model asks for
 DECODE_NAMES = [item.name for item in fields(DecodeConfig) if item.name not in OF_A_RUN]
 CODE_NAMES = [each.name for each in fields(DecodeConfig) if each.metadata["json_schema_extra"]["table"]]
-RETRIEVAL_NAMES = ["top_k", "bm25_query", "min_score_ratio", "query_prompt", "passage_prompt"]
+BM25_NAMES = ["bm25_query", "bm25_stemmer", "bm25_title_weight", "min_score_ratio"]
+RETRIEVAL_NAMES = ["top_k", *BM25_NAMES, "query_prompt", "passage_prompt"]
 
 
 def read_generation_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

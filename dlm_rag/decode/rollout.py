@@ -232,8 +232,13 @@ class Rollout(NamesRemedy):
         return "" if sure >= self.settings.get("answer_threshold", 0.0) else "unsure"
 
     def _find_named(self) -> list[str]:
-        mark = find_answer(self.response, self.answer_form).mark
-        return [self.passages[name] for name in find_named_passages(self.response[:mark], self.passages)]
+        """The passages named before the answer: by their titles, or by words of the question."""
+        named = self.response[: find_answer(self.response, self.answer_form).mark]
+        found = [self.passages[name] for name in find_named_passages(named, self.passages)]
+        words = fold_words(named)
+        if not found and words.strip() and words in fold_words(self.question):
+            found = [text for text in self.passages.values() if words in fold_words(text)]
+        return found
 
     def _named_have_answer(self, answer: str) -> bool:
         """Whether a passage is named, and every content word of the answer is in one of those named.

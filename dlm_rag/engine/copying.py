@@ -39,6 +39,7 @@ class WordTable:
         self._begins = np.array([(inner.id_to_token(n) or "").startswith(_BLANKS) for n in ids])
         texts = inner.decode_batch([[n] for n in ids], skip_special_tokens=False)
         kinds = [unicodedata.category(text[:1] or " ")[0] for text in texts]
+        self._digits, self._points = [text.strip().isdecimal() for text in texts], np.isin(texts, [*".,:"])
         self._continues = ~self._begins & np.isin(kinds, [*"LMN"])
         # Of a character that is no token: a letter where a text goes on with it, else perhaps a sign.
         self._may_continue = self._continues | [text.startswith("\ufffd") for text in texts]
@@ -64,9 +65,16 @@ class WordTable:
         for word in words.union(word.lstrip(_OPENING) for word in words) - {""}:
             ids = self._encode(word)
             for n in range(1, len(ids) + 1 if len(ids) <= MAX_WORD_TOKENS else 0):
-                after = ids[n] if n < len(ids) else WORD_END
-                found[ids[:n]] = tuple({*found.get(ids[:n], ()), after})
+                after = {*ids[n : n + 1]} or {WORD_END}
+                if n < len(ids) and not self._may_continue[ids[n]] and not self._is_in_number(ids, n):
+                    after.add(WORD_END)  # a sign follows
+                found[ids[:n]] = tuple(after.union(found.get(ids[:n], ())))
         return found
+
+    def _is_in_number(self, ids: Sequence[int], n: int) -> bool:
+        """Whether a token is the point of a number: in "9:15" the word does not end after the 9."""
+        around = 0 < n < len(ids) - 1 and self._digits[ids[n - 1]] and self._digits[ids[n + 1]]
+        return bool(around and self._points[ids[n]])
 
     def _encode_after_a_blank(self, text: str) -> tuple[int, ...]:
         return self._tokenizer.encode_uncached(f"x {text}")[len(self._tokenizer.encode_uncached("x")) :]
@@ -97,11 +105,11 @@ class WordTable:
         question; none ends before "###".
         """
         follow = self._follow(self._find_word(written), texts)
-        going_on = [token for token in follow if token != WORD_END and self._may_continue[token]]
+        going_on = [*follow - {WORD_END}]
         certain = self.find_certain(written, texts)
         if certain is not None:
             going_on = [certain]
-        if certain is not None or (follow and len(going_on) == len(follow)):
+        if certain is not None or (follow and WORD_END not in follow):
             barred = np.ones_like(self._continues)
         else:
             barred = self._begins_word.copy()
@@ -154,7 +162,7 @@ class WordTable:
             return title
         follow = self._follow(self._find_word(written), texts)
         token = next(iter(follow)) if len(follow) == 1 else WORD_END
-        return token if token != WORD_END and self._may_continue[token] else None
+        return token if token != WORD_END else None
 
     def _split_begun(self, written: Sequence[int]) -> tuple[list[int], str]:
         """Returns the tokens of the title or answer that was begun, and its text; of other forms none."""

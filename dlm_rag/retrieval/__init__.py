@@ -88,14 +88,14 @@ class RetrieverLoader:
         return import_object(self.load, "retrieval.method")(config, corpus)
 
 
-_BM25 = ("top_k", "bm25_query", "min_score_ratio")
-_DENSE = ("top_k", "embedding_model", "query_prompt", "passage_prompt")
+_BM25 = ("top_k", "bm25_query", "bm25_stemmer", "bm25_title_weight")
+_DENSE = ("embedding_model", "query_prompt", "passage_prompt")
 
 # By `retrieval.method`, which may also be `module:function` with the arguments of a `RetrieverLoader`.
 RETRIEVERS = {
-    "bm25": RetrieverLoader("dlm_rag.retrieval.bm25:open_bm25_retriever", _BM25),
-    "dense": RetrieverLoader("dlm_rag.retrieval.dense:open_dense_retriever", _DENSE),
-    "hybrid": RetrieverLoader("dlm_rag.retrieval.dense:open_hybrid_retriever", ("bm25_query", *_DENSE)),
+    "bm25": RetrieverLoader("dlm_rag.retrieval.bm25:open_bm25_retriever", (*_BM25, "min_score_ratio")),
+    "dense": RetrieverLoader("dlm_rag.retrieval.dense:open_dense_retriever", ("top_k", *_DENSE)),
+    "hybrid": RetrieverLoader("dlm_rag.retrieval.dense:open_hybrid_retriever", (*_BM25, *_DENSE)),
     "none": RetrieverLoader("dlm_rag.retrieval.base:open_no_retriever"),
 }
 # By the scheme of `retrieval.url`: what makes a retriever of a config.

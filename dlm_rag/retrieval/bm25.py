@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from multiprocessing import current_process, get_context
 from pathlib import Path
@@ -33,6 +33,7 @@ from blake3 import blake3
 from bm25s.numba import retrieve_utils
 from bm25s.scoring import _score_idf_lucene, _score_tfc_lucene
 from bm25s.stopwords import STOPWORDS_EN
+from snowballstemmer.english_stemmer import EnglishStemmer
 
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError, CorpusError
@@ -51,6 +52,7 @@ from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.text import (
     JOINED_RUN,
     MARKS,
+    MAX_TITLE_WORDS,
     WORD,
     fold_words,
     get_title_line,
@@ -103,11 +105,14 @@ class BM25Retriever(CorpusRetriever):
     that shares no term with the query has score 0 and is not ranked.
     """
 
-    def __init__(self, corpus: Corpus, top_k: int) -> None:
+    def __init__(self, corpus: Corpus, top_k: int, stemmer: str = "none", title_weight: int = 1) -> None:
+        """stemmer, title_weight: as `retrieval.bm25_stemmer` and `retrieval.bm25_title_weight`."""
         super().__init__(corpus, top_k)
+        self._stemmer = stemmer
+        form = () if (stemmer, title_weight) == ("none", 1) else (f"{stemmer}, {title_weight}",)
         folder = build_once(
-            corpus.folder / make_folder_name("bm25", bm25s.__version__, INDEX_FORM),
-            lambda scratch: build_bm25_index(corpus, scratch),
+            corpus.folder / make_folder_name("bm25", bm25s.__version__, INDEX_FORM, *form),
+            lambda scratch: build_bm25_index(corpus, scratch, stemmer, title_weight),
             resumable=True,
         )
         # Mapped, but as plain arrays: a memmap is slow at single numbers.
@@ -130,7 +135,7 @@ class BM25Retriever(CorpusRetriever):
 
     def _find_word_ids(self, text: str) -> list[int]:
         """The ids of the terms of a text that the corpus has, in order, repeated ones kept."""
-        hashes = hash_words(extract_terms(text))
+        hashes = hash_words(extract_terms(text, self._stemmer))
         ids = np.searchsorted(self._words, hashes).clip(max=len(self._words) - 1)
         return ids[self._words[ids] == hashes].tolist()
 
@@ -145,7 +150,7 @@ class BM25Retriever(CorpusRetriever):
 
 def open_bm25_retriever(config: RetrievalConfig, corpus: Corpus) -> CorpusRetriever:
     """BM25 by whole queries, or by `Query.parts` in turn; all that is found, or a clear choice."""
-    whole = BM25Retriever(corpus, config.top_k)
+    whole = BM25Retriever(corpus, config.top_k, config.bm25_stemmer, config.bm25_title_weight)
     by_parts = None if config.bm25_query == "whole" else MultiQueryRetriever(TitledFirstRetriever(whole))
     if config.min_score_ratio:
         return ClearChoiceRetriever(whole, by_parts, config.min_score_ratio)
@@ -241,9 +246,22 @@ def split_terms(text: str) -> list[str]:
     return terms
 
 
-def extract_terms(text: str) -> list[str]:
+def extract_terms(text: str, stemmer: str = "none") -> list[str]:
     """The BM25 terms of a text, in order, repeated ones kept."""
-    return [word for word in split_terms(text) if word not in _STOP_WORDS]
+    words = (word for word in split_terms(text) if word not in _STOP_WORDS)
+    return [*words] if stemmer == "none" else [*map(_stem_english, words)]
+
+
+@lru_cache(1 << 18)
+def _stem_english(word: str) -> str:
+    return EnglishStemmer().stemWord(word)  # its own, for one is not safe in several threads
+
+
+def _extract_passage_terms(text: str, stemmer: str, title_weight: int) -> list[str]:
+    """Those of its title so many times."""
+    title, _, rest = text.strip().partition("\n")
+    again = title_weight - 1 if rest and len(title.split()) <= MAX_TITLE_WORDS else 0
+    return extract_terms(text, stemmer) + again * extract_terms(title, stemmer)
 
 
 def hash_words(words: Iterable[str]) -> np.ndarray:
@@ -252,14 +270,14 @@ def hash_words(words: Iterable[str]) -> np.ndarray:
     return np.frombuffer(b"".join(digests), np.uint64)
 
 
-def build_bm25_index(corpus: Corpus, scratch: Path) -> None:
+def build_bm25_index(corpus: Corpus, scratch: Path, stemmer: str, title_weight: int) -> None:
     """Writes the index of a corpus into a scratch folder; what earlier attempts counted is used.
 
     `WORDS`: (words,) uint64, ascending. `STARTS`: (words + 1,) int64, where the postings of each begin.
     `ROWS`: (postings,) int32. `SCORES`: (postings,) float32. Raises `CorpusError` and `OSError`.
     """
     shards = corpus.split_into_shards(scratch, SHARD_PASSAGES, SHARD_BYTES)
-    count_words = partial(_count_words, corpus)
+    count_words = partial(_count_words, corpus, stemmer, title_weight)
     with report_progress("finding terms", len(corpus)) as advance:
         for count in map_in_processes(partial(build_shard, count_words), shards):
             advance(count)
@@ -276,7 +294,7 @@ def build_bm25_index(corpus: Corpus, scratch: Path) -> None:
             advance(count)
 
 
-def _count_words(corpus: Corpus, rows: range) -> dict[str, np.ndarray]:
+def _count_words(corpus: Corpus, stemmer: str, title_weight: int, rows: range) -> dict[str, np.ndarray]:
     """What the passages of some rows hold.
 
     words: (words,) ascending hashes. starts: (words + 1,) where the postings of each begin. rows:
@@ -287,7 +305,7 @@ def _count_words(corpus: Corpus, rows: range) -> dict[str, np.ndarray]:
     ids.default_factory = ids.__len__
     found, lengths = [], np.empty(len(rows), np.uint32)
     for n, row in enumerate(rows):
-        terms = extract_terms(corpus[row].text)
+        terms = _extract_passage_terms(corpus[row].text, stemmer, title_weight)
         found.append(np.fromiter(map(ids.__getitem__, terms), np.uint32, len(terms)))
         lengths[n] = len(terms)
     corpus.check_unchanged()

@@ -35,6 +35,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dlm_rag.config import RetrievalConfig
+from dlm_rag.config.sections import BM25_NAMES
 from dlm_rag.errors import ConfigError, UserError, suggest_nearest, summarize_error
 from dlm_rag.files.checked_json import parse_json
 from dlm_rag.files.paths import resolve_regular_file
@@ -306,8 +307,8 @@ class SearchService(HttpService):
         self._retriever, self._config = retriever, config
         names = ("method", "embedding_model", "query_prompt", "passage_prompt")
         settings = {name: getattr(config, name) for name in names}
-        more = {"bm25_query": "whole", "min_score_ratio": 0.0}
-        settings |= {name: getattr(config, name) for name in more if getattr(config, name) != more[name]}
+        own, usual = (vars(each) for each in (config, RetrievalConfig()))
+        settings |= {name: own[name] for name in BM25_NAMES if own[name] != usual[name]}
         digest = sha256(json.dumps([retriever.fingerprint, settings]).encode()).hexdigest()
         self._note = {"fingerprint": digest, "asks": list(retriever.query_fields)}
         self.route = Route(SEARCH_PATH, self._search, methods=["POST"])

@@ -111,6 +111,18 @@ def test_a_model_that_names_its_passages_gives_answers_that_these_have(response,
     assert rollout.abstain_reason == "" and bool(rollout.answer) == (reason != "no_answer")
 
 
+def test_words_of_the_question_name_the_passages_that_have_them():
+    named = (
+        ("published ### 1815", ""),
+        ("published ### 1775", "not_named"),
+        ("born ### 1775", "not_named"),
+    )
+    for response, reason in named:
+        rollout = answered(response, "answer", NAMED, "titled")
+        rollout.question = "When was it first published?"
+        assert rollout.abstain_reason == reason
+
+
 def test_what_the_named_passages_do_not_say_of_the_question_makes_an_answer_less_sure():
     rollout = answered("Emma ### 1815", "answer", NAMED, "titled")
     rollout.confidence = 0.9

@@ -108,15 +108,17 @@ def test_what_is_certain_is_written_at_once_and_changes_no_token(corpus_file):
     [
         (" Be", "h"), (" Wain", "w"), ("so Mc", None), (" Ann", ". )"), (" J.", " ."), (" 27", " "),
         (" x", None), ("Be", None), (" O'", "B"), (" 東", None), (f" {'q' * 30}", None),
-        (" ", " BAWwbJO27ynu"), (" 7", "x"),
+        (" ", " BAWwbJO2379ynu"), (" 7", "x"), (" 9", ":"), (" 9:1", "5"), (" 9:15", " "), (" 3", " ."),
     ],
 )  # fmt: skip
 def test_what_may_follow_the_beginning_of_a_word(written, allowed):
     """By hand, in letters: what is asked for may follow, and no other letter."""
-    text = "Billy, Behave: by (Wainwright) with Ann. Ann J. O'Brien, 27 June 東京7x都 " + "q" * 40
+    text = (
+        "Billy, Behave: by (Wainwright) with Ann. Ann J. O'Brien, 27 June 9:15, 3. 3.4 東京7x都 " + "q" * 40
+    )
     words = WordTable(tiny_tokenizer(), 300)
     barred = words.find_barred([*written.encode()], [text])
-    alone = ord(allowed) if allowed in ("h", "w", "B", "x") else None
+    alone = ord(allowed) if allowed in ("h", "w", "B", "x", ":", "5") else None
     assert words.find_certain([*written.encode()], [text]) == alone
     if allowed is None:
         assert not barred[48:123].any()

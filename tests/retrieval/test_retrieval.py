@@ -238,6 +238,21 @@ def test_of_a_clear_choice_alone_is_read(tmp_path, monkeypatch):
     assert whole == clear
 
 
+def test_stems_are_one_term_and_words_of_titles_count_more_often(tmp_path):
+    texts = {"tower": "Old tower\nIt costs four coins.", "fees": "Fees\nThe cost of the old roof: four."}
+    rows = [{"id": name, "contents": text} for name, text in texts.items()]
+    rows += [{"id": f"{n}", "contents": f"Hill {n}\n{n} {n}"} for n in range(9)]
+    corpus = write_jsonl_file(tmp_path / "towers.jsonl", rows)
+
+    def search(query, **settings):
+        retriever = load_retriever(corpus, top_k=2, **settings)
+        return {passage.id: score for passage, score in retriever.search_scored([make_query(query)], 2)[0]}
+
+    assert [*search("cost of four coin")] == ["fees", "tower"]
+    assert [*search("coin of four cost", bm25_stemmer="english")] == ["tower", "fees"]
+    assert search("fees", bm25_title_weight=3)["fees"] > search("fees")["fees"]
+
+
 OWN_RETRIEVER = """
 from dlm_rag.retrieval.base import CorpusRetriever
 
