@@ -194,13 +194,14 @@ def find_title_spans(titles: str) -> list[tuple[int, int]]:
     return spans
 
 
-def find_named_passages(titles: str, passages: Mapping[str, str]) -> set[str]:
+def find_named_passages(titles: str, passages: Mapping[str, str], question: str) -> set[str]:
     """The ids of the passages whose title is one of `titles`, which semicolons keep apart.
 
     Words are compared, and "Hot Rod" names `Hot Rod (film)`. A first line that is all of the text, or has
     more than `MAX_TITLE_WORDS` words, is no title: such a passage is named by words that it begins with.
     Any is named by words right after its title, unless these name another so or one of them alone is in
-    the title; one whose title has a semicolon by all parts of it.
+    the title; one whose title has a semicolon by all parts of it. Words of the question in a row that name
+    none so name all that have them.
     """
     parts = {fold_words(titles[slice(*span)]) for span in find_title_spans(titles)}
 
@@ -222,7 +223,11 @@ def find_named_passages(titles: str, passages: Mapping[str, str]) -> set[str]:
         title, body = fold_words(title), fold_words(body[: 2 * len(titles)])
         return any(body.startswith(part) and (" " in part.strip() or part not in title) for part in others)
 
-    return {name for name, text in passages.items() if found[name] or goes_on(text)}
+    named = {name for name, text in passages.items() if found[name] or goes_on(text)}
+    words = fold_words(titles)
+    if not named and content_words(titles, 0, len(titles)) and words in fold_words(question):
+        named = {name for name, text in passages.items() if words in fold_words(text)}
+    return named
 
 
 def replace_control_chars(text: str) -> str:

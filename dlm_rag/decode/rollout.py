@@ -1,7 +1,4 @@
-"""The decoding trajectory as data, its citations, and when no answer is given; without the model.
-
-Files of trajectories are in `trace_file.py`.
-"""
+"""The decoding trajectory as data (its files: `trace_file.py`), its citations, when no answer is given."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -79,8 +76,8 @@ class Citation(TypedDict):
 class CommittedToken:
     """A committed token: its position on the canvas from 0, and its probability at temperature 1.
 
-    token: its text; a character of several tokens is in that of the one that is written last.
-    log_prob: the logarithm of that, finite even if it underflows; None where a server gives none.
+    token: its text; a character of several tokens is in that of the one that is written last. log_prob:
+    the logarithm of the probability, finite even if that underflows; None where a server gives none.
     """
 
     position: int
@@ -232,13 +229,8 @@ class Rollout(NamesRemedy):
         return "" if sure >= self.settings.get("answer_threshold", 0.0) else "unsure"
 
     def _find_named(self) -> list[str]:
-        """The passages named before the answer: by their titles, or by words of the question."""
         named = self.response[: find_answer(self.response, self.answer_form).mark]
-        found = [self.passages[name] for name in find_named_passages(named, self.passages)]
-        words = fold_words(named)
-        if not found and words.strip() and words in fold_words(self.question):
-            found = [text for text in self.passages.values() if words in fold_words(text)]
-        return found
+        return [self.passages[name] for name in find_named_passages(named, self.passages, self.question)]
 
     def _named_have_answer(self, answer: str) -> bool:
         """Whether a passage is named, and every content word of the answer is in one of those named.
@@ -478,7 +470,8 @@ def cite_passages(
         citable: Collection[str] = texts
         if answer_form == "titled":
             titles = [span for span, what in spans if what == "reasoning"] if kind == "answer" else [unit]
-            citable = find_named_passages(";".join(response[slice(*span)] for span in titles), texts)
+            named = ";".join(response[slice(*span)] for span in titles)
+            citable = find_named_passages(named, texts, question)
         found = content_words(response, *unit)
         words = [find_holders(word, span, citable) for word, span in found]
         if kind == "reasoning" and citable and not any(names for _, _, names in words):

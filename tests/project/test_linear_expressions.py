@@ -96,7 +96,7 @@ def find_slow_filler(expression, anchored=False):
 READERS = {
     "answer": text.find_answer,
     "whole answer": partial(text.find_answer, form="whole"),
-    "titles": lambda said: text.find_named_passages(said, {"1": said}),
+    "titles": lambda said: text.find_named_passages(said, {"1": said}, said),
     "sentences": text.find_sentence_spans,
     "content words": lambda said: text.content_words(said, 0, len(said)),
     "names": text.extract_names,
