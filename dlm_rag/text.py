@@ -14,6 +14,11 @@ FUNCTION_WORDS = frozenset(
     until up was we were what when where which while who whom whose why will with would you your
     s t d ll re ve m therefore thus since hence answer""".split()
 )
+# They tell what kind of answer is asked for: a passage that has it need not have them.
+ANSWER_KINDS = frozenset(
+    """much many long far old name named year date day time place people person city country number kind
+    type""".split()
+)
 # What moves the cursor, rings the bell, turns the direction of writing.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # It begins where blanks begin, never within them: a run of blanks is looked at once.
@@ -266,10 +271,10 @@ def content_words(text: str, start: int, stop: int) -> list[tuple[str, tuple[int
 
 
 def count_held_words(question: str, texts: Iterable[str]) -> float:
-    """The share of the content words of a question that texts have, by their first `SAME_LETTERS`."""
+    """The share of a question's content words that texts have, by their first `SAME_LETTERS`."""
     words = {word for text in texts for word in split_words(text)}
     found = {word[:n] for word in words for n in (SAME_LETTERS - 1, SAME_LETTERS)}
-    asked = [word for word, _ in content_words(question, 0, len(question))]
+    asked = [w for w, _ in content_words(question, 0, len(question)) if w not in ANSWER_KINDS]
     begun = (word[: SAME_LETTERS - (len(word) <= SAME_LETTERS)] for word in asked)
     return sum(one in found for one in begun) / len(asked) if asked else 1.0
 
