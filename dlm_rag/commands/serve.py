@@ -38,7 +38,7 @@ from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import CorpusRetriever, Retriever, count_passages
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.serving import conversation
-from dlm_rag.text import get_title_line, strip_disambiguation
+from dlm_rag.text import FUNCTION_WORDS, get_title_line, strip_disambiguation
 
 SERVE_OPTIONS: dict[str, tuple[str | int, str]] = {
     "port": (8000, "where it listens"),
@@ -118,8 +118,9 @@ def suggest_questions(titles: Sequence[str]) -> tuple[str, ...]:
     found = dict[str, None]()
     for title in titles:
         shown = strip_disambiguation(title)
-        named = 2 < len(shown) <= MAX_SUGGESTED_CHARS and shown[0].isupper()
-        if named and not re.search(r"[.:;!\\/<>|{}\[\]#]", shown):
+        named = not any(word[0].islower() and word not in FUNCTION_WORDS for word in shown.split())
+        fits = 2 < len(shown) <= MAX_SUGGESTED_CHARS and shown[0].isupper()
+        if fits and (named or shown.endswith("?")) and not re.search(r"[.:;,!\\/<>|{}\[\]#]", shown):
             found[shown if shown.endswith("?") else f"What is {shown}?"] = None
     return tuple(found)[:MAX_SUGGESTIONS]
 

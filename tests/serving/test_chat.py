@@ -300,5 +300,5 @@ def test_a_greeting_needs_no_model(corpus):
 
 
 def test_questions_are_suggested_from_titles():
-    titles = ["Emma", "notes.md", "Hot Rod (film)", "x", "Who sang it?", "Jane Austen"]
+    titles = ["Emma", "notes.md", "After the rain", "Hot Rod (film)", "x", "Who sang it?", "Jane Austen"]
     assert suggest_questions(titles) == ("What is Emma?", "What is Hot Rod?", "Who sang it?")
