@@ -1,4 +1,4 @@
-"""A folder of texts, Markdown and documents as a corpus: passages of fifty to a hundred words.
+"""A folder of texts, Markdown and documents as a corpus: passages of 80 to 120 words.
 
 PDF, HTML, Word and LaTeX files are read as Markdown: `pip install 'dlm_rag[documents]'`.
 """
@@ -22,8 +22,8 @@ from dlm_rag.files.record_readers import Record
 from dlm_rag.text import replace_control_chars
 
 TEXT_FILE_SUFFIXES = (".txt", ".md", ".markdown")
-# Characters from which a passage may end, and at most: 50 to 100 words, which shipped models read whole.
-PASSAGE_LENGTH_CHARS = (300, 600)
+# Characters from which a passage may end, and at most: 80 to 120 words, which shipped models read whole.
+PASSAGE_LENGTH_CHARS = (500, 700)
 # From its beginning alone: tried at every character, it would take the square of the length of a line.
 _LONG_RUN = re.compile(rf"(?<![^\n.!?])[^\n.!?]{{{PASSAGE_LENGTH_CHARS[1] + 1},}}")
 _PIECE = re.compile(rf".{{1,{PASSAGE_LENGTH_CHARS[1]}}}(?:\s|$)|.{{{PASSAGE_LENGTH_CHARS[1]}}}")
