@@ -150,7 +150,7 @@ def test_a_build_that_was_killed_goes_on_and_gives_the_same_bytes(
     def note_and_count(corpus, rows):
         with workers.open("a") as file:
             file.write(f"{os.getpid()}\n")
-        return count(corpus, rows)
+        return count(corpus, *given)
 
     monkeypatch.setattr(bm25, "_count_words", note_and_count)
 
@@ -189,9 +189,9 @@ def test_a_worker_that_is_killed_is_no_endless_wait(corpus, monkeypatch, small_p
 def test_a_corpus_that_changes_meanwhile_leaves_no_shard(corpus, small_parts):
     count = bm25._count_words
 
-    def change_and_count(corpus, rows):
+    def change_and_count(corpus, *given):
         corpus.path.write_bytes(corpus.path.read_bytes().replace(b"own", b"new"))
-        return count(corpus, rows)
+        return count(corpus, *given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bm25, "_count_words", change_and_count)
