@@ -79,8 +79,7 @@ class RetrievalConfig(CheckedSettings):
     """how many times BM25, also in hybrid, counts the words of a passage's title, its first line"""
     min_score_ratio: float = setting(0.0, low=0, high=1, only_with=NO_URL)
     """leave out what scores less than this share of the best passage for the question, unless the question
-    has its title; with bm25_query=sentences each further sentence or title of the query adds one passage.
-    A corpus of at most top_k passages is read whole"""
+    has its title; with bm25_query=sentences each further sentence or title of the query adds one passage"""
     url: str | None = setting(None)
     """search a service instead of a corpus: http(s)://HOST:PORT/retrieve or
     milvus://HOST:PORT/COLLECTION"""

@@ -196,7 +196,12 @@ class TextRetriever(NamesRemedy, ABC):
 
 
 class CorpusRetriever(TextRetriever):
-    """A `Retriever` for the `top_k` best passages of a corpus. Subclasses only need `rank`."""
+    """A `Retriever` for the `top_k` best passages of a corpus. Subclasses only need `rank`.
+
+    leaves_out: whether what is not found is not wanted, also where the whole corpus fits.
+    """
+
+    leaves_out = False
 
     def __init__(self, corpus: Corpus, top_k: int) -> None:
         self.corpus, self.top_k = corpus, min(top_k, len(corpus))
@@ -229,7 +234,7 @@ class CorpusRetriever(TextRetriever):
         depth = min(depth, len(self.corpus))
         ranked = self.rank_scored(queries, depth)
         for scores in ranked:
-            if scores and depth == len(self.corpus):
+            if scores and depth == len(self.corpus) and not self.leaves_out:
                 scores |= {row: 0.0 for row in range(depth) if row not in scores}
         rows = sorted({row for scores in ranked for row in scores})
         passages = dict(zip(rows, self.corpus.read_passages(rows), strict=True))

@@ -165,6 +165,8 @@ class ClearChoiceRetriever(CorpusRetriever):
     better passage has counts for none of this.
     """
 
+    leaves_out = True
+
     def __init__(self, whole: BM25Retriever, by_parts: CorpusRetriever | None, ratio: float) -> None:
         super().__init__(whole.corpus, whole.top_k)
         self._whole = whole

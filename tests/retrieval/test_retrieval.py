@@ -228,8 +228,9 @@ def test_of_a_clear_choice_alone_is_read(tmp_path, monkeypatch):
         (0.9, "sentences", ["rock", "hill", "quartz"]), (0.9, "whole", ["rock", "hill", "quartz"]),
         (0.01, "sentences", ["rock", "other", "hill", "quartz"]),
     ):  # fmt: skip
-        retriever = load_retriever(corpus, top_k=4, bm25_query=kind, min_score_ratio=ratio)
-        assert list_passage_ids(retriever.search([query])) == [found], (ratio, kind)
+        for most in (4, 50):  # also where the whole corpus would fit
+            retriever = load_retriever(corpus, top_k=most, bm25_query=kind, min_score_ratio=ratio)
+            assert list_passage_ids(retriever.search([query])) == [found], (ratio, kind, most)
         assert retriever.search(["zzz"]) == [[]]
     letters = "dlm_rag.retrieval.dense.open_dense_retriever"  # of both together nothing is left out
     monkeypatch.setattr(letters, lambda config, corpus: make_letter_retriever(corpus, 4))
