@@ -343,7 +343,7 @@ def open_questions(run: Run) -> tuple[list[Question], CorpusRetriever, QuestionV
     given = read_questions(config.data.questions)
     kept = len(given) - min(train.eval_questions, len(given) // 10)
     corpus = open_corpus(config.data.corpus, config.retrieval.index_dir)
-    retriever = load_retriever(config.retrieval, corpus)
+    retriever = load_retriever(config.retrieval, corpus, config.model.path)  # whose own settings count
     return given[:kept], retriever, QuestionValidation(given[kept:], retriever, config)
 
 
