@@ -385,7 +385,7 @@ def save(out: Path, model: Denoiser, optimizer: torch.optim.Optimizer, step: int
         "vocab_size": VOCABULARY + 1, "mask_token_id": MASK, "evidence_layout": "parallel",
         "passage_length": PASSAGE_LENGTH, "canvas_length": 48, "block_length": BLOCK,
         "attention_block": BLOCK, "causal_context": True, "abstain": "answer",
-        "prompt": {"head": HEAD, "fact": FACT.strip(), "chat": False},
+        "prompt": {"head": HEAD, "fact": FACT.strip(), "chat": False, "answer": "titled"},
     }  # fmt: skip
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     state = {"step": torch.tensor(step)}
