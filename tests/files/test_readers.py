@@ -100,7 +100,7 @@ def test_a_folder_of_texts_is_cut_into_passages(tmp_path, capsys):
     assert corpus[-1] == Passage("sub/a.TXT#1", "a", "# no markdown")
     long = [p for p in corpus if p.title == "Long"]
     assert "".join("".join(p.contents for p in long).split()) == "Tenwords." * 200
-    assert all(300 <= len(p.contents) <= 600 for p in long[:-1]) and len(long) == 8
+    assert all(500 <= len(p.contents) <= 700 for p in long[:-1]) and len(long) == 5
     (folder / "b.md").write_bytes("Anew é.".encode("utf-16"))
     assert [p.contents for p in open_corpus(folder)] == ["Anew é.", "# no markdown"]
     (folder / "b.md").write_bytes(b"\xff")
