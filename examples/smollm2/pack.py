@@ -1,4 +1,4 @@
-"""Packs what training on a machine without network needs: the base in parts under 30 MB, rows as tokens.
+"""Packs what training on a machine without network needs: the base in parts under 31 MB, rows as tokens.
 
     python examples/smollm2/pack.py rows.jsonl packed --gguf SmolLM2-135M-Instruct.Q4_1.gguf
     python examples/smollm2/train_adapter.py packed runs/smollm2    # there: torch, safetensors, these files
