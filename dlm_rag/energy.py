@@ -169,7 +169,7 @@ def _find_rapl_counters() -> list[EnergyCounter]:
 
 
 def summarise_energy(parts: Any) -> dict[str, Any] | None:
-    """Sums the measured parts of a run, the records of a stamp with "answers"; None where none is."""
+    """Sums the measured parts of a run, a stamp's records with "answers"; None if there is none."""
     known = [
         part for part in (parts if isinstance(parts, list) else []) if isinstance(part, dict)
         and all(type(part.get(name)) in (int, float) and 0 <= part[name] < 1e30 for name in COUNTED)

@@ -189,7 +189,8 @@ def measure_free_bytes(device: torch.device) -> float:
 
 
 def default_pool_bytes(device: torch.device, limit: float | None = None, weight_bytes: int = 0) -> int:
-    """Bytes of a pool of no given size: a share of free memory; limit: of weights, pool and all else."""
+    """Bytes of a pool whose size nobody has named: a share of the memory that is free; limit: bytes that
+    weights, pool and all else may take together."""
     free = measure_free_bytes(device)
     if limit is not None:
         free = max(0.0, min(free, limit - weight_bytes))

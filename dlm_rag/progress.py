@@ -92,7 +92,8 @@ def track_progress(items: Collection[T], what: str) -> Iterator[T]:
 
 
 def show_status(text: str = "") -> None:
-    """What is waited for, in a line of the terminal, which the next, or who writes there, takes away."""
+    """Shows what is being waited for, in a line of the terminal that the next one replaces; without text,
+    none. Whoever writes to the terminal takes it away before."""
     global _status
     if _status is not None:  # standard error may be another by now: a live view puts itself in between
         _status.write("\r\x1b[2K")

@@ -74,7 +74,7 @@ class RetrievalConfig(CheckedSettings):
     """how BM25, also in hybrid, searches a query: whole, or as dense search does, by the question and each
     sentence or title in turn, for a title first the passage that has it"""
     bm25_stemmer: str = setting("none", choices=("none", "english"), only_with=NO_SERVICE)
-    """words that BM25, also in hybrid, takes for the same: of one spelling, or of one English stem"""
+    """which words are the same to BM25, also in hybrid: those spelled alike, or of one English stem"""
     bm25_title_weight: int = setting(1, low=1, high=16, only_with=NO_SERVICE)
     """how many times BM25, also in hybrid, counts the words of a passage's title, its first line"""
     min_score_ratio: float = setting(0.0, low=0, high=1, only_with=NO_URL)
@@ -389,8 +389,8 @@ GENERATION_FILE = "generation_config.json"
 OF_A_RUN = {"seed", "batch_size", "overlap"}  # settings that no model asks for
 DECODE_NAMES = [item.name for item in fields(DecodeConfig) if item.name not in OF_A_RUN]
 CODE_NAMES = [each.name for each in fields(DecodeConfig) if each.metadata["json_schema_extra"]["table"]]
-BM25_NAMES = ["bm25_query", "bm25_stemmer", "bm25_title_weight", "min_score_ratio"]
-RETRIEVAL_NAMES = ["top_k", *BM25_NAMES, "query_prompt", "passage_prompt"]
+BM25_NAMES = ("bm25_query", "bm25_stemmer", "bm25_title_weight")
+RETRIEVAL_NAMES = ["top_k", *BM25_NAMES, "min_score_ratio", "query_prompt", "passage_prompt"]
 
 
 def read_generation_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

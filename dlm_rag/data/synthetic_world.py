@@ -248,7 +248,10 @@ def build_passage_record(world: World, entity: Entity) -> dict[str, str]:
 def write_world(
     folder: Path, seed: int, split: str, passages: int, per_hop: int, hops: int = 4
 ) -> list[WorldQuestion]:
-    """Writes corpus.jsonl and questions.jsonl; raises `ConfigError` where others are; returns questions."""
+    """Writes `corpus.jsonl` and `questions.jsonl` into `folder`; returns the questions.
+
+    Raises `ConfigError` if one of them exists with other content, which stays.
+    """
     world = make_world(seed, split, passages)
     questions = make_world_questions(world, seed, per_hop, hops)
     rows = [

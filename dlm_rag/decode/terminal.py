@@ -93,7 +93,8 @@ def render_progress(rollout: Rollout) -> Panel:
 
 
 def render_answer(rollout: Rollout, verdict: Text = NO_VERDICT) -> Panel:
-    """A finished question: what was written when, the answer and a verdict (a tick, say), the sources."""
+    """A finished question: what was written and when, the answer, and where each sentence is from; verdict:
+    what stands behind the answer, a tick, say."""
     answer = _render_answer_text(rollout).append_text(verdict)
     parts: list[RenderableType] = [render_canvas(rollout), Text(), Text("answer  ").append(answer)]
     parts += map(_render_closest, rollout.closest)

@@ -443,7 +443,8 @@ class GemmaRunner(ModelRunner):
 
 
 def _read_logits(logits: Tensor, cooled: Tensor, uniform: Tensor) -> dict[str, Tensor]:
-    """The fields of `Proposals` (n,): `cooled` logits are drawn from, `logits` give the probabilities."""
+    """The fields of `Proposals` (n,). Tokens are drawn from the `cooled` logits (n, V), at the quantiles
+    `uniform` (n,); probabilities are those of the logits themselves, at temperature 1."""
     drawn, best = sample_at_quantile(cooled, uniform), cooled.argmax(-1)
     entropy = torch.special.entr(cooled.softmax(-1)).sum(-1)
     log_prob = logits.log_softmax(-1)

@@ -485,7 +485,7 @@ _EXCLUDES = {
 def _take_own_settings(
     settings: DecodeConfig, own: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> DecodeConfig:
-    """`settings` with a checkpoint's `own` for what nobody has set; by the facts, none without effect."""
+    """`settings` with those of a checkpoint that nobody has set and that, by the facts, have an effect."""
     given = [name for name in settings.given if getattr(settings, name) is not None]
     ruled_out = {other for name in given for other in _EXCLUDES.get(name, ())}
     own = {name: value for name, value in own.items() if name not in settings.given | ruled_out}

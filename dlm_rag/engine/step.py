@@ -207,7 +207,7 @@ def _choose_in_span(row: Row, candidates: Proposals, span: OpenSpan) -> Proposal
 def name_tokens(
     written: Proposals | None, canvas: Canvas, tokenizer: Tokenizer
 ) -> tuple[CommittedToken, ...]:
-    """Proposals as a step records them, which the canvas holds."""
+    """The written tokens as a step records them; the canvas holds them already."""
     if written is None:
         return ()
     arrays = (written.positions, written.token_ids, written.confidence, written.log_prob)

@@ -79,7 +79,8 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 @contextmanager
 def open_atomic_folder(path: Path) -> Iterator[Path]:
-    """A scratch folder that becomes `path` when all is written; in one that exists, files are replaced."""
+    """A scratch folder that is renamed to `path` when all is written; where `path` exists, its files are
+    replaced one by one, and others in it stay."""
     scratch = path.with_name(f"{path.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -169,7 +170,7 @@ def digest_open_file(file: FileIO, path: Path) -> str:
 
 
 def compute_file_digest(file: FileIO, path: Path, draws: bool = True) -> str:
-    """The same of what the disk gives now: a lost bit changes no time of a file; draws: a bar."""
+    """The digest of what is on the disk now: bits that flip change no time of a file; draws: a bar."""
     size = os.fstat(file.fileno()).st_size
     digest = create_hasher(size)
     block = memoryview(bytearray(min(READ_BLOCK_BYTES, size + 1)))

@@ -162,7 +162,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
 def _call_ragged(
     kernel: Any, q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, **options: Any
 ) -> Tensor:
-    """At least 2 queries: FlashAttention 2's path for single ones fails, or splits keys by the rows."""
+    """At least 2 queries: for single ones FlashAttention 2 has a path for grouped heads that fails where a
+    row has no query, and that may split keys by how many rows there are."""
     (queries, keys), window = sight.longest, (-1, 0 if sight.causal else -1)
     rows = sight.query_ends, sight.key_ends, max(2, queries), keys
     return kernel(q, k, v, *rows, window_size=window, **options)

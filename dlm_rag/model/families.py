@@ -132,7 +132,8 @@ def _fast_dllm(raw: dict[str, Any]) -> DenoiserConfig:
 
 
 def _nemotron(raw: dict[str, Any]) -> DenoiserConfig:
-    """Ministral 3: one head fills blocks and predicts the token after causal text; its LoRA is not read."""
+    """Ministral 3 with one head that fills blocks and predicts the token after the text before them, which
+    is seen causally. The LoRA beside it is for self-speculation, and is not read."""
     require_supported_values(raw, attention_bias=False, sliding_window=None, vision_config=None)
     if raw.get("dlm_paradigm") == "autoregressive":
         raise CheckpointError("dlm_paradigm='autoregressive': this one was not trained to fill in masks")

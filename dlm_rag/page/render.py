@@ -51,7 +51,10 @@ class TraceRun:
 
 
 def read_trace_runs(paths: Sequence[Path]) -> list[TraceRun]:
-    """The traces, each named as short as tells it apart; raises `TraceError` for others, or no question."""
+    """The traces of these files, each named as briefly as tells them apart: by its name, folder, or path.
+
+    Raises `TraceError` for anything else, or no question.
+    """
     names = [str(path) for path in paths]
     for short in ([path.resolve().parent.name for path in paths], [path.stem for path in paths]):
         names = short if len({*short}) == len(paths) else names
@@ -288,7 +291,8 @@ def render_page(runs: Sequence[TraceRun], known: Iterable[Question] = ()) -> str
 
 
 def render_live_page(keyed: bool, examples: Sequence[str] = (), about: str = "") -> str:
-    """The chat of a server; keyed: it needs a key; examples: to click on; about: what can be asked."""
+    """The chat of a server; keyed: whether it needs a key; examples: questions to click on; about: what can
+    be asked."""
     buttons = (f'<button type="button">{escape(question)}</button>' for question in examples)
     form = _fill(
         "live.html", hidden="" if keyed else "hidden", about=escape(about), examples="\n    ".join(buttons)

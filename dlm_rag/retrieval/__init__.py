@@ -18,6 +18,7 @@ from dlm_rag.config.fields import (
     replace_settings,
     resolve_or_import,
 )
+from dlm_rag.config.sections import BM25_NAMES
 from dlm_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class RetrieverLoader:
         return import_object(self.load, "retrieval.method")(config, corpus)
 
 
-_BM25 = ("top_k", "bm25_query", "bm25_stemmer", "bm25_title_weight")
+_BM25 = ("top_k", *BM25_NAMES)
 _DENSE = ("embedding_model", "query_prompt", "passage_prompt")
 
 # By `retrieval.method`, which may also be `module:function` with the arguments of a `RetrieverLoader`.

@@ -260,7 +260,7 @@ def _stem_english(word: str) -> str:
 
 
 def _extract_passage_terms(text: str, stemmer: str, title_weight: int) -> list[str]:
-    """Those of its title so many times."""
+    """The BM25 terms of a passage, those of its title `title_weight` times."""
     title, _, rest = text.strip().partition("\n")
     again = title_weight - 1 if rest and len(title.split()) <= MAX_TITLE_WORDS else 0
     return extract_terms(text, stemmer) + again * extract_terms(title, stemmer)

@@ -362,7 +362,8 @@ def _names_file(text: str | Path) -> bool:
 
 
 def _scan_offsets(path: Path, cuts: bool) -> np.ndarray:
-    """Where each passage begins, and the end; `OtherRowError` for what `_read_rows` makes others of."""
+    """Where each passage begins, with the blank lines after it, and the end of the file; raises
+    `OtherRowError` for a row that `_read_rows` makes something else of."""
     size, at = path.stat().st_size, 0
     offsets = array("q")
 

@@ -95,7 +95,8 @@ def make_question_stand_alone(turns: Sequence[Turn]) -> str:
 
 
 def _find_antecedent(before: Sequence[Turn], pronoun: str) -> str:
-    """Returns the answer of the latest exchange, if of the kind, else its question's first name, or ""."""
+    """Returns the name that a pronoun stands for in the latest exchange that has one, else "": the answer,
+    if its question asked for one of that kind, or the first name of the question."""
     answer = ""
     for role, text in reversed(before):
         if role == "assistant":

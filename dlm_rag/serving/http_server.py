@@ -308,7 +308,8 @@ class SearchService(HttpService):
         names = ("method", "embedding_model", "query_prompt", "passage_prompt")
         settings = {name: getattr(config, name) for name in names}
         own, usual = (vars(each) for each in (config, RetrievalConfig()))
-        settings |= {name: own[name] for name in BM25_NAMES if own[name] != usual[name]}
+        of_bm25 = (*BM25_NAMES, "min_score_ratio")
+        settings |= {name: own[name] for name in of_bm25 if own[name] != usual[name]}
         digest = sha256(json.dumps([retriever.fingerprint, settings]).encode()).hexdigest()
         self._note = {"fingerprint": digest, "asks": list(retriever.query_fields)}
         self.route = Route(SEARCH_PATH, self._search, methods=["POST"])
@@ -405,7 +406,10 @@ class HttpServer(uvicorn.Server):
 
 
 def run_server(service: HttpService, sock: socket.socket, ready: Callable[[], object]) -> None:
-    """Serves until a signal; `ready` is called when clients can connect; raises what ended the service."""
+    """Serves at a bound socket until a signal has come and accepted questions are answered.
+
+    `ready` is called when clients can connect. Raises the error that has ended the service, if any.
+    """
     uvloop.run(HttpServer(service, ready).serve([sock]))
     if service.error is not None:
         raise service.error

@@ -183,7 +183,10 @@ def select_validation_metrics(metrics: Metrics) -> Metrics:
 
 
 def start_wandb(config: Config, folder: Path) -> Any:
-    """A W&B run, whose id is kept in `folder` for --resume, or None; a `ConfigError` if none starts."""
+    """A W&B run, whose id is kept in `folder` for --resume; None if W&B is off. `offline` needs no account.
+
+    Raises `ConfigError` where W&B takes no run.
+    """
     mode: Any = config.train.wandb
     if mode == "off":
         return None

@@ -176,7 +176,8 @@ class TrainingPlan:
 
 
 def plan_training(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> TrainingPlan:
-    """Plans a run in `dtype`, pointers left out; raises `ConfigError` where devices cannot share a step."""
+    """Plans a run with the arithmetic in `dtype`, without pointer supervision; raises `ConfigError` where
+    so many devices cannot share a step."""
     devices, train, sharing = config.plan.devices, config.train, config.train.context_parallel
     check_parallelism(train, find_task(train).count_items(train)[0], devices)
     task = make_planned_task(config, shape)

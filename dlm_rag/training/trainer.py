@@ -150,7 +150,8 @@ class Trainer:
         return sums
 
     def _clip_gradients(self, found: list[dict[str, Tensor]]) -> tuple[float, dict[str, float]]:
-        """Clips gradients to norm 1; returns their norm before, and own sums: the one wait of a step."""
+        """Clips the gradients to a norm of 1; returns the norm before and the sums of this process's parts.
+        The one wait for the device in a step."""
         trained = [p for p in self.denoiser.parameters() if p.requires_grad]
         gradients = [p.grad for p in trained if p.grad is not None]
         norm = get_full_tensor(torch.nn.utils.get_total_norm(gradients))
