@@ -1,5 +1,6 @@
 """The decoding trajectory as data (its files: `trace_file.py`), its citations, when no answer is given."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,9 @@ ABSTAIN_REASONS = {
 # What a model that was trained to abstain writes for an answer: none is in the passages; none can be.
 _REASON_BY_WORD = {"unknown": "no_passage", "unclear": "unknown_form"}
 _OWN_WORDS = {*_REASON_BY_WORD, "yes"}  # of answers: these need no passage; nor do function words
-ASKED_WORDS_POWER = 0.7  # of the share of the question's words that passages have: as sure is an answer
+# How sure an answer is: its confidence, times this power of the share of the question's words that passages
+# have, a fifth more for each nat of relevance above the usual one.
+ASKED_WORDS_POWER, RELEVANCE_WEIGHT, USUAL_RELEVANCE = 0.5, 0.2, 2.0
 MAX_CLIPPED_CHARS = 300
 
 
@@ -164,6 +167,9 @@ class Rollout(NamesRemedy):
     # Geometric mean of the probabilities of the answer's tokens and its end (not of those that a text alone
     # confirmed, `decode.copy_words`); None: no answer or no tokens.
     confidence: float | None = None
+    # By how many nats the passages make a token of the question likelier, on average (after Sachan et al.,
+    # arXiv 2204.07496); None: not measured, for no answer may be withheld.
+    relevance: float | None = None
     # Of a model behind a server, whose tokens are not in the steps: requests, prompt_tokens,
     # completion_tokens, and how many replies were cut at their most tokens.
     usage: dict[str, int] = field(default_factory=dict)
@@ -225,7 +231,8 @@ class Rollout(NamesRemedy):
             return "not_named"
         sure = 1.0 if self.confidence is None else self.confidence
         if titled and self.confidence is not None:
-            sure *= count_held_words(self.question, self._find_named()) ** ASKED_WORDS_POWER
+            more = 0.0 if self.relevance is None else RELEVANCE_WEIGHT * (self.relevance - USUAL_RELEVANCE)
+            sure *= count_held_words(self.question, self._find_named()) ** ASKED_WORDS_POWER * math.exp(more)
         return "" if sure >= self.settings.get("answer_threshold", 0.0) else "unsure"
 
     def _find_named(self) -> list[str]:
@@ -365,8 +372,8 @@ class Rollout(NamesRemedy):
             "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
         }
         optional = ("abstained", "abstain_reason", "closest", "cut", "error", "usage")
-        if self.confidence is not None:
-            record["confidence"] = round(self.confidence, 4)
+        sure = {"confidence": self.confidence, "relevance": self.relevance}
+        record |= {name: round(value, 4) for name, value in sure.items() if value is not None}
         return record | {key: value for key in optional if (value := getattr(self, key))}
 
     def to_rows(self) -> list[dict[str, Any]]:

@@ -209,7 +209,7 @@ def _question_record(rollout: Rollout, common: Mapping[str, Any]) -> dict[str, A
         for step in rollout.steps
     ]
     own = {k: v for k, v in rollout.settings.items() if k not in common or common[k] != v}
-    more = ("citations", "cut", "error", "usage", "confidence")
+    more = ("citations", "cut", "error", "usage", "confidence", "relevance")
     optional = {"settings": own} | {k: getattr(rollout, k) for k in more}
     if rollout.answer_form != "marked":
         optional["answer_form"] = rollout.answer_form

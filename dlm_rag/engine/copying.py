@@ -15,6 +15,7 @@ from dlm_rag.text import JOINED_RUN, MAX_TITLE_WORDS
 from dlm_rag.tokenizer import Tokenizer
 
 WORD_END = -1
+NO_CHARACTER = "\ufffd"  # stands in texts for bytes that are no whole character
 ANSWER_MARK = "###"
 COPIED_CONFIDENCE = 0.5  # from which a token that a text has there is committed
 MARK_CONFIDENCE = 0.3  # from which the sign after a title is
@@ -42,7 +43,7 @@ class WordTable:
         self._digits, self._points = [text.strip().isdecimal() for text in texts], np.isin(texts, [*".,:"])
         self._continues = ~self._begins & np.isin(kinds, [*"LMN"])
         # Of a character that is no token: a letter where a text goes on with it, else perhaps a sign.
-        self._may_continue = self._continues | [text.startswith("\ufffd") for text in texts]
+        self._may_continue = self._continues | [text.startswith(NO_CHARACTER) for text in texts]
         # Of blanks alone a word, for these stand before a number; of scripts without blanks none.
         opens = [(text.lstrip() or text.lstrip(" ") or "1")[0] for text in texts]
         opens = ["-" if JOINED_RUN.match(sign) else unicodedata.category(sign)[0] for sign in opens]
@@ -92,6 +93,11 @@ class WordTable:
         start = next((n for n in range(len(written) - 1, -1, -1) if self._begins[written[n]]), len(written))
         return tuple(written[start:])
 
+    def _ends_in_sign(self, word: tuple[int, ...]) -> bool:
+        text = "" if not word or self._marks[word[-1]] else self._decode([*word]).strip()
+        sign = bool(text) and unicodedata.category(text[-1])[0] in "PS" and text[-1] != NO_CHARACTER
+        return sign and not JOINED_RUN.search(text)
+
     def _follow(self, word: tuple[int, ...], texts: Collection[str]) -> set[int]:
         return set[int]().union(*(self._read(text).get(word, ()) for text in (*texts, OWN_WORDS)))
 
@@ -99,12 +105,13 @@ class WordTable:
         """Returns (V,) which tokens may not follow the written ones.
 
         A word begins as one of the texts or of `OWN_WORDS`. Where the word so far begins words of these,
-        it goes on as one of them; it ends, by a blank or a sign, where one of them does. What no blank
-        precedes is left alone: the first word where none begins the response, one after a hyphen. One
-        precedes each title and answer. In the first title of a response follows what does in a title or the
-        question; none ends before "###".
+        it goes on as one of them; it ends, by a blank or a sign, where one of them does, and no letter
+        follows a sign that none of them has there. The first word is left alone where no blank begins the
+        response. One precedes each title and answer. In the first title of a response follows what does in
+        a title or the question; none ends before "###".
         """
-        follow = self._follow(self._find_word(written), texts)
+        word = self._find_word(written)
+        follow = self._follow(word, texts)
         going_on = [*follow - {WORD_END}]
         certain = self.find_certain(written, texts)
         if certain is not None:
@@ -115,7 +122,7 @@ class WordTable:
             barred = self._begins_word.copy()
             for text in (*texts, OWN_WORDS):
                 barred[self._read_firsts(text)] = False
-            if follow:
+            if follow or self._ends_in_sign(word):
                 barred |= self._continues
         barred[going_on] = False
         others = list[NDArray[np.bool_]]()

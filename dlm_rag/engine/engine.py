@@ -404,6 +404,7 @@ class Engine(AbstractContextManager["Engine"]):
         for row in rows:
             row.end_step()
         answered = [row for row in rows if not row.rollout.error and row.is_done]
+        self._searches.note_relevance(answered)
         with profile_stage("detokenize"):
             for row in answered:
                 row.finish(self.tokenizer)

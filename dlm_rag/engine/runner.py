@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -98,6 +99,11 @@ class ModelRunner:
         positions of each row, which are the same for a row whatever the others are."""
         raise NotImplementedError
 
+    def score(self, inputs: Sequence[RowInput]) -> list[float]:
+        """Returns how likely the tokens of each row are that stand at its positions, where each sees those
+        before it: the mean of their log-probabilities, in nats."""
+        raise NotImplementedError
+
     def release(self, row: int) -> None:
         """The row of this number takes no more steps."""
 
@@ -141,6 +147,23 @@ class MaskedModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def propose(self, inputs: Sequence[RowInput]) -> Callable[[], list[Proposals]]:
+        with profile_stage("denoise"):
+            wanted, flags = collect_sampling_arrays(inputs, self._mask_id, self.shape)
+        hidden, (excluded_ids, numbers, *bars) = self._encode(inputs, wanted)
+        with profile_stage("denoise"):
+            found = list[dict[str, Tensor]]()
+            chunks = (hidden.split(LOGITS_CHUNK_POSITIONS), numbers.split(LOGITS_CHUNK_POSITIONS, dim=1))
+            for states, part in zip(*chunks, strict=True):
+                logits = self.denoiser.compute_token_logits(states).float()
+                if bars:
+                    bar_tokens(logits, len(found) * LOGITS_CHUNK_POSITIONS, wanted[2], bars)
+                found.append(sample_proposals(logits, excluded_ids, part, *flags))
+            return gather_proposals(inputs, found)
+
+    def _encode(
+        self, inputs: Sequence[RowInput], more: Sequence[NDArray[Any]]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """The states (n, hidden) of all that is asked for, and these arrays on the device."""
         denoiser = self.denoiser
         if denoiser.compute_dtype != self.cache.memory.dtype:
             self.reset_cache()  # an autocast has begun or ended since
@@ -148,20 +171,23 @@ class MaskedModelRunner(ModelRunner):
             runs, context = self.cache.prepare_rows(inputs)
         with profile_stage("denoise"):
             read = [[] if run.row is None else run.locate(inputs[run.row].states) for run in runs]
-            wanted, flags = collect_sampling_arrays(inputs, self._mask_id, self.shape)
-            segments = [run.segment for run in runs]
             send = None if self._graphs is None else self._graphs.send
-            rows = pack_rows(segments, denoiser.device, read, context, wanted, send)
+            rows = pack_rows([run.segment for run in runs], denoiser.device, read, context, more, send)
             hidden = denoiser.encode(rows)[0] if self._graphs is None else self._graphs.encode(rows)
             self.cache.store_computed()
-            (excluded_ids, numbers, *bars), found = rows.extra_tensors, list[dict[str, Tensor]]()
-            chunks = (hidden.split(LOGITS_CHUNK_POSITIONS), numbers.split(LOGITS_CHUNK_POSITIONS, dim=1))
-            for states, part in zip(*chunks, strict=True):
-                logits = denoiser.compute_token_logits(states).float()
-                if bars:
-                    bar_tokens(logits, len(found) * LOGITS_CHUNK_POSITIONS, wanted[2], bars)
-                found.append(sample_proposals(logits, excluded_ids, part, *flags))
-            return gather_proposals(inputs, found)
+        return hidden, rows.extra_tensors
+
+    @torch.inference_mode()
+    def score(self, inputs: Sequence[RowInput]) -> list[float]:
+        hidden, (targets,) = self._encode(inputs, [np.concatenate([shown.standing for shown in inputs])])
+        with profile_stage("denoise"):
+            chunks = (hidden.split(LOGITS_CHUNK_POSITIONS), targets.split(LOGITS_CHUNK_POSITIONS))
+            losses = [
+                F.cross_entropy(self.denoiser.compute_token_logits(states).float(), part, reduction="none")
+                for states, part in zip(*chunks, strict=True)
+            ]
+            by_row = torch.cat(losses).cpu().split([len(shown.positions) for shown in inputs])
+            return [-float(own.mean()) for own in by_row]
 
 
 def collect_sampling_arrays(

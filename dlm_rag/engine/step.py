@@ -8,13 +8,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dlm_rag.decode.rollout import Action, CommittedToken
-from dlm_rag.engine.copying import ANSWER_MARK, WordTable
+from dlm_rag.engine.copying import ANSWER_MARK, NO_CHARACTER, WordTable
 from dlm_rag.engine.row import Canvas, OpenSpan, Row, SearchResult
 from dlm_rag.engine.rules import Proposals, RuleContext, choose_commits, compute_step_sizes, find_rule
 from dlm_rag.engine.runner import ModelRunner
@@ -41,8 +43,6 @@ from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-NO_CHARACTER = "\ufffd"  # stands in texts for bytes that are no whole character
 
 
 class LaunchedStep(NamedTuple):
@@ -354,6 +354,33 @@ class Searches:
         room = ContextBudget.from_config(shape, self.layout, row.canvas.length)
         fitted = fit_passages(self.tokenizer, asked.question, texts, room, asked.system)
         return fitted, lay_out_prompt(fitted.prompt, shape, self.layout, order, mode)
+
+    def note_relevance(self, rows: list[Row]) -> None:
+        """Notes how much likelier the passages make the question, for rows whose answer may be withheld."""
+        shape, asked, inputs = self.model_runner.shape, list[Row](), list[RowInput]()
+        if not (shape.shifted and shape.causal_context and self.tokenizer.template.answer == "titled"):
+            return
+        for row in rows:
+            if row.settings.abstain == "never" or not row.settings.answer_threshold:
+                continue
+            alone = self._lay_out(row, {})[1]
+            other = self.tokenizer.build_prompt("?", [], row.question.system)
+            span = find_differing(alone.canvas_prefix.ids, other.head + other.tail)
+            if len(span) and row.laid_out_prompt.context_segments:
+                asked.append(row)
+                for number, laid in ((row.ticket, row.laid_out_prompt), (-row.ticket, alone)):
+                    inputs.append(RowInput(number, laid, np.empty(0, np.int64), span))
+        scores = self.model_runner.score(inputs) if inputs else []
+        for row, with_passages, without in zip(asked, scores[::2], scores[1::2], strict=True):
+            row.rollout.relevance = with_passages - without
+            self.model_runner.release(-row.ticket)
+
+
+def find_differing(ids: Sequence[int], other: Sequence[int]) -> NDArray[np.int64]:
+    """Returns where ids differ from others that begin and end alike, counted from the end: below 0."""
+    pairs = (zip(ids[1:], other[1:], strict=False), zip(ids[::-1], other[::-1], strict=False))
+    front, back = (sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], each)) for each in pairs)
+    return np.arange(1 + front - len(ids), -back)
 
 
 def _check_passages(found: SearchResult) -> SearchResult:

@@ -91,6 +91,7 @@ class RowInput:
     laid_out_prompt: LaidOutPrompt
     canvas: NDArray[np.int64]  # (length,) the ids that stand there now, as far as the model is to look
     # Those to propose for, ascending; (length,) alone: the masked one behind.
+    # Below 0, from the last on, those of the lead.
     positions: NDArray[np.int64]
     temperature: float = 0.0
     # At which tokens are drawn: (n,) with a temperature; (2, n) of a policy, the second where it is forced.
@@ -109,6 +110,11 @@ class RowInput:
     def finished_tokens(self) -> int:
         """Tokens of the chain in whole blocks that change no more."""
         return self.chain.block_start(len(self.laid_out_prompt.canvas_prefix.ids) + self.finished_length)
+
+    @property
+    def standing(self) -> NDArray[np.int64]:
+        """The ids (n,) that stand at the positions."""
+        return np.array(self.chain.ids)[len(self.laid_out_prompt.canvas_prefix.ids) + self.positions]
 
     @property
     def states(self) -> NDArray[np.int64]:

@@ -109,6 +109,7 @@ def test_what_is_certain_is_written_at_once_and_changes_no_token(corpus_file):
         (" Be", "h"), (" Wain", "w"), ("so Mc", None), (" Ann", ". )"), (" J.", " ."), (" 27", " "),
         (" x", None), ("Be", None), (" O'", "B"), (" 東", None), (f" {'q' * 30}", None),
         (" ", " BAWwbJO2379ynu"), (" 7", "x"), (" 9", ":"), (" 9:1", "5"), (" 9:15", " "), (" 3", " ."),
+        (" Ann-", " ."), (" [", " ."), (" 東.", None), (" x#", None),
     ],
 )  # fmt: skip
 def test_what_may_follow_the_beginning_of_a_word(written, allowed):
