@@ -231,8 +231,9 @@ class Rollout(NamesRemedy):
             return "not_named"
         sure = 1.0 if self.confidence is None else self.confidence
         if titled and self.confidence is not None:
-            more = 0.0 if self.relevance is None else RELEVANCE_WEIGHT * (self.relevance - USUAL_RELEVANCE)
-            sure *= count_held_words(self.question, self._find_named()) ** ASKED_WORDS_POWER * math.exp(more)
+            sure *= count_held_words(self.question, self._find_named()) ** ASKED_WORDS_POWER
+            if self.relevance is not None:
+                sure *= math.exp(RELEVANCE_WEIGHT * (self.relevance - USUAL_RELEVANCE))
         return "" if sure >= self.settings.get("answer_threshold", 0.0) else "unsure"
 
     def _find_named(self) -> list[str]:

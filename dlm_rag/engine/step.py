@@ -364,7 +364,7 @@ class Searches:
             if row.settings.abstain == "never" or not row.settings.answer_threshold:
                 continue
             alone = self._lay_out(row, {})[1]
-            other = self.tokenizer.build_prompt("?", [], row.question.system)
+            other = self.tokenizer.build_prompt("x", [], row.question.system)
             span = find_differing(alone.canvas_prefix.ids, other.head + other.tail)
             if len(span) and row.laid_out_prompt.context_segments:
                 asked.append(row)

@@ -126,9 +126,12 @@ def test_words_of_the_question_name_the_passages_that_have_them():
 def test_what_the_named_passages_do_not_say_of_the_question_makes_an_answer_less_sure():
     rollout = answered("Emma ### 1815", "answer", NAMED, "titled")
     rollout.confidence = 0.9
-    for question, share in (("When was Emma published?", 1.0), ("When was Emma printed in York?", 1 / 3)):
-        rollout.question = question
-        for threshold, reason in ((0.9 * share**0.7 - 1e-9, ""), (0.9 * share**0.7 + 1e-9, "unsure")):
+    known, less = "When was Emma published?", "When was Emma printed in York?"
+    for question, relevance, sure in (
+        (known, None, 0.9), (less, None, 0.9 * 3**-0.5), (known, 2.0, 0.9), (known, 1.0, 0.9 * math.exp(-0.2)),
+    ):  # fmt: skip
+        rollout.question, rollout.relevance = question, relevance
+        for threshold, reason in ((sure - 1e-9, ""), (sure + 1e-9, "unsure")):
             rollout.settings = {"abstain": "answer", "answer_threshold": threshold}
             assert rollout.abstain_reason == reason
 

@@ -1,0 +1,63 @@
+"""How much likelier the passages make the question, against dense attention under one mask."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from dlm_rag.engine.step import find_differing
+from tests.support.attention import run_with_mask
+from tests.support.block_attention import LENGTH, make_decoder
+
+QUESTIONS = ["Is Emma or Dune a novel?", "Was Dune by Jane?", "x"]
+SHAPE = {"causal_context": True, "shifted": True, "block_grid": "canvas", "canvas_length": LENGTH}
+UNSURE = {"commit_rule": "left_to_right", "abstain": "answer", "answer_threshold": 0.5}
+
+
+def make_reader(corpus_file, **settings):
+    decoder = make_decoder(corpus_file, "parallel", shape=SHAPE, **(UNSURE | settings))
+    decoder.tokenizer.template = replace(decoder.tokenizer.template, answer="titled")
+    return decoder
+
+
+def mean_log_prob(decoder, passages, question):
+    """Of the letters of the question and its end: each sees those before it and all of the passages."""
+    parts = [decoder.tokenizer.build_prompt(question, [text]).facts[0] for text in passages]
+    parts, start = [*parts, (*f"{question}\n".encode(),)], decoder.denoiser.config.passage_length
+    owner = np.repeat(np.arange(len(parts)), [*map(len, parts)])
+    ids = torch.tensor([token for part in parts for token in part])
+    at = [n + start * (part is parts[-1]) for part in parts for n in range(len(part))]
+    seen = (owner[:, None] == owner) & np.tri(len(ids), dtype=bool)
+    seen |= (owner[:, None] == len(passages)) & (owner < len(passages))
+    states = run_with_mask(decoder.denoiser, ids, torch.tensor(at), torch.tensor(seen))
+    with torch.no_grad():
+        found = decoder.denoiser.compute_token_logits(states).log_softmax(-1)
+    last = range(len(ids) - len(question), len(ids) - 1)  # the first letter and the line break are no part
+    return np.mean([float(found[n - 1, ids[n]]) for n in last])
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_it_is_that_of_dense_attention_alone_and_in_a_batch(corpus_file, top_k):
+    decoder = make_reader(corpus_file)
+    decoder.retriever.top_k = top_k
+    for size in (1, 3):
+        found = decoder.decode(QUESTIONS, batch_size=size)
+        assert len(found[0].evidence) == top_k
+        for rollout in found[:2]:
+            read = [rollout.evidence_texts[name] for name in rollout.evidence]
+            expected = [mean_log_prob(decoder, texts, rollout.question) for texts in (read, [])]
+            assert 1 <= len(read) <= top_k
+            assert rollout.relevance == pytest.approx(expected[0] - expected[1], abs=1e-4)
+        assert found[2].relevance is None  # nothing of its prompt is its own
+        assert not decoder.model_runner.cache._chains
+
+
+@pytest.mark.parametrize("settings", [{"abstain": "never"}, {"answer_threshold": 0.0}])
+def test_it_is_not_measured_where_no_answer_is_withheld_for_it(corpus_file, settings):
+    assert make_reader(corpus_file, **settings).ask(QUESTIONS[0]).relevance is None
+
+
+def test_where_a_question_stands_between_what_its_prompts_share():
+    assert find_differing([9, 1, 2, 3, 4, 5], [9, 1, 7, 5]).tolist() == [-4, -3, -2]
+    assert [find_differing(ids, [9, 1, 7, 5]).tolist() for ids in ([9, 1, 7, 5], [5], [])] == [[]] * 3
