@@ -14,11 +14,6 @@ FUNCTION_WORDS = frozenset(
     until up was we were what when where which while who whom whose why will with would you your
     s t d ll re ve m therefore thus since hence answer""".split()
 )
-# They tell what kind of answer is asked for: a passage that has it need not have them.
-ANSWER_KINDS = frozenset(
-    """much many long far old name named year date day time place people person city country number kind
-    type""".split()
-)
 # What moves the cursor, rings the bell, turns the direction of writing.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # It begins where blanks begin, never within them: a run of blanks is looked at once.
@@ -153,7 +148,8 @@ _ANSWER_TAIL = re.compile(
     re.IGNORECASE,
 )
 MAX_ANSWER_MARKS = 16  # from the last one, until one has an answer
-SAME_LETTERS = 5  # words are the same that begin with the same ones, short ones with one less
+SAME_LETTERS = 5  # words are the same that begin with the same ones
+MAX_CLIPPED_CHARS = 300
 MAX_TITLE_WORDS = 12  # words of a passage's first line, beyond which it is none
 MAX_WRAPPINGS = 32  # around an answer: white space, emphasis, LaTeX, tags, citations
 ANSWER_FORMS = ("marked", "titled", "whole")  # titled: marked, with the titles of passages before it
@@ -270,13 +266,17 @@ def content_words(text: str, start: int, stop: int) -> list[tuple[str, tuple[int
     ]
 
 
+def clip_text(text: str) -> str:
+    """Foreign text on one line without control characters, of a very long one the beginning."""
+    line = normalize_whitespace(replace_control_chars(text))
+    return line if len(line) <= MAX_CLIPPED_CHARS else f"{line[: MAX_CLIPPED_CHARS - 1]}…"
+
+
 def count_held_words(question: str, texts: Iterable[str]) -> float:
     """The share of a question's content words that texts have, by their first `SAME_LETTERS`."""
-    words = {word for text in texts for word in split_words(text)}
-    found = {word[:n] for word in words for n in (SAME_LETTERS - 1, SAME_LETTERS)}
-    asked = [w for w, _ in content_words(question, 0, len(question)) if w not in ANSWER_KINDS]
-    begun = (word[: SAME_LETTERS - (len(word) <= SAME_LETTERS)] for word in asked)
-    return sum(one in found for one in begun) / len(asked) if asked else 1.0
+    held = {word[:SAME_LETTERS] for text in texts for word in split_words(text)}
+    asked = [word[:SAME_LETTERS] for word, _ in content_words(question, 0, len(question))]
+    return sum(word in held for word in asked) / len(asked) if asked else 1.0
 
 
 def overlapping_spans(spans: Sequence[tuple[int, int]], start: int, stop: int) -> list[int]:

@@ -142,11 +142,11 @@ class DecodeConfig(CheckedSettings):
     """how positions are divided over steps_per_block if it does not divide evenly: the first steps take
     more, or each its rounded share of the rest"""
     copy_words: bool = setting(False)
-    """write only words of the question and the passages, or yes, no, unknown and unclear, but for what no
-    blank precedes, as after a hyphen; what can go on in one way alone does so at once. Models that name
-    titles before an answer begin with one of a passage or with words of the question, and commit a token
-    that a text has next from a confidence of 0.5 on (any, where all texts go on with it), the sign after a
-    title from 0.3 on, the end after one at any. For left_to_right, and a token a step autoregressive"""
+    """write only words of the question and the passages, or yes, no, unknown and unclear; what can go on in
+    one way alone does so at once. Models that name titles before an answer begin with one of a passage or
+    with words of the question, and commit a token that a text has next from a confidence of 0.5 on (any,
+    where all texts go on with it), the sign after a title from 0.3 on, the end after one at any. For
+    left_to_right, and a token a step autoregressive"""
     edit_threshold: float | None = setting(None, low=0, high=1, only_with=IN_BLOCKS)
     """confidence at which another token replaces a committed one within the current block; unset: never"""
     max_edit_steps: int = setting(
@@ -175,9 +175,9 @@ class DecodeConfig(CheckedSettings):
     answer_threshold: float = setting(
         0.0, low=0, high=1, only_with={"decode.abstain": ("answer", "response")}
     )
-    """confidence of an answer, the geometric mean of the probabilities of its tokens (but of those that
-    copy_words takes below commit_threshold), below which it is not given, where the model may abstain; of
-    models that name passages times the 0.7th power of the share of the question's words that these have"""
+    """how sure an answer must be to be given, where the model may abstain: its `confidence`; of
+    models that name passages times w^0.3 exp(0.2 (r - 2)), where these have a share w of the question's
+    words, and r is the `relevance`"""
     early_stopping: bool = setting(True)
     """stop once an end token and everything before it is committed"""
 

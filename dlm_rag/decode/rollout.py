@@ -12,6 +12,7 @@ from typing_extensions import TypedDict  # that of Python 3.11 cannot be checked
 from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalToken, replay_provisional
 from dlm_rag.errors import NamesRemedy
 from dlm_rag.text import (
+    clip_text,
     content_words,
     count_held_words,
     extract_names,
@@ -24,9 +25,7 @@ from dlm_rag.text import (
     fold_title,
     fold_words,
     get_title_line,
-    normalize_whitespace,
     overlapping_spans,
-    replace_control_chars,
     split_words,
     strip_disambiguation,
 )
@@ -46,8 +45,7 @@ _REASON_BY_WORD = {"unknown": "no_passage", "unclear": "unknown_form"}
 _OWN_WORDS = {*_REASON_BY_WORD, "yes"}  # of answers: these need no passage; nor do function words
 # How sure an answer is: its confidence, times this power of the share of the question's words that passages
 # have, a fifth more for each nat of relevance above the usual one.
-ASKED_WORDS_POWER, RELEVANCE_WEIGHT, USUAL_RELEVANCE = 0.5, 0.2, 2.0
-MAX_CLIPPED_CHARS = 300
+ASKED_WORDS_POWER, RELEVANCE_WEIGHT, USUAL_RELEVANCE = 0.3, 0.2, 2.0
 
 
 class ClosestPassage(TypedDict):
@@ -167,8 +165,7 @@ class Rollout(NamesRemedy):
     # Geometric mean of the probabilities of the answer's tokens and its end (not of those that a text alone
     # confirmed, `decode.copy_words`); None: no answer or no tokens.
     confidence: float | None = None
-    # By how many nats the passages make a token of the question likelier, on average (after Sachan et al.,
-    # arXiv 2204.07496); None: not measured, for no answer may be withheld.
+    # By how many nats passages make a token of the question likelier (arXiv 2204.07496); None: unknown.
     relevance: float | None = None
     # Of a model behind a server, whose tokens are not in the steps: requests, prompt_tokens,
     # completion_tokens, and how many replies were cut at their most tokens.
@@ -230,10 +227,11 @@ class Rollout(NamesRemedy):
         if titled and not self._named_have_answer(answer):
             return "not_named"
         sure = 1.0 if self.confidence is None else self.confidence
-        if titled and self.confidence is not None:
-            sure *= count_held_words(self.question, self._find_named()) ** ASKED_WORDS_POWER
-            if self.relevance is not None:
-                sure *= math.exp(RELEVANCE_WEIGHT * (self.relevance - USUAL_RELEVANCE))
+        if titled:
+            more = 0.0 if self.relevance is None else RELEVANCE_WEIGHT * (self.relevance - USUAL_RELEVANCE)
+            sure *= (
+                math.exp(more) * count_held_words(self.question, self._find_named()) ** ASKED_WORDS_POWER
+            )
         return "" if sure >= self.settings.get("answer_threshold", 0.0) else "unsure"
 
     def _find_named(self) -> list[str]:
@@ -424,12 +422,6 @@ def describe_abstention(reason: str, closest: Collection[ClosestPassage]) -> str
         return f"I do not know: {ABSTAIN_REASONS[reason]}."
     why = "" if reason == "no_passage" else f" ({ABSTAIN_REASONS[reason]})"
     return f"I could not read an answer in these{why}; closest:"
-
-
-def clip_text(text: str) -> str:
-    """Foreign text on one line without control characters, of a very long one the beginning."""
-    line = normalize_whitespace(replace_control_chars(text))
-    return line if len(line) <= MAX_CLIPPED_CHARS else f"{line[: MAX_CLIPPED_CHARS - 1]}…"
 
 
 def split_citable_spans(response: str, answer_form: str = "marked") -> list[tuple[Span, str]]:

@@ -12,11 +12,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dlm_rag.decode.rollout import ClosestPassage, Rollout, clip_text, describe_abstention
+from dlm_rag.decode.rollout import ClosestPassage, Rollout, describe_abstention
 from dlm_rag.energy import EnergyReading
 from dlm_rag.nvtx_ranges import drop_nested_stages
 from dlm_rag.progress import show_status
 from dlm_rag.text import (
+    clip_text,
     find_word_spans,
     fold_title,
     get_title_line,

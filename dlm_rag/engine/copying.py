@@ -94,9 +94,10 @@ class WordTable:
         return tuple(written[start:])
 
     def _ends_in_sign(self, word: tuple[int, ...]) -> bool:
-        text = "" if not word or self._marks[word[-1]] else self._decode([*word]).strip()
-        sign = bool(text) and unicodedata.category(text[-1])[0] in "PS" and text[-1] != NO_CHARACTER
-        return sign and not JOINED_RUN.search(text)
+        text = (
+            "" if not word or self._marks[word[-1]] else self._decode([*word]).strip().strip(NO_CHARACTER)
+        )
+        return bool(text) and unicodedata.category(text[-1])[0] in "PS" and not JOINED_RUN.search(text)
 
     def _follow(self, word: tuple[int, ...], texts: Collection[str]) -> set[int]:
         return set[int]().union(*(self._read(text).get(word, ()) for text in (*texts, OWN_WORDS)))
@@ -220,7 +221,3 @@ class WordTable:
             return NEVER
         named = bool(mark) and self._count(longer, [titles])
         return 0.0 if named or count == self._count(name, texts) else COPIED_CONFIDENCE
-
-    def bars(self, written: Sequence[int], token: int, texts: Sequence[str]) -> bool:
-        """Says whether the token may not follow the written ones."""
-        return bool(self.find_barred(written, texts)[token])

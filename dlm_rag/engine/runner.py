@@ -100,8 +100,7 @@ class ModelRunner:
         raise NotImplementedError
 
     def score(self, inputs: Sequence[RowInput]) -> list[float]:
-        """Returns how likely the tokens of each row are that stand at its positions, where each sees those
-        before it: the mean of their log-probabilities, in nats."""
+        """Returns, for each row, the mean log-probability in nats of the tokens that its positions have."""
         raise NotImplementedError
 
     def release(self, row: int) -> None:
@@ -179,14 +178,15 @@ class MaskedModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def score(self, inputs: Sequence[RowInput]) -> list[float]:
-        hidden, (targets,) = self._encode(inputs, [np.concatenate([shown.standing for shown in inputs])])
+        ids = [np.array(shown.chain.ids)[shown.states + 1] for shown in inputs]
+        hidden, (targets,) = self._encode(inputs, [np.concatenate(ids)])
         with profile_stage("denoise"):
             chunks = (hidden.split(LOGITS_CHUNK_POSITIONS), targets.split(LOGITS_CHUNK_POSITIONS))
             losses = [
                 F.cross_entropy(self.denoiser.compute_token_logits(states).float(), part, reduction="none")
                 for states, part in zip(*chunks, strict=True)
             ]
-            by_row = torch.cat(losses).cpu().split([len(shown.positions) for shown in inputs])
+            by_row = torch.cat(losses).cpu().split([*map(len, ids)])
             return [-float(own.mean()) for own in by_row]
 
 

@@ -175,7 +175,7 @@ def _copy_words(row: Row, words: WordTable, proposals: Proposals, chosen: Propos
         certain = words.find_certain(ids, texts) if goes_on else None
         if certain is not None:
             token, tokens[n], confidence[n], log_prob[n] = certain, certain, 1.0, 0.0
-        elif n and words.bars(ids, token, texts):
+        elif n and words.find_barred(ids, texts)[token]:
             break
         elif not ids:
             token = tokens[0] = words.begin_title(token, texts)

@@ -112,11 +112,6 @@ class RowInput:
         return self.chain.block_start(len(self.laid_out_prompt.canvas_prefix.ids) + self.finished_length)
 
     @property
-    def standing(self) -> NDArray[np.int64]:
-        """The ids (n,) that stand at the positions."""
-        return np.array(self.chain.ids)[len(self.laid_out_prompt.canvas_prefix.ids) + self.positions]
-
-    @property
     def states(self) -> NDArray[np.int64]:
         """Where in the chain the states (n,) are that predict the positions."""
         laid, positions = self.laid_out_prompt, self.positions

@@ -123,13 +123,13 @@ def test_words_of_the_question_name_the_passages_that_have_them():
         assert rollout.abstain_reason == reason
 
 
-def test_what_the_named_passages_do_not_say_of_the_question_makes_an_answer_less_sure():
+def test_an_answer_is_less_sure_where_its_passages_say_little_of_the_question():
+    """By hand: two of three words are missing; a nat less of relevance."""
     rollout = answered("Emma ### 1815", "answer", NAMED, "titled")
     rollout.confidence = 0.9
-    known, less = "When was Emma published?", "When was Emma printed in York?"
-    for question, relevance, sure in (
-        (known, None, 0.9), (less, None, 0.9 * 3**-0.5), (known, 2.0, 0.9), (known, 1.0, 0.9 * math.exp(-0.2)),
-    ):  # fmt: skip
+    known, less, fifth = "When was Emma published?", "When was Emma printed in York?", math.e**-0.2
+    cases = (known, None, 0.9), (less, None, 0.9 * 3**-0.3), (known, 2.0, 0.9), (known, 1.0, 0.9 * fifth)
+    for question, relevance, sure in cases:
         rollout.question, rollout.relevance = question, relevance
         for threshold, reason in ((sure - 1e-9, ""), (sure + 1e-9, "unsure")):
             rollout.settings = {"abstain": "answer", "answer_threshold": threshold}

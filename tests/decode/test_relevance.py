@@ -25,12 +25,11 @@ def mean_log_prob(decoder, passages, question):
     """Of the letters of the question and its end: each sees those before it and all of the passages."""
     parts = [decoder.tokenizer.build_prompt(question, [text]).facts[0] for text in passages]
     parts, start = [*parts, (*f"{question}\n".encode(),)], decoder.denoiser.config.passage_length
-    owner = np.repeat(np.arange(len(parts)), [*map(len, parts)])
-    ids = torch.tensor([token for part in parts for token in part])
+    ids, owner = np.concatenate(parts), np.repeat(np.arange(len(parts)), [*map(len, parts)])
     at = [n + start * (part is parts[-1]) for part in parts for n in range(len(part))]
     seen = (owner[:, None] == owner) & np.tri(len(ids), dtype=bool)
     seen |= (owner[:, None] == len(passages)) & (owner < len(passages))
-    states = run_with_mask(decoder.denoiser, ids, torch.tensor(at), torch.tensor(seen))
+    states = run_with_mask(decoder.denoiser, *map(torch.tensor, (ids, at, seen)))
     with torch.no_grad():
         found = decoder.denoiser.compute_token_logits(states).log_softmax(-1)
     last = range(len(ids) - len(question), len(ids) - 1)  # the first letter and the line break are no part
@@ -41,14 +40,12 @@ def mean_log_prob(decoder, passages, question):
 def test_it_is_that_of_dense_attention_alone_and_in_a_batch(corpus_file, top_k):
     decoder = make_reader(corpus_file)
     decoder.retriever.top_k = top_k
-    for size in (1, 3):
-        found = decoder.decode(QUESTIONS, batch_size=size)
+    for found in (decoder.decode(QUESTIONS, batch_size=size) for size in (1, 3)):
         assert len(found[0].evidence) == top_k
         for rollout in found[:2]:
             read = [rollout.evidence_texts[name] for name in rollout.evidence]
-            expected = [mean_log_prob(decoder, texts, rollout.question) for texts in (read, [])]
-            assert 1 <= len(read) <= top_k
-            assert rollout.relevance == pytest.approx(expected[0] - expected[1], abs=1e-4)
+            more, less = (mean_log_prob(decoder, texts, rollout.question) for texts in (read, []))
+            assert rollout.relevance == pytest.approx(more - less, abs=1e-4)
         assert found[2].relevance is None  # nothing of its prompt is its own
         assert not decoder.model_runner.cache._chains
 
