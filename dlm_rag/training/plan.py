@@ -1,4 +1,4 @@
-"""What a run takes, before anything is allocated: bytes, FLOPs, seconds, kWh; and what cannot be.
+"""What a run takes, before anything is allocated: bytes, FLOPs, seconds, dollars; and what cannot be.
 
 python train.py --config gb300.yaml --plan [plan.machine=gb10 plan.devices=20 ...]
 python sample.py --model GSAI-ML/LLaDA-8B-Instruct --plan plan.machine=v100
@@ -242,6 +242,7 @@ def resolve_shape(config: Config) -> DenoiserConfig:
     return open_initial_model(config).config if known is None else make_training_shape(config, known)
 
 
+PRICE_PER_KWH = 0.3  # dollars
 DURATIONS = {"d": 86_400.0, "h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3}
 COUNTS = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
 
@@ -276,7 +277,9 @@ def print_plan(config: Config) -> None:
     console.print(_make_machine_table(machines, training, dtype))
     console.print(
         f"Times are at {specs.MFU:.0%} of the peak (a small model reaches less), without what devices send "
-        "each other. kWh are of devices at full load, without the machine around them and its cooling.\n"
+        "each other. kWh are computed from the power of a device at full load, and cost "
+        f"${PRICE_PER_KWH:g} each; machine and cooling are not in it. Rented, a device costs what it does "
+        f"{specs.RENT_SOURCE}.\n"
     )
     for machine in machines:
         console.print(f"[dim]{machine.name}: {machine.source}[/dim]", highlight=False)
@@ -314,19 +317,21 @@ def list_planned_machines(plan: PlanConfig) -> list[specs.GpuSpec]:
 
 
 def _make_machine_table(machines: list[specs.GpuSpec], plan: TrainingPlan, dtype: torch.dtype) -> Table:
-    headings = ("TFLOP/s", "GB", "fits", "time", "kWh")
+    headings = ("TFLOP/s", "GB", "fits", "time", "kWh", "electricity", "rent")
     columns = [Column(heading, justify="right") for heading in headings]
     table = Table("machine", *columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     need = sum(plan.device_bytes.values())
     for machine in machines:
         size, fits = f"{machine.memory / GB:.0f}", "yes" if need <= machine.usable_memory else "no"
         if dtype not in machine.flops:
-            table.add_row(machine.name, "none", size, fits, "", "")
+            table.add_row(machine.name, "none", size, fits, *[""] * 4)
             continue
         seconds = plan.train.max_steps * plan.step_seconds(machine, dtype)
-        energy, peak = plan.devices * seconds * machine.watts / 3.6e6, f"{machine.flops[dtype] / 1e12:,.0f}"
+        hours, rent = plan.devices * seconds / 3600, machine.rent
+        energy, peak = hours * machine.watts / 1e3, f"{machine.flops[dtype] / 1e12:,.0f}"
+        paid = _format_dollars(energy * PRICE_PER_KWH), _format_dollars(rent and hours * rent)
         time, kwh = _scale(seconds, DURATIONS), format_three_digits(energy)
-        table.add_row(machine.name, peak, size, fits, time, kwh)
+        table.add_row(machine.name, peak, size, fits, time, kwh, *paid)
     return table
 
 
@@ -336,3 +341,9 @@ def _scale(number: float, units: dict[str, float]) -> str:
         if number >= size:
             return f"{number / size:,.3g} {unit}"
     return f"{number:.3g}"
+
+
+def _format_dollars(amount: float | None) -> str:
+    if amount is None:
+        return "?"
+    return f"${amount:,.2f}" if amount >= 0.1 or not amount else f"${format_three_digits(amount)}"

@@ -1,5 +1,6 @@
-"""Machines of `known.yaml`: what they could do at best, for plans and MFU; and shapes of checkpoints, so
-that a plan needs neither network nor weights."""
+"""Machines and checkpoints of `known.yaml`: what the former could do at best, for plans and for MFU; the
+shapes of the latter, so that a plan needs neither network nor weights.
+"""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from dlm_rag.model.families import find_family
 RESERVED_MEMORY_FRACTION = 0.08  # of a device's memory, for its context, workspaces and fragments
 MFU = 0.4  # share of a device's peak that a step is assumed to reach
 DTYPES = torch.bfloat16, torch.float16, torch.float32
+RENT_SOURCE = "on demand by hyperstack.cloud/gpu-pricing of 2026-08-26 (gb300: a B300)"
 _KNOWN = yaml.safe_load(Path(__file__).with_name("known.yaml").read_text(encoding="utf-8"))
 KNOWN_CHECKPOINTS: dict[str, dict[str, Any]] = _KNOWN["checkpoints"]
 
@@ -25,6 +27,7 @@ class GpuSpec(NamedTuple):
     memory: float  # bytes
     bandwidth: float  # bytes/s of that memory
     watts: float  # of one device at full load
+    rent: float | None  # dollars an hour of one device, where a public list has it
     source: str
 
     @property
@@ -39,7 +42,7 @@ GPU_SPECS = {
         {dtype: 1e12 * peak for dtype, peak in zip(DTYPES, spec["tflops"], strict=True) if peak},
         1e9 * spec["memory"],
         1e9 * spec["bandwidth"],
-        *(spec[key] for key in ("watts", "source")),
+        *(spec[key] for key in ("watts", "rent", "source")),
     )
     for name, spec in _KNOWN["machines"].items()
 }

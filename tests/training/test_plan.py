@@ -114,14 +114,16 @@ def test_rollouts_count_where_they_take_more_than_the_update():
     assert few < update == same < many
 
 
-def test_an_hour_on_two_devices_takes_what_they_do_at_full_load():
+def test_electricity_and_rent_are_apart():
+    """An hour on two devices: a machine with a public price, and one without."""
     plan = SimpleNamespace(
         device_bytes={"weights": 200e9}, train=SimpleNamespace(max_steps=3600), devices=2,
         step_seconds=lambda *_: 1.0,
     )  # fmt: skip
     table = _make_machine_table([GPU_SPECS["gb300"], GPU_SPECS["gb10"]], plan, torch.bfloat16)
-    fits, time, energy = [list(column.cells) for column in table.columns][3:]
-    assert fits == ["yes", "no"] and time == ["1 h", "1 h"] and energy == ["2.8", "0.28"]
+    fits, time, _, power, rent = [list(column.cells) for column in table.columns][3:]
+    assert fits == ["yes", "no"] and time == ["1 h", "1 h"]
+    assert power == ["$0.84", "$0.084"] and rent == ["$14.80", "?"]
 
 
 LLADA = "GSAI-ML/LLaDA-8B-Instruct"
