@@ -46,8 +46,7 @@ def choose_device(name: str) -> torch.device:
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """The torch dtype called `name`, also as torch prints it; "auto" is float32 on a CPU, on CUDA bfloat16
-    or, where a GPU does not compute it, float16. Raises `ConfigError`.
-    """
+    or, where a GPU does not compute it, float16. Raises `ConfigError`."""
     import torch
 
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -14,23 +14,9 @@ from typing import Any
 from dlm_rag.cli import print_note
 from dlm_rag.config import Config
 from dlm_rag.errors import QuestionError, suggest_nearest
+from dlm_rag.files import record_readers
 from dlm_rag.files.paths import expand_path, resolve_regular_file
-from dlm_rag.files.record_readers import (
-    FIELD_ALIASES,
-    TYPE_LABEL,
-    Record,
-    count_hops,
-    flatten_layout,
-    get_field,
-    get_record_id,
-    is_missing,
-    list_row_files,
-    list_supporting_titles,
-    list_table_rows,
-    read_record_stream,
-    read_records,
-    write_number,
-)
+from dlm_rag.files.record_readers import FIELD_ALIASES, get_field, is_missing, write_number
 from dlm_rag.text import normalize_text, normalize_whitespace, replace_control_chars
 
 log = logging.getLogger(__name__)
@@ -83,7 +69,7 @@ def read_questions(path: str | Path) -> list[Question]:
     questions: dict[str, Question] = {}
     unanswerable = 0
     for place, row in read_question_records(path):
-        row = flatten_layout(row)
+        row = record_readers.flatten_layout(row)
         answerable, impossible = (str(row.get(key)).lower() for key in ("answerable", "is_impossible"))
         if answerable.strip() in ("false", "0") or impossible.strip() in ("true", "1"):
             unanswerable += 1
@@ -99,7 +85,7 @@ def read_questions(path: str | Path) -> list[Question]:
     return list(questions.values())
 
 
-def read_question_records(path: str | Path) -> Iterator[Record]:
+def read_question_records(path: str | Path) -> Iterator[record_readers.Record]:
     """The records of a file of questions, with whatever fields they have."""
     if str(path) == "-":
         stream = getattr(sys.stdin, "buffer", None)
@@ -107,17 +93,19 @@ def read_question_records(path: str | Path) -> Iterator[Record]:
             raise QuestionError("--questions - reads standard input, which is closed")
         if stream.isatty():
             print_note("questions from the keyboard, one a line; Ctrl-D ends them")
-        yield from read_record_stream(stream, Path("standard input"), QuestionError, plain="question")
+        yield from record_readers.read_record_stream(
+            stream, Path("standard input"), QuestionError, plain="question"
+        )
         return
     found = expand_path(path, QuestionError)
     if found.is_fifo() or found.is_char_device():  # both are read once, as they come
         with found.open("rb") as file:
-            yield from read_record_stream(file, found, QuestionError, plain="question")
+            yield from record_readers.read_record_stream(file, found, QuestionError, plain="question")
         return
     if not found.is_dir():
         found = resolve_regular_file(path, "questions file", QuestionError)
-    for each in list_row_files(found, QuestionError) if found.is_dir() else [found]:
-        yield from read_records(each, QuestionError, plain="question")
+    for each in record_readers.list_row_files(found, QuestionError) if found.is_dir() else [found]:
+        yield from record_readers.read_records(each, QuestionError, plain="question")
 
 
 def as_questions(questions: Askable | Iterable[Askable]) -> list[Question]:
@@ -134,7 +122,7 @@ def number_questions(questions: Askable | Iterable[Askable]) -> Iterator[Questio
     A dict is a row of a file of questions. Where the locale is ASCII, Python has kept what else was typed
     as single bytes. Raises `QuestionError` for a blank question, half of a character, and other types.
     """
-    given = list_table_rows(questions)
+    given = record_readers.list_table_rows(questions)
     given = [questions] if isinstance(questions, str | bytes | Question | Mapping) else given
     if not isinstance(given, Iterable):
         given = [given]
@@ -193,18 +181,18 @@ def _parse_question(row: dict[str, Any], place: str) -> Question:
         raise QuestionError(f"{place}: the 'response' is no text")
     if hops is not None and not re.fullmatch(r"[1-9]\d?(\.0)?", str(hops)):
         raise QuestionError(f"{place}: 'hops' must be a whole number from 1 to 99")
-    own, kind = get_record_id(row, "question", place, QuestionError), row.get("type")
+    own, kind = record_readers.get_record_id(row, "question", place, QuestionError), row.get("type")
     answers, others = (_parse_texts(row, name, place) for name in ("golden_answers", "answer_aliases"))
     own_names = ("answerable", *FIELD_ALIASES["golden_answers"])  # yes is an answer, no label
     labels = [name for name, value in row.items() if value is True and str(name).lower() not in own_names]
-    labels += [kind] if isinstance(kind, str) and TYPE_LABEL.fullmatch(kind) else []
+    labels += [kind] if isinstance(kind, str) and record_readers.TYPE_LABEL.fullmatch(kind) else []
     return Question(
         id=own,
         question=text,
         golden_answers=tuple(dict.fromkeys((*answers, *others))),
         supporting_ids=_parse_texts(row, "supporting_ids", place),
-        supporting_titles=list_supporting_titles(row, place, QuestionError),
-        hops=count_hops(row, own) if hops is None else int(float(hops)),
+        supporting_titles=record_readers.list_supporting_titles(row, place, QuestionError),
+        hops=record_readers.count_hops(row, own) if hops is None else int(float(hops)),
         response=response,
         labels=tuple(labels),
         place=place,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -235,10 +236,8 @@ def plan_answer_job(
 ) -> AnswerJob:
     """The job of answering what is not answered in `out` and `trace`. Raises `UserError`, also of these."""
     assert config.out is not None
-    if config.workers is not None and not is_model_url(config.model.path):
-        from dlm_rag.workers.worker_pool import check_ray_installed
-
-        check_ray_installed()
+    if config.workers is not None and not is_model_url(config.model.path) and find_spec("ray") is None:
+        raise ConfigError("workers= needs Ray: pip install 'dlm_rag[workers]', or leave it out")
     check_output_files(config)
     from dlm_rag.decode.trace_file import AnswersFile
 

@@ -217,8 +217,7 @@ class RunTotals:
 
     def close(self, backend: str, reading: EnergyReading) -> None:
         """Ends the run: its seconds, its energy with what it was spent on (None where nobody asked for it),
-        and a summary: questions, forwards and tokens, share of each stage, backend, energy.
-        """
+        and a summary: questions, forwards and tokens, share of each stage, backend, energy."""
         wall_seconds = self.wall_seconds = perf_counter() - self._start - self.paused_seconds
         record = reading.to_record()
         self.energy = record and record | {"answers": self.answers}

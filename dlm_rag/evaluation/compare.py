@@ -14,16 +14,8 @@ from math import prod
 from dlm_rag.baselines import POLICIES, is_model_url
 from dlm_rag.config import list_setting_fields
 from dlm_rag.errors import ConfigError, QuestionError, suggest_nearest
-from dlm_rag.evaluation.metrics import (
-    SCORE_METRICS,
-    SHARE_METRICS,
-    Estimate,
-    Score,
-    bootstrap_mean,
-    bootstrap_ratio,
-    estimate_difference,
-    estimate_share,
-)
+from dlm_rag.evaluation import metrics
+from dlm_rag.evaluation.metrics import SHARE_METRICS, Estimate, Score, bootstrap_mean
 from dlm_rag.questions import Question
 
 SETTING_PRESETS = {
@@ -145,12 +137,12 @@ def summarize_scores(scores: Sequence[Score], groups: QuestionGroups) -> GroupSu
     """Every metric of one setting in every group: means, and tokens per forward as a ratio of sums."""
     found: GroupSummary = {}
     for group, places in groups.items():
-        values = {name: [getattr(scores[n], name) for n in places] for name in SCORE_METRICS}
+        values = {name: [getattr(scores[n], name) for n in places] for name in metrics.SCORE_METRICS}
         found[group] = {
-            name: (estimate_share if name in SHARE_METRICS else bootstrap_mean)(each)
+            name: (metrics.estimate_share if name in SHARE_METRICS else bootstrap_mean)(each)
             for name, each in values.items()
         }
-        found[group]["tokens_per_forward"] = bootstrap_ratio(values["tokens"], values["forwards"])
+        found[group]["tokens_per_forward"] = metrics.bootstrap_ratio(values["tokens"], values["forwards"])
     return found
 
 
@@ -159,7 +151,7 @@ def compare_to_first(
 ) -> dict[str, GroupSummary]:
     """The first setting minus each of the others, question by question, in what it achieved and took."""
     estimators: dict[str, Callable[[list[float]], Estimate | None]] = {
-        "exact_match": estimate_difference, "f1": estimate_difference,
+        "exact_match": metrics.estimate_difference, "f1": metrics.estimate_difference,
         "forwards": bootstrap_mean, "searches": bootstrap_mean,
     }  # fmt: skip
     (_, first), *others = scores.items()

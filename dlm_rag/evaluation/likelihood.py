@@ -96,8 +96,7 @@ def estimate_log_likelihoods(
 def _list_rows(
     shape: DenoiserConfig, mode: str, settings: LikelihoodConfig, pairs: Sequence[Pair], keys: Sequence[Any]
 ) -> Iterator[_Row]:
-    """Yields for each pair, block by block, rows in which parts of the block are masked; then one row of
-    all that states before predict."""
+    """Rows of each pair: of every block with parts of it masked, then of all that states before predict."""
     for number, (context, continuation) in enumerate(track_progress(pairs, "log-likelihoods")):
         ids = np.array(continuation, np.int64)
         from_before = [*range(len(ids))] if mode == "autoregressive" else []

@@ -36,21 +36,12 @@ from dlm_rag.files.hub import (
     resolve_hub_folder,
 )
 from dlm_rag.files.paths import digest_file, get_cache_folder
+from dlm_rag.model import stored_tensors
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families import BLOCK_SIZE_KEY, find_family, find_mask_token_id
 from dlm_rag.model.layers import compute_rope_frequencies, list_tensor_shapes
 from dlm_rag.model.quantize import count_weight_bytes
-from dlm_rag.model.stored_tensors import (
-    INDEX_FILE,
-    REMEDY,
-    WEIGHTS_FILE,
-    Family,
-    TensorSource,
-    TensorSources,
-    match_tensors,
-    match_tensors_by_name,
-    read_scale_block,
-)
+from dlm_rag.model.stored_tensors import INDEX_FILE, WEIGHTS_FILE, Family, TensorSource, TensorSources
 from dlm_rag.progress import report_progress
 
 FINGERPRINT_EXCLUDED_GLOBS = ["training.json", "scores.json", "*.run.json"]  # which our programs write
@@ -200,25 +191,25 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
         inner = sorted(path.parent for at in ("*", "*/*") for path in folder.glob(f"{at}/config.json"))
         hint = f": did you mean {inner[0]}?" if inner else ""
         if next(folder.glob("*.gguf"), None) is not None:
-            hint = f"; GGUF is not read: {REMEDY}"
+            hint = f"; GGUF is not read: {stored_tensors.REMEDY}"
         raise CheckpointError(f"{folder} has no config.json{hint}")
     raw = read_checkpoint_json(place)
     if block_size is not None:
         raw[BLOCK_SIZE_KEY] = block_size
     try:
-        family, block = find_family(raw), read_scale_block(raw)
+        family, block = find_family(raw), stored_tensors.read_scale_block(raw)
         config = _read_config(folder, raw, family)
     except ValidationError as error:
         raise CheckpointError(f"{place}: {explain_validation_error(error)[1]}") from None
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{place}: {error}") from None
     if (adapter := config.adapter) is None:
-        config, homes = match_tensors(folder, config, family, block)
+        config, homes = stored_tensors.match_tensors(folder, config, family, block)
     elif block_size is not None:
         raise CheckpointError(f"block_size={block_size} has no effect on {folder}: leave it out")
     else:
         config = adapter.add_generation_config(folder, config)
-        homes = match_tensors_by_name(folder, adapter.list_named_shapes(raw, place))
+        homes = stored_tensors.match_tensors_by_name(folder, adapter.list_named_shapes(raw, place))
     problem = f"{place}: rope_scaling={config.rope_scaling!r:.200} gives no rotary positions"
     with translate_failures(CheckpointError, problem):
         frequencies, gain = compute_rope_frequencies(config)
@@ -337,7 +328,6 @@ def merge_adapter(folder: Path) -> Path:
     W becomes W + alpha / r B A (LoRA, arXiv 2106.09685), in the base's dtype. Embeddings that the base
     lacks get the mean of its own. Raises `CheckpointError` for an adapter of another kind or another base.
     """
-    check_checkpoint_files(folder, ["*.json", "*.safetensors"])
     config = read_checkpoint_json(folder / ADAPTER_CONFIG)
     base_name = config.get("base_model_name_or_path")
     if not isinstance(base_name, str) or not base_name:

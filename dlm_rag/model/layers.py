@@ -207,8 +207,7 @@ class TransformerLayer(nn.Module):
         self, x: Tensor, rope: Rope, call: ForwardContext, layer: int, last: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x (T, W) -> the same tokens one layer on, in the `last` layer those that are read (n, W); and the
-        keys and values of all of them, each (T, Hk, D).
-        """
+        keys and values of all of them, each (T, Hk, D)."""
         rows, sight, read = call.rows, call.rows.attention_metadata, None
         if last and rows.last_layer_metadata is not sight:
             sight, read = rows.last_layer_metadata, rows.output_indices

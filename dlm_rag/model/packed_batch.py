@@ -90,8 +90,7 @@ class MemoryRows:
 
     def build_arrays(self, lengths: Sequence[int], keys: Sequence[int]) -> dict[str, NDArray[Any]]:
         """places: (T,) where the packed tokens go. seen: (K,) the places of the `keys` of each row, its own
-        last; own: where these are among the K, if the memory does not keep them as they are.
-        """
+        last; own: where these are among the K, if the memory does not keep them as they are."""
         places = np.concatenate([*chain.from_iterable(zip(self.seen, self.own, strict=True))])
         found: dict[str, NDArray[Any]] = {"places": np.concatenate(self.own), "seen": places}
         if self.memory.is_compressed:

@@ -291,8 +291,7 @@ def render_page(runs: Sequence[TraceRun], known: Iterable[Question] = ()) -> str
 
 
 def render_live_page(keyed: bool, examples: Sequence[str] = (), about: str = "") -> str:
-    """The chat of a server; keyed: whether it needs a key; examples: questions to click on; about: what can
-    be asked."""
+    """The chat of a server; keyed: whether it needs a key; examples: questions; about: what to ask."""
     buttons = (f'<button type="button">{escape(question)}</button>' for question in examples)
     form = _fill(
         "live.html", hidden="" if keyed else "hidden", about=escape(about), examples="\n    ".join(buttons)

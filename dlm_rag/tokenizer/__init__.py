@@ -129,10 +129,7 @@ class Tokenizer:
         if config.mask_token_id is None and not autoregressive:
             raise CheckpointError(f"{checkpoint.folder} has no mask_token_id")
         layout = evidence_layout or config.evidence_layout
-        if prompt is None:
-            template = PromptTemplate.from_checkpoint(checkpoint.raw_config.get("prompt"), layout)
-        else:
-            template = load_prompt(prompt, layout)
+        template = load_prompt(prompt, layout, checkpoint.raw_config.get("prompt"))
         inner = load_tokenizer(checkpoint.folder)
         if template.chat and not inner.chat_template and checkpoint.raw_config["model_type"] != "dlm_rag":
             log.warning("%s has no chat template: prompts are plain text", checkpoint.folder)

@@ -134,11 +134,14 @@ PROMPTS = {
 }
 
 
-def load_prompt(name: str, layout: str) -> PromptTemplate:
+def load_prompt(name: str | None, layout: str, own: dict[str, Any] | None = None) -> PromptTemplate:
     """The prompt of that name in `PROMPTS`, or in a JSON or YAML file with the fields of `PromptTemplate`.
 
-    Raises `ConfigError`, and `CheckpointError` as `PromptTemplate.from_checkpoint` does.
+    Without a name a checkpoint's `own`. Raises `ConfigError`, and `CheckpointError` as
+    `PromptTemplate.from_checkpoint` does.
     """
+    if name is None:
+        return PromptTemplate.from_checkpoint(own, layout)
     if name in PROMPTS:
         return PROMPTS[name].for_layout(layout)
     path = expand_path(name, ConfigError)

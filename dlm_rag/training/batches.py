@@ -303,8 +303,7 @@ def locate_pointers(
     examples: Sequence[Example], states: Sequence[LaidOutRow]
 ) -> tuple[list[int], NDArray[np.int64]]:
     """How many pointers each row has, p in all; and (6, p): their packed query; of the row's keys the first
-    and last + 1 of the passage, and the token; the row, and the place among its pointers.
-    """
+    and last + 1 of the passage, and the token; the row, and the place among its pointers."""
     found = []
     starts = accumulate((len(state.canvas_segment.ids) for state in states), initial=0)
     for row, (example, state, start) in enumerate(zip(examples, states, starts, strict=False)):
@@ -334,8 +333,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
         """x (n, hidden), head (V, hidden), targets and weights (n,) -> the sum in float32, and which
-        targets (n,) are the most probable token.
-        """
+        targets (n,) are the most probable token."""
         need_x, need_head = ctx.needs_input_grad[:2]
         ctx.dtypes = x.dtype, head.dtype
         d_x = torch.empty_like(x) if need_x else None

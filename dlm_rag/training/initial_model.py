@@ -269,10 +269,7 @@ def _open_base_model(config: Config, path: str) -> InitialModel:
     vocabulary = max(own.vocab_size, mask_id + 1)
     own = replace(own, vocab_size=vocabulary, mask_token_id=mask_id)
     shape = make_training_shape(config, own, base.raw_config)
-    if config.prompt is None:
-        template = PromptTemplate.from_checkpoint(base.raw_config.get("prompt"), shape.evidence_layout)
-    else:
-        template = load_prompt(config.prompt, shape.evidence_layout)
+    template = load_prompt(config.prompt, shape.evidence_layout, base.raw_config.get("prompt"))
     tokenizer = Tokenizer(inner, mask_id, template, base.end_token_ids, vocabulary)
     return InitialModel(shape, tokenizer, base, train.seed, train.lora_rank)
 

@@ -52,8 +52,7 @@ LOGIT_COPIES = 8  # numbers of float32 for each logit that is read
 
 class LongestRow(NamedTuple):
     """Tokens of the longest row: its prompt, its canvas, what runs at every step, and whether its keys and
-    values are kept (all but those of a canvas that runs with its whole prompt).
-    """
+    values are kept (all but those of a canvas that runs with its whole prompt)."""
 
     prompt: int
     canvas: int
@@ -176,8 +175,7 @@ class TrainingPlan:
 
 
 def plan_training(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> TrainingPlan:
-    """Plans a run with the arithmetic in `dtype`, without pointer supervision; raises `ConfigError` where
-    so many devices cannot share a step."""
+    """Plans a run without pointer supervision; `ConfigError` where so many devices cannot share a step."""
     devices, train, sharing = config.plan.devices, config.train, config.train.context_parallel
     check_parallelism(train, find_task(train).count_items(train)[0], devices)
     task = make_planned_task(config, shape)

@@ -135,8 +135,7 @@ def fill_rollout_buffer(decoder: Decoder, asked: Sequence[Question], train: Trai
 
 def sample_rollout_steps(rollout: Rollout, advantage: float, train: TrainConfig) -> list[PolicyRow]:
     """`train.train_steps_per_rollout` steps of a rollout, sampled without replacement, each weighted by the
-    number of steps it represents: the expectation of their weighted sum is the sum over all.
-    """
+    number of steps it represents: the expectation of their weighted sum is the sum over all."""
     steps = [step for step in rollout.steps if step.action is not None]
     most, each = train.train_steps_per_rollout or len(steps), 1.0
     if most < len(steps):

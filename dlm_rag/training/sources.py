@@ -42,15 +42,8 @@ from dlm_rag.retrieval.base import CorpusRetriever, Query, Retriever, build_quer
 from dlm_rag.retrieval.corpus import Passage, get_row_id, open_corpus
 from dlm_rag.text import FUNCTION_WORDS, find_sentence_spans, overlapping_spans, split_words
 from dlm_rag.tokenizer import Tokenizer
-from dlm_rag.training.batches import (
-    Example,
-    ExampleBuilder,
-    MaskedObjective,
-    Pointer,
-    make_masked_batch,
-    mask_at_time,
-    sample_passages,
-)
+from dlm_rag.training import batches
+from dlm_rag.training.batches import Example, ExampleBuilder, MaskedObjective, Pointer
 from dlm_rag.training.documents import DOCUMENT_LAYOUT, PackedDocuments, open_token_file
 from dlm_rag.training.task import Run
 from dlm_rag.training.trainer import Trainer
@@ -117,7 +110,7 @@ class WorldExamples:
         needed = {subject.id for subject in question.subjects[: written + 1]}
         if not any(passage.id in needed for passage in found):
             found = [indexed.passages[question.subjects[0].id], *found]
-        evidence = sample_passages(rng, found, needed, count)
+        evidence = batches.sample_passages(rng, found, needed, count)
         for row in range(self._train.rows_per_set):
             if row < self._train.rows_per_set // 2:
                 yield self._example(rng, question, evidence, written)
@@ -265,7 +258,7 @@ class QuestionValidation:
             assert tokenizer.end_id is not None
             target = (*tokenizer.encode(truth), tokenizer.end_id)
             prompt = builder.build_prompt(question.question, self._evidence(question))
-            rows = [mask_at_time(prompt, target, time, rng) for time in times.tolist()]
+            rows = [batches.mask_at_time(prompt, target, time, rng) for time in times.tolist()]
             tokens += len(target)
             total += sum_losses(denoiser, rows, denoiser.config.evidence_layout) / NELBO_TIMES
         return total, tokens
@@ -313,7 +306,7 @@ def sum_losses(
     denoiser: Denoiser, rows: Sequence[Example], layout: str, context: ContextParallel | None = None
 ) -> float:
     """The losses of the masked tokens of some rows, or stretches, in nats, by the weights of the rows."""
-    batch = make_masked_batch(rows, denoiser.config, layout, context=context)
+    batch = batches.make_masked_batch(rows, denoiser.config, layout, context=context)
     return float(to_host(MaskedObjective(denoiser)(batch, batch.counts)[1]["tokens"]))
 
 

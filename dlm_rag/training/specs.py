@@ -1,6 +1,5 @@
 """Machines and checkpoints of `known.yaml`: what the former could do at best, for plans and for MFU; the
-shapes of the latter, so that a plan needs neither network nor weights.
-"""
+shapes of the latter, so that a plan needs neither network nor weights."""
 
 from pathlib import Path
 from typing import Any, NamedTuple

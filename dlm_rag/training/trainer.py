@@ -33,16 +33,9 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import count_head_flops
 from dlm_rag.model.packed_batch import to_host
 from dlm_rag.nvtx_ranges import StageClock, profile_stage, profile_step
+from dlm_rag.training import distributed
 from dlm_rag.training.checkpoints import Checkpoints, TrainState, gather_full_state_dict
-from dlm_rag.training.distributed import (
-    DistributedContext,
-    allow_independent_forwards,
-    apply_fsdp,
-    check_parallelism,
-    get_full_tensor,
-    skip_gradient_sync,
-    wrap_in_ddp,
-)
+from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_model import InitialModel, open_initial_model
 from dlm_rag.training.metrics_logger import MetricsLogger, read_metrics, select_validation_metrics
 from dlm_rag.training.specs import find_gpu_spec
@@ -56,7 +49,7 @@ class Trainer:
         """Reads the weights. Raises `ConfigError` as `check_parallelism` and `Checkpoints` do."""
         self.task, self.train, train = task, task.train, task.train
         self.config, self.origin = task.run.config, task.run.origin
-        check_parallelism(train, task.items, processes.world_size)
+        distributed.check_parallelism(train, task.items, processes.world_size)
         self._checkpoints = Checkpoints(task, processes)
         self.device = processes.local_device(self.config.model.device)
         self.processes = processes.with_context_parallel(train.context_parallel)
@@ -78,10 +71,10 @@ class Trainer:
         self.root = self.task.objective(self.denoiser)
         sharded = train.parallel == "fsdp" and dist.is_initialized()
         if sharded:
-            apply_fsdp(self.root, self.denoiser, processes, device, self.dtype)
+            distributed.apply_fsdp(self.root, self.denoiser, processes, device, self.dtype)
         origin.materialize(self.denoiser, device, trained=not self._checkpoints.has_begun)
         if processes.world_size > 1 and not sharded:
-            self.root = wrap_in_ddp(self.root)
+            self.root = distributed.wrap_in_ddp(self.root)
         self.denoiser.attention = self.config.model.attn_implementation
         self.denoiser.activation_checkpointing = train.activation_checkpointing
         self.denoiser.activation_checkpointing_interval = train.activation_checkpointing_interval
@@ -141,8 +134,8 @@ class Trainer:
         sums = []
         scale = self.processes.world_size  # DDP and FSDP take means over the processes
         for number, part in enumerate(parts, start=1):
-            with nullcontext() if number == len(parts) else skip_gradient_sync(self.root):
-                with profile_stage("forward"), self.autocast():
+            with nullcontext() if number == len(parts) else distributed.skip_gradient_sync(self.root):
+                with profile_stage("forward"), make_autocast(self.device.type, self.dtype):
                     loss, found = self.root(part, counts)
                 with profile_stage("backward"):
                     self._scaler.scale(loss * scale).backward()
@@ -154,7 +147,7 @@ class Trainer:
         The one wait for the device in a step."""
         trained = [p for p in self.denoiser.parameters() if p.requires_grad]
         gradients = [p.grad for p in trained if p.grad is not None]
-        norm = get_full_tensor(torch.nn.utils.get_total_norm(gradients))
+        norm = distributed.get_full_tensor(torch.nn.utils.get_total_norm(gradients))
         # Not a number on one process is so on all, whose scales stay the same.
         norm = norm.where(norm.isfinite(), math.nan) / self._scaler.scale(torch.ones_like(norm))
         torch.nn.utils.clip_grads_with_norm_(trained, 1.0, norm)
@@ -208,15 +201,12 @@ class Trainer:
     def evaluation_mode(self) -> Iterator[None]:
         """While it is open every process may call the denoiser by itself, as often as it needs."""
         self.denoiser.eval()
-        alone = allow_independent_forwards(self.root, self.denoiser, self.processes)
+        alone = distributed.allow_independent_forwards(self.root, self.denoiser, self.processes)
         try:
-            with torch.no_grad(), self.autocast(), alone:
+            with torch.no_grad(), make_autocast(self.device.type, self.dtype), alone:
                 yield
         finally:
             self.denoiser.train()
-
-    def autocast(self) -> Any:
-        return make_autocast(self.device.type, self.dtype)
 
     def save(self) -> Path:
         """Writes a checkpoint that is whole or not there; every process takes part."""

@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import reduce
-from importlib.util import find_spec
 from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,12 +59,6 @@ class WorkerPlacement(NamedTuple):
     threads_per_worker: int
     workers_per_machine: int
     gpus_per_worker: int = 0
-
-
-def check_ray_installed() -> None:
-    """Raises `ConfigError` without Ray."""
-    if find_spec("ray") is None:
-        raise ConfigError("workers= needs Ray: pip install 'dlm_rag[workers]', or leave it out")
 
 
 def describe_local_node(device: torch.device) -> dict[str, float]:

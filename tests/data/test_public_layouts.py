@@ -115,27 +115,16 @@ def as_table(header, rows, delimiter=","):
 
 def hop_case(name, hops, steps):
     row = changed(MUSIQUE, id=name, question_decomposition=MUSIQUE["question_decomposition"][:1] * steps)
-    aliases = ("Lake Orra", "Orra")
-    read = Question(name, row["question"], aliases, hops=hops, supporting_titles=("Vesk", "Orra"))
-    return "musique_ans_v1.0_dev.jsonl", as_lines([row]), [read]
+    return "musique_ans_v1.0_dev.jsonl", as_lines([row]), [replace(MUSIQUE_READ, id=name, hops=hops)]
 
 
 def type_case(kind, hops):
-    read = Question(
-        TWOWIKI["_id"], TWOWIKI["question"], ("Parn",), hops=hops, labels=(kind,),
-        supporting_titles=("Tulm", "Parn (novel)"),
-    )  # fmt: skip
+    read = replace(TWOWIKI_READ, hops=hops, labels=(kind,))
     return "dev.json", as_json([changed(TWOWIKI, type=kind)]), [read]
 
 
 NO_GOLD = Question(HOTPOT["_id"], HOTPOT["question"])
-FLASHRAG_HOTPOT = Question(
-    "dev_0", HOTPOT["question"], ("Orra",), hops=2, labels=("bridge",), supporting_titles=("Vesk", "Orra"),
-)  # fmt: skip
-FLASHRAG_2WIKI = Question(
-    "dev_0", TWOWIKI["question"], ("Parn",), hops=2, labels=("compositional",),
-    supporting_titles=("Tulm", "Parn (novel)"),
-)  # fmt: skip
+FLASHRAG_HOTPOT, FLASHRAG_2WIKI = (replace(read, id="dev_0") for read in (HOTPOT_READ, TWOWIKI_READ))
 STEPS = [
     {"question": "Tulm >> river", "answer": "Vesk",
      "support_paragraph": {"title": title, "paragraph_text": "x"}} for title in ("Vesk", "Orra", "Tulm")

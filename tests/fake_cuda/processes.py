@@ -72,7 +72,7 @@ def in_copies(monkeypatch):
     monkeypatch.setattr(
         "torch.nn.parallel.distributed._verify_param_shape_across_processes", lambda *_: True
     )
-    monkeypatch.setattr("dlm_rag.training.trainer.wrap_in_ddp", wrapped)
+    monkeypatch.setattr("dlm_rag.training.distributed.wrap_in_ddp", wrapped)
 
 
 @contextmanager

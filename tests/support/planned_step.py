@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from dlm_rag.config import load_config
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.plan import ROLLOUT_EXTRA_KEY, plan_training
-from dlm_rag.training.trainer import open_trainer
+from dlm_rag.training.trainer import make_autocast, open_trainer
 
 SINGLE_PROCESS = DistributedContext(0, 1, 0)
 BASE_SETTINGS = [
@@ -57,7 +57,7 @@ def measure_planned_step(words: list[str]) -> PlanComparison:
     batch = trainer.task.sample_batch(plan.microbatch_items)
 
     def step() -> None:
-        with trainer.autocast():
+        with make_autocast("cpu", trainer.dtype):
             loss, _ = trainer.root(batch, batch.counts)
         loss.backward()
 

@@ -24,7 +24,7 @@ def main() -> None:
         TRAINING_CASES[case] = [*TRAINING_CASES[case], f"train.dtype={dtype}", f"model.device={device}"]
         folder = Path(root, case)
         folder.mkdir()
-        with mock.patch("dlm_rag.training.trainer.apply_fsdp", wraps=apply_fsdp) as sharding:
+        with mock.patch("dlm_rag.training.distributed.apply_fsdp", wraps=apply_fsdp) as sharding:
             found = run_training_case(case, folder, DistributedContext.init())
         assert sharding.called
         (folder / "found.json").write_text(json.dumps(found))

@@ -22,13 +22,7 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.quantize import count_weight_bytes
 from dlm_rag.questions import Question
-from dlm_rag.workers.worker_pool import (
-    Worker,
-    WorkerPlacement,
-    check_ray_installed,
-    describe_local_node,
-    plan_workers,
-)
+from dlm_rag.workers.worker_pool import Worker, WorkerPlacement, describe_local_node, plan_workers
 from tests.support.fake_workers import FakeDecoderFactory
 from tests.support.rollouts import strip_times_and_confidences
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
@@ -97,9 +91,9 @@ def test_workers_of_a_cluster_are_as_many_as_its_nodes_offer(monkeypatch):
 
 
 def test_without_ray_the_remedy_is_a_command(monkeypatch):
-    monkeypatch.setattr("dlm_rag.workers.worker_pool.find_spec", lambda name: None)
+    monkeypatch.setattr("dlm_rag.commands.answer_job.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'dlm_rag\[workers\]'"):
-        check_ray_installed()
+        plan_answer_job(Config(out="answers.jsonl", workers="2"), [])
 
 
 @pytest.mark.parametrize("tied", [False, True])
