@@ -44,11 +44,6 @@ def fill(call, store, model, corpus_file):
     return invoke
 
 
-def open_to_read(store, model):
-    denoiser = Denoiser.from_pretrained(model)
-    return open_evidence_store(EngineConfig(store=str(store)), denoiser, KVMemory(denoiser).token)
-
-
 @pytest.fixture
 def asked(monkeypatch, model, corpus_file):
     """The segments of passages that decoding asks for."""
@@ -66,7 +61,8 @@ def asked(monkeypatch, model, corpus_file):
 def test_what_decoding_asks_for_is_encoded_once(fill, store, model, asked):
     code, err = fill(INDEPENDENT)
     assert code == 0 and f"{len(PASSAGES)} passages encoded, 0 there already" in err
-    found = open_to_read(store, model)
+    denoiser = Denoiser.from_pretrained(model)
+    found = open_evidence_store(EngineConfig(store=str(store)), denoiser, KVMemory(denoiser).token)
     assert len(asked) >= 3 and all(found.get(segment) is not None for segment in asked)
     assert f"0 passages encoded, {len(PASSAGES)} there already" in fill(INDEPENDENT)[1]
     assert count_entries(store) == len(PASSAGES)

@@ -52,13 +52,9 @@ def folders(tmp_path_factory):
     """Where the cases run on one process and on two; each has the checkpoint that adapters stand beside."""
     found = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("together")
     for folder in found:
-        make_checkpoint(folder)
+        tiny_denoiser(max_position_embeddings=512).save_pretrained(folder / "checkpoint", eos_token_id=257)
+        byte_tokenizer().save_pretrained(folder / "checkpoint")
     return found
-
-
-def make_checkpoint(folder):
-    tiny_denoiser(max_position_embeddings=512).save_pretrained(folder / "checkpoint", eos_token_id=257)
-    byte_tokenizer().save_pretrained(folder / "checkpoint")
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +84,7 @@ def together(folders):
 @pytest.mark.parametrize("case", SAME)
 def test_two_processes_take_the_steps_of_one(alone, together, case):
     """Up to the order of additions; in bfloat16, shards round gains and embeddings before they are used."""
-    check_same_steps(case, alone(SAME[case]), together(case))
-
-
-def check_same_steps(case, theirs, ours):
+    theirs, ours = alone(SAME[case]), together(case)
     low = 3 if "bfloat16" in case or "adapters" in case or "float16" in case else 1
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=low * 1e-3)
     assert ours["norm"] == pytest.approx(theirs["norm"], rel=low * 1e-2, nan_ok=True)

@@ -1,13 +1,10 @@
 """Learning by reward: rollouts that can be computed again, gradients by them, runs that can be stopped."""
 
-import itertools
 import json
-import random
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -144,21 +141,6 @@ def test_advantages_by_hand():
     assert compute_advantages([1, 0, 0, 1]).tolist() == [1, -1, -1, 1]
     assert compute_advantages([1, 1, 1]).tolist() == [0, 0, 0]
     assert compute_advantages([]).tolist() == []
-
-
-def test_over_all_subsets_of_steps_the_weights_are_those_of_all_steps(monkeypatch):
-    steps = [RolloutStep(n, None, (), False, action=Action()) for n in range(5)]
-    steps_and_first = [RolloutStep(9, "q", (), True), *steps]
-    states = {n: SimpleNamespace(training_row=n) for n in range(5)}
-    rollout = Rollout("q", "Who?", "joint", 8, steps_and_first, states=states)
-    train = TrainConfig(train_steps_per_rollout=2)
-    total, subsets = np.zeros(5), list(itertools.combinations(steps, 2))
-    for subset in subsets:
-        monkeypatch.setattr(random.Random, "sample", lambda self, population, k, s=subset: list(s))
-        for taken in sample_rollout_steps(rollout, 0.7, train):
-            total[taken.state] += taken.weight / len(subsets)
-    assert total.tolist() == pytest.approx([0.7] * 5)
-    assert [t.weight for t in sample_rollout_steps(rollout, 0.7, TrainConfig())] == [0.7] * 5
 
 
 def made_rollout(question):
