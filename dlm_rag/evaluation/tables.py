@@ -15,7 +15,7 @@ from rich.text import Text
 from dlm_rag.energy import format_three_digits
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.compare import GroupSummary, QuestionGroups, SettingMetrics
-from dlm_rag.evaluation.metrics import SHARE_METRICS, Estimate
+from dlm_rag.evaluation.metrics import SCORE_METRICS, SHARE_METRICS, Estimate
 from dlm_rag.files.checked_json import parse_json_object, read_json_or_empty, validate_json_value
 from dlm_rag.files.paths import open_atomic_file, write_text_atomic
 from dlm_rag.text import replace_control_chars
@@ -285,6 +285,14 @@ def read_result(path: Path) -> StoredResult:
     if not found.settings or any("all" not in groups for groups in grouped):
         raise ConfigError(none)
     return found
+
+
+def build_result_table(result: StoredResult) -> ResultTable:
+    """The table of all questions, a row for each setting."""
+    none = dict.fromkeys(SCORE_METRICS)
+    summaries = {name: none | setting.groups["all"] for name, setting in result.settings.items()}
+    against = {name: groups["all"] for name, groups in result.first_minus.items()}
+    return build_overview_table(result.questions["all"], summaries, against, result.swept)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dlm_rag.cli import describe_expected_error
 from dlm_rag.commands.sample import page as page_command
 from dlm_rag.decode.trace_file import AnswersFile
 from dlm_rag.evaluation.metrics import SCORE_METRICS
-from dlm_rag.evaluation.tables import format_overview, read_result
+from dlm_rag.evaluation.tables import build_result_table, read_result
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import build_query
@@ -142,8 +142,7 @@ def search(folder: Path) -> None:
 
 
 def show_results(folder: Path) -> None:
-    for setting in read_result(folder / "scores").settings.values():
-        format_overview(setting.groups["all"], {})
+    build_result_table(read_result(folder / "scores"))
 
 
 def ask(name: str) -> Callable[[Path], None]:
