@@ -26,7 +26,7 @@ MAX_KEPT_WORDS = 65536  # as tokens, some 10 MB
 MAX_WORD_TOKENS = 32  # every beginning of a longer one would be kept, and a longer title fill a canvas
 _BLANKS = ("Ġ", "▁", "Ċ", "ĉ")  # white space before a token, as byte pairs and Llama's tokenizer write it
 _JOINED_PART = re.compile(rf"{JOINED_RUN.pattern}[^\w\s]*")
-_OPENING = "\"'([{“‘«„"
+_OPENING = re.compile(r"^[\"'(\[{“‘«„]+|^\W+(?=[^\W\d])")  # before a number only what does not change it
 
 
 class WordTable:
@@ -63,7 +63,7 @@ class WordTable:
         # Of a word with scripts without blanks the rest: a name, a year.
         parts = ((word, part) for word in text.split() for part in _JOINED_PART.sub(" ", word).split())
         words = {part for word, part in parts if part == word or any(map(str.isalnum, part))}
-        for word in words.union(word.lstrip(_OPENING) for word in words) - {""}:
+        for word in words.union(_OPENING.sub("", word) for word in words) - {""}:
             ids = self._encode(word)
             for n in range(1, len(ids) + 1 if len(ids) <= MAX_WORD_TOKENS else 0):
                 after = {*ids[n : n + 1]} or {WORD_END}
@@ -109,7 +109,7 @@ class WordTable:
         it goes on as one of them; it ends, by a blank or a sign, where one of them does, and no letter
         follows a sign that none of them has there. The first word is left alone where no blank begins the
         response. One precedes each title and answer. In the first title of a response follows what does in
-        a title or the question; none ends before "###".
+        a title or the question; none ends before "###" and an answer.
         """
         word = self._find_word(written)
         follow = self._follow(word, texts)
@@ -129,10 +129,12 @@ class WordTable:
         others = list[NDArray[np.bool_]]()
         if self._names_titles and written and self._ends_name[written[-1]]:
             others.append(~(self._begins | self._marks | np.isin(np.arange(len(barred)), self._ends)))
-        if self._names_titles and ANSWER_MARK not in self._decode([*written]):
+        _, mark, answer = self._decode([*written]).partition(ANSWER_MARK)
+        if self._names_titles and not answer.strip():
             barred[self._ends] = True
-            if certain is None and written and not self._ends_name[[*written]].any():
-                others.append(self._bar_all_but_names(written, texts))
+        first = self._names_titles and not mark and bool(written) and not self._ends_name[[*written]].any()
+        if first and certain is None:
+            others.append(self._bar_all_but_names(written, texts))
         for other in others:
             if not (barred | other).all():  # as within "A;B", or in a title too long to be kept
                 barred |= other

@@ -4,6 +4,7 @@ Searches are made for many rows at once, in the background where a half of them 
 """
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -370,9 +371,13 @@ class Searches:
                 asked.append(row)
                 for number, laid in ((row.ticket, row.laid_out_prompt), (-row.ticket, alone)):
                     inputs.append(RowInput(number, laid, np.empty(0, np.int64), span))
-        scores = self.model_runner.score(inputs) if inputs else []
-        for row, with_passages, without in zip(asked, scores[::2], scores[1::2], strict=True):
-            row.rollout.relevance = with_passages - without
+        scores = list[float]()
+        with suppress(torch.OutOfMemoryError):  # then it is not known
+            scores = self.model_runner.score(inputs) if inputs else []
+        for row, with_passages, without in zip(asked, scores[::2], scores[1::2], strict=False):
+            found = with_passages - without
+            row.rollout.relevance = found if math.isfinite(found) else None
+        for row in asked:
             self.model_runner.release(-row.ticket)
 
 
