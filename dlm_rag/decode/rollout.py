@@ -9,6 +9,7 @@ from typing import Any
 
 from typing_extensions import TypedDict  # that of Python 3.11 cannot be checked by pydantic
 
+from dlm_rag.answer_forms import find_answer, find_answer_span
 from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalToken, replay_provisional
 from dlm_rag.errors import NamesRemedy
 from dlm_rag.text import (
@@ -17,8 +18,6 @@ from dlm_rag.text import (
     count_held_words,
     extract_names,
     extract_sentences,
-    find_answer,
-    find_answer_span,
     find_named_passages,
     find_sentence_spans,
     find_title_spans,

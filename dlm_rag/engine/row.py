@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dlm_rag.answer_forms import find_answer_span
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout, RolloutStep, Span, cite_passages
@@ -22,7 +23,6 @@ from dlm_rag.questions import Question
 from dlm_rag.randomness import sample_uniform
 from dlm_rag.retrieval.base import resolve_query_threshold
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.text import find_answer_span
 from dlm_rag.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import BeforeValidator, Field, create_model
 
+from dlm_rag.answer_forms import find_answer, find_possible_mark
 from dlm_rag.config import DecodeConfig
 from dlm_rag.config.fields import find_idle_settings, get_field_metadata
 from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep, describe_abstention
@@ -27,7 +28,7 @@ from dlm_rag.page import render
 from dlm_rag.questions import Question
 from dlm_rag.serving.conversation import make_question_stand_alone
 from dlm_rag.serving.http_server import ApiError, RequestBody, parse_body
-from dlm_rag.text import find_answer, find_possible_mark, fold_title
+from dlm_rag.text import fold_title
 from dlm_rag.tokenizer import Tokenizer
 
 # OpenAI's fields that ask for nothing with these values, and for what is not there with others. None: for

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from dlm_rag.answer_forms import ANSWER_FORMS
 from dlm_rag.errors import CheckpointError, ConfigError, suggest_nearest, translate_failures
 from dlm_rag.files.hub import read_checkpoint_json
 from dlm_rag.files.paths import expand_path
 from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS
-from dlm_rag.text import ANSWER_FORMS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlm_rag.text import find_answer, find_answer_span
+from dlm_rag.answer_forms import find_answer, find_answer_span
 
 LEE = "Ann Lee was born in Dover."
 # Responses whose answer is Dover.
@@ -73,6 +73,9 @@ OTHERS = [
     ("### Step 2: her birthplace", ""), (f"### Reasoning\n{LEE}", ""),
     (f"### First\n{LEE}\n### Second\n{LEE}", ""), ("<think>The answer is Paris", ""),
     ("The answer is not in the passages.", ""), ("A film. An answerer: none", ""), ("Answer:", ""),
+    ("Answer: Sagittarius A*", "Sagittarius A*"), ('Answer: 24"', '24"'), ("Answer: [0, 1)", "[0, 1)"),
+    ("The answer is:", ""), ('{"answer": null, "reason": "none"}', ""), ('{"answer": []}', ""),
+    ('{"answer": 1e5}', "1e5"),
 ]  # fmt: skip
 
 
@@ -94,6 +97,17 @@ def test_other_answers_and_none(response, answer):
 def test_a_whole_response_is_its_first_line(response):
     start, stop = find_answer_span(response, "whole")
     assert response[start:stop] == "Dover"
+
+
+TITLED = ["A*", "__init__", "<h1>", ".NET", "- 12 °C", "> 5 km", "5' 7\"", "^[a-z]+$", "Emma [23]", "(a)"]
+
+
+@pytest.mark.parametrize("answer", TITLED)
+def test_signs_of_an_answer_that_is_copied_are_part_of_it(answer):
+    for response in (f"Emma ### {answer}", f"Emma; Night Ferry ###  {answer}.\n", f'C# ### "{answer}"'):
+        start, stop = find_answer_span(response, "titled")
+        assert response[start:stop] == answer
+    assert find_answer_span("Emma ### .", "titled") == (10, 10)
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,8 @@ def test_what_is_certain_is_written_at_once_and_changes_no_token(corpus_file):
 )  # fmt: skip
 def test_what_may_follow_the_beginning_of_a_word(written, allowed):
     """By hand, in letters: what is asked for may follow, and no other letter."""
-    text = f"Billy, Behave: by (Wainwright) with Ann. Ann J. O'Brien, 27 June 9:15, 3. 3.4 東京7x都 <-no-go {'q' * 40}"
+    text = "Billy, Behave: by (Wainwright) with Ann. Ann J. O'Brien, 27 June 9:15, 3. 3.4 東京7x都 <-no-go "
+    text += "q" * 40
     words = WordTable(tiny_tokenizer(), 300)
     barred = words.find_barred([*written.encode()], [text])
     alone = ord(allowed) if allowed in ("h", "w", "B", "x", ":", "5", "g") else None

@@ -11,7 +11,7 @@ from math import inf
 import pytest
 
 import dlm_rag
-from dlm_rag import text
+from dlm_rag import answer_forms, text
 from dlm_rag.baselines.run import cut_sentence, find_action
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.serving.conversation import make_question_stand_alone
@@ -94,8 +94,8 @@ def find_slow_filler(expression, anchored=False):
 
 
 READERS = {
-    "answer": text.find_answer,
-    "whole answer": partial(text.find_answer, form="whole"),
+    "answer": answer_forms.find_answer,
+    "whole answer": partial(answer_forms.find_answer, form="whole"),
     "titles": lambda said: text.find_named_passages(said, {"1": said}, said),
     "sentences": text.find_sentence_spans,
     "content words": lambda said: text.content_words(said, 0, len(said)),

@@ -6,6 +6,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from dlm_rag.answer_forms import find_possible_mark
 from dlm_rag.commands.serve import suggest_questions
 from dlm_rag.decode.rollout import Rollout, describe_abstention
 from dlm_rag.engine.engine import Decoder
@@ -13,7 +14,6 @@ from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.questions import read_questions
 from dlm_rag.serving.chat_completions import build_message
 from dlm_rag.serving.conversation import find_names, make_question_stand_alone, reply_to_greeting
-from dlm_rag.text import find_possible_mark
 from dlm_rag.tokenizer import Tokenizer
 from tests.support.headless_chromium import HeadlessChromium, find_chromium
 from tests.support.paths import ROOT
