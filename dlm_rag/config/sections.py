@@ -173,7 +173,7 @@ class DecodeConfig(CheckedSettings):
     names passages before the answer that do not have it; unset: the checkpoint's own (never for public
     ones)"""
     answer_threshold: float = setting(
-        0.0, low=0, high=1, only_with={"decode.abstain": ("answer", "response")}
+        0.0, low=0, high=2, only_with={"decode.abstain": ("answer", "response")}
     )
     """how sure an answer must be to be given, where the model may abstain: its `confidence`; of
     models that name passages times w^0.3 exp(0.2 (r - 2)), where these have a share w of the question's

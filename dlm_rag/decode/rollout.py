@@ -32,6 +32,7 @@ from dlm_rag.text import (
 Span = tuple[int, int]
 HeldWord = tuple[str, int, list[str]]  # a word, its last commit step, the passages that hold it, by rank
 ABSTAIN_REASONS = {
+    "nothing_found": "no passage was found",
     "no_passage": "the model read no answer in the passages found",
     "unknown_form": "this is not a form of question that the model knows",
     "no_answer": "what was written has no answer",
@@ -216,8 +217,10 @@ class Rollout(NamesRemedy):
         titled = self.answer_form == "titled"
         if mode == "never" or self.error:
             return ""
+        if titled and not (answer and self.passages):
+            return "no_answer" if self.passages else "nothing_found"
         if not answer:
-            return "no_answer" if titled else ""  # of others the response is shown as it is
+            return ""  # the response is shown as it is
         if reason := _REASON_BY_WORD.get(answer.casefold()):
             return reason
         kinds = {*self.unsupported.values()}

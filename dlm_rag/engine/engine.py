@@ -103,8 +103,7 @@ class Decoder(NamesRemedy):
         self.config = self.resolve_settings(config or DecodeConfig())  # with the checkpoint's own
         check_section("decode", self.config, ())
         self.record_provisional = False  # whether steps record what is guessed at masked positions
-        self.lock = threading.RLock()  # of what its engines share: one step at a time, whatever the thread
-        self._process = os.getpid()
+        self.lock, self._process = threading.RLock(), os.getpid()  # one step at a time, whatever the thread
         self.model_runner: ModelRunner
         if isinstance(denoiser, Denoiser):
             self.model_runner = MaskedModelRunner(denoiser, tokenizer.mask_id, engine or EngineConfig())
@@ -124,12 +123,12 @@ class Decoder(NamesRemedy):
         return f"Decoder({used}, {self.retriever!r})"
 
     def resolve_settings(self, settings: DecodeConfig, **changes: Any) -> DecodeConfig:
-        """`settings` with these changes, as this decoder takes them; raises `ConfigError` where it cannot.
-
-        What the checkpoint alone has set gives way to what somebody sets.
-        """
+        """`settings` with these changes, in place of what the checkpoint alone set and what another mode
+        reads; raises `ConfigError` for what this decoder cannot take."""
         shape, known = self.denoiser.config, DecodeConfig.__dataclass_fields__
-        bare = fill_unset(settings, {name: known[name].default for name in shape.decode_settings})
+        mode = changes.get("mode") or settings.mode
+        idle = find_idle_settings("decode", settings, {"decode.mode": mode} if mode else {})
+        bare = fill_unset(settings, {name: known[name].default for name in (*shape.decode_settings, *idle)})
         found = resolve_settings(replace_settings(bare, **changes), shape, self.evidence_layout)
         if changes:
             check_section("decode", found, changes)
@@ -461,7 +460,8 @@ def resolve_settings(
         longest, own_length = length if block is None else 0, shape.block_length or 0
         defaults |= {"commit_rule": rule, "block_length": own_length if own_length <= length else longest}
     changes = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
-    settings = replace_settings(settings, **changes)
+    given, settings = settings.given, replace_settings(settings, **changes)
+    settings.__dict__["given"] = given  # nobody has set the others
     find_query_policy(settings.query_policy)
     if (find_rule(rule).samples or shape.predicts_next_block) and settings.blocks_at_once > 1:
         why = "predicts the first token of the next" if shape.predicts_next_block else "is sampled alone"

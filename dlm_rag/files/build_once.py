@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 Shard = tuple[range, Path]  # rows of the corpus, and the folder of what is made of them
 # Raise it when what is put into indexes changes: terms, passage texts, vectors.
-INDEX_VERSION = 2
+INDEX_VERSION = 3
 PARTS_FOLDER = "parts"  # what a resumable build keeps until it is finished
 DIGESTS_FILE = "whole.json"  # the digest of every file of a folder, by its name
 

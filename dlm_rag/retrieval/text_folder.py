@@ -30,9 +30,10 @@ _PIECE = re.compile(rf".{{1,{PASSAGE_LENGTH_CHARS[1]}}}(?:\s|$)|.{{{PASSAGE_LENG
 _PART = re.compile(r".{1,200000}(?:\n\n|\Z)|.{1,200000}", re.DOTALL)
 # A heading of Markdown and what is below it, to the next; a fence of code hides what looks like one.
 _SECTION = re.compile(
-    r"^ {0,3}#{1,6}[ \t]+(?P<title>[^\n]+)$|^ {0,3}(?P<fence>`{3,}|~{3,}).*?(?:^ {0,3}(?P=fence)|\Z)"
+    r"^ {0,3}(?P<level>#{1,6})[ \t]+(?P<title>[^\n]+)$"
+    r"|^ {0,3}(?P<fence>`{3,}|~{3,}).*?(?:^ {0,3}(?P=fence)|\Z)"
     r"|^<(?P<tag>h[1-6])\b[^<>\n]{0,200}>(?P<tagged>[^\n]{1,300}?)</(?P=tag)>[ \t]*$"
-    r"|(?:(?<=\n\n)|\A)(?P<underlined> {0,3}[^\s#>|\-*+][^\n]{0,200})\n {0,3}(?:=+|-{2,})[ \t]*$",
+    r"|(?:(?<=\n\n)|\A)(?P<underlined> {0,3}[^\s#>|\-*+][^\n]{0,200})\n {0,3}(?P<line>=+|-{2,})[ \t]*$",
     re.MULTILINE | re.DOTALL,
 )
 # Around the words of a heading: {#attributes}, the address of a link, emphasis, code, tags.
@@ -62,6 +63,8 @@ _TEX_HEADING = re.compile(
     r"\\(title|chapter|(?:sub){0,2}section|paragraph)\*?(?:\[[^\[\]\n]{0,300}\])?"
     r"\{((?:[^{}\n]|\{[^{}\n]{0,100}\}){1,300})\}"
 )
+
+_TEX_LEVELS = ("title", "chapter", "section", "subsection", "subsubsection", "paragraph")
 
 
 def list_text_files(folder: Path) -> list[Path]:
@@ -113,7 +116,7 @@ def read_text_passages(folder: Path, unread: dict[str, str]) -> Iterator[Record]
     faults = list[CorpusError]()
     for path in (files := list_text_files(folder)):
         name = path.relative_to(folder).as_posix().encode(errors="backslashreplace").decode()
-        count, title, markdown = 0, Path(name).stem, path.suffix.lower() not in (".txt", ".pdf")
+        count, own, markdown = 0, "", path.suffix.lower() not in (".txt", ".pdf")
         try:
             text = read_document(path)
         except CorpusError as error:
@@ -123,11 +126,16 @@ def read_text_passages(folder: Path, unread: dict[str, str]) -> Iterator[Record]
         if markdown and (front := _FRONT_MATTER.match(text)):
             text = text[front.end() :]
             given = _FRONT_TITLE.search(front[0])
-            title = (given[given.lastgroup or 0].replace("''", "'").strip() if given else "") or title
-        for heading, body in _split_sections(text) if markdown else [("", text)]:
+            own = given[given.lastgroup or 0].replace("''", "'").strip() if given else ""
+            own = "" if own in ("~", "null") else own
+        for heading, body in _split_sections(text, own) if markdown else [("", text)]:
             for passage in split_passages(body, markdown):
                 count += 1
-                record = {"id": f"{name}#{count}", "title": heading or title, "contents": passage}
+                record = {
+                    "id": f"{name}#{count}",
+                    "title": heading or own or Path(name).stem,
+                    "contents": passage,
+                }
                 yield str(path), record
         if not count:
             unread[name] = "it holds no text"
@@ -146,15 +154,20 @@ def split_passages(text: str, markdown: bool = False) -> list[str]:
     return [passage for part in _PART.findall(wrapped) for passage in splitter.chunks(part)]
 
 
-def _split_sections(text: str) -> Iterator[tuple[str, str]]:
-    """The headings of Markdown with what stands below each; what is above the first has none."""
-    title, start = "", 0
+def _split_sections(text: str, title: str = "") -> Iterator[tuple[str, str]]:
+    """The headings of Markdown, behind up to two that they are below ("Emma: Plot"), with what stands below
+    each; what is above the first has none. title: of the front matter, below which all are."""
+    heading, start, above = "", 0, {0: title} if title else dict[int, str]()
     for found in _SECTION.finditer(text):
-        if heading := found["title"] or found["underlined"] or found["tagged"]:
-            yield title, text[start : found.start()]
-            bare = _HEADING_MARKUP.sub(lambda m: m["linked"] or m["marked"] or "", heading)
-            title, start = bare.strip().rstrip(" \t#") or heading.strip(), found.end()
-    yield title, text[start:]
+        if said := found["title"] or found["underlined"] or found["tagged"]:
+            yield heading, text[start : found.start()]
+            bare = _HEADING_MARKUP.sub(lambda m: m["linked"] or m["marked"] or "", said)
+            said, start = bare.strip().rstrip(" \t#") or said.strip(), found.end()
+            mark = found["level"] or found["tag"] or f"h{1 + (found['line'][0] == '-')}"
+            level = len(mark) if mark[0] == "#" else int(mark[1])
+            above = {n: name for n, name in above.items() if n < level} | {level: said}
+            heading = ": ".join([*dict.fromkeys(above.values())][-3:])
+    yield heading, text[start:]
 
 
 def list_document_suffixes() -> list[str]:
@@ -208,7 +221,7 @@ def _read_html(path: Path) -> str:
         elif not isinstance(node, Tag | PreformattedString):  # the latter: a comment, say
             found.append(re.sub(r"\s+", " ", node))
         elif re.fullmatch("h[1-6]", node.name or "") and (heading := " ".join(node.get_text().split())):
-            found.append(f"\n\n# {heading}\n\n")
+            found.append(f"\n\n{'#' * int(node.name[1])} {heading}\n\n")
         elif isinstance(node, Tag) and node.name not in _HTML_UNREAD:
             # What is before it may have no end of its own; of a break the end is enough.
             starts = _HTML_ENDS.get(node.name, "") if node.name != "br" else ""
@@ -229,7 +242,8 @@ def _read_docx(path: Path) -> str:
             found += [" | ".join(cell.text for cell in row.cells) for row in item.rows]
         else:
             style = (item.style and item.style.name) or ""
-            found.append(f"\n{'# ' * style.startswith(('Title', 'Heading'))}{item.text}\n")
+            level = int(style[-1]) if re.fullmatch("Heading [1-6]", style) else style.startswith("Title")
+            found.append(f"\n{'#' * level} {item.text}\n")
     return "\n".join(found)
 
 
@@ -246,9 +260,13 @@ def _read_tex(path: Path) -> str:
     if title and title[1] == "title":
         body = f"{title[0]}\n{body}"
     # Marked before the macros go: a heading of LaTeX is a line of its own, which is all that is left of it.
-    marked = _TEX_HEADING.sub(lambda found: f"\n\nHEADING {found[2]}\n\n", body.replace(r"\maketitle", ""))
+    marked = _TEX_HEADING.sub(
+        lambda found: f"\n\nHEADING{_TEX_LEVELS.index(found[1]) + 1} {found[2]}\n\n",
+        body.replace(r"\maketitle", ""),
+    )
     logging.getLogger("pylatexenc").setLevel(logging.ERROR)
-    return re.sub("(?m)^ *HEADING ", "# ", LatexNodes2Text(math_mode="verbatim").latex_to_text(marked))
+    plain = LatexNodes2Text(math_mode="verbatim").latex_to_text(marked)
+    return re.sub(r"(?m)^ *HEADING(\d) ", lambda found: "#" * int(found[1]) + " ", plain)
 
 
 _READERS: dict[str, tuple[str, Callable[[Path], str]]] = {  # by suffix: the package, what reads

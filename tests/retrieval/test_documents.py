@@ -53,9 +53,11 @@ def test_documents_are_read_with_their_headings(tmp_path):
     word.add_heading("Emma", 1)
     word.add_paragraph("A novel by Jane Austen.")
     word.save(str(tmp_path / "d.docx"))
-    emma, dune = ("Emma", "A novel by Jane Austen."), ("Dune", "By\n\nFrank\nHerbert.\n\nOf 1965\n\na\nb")
+    emma, dune = "A novel by Jane Austen.", "By\n\nFrank\nHerbert.\n\nOf 1965\n\na\nb"
     assert read(tmp_path) == [
-        emma, dune, emma, ("Dune", "By Frank Hérbert."), ("c", "Emma is a novel by Jane Austen."), emma,
+        ("Emma", emma), ("Emma: Dune", dune), ("Novels: Emma", emma),
+        ("Novels: Emma: Dune", "By Frank Hérbert."), ("c", "Emma is a novel by Jane Austen."),
+        ("Emma", emma),
     ]  # fmt: skip
     assert describe_text_folder(tmp_path, 6, {}).endswith("passages (1 .pdf, 1 .html, 1 .docx, 1 .tex)")
     for name in ("c.pdf", "d.docx"):

@@ -141,6 +141,20 @@ def test_front_matter_and_headings_give_titles(text, tmp_path):
         assert (only.title, only.contents) == ("Ann's Lights", "A film.")
 
 
+def test_a_heading_stands_behind_those_that_it_is_below(tmp_path):
+    (notes := tmp_path / "notes").mkdir()
+    text = (
+        "---\ntitle: Films\n---\n# Emma\na\n## Cast\nb\n### Extras\nc\n\nDune\n===\nd\n<h2>Cast</h2>\n\ne"
+    )
+    (notes / "a.md").write_text(text)
+    titles = ["Films: Emma", "Films: Emma: Cast", "Emma: Cast: Extras", "Films: Dune", "Films: Dune: Cast"]
+    assert [(p.title, p.contents) for p in open_corpus(notes, tmp_path)] == [
+        *zip(titles, "abcde", strict=True)
+    ]
+    (notes / "a.md").write_text("---\ntitle: ~\n---\nf")
+    assert [p.title for p in open_corpus(notes, tmp_path)] == ["a"]
+
+
 def test_what_only_looks_like_front_matter_or_a_heading_is_text(tmp_path):
     (notes := tmp_path / "notes").mkdir()
     (notes / "a.md").write_text("---\nA rule.\n---\nMore.\n\n````\n```\n# no\n````\n")
