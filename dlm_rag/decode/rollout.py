@@ -241,16 +241,15 @@ class Rollout(NamesRemedy):
         return [self.passages[name] for name in find_named_passages(named, self.passages, self.question)]
 
     def _named_have_answer(self, answer: str) -> bool:
-        """Whether a passage is named, and every content word of the answer is in one of those named.
+        """Whether a passage that is named has the answer as it stands, from its first content word on.
 
         Where it is the title of one of several, and not in the question, another one has to mention it, or
         its own another: "Night Ferry; Edwin Marlowe ### Edwin Marlowe" may be the wrong director.
         """
-        named = self._find_named()
-        known = _OWN_WORDS.union(*map(split_words, named))
-        if not named or any(word not in known for word, _ in content_words(answer, 0, len(answer))):
+        named, said, words = self._find_named(), fold_words(answer), content_words(answer, 0, len(answer))
+        core = fold_words(answer[words[0][1][0] : words[-1][1][1]]) if words else ""
+        if not named or (core.strip() not in _OWN_WORDS and not any(core in fold_words(t) for t in named)):
             return False
-        said = fold_words(answer)
         titles = {text: fold_words(strip_disambiguation(get_title_line(text))) for text in named}
         own = [text for text in named if titles[text] == said]
         others = [text for text in named if titles[text] != said]

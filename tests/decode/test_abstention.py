@@ -93,6 +93,7 @@ NAMED = {
         ("### 1815", "not_named"),
         ("Emma; or, a Draft ### 1816", ""),
         ("Emma; Jane Austen ### Jane Austen", ""),  # the first page names her
+        ("Jane Austen ### Austen Steventon", "not_named"),  # of two places
         ("Jane Austen; Emma ### Emma", ""),  # it names the first page
         ("The Boat; Jane Austen ### Jane Austen", "not_named"),
         ("The centrifuge of the second floor ### Olga", ""),  # a passage without a title
