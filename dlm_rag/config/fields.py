@@ -145,6 +145,8 @@ def explain_validation_error(error: ValidationError) -> tuple[str, str, str]:
     if isinstance(cause, ConfigError):  # of several fields together
         return key, str(cause), first["type"]
     reason = str(cause or first["msg"]).replace("Input should", "must").replace("String should", "must")
+    if first["type"] == "string_type" and isinstance(first["input"], bool):
+        reason += ": YAML reads yes, no, on and off as truth values, so put the word in quotes"
     return key, f"{key}={shorten_value(first['input'])} {reason}", first["type"]
 
 
