@@ -212,7 +212,7 @@ def open_corpus(path: str | Path, index_dir: str | Path | None = None) -> Corpus
     try:
         is_folder = path.is_dir()
         if is_folder and not list_text_files(path):
-            raise CorpusError(f"the folder {path} has no .txt or .md files: name a file of another kind itself")
+            raise CorpusError(f"the folder {path} has no .txt or .md files: name others by file")
         path = path if is_folder else resolve_regular_file(path, "corpus", CorpusError)
         state, digest = read_file_state(path), (fingerprint_text_folder if is_folder else digest_file)(path)
         stem = path.name.partition(".")[0]

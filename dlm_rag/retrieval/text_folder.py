@@ -220,8 +220,8 @@ def _read_html(path: Path) -> str:
             opened.pop()
         elif not isinstance(node, Tag | PreformattedString):  # the latter: a comment, say
             found.append(re.sub(r"\s+", " ", node))
-        elif re.fullmatch("h[1-6]", node.name or "") and (heading := " ".join(node.get_text().split())):
-            found.append(f"\n\n{'#' * int(node.name[1])} {heading}\n\n")
+        elif (level := re.fullmatch("h([1-6])", node.name or "")) and (said := node.get_text().split()):
+            found.append(f"\n\n{'#' * int(level[1])} {' '.join(said)}\n\n")
         elif isinstance(node, Tag) and node.name not in _HTML_UNREAD:
             # What is before it may have no end of its own; of a break the end is enough.
             starts = _HTML_ENDS.get(node.name, "") if node.name != "br" else ""

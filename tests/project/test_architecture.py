@@ -16,7 +16,7 @@ import pytest
 from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "dlm_rag"
-GROUND = "errors text files randomness nvtx_ranges progress config machine cli questions"
+GROUND = "errors text answer_forms files randomness nvtx_ranges progress config machine cli questions"
 FLOORS = [  # lowest first; a room knows the floors below it
     GROUND,  # these know one another, in no circle; rooms of the other floors know no neighbour
     "model retrieval data energy",
