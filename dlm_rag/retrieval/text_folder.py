@@ -19,7 +19,7 @@ from dlm_rag.errors import CorpusError, translate_failures
 from dlm_rag.files.checked_json import decode_utf8
 from dlm_rag.files.paths import digest_file
 from dlm_rag.files.record_readers import Record
-from dlm_rag.text import replace_control_chars
+from dlm_rag.text import MAX_TITLE_WORDS, replace_control_chars
 
 TEXT_FILE_SUFFIXES = (".txt", ".md", ".markdown")
 # Characters from which a passage may end, and at most: 80 to 120 words, which shipped models read whole.
@@ -155,8 +155,8 @@ def split_passages(text: str, markdown: bool = False) -> list[str]:
 
 
 def _split_sections(text: str, title: str = "") -> Iterator[tuple[str, str]]:
-    """The headings of Markdown, behind up to two that they are below ("Emma: Plot"), with what stands below
-    each; what is above the first has none. title: of the front matter, below which all are."""
+    """The headings of Markdown with what stands below each; above the first is none. Before one stand up to
+    two that it is below ("Emma: Plot"), as long as it may be a title. title: of the front matter."""
     heading, start, above = "", 0, {0: title} if title else dict[int, str]()
     for found in _SECTION.finditer(text):
         if said := found["title"] or found["underlined"] or found["tagged"]:
@@ -166,7 +166,9 @@ def _split_sections(text: str, title: str = "") -> Iterator[tuple[str, str]]:
             mark = found["level"] or found["tag"] or f"h{1 + (found['line'][0] == '-')}"
             level = len(mark) if mark[0] == "#" else int(mark[1])
             above = {n: name for n, name in above.items() if n < level} | {level: said}
-            heading = ": ".join([*dict.fromkeys(above.values())][-3:])
+            names = [*dict.fromkeys(above.values())]
+            joined = (": ".join(names[-n:]) for n in (3, 2))
+            heading = next((each for each in joined if len(each.split()) <= MAX_TITLE_WORDS), said)
     yield heading, text[start:]
 
 
