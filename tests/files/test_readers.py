@@ -95,10 +95,10 @@ def test_a_folder_of_texts_is_cut_into_passages(tmp_path, capsys):
     (folder / ".hidden.md").write_text("no")
     (folder / "picture.png").write_bytes(b"\x89PNG")
     corpus = open_corpus(folder)
-    titles = {"b.md#1": "b", "b.md#2": "First", "b.md#3": "Long"}
+    titles = {"b.md#1": "b", "b.md#2": "First", "b.md#3": "First: Long"}
     assert {p.id: p.title for p in corpus[:3]} == titles and corpus[1].contents == f"{fenced}Text."
     assert corpus[-1] == Passage("sub/a.TXT#1", "a", "# no markdown")
-    long = [p for p in corpus if p.title == "Long"]
+    long = [p for p in corpus if p.title == "First: Long"]
     assert "".join("".join(p.contents for p in long).split()) == "Tenwords." * 200
     assert all(500 <= len(p.contents) <= 700 for p in long[:-1]) and len(long) == 5
     (folder / "b.md").write_bytes("Anew é.".encode("utf-16"))
