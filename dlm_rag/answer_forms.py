@@ -1,10 +1,27 @@
 """Where the answer stands in a response, of our models and of public ones."""
 
 import re
+import unicodedata
 from typing import NamedTuple
 
-from dlm_rag.text import PLACES_KEPT
-
+# Signs that people type in several ways, in one: questions and passages are read so, too.
+TYPOGRAPHY = {
+    ord(char): "'" for char in "\u2018\u2019\u201a\u201b\u2032\u02bc\u00b4\u2039\u203a\u275b\u275c"
+}
+TYPOGRAPHY |= {ord(char): '"' for char in "\u201c\u201d\u201e\u201f\u2033\xab\xbb\u275d\u275e\u301d\u301e"}
+TYPOGRAPHY |= {0x2010: "-", 0x2011: "-", 0x2028: "\n", 0x2029: "\n", 0x85: "\n"}
+TYPOGRAPHY |= dict.fromkeys((160, 5760, *range(8192, 8203), 8239, 8287, 12288), " ")
+TYPOGRAPHY |= {0xFF00 + place: chr(0x20 + place) for place in range(1, 95)}  # full-width Latin
+TYPOGRAPHY |= dict.fromkeys((0xAD, 0x34F, 0x61C, 0x115F, 0x1160, 0x3164, 0xFEFF, 0xFFA0, 0xFFFC), "")
+TYPOGRAPHY |= dict.fromkeys((*range(0x180B, 0x180F), *range(0x200B, 0x2010), *range(0x202A, 0x202F)), "")
+TYPOGRAPHY |= dict.fromkeys((*range(0x2060, 0x206A), *range(0xFE00, 0xFE10), *range(0xE0000, 0xE01F0)), "")
+# Letters of print and of compatibility: joined (fi, Arabic), of mathematics, Roman numerals, kana.
+for first, last in (
+    (0x2160, 0x2180), (0x2E80, 0x2FD6), (0x3300, 0x3400), (0xFB00, 0xFB07), (0xFB50, 0xFDFE),
+    (0xFE70, 0xFEFD), (0xFF65, 0xFFA0), (0x1D400, 0x1D800),
+):  # fmt: skip
+    TYPOGRAPHY |= {code: unicodedata.normalize("NFKC", chr(code)) for code in range(first, last)}
+PLACES_KEPT = {code: said or " " for code, said in TYPOGRAPHY.items() if len(said) < 2}
 # "Answer" in the languages that evaluations use, and what may stand before it.
 _BEFORE_ANSWER = (
     r"(?:(?:the|my|so|thus|therefore|final|short|correct|direct|best|complete|overall),?[ \t]{1,3}){0,4}"

@@ -4,6 +4,8 @@ import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 
+from dlm_rag.answer_forms import TYPOGRAPHY, find_answer_span  # noqa: F401
+
 # Words that carry grammar rather than facts: they neither need evidence nor count as evidence.
 FUNCTION_WORDS = frozenset(
     """a about after all also am an and any are as at be because been before being between both but
@@ -24,23 +26,6 @@ MARKS = "".join(  # combining marks of every script of the basic plane: no lette
     if unicodedata.category(chr(code)).startswith("M")
 )  # fmt: skip
 WORD = re.compile(rf"[\w{MARKS}]+")
-_TYPOGRAPHY = {ord(char): "'" for char in "\u2018\u2019\u201a\u201b\u2032\u02bc\u00b4"}
-_TYPOGRAPHY |= {ord(char): '"' for char in "\u201c\u201d\u201e\u201f\u2033\xab\xbb\u275d\u275e\u301d\u301e"}
-_TYPOGRAPHY |= {ord(char): "'" for char in "\u2039\u203a\u275b\u275c"} | {0x2010: "-", 0x2011: "-"}
-_TYPOGRAPHY |= dict.fromkeys((160, 5760, *range(8192, 8203), 8239, 8287, 12288), " ")
-_TYPOGRAPHY |= {0xFF00 + place: chr(0x20 + place) for place in range(1, 95)}  # full-width Latin
-_TYPOGRAPHY |= {0x2028: "\n", 0x2029: "\n", 0x85: "\n"}
-_TYPOGRAPHY |= dict.fromkeys((0xAD, 0x61C, *range(0x200B, 0x2010), *range(0x2060, 0x2065), 0xFEFF), "")
-_TYPOGRAPHY |= dict.fromkeys((0x3164, *range(0xFE00, 0xFE10), *range(0xE0000, 0xE01F0)), "")
-_TYPOGRAPHY |= dict.fromkeys((0x34F, 0x115F, 0x1160, *range(0x180B, 0x180F), 0xFFA0, 0xFFFC), "")
-# Letters of print and of compatibility: joined (fi, Arabic), of mathematics, Roman numerals, kana.
-for first, last in (
-    (0x2160, 0x2180), (0x2E80, 0x2FD6), (0x3300, 0x3400), (0xFB00, 0xFB07), (0xFB50, 0xFDFE),
-    (0xFE70, 0xFEFD), (0xFF65, 0xFFA0), (0x1D400, 0x1D800),
-):  # fmt: skip
-    _TYPOGRAPHY |= {code: unicodedata.normalize("NFKC", chr(code)) for code in range(first, last)}
-_TYPOGRAPHY |= dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), "")
-PLACES_KEPT = {code: said or " " for code, said in _TYPOGRAPHY.items() if len(said) < 2}
 # Thai, Lao, Tibetan, Burmese, Khmer, kana, Han, Hangul: a sentence, or a word with its endings, is one run.
 _JOINED = "\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff"
 _JOINED += "\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
@@ -61,7 +46,7 @@ def normalize_text(text: str) -> str:
     Soft hyphens, joiners and marks of direction, which nobody sees, are left out.
     """
     if not text.isascii():
-        text = unicodedata.normalize("NFC", text.translate(_TYPOGRAPHY))
+        text = unicodedata.normalize("NFC", text.translate(TYPOGRAPHY))
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

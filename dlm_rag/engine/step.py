@@ -361,9 +361,7 @@ class Searches:
         shape, asked, inputs = self.model_runner.shape, list[Row](), list[RowInput]()
         if not (shape.shifted and shape.causal_context and self.tokenizer.template.answer == "titled"):
             return
-        for row in rows:
-            if row.settings.abstain == "never" or not row.settings.answer_threshold:
-                continue
+        for row in (r for r in rows if r.settings.abstain != "never" and r.settings.answer_threshold):
             alone = self._lay_out(row, {})[1]
             other = self.tokenizer.build_prompt("x", [], row.question.system)
             span = find_differing(alone.canvas_prefix.ids, other.head + other.tail)
