@@ -1,4 +1,4 @@
-"""Where the answer stands in a response, of our models and of public ones."""
+"""Where the answer stands in a response, of our models and of public ones; how typography is folded."""
 
 import re
 import unicodedata

@@ -4,7 +4,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 
-from dlm_rag.answer_forms import TYPOGRAPHY, find_answer_span  # noqa: F401
+from dlm_rag.answer_forms import TYPOGRAPHY, find_answer_span  # noqa: F401 (its old place)
 
 # Words that carry grammar rather than facts: they neither need evidence nor count as evidence.
 FUNCTION_WORDS = frozenset(

@@ -231,9 +231,8 @@ class Rollout(NamesRemedy):
         sure = 1.0 if self.confidence is None else self.confidence
         if titled:
             more = 0.0 if self.relevance is None else RELEVANCE_WEIGHT * (self.relevance - USUAL_RELEVANCE)
-            sure *= (
-                math.exp(more) * count_held_words(self.question, self._find_named()) ** ASKED_WORDS_POWER
-            )
+            share = count_held_words(self.question, self._find_named())
+            sure *= share**ASKED_WORDS_POWER * math.exp(more)
         return "" if sure >= self.settings.get("answer_threshold", 0.0) else "unsure"
 
     def _find_named(self) -> list[str]:

@@ -94,10 +94,9 @@ class WordTable:
         return tuple(written[start:])
 
     def _ends_in_sign(self, word: tuple[int, ...]) -> bool:
-        text = (
-            "" if not word or self._marks[word[-1]] else self._decode([*word]).strip().strip(NO_CHARACTER)
-        )
-        return bool(text) and unicodedata.category(text[-1])[0] in "PS" and not JOINED_RUN.search(text)
+        text = self._decode([*word]).strip().strip(NO_CHARACTER)
+        sign = bool(text) and unicodedata.category(text[-1])[0] in "PS"
+        return sign and not (self._marks[word[-1]] or JOINED_RUN.search(text))
 
     def _follow(self, word: tuple[int, ...], texts: Collection[str]) -> set[int]:
         return set[int]().union(*(self._read(text).get(word, ()) for text in (*texts, OWN_WORDS)))

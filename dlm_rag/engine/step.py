@@ -369,12 +369,18 @@ class Searches:
                 asked.append(row)
                 for number, laid in ((row.ticket, row.laid_out_prompt), (-row.ticket, alone)):
                     inputs.append(RowInput(number, laid, np.empty(0, np.int64), span))
-        scores = list[float]()
-        with suppress(torch.OutOfMemoryError):  # then it is not known
+        try:
             scores = self.model_runner.score(inputs) if inputs else []
+        except torch.OutOfMemoryError:
+            log.warning(
+                "no memory to measure relevance: %d answers go without; set a smaller batch", len(asked)
+            )
+            scores = []
         for row, with_passages, without in zip(asked, scores[::2], scores[1::2], strict=False):
-            found = with_passages - without
-            row.rollout.relevance = found if math.isfinite(found) else None
+            if math.isfinite(found := with_passages - without):
+                row.rollout.relevance = found
+            else:
+                row.fail("the denoiser's output is not a number")
         for row in asked:
             self.model_runner.release(-row.ticket)
 

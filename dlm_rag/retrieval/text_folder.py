@@ -131,12 +131,8 @@ def read_text_passages(folder: Path, unread: dict[str, str]) -> Iterator[Record]
         for heading, body in _split_sections(text, own) if markdown else [("", text)]:
             for passage in split_passages(body, markdown):
                 count += 1
-                record = {
-                    "id": f"{name}#{count}",
-                    "title": heading or own or Path(name).stem,
-                    "contents": passage,
-                }
-                yield str(path), record
+                title = heading or own or Path(name).stem
+                yield str(path), {"id": f"{name}#{count}", "title": title, "contents": passage}
         if not count:
             unread[name] = "it holds no text"
     if faults and len(unread) == len(files):

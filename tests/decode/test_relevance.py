@@ -1,6 +1,8 @@
 """How much likelier the passages make the question, against dense attention under one mask."""
 
+import math
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ def make_reader(corpus_file, **settings):
 
 
 def mean_log_prob(decoder, passages, question):
-    """Of the letters of the question and its end: each sees those before it and all of the passages."""
+    """Of the question's letters but the first: each sees those before it and all of the passages."""
     parts = [decoder.tokenizer.build_prompt(question, [text]).facts[0] for text in passages]
     parts, start = [*parts, (*f"{question}\n".encode(),)], decoder.denoiser.config.passage_length
     ids, owner = np.concatenate(parts), np.repeat(np.arange(len(parts)), [*map(len, parts)])
@@ -32,8 +34,7 @@ def mean_log_prob(decoder, passages, question):
     states = run_with_mask(decoder.denoiser, *map(torch.tensor, (ids, at, seen)))
     with torch.no_grad():
         found = decoder.denoiser.compute_token_logits(states).log_softmax(-1)
-    last = range(len(ids) - len(question), len(ids) - 1)  # the first letter and the line break are no part
-    return np.mean([float(found[n - 1, ids[n]]) for n in last])
+    return np.mean([float(found[n - 1, ids[n]]) for n in range(len(ids) - len(question), len(ids) - 1)])
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
@@ -48,6 +49,17 @@ def test_it_is_that_of_dense_attention_alone_and_in_a_batch(corpus_file, top_k):
             assert rollout.relevance == pytest.approx(more - less, abs=1e-4)
         assert found[2].relevance is None  # nothing of its prompt is its own
         assert not decoder.model_runner.cache._chains
+
+
+@pytest.mark.parametrize("nats", [None, lambda inputs: [math.nan] * len(inputs)])
+def test_without_memory_answers_go_without_and_no_number_is_an_error(
+    corpus_file, nats, monkeypatch, caplog
+):
+    decoder = make_reader(corpus_file)
+    monkeypatch.setattr(decoder.model_runner, "score", Mock(side_effect=nats or torch.OutOfMemoryError))
+    for rollout in decoder.decode(QUESTIONS[:2], batch_size=2):
+        assert rollout.finished and rollout.relevance is None and bool(rollout.error) == bool(nats)
+    assert ("no memory" in caplog.text) == (nats is None)
 
 
 @pytest.mark.parametrize("settings", [{"abstain": "never"}, {"answer_threshold": 0.0}])
