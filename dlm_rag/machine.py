@@ -169,8 +169,7 @@ def compute_code_digest(package: Path = PACKAGE_FOLDER) -> str:
 def measure_free_bytes(device: torch.device) -> float:
     """Bytes that could be allocated on a device now: on CUDA with what the allocator holds unused.
 
-    A device without memory of its own, as a GB10, has the host's, of which the driver counts what caches
-    files as taken.
+    A device without own memory, as a GB10, has the host's; there the driver counts file caches as taken.
     """
     unused = 0
     if device.type == "cuda":

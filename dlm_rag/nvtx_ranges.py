@@ -5,8 +5,7 @@ reach it as well. Seconds are kept only while a `StageClock` is open on the same
 host clock counts what the host waits for: `denoise` ends when the proposals have arrived on the host.
 
 With DLM_RAG_CAPTURE=FIRST:LAST in the environment a range `capture` is open from the beginning of
-step FIRST to the end of step LAST (or of the program), for `nsys profile --capture-range=nvtx`; see
-`CaptureWindow`.
+step FIRST to the end of step LAST, or of the program, for `nsys profile --capture-range=nvtx`.
 """
 
 import os

@@ -5,8 +5,7 @@
             ...
             advance(len(batch))
 
-`show_status` is for what cannot say how far it is. All of it goes to one line of standard error, drawn by
-whoever calls.
+`show_status` is for what cannot say how far it is. All goes to one line of stderr, drawn by the caller.
 """
 
 import logging

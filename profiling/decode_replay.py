@@ -27,6 +27,7 @@ from dlm_rag.engine.runner import (
     bar_tokens,
     collect_sampling_arrays,
     gather_proposals,
+    list_excluded_ids,
     sample_proposals,
 )
 from dlm_rag.errors import ConfigError
@@ -74,7 +75,8 @@ class ReferenceModelRunner(ModelRunner):
     denoiser: Denoiser
 
     def __init__(self, denoiser: Denoiser, mask_id: int) -> None:
-        self.denoiser, self._mask_id = denoiser, mask_id
+        self.denoiser = denoiser
+        self._excluded_ids = list_excluded_ids(denoiser.config, mask_id).to(denoiser.device)
 
     @torch.inference_mode()
     def propose(self, views: Sequence[RowInput]) -> Callable[[], list[Proposals]]:
@@ -93,12 +95,12 @@ class ReferenceModelRunner(ModelRunner):
             whole = self.denoiser.compute_token_logits(self.denoiser.encode(packed)[0]).float()
             for view, row, every in zip(views, states, whole.split(packed.lengths), strict=True):
                 at = torch.tensor([row.find_state(n) for n in view.positions.tolist()]).to(every.device)
-                arrays, flags = collect_sampling_arrays([view], self._mask_id, self.shape)
-                excluded_ids, numbers, *bars = to_device(arrays, every.device)
+                arrays, flags = collect_sampling_arrays([view])
+                numbers, *bars = to_device(arrays, every.device)
                 logits = every[at]
                 if bars:
-                    bar_tokens(logits, 0, arrays[2], bars)
-                proposals = sample_proposals(logits, excluded_ids, numbers, *flags)
+                    bar_tokens(logits, 0, arrays[1], bars)
+                proposals = sample_proposals(logits, self._excluded_ids, numbers, *flags)
                 found += gather_proposals([view], [proposals])()
         return lambda: found
 

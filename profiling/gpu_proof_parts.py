@@ -240,20 +240,19 @@ def measure_full_batches(
         f"they end, and neither end of the run is counted; {steps} steps.",
     )
     indexed = not get_backend_problem("indexed", prepared.device, prepared.dtype)
-    ways = [("auto", False, "none"), ("auto", False, "pipeline")]
-    ways += [("indexed", False, "none"), ("indexed", True, "none"), ("indexed", True, "pipeline")] * indexed
-    for rows, share in expected.items():
-        for kernel, graphs, overlap in ways if rows > 1 else [way for way in ways if way[2] == "none"]:
-            source.denoiser.attention = kernel
-            decode = replace(source.decode, batch_size=rows, overlap=overlap)
-            decoder = source.make("independent", decode, EngineConfig(cuda_graphs=graphs))
-            row = measure_steady(decoder, questions, roofline, steps)
-            row |= {
-                "kernel": source.denoiser.backend,
-                "graphs": "yes" if graphs else "",
-                "overlap": overlap,
-            }
-            record.add(row | {"expected %": share, "peak GiB": read_and_reset_peak_gib(prepared.device)})
+    ways = [("auto", "", "none"), ("auto", "", "pipeline")]
+    ways += [("indexed", "", "none"), ("indexed", "yes", "none"), ("indexed", "yes", "pipeline")] * indexed
+    settings = [(rows, *way) for rows in expected for way in ways if rows > 1 or way[2] == "none"]
+    # Last, for layers stay compiled: inductor's kernels in the graphs.
+    settings += [(rows, "indexed", "compiled", "pipeline") for rows in expected if rows > 1 and indexed]
+    for rows, kernel, graphs, overlap in settings:
+        source.denoiser.attention = kernel
+        decode = replace(source.decode, batch_size=rows, overlap=overlap)
+        engine = EngineConfig(cuda_graphs=bool(graphs), compile=graphs == "compiled")
+        row = measure_steady(source.make("independent", decode, engine), questions, roofline, steps)
+        row |= {"kernel": source.denoiser.backend, "graphs": graphs, "overlap": overlap}
+        row |= {"expected %": expected[rows], "peak GiB": read_and_reset_peak_gib(prepared.device)}
+        record.add(row)
 
 
 def summarise_throughput(

@@ -14,8 +14,7 @@ class BaselinePolicy:
     """A way to answer a question.
 
     answer: a function, or `module:function`, imported once it is needed. needs: what is tried at the server
-    beforehand, see `run.PROBES`. own_prompt: whether it has a prompt of its own, so that `prompt` has no
-    effect.
+    beforehand, see `run.PROBES`. own_prompt: whether it has its own prompt and ignores `prompt`.
     """
 
     answer: str | Callable[[Any], None]

@@ -4,8 +4,7 @@ dlm-rag profile sample [WORDS of sample]      # as `python profiling/nsys.py sam
 dlm-rag profile train --config tiny.yaml train.max_steps=60
 dlm-rag profile sample --with torch           # if nsys is not installed
 
-Benchmarks are in a checkout: profiling/bench_decode.py, bench_retrieval.py, bench_serve.py, bench_train.py,
-and gpu_proof.py.
+A checkout has benchmarks in profiling/: bench_decode, bench_retrieval, bench_serve, bench_train, gpu_proof.
 """
 
 import runpy

@@ -57,8 +57,7 @@ class Config(CheckedSettings):
     serving: ServingConfig = field(default_factory=ServingConfig)
     remote: RemoteConfig = field(default_factory=RemoteConfig)
     questions: str | None = setting(None)
-    """file of questions (JSON lines, JSON, CSV, TSV or Parquet, also gzipped), a folder of such, or - for
-    standard input"""
+    """file of questions (JSON lines, JSON, CSV, TSV, Parquet; or gzipped), a folder, or - for stdin"""
     prompt: str | None = setting(None)
     """texts around question and passages: sardi, flashrag, search_r1, or a file (JSON or YAML) with head,
     fact, foot, tail, chat and answer; unset: the checkpoint's own, else sardi"""

@@ -114,8 +114,7 @@ Settings = TypeVar("Settings", bound=CheckedSettings)
 
 @dataclass_transform()
 def settings_dataclass(holder: type[Settings]) -> type[Settings]:
-    """A pydantic dataclass whose constructor raises `ConfigError`, which names the key, and takes a `Path`
-    for its text."""
+    """A pydantic dataclass whose constructor raises `ConfigError` with the key and takes `Path` as text."""
     made: Any = pydantic_dataclass(config=_SETTINGS_RULES)(holder)
     construct = made.__init__
     for item in dataclasses.fields(made):

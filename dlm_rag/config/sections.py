@@ -32,8 +32,7 @@ class ModelConfig(CheckedSettings):
     device: str = setting("auto")
     """device to run on: cpu, cuda, cuda:1 or mps; auto takes CUDA if available"""
     device_map: str | None = setting(None)
-    """devices that share the layers of a model that is decoded: auto (all CUDA devices), or
-    cuda:0,cuda:1"""
+    """devices that share the layers of a decoded model: auto (all CUDA devices), or cuda:0,cuda:1"""
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
     """dtype of the weights; auto: bfloat16 on CUDA (float16 before Ampere), float32 elsewhere"""
     quantize: str = setting("none", choices=("none", "int8", "nvfp4"))
@@ -102,14 +101,12 @@ class DecodeConfig(CheckedSettings):
     max_new_tokens: int | None = setting(None, low=1, high=2**20)
     """length of the response canvas in tokens, all masked at first; unset: the checkpoint's own (100)"""
     block_length: int | None = setting(None, low=0, only_with=DIFFUSION)
-    """commit tokens only within the first unfinished block of this length, 0 for anywhere; unset: the
-    checkpoint's own"""
+    """commit tokens only in the first unfinished block of this length (0: anywhere; unset: as trained)"""
     finished_block_context: str | None = setting(
         None, choices=("recompute", "no_evidence"), only_with={"attention_blocks": (True,)}
     )
     """what finished blocks attend to after new evidence arrives, in checkpoints with block attention:
-    recompute (they run again with it) or no_evidence (response text only); unset: the checkpoint's own,
-    else recompute"""
+    recompute (run again with it) or no_evidence (response only); unset: checkpoint's own or recompute"""
     query_window: int = setting(8, low=0, high=2**20, only_with=IN_BLOCKS)
     """number of positions after the current block that may enter a query, with block attention"""
     blocks_at_once: int = setting(
@@ -123,8 +120,7 @@ class DecodeConfig(CheckedSettings):
     """share of a block that is committed when the next one commits at every step, however unsure; until
     then the threshold decides"""
     commit_rule: str | None = setting(None, table="dlm_rag.engine.rules:RULES", only_with=DIFFUSION)
-    """rule that decides which masked positions a step commits; unset: the checkpoint's own, else
-    threshold"""
+    """rule that decides which masked positions a step commits; unset: the checkpoint's own or threshold"""
     commit_threshold: float = setting(0.9, low=0, high=1)
     """confidence at which a position is committed (tau_c) by threshold and left_to_right, and with
     probability 1/2 by sampled"""
@@ -170,8 +166,7 @@ class DecodeConfig(CheckedSettings):
     abstain: str | None = setting(None, choices=("never", "answer", "response"))
     """when no answer is given: if it is "unknown" or "unclear", or has a word that neither a passage nor
     the question has; response: also if a name or number before it is in neither; both: also if the model
-    names passages before the answer that do not have it; unset: the checkpoint's own (never for public
-    ones)"""
+    names passages first and none has the answer; unset: the checkpoint's own (never for public ones)"""
     answer_threshold: float = setting(
         0.0, low=0, high=2, only_with={"decode.abstain": ("answer", "response")}
     )
@@ -205,8 +200,7 @@ class EngineConfig(CheckedSettings):
     together; on CUDA no more is allocated; unset: the machine's limit"""
     prefix_cache_gib: float | None = setting(None, low=0)
     """memory for cached keys and values of evidence on the device in GiB, beside those of the current
-    batch; unset: half of what is free, or of what weights leave of memory_gib (on a CPU a quarter); 0: no
-    cache"""
+    batch; unset: half of what is free or weights leave of memory_gib (a quarter on a CPU); 0: no cache"""
     cache_dtype: str = setting("auto", choices=("auto", "int8"))
     """dtype of cached keys and values: auto (that of the model) or int8 (scales by token and head)"""
     cpu_offload_gib: float = setting(0.0, low=0, only_with=CACHED)
@@ -217,8 +211,8 @@ class EngineConfig(CheckedSettings):
     compile: bool = setting(False)
     """compile around attention with torch.compile: faster after half a minute; changes rounding"""
     cuda_graphs: bool = setting(False)
-    """run the layers of a step as CUDA graphs, one for each number of tokens; needs
-    model.attn_implementation=indexed; not measured yet"""
+    """run the layers of a step, and greedy sampling, as CUDA graphs, one for each number of tokens (with
+    compile its kernels); needs model.attn_implementation=indexed; not measured yet"""
 
     @property
     def for_training_rollouts(self) -> "EngineConfig":
@@ -326,8 +320,7 @@ class TrainConfig(CheckedSettings):
     """fraction of the steps, at the end, over which the learning rate falls to 0"""
     # Resources: none of this changes the loss, except by rounding.
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
-    """dtype of the computation, with trained weights in float32; auto: bfloat16 on CUDA (float16 before
-    Ampere), else float32"""
+    """dtype of computation, not of trained weights; auto: bfloat16 on CUDA (float16 before Ampere)"""
     gradient_accumulation_steps: int = setting(1, low=1)
     """number of microbatches in which each process computes its share of a step"""
     activation_checkpointing: str = setting("none", choices=("none", "selective", "full"))

@@ -1,7 +1,6 @@
 """Provisional tokens: what is proposed for positions that stay masked, small enough for every step.
 
-Each step has the confidence of every one, but a token only where it is another than before, and its text
-only once.
+Each step has the confidence of every one, but a token only where it has changed, and its text only once.
 """
 
 import re

@@ -225,8 +225,7 @@ class AnswersFile:
 
     The constructor only reads; `open_run` is the first to write. What is there is only ever added to, but
     for the lines of questions that are asked again and a last line that a kill has cut short. Raises
-    `ConfigError` or `TraceError` for files that are not this program's, or answers and traces that do
-    not belong together.
+    `ConfigError` or `TraceError` for files of other programs, or answers and traces of different runs.
     """
 
     def __init__(self, out: Path, trace: Path | None = None) -> None:

@@ -10,8 +10,7 @@ The memory is one block, in which a token of any segment has a place in every la
 is a list of places, so nothing has to lie together, and nothing is moved. Keys and values are kept in the
 model's dtype, or as int8 with a float16 scale for each token and head behind its numbers. Keys of
 projections with a bias have channels that are large for every token (Qwen2, so Dream and Fast-dLLM v2;
-measured by KVQuant, Hooper et al. 2024): the bias, turned to the token's position, is taken off before and
-added after.
+KVQuant, Hooper et al. 2024): the bias, turned to the token's position, is taken off before and added after.
 """
 
 import time

@@ -427,8 +427,7 @@ def resolve_settings(
     """`settings` with the checkpoint's own lengths and rules for what is unset.
 
     layout: of the evidence, by default the checkpoint's own. Raises `ConfigError` for settings that the
-    checkpoint cannot be decoded by or does not read, and for a rule or query policy that cannot be
-    imported.
+    checkpoint does not support or read, and for a rule or query policy that cannot be imported.
     """
     if shape.adapter is not None:
         return shape.adapter.resolve_settings(settings, shape)

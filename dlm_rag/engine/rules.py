@@ -231,8 +231,7 @@ def choose_commits(candidates: Proposals, context: RuleContext) -> tuple[Proposa
 def check_chosen(chosen: Any, count: int, context: RuleContext) -> IndexArray:
     """What a rule of one's own returned for `count` candidates, as ascending indices.
 
-    Raises `ConfigError` for anything but the indices of some candidates, or a mask of them; of none only in
-    a block that may wait.
+    Raises `ConfigError` for all but their indices or a mask of them; none only in a block that may wait.
     """
     found, least, rule = np.asarray(chosen), min(1, context.least), context.settings.commit_rule
     if found.dtype == bool and found.shape == (count,):

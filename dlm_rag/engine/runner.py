@@ -20,7 +20,7 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import RowInput
 from dlm_rag.machine import default_pool_bytes, limit_cuda_allocator
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
-from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.denoiser_config import DenoiserConfig, count_head_flops
 from dlm_rag.model.packed_batch import PackedRows, pack_rows, start_gather, to_device
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import format_bytes
@@ -39,6 +39,8 @@ PADDING: dict[str, tuple[str, int | str]] = {
     "seen": ("keys", DUMP), "read": ("reads", 0), "last_limits": ("reads", 1),
     "queries": ("ends", LAST), "keys": ("ends", LAST), "reads": ("ends", LAST),
 }  # fmt: skip
+# What makes proposals of states (n, hidden); the numbers (6, n) that it is given tell nothing.
+Head = Callable[[Tensor, Tensor], Any]
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,8 @@ class MaskedModelRunner(ModelRunner):
     cache: KVCache
 
     def __init__(self, denoiser: Denoiser, mask_id: int, engine: EngineConfig) -> None:
-        self.denoiser, self._engine, self._mask_id = denoiser, engine, mask_id
+        self.denoiser, self._engine = denoiser, engine
+        self._excluded_ids = list_excluded_ids(denoiser.config, mask_id).to(denoiser.device)
         limit_cuda_allocator(engine.memory_gib, denoiser.device)
         if engine.compile:
             denoiser.compile_layers()
@@ -147,22 +150,32 @@ class MaskedModelRunner(ModelRunner):
     @torch.inference_mode()
     def propose(self, inputs: Sequence[RowInput]) -> Callable[[], list[Proposals]]:
         with profile_stage("denoise"):
-            wanted, flags = collect_sampling_arrays(inputs, self._mask_id, self.shape)
-        hidden, (excluded_ids, numbers, *bars) = self._encode(inputs, wanted)
+            wanted, flags = collect_sampling_arrays(inputs)
+        greedy = len(wanted) == 1 and not any(flags)
+        found, (numbers, *bars) = self._encode(inputs, wanted, self._sample if greedy else None)
         with profile_stage("denoise"):
-            found = list[dict[str, Tensor]]()
-            chunks = (hidden.split(LOGITS_CHUNK_POSITIONS), numbers.split(LOGITS_CHUNK_POSITIONS, dim=1))
-            for states, part in zip(*chunks, strict=True):
-                logits = self.denoiser.compute_token_logits(states).float()
-                if bars:
-                    bar_tokens(logits, len(found) * LOGITS_CHUNK_POSITIONS, wanted[2], bars)
-                found.append(sample_proposals(logits, excluded_ids, part, *flags))
+            if isinstance(found, Tensor):
+                found = self._sample(found, numbers, flags, [*wanted[1:2], *bars])
             return gather_proposals(inputs, found)
 
+    def _sample(
+        self, states: Tensor, numbers: Tensor, flags: Sequence[bool] = (False,) * 3, bars: Any = ()
+    ) -> list[dict[str, Tensor]]:
+        """What `sample_proposals` says of states (n, hidden), in chunks; bars: what `bar_tokens` takes."""
+        found = list[dict[str, Tensor]]()
+        chunks = (states.split(LOGITS_CHUNK_POSITIONS), numbers.split(LOGITS_CHUNK_POSITIONS, dim=1))
+        for own, part in zip(*chunks, strict=True):
+            logits = self.denoiser.compute_token_logits(own).float()
+            if bars:
+                bar_tokens(logits, len(found) * LOGITS_CHUNK_POSITIONS, bars[0], bars[1:])
+            found.append(sample_proposals(logits, self._excluded_ids, part, *flags))
+        return found
+
     def _encode(
-        self, inputs: Sequence[RowInput], more: Sequence[NDArray[Any]]
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        """The states (n, hidden) of all that is asked for, and these arrays on the device."""
+        self, inputs: Sequence[RowInput], more: Sequence[NDArray[Any]], head: Head | None = None
+    ) -> tuple[Any, Sequence[Tensor]]:
+        """The states (n, hidden) of all that is asked for, or what a graph makes of them by `head`; and
+        these arrays on the device."""
         denoiser = self.denoiser
         if denoiser.compute_dtype != self.cache.memory.dtype:
             self.reset_cache()  # an autocast has begun or ended since
@@ -172,9 +185,9 @@ class MaskedModelRunner(ModelRunner):
             read = [[] if run.row is None else run.locate(inputs[run.row].states) for run in runs]
             send = None if self._graphs is None else self._graphs.send
             rows = pack_rows([run.segment for run in runs], denoiser.device, read, context, more, send)
-            hidden = denoiser.encode(rows)[0] if self._graphs is None else self._graphs.encode(rows)
+            found = denoiser.encode(rows)[0] if self._graphs is None else self._graphs.run(rows, head)
             self.cache.store_computed()
-        return hidden, rows.extra_tensors
+        return found, rows.extra_tensors
 
     @torch.inference_mode()
     def score(self, inputs: Sequence[RowInput]) -> list[float]:
@@ -190,13 +203,18 @@ class MaskedModelRunner(ModelRunner):
             return [-float(own.mean()) for own in by_row]
 
 
-def collect_sampling_arrays(
-    inputs: Sequence[RowInput], mask_id: int, shape: DenoiserConfig
-) -> tuple[list[NDArray[Any]], tuple[bool, bool, bool]]:
-    """The two arrays that `sample_proposals` takes, of all positions that are asked for, and its flags.
+def list_excluded_ids(shape: DenoiserConfig, mask_id: int) -> Tensor:
+    """The tokens (e,) that are never proposed; an autoregressive model's mask may be beyond V."""
+    found = (n for n in (mask_id, *shape.excluded_token_ids) if n < shape.vocab_size)
+    return torch.tensor([*found], dtype=torch.long)
 
-    Where tokens are barred, two more: the numbers of these positions (b,), and the tokens (b, V). An
-    autoregressive model may have no mask: then it is beyond the vocabulary.
+
+def collect_sampling_arrays(
+    inputs: Sequence[RowInput],
+) -> tuple[list[NDArray[Any]], tuple[bool, bool, bool]]:
+    """The numbers that `sample_proposals` takes, of all positions that are asked for, and its flags.
+
+    Where tokens are barred, two more arrays: the numbers of these positions (b,), and the tokens (b, V).
     """
     counts = [len(shown.positions) for shown in inputs]
     drawn = [
@@ -206,12 +224,11 @@ def collect_sampling_arrays(
     soft = np.repeat([shown.soft_threshold or (1.0, 0.5, 1.0) for shown in inputs], counts, axis=0)
     temperature = np.repeat([shown.temperature for shown in inputs], counts)
     numbers = np.concatenate((temperature[None], np.concatenate(drawn, axis=1), soft.T)).astype(np.float32)
-    never = np.array([n for n in (mask_id, *shape.excluded_token_ids) if n < shape.vocab_size], np.int64)
     acts = any(shown.soft_threshold is not None for shown in inputs)
     firsts = zip(np.cumsum(counts) - counts, (shown.barred for shown in inputs), strict=True)
     bars = zip(*((at, barred) for at, barred in firsts if barred is not None), strict=True)
     flags = any(shown.needs_entropy for shown in inputs), bool(temperature.any()), acts
-    return [never, numbers, *map(np.array, bars)], flags
+    return [numbers, *map(np.array, bars)], flags
 
 
 def bar_tokens(logits: Tensor, start: int, places: NDArray[np.int64], bars: Sequence[Tensor]) -> None:
@@ -293,7 +310,7 @@ def round_up_size(count: int, sizes_an_octave: int = SIZES_AN_OCTAVE) -> int:
     return -(-count // unit) * unit
 
 
-Graph = tuple[list[Tensor], Tensor, Callable[[], Any]]  # what a captured step reads, writes, and its replay
+Graph = tuple[list[Tensor], Callable[[], Any]]  # what a captured step reads, and what replays it
 
 
 def check_step_graphs(
@@ -302,11 +319,11 @@ def check_step_graphs(
     """Raises `ConfigError` where `engine.cuda_graphs` is set and no graph can hold the model's layers, on
     these devices and with this kernel of attention."""
     kernel = attention == "indexed" and engine.cache_dtype == "auto"
-    layers = not engine.compile and shape.experts is None and len({*devices}) == 1
+    layers = shape.experts is None and len({*devices}) == 1
     if engine.cuda_graphs and not (kernel and layers):
         raise ConfigError(
             "engine.cuda_graphs=true needs model.attn_implementation=indexed, engine.cache_dtype=auto, one "
-            "device, and neither engine.compile nor a mixture of experts"
+            "device, and no mixture of experts"
         )
 
 
@@ -317,7 +334,8 @@ class StepGraphs:
     ragged: what is missing to the size of a graph is tokens of no row, rows without tokens, and a dump that
     nobody sees as their places. All that a step reads travels in one copy. A graph knows the numbers of the
     host that it was captured with, so its key holds them all: the sizes and the longest row; all graphs go
-    when the memory has moved. Head and sampling stay eager, and so do steps of more than `MAX_TOKENS`.
+    when the memory has moved. Sampling stays eager unless it is greedy, and so do steps of more than
+    `MAX_TOKENS`.
 
     On a CPU the layers run over the same padded tensors without a graph, which is how the tests see them.
     """
@@ -351,14 +369,17 @@ class StepGraphs:
         self._sent = (*sizes.values(), *longest, *padded), len(arrays["read"]), longest, found
         return found
 
-    def encode(self, rows: PackedRows) -> Tensor:
-        """The hidden states that are read, (n, hidden), of the rows that were sent last."""
+    def run(self, rows: PackedRows, head: Head | None) -> Any:
+        """The hidden states that are read, (n, hidden), of the rows that were sent last; with `head` what
+        it makes of them, or more of them, if they have a graph."""
+        denoiser = self._denoiser
         if self._sent is None:
-            return self._denoiser.encode(rows)[0]
+            return denoiser.encode(rows)[0]
         key, reads, longest, tensors = self._sent
+        key, work = (*key, head is not None), denoiser.flop_count
         held = self._graphs.get(key)
         if held is None:
-            held = self._graphs[key] = self._capture(rows, longest, tensors)
+            held = self._graphs[key] = self._capture(rows, longest, tensors, head)
         elif self._pool is not None:  # all lie in one buffer, in the same order
             new, old = (
                 x.new_empty(0, dtype=torch.uint8).set_(x.untyped_storage())
@@ -368,9 +389,13 @@ class StepGraphs:
         else:
             for new, old in zip(tensors, held[0], strict=True):
                 old.copy_(new)
-        held[2]()
-        self._denoiser.count_work(rows)
-        return held[1][:reads]
+        found = held[1]()
+        denoiser.flop_count = work
+        denoiser.count_work(rows)
+        if head is None:
+            return found[:reads]
+        denoiser.flop_count += count_head_flops(denoiser.config, reads, denoiser.compute_dtype.itemsize)
+        return found
 
     def _pad(self, name: str, array: NDArray[Any], sizes: Mapping[str, int]) -> NDArray[Any]:
         kind, value = PADDING[name]
@@ -378,28 +403,32 @@ class StepGraphs:
             value = self._memory.capacity if value == DUMP else array[-1]
         return np.concatenate((array, np.full(sizes[kind] - len(array), value, dtype=array.dtype)))
 
-    def _capture(self, rows: PackedRows, longest: list[int], tensors: list[Tensor]) -> Graph:
-        """Captures the layers over these tensors, after one run that sets up kernels and libraries."""
-        denoiser, work = self._denoiser, self._denoiser.flop_count
+    def _capture(
+        self, rows: PackedRows, longest: list[int], tensors: list[Tensor], head: Head | None
+    ) -> Graph:
+        """Captures a step over these tensors, after one run that sets up kernels and libraries."""
         sight, last = rows.attention_metadata, rows.last_layer_metadata
         whole = replace(sight, query_lengths=(longest[0],))
         top = whole if last is sight else replace(last, query_lengths=(longest[1],))
         shown = replace(rows, attention_metadata=whole, last_layer_metadata=top)
+
+        def compute() -> Any:
+            states = self._denoiser.encode(shown)[0]
+            return states if head is None else head(states, states.new_zeros((6, len(states))))
+
         if self._pool is None:
-            output = denoiser.encode(shown)[0]
+            return tensors, compute
+        aside = torch.cuda.Stream(self._denoiser.device)
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            compute()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = compute()
 
-            def replay() -> Any:
-                output.copy_(denoiser.encode(shown)[0])
+        def replay() -> Any:
+            graph.replay()
+            return output
 
-        else:
-            aside = torch.cuda.Stream(denoiser.device)
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):
-                denoiser.encode(shown)
-            torch.cuda.current_stream().wait_stream(aside)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                output = denoiser.encode(shown)[0]
-            replay = graph.replay
-        denoiser.flop_count = work
-        return tensors, output, replay
+        return tensors, replay

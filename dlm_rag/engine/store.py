@@ -3,8 +3,7 @@
 An entry is a safetensors file, named by a digest of all that its numbers depend on, so that a change of one
 byte is another entry. Its checksum covers that name, its dtype and its shape, and is verified at every
 read. It is written under another name and renamed: a kill or a full disk leaves no half entry, and two
-writers of one entry write the same. It is read and not mapped: a file that is cut short would end a process
-that maps it.
+writers of one entry write the same. It is read, not mapped: a truncated file would end such a process.
 """
 
 import json
@@ -48,8 +47,7 @@ class EvidenceStore:
     """Keys and values of segments below `folder`; it takes no more once its disk is nearly full.
 
     context: what the numbers depend on besides the segment (`describe_context`). token: what is kept of
-    one token, (N, 2, 1, Hk, D). Any number of processes may share a
-    folder.
+    one token, (N, 2, 1, Hk, D). Any number of processes may share a folder.
     """
 
     def __init__(self, folder: Path, context: str, token: Tensor) -> None:
@@ -96,8 +94,7 @@ class EvidenceStore:
         return f"engine.store is read{damaged}{', the disk takes no more' if self.is_full else ''}"
 
     def get(self, segment: Segment) -> Tensor | None:
-        """Returns the tensor of a segment in host memory; None where it is not there, or damaged: such an
-        entry is removed."""
+        """Returns a segment's tensor in host memory; None where it is missing or damaged (then removed)."""
         path, shape = self.path(segment), [*self._token.shape]
         shape[2] = len(segment.ids)
         try:
@@ -151,8 +148,7 @@ def _checksum(path: Path, kept: Tensor) -> list[int]:
 
 
 def check_store(engine: EngineConfig) -> Path | None:
-    """Returns the folder of the store, if there is to be one; raises `ConfigError` where it cannot be
-    written."""
+    """Returns the store's folder, None without a store; raises `ConfigError` where it cannot be written."""
     if engine.store is None:
         return None
     folder = make_folder(expand_path(engine.store, ConfigError, "engine.store"), "engine.store=")

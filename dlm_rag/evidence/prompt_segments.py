@@ -151,8 +151,7 @@ def lay_out_prompt(
     """Lays a prompt out for a denoiser, in its own layout and order where no others are named.
 
     Where the state before a block predicts its first token, the last prompt token runs with the canvas.
-    Where attention runs in blocks, a prompt whose passages are not separate does too: `joint` and `prefix`
-    are the same.
+    With attention in blocks, a prompt of passages that are not separate has them too: `joint` is `prefix`.
     """
     own, block = EVIDENCE_LAYOUTS[layout or shape.evidence_layout], shape.block_size
     order = finished_block_context or shape.finished_block_context

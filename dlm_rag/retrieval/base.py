@@ -1,8 +1,7 @@
 """Queries, the retrievers that answer them with ranked passages, and retrievers made of others.
 
 Query policies say what becomes a search query, as pure functions of texts. `QUERIES` names them; a function
-of one's own, `decode.query_policy=module:function`, takes what those of the table take, and may return a
-text.
+of one's own, `decode.query_policy=module:function`, takes the same arguments, and may return a text.
 """
 
 import re
@@ -40,8 +39,7 @@ class Query:
     """One information need in two forms.
 
     - text: a bag of words for sparse retrieval.
-    - parts: short texts with one topic each for dense retrieval: the vector of one long text matches none
-      of its topics well.
+    - parts: short texts of one topic for dense retrieval: the vector of a long text matches no topic well.
     """
 
     text: str

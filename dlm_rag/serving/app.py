@@ -1,7 +1,6 @@
 """The application: what is at which address (docs/reference/http.md), and the queue in front of the engine.
 
-Rows join and leave between steps; who comes first is served first. Steps run on a thread, everything else
-on the event loop.
+Rows join and leave between steps, first come, first served. Steps run on a thread, the rest on the loop.
 """
 
 import asyncio

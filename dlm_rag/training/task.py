@@ -1,7 +1,6 @@
 """An objective: what a trainer, a plan and the checks of settings ask of it.
 
-An objective is a subclass of `Task` in `TASKS`, or of the user's own as `train.objective=module:Class`.
-Nothing else names it.
+An objective is a subclass of `Task`, named in `TASKS` alone, or one's own, `train.objective=module:Class`.
 """
 
 from __future__ import annotations

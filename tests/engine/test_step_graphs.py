@@ -18,20 +18,24 @@ def test_sizes_are_few_and_near():
 
 
 @pytest.mark.slow
-def test_padded_steps_decode_the_same_tokens_whatever_padding_reads():
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 1}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_padded_steps_decode_the_same_tokens_whatever_padding_reads(settings, compiled):
     plain = dlm_rag.load("dlm_rag/shipped/model", top_k=2)
     questions = [f"In which city is {passage.title}?" for passage in plain.retriever.corpus[:2]]
-    before = plain.decode(questions, batch_size=2)
-    settings = {"top_k": 2, "attn_implementation": "indexed", "cuda_graphs": True}
-    graphed = dlm_rag.load("dlm_rag/shipped/model", **settings)
+    before = plain.decode(questions, batch_size=2, **settings)
+    engine = {"attn_implementation": "indexed", "cuda_graphs": True, "compile": compiled}
+    graphed = dlm_rag.load("dlm_rag/shipped/model", top_k=2, **engine)
     memory = graphed.model_runner.cache.memory
     for layer in range(graphed.denoiser.config.num_hidden_layers):
         memory.layer(layer).fill_(float("nan"))
-    after = graphed.decode(questions, batch_size=2)
+    work = [decoder.denoiser.flop_count for decoder in (plain, graphed)]
+    after = graphed.decode(questions, batch_size=2, **settings)
     for one, other in zip(before, after, strict=True):
         assert list_commits(one) == list_commits(other)
     graphs, steps = len(graphed.model_runner._graphs._graphs), sum(len(one.steps) for one in after)
     assert 0 < graphs < steps, "sizes come again"
+    assert graphed.denoiser.flop_count - work[1] == pytest.approx(plain.denoiser.flop_count)
 
 
 def list_commits(rollout):
