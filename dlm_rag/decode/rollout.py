@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -46,6 +47,7 @@ _OWN_WORDS = {*_REASON_BY_WORD, "yes"}  # of answers: these need no passage; nor
 # How sure an answer is: its confidence, times this power of the share of the question's words that passages
 # have, a fifth more for each nat of relevance above the usual one.
 ASKED_WORDS_POWER, RELEVANCE_WEIGHT, USUAL_RELEVANCE = 0.3, 0.2, 2.0
+_find_words = lru_cache(1024)(lambda text: frozenset(split_words(text)))  # of passages, which come again
 
 
 class ClosestPassage(TypedDict):
@@ -446,16 +448,15 @@ def cite_passages(
     token_spans, commit_steps: per token of the response its character range and commit step.
     evidence_at: ids of the passages in context at a step, in rank order; texts: by id.
 
-    A passage holds a word when it was in context at every step that committed a token of the word,
-    and contains it. Of the passages the fewest are taken: first the one that holds most words of
-    the sentence, then whichever adds most words that are not in the question, while one does (of
-    equals the one whose word comes first). Each is cited with the last step that committed one of
-    its words. Words held by none are listed.
+    A passage holds a word when it contains it and was in context at every step that committed a token of
+    it. As few passages as possible are taken: first the one that holds most words of the sentence, then
+    those that add most words that are not in the question (of equals the one whose word comes first). Each
+    is cited with the last step that committed one of its words. Words held by none are listed.
 
     In the form `titled`, only passages that are named are cited: for a title those that have it, for the
     answer all of them. For a title whose passage was found after it was written, what was in context is.
     """
-    passage_words = {name: frozenset(split_words(text)) for name, text in texts.items()}
+    passage_words = {name: _find_words(text) for name, text in texts.items()}
     asked = frozenset(split_words(question))
 
     def find_holders(word: str, span: Span, citable: Collection[str]) -> HeldWord:

@@ -71,7 +71,8 @@ class Canvas:
     @property
     def first_masked(self) -> int:
         """The first masked position; the length where there is none."""
-        return int(np.argmax(self.masked)) if self.masked.any() else self.length
+        first = int(self.masked.argmax())
+        return first if self.masked[first] else self.length
 
     @property
     def first_mutable(self) -> int:
@@ -136,8 +137,8 @@ class Canvas:
 
     def is_finished(self, end_ids: Collection[int]) -> bool:
         """Whether the text is certain: nothing may change, or nothing before a committed end token."""
-        before = self.ids[: self.first_mutable]
-        return len(before) == self.length or bool(np.isin(before, list(end_ids)).any())
+        before = self.ids[: self.first_mutable].tolist()
+        return len(before) == self.length or not frozenset(before).isdisjoint(end_ids)
 
 
 def make_canvas(

@@ -40,6 +40,8 @@ class Proposals:
 
     def subset(self, keep: NDArray[np.bool_] | IndexArray) -> "Proposals":
         """The proposals selected by a mask or by indices."""
+        if keep.dtype == bool and keep.all():
+            return self
         own = {name: values[keep] for name, values in vars(self).items() if name != "extra"}
         return Proposals(**own, extra={name: values[keep] for name, values in self.extra.items()})
 

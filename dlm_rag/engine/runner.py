@@ -174,8 +174,7 @@ class MaskedModelRunner(ModelRunner):
     def _encode(
         self, inputs: Sequence[RowInput], more: Sequence[NDArray[Any]], head: Head | None = None
     ) -> tuple[Any, Sequence[Tensor]]:
-        """The states (n, hidden) of all that is asked for, or what a graph makes of them by `head`; and
-        these arrays on the device."""
+        """The states (n, hidden) that are asked for, or what a graph's `head` made of them; and `more`."""
         denoiser = self.denoiser
         if denoiser.compute_dtype != self.cache.memory.dtype:
             self.reset_cache()  # an autocast has begun or ended since
@@ -334,8 +333,7 @@ class StepGraphs:
     ragged: what is missing to the size of a graph is tokens of no row, rows without tokens, and a dump that
     nobody sees as their places. All that a step reads travels in one copy. A graph knows the numbers of the
     host that it was captured with, so its key holds them all: the sizes and the longest row; all graphs go
-    when the memory has moved. Sampling stays eager unless it is greedy, and so do steps of more than
-    `MAX_TOKENS`.
+    when the memory has moved. Sampling that is not greedy stays eager; so do steps of over `MAX_TOKENS`.
 
     On a CPU the layers run over the same padded tensors without a graph, which is how the tests see them.
     """

@@ -40,8 +40,7 @@ def compute_f1(prediction: str, golden_answers: Iterable[str], rule: str = "squa
     """The best word-level F1 over the golden answers, as `_normalize` has them.
 
     rule: "squad" (Rajpurkar et al. 2016), or "hotpotqa": 0 where one side is yes, no or noanswer and the
-    other is not, as the official scripts of HotpotQA (Yang et al. 2018) and 2WikiMultiHopQA (Ho et al.
-    2020) have it.
+    other is not, as the scripts of HotpotQA (Yang et al. 2018) and 2WikiMultiHopQA (Ho et al. 2020) do.
     """
     best = 0.0
     for ours, theirs in (_normalize(prediction, answer) for answer in golden_answers):

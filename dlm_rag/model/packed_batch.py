@@ -343,8 +343,7 @@ def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
 
 
 def start_gather(tensors: Sequence[Tensor]) -> Callable[[], list[NDArray[Any]]]:
-    """Starts one copy of tensors (n,) of one device to the host; what is returned waits for their contents,
-    each with its dtype."""
+    """Starts one copy of tensors (n,) of a device to the host; what is returned waits for the contents."""
     if not tensors[0].is_cuda:
         arrays = [to_host(tensor) for tensor in tensors]
         return lambda: arrays

@@ -1,7 +1,6 @@
 """Chat completions, and the stream of the page: what is asked, read by pydantic, and the reply to it.
 
-Nothing is ignored silently: a field that cannot be honoured is refused by name, unless its value asks for
-what happens anyway.
+No field is ignored silently: what cannot be honoured is refused, unless it asks for what happens anyway.
 """
 
 import copy
