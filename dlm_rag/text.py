@@ -19,6 +19,10 @@ FUNCTION_WORDS = frozenset(
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # It begins where blanks begin, never within them: a run of blanks is looked at once.
 _SENTENCE_END = re.compile(r"(?<!\s)(?:(?<=[.!?])\s+(?:#{3,}\s*)*+|\s*+(?:#{3,}\s*)++|(?>\s*\n)\s*+)")
+_BARE_LETTERS = str.maketrans(
+    {"æ": "ae", "œ": "oe", "þ": "th", "ø": "o", "ł": "l", "đ": "d", "ð": "d", "ı": "i"}
+)
+_SIGNS = re.compile("(?<=[a-z])[\u0300-\u036f]+")
 _BRACKET = re.compile(r" ?\([^()]*\)$")
 MARKS = "".join(  # combining marks of every script of the basic plane: no letters to Python's `\\w`
     chr(code)
@@ -50,6 +54,14 @@ def normalize_text(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
+def strip_signs(text: str) -> str:
+    """The text in small letters, Latin ones without accents and strokes: "Łódź" as lodz."""
+    if text.isascii():
+        return text.lower()
+    plain = unicodedata.normalize("NFD", text.casefold().translate(_BARE_LETTERS))
+    return unicodedata.normalize("NFC", _SIGNS.sub("", plain))
+
+
 def get_title_line(text: str) -> str:
     """The first line of a passage, which is its title where it has one."""
     return text.strip().partition("\n")[0].strip('"')
@@ -78,12 +90,14 @@ def find_title_spans(titles: str) -> list[tuple[int, int]]:
 def find_named_passages(titles: str, passages: Mapping[str, str], question: str) -> set[str]:
     """The ids of the passages whose title is one of `titles`, which semicolons keep apart.
 
-    Words are compared, and "Hot Rod" names `Hot Rod (film)`. A first line that is all of the text, or has
-    more than `MAX_TITLE_WORDS` words, is no title: such a passage is named by words that it begins with.
+    Words are compared, without accents, and "Hot Rod" names `Hot Rod (film)`. A first line that is all of
+    the text, or longer than `MAX_TITLE_WORDS`, is no title: such a passage is named by its first words.
     Any is named by words right after its title, unless these name another so or one of them alone is in
     the title; one whose title has a semicolon by all parts of it. Words of the question in a row that name
     none so name all that have them.
     """
+    titles, question = strip_signs(titles), strip_signs(question)
+    passages = {name: strip_signs(text) for name, text in passages.items()}
     parts = {fold_words(titles[slice(*span)]) for span in find_title_spans(titles)}
 
     def find_parts(text: str) -> set[str]:
@@ -154,8 +168,9 @@ def clip_text(text: str) -> str:
 
 def count_held_words(question: str, texts: Iterable[str]) -> float:
     """The share of a question's content words that texts have, by their first `SAME_LETTERS`."""
-    held = {word[:SAME_LETTERS] for text in texts for word in split_words(text)}
-    asked = [word[:SAME_LETTERS] for word, _ in content_words(question, 0, len(question))]
+    held = {word[:SAME_LETTERS] for text in texts for word in split_words(strip_signs(text))}
+    bare = strip_signs(question)
+    asked = [word[:SAME_LETTERS] for word, _ in content_words(bare, 0, len(bare))]
     return sum(word in held for word in asked) / len(asked) if asked else 1.0
 
 

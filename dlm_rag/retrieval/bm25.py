@@ -58,6 +58,7 @@ from dlm_rag.text import (
     get_title_line,
     normalize_text,
     strip_disambiguation,
+    strip_signs,
 )
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,15 @@ _LETTER_FORMS: dict[int, Any] = str.maketrans("ςάέήίϊΐόύϋΰώёأإآ�
 _DIGITS = ((chr(code), unicodedata.decimal(chr(code), None)) for code in range(0x660, 0x1A9A))
 _LETTER_FORMS |= {ord(char): str(digit) for char, digit in _DIGITS if digit is not None}
 _LETTER = re.compile(rf".[{MARKS}]*")
+# Letters with signs, by language; of Vietnamese, where most have one, words of a syllable.
+_VIETNAMESE = "àáâãèéêìíòóôõùúýăđĩũơư" + "".join(map(chr, range(0x1EA1, 0x1EFA, 2)))
+_ALPHABETS = (
+    "àâæçéèêëîïôœùûü", "äöüß", "áàâãçéêíóôõúñü", "áčďéěíňóřšťúůýž", "áäčďéíĺľňóôŕšťúýž", "ąćęłńóśźż",
+    "áéíóöőúüű", "âçğıîöşüû", "ăâîșşțţ", "åäæöø", "áæéíóöúýðþ", "āčēģīķļņšūž", "ąčęėįšųūž", "čćđšž",
+    "àèéìòù", _VIETNAMESE,
+)  # fmt: skip
+_SYLLABLE = re.compile("[b-df-hj-np-tvx]{0,3}[aeiouy]{1,3}[cghmnpt]{0,2}")  # of Vietnamese
+MAX_SIGNED_LETTERS, MAX_SIGNED_WORD = 3, 16  # letters with signs of a word, letters in all
 # Left out, as bm25s does.
 _STOP_WORDS = frozenset(STOPWORDS_EN)
 _function: Callable[[Any], Any]  # of a worker
@@ -134,10 +144,19 @@ class BM25Retriever(CorpusRetriever):
             return [next(found) if ids else {} for ids in asked]
 
     def _find_word_ids(self, text: str) -> list[int]:
-        """The ids of the terms of a text that the corpus has, in order, repeated ones kept."""
-        hashes = hash_words(extract_terms(text, self._stemmer))
+        """The ids of the terms of a text that the corpus has, in order, repeated ones kept; for another
+        term those of all that differ from it in the signs on letters alone."""
+        found = [[n] for n in self._look_up(hash_words(extract_terms(text, self._stemmer)))]
+        if [-1] in found:
+            for n, word in enumerate(extract_terms(text)):
+                if found[n] == [-1]:
+                    found[n] = self._look_up(_hash_spellings(word, self._stemmer))
+        return [n for ids in found for n in ids if n >= 0]
+
+    def _look_up(self, hashes: np.ndarray) -> list[int]:
+        """The id of each word, -1 for one that the corpus lacks."""
         ids = np.searchsorted(self._words, hashes).clip(max=len(self._words) - 1)
-        return ids[self._words[ids] == hashes].tolist()
+        return np.where(self._words[ids] == hashes, ids, -1).tolist()
 
     def _search_ids(self, asked: list[list[int]], depth: int) -> list[dict[int, float]]:
         if not asked:
@@ -257,6 +276,36 @@ def extract_terms(text: str, stemmer: str = "none") -> list[str]:
 @lru_cache(1 << 18)
 def _stem_english(word: str) -> str:
     return EnglishStemmer().stemWord(word)  # its own, for one is not safe in several threads
+
+
+@lru_cache(1 << 10)
+def _hash_spellings(word: str, stemmer: str) -> np.ndarray:
+    """The hashes of a word without the signs on its letters, and of all that it may have with some."""
+    plain = strip_signs(word)
+    found = {plain, *extract_terms(plain, stemmer)} if plain.isascii() else set[str]()
+    for bare in [*found] if len(plain) <= MAX_SIGNED_WORD else ():
+        for alphabet in _ALPHABETS:
+            if alphabet is not _VIETNAMESE or _SYLLABLE.fullmatch(bare):
+                found |= _add_signs(bare, alphabet)
+    return hash_words(sorted(found))
+
+
+def _add_signs(word: str, alphabet: str) -> set[str]:
+    """A word with signs on some letters; "ss" may be one, as others that are written with two."""
+    forms: dict[str, str] = {}
+    for letter in alphabet:
+        forms[strip_signs(letter)] = forms.get(strip_signs(letter), "") + letter
+    begun = [[("", 0)]]  # the beginnings of each length, and how many signs each has
+    for end, letter in enumerate(word, start=1):
+        signed = [
+            (start + form, signs + 1)
+            for size in (1, 2)[:end]
+            for start, signs in begun[end - size]
+            if signs < MAX_SIGNED_LETTERS
+            for form in forms.get(word[end - size : end], "")
+        ]
+        begun.append([(start + letter, signs) for start, signs in begun[-1]] + signed)
+    return {spelled for spelled, _ in begun[-1]}
 
 
 def _extract_passage_terms(text: str, stemmer: str, title_weight: int) -> list[str]:

@@ -79,6 +79,7 @@ NAMED = {
     "half": "Emma; or, a Draft\nThe Boat has the draft of 1816.",
     "boat": "The Boat\nThe Boat is a play by Olga Ives.",
     "short": "Night Ferry is a film directed by David Eady.",
+    "town": "Zürich\nZürich has been a town since 1218.",
     "note": "The centrifuge of the second floor was repaired on Tuesday by Olga and it runs again",
 }
 
@@ -101,6 +102,7 @@ NAMED = {
         ("The Boat has the draft ### 1816", ""),  # behind a title that says little
         ("The Boat ### 1816", "not_named"),  # a title names what has it alone
         ("Olga ### Tuesday", "not_named"),
+        ("Zurich ### 1218", ""),
         ("Emma ### unknown", "no_passage"),
         ("Emma; Jane Austen", "no_answer"),
     ],
@@ -128,7 +130,7 @@ def test_an_answer_is_less_sure_where_its_passages_say_little_of_the_question():
     """By hand: two of three words are missing; a nat less of relevance."""
     rollout = answered("Emma ### 1815", "answer", NAMED, "titled")
     rollout.confidence = 0.9
-    known, less, fifth = "When was Emma published?", "When was Emma printed in York?", math.e**-0.2
+    known, less, fifth = "When was Émma published?", "When was Emma printed in York?", math.e**-0.2
     cases = (known, None, 0.9), (less, None, 0.9 * 3**-0.3), (known, 2.0, 0.9), (known, 1.0, 0.9 * fifth)
     for question, relevance, sure in cases:
         rollout.question, rollout.relevance = question, relevance

@@ -32,6 +32,12 @@ SCRIPTS = [
     (["Ankara", "İstanbul'un tarihi", "İzmir"], "istanbul"),
     (["東京タワー", "スカイツリーの高さ", "富士山"], "ｽｶｲﾂﾘｰ"),
     (["Paris", "Café Zöe".replace("é", "e\u0301"), "Rome"], "café"),
+    (["Paris is big", "Zürich is big", "Rome is big"], "zurich"),
+    (["Ada", "The Brontë of Łódź", "Eve"], "Bronte"),
+    (["Ada", "The Brontë of Łódź", "Eve"], "Lodz"),
+    (["bún", "phở bò Việt", "Paris"], "pho viet"),
+    (["Parisstrasse", "Bahnhofstrasse", "Stras"], "bahnhofstraße"),
+    (["Oslo", "Ærøskøbing", "Aro"], "aeroskobing"),
 ]
 
 
@@ -40,9 +46,10 @@ def test_bm25_finds_every_script(tmp_path, texts, question):
     corpus = write_jsonl_file(
         tmp_path / "c.jsonl", [{"id": str(n), "contents": text} for n, text in enumerate(texts)]
     )
-    retriever = load_retriever(str(corpus), top_k=1, index_dir=str(tmp_path / "index"))
-    ((row,),) = retriever.rank([Query(question, (question,))], 1)
-    assert row == 1
+    for stemmer in ("none", "english"):
+        settings = {"bm25_stemmer": stemmer, "index_dir": str(tmp_path / "index")}
+        ((row,),) = load_retriever(str(corpus), **settings).rank([Query(question, (question,))], 1)
+        assert row == 1
 
 
 def test_terms_of_english_are_those_of_bm25s():
