@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 from dlm_rag.cli import print_note
@@ -189,7 +190,7 @@ def _parse_question(row: dict[str, Any], place: str) -> Question:
     return Question(
         id=own,
         question=text,
-        golden_answers=tuple(dict.fromkeys((*answers, *others))),
+        golden_answers=tuple(dict.fromkeys((*_read_choices(row, answers, place), *others))),
         supporting_ids=_parse_texts(row, "supporting_ids", place),
         supporting_titles=record_readers.list_supporting_titles(row, place, QuestionError),
         hops=record_readers.count_hops(row, own) if hops is None else int(float(hops)),
@@ -197,6 +198,22 @@ def _parse_question(row: dict[str, Any], place: str) -> Question:
         labels=tuple(labels),
         place=place,
     )
+
+
+def _read_choices(row: dict[str, Any], answers: tuple[str, ...], place: str) -> tuple[str, ...]:
+    """The answers; of a multiple choice (MMLU, ARC) the texts that they name by label, or number from 0."""
+    given, said = row.get("choices", row.get("options")), get_field(row, "golden_answers")[1]
+    own = isinstance(given, dict) and given.get("label")
+    texts = given.get("text") if isinstance(given, dict) else given
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        return answers
+    labels = own or [*ascii_uppercase[: len(texts)], *range(len(texts))]
+    by_label = dict(zip(map(str, labels), texts * 2, strict=False))
+    named = dict(zip(texts, texts, strict=True))
+    named = by_label | named if isinstance(said, str) and not own else named | by_label
+    if wrong := [answer for answer in answers if answer not in named]:
+        raise QuestionError(f"{place}: the answer '{wrong[0]}' names no choice: give its label or its text")
+    return tuple(named[answer] for answer in answers)
 
 
 def _parse_texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]:
@@ -223,6 +240,7 @@ def _parse_texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]
         texts = [] if None in texts else texts
     if field in ("golden_answers", "answer_aliases"):
         spelled = list[Any]()
+        texts = [item.get("text") if isinstance(item, dict) else item for item in texts]  # SQuAD's
         for item in texts:  # a truth value is its word; of a text that says it, as tables do, both
             word = {"true": "yes", "false": "no"}.get(str(item).strip().lower())
             spelled += [item] if word is None else [word] if isinstance(item, bool) else [word, item]

@@ -38,7 +38,7 @@ SUPPORTED_FORMATS = (
 FIELD_ALIASES = {
     "id": ("id", "_id", "question_id", "questionid", "wikipedia_id"),  # TriviaQA, KILT
     "question": ("question", "text", "query", "input"),  # BEIR's queries, MS MARCO, KILT
-    "golden_answers": ("golden_answers", "answers", "answer", "possible_answers"),
+    "golden_answers": ("golden_answers", "answers", "answer", "possible_answers", "answerkey"),
     "answer_aliases": ("answer_aliases",),
     "supporting_ids": ("supporting_ids", "supporting_docs"),
     "contents": ("contents", "text", "page_content"),  # the last: LangChain
@@ -300,13 +300,26 @@ def _read_json_items(file: IO[bytes], path: str, error: type[UserError]) -> Iter
     if isinstance(found, dict):
         lists = [value for value in found.values() if isinstance(value, list)]
         lists = [value for value in lists if any(isinstance(item, dict) for item in value)]
-        found = lists[0] if len(lists) == 1 else None
+        found = _flatten_squad(lists[0]) if len(lists) == 1 else None
     if not isinstance(found, list):
         raise error(f"{path} holds no list of objects, or more than one: leave one")
     for number, item in enumerate(found, start=1):
         if not isinstance(item, dict):
             raise error(f"{path}, item {number} is not a JSON object")
         yield f"{path}, item {number}", item
+
+
+def _flatten_squad(articles: list[Any]) -> list[Any]:
+    """The questions of SQuAD as published, each with its context; other items as they are."""
+    try:
+        return [
+            {**asked, "title": article.get("title"), "context": paragraph["context"]}
+            for article in articles
+            for paragraph in article["paragraphs"]
+            for asked in paragraph["qas"]
+        ]
+    except (KeyError, TypeError):
+        return articles
 
 
 def flatten_layout(row: dict[str, Any]) -> dict[str, Any]:
@@ -363,6 +376,9 @@ def list_context_passages(
 ) -> list[tuple[str, str]] | None:
     """Title and text of each passage that comes with a question; None where none can come with it."""
     row = flatten_layout(row)
+    context = row.get("context")  # of SQuAD, with its title
+    if isinstance(context, str) and get_field(row, "question")[1] is not None:
+        row["context"] = [[get_field(row, "title")[1] or "", context]]
     name = next((key for key in ("context", "paragraphs") if isinstance(row.get(key), list | dict)), None)
     if name is None:
         return None

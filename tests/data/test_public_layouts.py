@@ -138,7 +138,24 @@ TRIVIA = {
     "QuestionId": "tc_8",
 }
 TRIVIA_READ = Question("tc_8", "Who?", ("Tulm", "A. Tulm"))
+# As published, and as the hub has it.
+ASKED = {"id": "56be", "question": "Who wrote Parn?", "is_impossible": False}
+SQUAD = ASKED | {"answers": [{"text": "Tulm", "answer_start": 8}, {"text": "Tulm", "answer_start": 8}]}
+SQUAD_ROW = ASKED | {"title": "Tulm", "context": "Parn is by Tulm.", "answers": {"text": ["Tulm"]}}
+PARAGRAPHS = [
+    {"qas": [SQUAD], "context": "Parn is by Tulm."},
+    {"qas": [{**ASKED, "id": "56bf", "is_impossible": True, "answers": []}], "context": "Orra is a lake."},
+]
+SQUAD_FILE = {"version": "v2.0", "data": [{"title": "Tulm", "paragraphs": PARAGRAPHS}]}
+CHOICES = ["Orra", "Tulm", "1"]
 CASES = {
+    "squad": ("dev-v2.0.json", as_json(SQUAD_FILE), [Question("56be", "Who wrote Parn?", ("Tulm",))]),
+    **{f"choices {n}": ("q.jsonl", as_lines([{"id": "a", "question": "Who?", **row}]),
+     [Question("a", "Who?", ("Tulm",) if row.get("answer") != "1" else ("1",))]) for n, row in enumerate((
+        {"choices": CHOICES, "answer": 1}, {"options": CHOICES, "answer": "B"},
+        {"choices": CHOICES, "answer": "Tulm"}, {"choices": CHOICES, "answer": "1"},
+        {"choices": {"text": CHOICES, "label": ["2", "1", "3"]}, "answerKey": "1"},
+     ))},
     "hotpotqa distractor": ("hotpot_dev_distractor_v1.json", as_json([HOTPOT]), [HOTPOT_READ]),
     "hotpotqa fullwiki test": ("hotpot_test_fullwiki_v1.json",
      as_json([changed(HOTPOT, ("answer", "supporting_facts", "type", "level"))]),
@@ -244,6 +261,8 @@ PARTS = [
         ("h.json", as_json([HOTPOT, changed(TWOWIKI, question="?")]), [RIVER, AUTHOR, LAKE, NOVEL]),
         ("f.jsonl", as_lines([flashrag_form(TWOWIKI, "content")]), [AUTHOR, NOVEL, RIVER]),
         ("m.jsonl", as_lines([MUSIQUE, MORE]), PARTS),
+        ("s.json", as_json(SQUAD_FILE), [("Tulm", "Parn is by Tulm."), ("Tulm#2", "Orra is a lake.")]),
+        ("s.jsonl", as_lines([SQUAD_ROW]), [("Tulm", "Parn is by Tulm.")]),
     ],
 )
 def test_the_passages_that_come_with_questions_are_a_corpus(tmp_path, name, content, expected):
