@@ -36,7 +36,7 @@ from dlm_rag.config.sections import (
     ServingConfig,
     TrainConfig,
 )
-from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
+from dlm_rag.errors import ConfigError, suggest_nearest, suggest_setting, summarize_error
 from dlm_rag.files.paths import find_companion_folder
 
 _WORKERS = re.compile(r"[1-9]\d{0,2}|auto|ray://[^\s/:]+:\d{1,5}/?|ray://\[[0-9a-fA-F:]+\]:\d{1,5}/?")
@@ -183,6 +183,4 @@ def _explain_unknown_key(key: str, origin: str) -> str:
     keys, (section, _, leaf) = list(list_setting_fields()), key.rpartition(".")
     if key in keys:  # as a file cannot write it
         return f"unknown key '{key}' in {origin}: write `{section}: {{{leaf}: VALUE}}`"
-    same_leaf = [known for known in keys if known.rpartition(".")[2] == leaf]
-    hint = f" (nearest: '{same_leaf[0]}')" if same_leaf else suggest_nearest(key, keys)
-    return f"unknown key '{shorten_value(key)}' in {origin}{hint}"
+    return f"unknown key '{shorten_value(key)}' in {origin}{suggest_setting(key, keys)}"

@@ -31,7 +31,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
+from dlm_rag.errors import ConfigError, suggest_nearest, suggest_setting, summarize_error
 
 log = logging.getLogger(__name__)
 SET = object()  # in `only_with`: any value but null, 0, false and the empty one
@@ -125,7 +125,7 @@ def settings_dataclass(holder: type[Settings]) -> type[Settings]:
     def init(self: Settings, *args: Any, **values: Any) -> None:
         names = [item.name for item in dataclasses.fields(made)]
         if unknown := [name for name in values if name not in names]:
-            nearest = suggest_nearest(unknown[0], names)
+            nearest = suggest_setting(unknown[0], names)
             raise ConfigError(f"{made.__name__} has no setting '{unknown[0]}'{nearest}")
         paths = {name: str(value) for name, value in values.items() if isinstance(value, PurePath)}
         try:

@@ -146,6 +146,7 @@ class Rollout(NamesRemedy):
         "json": "to_dict()", "model_dump": "to_dict()", "to_json": "to_dict()", "error_message": "error",
         "to_pandas": "pandas.DataFrame(rollout.to_rows())", "trace": "steps", "history": "steps",
         "num_steps": "len(rollout.steps)", "queries": "steps[n].query",
+        "logprobs": "steps[n].committed[m].log_prob",
     } | dict.fromkeys(("scores", "score", "probability"), "confidence")  # fmt: skip
 
     id: str

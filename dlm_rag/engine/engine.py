@@ -18,7 +18,7 @@ from dataclasses import asdict, fields
 from functools import cached_property
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from dlm_rag.cli import print_note
 from dlm_rag.config import Config, DecodeConfig, EngineConfig
@@ -37,7 +37,7 @@ from dlm_rag.engine.row import Row, Ticket, make_canvas
 from dlm_rag.engine.rules import find_rule
 from dlm_rag.engine.runner import DecoderStats, MaskedModelRunner, ModelRunner
 from dlm_rag.engine.step import LaunchedStep, Searches, finish_step, launch_step
-from dlm_rag.errors import ConfigError, NamesRemedy, suggest_nearest
+from dlm_rag.errors import ConfigError, NamesRemedy, suggest_setting
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.files.hub import MODEL_NAME, READER, SHIPPED_FOLDER, WORLD_MODELS
 from dlm_rag.machine import choose_device, choose_dtype, use_one_thread_after_fork
@@ -54,12 +54,6 @@ from dlm_rag.tokenizer import Tokenizer
 
 SECTIONS = ("model", "retrieval", "decode", "engine")  # whose settings `load` takes, by their bare names
 WORLD_CORPUS = SHIPPED_FOLDER / "world" / "corpus.jsonl"
-INSTEAD = {"torch_dtype": "dtype", "k": "top_k", "n_docs": "top_k", "max_length": "max_new_tokens",
-           "max_tokens": "max_new_tokens", "documents": "corpus", "texts": "corpus", "retriever": "corpus",
-           "threshold": "commit_threshold", "do_sample": "temperature", "tokenizer": "model",
-           **dict.fromkeys(("steps", "num_steps"), "steps_per_block"),
-           **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "quantize")}  # fmt: skip
-
 _tickets = count(1)  # of all engines of the process: a retriever may serve several
 
 
@@ -71,15 +65,16 @@ class Decoder(NamesRemedy):
     layout that the prompt template cannot have.
     """
 
-    _instead = dict.fromkeys(
-        ("generate", "answer", "chat", "run", "predict", "query", "invoke", "pipe", "eval"), "ask(question)"
-    ) | {
-        "cuda": 'dlm_rag.load(model, corpus, device="cuda")', "retrieve": "decoder.retriever.search(text)",
-        "to": 'dlm_rag.load(model, corpus, device="cuda")', "search": "decoder.retriever.search(text)",
+    _instead: ClassVar = {
+        **dict.fromkeys("generate answer chat run predict query pipe".split(), "ask(question)"),
+        "invoke": "ask(question)", "ainvoke": "ask(question)", "eval": "the decoder as it is",
+        **dict.fromkeys(("cuda", "to", "half"), 'dlm_rag.load(model, corpus, device="cuda")'),
+        **dict.fromkeys(("retrieve", "search"), "decoder.retriever.search(text)"),
+        **dict.fromkeys(("batch", "abatch", "batch_decode"), "decode(questions)"),
+        **dict.fromkeys(("generate_stream", "astream"), "stream(questions, on_step)"),
+        **{name: f"denoiser.{name}" for name in ("device", "dtype", "parameters", "save_pretrained")},
         "add_documents": "dlm_rag.load(model, corpus)", "index": "retriever", "corpus": "retriever.corpus",
-        "model": "denoiser", "save_pretrained": "decoder.denoiser.save_pretrained(folder)",
-        "generate_stream": "stream(questions, on_step)", "batch": "decode(questions)",
-        "batch_decode": "decode(questions)", "evaluate": "`dlm-rag evaluate`", "train": "`dlm-rag train`",
+        "model": "denoiser", "evaluate": "`dlm-rag evaluate`", "train": "`dlm-rag train`",
     }  # fmt: skip
 
     def __init__(
@@ -122,6 +117,9 @@ class Decoder(NamesRemedy):
         used = f"{dtype} on {self.denoiser.device}, {self.evidence_layout} evidence"
         return f"Decoder({used}, {self.retriever!r})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Decoder":
+        raise ConfigError("a decoder is not copied: share it, it serves several threads, or load another")
+
     def resolve_settings(self, settings: DecodeConfig, **changes: Any) -> DecodeConfig:
         """`settings` with these changes, in place of what the checkpoint alone set and what another mode
         reads; raises `ConfigError` for what this decoder cannot take."""
@@ -135,10 +133,7 @@ class Decoder(NamesRemedy):
         return found
 
     def new_engine(self, **settings: Any) -> "Engine":
-        """An engine to be stepped by hand; it shares the cache with this decoder's others.
-
-        settings: of `DecodeConfig`, in place of the decoder's own.
-        """
+        """An engine to be stepped by hand, on this decoder's cache; settings: in place of the own."""
         if self._process != os.getpid():
             self._process, self.lock = os.getpid(), threading.RLock()
             use_one_thread_after_fork()
@@ -212,12 +207,15 @@ def load(model: str | Path | None = None, corpus: Any = None, **settings: Any) -
     dtype="bfloat16"`. Raises `UserError`.
     """
     default = WORLD_MODELS[0] if corpus is None and "url" not in settings else READER
+    if not isinstance(model, str | Path | None):
+        raise ConfigError(f"load: the model is {type(model).__name__}: write load(corpus=...) for texts")
     name = str(default if model is None else model)
     sections = {section: getattr(Config(), section) for section in SECTIONS}
     names = {item.name: name for name in SECTIONS for item in fields(sections[name])}
     for key, value in settings.items():
         if key not in names:
-            right = f" (nearest: '{INSTEAD[key]}')" if key in INSTEAD else suggest_nearest(key, names)
+            instead = {"retriever": "corpus", "tokenizer": "model"}.get(key)  # of what it takes besides
+            right = f" (nearest: '{instead}')" if instead else suggest_setting(key, names)
             raise ConfigError(f"load has no setting '{key}'{right}")
         if key in ("device", "dtype"):  # also as objects of torch
             value = str(value).removeprefix("torch.")

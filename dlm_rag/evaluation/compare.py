@@ -13,7 +13,7 @@ from math import prod
 
 from dlm_rag.baselines import POLICIES, is_model_url
 from dlm_rag.config import list_setting_fields
-from dlm_rag.errors import ConfigError, QuestionError, suggest_nearest
+from dlm_rag.errors import ConfigError, QuestionError, suggest_nearest, suggest_setting
 from dlm_rag.evaluation import metrics
 from dlm_rag.evaluation.metrics import SHARE_METRICS, Estimate, Score, bootstrap_mean
 from dlm_rag.questions import Question
@@ -83,7 +83,7 @@ def parse_sweep(words: Sequence[str]) -> dict[str, list[str]]:
         if not equals:
             wrong = f"'{word}' is not KEY=VALUE,VALUE"
         elif key not in keys:
-            wrong = f"'{key}' is not a key of {', '.join(COMPARED_SECTIONS)}{suggest_nearest(key, keys)}"
+            wrong = f"'{key}' is not a key of {', '.join(COMPARED_SECTIONS)}{suggest_setting(key, keys)}"
         elif "" in values:
             wrong = f"a value of {word} is empty: write {key}=VALUE,VALUE"
         elif key in swept or len({*values}) < len(values):

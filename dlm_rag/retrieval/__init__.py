@@ -44,10 +44,12 @@ def load_retriever(
     settings of retrieval (as `top_k`) are the defaults. What searches `url` has no corpus, but `search`.
     Raises `UserError` if the corpus, index, model or service cannot be used; a service gets one request.
     """
-    from dlm_rag.retrieval.corpus import Corpus, open_corpus, store_texts
+    from dlm_rag.retrieval.corpus import Corpus, names_file, open_corpus, store_texts
 
     given = config if corpus is None and not isinstance(config, RetrievalConfig) else corpus
     config = config if isinstance(config, RetrievalConfig) else RetrievalConfig()
+    if isinstance(given, str) and " " in given and not names_file(given):
+        raise ConfigError(f"there is no file '{given:.60}': give a text as a list, corpus=[text]")
     if not isinstance(given, Corpus | None):
         path = given if isinstance(given, str | Path) else store_texts(given, settings.get("index_dir"))
         config, given = replace_settings(config, corpus=str(path)), None

@@ -179,11 +179,15 @@ class TextRetriever(NamesRemedy, ABC):
         return tuple(getattr(query, name) for name in self.query_fields)
 
     @overload
-    def search(self, queries: str) -> list[Passage]: ...  # type: ignore[overload-overlap]
+    def search(self, queries: str, **unknown: Any) -> list[Passage]: ...
     @overload
-    def search(self, queries: Sequence[Query | str]) -> list[list[Passage]]: ...
-    def search(self, queries: str | Sequence[Query | str]) -> list[Passage] | list[list[Passage]]:
+    def search(self, queries: Sequence[Query | str], **unknown: Any) -> list[list[Passage]]: ...
+    def search(
+        self, queries: str | Sequence[Query | str], **unknown: Any
+    ) -> list[Passage] | list[list[Passage]]:
         """As in `Retriever`, also for plain texts; a single text gets its passages alone."""
+        for name in unknown:
+            raise ConfigError(f"search has no setting '{name}': write load_retriever(corpus, top_k=...)")
         if isinstance(queries, str):
             return self.search_queries(as_queries([queries]))[0]
         return self.search_queries(as_queries(queries))

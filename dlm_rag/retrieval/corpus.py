@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import numpy as np
 from blake3 import blake3
 
 from dlm_rag.cli import print_note
-from dlm_rag.errors import CorpusError, suggest_nearest
+from dlm_rag.errors import CorpusError, NamesRemedy, suggest_nearest
 from dlm_rag.files.build_once import PARTS_FOLDER, Shard, build_once, make_folder_name, save_array
 from dlm_rag.files.checked_json import iter_lines, parse_json_object, read_json_or_empty
 from dlm_rag.files.paths import (
@@ -63,8 +63,10 @@ CONVERTED_CORPUS_VERSION = 10  # raise it when other forms become other JSON lin
 
 
 @dataclass(frozen=True)
-class Passage:
+class Passage(NamesRemedy):
     """One passage. Retrievers index its `text`, and the denoiser reads it."""
+
+    _instead: ClassVar = {"page_content": "text", "content": "contents", "metadata": "id and title"}
 
     id: str
     title: str
@@ -322,7 +324,7 @@ def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Pat
     for number, row in enumerate(rows, start=1):
         if isinstance(row, Passage):
             row = asdict(row)
-        elif number == 1 and isinstance(row, str | Path) and _names_file(row):
+        elif number == 1 and isinstance(row, str | Path) and names_file(row):
             raise CorpusError(f"the corpus is a list of files ('{row}'): give one, or their folder")
         if isinstance(row, str):
             row = {"contents": row}
@@ -355,9 +357,10 @@ def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Pat
     return build_once(folder, build) / "texts.jsonl"
 
 
-def _names_file(text: str | Path) -> bool:
+def names_file(text: str | Path) -> bool:
+    """Whether there is a file or folder of that name."""
     with suppress(OSError, ValueError):  # what cannot be a path
-        return Path(text).is_file()
+        return Path(text).exists()
     return False
 
 

@@ -69,7 +69,12 @@ def test_shipped_config_is_valid_and_holds_only_what_differs(path):
     ("word", "says"),
     [
         ("decode.comit_threshold=1", "nearest: 'decode.commit_threshold'"),
-        ("top_k=3", "nearest: 'retrieval.top_k'"),
+        ("decode.block_size=3", "nearest: 'decode.block_length'"),
+        *((f"{key}=3", f"nearest: '{right}'") for key, right in (
+            ("top_k", "retrieval.top_k"), ("retrieval.k", "retrieval.top_k"),
+            ("train.lr", "train.learning_rate"), ("decode.steps", "decode.steps_per_block"),
+            ("train.batch_size", "train.passage_sets_per_step"), ("wandb.project", "train.wandb"),
+        )),
         *((f"decode.commit_threshold={value}",) * 2 for value in ("1.5", "nan", "abc")),
         *((f"retrieval.top_k={value}",) * 2 for value in ("2.5", "0")),
         ("decode.early_stopping=maybe", "decode.early_stopping=maybe"),
@@ -79,7 +84,7 @@ def test_shipped_config_is_valid_and_holds_only_what_differs(path):
         ("decode.seed=", "decode.seed="),
         ("decode.seed=[1", "decode.seed"),
     ],
-)
+)  # fmt: skip
 def test_bad_setting_is_one_sentence_that_names_the_key(word, says):
     with pytest.raises(ConfigError, match=says.replace("(", r"\(").replace("[", r"\[")):
         load_config(None, [word])

@@ -1,5 +1,6 @@
 """What somebody who knows Hugging Face types first, by guess: it works, or says the right name."""
 
+import copy
 import math
 from pathlib import Path
 
@@ -133,6 +134,16 @@ ELSEWHERE = {
     "pipeline": (lambda d, r: dlm_rag.pipeline, "dlm_rag.load"),
     "retrieve": (lambda d, r: d.retriever.retrieve(ASKED), "search"),
     "text of a rollout": (lambda d, r: r.text, "response"),
+    "a list for a model": (lambda d, r: dlm_rag.load(TEXTS), "load(corpus=...)"),
+    "a text for a corpus": (lambda d, r: load_retriever(TEXTS[0]), "corpus=[text]"),
+    "k of a search": (lambda d, r: d.retriever.search(ASKED, k=1), "top_k"),
+    "page_content": (lambda d, r: d.retriever.search("honey")[0].page_content, "use text"),
+    "metadata": (lambda d, r: d.retriever.search("honey")[0].metadata, "title"),
+    "device": (lambda d, r: d.device, "denoiser.device"),
+    "ainvoke": (lambda d, r: d.ainvoke(ASKED), "ask(question)"),
+    "logprobs": (lambda d, r: r.logprobs, "log_prob"),
+    "eval": (lambda d, r: d.eval(), "as it is"),
+    "deepcopy": (lambda d, r: copy.deepcopy(d), "share it"),
     "decoder.to": (lambda d, r: d.to("cuda"), "device="),
     "a setting of the retriever": (lambda d, r: d.decode([ASKED], top_k=2), "no setting 'top_k'"),
     "a setting misspelled": (lambda d, r: d.decode([ASKED], comit_threshold=1), "'commit_threshold'"),
