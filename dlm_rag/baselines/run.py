@@ -144,12 +144,15 @@ class ChatClient:
         asked = None if body is None else {"model": self.model} | body
         try:
             answer = self._client.send(self.url + path, asked, REQUEST_SECONDS, RETRYABLE_STATUSES)
-            return parse_json(answer, "an answer of another form", UserError, "answer")
+            found = parse_json(answer, "an answer of another form", UserError, "answer")
         except UserError as error:
             raise http.RetryableFailure(str(error)) from None
         except http.UnusableAnswerError as error:
             said = str(error) if error.status else f"{self.url}: {error}"
             raise ChatError(said, error.status) from None
+        if isinstance(found, dict) and found.get("error"):  # that some servers call a success
+            raise http.RetryableFailure(self._client.describe_refusal(200, answer))
+        return found
 
 
 @dataclass

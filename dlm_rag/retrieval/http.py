@@ -105,7 +105,7 @@ class HttpClient:
             status, answer = exchange.result()
             if 200 <= status < 300:
                 return answer
-            said = self._describe_refusal(status, answer)
+            said = self.describe_refusal(status, answer)
             raise RetryableFailure(said) if status in busy else UnusableAnswerError(said, status)
         except TimeoutError:
             raise RetryableFailure(f"no answer within {seconds:.2g} s") from None
@@ -128,7 +128,7 @@ class HttpClient:
                     raise UnusableAnswerError(f"its answer has more than {MAX_RESPONSE_BYTES >> 20} MiB")
         return response.status_code, bytes(body)
 
-    def _describe_refusal(self, status: int, body: bytes) -> str:
+    def describe_refusal(self, status: int, body: bytes) -> str:
         """What a service has said of a request that it refuses, without the token."""
         try:
             words = str(parse_json(body, "", UserError)["error"]["message"])

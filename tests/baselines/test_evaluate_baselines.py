@@ -93,20 +93,21 @@ def test_a_finished_run_asks_nothing_again_even_where_the_server_is_gone(run, se
 
 @pytest.mark.slow
 def test_what_failed_is_wrong_and_asked_again(run, server, folder):
-    broken = {"raw": '{"choices": []}'}
+    broken, refused = ({"raw": said} for said in ('{"choices": []}', '{"error": {"message": "no model"}}'))
     server.say(["probe|Who\\?", ["x"]], ["1801", [broken]], ["1802", [{"status": 400, "text": "too long"}]],
-               ["1803", [{"text": "x", "usage": {}}]], ["", ["### x"]])  # fmt: skip
+               ["1804", [refused]], ["1803", [{"text": "x", "usage": {}}]], ["", ["### x"]])  # fmt: skip
     code, shown, record = run()
-    assert code == 0 and "3 failed, counted as wrong" in shown
-    assert record["settings"]["static bm25"]["groups"]["all"]["exact_match"]["mean"] == 0.5
+    assert code == 0 and "4 failed, counted as wrong" in shown
+    assert record["settings"]["static bm25"]["groups"]["all"]["exact_match"]["mean"] == pytest.approx(1 / 3)
     lines = sorted(read_answers(folder / "run" / "answers.jsonl").items())
     errors = [line.get("error", "") for _, line in lines]
     assert "another form" in errors[1] and "400 (too long)" in errors[2] and "count tokens" in errors[3]
+    assert "200 (no model)" in errors[4]
     server.say(["", ["### x"]])
     code, shown, record = run()
     assert record["settings"]["static bm25"]["groups"]["all"]["exact_match"]["mean"] == 1
     asked = [r["text"] for r in server.requests if r["max_tokens"] > PROBE_TOKENS]
-    assert len(asked) == 3 and all(any(f"in {1800 + n}?" in text for n in (1, 2, 3)) for text in asked)
+    assert len(asked) == 4 and all(any(f"in {1800 + n}?" in text for n in (1, 2, 3, 4)) for text in asked)
 
 
 @pytest.mark.slow
