@@ -89,7 +89,7 @@ _REASONING_TAG = re.compile(
     re.IGNORECASE,
 )
 _MARK_START = re.compile(  # also what may be the beginning of one, at the end
-    r"[#\\<*_>]|\b(?:answer|final)|^[ \t]*(?:a(?:ns\.?)?(?::|$)|==|---)"
+    r"[#\\<*_>]|\b(?:answer|final|finish\[)|^[ \t]*(?:a(?:ns\.?)?(?::|$)|==|---)"
     rf"|(?<![A-Za-z-])(?:{_ANSWER_WORD})|(?<!\S){_BEFORE_ANSWER}(?:\S+[ \t]{{1,3}})?\S*\Z",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -100,11 +100,12 @@ _JSON_VALUE = re.compile(
     r"""|(-?\d[\d.]*(?:[eE][-+]?\d+)?|true|false)(?=\s*[,}\]]))"""
 )
 _ANSWER_TAG = re.compile(
-    r"< ?(/?) ?(?:(?:(?:final|short)[ _-]?)?answer|result|solution)(?: [^<>\n]{0,80})?>", re.IGNORECASE
+    r"(?i)< ?(/?) ?(?:(?:(?:final|short)[ _-]?)?answer|final|result|solution)(?: [^<>\n]{0,80})?>"
 )
 _ANSWER_ROW = re.compile(  # of a table
     r"^\|[ *_]*(?:final )?answer[ *_:]*\|([^|\n]+)\|[ \t]*$(?!\n[ |]*:?--)", re.IGNORECASE | re.MULTILINE
 )
+_FINISH = re.compile(r"\bfinish\[([^\n\[\]]{1,300})", re.IGNORECASE)  # as ReAct ends
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s?\{")
 _BRACE = re.compile(r"\\[{}]|[{}]")
 _LATEX_TEXT = re.compile(r"\\(?:text[a-z]{0,2}|math[a-z]{2,4}|mbox|emph|underline|operatorname\*?)\{")
@@ -241,7 +242,8 @@ def _find_marks(text: str) -> list[_Mark]:
                 heads = begin < last and not line[: found.start()].strip()
                 (headings if heads else marks).append(said)
     marks += (each for each in (*_find_boxes(text), *_find_answer_tags(text)) if each.begin < begin)
-    marks += (_Mark(row.start(), *row.span(1)) for row in _ANSWER_ROW.finditer(text))
+    rows = (row for form in (_ANSWER_ROW, _FINISH) for row in form.finditer(text))
+    marks += (_Mark(row.start(), *row.span(1)) for row in rows)
     marks = [each for each in marks if each.start < last]
     in_json = text.lstrip("`json \t\r\n").startswith("{")
     if in_json and (keyed := [each for each in marks if each.keyed]):

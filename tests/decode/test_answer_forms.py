@@ -60,6 +60,8 @@ DOVER = [
     "Answer: Dover\u2028and", '{"reasoning": "x", "finalAnswer": "Dover"}', "<result>Dover</result>",
     "The answer, then, is Dover.", "Final: Dover", "Short answer: Dover\nLong answer: It is Paris.",
     "Answer: (Dover)", "(Answer: Dover)", "[Answer: Dover]", "Answer: [[Dover]]", "Answer: ==Dover==",
+    f"Thought 3: {LEE}\nAction 3: Finish[Dover]", "finish[Dover].\n", "So <final>Dover</final>.",
+    "FINAL ANSWER: Dover", 'answer = "Dover"',
     "答案：『Dover』", "Answer: Dover【4†source】", "Ａｎｓｗｅｒ：Dover",
 ]  # fmt: skip
 OTHERS = [
