@@ -95,6 +95,8 @@ class Decoder(NamesRemedy):
                 f"evidence_layout={layout} needs a prompt whose facts have no number: make the tokenizer "
                 f"with Tokenizer.from_pretrained(path, '{layout}')"
             )
+        if layout != (own := denoiser.config.evidence_layout):
+            print_note(f"evidence_layout={layout}: the model was trained with {own}, and may answer worse")
         self.config = self.resolve_settings(config or DecodeConfig())  # with the checkpoint's own
         check_section("decode", self.config, ())
         self.record_provisional = False  # whether steps record what is guessed at masked positions
@@ -323,10 +325,7 @@ class Engine(AbstractContextManager["Engine"]):
         return row.ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Drops a question that is in flight, and all that is kept for it; others do not notice.
-
-        Raises `KeyError` for a ticket that is not in flight.
-        """
+        """Drops a question in flight and all that is kept for it; raises `KeyError` for one that is not."""
         with self.decoder.lock:
             for group in self._groups:
                 for row in [row for row in group if row.ticket == ticket]:

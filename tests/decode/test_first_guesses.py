@@ -183,3 +183,10 @@ def test_what_is_not_offered_says_the_right_name(decoder, rollout, guess, said):
     with pytest.raises((UserError, AttributeError)) as caught:
         guess(decoder, rollout)
     assert said in str(caught.value)
+
+
+def test_a_layout_that_the_model_was_not_trained_with_is_said(home, decoder, capsys):
+    load(home, corpus=decoder.retriever, evidence_layout="independent")
+    assert "the model was trained with joint" in capsys.readouterr().err
+    load(home, corpus=decoder.retriever, evidence_layout="joint")
+    assert "trained with" not in capsys.readouterr().err
