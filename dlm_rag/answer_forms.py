@@ -37,8 +37,8 @@ _ANSWER_WORD = _BEFORE_ANSWER + (
     r"|(?:최종[ \t])?(?:정답|답변|답)|(?:ال)?(?:إجابة|جواب)(?:[ \t]النهائية)?|پاسخ"
     r"|ה?תשובה(?:[ \t]הסופית)?|उत्तर|जवाब|উত্তর|คำตอบ(?:สุดท้าย)?"
 )
-_TAG = r"</?(?:b|i|u|p|em|strong|span|code|br|h[1-6]|summary)(?:[ \t]?/)?>"  # of HTML
-_MARKUP = rf"(?:[*_`>}}\[\]【】(「\"' \t]|\\text[a-z]{{0,2}}\{{|{_TAG})"
+HTML_TAG = r"</?(?:b|i|u|p|em|strong|span|code|br|h[1-6]|summary)(?:[ \t]?/)?>"  # of HTML
+_MARKUP = rf"(?:[*_`>}}\[\]【】(「\"' \t]|\\text[a-z]{{0,2}}\{{|{HTML_TAG})"
 _COLON = r"(?:[:：﹕︰]|[ \t](?:-|–|—|=|=>|->|→)(?=[ \t]))"
 # A line that begins with the word, as a heading, a label ("Answer: Dover"), or alone above the answer.
 _ANSWER_LINE = re.compile(
@@ -116,7 +116,7 @@ _EMPHASIS = (
 )  # fmt: skip
 _BLANK_OR_MARKUP = re.compile(  # also the line below a heading, a fence, a tag of HTML
     r"(?:\s|:(?=\s|\Z)|[>|][-+]?(?=\s)|[-*+•→](?=[ \t])|(?:-{3,}+|={3,}+|`{3}\w*+)(?=\s)"
-    rf"|{_TAG})*"
+    rf"|{HTML_TAG})*"
 )
 _SENTENCE_STOP = re.compile(r"(?<=[^\W\d_]{4}|\d\d\d\d)[.!](?=[ \t]{1,4}[^\W\d_a-z])|[。！](?=.)")
 _CITED = r"(?:doc(?:ument)?|passage|source|fact)s?[ :#]{0,2}"

@@ -4,7 +4,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 
-from dlm_rag.answer_forms import TYPOGRAPHY, find_answer_span  # noqa: F401 (its old place)
+from dlm_rag.answer_forms import HTML_TAG, TYPOGRAPHY, find_answer_span  # noqa: F401 (its old place)
 
 # Words that carry grammar rather than facts: they neither need evidence nor count as evidence.
 FUNCTION_WORDS = frozenset(
@@ -93,11 +93,11 @@ def find_named_passages(titles: str, passages: Mapping[str, str], question: str)
     Words are compared, without accents, and "Hot Rod" names `Hot Rod (film)`. A first line that is all of
     the text, or longer than `MAX_TITLE_WORDS`, is no title: such a passage is named by its first words.
     Any is named by words right after its title, unless these name another so or one of them alone is in
-    the title; one whose title has a semicolon by all parts of it. Words of the question in a row that name
-    none so name all that have them.
+    the title; one whose title has a semicolon by all its parts, or by one that names no other. Words of
+    the question in a row that name none so name all that have them.
     """
-    titles, question = strip_signs(titles), strip_signs(question)
-    passages = {name: strip_signs(text) for name, text in passages.items()}
+    titles, question = (strip_signs(re.sub(HTML_TAG, "", said)) for said in (titles, question))
+    passages = {name: strip_signs(re.sub(HTML_TAG, "", text)) for name, text in passages.items()}
     parts = {fold_words(titles[slice(*span)]) for span in find_title_spans(titles)}
 
     def find_parts(text: str) -> set[str]:
@@ -115,8 +115,12 @@ def find_named_passages(titles: str, passages: Mapping[str, str], question: str)
 
     def goes_on(text: str) -> bool:
         title, _, body = text.strip().partition("\n")
-        title, body = fold_words(title), fold_words(body[: 2 * len(titles)])
-        return any(body.startswith(part) and (" " in part.strip() or part not in title) for part in others)
+        own, title = {*map(fold_words, title.split(";"))}, fold_words(title)
+        body = fold_words(body[: 2 * len(titles)])
+        return any(
+            part in own or (body.startswith(part) and (" " in part.strip() or part not in title))
+            for part in others
+        )
 
     named = {name for name, text in passages.items() if found[name] or goes_on(text)}
     words = fold_words(titles)

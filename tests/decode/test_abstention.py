@@ -79,6 +79,8 @@ NAMED = {
     "half": "Emma; or, a Draft\nThe Boat has the draft of 1816.",
     "boat": "The Boat\nThe Boat is a play by Olga Ives.",
     "short": "Night Ferry is a film directed by David Eady.",
+    "dover": "Dover; a Town of Kent\nDover has the mayor Ann Lee.",
+    "village": "<b>Larkspur</b>\nLarkspur has the mayor Olga Ives.",
     "town": "Zürich\nZürich has been a town since 1218.",
     "note": "The centrifuge of the second floor was repaired on Tuesday by Olga and it runs again",
 }
@@ -103,6 +105,9 @@ NAMED = {
         ("The Boat ### 1816", "not_named"),  # a title names what has it alone
         ("Olga ### Tuesday", "not_named"),
         ("Zurich ### 1218", ""),
+        ("Dover ### Ann Lee", ""),  # a part of a title with a semicolon, that no other has
+        ("Kent ### Ann Lee", "not_named"),
+        ("Larkspur ### Olga Ives", ""),
         ("Emma ### unknown", "no_passage"),
         ("Emma; Jane Austen", "no_answer"),
     ],
