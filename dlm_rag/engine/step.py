@@ -31,15 +31,7 @@ from dlm_rag.evidence.prompt_segments import (
     lay_out_prompt,
 )
 from dlm_rag.nvtx_ranges import profile_stage
-from dlm_rag.retrieval.base import (
-    Query,
-    Retriever,
-    SearchUnavailableError,
-    build_query,
-    find_query_policy,
-    interleave_rankings,
-    resolve_query_threshold,
-)
+from dlm_rag.retrieval import base
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.tokenizer import Tokenizer
 
@@ -239,7 +231,7 @@ class Searches:
     """Refreshes what rows read: searches for them, and lays out their prompts with what was found."""
 
     def __init__(
-        self, model_runner: ModelRunner, retriever: Retriever, tokenizer: Tokenizer, layout: str
+        self, model_runner: ModelRunner, retriever: base.Retriever, tokenizer: Tokenizer, layout: str
     ) -> None:
         self.model_runner, self.retriever, self.tokenizer = model_runner, retriever, tokenizer
         self.layout, self._worker = layout, ThreadPoolExecutor(1, "search")
@@ -249,7 +241,7 @@ class Searches:
 
     def start(self, rows: list[Row], in_background: bool) -> None:
         """Searches for the rows that are due and whose query has changed."""
-        asking, queries = list[Row](), list[Query]()
+        asking, queries = list[Row](), list[base.Query]()
         with profile_stage("detokenize"):
             for row in rows:
                 if (query := self._build_row_query(row)) is None:
@@ -269,28 +261,28 @@ class Searches:
         for number, row in enumerate(asking):
             row.search = search, number
 
-    def _build_row_query(self, row: Row) -> Query | None:
+    def _build_row_query(self, row: Row) -> base.Query | None:
         """What a row asks now; None where no refresh is due."""
         settings, response = row.settings, ""
         if row.step % settings.retrieval_interval:
             return None
         if row.provisional is not None:
-            least = resolve_query_threshold(settings.query_policy, settings.query_threshold)
+            least = base.resolve_query_threshold(settings.query_policy, settings.query_threshold)
             response = self.tokenizer.query_text(row.canvas.fill_provisional(row.provisional, least))
             if self.tokenizer.template.answer == "titled":  # words of an answer find pages that change it
                 titles, mark, _ = response.partition(ANSWER_MARK)
                 response = titles + mark
         best = row.first_passages[0].text if row.first_passages else ""
-        return build_query(settings.query_policy, row.question.question, response, best)
+        return base.build_query(settings.query_policy, row.question.question, response, best)
 
-    def _search(self, queries: list[Query]) -> list[SearchResult]:
+    def _search(self, queries: list[base.Query]) -> list[SearchResult]:
         """What each query finds, or the error that it met."""
         with profile_stage("retrieve"):
             try:
                 found: list[SearchResult] = list(self.retriever.search(queries))
             except UserError:  # no answer of this run can be right any more
                 raise
-            except SearchUnavailableError as error:
+            except base.SearchUnavailableError as error:
                 return [error] * len(queries)
             except Exception as error:
                 if len(queries) > 1:  # one costs no other its own
@@ -343,9 +335,9 @@ class Searches:
         """What was found, with what stays of earlier searches, in the order of the prompt."""
         if not row.step:
             row.first_passages = found
-        elif find_query_policy(row.settings.query_policy).merges_rounds:
+        elif base.find_query_policy(row.settings.query_policy).merges_rounds:
             most = max(len(row.first_passages), len(found), getattr(self.retriever, "top_k", 0))
-            found = interleave_rankings((row.first_passages, found), most)
+            found = base.interleave_rankings((row.first_passages, found), most)
         return self.model_runner.order_passages(row.retrieved_passages or [], found)
 
     def _lay_out(self, row: Row, texts: Mapping[str, str]) -> tuple[Evidence, LaidOutPrompt]:

@@ -28,13 +28,8 @@ from torch import Tensor
 from dlm_rag.config.fields import explain_validation_error
 from dlm_rag.config.sections import GENERATION_FILE, read_generation_settings
 from dlm_rag.errors import CheckpointError, translate_failures
+from dlm_rag.files import hub
 from dlm_rag.files.build_once import DIGESTS_FILE, build_once, make_folder_name
-from dlm_rag.files.hub import (
-    HUB_FILE_PATTERNS,
-    check_checkpoint_files,
-    read_checkpoint_json,
-    resolve_hub_folder,
-)
 from dlm_rag.files.paths import digest_file, get_cache_folder
 from dlm_rag.model import stored_tensors
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -140,7 +135,7 @@ class Checkpoint:
         """Every file that is or may be read: shards, and texts that our own programs do not write."""
         excluded = [".*", "*.safetensors", *FINGERPRINT_EXCLUDED_GLOBS]
         paths = self._weight_files
-        for pattern in (*HUB_FILE_PATTERNS, "*/*.jinja"):
+        for pattern in (*hub.HUB_FILE_PATTERNS, "*/*.jinja"):
             paths |= {path for path in self.folder.glob(pattern) if not any(map(path.match, excluded))}
         return {path for path in paths if path.is_file()}
 
@@ -166,7 +161,7 @@ class Checkpoint:
     def end_token_ids(self) -> tuple[int, ...]:
         """Ids that end a response, of `generation_config.json` or the config; raises `CheckpointError`."""
         path, last = self.folder / "generation_config.json", self.config.vocab_size - 1
-        found = read_checkpoint_json(path).get("eos_token_id") if path.exists() else None
+        found = hub.read_checkpoint_json(path).get("eos_token_id") if path.exists() else None
         if found is None:
             path, found = self.folder / "config.json", self.raw_config.get("eos_token_id")
         ids = [] if found is None else found if isinstance(found, list) else [found]
@@ -182,8 +177,8 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
     Raises `CheckpointError` in one sentence: no such folder, an architecture that only its own code can
     run, only pickled weights, a missing shard, a missing, extra or misshapen tensor.
     """
-    folder = resolve_hub_folder(path_or_hub_id, "model")
-    check_checkpoint_files(folder, [*HUB_FILE_PATTERNS, "additional_chat_templates/*.jinja"])
+    folder = hub.resolve_hub_folder(path_or_hub_id, "model")
+    hub.check_checkpoint_files(folder, [*hub.HUB_FILE_PATTERNS, "additional_chat_templates/*.jinja"])
     if (folder / ADAPTER_CONFIG).exists():
         folder = merge_adapter(folder)
     place = folder / "config.json"
@@ -193,7 +188,7 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
         if next(folder.glob("*.gguf"), None) is not None:
             hint = f"; GGUF is not read: {stored_tensors.REMEDY}"
         raise CheckpointError(f"{folder} has no config.json{hint}")
-    raw = read_checkpoint_json(place)
+    raw = hub.read_checkpoint_json(place)
     if block_size is not None:
         raw[BLOCK_SIZE_KEY] = block_size
     try:
@@ -328,11 +323,11 @@ def merge_adapter(folder: Path) -> Path:
     W becomes W + alpha / r B A (LoRA, arXiv 2106.09685), in the base's dtype. Embeddings that the base
     lacks get the mean of its own. Raises `CheckpointError` for an adapter of another kind or another base.
     """
-    config = read_checkpoint_json(folder / ADAPTER_CONFIG)
+    config = hub.read_checkpoint_json(folder / ADAPTER_CONFIG)
     base_name = config.get("base_model_name_or_path")
     if not isinstance(base_name, str) or not base_name:
         raise CheckpointError(f"{folder / ADAPTER_CONFIG} does not name its base_model_name_or_path")
-    base = resolve_hub_folder(base_name, f"the base of {folder}:")
+    base = hub.resolve_hub_folder(base_name, f"the base of {folder}:")
     if (base / ADAPTER_CONFIG).exists():
         raise CheckpointError(f"{base}, the base of {folder}, is an adapter itself: merge that one first")
     scale = _read_scale(folder, config)
@@ -345,7 +340,7 @@ def merge_adapter(folder: Path) -> Path:
         for path in texts:
             if path.name not in (ADAPTER_CONFIG, DIGESTS_FILE):
                 shutil.copyfile(path, scratch / path.name)
-        shape = read_checkpoint_json(scratch / "config.json")
+        shape = hub.read_checkpoint_json(scratch / "config.json")
         _merge_weights(folder, base, scratch, scale, shape.get("vocab_size"))
         _add_mask_token(scratch, shape.get("mask_token_id"))
 

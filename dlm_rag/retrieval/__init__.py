@@ -10,14 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlm_rag.config import RetrievalConfig
-from dlm_rag.config.fields import (
-    check_section,
-    fill_unset,
-    import_object,
-    replace_settings,
-    resolve_or_import,
-)
+from dlm_rag.config import RetrievalConfig, fields
 from dlm_rag.config.sections import BM25_NAMES
 from dlm_rag.errors import ConfigError
 
@@ -52,21 +45,21 @@ def load_retriever(
         raise ConfigError(f"there is no file '{given:.60}': give a text as a list, corpus=[text]")
     if not isinstance(given, Corpus | None):
         path = given if isinstance(given, str | Path) else store_texts(given, settings.get("index_dir"))
-        config, given = replace_settings(config, corpus=str(path)), None
-    config = replace_settings(config, **settings)
-    check_section("retrieval", config, settings)
+        config, given = fields.replace_settings(config, corpus=str(path)), None
+    config = fields.replace_settings(config, **settings)
+    fields.check_section("retrieval", config, settings)
     if model is not None:
-        config = fill_unset(config, read_retrieval_settings(model))
+        config = fields.fill_unset(config, read_retrieval_settings(model))
     if config.url is not None:
         is_milvus = config.url.startswith("milvus:")
-        return import_object(MILVUS_SEARCH if is_milvus else HTTP_SEARCH, "retrieval.url")(config)
+        return fields.import_object(MILVUS_SEARCH if is_milvus else HTTP_SEARCH, "retrieval.url")(config)
     if given is None:
         if config.corpus is None:
             raise ConfigError("no corpus: give --corpus FILE, or retrieval.url=URL")
         given = open_corpus(config.corpus, config.index_dir)
     if config.top_k > len(given):
         log.warning("top_k=%d, passages in the corpus: %d; all are used", config.top_k, len(given))
-    found = resolve_or_import(RETRIEVERS, config.method, "retrieval.method", 2)(config, given)
+    found = fields.resolve_or_import(RETRIEVERS, config.method, "retrieval.method", 2)(config, given)
     if not hasattr(found, "search"):
         raise ConfigError(f"retrieval.method={config.method} returned {type(found).__name__}, no Retriever")
     return found
@@ -88,7 +81,7 @@ class RetrieverLoader:
     settings: tuple[str, ...] = ()
 
     def __call__(self, config: RetrievalConfig, corpus: "Corpus") -> "CorpusRetriever":
-        return import_object(self.load, "retrieval.method")(config, corpus)
+        return fields.import_object(self.load, "retrieval.method")(config, corpus)
 
 
 _BM25 = ("top_k", *BM25_NAMES)

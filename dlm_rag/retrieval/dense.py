@@ -26,16 +26,7 @@ from dlm_rag.files.paths import expand_path, resolve_path_inside
 from dlm_rag.machine import has_bfloat16
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import report_progress
-from dlm_rag.retrieval.base import (
-    TIE_DECIMALS,
-    CorpusRetriever,
-    Hits,
-    HybridRetriever,
-    MultiQueryRetriever,
-    Query,
-    Ranking,
-    select_top_hits,
-)
+from dlm_rag.retrieval import base
 from dlm_rag.retrieval.corpus import Corpus
 
 if TYPE_CHECKING:
@@ -51,7 +42,7 @@ _ELSEWHERE = ("tokenizer_name_or_path", "processor_name")  # settings that name 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
-class DenseRetriever(CorpusRetriever):
+class DenseRetriever(base.CorpusRetriever):
     """Cosine similarity of each query, one short text, with every passage."""
 
     def __init__(
@@ -64,23 +55,23 @@ class DenseRetriever(CorpusRetriever):
         if device.type == "cuda" and vectors.nbytes < torch.cuda.mem_get_info(device)[0] // 2:
             self._vectors = self._vectors.to(device)
 
-    def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
+    def rank(self, queries: Sequence[base.Query], depth: int) -> list[base.Ranking]:
         with profile_stage("retrieve/embed"):
             vectors = self._embed([query.text for query in queries])
         with profile_stage("retrieve/search"):
             return self._find_nearest(vectors, depth)
 
     @torch.inference_mode()
-    def _find_nearest(self, vectors: Tensor, depth: int) -> list[Ranking]:
+    def _find_nearest(self, vectors: Tensor, depth: int) -> list[base.Ranking]:
         """Rows of the `depth` most similar passages per vector (n, width), equal ones in corpus order."""
         # A matrix product, whose last bits differ with the place, chooses; similarities in float64 order.
         depth, width = min(depth, len(self.corpus)), vectors.shape[1]
         block = max(depth, SEARCH_BLOCK_BYTES // (4 * width))
         # Each of two float32 sums of unit vectors may be off by width * 2^-24 (Higham 2002, section 3.1).
-        slack = 2 * width * 2.0**-24 + 10.0**-TIE_DECIMALS
+        slack = 2 * width * 2.0**-24 + 10.0**-base.TIE_DECIMALS
         asked, exact = vectors.to(self._device), vectors.cpu().double()
         worst = asked.new_full((len(asked), 1), -torch.inf)  # of the `depth` best so far
-        hits: list[Hits] = [[] for _ in vectors]
+        hits: list[base.Hits] = [[] for _ in vectors]
         for start in range(0, len(self.corpus), block):
             part = self._vectors[start : start + block].to(self._device)
             scores = asked @ part.T
@@ -90,11 +81,11 @@ class DenseRetriever(CorpusRetriever):
                 rows = near.nonzero().flatten()
                 found = (part[rows].cpu().double() * exact[n]).sum(1).tolist()
                 hits[n] += zip(found, (rows + start).tolist(), strict=True)
-                hits[n] = select_top_hits(hits[n], depth)
+                hits[n] = base.select_top_hits(hits[n], depth)
         return [[row for _, row in found] for found in hits]
 
 
-def open_dense_retriever(config: RetrievalConfig, corpus: Corpus) -> MultiQueryRetriever:
+def open_dense_retriever(config: RetrievalConfig, corpus: Corpus) -> base.MultiQueryRetriever:
     """Dense retrieval; the passage vectors are computed once for these passages and weights, and kept.
 
     The parts of a query take turns: on HotpotQA and 2WikiMultiHopQA that finds more than reciprocal rank
@@ -109,16 +100,16 @@ def open_dense_retriever(config: RetrievalConfig, corpus: Corpus) -> MultiQueryR
     # "c" maps the file privately, as torch asks for writable memory; nothing writes to it.
     vectors = np.load(folder / VECTORS_FILE, mmap_mode="c")
     dense = DenseRetriever(corpus, config.top_k, encoder.encode_queries, vectors, encoder.device)
-    return MultiQueryRetriever(dense)
+    return base.MultiQueryRetriever(dense)
 
 
-def open_hybrid_retriever(config: RetrievalConfig, corpus: Corpus) -> HybridRetriever:
+def open_hybrid_retriever(config: RetrievalConfig, corpus: Corpus) -> base.HybridRetriever:
     """BM25 and dense search, fused."""
     from dlm_rag.retrieval.bm25 import open_bm25_retriever
 
     ranked = replace_settings(config, min_score_ratio=0.0)  # all of it, whatever a checkpoint wants
     parts = [open_bm25_retriever(ranked, corpus), open_dense_retriever(config, corpus)]
-    return HybridRetriever(parts, config.top_k)
+    return base.HybridRetriever(parts, config.top_k)
 
 
 def _embed_corpus(corpus: Corpus, scratch: Path, encoder: TextEncoder) -> None:

@@ -20,13 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_rag.errors import CheckpointError, QuestionError, translate_failures
 from dlm_rag.files.hub import read_checkpoint_json
-from dlm_rag.tokenizer.prompts import (
-    CHAT_TEMPLATE_FILE,
-    PromptTemplate,
-    load_prompt,
-    read_chat_template,
-    render_chat_affixes,
-)
+from dlm_rag.tokenizer import prompts
 
 log = logging.getLogger(__name__)
 
@@ -70,18 +64,20 @@ class Tokenizer:
         self,
         inner: PreTrainedTokenizerBase,
         mask_id: int,
-        template: PromptTemplate | None = None,
+        template: prompts.PromptTemplate | None = None,
         end_ids: tuple[int, ...] = (),
         vocabulary: int | None = None,
     ) -> None:
         self.inner, self.mask_id, self._vocabulary = inner, mask_id, vocabulary
-        self.template = template or PromptTemplate()
+        self.template = template or prompts.PromptTemplate()
         backend = inner.backend_tokenizer
         if backend.id_to_token(mask_id) is None:
             raise CheckpointError(f"mask_token_id={mask_id} is not a token of the tokenizer")
         if getattr(backend.model, "dropout", None):
             raise CheckpointError("the tokenizer drops merges at random: set its dropout to null")
-        prefix, suffix = render_chat_affixes(inner) if self.template.chat else (inner.bos_token or "", "")
+        prefix, suffix = (
+            prompts.render_chat_affixes(inner) if self.template.chat else (inner.bos_token or "", "")
+        )
         try:
             encode = partial(inner.encode, add_special_tokens=False)
             self._prefix = self._encode_checked(encode, prefix)
@@ -129,7 +125,7 @@ class Tokenizer:
         if config.mask_token_id is None and not autoregressive:
             raise CheckpointError(f"{checkpoint.folder} has no mask_token_id")
         layout = evidence_layout or config.evidence_layout
-        template = load_prompt(prompt, layout, checkpoint.raw_config.get("prompt"))
+        template = prompts.load_prompt(prompt, layout, checkpoint.raw_config.get("prompt"))
         inner = load_tokenizer(checkpoint.folder)
         if template.chat and not inner.chat_template and checkpoint.raw_config["model_type"] != "dlm_rag":
             log.warning("%s has no chat template: prompts are plain text", checkpoint.folder)
@@ -217,8 +213,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             found = Qwen2Tokenizer.from_pretrained(folder)
         else:
             raise CheckpointError(f"{folder} has no tokenizer: tokenizer.json is missing")
-    if not found.chat_template and (folder / CHAT_TEMPLATE_FILE).is_file():
-        found.chat_template = read_chat_template(folder / CHAT_TEMPLATE_FILE)
+    if not found.chat_template and (folder / prompts.CHAT_TEMPLATE_FILE).is_file():
+        found.chat_template = prompts.read_chat_template(folder / prompts.CHAT_TEMPLATE_FILE)
     return found
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from dlm_rag.config import TrainConfig
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.tokenizer import Prompt
+from dlm_rag.training import sources
 from dlm_rag.training.batches import (
     Example,
     ExampleBuilder,
@@ -20,14 +21,6 @@ from dlm_rag.training.batches import (
     sample_prompt_rows,
 )
 from dlm_rag.training.documents import DOCUMENT_LAYOUT, PackedDocuments
-from dlm_rag.training.sources import (
-    DocumentValidation,
-    QuestionExamples,
-    WorldExamples,
-    open_documents,
-    open_questions,
-    open_world_validation,
-)
 from dlm_rag.training.task import Task, TaskState, Validation
 from dlm_rag.training.trainer import compute_decay_factor
 
@@ -86,8 +79,8 @@ class PretrainTask(MaskedTask):
         return train.batch_tokens // train.sequence_length, 1
 
     def open_data(self) -> Validation:
-        self._source = open_documents(self.run)
-        return DocumentValidation(self._source)
+        self._source = sources.open_documents(self.run)
+        return sources.DocumentValidation(self._source)
 
     def sample_rows(self, count: int) -> list[Example]:
         length, draw = self.train.sequence_length, random.Random(0).choices
@@ -106,16 +99,16 @@ class SftTask(MaskedTask):
     """
 
     name = "sft"
-    _source: WorldExamples | QuestionExamples
+    _source: sources.WorldExamples | sources.QuestionExamples
 
     def open_data(self) -> Validation:
         run, train, origin = self.run, self.train, self.run.origin
         builder = ExampleBuilder(origin.tokenizer, origin.config)
         if run.config.data.corpus is None:
-            self._source = WorldExamples(builder, train, run.config.retrieval.top_k)
-            return open_world_validation(run)
-        questions, retriever, validation = open_questions(run)
-        self._source = QuestionExamples(questions, retriever, builder, train)
+            self._source = sources.WorldExamples(builder, train, run.config.retrieval.top_k)
+            return sources.open_world_validation(run)
+        questions, retriever, validation = sources.open_questions(run)
+        self._source = sources.QuestionExamples(questions, retriever, builder, train)
         return validation
 
     def sample_rows(self, count: int) -> list[Example]:
@@ -129,7 +122,7 @@ class SftTask(MaskedTask):
         return min(least, top_k), min(most or top_k, top_k)
 
     def make_rows(self, step: int, items: Sequence[int], state: TaskState) -> list[Example]:
-        if isinstance(self._source, QuestionExamples):
+        if isinstance(self._source, sources.QuestionExamples):
             return self._source.examples(step, items)
         return self._source.examples(step, items, self.count_passages(state))
 

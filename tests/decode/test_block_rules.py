@@ -12,17 +12,10 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import ExpertsConfig
 from dlm_rag.questions import Question
 from dlm_rag.tokenizer.prompts import PromptTemplate
+from tests.support import traces
 from tests.support.block_attention import BLOCK, LENGTH, block_denoiser
 from tests.support.decoding import bias_end_token
 from tests.support.tiny_models import byte_tokenizer, tiny_tokenizer
-from tests.support.traces import (
-    RotatingRetriever,
-    decode_and_spy,
-    make_trace_header,
-    rebuild_inputs,
-    rebuild_tokenizer,
-    write_rollouts,
-)
 
 ASKED = [
     Question(f"{n}", text) for n, text in enumerate(("who", "what is it", "where was this", "why not?"))
@@ -42,7 +35,7 @@ def make_decoder(corpus, layout="joint", prefix_cache_gib=1.0, shape=None, **set
     threshold = {} if settings.get("commit_rule") in ("top_k", "sequential") else {"commit_threshold": 0.4}
     config = DecodeConfig(**({"max_new_tokens": LENGTH} | threshold | settings))
     engine = EngineConfig(prefix_cache_gib=prefix_cache_gib)
-    parts = block_denoiser(**shape), RotatingRetriever(corpus, 2), tiny_tokenizer(template)
+    parts = block_denoiser(**shape), traces.RotatingRetriever(corpus, 2), tiny_tokenizer(template)
     return Decoder(*parts, config, layout, engine)
 
 
@@ -157,15 +150,15 @@ def test_a_trace_gives_prompts_canvases_and_edits_again(corpus, tmp_path, settin
     decoder = make_decoder(
         corpus, shape={"max_position_embeddings": context}, max_new_tokens=13, **settings
     )
-    rollouts, seen = decode_and_spy(decoder, ASKED)
-    path = write_rollouts(tmp_path / "t.jsonl", make_trace_header(decoder), rollouts)
+    rollouts, seen = traces.decode_and_spy(decoder, ASKED)
+    path = traces.write_rollouts(tmp_path / "t.jsonl", traces.make_trace_header(decoder), rollouts)
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
     header = read_trace_header(path)
-    tokenizer, made = rebuild_tokenizer(header, tmp_path / "tokenizer"), {}
+    tokenizer, made = traces.rebuild_tokenizer(header, tmp_path / "tokenizer"), {}
     for rollout, again in zip(rollouts, read_trace(path), strict=True):
         assert what_happened(again) == what_happened(rollout)
         assert bool(rollout.cut) == (context == 95)
-        made |= rebuild_inputs(again, header, tokenizer)
+        made |= traces.rebuild_inputs(again, header, tokenizer)
     assert made == seen
 
 

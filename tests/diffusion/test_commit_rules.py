@@ -4,17 +4,7 @@ import numpy as np
 import pytest
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.engine.rules import (
-    Proposals,
-    RuleContext,
-    choose_commits,
-    compute_step_sizes,
-    find_rule,
-    select_by_entropy_bound,
-    select_by_threshold,
-    select_highest,
-    select_left_to_right,
-)
+from dlm_rag.engine import rules
 from dlm_rag.errors import ConfigError
 
 
@@ -25,7 +15,7 @@ def values(*numbers):
 def proposals(confidence, entropy=None, margin=None):
     n = len(confidence)
     zeros = np.zeros(n)
-    return Proposals(
+    return rules.Proposals(
         np.arange(n), np.arange(n), values(*confidence), np.log(values(*confidence)),
         zeros if entropy is None else values(*entropy), zeros if margin is None else values(*margin),
     )  # fmt: skip
@@ -34,7 +24,7 @@ def proposals(confidence, entropy=None, margin=None):
 def choose(rule, found, **settings):
     least = settings.pop("least", 1)
     config = DecodeConfig(commit_rule=rule, **settings)
-    chosen, _ = choose_commits(found, RuleContext(config, least))
+    chosen, _ = rules.choose_commits(found, rules.RuleContext(config, least))
     return chosen.positions.tolist()
 
 
@@ -45,20 +35,26 @@ ENTROPY = values(0.5, 0.01, 0.06, 0.04)  # ascending: the sums without the large
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
-        (select_by_threshold(values(0.95, 0.2, 0.9), 0.9), [0, 2]),
-        (select_by_threshold(values(0.1, 0.5, 0.5), 0.9), [1]),  # none clears: the earlier of two equals
-        (select_by_threshold(values(1.0, 1.0, 1.0), 1.01), [0]),  # one token a call
-        (select_by_threshold(values(0.95, 0.5, 0.92, 0.91), 0.9, least=2), [0, 2, 3]),
-        (select_highest(values(0.1, 0.9, 0.5, 0.9), 3), [1, 2, 3]),  # in canvas order
-        (select_highest(values(0.1), 3), [0]),
-        (select_by_entropy_bound(ENTROPY, 0.1), [1, 2, 3]),
-        (select_by_entropy_bound(ENTROPY, 0.11 + 1e-9), [0, 1, 2, 3]),
-        (select_by_entropy_bound(ENTROPY, 0.0), [1]),
-        (select_left_to_right(IDS, SURE, 0.9), [0, 1]),  # no token behind an unsure one
-        (select_left_to_right(IDS, SURE, 0.999, least=3), [0, 1, 2]),
-        (select_left_to_right(IDS, SURE, 0.1), [0, 1, 2, 3]),
-        (select_left_to_right(np.array([5, 6, 6, 7]), np.ones(4), 0.9), [0, 1]),  # a repeated token waits
-        (select_left_to_right(np.array([5, 6, 6, 7]), np.ones(4), 0.9, least=4), [0, 1, 2, 3]),
+        (rules.select_by_threshold(values(0.95, 0.2, 0.9), 0.9), [0, 2]),
+        (
+            rules.select_by_threshold(values(0.1, 0.5, 0.5), 0.9),
+            [1],
+        ),  # none clears: the earlier of two equals
+        (rules.select_by_threshold(values(1.0, 1.0, 1.0), 1.01), [0]),  # one token a call
+        (rules.select_by_threshold(values(0.95, 0.5, 0.92, 0.91), 0.9, least=2), [0, 2, 3]),
+        (rules.select_highest(values(0.1, 0.9, 0.5, 0.9), 3), [1, 2, 3]),  # in canvas order
+        (rules.select_highest(values(0.1), 3), [0]),
+        (rules.select_by_entropy_bound(ENTROPY, 0.1), [1, 2, 3]),
+        (rules.select_by_entropy_bound(ENTROPY, 0.11 + 1e-9), [0, 1, 2, 3]),
+        (rules.select_by_entropy_bound(ENTROPY, 0.0), [1]),
+        (rules.select_left_to_right(IDS, SURE, 0.9), [0, 1]),  # no token behind an unsure one
+        (rules.select_left_to_right(IDS, SURE, 0.999, least=3), [0, 1, 2]),
+        (rules.select_left_to_right(IDS, SURE, 0.1), [0, 1, 2, 3]),
+        (
+            rules.select_left_to_right(np.array([5, 6, 6, 7]), np.ones(4), 0.9),
+            [0, 1],
+        ),  # a repeated token waits
+        (rules.select_left_to_right(np.array([5, 6, 6, 7]), np.ones(4), 0.9, least=4), [0, 1, 2, 3]),
     ],
 )
 def test_rules_by_hand(chosen, expected):
@@ -66,20 +62,20 @@ def test_rules_by_hand(chosen, expected):
 
 
 def test_steps_of_a_block():
-    assert compute_step_sizes(16, 10, "even") == (2,) * 6 + (1,) * 4
+    assert rules.compute_step_sizes(16, 10, "even") == (2,) * 6 + (1,) * 4
     for length in range(1, 40):
         for steps in range(1, 40):
             for schedule in ("even", "rounded"):
-                sizes = compute_step_sizes(length, steps, schedule)
+                sizes = rules.compute_step_sizes(length, steps, schedule)
                 assert sum(sizes) == length and min(sizes) >= 1 and len(sizes) <= steps
                 assert max(sizes) - min(sizes) <= 1
 
 
 def test_a_rounded_schedule_takes_its_share_of_what_is_left():
     """16 in 10 steps: 1.6, 14/9, 1.5, 10/7, 1.5, 1.4, 1.5, 5/3, 1.5, 2; a half goes either way."""
-    assert compute_step_sizes(16, 10, "rounded") == (2, 2, 2, 1, 2, 1, 1, 2, 1, 2)
-    assert compute_step_sizes(4, 3, "rounded") == (1, 1, 2)
-    assert compute_step_sizes(4, 3, "even") == (2, 1, 1)
+    assert rules.compute_step_sizes(16, 10, "rounded") == (2, 2, 2, 1, 2, 1, 1, 2, 1, 2)
+    assert rules.compute_step_sizes(4, 3, "rounded") == (1, 1, 2)
+    assert rules.compute_step_sizes(4, 3, "even") == (2, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -104,4 +100,4 @@ def test_select_reads_the_value_that_belongs_to_the_rule():
     assert choose("threshold", found, commit_threshold=0.75) == [0, 1]
     assert choose("threshold", found, commit_threshold=0.5, tokens_per_step=2) == [0, 1], "at most two"
     with pytest.raises(ConfigError, match=r"decode\.commit_rule=magic"):
-        find_rule("magic")
+        rules.find_rule("magic")

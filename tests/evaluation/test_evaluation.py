@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from dlm_rag.evaluation.compare import (
-    compare_to_first,
-    group_questions,
-    parse_compared_settings,
-    summarize_scores,
-)
+from dlm_rag.evaluation import compare
 from dlm_rag.evaluation.metrics import (
     Estimate,
     Score,
@@ -93,7 +88,7 @@ def test_tokens_per_forward_is_a_ratio_of_sums():
     fast, slow = (Score(1.0, 1.0, None, None, n, n, tokens, 0.1, 1.0) for n, tokens in ((3, 90), (17, 10)))
     failed = Score(0.0, 0.0, None, None, 0, 0, 0, 0.1, 0.0)
     scores = [fast, slow, failed]
-    found = summarize_scores(scores, {"all": [0, 1, 2], "failed": [2], "one": [1]})
+    found = compare.summarize_scores(scores, {"all": [0, 1, 2], "failed": [2], "one": [1]})
     estimate = found["all"]["tokens_per_forward"]
     expected = (5.0, 10 / 17, 30)  # of two questions, one or both
     assert (estimate.mean, estimate.low, estimate.high) == pytest.approx(expected)
@@ -103,8 +98,8 @@ def test_tokens_per_forward_is_a_ratio_of_sums():
 
 def test_settings_by_name_by_value_and_joined():
     every = "interleaved committed static two_rounds feedback none oracle"
-    assert " ".join(parse_compared_settings("all")) == every
-    found = parse_compared_settings(
+    assert " ".join(compare.parse_compared_settings("all")) == every
+    found = compare.parse_compared_settings(
         "static, oracle+retrieval.method=dense,decode.commit_rule=top_k,top_k=3"
     )
     assert found["static"] == ["decode.query_policy=question"] and found["top_k=3"] == ["retrieval.top_k=3"]
@@ -118,11 +113,11 @@ def test_questions_are_grouped_by_hops_and_labels():
         Question("b", "?", hops=2, labels=("hard",)),
         Question("c", "?", hops=3, labels=("hard",)),
     ]
-    assert group_questions(questions) == {
+    assert compare.group_questions(questions) == {
         "all": [0, 1, 2], "1 hop": [0], "2 hops": [1], "3 hops": [2], "hard": [1, 2],
         "2 hops, hard": [1], "3 hops, hard": [2], "unlabelled": [0], "1 hop, unlabelled": [0],
     }  # fmt: skip
-    assert list(group_questions([Question("a", "?")])) == ["all"]
+    assert list(compare.group_questions([Question("a", "?")])) == ["all"]
 
 
 def test_the_bootstrap_interval_is_the_normal_one_for_many_values():
@@ -178,11 +173,11 @@ def test_intervals_of_shares_and_of_paired_differences_hold_them(estimate, value
 
 def test_tables_hold_what_was_measured():
     questions = [Question("a", "?", hops=1), Question("b", "?", hops=2)]
-    groups = group_questions(questions)
+    groups = compare.group_questions(questions)
     scores = {"one": [a_score(1.0), a_score(1.0)], "two": [a_score(0.0), a_score(1.0, None)]}
     scores["three"] = [a_score(1.0, searches=4.0)] * 2
-    summaries = {name: summarize_scores(theirs, groups) for name, theirs in scores.items()}
-    found = build_comparison_tables(groups, summaries, compare_to_first(scores, groups), "hotpotqa")
+    summaries = {name: compare.summarize_scores(theirs, groups) for name, theirs in scores.items()}
+    found = build_comparison_tables(groups, summaries, compare.compare_to_first(scores, groups), "hotpotqa")
     assert found[0].rows[1][:3] == ["1 hop (1)", "100.0 [17, 100]", "0.0 [0, 83]"]
     assert found[1].headings[1] == "F1 (hotpotqa) %"
     assert found[1].rows[0][-2:] == ["20.00 [20.00, 20.00]", "2.00 [2.00, 2.00]"], "answers a second"

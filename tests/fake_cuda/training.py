@@ -13,12 +13,7 @@ from dlm_rag.training.batches import MaskedObjective
 from tests.fake_cuda.checked_kernels import checked_kernels
 from tests.fake_cuda.decode import STEP_TRAFFIC
 from tests.fake_cuda.device import PACKAGE, fake_cuda
-from tests.support.setup_matrix import (
-    TRAINING_SETUPS,
-    force_mixed_rewards,
-    make_setup_trainer,
-    write_setup_checkpoints,
-)
+from tests.support import setup_matrix
 
 IN, OUT, WAIT = STEP_TRAFFIC
 V100, H200, GB10 = (7, 0), (9, 0), (12, 1)
@@ -38,17 +33,17 @@ ON = {  # GPU, settings -> dtype
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_setup_checkpoints(tmp_path_factory.mktemp("checkpoints"))
+    return setup_matrix.write_setup_checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(autouse=True)
 def mixed_groups(monkeypatch):
     """Else none is: on this device all rollouts of a question are the same."""
-    force_mixed_rewards(monkeypatch)
+    setup_matrix.force_mixed_rewards(monkeypatch)
 
 
 def make_fake_cuda_trainer(out, folder, way="sft", *more):
-    return make_setup_trainer(out, folder, way, "model.device=cuda", *more)
+    return setup_matrix.make_setup_trainer(out, folder, way, "model.device=cuda", *more)
 
 
 def record_step_traffic(trainer, seen):
@@ -68,7 +63,7 @@ def record_step_traffic(trainer, seen):
 )
 def test_a_training_step_waits_for_the_device_once(tmp_path, folder, way, on):
     """Pointers, masks, the norm of the gradients, the scale of the loss and the optimizers included."""
-    assert {*WAITS_BY_SETUP} == set(TRAINING_SETUPS)
+    assert {*WAITS_BY_SETUP} == set(setup_matrix.TRAINING_SETUPS)
     capability, words, dtype = ON[on]
     with fake_cuda(capability) as seen, checked_kernels():
         trainer, _ = make_fake_cuda_trainer(tmp_path, folder, way, *words)

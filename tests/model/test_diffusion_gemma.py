@@ -7,14 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlm_rag.diffusion_gemma.decoding import (
-    DiffusionGemma,
-    GemmaRunner,
-    UniformNoiseCanvas,
-    anneal_temperature,
-    make_class_config,
-    uniform_tokens,
-)
+from dlm_rag.diffusion_gemma import decoding
 from dlm_rag.engine.rules import Proposals
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.questions import Question
@@ -38,7 +31,7 @@ def test_a_checkpoint_opens_without_its_weights_and_loads_as_it_was_written(tmp_
     checkpoint = open_checkpoint(folder)
     shape = checkpoint.config
     assert shape.block_size == 12 and shape.canvas_length == 36 and shape.steps_per_block == 6
-    model = DiffusionGemma(checkpoint, torch.device("cpu"), torch.float32).model
+    model = decoding.DiffusionGemma(checkpoint, torch.device("cpu"), torch.float32).model
     theirs = DiffusionGemmaForBlockDiffusion.from_pretrained(folder)
     for (name, ours), (_, value) in zip(model.named_parameters(), theirs.named_parameters(), strict=True):
         assert torch.equal(ours, value), name
@@ -47,7 +40,7 @@ def test_a_checkpoint_opens_without_its_weights_and_loads_as_it_was_written(tmp_
     assert checkpoint.count_weight_bytes(2) == 2 * (seen + scalars)
     raw = json.loads((folder / "config.json").read_text())
     del raw["vision_config"]  # transformers would build a tower of 167 M parameters
-    built = DiffusionGemmaForBlockDiffusion(make_class_config(raw))
+    built = DiffusionGemmaForBlockDiffusion(decoding.make_class_config(raw))
     assert sum(value.numel() for value in built.parameters()) < 10**5
 
 
@@ -153,7 +146,7 @@ def test_rows_of_different_lengths_are_what_each_is_alone(tiny, corpus, overlap)
 
 def test_logits_beside_longer_texts_are_those_of_the_text_alone(tiny):
     checkpoint = open_checkpoint(tiny)
-    denoiser = DiffusionGemma(checkpoint, torch.device("cpu"), torch.float32)
+    denoiser = decoding.DiffusionGemma(checkpoint, torch.device("cpu"), torch.float32)
     torch.manual_seed(0)
     texts = [denoiser.extend_cache([], torch.randint(0, 256, (n,)).tolist()) for n in (5, 40, 17)]
     canvas, before = torch.randint(0, 256, (3, 12)), [None, torch.randn(12, 261), torch.randn(12, 261)]
@@ -176,7 +169,7 @@ def test_a_text_that_changes_runs_from_its_first_change(cut, runs):
         both = torch.cat([old, torch.tensor(ids, dtype=torch.float).view(1, 1, -1, 1)], dim=2)
         return [(both, both)]
 
-    runner = GemmaRunner(SimpleNamespace(extend_cache=extend_cache))
+    runner = decoding.GemmaRunner(SimpleNamespace(extend_cache=extend_cache))
     runner.prefill(0, (1, 2, 3))
     slot = runner.prefill(0, cut)
     assert slot.keys_values[0][0].flatten().tolist() == list(cut)
@@ -187,7 +180,7 @@ def test_a_text_that_changes_runs_from_its_first_change(cut, runs):
 @pytest.mark.parametrize(("steps", "settled_at"), [(0, 0), (1, 3), (2, 6), (3, None)])
 def test_a_canvas_is_settled_once_its_most_probable_tokens_have_stayed(steps, settled_at):
     shape = SimpleNamespace(entropy_bound=0.1, stop_entropy=1.0, convergence_steps=steps)
-    canvas = UniformNoiseCanvas(2, PAD, 0, shape=shape, noise=np.zeros(2, np.int64))
+    canvas = decoding.UniformNoiseCanvas(2, PAD, 0, shape=shape, noise=np.zeros(2, np.int64))
     canvas.next_noise, settled, zero = canvas.noise, [], np.zeros(2)
     for second in (3, 4, 5, 5, 6, 6, 6):
         best = {"token_ids": np.array([1, second]), "confidence": zero, "log_prob": zero}
@@ -199,8 +192,10 @@ def test_a_canvas_is_settled_once_its_most_probable_tokens_have_stayed(steps, se
 
 
 def test_the_schedule_and_the_noise():
-    assert [anneal_temperature(n, 4, 0.8, 0.4) for n in range(4)] == pytest.approx([0.8, 0.7, 0.6, 0.5])
-    assert uniform_tokens(np.array([0.0, 0.24, 0.5, 1 - 1e-17]), 4).tolist() == [0, 0, 2, 3]
+    assert [decoding.anneal_temperature(n, 4, 0.8, 0.4) for n in range(4)] == pytest.approx(
+        [0.8, 0.7, 0.6, 0.5]
+    )
+    assert decoding.uniform_tokens(np.array([0.0, 0.24, 0.5, 1 - 1e-17]), 4).tolist() == [0, 0, 2, 3]
 
 
 @pytest.mark.gpu
@@ -208,7 +203,7 @@ def test_the_schedule_and_the_noise():
 def test_a_gpu_gives_the_logits_of_the_cpu(tiny):
     checkpoint, found = open_checkpoint(tiny), []
     for device in ("cpu", "cuda"):
-        denoiser = DiffusionGemma(checkpoint, torch.device(device), torch.float32)
+        denoiser = decoding.DiffusionGemma(checkpoint, torch.device(device), torch.float32)
         with torch.inference_mode():
             texts = denoiser.stack_caches([denoiser.extend_cache([], range(n)) for n in (5, 40)], 12)
             canvas = torch.arange(24, device=device).view(2, 12)

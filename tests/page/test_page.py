@@ -13,14 +13,7 @@ from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalRecorder
 from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.errors import TraceError
-from dlm_rag.page.render import (
-    TraceRun,
-    align_tokens,
-    attribute_words,
-    build_page_record,
-    read_trace_runs,
-    render_page,
-)
+from dlm_rag.page import render
 from dlm_rag.questions import Question
 from tests.support.pages import END, cited, header, make_two_hop_rollout, write_trace
 from tests.support.paths import ROOT
@@ -75,19 +68,19 @@ def static(rollout: Rollout) -> Rollout:
     ids=["blanks before words", "no blanks", "a character of two tokens", "blanks alone", "nothing"],
 )
 def test_tokens_stand_where_their_texts_do(tokens, text, texts):
-    assert [text[start:stop] for start, stop in align_tokens(tokens, text)] == texts
+    assert [text[start:stop] for start, stop in render.align_tokens(tokens, text)] == texts
 
 
 def test_words_are_attributed_to_the_passage_that_is_cited_for_them():
-    found = attribute_words(make_two_hop_rollout())
+    found = render.attribute_words(make_two_hop_rollout())
     assert [(f["word"], f["at"], f["step"], f["passage"]) for f in found] == [
         ("jane", [0], 1, "emma"), ("austen", [1], 1, "emma"), ("steventon", [3], 4, "austen"),
         ("steventon", [5], 4, "austen"),
     ]  # fmt: skip
     bare = make_two_hop_rollout()
     bare.citations[1] = cited("Steventon", unsupported=["steventon"])
-    assert attribute_words(bare)[2]["passage"] is None
-    assert attribute_words(replace(bare, citations=[])) == []
+    assert render.attribute_words(bare)[2]["passage"] is None
+    assert render.attribute_words(replace(bare, citations=[])) == []
 
 
 def data_of(html):
@@ -99,11 +92,11 @@ def test_no_text_of_a_trace_ends_the_element_that_holds_it():
     rollout.question = rollout.id = rollout.response = HOSTILE
     rollout.passages = dict.fromkeys(rollout.passages, HOSTILE)
     rollout.steps[1] = replace(rollout.steps[1], query=HOSTILE, committed=WRITTEN)
-    runs = [TraceRun(HOSTILE, header(rollout), [rollout])]
-    html = render_page(runs)
+    runs = [render.TraceRun(HOSTILE, header(rollout), [rollout])]
+    html = render.render_page(runs)
     assert html.count("<script") == html.count("</script") == 2 and html.isascii() is False
     assert not [mark for mark in SEPARATORS if mark in html]
-    assert data_of(html) == json.loads(json.dumps(build_page_record(runs)))
+    assert data_of(html) == json.loads(json.dumps(render.build_page_record(runs)))
 
 
 def test_two_traces_share_the_questions_of_one_id_and_text(tmp_path):
@@ -111,16 +104,16 @@ def test_two_traces_share_the_questions_of_one_id_and_text(tmp_path):
     one = write_trace(tmp_path / "static.jsonl", static(make_two_hop_rollout()), static(other))
     why = replace(other, question="Why?")
     two = write_trace(tmp_path / "interleaved.jsonl", make_two_hop_rollout(), why)
-    record = build_page_record(read_trace_runs([one, two]))
+    record = render.build_page_record(render.read_trace_runs([one, two]))
     assert [question["id"] for question in record["questions"]] == ["q1"] and record["left_out"] == 2
     assert record["names"] == ["static", "interleaved"]
     assert record["settings"] == [["decode.query_policy=question"], ["decode.query_policy=proxy"]]
     (tmp_path / "other").mkdir()
     again = write_trace(tmp_path / "other" / "static.jsonl", make_two_hop_rollout())
-    assert [run.name for run in read_trace_runs([one, again])] == [tmp_path.name, "other"]
+    assert [run.name for run in render.read_trace_runs([one, again])] == [tmp_path.name, "other"]
     foreign = write_trace(tmp_path / "foreign.jsonl", replace(make_two_hop_rollout(), question="Why?"))
     with pytest.raises(TraceError, match="static and foreign have no question in common"):
-        build_page_record(read_trace_runs([one, foreign]))
+        render.build_page_record(render.read_trace_runs([one, foreign]))
 
 
 @pytest.mark.slow
@@ -137,7 +130,7 @@ def test_a_page_is_made_of_a_trace_without_torch(tmp_path):
     assert done.returncode == 0 and f"the page is in {out}" in done.stderr, done.stderr
     assert data_of(out.read_text())["questions"][0]["id"] == "q1"
     page_command([str(trace), "--html", str(out)])  # of its own pages it writes the newer one
-    assert out.read_text() == render_page(read_trace_runs([trace]))
+    assert out.read_text() == render.render_page(render.read_trace_runs([trace]))
 
 
 # In the browser.
@@ -171,8 +164,8 @@ def show(browser, tmp_path):
 
     def show(*rollouts, place="", traces=None, **window):
         traces = traces or {"": list(rollouts)}
-        runs = [TraceRun(name, header(given[0]), given) for name, given in traces.items()]
-        (tmp_path / "page.html").write_text(render_page(runs))
+        runs = [render.TraceRun(name, header(given[0]), given) for name, given in traces.items()]
+        (tmp_path / "page.html").write_text(render.render_page(runs))
         browser.open(tmp_path / "page.html", place, **window)
 
     return show
@@ -219,7 +212,9 @@ def test_answers_are_right_or_wrong_where_gold_answers_are_known(browser, tmp_pa
     rollouts[4].response = "### Bath"
     told = [known(rollouts[n], ("the Steventon.",), hops=1 + n % 2) for n in (0, 3, 4)]
     told += [known(rollouts[1], ("Bath", "Lyme"), 2), replace(told[0], id="q2")]
-    (tmp_path / "page.html").write_text(render_page([TraceRun("", header(rollouts[0]), rollouts)], told))
+    (tmp_path / "page.html").write_text(
+        render.render_page([render.TraceRun("", header(rollouts[0]), rollouts)], told)
+    )
     browser.open(tmp_path / "page.html", "#question=2&step=4")
     right = browser.run("page.data.questions.map(({sides}) => sides[0].right ?? null)")
     assert right == [True, False, None, True, False, None]

@@ -17,13 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlm_rag.config import DecodeConfig, TrainConfig
 from dlm_rag.decode.rollout import Action, Rollout, RolloutStep
-from dlm_rag.engine.policy import (
-    ActionDistribution,
-    SoftThreshold,
-    compute_action_distribution,
-    gather_action_log_probs,
-    step_log_prob,
-)
+from dlm_rag.engine import policy
 from dlm_rag.engine.rules import RuleContext, choose_commits, select_by_threshold
 from dlm_rag.engine.runner import gather_proposals, sample_proposals
 from dlm_rag.evidence.prompt_segments import LaidOutRow
@@ -39,7 +33,7 @@ from tests.support.properties import hypothesis_settings
 from tests.support.tiny_models import tiny_denoiser
 
 V, MASK = 4, torch.tensor([3])  # three tokens and the mask
-SOFT = SoftThreshold(0.8, 0.7, 0.6)
+SOFT = policy.SoftThreshold(0.8, 0.7, 0.6)
 SAMPLED = DecodeConfig(commit_rule="sampled")
 
 
@@ -59,9 +53,9 @@ def actions(n: int):
 
 def log_prob_of(logits, taken, forced, soft=SOFT):
     taken = torch.tensor(taken)
-    parts = gather_action_log_probs(compute_action_distribution(logits, MASK, soft), taken)
+    parts = policy.gather_action_log_probs(policy.compute_action_distribution(logits, MASK, soft), taken)
     step = torch.zeros(len(taken), dtype=torch.long)
-    return step_log_prob(parts, step, taken >= 0, torch.tensor([forced]))[0]
+    return policy.step_log_prob(parts, step, taken >= 0, torch.tensor([forced]))[0]
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
@@ -72,14 +66,14 @@ def test_the_outcomes_of_a_step_sum_to_one_and_their_mean_score_is_zero(n, dtype
     assert abs(float(log_probs.detach().exp().sum()) - 1) < close
     (score,) = torch.autograd.grad((log_probs.detach().exp() * log_probs).sum(), logits)
     assert float(score.abs().max()) < 10 * close
-    one = compute_action_distribution(logits, MASK, SOFT)
+    one = policy.compute_action_distribution(logits, MASK, SOFT)
     whole = one.log_commit.exp().sum(-1) + one.log_stay.exp()
     assert float((whole - 1).detach().abs().max()) < close
 
 
 def test_certain_and_hopeless_logits_have_finite_scores():
     extreme = torch.tensor([[80.0, 0, 0, 0], [0, -80, 0, 0], [0, 0, 0, 90]], requires_grad=True)
-    found = compute_action_distribution(extreme, MASK, SOFT)
+    found = policy.compute_action_distribution(extreme, MASK, SOFT)
     assert bool(found.log_stay.isfinite().all()) and bool(found.forced_logit.isfinite().all())
     (found.log_stay.sum() + found.log_commit[:, :3].sum()).backward()
     assert bool(extreme.grad.isfinite().all())
@@ -172,7 +166,7 @@ def sample(found, draws):
 
 def test_what_is_drawn_is_as_frequent_as_its_recorded_probability_says():
     logits, rng, draws = logits_of(9, 2), np.random.default_rng(0), 4000
-    soft = SoftThreshold(0.8, 0.95, 1.5)  # so that all stay now and then
+    soft = policy.SoftThreshold(0.8, 0.95, 1.5)  # so that all stay now and then
     seen: dict = {}
     for _ in range(draws):
         chosen, action = sample(proposals_of(logits, soft, lots := rng.random((5, 2))), lots)
@@ -194,7 +188,7 @@ def test_what_is_drawn_is_as_frequent_as_its_recorded_probability_says():
 @given(st.integers(0, 10**6), st.integers(1, 6), st.floats(0.3, 0.9))
 def test_a_hard_gate_at_temperature_zero_is_the_commit_threshold(seed, n, tau):
     logits = logits_of(seed, n)
-    soft = SoftThreshold(1e-3, tau, 1e-3)
+    soft = policy.SoftThreshold(1e-3, tau, 1e-3)
     found = proposals_of(logits, soft, lots := np.random.default_rng(seed).random((5, n)))
     if np.abs(found.confidence - tau).min() < 0.01 or len(set(found.confidence.round(2))) < n:
         return  # at the threshold, or of equal confidence, both may be right
@@ -205,7 +199,7 @@ def test_a_hard_gate_at_temperature_zero_is_the_commit_threshold(seed, n, tau):
 
 
 def test_entropy_of_positions_is_that_of_the_enumerated_outcomes():
-    found = compute_action_distribution(logits_of(1, 3), MASK, SOFT)
+    found = policy.compute_action_distribution(logits_of(1, 3), MASK, SOFT)
     p = torch.cat((found.log_commit[:, :3], found.log_stay[:, None]), 1)
     torch.testing.assert_close(found.entropy(), -(p.exp() * p).sum(1), rtol=0, atol=1e-9)
 
@@ -305,8 +299,10 @@ class LogitTracker(MemoryTracker):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_of_a_large_vocabulary_stay_within_their_budget(dtype, monkeypatch):
     """2,048 candidates: all their logits are 1 GB, and what is computed of them 20 times as much."""
-    looks, entropy = [], ActionDistribution.entropy
-    monkeypatch.setattr(ActionDistribution, "entropy", lambda found: looks.append(0) or entropy(found))
+    looks, entropy = [], policy.ActionDistribution.entropy
+    monkeypatch.setattr(
+        policy.ActionDistribution, "entropy", lambda found: looks.append(0) or entropy(found)
+    )
     places, mask = tuple(range(64)), LLADA.mask_token_id
     state = LaidOutRow((), Segment((1, *(mask for _ in places)), 0), 1)
     rows = [PolicyRow(state, places, (5, *(-1 for _ in places[1:])), False, 1.0, -9.0)] * 32

@@ -20,17 +20,7 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.layers import AttentionProbe
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.training import sources
-from dlm_rag.training.batches import (
-    ChunkedCrossEntropy,
-    ExampleBuilder,
-    LossWeights,
-    MaskedObjective,
-    compute_pointer_loss,
-    lay_out_examples,
-    locate_pointers,
-    make_masked_batch,
-)
+from dlm_rag.training import batches, sources
 from dlm_rag.training.checkpoints import find_latest_checkpoint
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_model import (
@@ -69,7 +59,7 @@ def make_stream(tokenizer, seed=0):
     train = TrainConfig(
         seed=seed, passage_sets_per_step=6, rows_per_set=6, world_passages=150, steps_per_world=3
     )
-    return WorldExamples(ExampleBuilder(tokenizer, EXAMPLE_SHAPE), train, top_k=5)
+    return WorldExamples(batches.ExampleBuilder(tokenizer, EXAMPLE_SHAPE), train, top_k=5)
 
 
 def test_examples_follow_from_seed_and_step_alone(tokenizer, examples):
@@ -103,18 +93,20 @@ def micro_denoiser(*words):
     return build_denoiser(open_initial_model(config))
 
 
-PLAIN = LossWeights()
+PLAIN = batches.LossWeights()
 
 
 def count(rows):
-    return make_masked_batch(rows, EXAMPLE_SHAPE, "independent", {1}, LossWeights(end_token=0.15)).counts
+    return batches.make_masked_batch(
+        rows, EXAMPLE_SHAPE, "independent", {1}, batches.LossWeights(end_token=0.15)
+    ).counts
 
 
 def loss_of(denoiser, rows, counts, weights=PLAIN):
     """The loss of rows and its sums, seven logits at a time."""
-    objective = MaskedObjective(denoiser)
+    objective = batches.MaskedObjective(denoiser)
     objective.logit_chunk = 7
-    return objective(make_masked_batch(rows, denoiser.config, "independent", {1}, weights), counts)
+    return objective(batches.make_masked_batch(rows, denoiser.config, "independent", {1}, weights), counts)
 
 
 def test_the_loss_is_the_textbook_one_at_supervised_positions(examples):
@@ -133,7 +125,7 @@ def test_the_loss_is_the_textbook_one_at_supervised_positions(examples):
     mlp = denoiser.layers[-1].mlp
     mlp.register_forward_pre_hook(lambda _, inputs: passed.append(len(inputs[0])))
     counts = count(rows)
-    found, sums = loss_of(denoiser, rows, counts, LossWeights(end_token=0.15))
+    found, sums = loss_of(denoiser, rows, counts, batches.LossWeights(end_token=0.15))
     assert float(found.detach()) == pytest.approx(total / weight, rel=1e-4)
     assert float(sums["tokens"]) == pytest.approx(total, rel=1e-4)
     assert passed[-1] == counts["supervised"] == sum(sum(row.masked) for row in rows)
@@ -146,15 +138,15 @@ def test_the_chunked_loss_is_the_cross_entropy_with_its_gradients():
     expected = (F.cross_entropy(x @ head.t(), targets, reduction="none") * weights).sum()
     slopes = torch.autograd.grad(expected * 0.3, (x, head))
     for chunk in (1, 5, 23, 100):
-        found, right = ChunkedCrossEntropy.apply(x, head, targets, weights, chunk)
+        found, right = batches.ChunkedCrossEntropy.apply(x, head, targets, weights, chunk)
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(torch.autograd.grad(found * 0.3, (x, head)), slopes)
         assert torch.equal(right, (x @ head.t()).argmax(-1) == targets)
 
 
 def pointer_loss_of(examples, states, probe):
-    counts, places = locate_pointers(examples, states)
-    return compute_pointer_loss(counts, torch.from_numpy(places), probe)
+    counts, places = batches.locate_pointers(examples, states)
+    return batches.compute_pointer_loss(counts, torch.from_numpy(places), probe)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +156,7 @@ def test_pointer_loss_is_the_mass_where_it_belongs(tokenizer, examples, layout, 
     """Against the softmax over all keys that a token sees, written out for each pointer."""
     denoiser = micro_denoiser(f"model.evidence_layout={layout}", f"model.block_size={block}")
     example = next(e for e in examples if e.supervised_pointers)
-    states, probe = lay_out_examples([example], denoiser.config, layout), AttentionProbe(0)
+    states, probe = batches.lay_out_examples([example], denoiser.config, layout), AttentionProbe(0)
     encode_canvases(denoiser, states, [[0]], probe=probe)
     start = states[0].canvas_start
     loss, mass = pointer_loss_of([example], states, probe)
@@ -191,7 +183,7 @@ def test_the_pointer_loss_is_float32_under_autocast(examples):
     denoiser, few = micro_denoiser(), [e for e in examples if e.supervised_pointers][:4]
     probe = AttentionProbe(0)
     with torch.autocast("cpu", torch.bfloat16):
-        states = lay_out_examples(few, denoiser.config, "independent")
+        states = batches.lay_out_examples(few, denoiser.config, "independent")
         read = [example.supervised_positions for example in few]
         encode_canvases(denoiser, states, read, probe=probe)
         found = pointer_loss_of(few, states, probe)
@@ -202,7 +194,7 @@ def test_the_pointer_loss_is_float32_under_autocast(examples):
 def test_the_parts_of_a_step_add_up_to_the_whole(tokenizer):
     """Losses are divided by the counts of all: the gradients of two halves sum to the whole's."""
     stream, denoiser = make_stream(tokenizer), micro_denoiser()
-    terms = LossWeights(0.15, 0.3)
+    terms = batches.LossWeights(0.15, 0.3)
     halves = [
         stream.examples(1, DistributedContext(rank, 2, rank).local_items(6), (2, 3)) for rank in (0, 1)
     ]
@@ -236,13 +228,13 @@ def test_a_part_that_hides_nothing_still_has_gradients_for_all(examples):
 def test_checkpointing_changes_no_gradient(examples, kind, interval, compiled):
     denoiser = micro_denoiser()
     counts = count(examples)
-    loss_of(denoiser, examples, counts, LossWeights(0.15, 0.3))[0].backward()
+    loss_of(denoiser, examples, counts, batches.LossWeights(0.15, 0.3))[0].backward()
     expected = [p.grad.clone() for p in denoiser.parameters()]
     denoiser.zero_grad()
     denoiser.activation_checkpointing, denoiser.activation_checkpointing_interval = kind, interval
     if compiled:
         denoiser.compile_layers()
-    loss_of(denoiser, examples, counts, LossWeights(0.15, 0.3))[0].backward()
+    loss_of(denoiser, examples, counts, batches.LossWeights(0.15, 0.3))[0].backward()
     for parameter, gradient in zip(denoiser.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
 
