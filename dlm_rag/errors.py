@@ -41,33 +41,6 @@ def suggest_nearest(word: str, candidates: Iterable[str]) -> str:
     return f" (nearest: '{known[close[0]]}')" if close else ""
 
 
-# By what other libraries call a setting, the last part of our name.
-SYNONYMS = {
-    "lr": "learning_rate", "batch": "batch_size", "lora_r": "lora_rank", "project": "wandb",
-    **dict.fromkeys(("k", "n", "n_docs", "num_docs", "top_n"), "top_k"), "warmup": "warmup_steps",
-    **dict.fromkeys(("steps", "num_steps", "num_inference_steps", "denoising_steps"), "steps_per_block"),
-    **dict.fromkeys(("max_tokens", "max_length", "gen_length", "length"), "max_new_tokens"),
-    **dict.fromkeys(("temp", "do_sample", "top_p"), "temperature"), "threshold": "commit_threshold",
-    **dict.fromkeys(("remasking", "alg", "algorithm"), "commit_rule"), "decode.block_size": "block_length",
-    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "train.steps"), "max_steps"),
-    **dict.fromkeys(("torch_dtype", "precision"), "dtype"), "train.batch_size": "passage_sets_per_step",
-    **dict.fromkeys(("load_in_8bit", "load_in_4bit", "quantization"), "quantize"),
-    **dict.fromkeys(("embedder", "encoder", "retrieval.model"), "embedding_model"), "output_dir": "out",
-    **dict.fromkeys(("type", "backend", "retriever"), "method"), "api_key": "api_keys_file",
-    **dict.fromkeys(("name", "model", "checkpoint"), "path"), "documents": "corpus", "texts": "corpus",
-    "attn": "attn_implementation",
-}  # fmt: skip
-
-
-def suggest_setting(key: str, known: Iterable[str]) -> str:
-    """As `suggest_nearest`; first the setting of that name elsewhere, or of that meaning (`SYNONYMS`)."""
-    section, _, leaf = key.rpartition(".")
-    leaf = SYNONYMS.get(key, SYNONYMS.get(leaf, leaf))
-    same = [each for each in known if each.rpartition(".")[2] == leaf]
-    same.sort(key=lambda each: not each.startswith(f"{section}."))
-    return f" (nearest: '{same[0]}')" if same else suggest_nearest(key, known)
-
-
 class NamesRemedy:
     """A class whose missing attributes say what to use instead, for names that other libraries have."""
 

@@ -43,15 +43,6 @@ USAGE_COUNTS = ("prompt_tokens", "completion_tokens")
 _MODEL_URL = re.compile(r"openai(s?)://([^/?#]+(?:/[^?#]+)*?/v1)/([^?#]+)")
 MAX_TOKENS = 512  # of a reply, where neither a policy nor `decode.max_new_tokens` says
 REFUSED_TEXT_STATUSES = (400, 413, 422)  # of one text alone
-# What a prompt says where there are no facts, by the form of the answer: SARDI's without its words on
-# facts, and that of FlashRAG (examples/methods/run_exp.py, zero_shot).
-NO_FACTS = {
-    "marked": 'Think step-by-step, then provide the final answer after the "###" marker.\n\n'
-    "Question:\n{question}",
-    "whole": "Answer the question based on your own knowledge. Only give me the answer and do not output "
-    "any other words.\n\nQuestion: {question}",
-}
-NO_FACTS["titled"] = NO_FACTS["marked"]
 # Passages as each prompt shows them.
 IRCOT_FACT = "Wikipedia Title: {title}\n{text}"
 SEARCH_R1_FACT = "Doc {number}(Title: {title}) {text}"
@@ -209,7 +200,8 @@ class BaselineRun:
         form, passages = self._context.template, [passage.text for passage in self.evidence]
         message = form.write_message(self.question, passages)
         if not passages:
-            message = NO_FACTS[form.answer].replace("{question}", self.question)
+            kind = "whole" if form.answer == "whole" else "marked"
+            message = PROMPTS[f"no_facts_{kind}"].replace("{question}", self.question)
         if form.chat:
             return self.chat(message, form.tail, max_tokens=max_tokens)
         return self.complete(message + form.tail, max_tokens=max_tokens)

@@ -24,6 +24,7 @@ from dlm_rag.config.fields import (
     setting,
     settings_dataclass,
     shorten_value,
+    suggest_setting,
 )
 from dlm_rag.config.sections import (
     DataConfig,
@@ -36,7 +37,7 @@ from dlm_rag.config.sections import (
     ServingConfig,
     TrainConfig,
 )
-from dlm_rag.errors import ConfigError, suggest_nearest, suggest_setting, summarize_error
+from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
 from dlm_rag.files.paths import find_companion_folder
 
 _WORKERS = re.compile(r"[1-9]\d{0,2}|auto|ray://[^\s/:]+:\d{1,5}/?|ray://\[[0-9a-fA-F:]+\]:\d{1,5}/?")

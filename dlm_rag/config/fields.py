@@ -16,9 +16,10 @@ import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, wraps
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, TypeVar, cast, dataclass_transform
 
+import yaml
 from pydantic import (
     AnyUrl,
     ConfigDict,
@@ -31,7 +32,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from dlm_rag.errors import ConfigError, suggest_nearest, suggest_setting, summarize_error
+from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
 
 log = logging.getLogger(__name__)
 SET = object()  # in `only_with`: any value but null, 0, false and the empty one
@@ -39,6 +40,17 @@ Need = dict[str, Any]  # the values of other settings, by dotted key: `SET` or a
 _SETTINGS_RULES = ConfigDict(
     extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, coerce_numbers_to_str=True
 )
+
+
+def suggest_setting(key: str, known: Iterable[str]) -> str:
+    """As `suggest_nearest`, but first the setting of that name elsewhere, or meaning (`synonyms.yaml`)."""
+    section, _, leaf = key.rpartition(".")
+    texts = yaml.safe_load(Path(__file__).with_name("synonyms.yaml").read_text("utf-8"))
+    ours = {other: own for own, others in texts.items() for other in others}
+    leaf = ours.get(key, ours.get(leaf, leaf))
+    same = [each for each in known if each.rpartition(".")[2] == leaf]
+    same.sort(key=lambda each: not each.startswith(f"{section}."))
+    return f" (nearest: '{same[0]}')" if same else suggest_nearest(key, known)
 
 
 def setting(

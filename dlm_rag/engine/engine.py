@@ -29,6 +29,7 @@ from dlm_rag.config.fields import (
     find_idle_settings,
     flatten_settings,
     replace_settings,
+    suggest_setting,
 )
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout
@@ -37,7 +38,7 @@ from dlm_rag.engine.row import Row, Ticket, make_canvas
 from dlm_rag.engine.rules import find_rule
 from dlm_rag.engine.runner import DecoderStats, MaskedModelRunner, ModelRunner
 from dlm_rag.engine.step import LaunchedStep, Searches, finish_step, launch_step
-from dlm_rag.errors import ConfigError, NamesRemedy, suggest_setting
+from dlm_rag.errors import ConfigError, NamesRemedy
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.files.hub import MODEL_NAME, READER, SHIPPED_FOLDER, WORLD_MODELS
 from dlm_rag.machine import choose_device, choose_dtype, use_one_thread_after_fork

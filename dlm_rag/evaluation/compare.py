@@ -13,7 +13,8 @@ from math import prod
 
 from dlm_rag.baselines import POLICIES, is_model_url
 from dlm_rag.config import list_setting_fields
-from dlm_rag.errors import ConfigError, QuestionError, suggest_nearest, suggest_setting
+from dlm_rag.config.fields import suggest_setting
+from dlm_rag.errors import ConfigError, QuestionError, suggest_nearest
 from dlm_rag.evaluation import metrics
 from dlm_rag.evaluation.metrics import SHARE_METRICS, Estimate, Score, bootstrap_mean
 from dlm_rag.questions import Question

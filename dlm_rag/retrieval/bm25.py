@@ -29,6 +29,7 @@ from typing import Any
 import bm25s
 import numba
 import numpy as np
+import yaml
 from blake3 import blake3
 from bm25s.numba import retrieve_utils
 from bm25s.scoring import _score_idf_lucene, _score_tfc_lucene
@@ -82,13 +83,7 @@ _LETTER_FORMS: dict[int, Any] = str.maketrans("ςάέήίϊΐόύϋΰώёأإآ�
 _DIGITS = ((chr(code), unicodedata.decimal(chr(code), None)) for code in range(0x660, 0x1A9A))
 _LETTER_FORMS |= {ord(char): str(digit) for char, digit in _DIGITS if digit is not None}
 _LETTER = re.compile(rf".[{MARKS}]*")
-# Letters with signs, by language; of Vietnamese, where most have one, words of a syllable.
-_VIETNAMESE = "àáâãèéêìíòóôõùúýăđĩũơư" + "".join(map(chr, range(0x1EA1, 0x1EFA, 2)))
-_ALPHABETS = (
-    "àâæçéèêëîïôœùûü", "äöüß", "áàâãçéêíóôõúñü", "áčďéěíňóřšťúůýž", "áäčďéíĺľňóôŕšťúýž", "ąćęłńóśźż",
-    "áéíóöőúüű", "âçğıîöşüû", "ăâîșşțţ", "åäæöø", "áæéíóöúýðþ", "āčēģīķļņšūž", "ąčęėįšųūž", "čćđšž",
-    "àèéìòù", _VIETNAMESE,
-)  # fmt: skip
+_ALPHABETS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("alphabets.yaml").read_text("utf-8"))
 _SYLLABLE = re.compile("[b-df-hj-np-tvx]{0,3}[aeiouy]{1,3}[cghmnpt]{0,2}")  # of Vietnamese
 MAX_SIGNED_LETTERS, MAX_SIGNED_WORD = 3, 16  # letters with signs of a word, letters in all
 # Left out, as bm25s does.
@@ -284,8 +279,8 @@ def _hash_spellings(word: str, stemmer: str) -> np.ndarray:
     plain = strip_signs(word)
     found = {plain, *extract_terms(plain, stemmer)} if plain.isascii() else set[str]()
     for bare in [*found] if len(plain) <= MAX_SIGNED_WORD else ():
-        for alphabet in _ALPHABETS:
-            if alphabet is not _VIETNAMESE or _SYLLABLE.fullmatch(bare):
+        for language, alphabet in _ALPHABETS.items():
+            if language != "vietnamese" or _SYLLABLE.fullmatch(bare):  # most of its letters have signs
                 found |= _add_signs(bare, alphabet)
     return hash_words(sorted(found))
 

@@ -8,6 +8,9 @@ A greeting is no question: it gets a sentence on what can be asked.
 import re
 from collections.abc import Sequence
 from itertools import dropwhile
+from pathlib import Path
+
+import yaml
 
 from dlm_rag.text import FUNCTION_WORDS, split_words
 
@@ -27,19 +30,8 @@ _GOES_ON = re.compile("and |but |what about |how about ", re.IGNORECASE)
 _SOURCE_MARK = re.compile(r" \[\d{1,3}\]")
 # An initial, a word, or what ends a name.
 _NAME_PART = re.compile(r"[^\W\d_]\.(?!\w)|[\w\u0300-\u036f]+(?:(?:[-–./&]|['’](?!s\b))\w+)*|[^\w\s]")
-_GREETINGS = frozenset(
-    "hello hi hey hiya howdy greetings welcome morning evening afternoon thanks thank thx cheers bye "
-    "goodbye ok okay great cool nice perfect wow test help hallo hola bonjour salut ciao merci danke "
-    "gracias servus moin namaste olá obrigado grazie guten tag morgen abend buenos días buenas buongiorno "
-    "bom dia hej hei tack takk ahoj cześć dziękuję merhaba selam teşekkürler xin chào cảm ơn привет "
-    "здравствуйте спасибо γεια ευχαριστώ مرحبا السلام عليكم شكرا سلام שלום תודה नमस्ते धन्यवाद สวัสดี สวัสดีครับ "
-    "สวัสดีค่ะ ขอบคุณ 你好 您好 谢谢 こんにちは おはよう ありがとう 안녕 안녕하세요 감사합니다".split()
-)
-_BESIDE_GREETINGS = frozenset(
-    "there you very much so a lot again everyone all good day for the your that was it is of help answer "
-    "and my friend bot today to meet see later well done me please just i am m s dear sir madam".split()
-)
-_ABOUT_US = frozenset("who what how can are do doing you know i ask help me up s is there today".split())
+_TEXTS = yaml.safe_load(Path(__file__).with_name("greetings.yaml").read_text("utf-8"))
+_GREETINGS, _BESIDE_GREETINGS, _ABOUT_US = (frozenset(text.split()) for text in _TEXTS.values())
 
 
 def reply_to_greeting(text: str, passages: int | None) -> str:
