@@ -29,7 +29,6 @@ from typing import Any
 import bm25s
 import numba
 import numpy as np
-import yaml
 from blake3 import blake3
 from bm25s.numba import retrieve_utils
 from bm25s.scoring import _score_idf_lucene, _score_tfc_lucene
@@ -66,6 +65,7 @@ log = logging.getLogger(__name__)
 
 BM25_K1, BM25_B = 1.5, 0.75
 WORDS, STARTS, ROWS, SCORES = "words.npy", "starts.npy", "rows.npy", "scores.npy"  # of an index
+SPELLINGS = "spellings.npy"
 SHARD_PASSAGES = 1 << 16  # that are counted at once; their rows are kept as uint16
 SHARD_BYTES = 64 << 20  # of the corpus, that are counted at once
 BUCKET_POSTINGS = 1 << 24  # that are written at once, 8 bytes each, besides those of one more word
@@ -83,14 +83,11 @@ _LETTER_FORMS: dict[int, Any] = str.maketrans("ςάέήίϊΐόύϋΰώёأإآ�
 _DIGITS = ((chr(code), unicodedata.decimal(chr(code), None)) for code in range(0x660, 0x1A9A))
 _LETTER_FORMS |= {ord(char): str(digit) for char, digit in _DIGITS if digit is not None}
 _LETTER = re.compile(rf".[{MARKS}]*")
-_ALPHABETS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("alphabets.yaml").read_text("utf-8"))
-_SYLLABLE = re.compile("[b-df-hj-np-tvx]{0,3}[aeiouy]{1,3}[cghmnpt]{0,2}")  # of Vietnamese
-MAX_SIGNED_LETTERS, MAX_SIGNED_WORD = 3, 16  # letters with signs of a word, letters in all
 # Left out, as bm25s does.
 _STOP_WORDS = frozenset(STOPWORDS_EN)
 _function: Callable[[Any], Any]  # of a worker
 # A part of the folder's name; another text makes every index be built again.
-INDEX_FORM = "hashed words, pairs of letters, letters and digits in one form, half-spaces"
+INDEX_FORM = "hashed words, pairs of letters, letters and digits in one form, half-spaces, spellings"
 
 
 _numba_config: Any = numba.config  # whose settings are made when it is imported
@@ -121,8 +118,8 @@ class BM25Retriever(CorpusRetriever):
             resumable=True,
         )
         # Mapped, but as plain arrays: a memmap is slow at single numbers.
-        files = (np.load(folder / name, mmap_mode="r") for name in (WORDS, STARTS, ROWS, SCORES))
-        self._words, starts, rows, scores = map(np.asarray, files)
+        files = (np.load(folder / name, mmap_mode="r") for name in (WORDS, STARTS, ROWS, SCORES, SPELLINGS))
+        self._words, starts, rows, scores, self._spellings = map(np.asarray, files)
         self._index = bm25s.BM25(BM25_K1, BM25_B, method="lucene", backend="numba")
         self._index.scores = {"data": scores, "indices": rows, "indptr": starts, "num_docs": len(corpus)}
         self._index.nonoccurrence_array = None
@@ -140,18 +137,22 @@ class BM25Retriever(CorpusRetriever):
 
     def _find_word_ids(self, text: str) -> list[int]:
         """The ids of the terms of a text that the corpus has, in order, repeated ones kept; for another
-        term those of all that differ from it in the signs on letters alone."""
-        found = [[n] for n in self._look_up(hash_words(extract_terms(text, self._stemmer)))]
-        if [-1] in found:
-            for n, word in enumerate(extract_terms(text)):
-                if found[n] == [-1]:
-                    found[n] = self._look_up(_hash_spellings(word, self._stemmer))
-        return [n for ids in found for n in ids if n >= 0]
+        term those of all that differ from it by the signs on letters alone."""
+        terms = extract_terms(text, self._stemmer)
+        found = zip(terms, self._look_up(hash_words(terms)), strict=True)
+        ids = [[n] if n >= 0 else self._look_up(self._find_spellings(term)) for term, n in found]
+        return [n for each in ids for n in each if n >= 0]
 
     def _look_up(self, hashes: np.ndarray) -> list[int]:
         """The id of each word, -1 for one that the corpus lacks."""
         ids = np.searchsorted(self._words, hashes).clip(max=len(self._words) - 1)
         return np.where(self._words[ids] == hashes, ids, -1).tolist()
+
+    def _find_spellings(self, term: str) -> np.ndarray:
+        """The hashes of a term without signs on its letters, and of those of the corpus that have some."""
+        bare = hash_words([_strip_term(term, self._stemmer)])
+        first, last = (np.searchsorted(self._spellings[:, 0], bare, side)[0] for side in ("left", "right"))
+        return np.concatenate((bare, self._spellings[first:last, 1]))
 
     def _search_ids(self, asked: list[list[int]], depth: int) -> list[dict[int, float]]:
         if not asked:
@@ -273,34 +274,9 @@ def _stem_english(word: str) -> str:
     return EnglishStemmer().stemWord(word)  # its own, for one is not safe in several threads
 
 
-@lru_cache(1 << 10)
-def _hash_spellings(word: str, stemmer: str) -> np.ndarray:
-    """The hashes of a word without the signs on its letters, and of all that it may have with some."""
-    plain = strip_signs(word)
-    found = {plain, *extract_terms(plain, stemmer)} if plain.isascii() else set[str]()
-    for bare in [*found] if len(plain) <= MAX_SIGNED_WORD else ():
-        for language, alphabet in _ALPHABETS.items():
-            if language != "vietnamese" or _SYLLABLE.fullmatch(bare):  # most of its letters have signs
-                found |= _add_signs(bare, alphabet)
-    return hash_words(sorted(found))
-
-
-def _add_signs(word: str, alphabet: str) -> set[str]:
-    """A word with signs on some letters; "ss" may be one, as others that are written with two."""
-    forms: dict[str, str] = {}
-    for letter in alphabet:
-        forms[strip_signs(letter)] = forms.get(strip_signs(letter), "") + letter
-    begun = [[("", 0)]]  # the beginnings of each length, and how many signs each has
-    for end, letter in enumerate(word, start=1):
-        signed = [
-            (start + form, signs + 1)
-            for size in (1, 2)[:end]
-            for start, signs in begun[end - size]
-            if signs < MAX_SIGNED_LETTERS
-            for form in forms.get(word[end - size : end], "")
-        ]
-        begun.append([(start + letter, signs) for start, signs in begun[-1]] + signed)
-    return {spelled for spelled, _ in begun[-1]}
+def _strip_term(term: str, stemmer: str) -> str:
+    """A term as it would be without the signs on its letters."""
+    return strip_signs(term) if stemmer == "none" else _stem_english(strip_signs(term))
 
 
 def _extract_passage_terms(text: str, stemmer: str, title_weight: int) -> list[str]:
@@ -320,7 +296,8 @@ def build_bm25_index(corpus: Corpus, scratch: Path, stemmer: str, title_weight: 
     """Writes the index of a corpus into a scratch folder; what earlier attempts counted is used.
 
     `WORDS`: (words,) uint64, ascending. `STARTS`: (words + 1,) int64, where the postings of each begin.
-    `ROWS`: (postings,) int32. `SCORES`: (postings,) float32. Raises `CorpusError` and `OSError`.
+    `ROWS`: (postings,) int32. `SCORES`: (postings,) float32. `SPELLINGS`: (n, 2) uint64, ascending, words
+    with signs on letters behind what they are without. Raises `CorpusError` and `OSError`.
     """
     shards = corpus.split_into_shards(scratch, SHARD_PASSAGES, SHARD_BYTES)
     count_words = partial(_count_words, corpus, stemmer, title_weight)
@@ -330,6 +307,8 @@ def build_bm25_index(corpus: Corpus, scratch: Path, stemmer: str, title_weight: 
     words, starts = _merge_words([folder for _, folder in shards])
     save_array(scratch / WORDS, words)
     save_array(scratch / STARTS, starts)
+    spellings = np.concatenate([np.load(folder / SPELLINGS) for _, folder in shards])
+    save_array(scratch / SPELLINGS, np.unique(spellings, axis=0))
     for name, kind in ((ROWS, np.int32), (SCORES, np.float32)):
         np.lib.format.open_memmap(scratch / name, "w+", kind, (int(starts[-1]),))
     length = sum(int(np.load(folder / "lengths.npy").sum()) for _, folder in shards)
@@ -345,7 +324,8 @@ def _count_words(corpus: Corpus, stemmer: str, title_weight: int, rows: range) -
 
     words: (words,) ascending hashes. starts: (words + 1,) where the postings of each begin. rows:
     (postings,) uint16 from the first of `rows` on, ascending for each word. counts: (postings,), how often
-    the passage has the word. lengths: (passages,), its words, repeated ones counted.
+    the passage has the word. lengths: (passages,), its words, repeated ones counted. spellings: as in the
+    index.
     """
     ids: defaultdict[str, int] = defaultdict()
     ids.default_factory = ids.__len__
@@ -360,12 +340,15 @@ def _count_words(corpus: Corpus, stemmer: str, title_weight: int, rows: range) -
     keys.sort()
     first = np.flatnonzero(np.diff(keys, prepend=-1))
     counts, keys = np.diff(first, append=len(keys)), keys[first]
+    signed = [word for word in ids if not word.isascii() and strip_signs(word) != word]
+    bare = (_strip_term(word, stemmer) for word in signed)
     return {
         "words": words,
         "starts": np.searchsorted(keys, np.arange(len(words) + 1) << 16),
         "rows": keys.astype(np.uint16),  # the lower 16 bits
         "counts": counts.astype(np.min_scalar_type(counts.max(initial=0))),
         "lengths": lengths,
+        "spellings": np.stack((hash_words(bare), hash_words(signed)), 1),
     }
 
 
