@@ -37,7 +37,7 @@ _ANSWER_WORD = _BEFORE_ANSWER + (
     r"|(?:최종[ \t])?(?:정답|답변|답)|(?:ال)?(?:إجابة|جواب)(?:[ \t]النهائية)?|پاسخ"
     r"|ה?תשובה(?:[ \t]הסופית)?|उत्तर|जवाब|উত্তর|คำตอบ(?:สุดท้าย)?"
 )
-HTML_TAG = r"</?(?:b|i|u|p|em|strong|span|code|br|h[1-6]|summary)(?:[ \t]?/)?>"  # of HTML
+HTML_TAG = r"</?(?:b|i|u|p|em|strong|span|mark|code|br|h[1-6]|summary)(?:[ \t]?/)?>"
 _MARKUP = rf"(?:[*_`>}}\[\]【】(「\"' \t]|\\text[a-z]{{0,2}}\{{|{HTML_TAG})"
 _COLON = r"(?:[:：﹕︰]|[ \t](?:-|–|—|=|=>|->|→)(?=[ \t]))"
 # A line that begins with the word, as a heading, a label ("Answer: Dover"), or alone above the answer.
@@ -51,12 +51,12 @@ _ANSWER_LINE = re.compile(
 )
 # The same within a line; "Intermediate answer:", as Self-Ask writes it, is no answer yet.
 _ANSWER_LABEL = re.compile(
-    rf"(?<![A-Za-z-])(?<!intermediate )(?<!long )(?<!detailed )(?:{_ANSWER_WORD}){_MARKUP}{{0,4}}[:：﹕︰]"
-    r"(?:[*_`}]{1,2}(?=[ \t]))?",
+    r"(?<![A-Za-z-])(?<!intermediate )(?<!long )(?<!detailed )(?<! is )(?<! is the )(?<! is the correct )"
+    rf"(?:{_ANSWER_WORD}){_MARKUP}{{0,4}}[:：﹕︰](?:[*_`}}]{{1,2}}(?=[ \t]))?",
     re.IGNORECASE,
 )
 _ANSWER_PHRASE = re.compile(
-    r"\banswer(?:[ \t]to[ \t][^\n.:]{1,200}?|,[ \t]\w{1,12},)?[ \t*_]{1,4}"
+    r"(?<!this )(?<!that )\banswer(?:[ \t]to[ \t][^\n.:]{1,200}?|,[ \t]\w{1,12},)?[ \t*_]{1,4}"
     r"(?:is|was|(?:would|should|must|seems[ \t]to|appears[ \t]to)[ \t]be)\b"
     r"(?:[ \t]{0,3}[:：]|[ \t]{1,3}(?:thus|therefore|then|indeed|likely|probably|simply)\b,?)?"
     r"(?=[\s:*_`$\\<\"'“‘])"
@@ -66,10 +66,11 @@ _ANSWER_PHRASE = re.compile(
     r"|\bответ[ \t][—–-](?=[ \t])|إجابة[ \t]هي|תשובה[ \t]היא|คำตอบคือ",
     re.IGNORECASE,
 )
-_NO_ANSWER = re.compile(
-    r"[ \t*_]*(?:not|supported|based|found|given|stated|mentioned|derived|in[ \t]the|in[ \t]passage"
-    r"|from[ \t]the|correct|clear|because|as[ \t]follows|nicht|pas|không|לא|ليس)\b|[ \t]*[不未没無无]",
-    re.IGNORECASE,
+_NO_ANSWER = re.compile(  # in small letters, for names and titles begin so with large ones
+    r"[ \t*_]*(?:not|(?:\w{2,12}ly|well|also)[ \t]\w{3,12}ed|based|found|given|taken"
+    r"|\w{3,9}(?:ted|ned|fied|rmed|ved)|in[ \t](?:the|passage)|from[ \t]the|correct|right|clear|consistent"
+    r"|because|as[ \t]follows|nicht|pas|không|לא|ليس)\b"
+    r"|[ \t]*(?:不[在是知能明清确確包详詳会會存]|未[知提给給找]|没|[無无][法此相])"
 )
 _HASHES = re.compile(r"#{3,}")
 _TITLED = re.compile(r"(?<!#)#{3,}+[ \t]*+(?!\.\s*\Z)(\S[^\n]*)")  # copied: signs are part of it
@@ -85,7 +86,8 @@ _SECTION_NAME = re.compile(
 _QUESTION_LABEL = re.compile(r"[ \t*_>#]{0,8}(?:q|question)[ \t*_]{0,4}[:：]", re.IGNORECASE)
 _REASONING_TAG = re.compile(
     r"(?:<(?:seed:)?|\[(?=/?think\])|◁)(/?)(?:seed:)?"
-    r"(think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflection|scratchpad|search|information)[>\]▷]",
+    r"(think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflection|scratchpad|search|information)[>\]▷]"
+    r"|<\|(?:begin|(end))_of_(thought)\|>",
     re.IGNORECASE,
 )
 _MARK_START = re.compile(  # also what may be the beginning of one, at the end
@@ -118,7 +120,11 @@ _BLANK_OR_MARKUP = re.compile(  # also the line below a heading, a fence, a tag 
     r"(?:\s|:(?=\s|\Z)|[>|][-+]?(?=\s)|[-*+•→](?=[ \t])|(?:-{3,}+|={3,}+|`{3}\w*+)(?=\s)"
     rf"|{HTML_TAG})*"
 )
-_SENTENCE_STOP = re.compile(r"(?<=[^\W\d_]{4}|\d\d\d\d)[.!](?=[ \t]{1,4}[^\W\d_a-z])|[。！](?=.)")
+_SENTENCE_STOP = re.compile(
+    r"(?<=[^\W\d_]{4}|\d\d\d\d)(?<!\bProf|\bCapt|\bCorp|\bBros|\bDept|\bUniv)\.(?=[ \t]{1,4}[^\W\d_a-z])"
+    r"|!(?=[ \t](?:It|The|He|She|They|This|I)\b)|[。！](?=.)"
+)
+_BOLD_FIRST = re.compile(r"(?:\*\*|__)(?=\S)([^*_`\n]{1,200})(?:\*\*|__)(?=[,;]|[ \t][(–—])")
 _CITED = r"(?:doc(?:ument)?|passage|source|fact)s?[ :#]{0,2}"
 _ANSWER_TAIL = re.compile(
     r"(?:[.。．।]|<\|[^|<>\n]{1,40}\|>|(?<=.)</?\w{1,20}>|\[/\w{1,20}\]|[ \t]?\#{3,9}|です|입니다"
@@ -197,9 +203,9 @@ def _blank_reasoning(response: str) -> tuple[str, bool]:
     never closed goes on to the end, or to an `<answer>`."""
     spans, opened = list[tuple[int, int]](), -1
     for tag in _REASONING_TAG.finditer(response):
-        if not tag[1]:
+        if not (tag[1] or tag[3]):
             opened = tag.start() if opened < 0 else opened
-        elif opened >= 0 or tag[2].lower() not in ("search", "information"):
+        elif opened >= 0 or (tag[2] or tag[4]).lower() not in ("search", "information"):
             spans.append((max(opened, 0), tag.end()))
             opened = -1
     if opened >= 0:
@@ -291,6 +297,8 @@ def _trim_answer(text: str, mark: _Mark) -> tuple[int, int]:
     stop = min(stop, end) if (end := text.find("\n", start)) >= 0 else stop
     if mark.sentence and (end_of := _SENTENCE_STOP.search(text, start, stop)):
         stop = end_of.start() + 1
+    if mark.sentence and (bold := _BOLD_FIRST.match(text, start, stop)):
+        start, stop = bold.span(1)
     inner = [*_find_boxes(text[start:stop]), *_find_answer_tags(text[start:stop])]
     if inner:
         start, stop = start + inner[-1].start, start + inner[-1].stop

@@ -61,7 +61,10 @@ DOVER = [
     "The answer, then, is Dover.", "Final: Dover", "Short answer: Dover\nLong answer: It is Paris.",
     "Answer: (Dover)", "(Answer: Dover)", "[Answer: Dover]", "Answer: [[Dover]]", "Answer: ==Dover==",
     f"Thought 3: {LEE}\nAction 3: Finish[Dover]", "finish[Dover].\n", "So <final>Dover</final>.",
-    "FINAL ANSWER: Dover", 'answer = "Dover"',
+    "FINAL ANSWER: Dover", 'answer = "Dover"', "Answer: <mark>Dover</mark>",
+    "The answer is **Dover**, a town in Kent.", "Answer: Dover\nI hope that this answer is right.",
+    "Answer: Dover\nThe answer is well supported.", "Answer: Dover\nThe answer is explicitly stated there.",
+    "<|begin_of_thought|>answer: Paris<|end_of_thought|>\nDover",
     "答案：『Dover』", "Answer: Dover【4†source】", "Ａｎｓｗｅｒ：Dover",
 ]  # fmt: skip
 OTHERS = [
@@ -77,7 +80,10 @@ OTHERS = [
     ("The answer is not in the passages.", ""), ("A film. An answerer: none", ""), ("Answer:", ""),
     ("Answer: Sagittarius A*", "Sagittarius A*"), ('Answer: 24"', '24"'), ("Answer: [0, 1)", "[0, 1)"),
     ("The answer is:", ""), ('{"answer": null, "reason": "none"}', ""), ('{"answer": []}', ""),
-    ('{"answer": 1e5}', "1e5"),
+    ('{"answer": 1e5}', "1e5"), ("Answer: Prof. Ann Lee", "Prof. Ann Lee"), ("答案是无锡。", "无锡"),
+    ("Answer: Yahoo! Inc", "Yahoo! Inc"), ("The answer is Clear Lake.", "Clear Lake"),
+    ("The answer is In the Mood for Love.", "In the Mood for Love"), ("The answer is Found", "Found"),
+    ("Dover is the correct answer: it's in Kent", ""), ("答案是未知。", ""), ("答案是不丹。", "不丹"),
 ]  # fmt: skip
 
 
