@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from dlm_rag.config.fields import import_object
 from dlm_rag.errors import CheckpointError, suggest_nearest, translate_failures
 from dlm_rag.files.hub import read_checkpoint_json
@@ -232,30 +234,9 @@ def _llada2(raw: dict[str, Any]) -> DenoiserConfig:
     )  # fmt: skip
 
 
-# Names of modules in our words and in theirs, where these differ.
-TRANSFORMERS_NAMES = {name: f"model.{name}" for name in ("embed_tokens", "layers", "norm")}
-_NEMOTRON_NAMES = {name: f"encoder.{name}" for name in TRANSFORMERS_NAMES} | {"lm_head": "diffusion_head"}
-_LLADA_MOE_NAMES = TRANSFORMERS_NAMES | {"mlp.shared_experts": "shared_expert"}
-_LLADA2_NAMES = TRANSFORMERS_NAMES | {
-    "embed_tokens": "model.word_embeddings",
-    **{f"self_attn.{x}_proj": "attention.query_key_value" for x in "qkv"},
-    "self_attn.o_proj": "attention.dense",
-    "self_attn.q_norm": "attention.query_layernorm",
-    "self_attn.k_norm": "attention.key_layernorm",
-}
-_LLADA_NAMES = {
-    "embed_tokens": "model.transformer.wte",
-    "layers": "model.transformer.blocks",
-    "norm": "model.transformer.ln_f",
-    "lm_head": "model.transformer.ff_out",
-    "input_layernorm": "attn_norm",
-    **{f"self_attn.{x}_proj": f"{x}_proj" for x in "qkv"},
-    "self_attn.o_proj": "attn_out",
-    "post_attention_layernorm": "ff_norm",
-    "mlp.gate_proj": "ff_proj",
-    "mlp.up_proj": "up_proj",
-    "mlp.down_proj": "ff_out",
-}
+# By family, the names of modules in our words and in theirs, where these differ.
+_NAMES = yaml.safe_load(Path(__file__).with_name("module_names.yaml").read_text("utf-8"))
+TRANSFORMERS_NAMES: dict[str, str] = _NAMES["transformers"]
 # How families are decoded as published. (Public answers are longer; 128 tokens are enough for an answer and
 # its evidence.)
 _LLADA = {"max_new_tokens": 128, "block_length": 32, "commit_rule": "top_k"}  # arXiv 2502.09992
@@ -267,7 +248,7 @@ _NEMOTRON = {"max_new_tokens": 128}
 
 FAMILIES: dict[str, Family | str] = {
     "dlm_rag": Family(_read_dlm_rag_config, {}, separate_experts=False),
-    "llada": Family(_llada, _LLADA_NAMES, _LLADA),
+    "llada": Family(_llada, _NAMES["llada"], _LLADA),
     "Dream": Family(_qwen2, TRANSFORMERS_NAMES),
     "qwen2": Family(_qwen2, TRANSFORMERS_NAMES, autoregressive=True),
     "qwen3": Family(_qwen3, TRANSFORMERS_NAMES, autoregressive=True),
@@ -275,10 +256,10 @@ FAMILIES: dict[str, Family | str] = {
     "sdar": Family(_sdar, TRANSFORMERS_NAMES, _SDAR, mask_token="<|MASK|>"),
     "Fast_dLLM_Qwen": Family(_fast_dllm, TRANSFORMERS_NAMES, _FAST_DLLM, mask_token="|<MASK>|"),
     "sdar_moe": Family(_sdar_moe, TRANSFORMERS_NAMES, _SDAR, mask_token="<|MASK|>"),
-    "lladamoe": Family(_llada_moe, _LLADA_MOE_NAMES, _LLADA, mask_token="<|mask|>"),
-    "llada2_moe": Family(_llada2, _LLADA2_NAMES, _LLADA2, mask_token="<|mask|>", fused_qkv=True),
+    "lladamoe": Family(_llada_moe, _NAMES["llada_moe"], _LLADA, mask_token="<|mask|>"),
+    "llada2_moe": Family(_llada2, _NAMES["llada2"], _LLADA2, mask_token="<|mask|>", fused_qkv=True),
     "diffusion_gemma": "dlm_rag.diffusion_gemma.decoding:FAMILY",  # it has a folder of its own
-    "nemotron_labs_diffusion": Family(_nemotron, _NEMOTRON_NAMES, _NEMOTRON),
+    "nemotron_labs_diffusion": Family(_nemotron, _NAMES["nemotron"], _NEMOTRON),
 }
 for _name, _read in (("qwen2", _qwen2), ("qwen3", _qwen3), ("llama", _llama)):
     # An autoregressive family trained to predict in place (Tiny-A2D), with whole attention or in blocks:

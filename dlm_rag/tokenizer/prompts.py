@@ -114,24 +114,8 @@ class PromptTemplate:
         return head + "".join(self.write_facts(passages)) + foot
 
 
-# By `prompt`. Where a publication has a system message, it is the head.
-PROMPTS = {
-    "sardi": PromptTemplate(),
-    "flashrag": PromptTemplate(
-        "Answer the question based on the given document. Only give me the answer and do not output any "
-        "other words.\nThe following are given documents.\n\n",
-        "Doc {number}(Title: {title}) {text}",
-        "\n\nQuestion: {question}",
-        answer="whole",
-    ),
-    "search_r1": PromptTemplate(  # less its sentences on how to call a search engine
-        "Answer the given question. You must conduct reasoning inside <think> and </think> first. You can "
-        "directly provide the answer inside <answer> and </answer>, without detailed illustrations. For "
-        "example, <answer> Beijing </answer>. Question: {question}\n<information>",
-        "Doc {number}(Title: {title}) {text}",
-        "</information>\n",
-    ),
-}
+_TEXTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text("utf-8"))
+PROMPTS = {name: PromptTemplate(**texts) for name, texts in _TEXTS.items()}  # by `prompt`
 
 
 def load_prompt(name: str | None, layout: str, own: dict[str, Any] | None = None) -> PromptTemplate:
