@@ -17,15 +17,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from yaml.constructor import ConstructorError
 
-from dlm_rag.config.fields import (
-    CheckedSettings,
-    check_effects,
-    explain_validation_error,
-    setting,
-    settings_dataclass,
-    shorten_value,
-    suggest_setting,
-)
+from dlm_rag.config import fields
 from dlm_rag.config.sections import (
     DataConfig,
     DecodeConfig,
@@ -44,8 +36,8 @@ _WORKERS = re.compile(r"[1-9]\d{0,2}|auto|ray://[^\s/:]+:\d{1,5}/?|ray://\[[0-9a
 CONFIG_FOLDER = find_companion_folder("configs")
 
 
-@settings_dataclass
-class Config(CheckedSettings):
+@fields.settings_dataclass
+class Config(fields.CheckedSettings):
     """All settings of all programs."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -57,29 +49,29 @@ class Config(CheckedSettings):
     plan: PlanConfig = field(default_factory=PlanConfig)
     serving: ServingConfig = field(default_factory=ServingConfig)
     remote: RemoteConfig = field(default_factory=RemoteConfig)
-    questions: str | None = setting(None)
+    questions: str | None = fields.setting(None)
     """file of questions (JSON lines, JSON, CSV, TSV, Parquet; or gzipped), a folder, or - for stdin"""
-    prompt: str | None = setting(None)
+    prompt: str | None = fields.setting(None)
     """texts around question and passages: sardi, flashrag, search_r1, or a file (JSON or YAML) with head,
     fact, foot, tail, chat and answer; unset: the checkpoint's own, else sardi"""
-    limit: int | None = setting(None, low=1)
+    limit: int | None = fields.setting(None, low=1)
     """use only this many questions of the file, drawn evenly from all hops and labels; always the same
     ones, and a larger limit adds to them"""
-    out: str | None = setting(None)
+    out: str | None = fields.setting(None)
     """where results are written: a file (sample) or a folder (evaluate, train)"""
-    compare: str | None = setting(None)
+    compare: str | None = fields.setting(None)
     """settings to compare in evaluate: all, or a list as
     interleaved,static,oracle+retrieval.method=dense"""
-    trace: str | None = setting(None)
+    trace: str | None = fields.setting(None)
     """file for decoding traces, one JSON line per question"""
-    record_provisional: bool = setting(False)
+    record_provisional: bool = fields.setting(False)
     """record in traces what is predicted at masked positions, which the page shows; always on with html"""
-    workers: str | None = setting(None)
+    workers: str | None = fields.setting(None)
     """number of worker processes that each load the model, from 1 to 999, auto (one per GPU, or per core,
     as memory allows), or a Ray cluster as ray://HOST:PORT; unset: this process"""
-    energy: str = setting("auto", choices=("auto", "none"))
+    energy: str = fields.setting("auto", choices=("auto", "none"))
     """measure energy with the machine's own sensors (auto) or not (none)"""
-    html: str | None = setting(None)
+    html: str | None = fields.setting(None)
     """file for an HTML page that replays the decoding (sample)"""
 
     def __post_init__(self) -> None:
@@ -131,14 +123,14 @@ def load_config(
     try:
         config = TypeAdapter(Config).validate_python(tree)
     except ValidationError as error:
-        key, sentence, fault = explain_validation_error(error)
+        key, sentence, fault = fields.explain_validation_error(error)
         if fault in ("unexpected_keyword_argument", "invalid_key"):
             sentence = _explain_unknown_key(key, str(path))
         elif fault == "dataclass_type":
             sentence = f"{key} is a section, in {path}: write `{key}: {{KEY: VALUE}}`"
         raise ConfigError(sentence) from None
     if effects:
-        check_effects([(config, keys)])
+        fields.check_effects([(config, keys)])
     return config
 
 
@@ -184,4 +176,4 @@ def _explain_unknown_key(key: str, origin: str) -> str:
     keys, (section, _, leaf) = list(list_setting_fields()), key.rpartition(".")
     if key in keys:  # as a file cannot write it
         return f"unknown key '{key}' in {origin}: write `{section}: {{{leaf}: VALUE}}`"
-    return f"unknown key '{shorten_value(key)}' in {origin}{suggest_setting(key, keys)}"
+    return f"unknown key '{fields.shorten_value(key)}' in {origin}{fields.suggest_setting(key, keys)}"

@@ -13,14 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dlm_rag.errors import ConfigError, suggest_nearest
+from dlm_rag.model import layers
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.layers import (
-    ExpertStack,
-    Linear,
-    TransformerWeights,
-    list_tensor_shapes,
-    multiply_by_expert,
-)
 from dlm_rag.progress import format_bytes, quiet_imports
 
 
@@ -58,12 +52,12 @@ def _quantize_linear(linear: nn.Linear, weight: Tensor, method: str) -> nn.Linea
     return linear
 
 
-def list_quantized_weights(model: TransformerWeights) -> dict[str, nn.Parameter]:
+def list_quantized_weights(model: layers.TransformerWeights) -> dict[str, nn.Parameter]:
     """The weights that are quantised, by name; `ConfigError` where there are none."""
     found = {
         f"layers.{home}.{leaf}": value
         for home, module in model.layers.named_modules()
-        if isinstance(module, Linear | ExpertStack)
+        if isinstance(module, layers.Linear | layers.ExpertStack)
         for leaf, value in module.named_parameters()
         if value.dim() > 1
     }
@@ -72,19 +66,19 @@ def list_quantized_weights(model: TransformerWeights) -> dict[str, nn.Parameter]
     return found
 
 
-def quantize_weight(model: TransformerWeights, name: str, value: Tensor, method: str) -> None:
+def quantize_weight(model: layers.TransformerWeights, name: str, value: Tensor, method: str) -> None:
     """Puts one weight, quantised, into the layer that it belongs to."""
     home, _, leaf = name.rpartition(".")
     module: Any = model.get_submodule(home)
-    if not isinstance(module, ExpertStack):
+    if not isinstance(module, layers.ExpertStack):
         _quantize_linear(module, value, method)
         return
     with torch.device("meta"):
-        experts = [Linear(each.shape[1], each.shape[0], bias=False) for each in value]
+        experts = [layers.Linear(each.shape[1], each.shape[0], bias=False) for each in value]
     delattr(module, leaf)
     quantized = (_quantize_linear(*pair, method) for pair in zip(experts, value, strict=True))
     setattr(module, leaf, nn.ModuleList(quantized))
-    module.matmul_by_expert = multiply_by_expert
+    module.matmul_by_expert = layers.multiply_by_expert
 
 
 def check_quantize(method: str, config: DenoiserConfig, dtype: torch.dtype) -> None:
@@ -109,7 +103,7 @@ def check_quantize(method: str, config: DenoiserConfig, dtype: torch.dtype) -> N
 
 def count_weight_bytes(config: DenoiserConfig, size: int, quantize: str = "none") -> int:
     """Bytes of all weights, a tied head once; size: of a number that is not quantised."""
-    whole = size * sum(map(prod, list_tensor_shapes(config).values()))
+    whole = size * sum(map(prod, layers.list_tensor_shapes(config).values()))
     if quantize == "none":
         return whole
     method, shapes = METHODS[quantize], _list_quantized_shapes(config).values()
@@ -127,7 +121,7 @@ def count_scratch_bytes(config: DenoiserConfig, quantize: str) -> int:
 
 def _list_quantized_shapes(config: DenoiserConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        weights = list_quantized_weights(TransformerWeights(config))
+        weights = list_quantized_weights(layers.TransformerWeights(config))
     return {name: tuple(value.shape) for name, value in weights.items()}
 
 

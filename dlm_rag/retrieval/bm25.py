@@ -41,13 +41,7 @@ from dlm_rag.files.build_once import Shard, build_once, build_shard, make_folder
 from dlm_rag.files.record_readers import normalize_title
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import report_progress
-from dlm_rag.retrieval.base import (
-    CorpusRetriever,
-    MemoizedBatchFunction,
-    MultiQueryRetriever,
-    Query,
-    Ranking,
-)
+from dlm_rag.retrieval import base
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.text import (
     JOINED_RUN,
@@ -99,7 +93,7 @@ except RuntimeError:
     log.warning("every start takes seconds longer: set NUMBA_CACHE_DIR to a folder that can be written")
 
 
-class BM25Retriever(CorpusRetriever):
+class BM25Retriever(base.CorpusRetriever):
     """BM25 in Lucene's form (k1 1.5, b 0.75); all scores are computed when the index is built.
 
     Ties are broken by bm25s's heap, a fixed function of the scores and the depth, as in the published
@@ -126,10 +120,10 @@ class BM25Retriever(CorpusRetriever):
         self._index.unique_token_ids_set = range(len(self._words))
         self._search_ids([[0]], 1)  # loads the compiled search, so that the first question need not wait
 
-    def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
+    def rank(self, queries: Sequence[base.Query], depth: int) -> list[base.Ranking]:
         return [list(scores) for scores in self.rank_scored(queries, depth)]
 
-    def rank_scored(self, queries: Sequence[Query], depth: int) -> list[dict[int, float]]:
+    def rank_scored(self, queries: Sequence[base.Query], depth: int) -> list[dict[int, float]]:
         with profile_stage("retrieve/search"):
             asked = [self._find_word_ids(query.text) for query in queries]
             found = iter(self._search_ids([ids for ids in asked if ids], min(depth, len(self.corpus))))
@@ -163,16 +157,18 @@ class BM25Retriever(CorpusRetriever):
         return [{row: score for row, score in zip(*both, strict=True) if score > 0} for both in pairs]
 
 
-def open_bm25_retriever(config: RetrievalConfig, corpus: Corpus) -> CorpusRetriever:
+def open_bm25_retriever(config: RetrievalConfig, corpus: Corpus) -> base.CorpusRetriever:
     """BM25 by whole queries, or by `Query.parts` in turn; all that is found, or a clear choice."""
     whole = BM25Retriever(corpus, config.top_k, config.bm25_stemmer, config.bm25_title_weight)
-    by_parts = None if config.bm25_query == "whole" else MultiQueryRetriever(TitledFirstRetriever(whole))
+    by_parts = (
+        None if config.bm25_query == "whole" else base.MultiQueryRetriever(TitledFirstRetriever(whole))
+    )
     if config.min_score_ratio:
         return ClearChoiceRetriever(whole, by_parts, config.min_score_ratio)
     return by_parts or whole
 
 
-class ClearChoiceRetriever(CorpusRetriever):
+class ClearChoiceRetriever(base.CorpusRetriever):
     """Fewer than `top_k` passages where some are clearly better: the others distract a reader.
 
     Of what the question finds (or the whole query, without `by_parts`), those with at least `ratio` of the
@@ -182,20 +178,20 @@ class ClearChoiceRetriever(CorpusRetriever):
 
     leaves_out = True
 
-    def __init__(self, whole: BM25Retriever, by_parts: CorpusRetriever | None, ratio: float) -> None:
+    def __init__(self, whole: BM25Retriever, by_parts: base.CorpusRetriever | None, ratio: float) -> None:
         super().__init__(whole.corpus, whole.top_k)
         self._whole = whole
         self.query_fields = (whole if by_parts is None else by_parts).query_fields
         self._by_parts, self._ratio = by_parts, ratio
-        self._scores = MemoizedBatchFunction(self._score)
+        self._scores = base.MemoizedBatchFunction(self._score)
 
     def _score(self, asked: Sequence[tuple[str, int]]) -> list[dict[int, float]]:
-        return self._whole.rank_scored([Query(text, (text,)) for text, _ in asked], asked[0][1])
+        return self._whole.rank_scored([base.Query(text, (text,)) for text, _ in asked], asked[0][1])
 
-    def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
+    def rank(self, queries: Sequence[base.Query], depth: int) -> list[base.Ranking]:
         parts = [query.parts if self._by_parts is not None else (query.text,) for query in queries]
         asked = [own[0] if own else "" for own in parts]
-        others = [Query(part, (part,)) for own in parts for part in own[1:]]
+        others = [base.Query(part, (part,)) for own in parts for part in own[1:]]
         found = iter(self._by_parts.rank(others, 1) if self._by_parts is not None else ())
         scored = self._scores((text, depth) for text in asked)
         return [
@@ -203,7 +199,7 @@ class ClearChoiceRetriever(CorpusRetriever):
             for text, scores, own in zip(asked, scored, parts, strict=True)
         ]
 
-    def _choose(self, question: str, scores: dict[int, float], others: list[Ranking]) -> Ranking:
+    def _choose(self, question: str, scores: dict[int, float], others: list[base.Ranking]) -> base.Ranking:
         added = [row for best in others for row in best]
         rows = [*dict.fromkeys((*scores, *added))]
         firsts = (get_title_line(passage.text) for passage in self.corpus.read_passages(rows))
@@ -217,21 +213,21 @@ class ClearChoiceRetriever(CorpusRetriever):
         return chosen
 
 
-class TitledFirstRetriever(CorpusRetriever):
+class TitledFirstRetriever(base.CorpusRetriever):
     """What another retriever finds, first what has the query for a title, whatever follows it in brackets.
 
     A name that is looked for alone stands more often in the passages of others than in its own.
     """
 
-    def __init__(self, inner: CorpusRetriever) -> None:
+    def __init__(self, inner: base.CorpusRetriever) -> None:
         super().__init__(inner.corpus, inner.top_k)
         self._inner = inner
 
-    def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
+    def rank(self, queries: Sequence[base.Query], depth: int) -> list[base.Ranking]:
         found = self._inner.rank(queries, max(depth, TITLE_DEPTH))
         return [self._put_first(*pair)[:depth] for pair in zip(queries, found, strict=True)]
 
-    def _put_first(self, query: Query, rows: Ranking) -> Ranking:
+    def _put_first(self, query: base.Query, rows: base.Ranking) -> base.Ranking:
         title = _fold_title(query.text)
         firsts = (get_title_line(passage.text) for passage in self.corpus.read_passages(rows))
         titled = [row for row, first in zip(rows, firsts, strict=True) if _fold_title(first) == title]

@@ -21,16 +21,7 @@ from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import report_progress
-from dlm_rag.retrieval.base import (
-    CorpusRetriever,
-    Hits,
-    MemoizedBatchFunction,
-    MultiQueryRetriever,
-    Query,
-    Ranking,
-    SearchUnavailableError,
-    select_top_hits,
-)
+from dlm_rag.retrieval import base
 from dlm_rag.retrieval.corpus import Corpus, Passage
 
 if TYPE_CHECKING:
@@ -85,7 +76,9 @@ class MilvusCollection:
     def __init__(self, url: str, seconds: float) -> None:
         """seconds: that a call may take. Raises `ConfigError` where no Milvus answers."""
         self.url, self._seconds = url, seconds
-        self.read_passages: MemoizedBatchFunction[int, Passage] = MemoizedBatchFunction(self._fetch_rows)
+        self.read_passages: base.MemoizedBatchFunction[int, Passage] = base.MemoizedBatchFunction(
+            self._fetch_rows
+        )
         parts = urlsplit(url)
         *database, self.name = parts.path.strip("/").split("/")
         if not re.fullmatch(r"[A-Za-z_]\w{0,254}", self.name, re.ASCII) or len(database) > 1:
@@ -175,7 +168,7 @@ class MilvusCollection:
     def check_row_count(self) -> None:
         """Raises `SearchUnavailableError` where the collection does not hold its passages."""
         if (there := self._count_rows()) != self.info.passages:
-            raise SearchUnavailableError(
+            raise base.SearchUnavailableError(
                 f"{self.url} holds {there:,} of {self.info.passages:,} passages: run `dlm-rag index --to` "
                 "again, which adds the missing ones"
             )
@@ -201,7 +194,7 @@ class MilvusCollection:
         ]
         self._call("upsert", entities)
 
-    def search(self, vectors: list[list[float]], limit: int) -> list[Hits]:
+    def search(self, vectors: list[list[float]], limit: int) -> list[base.Hits]:
         """The best `limit` hits of each vector; raises `SearchUnavailableError` for fewer."""
         size, found = max(1, min(MAX_REQUEST_ITEMS, MAX_REQUEST_HITS // limit)), []
         wanted = {"anns_field": VECTOR_FIELD, "search_params": {"metric_type": EXACT_INDEX[1]}, **_WRITTEN}
@@ -209,7 +202,7 @@ class MilvusCollection:
             batch = vectors[n : n + size]
             found += self._call("search", batch, limit=limit, output_fields=["row"], **wanted)
         if any(len(hits) != min(limit, len(self)) for hits in found):
-            raise SearchUnavailableError(f"{self.url} gives too few hits: a part may be down")
+            raise base.SearchUnavailableError(f"{self.url} gives too few hits: a part may be down")
         return [[(hit["distance"], hit["row"]) for hit in hits] for hits in found]
 
     def _fetch_rows(self, rows: Sequence[int]) -> list[Passage]:
@@ -221,7 +214,7 @@ class MilvusCollection:
             for entity in self._call("get", keys, output_fields=fields, **_WRITTEN):
                 found[entity["row"]] = Passage(*(entity[field] for field in TEXT_FIELDS))
         if missing := [row for row in rows if row not in found]:
-            raise SearchUnavailableError(
+            raise base.SearchUnavailableError(
                 f"{self.url} does not give {len(missing)} of {len(rows)} passages, first row {missing[0]}"
             )
         return [found[row] for row in rows]
@@ -248,7 +241,7 @@ class MilvusCollection:
         except Exception as error:
             if getattr(error, "code", None) == _COLLECTION_NOT_FOUND:
                 raise CorpusError(f"{self.url} is no longer there: build it again") from None
-            raise SearchUnavailableError(f"{self.url}: {_summarize_failure(error)}") from None
+            raise base.SearchUnavailableError(f"{self.url}: {_summarize_failure(error)}") from None
 
     def check_encoder(self, encoder: "TextEncoder") -> None:
         """Raises `ConfigError` where its vectors are of another model or prompt."""
@@ -263,19 +256,19 @@ def _summarize_failure(error: Exception) -> str:
     return " ".join(str(getattr(error, "message", error)).split())[:300]
 
 
-class MilvusRetriever(CorpusRetriever):
+class MilvusRetriever(base.CorpusRetriever):
     """The best passages of a collection, equal ones in corpus order; any number of threads may search."""
 
     def __init__(self, collection: MilvusCollection, top_k: int, encoder: "TextEncoder") -> None:
         super().__init__(collection, top_k)  # type: ignore[arg-type]  # what is read of a corpus, it has
         self._collection, self._encoder = collection, encoder
 
-    def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
+    def rank(self, queries: Sequence[base.Query], depth: int) -> list[base.Ranking]:
         limit = min(depth + EXTRA_HITS, MAX_SEARCH_HITS)
         with profile_stage("retrieve/search"):
             vectors = self._encoder.encode_queries([query.text for query in queries]).tolist()
             answers = self._collection.search(vectors, limit)
-        return [[row for _, row in select_top_hits(hits, depth)] for hits in answers]
+        return [[row for _, row in base.select_top_hits(hits, depth)] for hits in answers]
 
 
 def check_method(url: str, method: str) -> None:
@@ -287,7 +280,7 @@ def check_method(url: str, method: str) -> None:
         )
 
 
-def open_milvus_retriever(config: RetrievalConfig) -> CorpusRetriever:
+def open_milvus_retriever(config: RetrievalConfig) -> base.CorpusRetriever:
     """Opens the collection of `config.url`, which it loads where it has to. Raises `UserError`."""
     url = config.url or ""
     check_method(url, config.method)
@@ -304,14 +297,14 @@ def open_milvus_retriever(config: RetrievalConfig) -> CorpusRetriever:
         collection.check_index()
         collection.load()
         collection.check_row_count()
-    except SearchUnavailableError as error:
+    except base.SearchUnavailableError as error:
         reason = str(error).removeprefix(f"{url}: ")
         raise ConfigError(f"{url} cannot be searched: {reason}") from None
     from dlm_rag.retrieval.dense import TextEncoder  # after what is wrong with the collection is known
 
     encoder = TextEncoder(config)
     collection.check_encoder(encoder)
-    return MultiQueryRetriever(MilvusRetriever(collection, config.top_k, encoder))
+    return base.MultiQueryRetriever(MilvusRetriever(collection, config.top_k, encoder))
 
 
 def ingest_corpus(collection: MilvusCollection, corpus: Corpus, config: RetrievalConfig) -> int:

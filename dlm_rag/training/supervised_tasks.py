@@ -8,18 +8,7 @@ import numpy as np
 from dlm_rag.config import TrainConfig
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.tokenizer import Prompt
-from dlm_rag.training import sources
-from dlm_rag.training.batches import (
-    Example,
-    ExampleBuilder,
-    LossWeights,
-    MaskedBatch,
-    MaskedObjective,
-    Sums,
-    make_masked_batch,
-    mask_at_time,
-    sample_prompt_rows,
-)
+from dlm_rag.training import batches, sources
 from dlm_rag.training.documents import DOCUMENT_LAYOUT, PackedDocuments
 from dlm_rag.training.task import Task, TaskState, Validation
 from dlm_rag.training.trainer import compute_decay_factor
@@ -36,35 +25,37 @@ class MaskedTask(Task):
 
     layout: str | None = None  # evidence layout of the rows; None: the denoiser's own
 
-    def objective(self, denoiser: Denoiser) -> MaskedObjective:
-        return MaskedObjective(denoiser)
+    def objective(self, denoiser: Denoiser) -> batches.MaskedObjective:
+        return batches.MaskedObjective(denoiser)
 
-    def make_batch(self, step: int, items: Sequence[int], state: TaskState) -> MaskedBatch:
+    def make_batch(self, step: int, items: Sequence[int], state: TaskState) -> batches.MaskedBatch:
         return self._lay_out(self.make_rows(step, items, state), step)
 
-    def sample_batch(self, count: int) -> MaskedBatch:
+    def sample_batch(self, count: int) -> batches.MaskedBatch:
         return self._lay_out(self.sample_rows(count), 0)
 
-    def _lay_out(self, rows: list[Example], step: int) -> MaskedBatch:
+    def _lay_out(self, rows: list[batches.Example], step: int) -> batches.MaskedBatch:
         origin = self.run.origin
         layout = self.layout or origin.config.evidence_layout
-        return make_masked_batch(
+        return batches.make_masked_batch(
             rows, origin.config, layout, origin.tokenizer.end_ids, self.loss_weights(step), self.context
         )
 
-    def make_rows(self, step: int, items: Sequence[int], state: TaskState) -> list[Example]:
+    def make_rows(self, step: int, items: Sequence[int], state: TaskState) -> list[batches.Example]:
         """The rows of some items of a step."""
         raise NotImplementedError
 
-    def sample_rows(self, count: int) -> list[Example]:
+    def sample_rows(self, count: int) -> list[batches.Example]:
         """Typical rows of `count` items."""
         raise NotImplementedError
 
-    def loss_weights(self, step: int) -> LossWeights:
+    def loss_weights(self, step: int) -> batches.LossWeights:
         """What changes in the loss from step to step."""
-        return LossWeights()
+        return batches.LossWeights()
 
-    def finish_step(self, sums: Sums, counts: Sums, state: TaskState) -> tuple[Sums, TaskState]:
+    def finish_step(
+        self, sums: batches.Sums, counts: batches.Sums, state: TaskState
+    ) -> tuple[batches.Sums, TaskState]:
         return {"loss": sums["tokens"] / counts["divisor"]}, state
 
 
@@ -82,13 +73,13 @@ class PretrainTask(MaskedTask):
         self._source = sources.open_documents(self.run)
         return sources.DocumentValidation(self._source)
 
-    def sample_rows(self, count: int) -> list[Example]:
+    def sample_rows(self, count: int) -> list[batches.Example]:
         length, draw = self.train.sequence_length, random.Random(0).choices
         targets = [draw(range(self.run.origin.config.vocab_size), k=length) for _ in range(count)]
         rng, no_prompt = np.random.default_rng(0), Prompt((), (), ())
-        return [mask_at_time(no_prompt, target, 0.5, rng) for target in targets]
+        return [batches.mask_at_time(no_prompt, target, 0.5, rng) for target in targets]
 
-    def make_rows(self, step: int, items: Sequence[int], state: TaskState) -> list[Example]:
+    def make_rows(self, step: int, items: Sequence[int], state: TaskState) -> list[batches.Example]:
         return self._source.examples(step, items)
 
 
@@ -103,7 +94,7 @@ class SftTask(MaskedTask):
 
     def open_data(self) -> Validation:
         run, train, origin = self.run, self.train, self.run.origin
-        builder = ExampleBuilder(origin.tokenizer, origin.config)
+        builder = batches.ExampleBuilder(origin.tokenizer, origin.config)
         if run.config.data.corpus is None:
             self._source = sources.WorldExamples(builder, train, run.config.retrieval.top_k)
             return sources.open_world_validation(run)
@@ -111,9 +102,9 @@ class SftTask(MaskedTask):
         self._source = sources.QuestionExamples(questions, retriever, builder, train)
         return validation
 
-    def sample_rows(self, count: int) -> list[Example]:
+    def sample_rows(self, count: int) -> list[batches.Example]:
         train, top_k = self.train, self.run.config.retrieval.top_k
-        return sample_prompt_rows(self.run.origin.config, top_k, count, train.rows_per_set)
+        return batches.sample_prompt_rows(self.run.origin.config, top_k, count, train.rows_per_set)
 
     def count_passages(self, state: TaskState) -> tuple[int, int]:
         """How many passages the prompts of this stage have: at least, at most."""
@@ -121,23 +112,25 @@ class SftTask(MaskedTask):
         top_k = self.run.config.retrieval.top_k
         return min(least, top_k), min(most or top_k, top_k)
 
-    def make_rows(self, step: int, items: Sequence[int], state: TaskState) -> list[Example]:
+    def make_rows(self, step: int, items: Sequence[int], state: TaskState) -> list[batches.Example]:
         if isinstance(self._source, sources.QuestionExamples):
             return self._source.examples(step, items)
         return self._source.examples(step, items, self.count_passages(state))
 
-    def loss_weights(self, step: int) -> LossWeights:
+    def loss_weights(self, step: int) -> batches.LossWeights:
         """As the rate falls, end tokens count more and pointers less."""
         left = compute_decay_factor(step, self.train.max_steps, self.train.decay_fraction)
         pointer = self.train.pointer_loss_weight
         if pointer is None:
             pointer = NEW_POINTER_WEIGHT if self.run.origin.checkpoint is None else 0.0
-        return LossWeights(
+        return batches.LossWeights(
             end_token=FINAL_END_TOKEN_WEIGHT + left * (END_TOKEN_WEIGHT - FINAL_END_TOKEN_WEIGHT),
             pointer=pointer * (FINAL_POINTER_SHARE + left * (1 - FINAL_POINTER_SHARE)),
         )
 
-    def finish_step(self, sums: Sums, counts: Sums, state: TaskState) -> tuple[Sums, TaskState]:
+    def finish_step(
+        self, sums: batches.Sums, counts: batches.Sums, state: TaskState
+    ) -> tuple[batches.Sums, TaskState]:
         found, _ = super().finish_step(sums, counts, state)
         if self.run.config.data.questions is not None:  # without a curriculum or pointers
             return found, state

@@ -10,19 +10,8 @@ from dlm_rag.errors import TraceError, UserError
 from dlm_rag.evaluation.metrics import score_rollout
 from dlm_rag.evidence.prompt_segments import ContextBudget, fit_passages
 from dlm_rag.tokenizer.prompts import PromptTemplate
+from tests.support import traces
 from tests.support.tiny_models import byte_tokenizer, tiny_tokenizer
-from tests.support.traces import (
-    HEADER,
-    TRACE_QUESTIONS,
-    decode_and_spy,
-    make_decoder,
-    make_rollout_with,
-    make_trace_header,
-    rebuild_evidence,
-    rebuild_inputs,
-    rebuild_tokenizer,
-    write_rollouts,
-)
 
 LAYOUTS = ["joint", "prefix", "independent"]
 
@@ -30,7 +19,7 @@ LAYOUTS = ["joint", "prefix", "independent"]
 def restore_evidence_texts(rollout, header, tokenizer):
     """The rollout with what of each passage was in the prompt, as the decoder leaves it."""
     texts = {}
-    for prompt in rebuild_evidence(rollout, header, tokenizer):
+    for prompt in traces.rebuild_evidence(rollout, header, tokenizer):
         texts |= {name: min(texts.get(name, text), text, key=len) for name, text in prompt.texts.items()}
     return replace(rollout, evidence_texts=texts)
 
@@ -47,14 +36,14 @@ def tokenizer_folder(tmp_path):
 def test_every_prompt_and_training_row_is_made_again(
     corpus, tmp_path, tokenizer_folder, layout, shifted, settings
 ):
-    decoder = make_decoder(corpus, layout, shifted=shifted, **settings)
-    rollouts, seen = decode_and_spy(decoder, TRACE_QUESTIONS)
-    path = write_rollouts(tmp_path / "t.jsonl", make_trace_header(decoder), rollouts)
+    decoder = traces.make_decoder(corpus, layout, shifted=shifted, **settings)
+    rollouts, seen = traces.decode_and_spy(decoder, traces.TRACE_QUESTIONS)
+    path = traces.write_rollouts(tmp_path / "t.jsonl", traces.make_trace_header(decoder), rollouts)
 
     header = read_trace_header(path)
-    tokenizer, made = rebuild_tokenizer(header, tokenizer_folder), {}
+    tokenizer, made = traces.rebuild_tokenizer(header, tokenizer_folder), {}
     for rollout in read_trace(path):
-        made |= rebuild_inputs(rollout, header, tokenizer)
+        made |= traces.rebuild_inputs(rollout, header, tokenizer)
     assert made == seen
     assert max(rollout.cut.get("passages_shortened", 0) for rollout in rollouts)
     dropped = [step.dropped for rollout in rollouts for step in rollout.steps if step.dropped]
@@ -63,14 +52,17 @@ def test_every_prompt_and_training_row_is_made_again(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rollout_read_back_is_the_rollout(corpus, tmp_path, tokenizer_folder, layout):
-    decoder = make_decoder(corpus, layout)
-    rollouts = decoder.decode(TRACE_QUESTIONS)
-    path = write_rollouts(tmp_path / "t.jsonl", make_trace_header(decoder), rollouts)
+    decoder = traces.make_decoder(corpus, layout)
+    rollouts = decoder.decode(traces.TRACE_QUESTIONS)
+    path = traces.write_rollouts(tmp_path / "t.jsonl", traces.make_trace_header(decoder), rollouts)
     header = read_trace_header(path)
-    assert header == make_trace_header(decoder)
-    for again, rollout, question in zip(read_trace(path), rollouts, TRACE_QUESTIONS, strict=True):
+    assert header == traces.make_trace_header(decoder)
+    for again, rollout, question in zip(read_trace(path), rollouts, traces.TRACE_QUESTIONS, strict=True):
         assert again == replace(rollout, evidence_texts={}), "confidences and log-probabilities bit for bit"
-        assert restore_evidence_texts(again, header, rebuild_tokenizer(header, tokenizer_folder)) == rollout
+        assert (
+            restore_evidence_texts(again, header, traces.rebuild_tokenizer(header, tokenizer_folder))
+            == rollout
+        )
         assert score_rollout(again, question) == score_rollout(rollout, question)
         assert list(again.replay()) == list(rollout.replay())
         assert again.to_dict() == rollout.to_dict()
@@ -87,7 +79,7 @@ def test_what_was_dropped_shapes_the_prompt():
 
 
 def test_a_trace_line_has_the_fields_of_the_contract(tmp_path):
-    path = write_rollouts(tmp_path / "t.jsonl", HEADER, [make_rollout_with()])
+    path = traces.write_rollouts(tmp_path / "t.jsonl", traces.HEADER, [traces.make_rollout_with()])
     first, *passages, line = map(json.loads, path.read_text().splitlines())
     assert first["trace"] == 2 and first["settings"]["commit_threshold"] == 0.9
     assert passages == [{"passage": name, "text": f"text of {name}"} for name in "abc"]
@@ -101,11 +93,13 @@ def test_a_trace_line_has_the_fields_of_the_contract(tmp_path):
 
 def test_rows_differ_in_settings_texts_and_errors(tmp_path):
     """A search engine may say something else under the same id an hour later."""
-    first = make_rollout_with()
-    own = make_rollout_with(id="q2", settings=first.settings | {"temperature": 0.7, "seed": 5})
-    later = make_rollout_with(id="q3", confidence=0.0, passages=first.passages | {"b": "news of b"})
-    failed = make_rollout_with(id="q4", error="the search failed", response="", steps=[], passages={})
-    path = write_rollouts(tmp_path / "t.jsonl", HEADER, [first, own, later, failed])
+    first = traces.make_rollout_with()
+    own = traces.make_rollout_with(id="q2", settings=first.settings | {"temperature": 0.7, "seed": 5})
+    later = traces.make_rollout_with(id="q3", confidence=0.0, passages=first.passages | {"b": "news of b"})
+    failed = traces.make_rollout_with(
+        id="q4", error="the search failed", response="", steps=[], passages={}
+    )
+    path = traces.write_rollouts(tmp_path / "t.jsonl", traces.HEADER, [first, own, later, failed])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     settings = [line.get("settings") for line in lines if "id" in line]
     assert settings == [None, {"temperature": 0.7, "seed": 5}, None, None]
@@ -118,7 +112,7 @@ def test_rows_differ_in_settings_texts_and_errors(tmp_path):
 
 
 def test_a_bad_trace_is_one_sentence(tmp_path):
-    path = write_rollouts(tmp_path / "t.jsonl", HEADER, [make_rollout_with()])
+    path = traces.write_rollouts(tmp_path / "t.jsonl", traces.HEADER, [traces.make_rollout_with()])
     header, *passages, line = path.read_text().splitlines(keepends=True)
     broken = json.loads(line)
     del broken["steps"][1]["query"]
@@ -138,8 +132,8 @@ def test_a_bad_trace_is_one_sentence(tmp_path):
 
 
 def test_a_last_line_cut_short_is_left_out_wherever_the_cut(tmp_path):
-    rollouts = [make_rollout_with(), make_rollout_with(id="q2")]
-    whole = write_rollouts(tmp_path / "t.jsonl", HEADER, rollouts).read_bytes()
+    rollouts = [traces.make_rollout_with(), traces.make_rollout_with(id="q2")]
+    whole = traces.write_rollouts(tmp_path / "t.jsonl", traces.HEADER, rollouts).read_bytes()
     start = whole.rindex(b"\n", 0, -1) + 1
     path = tmp_path / "torn.jsonl"
     for end in range(start, len(whole) - 1, 11):

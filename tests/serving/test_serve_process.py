@@ -14,16 +14,8 @@ import openai
 import pytest
 
 from dlm_rag.serving import http_server
+from tests.support import serving
 from tests.support.paths import ROOT
-from tests.support.serving import (
-    ASKED,
-    Slow,
-    chat_body,
-    find_free_port,
-    made_decoder,
-    serve_decoder,
-    start_server_process,
-)
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 
 
@@ -47,13 +39,13 @@ def test_real_clients_at_a_real_server(folder, corpus, monkeypatch):
     """
     monkeypatch.setenv("TMPDIR", str(folder / "temporary"))
     (folder / "temporary").mkdir()
-    (rollout,) = made_decoder(corpus).decode([ASKED])
-    port = find_free_port()
+    (rollout,) = serving.made_decoder(corpus).decode([serving.ASKED])
+    port = serving.find_free_port()
     url = f"http://127.0.0.1:{port}"
-    with start_server_process(folder, port, *TINY, *ROWS) as process:
+    with serving.start_server_process(folder, port, *TINY, *ROWS) as process:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         assert [model.id for model in client.models.list()] == ["model"]
-        messages = chat_body()["messages"]
+        messages = serving.chat_body()["messages"]
         answer = client.chat.completions.create(model="model", messages=messages)
         assert answer.choices[0].message.content == rollout.response
         assert answer.dlm_rag["forwards"] == rollout.forwards
@@ -80,14 +72,14 @@ def test_real_clients_at_a_real_server(folder, corpus, monkeypatch):
         assert len(found) == 2, "as many as the model reads"
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
-    with start_server_process(folder, port, *TINY, *ROWS) as process:
+    with serving.start_server_process(folder, port, *TINY, *ROWS) as process:
         process.kill()
         process.wait()
         with pytest.raises(ProcessLookupError):
             os.killpg(process.pid, 0)
     assert not [*(folder / "temporary").iterdir()]
-    with start_server_process(folder, port, *TINY, *ROWS):
-        assert httpx.post(f"{url}/v1/chat/completions", json=chat_body()).status_code == 200
+    with serving.start_server_process(folder, port, *TINY, *ROWS):
+        assert httpx.post(f"{url}/v1/chat/completions", json=serving.chat_body()).status_code == 200
 
 
 def hostile(port):
@@ -169,17 +161,17 @@ def served():
 
 
 def test_a_signal_lets_what_was_taken_be_answered(corpus, served):
-    decoder = made_decoder(corpus)
-    decoder.model_runner = Slow(decoder.model_runner)
+    decoder = serving.made_decoder(corpus)
+    decoder.model_runner = serving.Slow(decoder.model_runner)
 
     async def clients(port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-            asked = asyncio.ensure_future(client.post("/v1/chat/completions", json=chat_body()))
+            asked = asyncio.ensure_future(client.post("/v1/chat/completions", json=serving.chat_body()))
             while not service.engine.in_flight:
                 await asyncio.sleep(0.01)
             with pytest.raises(httpx.ReadTimeout):  # one that goes away is seen while another is answered
                 await client.post(
-                    "/v1/chat/completions", json=chat_body(), timeout=httpx.Timeout(60, read=0.1)
+                    "/v1/chat/completions", json=serving.chat_body(), timeout=httpx.Timeout(60, read=0.1)
                 )
             while not service.engine.counts["cancelled"]:
                 await asyncio.sleep(0.01)
@@ -190,17 +182,17 @@ def test_a_signal_lets_what_was_taken_be_answered(corpus, served):
             decoder.model_runner.free.set()
             return (await asked).status_code
 
-    with serve_decoder(decoder) as service:
+    with serving.serve_decoder(decoder) as service:
         assert served(service, clients) == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_second_interrupt_cuts_off_without_a_traceback(corpus, served, caplog, stream):
-    decoder = made_decoder(corpus)
-    decoder.model_runner = Slow(decoder.model_runner)
+    decoder = serving.made_decoder(corpus)
+    decoder.model_runner = serving.Slow(decoder.model_runner)
 
     async def client(port):
-        body = json.dumps(chat_body(stream=stream, commit_threshold=1.0)).encode()
+        body = json.dumps(serving.chat_body(stream=stream, commit_threshold=1.0)).encode()
         head = POST + b"Content-Length: %d\r\n\r\n" % len(body)
         asked = asyncio.ensure_future(status_of(port, head + body))
         while not service.engine.in_flight:
@@ -211,7 +203,7 @@ def test_a_second_interrupt_cuts_off_without_a_traceback(corpus, served, caplog,
         decoder.model_runner.let.release()  # the step that is under way
         return asked
 
-    with serve_decoder(decoder) as service, caplog.at_level("WARNING"):
+    with serving.serve_decoder(decoder) as service, caplog.at_level("WARNING"):
         served(service, client)
     assert not any(record.exc_info for record in caplog.records), caplog.text
 
@@ -234,14 +226,14 @@ def test_who_is_slow_is_dropped_and_delays_nobody(corpus, served, monkeypatch):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
             while len(service.connections) < 7:  # all of them, and its own
                 assert (await client.get("/health")).status_code == 200
-            assert (await client.post("/v1/chat/completions", json=chat_body())).status_code == 200
+            assert (await client.post("/v1/chat/completions", json=serving.chat_body())).status_code == 200
             found = await asyncio.gather(*slow)
         while service.connections:
             await asyncio.sleep(0.01)
         deaf.close()
         return found
 
-    with serve_decoder(made_decoder(corpus)) as service:
+    with serving.serve_decoder(serving.made_decoder(corpus)) as service:
         silent, head, body, chunks, unread = served(service, clients)
     assert (silent, head) == (b"", b"")
     assert body == chunks == b"HTTP/1.1 408 Request Timeout" and unread == b"HTTP/1.1 200 OK"

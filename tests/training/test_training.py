@@ -32,14 +32,8 @@ from dlm_rag.training.initial_model import (
 )
 from dlm_rag.training.sources import QuestionValidation, WorldExamples
 from dlm_rag.training.trainer import make_optimizers, make_train_command, open_trainer, run_training
+from tests.support import training
 from tests.support.tiny_models import tiny_denoiser
-from tests.support.training import (
-    MICRO_SETTINGS,
-    SINGLE_PROCESS,
-    build_denoiser,
-    clone_weights,
-    make_trainer,
-)
 
 EXAMPLE_SHAPE = DenoiserConfig(1024, canvas_length=120, mask_token_id=0)
 SEQUENCES = ["train.sequence_length=64", "train.batch_tokens=256"]
@@ -89,8 +83,8 @@ def test_examples_are_what_they_say(tokenizer, examples):
 
 
 def micro_denoiser(*words):
-    config = load_config(None, [*MICRO_SETTINGS, "train.vocab_size=1024", *words])
-    return build_denoiser(open_initial_model(config))
+    config = load_config(None, [*training.MICRO_SETTINGS, "train.vocab_size=1024", *words])
+    return training.build_denoiser(open_initial_model(config))
 
 
 PLAIN = batches.LossWeights()
@@ -251,10 +245,10 @@ def test_the_passages_that_hold_the_answer_are_the_evidence_of_its_bound():
 
 def test_a_fresh_denoiser_has_a_nelbo_of_about_log_v_per_token(tmp_path):
     """Weights near zero predict all tokens alike: the bound is then log V, whatever was drawn."""
-    config = load_config(None, MICRO_SETTINGS)
+    config = load_config(None, training.MICRO_SETTINGS)
     origin = open_initial_model(config)
     _, validation = open_trainer(config, tmp_path, origin=origin)
-    denoiser = build_denoiser(origin)
+    denoiser = training.build_denoiser(origin)
     with torch.no_grad():
         denoiser.lm_head.weight.mul_(1e-4)
     nats, tokens = validation.nelbo(denoiser, origin.tokenizer, range(4))
@@ -270,7 +264,7 @@ def test_a_null_in_the_config_of_a_checkpoint_is_no_setting():
 def test_the_masks_of_a_bound_spread_over_the_interval_and_depend_on_the_question_alone(
     tmp_path, monkeypatch
 ):
-    trainer, validation = open_trainer(load_config(None, MICRO_SETTINGS), tmp_path)
+    trainer, validation = open_trainer(load_config(None, training.MICRO_SETTINGS), tmp_path)
     seen = []
     monkeypatch.setattr(sources, "sum_losses", lambda _, rows, layout: seen.append(rows) or 0.0)
     for which in (range(4), [2]):
@@ -284,7 +278,9 @@ def test_the_masks_of_a_bound_spread_over_the_interval_and_depend_on_the_questio
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("objective", ["sft", "pretrain"])
 def test_nothing_else_in_a_step_waits_for_a_gpu(tmp_path, objective):
-    trainer = make_trainer(tmp_path, "model.device=cuda", f"train.objective={objective}", *SEQUENCES)
+    trainer = training.make_trainer(
+        tmp_path, "model.device=cuda", f"train.objective={objective}", *SEQUENCES
+    )
     trainer.step()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -299,12 +295,12 @@ def spoil(trainer, name):
 
 
 def test_a_gradient_that_is_not_a_number_changes_no_weight(tmp_path):
-    trainer = make_trainer(tmp_path)
-    before = clone_weights(trainer)
+    trainer = training.make_trainer(tmp_path)
+    before = training.clone_weights(trainer)
     spoil(trainer, "layers.0.self_attn.q_proj.weight")
     with pytest.raises(RunError, match="the gradient of step 0 is not a number"):
         trainer.step()
-    assert all(torch.equal(value, before[name]) for name, value in clone_weights(trainer).items())
+    assert all(torch.equal(value, before[name]) for name, value in training.clone_weights(trainer).items())
 
 
 def test_muon_on_a_cpu_is_that_of_float32():
@@ -327,22 +323,22 @@ def test_muon_on_a_cpu_is_that_of_float32():
 def test_what_float16_cannot_hold_is_skipped_by_all_optimizers_and_the_scale_is_kept(tmp_path):
     """The matrices are Muon's, the rest AdamW's: neither may move on gradients clipped by a NaN."""
     words = ["train.dtype=float16", "train.save_steps=1"]
-    trainer = make_trainer(tmp_path, *words)
-    before, scale = clone_weights(trainer), trainer._scaler.get_scale()
+    trainer = training.make_trainer(tmp_path, *words)
+    before, scale = training.clone_weights(trainer), trainer._scaler.get_scale()
     spoiled = spoil(trainer, "layers.0.self_attn.q_proj.weight")
     trainer.step()
-    assert all(torch.equal(value, before[name]) for name, value in clone_weights(trainer).items())
+    assert all(torch.equal(value, before[name]) for name, value in training.clone_weights(trainer).items())
     assert trainer._scaler.get_scale() == scale / 2
     spoiled.remove()
     trainer.step()
-    assert not torch.equal(clone_weights(trainer)["lm_head.weight"], before["lm_head.weight"])
+    assert not torch.equal(training.clone_weights(trainer)["lm_head.weight"], before["lm_head.weight"])
     trainer.save()
-    again = make_trainer(tmp_path, *words)
+    again = training.make_trainer(tmp_path, *words)
     assert again.restore() and again._scaler.get_scale() == scale / 2
 
 
 def test_a_validation_that_fails_costs_no_step_and_is_made_up_for(tmp_path, monkeypatch):
-    words = [*MICRO_SETTINGS, "train.max_steps=2", "train.eval_steps=1", "train.save_steps=100"]
+    words = [*training.MICRO_SETTINGS, "train.max_steps=2", "train.eval_steps=1", "train.save_steps=100"]
     config, scores = load_config(None, words), QuestionValidation.compute_scores
 
     def fails(self, trainer):
@@ -351,7 +347,7 @@ def test_a_validation_that_fails_costs_no_step_and_is_made_up_for(tmp_path, monk
         return scores(self, trainer)
 
     def go_on():
-        run_training(config, open_initial_model(config), tmp_path, SINGLE_PROCESS, StopSignal())
+        run_training(config, open_initial_model(config), tmp_path, training.SINGLE_PROCESS, StopSignal())
         return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
 
     with monkeypatch.context() as patched:
@@ -367,19 +363,19 @@ def test_a_validation_that_fails_costs_no_step_and_is_made_up_for(tmp_path, monk
 @pytest.mark.parametrize("objective", ["sft", "pretrain"])
 def test_bfloat16_trains_validates_saves_resumes_and_exports(tmp_path, objective):
     words = ["train.dtype=bfloat16", f"train.objective={objective}", *SEQUENCES, "decode.max_new_tokens=64"]
-    trainer, validation = open_trainer(load_config(None, [*MICRO_SETTINGS, *words]), tmp_path)
+    trainer, validation = open_trainer(load_config(None, [*training.MICRO_SETTINGS, *words]), tmp_path)
     trainer.step()
     trainer.save()
     assert 0 < validation.compute_scores(trainer)["nelbo_per_token"] < 10
-    again = make_trainer(tmp_path, *words)
+    again = training.make_trainer(tmp_path, *words)
     assert again.restore() and again.step() == trainer.step()
-    assert all(value.dtype == torch.float32 for value in clone_weights(again).values())
+    assert all(value.dtype == torch.float32 for value in training.clone_weights(again).values())
     again.export(tmp_path / "model")
     assert Denoiser.from_pretrained(tmp_path / "model").config == trainer.denoiser.config
 
 
 def test_the_curriculum_moves_on_when_names_are_read(tmp_path):
-    task = make_trainer(tmp_path, "retrieval.top_k=7").task
+    task = training.make_trainer(tmp_path, "retrieval.top_k=7").task
     states, sums = [{"stage": 0}], {"tokens": 1.0, "names_right": 5.0, "pointers": 0.0, "passage_mass": 0.0}
     for _ in range(200):
         _, same = task.finish_step(sums, {"divisor": 1.0, "pointed": 0.0}, states[-1])
