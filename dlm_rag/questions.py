@@ -203,14 +203,15 @@ def _parse_question(row: dict[str, Any], place: str) -> Question:
 def _read_choices(row: dict[str, Any], answers: tuple[str, ...], place: str) -> tuple[str, ...]:
     """The answers; of a multiple choice (MMLU, ARC) the texts that they name by label, or number from 0."""
     given, said = row.get("choices", row.get("options")), get_field(row, "golden_answers")[1]
-    own = isinstance(given, dict) and given.get("label")
-    texts = given.get("text") if isinstance(given, dict) else given
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+    texts, own = (given.get("text"), given.get("label")) if isinstance(given, dict) else (given, None)
+    if isinstance(texts, str | dict) or not isinstance(texts, Iterable):
         return answers
-    labels = own or [*ascii_uppercase[: len(texts)], *range(len(texts))]
-    by_label = dict(zip(map(str, labels), texts * 2, strict=False))
-    named = dict(zip(texts, texts, strict=True))
-    named = by_label | named if isinstance(said, str) and not own else named | by_label
+    if not all(isinstance(text, str | int | float) for text in texts):
+        raise QuestionError(f"{place}: the choices must be a list of texts")
+    texts = [*map(write_number, texts)]
+    labels = [*ascii_uppercase[: len(texts)], *range(len(texts))] if own is None else own
+    by_text, by_label = {text: text for text in texts}, dict(zip(map(str, labels), texts * 2, strict=False))
+    named = by_label | by_text if isinstance(said, str) and own is None else by_text | by_label
     if wrong := [answer for answer in answers if answer not in named]:
         raise QuestionError(f"{place}: the answer '{wrong[0]}' names no choice: give its label or its text")
     return tuple(named[answer] for answer in answers)

@@ -54,7 +54,7 @@ MAX_UNPACKED_BYTES, MAX_UNPACKED_FACTOR = 2**30, 100
 HOPS_BY_TYPE = {"bridge": 2, "comparison": 2, "compositional": 2, "inference": 2, "bridge_comparison": 4}
 LAYOUT_FIELDS = (
     "type", "supporting_facts", "context", "paragraphs", "question_decomposition", "evidences",
-    "answerable", "answer_aliases",
+    "answerable", "answer_aliases", "choices", "options",
 )  # fmt: skip
 _MUSIQUE_ID = re.compile(r"([2-4])hop\d?__")
 TYPE_LABEL = re.compile(r"[A-Za-z][\w-]{0,39}")
