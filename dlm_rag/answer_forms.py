@@ -51,7 +51,8 @@ _ANSWER_LINE = re.compile(
 )
 # The same within a line; "Intermediate answer:", as Self-Ask writes it, is no answer yet.
 _ANSWER_LABEL = re.compile(
-    r"(?<![A-Za-z-])(?<!intermediate )(?<!long )(?<!detailed )(?<! is )(?<! is the )(?<! is the correct )"
+    r"(?<![A-Za-z-])(?<!intermediate )(?<!long )(?<!detailed )"
+    r"(?<! is )(?<! is the )(?<! is the correct )(?<! in )(?<! in the )(?<! of )(?<! of the )"
     rf"(?:{_ANSWER_WORD}){_MARKUP}{{0,4}}[:：﹕︰](?:[*_`}}]{{1,2}}(?=[ \t]))?",
     re.IGNORECASE,
 )
@@ -68,8 +69,8 @@ _ANSWER_PHRASE = re.compile(
 )
 _NO_ANSWER = re.compile(  # in small letters, for names and titles begin so with large ones
     r"[ \t*_]*(?:not|(?:\w{2,12}ly|well|also)[ \t]\w{3,12}ed|based|found|given|taken"
-    r"|\w{3,9}(?:ted|ned|fied|rmed|ved)|in[ \t](?:the|passage)|from[ \t]the|correct|right|clear|consistent"
-    r"|because|as[ \t]follows|nicht|pas|không|לא|ليس)\b"
+    r"|\w{3,9}(?:ted|ned|fied|rmed|ved)|in[ \t](?:the|passage)|from[ \t]the|(?:in)?correct|right|wrong"
+    r"|clear|consistent|because|as[ \t]follows|nicht|pas|không|לא|ليس)\b"
     r"|[ \t]*(?:不[在是知能明清确確包详詳会會存]|未[知提给給找]|没|[無无][法此相])"
 )
 _HASHES = re.compile(r"#{3,}")
@@ -83,7 +84,11 @@ _SECTION_NAME = re.compile(
     r"|step[ \t-]by[ \t-]step\b[^\n]{0,40})[ \t*_:：]*(?:\n|\Z)|[^\n]{1,200}:[ \t*_]*(?:\n|\Z))",
     re.IGNORECASE,
 )
-_QUESTION_LABEL = re.compile(r"[ \t*_>#]{0,8}(?:q|question)[ \t*_]{0,4}[:：]", re.IGNORECASE)
+_QUESTION_LABEL = re.compile(  # or the turn of a person
+    r"[ \t*_>#]{0,8}(?:(?:q|question(?:[ \t]\d{1,3})?|human|user)[ \t*_]{0,4}[:：]|#[ \t]{0,4}question\b"
+    r"|<\|im_start\|>user)",
+    re.IGNORECASE,
+)
 _REASONING_TAG = re.compile(
     r"(?:<(?:seed:)?|\[(?=/?think\])|◁)(/?)(?:seed:)?"
     r"(think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflection|scratchpad|search|information)[>\]▷]"
@@ -118,7 +123,7 @@ _EMPHASIS = (
 )  # fmt: skip
 _BLANK_OR_MARKUP = re.compile(  # also the line below a heading, a fence, a tag of HTML
     r"(?:\s|:(?=\s|\Z)|[>|][-+]?(?=\s)|[-*+•→](?=[ \t])|(?:-{3,}+|={3,}+|`{3}\w*+)(?=\s)"
-    rf"|{HTML_TAG})*"
+    rf"|\d{{1,2}}[.)][ \t](?=\*\*)|{HTML_TAG})*"
 )
 _SENTENCE_STOP = re.compile(
     r"(?<=[^\W\d_]{4}|\d\d\d\d)(?<!\bProf|\bCapt|\bCorp|\bBros|\bDept|\bUniv)\.(?=[ \t]{1,4}[^\W\d_a-z])"
@@ -319,7 +324,7 @@ def _measure_wrapping(said: str, label: str) -> tuple[int, int]:
         return before, len(said) - len(bare) - before
     if tail := _ANSWER_TAIL.search(said):
         return 0, len(said) - tail.start()
-    opened = {")": "(", "]": "["}.get(said[-1:])
+    opened = {")": "(", "]": "[", "}": "{"}.get(said[-1:])
     if opened and opened not in said and opened in label:
         return 0, 1
     latex = _LATEX_TEXT.match(said)

@@ -1,5 +1,6 @@
 """Questions: from files and pipes, typed by hand, or a sample of them."""
 
+import html
 import json
 import logging
 import random
@@ -22,6 +23,7 @@ from dlm_rag.text import normalize_text, normalize_whitespace, replace_control_c
 
 log = logging.getLogger(__name__)
 
+_ENTITY = re.compile(r"&(?:amp|quot|apos|lt|gt|nbsp|[lr][sd]quo|#\d{1,6}|#x[\da-fA-F]{1,5});")  # of HTML
 IMAGE_FIELDS = ("image", "images", "image_url")
 # A list, SQuAD's object; the film "[REC]" is neither.
 _NESTED = re.compile(r"\s*(\[\s*(?:[-\d\[\"'{].*)?\]|\{\s*['\"]text['\"].*\})\s*", re.DOTALL)
@@ -52,6 +54,7 @@ class Question:
 
 
 def _tidy(text: str) -> str:
+    text = _ENTITY.sub(lambda found: html.unescape(found[0]), text)
     return normalize_whitespace(replace_control_chars(normalize_text(text)))
 
 
@@ -64,8 +67,7 @@ def read_questions(path: str | Path) -> list[Question]:
     A folder stands for the files in it, as `dlm-rag synthesize` leaves them (`list_row_files`). A pipe, and
     a file that is `.txt` or has no suffix, may also hold plain lines, one question each; they are called
     q1, q2, ... What is marked `answerable: false` (MuSiQue-Full) is left out, and said so. Raises
-    `QuestionError` naming file and line for what is not a question: a blank text, an id that occurs twice;
-    and for a file without questions.
+    `QuestionError` naming file and line for a blank text, a second id, a file without questions.
     """
     questions: dict[str, Question] = {}
     unanswerable = 0
@@ -203,7 +205,9 @@ def _parse_question(row: dict[str, Any], place: str) -> Question:
 def _read_choices(row: dict[str, Any], answers: tuple[str, ...], place: str) -> tuple[str, ...]:
     """The answers; of a multiple choice (MMLU, ARC) the texts that they name by label, or number from 0."""
     given, said = row.get("choices", row.get("options")), get_field(row, "golden_answers")[1]
-    texts, own = (given.get("text"), given.get("label")) if isinstance(given, dict) else (given, None)
+    texts, own = given, None
+    if isinstance(given, dict):  # of ARC; the texts by their labels (MedQA)
+        texts, own = given.get("text", [*given.values()]), given.get("label", [*given])
     if isinstance(texts, str | dict) or not isinstance(texts, Iterable):
         return answers
     if not all(isinstance(text, str | int | float) for text in texts):
@@ -212,9 +216,10 @@ def _read_choices(row: dict[str, Any], answers: tuple[str, ...], place: str) -> 
     labels = [*ascii_uppercase[: len(texts)], *range(len(texts))] if own is None else own
     by_text, by_label = {text: text for text in texts}, dict(zip(map(str, labels), texts * 2, strict=False))
     named = by_label | by_text if isinstance(said, str) and own is None else by_text | by_label
-    if wrong := [answer for answer in answers if answer not in named]:
-        raise QuestionError(f"{place}: the answer '{wrong[0]}' names no choice: give its label or its text")
-    return tuple(named[answer] for answer in answers)
+    found = tuple(named[answer] for answer in answers if answer in named)
+    if answers and not found:
+        raise QuestionError(f"{place}: '{answers[0]}' names no choice: give its label or its text")
+    return found
 
 
 def _parse_texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]:
@@ -243,6 +248,7 @@ def _parse_texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]
         spelled = list[Any]()
         texts = [item.get("text") if isinstance(item, dict) else item for item in texts]  # SQuAD's
         for item in texts:  # a truth value is its word; of a text that says it, as tables do, both
+            item = item.rpartition("\n#### ")[2] if isinstance(item, str) else item  # GSM8K's solutions
             word = {"true": "yes", "false": "no"}.get(str(item).strip().lower())
             spelled += [item] if word is None else [word] if isinstance(item, bool) else [word, item]
         texts = spelled

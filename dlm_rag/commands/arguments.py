@@ -60,13 +60,9 @@ class CommandLine:
 
 
 def parse_command_line(
-    description: str,
-    argv: list[str],
-    reads: Sequence[str] = (),
-    *,
-    typed: bool = False,
+    description: str, argv: list[str], reads: Sequence[str] = (), *, typed: bool = False,
     options: Options = MappingProxyType({}),
-) -> CommandLine:
+) -> CommandLine:  # fmt: skip
     """Parses a command line. `--help` and `--print-config` print and exit. Raises `ConfigError`.
 
     reads: sections and keys that the program reads, with `-KEY` for those of a section that it does not;

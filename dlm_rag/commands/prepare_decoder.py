@@ -18,7 +18,7 @@ from dlm_rag.data.hub_datasets import find_named_corpus
 from dlm_rag.decode.trace_file import TraceHeader, build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.prompt_segments import ContextBudget, check_prompt_room
-from dlm_rag.files.hub import SHIPPED_FOLDER, WORLD_MODELS
+from dlm_rag.files.hub import SHIPPED_FOLDER, is_world_model
 from dlm_rag.files.paths import digest_file
 from dlm_rag.progress import format_bytes, show_status
 from dlm_rag.questions import Question, number_questions, read_questions, select_questions
@@ -180,7 +180,8 @@ def fill_in_shipped_files(config: Config, typed: list[str]) -> Config:
             raise ConfigError("--corpus context is what comes with the questions of --questions FILE")
         corpus = questions
     corpus = find_named_corpus(corpus)
-    if model.path in (None, *WORLD_MODELS) and corpus is None and config.retrieval.url is None:
+    own = model.path is None or is_world_model(model.path)
+    if own and corpus is None and config.retrieval.url is None:
         corpus = str(SHIPPED_FOLDER / "world" / "corpus.jsonl")
         if questions is None and not typed:
             questions = str(SHIPPED_FOLDER / "world" / "questions.jsonl")

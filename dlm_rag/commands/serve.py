@@ -8,8 +8,7 @@
     curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
         -d '{"messages": [{"role": "user", "content": "Who wrote Emma?"}]}'
 
-SIGTERM or Ctrl-C stops it once the accepted questions are answered; a second Ctrl-C stops it at once. Needs
-`pip install 'dlm_rag[serve]'`.
+SIGTERM or Ctrl-C stops it once all are answered, a second at once. Needs `pip install 'dlm_rag[serve]'`.
 """
 
 import gc

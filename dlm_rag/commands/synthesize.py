@@ -7,8 +7,7 @@ and traces. Run the same command again to resume. Train on the folder:
 
     dlm-rag train data.questions=rows data.corpus=passages.jsonl
 
-With workers=N, N processes decode; the rows are the same. If a question fails, the exit status is 1, and
-the same command tries it again.
+With workers=N, N processes decode the same rows. If a question fails, exit status 1: repeat the command.
 """
 
 import json

@@ -54,14 +54,9 @@ def suggest_setting(key: str, known: Iterable[str]) -> str:
 
 
 def setting(
-    default: Any,
-    *,
-    choices: tuple[str, ...] = (),
-    table: str = "",
-    low: float | None = None,
-    high: float | None = None,
-    only_with: Need | tuple[()] = (),
-) -> Any:
+    default: Any, *, choices: tuple[str, ...] = (), table: str = "", low: float | None = None,
+    high: float | None = None, only_with: Need | tuple[()] = (),
+) -> Any:  # fmt: skip
     """A dataclass field with its allowed values (bounds are inclusive); the text below it is its help.
 
     table: `module:NAME` of a table whose names are the choices; a value may then also be `module:function`.
@@ -101,6 +96,14 @@ class CheckedSettings:
                 named = {name for name in defaults if named[name] != defaults[name]}
             made.__dict__["given"] = frozenset(named)
         return made
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth_value(cls, value: Any, info: ValidationInfo) -> Any:
+        kind = cls.__dataclass_fields__[str(info.field_name)].type
+        if isinstance(value, bool) and {int, float} & {*getattr(kind, "__args__", (kind,))}:
+            raise ValueError("must be a number: YAML reads yes, no, on and off as truth values")
+        return value
 
     @field_validator("*")
     @classmethod

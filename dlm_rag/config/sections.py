@@ -36,8 +36,7 @@ class ModelConfig(CheckedSettings):
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
     """dtype of the weights; auto: bfloat16 on CUDA (float16 before Ampere), float32 elsewhere"""
     quantize: str = setting("none", choices=("none", "int8", "nvfp4"))
-    """low precision of the layers' weights, by torchao, for decoding: int8 (a scale for each row) or nvfp4
-    (4 bits, a scale for 16 numbers)"""
+    """low precision of the layers' weights, by torchao: int8 (a scale a row), nvfp4 (4 bits, 16 a scale)"""
     attn_implementation: str = setting("auto", choices=("auto", "flash", "varlen", "sdpa", "indexed"))
     """attention kernel: flash (flash-attn), varlen (torch's own), sdpa, or indexed (Triton, reads the cache
     in place; not measured yet); auto: the first of flash, varlen, sdpa that works"""
@@ -80,8 +79,7 @@ class RetrievalConfig(CheckedSettings):
     """leave out what scores less than this share of the best passage for the question, unless the question
     has its title; with bm25_query=sentences each further sentence or title of the query adds one passage"""
     url: str | None = setting(None)
-    """search a service instead of a corpus: http(s)://HOST:PORT/retrieve or
-    milvus://HOST:PORT/COLLECTION"""
+    """search a service, not a corpus: http(s)://HOST:PORT/retrieve or milvus://HOST:PORT/COLLECTION"""
     timeout: float = setting(15.0, low=0.01, high=2**20, only_with={"retrieval.url": SET})
     """time limit of a search by URL in seconds; each attempt gets a third, and failed ones are repeated"""
 
@@ -117,13 +115,11 @@ class DecodeConfig(CheckedSettings):
     block_add_threshold: float = setting(0.1, low=0, high=1)
     """share of a block that is committed when the next one joins"""
     semi_complete_threshold: float = setting(0.9, low=0, high=1)
-    """share of a block that is committed when the next one commits at every step, however unsure; until
-    then the threshold decides"""
+    """share of a block that is committed when the next one commits at every step, however unsure"""
     commit_rule: str | None = setting(None, table="dlm_rag.engine.rules:RULES", only_with=DIFFUSION)
     """rule that decides which masked positions a step commits; unset: the checkpoint's own or threshold"""
     commit_threshold: float = setting(0.9, low=0, high=1)
-    """confidence at which a position is committed (tau_c) by threshold and left_to_right, and with
-    probability 1/2 by sampled"""
+    """confidence from which a position is committed (tau_c); by sampled, with probability 1/2 at it"""
     gate_temperature: float = setting(0.5, low=1e-3, high=100)
     """softness of that threshold for sampled, in logits"""
     tokens_per_step: int | None = setting(None, low=1, only_with=DIFFUSION)
@@ -337,8 +333,7 @@ class TrainConfig(CheckedSettings):
     context_parallel: int = setting(1, low=1, only_with=PRETRAIN)
     """pretrain: number of processes that share each sequence, for very long ones"""
     pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT | WORLDS)
-    """weight of the pointer loss, which falls to 4/15 of it with the learning rate; unset: 0.3 for a new
-    model, 0 for a checkpoint"""
+    """weight of the pointer loss, falling to 4/15 with the learning rate; unset: 0.3 if new, else 0"""
     max_hops: int = setting(4, low=1, high=4, only_with=ANSWERING | {"data.questions": (None,)})
     """maximum number of hops of a question, in training and evaluation"""
     min_hops: int = setting(1, low=1, high=4, only_with=RL | WORLDS)

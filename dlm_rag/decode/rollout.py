@@ -44,8 +44,7 @@ ABSTAIN_REASONS = {
 # What a model that was trained to abstain writes for an answer: none is in the passages; none can be.
 _REASON_BY_WORD = {"unknown": "no_passage", "unclear": "unknown_form"}
 _OWN_WORDS = {*_REASON_BY_WORD, "yes"}  # of answers: these need no passage; nor do function words
-# How sure an answer is: its confidence, times this power of the share of the question's words that passages
-# have, a fifth more for each nat of relevance above the usual one.
+# Sureness: confidence x (share of the question's words held)^power x exp(weight (relevance - usual)).
 ASKED_WORDS_POWER, RELEVANCE_WEIGHT, USUAL_RELEVANCE = 0.3, 0.2, 2.0
 _find_words = lru_cache(1024)(lambda text: frozenset(split_words(text)))  # of passages, which come again
 
@@ -199,8 +198,7 @@ class Rollout(NamesRemedy):
     def unsupported(self) -> dict[str, str]:
         """Words that neither a passage nor the question has, each with the kind of the last unit with it.
 
-        Of the answer all but function words, of the sentences before it names and numbers: these have words
-        of their own ("lies in").
+        Of the answer all but function words, of the sentences before it names and numbers alone.
         """
         found = {
             word: unit["kind"]
@@ -272,8 +270,7 @@ class Rollout(NamesRemedy):
     def sources(self) -> dict[str, int]:
         """The cited passages in the order of their first citation, each with how many words it gave.
 
-        A passage that gave neither a word of the answer nor a name or number ("was written by") is left
-        out, unless no passage did.
+        One that gave neither a word of the answer nor a name or number is left out, unless none did.
         """
         words, telling = Counter[str](), set[str]()
         for unit in self.citations:
@@ -436,14 +433,10 @@ def split_citable_spans(response: str, answer_form: str = "marked") -> list[tupl
 
 
 def cite_passages(
-    response: str,
-    token_spans: Sequence[Span],
-    commit_steps: Sequence[int],
-    evidence_at: Callable[[int], Sequence[str]],
-    texts: Mapping[str, str],
-    question: str,
+    response: str, token_spans: Sequence[Span], commit_steps: Sequence[int],
+    evidence_at: Callable[[int], Sequence[str]], texts: Mapping[str, str], question: str,
     answer_form: str = "marked",
-) -> list[Citation]:
+) -> list[Citation]:  # fmt: skip
     """For each sentence of the reasoning and for the answer, the passages that hold its words.
 
     token_spans, commit_steps: per token of the response its character range and commit step.

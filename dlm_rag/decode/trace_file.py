@@ -104,8 +104,7 @@ class TraceContents:
 class TraceWriter:
     """Appends finished rollouts to a trace file, each passage text once; goes on with what it holds.
 
-    The constructor writes nothing. The caller sees to it that no other process writes the file, and that
-    its last line has an end.
+    The constructor writes nothing. The caller ensures that nobody else writes, and that the last line ends.
     """
 
     def __init__(self, path: Path, header: TraceHeader, held: TraceContents | None = None) -> None:
@@ -278,8 +277,7 @@ class AnswersFile:
     def remaining(self, questions: Sequence[Question]) -> list[Question]:
         """The questions without an answer here, those that failed among them.
 
-        Final only after `begin`: until then another process may answer some. Raises `ConfigError` if an
-        id has another question's answer.
+        Final after `begin`; before, others may answer some. Raises `ConfigError` for an id of another one.
         """
         for question in questions:
             if self._answered.get(question.id, question.question) != question.question:

@@ -215,8 +215,7 @@ class DiffusionGemma(HostedDenoiser):
     ) -> Tensor:
         """Logits (rows, canvas, V) float32 for canvases (rows, canvas) after their texts.
 
-        texts: as of `stack_caches`. before: the logits of the step before, each over its temperature; None
-        at the first of a canvas.
+        texts: as of `stack_caches`. before: logits of the last step over its temperature, or None.
         """
         given = [logits for logits in before if logits is not None]
         conditioning = mask = None

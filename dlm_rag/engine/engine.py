@@ -40,7 +40,7 @@ from dlm_rag.engine.runner import DecoderStats, MaskedModelRunner, ModelRunner
 from dlm_rag.engine.step import LaunchedStep, Searches, finish_step, launch_step
 from dlm_rag.errors import ConfigError, NamesRemedy
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
-from dlm_rag.files.hub import MODEL_NAME, READER, SHIPPED_FOLDER, WORLD_MODELS
+from dlm_rag.files.hub import MODEL_NAME, READER, SHIPPED_FOLDER, WORLD_MODELS, is_world_model
 from dlm_rag.machine import choose_device, choose_dtype, use_one_thread_after_fork
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser, load_denoiser
@@ -79,14 +79,14 @@ class Decoder(NamesRemedy):
     }  # fmt: skip
 
     def __init__(
-        self,
-        denoiser: AnyDenoiser,
-        retriever: Retriever,
-        tokenizer: Tokenizer,
-        config: DecodeConfig | None = None,
-        evidence_layout: str | None = None,
+        self, denoiser: AnyDenoiser, retriever: Retriever, tokenizer: Tokenizer,
+        config: DecodeConfig | None = None, evidence_layout: str | None = None,
         engine: EngineConfig | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
+        if not hasattr(retriever, "search"):
+            raise ConfigError(
+                f"{type(retriever).__name__} is no retriever: load_retriever(corpus) makes one"
+            )
         self.denoiser, self.retriever, self.tokenizer = denoiser, retriever, tokenizer
         self.evidence_layout = layout = evidence_layout or denoiser.config.evidence_layout
         if layout not in EVIDENCE_LAYOUTS:
@@ -232,7 +232,7 @@ def load(model: str | Path | None = None, corpus: Any = None, **settings: Any) -
     device = choose_device(wanted.device)
     layout = wanted.evidence_layout or checkpoint.config.evidence_layout
     if corpus is None and retrieval.url is None:
-        if name not in WORLD_MODELS:
+        if not is_world_model(name):
             raise ConfigError("load: give corpus= a file, a folder, a list of texts, or a retriever")
         corpus = WORLD_CORPUS
     if hasattr(corpus, "search") and hasattr(corpus, "key"):
@@ -349,8 +349,7 @@ class Engine(AbstractContextManager["Engine"]):
 
         Returns an event for every question whose step is over, in the order in which they came. A question
         that failed (it does not fit the context, or alone the memory; its search or its logits fail) is
-        finished, with an `error` in its rollout. What else the model raises is passed on; the questions
-        that took part are cancelled then.
+        finished, with an `error` in its rollout. What else the model raises is passed on; the step is void.
         """
         group, other = (self._groups[(self._turn + n) % len(self._groups)] for n in (0, 1))
         try:

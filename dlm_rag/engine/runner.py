@@ -282,8 +282,7 @@ def sample_proposals(
 def gather_proposals(
     inputs: Sequence[RowInput], found: Sequence[Mapping[str, Tensor]]
 ) -> Callable[[], list[Proposals]]:
-    """Starts to copy what `sample_proposals` says, chunk by chunk; what is returned waits for the copy, and
-    returns the proposals of each row."""
+    """Starts to copy what `sample_proposals` says, in chunks; returns what waits and gives rows theirs."""
     names = [*found[0]]
     wait = start_gather([torch.cat([chunk[name] for chunk in found]) for name in names])
 

@@ -86,8 +86,7 @@ def _propose(model_runner: ModelRunner, inputs: list[RowInput]) -> Callable[[], 
 def build_row_input(row: Row) -> RowInput:
     """Returns what the model is shown of a row and asked about; draws the numbers that sampling takes.
 
-    Asked about are the masked positions that are shown, and with edits the committed ones of the block;
-    where none is shown, the next one.
+    Asked about are masked positions that are shown, with edits committed ones of the block; else the next.
     """
     settings, canvas, (begin, end) = row.settings, row.canvas, row.shown_span
     asked = canvas.masked[begin : max(end, begin + 1)].copy()

@@ -109,8 +109,7 @@ def build_overview_table(
 ) -> ResultTable:
     """All settings in one table, a row each.
 
-    count: of the questions. against: the first minus each of the others, paired. swept: keys, of which the
-    rows have the values alone.
+    count: of questions. against: the first minus each other, paired. swept: keys of which rows have values.
     """
     swept, fronts = list(swept), {cost: compute_pareto_front(summaries, cost) for cost in PLOT_COSTS}
     rows = []

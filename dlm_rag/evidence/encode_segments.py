@@ -13,19 +13,15 @@ from dlm_rag.model.packed_batch import CachedContext, SharedContext, make_consec
 
 
 def encode_canvases(
-    denoiser: Denoiser,
-    states: Sequence[LaidOutRow],
-    read: Sequence[Sequence[int]],
-    add: Sequence[NDArray[Any]] = (),
-    probe: AttentionProbe | None = None,
+    denoiser: Denoiser, states: Sequence[LaidOutRow], read: Sequence[Sequence[int]],
+    add: Sequence[NDArray[Any]] = (), probe: AttentionProbe | None = None,
     context: CachedContext | None = None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """Hidden states (n, hidden) that predict the canvas positions `read` (from 0, ascending), row by row;
     and the arrays `add` on the device.
 
     Only these go through the last layer. Segments that several rows share are encoded once, and gradients
-    flow through; decoding, which keeps keys and values from step to step, has `engine.cache.KVCache`.
-    context: of rows without segments.
+    flow through; decoding has `engine.cache.KVCache`. context: of rows without segments.
     """
     segments = list(dict.fromkeys(s for row in states for s in row.context_segments))
     segments.sort(key=lambda segment: len(segment.ids))  # rows of equal lengths are attended to together

@@ -142,12 +142,9 @@ class LaidOutRow:
 
 
 def lay_out_prompt(
-    prompt: Prompt,
-    shape: DenoiserConfig,
-    layout: str | None = None,
-    finished_block_context: str | None = None,
-    mode: str = "diffusion",
-) -> LaidOutPrompt:
+    prompt: Prompt, shape: DenoiserConfig, layout: str | None = None,
+    finished_block_context: str | None = None, mode: str = "diffusion",
+) -> LaidOutPrompt:  # fmt: skip
     """Lays a prompt out for a denoiser, in its own layout and order where no others are named.
 
     Where the state before a block predicts its first token, the last prompt token runs with the canvas.

@@ -44,6 +44,12 @@ CONVERTED_BYTES = 273_000_000  # bfloat16 weights and the tokenizer
 FOLDER_NAME = "smollm2-135m-instruct"
 
 
+def is_world_model(path: str) -> bool:
+    """Whether a model is one of those that ship and were trained on the world that ships."""
+    folders = [SHIPPED_FOLDER / Path(name).name for name in WORLD_MODELS]
+    return str(Path(path)) in WORLD_MODELS or Path(path) in folders
+
+
 def resolve_hub_folder(name: str | Path, what: str) -> Path:
     """The folder called `name`, or that of a hub id (OWNER/NAME): from the hub's cache, else fetched.
 

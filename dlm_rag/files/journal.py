@@ -95,8 +95,7 @@ def drop_lines(path: Path, ids: Collection[str]) -> None:
 def check_same_settings(then: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
     """Raises `ConfigError` for the first setting in which a run differs from the one that began a journal.
 
-    what: the journal and its contents, as in `out=a.jsonl holds answers`. A setting that is newer than the
-    journal had its default.
+    what: the journal and its contents (`out=a.jsonl holds answers`). A newer setting had its default there.
     """
     fields = list_setting_fields()
     for key in sorted({*then, *now}):

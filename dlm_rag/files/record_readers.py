@@ -36,7 +36,17 @@ SUPPORTED_FORMATS = (
 )
 # The names that a field goes by; the first that is there counts.
 FIELD_ALIASES = {
-    "id": ("id", "_id", "question_id", "questionid", "wikipedia_id"),  # TriviaQA, KILT
+    "id": (
+        "id",
+        "_id",
+        "question_id",
+        "questionid",
+        "wikipedia_id",
+        "docid",
+        "doc_id",
+        "passage_id",
+        "pid",
+    ),
     "question": ("question", "text", "query", "input"),  # BEIR's queries, MS MARCO, KILT
     "golden_answers": ("golden_answers", "answers", "answer", "possible_answers", "answerkey"),
     "answer_aliases": ("answer_aliases",),
@@ -67,15 +77,16 @@ RecordReader = Callable[[IO[bytes], str, type[UserError]], Iterator[Record]]
 
 
 def get_field(record: Mapping[str, Any], name: str) -> tuple[str, Any]:
-    """The name that a field goes by in a record, and its value; its first name and None where it is not.
+    """The name that a field goes by in a record, and its value, the first that is no blank text; its first
+    name and None where it is not.
 
     Capitals make no difference where no name is there as it is written (`Question,Answer` of Bamboogle).
     """
     there = [key for key, value in record.items() if not is_missing(value)]
     for own in ({key: key for key in there}, {str(key).lower(): key for key in there}):
-        for alias in FIELD_ALIASES[name]:
-            if alias in own:
-                return own[alias], record[own[alias]]
+        found = [own[alias] for alias in FIELD_ALIASES[name] if alias in own]
+        if said := [key for key in found if not isinstance(record[key], str) or record[key]] or found:
+            return said[0], record[said[0]]
     return name, None
 
 
@@ -83,8 +94,16 @@ def list_table_rows(table: Any) -> Any:
     """The rows of a table of pandas, polars or Arrow; anything else as it is."""
     for name, words in (("to_dicts", ()), ("to_pylist", ()), ("to_dict", ("records",))):
         if hasattr(table, "columns") and hasattr(table, name):
-            return getattr(table, name)(*words)
+            return _list_arrays(getattr(table, name)(*words))
     return table
+
+
+def _list_arrays(value: Any) -> Any:
+    """A value with lists in place of NumPy's arrays."""
+    if isinstance(value, dict):
+        return {key: _list_arrays(own) for key, own in value.items()}
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return [*map(_list_arrays, value)] if isinstance(value, list) else value
 
 
 def is_missing(value: Any) -> bool:
@@ -300,7 +319,8 @@ def _read_json_items(file: IO[bytes], path: str, error: type[UserError]) -> Iter
     if isinstance(found, dict):
         lists = [value for value in found.values() if isinstance(value, list)]
         lists = [value for value in lists if any(isinstance(item, dict) for item in value)]
-        found = _flatten_squad(lists[0]) if len(lists) == 1 else None
+        row = [found] if get_field(found, "id")[1] is not None else None  # of JSON lines, the only one
+        found = _flatten_squad(lists[0]) if len(lists) == 1 and row is None else row
     if not isinstance(found, list):
         raise error(f"{path} holds no list of objects, or more than one: leave one")
     for number, item in enumerate(found, start=1):

@@ -8,8 +8,7 @@ Shapes: Tq, Tk packed query and key tokens; H query heads; Hk key-value heads; D
 
 No block tables: kernels want pages of 256 tokens, while a passage has about 100; rows are gathered, but for
 the kernel `indexed`, which is ours and is chosen by name alone until it has been measured on a GPU.
-FlashAttention 4 alone is also named `flash_attn` but has another function than flash-attn (2.x), so we look
-for the module with the function.
+FlashAttention 4 alone is named `flash_attn`, too, but lacks the function of flash-attn 2: we look for that.
 """
 
 import logging
@@ -192,12 +191,14 @@ def choose_backend(
     """
     if causal_context and requested != "indexed":
         if requested not in ("auto", "sdpa"):
-            raise ConfigError(f"attention={requested} has no masks, as needed here: set attention=sdpa")
+            raise ConfigError(
+                f"attn_implementation={requested} has no masks, as needed here: set it to sdpa"
+            )
         return "sdpa"
     if requested == "auto":
         return _first_working(device, dtype)
     if reason := get_backend_problem(requested, device, dtype):
-        raise ConfigError(f"attention={requested} cannot be used here: {reason}")
+        raise ConfigError(f"attn_implementation={requested} cannot be used here: {reason}")
     return requested
 
 
@@ -216,13 +217,13 @@ def get_backend_problem(backend: str, device: torch.device, dtype: torch.dtype) 
         return ""
     if backend == "indexed":
         if find_spec("triton") is None:
-            return "it needs Triton, which comes with torch's CUDA builds; set attention=sdpa"
+            return "it needs Triton, which comes with torch's CUDA builds; set attn_implementation=sdpa"
         if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
-            return "it needs a CUDA device; set attention=sdpa"
+            return "it needs a CUDA device; set attn_implementation=sdpa"
     elif device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
-        return "it needs a CUDA device and dtype=bfloat16 or float16; set attention=sdpa"
+        return "it needs a CUDA device and dtype=bfloat16 or float16; set attn_implementation=sdpa"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return "it needs compute capability 8.0 or newer; set attention=sdpa"
+        return "it needs compute capability 8.0 or newer; set attn_implementation=sdpa"
     if backend == "flash" and not _has_flash_attn():
         return "install it with `pip install 'dlm_rag[flash]'` (FlashAttention 4 alone is another package)"
     return ""

@@ -308,7 +308,7 @@ def _require_multiple(name: str, value: int) -> None:
 
 def _check_scaling(scaling: dict[str, Any]) -> None:
     """Raises `ConfigError` for a scaling of rotary positions that is unknown or incomplete."""
-    kind = str(scaling.get("rope_type"))
+    kind = str(scaling.get("rope_type", scaling.get("type")))
     known = f"null, {', '.join(ROPE_SCALINGS)} are; others depend on the length of the text"
     _require(kind in ROPE_SCALINGS, f"rope_scaling of type {kind!r:.60} is not supported ({known})")
     needed = (QUERY_SCALE_KEY, "original_max_position_embeddings") if QUERY_SCALE_KEY in scaling else ()

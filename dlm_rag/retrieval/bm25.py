@@ -320,8 +320,7 @@ def _count_words(corpus: Corpus, stemmer: str, title_weight: int, rows: range) -
 
     words: (words,) ascending hashes. starts: (words + 1,) where the postings of each begin. rows:
     (postings,) uint16 from the first of `rows` on, ascending for each word. counts: (postings,), how often
-    the passage has the word. lengths: (passages,), its words, repeated ones counted. spellings: as in the
-    index.
+    the passage has the word. lengths: (passages,), its words, with repeated ones. spellings: `SPELLINGS`.
     """
     ids: defaultdict[str, int] = defaultdict()
     ids.default_factory = ids.__len__

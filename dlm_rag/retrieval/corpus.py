@@ -109,6 +109,8 @@ def parse_passage(record: dict[str, Any], place: str) -> Passage:
     if contents is None:
         raise CorpusError(f"{place}: the passage has no 'contents'{suggest_nearest('contents', record)}")
     own, title = get_field(record, "title")
+    if title is None and isinstance(metadata := record.get("metadata"), dict):  # LangChain
+        title = metadata.get("title")
     title, contents = (write_number(x) if type(x) in (int, float) else x for x in (title, contents))
     if not isinstance(title, str | None):
         raise CorpusError(f"{place}: '{own}' must be a text")
@@ -315,10 +317,12 @@ def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Pat
     text left out, and it is said. Raises `CorpusError` that names the row.
     """
     rows = list_table_rows(rows)
-    if isinstance(rows, Mapping):  # one passage, or texts by their ids
-        one = get_field(rows, "contents")[1] is not None
+    if isinstance(rows, Mapping) and rows and all(isinstance(column, list) for column in rows.values()):
+        rows = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+    elif isinstance(rows, Mapping):  # one passage, or texts by their ids
+        one = any(get_field(rows, name)[1] is not None for name in ("contents", "id"))
         rows = [rows] if one else [{"id": name, "contents": text} for name, text in rows.items()]
-    if not isinstance(rows, Iterable) or isinstance(rows, bytes):
+    if not isinstance(rows, Iterable) or isinstance(rows, bytes) or hasattr(rows, "read"):
         raise CorpusError(f"the corpus is {type(rows).__name__}: give a file, a folder or a list of texts")
     lines, blank = [], 0
     for number, row in enumerate(rows, start=1):
@@ -360,7 +364,7 @@ def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Pat
 def names_file(text: str | Path) -> bool:
     """Whether there is a file or folder of that name."""
     with suppress(OSError, ValueError):  # what cannot be a path
-        return Path(text).exists()
+        return bool(text) and Path(text).exists()
     return False
 
 

@@ -1,8 +1,7 @@
 """Dense search in a collection of a Milvus, and how one is built; all that knows pymilvus.
 
 A passage is an entity: its row in the corpus, which is its key, its id, title and contents, and its vector
-(`dense`). Rankings are the same on any shards: equal scores are taken in corpus order, of which some more
-than are wanted are asked for.
+(`dense`). Rankings are the same on any shards: of equal scores more are asked for, and put in corpus order.
 """
 
 import logging

@@ -42,6 +42,7 @@ _HEADING_MARKUP = re.compile(
     r"|(?<!\w)(?P<mark>\*{1,3}|_{1,3}|`{1,2})(?=\S)(?P<marked>[^\n*_`]{1,200})(?<=\S)(?P=mark)(?!\w)"
     r"|</?(?:a|b|i|em|strong|code|span|img|sup|sub)\b[^<>\n]{0,100}>"
 )
+_CLOSING = re.compile(r"(?<![ \t])[ \t]+#+[ \t]*\Z")  # behind a heading; "C#" has none
 # Between --- (YAML) or +++ (TOML), at the beginning, with a key; in braces (JSON).
 _FRONT_MATTER = re.compile(
     r"\A\s{0,20}(?=[^\n]*\n(?:[ \t]*(?:#[^\n]*)?\n){0,20}[ \t]*[\w\"'-]{1,60}[ \t]*[:=])"
@@ -158,7 +159,7 @@ def _split_sections(text: str, title: str = "") -> Iterator[tuple[str, str]]:
         if said := found["title"] or found["underlined"] or found["tagged"]:
             yield heading, text[start : found.start()]
             bare = _HEADING_MARKUP.sub(lambda m: m["linked"] or m["marked"] or "", said)
-            said, start = bare.strip().rstrip(" \t#") or said.strip(), found.end()
+            said, start = _CLOSING.sub("", bare).strip() or said.strip(), found.end()
             mark = found["level"] or found["tag"] or f"h{1 + (found['line'][0] == '-')}"
             level = len(mark) if mark[0] == "#" else int(mark[1])
             above = {n: name for n, name in above.items() if n < level} | {level: said}

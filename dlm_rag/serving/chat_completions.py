@@ -201,8 +201,7 @@ def build_message(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Returns the message of a finished answer in OpenAI's form, and its sources with their texts.
 
-    text: of the response up to a stop text. note: stands below the answer; "" for nothing. cite: whether
-    sources stand there too.
+    text: of the response up to a stop text. note: below the answer, if any. cite: whether sources are, too.
     """
     sources = [
         {"id": name, "title": fold_title(text) or fold_title(name), "text": text, "url": link(name, text)}

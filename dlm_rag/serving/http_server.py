@@ -2,8 +2,7 @@
 and the service that searches a corpus for others, in the protocol that `retrieval/http.py` describes.
 
 A reply holds nothing of this machine: sentences of ours, and of other errors that they happened. On SIGTERM
-and Ctrl-C nobody else is let in, requests that have come are answered, and then the server ends. A second
-Ctrl-C ends it at once.
+and Ctrl-C nobody else is let in, and the server ends when all have their answers; at a second one at once.
 """
 
 import asyncio

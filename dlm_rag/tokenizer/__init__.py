@@ -61,13 +61,9 @@ class Tokenizer:
     """
 
     def __init__(
-        self,
-        inner: PreTrainedTokenizerBase,
-        mask_id: int,
-        template: prompts.PromptTemplate | None = None,
-        end_ids: tuple[int, ...] = (),
-        vocabulary: int | None = None,
-    ) -> None:
+        self, inner: PreTrainedTokenizerBase, mask_id: int, template: prompts.PromptTemplate | None = None,
+        end_ids: tuple[int, ...] = (), vocabulary: int | None = None,
+    ) -> None:  # fmt: skip
         self.inner, self.mask_id, self._vocabulary = inner, mask_id, vocabulary
         self.template = template or prompts.PromptTemplate()
         backend = inner.backend_tokenizer

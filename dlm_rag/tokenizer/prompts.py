@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dlm_rag.answer_forms import ANSWER_FORMS
+from dlm_rag.answer_forms import ANSWER_FORMS, HTML_TAG
 from dlm_rag.errors import CheckpointError, ConfigError, suggest_nearest, translate_failures
 from dlm_rag.files.hub import read_checkpoint_json
 from dlm_rag.files.paths import expand_path
@@ -25,7 +25,9 @@ from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_QUOTES = re.compile(r'["“”„«»]')
+# Quotes, brackets, pictures and tags around names; their emphasis.
+_SIGNS = re.compile(rf'["“”„«»‹›`\[\]\u2600-\u27bf\U0001f000-\U0001faff]|{HTML_TAG}')
+_EMPHASIS = re.compile(r"(?<![\w*])([*_]{1,3})(?=[^\s*_])([^*_]{1,200})\1(?![\w*])")
 _PLACES = re.compile(r"\{(?:number|passage|title|text)\}")
 
 
@@ -105,8 +107,12 @@ class PromptTemplate:
         return facts
 
     def write_question(self, question: str) -> tuple[str, str]:
-        """Head and foot, without quotation marks where titles are named: quotes are unknown to SmolLM2."""
-        asked = _QUOTES.sub("", question) if self.answer == "titled" else question
+        """Head and foot. Where titles are named the question is plain, without what SmolLM2 does not know:
+        quotes, brackets, emphasis and capitals throughout."""
+        asked = question
+        if self.answer == "titled":
+            asked = _EMPHASIS.sub(r"\2", _SIGNS.sub("", question)).strip()
+            asked = asked.lower() if asked.isupper() and " " in asked else asked
         return self.head.replace("{question}", asked), self.foot.replace("{question}", asked)
 
     def write_message(self, question: str, passages: Sequence[str]) -> str:

@@ -228,13 +228,9 @@ class MaskedBatch:
 
 
 def make_masked_batch(
-    examples: Sequence[Example],
-    shape: DenoiserConfig,
-    layout: str,
-    end_ids: Collection[int] = (),
-    weights: LossWeights = LossWeights(),
-    context: ContextParallel | None = None,
-) -> MaskedBatch:
+    examples: Sequence[Example], shape: DenoiserConfig, layout: str, end_ids: Collection[int] = (),
+    weights: LossWeights = LossWeights(), context: ContextParallel | None = None,
+) -> MaskedBatch:  # fmt: skip
     """Lays out the rows of a batch; what is in `end_ids` counts as an end token.
 
     context: processes that have the same rows, each its stretch of them; counts are divided among them.

@@ -111,8 +111,7 @@ def plan_workers(workers: str, nodes: Nodes, device: torch.device, weights: int)
 class Worker:
     """The Ray actor: an engine in a process of its own.
 
-    Ray calls `answer` once for each question. The engine steps as long as any is unanswered, so the batch
-    never drains between two of them.
+    Ray calls `answer` for each question. The engine steps while any is unanswered: the batch never drains.
     """
 
     def __init__(self, factory: DecoderFactory, threads: int, workers_per_machine: int) -> None:

@@ -24,8 +24,8 @@ CASES = [
         ("engine.memory_gib=1e-05 is too little", "engine.memory_gib=1e-5"),
         ("engine.cpu_offload_gib=1 has no effect on cpu", "engine.cpu_offload_gib=1"),
         ("alone take", "engine.memory_gib=1 engine.prefix_cache_gib=2"),
-        ("attention=flash cannot be used here", "model.attn_implementation=flash"),
-        ("attention=indexed cannot be used here", "model.attn_implementation=indexed"),
+        ("attn_implementation=flash cannot be used here", "model.attn_implementation=flash"),
+        ("attn_implementation=indexed cannot be used here", "model.attn_implementation=indexed"),
         ("engine.cuda_graphs=true needs", "engine.cuda_graphs=true"),
         *(
             (f"device={name} is not available here", f"model.device={name}")

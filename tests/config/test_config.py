@@ -110,6 +110,7 @@ def test_values_that_change_nothing_build_nothing():
         ("decode: 3\n", "decode is a section"),
         ("- 1\n", "holds no settings"),
         ("decode: {seed: 1, seed: 2}\n", "bad.yaml .* line 1"),
+        ("decode: {seed: yes}\n", "must be a number"),
     ],
 )
 def test_bad_yaml_names_file_or_key(tmp_path, text, says):

@@ -153,7 +153,9 @@ CASES = {
     **{f"choices {n}": ("q.jsonl", as_lines([{"id": "a", "question": "Who?", **row}]),
      [Question("a", "Who?", ("Tulm",) if row.get("answer") != "1" else ("1",))]) for n, row in enumerate((
         {"choices": CHOICES, "answer": 1}, {"options": CHOICES, "answer": "B"},
-        {"choices": CHOICES, "answer": "1"}, {"metadata": {"choices": json.dumps(CHOICES)}, "answer": 1},
+        {"choices": CHOICES, "answer": "1"}, {"answer": "It is by Tulm.\n#### Tulm"},
+        {"options": dict(zip("ABC", CHOICES, strict=True)), "answer": "B"},
+        {"metadata": {"choices": json.dumps(CHOICES)}, "answer": 1},
         {"choices": {"text": CHOICES, "label": ["2", "1", "3"]}, "answerKey": "1"},
      ))},
     "hotpotqa distractor": ("hotpot_dev_distractor_v1.json", as_json([HOTPOT]), [HOTPOT_READ]),

@@ -64,6 +64,9 @@ DOVER = [
     "FINAL ANSWER: Dover", 'answer = "Dover"', "Answer: <mark>Dover</mark>",
     "The answer is **Dover**, a town in Kent.", "Answer: Dover\nI hope that this answer is right.",
     "Answer: Dover\nThe answer is well supported.", "Answer: Dover\nThe answer is explicitly stated there.",
+    "Answer: Dover\nConfidence in the answer: 95%", "### Answer\n1. **Dover**",
+    "Answer: Dover\nHuman: Who?\nAssistant: Answer: Paris", "\\boxed{The answer is Dover}",
+    "### Answer\nDover\n### Question\nWho?\n### Answer\nParis",
     "<|begin_of_thought|>answer: Paris<|end_of_thought|>\nDover",
     "答案：『Dover』", "Answer: Dover【4†source】", "Ａｎｓｗｅｒ：Dover",
 ]  # fmt: skip

@@ -68,8 +68,15 @@ GUESSES = {
     "load, texts by their ids": lambda home, d, r: (
         [p.id for p in load(home, corpus={"a": TEXTS[0], "b": TEXTS[1]}).retriever.corpus] == ["a", "b"]
     ),
+    "load, an id by another name": lambda home, d, r: (
+        load(home, corpus=[{"docid": "d7", "text": TEXTS[0], "contents": ""}]).retriever.corpus[0].id
+        == "d7"
+    ),
     "load, one dict": lambda home, d, r: load(home, corpus=DICTS[0]).retriever.corpus[0].title == "t0",
     "load, dicts with page_content": lambda home, d, r: load(home, corpus=[{"page_content": TEXTS[0]}]),
+    "load, columns": lambda home, d, r: (
+        len(load(home, corpus={"text": TEXTS}).retriever.corpus) == len(TEXTS)
+    ),
     "load, a folder": lambda home, d, r: load(home, corpus=home / "notes").ask(ASKED).steps,
     "load, a retriever": lambda home, d, r: load(home, corpus=d.retriever).retriever is d.retriever,
     "load, settings": lambda home, d, r: (
@@ -79,7 +86,7 @@ GUESSES = {
         load(home, corpus=TEXTS, dtype="bfloat16", device="cpu").denoiser.dtype == torch.bfloat16
     ),
     "load, what ships": lambda home, d, r: (
-        len(dlm_rag.load("dlm_rag/shipped/model").retriever.corpus) == 2000
+        len(dlm_rag.load("./dlm_rag/shipped/model/").retriever.corpus) == 2000
     ),
     "Decoder.from_pretrained": lambda home, d, r: Decoder.from_pretrained(
         str(home / "model"), corpus=TEXTS, dtype="float32", device="cpu"
@@ -136,6 +143,8 @@ ELSEWHERE = {
     "text of a rollout": (lambda d, r: r.text, "response"),
     "a list for a model": (lambda d, r: dlm_rag.load(TEXTS), "load(corpus=...)"),
     "a text for a corpus": (lambda d, r: load_retriever(TEXTS[0]), "corpus=[text]"),
+    "a list for a retriever": (lambda d, r: Decoder(d.denoiser, TEXTS, d.tokenizer), "load_retriever"),
+    "an open file": (lambda d, r: load_retriever(open(__file__)), "give a file"),  # noqa: PTH123, SIM115
     "k of a search": (lambda d, r: d.retriever.search(ASKED, k=1), "top_k"),
     "page_content": (lambda d, r: d.retriever.search("honey")[0].page_content, "use text"),
     "metadata": (lambda d, r: d.retriever.search("honey")[0].metadata, "title"),

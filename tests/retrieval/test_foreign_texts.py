@@ -159,8 +159,8 @@ def test_a_heading_stands_behind_those_that_it_is_below(tmp_path):
         *zip(titles, "abcde", strict=True)
     ]
     long = f"{'a b ' * 5}a"
-    (notes / "a.md").write_text(f"# {long}\n## Cast\na\n### Extras\nb")  # eleven words
-    assert [p.title for p in open_corpus(notes, tmp_path)] == [f"{long}: Cast", "Cast: Extras"]
+    (notes / "a.md").write_text(f"# {long}\n## Cast\na\n### Extras\nb\n# C# #\nc")  # eleven words
+    assert [p.title for p in open_corpus(notes, tmp_path)] == [f"{long}: Cast", "Cast: Extras", "C#"]
     (notes / "a.md").write_text("---\ntitle: ~\n---\nf")
     assert [p.title for p in open_corpus(notes, tmp_path)] == ["a"]
 

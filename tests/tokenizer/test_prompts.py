@@ -4,6 +4,7 @@ import pytest
 
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evidence.prompt_segments import ContextBudget, check_prompt_room
+from dlm_rag.questions import Question
 from dlm_rag.tokenizer.prompts import PROMPTS, PromptTemplate, load_prompt
 from tests.support.tiny_models import tiny_tokenizer
 
@@ -55,3 +56,19 @@ def test_a_prompt_must_leave_room_for_evidence():
     check_prompt_room([], tiny_tokenizer(fits), room)
     with pytest.raises(ConfigError):
         check_prompt_room([], tiny_tokenizer(fills), room)
+
+
+FERRY = "Who directed Night Ferry?"
+ASKED = [
+    ("Who directed **Night Ferry**?", FERRY), ("Who directed `Night Ferry`?", FERRY),
+    ("Who directed <i>_Night Ferry_</i>?", FERRY), ("Who directed &quot;Night&nbsp;Ferry&quot;?", FERRY),
+    ("🎬 Who directed [[Night Ferry]]?", FERRY), ("WHO DIRECTED NIGHT FERRY?", FERRY.lower()),
+    ("What is M*A*S*H?", "What is M*A*S*H?"), ("Is A* or B* far?", "Is A* or B* far?"),
+    ("NASA?", "NASA?"), ("What is 2 * 3 * 4?", "What is 2 * 3 * 4?"), ("AT&amp;T?", "AT&T?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("question", "shown"), ASKED)
+def test_a_model_that_names_titles_reads_a_plain_question(question, shown):
+    template = PromptTemplate(head="{question}", fact="{passage}", answer="titled")
+    assert template.write_question(Question("1", question).question)[0] == shown
