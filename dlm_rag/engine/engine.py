@@ -349,7 +349,8 @@ class Engine(AbstractContextManager["Engine"]):
 
         Returns an event for every question whose step is over, in the order in which they came. A question
         that failed (it does not fit the context, or alone the memory; its search or its logits fail) is
-        finished, with an `error` in its rollout. What else the model raises is passed on; the step is void.
+        finished, with an `error` in its rollout. What else the model raises is passed on, and the
+        questions of that step are cancelled.
         """
         group, other = (self._groups[(self._turn + n) % len(self._groups)] for n in (0, 1))
         try:

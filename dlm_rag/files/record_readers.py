@@ -36,24 +36,15 @@ SUPPORTED_FORMATS = (
 )
 # The names that a field goes by; the first that is there counts.
 FIELD_ALIASES = {
-    "id": (
-        "id",
-        "_id",
-        "question_id",
-        "questionid",
-        "wikipedia_id",
-        "docid",
-        "doc_id",
-        "passage_id",
-        "pid",
-    ),
+    "id": ("id", "_id", "question_id", "questionid", "wikipedia_id",  # TriviaQA, KILT
+           "docid", "doc_id", "passage_id", "pid"),  # Pyserini, MS MARCO
     "question": ("question", "text", "query", "input"),  # BEIR's queries, MS MARCO, KILT
     "golden_answers": ("golden_answers", "answers", "answer", "possible_answers", "answerkey"),
     "answer_aliases": ("answer_aliases",),
     "supporting_ids": ("supporting_ids", "supporting_docs"),
     "contents": ("contents", "text", "page_content"),  # the last: LangChain
     "title": ("title", "wikipedia_title"),  # the last: KILT
-}
+}  # fmt: skip
 ROW_FILE_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")  # the rows of a folder
 PEEK_BYTES = 2**20  # bytes that are looked at to tell forms apart
 UNSUPPORTED_MAGIC = (b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x1f\x8b")  # zip to gzip
@@ -319,7 +310,8 @@ def _read_json_items(file: IO[bytes], path: str, error: type[UserError]) -> Iter
     if isinstance(found, dict):
         lists = [value for value in found.values() if isinstance(value, list)]
         lists = [value for value in lists if any(isinstance(item, dict) for item in value)]
-        row = [found] if get_field(found, "id")[1] is not None else None  # of JSON lines, the only one
+        is_row = any(get_field(found, name)[1] is not None for name in ("question", "contents"))
+        row = [found] if is_row else None  # of JSON lines, the only one
         found = _flatten_squad(lists[0]) if len(lists) == 1 and row is None else row
     if not isinstance(found, list):
         raise error(f"{path} holds no list of objects, or more than one: leave one")
