@@ -72,8 +72,13 @@ def is_held_out(row: Record) -> bool:
     return digest_id(row) % HELD_OUT_OF == 0
 
 
+def list_titles(row: Record, passages: dict[str, Record]) -> set[str]:
+    return {passages[key]["title"] for key in row["supporting_ids"] if key in passages}
+
+
 def write_questions(folder: Path, out: Path, held_out: bool) -> None:
-    """Writes questions with short answers, held out or not, in an order that their digests fix."""
+    """Writes questions with short answers, held out or not, in an order that their digests fix; of those
+    that are not, none about a page that one which is asks about."""
     for name, sets in (HELD_OUT_SETS if held_out else HELD_OUT_SETS | REWARD_SETS).items():
         rows = [row for part in sets for row in read_lines(folder / part / "questions.jsonl")]
         asked = [
@@ -85,6 +90,9 @@ def write_questions(folder: Path, out: Path, held_out: bool) -> None:
         ]
         asked.sort(key=digest_id)
         passages = {row["id"]: row for part in sets for row in read_lines(folder / part / "corpus.jsonl")}
+        if not held_out:
+            unseen = set[str]().union(*(list_titles(row, passages) for row in rows if is_held_out(row)))
+            asked = [row for row in asked if not list_titles(row, passages) & unseen]
         write_set(out / name, asked, list(passages.values()))
         if held_out and name == "squad":
             some = asked[:UNANSWERED]

@@ -91,7 +91,7 @@ def test_a_damaged_index_is_reported_and_built_again(corpus_file, tmp_path, capl
     found = search()
     files = [path for path in (tmp_path / "index").rglob("*") if path.is_file() and path.suffix != ".lock"]
     kept = {path: path.read_bytes() for path in files}
-    assert len(kept) == 7
+    assert len(kept) == 8
     for path in kept:
         caplog.clear()
         HARMS[harm](path)
