@@ -76,7 +76,7 @@ class ReferenceModelRunner(ModelRunner):
 
     def __init__(self, denoiser: Denoiser, mask_id: int) -> None:
         self.denoiser = denoiser
-        self._excluded_ids = list_excluded_ids(denoiser.config, mask_id).to(denoiser.device)
+        self._excluded_ids = list_excluded_ids(denoiser, mask_id)
 
     @torch.inference_mode()
     def propose(self, views: Sequence[RowInput]) -> Callable[[], list[Proposals]]:

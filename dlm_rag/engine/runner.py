@@ -121,7 +121,7 @@ class MaskedModelRunner(ModelRunner):
 
     def __init__(self, denoiser: Denoiser, mask_id: int, engine: EngineConfig) -> None:
         self.denoiser, self._engine = denoiser, engine
-        self._excluded_ids = list_excluded_ids(denoiser.config, mask_id).to(denoiser.device)
+        self._excluded_ids = list_excluded_ids(denoiser, mask_id)
         limit_cuda_allocator(engine.memory_gib, denoiser.device)
         if engine.compile:
             denoiser.compile_layers()
@@ -202,10 +202,13 @@ class MaskedModelRunner(ModelRunner):
             return [-float(own.mean()) for own in by_row]
 
 
-def list_excluded_ids(shape: DenoiserConfig, mask_id: int) -> Tensor:
+def list_excluded_ids(denoiser: Denoiser, mask_id: int) -> Tensor:
     """The tokens (e,) that are never proposed; an autoregressive model's mask may be beyond V."""
-    found = (n for n in (mask_id, *shape.excluded_token_ids) if n < shape.vocab_size)
-    return torch.tensor([*found], dtype=torch.long)
+    never = [n for n in (mask_id, *denoiser.config.excluded_token_ids) if n < denoiser.config.vocab_size]
+    ids = torch.empty(len(never), dtype=torch.long, device=denoiser.device)
+    for place, token in enumerate(never):
+        ids[place : place + 1].fill_(token)  # on the device: what is sent is waited for
+    return ids
 
 
 def collect_sampling_arrays(
