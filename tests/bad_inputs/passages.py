@@ -83,7 +83,7 @@ CASES = [
             ("comes with an 'image', and only texts are answered", '{"id": "1", "image": "cat.png"}\n'),
             ("must be a list of texts", '{"id": "b", "question": "x", "answers": [[1]]}'),
             ("the choices must be a list of texts", '{"id": "b", "question": "x", "choices": [{"text": "y"}]}'),
-            ("line 1: the answer 'D' names no choice", '{"id": "b", "question": "x", "choices": ["y"], "answerKey": "D"}'),
+            ("line 1: 'D' names no choice", '{"id": "b", "question": "x", "choices": ["y"], "answerKey": "D"}'),
             ("the 'question' must be a text that is not blank", '{"id": "b", "question": " "}'),
             *(
                 ("a whole number from 1 to 99", f'{{"id": "b", "question": "x", "hops": {hops}}}')

@@ -177,7 +177,7 @@ def test_a_build_that_was_killed_goes_on_and_gives_the_same_bytes(
     for path in corpus.folder.glob("bm25-*/*"):
         path.unlink()
     BM25Retriever(corpus, 7)
-    assert read_index(corpus) == resumed and len(resumed) == 5
+    assert read_index(corpus) == resumed and len(resumed) == 6
 
 
 def test_a_worker_that_is_killed_is_no_endless_wait(corpus, monkeypatch, small_parts):
