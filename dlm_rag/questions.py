@@ -217,8 +217,11 @@ def _read_choices(row: dict[str, Any], answers: tuple[str, ...], place: str) -> 
     by_text, by_label = {text: text for text in texts}, dict(zip(map(str, labels), texts * 2, strict=False))
     named = by_label | by_text if isinstance(said, str) and own is None else by_text | by_label
     found = tuple(named[answer] for answer in answers if answer in named)
-    if answers and not found:
-        raise QuestionError(f"{place}: '{answers[0]}' names no choice: give its label or its text")
+    wrong = [
+        answer for answer in answers if answer not in named and not (found and answer in ("yes", "no"))
+    ]
+    if wrong:  # but for the word of a truth value, which stands beside the text that says it
+        raise QuestionError(f"{place}: '{wrong[0]}' names no choice: give its label or its text")
     return found
 
 

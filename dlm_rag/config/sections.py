@@ -316,7 +316,7 @@ class TrainConfig(CheckedSettings):
     """fraction of the steps, at the end, over which the learning rate falls to 0"""
     # Resources: none of this changes the loss, except by rounding.
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
-    """dtype of computation, not of trained weights; auto: bfloat16 on CUDA (float16 before Ampere)"""
+    """dtype of computation, not of the weights; auto: bfloat16, float16 before Ampere, float32 on CPUs"""
     gradient_accumulation_steps: int = setting(1, low=1)
     """number of microbatches in which each process computes its share of a step"""
     activation_checkpointing: str = setting("none", choices=("none", "selective", "full"))

@@ -277,7 +277,7 @@ class AnswersFile:
     def remaining(self, questions: Sequence[Question]) -> list[Question]:
         """The questions without an answer here, those that failed among them.
 
-        Final after `begin`; before, others may answer some. Raises `ConfigError` for an id of another one.
+        Final after `begin`: before, others may answer some. Raises `ConfigError` where an id was another's.
         """
         for question in questions:
             if self._answered.get(question.id, question.question) != question.question:

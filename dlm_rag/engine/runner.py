@@ -285,7 +285,7 @@ def sample_proposals(
 def gather_proposals(
     inputs: Sequence[RowInput], found: Sequence[Mapping[str, Tensor]]
 ) -> Callable[[], list[Proposals]]:
-    """Starts to copy what `sample_proposals` says, in chunks; returns what waits and gives rows theirs."""
+    """Starts to copy what `sample_proposals` says; what is returned waits, and returns rows their own."""
     names = [*found[0]]
     wait = start_gather([torch.cat([chunk[name] for chunk in found]) for name in names])
 

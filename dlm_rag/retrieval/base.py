@@ -284,7 +284,7 @@ def fuse_rankings(rankings: Sequence[Ranking], depth: int, fusion_depth: int) ->
     """Reciprocal rank fusion (Cormack et al. 2009): the first ranks each give 1 / (60 + rank).
 
     Rank counts from 1. Ties go to the row that came first in the earliest ranking. The rows of the last
-    ranking that no `fusion_depth` has follow in its order: a deeper result begins with the shallower one.
+    ranking beyond every first `fusion_depth` follow in its order: deeper results begin with shallower ones.
     """
     scores: dict[int, float] = {}
     for ranking in rankings:

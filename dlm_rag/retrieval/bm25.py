@@ -81,7 +81,7 @@ _LETTER = re.compile(rf".[{MARKS}]*")
 _STOP_WORDS = frozenset(STOPWORDS_EN)
 _function: Callable[[Any], Any]  # of a worker
 # A part of the folder's name; another text makes every index be built again.
-INDEX_FORM = "hashed words, pairs of letters, letters and digits in one form, half-spaces, spellings"
+INDEX_FORM = "hashed words, pairs of letters, letters and digits in one form, half-spaces, bare words"
 
 
 _numba_config: Any = numba.config  # whose settings are made when it is imported
@@ -145,8 +145,8 @@ class BM25Retriever(base.CorpusRetriever):
     def _find_spellings(self, term: str) -> np.ndarray:
         """The hashes of a term without signs on its letters, and of those of the corpus that have some."""
         bare = hash_words([_strip_term(term, self._stemmer)])
-        first, last = (np.searchsorted(self._spellings[:, 0], bare, side)[0] for side in ("left", "right"))
-        return np.concatenate((bare, self._spellings[first:last, 1]))
+        first, last = (np.searchsorted(self._spellings[0], bare, side)[0] for side in ("left", "right"))
+        return np.concatenate((bare, self._spellings[1, first:last]))
 
     def _search_ids(self, asked: list[list[int]], depth: int) -> list[dict[int, float]]:
         if not asked:
@@ -292,8 +292,8 @@ def build_bm25_index(corpus: Corpus, scratch: Path, stemmer: str, title_weight: 
     """Writes the index of a corpus into a scratch folder; what earlier attempts counted is used.
 
     `WORDS`: (words,) uint64, ascending. `STARTS`: (words + 1,) int64, where the postings of each begin.
-    `ROWS`: (postings,) int32. `SCORES`: (postings,) float32. `SPELLINGS`: (n, 2) uint64, ascending, words
-    with signs on letters behind what they are without. Raises `CorpusError` and `OSError`.
+    `ROWS`: (postings,) int32. `SCORES`: (postings,) float32. `SPELLINGS`: (2, n) uint64, what words with
+    signs on letters are without, ascending, and these words. Raises `CorpusError` and `OSError`.
     """
     shards = corpus.split_into_shards(scratch, SHARD_PASSAGES, SHARD_BYTES)
     count_words = partial(_count_words, corpus, stemmer, title_weight)
@@ -303,8 +303,8 @@ def build_bm25_index(corpus: Corpus, scratch: Path, stemmer: str, title_weight: 
     words, starts = _merge_words([folder for _, folder in shards])
     save_array(scratch / WORDS, words)
     save_array(scratch / STARTS, starts)
-    spellings = np.concatenate([np.load(folder / SPELLINGS) for _, folder in shards])
-    save_array(scratch / SPELLINGS, np.unique(spellings, axis=0))
+    spellings = np.concatenate([np.load(folder / SPELLINGS) for _, folder in shards], axis=1)
+    save_array(scratch / SPELLINGS, np.ascontiguousarray(np.unique(spellings, axis=1)))
     for name, kind in ((ROWS, np.int32), (SCORES, np.float32)):
         np.lib.format.open_memmap(scratch / name, "w+", kind, (int(starts[-1]),))
     length = sum(int(np.load(folder / "lengths.npy").sum()) for _, folder in shards)
@@ -343,7 +343,7 @@ def _count_words(corpus: Corpus, stemmer: str, title_weight: int, rows: range) -
         "rows": keys.astype(np.uint16),  # the lower 16 bits
         "counts": counts.astype(np.min_scalar_type(counts.max(initial=0))),
         "lengths": lengths,
-        "spellings": np.stack((hash_words(bare), hash_words(signed)), 1),
+        "spellings": np.stack((hash_words(bare), hash_words(signed))),
     }
 
 

@@ -318,6 +318,8 @@ def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Pat
     """
     rows = list_table_rows(rows)
     if isinstance(rows, Mapping) and rows and all(isinstance(column, list) for column in rows.values()):
+        if len({*map(len, rows.values())}) > 1:
+            raise CorpusError("the columns of the corpus differ in length: give one value a passage")
         rows = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
     elif isinstance(rows, Mapping):  # one passage, or texts by their ids
         one = any(get_field(rows, name)[1] is not None for name in ("contents", "id"))

@@ -145,6 +145,7 @@ ELSEWHERE = {
     "a text for a corpus": (lambda d, r: load_retriever(TEXTS[0]), "corpus=[text]"),
     "a list for a retriever": (lambda d, r: Decoder(d.denoiser, TEXTS, d.tokenizer), "load_retriever"),
     "an open file": (lambda d, r: load_retriever(open(__file__)), "give a file"),  # noqa: PTH123, SIM115
+    "columns that differ": (lambda d, r: load_retriever({"text": TEXTS, "id": ["a"]}), "in length"),
     "k of a search": (lambda d, r: d.retriever.search(ASKED, k=1), "top_k"),
     "page_content": (lambda d, r: d.retriever.search("honey")[0].page_content, "use text"),
     "metadata": (lambda d, r: d.retriever.search("honey")[0].metadata, "title"),
