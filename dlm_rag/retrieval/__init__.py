@@ -1,7 +1,4 @@
-"""Corpora, indexes, retrievers, and the queries they answer.
-
-`RETRIEVERS` names what `retrieval.method` selects.
-"""
+"""Corpora, indexes, retrievers (`RETRIEVERS`, by `retrieval.method`), and the queries they answer."""
 
 import logging
 import os

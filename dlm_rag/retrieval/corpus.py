@@ -20,35 +20,14 @@ from blake3 import blake3
 
 from dlm_rag.cli import print_note
 from dlm_rag.errors import CorpusError, NamesRemedy, suggest_nearest
+from dlm_rag.files import paths, record_readers
 from dlm_rag.files.build_once import PARTS_FOLDER, Shard, build_once, make_folder_name, save_array
 from dlm_rag.files.checked_json import iter_lines, parse_json_object, read_json_or_empty
-from dlm_rag.files.paths import (
-    digest_file,
-    digest_open_file,
-    expand_path,
-    get_cache_folder,
-    read_file_state,
-    resolve_regular_file,
-)
-from dlm_rag.files.record_readers import (
-    FIELD_ALIASES,
-    get_field,
-    get_record_id,
-    holds_at_most,
-    is_json_lines,
-    list_context_passages,
-    list_table_rows,
-    read_records,
-    write_number,
-)
+from dlm_rag.files.paths import digest_file, digest_open_file, expand_path, get_cache_folder
+from dlm_rag.files.record_readers import FIELD_ALIASES, get_field, get_record_id, read_records, write_number
 from dlm_rag.progress import report_progress
-from dlm_rag.retrieval.text_folder import (
-    describe_text_folder,
-    fingerprint_text_folder,
-    list_text_files,
-    read_text_passages,
-    split_passages,
-)
+from dlm_rag.retrieval import text_folder
+from dlm_rag.retrieval.text_folder import list_text_files, read_text_passages, split_passages
 
 log = logging.getLogger(__name__)
 
@@ -147,10 +126,8 @@ class Corpus(Sequence[Passage]):
         return len(self._offsets) - 1
 
     def split_into_shards(self, scratch: Path, passages: int, size: int) -> list[Shard]:
-        """All rows in ranges of at most so many passages and so many bytes of the file, one row at least.
-
-        Each has a folder in the scratch folder of a resumable build.
-        """
+        """All rows in ranges of at most so many passages and so many bytes of the file, one row at least,
+        each with a folder in the scratch folder of a resumable build."""
         (scratch / PARTS_FOLDER).mkdir(exist_ok=True)
         found, start = list[Shard](), 0
         while start < len(self):
@@ -191,10 +168,10 @@ class Corpus(Sequence[Passage]):
 
     def check_unchanged(self) -> None:
         """Raises `CorpusError` where the file holds other bytes than it did; new times alone do no harm."""
-        if read_file_state(self._file.fileno()) == self._hashed:
+        if paths.read_file_state(self._file.fileno()) == self._hashed:
             return
         with self._lock:
-            state = read_file_state(self._file.fileno())
+            state = paths.read_file_state(self._file.fileno())
             if state != self._hashed and digest_open_file(self._file, self.path) != self.fingerprint:
                 raise CorpusError(
                     f"{self.path} has changed while it was in use: answers so far are of the file as it "
@@ -217,21 +194,22 @@ def open_corpus(path: str | Path, index_dir: str | Path | None = None) -> Corpus
         is_folder = path.is_dir()
         if is_folder and not list_text_files(path):
             raise CorpusError(f"the folder {path} has no .txt or .md files: name others by file")
-        path = path if is_folder else resolve_regular_file(path, "corpus", CorpusError)
-        state, digest = read_file_state(path), (fingerprint_text_folder if is_folder else digest_file)(path)
+        path = path if is_folder else paths.resolve_regular_file(path, "corpus", CorpusError)
+        compute_digest = text_folder.fingerprint_text_folder if is_folder else digest_file
+        state, digest = paths.read_file_state(path), compute_digest(path)
         stem = path.name.partition(".")[0]
         folder = root / make_folder_name(stem, "lines", CONVERTED_CORPUS_VERSION, path.name, digest)
-        if not is_folder and not folder.is_dir() and is_json_lines(path, CorpusError):
+        if not is_folder and not folder.is_dir() and record_readers.is_json_lines(path, CorpusError):
             with suppress(OtherRowError):
                 cuts = path.stat().st_size <= MAX_CUT_CORPUS_BYTES
                 return _open_json_lines(path, root, state, digest, cuts)
         lines = _write_json_lines(path, folder / f"{stem}.jsonl")
-        found = _open_json_lines(lines, root, read_file_state(lines), digest_file(lines))
+        found = _open_json_lines(lines, root, paths.read_file_state(lines), digest_file(lines))
     except OSError as error:
         raise CorpusError(f"corpus '{error.filename or path}' cannot be read ({error.strerror})") from None
     if is_folder:
         unread = read_json_or_empty(lines.parent / COUNTS_FILE).get("unread", {})
-        print_note(f"{path}: {describe_text_folder(path, len(found), unread)}")
+        print_note(f"{path}: {text_folder.describe_text_folder(path, len(found), unread)}")
     return found
 
 
@@ -239,14 +217,12 @@ def _get_index_root(index_dir: str | Path | None) -> Path:
     return expand_path(index_dir, CorpusError, "retrieval.index_dir") if index_dir else get_cache_folder()
 
 
-def _open_json_lines(
-    path: Path, root: Path, state: list[int], fingerprint: str, cuts: bool = False
-) -> Corpus:
+def _open_json_lines(path: Path, root: Path, state: list[int], digest: str, cuts: bool = False) -> Corpus:
     """The corpus in JSON lines, whose rows are found at the first use; may raise `OtherRowError`."""
-    folder = root / make_folder_name(path.stem, fingerprint)
+    folder = root / make_folder_name(path.stem, digest)
     place = folder / "offsets"
     build_once(place, lambda scratch: save_array(scratch / "offsets.npy", _scan_offsets(path, cuts)))
-    return Corpus(path, folder, fingerprint, state)
+    return Corpus(path, folder, digest, state)
 
 
 def _write_json_lines(path: Path, target: Path) -> Path:
@@ -275,7 +251,7 @@ def _read_rows(path: Path, counts: dict[str, Any]) -> Iterator[Located]:
     counts.update(cut=0, parts=0, blank=0, unread={})
     is_folder = path.is_dir()
     records = read_text_passages(path, counts["unread"]) if is_folder else read_records(path, CorpusError)
-    cuts = is_folder or holds_at_most(path, MAX_CUT_CORPUS_BYTES)
+    cuts = is_folder or record_readers.holds_at_most(path, MAX_CUT_CORPUS_BYTES)
     texts: dict[str, list[bytes]] = {}  # digests of the texts of each title
     for place, row in records:
         given = _list_contexts(row, place)
@@ -307,7 +283,7 @@ def _number_id(name: str, number: int) -> str:
 def _list_contexts(row: dict[str, Any], place: str) -> list[tuple[str, str]] | None:
     """Title and text of the passages that come with a question; None for a row that is a passage."""
     given = get_field(row, "contents")[1] is not None
-    return None if given else list_context_passages(row, place, CorpusError)
+    return None if given else record_readers.list_context_passages(row, place, CorpusError)
 
 
 def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Path:
@@ -316,7 +292,7 @@ def store_texts(rows: Iterable[Any], index_dir: str | Path | None = None) -> Pat
     Documents of LangChain are such records too. Rows without an id are numbered from 1, those without a
     text left out, and it is said. Raises `CorpusError` that names the row.
     """
-    rows = list_table_rows(rows)
+    rows = record_readers.list_table_rows(rows)
     if isinstance(rows, Mapping) and rows and all(isinstance(column, list) for column in rows.values()):
         if len({*map(len, rows.values())}) > 1:
             raise CorpusError("the columns of the corpus differ in length: give one value a passage")

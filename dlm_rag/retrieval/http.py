@@ -94,10 +94,8 @@ class HttpClient:
     def send(
         self, url: str, body: dict[str, Any] | None, seconds: float, busy: Collection[int] = BUSY_STATUSES
     ) -> bytes:
-        """Returns the answer to a GET, or to a POST of a body as JSON.
-
-        Raises `RetryableFailure` for what may pass, as a status in `busy`, else `UnusableAnswerError`.
-        """
+        """Returns the answer to a GET, or to a POST of a body as JSON. Raises `RetryableFailure` for what
+        may pass, as a status in `busy`, else `UnusableAnswerError`."""
         content = None if body is None else json.dumps(body).encode()
         work = self._exchange(url, content, seconds)
         exchange = asyncio.run_coroutine_threadsafe(work, _get_event_loop())

@@ -75,9 +75,7 @@ class MilvusCollection:
     def __init__(self, url: str, seconds: float) -> None:
         """seconds: that a call may take. Raises `ConfigError` where no Milvus answers."""
         self.url, self._seconds = url, seconds
-        self.read_passages: base.MemoizedBatchFunction[int, Passage] = base.MemoizedBatchFunction(
-            self._fetch_rows
-        )
+        self.read_passages = base.MemoizedBatchFunction[int, Passage](self._fetch_rows)
         parts = urlsplit(url)
         *database, self.name = parts.path.strip("/").split("/")
         if not re.fullmatch(r"[A-Za-z_]\w{0,254}", self.name, re.ASCII) or len(database) > 1:
@@ -108,10 +106,8 @@ class MilvusCollection:
             ) from None
 
     def describe(self) -> CollectionInfo | None:
-        """What the collection says of itself, from then on in `info`; None where there is none.
-
-        Raises `CorpusError` where `dlm-rag index` did not make it, or in another form.
-        """
+        """What the collection says of itself, from then on in `info`; None where there is none. Raises
+        `CorpusError` where `dlm-rag index` did not make it, or in another form."""
         if not self._call("has_collection"):
             return None
         found = self._call("describe_collection").get("properties") or {}

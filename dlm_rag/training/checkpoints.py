@@ -328,10 +328,8 @@ def collect_settings(config: Config, task: type[Task]) -> dict[str, Any]:
 
 
 def fingerprint_files(config: Config, origin: InitialModel) -> dict[str, str]:
-    """Digests of what `FINGERPRINTED_KEYS` names, and of a new tokenizer.
-
-    Raises `UserError` for a file that is not there. A pipe, which can be read only once, has none.
-    """
+    """Digests of what `FINGERPRINTED_KEYS` names (none of a pipe, which can be read only once), and of a
+    new tokenizer. Raises `UserError` for a file that is not there."""
     data, found = config.data, dict[str, str]()
     for key, name in (("data.questions", data.questions), ("data.documents", data.documents)):
         path = expand_path(name, QuestionError) if name is not None else None

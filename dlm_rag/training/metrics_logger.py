@@ -153,10 +153,8 @@ def read_metrics(path: Path) -> list[Metrics]:
 
 
 def encode_metrics(metrics: Metrics) -> bytes:
-    """The line of a step; null stands for a number that is not finite, which JSON does not have.
-
-    Numbers of numpy and torch are taken as such; what is no value of JSON is shown as text.
-    """
+    """The line of a step; null stands for a number that is not finite, which JSON does not have. Numbers of
+    numpy and torch are taken as such; what is no value of JSON is shown as text."""
     metrics = {k: v.item() if getattr(v, "ndim", None) == 0 else v for k, v in metrics.items()}
     floats = {name: value for name, value in metrics.items() if isinstance(value, float)}
     lost = [name for name, value in floats.items() if not math.isfinite(value)]
@@ -184,9 +182,7 @@ def select_validation_metrics(metrics: Metrics) -> Metrics:
 
 def start_wandb(config: Config, folder: Path) -> Any:
     """A W&B run, whose id is kept in `folder` for --resume; None if W&B is off. `offline` needs no account.
-
-    Raises `ConfigError` where W&B takes no run.
-    """
+    Raises `ConfigError` where W&B takes no run."""
     mode: Any = config.train.wandb
     if mode == "off":
         return None

@@ -24,25 +24,16 @@ from dlm_rag.engine.runner import LOGITS_CHUNK_POSITIONS
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import ContextBudget
 from dlm_rag.machine import measure_free_bytes
+from dlm_rag.model import denoiser_config
 from dlm_rag.model.checkpoint import open_checkpoint
-from dlm_rag.model.denoiser_config import (
-    EVIDENCE_LAYOUTS,
-    DenoiserConfig,
-    count_encode_flops,
-    count_head_flops,
-)
+from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS, DenoiserConfig, count_encode_flops
 from dlm_rag.model.packed_batch import ContextParallel
 from dlm_rag.model.quantize import METHODS, count_scratch_bytes, count_weight_bytes
 from dlm_rag.progress import format_bytes, show_status
-from dlm_rag.training import specs
+from dlm_rag.training import initial_model, specs
 from dlm_rag.training.batches import LONG_QUESTION_TOKENS
 from dlm_rag.training.distributed import check_parallelism
-from dlm_rag.training.initial_model import (
-    InitialModel,
-    build_meta_denoiser,
-    make_training_shape,
-    open_initial_model,
-)
+from dlm_rag.training.initial_model import InitialModel, make_training_shape, open_initial_model
 from dlm_rag.training.step_memory import StepMemory, count_optimizer_bytes, estimate_step_memory
 from dlm_rag.training.task import Run, Task, find_task
 
@@ -124,7 +115,7 @@ def plan_decode_step(
     memory += count_weight_bytes(shape, size, quantize)
     lengths, seen = [row.step] * rows, [max(row.prompt + row.canvas, row.step)] * rows
     work = count_encode_flops(shape, lengths, seen, [row.canvas] * rows, size)
-    head = count_head_flops(shape, rows * row.canvas, size)
+    head = denoiser_config.count_head_flops(shape, rows * row.canvas, size)
     keys = count_kv_bytes(shape, dtype) * sum(seen)
     packed = 1.0 if quantize == "none" else METHODS[quantize].bytes_per_weight / size
     return DecodeStepPlan(
@@ -223,7 +214,7 @@ def check_run_fits(config: Config, count: int, device: torch.device) -> None:
         have, limit = given, f"engine.memory_gib={engine.memory_gib:g} is"
     shape, train = resolve_shape(config), config.train
     check_parallelism(train, find_task(train).count_items(train)[0], count)
-    denoiser = build_meta_denoiser(shape, 0, torch.float32)
+    denoiser = initial_model.build_meta_denoiser(shape, 0, torch.float32)
     weights = sum(p.nbytes for p in denoiser.parameters())
     shards = count if train.parallel == "fsdp" else 1
     need = weights / 2 if train.lora_rank else 2 * weights + count_optimizer_bytes(denoiser, train)

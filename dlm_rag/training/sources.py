@@ -17,15 +17,8 @@ import numpy as np
 
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
 from dlm_rag.config.fields import replace_settings
-from dlm_rag.data.synthetic_world import (
-    Entity,
-    World,
-    WorldQuestion,
-    build_passage_record,
-    make_world,
-    make_world_question,
-    write_world,
-)
+from dlm_rag.data import synthetic_world
+from dlm_rag.data.synthetic_world import Entity, WorldQuestion, make_world, make_world_question, write_world
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.errors import ConfigError, CorpusError, QuestionError
 from dlm_rag.evaluation.metrics import score_rollout
@@ -58,12 +51,12 @@ class IndexedWorld:
     """A training world with its passages in our own BM25."""
 
     def __init__(self, seed: int, passages: int, top_k: int) -> None:
-        self.world: World = make_world(seed, "train", passages)
-        self.by_id = {entity.id: entity for entity in self.world.entities}
+        world = self.world = make_world(seed, "train", passages)
+        self.by_id = {entity.id: entity for entity in world.entities}
         with tempfile.TemporaryDirectory() as folder:  # mapped files live on after they are unlinked
             path = Path(folder, "corpus.jsonl")
-            lines = (json.dumps(build_passage_record(self.world, entity)) for entity in self.world.entities)
-            path.write_text("\n".join(lines), encoding="utf-8")
+            records = (synthetic_world.build_passage_record(world, entity) for entity in world.entities)
+            path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
             self.retriever = load_retriever(path, top_k=top_k, index_dir=f"{folder}/index")
         self.passages = {passage.id: passage for passage in self.retriever.corpus}
 

@@ -9,6 +9,7 @@ from dlm_rag.config import TrainConfig
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.training import batches, sources
+from dlm_rag.training.batches import Sums
 from dlm_rag.training.documents import DOCUMENT_LAYOUT, PackedDocuments
 from dlm_rag.training.task import Task, TaskState, Validation
 from dlm_rag.training.trainer import compute_decay_factor
@@ -53,9 +54,7 @@ class MaskedTask(Task):
         """What changes in the loss from step to step."""
         return batches.LossWeights()
 
-    def finish_step(
-        self, sums: batches.Sums, counts: batches.Sums, state: TaskState
-    ) -> tuple[batches.Sums, TaskState]:
+    def finish_step(self, sums: Sums, counts: Sums, state: TaskState) -> tuple[Sums, TaskState]:
         return {"loss": sums["tokens"] / counts["divisor"]}, state
 
 
@@ -128,9 +127,7 @@ class SftTask(MaskedTask):
             pointer=pointer * (FINAL_POINTER_SHARE + left * (1 - FINAL_POINTER_SHARE)),
         )
 
-    def finish_step(
-        self, sums: batches.Sums, counts: batches.Sums, state: TaskState
-    ) -> tuple[batches.Sums, TaskState]:
+    def finish_step(self, sums: Sums, counts: Sums, state: TaskState) -> tuple[Sums, TaskState]:
         found, _ = super().finish_step(sums, counts, state)
         if self.run.config.data.questions is not None:  # without a curriculum or pointers
             return found, state
