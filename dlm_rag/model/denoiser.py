@@ -22,26 +22,10 @@ from torch import Tensor, nn
 
 from dlm_rag.errors import ConfigError
 from dlm_rag.machine import choose_device, choose_dtype
+from dlm_rag.model import denoiser_config, layers
 from dlm_rag.model.attention import choose_backend
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
-from dlm_rag.model.denoiser_config import (
-    QUERY_SCALE_KEY,
-    DenoiserConfig,
-    FlopCount,
-    Segment,
-    count_encode_flops,
-    count_head_flops,
-)
-from dlm_rag.model.layers import (
-    AttentionProbe,
-    ForwardContext,
-    Rope,
-    TransformerWeights,
-    compute_rope_frequencies,
-    get_compute_dtype,
-    is_autocast,
-    list_tensor_shapes,
-)
+from dlm_rag.model.denoiser_config import QUERY_SCALE_KEY, DenoiserConfig, FlopCount, count_head_flops
 from dlm_rag.model.packed_batch import KeysValues, PackedRows, map_arrays, pack_rows
 from dlm_rag.model.quantize import check_quantize, list_quantized_weights, quantize_weight
 from dlm_rag.nvtx_ranges import profile_layer
@@ -53,7 +37,7 @@ SAVED_OPS = (
 )  # fmt: skip
 
 
-class Denoiser(TransformerWeights):
+class Denoiser(layers.TransformerWeights):
     """Maps token ids to logits; `logits[:, i]` always predicts token `i`.
 
     `forward` takes rectangular batches. The decoder uses its two halves: `encode` runs the transformer over
@@ -84,7 +68,7 @@ class Denoiser(TransformerWeights):
     def set_rope_theta(self, theta: float) -> None:
         """Gives the rotary positions another base, as before training on longer contexts."""
         self.config = replace(self.config, rope_theta=theta)
-        frequencies, self.rope_gain = compute_rope_frequencies(self.config)
+        frequencies, self.rope_gain = layers.compute_rope_frequencies(self.config)
         if not self.embed_tokens.weight.is_meta:
             frequencies = frequencies.to(self.device)
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
@@ -154,16 +138,12 @@ class Denoiser(TransformerWeights):
 
     def generate(self, *_: Any, **__: Any) -> NoReturn:
         """Says what answers in its place."""
-        raise ConfigError(
-            "a Denoiser predicts masked tokens: dlm_rag.load(model, corpus).ask(question) answers"
-        )
+        raise ConfigError("a Denoiser fills in masks: dlm_rag.load(model, corpus).ask(question) answers")
 
     @property
     def weights_fingerprint(self) -> str:
         """The fingerprint of the checkpoint whose weights these are; what is done to `data` is not noticed.
-
-        Raises `ConfigError` where they come from no checkpoint, or were changed since.
-        """
+        Raises `ConfigError` where they come from no checkpoint, or were changed since."""
         if self._origin is None:
             raise ConfigError("these weights are of no checkpoint: load them with Denoiser.from_pretrained")
         (checkpoint, count), found = self._origin, dict(self.named_parameters())
@@ -198,7 +178,7 @@ class Denoiser(TransformerWeights):
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of keys and values: that of the weights, or of an autocast that is on."""
-        return get_compute_dtype(self.embed_tokens.weight)
+        return layers.get_compute_dtype(self.embed_tokens.weight)
 
     @property
     def backend(self) -> str:
@@ -231,7 +211,7 @@ class Denoiser(TransformerWeights):
         """
         (rows, length), block = input_ids.shape, block or self.config.block_size
         causal = (length - 1) // block * block if self.config.causal_context and block else 0
-        row = Segment((0,) * length, 0, block=block, causal=causal)
+        row = denoiser_config.Segment((0,) * length, 0, block=block, causal=causal)
         packed = pack_rows([row] * rows, input_ids.device)
         hidden = self.encode(replace(packed, ids=input_ids.flatten()))[0].view(rows, length, -1)
         ahead = length - 1 if self.config.shifted else causal  # tokens whose states predict the next one
@@ -239,7 +219,7 @@ class Denoiser(TransformerWeights):
         return self.compute_token_logits(hidden.flatten(0, 1)).view(rows, length, -1)
 
     def encode(
-        self, rows: PackedRows, keep: bool = False, probe: AttentionProbe | None = None
+        self, rows: PackedRows, keep: bool = False, probe: layers.AttentionProbe | None = None
     ) -> tuple[Tensor, KeysValues]:
         """Runs the layers over packed rows.
 
@@ -251,10 +231,10 @@ class Denoiser(TransformerWeights):
             rows = replace(rows, last_layer_metadata=rows.attention_metadata)
         self.count_work(rows)
         with self._float32_sums():
-            call = ForwardContext(rows, self.backend, probe)
+            call = layers.ForwardContext(rows, self.backend, probe)
             rope = self.compute_rope(rows.positions)
             x = self.embed_tokens(rows.ids)
-            if is_autocast(x):  # sums stay float32, of full copies as of shards that are cast and gathered
+            if layers.is_autocast(x):  # sums stay float32, of full copies as of shards cast and gathered
                 x = x.float()
             kept, top, devices = [], len(self.layers) - 1, self.layer_devices
             again = self.activation_checkpointing != "none" and torch.is_grad_enabled()
@@ -274,7 +254,7 @@ class Denoiser(TransformerWeights):
 
     def _float32_sums(self) -> AbstractContextManager[object]:
         """Autocast for float16 weights: residuals of Qwen2-like models pass 65,504, the most of float16."""
-        if self.dtype != torch.float16 or is_autocast(self.embed_tokens.weight):
+        if self.dtype != torch.float16 or layers.is_autocast(self.embed_tokens.weight):
             return nullcontext()
         return torch.autocast(self.device.type, torch.float16)
 
@@ -282,12 +262,12 @@ class Denoiser(TransformerWeights):
         """Adds what the layers do for packed rows to `flop_count`."""
         sight = rows.attention_metadata
         last = sight if self.config.routes_blocks else rows.last_layer_metadata
-        self.flop_count += count_encode_flops(
+        self.flop_count += denoiser_config.count_encode_flops(
             self.config, rows.lengths, sight.key_lengths, last.query_lengths, self.compute_dtype.itemsize,
             (sight.num_attention_pairs, last.num_attention_pairs),
         )  # fmt: skip
 
-    def compute_rope(self, positions: Tensor) -> Rope:
+    def compute_rope(self, positions: Tensor) -> layers.Rope:
         """Cos and sin of positions (T,), each `rotary_dim` wide; behind them those of queries that grow."""
         places, scaling = positions.float()[:, None, None], self.config.rope_scaling
         angles = places * self.inverse_frequencies
@@ -325,10 +305,8 @@ def load_denoiser(
 
 
 def list_devices(device_map: str | Sequence[str] | None) -> list[torch.device]:
-    """The devices of `model.device_map`; none where it is not set. Raises `ConfigError`.
-
-    They run their layers one after another: this adds memory, not speed.
-    """
+    """The devices of `model.device_map`, none where it is not set. They run their layers one after another:
+    this adds memory, not speed. Raises `ConfigError`."""
     if device_map == "auto":
         if not (count := torch.cuda.device_count()):
             raise ConfigError("model.device_map=auto finds no CUDA device: leave it out")
@@ -342,11 +320,11 @@ def list_devices(device_map: str | Sequence[str] | None) -> list[torch.device]:
 
 def assign_devices(config: DenoiserConfig, devices: Sequence[torch.device]) -> dict[str, torch.device]:
     """The device of each layer's tensors by name: about as many numbers on each; the first has the rest."""
-    sizes = {name: prod(shape) for name, shape in list_tensor_shapes(config).items()}
+    sizes = {name: prod(shape) for name, shape in layers.list_tensor_shapes(config).items()}
     layer_of = {name: int(name.split(".")[1]) for name in sizes if name.startswith("layers.")}
-    layers = np.bincount([*layer_of.values()], [sizes[name] for name in layer_of])
+    by_layer = np.bincount([*layer_of.values()], [sizes[name] for name in layer_of])
     total = sum(sizes.values())
-    middles = total - layers.sum() + layers.cumsum() - layers / 2
+    middles = total - by_layer.sum() + by_layer.cumsum() - by_layer / 2
     homes = (middles / total * len(devices)).astype(int)
     return {name: devices[homes[layer]] for name, layer in layer_of.items()}
 

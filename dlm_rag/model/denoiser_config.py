@@ -234,7 +234,6 @@ class DenoiserConfig:
         heads, kv_heads, mask = self.num_attention_heads, self.num_key_value_heads, self.mask_token_id
         share, turned = self.partial_rotary_factor, self.rotary_dim
         even = share <= 1 and turned >= 2 and turned % 2 == 0
-        in_blocks = self.block_size is not None and self.block_grid == "canvas"
         shared = heads % kv_heads == 0
         _require(shared, f"num_key_value_heads={kv_heads} must divide num_attention_heads={heads}")
         _require(self.head_dim % 2 == 0, f"head_dim={self.head_dim} must be even")
@@ -242,9 +241,9 @@ class DenoiserConfig:
         _require(mask is None or mask < self.vocab_size, f"mask_token_id={mask} is outside the vocabulary")
         known = max(self.excluded_token_ids, default=0) < self.vocab_size
         _require(known, f"excluded tokens {self.excluded_token_ids} are not in the vocabulary")
-        _require(
-            in_blocks or not self.causal_context, "causal_context needs a block_size and block_grid=canvas"
-        )
+        in_blocks = self.block_size is not None and self.block_grid == "canvas"
+        fits = in_blocks or not self.causal_context
+        _require(fits, "causal_context needs a block_size and block_grid=canvas")
         if self.experts is not None:
             routed = not self.experts.expert_capacity or self.routes_blocks
             _require_multiple("hidden_size", self.hidden_size)

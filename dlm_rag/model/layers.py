@@ -226,9 +226,7 @@ class TransformerLayer(nn.Module):
         attended = compute_attention(q, seen_k, seen_v, sight, call.backend)
         return self.apply_attention_output(x, attended, blocks), k, v
 
-    def project_qkv(
-        self, x: Tensor, rope: Rope, read: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def project_qkv(self, x: Tensor, rope: Rope, read: Tensor | None) -> tuple[Tensor, ...]:
         """The tokens that go on (n, W), their queries (n, H, D), all keys and values, each (T, Hk, D)."""
         own, heads, normed = self.self_attn, (-1, self.self_attn.head_dim), self.input_layernorm(x)
         k, v = own.k_proj(normed).unflatten(-1, heads), own.v_proj(normed).unflatten(-1, heads)

@@ -314,9 +314,7 @@ def _count_pairs(queries: Sequence[int], keys: Sequence[int], limits: NDArray[An
 
 
 def _ends(lengths: Sequence[int]) -> NDArray[np.int32]:
-    ends = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=ends[1:])
-    return ends
+    return np.fromiter(accumulate(lengths, initial=0), np.int32, len(lengths) + 1)
 
 
 def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:

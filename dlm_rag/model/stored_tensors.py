@@ -250,10 +250,8 @@ def _list_shards(folder: Path) -> list[Path]:
 
 
 def read_scale_block(raw: dict[str, Any]) -> Block | None:
-    """What shares a scale, by what a config says of quantised weights, which is taken out of it.
-
-    None: they are not quantised. Raises `CheckpointError` for a format that is not read.
-    """
+    """What shares a scale, by what a config says of quantised weights, which is taken out of it; None: they
+    are not quantised. Raises `CheckpointError` for a format that is not read."""
     if (said := raw.pop("quantization_config", None)) is None:
         return None
     found: Any = None
