@@ -19,17 +19,8 @@ from functools import cache, wraps
 from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, TypeVar, cast, dataclass_transform
 
+import pydantic
 import yaml
-from pydantic import (
-    AnyUrl,
-    ConfigDict,
-    TypeAdapter,
-    UrlConstraints,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
@@ -37,7 +28,7 @@ from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
 log = logging.getLogger(__name__)
 SET = object()  # in `only_with`: any value but null, 0, false and the empty one
 Need = dict[str, Any]  # the values of other settings, by dotted key: `SET` or a tuple of values
-_SETTINGS_RULES = ConfigDict(
+_SETTINGS_RULES = pydantic.ConfigDict(
     extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, coerce_numbers_to_str=True
 )
 
@@ -84,7 +75,7 @@ class CheckedSettings:
 
     given: ClassVar[frozenset[str]] = frozenset()  # the names of those that somebody has set
 
-    @model_validator(mode="wrap")
+    @pydantic.model_validator(mode="wrap")
     @classmethod
     def _note_given(cls, values: Any, construct: Callable[[Any], Any]) -> Any:
         made = construct(values)
@@ -97,17 +88,17 @@ class CheckedSettings:
             made.__dict__["given"] = frozenset(named)
         return made
 
-    @field_validator("*", mode="before")
+    @pydantic.field_validator("*", mode="before")
     @classmethod
-    def _refuse_truth_value(cls, value: Any, info: ValidationInfo) -> Any:
+    def _refuse_truth_value(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         kind = cls.__dataclass_fields__[str(info.field_name)].type
         if isinstance(value, bool) and {int, float} & {*getattr(kind, "__args__", (kind,))}:
             raise ValueError("must be a number: YAML reads yes, no, on and off as truth values")
         return value
 
-    @field_validator("*")
+    @pydantic.field_validator("*")
     @classmethod
-    def _check_value(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_value(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         item = cls.__dataclass_fields__[str(info.field_name)]
         if isinstance(value, int | float) and abs(value) >= 2**63:
             raise ValueError("must be below 2^63")
@@ -145,14 +136,14 @@ def settings_dataclass(holder: type[Settings]) -> type[Settings]:
         paths = {name: str(value) for name, value in values.items() if isinstance(value, PurePath)}
         try:
             construct(self, *args, **values | paths)
-        except ValidationError as error:
+        except pydantic.ValidationError as error:
             raise ConfigError(explain_validation_error(error)[1]) from None
 
     made.__init__ = init
     return made
 
 
-def explain_validation_error(error: ValidationError) -> tuple[str, str, str]:
+def explain_validation_error(error: pydantic.ValidationError) -> tuple[str, str, str]:
     """The dotted key at fault, one sentence, and pydantic's name of the fault; unknown keys come first."""
     first = min(error.errors(), key=lambda each: each["type"] != "unexpected_keyword_argument")
     key, cause = ".".join(map(str, first["loc"])), first.get("ctx", {}).get("error")
@@ -199,10 +190,10 @@ def shorten_value(value: Any) -> str:
 
 def check_url(key: str, url: str, schemes: tuple[str, ...], token: str) -> None:
     """Raises `ConfigError` for what is not a URL of these schemes; token: the variable that holds one."""
-    kind = Annotated[AnyUrl, UrlConstraints(allowed_schemes=list(schemes), host_required=True)]
+    rules = pydantic.UrlConstraints(allowed_schemes=list(schemes), host_required=True)
     try:
-        parts = TypeAdapter(kind).validate_python(url)
-    except ValidationError as error:
+        parts = pydantic.TypeAdapter(Annotated[pydantic.AnyUrl, rules]).validate_python(url)
+    except pydantic.ValidationError as error:
         reason = error.errors()[0]["msg"].replace("Input should be", "must be")
         raise ConfigError(f"{key}={shorten_value(url)}: {reason}") from None
     if parts.username or parts.password or parts.fragment:  # not shown: it may be a password
@@ -280,10 +271,8 @@ def find_idle_settings(
 
 
 def check_section(section: str, settings: CheckedSettings, names: Iterable[str]) -> None:
-    """Raises `ConfigError` for one of these settings that has no effect beside the others of its section.
-
-    Of others that somebody has given it is said.
-    """
+    """Raises `ConfigError` for one of these settings that has no effect beside the others of its section;
+    without names, a warning says so of each that somebody has given."""
     refused, known = {*names}, flatten_settings(settings, f"{section}.")
     for name, reason in find_idle_settings(section, settings, known).items():
         if name in refused:

@@ -173,10 +173,9 @@ class DecodeConfig(CheckedSettings):
     """stop once an end token and everything before it is committed"""
 
     def __post_init__(self) -> None:
-        if self.block_length and self.max_new_tokens and self.block_length > self.max_new_tokens:
-            raise ConfigError(
-                f"block_length={self.block_length} is longer than max_new_tokens={self.max_new_tokens}"
-            )
+        block, canvas = self.block_length, self.max_new_tokens
+        if block and canvas and block > canvas:
+            raise ConfigError(f"block_length={block} is longer than max_new_tokens={canvas}")
         if self.blocks_at_once > 1 and self.edit_threshold is not None:
             raise ConfigError("edit_threshold edits one block at a time: leave it or blocks_at_once out")
         if self.copy_words and self.edit_threshold is not None:
@@ -387,23 +386,19 @@ def read_generation_settings(folder: Path) -> tuple[dict[str, Any], dict[str, An
     raw = read_checkpoint_json(path) if path.exists() else {}
     sections = ("decode", DecodeConfig, DECODE_NAMES), ("retrieval", RetrievalConfig, RETRIEVAL_NAMES)
     for section, holder, known in sections:
-        values = raw.get(section) or {}
+        place, values = f"{path}: {section}", raw.get(section) or {}
         if not isinstance(values, dict):
-            raise CheckpointError(f"{path}: {section}={values!r:.60} must be an object")
+            raise CheckpointError(f"{place}={values!r:.60} must be an object")
         for name, value in values.items():
             if name not in known:
                 nearest = suggest_nearest(name, known)
-                raise CheckpointError(
-                    f"{path}: {section}.{name:.60} is no setting of a checkpoint{nearest}"
-                )
+                raise CheckpointError(f"{place}.{name:.60} is no setting of a checkpoint{nearest}")
             if name in CODE_NAMES and ":" in str(value):
-                raise CheckpointError(
-                    f"{path}: {section}.{name} names code, which is never taken from there"
-                )
+                raise CheckpointError(f"{place}.{name} names code, which is never taken from there")
         try:
             holder(**values)
         except ConfigError as error:
-            raise CheckpointError(f"{path}: {section}.{error}") from None
+            raise CheckpointError(f"{place}.{error}") from None
         found.append(values)
     return found[0], found[1]
 
