@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 Machine = dict[str, str | int]  # as `describe_machine`
 Prepared: TypeAlias = "PreparedDecoder | PreparedBaseline"
+Engines: TypeAlias = "LocalEngines | WorkerEngines"
 
 
 class LocalEngines:
@@ -92,7 +93,7 @@ class WorkerEngines:
 
 
 @contextmanager
-def open_engines(workers: str | None, jobs: Iterable[Prepared]) -> Iterator[LocalEngines | WorkerEngines]:
+def open_engines(workers: str | None, jobs: Iterable[Prepared]) -> Iterator[Engines]:
     """The engines of these jobs, until the end of the block. Raises `ConfigError`."""
     if workers is None:
         yield LocalEngines()
@@ -117,7 +118,7 @@ def open_engines(workers: str | None, jobs: Iterable[Prepared]) -> Iterator[Loca
 
 
 @contextmanager
-def count_answers(engines: LocalEngines | WorkerEngines) -> Iterator[RunTotals]:
+def count_answers(engines: Engines) -> Iterator[RunTotals]:
     """Totals of what is answered in the block, which add it; its energy and a line on it at the end."""
     from dlm_rag.decode.terminal import RunTotals
 
@@ -178,9 +179,7 @@ class AnswerJob:
     file: AnswersFile
     failed: int = 0  # of those that were run; the answers file says why
 
-    def run(
-        self, engines: LocalEngines | WorkerEngines, advance: Callable[[float], None] | None = None
-    ) -> None:
+    def run(self, engines: Engines, advance: Callable[[float], None] | None = None) -> None:
         """Answers what remains; advance: called for every answer, instead of a progress bar."""
         remaining, tally = self.file.remaining(self.questions), None
         try:

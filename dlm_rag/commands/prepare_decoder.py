@@ -170,10 +170,8 @@ def gather_questions(config: Config, typed: list[str], scored: bool = False) -> 
 
 
 def fill_in_shipped_files(config: Config, typed: list[str]) -> Config:
-    """The config with what ships with the package where nothing is named. Raises `ConfigError`.
-
-    The model by itself, the world for its own models, the world's questions for no other corpus.
-    """
+    """The config with what ships where nothing is named: the model by itself, the world for its own models,
+    the world's questions for no other corpus. Raises `ConfigError`."""
     model, questions, corpus = config.model, config.questions, config.retrieval.corpus
     if corpus == "context" and not Path("context").exists():
         if questions in (None, "-"):
@@ -247,9 +245,7 @@ def open_search_source(
     if config.url is not None:
         show_status(f"asking {config.url}")
         service = once(lambda: load_retriever(config), "service", config)
-        return lambda questions, policy: (
-            wrap_oracle(service, questions, policy) if config.oracle else service
-        )
+        return lambda asked, policy: wrap_oracle(service, asked, policy) if config.oracle else service
     if config.corpus is None:
         raise ConfigError("no corpus: give --corpus a file of JSON lines, or retrieval.url=URL")
     show_status("reading the corpus")

@@ -43,10 +43,8 @@ SPEED_HELP = "steps a second at which a terminal shows the first answer; 0: as f
 
 
 def main(argv: list[str]) -> None:
-    reads = (*ANSWER_SETTINGS, "trace", "html")
-    words = answer_job.parse_answer_command_line(
-        __doc__ or "", argv, reads, typed=True, options={"speed": (0, SPEED_HELP)}
-    )
+    reads, options = (*ANSWER_SETTINGS, "trace", "html"), {"speed": (0, SPEED_HELP)}
+    words = answer_job.parse_answer_command_line(__doc__ or "", argv, reads, typed=True, options=options)
     given, speed = words.config, words.options["speed"]
     if given.workers is not None and given.out is None:
         raise ConfigError("workers= answers into a file, not to the screen: add --out FILE")

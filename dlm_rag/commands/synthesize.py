@@ -78,16 +78,14 @@ def make_rows(
     asked = {question.id: question for question in questions}
     counts, kept, rows, seen = Counter(rows=0), dict[str, Rollout](), list[dict[str, Any]](), set[str]()
     for rollout in rollouts:
-        units = rollout.citations
+        cited = {(unit["kind"], bool(unit["passages"])) for unit in rollout.citations}
         if rollout.id not in asked:
             continue
         if rollout.error:
             counts["failed"] += 1
         elif compute_exact_match(rollout.answer, asked[rollout.id].golden_answers) < 1:
             counts["left out: not the answer"] += 1
-        elif {unit["kind"] for unit in units} != {"reasoning", "answer"} or not all(
-            unit["passages"] for unit in units
-        ):
+        elif cited != {("reasoning", True), ("answer", True)}:
             counts["left out: not cited"] += 1
         else:
             kept[rollout.id] = rollout
@@ -97,9 +95,9 @@ def make_rows(
             counts["left out: equal to an earlier row"] += 1
             continue
         seen.add(said)
-        cited = dict.fromkeys(p["id"] for unit in rollout.citations for p in unit["passages"])
+        support = dict.fromkeys(p["id"] for unit in rollout.citations for p in unit["passages"])
         rows.append(
-            {"id": question.id, "question": question.question, "supporting_ids": [*cited],
+            {"id": question.id, "question": question.question, "supporting_ids": [*support],
              "golden_answers": [*question.golden_answers], "hops": question.hops,
              "response": rollout.response}
         )  # fmt: skip

@@ -37,6 +37,8 @@ MAX_SWEEP_SETTINGS = 1000  # of a sweep; more are a slip of the hand
 QuestionGroups = dict[str, list[int]]  # name -> places in the list of questions
 SettingMetrics = Mapping[str, Estimate | None]  # of one setting in one group of questions
 GroupSummary = dict[str, dict[str, Estimate | None]]  # group -> metric -> estimate
+MetricsBySetting = Mapping[str, SettingMetrics]
+SummaryBySetting = Mapping[str, GroupSummary]
 
 
 def parse_compared_settings(compare: str, served: bool = False) -> dict[str, list[str]]:

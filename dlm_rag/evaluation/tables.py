@@ -14,7 +14,8 @@ from rich.text import Text
 
 from dlm_rag.energy import format_three_digits
 from dlm_rag.errors import ConfigError
-from dlm_rag.evaluation.compare import GroupSummary, QuestionGroups, SettingMetrics
+from dlm_rag.evaluation import compare
+from dlm_rag.evaluation.compare import GroupSummary, MetricsBySetting, SettingMetrics, SummaryBySetting
 from dlm_rag.evaluation.metrics import SCORE_METRICS, SHARE_METRICS, Estimate
 from dlm_rag.files.checked_json import parse_json_object, read_json_or_empty, validate_json_value
 from dlm_rag.files.paths import open_atomic_file, write_text_atomic
@@ -52,7 +53,7 @@ def get_metric(metrics: SettingMetrics, name: str) -> Estimate | None:
     return Estimate(1 / seconds.mean, 1 / seconds.high, 1 / seconds.low)
 
 
-def compute_pareto_front(summaries: Mapping[str, SettingMetrics], cost: str) -> list[str]:
+def compute_pareto_front(summaries: MetricsBySetting, cost: str) -> list[str]:
     """The settings that no other beats, cheapest first; of settings that are equal all stay.
 
     To beat is to be more exact at no more cost, or cheaper and no less exact. cost: "answers/s", of which
@@ -102,10 +103,7 @@ def format_overview(metrics: SettingMetrics, against: SettingMetrics) -> list[st
 
 
 def build_overview_table(
-    count: int,
-    summaries: Mapping[str, SettingMetrics],
-    against: Mapping[str, SettingMetrics],
-    swept: Iterable[str] = (),
+    count: int, summaries: MetricsBySetting, against: MetricsBySetting, swept: Iterable[str] = ()
 ) -> ResultTable:
     """All settings in one table, a row each.
 
@@ -122,14 +120,11 @@ def build_overview_table(
 
 
 def build_comparison_tables(
-    groups: QuestionGroups,
-    summaries: Mapping[str, GroupSummary],
-    against: Mapping[str, GroupSummary],
-    f1_rule: str,
+    groups: compare.QuestionGroups, summaries: SummaryBySetting, against: SummaryBySetting, f1_rule: str
 ) -> list[ResultTable]:
     """Exact match and recall by group, what it took, and the paired differences from the first."""
 
-    def by_group(title: str, of: Mapping[str, GroupSummary], metric: str, signed: bool) -> ResultTable:
+    def by_group(title: str, of: SummaryBySetting, metric: str, signed: bool) -> ResultTable:
         rows = []
         for group, places in groups.items():
             cells = [format_metric(metric, summary[group][metric], signed) for summary in of.values()]
@@ -137,7 +132,7 @@ def build_comparison_tables(
         return ResultTable(title, ["questions", *of], rows)
 
     def overall(
-        title: str, of: Mapping[str, GroupSummary], columns: Mapping[str, str], signed: bool = False
+        title: str, of: SummaryBySetting, columns: Mapping[str, str], signed: bool = False
     ) -> ResultTable:
         rows = [[name, *format_metrics(summary["all"], columns, signed)] for name, summary in of.items()]
         return ResultTable(title, ["setting", *columns.values()], rows)
@@ -182,9 +177,7 @@ def build_energy_table(energy: Mapping[str, Mapping[str, Any] | None]) -> list[R
     return [ResultTable("Energy, measured", headings, rows)]
 
 
-def summarize_findings(
-    overall: Mapping[str, SettingMetrics], against: Mapping[str, SettingMetrics]
-) -> list[str]:
+def summarize_findings(overall: MetricsBySetting, against: MetricsBySetting) -> list[str]:
     """What came of it in a sentence, and in another what is wrong where nothing can have come of it.
 
     overall: all questions under each setting. against: the first minus each other, paired; held against
@@ -341,7 +334,7 @@ def build_rows(cell: Cell, result: StoredResult) -> list[list[str]]:
 MAX_LABELLED_POINTS = 16  # in a panel; more names would cover each other
 
 
-def plot_pareto(path: Path, summaries: Mapping[str, SettingMetrics], swept: Iterable[str] = ()) -> None:
+def plot_pareto(path: Path, summaries: MetricsBySetting, swept: Iterable[str] = ()) -> None:
     """Exact match against answers a second and against forwards, with the fronts.
 
     The first part of a setting's name is its colour; swept: as in `build_overview_table`.
@@ -361,18 +354,14 @@ def plot_pareto(path: Path, summaries: Mapping[str, SettingMetrics], swept: Iter
             _draw_costs(axis, cost, summaries, labels)
         axes[0].set_ylabel("exact match %")
         drawn = [axis.get_legend_handles_labels() for axis in axes]
-        known = {label: handle for drawn_of in drawn for handle, label in zip(*drawn_of, strict=True)}
-        figure.legend(
-            known.values(), known, loc="outside right upper", frameon=False, title="\n".join(keys)
-        )
+        seen = {label: handle for drawn_of in drawn for handle, label in zip(*drawn_of, strict=True)}
+        figure.legend(seen.values(), seen, loc="outside right upper", frameon=False, title="\n".join(keys))
         with open_atomic_file(path) as scratch:
             figure.savefig(scratch, dpi=150)
         pyplot.close(figure)
 
 
-def _draw_costs(
-    axis: Any, cost: str, summaries: Mapping[str, SettingMetrics], labels: Mapping[str, list[str]]
-) -> None:
+def _draw_costs(axis: Any, cost: str, summaries: MetricsBySetting, labels: dict[str, list[str]]) -> None:
     """One panel: the settings at what an answer costs, and the front."""
     firsts = dict.fromkeys(first for first, *_ in labels.values())
     colours = {first: f"C{n % 10}" for n, first in enumerate(firsts)}  # of matplotlib's cycle
