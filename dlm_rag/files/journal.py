@@ -56,10 +56,8 @@ class Journal:
 
 
 def read_json_lines(path: Path, error: type[UserError]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a journal, each after its place, without a last line that a kill cut short.
-
-    Nothing where there is no file. Raises `error` naming file and line.
-    """
+    """The objects of a journal, each after its place, without a last line that a kill cut short; none where
+    there is no file. Raises `error` naming file and line."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -101,10 +99,8 @@ def check_same_settings(then: Mapping[str, Any], now: Mapping[str, Any], what: s
     for key in sorted({*then, *now}):
         newer = key not in then and key in fields
         before = fields[key].default if newer else then.get(key)
-        if before != now.get(key):
-            raise ConfigError(
-                f"{what} with {key}={before}, this run has {now.get(key)}: choose another --out"
-            )
+        if before != (given := now.get(key)):
+            raise ConfigError(f"{what} with {key}={before}, this run has {given}: choose another --out")
 
 
 @contextmanager

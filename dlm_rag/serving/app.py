@@ -236,8 +236,7 @@ class AnswerService(HttpService):
         known: tuple[Sequence[str], str] = ((), ""),
     ) -> None:  # fmt: skip
         """name: of the model. search: lets clients search the corpus too. known: questions that the model
-        can answer, and what stands below each answer.
-        """
+        can answer, and what stands below each answer."""
         super().__init__()
         examples, self._note = known
         self.name, self._model = name, {

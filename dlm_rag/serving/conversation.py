@@ -61,8 +61,7 @@ def find_names(text: str) -> list[str]:
 
 def make_question_stand_alone(turns: Sequence[Turn]) -> str:
     """Returns the last turn, with the name that its pronoun stands for, or with the names before it if it
-    has no word of its own. A question that names what it is about stays as it is.
-    """
+    has no word of its own. A question that names what it is about stays as it is."""
     question = turns[-1][1]
     if len(question) > MAX_TURN_CHARS:
         return question

@@ -108,8 +108,7 @@ class AccessControl:
 
     def create_app(self, routes: Sequence[Route], open_paths: Collection[str] = ()) -> ASGIApp:
         """Returns the application, which logs each request once its reply has ended: method, path, status,
-        seconds, whose key; never a question or an answer. open_paths: those that need no key.
-        """
+        seconds, whose key; never a question or an answer. open_paths: those that need no key."""
         handled = (ApiError, HTTPException, ClientDisconnect, Exception)
         routed = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, _refuse))
         routed.router.redirect_slashes = False
