@@ -270,7 +270,7 @@ def save_tensors(
 def write_generation_config(folder: Path, config: DenoiserConfig, **extra: Any) -> None:
     """Writes the settings of `config` and `extra` keys into the folder's file, beside what is in it."""
     path = folder / GENERATION_FILE
-    found = (json.loads(path.read_text()) if path.exists() else {}) | extra
+    found = (hub.read_checkpoint_json(path) if path.exists() else {}) | extra
     found |= {"decode": config.decode_settings, "retrieval": config.retrieval_settings}
     kept = {key: value for key, value in found.items() if value not in ({}, None)}
     path.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
@@ -330,7 +330,10 @@ def merge_adapter(folder: Path) -> Path:
     base = hub.resolve_hub_folder(base_name, f"the base of {folder}:")
     if (base / ADAPTER_CONFIG).exists():
         raise CheckpointError(f"{base}, the base of {folder}, is an adapter itself: merge that one first")
-    scale = _read_scale(folder, config)
+    hub.check_checkpoint_files(base, hub.HUB_FILE_PATTERNS)
+    scale, own = _read_scale(folder, config), folder / "config.json"
+    shape = hub.read_checkpoint_json(own if own.exists() else base / "config.json")
+    problem = f"{folder} cannot be merged into its base {base}, fetch or write them again"
     inputs = [path for home in (folder, base) for path in sorted(home.iterdir()) if path.is_file()]
     digests = [f"{path.name} {digest_file(path)}" for path in inputs if path.name[0] != "."]
     name = make_folder_name(folder.name, "merged", MERGE_VERSION, *digests)
@@ -340,9 +343,9 @@ def merge_adapter(folder: Path) -> Path:
         for path in texts:
             if path.name not in (ADAPTER_CONFIG, DIGESTS_FILE):
                 shutil.copyfile(path, scratch / path.name)
-        shape = hub.read_checkpoint_json(scratch / "config.json")
-        _merge_weights(folder, base, scratch, scale, shape.get("vocab_size"))
-        _add_mask_token(scratch, shape.get("mask_token_id"))
+        with translate_failures(CheckpointError, problem):
+            _merge_weights(folder, base, scratch, scale, shape.get("vocab_size"))
+            _add_mask_token(scratch, shape.get("mask_token_id"))
 
     return build_once(get_cache_folder() / "models" / name, build)
 
@@ -361,7 +364,7 @@ def _read_scale(folder: Path, config: dict[str, Any]) -> float:
     return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
 
 
-def _merge_weights(folder: Path, base: Path, target: Path, scale: float, vocabulary: int | None) -> None:
+def _merge_weights(folder: Path, base: Path, target: Path, scale: float, vocabulary: Any) -> None:
     shards = sorted(base.glob("*.safetensors"))
     if not shards:
         raise CheckpointError(f"{base} has no safetensors, and {folder} is an adapter of it")
@@ -376,7 +379,8 @@ def _merge_weights(folder: Path, base: Path, target: Path, scale: float, vocabul
                         if name in pairs:
                             a, b = (adapter.get_tensor(key) for key in pairs.pop(name))
                             value = _add_product(folder, name, value, a, b, scale)
-                        if vocabulary and name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                        is_embedding = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+                        if is_embedding and isinstance(vocabulary, int):
                             mean = value.float().mean(0, keepdim=True).to(value.dtype)
                             value = torch.cat((value, mean.expand(max(0, vocabulary - len(value)), -1)))
                         merged[name] = value

@@ -95,7 +95,7 @@ def _read_record(path: Path) -> CheckpointRecord:
     if not re.fullmatch(r"step-\d{8}", path.name):
         raise _SkippedCheckpointError("its name is not that of a checkpoint")
     if (path / DAMAGE_FILE).exists():
-        said = (path / DAMAGE_FILE).read_text(encoding="utf-8")
+        said = (path / DAMAGE_FILE).read_text(encoding="utf-8", errors="replace")
         raise _SkippedCheckpointError(f"{said}, as {DAMAGE_FILE} there says")
     raw = parse_json_object((path / RECORD_FILE).read_bytes(), RECORD_FILE, _SkippedCheckpointError)
     if (written := raw.get("format", 1)) != CHECKPOINT_FORMAT:

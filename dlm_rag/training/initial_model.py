@@ -266,6 +266,8 @@ def _open_base_model(config: Config, path: str) -> InitialModel:
     shape = make_training_shape(config, own, base.raw_config)
     template = load_prompt(config.prompt, shape.evidence_layout, base.raw_config.get("prompt"))
     tokenizer = Tokenizer(inner, mask_id, template, base.end_token_ids, vocabulary)
+    if tokenizer.end_id is None:
+        raise CheckpointError(f"{base.folder} names no end token: add eos_token_id to its config.json")
     return InitialModel(shape, tokenizer, base, train.seed, train.lora_rank)
 
 

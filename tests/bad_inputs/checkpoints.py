@@ -158,6 +158,10 @@ CASES = [
         *((f"{path} is a pointer of Git LFS", {path: POINTER}) for path in (CONFIG, WEIGHTS)),
         *((f"{path} is a link that leads to nothing", {path: make_broken_link}) for path in (CONFIG, WEIGHTS)),
         ("does not name its base_model_name_or_path", {"model/adapter_config.json": "{}"}),
+        ("cannot be merged into its base .", {
+            "b.safetensors": header(b"{}"),
+            "model/adapter_config.json": {"peft_type": "LORA", "base_model_name_or_path": ".", "r": 1, "lora_alpha": 1},
+        }),
         # Weights.
         *(
             ("not a complete safetensors file", {WEIGHTS: content})
@@ -227,6 +231,7 @@ CASES = [
             CONFIG: {"mask_token_id": ABSENT}, TOKENIZER_CONFIG: {"mask_token": "far"},
             TOKENIZER: change_text('"W": 87', '"far": 3000000000, "W": 87'),
         }),
+        ("names no end token: add eos_token_id", {CONFIG: {"eos_token_id": ABSENT}, TOKENIZER_CONFIG: {"eos_token": ABSENT}}),
     ),
     *table(f"{SAMPLE_WITH_CORPUS} --model",
         ("run `hf download some/body`", "some/body"),

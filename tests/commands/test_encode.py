@@ -78,9 +78,7 @@ def test_only_the_independent_layout_can_be_encoded_ahead(fill):
 @pytest.fixture
 def many(tmp_path):
     """A corpus that takes a second or two."""
-    rows = [
-        {"id": str(n), "contents": f"Passage {n} is about the number {n}, and " * 2} for n in range(3000)
-    ]
+    rows = [{"id": f"{n}", "contents": f"Passage {n} is about number {n}, and " * 2} for n in range(3000)]
     return write_jsonl_file(tmp_path / "many.jsonl", rows)
 
 

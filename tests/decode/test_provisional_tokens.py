@@ -85,10 +85,8 @@ def test_guesses_are_those_that_the_queries_are_made_of(corpus, corpus_file, way
     assert [*map(bare, rollouts)] == [*map(bare, without)]
     tokenizer, seen = decoder.tokenizer, 0
     for rollout in rollouts:
-        canvases = canvases_of(rollout, tokenizer.mask_id)
-        for step, canvas, guesses in zip(
-            rollout.steps, canvases, rollout.provisional_tokens(), strict=True
-        ):
+        canvases, guessed = canvases_of(rollout, tokenizer.mask_id), rollout.provisional_tokens()
+        for step, canvas, guesses in zip(rollout.steps, canvases, guessed, strict=True):
             assert (step.guesses is None) == (step.step == 0)
             for position, guess in guesses.items():
                 assert canvas[position] == tokenizer.mask_id, "what is committed is no guess"

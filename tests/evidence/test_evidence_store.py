@@ -178,13 +178,11 @@ def _fill_forever(folder, seed):
 @pytest.mark.slow
 def test_two_writers_that_are_killed_leave_a_store_that_is_right(tmp_path):
     fork = multiprocessing.get_context("fork")
-    for round_number in range(8):  # two kills each
-        writers = [
-            fork.Process(target=_fill_forever, args=(tmp_path, 2 * round_number + n)) for n in (0, 1)
-        ]
+    for turn in range(8):  # two kills each
+        writers = [fork.Process(target=_fill_forever, args=(tmp_path, 2 * turn + n)) for n in (0, 1)]
         for writer in writers:
             writer.start()
-        time.sleep(random.Random(round_number).uniform(0.02, 0.3))
+        time.sleep(random.Random(turn).uniform(0.02, 0.3))
         for writer in writers:
             writer.kill()
             writer.join()

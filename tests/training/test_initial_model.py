@@ -42,6 +42,7 @@ def test_adaptation_begins_with_the_model_as_it_was(autoregressive):
 
 def test_an_export_is_read_by_us_and_by_the_public_class(autoregressive, tmp_path):
     folder, model = autoregressive
+    (folder / "generation_config.json").write_text("{}", encoding="utf-8-sig")  # with a byte order mark
     origin = open_initial_model(load_config(None, [f"model.path={folder}", "train.objective=pretrain"]))
     denoiser = build_denoiser(origin)
     with torch.no_grad():
