@@ -228,11 +228,9 @@ def parse_answer_command_line(
 
 
 def plan_answer_job(
-    config: Config,
-    questions: list[Question],
-    once: ResourceCache | None = None,
+    config: Config, questions: list[Question], once: ResourceCache | None = None,
     prepare: Callable[[Config, list[Question], ResourceCache], Prepared] = prepare_decoder,
-) -> AnswerJob:
+) -> AnswerJob:  # fmt: skip
     """The job of answering what is not answered in `out` and `trace`. Raises `UserError`, also of these."""
     assert config.out is not None
     if config.workers is not None and not is_model_url(config.model.path) and find_spec("ray") is None:

@@ -250,11 +250,9 @@ def check_effects(variants: Iterable[tuple[Any, Iterable[str]]]) -> None:
 
 
 def find_idle_settings(
-    section: str,
-    settings: CheckedSettings,
-    known: Mapping[str, Any],
+    section: str, settings: CheckedSettings, known: Mapping[str, Any],
     values: Mapping[str, Any] | None = None,
-) -> dict[str, str]:
+) -> dict[str, str]:  # fmt: skip
     """Reasons, by name, for the settings (or those in `values`) that are no defaults and have no effect.
 
     known: values of other settings by dotted keys, and facts about the checkpoint.

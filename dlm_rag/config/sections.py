@@ -14,6 +14,10 @@ NO_URL = {"retrieval.url": (None,)}
 NO_SERVICE = {"retrieval.url": (None, "milvus://")}
 DIFFUSION = {"decode.mode": ("diffusion",)}
 IN_BLOCKS = DIFFUSION | {"attention_blocks": (True,)}
+BY_THRESHOLD = {"decode.commit_rule": ("threshold",)}
+EDITED, DIVIDED = {"decode.edit_threshold": SET}, {"decode.steps_per_block": SET}
+ABSTAINING = {"decode.abstain": ("answer", "response")}
+RECOMPUTED = {"train.activation_checkpointing": ("selective", "full")}
 CACHED = {"engine.prefix_cache_gib": (None, SET)}
 SERVED = {"model.path": ("openai://", "openais://")}  # a model behind a server
 SFT, RL, PRETRAIN = ({"train.objective": (name,)} for name in ("sft", "rl", "pretrain"))
@@ -107,9 +111,7 @@ class DecodeConfig(CheckedSettings):
     recompute (run again with it) or no_evidence (response only); unset: checkpoint's own or recompute"""
     query_window: int = setting(8, low=0, high=2**20, only_with=IN_BLOCKS)
     """number of positions after the current block that may enter a query, with block attention"""
-    blocks_at_once: int = setting(
-        1, low=1, high=2**20, only_with=IN_BLOCKS | {"decode.commit_rule": ("threshold",)}
-    )
+    blocks_at_once: int = setting(1, low=1, high=2**20, only_with=IN_BLOCKS | BY_THRESHOLD)
     """number of attention blocks in which a step may commit: the first unfinished one and those that have
     joined; a block just finished counts until its keys and values are computed"""
     block_add_threshold: float = setting(0.1, low=0, high=1)
@@ -128,9 +130,7 @@ class DecodeConfig(CheckedSettings):
     steps_per_block: int | None = setting(None, low=1, high=2**20, only_with=DIFFUSION)
     """number of steps per block (or canvas, without blocks): sets what a step commits for top_k, entropy,
     margin and sequential, and the least for threshold, left_to_right and entropy_bound (unset: 1)"""
-    schedule: str = setting(
-        "even", choices=("even", "rounded"), only_with=DIFFUSION | {"decode.steps_per_block": SET}
-    )
+    schedule: str = setting("even", choices=("even", "rounded"), only_with=DIFFUSION | DIVIDED)
     """how positions are divided over steps_per_block if it does not divide evenly: the first steps take
     more, or each its rounded share of the rest"""
     copy_words: bool = setting(False)
@@ -141,9 +141,7 @@ class DecodeConfig(CheckedSettings):
     left_to_right, and a token a step autoregressive"""
     edit_threshold: float | None = setting(None, low=0, high=1, only_with=IN_BLOCKS)
     """confidence at which another token replaces a committed one within the current block; unset: never"""
-    max_edit_steps: int = setting(
-        16, low=0, high=2**20, only_with=DIFFUSION | {"decode.edit_threshold": SET}
-    )
+    max_edit_steps: int = setting(16, low=0, high=2**20, only_with=DIFFUSION | EDITED)
     """maximum number of steps that edit a block after its last mask is gone"""
     query_policy: str = setting("proxy", table="dlm_rag.retrieval.base:QUERIES")
     """what becomes the search query"""
@@ -163,9 +161,7 @@ class DecodeConfig(CheckedSettings):
     """when no answer is given: if it is "unknown" or "unclear", or has a word that neither a passage nor
     the question has; response: also if a name or number before it is in neither; both: also if the model
     names passages first and none has the answer; unset: the checkpoint's own (never for public ones)"""
-    answer_threshold: float = setting(
-        0.0, low=0, high=2, only_with={"decode.abstain": ("answer", "response")}
-    )
+    answer_threshold: float = setting(0.0, low=0, high=2, only_with=ABSTAINING)
     """how sure an answer must be to be given, where the model may abstain: its `confidence`; of
     models that name passages times w^0.3 exp(0.2 (r - 2)), where these have a share w of the question's
     words, and r is the `relevance`"""
@@ -321,9 +317,7 @@ class TrainConfig(CheckedSettings):
     activation_checkpointing: str = setting("none", choices=("none", "selective", "full"))
     """recompute activations in the backward pass: full (all of a layer) or selective (all but attention
     and, unless compiled, matrix products)"""
-    activation_checkpointing_interval: int = setting(
-        1, low=1, only_with={"train.activation_checkpointing": ("selective", "full")}
-    )
+    activation_checkpointing_interval: int = setting(1, low=1, only_with=RECOMPUTED)
     """of how many layers one is recomputed: 2 is every other one"""
     compile: bool = setting(False)
     """compile around attention with torch.compile"""

@@ -28,7 +28,6 @@ SETTING_PRESETS = {
     "none": ("retrieval.method=none", "decode.query_policy=question"),
     "oracle": ("retrieval.oracle=true", "decode.query_policy=question"),
 }
-# Of a model behind a server.
 SERVED_PRESETS = {name: (f"remote.policy={name}",) for name in POLICIES} | {
     "oracle": ("retrieval.oracle=true", "remote.policy=static")
 }
@@ -148,9 +147,7 @@ def summarize_scores(scores: Sequence[Score], groups: QuestionGroups) -> GroupSu
     return found
 
 
-def compare_to_first(
-    scores: Mapping[str, Sequence[Score]], groups: QuestionGroups
-) -> dict[str, GroupSummary]:
+def compare_to_first(scores: dict[str, list[Score]], groups: QuestionGroups) -> dict[str, GroupSummary]:
     """The first setting minus each of the others, question by question, in what it achieved and took."""
     estimators: dict[str, Callable[[list[float]], Estimate | None]] = {
         "exact_match": metrics.estimate_difference, "f1": metrics.estimate_difference,

@@ -57,11 +57,9 @@ class _Row(NamedTuple):
 
 
 def estimate_log_likelihoods(
-    denoiser: AnyDenoiser,
-    pairs: Sequence[Pair],
-    settings: LikelihoodConfig | None = None,
+    denoiser: AnyDenoiser, pairs: Sequence[Pair], settings: LikelihoodConfig | None = None,
     keys: Sequence[object] | None = None,
-) -> list[LogLikelihood]:
+) -> list[LogLikelihood]:  # fmt: skip
     """Log-likelihoods in nats of continuations, given contexts, one for each of the `pairs` of token ids.
 
     What is masked is drawn by `settings.seed` and the pair's key (by default its context), position by

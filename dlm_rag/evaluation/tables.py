@@ -160,10 +160,8 @@ def build_comparison_tables(
 
 
 def build_energy_table(energy: Mapping[str, Mapping[str, Any] | None]) -> list[ResultTable]:
-    """What each setting has spent (`summarise_energy`), in a table; none where nothing was measured.
-
-    Of a run in parts only those that were measured count, with their own answers.
-    """
+    """What each setting has spent (`summarise_energy`), in a table; none where nothing was measured. Of a
+    run in parts only those that were measured count, with their own answers."""
     if not any(energy.values()):
         return []
     keys = ("joules_per_answer", "watts", "joules", "seconds")

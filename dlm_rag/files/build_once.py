@@ -19,8 +19,7 @@ from dlm_rag.files.paths import digest_file, resolve_path_inside, write_text_ato
 log = logging.getLogger(__name__)
 
 Shard = tuple[range, Path]  # rows of the corpus, and the folder of what is made of them
-# Raise it when what is put into indexes changes: terms, passage texts, vectors.
-INDEX_VERSION = 3
+INDEX_VERSION = 3  # raise it when what is put into indexes changes: terms, passage texts, vectors
 PARTS_FOLDER = "parts"  # what a resumable build keeps until it is finished
 DIGESTS_FILE = "whole.json"  # the digest of every file of a folder, by its name
 

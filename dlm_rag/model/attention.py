@@ -163,9 +163,9 @@ def _call_ragged(
 ) -> Tensor:
     """At least 2 queries: for single ones FlashAttention 2 has a path for grouped heads that fails where a
     row has no query, and that may split keys by how many rows there are."""
-    (queries, keys), window = sight.longest, (-1, 0 if sight.causal else -1)
-    rows = sight.query_ends, sight.key_ends, max(2, queries), keys
-    return kernel(q, k, v, *rows, window_size=window, **options)
+    longest = max(2, *sight.query_lengths), max(sight.key_lengths)
+    window = -1, 0 if sight.causal else -1
+    return kernel(q, k, v, sight.query_ends, sight.key_ends, *longest, window_size=window, **options)
 
 
 def _indexed(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:

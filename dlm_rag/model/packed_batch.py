@@ -185,11 +185,6 @@ class AttentionMetadata:
     key_places: Tensor | None = None
     masks: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    @cached_property
-    def longest(self) -> tuple[int, int]:
-        """Queries and keys of the longest row."""
-        return max(self.query_lengths), max(self.key_lengths)
-
 
 @dataclass(frozen=True)
 class PackedRows:

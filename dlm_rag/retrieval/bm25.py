@@ -66,8 +66,7 @@ BUCKET_POSTINGS = 1 << 24  # that are written at once, 8 bytes each, besides tho
 MAX_WORKERS = 8  # more would take more memory
 TITLE_DEPTH = 50  # results among which one is looked for by its title
 
-# bm25s's rule: runs of two or more word characters.
-_ASCII_TERM = re.compile(r"\b\w\w+\b", re.ASCII)
+_ASCII_TERM = re.compile(r"\b\w\w+\b", re.ASCII)  # bm25s's rule: runs of two or more word characters
 _POINTS = re.compile(
     "[\u0307\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u05c7\u0610-\u061a\u0640\u064b-\u065f\u0670\u06d6-\u06ed]"
 )
@@ -77,8 +76,7 @@ _LETTER_FORMS: dict[int, Any] = str.maketrans("ςάέήίϊΐόύϋΰώёأإآ�
 _DIGITS = ((chr(code), unicodedata.decimal(chr(code), None)) for code in range(0x660, 0x1A9A))
 _LETTER_FORMS |= {ord(char): str(digit) for char, digit in _DIGITS if digit is not None}
 _LETTER = re.compile(rf".[{MARKS}]*")
-# Left out, as bm25s does.
-_STOP_WORDS = frozenset(STOPWORDS_EN)
+_STOP_WORDS = frozenset(STOPWORDS_EN)  # left out, as bm25s does
 _function: Callable[[Any], Any]  # of a worker
 # A part of the folder's name; another text makes every index be built again.
 INDEX_FORM = "hashed words, pairs of letters, letters and digits in one form, half-spaces, bare words"
@@ -160,9 +158,8 @@ class BM25Retriever(base.CorpusRetriever):
 def open_bm25_retriever(config: RetrievalConfig, corpus: Corpus) -> base.CorpusRetriever:
     """BM25 by whole queries, or by `Query.parts` in turn; all that is found, or a clear choice."""
     whole = BM25Retriever(corpus, config.top_k, config.bm25_stemmer, config.bm25_title_weight)
-    by_parts = (
-        None if config.bm25_query == "whole" else base.MultiQueryRetriever(TitledFirstRetriever(whole))
-    )
+    in_parts = config.bm25_query != "whole"
+    by_parts = base.MultiQueryRetriever(TitledFirstRetriever(whole)) if in_parts else None
     if config.min_score_ratio:
         return ClearChoiceRetriever(whole, by_parts, config.min_score_ratio)
     return by_parts or whole

@@ -56,10 +56,8 @@ class Passage(NamesRemedy):
 
     @property
     def text(self) -> str:
-        """Title, line break, contents; or the contents alone, if they begin with the title.
-
-        FlashRAG's format repeats the title, plain or in quotes, as the first line of the contents.
-        """
+        """Title, line break, contents; or the contents alone, if they begin with the title, as FlashRAG's
+        format has them: with the title, plain or in quotes, as the first line."""
         first_line = self.contents.partition("\n")[0].strip()
         if not self.title or first_line in (self.title, f'"{self.title}"'):
             return self.contents
@@ -105,10 +103,8 @@ def parse_passage(record: dict[str, Any], place: str) -> Passage:
 
 
 class Corpus(Sequence[Passage]):
-    """The passages of a file by row number; only their offsets are held in memory.
-
-    `folder` is where indexes over exactly these bytes are kept: its name holds the fingerprint.
-    """
+    """The passages of a file by row number; only their offsets are held in memory. `folder` is where
+    indexes over exactly these bytes are kept: its name holds the fingerprint."""
 
     def __init__(self, path: Path, folder: Path, fingerprint: str, state: list[int]) -> None:
         """state: of the file before it was hashed."""
@@ -118,8 +114,7 @@ class Corpus(Sequence[Passage]):
         self._file = path.open("rb", buffering=0)
         weakref.finalize(self, self._file.close)
         self._hashed, self._lock = state, threading.Lock()
-        # A batch finds the same ones at every step.
-        self._read_row = lru_cache(MAX_PARSED_PASSAGES)(self._parse_row)
+        self._read_row = lru_cache(MAX_PARSED_PASSAGES)(self._parse_row)  # steps find the same ones
         self.check_unchanged()
 
     def __len__(self) -> int:

@@ -1,7 +1,5 @@
-"""Dense retrieval: any sentence-transformers model, exact search in torch over vectors in a file.
-
-A model is a folder or a hub id, none of whose code is run.
-"""
+"""Dense retrieval: any sentence-transformers model (a folder or a hub id, none of whose code is run), exact
+search in torch over vectors in a file."""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 COLLECTION_VERSION = 2  # raise it when collections get another form
 TEXT_FIELDS, VECTOR_FIELD = ("id", "title", "contents"), "dense"
 EXACT_INDEX = ("FLAT", "IP")  # its type, and the metric
-# Limits of the engine: hits of a search, bytes of a text.
-MAX_SEARCH_HITS, MAX_TEXT_BYTES = 16_384, 65_535
+MAX_SEARCH_HITS, MAX_TEXT_BYTES = 16_384, 65_535  # limits of the engine: hits of a search, bytes of a text
 MAX_REQUEST_ITEMS = 1000  # vectors of a search, keys of a query
 MAX_REQUEST_HITS = 1_000_000  # of a search: less than the 64 MiB that gRPC takes
 WRITE_BATCH_PASSAGES = 128  # of a write: with texts of any size less than the 64 MiB that gRPC takes

@@ -1,7 +1,5 @@
-"""A folder of texts, Markdown and documents as a corpus: passages of 80 to 120 words.
-
-PDF, HTML, Word and LaTeX files are read as Markdown: `pip install 'dlm_rag[documents]'`.
-"""
+"""A folder of texts, Markdown and documents as a corpus: passages of 80 to 120 words. PDF, HTML, Word and
+LaTeX files are read as Markdown: `pip install 'dlm_rag[documents]'`."""
 
 import hashlib
 import logging

@@ -136,10 +136,8 @@ class AccessControl:
         return guard
 
     def check_request(self, request: Request, keyed: bool) -> str:
-        """Returns whose key a request brings, "-" where it needs none; raises `ApiError`.
-
-        Pages of other sites may not ask: a browser would let them in its reader's name.
-        """
+        """Returns whose key a request brings, "-" where it needs none; raises `ApiError`. Pages of other
+        sites may not ask: a browser would let them in its reader's name."""
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         name = re.sub(r":\d*$", "", host).strip("[]").casefold()  # without the port
         own = origin in (None, f"http://{host}", f"https://{host}")
@@ -403,10 +401,8 @@ class HttpServer(uvicorn.Server):
 
 
 def run_server(service: HttpService, sock: socket.socket, ready: Callable[[], object]) -> None:
-    """Serves at a bound socket until a signal has come and accepted questions are answered.
-
-    `ready` is called when clients can connect. Raises the error that has ended the service, if any.
-    """
+    """Serves at a bound socket until a signal has come and accepted questions are answered. `ready` is
+    called when clients can connect. Raises the error that has ended the service, if any."""
     uvloop.run(HttpServer(service, ready).serve([sock]))
     if service.error is not None:
         raise service.error

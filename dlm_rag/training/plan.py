@@ -184,9 +184,8 @@ def plan_training(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> 
         row = find_longest_row(shape, config, decode)
         rows = min(decode.batch_size, items * task.rows // task.items)
         rollouts = estimate_decode_bytes(shape, dtype, row, rows)
-    return TrainingPlan(
-        train, devices, items, parts * forward.tokens, parts * flops, memory, gathered, rollouts
-    )
+    tokens, flops = parts * forward.tokens, parts * flops
+    return TrainingPlan(train, devices, items, tokens, flops, memory, gathered, rollouts)
 
 
 def make_planned_task(config: Config, shape: DenoiserConfig) -> Task:

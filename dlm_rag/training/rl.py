@@ -110,10 +110,8 @@ def make_file_source(
 
 
 def fill_rollout_buffer(decoder: Decoder, asked: Sequence[Question], train: TrainConfig) -> RolloutBuffer:
-    """Decodes `train.num_generations` rollouts of each question, and weighs their steps.
-
-    Those with an error leave their group, and are counted. Groups without differences teach nothing.
-    """
+    """Decodes `train.num_generations` rollouts of each question, and weighs their steps. Those with an
+    error leave their group, and are counted. Groups without differences teach nothing."""
     members = [replace(q, id=f"{q.id}.{member}") for q in asked for member in range(train.num_generations)]
     with profile_stage("rollout"):
         rollouts = decoder.decode(members)
