@@ -19,7 +19,7 @@ from dlm_rag.errors import ConfigError, NamesRemedy, QuestionError
 from dlm_rag.files.record_readers import normalize_title
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Corpus, Passage, get_row_id
-from dlm_rag.text import extract_sentences, normalize_whitespace
+from dlm_rag.text import MAX_TITLE_WORDS, extract_sentences, normalize_whitespace
 
 Ranking = list[int]  # rows of the corpus, best first, each once
 Hits = list[tuple[float, int]]  # score and row
@@ -29,7 +29,6 @@ V = TypeVar("V")
 # Digits after the point in which equal similarities agree, in whatever order an engine adds them up.
 TIE_DECIMALS = 6
 MAX_CACHED_RESULTS = 65536  # vectors and rankings of query parts: a sentence recurs from step to step
-MAX_TITLE_WORDS = 12  # what is longer is prose
 _ROW_END = re.compile("; |###|\n")  # of a title
 FUSION_DEPTH = 50  # results of each retriever that hybrid search fuses
 
@@ -362,12 +361,9 @@ class OracleRetriever(CorpusRetriever):
         self._inner, self._rows = inner, dict[str, Ranking]()
         rows = _find_supports(questions.values(), inner.corpus)
         for part, question in questions.items():
-            keys = _list_supports(question)
-            for _, missing in (key for key in keys if not rows[key]):
-                raise ConfigError(
-                    f"{question.place or question.id}: the supporting passage '{missing}' is not in "
-                    f"{inner.corpus.path}"
-                )
+            keys, place = _list_supports(question), question.place or question.id
+            for _, name in (key for key in keys if not rows[key]):
+                raise ConfigError(f"{place}: the supporting passage '{name}' is not in {inner.corpus.path}")
             self._rows[part] = interleave_rankings([rows[key] for key in keys], len(inner.corpus))
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:

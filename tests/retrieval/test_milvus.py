@@ -88,9 +88,8 @@ def spread(server: MilvusServer, name: str, path: Path, like: CollectionInfo) ->
     client = server.client()
     for start in range(0, len(rows), 100):
         for row in rows[start : start + 100]:
-            collection.upsert_passages(
-                row, [corpus[row]], WordEncoder().encode([corpus[row].text]).tolist()
-            )
+            vectors = WordEncoder().encode([corpus[row].text]).tolist()
+            collection.upsert_passages(row, [corpus[row]], vectors)
         client.flush(name)
     collection.finish_build()
 
