@@ -104,15 +104,13 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None])
     """Runs what is wanted into a folder, and reports; ready: called once all has been checked."""
     config = fill_in_shipped_files(wanted.config, [])
     questions = gather_questions(config, [], scored=True)
-    asked = wanted.settings.values()
+    asked, is_single = wanted.settings.values(), wanted.is_single_setting
     if any(each.retrieval.oracle and each.decode.query_policy == "question" for each in asked):
         check_oracle_support(questions)
     f1_rule, groups = choose_f1_rule(str(config.questions)), compare.group_questions(questions)
     said = wanted.report_header | {"f1_rule": f1_rule, "chosen": {"limit": config.limit}}
     check_question_selection(out, config.limit)
-    folders = {
-        name: out if wanted.is_single_setting else out / name.replace("/", "_") for name in wanted.settings
-    }
+    folders = {name: out if is_single else out / name.replace("/", "_") for name in wanted.settings}
     if len({*folders.values()}) < len(folders):
         raise ConfigError("compare: two settings would share a folder: their names differ by / and _ only")
     jobs = plan_answer_jobs(wanted, folders, questions)

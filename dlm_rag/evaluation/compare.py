@@ -113,10 +113,8 @@ def expand_sweep(
 
 
 def group_questions(questions: Sequence[Question]) -> QuestionGroups:
-    """All questions, those of each number of hops, of each label, and of each label and hops.
-
-    If some have labels, those without are `unlabelled`. Raises `QuestionError` for a group's name as label.
-    """
+    """All questions, those of each number of hops, of each label, and of each label and hops. If some have
+    labels, those without are `unlabelled`. Raises `QuestionError` for a group's name as label."""
     by_hops = {
         f"{hops} hop{'s' * (hops != 1)}": [n for n, q in enumerate(questions) if q.hops == hops]
         for hops in sorted({q.hops for q in questions if q.hops is not None})

@@ -333,10 +333,8 @@ MAX_LABELLED_POINTS = 16  # in a panel; more names would cover each other
 
 
 def plot_pareto(path: Path, summaries: MetricsBySetting, swept: Iterable[str] = ()) -> None:
-    """Exact match against answers a second and against forwards, with the fronts.
-
-    The first part of a setting's name is its colour; swept: as in `build_overview_table`.
-    """
+    """Exact match against answers a second and against forwards, with the fronts. The first part of a
+    setting's name is its colour; swept: as in `build_overview_table`."""
     import matplotlib
 
     matplotlib.use("agg")

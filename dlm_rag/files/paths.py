@@ -54,10 +54,8 @@ def get_cache_folder() -> Path:
 
 @contextmanager
 def open_atomic_file(path: Path) -> Iterator[Path]:
-    """A scratch file in the folder of `path`, with its suffix, that replaces it when all is written.
-
-    If that fails, or the process is killed, `path` is as it was. The target of a link is replaced.
-    """
+    """A scratch file in the folder of `path`, with its suffix, that replaces it when all is written. If
+    that fails, or the process is killed, `path` is as it was. The target of a link is replaced."""
     path = Path(os.path.realpath(path))  # of a link to itself that link, which pathlib raises for
     scratch = path.with_name(f".part-{os.getpid()}{path.suffix}")
     scratch.unlink(missing_ok=True)  # a link there would be written through, a pipe waited for

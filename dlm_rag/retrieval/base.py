@@ -260,9 +260,7 @@ def interleave_rankings(rankings: Sequence[Sequence[K]], depth: int) -> list[K]:
 
 class MemoizedBatchFunction(Generic[K, V]):
     """Computes a value for each key, and remembers some `most` of them; any number of threads may ask.
-
-    `compute` gets several keys at once, and is never called by two threads at a time.
-    """
+    `compute` gets several keys at once, and is never called by two threads at a time."""
 
     def __init__(self, compute: Callable[[list[K]], Iterable[V]], most: int = MAX_CACHED_RESULTS) -> None:
         self._compute, self._most = compute, most

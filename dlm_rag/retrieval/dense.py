@@ -132,10 +132,8 @@ def _embed_corpus(corpus: Corpus, scratch: Path, encoder: TextEncoder) -> None:
 
 
 class TextEncoder:
-    """The sentence-transformers model that a config names (a folder or hub id), and its prompts.
-
-    Raises `CheckpointError` when the model cannot be loaded, `RunError` when its vectors are not finite.
-    """
+    """The sentence-transformers model that a config names (a folder or hub id), and its prompts. Raises
+    `CheckpointError` when the model cannot be loaded, `RunError` when its vectors are not finite."""
 
     def __init__(self, config: RetrievalConfig) -> None:
         self.model = config.embedding_model
