@@ -64,8 +64,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--plan", action="store_true", help="print the command of each cell, run nothing")
     given = parser.parse_args(argv)
     out = Path(given.out).expanduser()
-    benchmark = read_benchmark(given.file)
-    cells = list(list_cells(benchmark, out))
+    cells = list(list_cells(read_benchmark(given.file), out))
     if given.plan:
         for cell in cells:
             state, command = "done" if cell.is_done else "left", ["dlm-rag", "evaluate", *cell.words]

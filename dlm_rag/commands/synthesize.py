@@ -34,8 +34,7 @@ ROWS, NOTE, TRACES = "rows.jsonl", "rows.json", "traces"
 
 
 def main(argv: list[str]) -> None:
-    reads = (*ANSWER_SETTINGS, "-record_provisional")
-    words = parse_answer_command_line(__doc__ or "", argv, reads)
+    words = parse_answer_command_line(__doc__ or "", argv, (*ANSWER_SETTINGS, "-record_provisional"))
     if words.config.out in (None, "-"):
         raise ConfigError("synthesis needs --out FOLDER")
     out, config = Path(str(words.config.out)), fill_in_shipped_files(words.config, [])

@@ -241,8 +241,7 @@ class DenoiserConfig:
         _require(mask is None or mask < self.vocab_size, f"mask_token_id={mask} is outside the vocabulary")
         known = max(self.excluded_token_ids, default=0) < self.vocab_size
         _require(known, f"excluded tokens {self.excluded_token_ids} are not in the vocabulary")
-        in_blocks = self.block_size is not None and self.block_grid == "canvas"
-        fits = in_blocks or not self.causal_context
+        fits = not self.causal_context or (self.block_size is not None and self.block_grid == "canvas")
         _require(fits, "causal_context needs a block_size and block_grid=canvas")
         if self.experts is not None:
             routed = not self.experts.expert_capacity or self.routes_blocks

@@ -330,5 +330,4 @@ def _make_fresh_model(config: Config) -> InitialModel:
         every = -(-len(passages) // MAX_TOKENIZER_PASSAGES)
         texts = (passages[row].text for row in range(0, len(passages), every))
     tokenizer = Tokenizer(train_tokenizer(texts, train.vocab_size), 0, DEFAULT_PROMPT_TEMPLATE, (1,))
-    shape = make_training_shape(config, own)
-    return InitialModel(shape, tokenizer, None, train.seed, 0)
+    return InitialModel(make_training_shape(config, own), tokenizer, None, train.seed, 0)

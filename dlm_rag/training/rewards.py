@@ -31,8 +31,7 @@ REWARDS: dict[str, Reward] = {  # each is logged as `rollout_NAME`; `train.rewar
 def compute_reward_parts(rollout: Rollout, question: Question, reward: str) -> dict[str, float]:
     """Every entry of `REWARDS`, and as `reward` the one of that name, of a rollout without an error."""
     found = {name: float(score(rollout, question)) for name, score in REWARDS.items()}
-    chosen = resolve_or_import(REWARDS, reward, "train.reward")
-    worth: Any = chosen(rollout, question)
+    worth: Any = resolve_or_import(REWARDS, reward, "train.reward")(rollout, question)
     with suppress(TypeError, ValueError):
         if math.isfinite(worth):
             return found | {"reward": float(worth)}

@@ -291,8 +291,7 @@ def run_steps(trainer: Trainer, validation: Validation, report: MetricsLogger, s
             return False
         begun = time.perf_counter()
         metrics = trainer.step()
-        speed = trainer.speed_metrics(metrics, time.perf_counter() - begun)
-        report.log_step(metrics | speed)
+        report.log_step(metrics | trainer.speed_metrics(metrics, time.perf_counter() - begun))
         stopping = processes.any_rank(stop.is_set())
         often = train.save_steps, train.eval_steps
         if stopping or trainer.finished or any(state.step % steps == 0 for steps in often):
