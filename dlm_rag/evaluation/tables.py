@@ -202,10 +202,8 @@ def summarize_findings(overall: MetricsBySetting, against: MetricsBySetting) -> 
 
 
 def print_tables(console: Console, found: Sequence[ResultTable]) -> None:
-    """The tables on a terminal, the first at the end, where the eyes are; names are no markup.
-
-    A table that is too wide is turned, so that its columns become rows; if that does not help, cells wrap.
-    """
+    """The tables on a terminal, the first at the end, where the eyes are; names are no markup. A table that
+    is too wide is turned, so that its columns become rows; if that does not help, cells wrap."""
 
     def measure(columns: Iterable[Sequence[Text]]) -> int:
         return sum(max(cell_len(cell.plain) for cell in column) + CELL_FRAME_CHARS for column in columns)

@@ -211,10 +211,8 @@ class ClearChoiceRetriever(base.CorpusRetriever):
 
 
 class TitledFirstRetriever(base.CorpusRetriever):
-    """What another retriever finds, first what has the query for a title, whatever follows it in brackets.
-
-    A name that is looked for alone stands more often in the passages of others than in its own.
-    """
+    """What another retriever finds, first what has the query for a title, whatever follows it in brackets:
+    a name that is looked for alone stands more often in the passages of others than in its own."""
 
     def __init__(self, inner: base.CorpusRetriever) -> None:
         super().__init__(inner.corpus, inner.top_k)

@@ -43,7 +43,7 @@ IDLE_CONNECTION_SECONDS = 60.0  # after which an idle connection is closed
 MAX_RESPONSE_BYTES = 2**26
 INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 1.0
 MAX_ATTEMPT_FRACTION = 1 / 3  # of a call's seconds: an answer that never comes leaves time for others
-RETRIEVAL_TOKEN_VARIABLE = "DLM_RAG_RETRIEVAL_TOKEN"  # of the environment: sent to no other server
+RETRIEVAL_TOKEN_VARIABLE = "DLM_RAG_RETRIEVAL_TOKEN"  # whose token goes to no other server
 BUSY_STATUSES = (429, 502, 503, 504)  # what may pass
 
 # the fingerprint of a service, "" where it gives none, and the fields of `Query` that it reads

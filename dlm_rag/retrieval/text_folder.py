@@ -268,9 +268,7 @@ def _read_tex(path: Path) -> str:
 
 _READERS: dict[str, tuple[str, Callable[[Path], str]]] = {  # by suffix: the package, what reads
     ".pdf": ("pypdf", _read_pdf),
-    ".html": ("bs4", _read_html),
-    ".htm": ("bs4", _read_html),
-    ".xhtml": ("bs4", _read_html),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), ("bs4", _read_html)),
     ".docx": ("docx", _read_docx),
     ".tex": ("pylatexenc", _read_tex),
 }

@@ -1,7 +1,5 @@
-"""An objective: what a trainer, a plan and the checks of settings ask of it.
-
-An objective is a subclass of `Task`, named in `TASKS` alone, or one's own, `train.objective=module:Class`.
-"""
+"""An objective: what a trainer, a plan and the checks of settings ask of it. It is a subclass of `Task`,
+named in `TASKS` alone, or one's own, `train.objective=module:Class`."""
 
 from __future__ import annotations
 
