@@ -60,7 +60,7 @@ PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None), "fan_in_fan_out": (False, None), "bias": ("none", None),
     "modules_to_save": (None, []), "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
     "alora_invocation_tokens": (None, []), "layer_replication": (None, []),
-    # The others (pissa, olora, loftq ...) have changed the base when training began.
+    # Others (pissa, olora, loftq ...) change the base before they are trained.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None),
 }  # fmt: skip
 TEXT_FILES = ("*.json", "*.txt", "*.jinja")

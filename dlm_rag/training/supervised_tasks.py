@@ -83,8 +83,8 @@ class PretrainTask(MaskedTask):
 
 
 class SftTask(MaskedTask):
-    """Prompts with evidence and partly masked responses; on invented worlds, with a curriculum, whose stage
-    is the state, with the running accuracy on names that ends it."""
+    """Prompts with evidence and partly masked responses; on invented worlds, with a curriculum. The state
+    is its stage and the running accuracy on names that ends the stage."""
 
     name = "sft"
     _source: sources.WorldExamples | sources.QuestionExamples
