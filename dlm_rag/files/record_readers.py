@@ -107,6 +107,11 @@ def write_number(value: Any) -> str:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
+def has_id_field(record: Mapping[str, Any]) -> bool:
+    """Whether a record has a field for an id, empty or not."""
+    return not {*FIELD_ALIASES["id"]}.isdisjoint(str(name).lower() for name in record)
+
+
 def get_record_id(record: dict[str, Any], what: str, place: str, error: type[UserError]) -> str:
     """The id of a record as text; raises `error` unless it is a text that is not blank, or an integer."""
     name, value = get_field(record, "id")
@@ -118,7 +123,7 @@ def get_record_id(record: dict[str, Any], what: str, place: str, error: type[Use
 
 
 def read_records(path: Path, error: type[UserError], plain: str | None = None) -> Iterator[Record]:
-    """The records of a file, in order. Tables without a column of ids have their rows numbered.
+    """The records of a file, in order; where the first has no field for an id, with their numbers for ids.
 
     plain: the field that each line of plain text becomes, if that is a form too; ids are q1, q2, ...
     Raises `error`, which names the file and the line, item or row.
@@ -153,8 +158,12 @@ def read_record_stream(
 ) -> Iterator[Record]:
     """`read_records` of an open file that may be a pipe."""
     opened = _unzip(file, path, error)
+    has_ids = None
     try:
-        yield from _choose_reader(opened, path, error, plain)(opened, str(path), error)
+        records = _choose_reader(opened, path, error, plain)(opened, str(path), error)
+        for number, (place, row) in enumerate(records, start=1):
+            has_ids = has_id_field(row) if has_ids is None else has_ids
+            yield place, row if has_ids else {"id": number, **row}
     except (EOFError, gzip.BadGzipFile, zlib.error):
         raise error(f"{path} is a broken gzip file: compress it again") from None
 
@@ -246,7 +255,7 @@ def _read_table(file: IO[bytes], path: str, error: type[UserError], delimiter: s
     lines = iter_lines(file, path, error, blank=True)
     decoded = (decode_utf8(line, place, error) for place, _, line in lines)
     text = (part for line in decoded for part in _CARRIAGE_RETURN.split(line) if part)
-    reader, header, number, before = csv.reader(text, delimiter=delimiter, strict=True), list[str](), 0, 0
+    reader, header, before = csv.reader(text, delimiter=delimiter, strict=True), list[str](), 0
     try:
         for cells in reader:
             place, before = f"{path}, line {before + 1}", reader.line_num
@@ -258,9 +267,7 @@ def _read_table(file: IO[bytes], path: str, error: type[UserError], delimiter: s
             elif cells:
                 if len(cells) != len(header):
                     raise error(f"{place}: the row has more or fewer cells than the header")
-                number += 1
-                row = {name: cell or None for name, cell in zip(header, cells, strict=True) if name}
-                yield place, _with_row_id(row, header, number)
+                yield place, {n: cell or None for n, cell in zip(header, cells, strict=True) if n}
     except csv.Error as problem:
         raise error(
             f"{path}, line {before + 1}: the row cannot be read ({problem}); put a cell that holds "
@@ -279,11 +286,11 @@ def _read_parquet(file: IO[bytes], path: str, error: type[UserError]) -> Iterato
             file = copy
         try:
             opened = parquet.ParquetFile(file)
-            columns, start = opened.schema_arrow.names, 1
-            _check_columns(columns, path, error)
+            _check_columns(opened.schema_arrow.names, path, error)
+            start = 1
             for batch in opened.iter_batches(1024):
                 for number, row in enumerate(batch.to_pylist(), start):
-                    yield f"{path}, row {number}", _with_row_id(row, columns, number)
+                    yield f"{path}, row {number}", row
                 start += len(batch)
         except error:
             raise
@@ -295,10 +302,6 @@ def _check_columns(names: list[str], place: str, error: type[UserError]) -> None
     """Raises `error` for two columns of one name, of which a record would have the last only."""
     if twice := [name for name in names if names.count(name) > 1]:
         raise error(f"{place}: the header has two columns '{twice[0]}': rename one")
-
-
-def _with_row_id(row: dict[str, Any], columns: list[str], number: int) -> dict[str, Any]:
-    return row if {*FIELD_ALIASES["id"]} & {name.lower() for name in columns} else {"id": number, **row}
 
 
 def _read_json_items(file: IO[bytes], path: str, error: type[UserError]) -> Iterator[Record]:

@@ -38,7 +38,7 @@ MAX_ROW_CHARS = 4000
 MAX_CUT_CORPUS_BYTES = 256 << 20  # of a larger corpus, whose rows are taken as they are
 _PART_NUMBER = re.compile(r"#(?:[2-9]|[1-9][0-9]{1,5})\Z")  # of a part after the first of a row
 COUNTS_FILE = "counts.json"  # of the rows that were cut or left out, and the files that were
-CONVERTED_CORPUS_VERSION = 10  # raise it when other forms become other JSON lines
+CONVERTED_CORPUS_VERSION = 11  # raise it when other forms become other JSON lines
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,7 @@ def _scan_offsets(path: Path, cuts: bool) -> np.ndarray:
         with path.open("rb") as file:
             for place, start, line in iter_lines(file, str(path), CorpusError):
                 row = parse_json_object(line, place, CorpusError)
-                if _list_contexts(row, place) is not None:
+                if not record_readers.has_id_field(row) or _list_contexts(row, place) is not None:
                     raise OtherRowError
                 passage = parse_passage(row, place)
                 if cuts and len(passage.contents) > MAX_ROW_CHARS:

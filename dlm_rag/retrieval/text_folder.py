@@ -2,6 +2,7 @@
 LaTeX files are read as Markdown: `pip install 'dlm_rag[documents]'`."""
 
 import hashlib
+import json
 import logging
 import re
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
@@ -17,7 +18,7 @@ from dlm_rag.errors import CorpusError, translate_failures
 from dlm_rag.files.checked_json import decode_utf8
 from dlm_rag.files.paths import digest_file
 from dlm_rag.files.record_readers import Record
-from dlm_rag.text import MAX_TITLE_WORDS, replace_control_chars
+from dlm_rag.text import MAX_TITLE_WORDS, normalize_whitespace, replace_control_chars
 
 TEXT_FILE_SUFFIXES = (".txt", ".md", ".markdown")
 # Characters from which a passage may end, and at most: 80 to 120 words, which shipped models read whole.
@@ -48,9 +49,9 @@ _FRONT_MATTER = re.compile(
 )
 _FRONT_TITLE = re.compile(
     r"^(?:[ \t]*\"title\"|title)[ \t]*[:=][ \t]*(?:[>|][-+]?[ \t]*\n[ \t]+)?"
-    r"(?:\"(?P<double>[^\"\n]*)\"|'(?P<single>(?:[^'\n]|'')*)'|(?P<bare>[^\n]+?))"
-    r"(?:[ \t]+#[^\n]*)?,?[ \t]*$",
-    re.MULTILINE | re.IGNORECASE,
+    r"(?:(?P<double>\"(?:[^\"\\]|\\.)*\")|'(?P<single>(?:[^']|'')*)'"
+    r"|(?P<bare>[^\n]+?(?:\n[ \t]+(?=[^ \t\n])[^\n]+?)*))(?:[ \t]+#[^\n]*)?,?[ \t]*$",
+    re.MULTILINE | re.IGNORECASE | re.DOTALL,
 )
 SKIPPED_NAMES = 8  # of a folder, that are named
 MAX_DOCUMENT_BYTES = 256 * 2**20  # of a file, and of what a Word file unpacks to
@@ -125,8 +126,12 @@ def read_text_passages(folder: Path, unread: dict[str, str]) -> Iterator[Record]
         if markdown and (front := _FRONT_MATTER.match(text)):
             text = text[front.end() :]
             given = _FRONT_TITLE.search(front[0])
-            own = given[given.lastgroup or 0].replace("''", "'").strip() if given else ""
-            own = "" if own in ("~", "null") else own
+            own = normalize_whitespace(given[given.lastgroup or 0].replace("''", "'")) if given else ""
+            if given and given["double"]:
+                own = own[1:-1]
+                with suppress(ValueError):  # an escape that JSON does not know is kept
+                    own = json.loads(f'"{own}"').encode(errors="replace").decode()
+            own = "" if own in ("~", "null") else own.strip()
         for heading, body in _split_sections(text, own) if markdown else [("", text)]:
             for passage in split_passages(body, markdown):
                 count += 1

@@ -123,10 +123,13 @@ def test_an_error_of_a_converted_corpus_names_the_file_that_was_given(tmp_path):
     assert str(error.value) == f"{path}, line 5: the id 'a' occurs a second time"
 
 
-def test_rows_of_a_table_without_ids_are_numbered(tmp_path):
+def test_rows_without_ids_are_numbered(tmp_path):
     path = tmp_path / "q.csv"
     path.write_text(", question\n0,Who?\n\n7,Where?\n")  # as pandas writes them, and a blank
     assert read_questions(path) == [Question("1", "Who?"), Question("2", "Where?")]
+    path.with_suffix(".jsonl").write_text('{"text": "Who?"}\n{"text": "Where?"}')
+    assert read_questions(path.with_suffix(".jsonl")) == read_questions(path)
+    assert [p.id for p in open_corpus(path.with_suffix(".jsonl"), tmp_path)] == ["1", "2"]
 
 
 @pytest.mark.parametrize("kind", [dict, list])

@@ -136,6 +136,7 @@ def test_a_row_with_a_title_alone_is_its_title_and_a_blank_one_is_left_out(tmp_p
         '+++\ntitle = "Ann\'s Lights"\n+++\nA film.', "\n---\ntitle: Ann's Lights # x\n---\nA film.",
         '{\n  "title": "Ann\'s Lights",\n  "tags": []\n}\nA film.',
         "---\n" + "a:\n  title: b\n" * 250 + "title: Ann's Lights\n---\nA film.",
+        "---\ntitle: Ann's\n  Lights\n---\nA film.", '{\n"title": "Ann\\u0027s Lights"\n}\nA film.',
         " Ann's Lights\n ----\n\nA film.", "Ann's Lights\n=\nA film.", "# Ann's Lights {#id}\nA film.",
         "  ## [Ann's](http://x) **Lights** ##\nA film.", "<h1 id=a>Ann's <b>Lights</b></h1>\n\nA film.",
     ],
