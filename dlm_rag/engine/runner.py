@@ -21,6 +21,7 @@ from dlm_rag.evidence.prompt_segments import RowInput
 from dlm_rag.machine import default_pool_bytes, limit_cuda_allocator
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig, count_head_flops
+from dlm_rag.model.layers import is_autocast
 from dlm_rag.model.packed_batch import PackedRows, pack_rows, start_gather, to_device
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import format_bytes
@@ -39,8 +40,7 @@ PADDING: dict[str, tuple[str, int | str]] = {
     "seen": ("keys", DUMP), "read": ("reads", 0), "last_limits": ("reads", 1),
     "queries": ("ends", LAST), "keys": ("ends", LAST), "reads": ("ends", LAST),
 }  # fmt: skip
-# What makes proposals of states (n, hidden); the numbers (6, n) that it is given tell nothing.
-Head = Callable[[Tensor, Tensor], Any]
+Head = Callable[[Tensor], Any]  # what makes proposals of states (n, hidden)
 
 
 @dataclass(frozen=True)
@@ -152,17 +152,22 @@ class MaskedModelRunner(ModelRunner):
         with profile_stage("denoise"):
             wanted, flags = collect_sampling_arrays(inputs)
         greedy = len(wanted) == 1 and not any(flags)
-        found, (numbers, *bars) = self._encode(inputs, wanted, self._sample if greedy else None)
+        sent = [] if greedy else wanted  # greedy sampling reads no numbers
+        found, there = self._encode(inputs, sent, self._sample if greedy else None)
         with profile_stage("denoise"):
             if isinstance(found, Tensor):
-                found = self._sample(found, numbers, flags, [*wanted[1:2], *bars])
+                bars = [*sent[1:2], *there[1:]]
+                found = self._sample(found, there[0] if there else None, flags, bars)
             return gather_proposals(inputs, found)
 
     def _sample(
-        self, states: Tensor, numbers: Tensor, flags: Sequence[bool] = (False,) * 3, bars: Any = ()
-    ) -> list[dict[str, Tensor]]:
+        self, states: Tensor, numbers: Tensor | None = None, flags: Sequence[bool] = (False,) * 3,
+        bars: Any = (),
+    ) -> list[dict[str, Tensor]]:  # fmt: skip
         """What `sample_proposals` says of states (n, hidden), in chunks; bars: what `bar_tokens` takes."""
         found = list[dict[str, Tensor]]()
+        if numbers is None:  # which nobody reads
+            numbers = states.new_empty((6, len(states)))
         chunks = (states.split(LOGITS_CHUNK_POSITIONS), numbers.split(LOGITS_CHUNK_POSITIONS, dim=1))
         for own, part in zip(*chunks, strict=True):
             logits = self.denoiser.compute_token_logits(own).float()
@@ -333,9 +338,10 @@ class StepGraphs:
 
     They are for one memory of keys and values, and to be made anew when weights are replaced. Rows stay
     ragged: what is missing to the size of a graph is tokens of no row, rows without tokens, and a dump that
-    nobody sees as their places. All that a step reads travels in one copy. A graph knows the numbers of the
-    host that it was captured with, so its key holds them all: the sizes and the longest row; all graphs go
-    when the memory has moved. Sampling that is not greedy stays eager; so do steps of over `MAX_TOKENS`.
+    nobody sees as their places. All that a step reads travels in one copy. A graph knows what the host knew
+    when it was captured, so its key holds all of that: the sizes, the longest row of tokens and of those
+    that are read, which arrays there are, whether autocast is on, whether the head is in it. All graphs go
+    when the memory has grown. Sampling that is not greedy stays eager; so do steps of over `MAX_TOKENS`.
 
     On a CPU the layers run over the same padded tensors without a graph, which is how the tests see them.
     """
@@ -345,18 +351,19 @@ class StepGraphs:
         self._graphs: dict[Any, Graph] = {}
         # Rows on their way: the key of their graph, tokens that are read, the longest rows, tensors.
         self._sent: tuple[Any, int, list[int], list[Tensor]] | None = None
-        self._address = 0
-        self._pool = torch.cuda.graph_pool_handle() if denoiser.device.type == "cuda" else None
+        self._capacity = 0  # of the memory that the graphs read and write
+        self._pool: Any = None
 
-    def send(self, arrays: Mapping[str, NDArray[Any]]) -> list[Tensor]:
-        """The arrays of `pack_rows` on the device, padded to the sizes of a graph if it is to have one."""
+    def send(self, arrays: Mapping[str, NDArray[Any]], more: Sequence[NDArray[Any]]) -> list[Tensor]:
+        """The arrays of `pack_rows` on the device, padded to the sizes of a graph if it is to have one;
+        behind them, in the same copy, what no graph reads."""
         device = self._denoiser.device
         if len(arrays["ids"]) > MAX_TOKENS:
             self._sent = None
-            return to_device([*arrays.values()], device)
-        if (address := self._memory.layer(0).data_ptr()) != self._address:
-            self._graphs.clear()  # the memory has grown, and lies elsewhere
-            self._address = address
+            return to_device([*arrays.values(), *more], device)
+        if self._capacity != self._memory.capacity:  # it moves when it grows, and its dump does
+            self._graphs.clear()
+            self._capacity = self._memory.capacity
         sizes = {
             "tokens": round_up_size(len(arrays["ids"]) + 1),
             "keys": round_up_size(int(arrays["keys"][-1]) + 1, 1),
@@ -365,8 +372,9 @@ class StepGraphs:
         }
         padded = {name: self._pad(name, array, sizes) for name, array in arrays.items()}
         longest = [round_up_size(int(np.diff(arrays[name]).max()), 1) for name in ("queries", "reads")]
-        found = to_device([*padded.values()], device)
-        self._sent = (*sizes.values(), *longest, *padded), len(arrays["read"]), longest, found
+        found = to_device([*padded.values(), *more], device)
+        key = *sizes.values(), *longest, *padded, is_autocast(self._denoiser.embed_tokens.weight)
+        self._sent = key, len(arrays["read"]), longest, found[: len(padded)]
         return found
 
     def run(self, rows: PackedRows, head: Head | None) -> Any:
@@ -380,9 +388,10 @@ class StepGraphs:
         held = self._graphs.get(key)
         if held is None:
             held = self._graphs[key] = self._capture(rows, longest, tensors, head)
-        elif self._pool is not None:  # all lie in one buffer, in the same order
+        elif denoiser.device.type == "cuda":  # all begin one buffer, in the same order
+            size = tensors[-1].storage_offset() * tensors[-1].itemsize + tensors[-1].nbytes
             new, old = (
-                x.new_empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+                x.new_empty(0, dtype=torch.uint8).set_(x.untyped_storage(), 0, (size,), (1,))
                 for x in (tensors[0], held[0][0])
             )
             old.copy_(new)
@@ -414,17 +423,19 @@ class StepGraphs:
 
         def compute() -> Any:
             states = self._denoiser.encode(shown)[0]
-            return states if head is None else head(states, states.new_zeros((6, len(states))))
+            return states if head is None else head(states)
 
-        if self._pool is None:
+        weights = self._denoiser.embed_tokens.weight
+        if not weights.is_cuda:
             return tensors, compute
-        aside = torch.cuda.Stream(self._denoiser.device)
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            compute()
-        torch.cuda.current_stream().wait_stream(aside)
+        if not self._graphs:  # torch refuses a pool whose graphs are gone
+            self._pool = torch.cuda.graph_pool_handle()
+        compute()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Its casts of weights are the graph's own: those that autocast caches go when it ends.
+        cast = torch.autocast("cuda", enabled=is_autocast(weights), cache_enabled=False)
+        # Other threads may search on the device meanwhile, or wait for a copy.
+        with cast, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = compute()
 
         def replay() -> Any:

@@ -251,13 +251,13 @@ def map_arrays(value: Any, change: Callable[[Any], Any]) -> Any:
 def pack_rows(
     runs: Sequence[Segment], device: torch.device, read: Sequence[Sequence[int]] | None = None,
     context: CachedContext | None = None, add: Sequence[NDArray[Any]] = (),
-    send: Callable[[dict[str, NDArray[Any]]], list[Tensor]] | None = None,
+    send: Callable[[dict[str, NDArray[Any]], Sequence[NDArray[Any]]], list[Tensor]] | None = None,
 ) -> PackedRows:  # fmt: skip
     """Rows of tokens, each of which sees its `context` and, by the blocks of its segment, itself.
 
     read: per row the tokens (from 0, ascending) whose hidden states are asked for; the others skip the last
-    layer. add: arrays that go to the device with them. send: what takes the others there in place of
-    `to_device`, and may make them longer.
+    layer. add: arrays that go to the device with them. send: what takes them there in place of
+    `to_device`, and may make those of the rows longer.
     """
     lengths = tuple(len(run.ids) for run in runs)
     seen = (0,) * len(runs) if context is None else context.context_lengths
@@ -281,10 +281,7 @@ def pack_rows(
             sent["last_limits"] = sent["limits"][sent["read"]]
     kept = {} if context is None else context.build_arrays(lengths, keys)
     sent |= kept
-    if send is None:
-        there = to_device([*sent.values(), *add], device)
-    else:
-        there = [*send(sent), *to_device(add, device)]
+    there = to_device([*sent.values(), *add], device) if send is None else send(sent, add)
     at = dict(zip(sent, there, strict=False))
     causal = any(partial) and context is None and all(run.block == 1 for run in runs)
     in_memory = at["seen"] if isinstance(context, MemoryRows) and context.by_row else None

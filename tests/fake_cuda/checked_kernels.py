@@ -23,7 +23,7 @@ from tests.fake_cuda.device import CUDA
 def checked_kernels(flash: bool = False, implementation: str | None = None) -> Iterator[list[str]]:
     """While it is open, flash-attn is there or not (`flash`), and torch's own kernel is `implementation`.
 
-    Yields what was called, in order: "sdpa", "varlen", "flash", "flex".
+    Yields what was called, in order: "sdpa", "varlen", "flash", "flex", "indexed".
     """
     calls, sights, varlen = list[str](), [], of_torch.varlen_attn
 
@@ -52,10 +52,19 @@ def checked_kernels(flash: bool = False, implementation: str | None = None) -> I
         assert k.shape == v.shape and q.shape[1] % k.shape[1] == 0 and q.shape[-1] >= 16
         return q + 0 * (k.mean() + v.mean())
 
+    def of_index(q: Any, k: Any, v: Any, places: Any, ends: Any, longest: int, limits: Any) -> Any:
+        calls.append("indexed")
+        assert places.dim() == 1 and k.shape == v.shape and k.stride() == v.stride()
+        assert all(x.device == CUDA for x in (q, k, v, places, *ends))
+        assert ends[0].shape == ends[1].shape and longest >= max(sights[-1].query_lengths)
+        assert limits is None or limits.shape == q.shape[:1]
+        return q + 0 * (k.mean() + v.mean())
+
     module = ModuleType(attention.FLASH_MODULE)
     module.__spec__ = ModuleSpec(attention.FLASH_MODULE, None)
     module.flash_attn_varlen_func = of_flash
     package = {attention.FLASH_MODULE: module, "flash_attn": SimpleNamespace(flash_attn_interface=module)}
+    ours = {"dlm_rag.model.indexed_attention": SimpleNamespace(attend_by_index=of_index)}
     spied = {name: known(name, kernel) for name, kernel in attention._KERNELS.items()}
     with (
         mock.patch.dict(attention._KERNELS, spied),
@@ -63,7 +72,8 @@ def checked_kernels(flash: bool = False, implementation: str | None = None) -> I
         mock.patch.object(attention, "build_flex_mask", attention.build_dense_mask),
         mock.patch.object(of_torch, "varlen_attn", of_varlen),
         mock.patch("torch.nn.attention.current_flash_attention_impl", lambda: implementation),
-        mock.patch.dict(sys.modules, package if flash else {}),
+        mock.patch.dict(sys.modules, ours | (package if flash else {})),
+        mock.patch.object(attention, "find_spec", lambda name: name),  # Triton is there
         mock.patch.object(attention, "version", lambda package: "2.8.3"),
         mock.patch.object(attention, "_has_flash_attn", lambda: flash),
     ):

@@ -95,10 +95,10 @@ def views_of(shape, layout, drawn=None, soft=None, **asked):
 
 
 def steps(denoiser, layout, engine, **asked):
-    """What three steps send, one after another; before the third another passage comes into one row."""
+    """What four steps send, one after another; before the third another passage comes into one row."""
     proposer = MaskedModelRunner(denoiser, 256, engine)
     views = views_of(denoiser.config, layout, **asked)
-    for again in range(3):
+    for again in range(4):
         if again == 2:
             laid = lay_out_prompt(
                 Prompt((1, 2, 3), ((50, 51), (20, 21, 22)), (4,)), denoiser.config, layout
@@ -138,6 +138,18 @@ def test_a_decode_step_is_one_call_one_copy_in_and_one_out(layout, shifted, aske
         for _ in steps(denoiser, layout, EngineConfig(prefix_cache_gib=prefix_cache_gib), **ASKED[asked]):
             assert seen == STEP_TRAFFIC
             seen.clear()
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_step_of_a_graph_is_one_copy_in_and_one_out(asked):
+    with fake_cuda() as seen, checked_kernels() as calls:
+        denoiser, captured = denoiser_on_gpu(attention="indexed"), []
+        seen.clear()
+        for _ in steps(denoiser, "independent", EngineConfig(cuda_graphs=True), **ASKED[asked]):
+            assert seen == STEP_TRAFFIC
+            captured.append(len(calls))
+            seen.clear()
+        assert {*calls} == {"indexed"} and captured[0] < captured[1] and captured[-1] == captured[-2]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,7 +73,7 @@ class _Stream:
     """Every stream of the device, and each of its events."""
 
     def __init__(self, seen: TrafficLog) -> None:
-        self._seen = seen
+        self.seen = seen
 
     def record_event(self, *_: Any) -> "_Stream":
         return self
@@ -83,7 +84,7 @@ class _Stream:
     wait = wait_event = wait_stream = record
 
     def synchronize(self) -> None:
-        log_traffic(self._seen, "wait")
+        log_traffic(self.seen, "wait")
 
     def is_capturing(self) -> bool:
         return False
@@ -205,6 +206,15 @@ def _swap(old: torch.Tensor, new: torch.Tensor, swap: Any = torch.utils.swap_ten
 
 
 @contextmanager
+def _capture(stream: "_Stream", graph: Any, pool: Any, capture_error_mode: str) -> Iterator[None]:
+    """A step that is captured: once all has run before, it neither copies nor waits."""
+    assert graph is not None and pool is not None and capture_error_mode == "thread_local"
+    before = [*stream.seen]
+    yield
+    assert stream.seen == before
+
+
+@contextmanager
 def _patched(capability: tuple[int, int], count: int, stream: "_Stream") -> Iterator[None]:
     """What torch and the package are told of the device."""
     name, memory = "a GPU that is not there", 80 * GIB
@@ -222,7 +232,8 @@ def _patched(capability: tuple[int, int], count: int, stream: "_Stream") -> Iter
     done |= {
         "Stream": lambda *_, **__: stream, "Event": lambda *_, **__: stream,
         "stream": lambda *_: nullcontext(), "current_stream": lambda *_: stream,
-        "default_stream": lambda *_: stream,
+        "default_stream": lambda *_: stream, "graph_pool_handle": object,
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None), "graph": partial(_capture, stream),
     }  # fmt: skip
     with ExitStack() as stack:
         for name, value in done.items():

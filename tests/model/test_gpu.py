@@ -140,7 +140,7 @@ def test_every_kernel_reads_rows_that_lie_in_a_memory(device, kernel, dtype, row
         memory.write(places, torch.stack((row_k[:n], row_v[:n]))[None].to(device, dtype), 0)
         own_keys.append(row_k[n:])
         own_values.append(row_v[n:])
-    by_row = kernel == "sdpa" and device.type == "cpu"
+    by_row = kernel == "indexed" or (kernel == "sdpa" and device.type == "cpu")
     context = MemoryRows(memory, before, [memory.take(n) for n in own], by_row)
     packed = pack_rows([Segment((1,) * n, 0) for n in own], device, read=read, context=context)
     there = packed.gather_keys_values(*(torch.cat(x).to(device, dtype) for x in (own_keys, own_values)), 0)
