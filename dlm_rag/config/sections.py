@@ -184,7 +184,8 @@ class DecodeConfig(CheckedSettings):
 
 @settings_dataclass
 class EngineConfig(CheckedSettings):
-    """How decoding is run. It changes no token, except by rounding (`compile`)."""
+    """How decoding is run. It changes no token, except by rounding (`compile`, `cuda_graphs`,
+    `cache_dtype=int8`)."""
 
     memory_gib: float | None = setting(None, low=2**-20, high=2**20)
     """memory limit of decoding or training on the device in GiB, for weights, batch, cache and a step
@@ -202,8 +203,9 @@ class EngineConfig(CheckedSettings):
     compile: bool = setting(False)
     """compile around attention with torch.compile: faster after half a minute; changes rounding"""
     cuda_graphs: bool = setting(False)
-    """run the layers of a step, and greedy sampling, as CUDA graphs, one for each number of tokens (with
-    compile its kernels); needs model.attn_implementation=indexed; not measured yet"""
+    """run the layers of a step, and greedy sampling, as CUDA graphs (with compile its kernels), one for
+    each size of a step: tokens, keys, tokens that are read, rows, longest row; needs
+    model.attn_implementation=indexed, cache_dtype=auto, one device and no experts; not measured yet"""
 
     @property
     def for_training_rollouts(self) -> "EngineConfig":

@@ -62,8 +62,8 @@ class Decoder(NamesRemedy):
     """Answers questions with a denoiser, a retriever and a `DecodeConfig`; `dlm_rag.load` makes one.
 
     `evidence_layout` and the lengths of canvas and blocks default to the checkpoint's own. `engine` says
-    how decoding is run; it changes no token except by rounding (`compile`). Raises `ConfigError` for a
-    layout that the prompt template cannot have.
+    how decoding is run; it changes no token except by rounding (`compile`, `cuda_graphs`,
+    `cache_dtype=int8`). Raises `ConfigError` for a layout that the prompt template cannot have.
     """
 
     _instead: ClassVar = {

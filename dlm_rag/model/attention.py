@@ -2,12 +2,13 @@
 
 Rows are packed one after another without padding, so a question gets the same arithmetic alone and in a
 batch. Rows that need a mask run under SDPA on a CPU, which adds it, and under FlexAttention on a GPU: there
-SDPA would compute grouped heads with a mask from whole matrices of scores.
+SDPA would compute grouped heads with a mask from whole matrices of scores. `indexed` has masks of its own.
 
 Shapes: Tq, Tk packed query and key tokens; H query heads; Hk key-value heads; D head width.
 
-No block tables: kernels want pages of 256 tokens, while a passage has about 100; rows are gathered, but for
-the kernel `indexed`, which is ours and is chosen by name alone until it has been measured on a GPU.
+No block tables: kernels want pages of 256 tokens, while a passage has about 100. Rows are gathered, but for
+SDPA on a CPU, which reads them one by one, and for `indexed`, which reads them where they are: it is ours,
+and chosen by name alone until it has been measured on a GPU.
 FlashAttention 4 alone is named `flash_attn`, too, but lacks the function of flash-attn 2: we look for that.
 """
 
