@@ -15,6 +15,7 @@ from bench_tools import TableRow, synchronize_device, time_calls
 from decode_replay import find_caching_runner, require_masked_denoiser
 
 from dlm_rag.engine.engine import Decoder, Engine
+from dlm_rag.errors import RunError
 from dlm_rag.model.denoiser_config import FlopCount
 from dlm_rag.questions import Question
 
@@ -49,38 +50,47 @@ def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
 
 
 class FullEngine:
-    """An engine whose every step has all rows; questions come again, under new ids."""
+    """An engine in whose every step all rows take one; questions come again, under new ids."""
 
     def __init__(self, engine: Engine, questions: Sequence[Question]) -> None:
         self.engine, self._questions, self._numbers = engine, questions, count()
-        self.answers, self.forwards, self.tokens = 0, 0, 0
+        pipelined = engine.settings.overlap == "pipeline" and engine.settings.batch_size > 1
+        self._calls = 2 if pipelined else 1  # that are a step of all rows
+        # Forwards of rows, of whatever answer, and those of the answers that ended.
+        self.row_forwards = self.answers = self.forwards = self.tokens = 0
 
     def step(self) -> None:
-        while self.engine.capacity:
-            turn, place = divmod(next(self._numbers), len(self._questions))
-            question = self._questions[place]
-            self.engine.submit(replace(question, id=f"{question.id}.{turn}"))
-        for event in self.engine.step():
-            if event.finished:
-                self.answers += 1
-                self.forwards += event.rollout.forwards
-                self.tokens += sum(len(step.committed) for step in event.rollout.steps)
+        """Raises `RunError` where a question fails: its steps would be too fast."""
+        for _ in range(self._calls):
+            while self.engine.capacity:
+                turn, place = divmod(next(self._numbers), len(self._questions))
+                question = self._questions[place]
+                self.engine.submit(replace(question, id=f"{question.id}.{turn}"))
+            for event in self.engine.step():
+                if event.rollout.error:
+                    raise RunError(event.rollout.error)
+                self.row_forwards += len(event.rollout.steps) > 1  # the first step only searches
+                if event.finished:
+                    self.answers += 1
+                    self.forwards += event.rollout.forwards
+                    self.tokens += sum(len(step.committed) for step in event.rollout.steps)
 
 
 def measure_steady(
     decoder: Decoder, questions: Sequence[Question], roofline: Roofline, steps: int
 ) -> TableRow:
-    """Returns the figures of `steps` full steps; a question's evidence is in the pool after its first turn.
+    """Returns the figures of `steps` steps of all rows; a question's evidence is in the pool after its
+    first turn.
 
-    answers/s and tokens/s: by the forwards of the answers that ended meanwhile; absent where none did.
-    busy %: share of the time of further steps in which a kernel of the GPU ran, by torch's profiler.
+    answers/s and tokens/s: forwards of rows by those of the answers that ended meanwhile; absent where none
+    did. busy %: share of the time of further steps in which a kernel of the GPU ran, by torch's profiler.
     """
     device, runner = decoder.denoiser.device, find_caching_runner(decoder)
     denoiser, full = require_masked_denoiser(decoder), FullEngine(decoder.new_engine(), questions)
     try:
         for _ in range(WARMUP_STEPS):
             full.step()
-        full.answers = full.forwards = full.tokens = 0
+        full.row_forwards = full.answers = full.forwards = full.tokens = 0
         work = replace(denoiser.flop_count)
         encoded = 0 if runner is None else runner.cache_stats.encoded_tokens
         synchronize_device(device)
@@ -91,17 +101,16 @@ def measure_steady(
             full.step()
             seconds.append(time.perf_counter() - begun)
         now = dict(torch.cuda.memory_stats(device)) if device.type == "cuda" else {}
-        spent, rows = denoiser.flop_count - work, decoder.config.batch_size
         new = 0 if runner is None else runner.cache_stats.encoded_tokens - encoded
         row: TableRow = {
-            "setting": f"{rows} rows",
+            "setting": f"{decoder.config.batch_size} rows",
             "ms/step": 1e3 * median(seconds),
             "slowest": 1e3 * max(seconds),
             "new tokens/step": new / steps,
-            **roofline.describe(spent, sum(seconds)),
+            **roofline.describe(denoiser.flop_count - work, sum(seconds)),
         }
         if full.answers:
-            forwards, rate = full.forwards / full.answers, rows * steps / sum(seconds)
+            forwards, rate = full.forwards / full.answers, full.row_forwards / sum(seconds)
             row |= {"answers/s": [rate / forwards], "tokens/s": rate * full.tokens / full.forwards}
             row["forwards"] = forwards
         row |= {title: now[key] - before[key] for key, title in ALLOCATOR_COUNTS.items() if key in now}
