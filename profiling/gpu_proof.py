@@ -6,16 +6,17 @@
     python profiling/gpu_proof.py --out runs/gpu --quick           # tiny shapes, two minutes, on a CPU too
     python profiling/gpu_proof.py --out runs/gpu --only training
 
-The machine and the kernels that work on it. Answers a second with the shipped model, and with random
-weights of 1 and 7 billion parameters that follow its decodes (bench_decode.py, decode_replay.py), against
-the published algorithm done plainly, with GFLOPs counted and the share of what the device could do at best.
-How many questions get the same tokens alone and in a batch. Tokens a second, MFU and peak
-memory of training steps at about 1 billion parameters and sequences of 4,096 tokens, with each switch,
-beside the memory that was planned. Where the time of all goes (attribute.py).
+The machine and the kernels that work on it; attention against float64. How many questions get the same
+tokens alone and in a batch, by kernel and graphs. Batches that stay full, by kernel, graphs and overlap, of
+the shipped model and of random weights of 7 billion that follow its decodes (decode_replay.py), beside the
+published algorithm done plainly, with GFLOPs counted and the share of what the device could do at best.
+Training at 1 and 7 billion, sequences of 4,096 tokens, with each switch: tokens a second, MFU, peak memory
+beside the plan's. Learning by reward with adapters, and prompts of 1 to 32 K tokens, at 7 billion. Where
+the time of it goes (attribute.py).
 
-Every part is a process of its own with a time limit, --minutes for all of them: one that fails or takes too
-long leaves its error on the page, with what it had found until then, and the next begins. The page is
-rewritten after every part. Pools are warm: they have seen other questions before.
+Every part is a process of its own with a time limit, --minutes for all of them, and every row has an alarm:
+what fails or takes too long leaves its error on the page, and the next begins, in a new process where the
+old one has ended. Each row is in parts/PART.json at once; the page is rewritten after every part.
 """
 
 import argparse
@@ -34,11 +35,10 @@ from bench_tools import format_markdown_table, plot_bars, write_json
 from gpu_proof_parts import (
     PartRecord,
     inspect_machine,
-    measure_decoding,
     measure_exactness,
     measure_full_batches,
     measure_long_prompts,
-    measure_precision,
+    measure_rl,
     measure_training,
 )
 
@@ -55,7 +55,8 @@ class ReportPart(NamedTuple):
     measure: Callable[[PartRecord], None]
 
 
-MINUTES = {1: 4.7, 2: 7.0, None: 11.6}  # of each call, and of both
+RESTART_SECONDS = 15  # left, in which a part that has ended may find something
+MINUTES = {1: 4.7, 2: 6.4, None: 11.1}  # of each call, and of both
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "sequence_length", "batch_tokens")
 
 
@@ -63,52 +64,44 @@ def list_sizes(*values: int) -> list[str]:
     return [f"train.{name}={value}" for name, value in zip(SIZES, values, strict=True)]
 
 
-BILLION = list_sizes(2048, 5632, 20, 4096, 65_536)
-SEVEN_BILLION = list_sizes(4096, 14_336, 32, 4096, 16_384)
+# As many tokens as the plan has room for: of 7 billion `selective` would take 131 GiB at 16,384.
+BILLION = list_sizes(2048, 5632, 20, 4096, 49_152)
+SEVEN_BILLION = list_sizes(4096, 11_008, 32, 4096, 12_288)
 TINY = list_sizes(64, 128, 2, 64, 128)
+ROWS = dict.fromkeys((64, 16, 1))
 LONG_PROMPTS = (1024, 4096, 16_384, 32_768)  # tokens
-BATCHES = {64: 96, 16: 40, 1: 6}  # questions of a round
-train_large = partial(measure_training, vocabulary=32_000, steps=4)
-decode_few = partial(measure_decoding, rounds=1, profiled=2)
+train_large = partial(measure_training, vocabulary=32_000, steps=3)
+MFU_7B = {"selective": 52, "compile, half": 54, "compile, selective": 47, "compile, full": 46}
 # What is expected is what one H200 was thought to do when this was written, as shares of its best.
 FULL_PARTS = {
-    "machine": ReportPart(1, 30, inspect_machine),
-    "exactness": ReportPart(1, 45, partial(measure_exactness, questions=40, batch=16)),
+    "machine": ReportPart(1, 25, inspect_machine),
+    "exactness": ReportPart(1, 57, partial(measure_exactness, questions=40, batch=16)),
     "full_7b": ReportPart(
-        1, 150, partial(measure_full_batches, shape="7b", expected={1: 10, 16: 30, 64: 55}, steps=40)
+        1, 200, partial(measure_full_batches, shape="7b", expected={64: 55, 16: 30, 1: 10}, steps=24)
     ),
-    "shipped": ReportPart(1, 75, partial(measure_decoding, shape="", questions_by_batch={0: 8, **BATCHES})),
     "training_1b": ReportPart(
         2, 75, partial(train_large, settings=BILLION, expected={"selective": 45, "compile": 50})
     ),
-    "training_7b": ReportPart(
-        2,
-        120,
-        partial(train_large, settings=SEVEN_BILLION, expected={"selective": 55, "compile": 58, "full": 47}),
-    ),
-    "7b": ReportPart(
-        2, 120, partial(measure_decoding, shape="7b", questions_by_batch={0: 4, 16: 40, 1: 6})
-    ),
-    "precision": ReportPart(2, 60, partial(measure_precision, shape="7b", rows=(1, 16, 64))),
-    "long_prompts": ReportPart(2, 40, partial(measure_long_prompts, shape="7b", tokens=LONG_PROMPTS)),
+    "training_7b": ReportPart(2, 120, partial(train_large, settings=SEVEN_BILLION, expected=MFU_7B)),
+    "rl_7b": ReportPart(2, 70, partial(measure_rl, shape="7b", steps=3)),
+    "shipped": ReportPart(2, 74, partial(measure_full_batches, shape="", expected=ROWS, steps=24)),
+    "long_prompts": ReportPart(2, 45, partial(measure_long_prompts, shape="7b", tokens=LONG_PROMPTS)),
 }
 SWITCHES = dict.fromkeys(("none", "selective", "full"))
+FEW_ROLLOUTS = ("train.prompts_per_step=2", "train.num_generations=2", "train.world_passages=100")
 QUICK_PARTS = {
     "machine": ReportPart(1, 60, inspect_machine),
     "exactness": ReportPart(1, 60, partial(measure_exactness, questions=3, batch=2)),
     "full_tiny": ReportPart(
-        1, 60, partial(measure_full_batches, shape="tiny", expected={1: None, 4: None}, steps=8)
+        1, 60, partial(measure_full_batches, shape="tiny", expected={4: None, 1: None}, steps=8)
     ),
     "shipped": ReportPart(
-        1, 60, partial(decode_few, shape="", questions_by_batch={0: 2, 4: 4, 1: 2}, warmup=4)
+        1, 60, partial(measure_full_batches, shape="", expected={4: None, 1: None}, steps=4)
     ),
     "training": ReportPart(
         2, 90, partial(measure_training, settings=TINY, vocabulary=512, expected=SWITCHES, steps=2)
     ),
-    "tiny": ReportPart(
-        2, 60, partial(decode_few, shape="tiny", questions_by_batch={0: 1, 4: 4, 1: 2}, warmup=2)
-    ),
-    "precision": ReportPart(2, 30, partial(measure_precision, shape="tiny", rows=(4,), repeats=2)),
+    "rl": ReportPart(2, 60, partial(measure_rl, shape="tiny", steps=1, settings=FEW_ROLLOUTS)),
     "long_prompts": ReportPart(2, 30, partial(measure_long_prompts, shape="tiny", tokens=(200, 800))),
 }
 
@@ -120,7 +113,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--call", type=int, choices=(1, 2), help="half of the parts; the page keeps the others"
     )
-    parser.add_argument("--minutes", type=float, help="for everything (calls: 4.7 and 7; both: 11.6)")
+    parser.add_argument("--minutes", type=float, help="for everything (calls: 4.7 and 6.4; both: 11.1)")
     parser.add_argument("--only", metavar="PART", help=f"one part: {', '.join(FULL_PARTS)}")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # the process of a part
     given = parser.parse_args(argv)
@@ -149,15 +142,33 @@ def run_parts(parts: dict[str, ReportPart], out: Path, words: list[str], seconds
     later = sum(part.seconds for part in parts.values())
     for name, part in parts.items():
         record = out / "parts" / f"{name}.json"
-        record.unlink(missing_ok=True)
+        for path in (record, record.with_suffix(".log")):
+            path.unlink(missing_ok=True)
         later, begun = later - part.seconds, time.monotonic()
         limit = max(min(part.seconds, end - begun), end - begun - later)
         print_note(f"{name}: at most {limit:.0f} s")
-        error = run_part_process([sys.executable, __file__, *words, "--part", name], record, limit)
-        whole = json.loads(record.read_text()) if record.is_file() else {"rows": []}
-        found[name] = whole | {"seconds": time.monotonic() - begun, "error": error}
+        error = run_part([sys.executable, __file__, *words, "--part", name], record, begun + limit)
+        found[name] = read_record(record) | {"seconds": time.monotonic() - begun, "error": error}
         print_note(f"{name}: {found[name]['seconds']:.0f} s" + (f"; {error}" if error else ""))
-        write_gpu_report(out, found)
+        write_json(earlier, found)
+        try:
+            write_gpu_report(out, found)
+        except Exception as problem:  # the figures are written
+            print_note(f"the page: {problem!r}")
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {"rows": [], "tried": [], "errors": {}}
+
+
+def run_part(command: list[str], record: Path, end: float) -> str:
+    """Runs a part until `end`, once more after each row that has ended its process."""
+    tried, now = -1, 0
+    while True:
+        error = run_part_process(command, record, end - time.monotonic())
+        tried, now = now, len(read_record(record)["tried"])
+        if not error or now == tried or time.monotonic() > end - RESTART_SECONDS:
+            return error
 
 
 def run_part_process(command: list[str], record: Path, limit: float) -> str:
@@ -165,7 +176,7 @@ def run_part_process(command: list[str], record: Path, limit: float) -> str:
     if limit <= 0:
         return "no time was left for it"
     log = record.with_suffix(".log")
-    with log.open("w", encoding="utf-8") as words:
+    with log.open("a", encoding="utf-8") as words:
         process = subprocess.Popen(command, stdout=words, stderr=words, start_new_session=True)
         try:
             code = process.wait(limit)
@@ -178,8 +189,7 @@ def run_part_process(command: list[str], record: Path, limit: float) -> str:
 
 
 def write_gpu_report(out: Path, found: dict[str, dict[str, Any]]) -> None:
-    """page.md, page.json and page.png from what the parts have found until now."""
-    write_json(out / "page.json", found)
+    """page.md and page.png from what the parts have found until now."""
     blocks = ["# What this GPU does"]
     if bars := {
         f"{name}, {row['setting']}": row["answers/s"]
@@ -197,6 +207,9 @@ def write_gpu_report(out: Path, found: dict[str, dict[str, Any]]) -> None:
             whole = f"With a picture: `{part['attribution']}/`."
             blocks += [f"## Where the time goes: {name}", whole, report.read_text().partition("\n\n")[2]]
     errors = [f"**{name}**: {part['error']}" for name, part in found.items() if part["error"]]
+    errors += [
+        f"**{name}, {row}**: {e}" for name, part in found.items() for row, e in part["errors"].items()
+    ]
     times = [{"part": name, "seconds": part["seconds"]} for name, part in found.items()]
     blocks += ["## What went wrong", *(errors or ["Nothing."]), format_markdown_table(times)]
     write_text_atomic(out / "page.md", "\n\n".join(blocks) + "\n")

@@ -1,17 +1,21 @@
 """The proof for a GPU, on a CPU: what fails leaves its error, the rest of the page is made."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 
 import pytest
 
+import dlm_rag
 from tests.support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "profiling"))
 
 import gpu_proof
 import gpu_proof_parts
+from steady_state import FullEngine
 
 
 def look(folder):
@@ -36,6 +40,76 @@ def test_a_part_that_fails_or_hangs_says_so_and_is_over(tmp_path):
     assert taken("print('fine')", -1.0) == "no time was left for it"
 
 
+def test_a_row_that_fails_or_hangs_costs_no_other(tmp_path):
+    record = gpu_proof_parts.PartRecord(tmp_path / "part.json", tmp_path)
+    record.attempt("fails", 9, lambda: 1 / 0)
+    record.attempt("hangs", 1, lambda: time.sleep(60))
+    record.attempt("works", 9, lambda: {"setting": "works"})
+    found = json.loads((tmp_path / "part.json").read_text())
+    assert found["rows"] == [{"setting": "works"}]
+    failed = {"fails": "ZeroDivisionError: division by zero", "hangs": "RowTimeout: it took too long"}
+    assert found["errors"] == failed
+
+
+ENDS = """
+import os, sys
+from pathlib import Path
+from gpu_proof_parts import PartRecord
+record = PartRecord(Path(sys.argv[1]), Path())
+record.attempt("works", 9, lambda: {"setting": "works"})
+record.attempt("ends", 9, lambda: os._exit(3))
+record.attempt("follows", 9, lambda: {"setting": "follows"})
+"""
+
+
+@pytest.mark.slow
+def test_after_a_row_that_ends_the_process_another_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    path = tmp_path / "part.json"
+    assert gpu_proof.run_part([sys.executable, "-c", ENDS, str(path)], path, time.monotonic() + 300) == ""
+    found = json.loads(path.read_text())
+    assert [row["setting"] for row in found["rows"]] == ["works", "follows"]
+    assert found["errors"] == {"ends": "the process ended with it, after 14 s at most"}
+
+
+@pytest.mark.parametrize("overlap", ["none", "pipeline"])
+def test_full_batches_count_the_forwards_of_the_model(overlap):
+    decoder = dlm_rag.load("dlm_rag/shipped/model", overlap=overlap, batch_size=4, top_k=2)
+    propose, rows = decoder.model_runner.propose, []
+    decoder.model_runner.propose = lambda inputs: rows.append(len(inputs)) or propose(inputs)
+    questions = [f"In which city is {passage.title}?" for passage in decoder.retriever.corpus[:5]]
+    with decoder.new_engine() as engine:
+        full = FullEngine(engine, dlm_rag.questions.as_questions(questions))
+        for _ in range(20):
+            full.step()
+    assert 0 <= sum(rows) - full.row_forwards <= 4 * (overlap == "pipeline"), "others are under way"
+    assert full.row_forwards > 40 and full.answers > 2
+
+
+INTERPRETED = """
+from pathlib import Path
+import gpu_proof_parts as parts, steady_state
+steady_state.WARMUP_STEPS = 1
+parts.FULL_WAYS = [way for way in parts.FULL_WAYS if way[1] and (way[2] or way[1] == "compiled")]
+record = parts.PartRecord(Path("part.json"), Path())
+parts.measure_full_batches(record, "tiny", {2: None}, steps=2)
+ways = {"alone": (1, 0.1, "auto", "", "alone"), "graphs": (1, 0.1, "indexed", "graphs", "alone")}
+parts.compare_ways(record, "float32", ways, 1)
+"""
+
+
+@pytest.mark.slow
+def test_rows_of_our_kernel_in_the_interpreter(tmp_path):
+    pytest.importorskip("triton")
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", INTERPRETED], cwd=tmp_path, env=os.environ | paths, check=True)
+    found = json.loads((tmp_path / "part.json").read_text())
+    assert not found["errors"] and len(found["rows"]) == 6
+    *full, attention, _, graphs = found["rows"]
+    assert all(row["kernel"] == "indexed" and not row["new tokens/step"] for row in full)
+    assert attention["differ by, at most"] < 1e-5 and graphs["same tokens"] == "1 of 1"
+
+
 def test_the_page_says_what_was_found_until_a_part_broke_off(tmp_path):
     record = gpu_proof_parts.PartRecord(tmp_path / "part.json", tmp_path)
     record.add(title="Decoding: 7b", text="7,600 M parameters.")
@@ -43,8 +117,9 @@ def test_the_page_says_what_was_found_until_a_part_broke_off(tmp_path):
     record.add({"setting": "batch of 1", "answers/s": [1234.5], "peak GiB": 17.25})
     part = json.loads((tmp_path / "part.json").read_text())
     found = {
-        "7b": part | {"error": "it took more than its 9 s", "seconds": 9},
-        "shipped": {"rows": [], "error": "exit status 1: no memory", "seconds": 1},
+        "7b": part
+        | {"error": "it took more than its 9 s", "seconds": 9, "errors": {"8 rows": "no memory"}},
+        "shipped": {"rows": [], "error": "exit status 1: no memory", "seconds": 1, "errors": {}},
     }
     gpu_proof.write_gpu_report(tmp_path, found)
     page = (tmp_path / "page.md").read_text()
@@ -54,7 +129,7 @@ def test_the_page_says_what_was_found_until_a_part_broke_off(tmp_path):
         and "| batch of 1 | 1,234 [1,234, 1,234] | 17.25 |" in page
     )
     assert "**7b**: it took more than its 9 s" in page and "**shipped**: exit status 1: no memory" in page
-    assert json.loads((tmp_path / "page.json").read_text()) == found
+    assert "**7b, 8 rows**: no memory" in page
     assert (tmp_path / "page.png").stat().st_size > 10_000
 
 
@@ -62,21 +137,22 @@ def test_the_page_says_what_was_found_until_a_part_broke_off(tmp_path):
 def test_the_whole_look_on_a_cpu(tmp_path):
     page, found = look(tmp_path)
     assert "**On a CPU**" in page and "| matrix products, TFLOP/s |" in page and "kernel sdpa" in page
-    for name in ("shipped", "tiny"):
+    for name in ("shipped", "full_tiny"):
         rows = found[name]
-        assert [row["setting"] for row in rows] == ["reference", "batch of 4", "batch of 1"]
-        assert all(min(row["answers/s"]) > 0 and 0 < row["roofline %"] < 200 for row in rows)
-        assert rows[0]["reused %"] == 0 < rows[1]["reused %"]
+        first = ["4 rows, auto", "4 rows, auto, pipeline", "1 rows, auto", "1 rows, published"]
+        assert [row["setting"] for row in rows][:4] == first
+        assert all(0 < row["roofline %"] < 200 for row in rows)
+        assert all(row["answers/s"][0] > 0 for row in rows[:3])
         assert (tmp_path / f"attribution-{name}" / "report.md").stat().st_size > 500
-    assert [row["setting"] for row in found["full_tiny"]] == ["1 rows", "4 rows", "4 rows"]
-    assert all(row["answers/s"][0] > 0 and 0 < row["roofline %"] < 200 for row in found["full_tiny"])
+    assert [row["setting"] for row in found["full_tiny"]][4] == "4 rows, auto, blocks"
+    assert found["rl"][0]["rollout_forwards"] > 1
     switches = [row["switch"] for row in found["training"]]
     assert switches == ["none", "selective", "full"]
     assert all(row["planned GiB"] > 0 for row in found["training"])
     ways = {(row["precision"], row["way"]): row for row in found["exactness"]}
-    assert len(ways) == 10 and "## The same tokens?" in page
+    assert len(ways) == 9 and "## The same tokens?" in page
     exact = [row["same tokens as alone"] for (dtype, _), row in ways.items() if dtype == "float32"]
-    assert exact == ["3 of 3"] * 5
+    assert exact == ["3 of 3"] * 4
     assert ways["float32", "alone, again"]["confidences differ by, at most"] == 0
     for said in ("## Where the time goes: training", "| denoise |", "| backward |"):
         assert said in page
