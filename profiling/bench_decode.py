@@ -136,14 +136,10 @@ def main(argv: list[str]) -> None:
     else:
         source = open_checkpoint_source(prepared)
         ways = list_ways(source, prepared.evidence_layout, gib, config.engine.compile, out / "store")
+        decoders = {name: source.make(prepared.evidence_layout, *way) for name, way in ways.items()}
         settings = [
-            BenchSetting(
-                name,
-                source.make(prepared.evidence_layout, decode, engine),
-                name not in INEXACT,
-                fills_store="store" in name,
-            )
-            for name, (decode, engine) in ways.items()
+            BenchSetting(name, decoder, name not in INEXACT, "store" in name)
+            for name, decoder in decoders.items()
         ]
     if chosen := words.options["only"]:
         names = str(chosen).split(",")
@@ -196,8 +192,7 @@ def list_ways(
     """
     decode = replace(source.decode, overlap="none", retrieval_interval=1)
     single, batch = replace(decode, batch_size=1), decode
-    if batch.batch_size == 1:
-        batch = replace(decode, batch_size=16)
+    batch = replace(decode, batch_size=16) if batch.batch_size == 1 else batch
     masked, pool = EngineConfig(prefix_cache_gib=0.0), EngineConfig(prefix_cache_gib=prefix_cache_gib)
     best = masked if layout == "joint" else pool  # joint evidence cannot be shared
     ways: dict[str, tuple[DecodeConfig, EngineConfig | None]] = {
@@ -242,13 +237,11 @@ def measure_in_rounds(
             asked = turns[number] if number >= 0 else [*(earlier or turns[0])]
             if runner is not None and not earlier:
                 runner.reset_cache()
-            keeps_nothing = (
-                runner is None or runner.cache is None or not runner.cache.budget_tokens or not earlier
-            )
-            if number < 0 and keeps_nothing and not setting.fills_store:
+            keeps = earlier and runner is not None and runner.cache.budget_tokens
+            if number < 0 and not keeps and not setting.fills_store:
                 asked = asked[:2]
             found = measure_round(setting.decoder, asked)
-            if runner is not None and runner.cache is not None and runner.cache.store is not None:
+            if runner is not None and runner.cache.store is not None:
                 runner.cache.store.flush()
             if number >= 0:
                 setting.rounds.append(found)
@@ -262,7 +255,7 @@ def measure_round(decoder: Decoder, asked: Sequence[Question]) -> Round:
     runner, denoiser = find_caching_runner(decoder), require_masked_denoiser(decoder)
     work, seen = (
         replace(denoiser.flop_count),
-        CacheStats() if runner is None else replace(runner.cache_stats),
+        replace(CacheStats() if runner is None else runner.cache_stats),
     )
     meter = open_meter("auto", [denoiser.device])
     start = time.perf_counter()
@@ -276,13 +269,8 @@ def measure_round(decoder: Decoder, asked: Sequence[Question]) -> Round:
     for rollout in rollouts.values():
         tally.add(rollout)
     tally.close("", reading)
-    return Round(
-        seconds,
-        [rollouts[question.id] for question in asked],
-        reused,
-        denoiser.flop_count - work,
-        tally.energy,
-    )
+    answers = [rollouts[question.id] for question in asked]
+    return Round(seconds, answers, reused, denoiser.flop_count - work, tally.energy)
 
 
 def summarise_setting(

@@ -31,16 +31,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gpu_proof_parts as proof
 from bench_tools import format_markdown_table, plot_bars, write_json
-from gpu_proof_parts import (
-    PartRecord,
-    inspect_machine,
-    measure_exactness,
-    measure_full_batches,
-    measure_long_prompts,
-    measure_rl,
-    measure_training,
-)
 
 from dlm_rag.cli import CommandParser, print_note, run_program
 from dlm_rag.errors import ConfigError
@@ -52,7 +44,7 @@ class ReportPart(NamedTuple):
 
     call: int  # 1 or 2
     seconds: float  # how long it may take
-    measure: Callable[[PartRecord], None]
+    measure: Callable[[proof.PartRecord], None]
 
 
 RESTART_SECONDS = 15  # left, in which a part that has ended may find something
@@ -68,41 +60,33 @@ def list_sizes(*values: int) -> list[str]:
 BILLION = list_sizes(2048, 5632, 20, 4096, 49_152)
 SEVEN_BILLION = list_sizes(4096, 11_008, 32, 4096, 12_288)
 TINY = list_sizes(64, 128, 2, 64, 128)
-ROWS = dict.fromkeys((64, 16, 1))
 LONG_PROMPTS = (1024, 4096, 16_384, 32_768)  # tokens
-train_large = partial(measure_training, vocabulary=32_000, steps=3)
-MFU_7B = {"selective": 52, "compile, half": 54, "compile, selective": 47, "compile, full": 46}
-# What is expected is what one H200 was thought to do when this was written, as shares of its best.
-FULL_PARTS = {
-    "machine": ReportPart(1, 25, inspect_machine),
-    "exactness": ReportPart(1, 57, partial(measure_exactness, questions=40, batch=16)),
-    "full_7b": ReportPart(
-        1, 200, partial(measure_full_batches, shape="7b", expected={64: 55, 16: 30, 1: 10}, steps=24)
-    ),
-    "training_1b": ReportPart(
-        2, 75, partial(train_large, settings=BILLION, expected={"selective": 45, "compile": 50})
-    ),
-    "training_7b": ReportPart(2, 120, partial(train_large, settings=SEVEN_BILLION, expected=MFU_7B)),
-    "rl_7b": ReportPart(2, 70, partial(measure_rl, shape="7b", steps=3)),
-    "shipped": ReportPart(2, 74, partial(measure_full_batches, shape="", expected=ROWS, steps=24)),
-    "long_prompts": ReportPart(2, 45, partial(measure_long_prompts, shape="7b", tokens=LONG_PROMPTS)),
-}
-SWITCHES = dict.fromkeys(("none", "selective", "full"))
 FEW_ROLLOUTS = ("train.prompts_per_step=2", "train.num_generations=2", "train.world_passages=100")
+full, long = proof.measure_full_batches, proof.measure_long_prompts
+train = partial(proof.measure_training, vocabulary=32_000, steps=3)
+# What is expected is what one H200 was thought to do when this was written, as shares of its best.
+MFU_1B = {"selective": 45, "compile": 50}
+MFU_7B = {"selective": 52, "compile, half": 54, "compile, selective": 47, "compile, full": 46}
+ROOFLINE, UNKNOWN, FEW = {64: 55, 16: 30, 1: 10}, dict.fromkeys((64, 16, 1)), dict.fromkeys((4, 1))
+SWITCHES = dict.fromkeys(("none", "selective", "full"))
+FULL_PARTS = {
+    "machine": ReportPart(1, 25, proof.inspect_machine),
+    "exactness": ReportPart(1, 75, partial(proof.measure_exactness, questions=40, batch=16)),
+    "full_7b": ReportPart(1, 182, partial(full, shape="7b", expected=ROOFLINE, steps=24)),
+    "training_1b": ReportPart(2, 75, partial(train, settings=BILLION, expected=MFU_1B)),
+    "training_7b": ReportPart(2, 120, partial(train, settings=SEVEN_BILLION, expected=MFU_7B)),
+    "rl_7b": ReportPart(2, 70, partial(proof.measure_rl, shape="7b", steps=3)),
+    "shipped": ReportPart(2, 74, partial(full, shape="", expected=UNKNOWN, steps=24)),
+    "long_prompts": ReportPart(2, 45, partial(long, shape="7b", tokens=LONG_PROMPTS)),
+}
 QUICK_PARTS = {
-    "machine": ReportPart(1, 60, inspect_machine),
-    "exactness": ReportPart(1, 60, partial(measure_exactness, questions=3, batch=2)),
-    "full_tiny": ReportPart(
-        1, 60, partial(measure_full_batches, shape="tiny", expected={4: None, 1: None}, steps=8)
-    ),
-    "shipped": ReportPart(
-        1, 60, partial(measure_full_batches, shape="", expected={4: None, 1: None}, steps=4)
-    ),
-    "training": ReportPart(
-        2, 90, partial(measure_training, settings=TINY, vocabulary=512, expected=SWITCHES, steps=2)
-    ),
-    "rl": ReportPart(2, 60, partial(measure_rl, shape="tiny", steps=1, settings=FEW_ROLLOUTS)),
-    "long_prompts": ReportPart(2, 30, partial(measure_long_prompts, shape="tiny", tokens=(200, 800))),
+    "machine": ReportPart(1, 60, proof.inspect_machine),
+    "exactness": ReportPart(1, 60, partial(proof.measure_exactness, questions=3, batch=2)),
+    "full_tiny": ReportPart(1, 60, partial(full, shape="tiny", expected=FEW, steps=8)),
+    "shipped": ReportPart(1, 60, partial(full, shape="", expected=FEW, steps=4)),
+    "training": ReportPart(2, 90, partial(train, settings=TINY, vocabulary=512, expected=SWITCHES)),
+    "rl": ReportPart(2, 60, partial(proof.measure_rl, shape="tiny", steps=1, settings=FEW_ROLLOUTS)),
+    "long_prompts": ReportPart(2, 30, partial(long, shape="tiny", tokens=(200, 800))),
 }
 
 
@@ -110,9 +94,7 @@ def main(argv: list[str]) -> None:
     parser = CommandParser(__doc__ or "", prog="gpu_proof.py")
     parser.add_argument("--out", type=Path, required=True, help="folder of the page")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, in about two minutes")
-    parser.add_argument(
-        "--call", type=int, choices=(1, 2), help="half of the parts; the page keeps the others"
-    )
+    parser.add_argument("--call", type=int, choices=(1, 2), help="half of the parts; the page keeps others")
     parser.add_argument("--minutes", type=float, help="for everything (calls: 4.7 and 6.4; both: 11.1)")
     parser.add_argument("--only", metavar="PART", help=f"one part: {', '.join(FULL_PARTS)}")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # the process of a part
@@ -123,7 +105,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"'{name}' is not a part of it: {', '.join(parts)}")
     folder = make_folder(given.out / "parts")
     if given.part is not None:
-        parts[name].measure(PartRecord(folder / f"{name}.json", given.out / f"attribution-{name}"))
+        parts[name].measure(proof.PartRecord(folder / f"{name}.json", given.out / f"attribution-{name}"))
         return
     words = ["--out", str(given.out), *(["--quick"] if given.quick else [])]
     chosen = {key: part for key, part in parts.items() if given.call in (None, part.call)}
@@ -191,12 +173,8 @@ def run_part_process(command: list[str], record: Path, limit: float) -> str:
 def write_gpu_report(out: Path, found: dict[str, dict[str, Any]]) -> None:
     """page.md and page.png from what the parts have found until now."""
     blocks = ["# What this GPU does"]
-    if bars := {
-        f"{name}, {row['setting']}": row["answers/s"]
-        for name, part in found.items()
-        for row in part["rows"]
-        if "answers/s" in row
-    }:
+    rows = [(name, row) for name, part in found.items() for row in part["rows"] if "answers/s" in row]
+    if bars := {f"{name}, {row['setting']}": row["answers/s"] for name, row in rows}:
         plot_bars(out / "page.png", bars, "answers a second", log=True)
         blocks.append("![answers a second](page.png)")
     for name, part in found.items():
@@ -204,12 +182,10 @@ def write_gpu_report(out: Path, found: dict[str, dict[str, Any]]) -> None:
             blocks += [f"## {part['title']}", part["text"], format_markdown_table(part["rows"])]
         if "attribution" in part:
             report = out / part["attribution"] / "report.md"
-            whole = f"With a picture: `{part['attribution']}/`."
-            blocks += [f"## Where the time goes: {name}", whole, report.read_text().partition("\n\n")[2]]
+            blocks += [f"## Where the time goes: {name}", report.read_text().partition("\n\n")[2]]
     errors = [f"**{name}**: {part['error']}" for name, part in found.items() if part["error"]]
-    errors += [
-        f"**{name}, {row}**: {e}" for name, part in found.items() for row, e in part["errors"].items()
-    ]
+    for name, part in found.items():
+        errors += [f"**{name}, {row}**: {said}" for row, said in part["errors"].items()]
     times = [{"part": name, "seconds": part["seconds"]} for name, part in found.items()]
     blocks += ["## What went wrong", *(errors or ["Nothing."]), format_markdown_table(times)]
     write_text_atomic(out / "page.md", "\n\n".join(blocks) + "\n")

@@ -15,20 +15,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import decode_replay
+import decode_replay as replay
 import numpy as np
 import torch
 from attribute import write_attribution_report
 from attribution import attribute_session
 from bench_tools import TableRow, read_and_reset_peak_gib, synchronize_device, time_calls
-from decode_replay import (
-    SHAPE_FIELDS,
-    committed_tokens_by_step,
-    make_random_denoiser,
-    open_checkpoint_source,
-    open_replay_source,
-    select_evenly,
-)
 from profile_readers import read_profile_session
 from steady_state import measure_roofline, measure_steady
 
@@ -40,12 +32,7 @@ from dlm_rag.engine.runner import MaskedModelRunner
 from dlm_rag.evidence.prompt_segments import RowInput, lay_out_prompt
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.machine import choose_device, default_pool_bytes, has_bfloat16, measure_free_bytes
-from dlm_rag.model.attention import (
-    ATTENTION_BACKENDS,
-    compute_attention,
-    describe_kernel_version,
-    get_backend_problem,
-)
+from dlm_rag.model import attention
 from dlm_rag.model.denoiser_config import Segment
 from dlm_rag.model.packed_batch import pack_rows
 from dlm_rag.tokenizer import Prompt
@@ -58,7 +45,8 @@ from dlm_rag.training.task import Run, Task
 from dlm_rag.training.trainer import Trainer
 
 GIB = 2**30
-decode_replay.RANDOM_MODEL_SHAPES["tiny"] = (64, 2, 4, 2, 128, 2048)
+Expected = dict[Any, float | None]
+replay.RANDOM_MODEL_SHAPES["tiny"] = (64, 2, 4, 2, 128, 2048)
 
 
 def free_memory() -> None:
@@ -155,9 +143,9 @@ def inspect_machine(record: PartRecord) -> None:
     device, stamp = prepared.device, prepared.stamp()
     facts = stamp["machines"][0] | {f"{name} (version)": n for name, n in stamp["versions"].items()}
     facts["arithmetic"] = str(prepared.dtype).removeprefix("torch.")
-    for name in (*ATTENTION_BACKENDS, "indexed"):
-        problem = get_backend_problem(name, device, prepared.dtype)
-        facts[f"kernel {name}"] = problem or describe_kernel_version(name)
+    for name in (*attention.ATTENTION_BACKENDS, "indexed"):
+        problem = attention.get_backend_problem(name, device, prepared.dtype)
+        facts[f"kernel {name}"] = problem or attention.describe_kernel_version(name)
     facts["memory free, GiB"] = measure_free_bytes(device) / GIB
     facts["default pool, GiB"] = default_pool_bytes(device) / GIB
     text = f"Commit {stamp['commit']}, {stamp['date']}."
@@ -173,7 +161,7 @@ def inspect_machine(record: PartRecord) -> None:
 def measure_long_prompts(record: PartRecord, shape: str, tokens: Sequence[int], repeats: int = 3) -> None:
     """Milliseconds from a prompt to its first proposals, by its length: evidence new, and kept before."""
     device = choose_device("auto")
-    denoiser = make_random_denoiser(shape, device, getattr(torch, choose_low_dtype(device)))
+    denoiser = replay.make_random_denoiser(shape, device, getattr(torch, choose_low_dtype(device)))
     config, numbers = denoiser.config, iter(range(1, 1000))
     assert config.mask_token_id is not None
     runner, canvas = MaskedModelRunner(denoiser, config.mask_token_id, EngineConfig()), config.canvas_length
@@ -207,9 +195,7 @@ FULL_WAYS: list[tuple[str, str, str, tuple[str, ...]]] = [
 ]
 
 
-def measure_full_batches(
-    record: PartRecord, shape: str, expected: dict[int, float | None], steps: int
-) -> None:
+def measure_full_batches(record: PartRecord, shape: str, expected: Expected, steps: int) -> None:
     """Decoding in steady state, with all rows filled, beside what was expected before it was run.
 
     shape: of `RANDOM_MODEL_SHAPES`; empty: the shipped model. expected: the share of the roofline, in
@@ -217,9 +203,11 @@ def measure_full_batches(
     """
     most = max(expected)
     config = load_shipped_config(f"decode.batch_size={most}")
-    questions = select_evenly(gather_questions(config, []), max(2, most))
+    questions = replay.select_evenly(gather_questions(config, []), max(2, most))
     prepared = prepare_decoder(config, questions)
-    source = open_replay_source(prepared, questions, shape) if shape else open_checkpoint_source(prepared)
+    source = replay.open_checkpoint_source(prepared)
+    if shape:
+        source = replay.open_replay_source(prepared, questions, shape)
     roofline = measure_roofline(prepared.device, prepared.dtype)
     record.add(
         title=f"Full batches: {shape or 'shipped'}",
@@ -244,15 +232,15 @@ def measure_full_batches(
         read_and_reset_peak_gib(prepared.device)
         decoder.config = decoder.resolve_settings(decoder.config, batch_size=rows, overlap=overlap)
         row = measure_steady(decoder, questions, roofline, steps) | {"setting": setting}
-        row |= {"kernel": decoder.denoiser.backend}
-        row |= {"expected %": expected[rows] if way[1] and not way[2] else None}
+        share = expected[rows] if way[1] and not way[2] else None
+        row |= {"kernel": decoder.denoiser.backend, "expected %": share}
         return row | {"peak GiB": read_and_reset_peak_gib(prepared.device)}
 
     def profile() -> None:
         decoder = open_decoder("auto", "", "")
         record.profile_call(lambda: decoder.decode(questions[:16], batch_size=16, overlap="none"))
 
-    works = not get_backend_problem("indexed", prepared.device, prepared.dtype)
+    works = not attention.get_backend_problem("indexed", prepared.device, prepared.dtype)
     for *way, overlaps in FULL_WAYS:
         kernel, graphs, order = way
         if (kernel == "indexed" and not works) or (order and not shape):  # which has blocks of its own
@@ -262,7 +250,7 @@ def measure_full_batches(
         for rows in [1] if not overlaps else [most] if order else expected:
             for overlap in overlaps if rows > 1 else ["none"]:
                 words = [f"{rows} rows", kernel, graphs, order and "blocks", overlap.replace("none", "")]
-                setting, limit = ", ".join(filter(None, words)), 75 if graphs == "compiled" else 30
+                setting, limit = ", ".join(filter(None, words)), 90 if graphs == "compiled" else 45
                 record.attempt(setting, limit, partial(measure, setting, way, rows, overlap))
         if way == ["auto", "", ""]:
             record.attempt("profile", 30, profile)
@@ -300,11 +288,7 @@ def open_random_trainer(config: Config, kind: type[Task], **sizes: int) -> Train
 
 
 def measure_training(
-    record: PartRecord,
-    settings: Sequence[str],
-    vocabulary: int,
-    expected: dict[str, float | None],
-    steps: int,
+    record: PartRecord, settings: Sequence[str], vocabulary: int, expected: Expected, steps: int
 ) -> None:
     """Steps of one trainer whose switches are turned; memory beside that of the plan.
 
@@ -349,7 +333,7 @@ def measure_training(
         }  # fmt: skip
 
     for switch, share in expected.items():
-        record.attempt(switch, 60 if "compile" in switch else 30, partial(measure, switch, share))
+        record.attempt(switch, 70 if "compile" in switch else 30, partial(measure, switch, share))
         if switch == next(iter(expected)):
             profile = partial(record.profile_call, lambda: [trainer.step() for _ in range(2)])
             record.attempt("profile", 30, profile)
@@ -364,7 +348,7 @@ def measure_rl(record: PartRecord, shape: str, steps: int, settings: Sequence[st
         "train.lora_rank=16", "train.reward=forwards", "train.activation_checkpointing=full",
         "decode.commit_threshold=0.001", "decode.gate_temperature=4", *settings,
     ]  # fmt: skip
-    sizes = dict(zip(SHAPE_FIELDS, decode_replay.RANDOM_MODEL_SHAPES[shape], strict=True))
+    sizes = dict(zip(replay.SHAPE_FIELDS, replay.RANDOM_MODEL_SHAPES[shape], strict=True))
     sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
     trainer = open_random_trainer(load_config("search_rl.yaml", words), RlTask, **sizes)
     text = f"{count_millions(trainer.denoiser)}, LoRA of rank 16, {trainer.task.rows} rollouts a step."
@@ -389,7 +373,7 @@ def measure_attention(device: torch.device, dtype: torch.dtype) -> TableRow:
     count = sum(len(run.ids) for run in runs)
     q, k, v = (torch.randn(count, heads, 128).to(dtype) for heads in (28, 4, 4))
     seen = pack_rows(runs, torch.device("cpu")).attention_metadata
-    right = compute_attention(q.double(), k.double(), v.double(), seen, "sdpa")
+    right = attention.compute_attention(q.double(), k.double(), v.double(), seen, "sdpa")
     places = torch.randperm(2 * count)[:count]
     memory = torch.full((2, 2 * count, *k.shape[1:]), torch.nan, dtype=dtype)
     memory[:, places] = torch.stack((k, v))
@@ -397,7 +381,7 @@ def measure_attention(device: torch.device, dtype: torch.dtype) -> TableRow:
 
     def attend(rows: list[Segment], part: slice) -> torch.Tensor:
         sight = replace(pack_rows(rows, device).attention_metadata, key_places=there[part])
-        return compute_attention(queries[part], *held, sight, "indexed")
+        return attention.compute_attention(queries[part], *held, sight, "indexed")
 
     found, third = attend(runs, slice(None)), slice(38, 338)
     alone = torch.equal(attend(runs[2:3], third), found[third])
@@ -434,10 +418,10 @@ def measure_exactness(record: PartRecord, questions: int, batch: int) -> None:
 def compare_ways(record: PartRecord, dtype: str, ways: dict[str, Any], questions: int) -> None:
     """Adds the rows of `measure_exactness` in a precision."""
     config = load_shipped_config(f"model.dtype={dtype}")
-    asked = select_evenly(gather_questions(config, []), questions)
+    asked = replay.select_evenly(gather_questions(config, []), questions)
     prepared = prepare_decoder(config, asked)
-    source = open_checkpoint_source(prepared)
-    indexed = not get_backend_problem("indexed", prepared.device, prepared.dtype)
+    source = replay.open_checkpoint_source(prepared)
+    indexed = not attention.get_backend_problem("indexed", prepared.device, prepared.dtype)
 
     @cache
     def decode(way: str) -> list[Rollout]:
@@ -448,26 +432,31 @@ def compare_ways(record: PartRecord, dtype: str, ways: dict[str, Any], questions
         for layer in range(source.denoiser.config.num_hidden_layers):
             runner.cache.memory.layer(layer).fill_(torch.nan)
         if graphs == "padded":
-            runner._graphs._pool = None  # as on a CPU
-        found = decoder.decode(asked)
-        assert graphs != "padded" or runner._graphs._pool is None
-        return found
+            runner._graphs.run = partial(run_padded, source.denoiser)
+        return decoder.decode(asked)
 
     def measure(way: str) -> TableRow:
-        like = ways[way][-1]
-        pairs = [*zip(decode(way), decode(like), strict=True)]
-        same = [p for p in pairs if committed_tokens_by_step(p[0]) == committed_tokens_by_step(p[1])]
+        like, tokens = ways[way][-1], replay.committed_tokens_by_step
+        same = [p for p in zip(decode(way), decode(like), strict=True) if tokens(p[0]) == tokens(p[1])]
         farthest = max((compute_confidence_gap(*pair) for pair in same), default=0.0)
         count = f"{len(same)} of {len(asked)}"
         row = {"precision": dtype, "way": way, "like": like, "same tokens": count}
         return row | {"differ by, at most": farthest}
 
-    if indexed:
-        check = partial(measure_attention, prepared.device, prepared.dtype)
-        record.attempt(f"{dtype}, attention", 20, check)
+    check = partial(measure_attention, prepared.device, prepared.dtype)
     for way, (_, _, kernel, _, _) in ways.items():
+        if kernel == "indexed" and indexed:  # once
+            record.attempt(f"{dtype}, attention", 40, check)
         if kernel != "indexed" or indexed:
-            record.attempt(f"{dtype}, {way}", 20, partial(measure, way))
+            record.attempt(f"{dtype}, {way}", 40, partial(measure, way))
+
+
+def run_padded(denoiser: Any, rows: Any, head: Any) -> Any:
+    """What `StepGraphs.run` does, without a graph."""
+    states = denoiser.encode(rows)[0]
+    if head is None:
+        return states[: sum(rows.last_layer_metadata.query_lengths)]
+    return head(states, states.new_zeros((6, len(states))))
 
 
 def compute_confidence_gap(one: Rollout, other: Rollout) -> float:

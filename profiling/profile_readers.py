@@ -193,9 +193,8 @@ def nest_ranges(start: Times, end: Times, thread: Times, stage: Times) -> tuple[
     """`parent` and `around` of ranges that come by thread and start, the longer one first."""
     parent, around, stack, last = list[int](), list[int](), list[int](), None
     ends = end.tolist()
-    for number, (at, of, kind) in enumerate(
-        zip(start.tolist(), thread.tolist(), stage.tolist(), strict=True)
-    ):
+    columns = zip(start.tolist(), thread.tolist(), stage.tolist(), strict=True)
+    for number, (at, of, kind) in enumerate(columns):
         if of != last:
             stack, last = [], of
         while stack and ends[stack[-1]] <= at:
@@ -248,13 +247,9 @@ def iterate_nsys_sqlite(path: Path) -> Iterator[Event]:
             database.execute("CREATE TEMP TABLE StringIds (id, value)")
         queries = {"NVTX_EVENTS": NVTX_QUERY}
         for kind, called in GPU_TABLES.items():
-            table, join = (
-                f"CUPTI_ACTIVITY_KIND_{kind}",
-                "" if called else "LEFT JOIN StringIds ON id = shortName",
-            )
-            queries[table] = GPU_QUERY.format(
-                table=table, join=join, name=f"'{called}'" if called else "value"
-            )
+            table, name = f"CUPTI_ACTIVITY_KIND_{kind}", f"'{called}'" if called else "value"
+            join = "" if called else "LEFT JOIN StringIds ON id = shortName"
+            queries[table] = GPU_QUERY.format(table=table, join=join, name=name)
         for kind in ("RUNTIME", "DRIVER"):
             table = f"CUPTI_ACTIVITY_KIND_{kind}"
             queries[table] = CALL_QUERY.format(table=table)

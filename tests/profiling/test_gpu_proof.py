@@ -87,13 +87,15 @@ def test_full_batches_count_the_forwards_of_the_model(overlap):
 
 
 INTERPRETED = """
+LIKE = {"": "", "padded": "", "graphs": "padded"}
 from pathlib import Path
 import gpu_proof_parts as parts, steady_state
 steady_state.WARMUP_STEPS = 1
-parts.FULL_WAYS = [way for way in parts.FULL_WAYS if way[1] and (way[2] or way[1] == "compiled")]
+blocks, compiled = ("indexed", "graphs", "no_evidence"), ("indexed", "compiled", "")
+parts.FULL_WAYS = [(*blocks, ("none",)), (*compiled, ("pipeline",))]
 record = parts.PartRecord(Path("part.json"), Path())
 parts.measure_full_batches(record, "tiny", {2: None}, steps=2)
-ways = {"alone": (1, 0.1, "auto", "", "alone"), "graphs": (1, 0.1, "indexed", "graphs", "alone")}
+ways = {name: (1, 0.1, "indexed" if name else "auto", name, like) for name, like in LIKE.items()}
 parts.compare_ways(record, "float32", ways, 1)
 """
 
@@ -104,10 +106,10 @@ def test_rows_of_our_kernel_in_the_interpreter(tmp_path):
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", INTERPRETED], cwd=tmp_path, env=os.environ | paths, check=True)
     found = json.loads((tmp_path / "part.json").read_text())
-    assert not found["errors"] and len(found["rows"]) == 6
-    *full, attention, _, graphs = found["rows"]
-    assert all(row["kernel"] == "indexed" and not row["new tokens/step"] for row in full)
-    assert attention["differ by, at most"] < 1e-5 and graphs["same tokens"] == "1 of 1"
+    blocks, compiled, _, attention, *others = found["rows"]
+    assert not found["errors"] and blocks["kernel"] == compiled["kernel"] == "indexed"
+    assert attention["differ by, at most"] < 1e-5
+    assert [row["same tokens"] for row in others] == ["1 of 1"] * 2 and not others[1]["differ by, at most"]
 
 
 def test_the_page_says_what_was_found_until_a_part_broke_off(tmp_path):
