@@ -83,7 +83,7 @@ QUICK_PARTS = {
     "machine": ReportPart(1, 60, proof.inspect_machine),
     "exactness": ReportPart(1, 60, partial(proof.measure_exactness, questions=3, batch=2)),
     "full_tiny": ReportPart(1, 60, partial(full, shape="tiny", expected=FEW, steps=8)),
-    "shipped": ReportPart(1, 60, partial(full, shape="", expected=FEW, steps=4)),
+    "shipped": ReportPart(1, 60, partial(full, shape="", expected=FEW, steps=8)),
     "training": ReportPart(2, 90, partial(train, settings=TINY, vocabulary=512, expected=SWITCHES)),
     "rl": ReportPart(2, 60, partial(proof.measure_rl, shape="tiny", steps=1, settings=FEW_ROLLOUTS)),
     "long_prompts": ReportPart(2, 30, partial(long, shape="tiny", tokens=(200, 800))),
