@@ -40,36 +40,30 @@ def test_a_part_that_fails_or_hangs_says_so_and_is_over(tmp_path):
     assert taken("print('fine')", -1.0) == "no time was left for it"
 
 
-def test_a_row_that_fails_or_hangs_costs_no_other(tmp_path):
-    record = gpu_proof_parts.PartRecord(tmp_path / "part.json", tmp_path)
-    record.attempt("fails", 9, lambda: 1 / 0)
-    record.attempt("hangs", 1, lambda: time.sleep(60))
-    record.attempt("works", 9, lambda: {"setting": "works"})
-    found = json.loads((tmp_path / "part.json").read_text())
-    assert found["rows"] == [{"setting": "works"}]
-    failed = {"fails": "ZeroDivisionError: division by zero", "hangs": "RowTimeout: it took too long"}
-    assert found["errors"] == failed
-
-
-ENDS = """
-import os, sys
+ROWS = """
+import os, signal, sys, time
 from pathlib import Path
 from gpu_proof_parts import PartRecord
-record = PartRecord(Path(sys.argv[1]), Path())
-record.attempt("works", 9, lambda: {"setting": "works"})
-record.attempt("ends", 9, lambda: os._exit(3))
-record.attempt("follows", 9, lambda: {"setting": "follows"})
+attempt, block = PartRecord(Path(sys.argv[1]), Path()).attempt, signal.pthread_sigmask
+attempt("works", 9, lambda: {"setting": "works"})
+attempt("fails", 9, lambda: 1 / 0)
+attempt("hangs", 1, lambda: time.sleep(60))
+attempt("hangs in C", 1, lambda: (block(signal.SIG_BLOCK, [signal.SIGALRM]), time.sleep(60)))
+attempt("ends", 9, lambda: os._exit(3))
+attempt("follows", 9, lambda: {"setting": "follows"})
 """
 
 
 @pytest.mark.slow
-def test_after_a_row_that_ends_the_process_another_goes_on(tmp_path, monkeypatch):
+def test_a_row_that_fails_hangs_or_ends_its_process_costs_no_other(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     path = tmp_path / "part.json"
-    assert gpu_proof.run_part([sys.executable, "-c", ENDS, str(path)], path, time.monotonic() + 300) == ""
+    assert gpu_proof.run_part([sys.executable, "-c", ROWS, str(path)], path, time.monotonic() + 300) == ""
     found = json.loads(path.read_text())
     assert [row["setting"] for row in found["rows"]] == ["works", "follows"]
-    assert found["errors"] == {"ends": "the process ended with it, after 14 s at most"}
+    ended = "the process ended with it, after {} s at most"
+    failed = {"fails": "ZeroDivisionError: division by zero", "hangs": "RowTimeout: it took too long"}
+    assert found["errors"] == failed | {"hangs in C": ended.format(6), "ends": ended.format(14)}
 
 
 @pytest.mark.parametrize("overlap", ["none", "pipeline"])
@@ -87,15 +81,14 @@ def test_full_batches_count_the_forwards_of_the_model(overlap):
 
 
 INTERPRETED = """
-LIKE = {"": "", "padded": "", "graphs": "padded"}
 from pathlib import Path
 import gpu_proof_parts as parts, steady_state
-steady_state.WARMUP_STEPS = 1
+steady_state.WARMUP_STEPS, record = 1, parts.PartRecord(Path("part.json"), Path())
 blocks, compiled = ("indexed", "graphs", "no_evidence"), ("indexed", "compiled", "")
 parts.FULL_WAYS = [(*blocks, ("none",)), (*compiled, ("pipeline",))]
-record = parts.PartRecord(Path("part.json"), Path())
 parts.measure_full_batches(record, "tiny", {2: None}, steps=2)
-ways = {name: (1, 0.1, "indexed" if name else "auto", name, like) for name, like in LIKE.items()}
+like = {"": "", "padded": "", "graphs": "padded"}
+ways = {name: (1, 0.1, "indexed" if name else "auto", name, like[name]) for name in like}
 parts.compare_ways(record, "float32", ways, 1)
 """
 
@@ -103,13 +96,13 @@ parts.compare_ways(record, "float32", ways, 1)
 @pytest.mark.slow
 def test_rows_of_our_kernel_in_the_interpreter(tmp_path):
     pytest.importorskip("triton")
-    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", INTERPRETED], cwd=tmp_path, env=os.environ | paths, check=True)
+    here = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", INTERPRETED], cwd=tmp_path, env=here, check=True)
     found = json.loads((tmp_path / "part.json").read_text())
     blocks, compiled, _, attention, *others = found["rows"]
     assert not found["errors"] and blocks["kernel"] == compiled["kernel"] == "indexed"
-    assert attention["differ by, at most"] < 1e-5
-    assert [row["same tokens"] for row in others] == ["1 of 1"] * 2 and not others[1]["differ by, at most"]
+    assert attention["differ by, at most"] < 1e-5 and not others[1]["differ by, at most"]
+    assert [row["same tokens"] for row in others] == ["1 of 1"] * 2
 
 
 def test_the_page_says_what_was_found_until_a_part_broke_off(tmp_path):
