@@ -4,7 +4,6 @@ import faulthandler
 import gc
 import json
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -90,7 +89,7 @@ class PartRecord:
         self.found["tried"].append(name)
         errors[name] = f"the process ended with it, after {seconds + 5} s at most"
         self.add()
-        faulthandler.dump_traceback_later(seconds + 5, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(seconds + 5, exit=True, file=2)
         signal.signal(signal.SIGALRM, _raise_timeout)
         signal.alarm(seconds)
         try:
@@ -227,7 +226,7 @@ def measure_full_batches(record: PartRecord, shape: str, expected: Expected, ste
         decoder.decode(questions)
         return decoder
 
-    def measure(setting: str, way: tuple[str, str, str], rows: int, overlap: str) -> TableRow:
+    def measure(setting: str, way: Sequence[str], rows: int, overlap: str) -> TableRow:
         decoder = open_decoder(*way)
         read_and_reset_peak_gib(prepared.device)
         decoder.config = decoder.resolve_settings(decoder.config, batch_size=rows, overlap=overlap)
@@ -275,7 +274,7 @@ class RepeatedBatch(PretrainTask):
         return self.sampled
 
 
-def open_random_trainer(config: Config, kind: type[Task], **sizes: int) -> Trainer:
+def open_random_trainer(config: Config, kind: type[Task], **sizes: Any) -> Trainer:
     """The trainer of a run whose model has these sizes in place of its own, and random weights."""
     origin = open_initial_model(config)
     shape, lora_rank = replace(origin.config, **sizes), config.train.lora_rank
@@ -319,8 +318,8 @@ def measure_training(
         metrics: dict[str, Any] = {}
         seconds = time_calls(lambda: metrics.update(trainer.step()), device, steps)
         speed = trainer.speed_metrics(metrics, median(seconds))
-        words = {"activation_checkpointing": kind, "activation_checkpointing_interval": every}
-        switched = replace(config, train=replace(config.train, **words))
+        changed: Any = {"activation_checkpointing": kind, "activation_checkpointing_interval": every}
+        switched = replace(config, train=replace(config.train, **changed))
         task = PretrainTask(Run(switched, trainer.origin, Path()))
         planned = estimate_step_memory(task, trainer.dtype, task.items)
         whole = planned.weights + planned.gradients + planned.optimizer + planned.activations
@@ -348,7 +347,7 @@ def measure_rl(record: PartRecord, shape: str, steps: int, settings: Sequence[st
         "train.lora_rank=16", "train.reward=forwards", "train.activation_checkpointing=full",
         "decode.commit_threshold=0.001", "decode.gate_temperature=4", *settings,
     ]  # fmt: skip
-    sizes = dict(zip(replay.SHAPE_FIELDS, replay.RANDOM_MODEL_SHAPES[shape], strict=True))
+    sizes: dict[str, Any] = dict(zip(replay.SHAPE_FIELDS, replay.RANDOM_MODEL_SHAPES[shape], strict=True))
     sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
     trainer = open_random_trainer(load_config("search_rl.yaml", words), RlTask, **sizes)
     text = f"{count_millions(trainer.denoiser)}, LoRA of rank 16, {trainer.task.rows} rollouts a step."
@@ -381,7 +380,7 @@ def measure_attention(device: torch.device, dtype: torch.dtype) -> TableRow:
 
     def attend(rows: list[Segment], part: slice) -> torch.Tensor:
         sight = replace(pack_rows(rows, device).attention_metadata, key_places=there[part])
-        return attention.compute_attention(queries[part], *held, sight, "indexed")
+        return attention.compute_attention(queries[part], held[0], held[1], sight, "indexed")
 
     found, third = attend(runs, slice(None)), slice(38, 338)
     alone = torch.equal(attend(runs[2:3], third), found[third])
