@@ -146,8 +146,8 @@ def test_the_whole_look_on_a_cpu(tmp_path):
     assert all(row["planned GiB"] > 0 for row in found["training"])
     ways = {(row["precision"], row["way"]): row for row in found["exactness"]}
     assert len(ways) == 9 and "## The same tokens?" in page
-    exact = [row["same tokens as alone"] for (dtype, _), row in ways.items() if dtype == "float32"]
+    exact = [row["same tokens"] for (dtype, _), row in ways.items() if dtype == "float32"]
     assert exact == ["3 of 3"] * 4
-    assert ways["float32", "alone, again"]["confidences differ by, at most"] == 0
+    assert ways["float32", "alone, again"]["differ by, at most"] == 0
     for said in ("## Where the time goes: training", "| denoise |", "| backward |"):
         assert said in page
