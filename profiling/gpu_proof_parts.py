@@ -232,7 +232,9 @@ def measure_full_batches(record: PartRecord, shape: str, expected: Expected, ste
         decoder.config = decoder.resolve_settings(decoder.config, batch_size=rows, overlap=overlap)
         row = measure_steady(decoder, questions, roofline, steps) | {"setting": setting}
         share = expected[rows] if way[1] and not way[2] else None
+        held: Any = getattr(replay.find_caching_runner(decoder), "_graphs", None)
         row |= {"kernel": decoder.denoiser.backend, "expected %": share}
+        row["graphs"] = len(held._graphs) if held else None
         return row | {"peak GiB": read_and_reset_peak_gib(prepared.device)}
 
     def profile() -> None:
