@@ -1,7 +1,7 @@
 """What a GPU does, on one page: first what is right, then how fast, in at most twelve minutes.
 
     python profiling/gpu_proof.py --out runs/gpu --call 1          # right, and decoding; page.md, page.json
-    python profiling/gpu_proof.py --out runs/gpu --call 2          # training, the shipped model, long prompts
+    python profiling/gpu_proof.py --out runs/gpu --call 2          # training, and all that is left
     python profiling/gpu_proof.py --out runs/gpu                   # both, one after the other
     python profiling/gpu_proof.py --out runs/gpu --quick           # tiny shapes, two minutes, on a CPU too
     python profiling/gpu_proof.py --out runs/gpu --only training
