@@ -242,3 +242,10 @@ def test_the_gate_finds_the_two_commands():
     found = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     install_and_ask, install_and_test = found.stdout.splitlines()
     assert install_and_ask.endswith("sample.py") and install_and_test.endswith("-m pytest -n 2")
+
+
+def test_readme_and_docs_stay_short():
+    """The log and the reference are looked up, not read."""
+    pages = (p for p in DOCS.rglob("*.md") if p.name != "log.md" and "reference" not in p.parts)
+    assert len((ROOT / "README.md").read_text().split()) <= 600
+    assert sum(len(page.read_text().split()) for page in pages) <= 13_000
