@@ -19,7 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Where colorama is installed, numba's coloured errors wrap our streams and write to dumb terminals.
 os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 
-__version__ = "0.4.0"
+__version__ = "0.5.0.dev0"
 
 if TYPE_CHECKING:
     from dlm_rag.config import DecodeConfig as DecodeConfig
