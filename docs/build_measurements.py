@@ -42,8 +42,8 @@ INDEX_HEAD = """\
 # Measurements
 
 Each figure is stored in `results/` with its command, machine, date and, where known, commit and seed; a
-program that was removed is at that commit. More tables, which the report shows, are in `results/`. Brackets are 95 %
-intervals over questions or, for speed, ranges over rounds.
+program that was removed is at that commit. More tables, which the report shows, are in `results/`.
+Brackets are 95 % intervals over questions or, for speed, ranges over rounds.
 """
 
 Entry = dict[str, Any]
