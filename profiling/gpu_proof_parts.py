@@ -231,10 +231,9 @@ def measure_full_batches(record: PartRecord, shape: str, expected: Expected, ste
         read_and_reset_peak_gib(prepared.device)
         decoder.config = decoder.resolve_settings(decoder.config, batch_size=rows, overlap=overlap)
         row = measure_steady(decoder, questions, roofline, steps) | {"setting": setting}
-        share = expected[rows] if way[1] and not way[2] else None
         held: Any = getattr(replay.find_caching_runner(decoder), "_graphs", None)
-        row |= {"kernel": decoder.denoiser.backend, "expected %": share}
-        row["graphs"] = len(held._graphs) if held else None
+        row |= {"kernel": decoder.denoiser.backend, "graphs": held and len(held._graphs)}
+        row["expected %"] = expected[rows] if way[1] and not way[2] else None
         return row | {"peak GiB": read_and_reset_peak_gib(prepared.device)}
 
     def profile() -> None:
@@ -455,9 +454,7 @@ def compare_ways(record: PartRecord, dtype: str, ways: dict[str, Any], questions
 def run_padded(denoiser: Any, rows: Any, head: Any) -> Any:
     """What `StepGraphs.run` does, without a graph."""
     states = denoiser.encode(rows)[0]
-    if head is None:
-        return states[: sum(rows.last_layer_metadata.query_lengths)]
-    return head(states, states.new_zeros((6, len(states))))
+    return states[: sum(rows.last_layer_metadata.query_lengths)] if head is None else head(states)
 
 
 def compute_confidence_gap(one: Rollout, other: Rollout) -> float:

@@ -79,20 +79,23 @@ def list_titles(row: Record, passages: dict[str, Record]) -> set[str]:
 def write_questions(folder: Path, out: Path, held_out: bool) -> None:
     """Writes questions with short answers, held out or not, in an order that their digests fix; of those
     that are not, none about a page that one which is asks about."""
+    read = dict[str, tuple[list[Record], dict[str, Record]]]()
     for name, sets in (HELD_OUT_SETS if held_out else HELD_OUT_SETS | REWARD_SETS).items():
         rows = [row for part in sets for row in read_lines(folder / part / "questions.jsonl")]
+        passages = {row["id"]: row for part in sets for row in read_lines(folder / part / "corpus.jsonl")}
+        read[name] = rows, passages
+    pages = (list_titles(row, own) for rows, own in read.values() for row in rows if is_held_out(row))
+    unseen = set[str]().union(*pages)  # a page may be in several sets
+    for name, (rows, passages) in read.items():
         asked = [
             row
             for row in rows
             if is_held_out(row) == held_out
             and row["answer_kind"] == "span"
             and min(len(answer.split()) for answer in row["golden_answers"]) <= MAX_HELD_OUT_ANSWER_WORDS
+            and (held_out or not list_titles(row, passages) & unseen)
         ]
         asked.sort(key=digest_id)
-        passages = {row["id"]: row for part in sets for row in read_lines(folder / part / "corpus.jsonl")}
-        if not held_out:
-            unseen = set[str]().union(*(list_titles(row, passages) for row in rows if is_held_out(row)))
-            asked = [row for row in asked if not list_titles(row, passages) & unseen]
         write_set(out / name, asked, list(passages.values()))
         if held_out and name == "squad":
             some = asked[:UNANSWERED]
