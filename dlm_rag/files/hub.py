@@ -26,6 +26,7 @@ from dlm_rag.progress import format_bytes, quiet_imports
 
 log = logging.getLogger(__name__)
 
+ADAPTER_CONFIG = "adapter_config.json"  # of PEFT
 HUB_FILE_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
 MAX_METADATA_FILE_BYTES = 256 << 20  # of a file that is read whole; large tokenizers have 40 MiB
 LFS_POINTER_PREFIX = b"version https://git-lfs.github.com/spec/"  # of a file that git has not fetched

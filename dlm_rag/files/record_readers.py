@@ -37,7 +37,7 @@ SUPPORTED_FORMATS = (
 # The names that a field goes by; the first that is there counts.
 FIELD_ALIASES = {
     "id": ("id", "_id", "question_id", "questionid", "wikipedia_id",  # TriviaQA, KILT
-           "docid", "doc_id", "passage_id", "pid"),  # Pyserini, MS MARCO
+           "docid", "doc_id", "passage_id", "pid", "query_id", "qid"),  # Pyserini, MS MARCO, StrategyQA
     "question": ("question", "text", "query", "input"),  # BEIR's queries, MS MARCO, KILT
     "golden_answers": ("golden_answers", "answers", "answer", "possible_answers", "answerkey"),
     "answer_aliases": ("answer_aliases",),

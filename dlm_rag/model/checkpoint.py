@@ -52,7 +52,7 @@ DLM_RAG_FIELDS = {
     )
 } | {BLOCK_SIZE_KEY: "block_size"}  # fmt: skip
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 MERGE_VERSION = 1
 # Keys of `adapter_config.json` whose other values change the product in a way that is not merged here.
@@ -182,7 +182,7 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
     """
     folder = hub.resolve_hub_folder(path_or_hub_id, "model")
     hub.check_checkpoint_files(folder, [*hub.HUB_FILE_PATTERNS, "additional_chat_templates/*.jinja"])
-    if (folder / ADAPTER_CONFIG).exists():
+    if (folder / hub.ADAPTER_CONFIG).exists():
         folder = merge_adapter(folder)
     place = folder / "config.json"
     if not place.exists():
@@ -326,12 +326,12 @@ def merge_adapter(folder: Path) -> Path:
     W becomes W + alpha / r B A (LoRA, arXiv 2106.09685), in the base's dtype. Embeddings that the base
     lacks get the mean of its own. Raises `CheckpointError` for an adapter of another kind or another base.
     """
-    config = hub.read_checkpoint_json(folder / ADAPTER_CONFIG)
+    config = hub.read_checkpoint_json(folder / hub.ADAPTER_CONFIG)
     base_name = config.get("base_model_name_or_path")
     if not isinstance(base_name, str) or not base_name:
-        raise CheckpointError(f"{folder / ADAPTER_CONFIG} does not name its base_model_name_or_path")
+        raise CheckpointError(f"{folder / hub.ADAPTER_CONFIG} does not name its base_model_name_or_path")
     base = hub.resolve_hub_folder(base_name, f"the base of {folder}:")
-    if (base / ADAPTER_CONFIG).exists():
+    if (base / hub.ADAPTER_CONFIG).exists():
         raise CheckpointError(f"{base}, the base of {folder}, is an adapter itself: merge that one first")
     hub.check_checkpoint_files(base, hub.HUB_FILE_PATTERNS)
     scale, own = _read_scale(folder, config), folder / "config.json"
@@ -344,7 +344,7 @@ def merge_adapter(folder: Path) -> Path:
     def build(scratch: Path) -> None:
         texts = [path for home in (base, folder) for kind in TEXT_FILES for path in home.glob(kind)]
         for path in texts:
-            if path.name not in (ADAPTER_CONFIG, DIGESTS_FILE):
+            if path.name not in (hub.ADAPTER_CONFIG, DIGESTS_FILE):
                 shutil.copyfile(path, scratch / path.name)
         with translate_failures(CheckpointError, problem):
             _merge_weights(folder, base, scratch, scale, shape.get("vocab_size"))
@@ -355,7 +355,7 @@ def merge_adapter(folder: Path) -> Path:
 
 def _read_scale(folder: Path, config: dict[str, Any]) -> float:
     """Returns alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA."""
-    place = folder / ADAPTER_CONFIG
+    place = folder / hub.ADAPTER_CONFIG
     if (kind := config.get("peft_type")) != "LORA":
         raise CheckpointError(f"{place}: peft_type={kind!r:.40} is not supported, LORA is")
     for key, accepted in PLAIN_VALUES.items():

@@ -63,11 +63,17 @@ def load_retriever(
 
 
 def read_retrieval_settings(model: str | Path) -> dict[str, Any]:
-    """The settings of retrieval that a checkpoint carries; raises `CheckpointError`."""
-    from dlm_rag.config.sections import read_generation_settings
-    from dlm_rag.files.hub import resolve_hub_folder
+    """The settings of retrieval that a checkpoint, or else an adapter's base, carries; raises
+    `CheckpointError`."""
+    from dlm_rag.config.sections import GENERATION_FILE, read_generation_settings
+    from dlm_rag.files.hub import ADAPTER_CONFIG, read_checkpoint_json, resolve_hub_folder
 
-    return read_generation_settings(resolve_hub_folder(model, "model"))[1]
+    folder = resolve_hub_folder(model, "model")
+    if (folder / ADAPTER_CONFIG).exists() and not (folder / GENERATION_FILE).exists():
+        base = read_checkpoint_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+        if isinstance(base, str) and base:
+            folder = resolve_hub_folder(base, f"the base of {folder}:")
+    return read_generation_settings(folder)[1]
 
 
 @dataclass(frozen=True)

@@ -212,6 +212,16 @@ CASES = {
                      "answer": {"aliases": ["A. Tulm"], "normalized_aliases": ["tulm"], "value": "Tulm"}}]),
         [TRIVIA_READ],
     ),
+    "strategyqa": (
+        "dev.json",
+        json.dumps([{"qid": "b86", "question": "Is Emma a novel?", "answer": True}]).encode(),
+        [Question("b86", "Is Emma a novel?", ("yes",))],
+    ),
+    "ms marco": (
+        "dev.jsonl",
+        as_lines([{"query": "Who wrote Emma?", "query_id": 15, "answers": ["Austen"]}]),
+        [Question("15", "Who wrote Emma?", ("Austen",))],
+    ),
     "sardi titles": (
         "test.parquet",
         as_parquet([SARDI | {"supporting_docs": [{"contents": '"Vesk"\nVesk ends in Orra.'},

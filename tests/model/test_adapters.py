@@ -6,10 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dlm_rag.config.sections import GENERATION_FILE
 from dlm_rag.errors import CheckpointError
 from dlm_rag.files.build_once import DIGESTS_FILE
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.retrieval import read_retrieval_settings
 
 
 @pytest.fixture
@@ -58,6 +60,15 @@ def test_a_config_beside_the_adapter_adds_a_mask_token_with_the_mean_embedding(a
     rows = opened.read_tensor_rows("embed_tokens.weight", slice(0, 65))
     assert opened.config.mask_token_id == 64
     assert torch.allclose(rows[64], rows[:64].mean(0), atol=1e-5)
+
+
+def test_settings_of_the_base_hold_where_the_adapter_says_none(adapter, base):
+    folder, _ = adapter
+    for place, top_k in ((base, 3), (folder, 2)):
+        (place / GENERATION_FILE).write_text(json.dumps({"retrieval": {"top_k": top_k}}))
+        carried = {"top_k": top_k}
+        assert read_retrieval_settings(folder) == carried
+        assert open_checkpoint(folder).config.retrieval_settings == carried
 
 
 def test_it_is_merged_once_and_again_when_it_changes(adapter, base, caplog):
