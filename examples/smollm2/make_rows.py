@@ -11,8 +11,8 @@ answer as it stands in its passage: " Dillon Francis ### October 5, 1987". Where
 it is " ### unknown"; where the second page of two is missing, the names so far, and nothing after them.
 
 One question in HELD_OUT_OF is in no row. `--held-out` writes those with a short answer, and the passages of
-their sets, in the folders `natural` (asked without the passage in view) and `squad`; `unanswered` has 200
-of these without the passages that answer them.
+their sets, in the folders `natural` (asked without the passage in view), `squad` and `shifts` (other
+articles, asked as SQuAD's are); `unanswered` has 200 of SQuAD's without the passages that answer them.
 """
 
 import argparse
@@ -49,7 +49,10 @@ REMOVED_SHARE = 0.25  # share of the sets of one page with what BM25 finds for a
 NO_QUESTION_MARK_SHARE, SMALL_LETTERS_SHARE, QUOTED_SHARE = 0.15, 0.12, 0.3
 SEARCH_BATCH, SEARCH_DEPTH = 2000, 8
 HELD_OUT_OF = 50
-HELD_OUT_SETS = {"natural": ("tydiqa_en", "natural_questions", "natural_silver"), "squad": ("squad",)}
+HELD_OUT_SETS = {
+    "natural": ("tydiqa_en", "natural_questions", "natural_silver"), "squad": ("squad",),
+    "shifts": ("squadshifts_wiki",),
+}  # fmt: skip
 REWARD_SETS = {"two_hops": ("hotpotqa_more", "2wiki_more")}  # with `--questions`, beside those
 MAX_HELD_OUT_ANSWER_WORDS = 5
 UNANSWERED = 200
