@@ -25,8 +25,11 @@ log = logging.getLogger(__name__)
 
 _ENTITY = re.compile(r"&(?:amp|quot|apos|lt|gt|nbsp|[lr][sd]quo|#\d{1,6}|#x[\da-fA-F]{1,5});")  # of HTML
 IMAGE_FIELDS = ("image", "images", "image_url")
-# A list, SQuAD's object; the film "[REC]" is neither.
-_NESTED = re.compile(r"\s*(\[\s*(?:[-\d\[\"'{].*)?\]|\{\s*['\"]text['\"].*\})\s*", re.DOTALL)
+# A list, an object of SQuAD or TriviaQA; the film "[REC]" is neither.
+_NESTED = re.compile(
+    r"\s*(\[\s*(?:[-\d\[\"'{].*)?\]|\{\s*['\"](?:text|value|aliases|normalized_\w+|matched_\w+)['\"].*\})\s*",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -187,12 +190,15 @@ def _parse_question(row: dict[str, Any], place: str) -> Question:
     own, kind = record_readers.get_record_id(row, "question", place, QuestionError), row.get("type")
     answers, others = (_parse_texts(row, name, place) for name in ("golden_answers", "answer_aliases"))
     own_names = ("answerable", *FIELD_ALIASES["golden_answers"])  # yes is an answer, no label
+    golden = (*_read_choices(row, answers, place), *others)
     labels = [name for name, value in row.items() if value is True and str(name).lower() not in own_names]
     labels += [kind] if isinstance(kind, str) and record_readers.TYPE_LABEL.fullmatch(kind) else []
     return Question(
         id=own,
         question=text,
-        golden_answers=tuple(dict.fromkeys((*_read_choices(row, answers, place), *others))),
+        golden_answers=tuple(
+            dict.fromkeys((*golden, *filter(None, map(_tidy, golden))))
+        ),  # as it is read too
         supporting_ids=_parse_texts(row, "supporting_ids", place),
         supporting_titles=record_readers.list_supporting_titles(row, place, QuestionError),
         hops=record_readers.count_hops(row, own) if hops is None else int(float(hops)),
@@ -205,6 +211,11 @@ def _parse_question(row: dict[str, Any], place: str) -> Question:
 def _read_choices(row: dict[str, Any], answers: tuple[str, ...], place: str) -> tuple[str, ...]:
     """The answers; of a multiple choice (MMLU, ARC) the texts that they name by label, or number from 0."""
     given, said = row.get("choices", row.get("options")), get_field(row, "golden_answers")[1]
+    if isinstance(given, str) and given.lstrip()[:1] in ("[", "{"):
+        raise QuestionError(f'{place}: the choices are not JSON, as ["a", "b"] is')
+    letters = {key: text for key, text in row.items() if len(str(key)) == 1 and not is_missing(text)}
+    if given is None and "A" in letters and str(said) in letters:  # a column each (MMMLU)
+        given = {key: letters[key] for key in ascii_uppercase if key in letters}
     texts, own = given, None
     if isinstance(given, dict):  # of ARC; the texts by their labels (MedQA)
         texts, own = given.get("text", [*given.values()]), given.get("label", [*given])
@@ -232,9 +243,11 @@ def _parse_texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]
     value = value.tolist() if hasattr(value, "tolist") else [*value] if isinstance(value, tuple) else value
     if isinstance(value, str) and _NESTED.fullmatch(value):
         try:
-            value = json.loads(value)
+            text, value = value, json.loads(value)
         except (ValueError, RecursionError):
             raise QuestionError(f'{place}: \'{key}\' is not JSON, as ["a", "b"] is') from None
+        if field == "golden_answers" and all(type(each) in (int, float) for each in value):
+            value = [text, *value]  # an interval, or numbers that are each an answer
     if isinstance(value, dict):
         own = {key.lower(): each for key, each in value.items()}
         names = [own["value"], *(own.get("aliases") or ())] if own.get("value") else value

@@ -65,7 +65,7 @@ def choose_f1_rule(questions: str) -> str:
     """The rule of `f1` for a file of questions, by its name and that of its folder."""
     path = Path(questions).absolute()
     said = f"{path.parent.name}/{path.name}".lower()
-    return "hotpotqa" if "hotpotqa" in said or "2wikimultihopqa" in said else "squad"
+    return "hotpotqa" if "hotpot" in said or "2wiki" in said else "squad"
 
 
 def compute_evidence_recall(evidence: Iterable[str], supporting_ids: Sequence[str]) -> float | None:

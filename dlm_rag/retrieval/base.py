@@ -426,4 +426,10 @@ def wrap_oracle(inner: Retriever, questions: Sequence[Question], query: str) -> 
             "retrieval.oracle=true needs decode.query_policy=question: its evidence never changes"
         )
     check_oracle_support(questions)
-    return OracleRetriever(inner, {build_query(query, q.question).parts[0]: q for q in questions})
+    asked = dict[str, Question]()
+    for each in questions:
+        same = asked.setdefault(build_query(query, each.question).parts[0], each)
+        if {*_list_supports(same)} != {*_list_supports(each)}:
+            both = f"'{same.id}' and '{each.id}' ask the same"
+            raise ConfigError(f"retrieval.oracle=true: {both}, but their supporting passages differ")
+    return OracleRetriever(inner, asked)

@@ -42,10 +42,11 @@ _HEADING_MARKUP = re.compile(
     r"|</?(?:a|b|i|em|strong|code|span|img|sup|sub)\b[^<>\n]{0,100}>"
 )
 _CLOSING = re.compile(r"(?<![ \t])[ \t]+#+[ \t]*\Z")  # behind a heading; "C#" has none
-# Between --- (YAML) or +++ (TOML), at the beginning, with a key; in braces (JSON).
+# Between --- (YAML: no line of prose) or +++ (TOML), at the beginning, with a key; in braces (JSON).
 _FRONT_MATTER = re.compile(
     r"\A\s{0,20}(?=[^\n]*\n(?:[ \t]*(?:#[^\n]*)?\n){0,20}[ \t]*[\w\"'-]{1,60}[ \t]*[:=])"
-    r"(?:(---|\+\+\+)[ \t]*\n(?:[^\n]*\n){0,2000}?(?:\1|\.\.\.)|\{\n(?:[^\n]*\n){0,2000}?\})[ \t]*(?:\n|\Z)"
+    r"(?:---[ \t]*\n(?:(?:[ \t#\-\]}][^\n]*|[\w\"'./ -]{1,60}:(?!\S)[^\n]*)?\n){0,2000}?(?:---|\.\.\.)"
+    r"|\+\+\+[ \t]*\n(?:[^\n]*\n){0,2000}?(?:\+\+\+|\.\.\.)|\{\n(?:[^\n]*\n){0,2000}?\})[ \t]*(?:\n|\Z)"
 )
 _FRONT_TITLE = re.compile(
     r"^(?:[ \t]*\"title\"|title)[ \t]*[:=][ \t]*(?:[>|][-+]?[ \t]*\n[ \t]+)?"
@@ -156,11 +157,13 @@ def split_passages(text: str, markdown: bool = False) -> list[str]:
 
 def _split_sections(text: str, title: str = "") -> Iterator[tuple[str, str]]:
     """The headings of Markdown with what stands below each; above the first is none. Before one stand up to
-    two that it is below ("Emma: Plot"), as long as it may be a title. title: of the front matter."""
-    heading, start, above = "", 0, {0: title} if title else dict[int, str]()
+    two that it is below ("Emma: Plot"), as long as it may be a title. One with nothing below it that stands
+    before no other, and is not the first, is its own text. title: of the front matter."""
+    heading, last, start, above = "", "", 0, {0: title} if title else dict[int, str]()
+    first = True
     for found in _SECTION.finditer(text):
         if said := found["title"] or found["underlined"] or found["tagged"]:
-            yield heading, text[start : found.start()]
+            before, body = heading, text[start : found.start()]
             bare = _HEADING_MARKUP.sub(lambda m: m["linked"] or m["marked"] or "", said)
             said, start = _CLOSING.sub("", bare).strip() or said.strip(), found.end()
             mark = found["level"] or found["tag"] or f"h{1 + (found['line'][0] == '-')}"
@@ -169,7 +172,11 @@ def _split_sections(text: str, title: str = "") -> Iterator[tuple[str, str]]:
             names = [*dict.fromkeys(above.values())]
             joined = (": ".join(names[-n:]) for n in (3, 2))
             heading = next((each for each in joined if len(each.split()) <= MAX_TITLE_WORDS), said)
-    yield heading, text[start:]
+            named = first or (last in names and last in heading)
+            yield before, body if body.strip() or named else last
+            first, last = not last and first, said
+    body = text[start:]
+    yield heading, body if body.strip() or first else last
 
 
 def list_document_suffixes() -> list[str]:
@@ -211,7 +218,8 @@ def _read_html(path: Path) -> str:
     from bs4.element import PreformattedString
 
     logging.getLogger("bs4.dammit").setLevel(logging.ERROR)
-    page: Any = BeautifulSoup(path.read_bytes(), "html.parser")
+    # What is UTF-8 is tried before what the page says and before a guess.
+    page: Any = BeautifulSoup(path.read_bytes(), "html.parser", from_encoding="utf-8")
     title = " ".join(page.title.get_text().split()) if page.title else ""
     found, opened = [f"# {title}\n\n" * bool(title)], [(page, iter(page.children))]
     while opened:  # changes of the tree would take the square of its size

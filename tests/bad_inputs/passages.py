@@ -83,6 +83,7 @@ CASES = [
             ("comes with an 'image', and only texts are answered", '{"id": "1", "image": "cat.png"}\n'),
             ("must be a list of texts", '{"id": "b", "question": "x", "answers": [[1]]}'),
             ("the choices must be a list of texts", '{"id": "b", "question": "x", "choices": [{"text": "y"}]}'),
+            ("the choices are not JSON", '{"id": "b", "question": "x", "choices": "[\'y\' \'z\']", "answer": 1}'),
             ("line 1: 'D' names no choice", '{"id": "b", "question": "x", "choices": ["y"], "answerKey": "D"}'),
             ("the 'question' must be a text that is not blank", '{"id": "b", "question": " "}'),
             *(

@@ -157,6 +157,7 @@ CASES = {
         {"options": dict(zip("ABC", CHOICES, strict=True)), "answer": "B"},
         {"metadata": {"choices": json.dumps(CHOICES)}, "answer": 1},
         {"choices": {"text": CHOICES, "label": ["2", "1", "3"]}, "answerKey": "1"},
+        {**dict(zip("ABC", CHOICES, strict=True)), "Answer": "B"},  # MMMLU
      ))},
     "hotpotqa distractor": ("hotpot_dev_distractor_v1.json", as_json([HOTPOT]), [HOTPOT_READ]),
     "hotpotqa fullwiki test": ("hotpot_test_fullwiki_v1.json",
@@ -206,6 +207,12 @@ CASES = {
     "triviaqa original": ("verified-wikipedia-dev.json",
      json.dumps({"Data": [TRIVIA], "Domain": "Web", "Version": 1.0}).encode(),
      [TRIVIA_READ]),
+    "triviaqa csv": (
+        "dev.csv",
+        as_table(["question_id", "question", "answer"],
+                 [["tc_8", "Who?", '{"value": "Tulm", "aliases": ["A. Tulm"]}']], ","),
+        [TRIVIA_READ],
+    ),
     "triviaqa hub parquet": (
         "validation.parquet",
         as_parquet([{"question": "Who?", "question_id": "tc_8",

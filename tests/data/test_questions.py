@@ -52,6 +52,17 @@ def test_all_fields_and_the_names_that_other_data_sets_give_them(tmp_path):
         read_questions(write_jsonl_file(tmp_path / "r", [{**rows[1], "supporting_ids": {"d1": 1}}]))
 
 
+def test_an_answer_counts_as_it_is_written_and_as_it_is_read(tmp_path):
+    rows = [
+        {"id": n, "question": "x", "answer": said}
+        for n, said in enumerate(("AT&amp;T", "Men’s\u00a0wear", "[2, 5]"))
+    ]
+    read = read_questions(write_jsonl_file(tmp_path / "q.jsonl", rows))
+    assert [each.golden_answers for each in read] == [
+        ("AT&amp;T", "AT&T"), ("Men’s\u00a0wear", "Men's wear"), ("[2, 5]", "2", "5"),
+    ]  # fmt: skip
+
+
 def test_a_limit_draws_evenly_over_hops_and_a_larger_one_the_same_and_more():
     """Of a file that begins with its easy questions, as those of invented worlds do."""
     asked = [Question(str(n), "?", hops=1 + n // 100) for n in range(400)]

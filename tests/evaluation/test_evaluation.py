@@ -77,7 +77,8 @@ def test_cover_match_is_containment_after_normalisation():
 
 def test_the_rule_of_f1_follows_the_name_of_the_questions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for path in ("data/hotpotqa/q.jsonl", "HotpotQA-dev.jsonl", "/data/2wikimultihopqa/dev.parquet"):
+    for path in ("data/hotpotqa/q.jsonl", "HotpotQA-dev.jsonl", "/data/2wikimultihopqa/dev.parquet",
+                 "hotpot_dev_distractor_v1.json"):  # fmt: skip
         assert choose_f1_rule(path) == "hotpotqa"
     for path in ("hotpotqa/squad/questions.jsonl", "questions.jsonl"):
         assert choose_f1_rule(path) == "squad"

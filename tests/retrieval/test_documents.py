@@ -69,6 +69,16 @@ def test_documents_are_read_with_their_headings(tmp_path):
     assert "d.docx (File is not a zip" in said
 
 
+def test_a_page_in_utf_8_is_read_whether_it_says_so_or_not(tmp_path):
+    pytest.importorskip("bs4")
+    (tmp_path / "a.html").write_bytes(
+        "<p>Łódź is a city in Poland.</p><p>Ærø ligger i Danmark.</p>".encode()
+    )
+    (tmp_path / "b.html").write_bytes("<meta charset=latin-1><p>Ærø</p>".encode("latin-1"))
+    read_texts = [text for _, text in read(tmp_path)]
+    assert read_texts == ["Łódź is a city in Poland.\n\nÆrø ligger i Danmark.", "Ærø"]
+
+
 def test_documents_that_cannot_be_read_are_named_with_what_reads_them(tmp_path, monkeypatch):
     monkeypatch.setattr("dlm_rag.retrieval.text_folder.find_spec", lambda name: None)
     assert list_document_suffixes() == []

@@ -171,6 +171,23 @@ def test_what_only_looks_like_front_matter_or_a_heading_is_text(tmp_path):
     (notes / "a.md").write_text("---\nA rule.\n---\nMore.\n\n````\n```\n# no\n````\n")
     (only,) = open_corpus(notes, tmp_path)
     assert only.title == "a" and all(word in only.contents for word in ("A rule.", "More.", "# no"))
+    (notes / "a.md").write_text("---\n\nNote: a rule.\n\nMore.\n\n---\n\nEnd.\n")
+    assert (
+        " ".join(p.contents for p in open_corpus(notes, tmp_path)).split()
+        == "--- Note: a rule. More. --- End.".split()
+    )
+
+
+def test_a_heading_with_nothing_below_it_is_text(tmp_path):
+    """But for those that the next one stands below, and the title of the whole."""
+    (notes := tmp_path / "notes").mkdir()
+    (notes / "a.md").write_text(
+        "# FAQ\n## Opened in 1931\n## Closed in 1950\nSold.\n## Call 1234\n# Staff\n## Anna\nx"
+    )
+    assert [(p.title, p.contents) for p in open_corpus(notes, tmp_path)] == [
+        ("FAQ: Opened in 1931", "Opened in 1931"), ("FAQ: Closed in 1950", "Sold."),
+        ("FAQ: Call 1234", "Call 1234"), ("Staff: Anna", "x"),
+    ]  # fmt: skip
 
 
 def test_supports_that_the_corpus_lacks_are_counted(tmp_path):
