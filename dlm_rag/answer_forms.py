@@ -100,6 +100,9 @@ _MARK_START = re.compile(  # also what may be the beginning of one, at the end
     rf"|(?<![A-Za-z-])(?:{_ANSWER_WORD})|(?<!\S){_BEFORE_ANSWER}(?:\S+[ \t]{{1,3}})?\S*\Z",
     re.IGNORECASE | re.MULTILINE,
 )
+_BEFORE_MARK = re.compile(
+    r"[ \t|]*(?:[-•+]|\d{1,2}[.)]|[^\w\s]{1,2})?[ \t|*_]*"
+)  # from the start of its line
 _JSON_VALUE = re.compile(
     r"""[:：\s]\s*(?:\[\s*)?(?:\{\s*["']\w{1,20}["']\s*:\s*)?"""
     r"""(?:(?P<quote>["'])((?:(?!(?P=quote))[^\\\n]|\\.)*)(?P=quote)"""
@@ -192,7 +195,10 @@ def find_answer(response: str, form: str = "marked") -> AnswerPlace:
 def find_possible_mark(text: str) -> int:
     """Where the mark of an answer may begin in a text that still grows; its end, where none may."""
     found = _MARK_START.search(text)
-    return min(found.start() if found else len(text), find_answer(text).mark)
+    begin = found.start() if found else len(text)
+    line = text.rfind("\n", 0, begin) + 1
+    begin = line if _BEFORE_MARK.fullmatch(text, line, begin) else begin
+    return min(begin, find_answer(text).mark)
 
 
 class _Mark(NamedTuple):

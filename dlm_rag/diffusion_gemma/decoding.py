@@ -423,14 +423,15 @@ class GemmaRunner(ModelRunner):
                 slot.previous_logits if slot.logits_block_start == view.finished_length else None
                 for slot, view in zip(slots, views, strict=True)
             ]
-            found = []
+            found, seen = [], []
             for row, logits in enumerate(self.denoiser.compute_canvas_logits(canvas, stacked, before)):
-                view, slot = views[row], slots[row]
-                cooled = logits / view.temperature
+                cooled = logits / views[row].temperature
                 found.append(_read_logits(logits, cooled, drawn[row]))
-                slot.logits_block_start = view.finished_length
-                slot.previous_logits = cooled.to(self.denoiser.dtype)
-            return gather_proposals(views, found)
+                seen.append(cooled.to(self.denoiser.dtype))
+            wait = gather_proposals(views, found)
+            for view, slot, logits in zip(views, slots, seen, strict=True):  # of a step that did not fail
+                slot.logits_block_start, slot.previous_logits = view.finished_length, logits
+            return wait
 
     def _stack_texts(self, numbers: list[int], slots: list[PrefixSlot], canvas: int) -> dict[str, Any]:
         """The texts of slots; put together again only where one has changed, or a row has come or gone."""

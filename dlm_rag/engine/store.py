@@ -167,6 +167,7 @@ def describe_context(denoiser: Denoiser, cache_dtype: str) -> str:
     What a config says of decoding alone does not count.
     """
     left_out = {*DLM_RAG_FIELDS.values(), "excluded_token_ids", "mask_token_id"}
+    left_out |= {"decode_settings", "retrieval_settings"}
     shape = {name: value for name, value in asdict(denoiser.config).items() if name not in left_out}
     how = {
         "weights": denoiser.weights_fingerprint, "dtype": str(denoiser.dtype), "cache_dtype": cache_dtype,

@@ -52,14 +52,14 @@ def _attend(  # type: ignore[no-untyped-def]
         seen = is_key[None, :]
         if HAS_COUNTS:
             seen = seen & ((number - begin)[None, :] < count[:, None])
-        scores = tl.where(seen, tl.dot(q, k) * scale, float("-inf"))
+        scores = tl.where(seen, tl.dot(q, k, input_precision="ieee") * scale, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         weights, shrink = tl.exp2(scores - higher[:, None]), tl.exp2(highest - higher)
         total = total * shrink + tl.sum(weights, 1)
         v = tl.load(
             values + at_key[:, None] + column[None, :], mask=is_key[:, None] & is_column[None, :], other=0.0
         )
-        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
+        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         highest = higher
     at_out = token[:, None] * out_stride + head[:, None] * out_head_stride + column[None, :]
     mixed = (mixed / total[:, None]).to(out.dtype.element_ty)

@@ -382,12 +382,19 @@ class HttpServer(uvicorn.Server):
 
     async def _sweep_connections(self) -> None:
         """Drops connections that are too many, bring no request or read nothing; looks out for the end."""
-        stuck: dict[tuple[Any, bool], float] = {}  # since when one waits for a request, or to be read
+        # Since when one waits for a request after the last, or has read nothing of what waits for it.
+        stuck: dict[tuple[Any, Any], float] = {}
         while True:
             now = time.monotonic()
             connections: list[Any] = [*self.server_state.connections]
-            idle = {(each, False) for each in connections if not each.cycle or each.cycle.response_complete}
-            deaf = {(each, True) for each in connections if each.flow.write_paused}
+            idle = {
+                (each, each.cycle) for each in connections if not each.cycle or each.cycle.response_complete
+            }
+            deaf = {
+                (each, each.transport.get_write_buffer_size())
+                for each in connections
+                if each.flow.write_paused
+            }
             stuck = {key: stuck.get(key, now) for key in idle | deaf}
             newest = sorted(idle, key=stuck.__getitem__, reverse=True)
             for connection, _ in newest[: max(0, len(connections) - MAX_CONNECTIONS)]:

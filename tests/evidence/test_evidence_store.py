@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import shutil
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save
 
 from dlm_rag.config import EngineConfig
+from dlm_rag.config.sections import GENERATION_FILE
 from dlm_rag.engine import store as evidence_store
 from dlm_rag.engine.store import EvidenceStore, open_evidence_store
 from dlm_rag.errors import ConfigError
@@ -220,7 +222,10 @@ def test_entries_belong_to_weights_and_not_to_settings_of_decoding(tmp_path, che
     tiny_denoiser(evidence_layout="independent", abstain="answer").save_pretrained(abstaining)
     tiny_denoiser(1).save_pretrained(tmp_path / "other")
     wait_until(lambda: is_there(checkpoint), seconds=10)
-    assert is_there(abstaining) and not is_there(tmp_path / "other")
+    tuned = tmp_path / "tuned"
+    shutil.copytree(checkpoint, tuned)
+    (tuned / GENERATION_FILE).write_text('{"decode": {"commit_threshold": 0.8}, "retrieval": {"top_k": 2}}')
+    assert is_there(abstaining) and is_there(tuned) and not is_there(tmp_path / "other")
     assert not is_there(checkpoint, dtype=torch.bfloat16)
 
 

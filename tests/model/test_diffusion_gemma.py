@@ -1,6 +1,8 @@
 """DiffusionGemma against its own class: tokens and steps of `generate`, batches, evidence that changes."""
 
 import json
+from functools import partial
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -142,6 +144,21 @@ def test_rows_of_different_lengths_are_what_each_is_alone(tiny, corpus, overlap)
     assert any(step.remasked for rollout in one for step in rollout.steps)
     assert any(step.edited for rollout in one for step in rollout.steps)
     assert len({step.passage_ids for rollout in one for step in rollout.steps}) > len(one)
+
+
+def test_a_step_that_the_memory_does_not_hold_gives_the_same_tokens_row_by_row(tiny, corpus, monkeypatch):
+    """Also where it fails in the middle: no row has seen its own logits yet."""
+    make = partial(make_gemma_decoder, tiny, QueryHashRetriever(corpus, 3), batch_size=2, heat=(0.4, 0.8))
+    expected = lines(make(max_new_tokens=12).decode(QUESTIONS[:2]))
+    read, calls = decoding._read_logits, count()
+
+    def fail_once(*given):
+        if next(calls) == 3:  # the second row of the second step
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return read(*given)
+
+    monkeypatch.setattr(decoding, "_read_logits", fail_once)
+    assert lines(make(max_new_tokens=12).decode(QUESTIONS[:2])) == expected and next(calls) > 5
 
 
 def test_logits_beside_longer_texts_are_those_of_the_text_alone(tiny):

@@ -113,6 +113,10 @@ def test_a_reply_is_the_answer_with_its_sources_and_the_reasoning_apart():
         (r"By Jane. \boxed{Jane}", "By Jane.", "Jane"), ("By Jane. <answer>a</answer>", "By Jane.", "a"),
         ("One. ### a ### b", "One. ### a", "b"), ("One.\nFinal: a", "One.", "a"),
         ("One. So the short answer: a", "One.", "a"), ("One. Endgültige Antwort: a", "One.", "a"),
+        *((f"One.\n{mark}a", "One.", "a") for mark in (
+            "- **Final Answer:** ", "1. Final answer: ", "2) Final answer: ", "• The final answer: ",
+            "✅ Final answer: ", "- Final answer: ",
+        )), ("One.\n| Answer | a |", "One.", "a"),
     ],
 )  # fmt: skip
 def test_reasoning_that_is_streamed_is_never_taken_back(response, reasoning, content):

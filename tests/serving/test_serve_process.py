@@ -208,6 +208,33 @@ def test_a_second_interrupt_cuts_off_without_a_traceback(corpus, served, caplog,
     assert not any(record.exc_info for record in caplog.records), caplog.text
 
 
+def test_who_asks_or_reads_now_and_then_is_not_dropped(corpus, served, monkeypatch):
+    monkeypatch.setattr(http_server, "CLIENT_SECONDS", 0.6)
+
+    async def asks(port):
+        answers, requests = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(10):
+            requests.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            head = await answers.readuntil(b"\r\n\r\n")
+            await answers.readexactly(int(re.search(rb"(?i)content-length: (\d+)", head)[1]))
+            await asyncio.sleep(0.15)
+        requests.close()
+
+    async def reads(port):
+        answers, requests = await asyncio.open_connection("127.0.0.1", port)
+        requests.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
+        for _ in range(50):
+            assert await answers.read(2**16), "cut off"
+            await asyncio.sleep(0.03)
+        requests.close()
+
+    async def clients(port):
+        await asyncio.gather(asks(port), reads(port))
+
+    with serving.serve_decoder(serving.made_decoder(corpus)) as service:
+        served(service, clients)
+
+
 def test_who_is_slow_is_dropped_and_delays_nobody(corpus, served, monkeypatch):
     """Silence, a head, a body or unread bytes that never end: each has its bound, and is gone after it."""
     monkeypatch.setattr(http_server, "CLIENT_SECONDS", 0.6)
