@@ -61,6 +61,7 @@ def main(argv: list[str]) -> None:
     from dlm_rag.training.distributed import DistributedContext, translate_distributed_errors
     from dlm_rag.training.initial_model import open_initial_model
     from dlm_rag.training.plan import check_run_fits
+    from dlm_rag.training.sources import remove_stale_worlds
     from dlm_rag.training.trainer import run_training
 
     stop = StopSignal()
@@ -75,8 +76,10 @@ def main(argv: list[str]) -> None:
         passed_over = skip_damaged_checkpoints(folder, processes)
         for line in passed_over if processes.is_main else ():
             print_note(line)
-        if resume and processes.is_main and find_latest_checkpoint(folder) is None:
+        begins = processes.is_main and find_latest_checkpoint(folder) is None
+        if resume and begins:
             print_note(f"{folder} has no checkpoint: the run begins again")
+        processes.check_on_main(lambda: remove_stale_worlds(folder, config.train.eval_questions, begins))
         device = processes.local_device(config.model.device)
         check_run_fits(config, processes.world_size, device)  # before anything is fetched
         limit_cuda_allocator(config.engine.memory_gib, device)

@@ -336,6 +336,8 @@ def merge_adapter(folder: Path) -> Path:
     hub.check_checkpoint_files(base, hub.HUB_FILE_PATTERNS)
     scale, own = _read_scale(folder, config), folder / "config.json"
     shape = hub.read_checkpoint_json(own if own.exists() else base / "config.json")
+    if shape.get("quantization_config"):
+        raise CheckpointError(f"{base}, the base of {folder}, is quantized: name one that is not")
     problem = f"{folder} cannot be merged into its base {base}, fetch or write them again"
     inputs = [path for home in (folder, base) for path in sorted(home.iterdir()) if path.is_file()]
     digests = [f"{path.name} {digest_file(path)}" for path in inputs if path.name[0] != "."]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dlm_rag.evidence.encode_segments import encode_canvases
-from dlm_rag.evidence.prompt_segments import ContextBudget, LaidOutRow, lay_out_prompt, truncate_evidence
+from dlm_rag.evidence.prompt_segments import ContextBudget, LaidOutRow, fit_passages, lay_out_prompt
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.layers import AttentionProbe, get_compute_dtype
@@ -91,6 +91,21 @@ def mask_at_time(prompt: Prompt, target: Sequence[int], time: float, rng: np.ran
     return Example(prompt, tuple(target), tuple(masked.tolist()), (), 1 / t, float(len(target)))
 
 
+def mask_blocks_at_time(
+    prompt: Prompt, target: Sequence[int], time: float, rng: np.random.Generator, shape: DenoiserConfig
+) -> list[Example]:
+    """The rows of `mask_at_time` for a denoiser: where attention has blocks one for each, given those
+    before it as they are (BD3-LM, arXiv 2503.09573). Rows without a mask are left out."""
+    laid, rows, begin = lay_out_prompt(prompt, shape), list[Example](), 0
+    while begin < len(target):
+        end = min(laid.block_bounds(begin)[1], len(target))
+        row = mask_at_time(prompt, target[begin:end], time, rng)
+        masked = (*[False] * begin, *row.masked)
+        rows.append(replace(row, target=tuple(target[:end]), masked=masked, finished=begin))
+        begin = end
+    return [row for row in rows if any(row.masked)]
+
+
 def draw_random_mask(rng: random.Random, used: int, length: int, stands: int) -> tuple[bool, ...]:
     """Which positions of a canvas are masked: each with the same probability, or all after a cut.
 
@@ -142,8 +157,10 @@ class ExampleBuilder:
 
     def build_prompt(self, question: str, passages: Iterable[str]) -> Prompt:
         """As decoding has it; raises `QuestionError` for a question that does not fit."""
-        prompt = self.tokenizer.build_prompt(question, list(passages))
-        return truncate_evidence(prompt, ContextBudget.from_config(self.shape))[0]
+        numbered = {str(number): text for number, text in enumerate(passages)}
+        return fit_passages(
+            self.tokenizer, question, numbered, ContextBudget.from_config(self.shape)
+        ).prompt
 
     def build_example(
         self, rng: random.Random, prompt: Prompt, ids: list[int], stands: int, pointers: Iterable[Pointer]

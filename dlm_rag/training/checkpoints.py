@@ -201,7 +201,7 @@ class Checkpoints:
                     f"the run was begun with {key}={before}, not {value}: give the same, or another --out"
                 )
         for key, digest in self._fingerprints.items():
-            if record.fingerprints.get(key) != digest:
+            if record.fingerprints.get(key, digest) != digest:
                 raise ConfigError(
                     f"the run was begun with other contents of {key}="
                     f"{self._settings.get(key, 'as it was learned')}: put it back, or start again in "
@@ -305,7 +305,7 @@ CHANGEABLE_KEYS = frozenset({
     "retrieval.index_dir", "retrieval.corpus", "retrieval.url", "retrieval.timeout",
 })  # fmt: skip
 FINGERPRINTED_KEYS = (
-    "model.path", "data.questions", "data.corpus", "data.documents", "retrieval.embedding_model",
+    "model.path", "data.questions", "data.corpus", "data.documents", "retrieval.embedding_model", "prompt",
 )  # fmt: skip
 # A denoiser is trained for them.
 DECODE_SHAPE_KEYS = ("decode.max_new_tokens", "decode.block_length", "decode.finished_block_context")
@@ -314,7 +314,7 @@ DECODE_SHAPE_KEYS = ("decode.max_new_tokens", "decode.block_length", "decode.fin
 def collect_settings(config: Config, task: type[Task]) -> dict[str, Any]:
     """What a run of this task depends on, by dotted keys."""
     values, objective = flatten_settings(config), config.train.objective
-    held = {*DECODE_SHAPE_KEYS}
+    held = {*DECODE_SHAPE_KEYS, "prompt"}
     held |= {key for key in values if key.startswith(("model.", "retrieval.", "data."))}
     for item in fields(TrainConfig):  # that the objective reads, as they declare; one's own reads all
         need = get_field_metadata(item, "only_with") or {}
@@ -330,7 +330,8 @@ def collect_settings(config: Config, task: type[Task]) -> dict[str, Any]:
 def fingerprint_files(config: Config, origin: InitialModel) -> dict[str, str]:
     """Digests of what `FINGERPRINTED_KEYS` names (none of a pipe, which can be read only once), and of a
     new tokenizer. Raises `UserError` for a file that is not there."""
-    data, found = config.data, dict[str, str]()
+    data, prompt = config.data, repr(origin.tokenizer.template)
+    found = {"prompt": blake3(prompt.encode()).hexdigest()}
     for key, name in (("data.questions", data.questions), ("data.documents", data.documents)):
         path = expand_path(name, QuestionError) if name is not None else None
         if path is not None and (path.is_dir() or path.is_file()):

@@ -6,6 +6,7 @@ Everything follows from (seed, number of the sequence).
 """
 
 import itertools
+import logging
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,11 @@ from dlm_rag.randomness import pick_shuffled
 from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.batches import Example, mask_at_time
 
+log = logging.getLogger(__name__)
+
 DOCUMENT_LAYOUT = "joint"  # evidence layout of rows without evidence
 HELD_OUT_SEQUENCES = 8  # sequences of each file at its end, for validation; at most one in 20
+MOST_LOST_SHARE = 0.05  # of the tokens, at the ends of files, without a word about it
 GOLDEN_RATIO_STEP = 0.6180339887498949  # rows of a sequence get times spread by it
 
 
@@ -54,7 +58,7 @@ def open_token_file(path: str | Path, tokenizer: Tokenizer, folder: str | None =
     path = resolve_regular_file(path, "file of documents", CorpusError)
     vocabulary = "plain text\n" + tokenizer.inner.backend_tokenizer.to_str()
     root = expand_path(folder, CorpusError) if folder else get_cache_folder()
-    name = make_folder_name(path.stem, "tokens", digest_file(path), vocabulary)
+    name = make_folder_name(path.stem, "tokens", digest_file(path), vocabulary, sorted(tokenizer.end_ids))
     end = min(tokenizer.end_ids)
 
     def build(scratch: Path) -> None:
@@ -91,6 +95,14 @@ class PackedDocuments:
         self._ends = np.cumsum(self._kept)  # of the files, in sequences to train on
         if not self._ends[-1]:
             raise ConfigError(f"the files have fewer tokens than one sequence of sequence_length={length}")
+        total = sum(len(file.tokens) for file in files)
+        if (lost := total - length * sum(counts)) > MOST_LOST_SHARE * total:
+            said = "%s of %s tokens are not trained on: a sequence of %s is of one file: join short files"
+            log.warning(said, f"{lost:,}", f"{total:,}", f"{length:,}")
+        if counts == self._kept:
+            log.warning(
+                "no file has 20 sequences of %s tokens: none is held out for validation", f"{length:,}"
+            )
 
     def examples(self, step: int, items: Iterable[int]) -> list[Example]:
         """The rows of some of the sequences of a step."""

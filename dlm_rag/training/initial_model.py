@@ -286,6 +286,11 @@ def make_training_shape(
             "this model predicts the first token of a block from the text before it, which only "
             "train.objective=rl trains: train another model"
         )
+    if block and train.objective == "pretrain" and train.context_parallel == 1:
+        raise ConfigError(
+            "pretrain masks all of a document at once, where a model of blocks has finished those before: "
+            "set model.block_size=0, or train.objective=sft"
+        )
     if block and train.context_parallel > 1:
         raise ConfigError(
             "context_parallel needs a model whose tokens all see each other: set context_parallel=1, or "
@@ -329,5 +334,8 @@ def _make_fresh_model(config: Config) -> InitialModel:
         passages = open_corpus(corpus, config.retrieval.index_dir)
         every = -(-len(passages) // MAX_TOKENIZER_PASSAGES)
         texts = (passages[row].text for row in range(0, len(passages), every))
-    tokenizer = Tokenizer(train_tokenizer(texts, train.vocab_size), 0, DEFAULT_PROMPT_TEMPLATE, (1,))
+    prompt = DEFAULT_PROMPT_TEMPLATE
+    if config.prompt is not None:
+        prompt = load_prompt(config.prompt, config.model.evidence_layout or "independent")
+    tokenizer = Tokenizer(train_tokenizer(texts, train.vocab_size), 0, prompt, (1,))
     return InitialModel(make_training_shape(config, own), tokenizer, None, train.seed, 0)

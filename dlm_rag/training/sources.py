@@ -6,6 +6,7 @@ a moment of its decoding, some of the response written. Everything follows from 
 
 import json
 import random
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -251,9 +252,12 @@ class QuestionValidation:
             assert tokenizer.end_id is not None
             target = (*tokenizer.encode(truth), tokenizer.end_id)
             prompt = builder.build_prompt(question.question, self._evidence(question))
-            rows = [batches.mask_at_time(prompt, target, time, rng) for time in times.tolist()]
+            shape, rows = denoiser.config, list[Example]()
+            for time in times.tolist():
+                rows += batches.mask_blocks_at_time(prompt, target, time, rng, shape)
             tokens += len(target)
-            total += sum_losses(denoiser, rows, denoiser.config.evidence_layout) / NELBO_TIMES
+            if rows:
+                total += sum_losses(denoiser, rows, shape.evidence_layout) / NELBO_TIMES
         return total, tokens
 
     def _evidence(self, question: Question) -> list[str]:
@@ -350,6 +354,15 @@ def open_world_validation(run: Run) -> QuestionValidation:
     index, top_k = str(built / "index"), config.retrieval.top_k
     retriever = load_retriever(built / "corpus.jsonl", top_k=top_k, index_dir=index)
     return QuestionValidation(questions, retriever, config)
+
+
+def remove_stale_worlds(folder: Path, questions: int, begins: bool) -> None:
+    """Removes a world for validation of another number of questions from a run's folder; where the run
+    begins, all worlds of an attempt before, whose settings may have been others."""
+    written = folder / "validation" / "questions.jsonl"
+    fits = written.is_file() and written.read_text("utf-8").count("\n") == questions
+    for name in ("validation", "documents") if begins else ("validation",) * (not fits):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def write_world_documents(config: Config, folder: Path) -> Path:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from dlm_rag.config import Config, DecodeConfig, TrainConfig
+from dlm_rag.config import Config, DecodeConfig, RetrievalConfig, TrainConfig
 from dlm_rag.config.fields import import_object, resolve_or_import
+from dlm_rag.config.sections import RETRIEVAL_NAMES
 from dlm_rag.errors import ConfigError
 
 if TYPE_CHECKING:  # `--help` lists the names without torch
@@ -125,4 +126,11 @@ def check_task_settings(config: Config) -> None:
             f"engine.cache_dtype={config.engine.cache_dtype} needs whole weights, and train.parallel=fsdp "
             "has shards of them: leave it out, or set train.parallel=ddp"
         )
+    if config.data.corpus is None and config.train.objective in ("sft", "rl"):
+        default = RetrievalConfig()
+        for name in ("method", *RETRIEVAL_NAMES[1:]):
+            if getattr(config.retrieval, name) != getattr(default, name):
+                raise ConfigError(
+                    f"retrieval.{name} needs data.corpus: plain BM25 searches invented worlds"
+                )
     find_task(config.train).check_settings(config)

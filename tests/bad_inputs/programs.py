@@ -65,6 +65,8 @@ CASES = [
         ("train.world_passages=1000000000", "train.world_passages=1000000000"),
         (("unknown key 'data.documents.a'", "nearest: 'data.documents'"), "data.documents.a=corpus.jsonl"),
         ("rl begins with a model that answers: set model.path", "train.objective=rl"),
+        ("retrieval.bm25_query needs data.corpus", "retrieval.bm25_query=sentences"),
+        ("set model.block_size=0, or train.objective=sft", "train.objective=pretrain model.block_size=8"),
         ("has no 'golden_answers'",
          f"{RL} train.passage_length=96 data.questions=questions.jsonl data.corpus=corpus.jsonl",
          {"questions.jsonl": '{"id": "a", "question": "Who?"}\n'}),

@@ -2,13 +2,14 @@
 
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from dlm_rag.tokenizer import Prompt
-from dlm_rag.training.batches import mask_at_time
+from dlm_rag.training.batches import mask_at_time, mask_blocks_at_time
 from dlm_rag.training.sources import sum_losses
 from tests.support.tiny_models import tiny_denoiser
 
@@ -59,3 +60,30 @@ def test_monte_carlo_agrees_with_exact_enumeration():
         means = torch.tensor([sum_losses(denoiser, rows[n::60], "joint") / 100 for n in range(60)])
     error = float(means.std()) / math.sqrt(len(means))
     assert float(means.mean()) == pytest.approx(exact, abs=4 * error) and error < 0.03 * exact
+
+
+def predict_behind(denoiser, shown, block):
+    """Log-probabilities (n, length, V) of blocks (n, length), each behind the tokens `shown`."""
+    return denoiser(torch.cat((shown.expand(len(block), -1), block), 1))[:, len(shown) :].log_softmax(-1)
+
+
+def test_the_bound_of_blocks_is_the_sum_over_blocks_each_given_those_before():
+    """Five tokens in blocks of two, the last one short; against all mask patterns of each block."""
+    denoiser, ids = tiny_denoiser(block_size=2), torch.tensor([5, 77, 200, 33, 9])
+    rng = np.random.default_rng(0)
+    with torch.no_grad():
+        exact = 0.0
+        for begin in range(0, 5, 2):
+            shown = ids[:begin]
+            exact += exact_nelbo(ids[begin : begin + 2], MASK, partial(predict_behind, denoiser, shown))
+        means = []
+        for part in range(60):
+            times = ((part * 50 + n + rng.random()) / 3000 for n in range(50))
+            rows = [
+                r
+                for time in times
+                for r in mask_blocks_at_time(NO_PROMPT, ids.tolist(), time, rng, denoiser.config)
+            ]
+            means.append(sum_losses(denoiser, rows, "joint") / 50)
+    error = float(np.std(means)) / math.sqrt(60)
+    assert np.mean(means) == pytest.approx(exact, abs=4 * error) and error < 0.05 * exact

@@ -101,6 +101,16 @@ def test_adapters_that_are_not_merged_here_are_refused(adapter, change, named):
         open_checkpoint(folder)
 
 
+def test_an_adapter_of_a_quantized_base_is_refused(adapter, base):
+    """Whose numbers are to be multiplied by scales, and the adapter's with them."""
+    place = base / "config.json"
+    place.write_text(
+        json.dumps(json.loads(place.read_text()) | {"quantization_config": {"quant_method": "fp8"}})
+    )
+    with pytest.raises(CheckpointError, match="quantized"):
+        open_checkpoint(adapter[0])
+
+
 def test_an_adapter_of_another_model_is_refused(adapter):
     folder, _ = adapter
     tensors = load_file(folder / "adapter_model.safetensors")

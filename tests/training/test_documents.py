@@ -6,9 +6,10 @@ import pytest
 
 from dlm_rag.config import TrainConfig
 from dlm_rag.errors import ConfigError, CorpusError
+from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.training.documents import PackedDocuments, open_token_file
 from tests.support.passages import write_jsonl_file
-from tests.support.tiny_models import tiny_tokenizer
+from tests.support.tiny_models import byte_tokenizer, tiny_tokenizer
 
 TEXTS = [f"document {n}: " + "word " * (n % 7) for n in range(200)]
 
@@ -17,6 +18,12 @@ TEXTS = [f"document {n}: " + "word " * (n % 7) for n in range(200)]
 def source(tmp_path):
     path = write_jsonl_file(tmp_path / "web.jsonl", [{"text": text} for text in TEXTS])
     return open_token_file(path, tiny_tokenizer(), str(tmp_path / "cache"))
+
+
+def test_tokens_are_made_again_for_another_end(source, tmp_path):
+    other = Tokenizer(byte_tokenizer(), mask_id=257, template=None, end_ids=(256,))
+    again = open_token_file(tmp_path / "web.jsonl", other, str(tmp_path / "cache"))
+    assert source.tokens[source.ends[0] - 1] == 257 and again.tokens[again.ends[0] - 1] == 256
 
 
 def train_settings(**settings):
@@ -57,6 +64,15 @@ def test_the_sequences_of_all_files_are_shuffled_together(tmp_path):
     kept = {name: file.count_sequences(64) for name, file in zip("ab", files, strict=True)}
     kept["b"] -= len(documents.held_out_examples())
     assert Counter(drawn) == kept and drawn != sorted(drawn)
+
+
+def test_tokens_that_no_sequence_holds_are_counted(tmp_path, caplog):
+    files = []
+    for name, count in (("a", 2), ("b", 1)):
+        path = write_jsonl_file(tmp_path / f"{name}.jsonl", [{"text": name * 39} for _ in range(count)])
+        files.append(open_token_file(path, tiny_tokenizer(), str(tmp_path)))
+    PackedDocuments(files, tiny_tokenizer(), train_settings(), False)
+    assert "56 of 120 tokens are not trained on" in caplog.text and "none is held out" in caplog.text
 
 
 def test_batches_follow_from_the_step_whoever_makes_them(source):

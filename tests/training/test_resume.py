@@ -33,6 +33,7 @@ from dlm_rag.training.checkpoints import (
     skip_damaged_checkpoints,
 )
 from dlm_rag.training.initial_model import InitialModel
+from dlm_rag.training.sources import remove_stale_worlds
 from dlm_rag.training.task import TASKS, find_task
 from dlm_rag.training.trainer import Trainer, open_trainer
 from tests.support.paths import ROOT
@@ -198,6 +199,7 @@ def open_run(base: Path, name: str, *words: str) -> Trainer:
         ("sft", "train.learning_rate=0.1", "train.learning_rate=0.008, not 0.1"),
         ("sft", "decode.block_length=4", "decode.block_length=None, not 4"),
         ("sft", "train.eval_questions=2", "train.eval_questions=1, not 2"),
+        ("sft", "prompt=search_r1", "prompt=None, not search_r1"),
         ("rl", "decode.gate_temperature=1", "decode.gate_temperature=2.0, not 1.0"),
         ("documents", "train.seed=1", "train.seed=0, not 1"),
     ],
@@ -207,6 +209,20 @@ def test_what_a_run_depends_on_must_be_as_it_was(base, monkeypatch, name, word, 
     monkeypatch.setattr(InitialModel, "materialize", None)
     with pytest.raises(ConfigError, match=f"begun with {says}"):
         open_run(base, name, word)
+
+
+def test_worlds_of_an_attempt_without_a_checkpoint_are_made_anew(tmp_path):
+    def fill():
+        for name in ("validation", "documents"):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / "questions.jsonl").write_text("{}\n{}\n")
+
+    for questions, begins, kept in (
+        (2, False, {"validation", "documents"}), (3, False, {"documents"}), (2, True, set())
+    ):  # fmt: skip
+        fill()
+        remove_stale_worlds(tmp_path, questions, begins)
+        assert {path.name for path in tmp_path.iterdir()} == kept
 
 
 @pytest.mark.parametrize(
@@ -260,7 +276,7 @@ def test_every_setting_is_held_or_stands_in_the_table():
     """`collect_settings` has what the table does not name, and it names what there is."""
     config = load_config(None, ["train.objective=rl"])
     sections = ("model.", "retrieval.", "data.", "train.", "decode.")
-    known = {key for key in list_setting_fields() if key.startswith(sections)}
+    known = {key for key in list_setting_fields() if key.startswith((*sections, "prompt"))}
     held = set[str]()
     for objective in TASKS:
         chosen = replace(config, train=replace(config.train, objective=objective))

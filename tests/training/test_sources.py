@@ -42,6 +42,11 @@ def test_own_questions_become_what_decoding_sees(tmp_path):
     seen = {bytes(t for t in row.target if t < 256).decode() for row in rows}
     assert seen == {target_response(q)[:80] for q in questions}, "every question once an epoch"
     assert batches.examples(2, [3]) == batches.examples(2, range(10))[9:12]
+    long = (
+        " ".join(f"Town {n} lies on a hill." for n in range(40)) + " The composer of Zored is Kelvin Brown."
+    )
+    prompt = ExampleBuilder(tiny_tokenizer(), shape).build_prompt("Who is the composer of Zored?", [long])
+    assert b"Kelvin Brown" in bytes(prompt.facts[0]), "as decoding shows it"
     with pytest.raises(QuestionError, match=r"'x'.* neither 'response' nor 'golden_answers'"):
         make_batches([Question("x", "Why?")])
     lengths = [len(tiny_tokenizer().encode(target_response(question))) + 1 for question in questions]
