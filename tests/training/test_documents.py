@@ -20,10 +20,12 @@ def source(tmp_path):
     return open_token_file(path, tiny_tokenizer(), str(tmp_path / "cache"))
 
 
-def test_tokens_are_made_again_for_another_end(source, tmp_path):
-    other = Tokenizer(byte_tokenizer(), mask_id=257, template=None, end_ids=(256,))
-    again = open_token_file(tmp_path / "web.jsonl", other, str(tmp_path / "cache"))
-    assert source.tokens[source.ends[0] - 1] == 257 and again.tokens[again.ends[0] - 1] == 256
+def test_tokens_are_made_again_for_another_end(tmp_path):
+    path = write_jsonl_file(tmp_path / "web.jsonl", [{"text": "a"}])
+    for end in (258, 256):
+        tokenizer = Tokenizer(byte_tokenizer(("<stop>",)), mask_id=257, template=None, end_ids=(end,))
+        read = open_token_file(path, tokenizer, str(tmp_path / "cache"))
+        assert read.tokens[-1] == min(tokenizer.end_ids) == end
 
 
 def train_settings(**settings):
