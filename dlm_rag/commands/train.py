@@ -26,6 +26,7 @@ from dlm_rag.cli import check_writable, print_note
 from dlm_rag.commands.arguments import check_read, parse_command_line
 from dlm_rag.config.fields import check_effects
 from dlm_rag.errors import ConfigError
+from dlm_rag.files.build_once import DIGESTS_FILE
 from dlm_rag.files.journal import hold_file_lock
 from dlm_rag.files.paths import make_folder
 from dlm_rag.machine import limit_cuda_allocator
@@ -129,6 +130,9 @@ def prepare_run_folder(folder: Path, resume: bool) -> None:
     names = sorted(path.name for path in here if not path.name.startswith("."))
     foreign = [name for name in names if name.partition(".")[0] not in RUN_FILE_STEMS]
     begun = "checkpoints" in names or "metrics.jsonl" in names
+    if not begun:  # an attempt may have left worlds, which it has marked
+        made = {name for name in ("validation", "documents") if (folder / name / DIGESTS_FILE).is_file()}
+        foreign += sorted({*names} & {"model", "validation", "documents"} - made)
     if resume and not begun and (foreign or not names):
         raise ConfigError(f"{folder} holds no run to go on with: name another, or leave --resume out")
     if begun and not resume:
@@ -139,4 +143,5 @@ def prepare_run_folder(folder: Path, resume: bool) -> None:
         if (folder / name).is_file():  # which would end the run at its first checkpoint, or after its last
             raise ConfigError(f"{folder / name} is a file and must be a folder: name another --out")
     make_folder(folder, "out=")
-    check_writable(str(folder / "metrics.jsonl"), "out")
+    # Where a run begins, by no name of one: another process of it may look.
+    check_writable(str(folder / ("metrics.jsonl" if begun else ".metrics.jsonl")), "out")

@@ -23,7 +23,7 @@ from dlm_rag.data.synthetic_world import Entity, WorldQuestion, make_world, make
 from dlm_rag.engine.engine import Decoder
 from dlm_rag.errors import ConfigError, CorpusError, QuestionError
 from dlm_rag.evaluation.metrics import score_rollout
-from dlm_rag.files.build_once import build_once
+from dlm_rag.files.build_once import DIGESTS_FILE, build_once
 from dlm_rag.files.paths import expand_path
 from dlm_rag.files.record_readers import list_row_files
 from dlm_rag.model.denoiser import Denoiser
@@ -358,11 +358,13 @@ def open_world_validation(run: Run) -> QuestionValidation:
 
 def remove_stale_worlds(folder: Path, questions: int, begins: bool) -> None:
     """Removes a world for validation of another number of questions from a run's folder; where the run
-    begins, all worlds of an attempt before, whose settings may have been others."""
+    begins, all worlds of an attempt before, whose settings may have been others. What is not marked as
+    written by a run stays."""
     written = folder / "validation" / "questions.jsonl"
     fits = written.is_file() and written.read_text("utf-8").count("\n") == questions
     for name in ("validation", "documents") if begins else ("validation",) * (not fits):
-        shutil.rmtree(folder / name, ignore_errors=True)
+        if (folder / name / DIGESTS_FILE).is_file():
+            shutil.rmtree(folder / name)
 
 
 def write_world_documents(config: Config, folder: Path) -> Path:

@@ -22,6 +22,7 @@ from dlm_rag import Denoiser, Tokenizer
 from dlm_rag.commands import train as train_command
 from dlm_rag.config import list_setting_fields, load_config
 from dlm_rag.errors import CheckpointError, ConfigError
+from dlm_rag.files.build_once import DIGESTS_FILE
 from dlm_rag.files.journal import hold_file_lock
 from dlm_rag.training.checkpoints import (
     CHANGEABLE_KEYS,
@@ -216,6 +217,7 @@ def test_worlds_of_an_attempt_without_a_checkpoint_are_made_anew(tmp_path):
         for name in ("validation", "documents"):
             (tmp_path / name).mkdir(exist_ok=True)
             (tmp_path / name / "questions.jsonl").write_text("{}\n{}\n")
+            (tmp_path / name / DIGESTS_FILE).write_text("{}")
 
     for questions, begins, kept in (
         (2, False, {"validation", "documents"}), (3, False, {"documents"}), (2, True, set())
@@ -223,6 +225,12 @@ def test_worlds_of_an_attempt_without_a_checkpoint_are_made_anew(tmp_path):
         fill()
         remove_stale_worlds(tmp_path, questions, begins)
         assert {path.name for path in tmp_path.iterdir()} == kept
+    (own := tmp_path / "documents").mkdir()
+    (own / "mine.jsonl").write_text("{}")
+    remove_stale_worlds(tmp_path, 2, True)
+    assert (own / "mine.jsonl").is_file(), "of nobody's attempt"
+    with pytest.raises(ConfigError, match="holds 'documents', which is of no run"):
+        train_command.prepare_run_folder(tmp_path, resume=False)
 
 
 @pytest.mark.parametrize(
