@@ -25,7 +25,7 @@ ANSWER_SETTINGS = (
     "model", "prompt", "retrieval", "decode", "engine", "questions", "limit", "out",
     "record_provisional", "workers", "energy",
 )  # fmt: skip
-SEARCH_SETTINGS = ("retrieval", "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle")
+SEARCH_SETTINGS = ("model.path", "retrieval", "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle")
 Options = Mapping[str, tuple[str | int | tuple[()], str]]
 QUICK_LIMIT = 200  # questions of --quick
 _SETTING = re.compile(r"([A-Za-z_][\w.-]*)=")

@@ -37,7 +37,7 @@ from dlm_rag.cli import CommandParser, print_note
 from dlm_rag.config import CONFIG_FOLDER, find_config_file, read_config_file
 from dlm_rag.config.fields import explain_validation_error
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.evaluation.compare import SERVED_PRESETS, SETTING_PRESETS
+from dlm_rag.evaluation.compare import SERVED_PRESETS, SETTING_PRESETS, complete_key
 from dlm_rag.evaluation.tables import CELL_FILE, Cell, write_benchmark_table
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.progress import report_progress
@@ -123,7 +123,7 @@ def list_cells(benchmark: Benchmark, out: Path) -> Iterator[Cell]:
 
 def is_for_kind(word: str, served: bool) -> bool:
     """Whether a policy's name or KEY=VALUE is for models behind a server, or for others; or for neither."""
-    key, equals, _ = word.partition("=")
+    key, equals, _ = complete_key(word).partition("=")
     if equals:
         return is_read_when_served(key) if served else not key.startswith("remote.")
     own, other = (SERVED_PRESETS, SETTING_PRESETS) if served else (SETTING_PRESETS, SERVED_PRESETS)

@@ -91,7 +91,7 @@ def main(argv: list[str]) -> None:
     if words.config.out == "-":
         raise ConfigError("evaluation needs a folder: --out FOLDER")
     if words.config.out is None:
-        quick = not (words.settings or words.options["dataset"])
+        quick = not (words.settings or words.file or any(words.options[n] for n in ("dataset", "sweep")))
         more = [f"limit={QUICK_LIMIT}"] * quick  # with nothing named, the shipped model for a minute
         words = words.with_settings([*words.settings, "out=runs/evaluation", *more])
         print_note(f"the results go to {words.config.out} (--out FOLDER)")
@@ -117,6 +117,11 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None])
     for name in ("scores.json", "scores.md", PICTURE)[: 3 if "swept" in said else 2]:
         check_writable(str(out / name), "out")
     first = next(iter(jobs.values())).prepared
+    if is_single:  # named by what the checkpoint says as well
+        own, served = first.config, is_model_url(first.config.model.path)
+        policy = own.remote.policy if served else own.decode.query_policy
+        name = f"{policy} {'service' if own.retrieval.url else own.retrieval.method}"
+        folders, jobs = {name: out}, {name: next(iter(jobs.values()))}
     if said.get("dataset"):
         retrieval = first.config.retrieval
         corpus = open_corpus(str(retrieval.corpus), retrieval.index_dir)
@@ -177,8 +182,7 @@ def plan_from_command_line(words: CommandLine) -> EvaluationPlan:
         if idle := [key for key in given if not is_read_when_served(key)]:
             raise ConfigError(f"{idle[0]} has no effect on a model behind a server: leave it out")
     if is_single := config.compare is None and not swept:
-        policy = config.remote.policy if served else config.decode.query_policy
-        settings = {f"{policy} {config.retrieval.method}": config}
+        settings = {"": config}
     return EvaluationPlan(config, settings, is_single, said)
 
 

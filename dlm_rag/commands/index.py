@@ -1,6 +1,7 @@
 """Build the index of a corpus ahead of time, on this machine or in Milvus.
 
     dlm-rag index --corpus passages.jsonl                           # in ~/.cache/dlm_rag
+    dlm-rag index --corpus passages.jsonl --model smollm2           # as it searches
     dlm-rag index --corpus passages.jsonl retrieval.method=hybrid
     dlm-rag index --corpus passages.jsonl --to milvus://HOST:19530/COLLECTION retrieval.method=dense
 
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError("a corpus is indexed: give --corpus FILE, and another method than none")
     if not url:
         corpus = open_corpus(config.corpus, config.index_dir)
-        load_retriever(config, corpus)
+        load_retriever(config, corpus, words.config.model.path)
         print_note(f"{len(corpus):,} passages are indexed in {corpus.folder}")
         return
     from dlm_rag.retrieval.milvus import MilvusCollection, check_method, ingest_corpus

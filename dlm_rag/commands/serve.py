@@ -179,7 +179,7 @@ def retrieve_server(argv: list[str]) -> None:
         raise ConfigError("a corpus is searched: give --corpus FILE, and neither a URL nor method=none")
     with bind_socket(words.options["host"], words.options["port"]) as sock:
         corpus = open_corpus(config.corpus, config.index_dir)
-        retriever = load_retriever(config, corpus)
+        retriever = load_retriever(config, corpus, words.config.model.path)
         access = http_server.AccessControl(words.options["host"])
         service = http_server.SearchService(retriever, config, access)
         show_status()

@@ -85,7 +85,15 @@ class CheckedSettings:
             defaults = {item.name: item.default for item in dataclasses.fields(cls)}
             if not from_tree and named.keys() >= defaults.keys():  # a copy of `dataclasses.replace`
                 named = {name for name in defaults if named[name] != defaults[name]}
-            made.__dict__["given"] = frozenset(named)
+            # None among names is no value of its own: it unsets what a file says.
+            tabled = {
+                item.name
+                for item in dataclasses.fields(cls)
+                if get_field_metadata(item, "table") or get_field_metadata(item, "choices")
+            }
+            made.__dict__["given"] = frozenset(
+                n for n in named if not (n in tabled and getattr(made, n) is None)
+            )
         return made
 
     @pydantic.field_validator("*", mode="before")

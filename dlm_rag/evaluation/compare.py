@@ -53,7 +53,7 @@ def parse_compared_settings(compare: str, served: bool = False) -> dict[str, lis
     for name in names:
         if name in settings:
             raise ConfigError(f"compare: '{name}' is named twice")
-        settings[name], parts = [], [_complete_key(part) for part in name.split("+")]
+        settings[name], parts = [], [complete_key(part) for part in name.split("+")]
         own = [part.removeprefix("model.path=") for part in parts if part.startswith("model.path=")]
         presets = SERVED_PRESETS if (is_model_url(own[0]) if own else served) else SETTING_PRESETS
         for part in parts:
@@ -66,7 +66,7 @@ def parse_compared_settings(compare: str, served: bool = False) -> dict[str, lis
     return settings
 
 
-def _complete_key(part: str) -> str:
+def complete_key(part: str) -> str:
     """Returns `top_k=3` as `retrieval.top_k=3`; a part whose key names no setting, or two, as it is."""
     key, equals, value = part.partition("=")
     known = [name for name in list_setting_fields() if name.startswith(COMPARED_SECTIONS)]
@@ -136,7 +136,11 @@ def summarize_scores(scores: Sequence[Score], groups: QuestionGroups) -> GroupSu
     """Every metric of one setting in every group: means, and tokens per forward as a ratio of sums."""
     found: GroupSummary = {}
     for group, places in groups.items():
-        values = {name: [getattr(scores[n], name) for n in places] for name in metrics.SCORE_METRICS}
+        ended = [n for n in places if not scores[n].failed]
+        values = {
+            name: [getattr(scores[n], name) for n in (places if name in SHARE_METRICS else ended)]
+            for name in metrics.SCORE_METRICS
+        }
         found[group] = {
             name: (metrics.estimate_share if name in SHARE_METRICS else bootstrap_mean)(each)
             for name, each in values.items()
@@ -155,7 +159,13 @@ def compare_to_first(scores: dict[str, list[Score]], groups: QuestionGroups) -> 
     return {
         setting: {
             group: {
-                name: estimate([getattr(first[n], name) - getattr(theirs[n], name) for n in places])
+                name: estimate(
+                    [
+                        getattr(first[n], name) - getattr(theirs[n], name)
+                        for n in places
+                        if name in SHARE_METRICS or not (first[n].failed or theirs[n].failed)
+                    ]
+                )
                 for name, estimate in estimators.items()
             }
             for group, places in groups.items()

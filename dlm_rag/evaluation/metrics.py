@@ -107,12 +107,13 @@ class Score:
     cut_replies: float | None = None
     abstained: float = 0.0
     answered_match: float | None = None  # exact match; None where no answer is given
+    failed: float = 0.0  # 1 where it ended in an error: what it took is in no mean
 
 
 SCORE_METRICS = tuple(field.name for field in fields(Score))
 # between 0 and 1 for every question
 SHARE_METRICS = ("exact_match", "cover_match", "f1", "recall_first", "recall_last", "abstained",
-                 "answered_match")  # fmt: skip
+                 "answered_match", "failed")  # fmt: skip
 
 
 def score_rollout(rollout: Rollout, question: Question, f1_rule: str = "squad") -> Score:
@@ -134,6 +135,7 @@ def score_rollout(rollout: Rollout, question: Question, f1_rule: str = "squad") 
         cut_replies=rollout.usage.get("cut_replies"),
         abstained=float(bool(rollout.abstain_reason)),
         answered_match=exact_match if rollout.answer else None,
+        failed=float(bool(rollout.error)),
     )
 
 

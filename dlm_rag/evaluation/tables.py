@@ -27,6 +27,7 @@ USAGE_METRICS = {"requests": "requests", "prompt_tokens": "prompt tokens", "toke
                  "cut_replies": "replies that were cut"}  # fmt: skip
 ABSTENTION_METRICS = {"abstained": "abstains %", "answered_match": "exact match % of answers given",
                       "exact_match": "of all questions"}  # fmt: skip
+FAILURE_METRICS = {"failed": "failed %, counted as wrong", "exact_match": "exact match % of all questions"}
 PLOT_COSTS = ("answers/s", "forwards")  # what the two pictures of a sweep have along their lower edge
 MOSTLY = 0.5  # share of questions above which abstaining is what is to be said
 CELL_FRAME_CHARS = 3  # characters that a table puts around a cell
@@ -149,6 +150,8 @@ def build_comparison_tables(
     abstained = (summary["all"]["abstained"] for summary in summaries.values())
     if any(share is not None and share.mean for share in abstained):
         found.append(overall("Abstentions, and what is answered", summaries, ABSTENTION_METRICS))
+    if any(summary["all"]["failed"].mean for summary in summaries.values()):  # type: ignore[union-attr]
+        found.append(overall("Questions that failed", summaries, FAILURE_METRICS))
     if served := {name: each for name, each in summaries.items() if each["all"]["requests"]}:
         found.append(overall("Asked of a server, an answer", served, USAGE_METRICS))
     if against:

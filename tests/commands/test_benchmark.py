@@ -139,13 +139,13 @@ def test_models_behind_a_server_get_their_policies(tmp_path, monkeypatch):
         tmp_path,
         models={"ours": "--model folder", "theirs": url, "own": f"--model {url} remote.concurrency=4"},
         datasets={"d": "--dataset $SET --split search_r1"},
-        policies=["interleaved", "static", "ircot+retrieval.top_k=3", "decode.commit_threshold=0.8"],
+        policies=["interleaved", "static", "ircot+retrieval.top_k=3", "commit_threshold=0.8"],
         settings="limit=5 decode.batch_size=16 remote.concurrency=9 --split search_r1",
     )
     cells = [*benchmark.list_cells(benchmark.read_benchmark(file), tmp_path / "out")]
     assert [cell.model for cell in cells] == ["ours", "theirs", "own"]
     ours, theirs, own = ([*cell.words[:-2], cell.words[-3]] for cell in cells)
-    assert ours[-1] == "interleaved,static,decode.commit_threshold=0.8"
+    assert ours[-1] == "interleaved,static,commit_threshold=0.8"
     assert "decode.batch_size=16" in ours and "remote.concurrency=9" not in ours
     assert theirs[2:4] == ["--dataset", "hotpotqa"], "a variable of the environment"
     assert theirs[:2] == ["--model", url] and theirs[-1] == "static,ircot+retrieval.top_k=3"

@@ -97,6 +97,20 @@ def test_tokens_per_forward_is_a_ratio_of_sums():
     assert found["one"]["tokens_per_forward"] == Estimate(10 / 17, 10 / 17, 10 / 17)
 
 
+def test_what_a_failed_question_took_is_in_no_mean():
+    right, failed = (
+        Score(1.0, 1.0, None, None, 6, 2, 9, 0.5, 1.0),
+        Score(0, 0, None, None, 0, 0, 0, 0, 0, failed=1.0),
+    )
+    found = compare.summarize_scores([right, failed], {"all": [0, 1]})["all"]
+    means = {
+        name: found[name].mean for name in ("exact_match", "failed", "forwards", "searches", "seconds")
+    }
+    assert means == {"exact_match": 0.5, "failed": 0.5, "forwards": 6, "searches": 2, "seconds": 0.5}
+    less = compare.compare_to_first({"a": [right] * 2, "b": [right, failed]}, {"all": [0, 1]})["b"]["all"]
+    assert less["forwards"].mean == 0 and less["exact_match"].mean == 0.5
+
+
 def test_settings_by_name_by_value_and_joined():
     every = "interleaved committed static two_rounds feedback none oracle"
     assert " ".join(compare.parse_compared_settings("all")) == every

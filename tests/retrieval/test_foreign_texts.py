@@ -3,10 +3,11 @@
 import gzip
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
-from dlm_rag.errors import CorpusError
+from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import Question, number_questions, read_questions
 from dlm_rag.retrieval import load_retriever
@@ -215,3 +216,8 @@ def test_any_passage_of_a_row_counts_as_the_row(tmp_path):
     asked = Question("q", "film", supporting_ids=("b", "a"))
     (found,) = wrap_oracle(inner, [asked], "question").search([Query("film", ("film",))])
     assert [passage.id for passage in found] == ["b", "a", "b#2", "b#3"]
+    other = Question("q", "film", supporting_ids=("a",))
+    whole, one = (wrap_oracle(inner, [each], "question").fingerprint for each in (asked, other))
+    assert len({whole, one, inner.fingerprint}) == 3, "answers of other supports are not taken for these"
+    with pytest.raises(ConfigError, match="supporting passages differ"):
+        wrap_oracle(inner, [asked, replace(other, id="p")], "question")
