@@ -53,7 +53,8 @@ decode: {commit_threshold: 0.8}
 retrieval: {top_k: 5}
 ```
 
-A word on the command line wins over the file, and the file wins over the default. A program refuses a
+A word on the command line wins over the file, and the file wins over the checkpoint's own value
+(`generation_config.json`: SmolLM2 has many), and that over the default. A program refuses a
 setting that has no effect, and suggests the nearest name for one that does not exist.
 
 *Unset* means that the setting has no value of its own. Write `null` to unset one that a file sets. Where a

@@ -110,7 +110,8 @@ class DecodeConfig(CheckedSettings):
     """what finished blocks attend to after new evidence arrives, in checkpoints with block attention:
     recompute (run again with it) or no_evidence (response only); unset: checkpoint's own or recompute"""
     query_window: int = setting(8, low=0, high=2**20, only_with=IN_BLOCKS)
-    """number of positions after the current block that may enter a query, with block attention"""
+    """number of positions after the first unfinished block, rounded up to whole blocks, that may enter a
+    query, with block attention"""
     blocks_at_once: int = setting(1, low=1, high=2**20, only_with=IN_BLOCKS | BY_THRESHOLD)
     """number of attention blocks in which a step may commit: the first unfinished one and those that have
     joined; a block just finished counts until its keys and values are computed"""
