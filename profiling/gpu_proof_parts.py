@@ -111,9 +111,11 @@ class PartRecord:
         folder = make_folder(self._attribution)
         with torch.profiler.profile() as profiler:
             call()
-        profiler.export_chrome_trace(str(folder / "trace.json"))
-        session = read_profile_session(folder / "trace.json")
-        (folder / "trace.json").unlink()
+        try:
+            profiler.export_chrome_trace(str(folder / "trace.json"))
+            session = read_profile_session(folder / "trace.json")
+        finally:  # it is large, and an alarm may come
+            (folder / "trace.json").unlink(missing_ok=True)
         write_attribution_report(folder, attribute_session(session), None)
         self.add(attribution=self._attribution.name)
 

@@ -365,7 +365,7 @@ class StepGraphs:
             self._graphs.clear()
             self._capacity = self._memory.capacity
         sizes = {
-            "tokens": round_up_size(len(arrays["ids"]) + 1),
+            "tokens": round_up_size(len(arrays["ids"])),
             "keys": round_up_size(int(arrays["keys"][-1]) + 1, 1),
             "reads": round_up_size(len(arrays["read"]), 1),
             "ends": round_up_size(len(arrays["queries"]) - 1, 1) + 1,

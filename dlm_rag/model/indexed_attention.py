@@ -78,11 +78,14 @@ def attend_by_index(
     """
     (_, heads, width), key_heads = q.shape, keys.shape[1]
     out, group = torch.zeros_like(q), heads // key_heads
+    padded = triton.next_power_of_2(max(16, width))
+    # The memory of a block of sm_86 to sm_121, 99 KiB, holds one stage of wide heads.
+    stages = {"num_stages": 1} if q.element_size() * padded > 256 else {}
     grid = (triton.cdiv(max(1, longest) * group, BLOCK_QUERIES), key_heads, len(ends[0]) - 1)
     _attend[grid](
         q, keys, values, index, *ends, q if visible_counts is None else visible_counts, out,
         width**-0.5 * math.log2(math.e), *q.stride()[:2], *keys.stride()[:2], *out.stride()[:2],
-        GROUP=group, WIDTH=width, PADDED_WIDTH=triton.next_power_of_2(max(16, width)),
-        HAS_COUNTS=visible_counts is not None, BLOCK_QUERIES=BLOCK_QUERIES, BLOCK_KEYS=BLOCK_KEYS,
+        GROUP=group, WIDTH=width, PADDED_WIDTH=padded, HAS_COUNTS=visible_counts is not None,
+        BLOCK_QUERIES=BLOCK_QUERIES, BLOCK_KEYS=BLOCK_KEYS, **stages,
     )  # fmt: skip
     return out

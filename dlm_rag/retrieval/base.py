@@ -365,10 +365,7 @@ class OracleRetriever(CorpusRetriever):
                 raise ConfigError(f"{place}: the supporting passage '{name}' is not in {inner.corpus.path}")
             self._rows[part] = interleave_rankings([rows[key] for key in keys], len(inner.corpus))
 
-    @property
-    def fingerprint(self) -> str:
-        supports = hashlib.sha256(repr(sorted(self._rows.items())).encode()).hexdigest()
-        return f"{self._inner.fingerprint}-{supports[:16]}"
+        self.supports = hashlib.sha256(repr(sorted(self._rows.items())).encode()).hexdigest()
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         found = self._inner.rank(queries, depth)

@@ -1,6 +1,7 @@
 """Machines and checkpoints of `known.yaml`: what the former could do at best, for plans and for MFU; the
 shapes of the latter, so that a plan needs neither network nor weights."""
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +59,10 @@ def find_gpu_spec(device: torch.device) -> GpuSpec | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((machine for machine in GPU_SPECS.values() if machine.name.upper() in name), None)
+    if re.search(r"\b(?:PCIe|NVL)\b", name, re.IGNORECASE):  # which compute less than those in the table
+        return None
+    named = (machine for machine in GPU_SPECS.values() if re.search(rf"(?i)\b{machine.name}\b", name))
+    return next(named, None)
 
 
 def read_known_config(path: str | None) -> DenoiserConfig | None:

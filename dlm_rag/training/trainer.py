@@ -187,14 +187,15 @@ class Trainer:
         """What a step of so many seconds says of speed and memory; on a known machine also MFU."""
         cuda = self.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self.device) if cuda else machine.get_peak_memory_bytes()
+        work = {"tflops_per_second": self.flops / seconds / 1e12}
+        work |= {"mfu": self.flops / seconds / self._peak} if self._peak else {}
         return {
             "seconds": seconds,
             "stage_seconds": self.stage_seconds,
             "tokens_per_second": metrics["tokens"] / seconds,
             "supervised_tokens_per_second": metrics["supervised_tokens"] / seconds,
             "memory_gib": peak / 2**30,
-            "tflops_per_second": self.flops / seconds / 1e12,
-            **({"mfu": self.flops / seconds / self._peak} if self._peak else {}),
+            **({} if self.task.needs_denoiser else work),  # of rollouts no FLOPs are counted
         }
 
     @contextmanager

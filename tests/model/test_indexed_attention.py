@@ -61,21 +61,28 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from dlm_rag.model.indexed_attention import BLOCK_KEYS, BLOCK_QUERIES, _attend
 
-constants = {"GROUP": 7, "WIDTH": 128, "PADDED_WIDTH": 128, "HAS_COUNTS": True,
-             "BLOCK_QUERIES": BLOCK_QUERIES, "BLOCK_KEYS": BLOCK_KEYS}
-types = dict.fromkeys(("queries", "keys", "values", "out"), "*bf16")
-types |= {"index": "*i64", "query_ends": "*i32", "key_ends": "*i32", "visible_counts": "*i64"}
-types["scale"] = "fp32"
-names = _attend.arg_names
-signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-places = [place for place, name in enumerate(names) if name not in constants and name != "scale"]
-given = {(names.index(name),): value for name, value in constants.items()}
-source = ASTSource(_attend, signature, given, {(place,): [["tt.divisibility", 16]] for place in places})
+def describe(dtype, width):
+    constants = {"GROUP": 7, "WIDTH": width, "PADDED_WIDTH": width, "HAS_COUNTS": True,
+                 "BLOCK_QUERIES": BLOCK_QUERIES, "BLOCK_KEYS": BLOCK_KEYS}
+    types = dict.fromkeys(("queries", "keys", "values", "out"), dtype)
+    types |= {"index": "*i64", "query_ends": "*i32", "key_ends": "*i32", "visible_counts": "*i64"}
+    types["scale"] = "fp32"
+    names = _attend.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    places = [place for place, name in enumerate(names) if name not in constants and name != "scale"]
+    given = {(names.index(name),): value for name, value in constants.items()}
+    return ASTSource(_attend, signature, given, {(place,): [["tt.divisibility", 16]] for place in places})
+
 built, tool = Path("kernel.cubin"), Path(nvidia.__path__[0]) / "bin" / "cuobjdump"
 for capability in (90, 103):
-    built.write_bytes(compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"])
+    made = compile(describe("*bf16", 128), target=GPUTarget("cuda", capability, 32))
+    built.write_bytes(made.asm["cubin"])
     said = subprocess.run([tool, "-res-usage", built], capture_output=True, text=True, check=True).stdout
     assert re.search(r"STACK:0 ", said), (capability, said)
+one = {"num_stages": 1}
+for dtype, width, how in (("*bf16", 128, {}), ("*fp32", 128, one), ("*bf16", 256, one)):
+    made = compile(describe(dtype, width), target=GPUTarget("cuda", 121, 32), options=how)
+    assert made.metadata.shared <= 101_376, (dtype, width, made.metadata.shared)
 """
 
 

@@ -18,7 +18,7 @@ from dlm_rag.training.plan import (
     plan_training,
     resolve_shape,
 )
-from dlm_rag.training.specs import GPU_SPECS, choose_planned_dtype, read_known_config
+from dlm_rag.training.specs import GPU_SPECS, choose_planned_dtype, find_gpu_spec, read_known_config
 from dlm_rag.training.step_memory import estimate_step_memory
 from tests.support import planned_step
 from tests.support.cases import first_is_fast
@@ -154,3 +154,16 @@ def test_a_plan_of_training_says_what_it_takes_without_network_or_weights(capsys
     said = " ".join(capsys.readouterr().out.split())
     for text in ("parameters", "optimizer", "electricity", "kWh"):
         assert text in said, text
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("Tesla V100-DGXS-32GB", "v100"),
+        ("NVIDIA GB10", "gb10"), ("NVIDIA GH200 480GB", None), ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H200 NVL", None),
+    ],
+)  # fmt: skip
+def test_a_machine_is_known_by_its_whole_name(monkeypatch, name, spec):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert find_gpu_spec(torch.device("cuda")) == (GPU_SPECS[spec] if spec else None)
