@@ -191,14 +191,14 @@ def _parse_question(row: dict[str, Any], place: str) -> Question:
     answers, others = (_parse_texts(row, name, place) for name in ("golden_answers", "answer_aliases"))
     own_names = ("answerable", *FIELD_ALIASES["golden_answers"])  # yes is an answer, no label
     golden = (*_read_choices(row, answers, place), *others)
+    read = ((normalize_whitespace(answer), _tidy(answer)) for answer in golden)  # as a model does
+    folded = [answer for plain, answer in read if answer not in ("", plain)]
     labels = [name for name, value in row.items() if value is True and str(name).lower() not in own_names]
     labels += [kind] if isinstance(kind, str) and record_readers.TYPE_LABEL.fullmatch(kind) else []
     return Question(
         id=own,
         question=text,
-        golden_answers=tuple(
-            dict.fromkeys((*golden, *filter(None, map(_tidy, golden))))
-        ),  # as it is read too
+        golden_answers=tuple(dict.fromkeys((*golden, *folded))),
         supporting_ids=_parse_texts(row, "supporting_ids", place),
         supporting_titles=record_readers.list_supporting_titles(row, place, QuestionError),
         hops=record_readers.count_hops(row, own) if hops is None else int(float(hops)),
@@ -246,8 +246,9 @@ def _parse_texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]
             text, value = value, json.loads(value)
         except (ValueError, RecursionError):
             raise QuestionError(f'{place}: \'{key}\' is not JSON, as ["a", "b"] is') from None
-        if field == "golden_answers" and all(type(each) in (int, float) for each in value):
-            value = [text, *value]  # an interval, or numbers that are each an answer
+        numbers = len(value) > 1 and all(type(each) in (int, float) for each in value)
+        if numbers and field == "golden_answers" and not {"choices", "options"} & row.keys():
+            value = [*value, text]  # numbers that are each an answer, or an interval
     if isinstance(value, dict):
         own = {key.lower(): each for key, each in value.items()}
         names = [own["value"], *(own.get("aliases") or ())] if own.get("value") else value

@@ -58,8 +58,7 @@ def list_changes(command: str, then: dict[str, Any], root: Path = ROOT) -> list[
     if not changes and then["settings"]:  # these are looked up with the files as they are
         for name, settings in resolve_settings(command).items():
             old = then["settings"].get(name, {})
-            # Supports are those of the questions, a file of its own.
-            for key in sorted((old.keys() & settings) - {"supports"}):
+            for key in sorted(old.keys() & settings):
                 if old[key] != settings[key]:
                     changes.append(f"{key} of '{name}' was {old[key]}, and is {settings[key]}")
     return changes

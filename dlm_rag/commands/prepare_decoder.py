@@ -85,8 +85,6 @@ class PreparedDecoder:
         settings["decode.overlap"] = "none"  # another gives the same tokens
         if self.config.prompt is not None:
             settings["prompt"] = asdict(self.tokenizer.template)
-        if self.config.retrieval.oracle:
-            settings["supports"] = getattr(self.retriever, "supports", None)
         return settings | {
             "model": self.checkpoint.fingerprint,
             "corpus": self.retriever.fingerprint,

@@ -80,7 +80,8 @@ def main(argv: list[str]) -> None:
         begins = processes.is_main and find_latest_checkpoint(folder) is None
         if resume and begins:
             print_note(f"{folder} has no checkpoint: the run begins again")
-        processes.check_on_main(lambda: remove_stale_worlds(folder, config.train.eval_questions, begins))
+        asked = config.train.eval_questions * config.train.max_hops
+        processes.check_on_main(lambda: remove_stale_worlds(folder, asked, begins))
         device = processes.local_device(config.model.device)
         check_run_fits(config, processes.world_size, device)  # before anything is fetched
         limit_cuda_allocator(config.engine.memory_gib, device)

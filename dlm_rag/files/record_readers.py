@@ -37,7 +37,7 @@ SUPPORTED_FORMATS = (
 # The names that a field goes by; the first that is there counts.
 FIELD_ALIASES = {
     "id": ("id", "_id", "question_id", "questionid", "wikipedia_id",  # TriviaQA, KILT
-           "docid", "doc_id", "passage_id", "pid", "query_id", "qid"),  # Pyserini, MS MARCO, StrategyQA
+           "docid", "doc_id", "passage_id", "pid"),  # Pyserini, MS MARCO
     "question": ("question", "text", "query", "input"),  # BEIR's queries, MS MARCO, KILT
     "golden_answers": ("golden_answers", "answers", "answer", "possible_answers", "answerkey"),
     "answer_aliases": ("answer_aliases",),
@@ -53,6 +53,10 @@ MAX_JSON_BYTES = 2**31  # bytes of a document, which is in memory as a whole
 MAX_UNPACKED_BYTES, MAX_UNPACKED_FACTOR = 2**30, 100
 # Of HotpotQA (Yang et al. 2018) and 2WikiMultihopQA (Ho et al. 2020): passages that the type needs.
 HOPS_BY_TYPE = {"bridge": 2, "comparison": 2, "compositional": 2, "inference": 2, "bridge_comparison": 4}
+QUESTION_IDS = (
+    "query_id",
+    "qid",
+)  # of questions: rows of a corpus may have that of what they are for
 LAYOUT_FIELDS = (
     "type", "supporting_facts", "context", "paragraphs", "question_decomposition", "evidences",
     "answerable", "answer_aliases", "choices", "options",
@@ -162,6 +166,9 @@ def read_record_stream(
     try:
         records = _choose_reader(opened, path, error, plain)(opened, str(path), error)
         for number, (place, row) in enumerate(records, start=1):
+            if plain and not has_id_field(row):
+                own = [value for key, value in row.items() if str(key).lower() in QUESTION_IDS]
+                row = {"id": own[0], **row} if own else row
             has_ids = has_id_field(row) if has_ids is None else has_ids
             yield place, row if has_ids else {"id": number, **row}
     except (EOFError, gzip.BadGzipFile, zlib.error):

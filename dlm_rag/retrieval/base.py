@@ -4,7 +4,6 @@ Query policies say what becomes a search query, as pure functions of texts. `QUE
 of one's own, `decode.query_policy=module:function`, takes the same arguments, and may return a text.
 """
 
-import hashlib
 import re
 import threading
 from abc import ABC, abstractmethod
@@ -364,8 +363,6 @@ class OracleRetriever(CorpusRetriever):
             for _, name in (key for key in keys if not rows[key]):
                 raise ConfigError(f"{place}: the supporting passage '{name}' is not in {inner.corpus.path}")
             self._rows[part] = interleave_rankings([rows[key] for key in keys], len(inner.corpus))
-
-        self.supports = hashlib.sha256(repr(sorted(self._rows.items())).encode()).hexdigest()
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         found = self._inner.rank(queries, depth)

@@ -45,7 +45,8 @@ _CLOSING = re.compile(r"(?<![ \t])[ \t]+#+[ \t]*\Z")  # behind a heading; "C#" h
 # Between --- (YAML: no line of prose) or +++ (TOML), at the beginning, with a key; in braces (JSON).
 _FRONT_MATTER = re.compile(
     r"\A\s{0,20}(?=[^\n]*\n(?:[ \t]*(?:#[^\n]*)?\n){0,20}[ \t]*[\w\"'-]{1,60}[ \t]*[:=])"
-    r"(?:---[ \t]*\n(?:(?:[ \t#\-\]}][^\n]*|[\w\"'./ -]{1,60}:(?!\S)[^\n]*)?\n){0,2000}?(?:---|\.\.\.)"
+    r"(?:---[ \t]*\n(?>(?:[ \t#\-\]}][^\n]*|[^\s#\-\]}][^\n]{0,60}?:(?!\S)[^\n]*)?\n){0,2000}?"
+    r"(?:---|\.\.\.)"
     r"|\+\+\+[ \t]*\n(?:[^\n]*\n){0,2000}?(?:\+\+\+|\.\.\.)|\{\n(?:[^\n]*\n){0,2000}?\})[ \t]*(?:\n|\Z)"
 )
 _FRONT_TITLE = re.compile(
@@ -218,8 +219,10 @@ def _read_html(path: Path) -> str:
     from bs4.element import PreformattedString
 
     logging.getLogger("bs4.dammit").setLevel(logging.ERROR)
-    # What is UTF-8 is tried before what the page says and before a guess.
-    page: Any = BeautifulSoup(path.read_bytes(), "html.parser", from_encoding="utf-8")
+    data = path.read_bytes()
+    # UTF-8 is tried before what the page says and before a guess, unless it looks like UTF-16 or ISO-2022.
+    first = None if b"\0" in data or b"\x1b" in data else "utf-8"
+    page: Any = BeautifulSoup(data, "html.parser", from_encoding=first)
     title = " ".join(page.title.get_text().split()) if page.title else ""
     found, opened = [f"# {title}\n\n" * bool(title)], [(page, iter(page.children))]
     while opened:  # changes of the tree would take the square of its size

@@ -256,8 +256,9 @@ class QuestionValidation:
             for time in times.tolist():
                 rows += batches.mask_blocks_at_time(prompt, target, time, rng, shape)
             tokens += len(target)
-            if rows:
-                total += sum_losses(denoiser, rows, shape.evidence_layout) / NELBO_TIMES
+            for n in range(0, len(rows), NELBO_TIMES):
+                part = rows[n : n + NELBO_TIMES]
+                total += sum_losses(denoiser, part, shape.evidence_layout) / NELBO_TIMES
         return total, tokens
 
     def _evidence(self, question: Question) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 from dlm_rag.config import Config, DecodeConfig
 from dlm_rag.errors import QuestionError
 from dlm_rag.questions import Question, as_questions, read_questions, select_questions
+from dlm_rag.retrieval.corpus import open_corpus
 from tests.support.passages import write_jsonl_file
 
 
@@ -59,8 +60,15 @@ def test_an_answer_counts_as_it_is_written_and_as_it_is_read(tmp_path):
     ]
     read = read_questions(write_jsonl_file(tmp_path / "q.jsonl", rows))
     assert [each.golden_answers for each in read] == [
-        ("AT&amp;T", "AT&T"), ("Men’s\u00a0wear", "Men's wear"), ("[2, 5]", "2", "5"),
+        ("AT&amp;T", "AT&T"), ("Men’s\u00a0wear", "Men's wear"), ("2", "5", "[2, 5]"),
     ]  # fmt: skip
+
+
+def test_ids_of_questions_are_none_of_passages(tmp_path):
+    rows = [{"qid": 1, "text": "a"}, {"qid": 1, "text": "b"}]
+    path = write_jsonl_file(tmp_path / "c.jsonl", rows)
+    assert [passage.id for passage in open_corpus(path, tmp_path)] == ["1", "2"]
+    assert read_questions(write_jsonl_file(tmp_path / "q.jsonl", rows[:1]))[0].id == "1"
 
 
 def test_a_limit_draws_evenly_over_hops_and_a_larger_one_the_same_and_more():

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import os
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -212,7 +213,13 @@ def test_what_is_written_is_what_is_read(rows, name, tmp_path):
             writer.writerows(lists)
     else:
         path.write_text("\n".join(map(json.dumps, rows)) if name == "x.jsonl" else json.dumps(rows))
-    assert read_questions(path) == [
+    expected = [
         Question(row["id"], row["question"], tuple(row["golden"]), hops=row.get("hops"))
         for row in [{**row, "golden": add_words_of_truth(row.get("golden_answers", ()))} for row in rows]
     ]
+    read = read_questions(path)
+    for ours, theirs in zip(
+        read, expected, strict=True
+    ):  # behind answers stand those as a model reads them
+        given = len(theirs.golden_answers)
+        assert replace(ours, golden_answers=ours.golden_answers[:given]) == theirs

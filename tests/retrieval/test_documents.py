@@ -75,8 +75,10 @@ def test_a_page_in_utf_8_is_read_whether_it_says_so_or_not(tmp_path):
         "<p>Łódź is a city in Poland.</p><p>Ærø ligger i Danmark.</p>".encode()
     )
     (tmp_path / "b.html").write_bytes("<meta charset=latin-1><p>Ærø</p>".encode("latin-1"))
+    (tmp_path / "c.html").write_bytes("<p>Tea</p>".encode("utf-16"))
+    (tmp_path / "d.html").write_bytes("<meta charset=iso-2022-jp><p>日本</p>".encode("iso-2022-jp"))
     read_texts = [text for _, text in read(tmp_path)]
-    assert read_texts == ["Łódź is a city in Poland.\n\nÆrø ligger i Danmark.", "Ærø"]
+    assert read_texts == ["Łódź is a city in Poland.\n\nÆrø ligger i Danmark.", "Ærø", "Tea", "日本"]
 
 
 def test_documents_that_cannot_be_read_are_named_with_what_reads_them(tmp_path, monkeypatch):

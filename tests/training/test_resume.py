@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from dlm_rag import Denoiser, Tokenizer
 from dlm_rag.commands import train as train_command
 from dlm_rag.config import list_setting_fields, load_config
+from dlm_rag.data.synthetic_world import write_world
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.files.build_once import DIGESTS_FILE
 from dlm_rag.files.journal import hold_file_lock
@@ -213,6 +214,10 @@ def test_what_a_run_depends_on_must_be_as_it_was(base, monkeypatch, name, word, 
 
 
 def test_worlds_of_an_attempt_without_a_checkpoint_are_made_anew(tmp_path):
+    asked = write_world(tmp_path / "world", 0, "test", 100, 2, hops=2)
+    assert (tmp_path / "world" / "questions.jsonl").read_text().count("\n") == len(asked) == 2 * 2
+    shutil.rmtree(tmp_path / "world")
+
     def fill():
         for name in ("validation", "documents"):
             (tmp_path / name).mkdir(exist_ok=True)
